@@ -1,7 +1,7 @@
-"""Runs an engine for asyncio: requests of many tasks share it, and each task streams its own.
+"""`AsyncEngine`: runs an engine for asyncio; many tasks share it, and each streams its requests.
 
-A thread runs the engine, and nothing else touches it. Tasks send commands to the thread, and get
-outputs through their own event loops.
+One thread runs the engine, and no other thread touches it. Tasks send commands to this thread and
+get outputs through their own event loops.
 """
 
 import asyncio
@@ -21,26 +21,26 @@ from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.scheduler.request import Request
 
-# Attempts at a step: one that fails may have lacked memory for a moment.
+# Attempts at a step, because memory may be short for a moment.
 _MAX_ATTEMPTS = 3
 
 _logger = logging.getLogger(__name__)
 
 
 class EngineClosedError(RuntimeError):
-    """The engine takes no requests: it was closed, or it has failed, with what is the cause."""
+    """The engine takes no requests: it was closed, or it has failed; then `__cause__` says why."""
 
 
 @names_arguments
 class AsyncEngine:
-    """Runs an `Engine` in the background. Use it in an ``async with`` statement.
+    """Engine in a background thread. Use it in an ``async with`` statement.
 
     Args:
       engine: an engine that nothing else uses from now on.
-      on_step: function that is called as ``on_step(engine, requests)`` in the engine's thread,
+      on_step: function that is called as ``on_step(engine, requests)`` in the engine's thread:
         after each step with the requests that got tokens or ended, and after each abort with that
-        request. It may read them until it returns; tasks get their outputs afterwards. Its first
-        exception is logged, later ones are ignored.
+        request. It may read the requests until it returns; tasks get their outputs afterwards. Its
+        first exception is logged, later exceptions are ignored.
 
     Example:
       >>> async def main():
@@ -63,11 +63,11 @@ class AsyncEngine:
         self._engine = engine
         self._on_step = on_step
         self._is_on_step_reported = False
-        # Calls that the thread makes between two steps; None stops it.
+        # Calls for the thread to make between two steps; None stops the thread.
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._thread: threading.Thread | None = None
-        # Held while a command is sent: only while the thread still reads them.
+        # Held to send a command, so that none is sent after the thread stops reading.
         self._lock = threading.Lock()
         self._is_running = False
         self._failure: BaseException | None = None
@@ -79,7 +79,8 @@ class AsyncEngine:
     async def __aenter__(self) -> "AsyncEngine":
         if self._thread is not None:
             raise RuntimeError(
-                "AsyncEngine: it must be closed, its last step over, before it is entered again."
+                "AsyncEngine: the engine must be closed and its last step over before it is "
+                "entered again."
             )
         self._commands, self._failure = queue.SimpleQueue(), None
         self._thread = threading.Thread(
@@ -93,11 +94,11 @@ class AsyncEngine:
         await self.close()
 
     async def close(self, timeout: float | None = None) -> None:
-        """End all requests as they stand, and stop the thread.
+        """End all requests with their tokens so far, and stop the thread.
 
         Args:
-          timeout: seconds to wait for the step that runs. After them the thread continues alone; it
-            does not keep the process alive. Close again to wait longer.
+          timeout: seconds to wait for the running step; None waits until it ends. After a timeout
+            the thread continues alone and does not keep the process alive. Close again to wait.
         """
         if self._thread is None:
             return
@@ -117,20 +118,20 @@ class AsyncEngine:
         final_only: bool = False,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
-        """Complete a prompt: yield its output whenever it has new tokens; the last is finished.
+        """Complete a prompt: yield its output whenever it has new tokens, until it is finished.
 
         A task that is cancelled, or that stops iterating, ends its request and frees its blocks
         within a step.
 
         Args:
-          prompt: a text or a dict, as for `Engine.add_request`.
-          sampling_params: how tokens are chosen; by default as the model's authors recommend.
-          final_only: whether only the finished output is yielded, which costs less.
-          **options: request_id, priority, timeout, explain and client of `Engine.add_request`.
+          prompt: a text or a dict, see `Engine.add_request`.
+          sampling_params: how tokens are chosen; `Engine.get_default_sampling_params` by default.
+          final_only: whether to yield only the finished output, which is cheaper.
+          **options: further arguments of `Engine.add_request`.
 
         Raises:
-          ValueError: as `Engine.add_request`.
-          EngineClosedError: the engine is closed, or has failed.
+          ValueError: see `Engine.add_request`.
+          EngineClosedError: the engine is closed or has failed.
         """
         stream = _Stream(asyncio.get_running_loop(), is_final_only=final_only)
         # The request also waits until the thread adds it.
@@ -140,21 +141,21 @@ class AsyncEngine:
             while not stream.is_done:
                 yield await stream.get()
         finally:
-            if not stream.is_done:  # without waiting, which a cancelled task must not do
+            if not stream.is_done:  # a cancelled task must not wait
                 with contextlib.suppress(EngineClosedError):
                     self._send(_Command(self._cancel, (stream,)))
 
     @property
     def failure(self) -> BaseException | None:
-        """The exception that ended the engine's thread; None if there was none."""
+        """Exception that ended the engine's thread, if there was one."""
         return self._failure
 
     async def abort(self, request_id: str) -> None:
-        """End a request as it stands; a task that iterates over it gets the tokens so far."""
+        """End a request. A task that iterates over it gets an output with the tokens so far."""
         await self._call(self._abort, request_id)
 
     async def call(self, function: Callable[[Engine], Any]) -> Any:
-        """Return ``function(engine)``, called between two steps: for stats, weights, the cache."""
+        """Call ``function(engine)`` between two steps, and return its result."""
         return await self._call(function, self._engine)
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -190,7 +191,7 @@ class AsyncEngine:
                 command.refuse(self._closed())
         streams = dict(self._streams)
         if self._failure is not None:
-            # First of all: an engine that has failed may not even be able to end its requests.
+            # First, because a failed engine may not even be able to end its requests.
             for stream in streams.values():
                 _call_in(stream.loop, functools.partial(stream.set, self._closed()))
             self._streams.clear()
@@ -199,7 +200,7 @@ class AsyncEngine:
                 self._abort(request_id)
 
     def _step(self) -> None:
-        """Run a step. One that fails loses no request, so it is tried again."""
+        """Run a step. A step that fails loses no request, so it is tried again."""
         for attempt in range(_MAX_ATTEMPTS):
             try:
                 requests = self._engine.advance()
@@ -222,7 +223,7 @@ class AsyncEngine:
             self._is_on_step_reported = True
 
     def _drain_commands(self) -> bool:
-        """Run all commands, and wait for one if the engine is idle. False: the thread must stop."""
+        """Run all commands; if the engine is idle, wait. Return False to stop the thread."""
         while True:
             is_idle = self._engine.is_sleeping or not self._engine.has_unfinished
             try:
@@ -244,7 +245,7 @@ class AsyncEngine:
     def _cancel(self, stream: "_Stream") -> None:
         """End the request of a task that takes no more outputs.
 
-        It may not have been added yet, or have ended, and its id may be another's by now.
+        The request may not be added yet, or may have ended and left its id to a newer request.
         """
         stream.is_cancelled = True
         if stream.request_id is not None and self._streams.get(stream.request_id) is stream:
@@ -258,7 +259,7 @@ class AsyncEngine:
             self._deliver([request])
 
     def _deliver(self, requests: list[Request]) -> None:
-        """Give tasks their outputs. Each loop is woken once, because that is a system call."""
+        """Give tasks their outputs. Each loop is woken once, because waking is a system call."""
         updates: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
         for request in requests:
             stream = self._streams.get(request.request_id)
@@ -271,35 +272,35 @@ class AsyncEngine:
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], Any]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+    with contextlib.suppress(RuntimeError):  # the loop may be closed
         loop.call_soon_threadsafe(function)
 
 
 class _Stream:
-    """Carries the outputs of one request from the engine's thread into an event loop.
+    """Outputs of a request on their way from the engine's thread to an event loop.
 
-    It holds the newest output only, which includes those before it. So a slow task misses nothing,
-    and outputs do not pile up.
+    It keeps only the newest output, which includes all earlier tokens. So a slow task misses
+    nothing, and outputs do not pile up.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, is_final_only: bool):
-        self.is_done = False  # the task has the last output
+        self.is_done = False  # whether the task has the last output
         self.is_final_only = is_final_only
-        # For the thread alone:
+        # Used by the thread only:
         self.is_cancelled = False
         self.request_id: str | None = None
         self.loop = loop
         self._newest: RequestOutput | Exception | None = None
-        self._news: asyncio.Future[None] | None = None  # what the task waits for
+        self._news: asyncio.Future[None] | None = None  # the task waits for it
 
     def set(self, item: RequestOutput | Exception) -> None:
-        """Take the newest output, or the exception that ends them. In the loop's thread."""
+        """Store the newest output or the final exception. Runs in the loop's thread."""
         self._newest = item
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
     async def get(self) -> RequestOutput:
-        """Wait for an output that was not returned yet, and return the newest."""
+        """Wait for an output that was not returned yet, and return the newest output."""
         if self._newest is None:
             self._news = self.loop.create_future()
             await self._news
@@ -313,7 +314,7 @@ class _Stream:
 
 
 class _Command:
-    """A call for the thread to make, and the future of the task that waits for it, if one does."""
+    """Call for the thread to make, with the future of the task that waits for it, if any."""
 
     def __init__(
         self,

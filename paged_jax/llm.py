@@ -1,4 +1,4 @@
-"""Completes prompts offline: `LLM`, with the names and meanings of vLLM's class."""
+"""`LLM`: offline generation for lists of prompts, with the names and meanings of vLLM's class."""
 
 import contextlib
 import dataclasses
@@ -23,10 +23,10 @@ from paged_jax.scheduler.request import Sequence as SampleSequence
 
 
 class LLM(Engine):
-    """An engine that completes prompts while the caller waits. Arguments are those of `Engine`.
+    """Engine with blocking methods for lists of prompts. It takes the same arguments as `Engine`.
 
-    Calls compile what they are the first to need, which takes seconds, and say so on a terminal;
-    `warmup` does it beforehand.
+    A call compiles the programs that it needs first, which takes seconds and is shown on a
+    terminal. `warmup` compiles all programs beforehand.
 
     Example:
       >>> llm = LLM(max_num_seqs=2)
@@ -45,26 +45,26 @@ class LLM(Engine):
         explain: bool = False,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete prompts, batched; returns when all are complete.
+        """Complete prompts in a batch, and return when all are complete.
 
         Args:
           prompts: a text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``, or several. With
-            ``cache_salt`` in a dict, the prompt shares cached blocks only where that is the same.
-          sampling_params: one for all prompts, or one for each; by default those of
-            `get_default_sampling_params`.
+            ``cache_salt`` in a dict, a prompt shares cached blocks only with prompts of that salt.
+          sampling_params: parameters for all prompts, or a list with an entry for each prompt;
+            `get_default_sampling_params` by default.
           priority: rank of each prompt; lower is served first.
-          explain: whether outputs carry an `Explanation` of what they waited for.
-          use_tqdm: whether a bar shows the progress, on a terminal or in a notebook.
+          explain: whether outputs have an `Explanation` of what they waited for.
+          use_tqdm: whether to show a progress bar on a terminal or in a notebook.
 
         Returns:
-          One output for each prompt, in their order.
+          One output for each prompt, in order.
 
         Raises:
-          ValueError: a prompt is empty, too long for the context or for the pool, or holds tokens
-            out of range; a parameter does not suit the model. Nothing has been run then.
-          FloatingPointError: the model gave NaN for every prompt. If it did for some only, their
-            outputs have the finish_reason ``"error"``. Samples whose `structured_outputs` could
-            not be followed have it too, with the reason and the text so far.
+          ValueError: a prompt is empty, exceeds the context or the pool, or holds tokens out of
+            range; a parameter does not suit the model. Nothing has been run then.
+          FloatingPointError: the model gave NaN for every prompt. If it gave NaN for some prompts,
+            their outputs have the finish_reason ``"error"``. So have samples that could not follow
+            `structured_outputs`, with the reason and the text so far.
         """
         group = self._add(prompts, sampling_params, priority, explain)
         requests = self._finish(group, use_tqdm=use_tqdm)
@@ -80,26 +80,25 @@ class LLM(Engine):
         *,
         use_tqdm: bool = False,
     ) -> Rollout:
-        """Complete prompts, arrays in and arrays out: the samples of a training step.
+        """Complete prompts given as arrays, and return arrays: the samples of a training step.
 
-        What the function `rollout` does inside `jit`, and in float32 the same tokens, but blocks
-        are held only as far as sequences have grown, what prompts have in common is computed and
-        held once, and slots are filled again as rows stop. No text is made, and no objects for
-        single tokens.
+        It draws the same tokens as the function `rollout` does inside `jit` (in float32), but
+        allocates blocks as sequences grow, computes and stores common prefixes once, and refills
+        slots as rows stop. It makes no text, and no objects for single tokens.
 
         Args:
           prompt_token_ids: integer [B, T], each row padded at its end.
-          num_tokens: integer [B], tokens in each prompt, 1 to T.
-          sampling_params: one for all prompts, or one for each with the same `n`; by default those
-            of `get_default_sampling_params`. Their `n` samples of a prompt are rows that follow
-            each other. Row b of the result is sample b of its seed, so rows with the same prompt
-            differ. `logprobs` and `prompt_logprobs` are not looked at.
-          use_tqdm: whether a bar shows the progress, on a terminal or in a notebook.
+          num_tokens: integer [B], number of tokens in each prompt, 1 to T.
+          sampling_params: parameters for all prompts, or a list with an entry of the same `n` for
+            each prompt; `get_default_sampling_params` by default. The `n` samples of a prompt are
+            consecutive rows. Row b of the result is sample b of its seed, so rows with the same
+            prompt differ. `logprobs` and `prompt_logprobs` are ignored.
+          use_tqdm: whether to show a progress bar on a terminal or in a notebook.
 
         Returns:
-          Arrays of NumPy: the tokens i32 [B * n, N], their log-probabilities f32 [B * n, N] under
-          the model at temperature 1, unfiltered, and how many there are in each row i32 [B * n]. N
-          is the largest `max_tokens`, whatever was drawn; of parameters without, the longest row.
+          NumPy arrays: tokens i32 [B * n, N], their log-probabilities f32 [B * n, N] under the
+          model at temperature 1 without filters, and the number of tokens in each row i32 [B * n].
+          N is the largest `max_tokens`; if no parameters have one, the length of the longest row.
 
         Raises:
           ValueError: shapes or types do not fit together, or as for `generate`. Nothing has been
@@ -125,12 +124,12 @@ class LLM(Engine):
             raise ValueError(
                 f"LLM.rollout: n must be the same for all prompts, got {sorted(counts)}."
             )
-        plain = [_of_tokens_only(each) for each in params]
+        plain = [_without_text(each) for each in params]
         group = self._add(prompts, plain, function="LLM.rollout", shares_seeds=True)
         return _as_rollout(self._finish(group, use_tqdm=use_tqdm))
 
     def speed_note(self) -> Callable[[float], str]:
-        """Return a function that describes the speed from now on, for `Status.advance`."""
+        """Return a function that describes the speed since this call, for `Status.advance`."""
         before = self.stats.num_generated_tokens
 
         def note(elapsed: float) -> str:
@@ -140,7 +139,7 @@ class LLM(Engine):
         return note
 
     def _finish(self, group: "_RequestGroup", *, use_tqdm: bool) -> list[Request]:
-        """Run the requests of a call to their ends."""
+        """Run the requests of a call until all have finished."""
         with contextlib.closing(group):
             requests = list(group.requests.values())
             status, note = Status(is_shown=None if use_tqdm else False), self.speed_note()
@@ -167,15 +166,16 @@ class LLM(Engine):
         Args:
           messages: ``{"role": ..., "content": ...}`` dicts, or a list of such conversations. The
             content is a text, or a list of parts such as ``{"type": "text", "text": "Hi"}``.
-            Messages of openai's client are taken as they are, as objects or as dicts.
-          tools: functions that the model may call, as OpenAI describes them. The template shows
-            them to the model; calls are in the text of the output, as the model writes them.
+            Message objects of openai's client are accepted too.
+          sampling_params: see `generate`.
+          tools: functions that the model may call, in OpenAI's format. The template shows them to
+            the model; calls are part of the output's text, as the model writes them.
           chat_template_kwargs: variables for the template, such as ``{"enable_thinking": False}``.
-          sampling_params, use_tqdm: see `generate`.
+          use_tqdm: see `generate`.
 
         Raises:
-          ValueError: the model has no tokenizer or no chat template, the template has no tools but
-            some are given, it refuses the messages or the variables, or as for `generate`.
+          ValueError: the model has no tokenizer or no chat template; the template has no tools but
+            some are given; the template rejects the messages or variables; or see `generate`.
         """
         is_one = bool(messages) and not isinstance(messages[0], list | tuple)
         conversations = cast(
@@ -194,14 +194,16 @@ class LLM(Engine):
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Prompt:
-        """The prompt that asks for the next message of a conversation.
+        """Return the prompt that asks for the next message of a conversation.
 
         Args:
-          messages, chat_template_kwargs, tools: see `chat`; one conversation.
+          messages: one conversation, see `chat`.
+          chat_template_kwargs: see `chat`.
+          tools: see `chat`.
 
         Raises:
-          ValueError: the model has no tokenizer or no chat template, the template has no tools but
-            some are given, or it refuses the messages or the variables.
+          ValueError: the model has no tokenizer or no chat template; the template has no tools but
+            some are given; or the template rejects the messages or variables.
         """
         if self.tokenizer is None:
             raise ValueError(
@@ -220,11 +222,11 @@ class LLM(Engine):
         priority: Sequence[int] | None = None,
         explain: bool = False,
     ) -> "Stream":
-        """As `generate`, but yields a request's index and output whenever it has new tokens.
+        """Complete prompts like `generate`, but yield ``(index, output)`` at each new token.
 
-        What is yielded is final: text that may turn out to be part of a stop string, or half a
-        character, is held back. With ``steps_per_dispatch=1`` tokens come one by one. Closing the
-        iterator ends the requests and frees their blocks.
+        Yielded text is final: text that may be part of a stop string, or half a character, is held
+        back. With ``steps_per_dispatch=1``, each token is yielded immediately. Closing the iterator
+        ends the requests and frees their blocks.
         """
         return Stream(self._add(prompts, sampling_params, priority, explain))
 
@@ -239,11 +241,11 @@ class LLM(Engine):
           params: parameters of the search, the same for all prompts.
 
         Returns:
-          For each prompt, in their order, the ``params.beam_width`` best sequences.
+          For each prompt, in order, the ``params.beam_width`` best sequences.
 
         Raises:
-          ValueError: a prompt is empty, too long or holds tokens out of range, or there can never
-            be slots or blocks enough for it. Nothing has been run then.
+          ValueError: a prompt is empty, exceeds the context, holds tokens out of range, or needs
+            more slots or blocks than the engine has. Nothing has been run then.
           RuntimeError: a request is unfinished.
           FloatingPointError: the model gave NaN.
 
@@ -266,9 +268,10 @@ class LLM(Engine):
         function: str = "LLM.generate",
         shares_seeds: bool = False,
     ) -> "_RequestGroup":
-        """Queue all prompts, or none of them.
+        """Queue all prompts. If a prompt is invalid, queue nothing.
 
-        Samples of prompts that share a seed draw alike, unless `shares_seeds` numbers them all.
+        Prompts with the same seed draw the same tokens, unless `shares_seeds` is set: then all
+        their samples are numbered in one sequence.
         """
         prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         count = len(prompts)
@@ -296,7 +299,7 @@ class LLM(Engine):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         count: int,
     ) -> Sequence[SamplingParams]:
-        """The parameters of each of so many prompts."""
+        """Return the parameters of each of `count` prompts."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, Mapping):
@@ -311,7 +314,7 @@ class LLM(Engine):
 
 
 class _RequestGroup:
-    """The requests of one call, each whenever it has new tokens, until all have finished."""
+    """Iterator over the requests of a call: yields each when it has new tokens."""
 
     def __init__(self, engine: Engine, requests: list[Request]):
         self.requests = {request.request_id: request for request in requests}
@@ -351,20 +354,20 @@ class _RequestGroup:
             self._engine.end(request_id)
 
     def drop(self) -> None:
-        """As `close`, but later if Python asks for it in the middle of a step."""
+        """Close now or, if Python collects the stream during a step, after the step."""
         self._engine.when_idle(self.close)
 
 
 class Stream:
-    """Outputs of some requests as they come: ``(index, output)``. See `LLM.stream`.
+    """Iterator over ``(index, output)`` of several requests, see `LLM.stream`.
 
-    Closing it ends the requests that have not finished, and frees their blocks; so does dropping
-    it, and leaving a ``with contextlib.closing(...)`` block.
+    Closing it ends unfinished requests and frees their blocks. So does dropping the last reference,
+    or leaving a ``with contextlib.closing(...)`` block.
     """
 
     def __init__(self, group: _RequestGroup):
         self._group = group
-        # Not __del__: at the end of the process nothing is left that could be ended.
+        # Not __del__, which would also run at interpreter exit.
         weakref.finalize(self, group.drop).atexit = False
 
     def __iter__(self) -> Iterator[tuple[int, RequestOutput]]:
@@ -386,27 +389,29 @@ class Stream:
 def _check_count(function: str, name: str, values: Sequence[Any], count: int) -> None:
     if len(values) != count:
         raise ValueError(
-            f"{function}: {name} must be one or as many as the {count} prompts, got {len(values)}."
+            f"{function}: {name} must be one value or one for each of the {count} prompts, got "
+            f"{len(values)}."
         )
 
 
-def _of_tokens_only(params: SamplingParams) -> SamplingParams:
-    """The parameters without what makes text or objects of tokens, unless it ends a row."""
+def _without_text(params: SamplingParams) -> SamplingParams:
+    """Return parameters without log-probabilities, and without text unless `stop` needs it."""
     return dataclasses.replace(
         params, logprobs=None, prompt_logprobs=None, detokenize=bool(params.stop)
     )
 
 
 def _as_rollout(requests: list[Request]) -> Rollout:
-    """The samples of requests that have ended, a row each.
+    """Return the samples of finished requests as arrays, one row per sample.
 
     Raises:
-      FloatingPointError, StructuredOutputError: one ended with an error.
+      FloatingPointError: the model gave NaN for a sample.
+      StructuredOutputError: a sample could not follow its `structured_outputs`.
     """
     samples = [sequence for request in requests for sequence in request.sequences]
     for sample in samples:
         if sample.completion.finish_reason == "error":
-            error = StructuredOutputError if _has_lost_form(sample) else FloatingPointError
+            error = StructuredOutputError if _has_failed_grammar(sample) else FloatingPointError
             raise error(f"LLM.rollout: {sample.completion.stop_reason}")
     num_tokens = np.array([sample.num_generated for sample in samples], np.int32)
     bounds = [request.params.max_tokens for request in requests]
@@ -419,17 +424,17 @@ def _as_rollout(requests: list[Request]) -> Rollout:
 
 
 def _raise_if_all_failed(requests: list[Request]) -> None:
-    """Raise an error if the model gave NaN for every sample."""
+    """Raise FloatingPointError if the model gave NaN for every sample."""
     samples = [sample for request in requests for sample in request.sequences]
     reasons = [
         sample.completion.stop_reason
         for sample in samples
-        if sample.completion.finish_reason == "error" and not _has_lost_form(sample)
+        if sample.completion.finish_reason == "error" and not _has_failed_grammar(sample)
     ]
     if reasons and len(reasons) == len(samples):
         raise FloatingPointError(f"LLM.generate: {reasons[0]}")
 
 
-def _has_lost_form(sample: SampleSequence) -> bool:
+def _has_failed_grammar(sample: SampleSequence) -> bool:
     """Return whether the grammar of a sample has failed."""
     return sample.grammar is not None and sample.grammar.failure is not None

@@ -417,7 +417,10 @@ def live_bytes() -> int:
             {"prompt_token_ids": PROMPTS[:0], "num_tokens": NUM_TOKENS[:0]},
             "at least one row and one column",
         ),
-        ({"sampling_params": [SamplingParams()]}, "one or as many as the 3 prompts, got 1"),
+        (
+            {"sampling_params": [SamplingParams()]},
+            "one value or one for each of the 3 prompts, got 1",
+        ),
         (
             {"sampling_params": [SamplingParams(n=n) for n in (1, 2, 1)]},
             r"n must be the same for all prompts, got \[1, 2\]",

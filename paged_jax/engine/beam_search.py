@@ -54,8 +54,8 @@ class BeamSearchParams:
       max_tokens: maximum number of tokens to generate; the context may allow fewer.
       ignore_eos: whether end-of-sequence tokens are treated like other tokens.
       temperature: must be 0, because beam search does not sample.
-      length_penalty: exponent of the length by which the log-probability is divided, -10 to 10.
-        Positive values favour long sequences, negative values short sequences.
+      length_penalty: exponent p of the score ``cum_logprob / length**p``, -10 to 10. Positive
+        values favour long sequences, negative values short sequences.
       include_stop_str_in_output: whether the text keeps the end-of-sequence token.
 
     Raises:
@@ -112,7 +112,7 @@ class BeamSearchSequence:
 @short_repr
 @dataclasses.dataclass(frozen=True)
 class BeamSearchOutput:
-    """Result of beam search for one prompt.
+    """Result of beam search for a prompt.
 
     Attributes:
       sequences: up to `beam_width` sequences, the best first.
@@ -131,7 +131,7 @@ class Beam(NamedTuple):
 
 
 class BeamChoice:
-    """The beams of one prompt.
+    """Beams of a prompt.
 
     Args:
       prompt_token_ids: the prompt.
@@ -284,8 +284,8 @@ def beam_search(
       One output for each prompt, in their order.
 
     Raises:
-      ValueError: a prompt is empty, too long or holds tokens out of range, or there can never be
-        slots or blocks enough for it. Nothing has been run then.
+      ValueError: a prompt is empty or does not fit the context, holds tokens out of range, or needs
+        more slots or blocks than the engine has. Nothing has been run then.
       RuntimeError: a request is unfinished.
       FloatingPointError: the model gave NaN.
 
@@ -336,7 +336,7 @@ def _check_fits(core: EngineCore, search: "_Search") -> None:
 
 
 class _Search(BeamChoice):
-    """Beams of one prompt, and their slots while it runs."""
+    """Beams of a prompt, and their slots while it runs."""
 
     def __init__(
         self,

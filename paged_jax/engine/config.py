@@ -27,7 +27,7 @@ from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner.sizes import Sizes
 from paged_jax.scheduler.preemption import Preemption
 
-# Values of the option `kv_dtype` besides "auto".
+# Values of the option `kv_dtype` other than "auto".
 KV_DTYPES = {
     "float32": jnp.float32,
     "bfloat16": jnp.bfloat16,
@@ -59,7 +59,7 @@ def resolve_kv_dtype(kv_dtype: str, weights_dtype: DTypeLike, platform: str) -> 
 
 
 class Bounds(NamedTuple):
-    """Values that an option accepts, besides a default of None.
+    """Values that an option accepts. A default of None is accepted as well.
 
     Attributes:
       words: the rule, as it continues "must be".
@@ -102,13 +102,14 @@ def option(
     choices: tuple[str, ...] = (),
     metavar: str | None = None,
     flag: str | None = "",
-    vllm: str | None = None,
+    vllm: str | None = "",
     decides_memory: bool = False,
 ) -> Any:
     """Declare a field of `EngineConfig`.
 
-    The arguments become the attributes of an `OptionSpec`. By default the help shows `default`
-    itself, `choices` are those of the bounds, and the flag is the name of the field with dashes.
+    The arguments become the attributes of an `OptionSpec`. By default, the help shows `default`,
+    `choices` come from the bounds, the flag is the name of the field with dashes, and vLLM uses the
+    same name. None stands for no flag or no name.
     """
     metadata = {
         "help": help,
@@ -145,7 +146,6 @@ class EngineConfig:
         "checkpoint folder (Hugging Face or Orbax); in Python also a model",
         default_help="the small bundled model",
         metavar="DIR",
-        vllm="model",
     )
     _: dataclasses.KW_ONLY
     tokenizer: str | Path | Tokenizer | None = option(
@@ -154,7 +154,6 @@ class EngineConfig:
         "token ids and outputs have no text",
         default_help="the tokenizer in the model's folder",
         metavar="DIR",
-        vllm="tokenizer",
     )
     dtype: str = option(
         "auto",
@@ -162,7 +161,6 @@ class EngineConfig:
         "with one scale per row",
         default_help="auto, as saved in the checkpoint",
         choices=("auto", "float32", "bfloat16", "float16", "int8"),
-        vllm="dtype",
         decides_memory=True,
     )
     kv_dtype: str = option(
@@ -173,9 +171,7 @@ class EngineConfig:
         vllm="kv_cache_dtype",
         decides_memory=True,
     )
-    block_size: int = option(
-        16, "tokens in a block", bounds=POSITIVE, vllm="block_size", decides_memory=True
-    )
+    block_size: int = option(16, "tokens in a block", bounds=POSITIVE, decides_memory=True)
     num_blocks: int | None = option(
         None,
         "blocks in the pool",
@@ -195,7 +191,6 @@ class EngineConfig:
         16,
         "maximum number of samples that run at once, each in a slot",
         bounds=POSITIVE,
-        vllm="max_num_seqs",
         decides_memory=True,
     )
     max_model_len: int | None = option(
@@ -203,7 +198,6 @@ class EngineConfig:
         "maximum number of tokens in a sequence, prompt included",
         default_help="the model's context",
         bounds=POSITIVE,
-        vllm="max_model_len",
         decides_memory=True,
     )
     max_chunk: int = option(
@@ -218,7 +212,6 @@ class EngineConfig:
         "maximum number of tokens in a step, including one for each sequence that decodes; at "
         "least max_num_seqs",
         bounds=POSITIVE,
-        vllm="max_num_batched_tokens",
     )
     steps_per_dispatch: int = option(
         8,
@@ -232,7 +225,6 @@ class EngineConfig:
         "share the cached blocks of prompts that begin with the same tokens between requests",
         bounds=SWITCH,
         flag="--no-prefix-caching",
-        vllm="enable_prefix_caching",
     )
     preemption: Preemption = option(
         "auto",
@@ -246,7 +238,6 @@ class EngineConfig:
         "host memory for swapped blocks, in GiB",
         bounds=GIB,
         metavar="GIB",
-        vllm="swap_space",
     )
     num_speculative_tokens: int = option(
         0,
@@ -264,7 +255,7 @@ class EngineConfig:
         bounds=SWITCH,
         vllm="disable_cascade_attn",
     )
-    seed: int = option(0, "seed for requests without one", bounds=SEED, flag=None, vllm="seed")
+    seed: int = option(0, "seed for requests without one", bounds=SEED, flag=None)
     backend: str | None = option(
         None,
         "backend of the kernels",
@@ -278,13 +269,13 @@ class EngineConfig:
         "whatever its axes",
         default_help="tensor_parallel_size decides",
         flag=None,
+        vllm=None,
     )
     tensor_parallel_size: int = option(
         1,
         "number of devices that compute the model together, the first that JAX finds; each holds "
         "a part of the weights and of the KV cache",
         bounds=POSITIVE,
-        vllm="tensor_parallel_size",
         decides_memory=True,
     )
     check_replicas: bool = option(
@@ -292,12 +283,14 @@ class EngineConfig:
         "compare the tokens and tables that several devices each compute, and raise ReplicaError "
         "if they differ; slower, for debugging",
         bounds=SWITCH,
+        vllm=None,
     )
     on_compile: Callable[[str], None] | None = option(
         None,
         "function that is called with one line before a program is compiled",
         bounds=FUNCTION,
         flag=None,
+        vllm=None,
     )
 
     def __post_init__(self) -> None:
@@ -363,7 +356,7 @@ class EngineConfig:
           platform: the platform that the engine runs on.
 
         Raises:
-          ValueError: it is asked for, but all layers of the model have a sliding window.
+          ValueError: the option is True, but all layers of the model have a sliding window.
         """
         has_window = None not in model_config.sliding_windows
         if self.cascade_attention and has_window:
@@ -413,27 +406,20 @@ def option_specs(config: type[EngineConfig] = EngineConfig) -> tuple[OptionSpec,
 
 
 def _read_option(field: dataclasses.Field[Any]) -> OptionSpec:
-    metadata = dict(field.metadata)
-    value_type = field.type
+    metadata, value_type = dict(field.metadata), field.type
     if isinstance(value_type, types.UnionType):
         [value_type, *_] = [each for each in get_args(value_type) if each is not types.NoneType]
-    choices = metadata.pop("choices")
     if get_origin(value_type) is Literal:
         value_type = str
-    flag, metavar = metadata.pop("flag"), metadata.pop("metavar")
-    if metavar is None and not choices:
-        metavar = {int: "N", float: "X"}.get(value_type)
-    default_help = metadata.pop("default_help")
-    return OptionSpec(
-        name=field.name,
-        type=value_type,
-        default=field.default,
-        default_help=f"{field.default}" if default_help is None else default_help,
-        choices=choices,
-        flag=f"--{field.name.replace('_', '-')}" if flag == "" else flag,
-        metavar=metavar,
-        **metadata,
-    )
+    if metadata["default_help"] is None:
+        metadata["default_help"] = str(field.default)
+    if metadata["flag"] == "":
+        metadata["flag"] = f"--{field.name.replace('_', '-')}"
+    if metadata["vllm"] == "":
+        metadata["vllm"] = field.name
+    if metadata["metavar"] is None and not metadata["choices"]:
+        metadata["metavar"] = {int: "N", float: "X"}.get(value_type)
+    return OptionSpec(field.name, value_type, field.default, **metadata)
 
 
 # Names of the options in vLLM, with the names here.
@@ -443,7 +429,7 @@ VLLM_NAMES = {each.vllm: each.name for each in option_specs() if each.vllm is no
 def check_options(
     function: str, options: Mapping[str, Any], config: type[EngineConfig] = EngineConfig
 ) -> None:
-    """Check the value of each option by itself, before a model is loaded.
+    """Check the value of each option, before a model is loaded.
 
     Args:
       function: the name that errors begin with.

@@ -2,7 +2,7 @@
 
     schedule       choose what runs: `paged_jax.scheduler`, which allocates the blocks as it decides
     run            prefill chunks, fork samples, decode: `StepRunner` on `paged_jax.runner`
-    postprocess    append tokens to samples, end those that stop: `Postprocessor`
+    postprocess    append tokens to samples, finish complete samples: `Postprocessor`
 
 Each step queues the next decode steps before it reads its own tokens, so the device decodes while
 the host turns tokens into text. If the scheduler needs the tokens first, nothing is queued ahead.
@@ -179,7 +179,7 @@ class EngineCore:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether decode steps are queued whose tokens the host has not read."""
+        """Whether the next step is queued before the tokens of this step are processed."""
         return self._ahead is not None
 
     @property
@@ -375,7 +375,7 @@ def _preemption(options: EngineConfig, is_over_processes: bool) -> Preemption:
     """Return the way of preemption: with several processes always recomputation.
 
     Raises:
-      ValueError: ``"swap"`` is asked for, but each process has only a part of each block.
+      ValueError: the option is ``"swap"``, but each process has only a part of each block.
     """
     if not is_over_processes:
         return options.preemption

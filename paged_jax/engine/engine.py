@@ -1,4 +1,4 @@
-"""`Engine`: continuous batching, in which requests join and leave a running batch at every step."""
+"""`Engine`: continuous batching. Requests join and leave the running batch at every step."""
 
 import contextlib
 import time
@@ -161,7 +161,7 @@ class Engine:
 
     @contextlib.contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Return a context in which an exception withdraws the requests that were added in it."""
+        """Return a context that withdraws all requests added inside it if an exception occurs."""
         requests = self.core.requests
         num_before, known = requests.num_added, set(requests.unfinished)
         try:
@@ -244,7 +244,7 @@ class Engine:
         self.core.guard.when_idle(action)
 
     def follow(self) -> None:
-        """Run what process 0 asks for until its engine ends.
+        """Run the programs that process 0 sends until its engine ends.
 
         If the devices belong to several processes, each makes the engine with the same arguments.
         Process 0 takes requests, all others follow it. See `paged_jax.distributed`.
@@ -285,9 +285,9 @@ class Engine:
     def update_params(self, params: Llama | Any, *, mapping: NameMap | None = None) -> None:
         """Replace the weights, for example after a training step.
 
-        One program, compiled by the first call, copies the new weights over the old ones and
-        donates these, except those of a `Llama` that the engine was made from. So memory for the
-        engine's weights is needed once, besides the caller's arrays. The prefix cache is emptied.
+        A program, compiled by the first call, copies the new weights into the memory of the old
+        weights. The old arrays are deleted, unless the caller passed them to the constructor as a
+        `Llama`. So the engine never holds two copies of its weights. The prefix cache is emptied.
         Unfinished requests keep their tokens; their KV is computed again with the new weights.
 
         Args:
@@ -340,12 +340,12 @@ class Engine:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether the engine sleeps. Other threads may ask."""
+        """Whether the engine sleeps. Safe to read from other threads."""
         return bool(self.core.sleep.level)
 
     @property
     def sleep_level(self) -> int:
-        """Level of the engine's sleep; 0 while it is awake. Other threads may ask."""
+        """Level of the engine's sleep; 0 if awake. Safe to read from other threads."""
         return self.core.sleep.level
 
     def sleep(self, level: int = 1) -> None:
@@ -397,7 +397,7 @@ class Engine:
 
     @property
     def cache(self) -> PagedCache:
-        """The paged cache. The next step donates its arrays, so copy those that you keep.
+        """The paged cache. The next step donates its arrays, so copy arrays to keep them.
 
         Raises:
           EngineAsleepError: the engine sleeps and has no cache.
@@ -447,7 +447,7 @@ class Engine:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether a program is being compiled. Other threads may ask."""
+        """Whether a program is being compiled. Safe to read from other threads."""
         return self.core.executor.is_compiling
 
     @property

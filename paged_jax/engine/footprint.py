@@ -31,14 +31,14 @@ adds them at the end. Attention reads the pool in tiles (the 4 MiB). Where XLA m
 weights, on CPUs without our kernels, it copies the weights of one expert at a time.
 
 Sampling takes the logits, copies of them, and a copy of 5 * V bytes of each slot's state. The
-compiled programs in the tests are for CPUs; `tests.support.aot_parallel` compiles those for GPUs
-and TPUs ahead of time. Memory of drivers and libraries is not included: ``memory_fraction=0.9``
+tests compile programs for CPUs; `tests.support.aot_parallel` compiles programs for GPUs and TPUs
+ahead of time. Memory of drivers and libraries is not included: ``memory_fraction=0.9``
 leaves a tenth for them.
 
 If several devices compute a model together, H, K and F are the sizes of one device's shard, see
 `paged_jax.models.tensor_parallel`. V is the whole vocabulary, because each device samples all
-tokens. Letters are those of `paged_jax.dims`, plus E for the hidden size, F for the intermediate
-size and Fx for the intermediate size of an expert.
+tokens. `paged_jax.dims` defines the letters. In addition, E is the hidden size, F the intermediate
+size, and Fx the intermediate size of an expert.
 """
 
 import functools
@@ -225,7 +225,7 @@ def footprint(
       dtype: dtype of the weights.
       kv_dtype: dtype of K and V.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-      shard: the configuration of one device's shard, see `shard_config`; None for one device.
+      shard: the configuration of a device's shard, see `shard_config`; None for a single device.
 
     Example:
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=172,
@@ -273,7 +273,7 @@ def weight_layout(
     """Return the shape and dtype of every parameter, by name.
 
     Args:
-      config: the configuration of one device's shard, see `shard_config`.
+      config: the configuration of a device's shard, see `shard_config`.
       dtype: dtype of the matrices.
       num_devices: number of devices that compute the model together.
     """

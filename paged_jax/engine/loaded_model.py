@@ -26,7 +26,7 @@ class LoadedModel:
 
     Attributes:
       weights: the weights on the devices.
-      device_config: the configuration of one device's part of the model; None for one device.
+      device_config: configuration of a device's shard of the model; None for a single device.
       tokenizer: the tokenizer, if there is one.
       generation_config: generation defaults of the model's authors.
       eos_token_ids: tokens that end a sequence.
@@ -77,7 +77,7 @@ def load_weights(options: EngineConfig) -> tuple[Weights, TensorParallel | None]
     Each device reads only its part of the files.
 
     Returns:
-      The weights, and how they are divided; None for one device.
+      The weights, and how they are divided; None for a single device.
 
     Raises:
       ValueError: the model cannot be divided over the devices, or see `Llama.from_pretrained`.
@@ -108,10 +108,11 @@ def load_weights(options: EngineConfig) -> tuple[Weights, TensorParallel | None]
 
 
 def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:
-    """Return the mesh of an engine on several devices; None for one device.
+    """Return the mesh of an engine on several devices; None for a single device.
 
     Args:
-      mesh, tensor_parallel_size: options of the engine.
+      mesh: the option `mesh` of the engine.
+      tensor_parallel_size: the option `tensor_parallel_size` of the engine.
 
     Raises:
       ValueError: there are fewer devices, or both options are given.

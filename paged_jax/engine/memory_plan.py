@@ -1,4 +1,4 @@
-"""Plans an engine before anything is loaded: what fits in memory, and how fast a step can be.
+"""Plans of an engine before anything is loaded: its memory, and the least time of a step.
 
 Memory is computed as for an engine with ``memory_fraction``, see `paged_jax.engine.footprint`. The
 least time of a decode step follows from sizes and published figures of a device::
@@ -8,20 +8,20 @@ least time of a decode step follows from sizes and published figures of a device
     bytes        read by a device: its weights (of the embedding only the rows of the batch), and
                  K and V of all tokens that the sequences attend to
     operations   2 per weight and sequence
-    sent         by a device: 2 (N - 1) / N of the bytes of an all-reduce, (N - 1) / N of those of
-                 an all-gather. This is optimal for devices that only send to each other (Patarasuk
-                 and Yuan, J. Parallel Distrib. Comput. 69, 2009). Switches that add, such as NVLink
-                 SHARP, halve an all-reduce.
+    sent         by a device: 2 (N - 1) / N of the bytes of an all-reduce, (N - 1) / N of the bytes
+                 of an all-gather. This is optimal for devices that only send to each other
+                 (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). Switches that add,
+                 such as NVLink SHARP, halve an all-reduce.
 
 A step has 2 L + 1 all-reduces of ``[B, E]`` in float32 (two per layer and one for the embedding)
 and an all-gather of the logits ``[B, V]``. Layers that run attention and MLP in parallel have one,
 and norms over all heads add one of two numbers per token. The latency of a collective is
 microseconds; it is not published and not counted.
 
-With X experts, of which each token uses k, B tokens read X (1 - (1 - k / X)^B) experts if the
-router chooses uniformly. That is an expected value, not a bound.
+If each token uses k of X experts, B tokens read X (1 - (1 - k / X)^B) experts if the router chooses
+uniformly. That is an expected value, not a bound.
 
-Letters are those of `paged_jax.dims`; E is the hidden size, N the number of devices.
+`paged_jax.dims` defines the letters. E is the hidden size, N the number of devices.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class MemoryPlan:
     Attributes:
       config: configuration of the model.
       num_devices: N, number of devices that compute the model together.
-      shard: configuration of one device's part of the model.
+      shard: configuration of a device's shard of the model.
       dtype: dtype of the weights.
       kv_dtype: dtype of K and V.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
@@ -141,7 +141,7 @@ class MemoryPlan:
         return (self.memory - footprint.fixed) // taken
 
     def num_running(self, length: int) -> int:
-        """Return the number of sequences of `length` tokens that the engine runs at once."""
+        """Return the number of sequences of `length` tokens that the engine runs together."""
         footprint, block_size = self.footprint, self.sizes.block_size
         pools = zip(footprint.groups, footprint.group_sizes(self.num_blocks), strict=True)
         held = (size // group.num_held(length, block_size) for group, size in pools)
@@ -178,7 +178,7 @@ def make_plan(
     refuse_unknown("plan", known, unknown, VLLM_NAMES)
     check_options("plan", options)
     num_slots = options.get("max_num_seqs", EngineConfig.max_num_seqs)
-    # The plan is the same for any max_num_batched_tokens; this one suits all numbers of slots.
+    # Any max_num_batched_tokens gives the same plan; this value is valid for any number of slots.
     options["max_num_batched_tokens"] = max(num_slots, EngineConfig.max_num_batched_tokens)
     engine = EngineConfig(**options)
     weights_dtype = resolve_dtype("plan", engine.dtype, config)

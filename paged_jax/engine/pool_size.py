@@ -1,4 +1,4 @@
-"""Number of blocks in an engine's pool: as many as its slots can use and the memory holds."""
+"""Number of blocks in an engine's pool, limited by its slots and by the free memory."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`Postprocessor`: appends the tokens of a step to sequences, and finishes those that stop."""
+"""`Postprocessor`: appends the tokens of a step to sequences, and finishes complete ones."""
 
 import math
 import time

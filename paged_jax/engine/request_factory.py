@@ -63,8 +63,13 @@ class RequestFactory:
         Args:
           request_id: id of the request.
           arrival: number of earlier requests; determines the seed and the order of service.
-          prompt, params, priority, timeout, client, sample_offset: see `Engine.add_request`.
+          prompt: see `Engine.add_request`.
+          params: see `Engine.add_request`.
+          priority: see `Engine.add_request`.
           arrival_time: seconds on a monotonic clock.
+          timeout: see `Engine.add_request`.
+          client: see `Engine.add_request`.
+          sample_offset: see `Engine.add_request`.
 
         Raises:
           ArgumentError: an argument is out of bounds. The message names the field and the bound.

@@ -24,7 +24,7 @@ class EngineStats:
       num_decode_tokens: tokens drawn in dispatches that did not compile.
       prefill_seconds: seconds in programs that prefill.
       decode_seconds: seconds in programs that decode, until their tokens were on the host.
-      host_seconds: seconds outside of those programs in which the device had to wait.
+      host_seconds: seconds outside of these programs while the device had to wait.
       schedule_seconds: seconds of planning, including the plan's operations on the cache.
       postprocess_seconds: seconds of converting tokens to text and ending requests. These and
         `schedule_seconds` are part of `host_seconds` unless the device decoded meanwhile.
@@ -87,7 +87,7 @@ class GroupUse:
 
 
 class Stopwatch:
-    """Stopwatch for ``with`` blocks, several of which may belong to one phase of a step.
+    """Stopwatch for ``with`` blocks. A phase of a step may have several blocks.
 
     Each block is also a range in profiles of `jax.profiler`.
 
@@ -132,7 +132,7 @@ class StepClock:
     """Clock for the phases of a step.
 
     Args:
-      stats: totals, to which `count_step` adds.
+      stats: totals of the engine; `count_step` updates them.
       runner: reports how long it compiled and waited.
 
     Attributes:
@@ -202,7 +202,7 @@ class BlockMeter:
     """Counter of blocks that sequences hold, and of blocks that sharing saves.
 
     Args:
-      stats: totals, to which each count is added.
+      stats: totals of the engine; each count updates them.
       scheduler: knows the running sequences.
       runner: knows the number of free blocks.
 

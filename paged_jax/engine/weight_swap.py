@@ -104,10 +104,11 @@ class WeightSwap:
         """Check new weights, and copy them to the engine's devices. The engine does not change.
 
         Args:
-          params, mapping: see `Upkeep.update_params`.
+          params: see `Engine.update_params`.
+          mapping: see `Engine.update_params`.
 
         Raises:
-          ValueError: names, their number or shapes differ from those of the engine's model.
+          ValueError: names, their number or shapes differ from the engine's model.
         """
         model = self._executor.weights.layout_model
         if mapping is not None:
