@@ -1,4 +1,4 @@
-"""Chat templates as those of the families are written, against transformers."""
+"""Chat templates in the style of model families, compared with transformers."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ def _backend():
     return tokenizers.Tokenizer(models.WordLevel({"a": 0, "fa": 1}, unk_token="a"))
 
 
-def test_chats_with_tools_are_written_by_the_template_for_them(tmp_path):
+def test_render_uses_the_tool_template_for_chats_with_tools(tmp_path):
     tools = [{"type": "function", "function": {"name": "f"}}]
     messages = [{"role": "user", "content": "a"}]
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
@@ -39,7 +39,7 @@ def test_chats_with_tools_are_written_by_the_template_for_them(tmp_path):
     assert tokenizer.chat_template == "D"
 
 
-# Small templates in the ways in which those of the families are written.
+# Small templates in the style of model families.
 _IN_THE_STYLE_OF = {
     "llama 3": """{{- bos_token }}
 {%- if not date_string is defined %}
@@ -132,7 +132,7 @@ _IN_THE_STYLE_OF = {
 
 
 @pytest.mark.parametrize("family", _IN_THE_STYLE_OF)
-def test_templates_in_the_style_of_families_are_written_as_by_transformers(family):
+def test_render_matches_transformers_for_templates_of_families(family):
     transformers = pytest.importorskip("transformers")
     template = _IN_THE_STYLE_OF[family]
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": "é", "b": [1]}}}
@@ -184,7 +184,7 @@ _NULLS = [
 
 
 @pytest.mark.parametrize("template", [*_NULLS, *_IN_THE_STYLE_OF.values()])
-def test_render_leaves_out_null_fields_as_transformers_does(template):
+def test_render_omits_null_fields_like_transformers(template):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=_backend())
     chat = [
@@ -199,14 +199,14 @@ def test_render_leaves_out_null_fields_as_transformers_does(template):
     try:
         expected = theirs.apply_chat_template(chat, **options)
     except Exception:
-        # The template adds the content to a text without asking whether there is one.
+        # The template concatenates the content even if there is none.
         chat[3] = {**chat[3], "content": ""}
         expected = theirs.apply_chat_template(chat, **options)
         del chat[3]["content"]
     assert ChatTemplate(template).render(chat) == expected
 
 
-def test_render_takes_the_messages_of_a_client():
+def test_render_accepts_the_messages_of_a_client():
     chat = pytest.importorskip("openai.types.chat")
     text = json.dumps({"a": "é"})
     function = {"name": "f", "arguments": text}
@@ -221,7 +221,7 @@ def test_render_takes_the_messages_of_a_client():
 
 @pytest.mark.parametrize("given", ['{"a":  "é"}', '{"a": "\\u00e9"}', {"a": "é"}])
 @pytest.mark.parametrize("is_wrapped", [True, False])
-def test_render_gives_arguments_as_an_object(given, is_wrapped):
+def test_render_passes_arguments_as_an_object(given, is_wrapped):
     call = {"name": "f", "arguments": given}
     message = {"role": "assistant", "tool_calls": [{"function": call} if is_wrapped else call]}
     place = "messages[0].tool_calls[0]" + (".function" if is_wrapped else "")
@@ -233,8 +233,8 @@ def test_render_gives_arguments_as_an_object(given, is_wrapped):
 
 @pytest.mark.parametrize("expression", ["{{ A }}", "{{ 'x' + A + 'y' }}", "{{ 'x' ~ A }}"])
 @pytest.mark.parametrize("text", ['{"a":  1}', '{"a": ', "[1]", "5"])
-def test_render_gives_arguments_as_text_to_templates_that_join_them(expression, text):
-    """As DeepSeek's do. A text that is no object is left as it is."""
+def test_render_passes_arguments_as_text_to_templates_that_concatenate(expression, text):
+    """DeepSeek's templates do. Text that is not an object stays unchanged."""
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=_backend())
     source = expression.replace("A", "messages[0].tool_calls[0].function.arguments")
@@ -244,7 +244,7 @@ def test_render_gives_arguments_as_text_to_templates_that_join_them(expression, 
     assert ChatTemplate(source).render(chat) == expected
 
 
-def test_render_gives_an_empty_content_to_templates_that_need_one():
+def test_render_passes_empty_content_to_templates_that_need_content():
     template = ChatTemplate("{% for m in messages %}{{ m.role + ':' + m.content }};{% endfor %}")
     chat = [{"role": "user", "content": "Hi"}, _dumped(tool_calls=[_CALL])]
     assert template.render(chat) == "user:Hi;assistant:;"
@@ -270,8 +270,8 @@ _PARTS = {
 
 
 @pytest.mark.parametrize("name", _PARTS)
-def test_render_gives_parts_to_templates_that_read_no_text(name):
-    """As vision models have them, which would leave the whole message out."""
+def test_render_passes_parts_to_templates_that_read_no_text(name):
+    """Templates of vision models would omit the whole message."""
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=_backend())
     parts = [{"type": "text", "text": " Hi "}, {"type": "text", "text": "you"}]
@@ -285,7 +285,7 @@ def test_render_gives_parts_to_templates_that_read_no_text(name):
     assert "Hi" in template.render(as_text)
 
 
-def test_render_leaves_out_null_fields_of_tools():
+def test_render_omits_null_fields_of_tools():
     template = ChatTemplate("{{ tools | tojson }}")
     schema = {"type": "object", "properties": {"a": {"default": None}}}
     function = {"name": "f", "parameters": schema}
@@ -295,7 +295,7 @@ def test_render_leaves_out_null_fields_of_tools():
     assert template.render([], tools=[]) == template.render([]) == "null"
 
 
-def test_encode_chat_takes_messages_as_objects_with_any_role():
+def test_encode_chat_accepts_objects_with_any_role():
     source = "{% for m in messages if m.role != 'developer' %}{{ m.content }}{% endfor %}"
     message = dataclasses.make_dataclass("Message", ["role", "content", "name"])
     tokenizer = Tokenizer(_backend(), chat_template=source)
@@ -315,7 +315,7 @@ _SOURCES = {"default": "D{{ bos_token }}", "tool_use": "T", "rag": "R"}
     ],
 )
 @pytest.mark.parametrize("file", [None, "J"])
-def test_from_folder_chooses_the_template_that_transformers_chooses(tmp_path, templates, file):
+def test_from_folder_chooses_the_same_template_as_transformers(tmp_path, templates, file):
     transformers = pytest.importorskip("transformers")
     _backend().save(str(tmp_path / "tokenizer.json"))
     config = {"chat_template": templates, "bos_token": "a"}
@@ -342,7 +342,7 @@ def test_apply_chat_template_provides_all_special_tokens(tmp_path):
     assert text == "|".join(f"<{name}>" for name in [*names, "audio"])
 
 
-def test_jinja2_is_required_without_the_escapes_of_its_sandbox():
+def test_required_jinja2_has_no_known_sandbox_escape():
     """CVE-2025-27516 is fixed in 3.1.6."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     [jinja2] = [each for each in map(Requirement, project["dependencies"]) if each.name == "jinja2"]
@@ -363,7 +363,7 @@ def test_jinja2_is_required_without_the_escapes_of_its_sandbox():
         "{{ cycler.__init__.__globals__ }}",
     ],
 )
-def test_render_keeps_a_template_in_its_sandbox(template):
+def test_render_runs_templates_in_a_sandbox(template):
     try:
         text = ChatTemplate(template).render([])
     except ChatTemplateError as error:

@@ -1,4 +1,4 @@
-"""``generation_config.json``: each option is used, or refused by its name."""
+"""``generation_config.json``: each option is used, or rejected by name."""
 
 import json
 import math
@@ -43,13 +43,13 @@ def read(tmp_path):
         ),
     ],
 )
-def test_sampling_defaults_are_those_of_the_file(read, options, expected) -> None:
+def test_sampling_defaults_come_from_the_file(read, options, expected) -> None:
     defaults = read(**options).sampling_defaults
     assert defaults == expected
     assert all(type(defaults[name]) is type(expected[name]) for name in expected)
 
 
-def test_token_bias_is_that_of_the_processors_of_transformers(read) -> None:
+def test_token_bias_matches_the_processors_of_transformers(read) -> None:
     config = read(
         eos_token_id=1,
         suppress_tokens=[7, 5.0, 99],
@@ -57,7 +57,7 @@ def test_token_bias_is_that_of_the_processors_of_transformers(read) -> None:
         bad_words_ids=[[4], [1], [4]],
         sequence_bias=[[[6], -2.5], [[8], 1], [[9], -INF]],
     )
-    # Token 1 ends texts, so it stays allowed; token 99 is outside of the vocabulary.
+    # Token 1 ends texts, so it stays allowed. Token 99 is outside the vocabulary.
     assert config.token_bias({1}, vocab_size=10) == TokenBias(
         ids=(6, 8, 9, 7, 5, 4), values=(-2.5, 1.0, -INF, -INF, -INF, -INF), start_ids=(3,)
     )
@@ -124,7 +124,7 @@ def test_every_option_of_transformers_is_known() -> None:
         *("output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
         *("compile_config", "disable_compile", "continuous_batching_config", "low_memory"),
         *("prefill_chunk_size", "transformers_version", "pad_token_id", "bos_token_id", "use_mtp"),
-        # Of beam search, encoders, and assistants, which do not change what is drawn.
+        # Beam search, encoders and assistants, which do not change sampled tokens.
         *("early_stopping", "length_penalty", "encoder_repetition_penalty"),
         *("encoder_no_repeat_ngram_size", "decoder_start_token_id", "is_assistant"),
         *(
@@ -135,7 +135,7 @@ def test_every_option_of_transformers_is_known() -> None:
         *("prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit"),
         *("assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight"),
         *("speculation_type",),
-        # The engine bounds lengths, its logits are checked, and their softmax is normalised.
+        # The engine limits lengths, checks logits and normalises their softmax.
         *("max_length", "remove_invalid_values", "renormalize_logits"),
     }
     known = used | harmless | ours._UNSUPPORTED.keys() | ours._UNSUPPORTED_IF_DRAWN.keys()
@@ -143,7 +143,7 @@ def test_every_option_of_transformers_is_known() -> None:
     assert options - known == set()
 
 
-def test_fill_in_keeps_what_is_given(read) -> None:
+def test_fill_in_keeps_given_fields(read) -> None:
     config = read(repetition_penalty=1.2, max_new_tokens=8, min_new_tokens=6)
     filled = config.fill_in({"max_tokens": 4, "top_p": 0.5}, {"temperature": 0.0})
     assert filled == {
@@ -156,7 +156,7 @@ def test_fill_in_keeps_what_is_given(read) -> None:
     assert "temperature" not in read(top_p=0.5).fill_in({}, {"temperature": 0.0})
 
 
-def test_tokenizer_from_folder_refuses_a_bad_file(tmp_path) -> None:
+def test_tokenizer_from_folder_rejects_an_invalid_file(tmp_path) -> None:
     folder = save_tiny_model(tmp_path)
     (folder / "generation_config.json").write_text('{"top_p": 0.0}', encoding="utf-8")
     with pytest.raises(ValueError, match=r"generation_config.json: top_p must be in"):

@@ -1,4 +1,4 @@
-"""Grammars over the tokens of the bundled model: what may follow, what must, and where it ends."""
+"""Grammars over the tokens of the bundled model: allowed tokens, forced tokens and ends."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def grammars(tokenizer) -> Grammars:
 
 @pytest.fixture(scope="module")
 def start(grammars):
-    """A cursor before the first token of a text of a form."""
+    """Return a function that makes a cursor before the first token of a form."""
 
     def make(params: SamplingParams = SamplingParams(), **form) -> GrammarCursor:  # noqa: B008
         return GrammarCursor(grammars.compile(StructuredOutputsParams(**form)), params)
@@ -50,7 +50,7 @@ def allowed(cursor: GrammarCursor) -> list[int]:
 
 
 def walk(cursor: GrammarCursor, rng: np.random.Generator) -> list[int]:
-    """Tokens chosen blindly where there is a choice, up to the end token, which is left out."""
+    """Return random allowed tokens up to the end token, which is omitted."""
     token_ids: list[int] = []
     while True:
         cursor.follow(token_ids, 0)
@@ -77,7 +77,7 @@ def is_person(text: str) -> bool:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_is_chosen_blindly_has_the_form(start, tokenizer, form, has_form) -> None:
+def test_random_tokens_follow_the_form(start, tokenizer, form, has_form) -> None:
     rng = np.random.default_rng(0)
     texts = [tokenizer.decode(walk(start(**form), rng)) for _ in range(12)]
     assert all(map(has_form, texts)), texts
@@ -94,7 +94,7 @@ def test_what_is_chosen_blindly_has_the_form(start, tokenizer, form, has_form) -
     ],
     ids=["words", "digits", "escapes", "kinds"],
 )
-def test_an_enum_of_thousands_of_labels_is_followed(start, tokenizer, labels) -> None:
+def test_enum_with_thousands_of_labels_is_followed(start, tokenizer, labels) -> None:
     rng = np.random.default_rng(0)
     schema = {"type": "object", "properties": {"it": {"enum": labels}}, "required": ["it"]}
     lark = f"start: call\ncall: %json {json.dumps({**schema, 'additionalProperties': False})}"
@@ -104,16 +104,16 @@ def test_an_enum_of_thousands_of_labels_is_followed(start, tokenizer, labels) ->
 
 
 @pytest.mark.parametrize("name", ["anyOf", "oneOf"])
-def test_thousands_of_constants_are_followed(start, tokenizer, name) -> None:
-    """An enum as a list of constants, some of which have a title."""
+def test_union_of_thousands_of_constants_is_followed(start, tokenizer, name) -> None:
+    """A union of constants, some with a title, like an enum."""
     labels = [{"const": str(index), "title": "a"} for index in range(1000)]
     schema = {name: [*labels, *({"const": f"n{index}"} for index in range(4000))]}
     value = json.loads(tokenizer.decode(walk(start(json=schema), np.random.default_rng(0))))
     assert 0 <= int(value.removeprefix("n")) < (4000 if value.startswith("n") else 1000)
 
 
-def test_nested_unions_are_read_a_few_times() -> None:
-    """All of 400 levels, each with what is within it, took seconds."""
+def test_split_labels_reads_nested_unions_a_few_times() -> None:
+    """Reading the inner unions of all 400 levels took seconds."""
     inner = f'{{"type": [{",".join("1" * 40_000)}]}}'
     text = '{"anyOf": [' * 400 + inner + "]}" * 400
     start = time.process_time()
@@ -121,15 +121,15 @@ def test_nested_unions_are_read_a_few_times() -> None:
     assert time.process_time() - start < 0.5
 
 
-def test_a_choice_of_thousands_of_digits_is_followed(start, tokenizer) -> None:
+def test_choice_of_thousands_of_texts_is_followed(start, tokenizer) -> None:
     choice = [str(index) for index in range(9000)]
     text = tokenizer.decode(walk(start(choice=choice), np.random.default_rng(0)))
     assert text in choice
 
 
 @pytest.mark.parametrize("place", ["$defs", "default", "properties"])
-def test_labels_give_the_rest_of_a_schema_no_fuel(grammars, place) -> None:
-    """A pattern that takes 200 MB stays too large, whatever enums stand beside it."""
+def test_label_fuel_does_not_help_other_parts_of_a_schema(grammars, place) -> None:
+    """A pattern that needs 200 MB is rejected, even next to a large enum."""
     enum = {"enum": [*range(9000)]}
     beside = {"properties": {"label": enum}} if place == "properties" else {place: {"all": enum}}
     schema = {"anyOf": [{"type": "string", "pattern": "a?" * 10_000}, {"type": "null"}], **beside}
@@ -137,12 +137,12 @@ def test_labels_give_the_rest_of_a_schema_no_fuel(grammars, place) -> None:
         grammars.compile(StructuredOutputsParams(json=schema))
 
 
-def test_what_must_come_is_forced_up_to_the_end(start, tokenizer) -> None:
+def test_forced_tokens_follow_the_form_up_to_the_end(start, tokenizer) -> None:
     cursor = start(json=PERSON)
     cursor.follow([], 0)
     assert tokenizer.decode(cursor.forced) == '{"name": "'
     token_ids = [7, *cursor.forced, *tokenizer.encode("ab", add_special_tokens=False)]
-    cursor.follow(token_ids, 1)  # behind a prompt of one token
+    cursor.follow(token_ids, 1)  # after a prompt of one token
     assert not cursor.forced, "the name may be longer"
     token_ids += tokenizer.encode('cd"', add_special_tokens=False)
     cursor.follow(token_ids, 1)
@@ -155,14 +155,14 @@ def test_what_must_come_is_forced_up_to_the_end(start, tokenizer) -> None:
     assert tokenizer.decode(cursor.forced) == '{"name": "'
 
 
-def test_a_text_that_may_end_may_go_on(start, tokenizer) -> None:
+def test_mask_allows_end_and_continuation(start, tokenizer) -> None:
     cursor = start(regex="a(bc)?")
     cursor.follow(tokenizer.encode("a", add_special_tokens=False), 0)
     assert not cursor.forced
     assert {tokenizer.decode([token_id]) for token_id in allowed(cursor)} == {"", "b"}
 
 
-def test_an_end_waits_for_min_tokens_where_the_form_goes_on(start, tokenizer) -> None:
+def test_mask_excludes_the_end_before_min_tokens_if_the_form_continues(start, tokenizer) -> None:
     def id_of(character: str) -> int:
         [token_id] = tokenizer.encode(character, add_special_tokens=False)
         return token_id
@@ -170,7 +170,7 @@ def test_an_end_waits_for_min_tokens_where_the_form_goes_on(start, tokenizer) ->
     ends = {EOS: "end", id_of("b"): "b"}
 
     def ends_after(text: str, regex: str, **options) -> set[str]:
-        """Which of the two may follow a text; nothing else can if that is "only"."""
+        """Return the ends that may follow a text, and "only" if no other token may follow."""
         params = SamplingParams(stop_token_ids=[id_of("b")], min_tokens=2, **options)
         cursor = start(regex=regex, params=params)
         cursor.follow([*map(id_of, text)], 0)
@@ -181,14 +181,14 @@ def test_an_end_waits_for_min_tokens_where_the_form_goes_on(start, tokenizer) ->
     assert ends_after("a", "a[bc]*") == set()
     assert ends_after("ac", "a[bc]*") == {"end", "b"}
     assert ends_after("a", "a[bc]*", ignore_eos=True) == {"end"}
-    # Nothing but ends can follow: the form comes first.
+    # Only ends can follow, so min_tokens is ignored.
     assert ends_after("a", "ab?") == {"end", "b", "only"}
     assert ends_after("a", "a") == {"end", "only"}
 
 
-def test_behind_an_end_everything_may_follow(start, tokenizer) -> None:
+def test_mask_allows_everything_after_the_end(start, tokenizer) -> None:
     ids = tokenizer.encode("a", add_special_tokens=False)
-    for regex in ("a", "ab?"):  # where the end is known, and where it is drawn
+    for regex in ("a", "ab?"):  # the end is forced, or drawn
         cursor = start(regex=regex, params=SamplingParams(ignore_eos=True))
         cursor.follow(ids, 0)
         assert cursor.ends is (regex == "a")
@@ -210,8 +210,8 @@ def test_behind_an_end_everything_may_follow(start, tokenizer) -> None:
         ({"allOf": [{"properties": {"b": {"type": "null"}}, "required": ["b"]}]}, False),
     ],
 )
-def test_objects_have_the_properties_that_are_named(start, tokenizer, schema, is_closed) -> None:
-    """Else a model that is unsure writes others without end."""
+def test_objects_have_only_named_properties(start, tokenizer, schema, is_closed) -> None:
+    """Otherwise an unsure model would write more properties without end."""
     schema = {"type": "object", "properties": {"name": {"const": "x"}}, **schema}
     cursor = start(json={"type": "array", "items": schema})
     before = '[{"name": "x"'
@@ -220,21 +220,21 @@ def test_objects_have_the_properties_that_are_named(start, tokenizer, schema, is
     assert texts == ["}"] if is_closed else "," in texts
 
 
-def test_all_end_tokens_may_end_a_text(tokenizer) -> None:
+def test_mask_allows_all_end_tokens(tokenizer) -> None:
     cursor = GrammarCursor(Grammars(tokenizer.backend, V, [EOS, 77]).compile(_form(regex="a+")))
     cursor.follow(tokenizer.encode("a", add_special_tokens=False), 0)
     assert {EOS, 77} < set(allowed(cursor))
 
 
-def test_equal_forms_are_compiled_once(grammars) -> None:
+def test_compile_returns_the_same_grammar_for_equal_forms(grammars) -> None:
     assert grammars.compile(_form(json=PERSON)) is grammars.compile(_form(json=dict(PERSON)))
 
 
-def test_a_grammar_that_fails_ends_its_text(start) -> None:
+def test_failure_of_a_grammar_forces_an_end_token(start) -> None:
     for finds in (lambda cursor: cursor.follow([7], 0), allowed):
         cursor = start(regex="[ab]+")
         cursor.follow([], 0)
-        cursor._matcher.consume_token(V - 1)  # as if it had become too complex
+        cursor._matcher.consume_token(V - 1)  # as if the grammar had become too complex
         finds(cursor)
         assert "fails parse" in cursor.failure
         assert (cursor.forced or allowed(cursor)) == [EOS]
@@ -276,10 +276,10 @@ def _is_named(text: str) -> bool:
         ({"grammar": 'start: "  A é" B\nB: /x+Y/'}, lambda text: text.startswith("  A éx")),
     ],
 )
-def test_texts_have_their_form_though_the_tokenizer_changes_them(
+def test_texts_follow_the_form_if_the_tokenizer_changes_texts(
     tokenizer, normalizer, form, is_good
 ) -> None:
-    """The tokens of the changed text would spell something else."""
+    """The tokens of the changed text spell another text."""
     backend = tokenizers.Tokenizer.from_str(tokenizer.to_json())
     backend.normalizer = normalizer
     changed = Tokenizer(backend)
@@ -290,7 +290,7 @@ def test_texts_have_their_form_though_the_tokenizer_changes_them(
         assert cursor.failure is None
 
 
-def test_tokens_that_spell_the_known_text_stay_forced(start) -> None:
+def test_tokens_that_spell_the_forced_text_stay_forced(start) -> None:
     cursor = start(json=NAMED)
     walk(cursor, np.random.default_rng(0))
     assert cursor._is_forced
@@ -306,7 +306,7 @@ def test_tokens_that_spell_the_known_text_stay_forced(start) -> None:
         ({"json": {"type": "integer", "minimum": 2, "maximum": 1}}, "Unsatisfiable schema"),
     ],
 )
-def test_a_form_that_cannot_be_had_is_refused_with_the_reason(grammars, form, reason) -> None:
+def test_compile_rejects_a_form_with_the_reason(grammars, form, reason) -> None:
     with pytest.raises(ArgumentError, match=re.escape(reason)) as refusal:
         grammars.compile(_form(**form))
     assert refusal.value.field == "structured_outputs" and "\n" not in str(refusal.value)
@@ -327,8 +327,8 @@ _CHAINS["references"]["json"]["$defs"]["r3499"] = {"const": "z"}
 
 
 @pytest.mark.parametrize("name", _CHAINS)
-def test_deep_forms_do_not_end_the_process(start, tokenizer, name) -> None:
-    # Of any thread: other servers call from threads with the least of stacks.
+def test_compile_of_deeply_nested_forms_does_not_crash(start, tokenizer, name) -> None:
+    # In a thread with a small stack, as other servers use.
     cursor = start(**_CHAINS[name])
     assert tokenizer.decode(walk(cursor, np.random.default_rng(0))) in ("z", '"z"')
 
@@ -336,18 +336,18 @@ def test_deep_forms_do_not_end_the_process(start, tokenizer, name) -> None:
 @pytest.mark.parametrize(
     ("form", "reason"),
     [
-        ({"regex": "a?" * 10_000}, "too big"),  # once 200 MB
+        ({"regex": "a?" * 10_000}, "too big"),  # would need 200 MB
         ({"regex": "(a{1000}){1000}"}, "too many expressions"),
         ({"grammar": "start: a\n" + "//" * 2**16}, "must have at most 131072 characters, got "),
         ({"json": '{"items":' * 900 + "{}" + "}" * 900}, "nested too deeply"),
     ],
 )
-def test_forms_that_take_too_much_are_refused(grammars, form, reason) -> None:
+def test_compile_rejects_forms_that_are_too_large(grammars, form, reason) -> None:
     with pytest.raises(ArgumentError, match=reason):
         grammars.compile(_form(**form))
 
 
-def test_long_forms_are_kept_while_they_are_used(tokenizer) -> None:
+def test_compile_keeps_long_forms_while_they_are_used(tokenizer) -> None:
     grammars = Grammars(tokenizer.backend, V, [EOS])
     forms = [_form(regex="a" * 5000 + str(index)) for index in range(12)]
     used = grammars.compile(forms[0])
@@ -358,7 +358,7 @@ def test_long_forms_are_kept_while_they_are_used(tokenizer) -> None:
     assert [each() is not None for each in short] == [False] * 16 + [True] * 64
 
 
-def test_a_model_that_cannot_follow_refuses(tokenizer, tiny_folder, monkeypatch) -> None:
+def test_compile_rejects_models_without_support(tokenizer, tiny_folder, monkeypatch) -> None:
     form = _form(regex="a")
     with pytest.raises(ArgumentError, match="no tokenizer"):
         Grammars(None, V, [EOS]).compile(form)

@@ -1,4 +1,4 @@
-"""Special tokens that only the files beside tokenizer.json define, against transformers."""
+"""Special tokens from the files next to tokenizer.json, compared with transformers."""
 
 import json
 
@@ -8,8 +8,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from paged_jax.models.text.tokenizer import Tokenizer, TokenizerError
 
-# The vocabulary of `_backend` ends with "<|in|>" (256), which is no special token there, and
-# "<|old|>" (257), which is.
+# The vocabulary of `_backend` ends with "<|in|>" (256), which is not special, and "<|old|>" (257),
+# which is special.
 _TEXT = "<|in|>a <|old|> b<|im_start|>c <|im_end|> [PAD]<x>"
 
 
@@ -87,7 +87,7 @@ _FILES = {
 
 
 @pytest.mark.parametrize("name", _FILES)
-def test_from_folder_adds_special_tokens_as_transformers_does(tmp_path, name):
+def test_from_folder_adds_the_same_special_tokens_as_transformers(tmp_path, name):
     transformers = pytest.importorskip("transformers")
     folder = _write(tmp_path, **_FILES[name])
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
@@ -101,7 +101,7 @@ def test_from_folder_adds_special_tokens_as_transformers_does(tmp_path, name):
     assert ours.vocab_size == len(theirs)
 
 
-def test_from_folder_adds_special_tokens_with_their_ids(tmp_path):
+def test_from_folder_adds_special_tokens_with_stated_ids(tmp_path):
     folder = _write(
         tmp_path,
         tokenizer_config={
@@ -151,7 +151,7 @@ def test_from_folder_adds_special_tokens_with_their_ids(tmp_path):
         ),
     ],
 )
-def test_from_folder_refuses_special_tokens_that_do_not_fit(tmp_path, files, message):
+def test_from_folder_rejects_special_tokens_that_do_not_fit(tmp_path, files, message):
     folder = _write(tmp_path, **files)
     with pytest.raises(TokenizerError, match=message):
         Tokenizer.from_folder(folder)
@@ -168,7 +168,7 @@ _TEMPLATES = {
 @pytest.mark.parametrize("adds_bos", [None, False, True])
 @pytest.mark.parametrize("adds_eos", [None, False, True])
 @pytest.mark.parametrize("template", _TEMPLATES)
-def test_encode_leaves_tokenizer_json_to_add_a_token_that_is_bos_and_eos(
+def test_encode_leaves_a_token_that_is_bos_and_eos_to_tokenizer_json(
     tmp_path, adds_bos, adds_eos, template
 ):
     backend, single = _backend(), _TEMPLATES[template]
@@ -180,7 +180,7 @@ def test_encode_leaves_tokenizer_json_to_add_a_token_that_is_bos_and_eos(
     adds = {"add_bos_token": adds_bos, "add_eos_token": adds_eos}
     config |= {key: value for key, value in adds.items() if value is not None}
     folder = _write(tmp_path, backend, tokenizer_config=config)
-    # transformers.PreTrainedTokenizerFast encodes all of them as the library does.
+    # transformers.PreTrainedTokenizerFast encodes all of them like the tokenizers library.
     assert Tokenizer.from_folder(folder).encode("ab") == backend.encode("ab").ids
     if adds_bos is False and adds_eos is None:
         transformers = pytest.importorskip("transformers")
@@ -189,7 +189,7 @@ def test_encode_leaves_tokenizer_json_to_add_a_token_that_is_bos_and_eos(
 
 
 @pytest.mark.parametrize("indent", [None, 2])
-def test_from_folder_refuses_a_tokenizer_json_with_other_ids_than_it_states(tmp_path, indent):
+def test_from_folder_rejects_a_tokenizer_json_with_wrong_ids(tmp_path, indent):
     content = json.loads(_backend().to_str())
     [token] = content["added_tokens"]
     path = tmp_path / "tokenizer.json"
@@ -212,7 +212,7 @@ _CLASSES = {
 
 @pytest.mark.parametrize("name", _CLASSES)
 @pytest.mark.parametrize("stated", [{}, {"eos_token": "a"}, {"unk_token": None}])
-def test_from_folder_knows_the_default_names_of_a_class(tmp_path, name, stated):
+def test_from_folder_uses_default_names_of_the_tokenizer_class(tmp_path, name, stated):
     transformers = pytest.importorskip("transformers")
     tokens = _CLASSES[name]
     backend = Backend(
@@ -228,7 +228,7 @@ def test_from_folder_knows_the_default_names_of_a_class(tmp_path, name, stated):
 
 
 @pytest.mark.parametrize("splits", [False, True, None])
-def test_encode_splits_special_tokens_if_asked_to(tmp_path, splits):
+def test_encode_splits_special_tokens_if_configured(tmp_path, splits):
     transformers = pytest.importorskip("transformers")
     config = {"eos_token": "<|old|>"} | ({} if splits is None else {"split_special_tokens": splits})
     folder = _write(tmp_path, tokenizer_config=config)
@@ -245,8 +245,8 @@ def test_encode_splits_special_tokens_if_asked_to(tmp_path, splits):
         ({"add_bos_token": False, "add_eos_token": None}, ["<|a|>", "<|b|>"], []),
     ],
 )
-def test_encode_keeps_the_other_tokens_of_a_processor(tmp_path, config, before, after):
-    """As in GLM, where each text starts with two tokens, neither of which is BOS."""
+def test_encode_keeps_other_tokens_of_the_post_processor(tmp_path, config, before, after):
+    """In GLM each text starts with two tokens that are not BOS."""
     backend = _backend()
     backend.add_special_tokens(["<|a|>", "<|b|>", "<|end|>"])
     tokens = [(token, backend.token_to_id(token)) for token in ("<|a|>", "<|b|>")]

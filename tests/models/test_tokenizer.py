@@ -21,7 +21,7 @@ _CHATML = (
 
 
 def _byte_fallback():
-    """In the manner of Llama 2: pieces with a mark for the space, and bytes for the rest."""
+    """Return a tokenizer like Llama 2: pieces with a mark for the space, and bytes for the rest."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "a", "b", "▁a", "▁b", "▁▁", "ab", "é"]
     backend = Backend(
@@ -54,7 +54,7 @@ def _metaspace():
 
 
 def _byte_level():
-    """In the manner of GPT-2, Llama 3 and Qwen: every token is a string of bytes."""
+    """Return a tokenizer like GPT-2, Llama 3 and Qwen: every token is a string of bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {piece: i for i, piece in enumerate([*alphabet, "Ġa", "ðŁ", "Ļ\u0124", "æĹ"])}
     backend = Backend(models.BPE(vocab, [("Ġ", "a"), ("ð", "Ł"), ("æ", "Ĺ")]))
@@ -84,7 +84,7 @@ def _stream(tokenizer, token_ids, **options):
     return [*map(stream.push, token_ids), stream.finish()]
 
 
-def test_tokenizer_agrees_with_the_references_of_stories260k(data_dir):
+def test_tokenizer_matches_references_of_stories260k(data_dir):
     folder = data_dir / "models" / "stories260K"
     tokenizer = Tokenizer.from_folder(folder)
     items = json.loads((folder / "reference.json").read_text(encoding="utf-8"))["items"]
@@ -94,7 +94,7 @@ def test_tokenizer_agrees_with_the_references_of_stories260k(data_dir):
         assert tokenizer.encode(item["prompt"]) == item["prompt_ids"]
         assert tokenizer.decode(token_ids) == item["text"]
         assert "".join(_stream(tokenizer, token_ids)) == item["text"]
-        # After the prompt, the first generated token keeps the space in front of it.
+        # After the prompt, the first generated token keeps its leading space.
         prompt = tokenizer.decode(item["prompt_ids"])
         generated = _stream(tokenizer, item["generated_ids"], continues_text=bool(prompt))
         assert prompt + "".join(generated) == item["text"]
@@ -104,7 +104,7 @@ def test_tokenizer_agrees_with_the_references_of_stories260k(data_dir):
     assert not tokenizer.has_chat_template
 
 
-def test_tokenizer_agrees_with_the_references_of_tinyllama(data_dir):
+def test_tokenizer_matches_references_of_tinyllama(data_dir):
     folder = data_dir / "configs" / "TinyLlama-1.1B-Chat-v1.0"
     tokenizer = Tokenizer.from_folder(folder)
     items = json.loads((folder / "reference_tokenization.json").read_text(encoding="utf-8"))
@@ -127,7 +127,7 @@ def test_tokenizer_agrees_with_the_references_of_tinyllama(data_dir):
         ({"add_eos_token": False}, None),
     ],
 )
-def test_encode_adds_bos_where_the_files_say_so(tmp_path, bos_in_post_processor, config, expected):
+def test_encode_adds_bos_if_the_files_say_so(tmp_path, bos_in_post_processor, config, expected):
     backend = _byte_fallback()
     if bos_in_post_processor:
         backend.post_processor = processors.TemplateProcessing(
@@ -167,7 +167,7 @@ def test_from_folder_ignores_truncation_and_padding(tmp_path):
     assert len(tokenizer.encode("bbbbb")) == 5
 
 
-def test_from_folder_refuses_folders_without_a_tokenizer(tmp_path):
+def test_from_folder_rejects_folders_without_a_tokenizer(tmp_path):
     with pytest.raises(TokenizerError, match="no tokenizer.json there"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"")
@@ -184,7 +184,7 @@ def test_from_folder_refuses_folders_without_a_tokenizer(tmp_path):
 @pytest.mark.parametrize("name", _TOKENIZERS)
 @given(data=st.data(), skip_special_tokens=st.booleans())
 @settings(max_examples=200, derandomize=True)
-def test_detokenizer_gives_what_decode_gives(name, data, skip_special_tokens):
+def test_detokenizer_matches_decode(name, data, skip_special_tokens):
     tokenizer = _TOKENIZERS[name]
     ids = st.integers(0, tokenizer.vocab_size - 1)
     text = st.text(st.sampled_from("ab é日本🙂\n"), max_size=6).map(tokenizer.encode)
@@ -192,7 +192,7 @@ def test_detokenizer_gives_what_decode_gives(name, data, skip_special_tokens):
     streamed = "".join(_stream(tokenizer, token_ids, skip_special_tokens=skip_special_tokens))
     whole = _BACKENDS[name].decode(token_ids, skip_special_tokens=skip_special_tokens)
     assert tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens) == streamed
-    # Where bytes are no text, the library replaces characters in front of them as well.
+    # The library also replaces characters before invalid bytes.
     if name == "byte_level" or "\ufffd" not in whole:
         assert streamed == whole
 
@@ -213,7 +213,7 @@ def test_detokenizer_continues_a_text(name, data):
 @pytest.mark.parametrize("name", _TOKENIZERS)
 @given(data=st.data(), skip_special_tokens=st.booleans(), continues_text=st.booleans())
 @settings(max_examples=200, derandomize=True)
-def test_detokenizer_peeks_at_what_push_gives(name, data, skip_special_tokens, continues_text):
+def test_peek_matches_push(name, data, skip_special_tokens, continues_text):
     tokenizer = _TOKENIZERS[name]
     ids = st.lists(st.integers(0, tokenizer.vocab_size + 1), max_size=3)
     text = st.text(st.sampled_from("ab é日🙂\n"), max_size=6).map(tokenizer.encode)
@@ -231,13 +231,13 @@ def test_detokenizer_peeks_at_what_push_gives(name, data, skip_special_tokens, c
     assert together.finish() == one_by_one.finish()
 
 
-def test_detokenizer_peeks_at_plain_text():
+def test_peek_returns_plain_text():
     stream = Detokenizer(_TOKENIZERS["byte_fallback"], continues_text=True)
     assert stream.peek([262, 263]) == " a b"
     assert stream.peek([3 + 0xF0]) is None
 
 
-def test_detokenizer_keeps_a_character_behind_a_space_that_is_dropped():
+def test_detokenizer_keeps_a_character_after_a_dropped_space():
     tokenizer = _TOKENIZERS["byte_fallback"]
     token_ids = [3 + byte for byte in b" \xf0\x9f\x99\x82"]
     assert tokenizer.decode(token_ids) == "🙂"
@@ -247,10 +247,10 @@ def test_detokenizer_keeps_a_character_behind_a_space_that_is_dropped():
 @pytest.mark.parametrize("name", _TOKENIZERS)
 @given(text=st.text(st.sampled_from("ab é日🙂\n\ufffd") | st.characters(codec="utf-8"), max_size=6))
 @settings(max_examples=200, derandomize=True)
-def test_token_bytes_are_the_text_together(name, text):
+def test_token_bytes_concatenate_to_the_text(name, text):
     tokenizer = _TOKENIZERS[name]
     token_ids = tokenizer.encode(text)
-    # In tokenizers of pieces, the mark of the space stands for a space as well.
+    # In tokenizers with pieces, the mark of the space also represents a space.
     expected = text if name == "byte_level" else text.replace("▁", " ")
     assert b"".join(map(tokenizer.token_bytes, token_ids)) == expected.encode()
 
@@ -273,7 +273,7 @@ def test_token_bytes_of_a_replacement_character_in_the_vocabulary():
 
 
 def _with_each_byte_replaced(error):
-    """For `bytes.decode`, which by itself gives one replacement character to several bytes."""
+    """Handle errors of `bytes.decode`, which would replace several bytes by one character."""
     return "\ufffd" * (error.end - error.start), error.end
 
 
@@ -292,7 +292,7 @@ _HALVES = [
 @pytest.mark.parametrize("name", _TOKENIZERS)
 @given(parts=st.lists(st.sampled_from(_HALVES) | st.binary(max_size=6), max_size=12))
 @settings(max_examples=200, derandomize=True)
-def test_detokenizer_replaces_bytes_that_are_no_text_and_no_others(name, parts):
+def test_detokenizer_replaces_only_invalid_bytes(name, parts):
     data = b"".join(parts)
     tokenizer, is_level = _TOKENIZERS[name], name == "byte_level"
     token_ids = [tokenizer.backend.token_to_id(_byte_token(byte, is_level)) for byte in data]
@@ -301,7 +301,7 @@ def test_detokenizer_replaces_bytes_that_are_no_text_and_no_others(name, parts):
         pieces.append(stream.push(token_id))
         assert len(stream._pending) <= 3
     text = "".join([*pieces, stream.finish()])
-    # A token for each byte is one replacement character for each; else it is as in Python.
+    # With a token per byte each byte becomes a replacement character; otherwise as in Python.
     assert text == data.decode(errors="replace" if is_level else "each_byte")
     assert tokenizer.decode(token_ids, continues_text=True) == text
 
@@ -316,7 +316,7 @@ def _byte_token(byte, is_level):
 
 @pytest.mark.parametrize("name", _TOKENIZERS)
 @pytest.mark.parametrize("kind", ["bytes", "unknown"])
-def test_detokenizer_does_not_hold_what_never_becomes_text(name, kind):
+def test_detokenizer_does_not_hold_back_tokens_without_text(name, kind):
     tokenizer = _TOKENIZERS[name]
     byte = tokenizer.backend.token_to_id(_byte_token(0xFF, name == "byte_level"))
     stream = Detokenizer(tokenizer)
@@ -326,8 +326,8 @@ def test_detokenizer_does_not_hold_what_never_becomes_text(name, kind):
     assert all(texts[3:]) if kind == "bytes" else not any(texts)
 
 
-def test_detokenizer_waits_where_tokens_begin_and_end_within_characters():
-    """In such a text no token may be handed out without its neighbours."""
+def test_detokenizer_waits_for_tokens_that_split_characters():
+    """No prefix of such a text is final."""
     tail, middle, head = "\u0139\u00a5", "\u0139\u00a5\u00e6", "\u00e6"
     backend = Backend(models.BPE({"a": 0, head: 1, middle: 2, tail: 3}, []))
     backend.decoder = decoders.ByteLevel()
@@ -338,16 +338,16 @@ def test_detokenizer_waits_where_tokens_begin_and_end_within_characters():
     assert max(map(len, texts)) < 50
 
 
-def test_detokenizer_hands_out_text_as_soon_as_it_is_final():
+def test_detokenizer_returns_text_as_soon_as_it_is_final():
     tokenizer = _TOKENIZERS["byte_fallback"]
     assert _stream(tokenizer, tokenizer.encode("a\nb")) == ["a", "\n", "b", ""]
     smile = [3 + byte for byte in "🙂".encode()]
     assert _stream(tokenizer, [260, *smile, 260]) == ["a", "", "", "", "🙂", "a", ""]
     assert _stream(tokenizer, smile[:2]) == ["", "", "\ufffd\ufffd"]
     assert _stream(tokenizer, [262, 1, 263]) == ["a", "", " b", ""]
-    # Models have more ids than their tokenizer; such a one does not start the text.
+    # Models have more ids than their tokenizer. Such an id does not start the text.
     assert _stream(tokenizer, [10**6, 262, 10**6, 263]) == ["", "a", "", " b", ""]
-    # A well-formed character stays, whatever follows it.
+    # A complete character is final for any next token.
     assert _stream(tokenizer, [*smile, 3 + 0xFF, 260]) == ["", "", "", "🙂", "", "\ufffda", ""]
     assert tokenizer.decode([*smile, 3 + 0xFF, 260]) == "🙂\ufffda"
     assert tokenizer.decode([262], continues_text=True) == " a"
@@ -364,7 +364,7 @@ def test_apply_chat_template_writes_the_chat(tmp_path):
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == chat
 
 
-def test_apply_chat_template_finds_the_template_in_each_of_its_places(tmp_path):
+def test_apply_chat_template_finds_the_template_in_all_places(tmp_path):
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     folder = _write(tmp_path, tokenizer_config={"chat_template": named})
     messages = [{"role": "user", "content": ""}]
@@ -386,7 +386,7 @@ def test_apply_chat_template_finds_the_template_in_each_of_its_places(tmp_path):
         "{% endfor %}{{ ns.n }} {{ strftime_now('%d %b %Y') }} {{ enable_thinking }}",
     ],
 )
-def test_apply_chat_template_agrees_with_transformers(template):
+def test_apply_chat_template_matches_transformers(template):
     transformers = pytest.importorskip("transformers")
     messages = [
         {"role": "system", "content": "Be <brief> & 'kind' é."},
@@ -402,12 +402,12 @@ def test_apply_chat_template_agrees_with_transformers(template):
         assert tokenizer.apply_chat_template(messages, **options) == expected
 
 
-def test_the_bundled_model_continues_a_chat() -> None:
+def test_bundled_model_continues_a_chat() -> None:
     tokenizer = Tokenizer.from_folder(bundled_folder())
     parts = [{"type": "text", "text": "Who are you?"}]
     messages = [{"role": "system", "content": "A ball.\n"}, {"role": "user", "content": parts}]
     text = "A ball.\n\nWho are you?\n\n"
-    # It begins as every text of its training did.
+    # The chat begins like every training text.
     assert tokenizer.encode_chat(messages) == tokenizer.encode(text)
 
 
@@ -429,7 +429,7 @@ def test_the_bundled_model_continues_a_chat() -> None:
         (_CHATML, [{"role": "user", "content": ["Hi"]}], "each part of content must be .* 'Hi'"),
     ],
 )
-def test_apply_chat_template_refuses_in_one_line(template, messages, message):
+def test_apply_chat_template_rejects_in_one_line(template, messages, message):
     tokenizer = Tokenizer(_byte_fallback(), chat_template=template)
     with pytest.raises(ChatTemplateError, match=message) as raised:
         tokenizer.apply_chat_template(messages)
@@ -446,7 +446,7 @@ def test_apply_chat_template_joins_the_parts_of_a_message():
         assert messages == [{"role": "user", "content": content}]
 
 
-def test_encode_chat_passes_variables_on_but_its_own():
+def test_encode_chat_passes_variables_except_reserved_names():
     template = (
         "{{ messages[0].content }}{% if enable_thinking %} a{% endif %}{% if n %}b{% endif %}"
     )
@@ -463,12 +463,12 @@ def test_encode_chat_passes_variables_on_but_its_own():
         tokenizer.encode_chat(messages, 5)
 
 
-def test_tokenizer_refuses_templates_that_are_no_jinja():
+def test_tokenizer_rejects_templates_that_are_not_jinja():
     with pytest.raises(ChatTemplateError, match="must be valid Jinja"):
         Tokenizer(_byte_fallback(), chat_template="{% if %}")
 
 
-def test_is_special_tells_what_decode_leaves_out():
+def test_is_special_matches_the_tokens_that_decode_omits():
     backend = _byte_fallback()
     backend.add_tokens([AddedToken("<think>", special=False)])
     tokenizer = Tokenizer(backend)

@@ -1,4 +1,4 @@
-"""Calls of functions in the text of models: bound by grammars, read in pieces."""
+"""Tool calls in the text of models: formats, grammars that enforce them, and the reader."""
 
 import json
 import re
@@ -29,7 +29,7 @@ from tests.models.test_grammar import V, walk
 from tests.support.structured import TOOLS
 from tests.support.tiny_model import EOS
 
-# Small templates that write calls as those of the families do.
+# Small templates that write calls in the style of model families.
 CHAT = (
     "{% if tools %}{{ tools | map(attribute='function') | map(attribute='name') | list }}"
     "{% endif %}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
@@ -108,13 +108,13 @@ def support_of(source: str) -> ToolSupport:
 
 
 @pytest.mark.parametrize("family", KNOWN)
-def test_find_support_recognises_calls(family) -> None:
+def test_find_support_recognises_formats(family) -> None:
     source, format = KNOWN[family]
     assert support_of(source) == ToolSupport(True, True, format)
 
 
 @pytest.mark.parametrize("family", UNKNOWN)
-def test_find_support_guesses_no_format(family) -> None:
+def test_find_support_returns_no_format_for_unknown_calls(family) -> None:
     assert support_of(UNKNOWN[family]) == ToolSupport(True, True, None)
 
 
@@ -129,9 +129,9 @@ def test_find_support_guesses_no_format(family) -> None:
             template(HERMES_CALL).replace("{% if tools", "{% if xml_tools"),
             ToolSupport(False, True, HERMES),
         ),
-        # It will say why to whoever has a chat with tools.
+        # A chat with tools gets the error of the template.
         ("{{ raise_exception('no') if tools }}", ToolSupport(True, True, None)),
-        # Two messages of a user in a row are an error in many templates.
+        # Many templates reject two user messages in a row.
         (
             "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
             "{{ raise_exception('order') }}{% endif %}{{ m.content }}{% endfor %}",
@@ -139,12 +139,12 @@ def test_find_support_guesses_no_format(family) -> None:
         ),
     ],
 )  # fmt: skip
-def test_find_support_says_what_a_template_shows(source, support) -> None:
+def test_find_support_reports_what_a_template_shows(source, support) -> None:
     assert support_of(source) == support
 
 
 @pytest.mark.parametrize("family", KNOWN)
-def test_recognised_formats_read_what_transformers_writes(family) -> None:
+def test_reader_reads_calls_written_by_transformers(family) -> None:
     transformers = pytest.importorskip("transformers")
     source, format = KNOWN[family]
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
@@ -161,7 +161,7 @@ def test_recognised_formats_read_what_transformers_writes(family) -> None:
 
 
 def read(format: ToolFormat, *pieces: str) -> list[tuple[str, ...]]:
-    """Texts and calls of an answer that comes in pieces."""
+    """Return the texts and calls of an answer that is read in pieces."""
     reader, found = ToolReader(format), []
     for index, piece in enumerate(pieces, 1):
         for delta in reader.push(piece, is_last=index == len(pieces)):
@@ -195,15 +195,15 @@ READINGS = [
 
 
 @given(st.sampled_from(READINGS), st.lists(st.integers(0, 150), max_size=8))
-def test_reader_reads_the_same_in_any_pieces(reading, cuts) -> None:
+def test_reader_does_not_depend_on_the_pieces(reading, cuts) -> None:
     format, text, want = reading
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[start:end] for start, end in zip(places, places[1:], strict=False)]
     assert read(format, *pieces) == want
 
 
-def test_reader_keeps_the_spaces_of_text_after_a_call() -> None:
-    """Only the space between a call and the text that follows it is left out."""
+def test_reader_keeps_spaces_of_text_after_a_call() -> None:
+    """Only white space directly after a call is dropped."""
     want = [("f", '{"a": "}<tool_call>"}'), ("Hello world",)]
     assert read(HERMES, CALL, "\n", " ", "Hello", " world") == want
     assert read(HERMES, f"{CALL}\n\nHello", " ", "world") == want
@@ -219,7 +219,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.mark.parametrize("format", [HERMES, LLAMA3], ids=["hermes", "llama3"])
 @pytest.mark.parametrize("choice", ["required", "weather"])
-def test_blind_answers_are_calls_of_the_functions(tokenizer, format, choice) -> None:
+def test_random_answers_are_calls_of_the_functions(tokenizer, format, choice) -> None:
     form = StructuredOutputsParams(grammar=format.grammar(TOOLS, choice))
     grammar = Grammars(tokenizer.backend, V, [EOS]).compile(form)
     rng, seen = np.random.default_rng(0), set()
@@ -241,12 +241,12 @@ def test_blind_answers_are_calls_of_the_functions(tokenizer, format, choice) -> 
     ],
 )
 @pytest.mark.parametrize("is_parallel", [True, False])
-def test_answers_may_be_text_until_a_call_begins(tokenizer, format, text, is_parallel) -> None:
+def test_grammar_allows_text_before_a_call(tokenizer, format, text, is_parallel) -> None:
     form = StructuredOutputsParams(grammar=format.grammar(TOOLS, "auto", is_parallel=is_parallel))
     cursor = GrammarCursor(Grammars(tokenizer.backend, V, [EOS]).compile(form))
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     cursor.follow(token_ids[:-1], 0)
-    assert not cursor.forced, "anything may come"
+    assert not cursor.forced, "any token may come"
     cursor.follow(token_ids, 0)
     assert tokenizer.decode(cursor.forced).lstrip("\n").lstrip("{") == '"name": "'
 
@@ -282,7 +282,7 @@ class Tags(pydantic.BaseModel):
     n: set[bool]
 
 
-# Patterns of pydantic's Decimal and of zod's email, in which llguidance knows no look-ahead.
+# Patterns of pydantic's Decimal and zod's email. llguidance does not support their look-ahead.
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
 EMAIL = r"^(?!\.)(?!.*\.\.)([a-z_'+\-\.]*)[a-z_+-]@([a-z][a-z\-]*\.)+[a-z]{2,}$"
 LONG = {"type": "string", "maxLength": 3}
@@ -299,7 +299,7 @@ HINTS = {
     "type": closed(a={"type": "any"}),
     "dependentRequired": closed() | {"dependentRequired": {"n": ["n"]}},
 }
-# Of these nothing binds, beyond that the arguments are an object.
+# Schemas that llguidance does not support at all. Arguments still have to be an object.
 NOT_BOUND = {
     "required": closed(required=["n", "other"]),
     "text": {"type": "string"},
@@ -310,8 +310,8 @@ NOT_BOUND = {
 }
 
 
-def call_blindly(grammars, compiler, tokenizer, tools, choice) -> list[dict]:
-    """Return the arguments of blind calls of a tool."""
+def random_calls(grammars, compiler, tokenizer, tools, choice) -> list[dict]:
+    """Return the arguments of random calls of a tool."""
     form = grammars.form(HERMES, tools, choice)
     grammar = compiler.compile(form)
     rng, found = np.random.default_rng(0), []
@@ -323,10 +323,10 @@ def call_blindly(grammars, compiler, tokenizer, tools, choice) -> list[dict]:
 
 
 @pytest.mark.parametrize("kind", HINTS)
-def test_form_binds_what_can_be_expressed(grammars, compiler, tokenizer, kind) -> None:
+def test_form_enforces_supported_parts_of_schemas(grammars, compiler, tokenizer, kind) -> None:
     tools = [tool(HINTS[kind]), tool(closed(), "g")]
     for name in ("f", "g"):
-        found = call_blindly(grammars, compiler, tokenizer, tools, name)
+        found = random_calls(grammars, compiler, tokenizer, tools, name)
         for arguments in found:
             if kind == "uniqueItems" and name == "f":
                 assert all(isinstance(item, bool) for item in arguments["n"])
@@ -337,7 +337,7 @@ def test_form_binds_what_can_be_expressed(grammars, compiler, tokenizer, kind) -
 
 
 @pytest.mark.parametrize("kind", NOT_BOUND)
-def test_form_allows_any_object_where_nothing_can_be_expressed(
+def test_form_allows_any_object_for_unsupported_schemas(
     grammars, compiler, tokenizer, kind
 ) -> None:
     tools = [tool(NOT_BOUND[kind]), tool(closed(), "g")]
@@ -345,13 +345,13 @@ def test_form_allows_any_object_where_nothing_can_be_expressed(
     text = '<tool_call>\n{"name": "f", "arguments": {"anything": [1, {"b": null}]}}\n</tool_call>'
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     assert grammar.start().validate_tokens(token_ids) == len(token_ids)
-    assert call_blindly(grammars, compiler, tokenizer, tools, "g")[0].keys() == {"n"}
+    assert random_calls(grammars, compiler, tokenizer, tools, "g")[0].keys() == {"n"}
     no_object = tokenizer.encode(text.replace('{"anything"', '["anything"'))
     assert grammar.start().validate_tokens(no_object) < len(no_object)
 
 
 @pytest.mark.parametrize("kind", [*HINTS, *NOT_BOUND])
-def test_form_names_the_strict_tool_that_cannot_be_expressed(grammars, kind) -> None:
+def test_form_rejects_strict_tools_with_unsupported_schemas(grammars, kind) -> None:
     schema = {**HINTS, **NOT_BOUND}[kind]
     tools = [tool(closed(), "fine", strict=True), tool(schema, "wrong", strict=True)]
     with pytest.raises(ArgumentError, match="schema for 'wrong': ") as error:
@@ -361,7 +361,7 @@ def test_form_names_the_strict_tool_that_cannot_be_expressed(grammars, kind) -> 
     grammars.form(HERMES, [tool(closed(), strict=True), tool(schema, "g", strict=False)], "auto")
 
 
-def test_form_takes_arguments_as_an_object(grammars, compiler, tokenizer) -> None:
+def test_form_requires_arguments_as_an_object(grammars, compiler, tokenizer) -> None:
     """OpenAI: omitted `parameters` are an empty list; an empty schema allows everything."""
     for parameters, allowed in (
         (None, "{}"),
@@ -383,22 +383,22 @@ def test_form_does_not_count_descriptions(grammars) -> None:
     assert len(form.grammar) < 1000 and "description" in form.grammar
 
 
-def test_form_leaves_out_the_largest_schemas(grammars, compiler, tokenizer) -> None:
+def test_form_drops_the_largest_schemas(grammars, compiler, tokenizer) -> None:
     large = closed(**{f"property_{i}": {"enum": [f"v{i}"]} for i in range(4000)})
     tools = [tool(large), tool(closed(), "g")]
-    assert call_blindly(grammars, compiler, tokenizer, tools, "g")
+    assert random_calls(grammars, compiler, tokenizer, tools, "g")
     form = grammars.form(HERMES, tools, "auto")
     assert len(form.grammar) < 1000 and '"maximum": 9' in form.grammar
     many = [
         tool(closed(**{f"p{i}": {"type": "any"} for i in range(50)}), f"f{j}") for j in range(20)
     ]
-    assert call_blindly(grammars, compiler, tokenizer, [*many, tools[1]], "g")
+    assert random_calls(grammars, compiler, tokenizer, [*many, tools[1]], "g")
     form = grammars.form(HERMES, [*many, tools[1]], "auto")
-    assert form.grammar.count('"maximum": 9') == 1, "too many to look at each argument"
+    assert form.grammar.count('"maximum": 9') == 1, "too many to check each argument"
     with pytest.raises(ArgumentError, match="schema for 'f': must have at most 131072 characters"):
         grammars.form(HERMES, [tool(large, strict=True)], "auto")
 
 
-def test_form_needs_grammars(tokenizer) -> None:
+def test_form_rejects_models_without_grammars(tokenizer) -> None:
     with pytest.raises(ArgumentError, match="tools must be None .* no end-of-sequence token"):
         ToolGrammars(Grammars(tokenizer.backend, V, [])).form(HERMES, [tool({})], "auto")
