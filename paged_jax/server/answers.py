@@ -87,9 +87,7 @@ class DeltaTracker:
     def deltas(self, prompt: int, output: RequestOutput) -> list[SampleDelta]:
         """Return the new parts of all samples of a prompt, and mark them as sent.
 
-        Args:
-          prompt: index of the prompt in its request.
-          output: output of the prompt so far.
+        `prompt` is the index of the prompt in its request.
         """
         new = []
         for sample in output.outputs:
@@ -216,12 +214,9 @@ class Answer(ABC):
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
     ) -> list[JsonDict]:
-        """Return the events of a stream for new text.
+        """Return the events of a stream for new parts of a prompt's samples.
 
-        Args:
-          prompt: index of the prompt in its request.
-          output: output of the prompt so far.
-          deltas: new parts of its samples.
+        `prompt` is the index of the prompt in its request.
         """
 
     def events(self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]) -> bytes:

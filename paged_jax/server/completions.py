@@ -41,11 +41,6 @@ class CompletionEndpoint(Generic[B]):
     A request takes these steps: `receive_body` parses it, an `Answer` interprets the fields of its
     endpoint, `check_request` applies the limits, `Service.admit` counts it, `make_job` tokenizes
     the prompts, `run` yields the engine's outputs, and the `Answer` turns them into JSON.
-
-    Args:
-      service: the engine and its settings.
-      body_type: schema of the endpoint's request bodies.
-      answer_type: the endpoint's subclass of `Answer`.
     """
 
     def __init__(self, service: Service, body_type: type[B], answer_type: AnswerType[B]):

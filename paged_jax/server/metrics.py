@@ -165,12 +165,7 @@ class Metrics:
         self._http_responses.labels(handler, method, f"{status // 100}xx").inc()
 
     def observe(self, snapshot: EngineSnapshot, requests: Iterable[Request]) -> None:
-        """Record a step. Called in the engine's thread.
-
-        Args:
-          snapshot: snapshot of the engine after the step.
-          requests: requests that received tokens or ended in the step.
-        """
+        """Record a step and the requests that it advanced. Called in the engine's thread."""
         before, self.snapshot = self.snapshot.stats, snapshot
         num_tokens = snapshot.stats.num_prompt_tokens - before.num_prompt_tokens
         num_tokens += snapshot.stats.num_generated_tokens - before.num_generated_tokens

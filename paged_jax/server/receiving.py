@@ -1,4 +1,4 @@
-"""`receive_body`: read the body of a request within the limits, and check it against its schema."""
+"""`receive_body`: reads the body of a request within the limits and validates it."""
 
 import asyncio
 import itertools
@@ -42,12 +42,7 @@ _UNIONS = {
 
 
 async def receive_body(service: Service, request: Request, body_type: type[B]) -> B:
-    """Read and parse the body of a request.
-
-    Args:
-      service: the engine and its settings.
-      request: the request.
-      body_type: schema of the endpoint's bodies.
+    """Read the body of a request and parse it as a `body_type`.
 
     Raises:
       ApiError: the body is not JSON, invalid, too large or too slow.

@@ -23,10 +23,6 @@ class Security:
 
     Each API key has its own cache salt. Otherwise response times would tell the holder of a key
     which prompts other clients have sent, because cached prompts are faster.
-
-    Args:
-      app: the wrapped application.
-      service: the engine and its settings.
     """
 
     def __init__(self, app: ASGIApp, service: Service):

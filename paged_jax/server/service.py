@@ -83,12 +83,7 @@ class Settings:
 
 
 class Service:
-    """An engine and the requests that it serves.
-
-    Args:
-      engine: the engine. The service owns it from now on.
-      settings: settings of the server.
-    """
+    """An engine, which the service owns from now on, and the requests that it serves."""
 
     def __init__(self, engine: Engine, settings: Settings):
         self.settings = settings

@@ -131,9 +131,6 @@ class History:
     """Snapshots of the last two minutes, at most two per second.
 
     A cache page that is opened later draws its first curves from them.
-
-    Args:
-      snapshot: snapshot taken before the first step.
     """
 
     def __init__(self, snapshot: EngineSnapshot):
@@ -154,11 +151,7 @@ class History:
             self._kept.append(snapshot)
 
     def snapshots(self, now: float) -> list[EngineSnapshot]:
-        """Return the snapshots of the last two minutes and the latest one dated `now`, in order.
-
-        Args:
-          now: current time, in seconds of ``time.perf_counter()``.
-        """
+        """Return the snapshots of the last two minutes, and finally the latest with time `now`."""
         with self._lock:
             kept = [*self._kept, self._latest, dataclasses.replace(self._latest, time=now)]
         # Rates divide by the time between two snapshots, so times must be distinct.
