@@ -19,8 +19,8 @@ from paged_jax.models.loading.conversion import (
     TensorSource,
     assemble,
     find_sources,
-    named_arrays,
 )
+from paged_jax.models.loading.parameters import named_arrays
 from paged_jax.models.loading.pretrained import read_config
 from paged_jax.models.loading.tensor_map import EMBEDDINGS, HEAD
 from paged_jax.models.matrices import SCALE, quantise

@@ -109,11 +109,13 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a ``config.json`` that `read_fields` and transformers can read.
 
+    Fields that the family cannot express are left out.
+
     Args:
       fields: all fields of a `LlamaConfig` by name.
 
     Raises:
-      ValueError: the model type is unknown, or its family cannot express the rotary embeddings.
+      ValueError: the model type is unknown.
     """
     family = FAMILIES.get(fields["model_type"])
     if family is None:

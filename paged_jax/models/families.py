@@ -31,13 +31,15 @@ _OLMO_TENSORS = {
     "attention_out_norm": "post_attention_layernorm.weight",
     "mlp_out_norm": "post_feedforward_layernorm.weight",
 }
+_EXPERT_SIZE_KEY = {"moe_intermediate_size": "intermediate_size"}
 _QWEN_DEFAULTS = {
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
     "sliding_window": 4096,
 }
 
-_DENSE_FAMILIES: Mapping[str, Family] = {
+# Families by `model_type`. Programs may add their own, see examples/new_family.py.
+FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
         {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
@@ -222,11 +224,6 @@ _DENSE_FAMILIES: Mapping[str, Family] = {
         scales=(Scale("logit_scale", "logit_scale"),),
         keys={"rms_norm_eps": "layer_norm_eps"},
     ),
-}
-
-_EXPERT_SIZE_KEY = {"moe_intermediate_size": "intermediate_size"}
-
-_FAMILIES_WITH_EXPERTS: Mapping[str, Family] = {
     "mixtral": Family(
         "MixtralForCausalLM",
         {
@@ -336,9 +333,6 @@ _FAMILIES_WITH_EXPERTS: Mapping[str, Family] = {
         },
     ),
 }
-
-# Families by `model_type`. Programs may add their own, see examples/new_family.py.
-FAMILIES: dict[str, Family] = {**_DENSE_FAMILIES, **_FAMILIES_WITH_EXPERTS}
 
 # Models with images, by `model_type`: architecture, and key of the text model's config.
 PARTS: Mapping[str, tuple[str, str]] = {

@@ -47,12 +47,11 @@ def read_rope(
 def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the entries of a ``config.json`` that `read_rope` and transformers can read.
 
+    Fields that the family cannot express are left out.
+
     Args:
       fields: all fields of a `LlamaConfig` by name.
       family: family of the model.
-
-    Raises:
-      ValueError: the family cannot express these fields.
     """
     rope_scaling: RopeScaling | None = fields["rope_scaling"]
     scaling = None if rope_scaling is None else write_scaling(rope_scaling)
@@ -60,7 +59,6 @@ def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
         scaling = {"rope_type": "default"}
     theta, local_theta = fields["rope_theta"], fields["rope_local_base_freq"]
     written: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
-    _check_expressible(fields, family)
     if family.partial_rope:
         written["partial_rotary_factor"] = fields["partial_rotary_factor"]
     if rope_scaling is not None and "original_max_position_embeddings" in family.defaults:
@@ -214,23 +212,6 @@ def _choose_object(config: Mapping[str, Any], family: Family) -> Mapping[str, An
 
 def _is_nested(rope: Mapping[str, Any]) -> bool:
     return any(isinstance(value, Mapping) for value in rope.values())
-
-
-def _check_expressible(fields: Mapping[str, Any], family: Family) -> None:
-    if fields["rope_local_base_freq"] is not None and not family.local_rope:
-        field, expected = "rope_local_base_freq", "None"
-    elif fields["partial_rotary_factor"] != 1 and not family.partial_rope:
-        field, expected = "partial_rotary_factor", "1"
-    elif fields["rope_interleaved"] != family.rope_interleaved:
-        field, expected = "rope_interleaved", family.rope_interleaved
-    elif fields["rope_layers"] and family.rope_layers == "all":
-        field, expected = "rope_layers", "empty"
-    else:
-        return
-    raise ValueError(
-        f"LlamaConfig: {field} must be {expected} for model_type {fields['model_type']!r}, "
-        f"got {fields[field]}."
-    )
 
 
 def _split_by_layer_type(

@@ -14,7 +14,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -302,15 +301,6 @@ class TensorParallel:
         """Mesh of the same devices; along the second axis, devices share a KV head."""
         devices = np.asarray(self.mesh.devices).reshape(-1, self._num_copies)
         return Mesh(devices, ("heads", "copies"), axis_types=(AxisType.Auto,) * 2)
-
-
-def parameter_names(state: nnx.State) -> list[str]:
-    """Return the names of the leaves of an ``nnx.state`` in order, such as ``layers.0.o_proj``."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(state)
-    return [
-        ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
-        for path, _ in paths
-    ]
 
 
 def _kind(name: str) -> str:

@@ -13,8 +13,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from paged_jax.models.llama import Llama
+from paged_jax.models.loading.parameters import named_arrays
 from paged_jax.models.paged_model import PagedModel
-from paged_jax.models.tensor_parallel import AXIS, TensorParallel, parameter_names
+from paged_jax.models.tensor_parallel import AXIS, TensorParallel
 from paged_jax.runner.decode_state import DecodeState
 
 # Odd, so that a product with it loses no bit.
@@ -184,7 +185,7 @@ class Weights:
     ):
         self._model_graphdef, state = nnx.split(model)
         arrays, self.treedef = jax.tree.flatten(state)
-        self._parallel, self._names = parallel, parameter_names(state)
+        self._parallel, self._names = parallel, list(named_arrays(state))
         if parallel is None:
             self.config, self.division = model.config, None
             self.graphdef = Graph.key(self._model_graphdef)

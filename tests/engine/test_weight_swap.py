@@ -12,7 +12,7 @@ from flax import nnx
 
 from paged_jax import LLM, Llama, SamplingParams
 from paged_jax.engine.weight_swap import EngineAsleepError, WeightSwap
-from paged_jax.models.loading.parameters import named_parameters
+from paged_jax.models.loading.parameters import named_arrays
 from paged_jax.models.loading.tensor_map import map_parameter
 from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama
@@ -44,7 +44,7 @@ def tensors_of(model: Llama) -> dict[str, np.ndarray]:
     """The tensors of Hugging Face, by their names."""
     return {
         mapping.tensor: mapping.to_rows(np.asarray(array)[mapping.box])
-        for name, array in named_parameters(model)
+        for name, array in named_arrays(model).items()
         for mapping in map_parameter(model.config, name)
     }
 
@@ -146,7 +146,7 @@ def test_weights_become_int8_on_their_way() -> None:
         random_llama(CONFIG, scale=0.5),
     )
     engine.update_params(trainers_tree(other), mapping=MAPPING)
-    ours, theirs = (dict(named_parameters(model)) for model in (engine.model, other))
+    ours, theirs = (named_arrays(model) for model in (engine.model, other))
     matrices = [name.removesuffix("_scale") for name in ours if name.endswith("_scale")]
     assert len(matrices) == 4 * L + 1
     for name in matrices:

@@ -17,7 +17,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading import huggingface, pretrained
 from paged_jax.models.loading.huggingface import load_weights, save_weights
-from paged_jax.models.loading.parameters import WeightsError, named_parameters
+from paged_jax.models.loading.parameters import WeightsError, named_arrays
 from tests.support.processes import run_on_devices
 
 _CONFIG = LlamaConfig(
@@ -51,7 +51,7 @@ def _forward(model, tokens):
 
 
 def _assert_same(actual, expected):
-    actual, expected = dict(named_parameters(actual)), dict(named_parameters(expected))
+    actual, expected = named_arrays(actual), named_arrays(expected)
     assert actual.keys() == expected.keys()
     for name, parameter in expected.items():
         assert actual[name].dtype == parameter.dtype
@@ -135,8 +135,8 @@ def test_save_weights_keeps_narrow_dtypes(tmp_path, dtype):
 def test_load_weights_rounds_to_the_dtype_that_was_asked_for(folder):
     model = load_weights(Llama, folder, _CONFIG, dtype=jnp.bfloat16)
     assert model.config.dtype == "bfloat16"
-    expected = dict(named_parameters(_model()))
-    for name, parameter in named_parameters(model):
+    expected = named_arrays(_model())
+    for name, parameter in named_arrays(model).items():
         np.testing.assert_array_equal(parameter, expected[name].astype(jnp.bfloat16))
 
 
@@ -353,7 +353,7 @@ def test_load_weights_places_each_part_on_its_device(folder):
         from paged_jax.models.config import LlamaConfig
         from paged_jax.models.llama import Llama
         from paged_jax.models.loading.huggingface import load_weights
-        from paged_jax.models.loading.parameters import named_parameters
+        from paged_jax.models.loading.parameters import named_arrays
 
         folder = sys.argv[1]
         config = LlamaConfig.from_file(folder)
@@ -366,14 +366,24 @@ def test_load_weights_places_each_part_on_its_device(folder):
 
         for scan_layers in (False, True):
             whole = load_weights(Llama, folder, config, scan_layers=scan_layers)
-            whole = dict(named_parameters(whole))
+            whole = named_arrays(whole)
             model = load_weights(Llama, folder, config, scan_layers=scan_layers, sharding=place)
-            for name, parameter in named_parameters(model):
+            for name, parameter in named_arrays(model).items():
                 assert parameter.sharding == place(name, parameter.shape), name
                 assert parameter.addressable_shards[0].data.size < parameter.size, name
                 np.testing.assert_array_equal(parameter, whole[name], err_msg=name)
         one = jax.sharding.SingleDeviceSharding(jax.devices()[2])
         model = load_weights(Llama, folder, config, sharding=one)
-        assert all(array.devices() == {jax.devices()[2]} for _, array in named_parameters(model))
+        assert all(x.devices() == {jax.devices()[2]} for x in named_arrays(model).values())
     """
     run_on_devices(program, folder)
+
+
+def test_named_arrays_has_the_order_of_tree_leaves() -> None:
+    """Layer 10 comes after layer 2, because callers pair the names with leaves."""
+    config = dataclasses.replace(_CONFIG, num_hidden_layers=12)
+    state = nnx.state(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    named = named_arrays(state)
+    assert list(map(id, named.values())) == list(map(id, jax.tree.leaves(state)))
+    names = [name for name in named if name.endswith(".o_proj")]
+    assert names == [f"layers.{i}.o_proj" for i in range(12)]

@@ -17,7 +17,7 @@ from paged_jax.models.llama import Llama
 from paged_jax.models.loading import huggingface
 from paged_jax.models.loading.huggingface import load_weights
 from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
-from paged_jax.models.loading.parameters import named_parameters
+from paged_jax.models.loading.parameters import named_arrays
 from paged_jax.models.matrices import SCALE, quantise
 from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama
@@ -27,7 +27,7 @@ TIED = dataclasses.replace(CONFIG, tie_word_embeddings=True, dtype="bfloat16")
 
 
 def parameters(model) -> dict[str, np.ndarray]:
-    return {name: np.asarray(x) for name, x in named_parameters(model)}
+    return {name: np.asarray(x) for name, x in named_arrays(model).items()}
 
 
 def assert_same(model, expected) -> None:
@@ -188,7 +188,7 @@ def test_load_weights_places_parts_of_int8_on_their_devices(tiny_folder) -> None
         from paged_jax.models.config import LlamaConfig
         from paged_jax.models.llama import Llama
         from paged_jax.models.loading.huggingface import load_weights
-        from paged_jax.models.loading.parameters import named_parameters
+        from paged_jax.models.loading.parameters import named_arrays
 
         folder = sys.argv[1]
         config = LlamaConfig.from_file(folder)
@@ -199,9 +199,9 @@ def test_load_weights_places_parts_of_int8_on_their_devices(tiny_folder) -> None
             return NamedSharding(mesh, P(*[None] * (len(shape) - 1), last))
 
         options = {"dtype": "int8", "scan_layers": False}
-        whole = dict(named_parameters(load_weights(Llama, folder, config, **options)))
+        whole = named_arrays(load_weights(Llama, folder, config, **options))
         model = load_weights(Llama, folder, config, sharding=place, **options)
-        for name, parameter in named_parameters(model):
+        for name, parameter in named_arrays(model).items():
             assert parameter.sharding == place(name, parameter.shape), name
             np.testing.assert_array_equal(parameter, whole[name], err_msg=name)
     """

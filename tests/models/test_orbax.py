@@ -13,7 +13,7 @@ from paged_jax.kernels.linear import reads_stacked_weights
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
-from paged_jax.models.loading.parameters import WeightsError, named_parameters
+from paged_jax.models.loading.parameters import WeightsError, named_arrays
 from tests.support.processes import run_on_devices
 
 _CONFIG = LlamaConfig(
@@ -37,7 +37,7 @@ def _model(**options):
 def _layer_by_layer(model):
     """Every parameter by its name in the layout of one module a layer."""
     parameters = {}
-    for name, parameter in named_parameters(model):
+    for name, parameter in named_arrays(model).items():
         if model.scan_layers and name.startswith("layers."):
             for layer in range(_CONFIG.num_hidden_layers):
                 parameters[name.replace("layers.", f"layers.{layer}.")] = parameter[layer]
@@ -81,7 +81,7 @@ def test_load_checkpoint_keeps_the_dtype_and_casts_when_asked_to(tmp_path):
     _assert_same(same, model)
     wider = load(tmp_path, dtype="float32")
     assert wider.config.dtype == "float32"
-    for name, parameter in named_parameters(wider):
+    for name, parameter in named_arrays(wider).items():
         expected = _layer_by_layer(model)[name].astype(jnp.float32)
         np.testing.assert_array_equal(parameter, expected, strict=True)
     with pytest.raises(ValueError, match="dtype must be"):
@@ -163,7 +163,7 @@ def test_load_checkpoint_restores_onto_other_devices_than_it_was_saved_from(tmp_
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
         from paged_jax import Llama
         from paged_jax.models.loading.orbax import save_checkpoint
-        from paged_jax.models.loading.parameters import named_parameters
+        from paged_jax.models.loading.parameters import named_arrays
 
         mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 
@@ -174,8 +174,8 @@ def test_load_checkpoint_restores_onto_other_devices_than_it_was_saved_from(tmp_
 
         def check(path, scan_layers):
             model = Llama.from_pretrained(path, scan_layers=scan_layers, sharding=place)
-            whole = dict(named_parameters(Llama.from_pretrained(path, scan_layers=scan_layers)))
-            for name, parameter in named_parameters(model):
+            whole = named_arrays(Llama.from_pretrained(path, scan_layers=scan_layers))
+            for name, parameter in named_arrays(model).items():
                 assert parameter.sharding == place(name, parameter.shape), name
                 np.testing.assert_array_equal(parameter, whole[name], err_msg=name)
             return model

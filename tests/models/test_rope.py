@@ -452,7 +452,7 @@ def test_checkpoints_of_partial_and_interleaved_heads_are_loaded_and_saved(tmp_p
     norm = tensors["model.layers.3.self_attn.k_norm.weight"]
     np.testing.assert_array_equal(model.layers[3].k_norm[...], norm[order])
 
-    parameters = dict(loading_parameters.named_parameters(model))
+    parameters = loading_parameters.named_arrays(model)
     back = {
         mapping.tensor: huggingface._to_tensor(parameters[name], [mapping])
         for name in shapes

@@ -12,7 +12,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from paged_jax.models.layer_attention import Heads, causal_attention
-from paged_jax.models.tensor_parallel import TensorParallel, parameter_names
+from paged_jax.models.loading.parameters import named_arrays
+from paged_jax.models.tensor_parallel import TensorParallel
 from tests.support.covering import all_pairs
 from tests.support.tensor_parallel import CONFIG, make_model
 
@@ -35,7 +36,7 @@ def divided_logits(model, num_devices):
     parallel = TensorParallel.create("test", mesh, model.config)
     state = nnx.state(model)
     arrays, treedef = jax.tree.flatten(state)
-    names = parameter_names(state)
+    names = list(named_arrays(state))
     laid_out = [parallel.to_program_layout(name, x) for name, x in zip(names, arrays)]
     for name, x, y in zip(names, arrays, laid_out):
         same = parallel.to_model_layout(name, y)
@@ -99,7 +100,7 @@ np.testing.assert_allclose(same, nnx.jit(logits)(model, TOKENS), atol=2e-5)
 parallel = TensorParallel.create("test", jax.make_mesh((2,), ("x",)), model.config)
 state = nnx.state(model)
 arrays, treedef = jax.tree.flatten(state)
-names = parameter_names(state)
+names = list(named_arrays(state))
 laid_out = [parallel.to_program_layout(name, x) for name, x in zip(names, arrays)]
 device_1 = parallel.mesh.devices.flat[1]
 checked = set()

@@ -13,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from paged_jax import Llama
 from paged_jax.engine.memory_plan import MemoryPlan
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.loading.parameters import named_arrays
 from paged_jax.models.paged_model import create_cache
-from paged_jax.models.tensor_parallel import TensorParallel, parameter_names, widen_config
+from paged_jax.models.tensor_parallel import TensorParallel, widen_config
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.programs import Call, ProgramKey, list_programs
 from paged_jax.runner.sizes import Sizes
@@ -168,7 +169,7 @@ class EngineStep:
         padded = parallel.device_config.vocab_size * self.num_devices
         whole = self._model(dataclasses.replace(parallel.wide_config, vocab_size=padded))
         weights, treedef, _ = _split(whole)
-        names = parameter_names(nnx.state(whole))
+        names = list(named_arrays(nnx.state(whole)))
         specs = tuple(
             parallel.program_spec(name, x.ndim) for name, x in zip(names, weights, strict=True)
         )

@@ -11,11 +11,9 @@ The first arrow is the caller's `NameMap`, the second is `tensor_map.map_paramet
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.parameters import WeightsError
@@ -51,20 +49,6 @@ class TensorSource:
         array = arrays[self.name]
         array = array if self.axes is None else array.transpose(self.axes)
         return (array if self.layer is None else array[self.layer]).reshape(shape)
-
-
-def named_arrays(params: Any) -> dict[str, Any]:
-    """Return the arrays of a tree by their dotted paths.
-
-    Args:
-      params: an `nnx.Module`, an `nnx.State`, or any tree of arrays, such as a dict.
-    """
-    if isinstance(params, nnx.Module):
-        params = nnx.state(params, nnx.Param)
-    if isinstance(params, nnx.State):
-        params = nnx.to_pure_dict(params)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def find_sources(

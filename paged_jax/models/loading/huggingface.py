@@ -21,7 +21,7 @@ from paged_jax.models.loading.parameters import (
     ModelSpec,
     WeightsError,
     config_text,
-    named_parameters,
+    named_arrays,
     resolve_dtype,
 )
 from paged_jax.models.loading.safetensors_files import (
@@ -134,7 +134,7 @@ def save_weights(model: PagedModel, folder: str | Path, *, max_file_bytes: int =
     """
     folder = Path(folder)
     config_json = config_text(model)
-    parameters = dict(named_parameters(model))
+    parameters = named_arrays(model)
     if any(name.endswith(SCALE) for name in parameters):
         raise ValueError(
             "save_weights: weights must be floating point, got int8. Use save_checkpoint, or save "

@@ -21,7 +21,7 @@ from paged_jax.models.loading.parameters import (
     ModelSpec,
     WeightsError,
     config_text,
-    named_parameters,
+    named_arrays,
     resolve_dtype,
 )
 from paged_jax.models.matrices import SCALE, Sharding, quantise
@@ -55,7 +55,7 @@ def save_checkpoint(model: PagedModel, path: str | Path) -> None:
         raise FileExistsError(f"save_checkpoint: path must not hold a checkpoint, got {path}.")
     config_json = config_text(model)
     path.mkdir(parents=True, exist_ok=True)
-    ocp.save(str(path / _WEIGHTS), dict(named_parameters(model)))
+    ocp.save(str(path / _WEIGHTS), named_arrays(model))
     (path / "config.json").write_text(config_json, encoding="utf-8")
 
 

@@ -5,7 +5,7 @@ Loaders receive the model class as an argument, because `Llama.from_pretrained` 
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -76,10 +76,21 @@ class ModelSpec(Generic[Model]):
         )
 
 
-def named_parameters(model: nnx.Module) -> Iterator[tuple[str, jax.Array]]:
-    """Yield name and array of every parameter."""
-    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        yield _name(path), variable[...]
+def named_arrays(params: Any) -> dict[str, Any]:
+    """Return the arrays of a tree by their dotted paths, such as ``"layers.0.qkv_proj"``.
+
+    Args:
+      params: an `nnx.Module`, whose parameters are meant, an `nnx.State`, or any tree of arrays.
+
+    Returns:
+      The leaves of the tree, in the order of `jax.tree.leaves`.
+    """
+    if isinstance(params, nnx.Module):
+        params = nnx.state(params, nnx.Param)
+    if isinstance(params, nnx.State):
+        params = nnx.to_pure_dict(params)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def resolve_dtype(function: str, dtype: DTypeLike | None, config: LlamaConfig) -> np.dtype:
