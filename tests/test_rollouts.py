@@ -84,8 +84,8 @@ def test_rollout_is_what_decode_steps_draws(model) -> None:
     each = {name: [getattr(params, name) for params in ways] for name in names}
     out = run(model, seed=2**32 - 5, **each)
     np.testing.assert_array_equal(out.token_ids, tokens.token_ids[:N].T)
-    np.testing.assert_allclose(out.logprobs, tokens.logprobs[:N].T, atol=1e-5)
-    assert not tokens.token_ids[N:].any() and not tokens.logprobs[N:].any()
+    np.testing.assert_allclose(out.logprobs, tokens.draws.logprobs[:N].T, atol=1e-5)
+    assert not tokens.token_ids[N:].any() and not tokens.draws.logprobs[N:].any()
     assert out.num_tokens.tolist() == [N] * B
     assert len(set(out.token_ids[0].tolist())) > 1
 

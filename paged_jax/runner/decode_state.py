@@ -1,4 +1,4 @@
-"""All that the device knows about running sequences, and how sequences get there."""
+"""Device state of the running sequences, and how sequences are assigned to slots."""
 
 import dataclasses
 import functools
@@ -25,15 +25,15 @@ from paged_jax.scheduler.request import Sequence
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """The device state: all that it knows about running sequences. Donate it as a whole.
+    """State of all running sequences on the device. Donate it as a whole.
 
     Attributes:
-      cache: K and V of each sequence's tokens, all but the last.
-      sampling: how the next token of each slot is drawn.
-      token_ids: i32[S], the last known token of each slot, the next one to be fed.
-      stop_ids: i32[S, X], tokens that end the slot's sequence, filled up with V, which is no token.
-      max_lengths: i32[S], known tokens (prompt and generated) at which a sequence is complete.
-      constraints: what grammars allow next in each slot.
+      cache: K and V of all tokens of each sequence except the last.
+      sampling: sampling parameters and state of each slot.
+      token_ids: i32[S], the last known token of each slot, the input of the next decode step.
+      stop_ids: i32[S, X], tokens that end the sequence, padded with V, which is no token.
+      max_lengths: i32[S], number of tokens (prompt and generated) of a complete sequence.
+      constraints: tokens that grammars allow next in each slot.
 
     Example:
       >>> cache = PagedCache.create(num_layers=2, num_blocks=8, num_kv_heads=1, block_size=4,
@@ -63,12 +63,12 @@ class DecodeState:
         max_logit_bias: int = 32,
         max_forced: int = 8,
     ) -> "DecodeState":
-        """Return the state of slots that no sequence has been assigned to.
+        """Return a state with no sequence in any slot.
 
         Args:
           cache: the cache, which becomes part of the state.
           vocab_size: V.
-          max_stop_ids: X; also the most that a request with ``min_tokens`` may have.
+          max_stop_ids: X, also the maximum number of stop tokens of a request with ``min_tokens``.
           max_logit_bias: see `SlotSampling.create`.
           max_forced: see `Constraints.create`.
 
@@ -89,26 +89,27 @@ class DecodeState:
 
     @property
     def num_slots(self) -> int:
-        """S, the number of slots."""
+        """Number of slots (S)."""
         return self.cache.num_slots
 
     @property
     def vocab_size(self) -> int:
-        """V, the number of tokens."""
+        """Size of the vocabulary (V)."""
         return self.sampling.output_counts.shape[1]
 
 
 class Assignment(NamedTuple):
-    """A sequence that gets a slot.
+    """A sequence to assign to a slot.
 
     Attributes:
-      slot: the row to write, 0 <= slot < S.
+      slot: the slot, 0 <= slot < S.
       params: sampling parameters of the request.
-      token_ids: all known tokens, the prompt's and, of a sequence that comes back, those generated.
-      num_prompt_tokens: how many of them are the prompt's.
-      seed, sample_index: what the random draws depend on, see `sampling.slot_row`.
-      max_length: number of known tokens at which the sequence is complete.
-      eos_token_ids: the model's end tokens; ignored with ``params.ignore_eos``.
+      token_ids: all known tokens: the prompt and, if the sequence was preempted, generated tokens.
+      num_prompt_tokens: number of prompt tokens in `token_ids`.
+      seed: seed of the random draws, see `slot_row`.
+      max_length: number of tokens of the complete sequence.
+      sample_index: index of the sample in its request; it is part of the seed.
+      eos_token_ids: end-of-sequence tokens of the model; ignored with ``params.ignore_eos``.
       token_bias: biases in addition to the `logit_bias` of ``params``.
     """
 
@@ -124,27 +125,27 @@ class Assignment(NamedTuple):
 
 
 def assign(state: DecodeState, assignments: list[Assignment]) -> DecodeState:
-    """Give slots to sequences. Called from the host; the caller changes the cache.
+    """Assign sequences to slots. Call it from the host; the caller updates the cache.
 
     Args:
-      state: the state to change; all but its cache is donated.
-      assignments: which sequences, and how their tokens are drawn.
+      state: the state to change; everything except its cache is donated.
+      assignments: the sequences.
 
     Returns:
-      The new state. The end tokens come first among a slot's `stop_ids`, then
-      ``params.stop_token_ids``; those for which there is no room do not end the sequence on the
-      device, so a caller that lets them through looks for them in what it gets, as it does for
-      stop strings.
+      The new state. The `stop_ids` of a slot are the end-of-sequence tokens, then
+      ``params.stop_token_ids``. Tokens that do not fit do not stop the sequence on the device: the
+      caller must look for them in the results, as for stop strings.
 
     Raises:
-      ValueError: a number is out of range, or there are more biases or held-back stop tokens than
-        the state has room for.
+      ValueError: a number is out of range, or there are more biases or more stop tokens with
+        ``min_tokens`` than the state has room for.
 
-    Cost: copies 5 * V bytes to the device for each row of a call, which has one or `_WIDTH`. Two
-    compiled programs serve all slots, numbers and lengths.
+    Cost: 5 * V bytes are copied to the device for each row of a call. A call has 1 or `_WIDTH`
+      rows,
+    so there are two compiled programs.
     """
-    # Made before the first is written: on CPUs, a small program makes its caller wait for what
-    # runs, and for as long as rows are made it can run.
+    # Prepare all rows before the first write: on CPUs, a small program makes its caller wait for
+    # running programs, which can run while rows are prepared.
     rows = [_row(state, each) for each in assignments]
     parts = _Parts(
         state.sampling, state.token_ids, state.stop_ids, state.max_lengths, state.constraints.starts
@@ -163,13 +164,13 @@ def assign(state: DecodeState, assignments: list[Assignment]) -> DecodeState:
     )
 
 
-# Most sequences that one program gives slots to. 64 that come at once wait for 8 calls, not 64: a
-# call takes 0.1 ms of a CPU, in which the device has nothing to do.
+# Maximum number of assignments per call. A call takes 0.1 ms on the host, during which the device
+# is idle, so 64 new sequences should need 8 calls instead of 64.
 _WIDTH = 8
 
 
 class _Parts(NamedTuple):
-    """What of a state an assignment writes; of a row, the values, each without the first axis."""
+    """Arrays of a state that an assignment writes; for a row, without the slot dimension."""
 
     sampling: Any
     token_ids: Any
@@ -184,12 +185,12 @@ def _row(state: DecodeState, assignment: Assignment) -> _Parts:
     if not 1 <= num_prompt_tokens <= num_tokens:
         raise ValueError(
             f"assign: num_prompt_tokens must be in [1, {num_tokens}], the number of token_ids, "
-            f"got {num_prompt_tokens}. Pass the whole sequence."
+            f"got {num_prompt_tokens}. Pass all tokens of the sequence."
         )
     if not num_tokens < assignment.max_length < 2**31:
         raise ValueError(
-            f"assign: max_length must be above the {num_tokens} tokens that are known, and below "
-            f"2**31, got {assignment.max_length}. A sequence that is complete needs no slot."
+            f"assign: max_length must be above {num_tokens}, the number of token_ids, and below "
+            f"2**31, got {assignment.max_length}. A complete sequence needs no slot."
         )
     eos_token_ids = () if params.ignore_eos else tuple(assignment.eos_token_ids)
     row = slot_row(
@@ -212,7 +213,7 @@ def _row(state: DecodeState, assignment: Assignment) -> _Parts:
 
 
 def _stacked(rows: list[_Parts], num_slots: int) -> _Parts:
-    """Rows with a first axis, one or `_WIDTH` of them: others write to a slot that there is not."""
+    """Stack 1 or `_WIDTH` rows. Padding rows write to a slot that does not exist."""
     if len(rows) > 1:
         nothing = rows[0]._replace(sampling=rows[0].sampling._replace(slot=np.int32(num_slots)))
         rows = rows + [nothing] * (_WIDTH - len(rows))
@@ -226,7 +227,7 @@ def _write_rows(parts: _Parts, rows: _Parts) -> _Parts:
 
 
 def write_token_masks(state: DecodeState, masks: "TokenMasks") -> DecodeState:
-    """Write which tokens grammars allow next in some slots. Called from the host.
+    """Write which tokens grammars allow next in some slots. Call it from the host.
 
     Args:
       state: the state to change; its constraints are donated.
@@ -245,19 +246,19 @@ def _write_constraints(constraints: Constraints, rows: Any) -> Constraints:
 def fork(
     state: DecodeState, parents: jax.Array, sample_indices: jax.Array
 ) -> tuple[DecodeState, jax.Array]:
-    """Make empty slots into copies of running ones, which continue from there in other ways.
+    """Make empty slots copies of running slots that continue with other random draws.
 
-    For tree search: blocks are shared until one of them writes, see `paged_jax.blocks.fork`. Pure;
-    donate the state.
+    For tree search: blocks are shared until a slot writes to them, see `paged_jax.blocks.fork`.
+    Pure; donate the state.
 
     Args:
       state: the state to change.
-      parents: i32[S], the slot that each slot becomes a copy of; -1 leaves a slot alone.
-      sample_indices: i32[S], the sample index of each child, by which its random draws differ from
-        its parent's and its siblings'. (Greedy ones do not differ.)
+      parents: i32[S], the parent of each slot that becomes a copy; -1 leaves a slot unchanged.
+      sample_indices: i32[S], the sample index of each child, which makes its random draws differ
+        from those of its parent and siblings. Greedy decoding does not differ.
 
     Returns:
-      `(state, ok)`. Where `ok`, bool[], is False the state is unchanged.
+      `(state, ok)`. If `ok`, bool[], is False, the state is unchanged.
 
     Raises:
       ValueError: `parents` or `sample_indices` is not i32[S].
@@ -276,14 +277,14 @@ def fork(
 
 
 class TokenMasks(NamedTuple):
-    """Rows for `Constraints.write`, one for each slot of the engine; those of slots -1 are empty.
+    """Arguments of `Constraints.write`. Each slot has a row; rows with slot -1 are padding.
 
     Attributes:
-      slots: i32[S], the slots that are bound.
-      starts: i32[S], positions of their next tokens.
-      num_forced: i32[S], tokens from there on that are known.
-      forced_ids: i32[S, N], those tokens.
-      masks: i32[S, V / 32], rounded up: bits of the tokens that may follow.
+      slots: i32[S], slots with a grammar.
+      starts: i32[S], the positions of their next tokens.
+      num_forced: i32[S], the number of tokens from there on that the grammar fixes.
+      forced_ids: i32[S, N], the fixed tokens.
+      masks: i32[S, ceil(V / 32)], bits of the tokens that may follow the fixed tokens.
     """
 
     slots: np.ndarray
@@ -294,7 +295,7 @@ class TokenMasks(NamedTuple):
 
     @classmethod
     def create(cls, sizes: Sizes, vocab_size: int) -> "TokenMasks":
-        """No slot is bound."""
+        """Return masks without any slot."""
         S = sizes.num_slots
         return cls(
             slots=no_slots(S),
@@ -308,12 +309,12 @@ class TokenMasks(NamedTuple):
 def find_token_masks(
     sequences: Collection[Sequence], num_steps: int, sizes: Sizes, vocab_size: int
 ) -> TokenMasks | None:
-    """What the grammars of some sequences allow in the next dispatch; None if none has one.
+    """Return the masks of the next dispatch; None if no sequence has a grammar.
 
     Args:
       sequences: the sequences that decode.
-      num_steps: most tokens that the dispatch draws for each.
-      sizes: sizes of the engine's programs.
+      num_steps: maximum number of tokens that the dispatch draws for each sequence.
+      sizes: sizes of the programs.
       vocab_size: V.
     """
     grammars = [(s, grammar) for s in sequences if (grammar := s.active_grammar()) is not None]
@@ -325,8 +326,8 @@ def find_token_masks(
         assert sequence.slot is not None
         masks.slots[row], masks.starts[row] = sequence.slot, len(sequence.token_ids)
         masks.num_forced[row], masks.forced_ids[row, : len(forced)] = len(forced), forced
-        # What follows an end is no grammar's any more: the row stands until the slot has another
-        # sequence, and must let everything through.
+        # After the grammar has ended, the row stays until the slot gets another sequence, so its
+        # mask must allow every token.
         if len(grammar.forced) < num_steps or grammar.ends:
             grammar.write_mask(masks.masks[row])
     return masks

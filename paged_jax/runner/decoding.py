@@ -1,19 +1,19 @@
-"""Several decode steps in one program: the loop over tokens runs on the device.
+"""Decode loop on the device: several decode steps per program, and verification of drafts.
 
-A sequence of n known tokens has n - 1 of them in the cache; the last one is fed to the next decode
-step, which draws the token after it. `decode_steps` repeats that, for a batch of slots:
+If n tokens of a sequence are known, n - 1 of them are in the cache. The last token is the input of
+the next decode step, which draws the token after it. `decode_steps` repeats this for a batch:
 
-    plan the places of the tokens of all steps, copying shared blocks          (PagedCache)
+    plan blocks for the tokens of all steps, and copy shared blocks            (PagedCache)
     while decode steps are left and rows are running:
-        logits = model.decode_at(...)
-        draw, note the tokens, and let the rows stop that have to              (sampling)
-    take the blocks of the places that were used                               (PagedCache)
+        logits = model.decode_rows(...)
+        draw tokens, record them, and stop rows that are complete              (sampling)
+    take the planned blocks that were used                                     (PagedCache)
 
-`verify_steps` does it for drafts, which are guesses of these tokens: one pass of the model over all
-of them, then the same draws one after another for as long as they confirm the drafts.
+`verify_steps` does the same with drafts, guesses of these tokens: one pass of the model over all
+drafts, then the same draws one after another for as long as they confirm the drafts.
 
-Both are pure. The token drawn at a position depends on the logits, the seed, the sample and the
-position, so it is the same whichever of the two draws it, and in however many dispatches.
+Both are pure. A drawn token depends on the logits, the seed, the sample and the position. So it
+does not depend on the function that draws it, or on the number of dispatches.
 """
 
 import dataclasses
@@ -39,48 +39,28 @@ from paged_jax.sampling.state import SlotSampling
 
 @short_repr
 class StepTokens(NamedTuple):
-    """What was drawn, N tokens a row at most: small, fetched by the host in one transfer.
+    """Tokens that a dispatch drew, up to N per row; the host fetches them in one transfer.
 
-    Row ``b`` drew ``token_ids[:num_new[b], b]``, and the other fields of `Draws` likewise, each
-    with N for a first axis; the rest is 0.
+    Row ``b`` drew ``token_ids[:num_new[b], b]``. The other fields of `draws` have the same layout,
+    with leading dimension N. The remaining entries are 0.
     """
 
-    drawn: jax.Array  # i32 [N, B, 3 + 2 * num_top], see `Draws.pack`
-    num_new: jax.Array  # i32 [B], tokens drawn
-    num_steps: jax.Array  # i32 [], decode steps made: the largest of num_new
-    num_free: jax.Array  # i32 [], free blocks in the pool; in the first group's
-    ok: jax.Array  # bool [], false where blocks were too few for a decode step, which was not made
+    drawn: jax.Array  # i32 [N, B, 3 + 2 * num_top], packed by `Draws.pack`
+    num_new: jax.Array  # i32 [B], number of drawn tokens
+    num_steps: jax.Array  # i32 [], number of decode steps: the maximum of num_new
+    num_free: jax.Array  # i32 [], free blocks in the pool of the first group
+    ok: jax.Array  # bool [], False if a decode step was left out because of too few free blocks
     others_free: tuple[jax.Array, ...] = ()  # i32 [], free blocks of each further group of layers
 
     @property
     def draws(self) -> Draws:
-        """All that was drawn. On the host these are views of one array."""
+        """The drawn tokens with their log-probabilities; on the host, views of one array."""
         return Draws.unpack(self.drawn)
 
     @property
     def token_ids(self) -> jax.Array:
-        """i32 [N, B], the drawn tokens."""
+        """The drawn tokens, i32 [N, B]."""
         return self.draws.token_ids
-
-    @property
-    def logprobs(self) -> jax.Array:
-        """f32 [N, B], their log-probabilities, see `sampling.sample`."""
-        return self.draws.logprobs
-
-    @property
-    def ranks(self) -> jax.Array:
-        """i32 [N, B], their ranks, 1 is the most probable; 0 if not asked for."""
-        return self.draws.ranks
-
-    @property
-    def top_ids(self) -> jax.Array:
-        """i32 [N, B, num_top], the most probable tokens."""
-        return self.draws.top_ids
-
-    @property
-    def top_logprobs(self) -> jax.Array:
-        """f32 [N, B, num_top], their log-probabilities."""
-        return self.draws.top_logprobs
 
 
 def decode_steps(
@@ -98,37 +78,35 @@ def decode_steps(
 ) -> tuple[StepTokens, DecodeState]:
     """Draw up to `num_steps` tokens for each of some slots. Pure: jit it with the state donated.
 
-    A row stops when it draws one of its `stop_ids` or reaches its `max_lengths`. From then on it
-    takes no part, in later calls neither, and keeps its blocks: so a call may follow another one
-    whose tokens nobody has looked at. The loop ends after `num_steps` decode steps, when every
-    row has stopped, before a step for which blocks would not suffice if no row stopped, and, if
+    A row stops when it draws one of its `stop_ids` or reaches its `max_lengths`. It keeps its
+    blocks, and draws nothing in later calls either, so the host may queue a call before it has read
+    the tokens of the previous call. The loop ends after `num_steps` decode steps, when all rows
+    have stopped, before a step for which there are too few blocks if no row stopped, or, with
     `leave_on_stop`, when any row has stopped.
 
-    Blocks are planned for all steps at once, as far as they suffice. Those that rows that stop
-    leave unused are not taken.
+    Blocks are planned for all steps together, as far as there are free blocks. Blocks that stopped
+    rows do not use are not taken.
 
     Args:
       model: the model.
-      state: the device state; all known tokens of each slot but the last are in the cache.
-      slots: i32[B], the distinct slots of the rows; a negative one leaves its row out.
-      num_steps: i32[], the limit of decode steps; no more than `max_steps` are made.
-      leave_on_stop: bool[], whether the loop ends as soon as any row stops, which is worth it where
-        a request waits for the slot.
-      with_top: bool[], whether the `num_top` most probable tokens are looked for; else 0 stands
-        in their place.
+      state: the device state. All known tokens of each slot except the last must be in the cache.
+      slots: i32[B], the distinct slots of the rows; negative for padding.
+      num_steps: i32[], maximum number of decode steps, at most `max_steps`.
+      leave_on_stop: bool[], whether the loop ends as soon as any row stops. Use it if a request
+        waits for the slot.
+      with_top: bool[], whether to find the `num_top` most probable tokens; if not, they are 0.
       max_steps: N, the size of the result (static).
-      num_top: how many of the most probable tokens to report, with the ranks of the drawn ones
+      num_top: number of most probable tokens to report, together with the ranks of the drawn tokens
         (static); 0 reports neither.
-      cascade: whether blocks that all rows begin with are read once (static), see
-        `PagedModel.decode`.
-      backend: the backend of the attention, see `paged_attention`.
+      cascade: whether to read blocks shared by all rows once (static), see `PagedModel.decode`.
+      backend: backend of the attention, see `paged_attention`.
 
     Returns:
-      The tokens and the new state. A slot that does not exist counts as blocks that do not suffice.
+      The tokens and the new state. If a slot does not exist, no step is made and `ok` is False.
 
     Raises:
       ValueError: `max_steps` is not positive, `num_top` is out of range, `slots` is not i32[B] or,
-        outside of `jit`, has one twice.
+        outside of `jit`, contains a slot twice.
 
     Cost: a pass of the model for each decode step. Pools and sampling state are updated in place.
 
@@ -171,8 +149,8 @@ def decode_steps(
 
     def decode_step(carry: tuple[Any, _Batch, jax.Array]) -> tuple[Any, _Batch, jax.Array]:
         pools, batch, _ = carry
-        # The barrier ties the weights to this decode step. Else XLA moves what it does to them out
-        # of the loop: on CPU the conversion of all bfloat16 weights to float32, at every dispatch.
+        # The barrier keeps operations on weights in the loop. Otherwise XLA moves them out: on CPU
+        # the conversion of all bfloat16 weights to float32, in every dispatch.
         weights, active = lax.optimization_barrier((model, batch.is_running))
         places = next_places(cache, block_tables, batch.lengths, active)
         logits, pools = weights.decode_at(
@@ -181,8 +159,8 @@ def decode_steps(
         batch = batch.draw(logits, with_top)
         return pools, batch, wants_more(batch) & (batch.num_steps < num_possible)
 
-    # Whether it goes on is computed in a step, with the rest of it: its own kernels, in the
-    # condition of the loop, would be launched between two answers that the host waits for.
+    # The loop condition is computed inside a step. Kernels in the condition itself would be
+    # launched while the host waits for the value of the condition.
     carry = cache.group_pools, first, num_possible > 0
     pools, batch, _ = lax.while_loop(lambda carry: carry[2], decode_step, carry)
     lengths = batch.lengths_in(cache)
@@ -202,26 +180,32 @@ def verify_steps(
     num_top: int = 0,
     backend: str | None = None,
 ) -> tuple[StepTokens, DecodeState]:
-    """Draw the tokens that `decode_steps` would, as many as were guessed right, and one more.
+    """Draw the tokens that `decode_steps` would draw: all confirmed drafts, and one more token.
 
-    Speculative decoding, exact whatever the sampling: the model scores all drafts in one pass, the
-    token of each position is drawn as in a decode step, and the first one that differs from its
-    draft is the last. The tokens of the drafts after it leave the cache again.
+    This is exact speculative decoding for any sampling parameters. The model scores all drafts in
+    one pass, and the token of each position is drawn as in a decode step. The first token that
+    differs from its draft is the last token. The later drafts are removed from the cache.
 
     Args:
-      model, state, slots, with_top, num_top, backend: see `decode_steps`.
-      drafts: i32[B, T], guesses of each row's next tokens.
-      num_drafts: i32[B], how many of them count; 0 makes it an ordinary decode step of the row.
+      model: the model.
+      state: the device state, see `decode_steps`.
+      drafts: i32[B, T], guesses of the next tokens of each row.
+      num_drafts: i32[B], the number of drafts of each row; 0 makes an ordinary decode step.
+      slots: see `decode_steps`.
+      with_top: see `decode_steps`.
+      num_top: see `decode_steps`.
+      backend: see `decode_steps`.
 
     Returns:
-      The tokens, N = T + 1, and the new state: as if `decode_steps` had drawn them. If blocks do
-      not suffice for all drafts, `ok` is False and nothing has changed.
+      The tokens, with N = T + 1, and the new state, as if `decode_steps` had drawn them. If there
+      are too few blocks for all drafts, `ok` is False and nothing changes.
 
     Raises:
       ValueError: `num_top` is out of range, or the shapes do not fit together.
 
-    Cost: one pass over B * (T + 1) tokens, whose logits f32[B, T + 1, V] are held, and one draw for
-    each token of the row that draws most.
+    Cost: one pass over B * (T + 1) tokens with logits f32[B, T + 1, V], and one draw for each token
+      of
+    the row that draws the most.
     """
     slots = _as_slots("verify_steps", slots)
     sizes = bind(
@@ -231,11 +215,11 @@ def verify_steps(
     with_top = jnp.asarray(with_top, jnp.bool_)
     first = _Batch.take(state, slots, T + 1, num_top)
     starts = first.lengths
-    # Known now: starts + 1. Nothing past the last token but one will ever be in the cache.
+    # starts + 1 tokens are known, and the last token of a sequence is never in the cache.
     num_drafts = jnp.clip(num_drafts, 0, jnp.clip(first.max_lengths - starts - 2, 0, T))
     fed = jnp.concatenate([first.token_ids[:, None], drafts.astype(jnp.int32)], axis=1)
     logits, cache, ok = model.score(state.cache, fed, slots, num_drafts + 1, backend=backend)
-    # The column after the last draft is never compared: no token is -1.
+    # Pad with -1, which is no token, because the position after the last draft is compared too.
     drafts = jnp.pad(drafts.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=-1)
 
     def draw_next(batch: _Batch) -> _Batch:
@@ -254,15 +238,15 @@ def verify_steps(
 def _plan_steps(
     cache: PagedCache, batch: "_Batch", num_steps: jax.Array, max_steps: int, backend: str | None
 ) -> tuple[PagedCache, tuple[ReservePlan, ...]]:
-    """Plan blocks for `num_steps` decode steps, i32[], or for as many as they suffice for.
+    """Plan blocks for `num_steps` decode steps, i32[], as far as there are free blocks.
 
-    For all at once: a decode step then allocates nothing, which would be dozens of small kernels,
-    or copies of the allocator's arrays.
+    All steps are planned together. A decode step then allocates nothing, which would take dozens of
+    small kernels, or copies of the allocator's arrays.
     """
     limits = jnp.where(batch.is_running, batch.max_lengths - 1 - batch.lengths, 0)
     num_slots = cache.num_slots
     limits = jnp.zeros(num_slots, jnp.int32).at[batch.slots].set(limits, mode="drop")
-    # Padding is one past the last slot, too: only rows that run would have to be slots.
+    # Padding has an index past the last slot too, so check only running rows.
     is_valid = jnp.all((batch.slots < num_slots) | ~batch.is_running)
     most = jnp.where(is_valid, num_steps, 0)
     return paged_cache.plan(cache, limits, most, max_tokens=max_steps, backend=backend)
@@ -271,7 +255,7 @@ def _plan_steps(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-    """Running sequences as rows of a batch, and what they have drawn: the carry of the loops."""
+    """Running sequences as rows of a batch, with their drawn tokens: the carry of the loops."""
 
     sampling: SlotSampling  # of the rows, see `sampling.rows_of`
     constraints: Constraints | None  # of the rows
@@ -282,11 +266,11 @@ class _Batch:
     lengths: jax.Array  # i32 [B], tokens in the cache, all that are known but the last
     is_running: jax.Array  # bool [B]
     num_steps: jax.Array  # i32 []
-    drawn: jax.Array  # i32 [N, B, ...], what was drawn, see `Draws.pack`
+    drawn: jax.Array  # i32 [N, B, ...], the drawn tokens, packed by `Draws.pack`
 
     @classmethod
     def take(cls, state: DecodeState, slots: jax.Array, max_steps: int, num_top: int) -> "_Batch":
-        """The rows of some slots, which have drawn nothing yet."""
+        """Return the rows of some slots, without drawn tokens."""
         rows = _drop(slots, state.cache)
         parts = (state.token_ids, state.stop_ids, state.max_lengths)
         batch = cls(
@@ -294,7 +278,7 @@ class _Batch:
             state.constraints.of_rows(rows) if state.constraints.can_bind else None,
             rows,
             *[x.at[rows].get(mode="clip") for x in parts],
-            # A slot that does not exist has not stopped.
+            # Rows with a slot that does not exist are running, so that `ok` is False.
             lengths=state.cache.lengths.at[rows].get(mode="fill", fill_value=-1),
             is_running=slots >= 0,
             num_steps=jnp.zeros((), jnp.int32),
@@ -304,7 +288,7 @@ class _Batch:
         return dataclasses.replace(batch, is_running=is_running)
 
     def draw(self, logits: jax.Array, with_top: jax.Array) -> "_Batch":
-        """Draw a token for each row that runs from f32 [B, V]; those that must stop run no more."""
+        """Draw a token for each running row from logits f32 [B, V], and stop complete rows."""
         positions = self.lengths + 1
         draws, new_sampling = sample(
             logits, self.sampling, positions, self.is_running, self.slots, with_top,
@@ -322,21 +306,21 @@ class _Batch:
         )
 
     def _is_stop(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """Whether a token of each row, at these positions, ends its sequence."""
+        """Return whether a token of each row, at these positions, ends its sequence."""
         is_stop = jnp.any(token_ids[:, None] == self.stop_ids, axis=1)
-        # What may not appear yet cannot be a stop: a row of nothing but -inf yields token 0. Nor
-        # can what a prompt ends with.
+        # Ignore stops at positions where they are not allowed yet: with logits of only -inf, token
+        # 0 is drawn. The last token of a prompt is not a stop either.
         is_stop &= positions >= self.sampling.held_until
         return is_stop | ((positions + 1 >= self.max_lengths) & (positions >= 0))
 
     def lengths_in(self, cache: PagedCache) -> jax.Array:
-        """The lengths of all slots, i32[S], with those of the rows as they are now."""
+        """Return the lengths of all slots, with the new lengths of the rows."""
         return cache.lengths.at[self.slots].set(self.lengths, mode="drop")
 
     def put_back(
         self, state: DecodeState, cache: PagedCache, ok: jax.Array
     ) -> tuple[StepTokens, DecodeState]:
-        """What was drawn, and the state after it, of which the cache is given."""
+        """Return the drawn tokens, and the state after them with the given cache."""
         starts = state.cache.lengths.at[self.slots].get(mode="fill", fill_value=-1)
         new_state = dataclasses.replace(
             state,
@@ -351,12 +335,12 @@ class _Batch:
 
 
 def num_free_in_others(cache: PagedCache) -> tuple[jax.Array, ...]:
-    """Free blocks of each group of layers but the first, i32 []; none where there is one group."""
+    """Return the free blocks of each group of layers except the first, i32 [] each."""
     return tuple(group.tables.pool.num_free for group in cache.groups[1:])
 
 
 def _drop(slots: jax.Array, cache: PagedCache) -> jax.Array:
-    """Slots as indices, padding one past the last: a negative index would count from the end."""
+    """Return slots as indices; padding is one past the last, because -1 would be the last slot."""
     return jnp.where(slots >= 0, slots, cache.num_slots)
 
 

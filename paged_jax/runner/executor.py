@@ -1,4 +1,4 @@
-"""The weights and the state on the device, and the one place where programs run on them."""
+"""Executor: the weights and the state on the device, and the only place that runs programs."""
 
 import concurrent.futures
 import contextlib
@@ -32,50 +32,50 @@ from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
 
 _ASSIGNMENT = "choice of tokens"
 _TOKEN_MASKS = "choice of tokens by grammars"
-# Seconds, at most, that the reader of a result leaves to the thread that makes the next call,
-# before both want Python's lock. A call takes 0.15 to 0.35 ms of it; else it might have to wait for
-# 5 ms, and the device with it. Measured by `python -m benchmarks.host` on 2 busy cores: without
-# this a device of 4.5 ms a step waits 0.6 to 1.8 ms for each dispatch, with it 0.5 to 0.6.
+# Maximum seconds that the reader of a result waits for the thread that makes the next call. A call
+# holds the GIL for 0.15 to 0.35 ms. If the reader takes the GIL first, the call, and so the device,
+# may wait for 5 ms. Measured with `python -m benchmarks.host` on 2 busy cores and a device with 4.5
+# ms per step: the device waits 0.6 to 1.8 ms per dispatch without this, 0.5 to 0.6 ms with it.
 _HEAD_START = 3e-4
 
 
 class QueuedResult(NamedTuple):
-    """A result that the host has not read. `Executor.read` waits for it.
+    """Result of a queued program that the host has not read; see `Executor.read`.
 
     Attributes:
-      result: what a program returns, or the future of that where it has yet to be called.
+      result: the result of the program, or a future of it if the call has not been made yet.
     """
 
     result: Any
 
 
 class Executor:
-    """Runs programs one after another, each on the state that the one before it has left.
+    """Runs programs one after another; each gets the state that the previous one returned.
 
-    All methods belong to one thread. Another one makes the calls that are queued ahead, if
-    `calls_wait`; whatever needs the state waits for them.
+    All methods must be called by one thread. If `calls_wait`, a second thread makes the calls that
+    are queued ahead, and methods that need the state wait for it.
 
     Args:
-      weights: the weights, and how they are divided over devices.
-      sizes: what shapes the programs.
+      weights: the weights, and their division over devices.
+      sizes: sizes that the programs depend on.
       num_blocks: P, blocks in the pool.
-      cache_dtype: the dtype of K and V.
+      cache_dtype: dtype of K and V.
       cascade: whether decoding reads shared blocks once, see `PagedModel.decode`.
-      backend: the backend of the attention, see `paged_attention`.
-      on_compile: function that is called with one line before a program is compiled.
+      backend: backend of the attention, see `paged_attention`.
+      on_compile: function that is called with a line of text before a program is compiled.
 
     Attributes:
-      sizes: what shapes the programs.
-      vocab_size: V, tokens that the model knows.
-      num_blocks: P, blocks in the pool; in that of the first group of layers.
+      sizes: sizes that the programs depend on.
+      vocab_size: V, size of the vocabulary.
+      num_blocks: P, blocks in the pool of the first group of layers.
       groups: the groups of layers that keep the same tokens.
-      programs: the list of programs.
-      weights: see above; others can take their place, see `Weights.replace`.
-      is_asleep: whether `reset` leaves no state, so that its memory is free.
-      compile_seconds: time that compiling has taken.
-      is_compiling: whether a program is compiled at present; other threads may read it.
-      wait_seconds: time that the host has waited in `check`.
-      calls_wait: whether a call of a program with a loop returns only when the loop has ended.
+      programs: the programs.
+      weights: the weights; `Weights.replace` changes them.
+      is_asleep: whether `reset` leaves no state, to free its memory.
+      compile_seconds: total seconds of compilation.
+      is_compiling: whether a program is being compiled; other threads may read it.
+      wait_seconds: total seconds that the host has waited in `check`.
+      calls_wait: whether the call of a program with a loop returns only after the loop has ended.
     """
 
     def __init__(
@@ -118,25 +118,26 @@ class Executor:
         self._state: DecodeState | None = None
         self.is_asleep = False
         self.calls_wait = self._device.platform == "gpu"
-        # XLA times matmuls for GPUs on copies of their operands while it compiles. The copies need
-        # memory, so programs are compiled while the pool is freed.
+        # While it compiles for GPUs, XLA times matrix multiplications on copies of their operands.
+        # The copies need memory, so programs are compiled while the pool is freed.
         self._compiles_without_state = self._device.platform == "gpu"
         self._call_thread = CallThread()
-        # The last of the calls that are queued ahead, until they are known to have been made.
+        # The last call that is queued ahead, until it is known to have been made.
         self._ahead: concurrent.futures.Future[Any] | None = None
-        self._latest: QueuedResult | None = None  # which tells how many blocks are free now
+        self._latest: QueuedResult | None = None  # its `num_free` is the current one
         self.reset()
 
     def reset(self) -> None:
-        """Replace the state by an empty one or, asleep, by none."""
-        self._settle()  # what is queued ahead holds the old state
-        self._state = None  # gives its memory back before as much is taken again
+        """Replace the state by an empty state or, if asleep, by none."""
+        self._settle()  # calls that are queued ahead hold the old state
+        self._state = None  # free the memory before the new state is allocated
         if not self.is_asleep:
             self._state = self._new_state()
         self._is_new = True
         self._num_free: int | None = self.num_blocks
         self._others_free = [] if self._state is None else self._read_others()
-        # Whether blocks sufficed for the programs that were queued since the last check.
+        # For each program of `run_unchecked` since the last check: whether there were enough
+        # blocks.
         self._oks: list[jax.Array] = []
 
     def _new_state(self) -> DecodeState:
@@ -146,26 +147,26 @@ class Executor:
             make = jit_for(platform, _empty_state, static_argnums=tuple(range(len(shape))))
             with jax.default_device(self._device):
                 return jax.device_put(make(*shape), self._device)
-        # What is made on one device would have to fit there.
+        # Create each part on its device: the whole state might not fit on one device.
         make = functools.partial(_empty_state, *shape)
         places = division.shardings(jax.eval_shape(make))
         return jax.jit(make, out_shardings=places)()
 
     @property
     def state(self) -> DecodeState:
-        """The state as it is now. The next program donates it: copy what must be kept."""
+        """The current state. The next program donates it: copy what must be kept."""
         self._join()
         assert self._state is not None
         return self._state
 
     def update_weights(self, update: Callable[[list[jax.Array]], list[jax.Array]]) -> None:
-        """Continue with what a function makes of the weights, see `Weights.update`."""
-        self._join()  # calls that are to be made need those of before
+        """Replace the weights by `update(weights)`, see `Weights.update`."""
+        self._join()  # calls that are queued ahead need the old weights
         self.weights.update(update)
 
     @property
     def num_free(self) -> int:
-        """Free blocks in the pool of the first group, those that are cached included."""
+        """Number of free blocks in the pool of the first group, cached ones included."""
         if self._num_free is None:
             self.check()
             self._num_free = int(self.state.cache.tables.pool.num_free)
@@ -174,29 +175,29 @@ class Executor:
 
     @property
     def others_free(self) -> list[int]:
-        """Free blocks in the pools of the other groups, as of the last `num_free`."""
+        """Numbers of free blocks in the other groups, as of the last `num_free`."""
         return self._others_free
 
     def _read_others(self) -> list[int]:
         return [int(num_free) for num_free in num_free_in_others(self.state.cache)]
 
     def run(self, call: Call) -> Any:
-        """Queue a program, and return its result, which the device has yet to compute."""
+        """Queue a program, and return its result, which the device may still be computing."""
         self._join()
         self._num_free = self._latest = None
         return self._call(call)
 
     def run_unchecked(self, call: Call) -> None:
-        """Queue a program that needs blocks. The next `check` sees whether they sufficed."""
+        """Queue a program that needs blocks. The next `check` tests if there were enough."""
         self._oks.append(self.run(call))
 
     def queue(self, call: Call) -> QueuedResult:
-        """Queue a program whose result, which has `num_free`, is read later."""
+        """Queue a program with `num_free` in its result, which is read later."""
         self._latest = QueuedResult(self.run(call))
         return self._latest
 
     def queue_ahead(self, calls: list[Call]) -> QueuedResult:
-        """As `queue` of the last of some calls, but without waiting for those that run, ever."""
+        """Queue programs without waiting for running ones; return the result of the last."""
         if not self.calls_wait:
             for call in calls[:-1]:
                 self.run(call)
@@ -206,8 +207,8 @@ class Executor:
         return self._latest
 
     def read(self, pending: QueuedResult) -> Any:
-        """Wait for a result, and bring it to the host."""
-        self.check()  # after the call is queued, so that the device continues with it
+        """Wait for a result, and copy it to the host."""
+        self.check()  # after the next call is queued, so the device continues with it
         result = pending.result
         if isinstance(result, concurrent.futures.Future):
             result = result.result()
@@ -222,7 +223,7 @@ class Executor:
         return result
 
     def fetch(self, call: Call) -> Any:
-        """Run a program, and bring its result, which has `num_free`, to the host."""
+        """Run a program with `num_free` in its result, and copy the result to the host."""
         return self.read(self.queue(call))
 
     def _call(self, call: Call) -> Any:
@@ -242,16 +243,16 @@ class Executor:
             self._ahead = None
 
     def _settle(self) -> None:
-        """As `_join`, whether those calls have failed or not."""
+        """Wait until the calls that are queued ahead have been made or have failed."""
         if self._ahead is not None:
             concurrent.futures.wait([self._ahead])
             self._ahead = None
 
     def check(self) -> None:
-        """Wait for what `run_unchecked` has queued, and see that blocks sufficed for it.
+        """Wait for the programs of `run_unchecked`, and check that there were enough blocks.
 
         Raises:
-          RuntimeError: they did not, so the state is not what the host takes it for.
+          RuntimeError: there were not, so the state is not the state that the host assumes.
         """
         if not self._oks:
             return
@@ -261,7 +262,7 @@ class Executor:
         self.wait_seconds += time.perf_counter() - start
 
     def assign(self, assignments: list[Assignment]) -> None:
-        """Write how the next tokens of slots are drawn, see `decode_state.assign`."""
+        """Assign sequences to slots, see `decode_state.assign`."""
         self._join()
         self._is_new = False
         with self._compiling(_ASSIGNMENT):
@@ -275,18 +276,19 @@ class Executor:
             self._state = decode_state.write_token_masks(self.state, masks)
 
     def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
-        """Compile the programs of `list_calls`. No slot may be in use.
+        """Compile the programs of `list_calls`, and call each once. No slot may be in use.
 
         Args:
-          report: function that is called with the number of programs done, their total, and the
-            name of the one just done.
+          report: function that is called with the number of compiled programs, their total, and the
+            name of the last compiled program.
         """
         start, compiled = time.perf_counter(), self.compile_seconds
         for call in self.compile_all(report):
             self.run(call)
-        self._compiled |= {_ASSIGNMENT, _TOKEN_MASKS}  # warmup compiles without saying so
+        self._compiled |= {_ASSIGNMENT, _TOKEN_MASKS}  # warmup reports no compilation of these
         self.write_token_masks(TokenMasks.create(self.sizes, self.vocab_size))
-        # No slot can be left out: a row writes to one. Two programs, for one row and for several.
+        # An assignment must write to a slot. There are two programs: for 1 row, and for several
+        # rows.
         first = Assignment(0, SamplingParams(), [0], num_prompt_tokens=1, seed=0, max_length=2)
         for count in (1, 2):
             self.assign([first] * count)
@@ -294,13 +296,13 @@ class Executor:
         self.compile_seconds = compiled + time.perf_counter() - start
 
     def compile_all(self, report: Callable[[int, int, str], None] | None = None) -> list[Call]:
-        """Compile the programs of `list_calls` that are not, and return those calls.
+        """Compile the programs of `list_calls` that are not compiled yet, and return their calls.
 
         Args:
           report: see `warmup`.
         """
         start = time.perf_counter()
-        # What another process has a part of cannot be moved to the host.
+        # Arrays with parts in other processes cannot be copied to the host.
         has_swap = all(x.is_fully_addressable for x in self.weights.arrays)
         with self._state_to_compile_for() as state:
             calls = list_calls(
@@ -328,7 +330,7 @@ class Executor:
 
     @contextlib.contextmanager
     def showing_compilation(self, show: Callable[[str], None]) -> Iterator[None]:
-        """Return a context in which `show` replaces `on_compile`, unless the user gave one."""
+        """Return a context in which `show` is called like `on_compile`, unless that is set."""
         if self._on_compile is not None:
             yield
             return
@@ -340,7 +342,7 @@ class Executor:
 
     @contextlib.contextmanager
     def _compiling(self, program: str) -> Iterator[None]:
-        """A context for the call of a program: report and time a compilation in it."""
+        """Return a context for the call of a program that reports and times its compilation."""
         if program in self._compiled:
             yield
             return
@@ -357,7 +359,7 @@ class Executor:
         self.compile_seconds += time.perf_counter() - start
 
 
-# One program: made one by one, arrays leave a program each behind, with what it was compiled from.
+# Jitted as a whole. Otherwise a separate program would be compiled and kept for each array.
 def _empty_state(
     config: LlamaConfig, sizes: Sizes, num_blocks: int, cache_dtype: DTypeLike, platform: str
 ) -> DecodeState:
@@ -381,33 +383,37 @@ def _empty_state(
 
 
 def _check_replicas(division: Division, program: str, result: Any) -> Any:
-    """The result of a program, of which all devices must have the same: for debugging, it waits."""
+    """Return the result of a program after checking that all devices computed the same."""
     if not division.checks_replicas:
         return result
     result, ok = result
     if not ok:
         raise ReplicaError(
             f"Engine: all {division.mesh.size} devices must have the same tokens and tables after "
-            f"{program}, got different ones. A device computes wrongly, or not deterministically."
+            f"{program}, got different ones. A device computes wrong or random results."
         )
     return result
 
 
 def require_blocks(*oks: Any) -> None:
-    """Raise RuntimeError unless blocks sufficed for all of some programs."""
+    """Raise RuntimeError unless all `oks` of some programs are True."""
     if not all(oks):
         raise RuntimeError(
-            "Executor: blocks must suffice for the programs that are queued, got too few. This is "
-            "a defect of the scheduler; no request is lost by it."
+            "Executor: queued programs must have enough free blocks, got too few. This is a bug of "
+            "the scheduler. No request is lost."
         )
 
 
 class CallThread:
-    """A thread that makes calls in the order in which they come. It ends with the last reference.
+    """A thread that makes calls in the order of submission. It ends with its last reference.
+
+    JAX usually queues a program and returns. On GPUs, a program with a data-dependent loop returns
+    only after the loop, because the host fetches the loop condition after each iteration. Calls
+    that must wait for such a program are made in this thread.
 
     Example:
-      >>> caller = CallThread()
-      >>> caller.submit(lambda: 1 + 1).result()
+      >>> thread = CallThread()
+      >>> thread.submit(lambda: 1 + 1).result()
       2
     """
 
@@ -415,7 +421,7 @@ class CallThread:
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
 
     def submit(self, function: Callable[[], Any]) -> concurrent.futures.Future[Any]:
-        """Call a function after all that were submitted before, under this thread's settings."""
+        """Call a function after all earlier ones, with the JAX settings of the calling thread."""
         if self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "paged_jax caller")
         settings = _settings()
@@ -427,8 +433,8 @@ class CallThread:
         return self._thread.submit(call)
 
 
-# Settings of a thread that programs depend on, and their contexts: else programs would be compiled
-# anew, or mean something else, or their arguments would be stopped on their way.
+# JAX settings of a thread that affect calls, and their context managers. With other settings,
+# programs would be compiled again or compute something else, or transfers would be refused.
 _CONTEXTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
     "jax_default_matmul_precision": jax.default_matmul_precision,
     "jax_enable_x64": jax.enable_x64,
@@ -438,13 +444,13 @@ _CONTEXTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = 
 
 
 def _settings() -> dict[str, Any]:
-    """The settings of this thread."""
+    """Return the JAX settings of this thread."""
     return {name: getattr(jax.config, name) for name in _CONTEXTS}
 
 
 @contextlib.contextmanager
 def _under(settings: dict[str, Any]) -> Iterator[None]:
-    """A context in which this thread has the settings of another one."""
+    """Return a context that gives this thread the settings of another one."""
     with contextlib.ExitStack() as stack:
         for name, own in _settings().items():
             if settings[name] != own:
@@ -453,10 +459,11 @@ def _under(settings: dict[str, Any]) -> Iterator[None]:
 
 
 def give_back_freed_memory() -> None:
-    """Return free memory of the process to the system, where the C library has a way to.
+    """Return freed memory of the process to the operating system, if the C library can.
 
-    XLA takes hundreds of MB to compile a model's program and frees them in small pieces, which
-    glibc keeps for this process: of the 135M shape's two programs 200 MB and more. Costs some ms.
+    XLA needs hundreds of MB to compile a program of a model, and frees them in small pieces. glibc
+    keeps them for the process: more than 200 MB for two programs of a 135M model. This takes a few
+    ms.
     """
     trim = _malloc_trim()
     if trim is not None:
@@ -466,6 +473,6 @@ def give_back_freed_memory() -> None:
 @functools.cache
 def _malloc_trim() -> Callable[[int], int] | None:
     try:
-        return ctypes.CDLL(None).malloc_trim  # glibc's; others have no such function
+        return ctypes.CDLL(None).malloc_trim  # only glibc has it
     except (AttributeError, OSError, TypeError):
         return None

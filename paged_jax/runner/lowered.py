@@ -1,16 +1,16 @@
-"""Programs as they are lowered, kept for the next process, which traces none of them.
+"""Cache of lowered programs, so that the next process needs no tracing.
 
-JAX keeps compiled programs under what they are lowered to, so that a process has to trace and lower
-each to find it: for a small model most of its second start. So that, too, is kept, as `jax.export`
-writes it, under all that tracing depends on:
+JAX's compilation cache finds a program by its lowered text, so a process must trace and lower each
+program first. For a small model that is most of the second start. This module therefore stores the
+output of `jax.export`, under a key of everything that tracing depends on:
 
-    this package's files, the versions of what they call, JAX's settings, our variables;
-    the structure of the model, the static arguments, shapes and types of all others.
+    the files of this package, the versions of its dependencies, JAX's settings, PAGED_JAX_*
+    variables; the program key, the static arguments, the shapes and dtypes of all arguments.
 
-What tracing does besides, which is to make kernels known to XLA, is done when a file is read. The
-process that writes it compiles what it has written, so that both compile the same.
+Tracing also registers kernels with XLA; reading a file does that too. The process that writes a
+file compiles the exported program as well, so that all processes compile the same program.
 
-Only for one CPU: on other devices tracing asks the device for more than is named here.
+Only for a single CPU device: on other devices tracing depends on more than the key contains.
 """
 
 import functools
@@ -44,24 +44,23 @@ from paged_jax.runner.programs import (
 )
 
 _PACKAGE = Path(__file__).parents[1]
-# Files that are newer may not be those that were imported: imports before this one took a second
-# or two.
+# Files that are newer may differ from the imported ones. Imports before this one take 1 to 2 s.
 _IMPORTED = time.time() - 5
-# What programs take and return besides tuples and lists. The state goes as a list of its arrays.
+# Types of arguments and results besides tuples and lists. The state is passed as a list.
 for _type in (Pools, StepTokens, Scores, BeamTokens):
     export.register_namedtuple_serialization(_type, serialized_name=f"paged_jax.{_type.__name__}")
 
 
 class LoweredPrograms:
-    """The programs of an engine, from files where there are any, else into files.
+    """Programs of an engine from files, or written to files.
 
-    Nothing is kept where `user_cache.keep_compiled_programs` has not been called, or where the key
-    would not name everything: on several devices or other ones than CPUs, with modules from outside
-    of this package, or when a file of it has changed since the process began.
+    Nothing is stored if `user_cache.keep_compiled_programs` was not called, or if the key would be
+    incomplete: with several devices, on other devices than CPUs, with modules from outside of this
+    package, or if a file of this package has changed since the process started.
 
     Args:
-      program_key: what the programs depend on besides shapes.
-      model: the model that they run.
+      program_key: see `ProgramKey`.
+      model: the model of the programs.
     """
 
     def __init__(self, program_key: ProgramKey, model: PagedModel):
@@ -77,11 +76,14 @@ class LoweredPrograms:
         self._programs: dict[str, Any] = {}
 
     def resolve(self, call: Call, weights: list[jax.Array], state: DecodeState) -> Call:
-        """The same call of the program as it was kept, or will be; the call itself if neither.
+        """Return the call with a stored program, which may have to be stored first.
+
+        Returns the call itself if programs are not stored.
 
         Args:
           call: the call.
-          weights, state: what it is called with besides.
+          weights: the first argument of the program.
+          state: the second argument of the program.
         """
         if self._folder is None:
             return call
@@ -99,7 +101,7 @@ class LoweredPrograms:
         used = set(exported.module_kept_var_idx)
 
         def program(weights: list[jax.Array], state: DecodeState, *args: Any) -> Any:
-            # So that `jit` leaves out what the program does not read.
+            # `jit` then drops the arguments that the program does not read.
             weights = [x if i in used else jnp.zeros_like(x) for i, x in enumerate(weights)]
             leaves, tree = jax.tree.flatten(state)
             leaves, result = exported.call(weights, leaves, args)
@@ -116,7 +118,7 @@ def _lower(call: Call, weights: list[jax.Array], state: DecodeState) -> export.E
 
     def program(weights: list[jax.Array], leaves: list[jax.Array], args: Any) -> Any:
         state = jax.tree.unflatten(tree, leaves)
-        # Unwrapped, because a program within another cannot have options of the compiler.
+        # Unwrapped, because a nested program cannot have compiler options.
         state, result = call.program.__wrapped__(weights, state, *args, **call.static)
         assert jax.tree.structure(state) == tree
         return jax.tree.leaves(state), result
@@ -145,7 +147,7 @@ def _kernels() -> CompiledBackend:
 
 
 def _write(folder: Path, key: str, exported: export.Exported) -> None:
-    # What goes without a kernel that could not be made would go without it for ever.
+    # A program that was traced while a kernel was missing must not be stored.
     if not _kernels().is_any_missing():
         blob = bytes(exported.serialize())
         user_cache.write(folder / key, _checksum(key, blob) + blob)
@@ -160,7 +162,7 @@ def _checksum(key: str, blob: bytes) -> bytes:
 
 def _key(program_key: ProgramKey, call: Call, weights: list[jax.Array], state: DecodeState) -> str:
     leaves, tree = jax.tree.flatten((weights, state, call.args))
-    # Guards of transfers are those of a thread, and stop what runs, not what is traced.
+    # Transfer guards belong to a thread, and do not affect tracing.
     settings = {k: v for k, v in jax.config.values.items() if "transfer_guard" not in k}
     parts = (
         _source(),
@@ -177,12 +179,12 @@ def _key(program_key: ProgramKey, call: Call, weights: list[jax.Array], state: D
 
 @functools.cache
 def _source() -> str | None:
-    """A digest of the code that is traced; None if it has changed since it was imported."""
+    """Return a digest of this package; None if a file has changed since it was imported."""
     versions = (sys.version, *(x.__version__ for x in (jax, jaxlib.version, flax, np)))
     digest = hashlib.sha256(repr(versions).encode())
     for path in sorted(_PACKAGE.rglob("*")):
         if path.is_file() and path.parent.name != "__pycache__":
-            # Of the inode: tools that copy files set their times of modification.
+            # The time of the inode: tools that copy files change the modification time.
             if path.stat().st_ctime > _IMPORTED:
                 return None
             content = hashlib.sha256(path.read_bytes()).hexdigest()

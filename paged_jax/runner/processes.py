@@ -4,8 +4,11 @@
                                                   | Channel
     process n                                     v follow -> Executor -> programs
 
-All that a program depends on is the state, which each process has its part of, and the arguments of
-the call, which process 0 sends. So clocks, requests and their order matter in process 0 alone.
+A program depends only on the state, of which each process has a part, and on the arguments of the
+call, which process 0 sends. So clocks, requests and their order exist only in process 0.
+
+Messages use the key-value store of `jax.distributed`. A broadcast between devices would wait for
+the queued programs, and the host could not work ahead of the devices.
 """
 
 import atexit
@@ -26,21 +29,21 @@ from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import Call
 from paged_jax.sampling.params import SamplingParams, TokenBias
 
-# Messages of one folder of the store, which is deleted when all have received it: so many are kept
-# at most twice over.
+# Messages per folder of the store. A folder is deleted when all processes have received it, so the
+# store has at most two folders.
 _FOLDER = 256
-# Between two looks for an interrupt, in ms; a message that comes meanwhile wakes its reader.
+# Timeout of a read in ms, so that interrupts are noticed. A new message ends the wait earlier.
 _PATIENCE = 1000
 _HEADER = "header"
 
 
 class Message(NamedTuple):
-    """What the other processes are to do.
+    """A request to the other processes.
 
     Attributes:
-      kind: name of what is to be done, see `paged_jax.runner.processes.follow`.
-      numbers: arguments that JSON can hold.
-      arrays: arguments that are numpy arrays, or numpy scalars.
+      kind: name of the action, see `follow`.
+      numbers: arguments that JSON can represent.
+      arrays: arguments that are NumPy arrays or scalars.
     """
 
     kind: str
@@ -48,7 +51,7 @@ class Message(NamedTuple):
     arrays: tuple[Any, ...] = ()
 
     def encode(self) -> bytes:
-        """The message as bytes.
+        """Return the message as bytes.
 
         Example:
           >>> message = Message("call", {"n": 3}, (np.arange(2),))
@@ -62,17 +65,17 @@ class Message(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes) -> "Message":
-        """The message that was encoded as these bytes."""
+        """Return the message that `encode` converted to bytes."""
         arrays = load(data)
         kind, numbers = json.loads(arrays.pop(_HEADER).tobytes())
         return cls(kind, numbers, tuple(arrays[f"{n}"] for n in range(len(arrays))))
 
 
 class Channel:
-    """Messages from process 0 to all others of `jax.distributed`.
+    """Messages from process 0 to all others of `jax.distributed`, in order and without loss.
 
     Args:
-      name: name of the channel, the same in all processes and of no other channel.
+      name: name of the channel, unique, and the same in all processes.
     """
 
     def __init__(self, name: str):
@@ -81,7 +84,7 @@ class Channel:
         self._count = 0
 
     def send(self, message: Message) -> None:
-        """Send a message: about 0.3 ms on one host."""
+        """Send a message without waiting for receivers; takes about 0.3 ms on one host."""
         self._client.key_value_set_bytes(self._next_key(), message.encode())
 
     def receive(self) -> Message:
@@ -108,46 +111,49 @@ class Channel:
         return f"{self._name}/{folder}/{number}"
 
     def _note_received(self, folder: int) -> None:
-        """Delete a folder of the store, if this process is the last to have received it."""
+        """Delete a folder of the store if all other processes have received it too."""
         receivers = self._client.key_value_increment(f"{self._name}/received/{folder}", 1)
         if receivers == jax.process_count() - 1:
             self._client.key_value_delete(f"{self._name}/{folder}/")
             self._client.key_value_delete(f"{self._name}/received/{folder}")
 
 
-# Engines are made in the same order in all processes, so their numbers agree.
+# All processes create their engines in the same order, so the numbers agree.
 _engine_numbers = itertools.count()
 
 
 def channel_between(devices: Iterable[Any]) -> Channel | None:
-    """A channel between the processes that have these `jax.Device`s; None if this one has all.
+    """Return a channel between the processes that own `devices`; None if this process owns all.
+
+    Args:
+      devices: `jax.Device`s.
 
     Raises:
-      ValueError: some processes have none of them.
+      ValueError: some processes own none of the devices.
     """
     processes = {device.process_index for device in devices}
     if processes == {jax.process_index()}:
         return None
     if len(processes) < jax.process_count():
         raise ValueError(
-            f"Engine: the devices must be of all {jax.process_count()} processes, or of this one "
-            f"alone, got those of {sorted(processes)}. Give a mesh of all devices."
+            f"Engine: the devices must belong to all {jax.process_count()} processes or only to "
+            f"this process, got devices of {sorted(processes)}. Pass a mesh of all devices."
         )
     return Channel(f"paged_jax/{next(_engine_numbers)}")
 
 
 def least_of_processes(number: int) -> int:
-    """The least of the numbers that all processes call this with."""
+    """Return the minimum of the numbers that all processes pass."""
     return int(np.min(multihost_utils.process_allgather(np.int64(number))))
 
 
 def distributed_client() -> Any:
-    """The client of JAX's coordination service.
+    """Return the client of JAX's coordination service.
 
     Raises:
       RuntimeError: `jax.distributed` is not initialized.
     """
-    # JAX has no public name for it (0.12); Orbax and MaxText take it from here, too.
+    # JAX has no public name for the client (0.12). Orbax and MaxText import it from here too.
     from jax._src import distributed
 
     if distributed.global_state.client is None:
@@ -156,18 +162,21 @@ def distributed_client() -> Any:
 
 
 class LeadingExecutor(Executor):
-    """An `Executor` that has others do what it does, each before it does so itself.
+    """An `Executor` that makes the executors of other processes do the same.
+
+    It sends a message before each action.
 
     Args:
-      arguments, options: see `Executor`.
-      channel: way to the others.
+      arguments: see `Executor`.
+      channel: channel to the other processes.
+      options: see `Executor`.
     """
 
     def __init__(self, *arguments: Any, channel: Channel, **options: Any):
-        self._channel: Channel | None = None  # they make their own first state
+        self._channel: Channel | None = None  # the others create their first state themselves
         super().__init__(*arguments, **options)
         self._channel = channel
-        # Once: when nobody has this executor any more or, before JAX shuts down, at exit.
+        # Send "end" once: when this executor is deleted or, at the latest, before JAX shuts down.
         atexit.register(weakref.finalize(self, channel.send, Message("end", {})))
         self._names = {id(each.jitted): name for name, each in self.programs._asdict().items()}
 
@@ -182,7 +191,7 @@ class LeadingExecutor(Executor):
         super().reset()
 
     def compile_all(self, report: Callable[[int, int, str], None] | None = None) -> list[Call]:
-        """See `Executor.compile_all`. All processes compile at the same time."""
+        """See `Executor.compile_all`. All processes compile in parallel."""
         self._tell("compile_all")
         return super().compile_all(report)
 
@@ -206,22 +215,22 @@ class LeadingExecutor(Executor):
 
 
 def _numbers(assignment: Assignment) -> dict[str, Any]:
-    """What JSON can hold of an assignment: all but the tokens."""
+    """Return the fields of an assignment for JSON: all except the tokens."""
     numbers = assignment._asdict()
     del numbers["token_ids"]
     params = assignment.params
     fields = dataclasses.asdict(dataclasses.replace(params, structured_outputs=None))
-    if params.logit_bias is not None:  # JSON makes strings of the keys
+    if params.logit_bias is not None:  # JSON converts keys to strings
         fields["logit_bias"] = list(params.logit_bias.items())
     return numbers | {"params": fields}
 
 
 def follow(executor: Executor, channel: Channel) -> None:
-    """Do what the executor at the other end of a channel does, until it ends.
+    """Do the same as the executor of process 0 until it ends.
 
     Args:
-      executor: made with the same arguments as that one.
-      channel: way from there.
+      executor: an executor with the same arguments as in process 0.
+      channel: channel from process 0.
     """
     while (message := channel.receive()).kind != "end":
         _ACTIONS[message.kind](executor, message)

@@ -1,7 +1,18 @@
-"""The compiled programs of an engine, each ``(weights, state, ...) -> (state, result)``.
+"""Compiled programs of an engine, each ``(weights, state, ...) -> (state, result)``.
 
-The state, a `DecodeState`, is donated. The weights come as a flat list of arrays:
-flattening a Flax module, or hashing its graph, would cost more than a small model's step each time.
+The state, a `DecodeState`, is donated. The weights are a flat list of arrays: flattening a Flax
+module, or hashing its graph, in each call would take longer than a step of a small model.
+
+Sizes are padded to a few buckets, so `list_calls` can compile all programs before the first
+request:
+
+    prefill          T: powers of two from 16 to max_chunk;  B: 1, 4, 16, ..., B * T <= max_chunk,
+                     and at most half of it from B = 16 on
+    score            T: 128;  B: 1, for log-probabilities of prompts
+    decode, verify   B: 1, 4, 8, 16, ... up to the number of slots
+    all others       one shape each
+
+Programs of beam search depend on the beam width, so they are compiled when they are first used.
 """
 
 import concurrent.futures
@@ -38,7 +49,7 @@ from paged_jax.sampling.sample import ranks, top_logprobs
 
 @short_repr
 class Scores(NamedTuple):
-    """How probable the tokens of a prompt are, one row for each: fetched in one transfer."""
+    """Probabilities of the tokens of a prompt, one row per token; fetched in one transfer."""
 
     logprobs: jax.Array  # f32 [T]
     ranks: jax.Array  # i32 [T], 1 is the most probable token
@@ -48,23 +59,23 @@ class Scores(NamedTuple):
 
 @short_repr
 class BeamTokens(NamedTuple):
-    """What may follow each beam, fetched in one transfer."""
+    """Candidate tokens of each beam; fetched in one transfer."""
 
-    top_ids: jax.Array  # i32 [B, N], the N most probable tokens, the most probable first
+    top_ids: jax.Array  # i32 [B, N], the N most probable tokens in descending order
     top_logprobs: jax.Array  # f32 [B, N]
     num_free: jax.Array  # i32 [], free blocks in the pool
-    ok: jax.Array  # bool [], false where blocks did not suffice
+    ok: jax.Array  # bool [], False if there were too few free blocks
     others_free: tuple[jax.Array, ...] = ()  # i32 [], free blocks of each further group of layers
 
 
 class Call(NamedTuple):
-    """One program and all that it is called with after weights and state.
+    """A call of a program: its arguments after weights and state.
 
     Attributes:
-      name: the program and the shape that it is compiled for, to be shown.
+      name: the program and the shape that it is compiled for, as shown to users.
       program: the jitted function.
-      args: arrays, on the host.
-      static: arguments that the compiled program depends on.
+      args: arrays on the host.
+      static: static arguments of the jitted function.
     """
 
     name: str
@@ -75,12 +86,12 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """One entry of the list. It is compiled once for each shape of its arguments.
+    """A program of the list. It is compiled once for each shape of its arguments.
 
     Attributes:
-      label: the name of a call, a format of its arguments.
-      jitted: the function.
-      static: the static arguments that are the same in all calls of an engine.
+      label: format string for the names of calls, with the arguments as fields.
+      jitted: the jitted function.
+      static: static arguments that all calls of an engine share.
     """
 
     label: str
@@ -88,25 +99,25 @@ class Program:
     static: dict[str, Any] = field(default_factory=dict)
 
     def call(self, *args: Any, **static: Any) -> Call:
-        """Name a call with these arguments, for `Executor.run`."""
+        """Return a call with these arguments, for `Executor.run`."""
         return Call(self.label.format(*args, **static), self.jitted, args, self.static | static)
 
 
 class Programs(NamedTuple):
-    """The list of programs.
+    """All programs of an engine.
 
-    Slots below 0 are padding. Arguments after weights and state, and the result:
+    Negative slots are padding. Arguments after weights and state, and the result:
 
     prefill: ``(token_ids i32[B, T], slots i32[B], num_tokens i32[B])`` to ``ok``.
     score: ``(token_ids i32[1, T], slots i32[1], num_tokens i32[1], targets i32[T])`` to
-      ``(Scores, ok)``: as prefill, and how probable the tokens that come next, `targets`, are.
+      ``(Scores, ok)``: prefill, and the probabilities of the next tokens, `targets`.
     decode: ``(slots i32[B], num_steps i32[], leave_on_stop bool[], with_top bool[])`` to
       `StepTokens`, see `decoding.decode_steps`.
     verify: ``(drafts i32[B, T], num_drafts i32[B], slots i32[B], with_top bool[])`` to
       `StepTokens`, see `decoding.verify_steps`.
     beam: ``(parents i32[S], token_ids i32[B], slots i32[B], bias_ids i32[K], bias_values
-      f32[B, K], num_top=)`` to `BeamTokens`: slots become what their parents were, see
-      `cache.reorder`, then take one token each. Biases are added to the log-probabilities.
+      f32[B, K], num_top=)`` to `BeamTokens`: slots become copies of their parents, see
+      `cache.reorder`, then append one token each. Biases are added to the log-probabilities.
     fork: ``(parents i32[S])`` to ``ok``.
     release: ``(mask bool[S])`` to None.
     reserve: ``(num_tokens i32[S])`` to ``ok``.
@@ -134,17 +145,17 @@ class Programs(NamedTuple):
 
 
 class ProgramKey(NamedTuple):
-    """What a program depends on besides the shapes of its arguments.
+    """Everything that a program depends on, except the shapes of its arguments.
 
     Attributes:
-      graphdef, treedef: the key of the model's module, see `Graph.key`, and that of its
-        weights.
+      graphdef: structure of the model's module, see `Graph.key`.
+      treedef: structure of its weights.
       cascade: whether decoding reads shared blocks once, see `PagedModel.decode`.
-      backend: the backend of the attention, see `paged_attention`.
-      division: how programs run on several devices; None for one.
+      backend: backend of the attention, see `paged_attention`.
+      division: execution on several devices; None for a single device.
       platform: `jax.Device.platform` of the devices.
-      is_scanned: whether the layers are a loop, so that most of what decodes is the choice of
-        tokens.
+      is_scanned: whether the layers are a loop. Then most kernels of a decode program are for
+        sampling.
     """
 
     graphdef: Any
@@ -156,18 +167,18 @@ class ProgramKey(NamedTuple):
     is_scanned: bool = False
 
     def model(self, weights: list[jax.Array]) -> PagedModel:
-        """The model over some weights."""
+        """Return the model with weights."""
         return Graph.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights))
 
 
 def list_programs(key: ProgramKey, sizes: Sizes, num_top: int, *, num_groups: int = 1) -> Programs:
-    """The programs of an engine, shared with all engines that have the same key.
+    """Return the programs of an engine. Engines with equal keys share compiled programs.
 
     Args:
-      key: key that the programs of a model depend on besides shapes.
-      sizes: sizes that shape the programs of this engine.
-      num_top: number of most probable tokens that are reported where a request asks for them.
-      num_groups: groups of layers that keep the same tokens; blocks of each are moved apart.
+      key: see `ProgramKey`.
+      sizes: sizes that the programs of this engine depend on.
+      num_top: number of most probable tokens that requests can ask for.
+      num_groups: number of groups of layers. Blocks of each group are copied separately.
     """
     blocks = "blocks" if num_groups == 1 else "blocks of group {group}"
     jit = functools.partial(_jit, key)
@@ -192,7 +203,7 @@ def list_programs(key: ProgramKey, sizes: Sizes, num_top: int, *, num_groups: in
     )
 
 
-# Room for the programs of 16 models.
+# The cache holds the programs of 16 models.
 @functools.lru_cache(maxsize=16 * len(Programs._fields))
 def _jit(
     key: ProgramKey,
@@ -219,7 +230,7 @@ def _jit(
 
 
 def _prefill(key, weights, state, token_ids, slots, num_tokens):
-    # The logits are not used, so that the compiled program has no output head.
+    # The logits are unused, so XLA removes the output head from the program.
     _, cache, ok = key.model(weights).prefill(
         state.cache, token_ids, slots, num_tokens, backend=key.backend
     )
@@ -319,13 +330,13 @@ _MAX_COMPILERS = 8
 def list_calls(
     programs: Programs, sizes: Sizes, pools: Sequence[Pools], *, has_swap: bool = True
 ) -> list[Call]:
-    """Each program once, in a call that leaves every row out and changes nothing.
+    """Return a call of each program and shape. The calls have only padding and change nothing.
 
     Args:
       programs: the programs of the engine.
-      sizes: sizes that shape the programs.
+      sizes: sizes that the programs depend on.
       pools: the pools of each group of layers, for shapes and dtypes.
-      has_swap: whether blocks may be moved to the host.
+      has_swap: whether blocks may be copied to the host.
     """
     S, C, M, W = sizes.num_slots, sizes.block_size, sizes.max_blocks_per_slot, PUBLISH_WIDTH
     zero = np.int32(0)
@@ -391,23 +402,23 @@ def compile_calls(
     resolve: Callable[[Call, list[jax.Array], DecodeState], Call],
     report: Callable[[int, int, str], None],
 ) -> None:
-    """Compile programs, several at a time. The first call of each finds what was compiled.
+    """Compile programs, several in parallel. Later calls find the compiled programs.
 
     Args:
-      calls: the programs and the shapes to compile them for.
+      calls: the programs, and the shapes to compile them for.
       weights: the arrays of the model.
-      state: the state; nothing runs on it here.
-      resolve: function that says which program a call is of, see `LoweredPrograms.resolve`.
-      report: function that is called with the number of programs done, their total, and the name
-        of the one just done.
+      state: the state; no program runs on it.
+      resolve: `LoweredPrograms.resolve`, which may replace the program of a call.
+      report: function that is called with the number of compiled programs, their total, and the
+        name of the last compiled program.
     """
-    # Compilers leave Python's lock alone, so that threads make use of several cores; each takes
-    # some 100 MB for a model of 30 layers.
+    # Compilation releases the GIL, so threads use several cores. Each compilation takes about
+    # 100 MB for a model with 30 layers.
     num_threads = min(os.cpu_count() or 1, _MAX_COMPILERS)
 
     def compile_call(call: Call) -> None:
         call = resolve(call, weights, state)
-        # What is lowered from the same shapes later finds the executable that belongs to it.
+        # JAX finds this executable when it lowers the same program for the same shapes again.
         call.program.lower(weights, state, *call.args, **call.static).compile()
 
     with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:

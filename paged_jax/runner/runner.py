@@ -1,8 +1,8 @@
-"""What the engine runs its plans with: chunks of prompts, scores, decode steps and verification.
+"""Model execution for the sequences of a plan: prefill, scores, decode steps and verification.
 
-Three parts: the `Executor` has the weights, the device state and the programs; `Slots` is the
-scheduler's memory; and `ModelRunner` turns the sequences of a plan into padded arrays. It keeps the
-order: what was gathered in `Slots` comes before every program.
+The `Executor` has the weights, the device state and the programs. `Slots` is the memory of the
+scheduler. `ModelRunner` turns sequences into padded arrays, and keeps the order: updates that
+`Slots` has collected are made before every program.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -21,15 +21,15 @@ from paged_jax.scheduler.request import Sequence
 
 
 class ModelRunner:
-    """Model execution for sequences: prefill, scores, decode steps, verification and beams.
+    """Calls the programs for sequences.
 
     Args:
       executor: runs the programs.
-      eos_token_ids: the end-of-sequence tokens of the model.
+      eos_token_ids: end-of-sequence tokens of the model.
       token_bias: biases that apply to every request.
 
     Attributes:
-      executor: see above. Its programs must follow `slots.flush`.
+      executor: see above. Call `slots.flush` before its programs.
       slots: the slots, the `BlockMemory` of the scheduler.
     """
 
@@ -58,7 +58,7 @@ class ModelRunner:
         self.executor.warmup(report)
 
     def prefill(self, chunks: Collection[tuple[Sequence, int]]) -> None:
-        """Compute the next tokens of some sequences, of each as many as are given."""
+        """Prefill chunks of sequences: ``(sequence, number of tokens)`` each."""
         chunks, sizes = list(chunks), self._sizes
         counts = [count for _, count in chunks]
         for width, num_rows, indices in pack(counts, sizes.max_chunk, sizes.num_slots):
@@ -74,7 +74,7 @@ class ModelRunner:
             self.executor.run_unchecked(prefill.call(token_ids, slots, num_tokens))
 
     def score(self, sequence: Sequence, count: int) -> Scores:
-        """As `prefill` of one sequence, and how probable each of the following tokens was."""
+        """Prefill `count` tokens of a sequence, and return the probabilities of the next tokens."""
         self.slots.flush()
         width, end = self._sizes.score_width, sequence.num_computed + count
         slots, parts = np.array([slot_of(sequence)], np.int32), []
@@ -99,13 +99,15 @@ class ModelRunner:
         with_top: bool,
         is_ahead: bool = False,
     ) -> QueuedResult:
-        """Draw up to `num_steps` tokens for each sequence, a row each; see `Executor.read`.
+        """Queue up to `num_steps` decode steps; `Executor.read` returns their tokens.
 
         Args:
           sequences: sequences that decode.
-          num_steps, leave_on_stop, with_top: see `decode_steps`.
-          is_ahead: whether these are among the sequences of the last call, whose tokens may not
-            have been read. Those that it has stopped draw nothing.
+          num_steps: see `decode_steps`.
+          leave_on_stop: see `decode_steps`.
+          with_top: see `decode_steps`.
+          is_ahead: whether the tokens of the last call may be unread. The sequences must be a part
+            of the sequences of that call; those that it stopped draw nothing.
         """
         slots = self._decode_slots(sequences, num_steps)
         limits = np.int32(num_steps), np.bool_(leave_on_stop), np.bool_(with_top)
@@ -122,7 +124,13 @@ class ModelRunner:
         *,
         with_top: bool,
     ) -> StepTokens:
-        """As `decode`, for sequences of which drafts guess the next tokens. On the host."""
+        """Draw the next tokens of sequences with drafts, and copy them to the host.
+
+        Args:
+          sequences: sequences that decode.
+          drafts: guesses of the next tokens of each sequence.
+          with_top: see `decode_steps`.
+        """
         verify = self.executor.programs.verify
         slots = self._decode_slots(sequences, 1 + max(map(len, drafts)))
         self.slots.flush()
@@ -135,14 +143,14 @@ class ModelRunner:
     def beam(
         self, beams: Iterable[tuple[int, int, int, int]], *, num_rows: int, num_top: int
     ) -> BeamTokens:
-        """Extend beams by a token each, and find the most probable next ones. On the host.
+        """Append a token to each beam, and copy its most probable next tokens to the host.
 
         Args:
           beams: ``(parent, slot, token_id, num_generated)`` of each beam. The slot becomes a copy
-            of slot `parent` as it was before this call, and `token_id` is appended. `num_generated`
-            is the number of generated tokens, including `token_id` unless it is a prompt token.
-          num_rows: most beams that there may be; calls for as many share a compiled program.
-          num_top: number of tokens to find.
+            of slot `parent` before this call, and `token_id` is appended. `num_generated` is the
+            number of generated tokens, including `token_id` unless it is a prompt token.
+          num_rows: maximum number of beams; calls with the same number share a compiled program.
+          num_top: number of next tokens to find.
         """
         size = row_bucket(num_rows, self._sizes.num_slots)
         parents, slots = no_slots(self._sizes.num_slots), no_slots(size)
@@ -160,7 +168,7 @@ class ModelRunner:
         return tokens
 
     def _decode_slots(self, sequences: Collection[Sequence], num_steps: int) -> np.ndarray:
-        """The slots of the sequences, padded with -1; the device knows how each one decodes."""
+        """Return the slots of the sequences, padded with -1, after assigning new sequences."""
         self.slots.assign(sequences)
         vocab_size = self.executor.vocab_size
         masks = find_token_masks(sequences, num_steps, self._sizes, vocab_size)

@@ -1,4 +1,4 @@
-"""What shapes the compiled programs of an engine: plain numbers, known before any array is made."""
+"""Sizes that compiled programs depend on, and the buckets that batches are padded to."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,31 +7,31 @@ import numpy as np
 
 from paged_jax.cache.sequence_blocks import num_blocks_needed
 
-# Prompt tokens that one call scores: rarely asked for, so one program must do.
+# Prompt tokens per scoring call. Scores are rarely requested, so there is only one program.
 SCORE_WIDTH = 128
-# Blocks that one call moves to or from the host: a call for each would cost more than the padding.
+# Blocks copied to or from the host per call. A call per block would cost more than the padding.
 SWAP_WIDTH = 16
-# Blocks that one call publishes, for the same reason.
+# Blocks published per call, for the same reason.
 PUBLISH_WIDTH = 32
-# Every limit of decode steps up to this one has the same program: the arrays that depend on it are
-# a few KB.
+# All limits of decode steps up to this number share a program. It costs a few KB of memory.
 MIN_DISPATCH_CAPACITY = 8
 
 
 class Sizes(NamedTuple):
-    """What shapes the programs of an engine, but for the number of blocks in the pool.
+    """Sizes that the programs of an engine depend on, except the number of blocks in the pool.
 
-    That number is chosen once it is known how much memory programs of these sizes take.
+    The number of blocks is chosen later, from the memory that these programs need.
 
     Attributes:
       block_size: C, tokens in a block.
-      num_slots: S, sequences that can run at once.
-      max_model_len: most tokens of a sequence, prompt and generated.
-      max_chunk: most tokens of one prefill batch.
-      max_steps: most decode steps in one dispatch.
-      num_drafts: most guessed tokens of a sequence in one verification; 0 is for no speculation.
-      max_logit_bias: most entries in the logit bias of a request.
-      max_stop_ids: most tokens that end a request's sequences.
+      num_slots: S, maximum number of running sequences.
+      max_model_len: maximum number of tokens in a sequence, prompt and generated.
+      max_chunk: maximum number of tokens in a prefill batch.
+      max_steps: maximum number of decode steps in a dispatch.
+      num_drafts: maximum number of draft tokens per sequence in a verification; 0 without
+        speculation.
+      max_logit_bias: maximum number of entries in the logit bias of a request.
+      max_stop_ids: maximum number of stop tokens of a request.
 
     Example:
       >>> sizes = Sizes(block_size=16, num_slots=4, max_model_len=500, max_chunk=64,
@@ -51,45 +51,48 @@ class Sizes(NamedTuple):
 
     @property
     def max_blocks_per_slot(self) -> int:
-        """M, the width of the block tables."""
+        """Width of the block tables (M)."""
         return num_blocks_needed(self.max_model_len, self.block_size)
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens that one program appends to a sequence."""
+        """Maximum number of tokens that a program appends to a sequence."""
         return max(self.max_chunk, self.max_steps, 1 + self.num_drafts)
 
     @property
     def dispatch_capacity(self) -> int:
-        """Decode steps that the compiled program has room for, a power of two.
+        """Number of decode steps that the compiled program has room for, a power of two.
 
-        The number of steps is an argument of each call. So engines that differ in nothing but
-        `max_steps` share one program.
+        The actual number of steps is an argument of each call, so engines with similar `max_steps`
+        share a program.
         """
         return max(MIN_DISPATCH_CAPACITY, 1 << (self.max_steps - 1).bit_length())
 
     @property
     def max_forced(self) -> int:
-        """Tokens of a sequence, known from its grammar, that one call has room for."""
+        """Maximum number of tokens of a sequence that its grammar may fix for one call."""
         return max(self.dispatch_capacity, self.num_drafts)
 
     @property
     def score_width(self) -> int:
-        """Prompt tokens that one call scores."""
+        """Number of prompt tokens that a call scores."""
         return min(SCORE_WIDTH, self.max_chunk)
 
     @property
     def swap_width(self) -> int:
-        """Blocks that one call moves to or from the host."""
+        """Number of blocks that a call copies to or from the host."""
         return min(SWAP_WIDTH, self.max_blocks_per_slot)
 
 
-# A chunk is padded to a power of two no smaller than this.
+# Chunks are padded to powers of two from this number on.
 MIN_CHUNK = 16
 
 
 def pack(counts: Sequence[int], max_chunk: int, num_slots: int) -> list[tuple[int, int, list[int]]]:
-    """Arrange chunks of so many tokens in batches: ``(T, B, indices of the chunks)`` each.
+    """Arrange chunks with `counts` tokens in batches.
+
+    Returns:
+      ``(T, B, indices of the chunks)`` of each batch.
 
     Example:
       >>> pack([500, 12, 9, 16], max_chunk=512, num_slots=8)
@@ -102,7 +105,7 @@ def pack(counts: Sequence[int], max_chunk: int, num_slots: int) -> list[tuple[in
     for width, indices in sorted(widths.items()):
         buckets = prefill_rows(width, max_chunk, num_slots)
         while indices:
-            # The largest batch of which at least half is used.
+            # Take the largest batch that is at least half full.
             size = max(b for b in buckets if b < 2 * len(indices))
             batches.append((width, size, indices[:size]))
             indices = indices[size:]
@@ -110,12 +113,12 @@ def pack(counts: Sequence[int], max_chunk: int, num_slots: int) -> list[tuple[in
 
 
 def chunk_bucket(count: int, max_chunk: int) -> int:
-    """T for a chunk of so many tokens."""
+    """Return T for a chunk of `count` tokens: a power of two, at least 16, or `max_chunk`."""
     return min(max_chunk, max(MIN_CHUNK, 1 << (count - 1).bit_length()))
 
 
 def chunk_buckets(max_chunk: int) -> list[int]:
-    """All T.
+    """Return all values of T.
 
     Example:
       >>> chunk_buckets(100)
@@ -125,11 +128,11 @@ def chunk_buckets(max_chunk: int) -> list[int]:
 
 
 def prefill_rows(width: int, max_chunk: int, num_slots: int) -> list[int]:
-    """All B for prefill of chunks of `width` tokens.
+    """Return all batch sizes B for chunks of `width` tokens.
 
-    Batches of 16 and more have at most half of `max_chunk`: where each of four calls has enough
-    tokens, a call for all of them gains nothing. (On 2 CPU cores 16 x 32 tokens took 1.2 to 1.7
-    times as long as four calls of 4 x 32.)
+    Batches of 16 and more rows have at most half of `max_chunk` tokens. If each of four calls has
+    enough tokens, a single call is not faster: 16 x 32 tokens took 1.2 to 1.7 times as long as four
+    calls with 4 x 32 on 2 CPU cores.
 
     Example:
       >>> [prefill_rows(width, max_chunk=512, num_slots=64) for width in (16, 32, 128, 256)]
@@ -145,16 +148,16 @@ def prefill_rows(width: int, max_chunk: int, num_slots: int) -> list[int]:
 
 
 def row_bucket(count: int, num_slots: int) -> int:
-    """B for decoding so many sequences: 1, or a power of two from 4.
+    """Return the batch size B for decoding `count` sequences: 1, or a power of two from 4.
 
-    Two rows in a batch of four cost 5 to 10% more than in one of two, on CPU, which is less than
-    another program would cost at every start.
+    On a CPU, two rows in a batch of four take 5 to 10% longer than in a batch of two. A further
+    program to compile at every start would cost more.
     """
     return 1 if count == 1 else min(num_slots, max(4, 1 << (count - 1).bit_length()))
 
 
 def row_buckets(num_slots: int) -> list[int]:
-    """All B for decoding.
+    """Return all batch sizes for decoding.
 
     Example:
       >>> row_buckets(12)
@@ -164,5 +167,5 @@ def row_buckets(num_slots: int) -> list[int]:
 
 
 def no_slots(count: int) -> np.ndarray:
-    """Rows of a batch that are all padding, i32[count]: their slots are -1."""
+    """Return the slots of a batch of padding rows: -1, i32[count]."""
     return np.full(count, -1, np.int32)

@@ -1,7 +1,7 @@
-"""Which sequence has which slot, on the device: the `BlockMemory` that the scheduler drives.
+"""Slots of the device: the `BlockMemory` that the scheduler uses.
 
-Nothing here decides what runs. Tokens of sequences are the host's; should an engine step be cut
-short, `reset` forgets all slots, and every sequence can be computed again from its tokens.
+The scheduler decides what runs. The tokens of sequences are on the host: if a step is interrupted,
+`reset` discards all slots, and every sequence can be computed again from its tokens.
 """
 
 import contextlib
@@ -21,29 +21,29 @@ from paged_jax.sampling.params import NO_BIAS, TokenBias
 from paged_jax.scheduler.block_budget import num_swapped_blocks
 from paged_jax.scheduler.request import Sequence
 
-# Digests that the host remembers, for each block of the pool: the device is asked which of them are
-# still cached when they are more.
+# Maximum number of digests that the host keeps, per block of the pool. If there are more, it reads
+# from the device which of them are still cached.
 _MAX_PUBLISHED = 4
 
 
 def slot_of(sequence: Sequence) -> int:
-    """The slot of a running sequence."""
+    """Return the slot of a running sequence."""
     assert sequence.slot is not None
     return sequence.slot
 
 
 class Slots:
-    """The slots of the device, and the blocks that other sequences can find there.
+    """The slots of the device, and the blocks in the prefix cache.
 
     Args:
       executor: runs the programs.
-      eos_token_ids: the model's end tokens.
+      eos_token_ids: end-of-sequence tokens of the model.
       token_bias: biases that apply to every request.
 
     Attributes:
-      swap_seconds: time that moves between device and host have taken, compilation left out.
-      num_swapped_blocks: blocks of all layers that were moved in that time.
-      num_resets: times that all cached blocks were lost at once.
+      swap_seconds: total seconds of copies between device and host, without compilation.
+      num_swapped_blocks: number of blocks, of all layers, that were copied in that time.
+      num_resets: number of times that the whole prefix cache was discarded.
     """
 
     def __init__(
@@ -63,33 +63,33 @@ class Slots:
         self.reset()
 
     def reset(self) -> None:
-        """Begin with a new state of the executor, in which no slot is taken and nothing cached."""
+        """Start with a new state of the executor: empty slots and an empty prefix cache."""
         self.num_resets += 1
-        # By slot: the sequence that was assigned to it, and how many of its blocks can be found.
+        # For each slot: the sequence that was assigned to it, and the number of published blocks.
         self._owners: list[Sequence | None] = [None] * self._sizes.num_slots
         self._num_published = [0] * self._sizes.num_slots
-        # All digests that are cached, and some that no longer are: others need no look-up.
+        # All cached digests, and some that were evicted. Other digests need no look-up.
         self._published: set[bytes] = set()
-        # Gathered for the next program: what a step publishes and releases costs few calls.
+        # Updates collected for the next program, so that a step needs few calls for them.
         self._to_publish: list[tuple[int, int, bytes, list[int]]] = []
         self._to_release: list[int] = []
 
-    # What the scheduler asks for
+    # Called by the scheduler
 
     @property
     def num_free(self) -> int:
-        """Free blocks, those that are cached included."""
+        """Number of free blocks, cached ones included."""
         if self._to_release:
             self.flush()
         return self._executor.num_free
 
     @property
     def others_free(self) -> list[int]:
-        """Free blocks of each group of layers but the first, as of the last `num_free`."""
+        """Numbers of free blocks in the other groups, as of the last `num_free`."""
         return self._executor.others_free
 
     def attach(self, sequence: Sequence) -> int:
-        """Begin the sequence's slot with the blocks of its tokens that are cached."""
+        """Start the slot of a sequence with its cached prefix; return the number of tokens."""
         C, M = self._sizes.block_size, self._sizes.max_blocks_per_slot
         self._drop_evicted()
         count = (len(sequence.token_ids) - 1) // C  # its last token is always computed
@@ -108,19 +108,19 @@ class Slots:
         return num_found * C
 
     def _may_be_cached(self, digests: list[bytes]) -> list[bytes]:
-        """Those that the device is asked for: up to the first that is cached for certain not."""
+        """Return the digests to look up: up to the first that is certainly not cached."""
         if self._groups[0].sliding_window is None:
             return list(itertools.takewhile(self._published.__contains__, digests))
-        # What windows need are the last blocks of a prefix: up to the last that may be cached.
+        # Windows need only the last blocks of a prefix: look up to the last that may be cached.
         count = len(digests)
         while count and digests[count - 1] not in self._published:
             count -= 1
         return digests[:count]
 
     def _drop_evicted(self) -> None:
-        """Bound the digests that the host knows: of many, keep those that the device still has.
+        """Limit the number of known digests: keep only digests that are cached on the device.
 
-        In the first group of layers, which keeps most: without them, others are of no use.
+        The first group of layers decides. Without its blocks, blocks of other groups are useless.
         """
         if len(self._published) <= _MAX_PUBLISHED * self._executor.num_blocks:
             return
@@ -130,7 +130,7 @@ class Slots:
         self._published = {words.astype("<u4").tobytes() for words in digests}
 
     def num_held(self, sequences: list[Sequence]) -> int:
-        """Blocks that only these sequences hold. Waits for the device."""
+        """Return the number of blocks that only these sequences hold. Waits for the device."""
         self.flush()
         tables = self._executor.state.cache.tables
         rows, ref_counts = jax.device_get((tables.block_tables, tables.pool.ref_counts))
@@ -139,7 +139,7 @@ class Slots:
         return int(np.sum((counts > 0) & (counts == ref_counts)))
 
     def release(self, sequence: Sequence) -> None:
-        """Give the blocks of the sequence's slot back; full ones stay cached until reused."""
+        """Release the slot of the sequence; full blocks stay cached until they are reused."""
         self.publish(sequence)
         slot = slot_of(sequence)
         self._to_release.append(slot)
@@ -147,32 +147,32 @@ class Slots:
         self._num_published[slot] = 0
 
     def swap_out(self, sequence: Sequence) -> None:
-        """Copy the blocks of the sequence to the host, and release them."""
+        """Copy the blocks of the sequence to the host, and release its slot."""
         slot, executor = np.int32(slot_of(sequence)), self._executor
         with self._swapping(sequence):
             read = executor.programs.read_blocks
             sequence.host_blocks = [
                 jax.device_get(executor.run(read.call(slot, first, group=group)))
-                for group, first in self._pieces(sequence)
+                for group, first in self._swap_copies(sequence)
             ]
         self.release(sequence)
 
     def swap_in(self, sequence: Sequence) -> None:
-        """Bring the blocks of the sequence back into its slot."""
+        """Copy the blocks of the sequence from the host into its slot."""
         slot, executor = np.int32(slot_of(sequence)), self._executor
         num_tokens = np.zeros(self._sizes.num_slots, np.int32)
         num_tokens[slot] = sequence.num_computed
         with self._swapping(sequence):
             executor.run_unchecked(executor.programs.reserve.call(num_tokens))
-            pieces = zip(self._pieces(sequence), sequence.host_blocks, strict=True)
-            for (group, first), piece in pieces:
+            copies = zip(self._swap_copies(sequence), sequence.host_blocks, strict=True)
+            for (group, first), values in copies:
                 write = executor.programs.write_blocks
-                executor.run(write.call(slot, first, piece, group=group))
+                executor.run(write.call(slot, first, values, group=group))
         sequence.host_blocks = None
 
     @contextlib.contextmanager
     def _swapping(self, sequence: Sequence) -> Iterator[None]:
-        """Measure what it takes to move the blocks of a sequence one way, unless it compiles."""
+        """Return a context that measures a swap of a sequence, unless it compiles a program."""
         self.flush()
         start, compiled = time.perf_counter(), self._executor.compile_seconds
         yield
@@ -182,8 +182,8 @@ class Slots:
             C, num_tokens = self._sizes.block_size, sequence.num_computed
             self.num_swapped_blocks += num_swapped_blocks(num_tokens, C, self._groups)
 
-    def _pieces(self, sequence: Sequence) -> list[tuple[int, np.int32]]:
-        """The pieces in which a sequence's blocks are moved: group of layers, and first block."""
+    def _swap_copies(self, sequence: Sequence) -> list[tuple[int, np.int32]]:
+        """Return the copies of a swap: group of layers, and first block."""
         C, width = self._sizes.block_size, self._sizes.swap_width
         return [
             (number, np.int32(first))
@@ -193,10 +193,10 @@ class Slots:
             )
         ]
 
-    # What the engine asks for
+    # Called by the engine
 
     def fork(self, forks: list[tuple[Sequence, list[Sequence]]]) -> None:
-        """Make the slots of children into copies of their parents' slots: blocks are shared."""
+        """Make the slots of children copies of their parents' slots; they share all blocks."""
         if not forks:
             return
         parents = no_slots(self._sizes.num_slots)
@@ -208,7 +208,7 @@ class Slots:
         self._executor.run_unchecked(self._executor.programs.fork.call(parents))
 
     def assign(self, sequences: Iterable[Sequence]) -> None:
-        """Write to the device how the tokens of sequences are drawn, where it does not know yet."""
+        """Assign new sequences to their slots on the device."""
         new = [each for each in sequences if self._owners[slot_of(each)] is not each]
         if not new:
             return
@@ -232,7 +232,7 @@ class Slots:
         )
 
     def publish(self, sequence: Sequence) -> None:
-        """Let other sequences find the full blocks of this one."""
+        """Add the full blocks of the sequence to the prefix cache."""
         if sequence.chain is None:
             return
         C, slot = self._sizes.block_size, slot_of(sequence)
@@ -243,7 +243,7 @@ class Slots:
             self._num_published[slot] = column + 1
 
     def reset_prefix_cache(self) -> None:
-        """Make all cached blocks unfindable."""
+        """Remove all blocks from the prefix cache."""
         self.num_resets += 1
         self.flush()
         self._executor.run(self._executor.programs.forget.call())
@@ -251,12 +251,12 @@ class Slots:
         self._num_published = [0] * self._sizes.num_slots
 
     def flush(self) -> None:
-        """Publish and release what was gathered, in this order. Comes before every program."""
+        """Make the collected updates: publish, then release. Call it before every program."""
         for call in self.take_calls():
             self._executor.run(call)
 
     def take_calls(self) -> list[Call]:
-        """The calls that `flush` makes, which the caller makes in its place."""
+        """Return the calls that `flush` would make; the caller makes them instead."""
         blocks, calls = self._to_publish, []
         for start in range(0, len(blocks), PUBLISH_WIDTH):
             calls.append(self._publication(blocks[start : start + PUBLISH_WIDTH]))

@@ -1,4 +1,9 @@
-"""The weights of a model where programs read them: on one device, or each device its part."""
+"""Weights of a model in the layout of the programs, on one device or divided over several.
+
+With several devices, each runs the whole program on its part (`jax.shard_map`): a part of the
+weights, K and V of its heads, and a copy of everything else. So every device runs the allocator,
+the prefix cache and the sampling, with the same results. The model contains the communication.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,19 +23,19 @@ from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.tensor_parallel import AXIS, TensorParallel
 from paged_jax.runner.decode_state import DecodeState
 
-# Odd, so that a product with it loses no bit.
+# Odd, so that multiplying by it is invertible modulo 2**32.
 _FACTOR = np.uint32(0x9E3779B1)
 
 
 class ReplicaError(RuntimeError):
-    """Devices that must compute the same have not."""
+    """Error: devices that must compute the same results computed different ones."""
 
 
 def agree(tree: object, axis_name: str) -> jax.Array:
-    """Whether a tree of arrays is the same, bit for bit, on all devices of an axis; bool ``[]``.
+    """Return whether a tree of arrays has the same bits on all devices of an axis, bool ``[]``.
 
-    Within `jax.shard_map`. A digest of 32 bits is compared: a single number that differs is found
-    for certain, and of other differences all but one in 2^32.
+    Call it inside `jax.shard_map`. Devices compare a 32-bit digest: a difference in a single value
+    is always found, other differences are missed with probability 2^-32.
     """
     digests = lax.all_gather(_digest(tree), axis_name)
     return jnp.all(digests == digests[0])
@@ -46,45 +51,49 @@ def _digest(tree: object) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Each number as a uint32 of its own."""
+    """Return each value as a uint32."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x.astype(jnp.uint32)
     unsigned = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
     return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
 
-# On each device all of it, or what belongs to its KV heads: of pools [L, P, K, C, D], of their
-# scales [L, P, K, C], and of blocks in these shapes.
+# Partitions: replicated, or divided over KV heads, for pools [L, P, K, C, D], their scales
+# [L, P, K, C], and blocks in these shapes.
 WHOLE = PartitionSpec()
 OF_HEADS = PartitionSpec(None, None, AXIS)
 
-Program = Callable[..., tuple[DecodeState, Any]]
+_Function = Callable[..., tuple[DecodeState, Any]]
 
 
 class Division(NamedTuple):
-    """How programs run on several devices; hashable.
+    """Execution of programs on several devices; hashable.
 
     Attributes:
       mesh: the devices.
-      weights: which part of each weight a device has, in the order of the model's flattened state.
-      checks_replicas: whether programs compare what each device computes for itself.
+      weights: partition of each weight, in the order of the model's flattened state.
+      checks_replicas: whether programs compare the results that every device computes.
     """
 
     mesh: Mesh
     weights: tuple[PartitionSpec, ...]
     checks_replicas: bool = False
 
-    def divide(self, program: Program, *, last: PartitionSpec, result: PartitionSpec) -> Program:
-        """A program ``(weights, state, *args) -> (state, result)`` of all devices from one of each.
+    def divide(
+        self, program: _Function, *, last: PartitionSpec, result: PartitionSpec
+    ) -> _Function:
+        """Turn a program for one device into a program for all devices.
 
         Args:
-          program: what each device runs, on its parts.
-          last: which part a device gets of the last of `args`; it gets all of the others.
-          result: which part of the result a device has.
+          program: the function ``(weights, state, *args) -> (state, result)`` that each device
+            runs.
+          last: partition of the last of `args`; the others are replicated.
+          result: partition of the result.
 
         Returns:
-          The program. With `checks_replicas` its result is ``(result, ok)``: bool[], whether state,
-          result and weights that are not divided are the same on all devices, where they should be.
+          The program. With `checks_replicas` its result is ``(result, ok)``: `ok`, bool[], tells
+          whether the replicated parts of the state, the result and the weights are the same on all
+          devices.
         """
         results: Any = result
         if self.checks_replicas:
@@ -99,23 +108,23 @@ class Division(NamedTuple):
                 mesh=self.mesh,
                 in_specs=(list(self.weights), places, *parts),
                 out_specs=(places, results),
-                # JAX's check of what varies over the devices does not know our kernels.
+                # JAX's check of values that vary over the mesh does not support the kernels.
                 check_vma=False,
             )(weights, state, *args)
 
         return divided
 
     def shardings(self, state: DecodeState) -> DecodeState:
-        """Where each array of a state goes."""
+        """Return the sharding of each array of a state."""
         return jax.tree.map(lambda part: NamedSharding(self.mesh, part), _parts(state))
 
 
-def _checked(program: Program, parts: tuple[PartitionSpec, ...], has_parts: bool) -> Program:
+def _checked(program: _Function, parts: tuple[PartitionSpec, ...], has_parts: bool) -> _Function:
     def checked(weights: list[jax.Array], state: DecodeState, *args: Any) -> Any:
         state, result = program(weights, state, *args)
         no_pools = jax.tree.map(lambda _: None, state.cache.group_pools)
         same = dataclasses.replace(state, cache=state.cache.replace_group_pools(no_pools))
-        # The few weights that are not divided, such as those of norms.
+        # The few replicated weights, such as norms.
         shared = [w for w, part in zip(weights, parts, strict=True) if part == WHOLE]
         return state, (result, agree((same, shared, None if has_parts else result), AXIS))
 
@@ -130,19 +139,19 @@ def _parts(state: DecodeState) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """The structure of a module, a key of its programs though attributes of it have no hash.
+    """Structure of a module with unhashable attributes, as part of a program key.
 
-    It equals itself alone, so that engines over such modules share no programs.
+    It is equal only to itself, so engines with such modules share no programs.
 
     Attributes:
-      graphdef: the structure, as `nnx.split` gives it.
+      graphdef: the structure, from `nnx.split`.
     """
 
     graphdef: Any
 
     @classmethod
     def key(cls, graphdef: Any) -> Any:
-        """The structure itself if it has a hash, as our own modules have."""
+        """Return the structure itself if it is hashable, else a `Graph`."""
         try:
             hash(graphdef)
         except TypeError:
@@ -151,29 +160,29 @@ class Graph:
 
     @staticmethod
     def merge(key: Any, state: Any) -> Any:
-        """The module with some state, as `nnx.merge`."""
+        """Return the module with a state, like `nnx.merge`."""
         return nnx.merge(key.graphdef if isinstance(key, Graph) else key, state)
 
 
 class Weights:
-    """The weights of a model, where programs read them.
+    """Weights of a model in the layout of the programs.
 
     Args:
       model: the model.
-      parallel: how it is divided over devices; None for one device.
+      parallel: division over devices; None for a single device.
       check_replicas: see `Engine`.
 
     Attributes:
-      arrays: what programs read, in the order of the model's flattened state; empty while there
-        are none.
-      layout: shapes, types and places of the weights as the model has them, see `TensorParallel`.
-      graphdef, treedef: the structure of the module that programs run, see `Graph.key`, and that
-        of its weights.
-      division: how programs run on several devices; None for one.
-      config: the configuration of the model as programs see it, of all devices together.
+      arrays: arguments of the programs, in the order of the model's flattened state; empty while
+        the weights are freed.
+      layout: shapes, dtypes and shardings of the weights in the model layout, see `TensorParallel`.
+      graphdef: structure of the module that programs run, see `Graph.key`.
+      treedef: structure of its weights.
+      division: execution on several devices; None for a single device.
+      config: configuration of the model that all devices together run.
 
     Raises:
-      ValueError: the weights lie on several devices, and `parallel` is None.
+      ValueError: the weights are on several devices, and `parallel` is None.
     """
 
     def __init__(
@@ -190,8 +199,8 @@ class Weights:
             self.config, self.division = model.config, None
             self.graphdef = Graph.key(self._model_graphdef)
             places = [SingleDeviceSharding(_one_device(arrays))] * len(arrays)
-            # Bound to where they are (nothing is copied), as everything that comes later will be: a
-            # program is compiled once for arrays that are bound to a device and once for others.
+            # Commit the arrays to their device, without a copy. Later arrays will be committed, and
+            # JAX compiles a program separately for committed and uncommitted arguments.
             arrays = jax.device_put(arrays, places)
         else:
             assert isinstance(model, Llama), "other models are not divided"
@@ -208,7 +217,7 @@ class Weights:
         self.replace(arrays)
 
     def replace(self, arrays: list[jax.Array]) -> None:
-        """Take other weights, as the model has them; none where nothing is to run."""
+        """Replace the weights by arrays in the model layout; an empty list frees them."""
         if not arrays:
             self.arrays = []
         elif self._parallel is None:
@@ -218,12 +227,12 @@ class Weights:
             self.arrays = [self._parallel.to_program_layout(name, x) for name, x in named]
 
     def update(self, function: Callable[[list[jax.Array]], list[jax.Array]]) -> None:
-        """Take what a function makes of the weights as the model has them; it may donate them."""
+        """Replace the weights by `function(weights)`, in the model layout; it may donate them."""
         self.replace(function(self.originals))
 
     @property
     def originals(self) -> list[jax.Array]:
-        """The arrays as the model has them."""
+        """The arrays in the model layout."""
         if self._parallel is None or not self.arrays:
             return list(self.arrays)
         named = zip(self._names, self.arrays, strict=True)
@@ -231,21 +240,21 @@ class Weights:
 
     @property
     def model(self) -> PagedModel:
-        """The model over its weights as they are now."""
+        """The model with its current weights."""
         return self._over(self.originals)
 
     @property
     def layout_model(self) -> PagedModel:
-        """The model over the `layout`, which has no weights."""
+        """The model with the shapes of `layout` instead of weights."""
         return self._over(self.layout)
 
     @property
     def device(self) -> Any:
-        """The `jax.Device` that has them, or one of those."""
+        """The `jax.Device` of the weights, or one of several."""
         return next(iter(self.layout[0].sharding.addressable_devices))
 
     def bytes_on(self, device: Any) -> int:
-        """Bytes that a device has of them."""
+        """Return the bytes of the weights on a device."""
         shards = [shard for array in self.arrays for shard in array.addressable_shards]
         return sum(shard.data.nbytes for shard in shards if shard.device == device)
 

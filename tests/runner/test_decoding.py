@@ -268,17 +268,22 @@ def test_logprobs_ranks_and_candidates_are_those_of_the_model(model) -> None:
     padded[0, : n + N] = sequence.token_ids + ids
     logprobs = np.asarray(jax.nn.log_softmax(PLAIN(model, padded)[0, n - 1 : n - 1 + N]))
     best = np.argsort(-logprobs, axis=1, kind="stable")
-    np.testing.assert_allclose(tokens.logprobs[:, 0], logprobs[np.arange(N), ids], atol=1e-5)
+    np.testing.assert_allclose(tokens.draws.logprobs[:, 0], logprobs[np.arange(N), ids], atol=1e-5)
     ranks = 1 + (logprobs > logprobs[np.arange(N), ids][:, None]).sum(axis=1)
-    assert tokens.ranks[:, 0].tolist() == ranks.tolist()
+    assert tokens.draws.ranks[:, 0].tolist() == ranks.tolist()
     assert set(ranks.tolist()) > {1}
-    np.testing.assert_array_equal(tokens.top_ids[:, 0], best[:, :NUM_TOP])
+    np.testing.assert_array_equal(tokens.draws.top_ids[:, 0], best[:, :NUM_TOP])
     np.testing.assert_allclose(
-        tokens.top_logprobs[:, 0],
+        tokens.draws.top_logprobs[:, 0],
         np.take_along_axis(logprobs, best[:, :NUM_TOP], axis=1),
         atol=1e-5,
     )
-    for padding in (tokens.logprobs, tokens.ranks, tokens.top_ids, tokens.top_logprobs):
+    for padding in (
+        tokens.draws.logprobs,
+        tokens.draws.ranks,
+        tokens.draws.top_ids,
+        tokens.draws.top_logprobs,
+    ):
         assert not padding[:, 1:].any()
 
 
@@ -290,9 +295,9 @@ def test_without_candidates_the_tokens_are_the_same(model) -> None:
     verified, _ = verify(model, start(model, mixed()), drafts, with_top=False)
     assert drawn(verified) == [ids[: T + 1] for ids in free_run(model)]
     for drawn_tokens in (tokens, verified):
-        assert not drawn_tokens.ranks.any()
-        assert not drawn_tokens.top_ids.any()
-        assert not drawn_tokens.top_logprobs.any()
+        assert not drawn_tokens.draws.ranks.any()
+        assert not drawn_tokens.draws.top_ids.any()
+        assert not drawn_tokens.draws.top_logprobs.any()
 
 
 def test_without_room_for_candidates_none_are_reported(model) -> None:
@@ -405,7 +410,7 @@ def test_nan_shows_in_the_logprobs_and_stops_nothing_early(model) -> None:
     params = SamplingParams(temperature=0, stop_token_ids=[0], min_tokens=3)
     tokens, state = run(broken, start(broken, [Sequence(PROMPTS[0], params)]), [0])
     assert drawn(tokens)[0] == [0] * 4
-    assert np.isnan(tokens.logprobs[:4, 0]).all()
+    assert np.isnan(tokens.draws.logprobs[:4, 0]).all()
     check_invariants(state.cache.tables)
 
 
@@ -528,10 +533,12 @@ def test_verify_steps_reports_what_decode_steps_reports(model) -> None:
     plain, _ = run(model, start(model, mixed()), num_steps=T + 1)
     tokens, _ = verify(model, start(model, mixed()), [drafts_of(ids, "right") for ids in free])
     assert tokens.num_new.tolist() == [T + 1] * S
-    np.testing.assert_array_equal(tokens.ranks, plain.ranks[: T + 1])
-    np.testing.assert_array_equal(tokens.top_ids, plain.top_ids[: T + 1])
-    np.testing.assert_allclose(tokens.logprobs, plain.logprobs[: T + 1], atol=1e-5)
-    np.testing.assert_allclose(tokens.top_logprobs, plain.top_logprobs[: T + 1], atol=1e-5)
+    np.testing.assert_array_equal(tokens.draws.ranks, plain.draws.ranks[: T + 1])
+    np.testing.assert_array_equal(tokens.draws.top_ids, plain.draws.top_ids[: T + 1])
+    np.testing.assert_allclose(tokens.draws.logprobs, plain.draws.logprobs[: T + 1], atol=1e-5)
+    np.testing.assert_allclose(
+        tokens.draws.top_logprobs, plain.draws.top_logprobs[: T + 1], atol=1e-5
+    )
 
 
 def test_verify_steps_stops_within_drafts(model) -> None:
@@ -641,7 +648,7 @@ def test_assign_refuses_what_makes_no_sequence(model) -> None:
     state = start(model, [])
     for changes, message in (
         ({"num_prompt_tokens": 3}, r"num_prompt_tokens must be in \[1, 2\].*got 3"),
-        ({"max_length": 2}, "max_length must be above the 2 tokens.*got 2"),
+        ({"max_length": 2}, "max_length must be above 2, the number of token_ids.*got 2"),
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(Sequence([BOS, 5]), **changes).assign(state, 0)
