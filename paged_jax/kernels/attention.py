@@ -1,17 +1,17 @@
-"""The two public attention ops, for decode and for chunks of prompt, whatever the backend.
+"""The public attention ops `paged_attention` (decode) and `paged_prefill_attention`.
 
-Both mean the same thing, defined by `paged_jax.kernels.reference`::
+Both compute the following, which `paged_jax.kernels.reference` implements directly::
 
     out[b, h] = softmax(scale * q[b, h] . k[0:length[b]]) v[0:length[b]]
 
-with K and V of sequence ``b`` read through ``block_tables[b]``: token ``t`` lies in block
-``block_tables[b, t // C]`` of the pool, at offset ``t % C``. Query heads ``h`` in
-``[g * G, (g + 1) * G)`` share the KV head ``g``. Bytes of the pool that belong to no token of a
-sequence, and table entries past its length, never reach its output, whatever they hold.
+Token ``t`` of sequence ``b`` is in block ``block_tables[b, t // C]`` of the pool, at offset
+``t % C``. Query heads ``[g * G, (g + 1) * G)`` share KV head ``g``. The output of a sequence does
+not depend on pool contents outside of the sequence, such as NaN, or on table entries past its
+length.
 
-Numbers out of range have one meaning for all backends. A length is cut to what there can be: more
-than M * C tokens are M * C, and a chunk has at most T queries and at most the tokens of its
-sequence. A traced layer that the pools do not have holds no tokens, and writes to it are dropped.
+All backends treat values out of range alike. Lengths are clipped: a sequence has at most M * C
+tokens, and a chunk at most T queries and at most the tokens of its sequence. If a traced layer
+index is out of range, all sequences are empty, and writes are dropped.
 """
 
 from collections.abc import Mapping
@@ -94,47 +94,46 @@ def paged_attention(
     backend: str | None = None,
     interpret: Interpret = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attend with one query token per sequence over its blocks (decode).
+    """Attend with a single query token per sequence (decode).
 
-    Differentiable in `q`, `sinks` and floating-point pools, once and in reverse (`jax.grad`).
+    The first reverse-mode derivative (`jax.grad`) exists in `q`, `sinks` and floating-point pools.
 
     Args:
       q: ``[B, H, D]`` floating point, the query of the last token of each sequence.
-      k_pool: ``[L, P, K, C, D]``, keys; the last token's own is already written. Floating point,
-        or int8 or float8_e4m3fn with scales. `D` may be padded to a multiple of 128 in the pools,
-        as TPUs want it; what the padding holds does not matter.
-      v_pool: the values, as the keys.
-      block_tables: integer ``[B, M]``, block ids of each sequence in order. Entries past the
-        length may hold anything.
-      context_lens: integer ``[B]``, tokens in each sequence, the last included; above M * C it
-        counts as M * C. Where it is 0 the output is 0. The entries that hold the tokens must be
-        blocks.
-      layer: which layer of the pools to read; a Python int or a traced scalar. In a traced layer
-        that the pools do not have, all sequences are empty.
+      k_pool: ``[L, P, K, C, D]``, keys, including the key of the last token. Floating point, or
+        int8 or float8_e4m3fn with scales. The last dimension may be padded to a multiple of 128,
+        as TPUs need it. The padding may hold anything.
+      v_pool: values, of the same shape and dtype as `k_pool`.
+      block_tables: integer ``[B, M]``, block ids of each sequence in order. Entries past the length
+        may hold anything.
+      context_lens: integer ``[B]``, tokens in each sequence, including the query's token. The
+      output
+        of an empty sequence is 0.
+      layer: index of the layer to read, a Python int or a traced scalar.
       scale: factor of the scores, ``D ** -0.5`` if None (static).
-      sliding_window: attend to this many last tokens only, the query's own included (static).
+      sliding_window: number of tokens that a query sees, itself included; None for all (static).
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)`` (Gemma 2, section 2; static).
-      k_scale, v_scale: f32 ``[L, P, K, C]``, what the numbers of a quantised pool are multiplied
-        by; None for other pools.
-      sinks: floating point ``[H]``: one more logit in the softmax of each head, without a value,
-        neither scaled nor capped (gpt-oss model card, section 2.2).
-      return_lse: return the log-sum-exp too, which `merge_attention` needs.
-      backend: a name in `paged_jax.kernels.BACKENDS`, such as ``"triton"`` (GPU) or ``"xla"``, or
-        None for the best one of the platform that the program is lowered for (static).
+      k_scale: f32 ``[L, P, K, C]``, factors of the keys of a quantised pool; None for other pools.
+      v_scale: factors of the values, like `k_scale`.
+      sinks: floating point ``[H]``, one more logit in the softmax of each head. It has no value,
+        and is neither scaled nor capped (gpt-oss model card, section 2.2).
+      return_lse: also return the log-sum-exp (static), see `merge_attention`.
+      backend: a name in `paged_jax.kernels.BACKENDS`, such as ``"triton"`` (GPU) or ``"xla"``; None
+        for the best backend of the platform that the program is lowered for (static).
       interpret: run the Pallas kernel of `backend` in its interpreter, on any platform (static).
 
     Returns:
       ``[B, H, D]`` in the dtype of `q`. Softmax and accumulation are in float32. With
-      `return_lse`, ``(out, lse)``: f32 ``[B, H]``, the natural logarithm of the softmax's
-      denominator, sinks included, and -inf where that is 0.
+      `return_lse`, ``(out, lse)``: `lse`, f32 ``[B, H]``, is the natural logarithm of the softmax
+      denominator, including sinks; -inf if the denominator is 0.
 
     Raises:
-      ValueError: shapes or dtypes do not fit together, scales are missing or superfluous, what is
-        static is traced, arrays are on a mesh with explicit axes, or the backend's name is unknown
-        or it does not run on the device of the arrays.
-      NotImplementedError: the backend that was asked for cannot do this; it says why.
+      ValueError: shapes or dtypes do not match, scales are missing or superfluous, a static
+        argument is traced, arrays are on a mesh with explicit axes, or `backend` is unknown or does
+        not run on the device of the arrays.
+      NotImplementedError: `backend` does not support the arguments; the message says why.
 
-    Cost: proportional to the tokens in the batch, whatever the width of the table.
+    Cost: proportional to the number of tokens in the batch. The width of the table does not matter.
 
     Example:
       >>> k_pool = v_pool = jnp.ones((1, 4, 2, 8, 16))       # 4 blocks of 8 tokens, 2 KV heads
@@ -205,30 +204,38 @@ def paged_prefill_attention(
     backend: str | None = None,
     interpret: Interpret = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attend with a chunk of prompt tokens per sequence, causally, over context and chunk.
+    """Attend causally with a chunk of tokens per sequence (prefill).
 
     The chunk is the end of its sequence: query ``i`` of sequence ``b`` is token
-    ``context_lens[b] - query_lens[b] + i`` and sees the tokens up to itself. Chunks of different
-    lengths share a batch, padded to ``T`` rows; the padding is not computed. Differentiable as
-    `paged_attention`, through the pools in the keys and values of the chunk too.
+    ``context_lens[b] - query_lens[b] + i``, and sees the tokens up to itself. Shorter chunks are
+    padded to ``T`` rows, and nothing is computed for the padding. Differentiable like
+    `paged_attention`.
 
     Args:
       q: ``[B, T, H, D]`` floating point.
-      k_pool: ``[L, P, K, C, D]``, keys; those of the chunk are already written.
-      v_pool: the values, as the keys.
-      block_tables: integer ``[B, M]``.
-      context_lens: integer ``[B]``, tokens in each sequence, the chunk included.
-      query_lens: integer ``[B]``, tokens in each chunk, 0 to T and at most `context_lens`; what is
-        above counts as the most that there can be.
-      layer, scale, sliding_window, soft_cap, k_scale, v_scale, sinks, return_lse, backend,
-        interpret: see `paged_attention`.
+      k_pool: ``[L, P, K, C, D]``, keys, including the keys of the chunk.
+      v_pool: values, of the same shape and dtype as `k_pool`.
+      block_tables: integer ``[B, M]``, block ids of each sequence in order.
+      context_lens: integer ``[B]``, tokens in each sequence, including the chunk.
+      query_lens: integer ``[B]``, tokens in each chunk, at most T and at most `context_lens`.
+      layer: see `paged_attention`, as for all following arguments.
+      scale: factor of the scores.
+      sliding_window: number of tokens that a query sees.
+      soft_cap: soft cap of the scores.
+      k_scale: factors of the keys of a quantised pool.
+      v_scale: factors of the values of a quantised pool.
+      sinks: one more logit in the softmax of each head.
+      return_lse: also return the log-sum-exp.
+      backend: name of the backend.
+      interpret: run the Pallas kernel of `backend` in its interpreter.
 
     Returns:
-      ``[B, T, H, D]`` in the dtype of `q`; rows past `query_lens` are 0. With `return_lse`,
-      ``(out, lse)``: f32 ``[B, T, H]``, and -inf in rows past `query_lens`.
+      ``[B, T, H, D]`` in the dtype of `q`; 0 in rows past `query_lens`. With `return_lse`,
+      ``(out, lse)``: f32 ``[B, T, H]``, -inf in rows past `query_lens`.
 
     Raises:
-      ValueError, NotImplementedError: as for `paged_attention`.
+      ValueError: see `paged_attention`.
+      NotImplementedError: see `paged_attention`.
 
     Example:
       >>> k_pool = v_pool = jnp.ones((1, 4, 2, 8, 16))
@@ -263,15 +270,10 @@ def attend(
     backend: str | None,
     interpret: Interpret,
 ) -> tuple[jax.Array, jax.Array]:
-    """Check the arguments of an attention op, choose a backend and run it.
+    """Check the arguments of an attention op, choose a backend, run it, and return ``(out, lse)``.
 
-    Args:
-      function: name of the op, for error messages.
-      args: arrays as the user passed them; a decode if `query_lens` is None.
-      scale, sliding_window, soft_cap, backend, interpret: see `paged_attention`.
-
-    Returns:
-      ``(out, lse)``.
+    `function` is the name of the op in error messages. The other arguments are as the user passed
+    them; it is a decode if ``args.query_lens`` is None.
     """
     args, sizes = _checked(function, args)
     default_scale: float = sizes["D"] ** -0.5
@@ -328,7 +330,7 @@ def _checked(function: str, args: AttentionArgs) -> tuple[AttentionArgs, dict[st
 
 
 def _bounded(args: AttentionArgs, sizes: Mapping[str, int]) -> AttentionArgs:
-    """Context lengths within the table, 0 in a layer that is none, and chunks within them."""
+    """Clip the lengths to the table and the chunk, and to 0 if there is no such layer."""
     is_layer = (args.layer >= 0) & (args.layer < sizes["L"])
     longest = jnp.where(is_layer, sizes["M"] * sizes["C"], 0)
     context_lens = jnp.clip(args.context_lens, 0, longest)
@@ -339,7 +341,7 @@ def _bounded(args: AttentionArgs, sizes: Mapping[str, int]) -> AttentionArgs:
 
 
 def _attend_to_nothing(args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
-    """The result without queries, or with tables without blocks."""
+    """Return the result if there are no queries, or if block tables have no entries."""
     lse = jnp.full(args.q.shape[:-1], -jnp.inf, jnp.float32)
     if args.query_lens is None and args.sinks is not None:
         lse = jnp.broadcast_to(args.sinks.astype(lse.dtype)[None], lse.shape)

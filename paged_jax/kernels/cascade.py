@@ -1,9 +1,9 @@
-"""Decode attention of sequences that begin with the same blocks: those are read once for all.
+"""Cascade attention: blocks that all sequences of a batch share are read once.
 
-A shared system prompt, the samples of one prompt and the beams of a search have leading blocks in
-common. The queries of all sequences over them are one decode of a single sequence with many query
-heads, a product of matrices; what follows is read by each sequence for itself; and the two results
-are merged (Juravsky et al., 2024, "Hydragen"; Ye et al., 2024, "Cascade Inference").
+Requests with the same system prompt, parallel samples and beams have leading blocks in common. The
+queries of all sequences attend to these blocks as a single sequence with many query heads, which is
+a large matmul. Each sequence then attends to its own remaining blocks, and the two results are
+merged (Juravsky et al., 2024, "Hydragen"; Ye et al., 2024, "Cascade Inference").
 """
 
 import jax
@@ -17,34 +17,34 @@ from paged_jax.kernels.backend import AttentionArgs, Interpret, Pools
 from paged_jax.kernels.checks import as_arrays, as_int32, check_sharding, pool_letters
 from paged_jax.kernels.pool_format import wider_dtype
 
-# Tokens whose reading must be spared before the shared blocks get a pass of their own, which costs
-# about 0.06 ms. From 2 cores.
-_WORTHWHILE = 512
+# Minimum number of token reads that sharing must save. The second pass costs about 0.06 ms
+# (measured on 2 CPU cores).
+_MIN_SAVED_TOKENS = 512
 
 
 def is_sharing_possible(batch: int, max_blocks: int, block_size: int) -> bool:
-    """Return whether block tables of this size can hold enough tokens to be worth sharing.
+    """Return whether sharing can pay off with block tables of this size.
 
     Args:
       batch: number of sequences (B).
       max_blocks: blocks in a row of the table (M).
       block_size: tokens in a block (C).
     """
-    return (batch - 1) * max_blocks * block_size >= _WORTHWHILE
+    return (batch - 1) * max_blocks * block_size >= _MIN_SAVED_TOKENS
 
 
 def num_shared_blocks(
     block_tables: jax.Array, context_lens: jax.Array, block_size: int
 ) -> jax.Array:
-    """Count the leading full blocks that all sequences have in common.
+    """Count the leading full blocks that all sequences share.
 
     Args:
       block_tables: integer ``[B, M]``, as for `paged_attention`.
-      context_lens: integer ``[B]``; sequences without tokens are left out.
-      block_size: C, tokens in a block.
+      context_lens: integer ``[B]``; empty sequences are ignored.
+      block_size: tokens in a block (C).
 
     Returns:
-      i32 ``[]``; 0 where the count is so small that reading them once is not worth it.
+      i32 ``[]``; 0 if so few blocks are shared that `cascade_attention` does not pay off.
 
     Example:
       >>> tables, lens = jnp.array([[4, 2, 7], [4, 2, 1]]), jnp.array([1000, 1040])
@@ -58,8 +58,8 @@ def num_shared_blocks(
     num_full = jnp.min(jnp.where(is_used, context_lens // block_size, M))
     is_shared = is_same & (jnp.arange(M, dtype=jnp.int32) < num_full)
     count = jnp.sum(jnp.cumprod(is_shared.astype(jnp.int32)), dtype=jnp.int32)
-    spared = (jnp.sum(is_used, dtype=jnp.int32) - 1) * count * block_size
-    return jnp.where(spared >= _WORTHWHILE, count, 0)
+    num_saved = (jnp.sum(is_used, dtype=jnp.int32) - 1) * count * block_size
+    return jnp.where(num_saved >= _MIN_SAVED_TOKENS, count, 0)
 
 
 @names_arguments
@@ -80,24 +80,35 @@ def cascade_attention(
     backend: str | None = None,
     interpret: Interpret = False,
 ) -> jax.Array:
-    """As `paged_attention`, reading the first `num_shared` blocks once for all sequences.
+    """Compute `paged_attention`, but read the first `num_shared` blocks once for all sequences.
 
-    Its result is `paged_attention`'s to rounding: unlike there, the last bits of a row may depend
-    on whether the other rows share its blocks. It has no sliding window, which would end at a
-    different token for each sequence.
+    The result equals `paged_attention` up to rounding. The last bits of a row may depend on whether
+    the other rows share its blocks. Sliding windows are not supported, because they start at a
+    different token in each sequence.
 
     Args:
-      q, k_pool, v_pool, context_lens: see `paged_attention`.
-      block_tables: integer ``[B, M]``, of which the first `num_shared` columns are the same in all
-        rows with tokens, and all of them full blocks.
-      num_shared: i32 ``[]``, at most what `num_shared_blocks` counts; it may be traced.
-      layer, scale, soft_cap, k_scale, v_scale, sinks, backend, interpret: see `paged_attention`.
+      q: see `paged_attention`.
+      k_pool: see `paged_attention`.
+      v_pool: see `paged_attention`.
+      block_tables: integer ``[B, M]``. The first `num_shared` columns are full blocks, and equal in
+        all rows with tokens.
+      context_lens: see `paged_attention`.
+      num_shared: i32 ``[]``, at most the result of `num_shared_blocks`; may be traced.
+      layer: see `paged_attention`, as for all following arguments.
+      scale: factor of the scores.
+      soft_cap: soft cap of the scores.
+      k_scale: factors of the keys of a quantised pool.
+      v_scale: factors of the values of a quantised pool.
+      sinks: one more logit in the softmax of each head.
+      backend: name of the backend.
+      interpret: run the Pallas kernel of `backend` in its interpreter.
 
     Returns:
-      ``[B, H, D]`` in the dtype of `q`, 0 where `context_lens` is 0.
+      ``[B, H, D]`` in the dtype of `q`; 0 for empty sequences.
 
     Raises:
-      ValueError, NotImplementedError: as `paged_attention`.
+      ValueError: see `paged_attention`.
+      NotImplementedError: see `paged_attention`.
 
     Example:
       >>> k_pool = v_pool = jnp.ones((1, 4, 2, 8, 16))       # 4 blocks of 8 tokens, 2 KV heads
@@ -153,7 +164,7 @@ def cascade_attention(
 
 
 def _as_one_sequence(q: jax.Array, num_kv_heads: int) -> jax.Array:
-    """Reshape queries ``[B, H, D]`` to those of one sequence, ``[1, B * H, D]``.
+    """Reshape queries ``[B, H, D]`` to a single sequence with more heads, ``[1, B * H, D]``.
 
     All queries that read a KV head become one group of query heads.
     """
@@ -173,23 +184,22 @@ def _as_batch(x: jax.Array, shape: tuple[int, ...], num_kv_heads: int) -> jax.Ar
 def merge_attention(
     out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge attention over some keys with attention of the same queries over other keys.
+    """Merge the attention of the same queries over two disjoint sets of keys.
 
-    The result is that of one softmax over both sets of keys (Dao et al., 2023, "Flash-Decoding").
-    So sequences that share a long prefix can read it once for all their queries, and what follows
-    it each for itself. Pass `sinks` to one of the two parts only. Differentiable.
+    The result is the attention over the union of both sets (Dao et al., 2023, "Flash-Decoding").
+    Pass `sinks` to only one of the two calls. Differentiable.
 
     Args:
-      out_a: ``[..., D]``, the first result.
-      lse_a: f32 ``[...]``, its log-sum-exp; -inf where it saw no key.
-      out_b: ``[..., D]``, the second result.
-      lse_b: f32 ``[...]``.
+      out_a: ``[..., D]``, output over the first set.
+      lse_a: f32 ``[...]``, log-sum-exp over the first set; -inf if it has no key.
+      out_b: ``[..., D]``, output over the second set.
+      lse_b: f32 ``[...]``, log-sum-exp over the second set.
 
     Returns:
       ``(out, lse)``: ``[..., D]`` in the dtype of `out_a`, and f32 ``[...]``.
 
     Raises:
-      ValueError: the shapes do not fit together.
+      ValueError: the shapes do not match.
 
     Example:
       >>> ones, zeros, lse = jnp.ones((1, 4)), jnp.zeros((1, 4)), jnp.zeros(1)

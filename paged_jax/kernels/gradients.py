@@ -1,25 +1,23 @@
-"""The backward pass of paged attention, in plain JAX, shared by all backends.
+"""Backward pass of paged attention, in plain JAX, shared by all backends.
 
-Nothing of the size of queries x tokens is kept by the forward pass: the weights of a tile are made
-again from its scores and from the log-sum-exp of each row (Dao et al., 2022, FlashAttention,
-section 3.1). With ``_bar`` for the gradient in something, each query row has::
+The forward pass stores no array of size queries x tokens. The backward pass recomputes the softmax
+weights of a tile from its scores and the log-sum-exp of each row (Dao et al., 2022, FlashAttention,
+section 3.1). With ``x_bar`` for the gradient in ``x``, each query row has::
 
     capped = soft_cap * tanh(scale * q . k / soft_cap)        weight = exp(capped - lse)
     capped_bar = weight * (out_bar . v - shift)               shift = out_bar . out - lse_bar
     sink_bar = exp(sink - lse) * -shift
 
-What is read when, B' chunks x T' queries at a time (together at most QUERIES)::
+A query tile has B' chunks x T' queries, at most QUERIES in total::
 
-    q, out_bar, lse  [B', T']  of a query tile
+    for each query tile:  q, out_bar, lse  [B', T']
         while a chunk of the tile has tokens left:
-            k, v  [B', TILE tokens]  gathered  ->  q_bar, which stays in the loop
+            k, v  [B', TILE tokens]  gathered  ->  q_bar, carried by the loop
                                                ->  k_bar, v_bar, added to one layer of the pool
 
-Loops have dynamic bounds, so that the cost follows the tokens. Memory is that of a tile, besides
-arrays of the shapes of q and of one layer of the pools.
-
-The pools' gradients are built only where they are asked for: a policy gradient that needs those of
-the queries alone allocates no pool.
+Loop bounds are dynamic, so the cost is proportional to the tokens. Temporary memory is one tile,
+plus arrays of the size of q and of a layer of the pools. The gradients in the pools are
+computed only if requested. A policy gradient in the queries alone allocates no pool.
 """
 
 import functools
@@ -42,9 +40,9 @@ from paged_jax.kernels.backend import (
 from paged_jax.kernels.opaque_call import without_index_checks
 from paged_jax.kernels.pool_format import wider_dtype
 
-# Most query tokens, of one chunk or of several short ones, that share a loop step.
+# Maximum query tokens in a loop step, from a long chunk or several short chunks.
 QUERIES = 128
-# Most tokens of a sequence in a loop step.
+# Maximum tokens of a sequence in a loop step.
 TILE = 128
 
 
@@ -52,11 +50,11 @@ class Gradients(NamedTuple):
     """Gradients in the arguments of an attention op.
 
     Attributes:
-      q: gradient in the queries, of their shape.
-      k: ``[P, K, C, D]``, gradient in one layer of the pool, float32 at least: many queries add up
-        in it. None where it is not wanted.
-      v: the same for the values.
-      sinks: gradient in the sinks, of their shape; None without them.
+      q: gradient in the queries.
+      k: ``[P, K, C, D]``, gradient in one layer of the pool of keys. At least float32, because it
+        is a sum over many queries. None if not requested.
+      v: gradient in the values, like `k`.
+      sinks: gradient in the sinks; None if there are none.
     """
 
     q: jax.Array
@@ -95,13 +93,15 @@ def attend_differentiably(
 )
 @dataclass(frozen=True)
 class _Residuals:
-    """What the backward pass needs of the forward pass.
+    """Results of the forward pass that the backward pass needs.
 
     Attributes:
-      args: the arguments of the op, except that pools with a gradient are cut down to one layer.
-      out, lse: the results.
-      layer: number of that layer among all of the pool.
-      num_layers: layers of the pools if they have a gradient, else None.
+      args: arrays of the call. If a gradient in the pools is requested, the pools have only the
+        layer that the call reads.
+      out: output of the call.
+      lse: log-sum-exp of the call.
+      layer: index of that layer in the whole pools.
+      num_layers: layers of the whole pools if a gradient in them is requested, else None.
     """
 
     args: AttentionArgs
@@ -125,8 +125,8 @@ def _forward(ops: AttentionOps, primals: AttentionArgs, options: Options):
             f"paged attention: pools must be floating point for a gradient in them, got "
             f"{pools.k.dtype}. Stop the gradient in pools and scales with jax.lax.stop_gradient."
         )
-    # One layer: where the layers of a model take turns in writing to one pool and reading it, every
-    # one of them would otherwise keep a pool of its own until the backward pass.
+    # Keep one layer only. Each layer of a model writes to the pools before it reads them, so each
+    # would otherwise keep its own version of the whole pools until the backward pass.
     kept = Pools(*(lax.dynamic_index_in_dim(pool, layer, keepdims=True) for pool in pools[:2]))
     args = args._replace(pools=kept, layer=jnp.zeros_like(layer))
     return (out, lse), _Residuals(args, out, lse, layer, pools.k.shape[0])
@@ -151,7 +151,7 @@ def _backward(ops: AttentionOps, options: Options, residuals: _Residuals, bars):
             for pool, bar in zip(args.pools[:2], (gradients.k, gradients.v), strict=True)
         )
         pools_bar = Pools(k_bar, v_bar)
-    # None stands for no gradient: in integers, in pools where it is not wanted, in absent sinks.
+    # None means no gradient: for integers, missing sinks, and pools if not requested.
     args_bar: Any = AttentionArgs(gradients.q, pools_bar, None, None, None, gradients.sinks, None)  # type: ignore
     return (args_bar,)
 
@@ -159,9 +159,9 @@ def _backward(ops: AttentionOps, options: Options, residuals: _Residuals, bars):
 def _only_layer(
     pool: jax.Array, bar: jax.Array, layer: int | jax.Array, num_layers: int
 ) -> jax.Array:
-    """A pool that is zero but for one layer, and there in the lanes beyond D too."""
+    """Return a pool that is zero except for D lanes of a layer."""
     bar = jnp.pad(bar, ((0, 0),) * 3 + ((0, pool.shape[-1] - bar.shape[-1]),)).astype(pool.dtype)
-    # Not by an update of zeros: XLA would make those of K and V once, and copy them.
+    # Not an update of zeros, because XLA would create the zeros of K and V once and copy them.
     is_layer = jnp.arange(num_layers, dtype=jnp.int32) == layer
     return jnp.where(jnp.expand_dims(is_layer, (1, 2, 3, 4)), bar[None], 0)
 
@@ -178,7 +178,7 @@ def _differentiable_once(function: str, arrays: Any) -> Any:
 def _refuse_second_derivative(function: str, primals: Any, tangents: Any) -> Any:
     del primals, tangents
     raise NotImplementedError(
-        f"{function}: only the first derivative is implemented, got a derivative of its gradient. "
+        f"{function}: only the first derivative is implemented, got a second one. "
         'For higher orders use paged_attention or paged_prefill_attention with backend="reference".'
     )
 
@@ -257,7 +257,7 @@ def _prefill_gradients(
     B, T, H, D = q.shape
     P, K, C = pools.num_blocks, pools.num_kv_heads, pools.block_size
     dtype = wider_dtype(q.dtype, jnp.float32)
-    is_row = lse != -jnp.inf  # elsewhere the results are constants
+    is_row = lse != -jnp.inf  # the results of other rows are constants
     shift = jnp.sum(out.astype(dtype) * out_bar.astype(dtype), axis=-1) - lse_bar
     shift_BTH = jnp.where(is_row, shift, 0)
     sinks_bar = None
@@ -270,12 +270,12 @@ def _prefill_gradients(
     if q.size == 0:
         return bars
 
-    # Where queries are bfloat16, so are the keys as a rule, and exact in the TF32 of GPUs.
+    # With bfloat16 queries the keys are usually bfloat16 too, and exact in the TF32 of GPUs.
     precision = "highest" if jnp.finfo(q.dtype).bits >= 32 else "default"
     dot = functools.partial(jnp.einsum, precision=precision)
     chunks, queries = _tile_sizes(B, T)
     tiles_a_chunk = -(-T // queries)
-    # Chunks of like lengths share their loops. Rows past the batch are read as zero, so as empty.
+    # Chunks of similar lengths share a loop. Rows past the batch are read as zero, so as empty.
     order = jnp.pad(jnp.argsort(context_lens), (0, -B % chunks), constant_values=B)
 
     def fold_queries(index: jax.Array, bars: Gradients) -> Gradients:
@@ -297,19 +297,19 @@ def _prefill_gradients(
 
 
 def _tile_sizes(batch: int, num_queries: int) -> tuple[int, int]:
-    """How many chunks, and how many queries of each, a tile has."""
+    """Return the number of chunks in a tile, and the number of queries of each."""
     queries = min(num_queries, QUERIES)
     return min(batch, QUERIES // queries), queries
 
 
 class _QueryTile(NamedTuple):
-    """A tile of queries, those of a group as rows beside each other: R = T * G of them."""
+    """A tile of queries. Its R = T * G rows are pairs of a token and a head of the group."""
 
-    q: jax.Array  # [B, K, R, D], float32 at least, as the others
+    q: jax.Array  # [B, K, R, D], at least float32, like the others
     out_bar: jax.Array  # [B, K, R, D]
     lse: jax.Array  # [B, K, R]
     shift: jax.Array  # [B, K, R]
-    positions: jax.Array  # i32 [B, T], -1 where there is no query; rising in those that are
+    positions: jax.Array  # i32 [B, T], ascending; -1 in padding
 
 
 def _read_rows(
@@ -332,7 +332,7 @@ def _read_rows(
     def read(x: jax.Array) -> jax.Array:
         x = x.at[chunk_B[:, None], token_T[None]].get(mode="fill", fill_value=0)
         x = x.astype(wider_dtype(x.dtype, jnp.float32))
-        # Padding may hold NaN, which a weight of zero would not remove from the sum over queries.
+        # Padding may be NaN, which a weight of zero does not remove from a sum over queries.
         x = jnp.where(jnp.expand_dims(is_query_BT, range(2, x.ndim)), x, 0)
         B, T, H, *D = x.shape
         x = x.reshape(B, T, num_kv_heads, H // num_kv_heads, *D)
@@ -358,10 +358,10 @@ def _fold_keys(
     k_bar: jax.Array | None,
     v_bar: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Read all keys that a tile of queries sees; add to k_bar and v_bar ``[P, K, C, D]``.
+    """Loop over all keys that a tile of queries sees.
 
     Returns:
-      ``(q_bar, k_bar, v_bar)``, the first as the rows' q.
+      ``(q_bar, k_bar, v_bar)``: the gradient in ``rows.q``, and the updated `k_bar` and `v_bar`.
     """
     P, C = pools.num_blocks, pools.block_size
     group = rows.q.shape[2] // rows.positions.shape[1]
@@ -377,7 +377,7 @@ def _fold_keys(
         columns_M = jnp.arange(tile_blocks, dtype=jnp.int32)
         entries_BM = ((begin_B + index) * tile_blocks)[:, None] + columns_M[None]
         blocks_BM = jnp.take_along_axis(tables_BM, entries_BM, axis=1, mode="clip")
-        # Entries past the tokens may be blocks of others; P is none.
+        # Entries past the tokens may be blocks of other sequences. P is no block.
         blocks_BM = jnp.where(entries_BM * C <= last_B[:, None], blocks_BM, P)
         tokens_N = jnp.arange(tile, dtype=jnp.int32)
         positions_BN = ((begin_B + index) * tile)[:, None] + tokens_N[None]
@@ -385,7 +385,7 @@ def _fold_keys(
         if options.sliding_window is not None:
             window = options.sliding_window
             seen_BTN &= positions_BN[:, None] > rows.positions[..., None] - window
-        # Keys that no query sees may hold NaN, which a weight of zero would not remove.
+        # Keys that no query sees may be NaN, which a weight of zero does not remove.
         is_seen = seen_BTN.any(axis=1)[:, None, :, None]
         k, v = (
             jnp.where(is_seen, tokens, 0) for tokens in _gather(pools, layer, blocks_BM, rows.q)
@@ -405,7 +405,7 @@ def _fold_keys(
 def _weights(
     rows: _QueryTile, k: jax.Array, v: jax.Array, seen: jax.Array, options: Options, dot: Callable
 ) -> tuple[jax.Array, jax.Array]:
-    """The softmax's weights ``[B, K, R, N]``, and the gradient in q . k."""
+    """Return the softmax weights ``[B, K, R, N]``, and the gradient in q . k."""
     capped = options.scale * dot("bkrd,bknd->bkrn", rows.q, k)
     if options.soft_cap is not None:
         capped = options.soft_cap * jnp.tanh(capped / options.soft_cap)
@@ -418,7 +418,7 @@ def _weights(
 
 
 def _blocks_and_heads(blocks_BM: jax.Array, num_kv_heads: int) -> tuple[jax.Array, jax.Array]:
-    """Index of ``[P, K, ...]`` that gives ``[B, K, M, ...]``."""
+    """Return the index of ``[P, K, ...]`` that gives ``[B, K, M, ...]``."""
     return blocks_BM[:, None], jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
 
 
@@ -428,7 +428,7 @@ def _gather(
     blocks_BM: jax.Array,
     like: jax.Array,  # for its head dimension and dtype
 ) -> list[jax.Array]:
-    """Copy blocks of K and V out, ``[B, K, M * C, D]`` each; ids out of range give any block."""
+    """Gather blocks of K and V, ``[B, K, M * C, D]`` each; ids out of range give any block."""
     (B, M), K, D = blocks_BM.shape, pools.num_kv_heads, like.shape[-1]
     if isinstance(pools, Pages):
         tokens = pools.kv.at[blocks_BM].get(mode="clip").astype(like.dtype)
@@ -444,7 +444,7 @@ def _gather(
 
 
 def _add_blocks(bar: jax.Array, blocks_BM: jax.Array, tokens_BKND: jax.Array) -> jax.Array:
-    """Add tokens to their blocks in ``[P, K, C, D]``; ids of P and beyond are dropped."""
+    """Add tokens to their blocks in ``[P, K, C, D]``; ids from P on are dropped."""
     _, K, C, D = bar.shape
     blocks = tokens_BKND.reshape(len(blocks_BM), K, -1, C, D)
     return bar.at[_blocks_and_heads(blocks_BM, K)].add(blocks, mode="drop")

@@ -1,7 +1,7 @@
-"""What paged attention means: gather every token of the table, mask, softmax.
+"""Backend ``"reference"``: the definition of paged attention. Gather all tokens, mask, softmax.
 
-Nothing here is fast, and everything is plain. The other backends are tested against it, and it
-against float64. JAX differentiates it as it stands.
+It is simple and slow. Tests compare the other backends with it, and it with float64. JAX
+differentiates it without custom rules.
 """
 
 import functools
@@ -26,12 +26,12 @@ from paged_jax.kernels.ragged import find_chunks, find_rows
 
 @dataclass(frozen=True)
 class Reference:
-    """The backend ``"reference"``; it refuses nothing."""
+    """The backend ``"reference"``, which supports every problem."""
 
     platform: ClassVar[str | None] = None
 
     def refusal(self, problem: Problem) -> str | None:
-        """Nothing is refused."""
+        """Return None, because every problem is supported."""
         del problem
         return None
 
@@ -42,13 +42,13 @@ class Reference:
     def attend_ragged(
         self, args: RaggedArgs, options: RaggedOptions
     ) -> tuple[jax.Array, jax.Array]:
-        """Attend with chunks of any lengths."""
+        """Attend to a ragged batch."""
         return attend_ragged(args, options)
 
 
 @functools.partial(jax.jit, static_argnames="options")
 def attend_ragged(args: RaggedArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-    """Attend with chunks of any lengths: decode each query as the last token of a sequence."""
+    """Attend to a ragged batch: decode each query as the last token of its own sequence."""
     chunks = find_chunks(args)
     rows = find_rows(args, chunks)
     before = args.context_lens - chunks.lens
@@ -82,7 +82,7 @@ def _prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Arra
     if options.sliding_window is not None:
         seen_BTN &= key_positions > query_positions - options.sliding_window
 
-    # Tokens that no query sees may hold NaN, which neither a weight nor a gradient of 0 removes.
+    # Tokens that no query sees may be NaN, which a weight or gradient of zero does not remove.
     is_seen = seen_BTN.any(axis=1)[:, :, None, None]
     k_BNKD, v_BNKD = (
         jnp.where(is_seen, tokens[..., :D], 0)
@@ -112,8 +112,8 @@ def _prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Arra
 def _gather(
     pools: Pools | Pages, layer: int | jax.Array, tables: jax.Array, dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """K and V of every sequence in order, ``[B, M * C, K, D]``; entries out of range give NaN."""
-    # Through rows that are in range, since small integers have no NaN to fill with.
+    """Gather K and V of each sequence, ``[B, M * C, K, D]``; entries out of range give NaN."""
+    # The index is clipped and NaN set later, because int8 has no NaN to fill with.
     P = pools.num_blocks
     is_block = ((tables >= 0) & (tables < P))[:, :, None, None, None]
     rows = jnp.clip(tables, 0, P - 1)

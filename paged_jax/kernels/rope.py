@@ -1,4 +1,4 @@
-"""From one projection to queries, keys and values: RMS norm of each head, rotary embedding."""
+"""RMS norm and rotary embedding (RoPE) of the heads of a fused QKV projection."""
 
 from collections.abc import Callable
 
@@ -12,38 +12,37 @@ from paged_jax.kernels.pool_format import query_dtype
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, num_heads: int = 1) -> jax.Array:
-    """Scale float32 ``x [..., E]`` to unit root mean square (Zhang and Sennrich, 2019).
+    """Apply RMS norm to the last dimension (Zhang and Sennrich, 2019).
 
     Args:
       x: float32 ``[..., E]``.
       weight: floating point ``[E]``.
       eps: added to the mean square.
-      num_heads: rows of `x` that belong to one token. Those of few tokens are summed on CPUs as
-        `sum_rows` does.
+      num_heads: rows of `x` per token, see `sum_rows`.
     """
     return scale_by(x, mean_square(x, num_heads=num_heads), weight, eps)
 
 
 def mean_square(x: jax.Array, *, num_heads: int = 1) -> jax.Array:
-    """Of float32 ``x [..., E]``, float32 ``[..., 1]``; see `rms_norm`."""
+    """Return the mean square of float32 ``[..., E]`` as ``[..., 1]``, see `rms_norm`."""
     return sum_rows(jnp.square(x), rows_per_token=num_heads) / x.shape[-1]
 
 
 def scale_by(x: jax.Array, mean_square: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """The norm of ``x`` whose mean square is known ``[..., 1]``; see `rms_norm`."""
+    """Apply RMS norm to `x`, given its mean square ``[..., 1]``, see `rms_norm`."""
     weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
     return x * lax.rsqrt(mean_square + eps) * weight
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate the pairs ``(x[i], x[i + D/2])`` of float32 ``x [..., heads, D]``.
+    """Rotate the pairs ``(x[i], x[i + D / 2])`` of each head (RoFormer, section 3.2.2).
 
-    This pairing of the two halves is that of Hugging Face checkpoints; Meta's own files
-    interleave the pairs (RoFormer, section 3.2.2).
+    Hugging Face checkpoints pair the elements in this way. Meta's checkpoints interleave the pairs.
 
     Args:
       x: float32 ``[..., heads, D]``.
-      cos, sin: f32 ``[..., D / 2]``, of the angle of each pair.
+      cos: f32 ``[..., D / 2]``, cosine of the angle of each pair.
+      sin: f32 ``[..., D / 2]``, sine of the angle of each pair.
     """
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
@@ -59,16 +58,17 @@ def split_and_rotate(
     *,
     norm_eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries and keys, normed and rotated, and values, from one projection.
+    """Split a projection into normalised and rotated queries and keys, and values.
 
     Args:
-      qkv: float32 ``[..., K, G + 2, D]``: for each KV head its G queries, its key, its value.
-      cos, sin: f32 ``[..., D / 2]``, of the angle of each pair.
-      norms: None, or the weights ``[D]`` of the RMS norms of queries and of keys.
+      qkv: float32 ``[..., K, G + 2, D]``: the G queries, the key and the value of each KV head.
+      cos: f32 ``[..., D / 2]``, see `rotate`.
+      sin: f32 ``[..., D / 2]``, see `rotate`.
+      norms: weights ``[D]`` of the RMS norms of queries and keys; None for no norms.
       norm_eps: added to the mean square of a head.
 
     Returns:
-      q ``[..., H, D]``, k and v ``[..., K, D]``, float32.
+      q ``[..., H, D]``, k ``[..., K, D]`` and v ``[..., K, D]``, float32.
     """
     *rows, K, _, D = qkv.shape
     G = qkv.shape[-2] - 2
@@ -84,7 +84,7 @@ def split_and_rotate(
 def rope_then_write(
     write: Callable[[WriteArgs], Pools], args: RopeWriteArgs, options: Options
 ) -> tuple[jax.Array, Pools]:
-    """What the op means: split, norm and rotate in float32, then write."""
+    """Compute `paged_rope_write` in plain JAX: split, normalise and rotate in float32; write."""
     pools = args.pools
     q, k, v = split_and_rotate(
         args.qkv.astype(jnp.float32),
