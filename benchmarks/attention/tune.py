@@ -109,7 +109,7 @@ def make_jobs(
 def current_params(device_kind: str, op: str, shape: tuning.Shape) -> tuning.Params:
     """Return the parameters that the kernels use now."""
     choose = {"decode": tuning.decode_params, "prefill": tuning.prefill_params}[op]
-    return choose(device_kind, **shape._asdict())
+    return choose(device_kind, shape)
 
 
 def make_candidates(device_kind: str, op: str, shape: tuning.Shape) -> list[tuning.Params]:

@@ -170,7 +170,7 @@ def test_programs_per_core_fit_an_h200(results, name) -> None:
     pool_dtype = case.pool_dtype or case.dtype
     shape = tuning.Shape(case.D, case.G, case.C, case.dtype, pool_dtype)
     shape = shape._replace(group=tuning.slice_size(shape))
-    params = tuning.decode_params("", **shape._asdict())
+    params = tuning.decode_params("", shape)
     counted = tuning.programs_per_core(shape, params, tuning.DEFAULT)
     [attend] = program["kernels"]
     [launch] = [x for x in program["launches"] if x["name"] == attend["name"]]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from paged_jax.kernels.backend import AttentionArgs, Options
-from paged_jax.kernels.triton.prefill import _cut_into_runs, prefill
+from paged_jax.kernels.triton.prefill import _separate_masked_steps, prefill
 from paged_jax.kernels.triton.tuning import PrefillParams
 from tests.support.kernel_cases import Case
 from tests.support.paged_batch import LAYER, OUT_OF_RANGE, PagedBatch, queries
@@ -175,13 +175,15 @@ def test_prefill_rows_do_not_see_each_other() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 17, 40, 200])
-def test_cut_into_runs_masks_what_it_must(window) -> None:
+def test_separate_masked_steps_masks_exactly_the_steps_that_need_it(window) -> None:
     N = 8
     for first, rows in itertools.product([0, 1, 6, 7, 8, 30, 63, 64, 100], [1, 2, 9, 40]):
         last = first + rows - 1
-        runs = _cut_into_runs(jnp.int32(first), jnp.int32(last), N, window)
+        ranges = _separate_masked_steps(jnp.int32(first), jnp.int32(last), N, window)
         steps = [
-            (step, run.is_masked) for run in runs for step in range(int(run.begin), int(run.end))
+            (step, each.is_masked)
+            for each in ranges
+            for step in range(int(each.begin), int(each.end))
         ]
         begin = 0 if window is None else max(first - window + 1, 0)
         assert [step for step, _ in steps] == list(range(begin // N, last // N + 1))

@@ -1,24 +1,23 @@
-"""Decode attention on NVIDIA GPUs: Pallas through the Triton backend.
+"""Decode attention on NVIDIA GPUs.
 
-Flash-decoding (Dao et al., 2023) over the paged pool. One program attends with the query heads of
-one group, which share one read of K and V, to one part of one sequence::
+Flash-decoding (Dao et al., 2023) over the paged pool. A program instance computes one query group,
+which shares one read of K and V, over one part of one sequence::
 
-    sequence a   |step step step|  |step step step|    b   |step step|     visible tokens, in steps
-                        |                 |                     |
-    programs        (head, 0)         (head, 1)             (head, 2)      G rows of one dot each
-                        |                 |                     |
-                 partial out, lse  partial out, lse             |          float32, [N, H, D]
-                        \\________________/                      |
-    merged by the program          |                            |
-    of a that is done last     out, lse                     out, lse       [B, H, D]
+    sequence a           |step step step|  |step step step|    b   |step step|   visible tokens
+                                |                 |                     |
+    program instances       (head, 0)         (head, 1)             (head, 2)    G query heads
+                                |                 |                     |
+                         partial out, lse  partial out, lse             |        float32, [N, H, D]
+                                \\________________/                      |
+    merged by the last             |                            |
+    program instance of a       out, lse                     out, lse            [B, H, D]
 
-A large group is cut into slices that fit the registers of a program. An example is the group of a
-shared prefix, with the query heads of all sequences. Each slice reads K and V again, mostly from
-the cache.
+A large group is cut into slices that fit the registers of a program instance. For example, the
+group of a shared prefix has the query heads of all sequences. Each slice reads K and V again,
+mostly from the L2 cache.
 
-The parts follow from the real lengths, so that all programs read about as much: see `split`, and
-`merge` for how the last program of a sequence knows that it is. A sequence of one part needs none
-of this, and where no sequence is divided nobody counts.
+`split_kv` describes how sequences are split into parts and how the results are merged. If no
+sequence can be split, the kernel has no counters and no partial results.
 """
 
 import functools
@@ -54,34 +53,35 @@ def decode(
     params: tuning.DecodeParams | None = None,
     num_parts: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """One query for each sequence, in one launch.
+    """Attend with one query per sequence, in one launch.
 
     Args:
-      args, options: the call, as `paged_jax.kernels.backend` says.
-      interpret: how to interpret the kernel, if at all.
-      params: launch parameters; those of `tuning` for this device and shape if None.
-      num_parts: parts to divide the batch into, about, or 0 not to divide any sequence;
-        `choose_num_parts` if None.
+      args: arrays of the call.
+      options: options of the call.
+      interpret: whether to interpret the kernel.
+      params: launch parameters; by default those of `tuning` for this GPU and shape.
+      num_parts: approximate number of parts of the batch, 0 to split no sequence; by default
+        `choose_num_parts`.
     """
     q, pools, block_tables = args[:3]
     B, H, D = q.shape
     K, C = pools.num_kv_heads, pools.block_size
-    device = tuning.device()
+    gpu = tuning.device()
     shape = tuning.Shape(D, H // K, C, q.dtype.name, pools.dtype.name)
-    group = _Group(H // K, tuning.slice_size(shape))
+    group = _QueryGroup(H // K, tuning.slice_size(shape))
     shape = shape._replace(group=group.slice_size)
     if params is None:
-        params = tuning.decode_params(device.kind, **shape._asdict())
+        params = tuning.decode_params(gpu.kind, shape)
     capacity = block_tables.shape[1] * C
     split = KVSplit(B, 0, params.step_tokens, capacity, options.sliding_window)
     if num_parts is None:
-        resident = device.num_cores * tuning.programs_per_core(shape, params, device)
+        resident = gpu.num_cores * tuning.programs_per_core(shape, params, gpu)
         num_parts = choose_num_parts(B, K * group.num_slices, split.max_steps, resident)
     return _decode(args, options, params, split._replace(num_parts=num_parts), group, interpret)
 
 
-class _Group(NamedTuple):
-    """Group of query heads that read one KV head, cut into slices with a program for each.
+class _QueryGroup(NamedTuple):
+    """The query heads that share a KV head, cut into slices with a program instance each.
 
     Attributes:
       size: number of query heads in the group (G).
@@ -97,13 +97,30 @@ class _Group(NamedTuple):
         return pl.cdiv(self.size, self.slice_size)
 
 
+class _GroupSlice(NamedTuple):
+    """The query heads of one program instance: slice `index` of the group of KV head `head`."""
+
+    group: _QueryGroup
+    head: jax.Array
+    index: jax.Array | int
+
+    def query_heads(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the query head of each row of a tile, and whether the row is in the slice."""
+        group = self.group
+        place = self.index * group.slice_size + rows
+        is_row = rows < group.slice_size
+        if group.size % group.slice_size:
+            is_row &= place < group.size
+        return self.head * group.size + place, is_row
+
+
 @functools.partial(jax.jit, static_argnames=("options", "params", "split", "group", "interpret"))
 def _decode(
     args: AttentionArgs,
     options: Options,
     params: tuning.DecodeParams,
     split: KVSplit,
-    group: _Group,
+    group: _QueryGroup,
     interpret: Interpret,
 ) -> tuple[jax.Array, jax.Array]:
     q, pools, block_tables, context_lens, _, sinks, layer = args
@@ -140,47 +157,15 @@ def _decode(
 def _zeros(args: AttentionArgs, num_slices: int) -> jax.Array:
     """Return zeroed counters, i32 ``[B, num_slices]``, for the parts of each sequence and slice.
 
-    Not simply zeros: those of all layers would be one for XLA, of which each layer then has a copy
-    made, in a launch of its own. Zeros that XLA takes for different ones, because they depend on
-    the layer, all come out of one kernel. (A length below 0 is one of 0, which has no parts.) They
-    depend on the tables, too: XLA makes one kernel of those that read the same array, unless that
-    is a single number, as is the length of one sequence.
+    Plain zeros would be one constant for all layers, which XLA copies for each layer in a launch of
+    its own. These zeros depend on the layer (no length is negative), so XLA computes the counters
+    of all layers in one kernel. They also depend on the block tables, because XLA makes one kernel
+    only for arrays that are computed from the same array, and not if that is a single number, as
+    the length of a single sequence is.
     """
     number = -1 - jnp.asarray(args.layer, jnp.int32)
     is_one = (args.context_lens == number) & (args.block_tables[:, 0] == number)
     return jnp.broadcast_to(is_one[:, None], (is_one.size, num_slices)).astype(jnp.int32)
-
-
-class _Source(NamedTuple):
-    """One KV head of the pools, of which a program reads a part: refs and scalars.
-
-    Attributes:
-      pools: refs, as `tiles.as_words` has made them.
-      pool_dtype: type of the numbers in their words.
-      head_dim: D.
-      tables_ref: i32 ``[B, M]``.
-      head, layer: indices of what is read.
-      group: the query heads that read the KV head.
-      slice_index: index of this program's slice in the group.
-    """
-
-    pools: Any
-    pool_dtype: Any
-    head_dim: int
-    tables_ref: Any
-    head: jax.Array
-    layer: jax.Array
-    group: _Group
-    slice_index: jax.Array | int
-
-    def query_heads(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the query head of each row of a tile, and whether the row is in the slice."""
-        group = self.group
-        place = self.slice_index * group.slice_size + rows
-        is_row = rows < group.slice_size
-        if group.size % group.slice_size:
-            is_row &= place < group.size
-        return self.head * group.size + place, is_row
 
 
 def _attend_kernel(
@@ -195,88 +180,92 @@ def _attend_kernel(
     options: Options,
     pool_dtype: Any,
     split: KVSplit,
-    group: _Group,
+    group: _QueryGroup,
     instructions: Instructions,
 ) -> None:
     place, program = pl.program_id(0), pl.program_id(1)
     head, slice_index = place, 0
     if group.num_slices > 1:
         head, slice_index = (f(place, group.num_slices) for f in (tiles.divide, tiles.remainder))
-    source = _Source(
-        pools, pool_dtype, q_ref.shape[2], tables_ref, head, layer_ref[0], group, slice_index
-    )
-    attend = functools.partial(
-        _attend, q_ref, sinks_ref, source, options=options, instructions=instructions
-    )
+    group_slice, layer = _GroupSlice(group, head, slice_index), layer_ref[0]
+
+    def attend(part: KVPart) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        kv = tiles.KVHead(pools, pool_dtype, tables_ref, part.sequence, layer, head, q_ref.shape[2])
+        return _attend(q_ref, sinks_ref, kv, group_slice, part, split, options, instructions)
+
     if not split.num_parts:
         part = take_part(split, program, 0, 1, lens_ref[program])
-        _store(result_refs, program, source, *attend(part, split))
+        _store(result_refs, program, group_slice, *attend(part))
         return
     part = find_part(split, load_lengths(split, lens_ref), program)
     refs, counts_ref, partial_refs = result_refs[:2], result_refs[2], result_refs[3:]
 
     @pl.when(part.is_there)
     def _():
-        results, is_whole = attend(part, split), part.count == 1
-        _store(refs, part.sequence, source, *results, is_whole)
-        _store(partial_refs, program, source, *results, ~is_whole)
+        results, is_whole = attend(part), part.count == 1
+        _store(refs, part.sequence, group_slice, *results, is_whole)
+        _store(partial_refs, program, group_slice, *results, ~is_whole)
 
     @pl.when(part.is_there & (part.count > 1))
     def _():
         @pl.when(is_last_part(counts_ref, (part.sequence, place), part.count, instructions))
         def _():
             rows = jnp.arange(tiles.num_rows(group.slice_size), dtype=jnp.int32)
-            heads, is_row = source.query_heads(rows)
+            heads, is_row = group_slice.query_heads(rows)
             start, dtype = program - part.index, tiles.operand_dtype(q_ref.dtype, pool_dtype)
             out, lse = merge_parts(partial_refs, heads, is_row, start, part.count, dtype)
-            _store(refs, part.sequence, source, (out,), lse)
+            _store(refs, part.sequence, group_slice, (out,), lse)
 
 
 def _attend(
     q_ref: Any,
     sinks_ref: Any,
-    source: _Source,
+    kv: tiles.KVHead,
+    group_slice: _GroupSlice,
     part: KVPart,
     split: KVSplit,
-    *,
     options: Options,
     instructions: Instructions,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """The result of a group over a part, as f32 ``[R, lanes]`` for each tuple of lanes, and lse."""
-    dtype = tiles.operand_dtype(q_ref.dtype, source.pool_dtype)
-    num_rows, num_copies = _choose_rows(source.group.slice_size, dtype)
+    """Attend with a slice of query heads to a part of a sequence.
+
+    Returns:
+      The output as f32 ``[R, lanes]`` arrays, one per array of a tile, and lse f32 ``[R]``.
+    """
+    dtype = tiles.operand_dtype(q_ref.dtype, kv.pool_dtype)
+    num_rows, num_copies = _choose_rows(group_slice.group.slice_size, dtype)
     rows = jnp.arange(num_copies * num_rows, dtype=jnp.int32)
-    heads, is_row = source.query_heads(tiles.remainder(rows, num_rows))
-    lanes = _lanes(source.head_dim, num_arrays=2 if is_quantised(source.pool_dtype) else 1)
+    heads, is_row = group_slice.query_heads(tiles.remainder(rows, num_rows))
+    lanes = _lanes(kv.head_dim, num_arrays=2 if is_quantised(kv.pool_dtype) else 1)
     q = tuple(
         plgpu.load(
             q_ref.at[part.sequence, heads[:, None], lane[None]],
-            mask=is_row[:, None] & (lane < source.head_dim)[None],
+            mask=is_row[:, None] & (lane < kv.head_dim)[None],
             other=0,
         )
         for lane in lanes
     )
     sinks = None
     if sinks_ref is not None:
-        # They count once: in the first part.
+        # Sinks count once, in the first part.
         sinks = plgpu.load(sinks_ref.at[heads], mask=is_row & (part.index == 0), other=-jnp.inf)
     is_rest = None if num_copies == 1 else rows >= num_rows
-    softmax = _fold_part(q, sinks, is_rest, part, source, options, split, instructions)
+    softmax = _fold_part(q, sinks, is_rest, part, kv, options, split, instructions)
     return _join_copies(*tiles.finish(softmax, options), num_copies)
 
 
 def _store(
     refs: Sequence[Any],
     place: jax.Array,
-    source: _Source,
+    group_slice: _GroupSlice,
     out: tuple[jax.Array, ...],
     lse: jax.Array,
     is_written: jax.Array | bool = True,
 ) -> None:
-    """Write the result of a group into one row of ``[:, H, D]`` and ``[:, H]``."""
+    """Store the result of a slice in row `place` of ``[:, H, D]`` and ``[:, H]``."""
     out_ref, lse_ref = refs
     D = out_ref.shape[2]
-    heads, is_row = source.query_heads(jnp.arange(lse.size, dtype=jnp.int32))
+    heads, is_row = group_slice.query_heads(jnp.arange(lse.size, dtype=jnp.int32))
     is_row = is_row & is_written
     for lane, array in zip(_lanes(D, len(out)), out, strict=True):
         plgpu.store(
@@ -287,28 +276,29 @@ def _store(
     plgpu.store(lse_ref.at[place, heads], lse, mask=is_row)
 
 
-# An mma instruction of half precision multiplies 16 rows, whatever they hold.
+# An mma instruction of half precision multiplies 16 rows, even if some are padding.
 _MMA_ROWS = 16
 
 
 def _choose_rows(group: int, dtype: Any) -> tuple[int, int]:
-    """Rows of a tile for the query heads of a group, and how many copies of them.
+    """Return the rows of a tile for the query heads of a group, and the number of copies of them.
 
-    A weight of half precision keeps 8 or 11 bits. What rounding takes from it is weighed too: by a
-    second product, for which values are converted, or read, once more; or by rows of the same
-    product that would else be padding. Then the copies differ in their weights and add up.
+    A weight of half precision keeps 8 or 11 bits, so the rounding error of the weights is
+    multiplied by the values too. That takes a second matmul, which converts or reads the values
+    again, or rows of the same matmul that would otherwise be padding. In the second case, the rows
+    have two copies with different weights, and their results are added.
     """
     num_rows = tiles.num_rows(group)
     if dtype == jnp.float32 or 2 * num_rows > _MMA_ROWS:
         return num_rows, 1
-    # Fewer would be padded, by registers that are copied for each product.
+    # Fewer rows would be padded by copying registers for each matmul.
     return _MMA_ROWS // 2, 2
 
 
 def _join_copies(
     out: tuple[jax.Array, ...], lse: jax.Array, num_copies: int
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """The results of all rows as those of one copy: what the copies differ in adds up."""
+    """Add the outputs of the copies of each row, see `_choose_rows`."""
     if num_copies == 1:
         return out, lse
     out = tuple(array.reshape(num_copies, -1, array.shape[1]).sum(axis=0) for array in out)
@@ -316,7 +306,7 @@ def _join_copies(
 
 
 def _lanes(head_dim: int, num_arrays: int) -> tuple[jax.Array, ...]:
-    """The lanes of a head that each array of a tile holds: all, or every other one."""
+    """Return the lanes of a head in each array of a tile: all, or the even and the odd lanes."""
     index = jnp.arange(tiles.num_lanes(head_dim // num_arrays), dtype=jnp.int32)
     return tuple(index * num_arrays + turn for turn in range(num_arrays))
 
@@ -326,18 +316,17 @@ def _fold_part(
     sinks: jax.Array | None,
     is_rest: jax.Array | None,
     part: KVPart,
-    source: _Source,
+    kv: tiles.KVHead,
     options: Options,
     split: KVSplit,
     instructions: Instructions,
-) -> tiles.Softmax:
-    """The softmax of the rows of `q`, which are not scaled, over the tokens of a part.
+) -> tiles.OnlineSoftmax:
+    """Compute the softmax of queries over the tokens of a part.
 
-    Args:
-      sinks: None, or ``[R]``, as `tiles.start_softmax`.
-      is_rest: None, or bool ``[R]``: rows that weigh what rounding takes from those of the others.
+    `q` is not scaled. `is_rest` is None, or bool ``[R]``: True for rows whose weights are the
+    rounding errors of the weights of the other rows.
     """
-    dtype = tiles.operand_dtype(q[0].dtype, source.pool_dtype)
+    dtype = tiles.operand_dtype(q[0].dtype, kv.pool_dtype)
     q, unit = tiles.fit_queries(q, dtype)
     weigh = tiles.weigh_exactly
     if is_rest is not None:
@@ -346,7 +335,7 @@ def _fold_part(
         q[0].shape[0],
         tuple(array.shape[1] for array in q),
         sinks,
-        has_scales=source.pools.v_scale is not None,
+        has_scales=kv.pools.v_scale is not None,
     )
 
     offsets = jnp.arange(split.step_tokens, dtype=jnp.int32)
@@ -355,35 +344,30 @@ def _fold_part(
         index = step * split.step_tokens + offsets
         return part.first + index, part.first + index < part.length
 
-    def block_ids_of(step):
-        block_size = source.pools.block_size
-        return tiles.load_block_ids(source.tables_ref, part.sequence, *tokens_of(step), block_size)
-
     def fold_step(step, carry):
         softmax, block_ids = carry
-        next_block_ids = block_ids_of(step + 1)
+        next_block_ids = kv.load_block_ids(*tokens_of(step + 1))
         positions, is_seen = tokens_of(step)
-        place = (source.layer, block_ids, source.head, positions, is_seen)
-        k, v = (_load_heads(half, place, source, dtype, instructions) for half in ("k", "v"))
-        k_scale = tiles.load_scales(source.pools.k_scale, *place)
-        v_scale = tiles.load_scales(source.pools.v_scale, *place)
+        tokens = block_ids, positions, is_seen
+        k, v = (_load_tile(half, tokens, kv, dtype, instructions) for half in ("k", "v"))
+        k_scale, v_scale = (kv.load_scales(half, *tokens) for half in ("k", "v"))
         scores, factor = tiles.score(q, unit, k, k_scale, is_seen[None], options)
         softmax = tiles.fold(softmax, scores, factor, v, v_scale, weigh, instructions)
         return softmax, next_block_ids
 
-    carry = (softmax, block_ids_of(part.begin))
+    carry = (softmax, kv.load_block_ids(*tokens_of(part.begin)))
     return lax.fori_loop(part.begin, part.end, fold_step, carry)[0]
 
 
-def _load_heads(
+def _load_tile(
     half: Half,
-    place: tuple[Any, Any, Any, Any, Any],
-    source: _Source,
+    tokens: tuple[jax.Array, jax.Array, jax.Array],
+    kv: tiles.KVHead,
     dtype: Any,
     instructions: Instructions,
 ) -> tuple[jax.Array, ...]:
-    """A tile of K or of V: one array, or its even and odd lanes if the pool is one of words."""
-    if is_quantised(source.pool_dtype):
-        words = tiles.load_heads(source.pools, half, *place, source.head_dim // 2)
-        return tuple(x.astype(dtype) for x in instructions.split_words(words, source.pool_dtype))
-    return (tiles.load_heads(source.pools, half, *place, source.head_dim).astype(dtype),)
+    """Load a tile of K or V: one array, or the even and the odd lanes of a pool of words."""
+    tile = kv.load_tile(half, *tokens)
+    if is_quantised(kv.pool_dtype):
+        return tuple(x.astype(dtype) for x in instructions.split_words(tile, kv.pool_dtype))
+    return (tile.astype(dtype),)

@@ -1,17 +1,17 @@
-"""Launch parameters of the Triton kernels: measured ones where there are any, a rule otherwise.
+"""Launch parameters of the Triton kernels, and the GPU that they are for.
 
-`tuning.json`, written by ``python -m benchmarks.attention.tune``, holds what was measured::
+``python -m benchmarks.attention.tune`` writes measured parameters to `tuning.json`::
 
     {"NVIDIA H200": {"decode": {"D128 G4 C16 q:bfloat16 pool:bfloat16": {
         "step_tokens": 64, "num_warps": 4, "num_stages": 3,
         "measured": "jax 0.11.2, commit 0123abc"}}}}
 
-The environment variable PAGED_JAX_TUNING names a file to read instead.
+The environment variable PAGED_JAX_TUNING names another file to read instead.
 
-A call gets the entry of its own shape, else the nearest one of the same device, head dimension and
-types, else what a rule says. The rule is no measurement: it is what the compiler finds shared
-memory and registers for on a Hopper GPU, in the types and shapes of common models. Float32 queries
-of 256 lanes over narrower pools spill registers and are slower.
+A call uses the entry of its shape, else the nearest entry with the same GPU, head dimension and
+dtypes, else rules. The rules are not measured. They choose sizes that fit the shared memory and the
+registers of a Hopper GPU, for dtypes and shapes of common models. Float32 queries of 256 lanes over
+pools of a narrower dtype spill registers and are slower.
 """
 
 import contextlib
@@ -29,17 +29,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from paged_jax.kernels.pool_format import is_quantised, matmul_dtype
 
 
 class GpuInfo(NamedTuple):
-    """The GPU that kernels are shaped for.
+    """A GPU that kernels are compiled for.
 
     Attributes:
-      kind: the name in `jax.Device.device_kind`; "" where it is not known.
-      num_cores: number of multiprocessors.
+      kind: name of the GPU (`jax.Device.device_kind`); "" if unknown.
+      num_cores: number of SMs.
       compute_capability: major and minor version, such as ``(9, 0)``.
     """
 
@@ -49,12 +48,12 @@ class GpuInfo(NamedTuple):
 
 
 class DecodeParams(NamedTuple):
-    """How one program of the decode kernel works.
+    """Launch parameters of the decode kernel.
 
     Attributes:
       step_tokens: tokens of K and V that a loop step reads.
-      num_warps: warps of 32 threads in a program.
-      num_stages: loop steps whose loads are in flight at once.
+      num_warps: warps of 32 threads in a program instance.
+      num_stages: loop steps whose loads are in flight at the same time.
     """
 
     step_tokens: int
@@ -63,11 +62,13 @@ class DecodeParams(NamedTuple):
 
 
 class PrefillParams(NamedTuple):
-    """How one program of the prefill kernel works.
+    """Launch parameters of the prefill kernel.
 
     Attributes:
-      query_rows: rows of its query tile, a token and a head of the group each.
-      step_tokens, num_warps, num_stages: see `DecodeParams`.
+      query_rows: rows of a query tile, which are pairs of a token and a head of the group.
+      step_tokens: see `DecodeParams`.
+      num_warps: see `DecodeParams`.
+      num_stages: see `DecodeParams`.
     """
 
     query_rows: int
@@ -80,9 +81,9 @@ Params = DecodeParams | PrefillParams
 
 
 class Shape(NamedTuple):
-    """What the parameters of a kernel depend on, besides the device.
+    """Properties of a call that determine its launch parameters, besides the GPU.
 
-    Its string is the key of an entry in `tuning.json`.
+    The string of a shape is the key of its entry in `tuning.json`.
 
     Example:
       >>> str(Shape(128, 4, 16, "bfloat16", "int8"))
@@ -106,10 +107,10 @@ Table = Mapping[str, Mapping[str, Mapping[Shape, Params]]]  # device kind -> op 
 
 OPS: Mapping[str, type[Params]] = {"decode": DecodeParams, "prefill": PrefillParams}
 
-# Names a table that takes the place of `tuning.json`, for what was measured on one's own GPU.
+# Environment variable with the path of a table to read instead of `tuning.json`.
 TABLE_VARIABLE = "PAGED_JAX_TUNING"
 
-# Assumed where there is no GPU to ask, as when compiling ahead of time: H100 and H200 (SXM).
+# The GPU if none is known, as in ahead-of-time compilation: H100 and H200 (SXM) have 132 SMs.
 DEFAULT = GpuInfo("", 132)
 
 _assumed: contextvars.ContextVar[GpuInfo | None] = contextvars.ContextVar("_assumed", default=None)
@@ -117,9 +118,10 @@ _assumed: contextvars.ContextVar[GpuInfo | None] = contextvars.ContextVar("_assu
 
 @contextlib.contextmanager
 def assume(device: GpuInfo) -> Iterator[None]:
-    """Shape kernels for a device that is not there, to compile for it ahead of time.
+    """Build kernels for this GPU, to compile for it ahead of time.
 
-    It acts where a kernel is traced; `jax.jit` does not trace again what it has traced before.
+    The context must be active when a kernel is traced. `jax.jit` does not trace again functions
+    that it has traced before.
 
     Example:
       >>> with assume(GpuInfo("NVIDIA H200", 132)):
@@ -134,15 +136,15 @@ def assume(device: GpuInfo) -> Iterator[None]:
 
 
 def device() -> GpuInfo:
-    """The device that kernels are shaped for, whatever the platform of this process.
+    """Return the GPU that kernels are built for, on any platform.
 
-    The first of these that exists: the device of `assume`; the abstract GPU of the current mesh
+    It is the first of these that exists: the GPU of `assume`; the abstract GPU of the current mesh
     (`jax.sharding.use_abstract_mesh`, or the mesh inside `jax.shard_map`); the first CUDA device of
     this process; `DEFAULT`.
 
     JAX does not know the compute capability of an abstract GPU. It is taken from the first CUDA
     device if that has the same name, else from the name, see `capability_of`. For an unknown name
-    it is that of the first CUDA device or of `DEFAULT`.
+    it is taken from the first CUDA device or `DEFAULT`.
     """
     assumed = _assumed.get()
     if assumed is not None:
@@ -158,7 +160,7 @@ def device() -> GpuInfo:
     return GpuInfo(kind, abstract.num_cores or DEFAULT.num_cores, capability)
 
 
-# Compute capabilities by words in the name of a GPU; the first match counts. From NVIDIA's list
+# Compute capabilities by words in the name of a GPU. The first match counts. Source: NVIDIA's list
 # "CUDA GPU Compute Capability".
 _CAPABILITY_OF_NAMES: Sequence[tuple[str, tuple[int, int]]] = (
     (r"K80", (3, 7)),
@@ -195,7 +197,7 @@ def capability_of(kind: str) -> tuple[int, int] | None:
 
 
 def is_assumed() -> bool:
-    """Whether kernels are shaped for a device that is neither here nor known to JAX."""
+    """Return whether kernels are built for a GPU that neither JAX nor this process has."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     is_known = abstract is not None and abstract.platform == "gpu"
     return _assumed.get() is not None or not is_known and not _first_gpu().kind
@@ -203,8 +205,8 @@ def is_assumed() -> bool:
 
 @functools.cache
 def _first_gpu() -> GpuInfo:
-    # Asking JAX starts every backend that it has, which is not for a kernel to do where no GPU
-    # can come of it: on a host with TPUs, or before `jax.distributed.initialize`.
+    # `jax.local_devices` starts all backends of JAX. A kernel must not do that on a host with TPUs,
+    # or before `jax.distributed.initialize`, so it is called only if there may be a GPU.
     platforms = jax.config.jax_platforms or "cuda"  # pyright: ignore[reportAttributeAccessIssue]
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     is_wanted = not {"cuda", "gpu"}.isdisjoint(platforms.split(","))
@@ -212,126 +214,102 @@ def _first_gpu() -> GpuInfo:
         return DEFAULT
     try:
         gpu = jax.local_devices(backend="cuda")[0]
-    except RuntimeError:  # the plugin is installed, but has no GPU or is not to be used
+    except RuntimeError:  # the plugin is installed, but there is no GPU
         return DEFAULT
     major, minor = gpu.compute_capability.split(".")
     return GpuInfo(gpu.device_kind, gpu.core_count, (int(major), int(minor)))
 
 
-def decode_params(
-    device_kind: str,
-    *,
-    head_dim: int,
-    group: int,
-    block_size: int,
-    q_dtype: DTypeLike,
-    pool_dtype: DTypeLike,
-) -> DecodeParams:
-    """The parameters of the decode kernel: the best known ones for this device and shape.
+def decode_params(device_kind: str, shape: Shape) -> DecodeParams:
+    """Return the launch parameters of the decode kernel for a GPU and a shape.
 
     Example:
-      >>> decode_params("", head_dim=128, group=4, block_size=16,
-      ...               q_dtype=jnp.bfloat16, pool_dtype=jnp.bfloat16)
+      >>> decode_params("", Shape(128, 4, 16, "bfloat16", "bfloat16"))
       DecodeParams(step_tokens=64, num_warps=4, num_stages=3)
     """
-    shape = Shape(head_dim, group, block_size, _name(q_dtype), _name(pool_dtype))
     measured = _nearest(_measured(), device_kind, "decode", shape)
     return _decode_rule(shape) if measured is None else DecodeParams(*measured)
 
 
-def prefill_params(
-    device_kind: str,
-    *,
-    head_dim: int,
-    group: int,
-    block_size: int,
-    q_dtype: DTypeLike,
-    pool_dtype: DTypeLike,
-    is_ragged: bool = False,
-) -> PrefillParams:
-    """The parameters of the prefill kernel: the best known ones for this device and shape.
+def prefill_params(device_kind: str, shape: Shape, *, is_ragged: bool = False) -> PrefillParams:
+    """Return the launch parameters of the prefill kernel for a GPU and a shape.
 
     Args:
-      device_kind: name of the device, the key of the table.
-      head_dim, group, block_size, q_dtype, pool_dtype: see `Shape`.
-      is_ragged: whether the kernel attends with the chunks of a ragged batch.
+      device_kind: name of the GPU, the key of the table.
+      shape: shape of the call.
+      is_ragged: whether the batch is ragged.
 
     Example:
-      >>> prefill_params("", head_dim=128, group=4, block_size=16,
-      ...                q_dtype=jnp.bfloat16, pool_dtype=jnp.bfloat16)
+      >>> prefill_params("", Shape(128, 4, 16, "bfloat16", "bfloat16"))
       PrefillParams(query_rows=128, step_tokens=128, num_warps=8, num_stages=2)
     """
-    shape = Shape(head_dim, group, block_size, _name(q_dtype), _name(pool_dtype))
     measured = _nearest(_measured(), device_kind, "prefill", shape)
     if measured is None:
         return _prefill_rule(shape, device(), is_ragged)
     return PrefillParams(*measured)
 
 
-def _name(dtype: DTypeLike) -> str:
-    return jnp.dtype(dtype).name
-
-
 def _lanes(shape: Shape) -> int:
-    # Triton's tiles are powers of two: D of 80 or 96 takes the room of 128.
+    # Sizes of Triton's tiles are powers of two: a head dimension of 80 or 96 takes 128 lanes.
     return 1 << (shape.head_dim - 1).bit_length()
 
 
 def token_bytes(shape: Shape) -> int:
-    """Bytes of K and V of a token in the type that they are multiplied in."""
+    """Return the bytes of K and V of a token, in the dtype of the matmuls."""
     return 2 * _lanes(shape) * matmul_dtype(shape.q_dtype, shape.pool_dtype).itemsize
 
 
 def _is_exact(shape: Shape) -> bool:
-    """Whether products are in float32, which the tensor cores do not compute."""
+    """Return whether the matmuls are in float32, which tensor cores do not support."""
     return matmul_dtype(shape.q_dtype, shape.pool_dtype) == jnp.float32
 
 
-# Bytes of K and V in a loop step: three stages of two programs fit the 227 KB of shared memory of
-# a multiprocessor (CUDA C++ programming guide, compute capability 9.0).
+# Bytes of K and V in a loop step. Three stages of two program instances fit the 227 KB of shared
+# memory of an SM (CUDA C++ programming guide, compute capability 9.0).
 _STEP_BYTES = 32 * 1024
 
 
 def _decode_rule(shape: Shape) -> DecodeParams:
-    # 128 tokens of 32 lanes spill where 12 query heads share an fp8 pool.
-    most_tokens = 128 if _lanes(shape) >= 64 else 64
+    # 128 tokens of 32 lanes spill registers with groups of 12 query heads and an fp8 pool.
+    max_tokens = 128 if _lanes(shape) >= 64 else 64
     step_tokens = _STEP_BYTES // token_bytes(shape)
     if is_quantised(shape.pool_dtype) and not _is_exact(shape) and shape.group <= 8:
-        # What is kept in shared memory is as in the pool, half as many bytes. Larger groups take
+        # Shared memory holds the dtype of the pool, with half as many bytes. Larger groups take
         # more registers.
         step_tokens *= 2
-    step_tokens = min(max(step_tokens, 16), most_tokens)
-    # Operands of float32 products lie in registers, of which 8 warps have twice as many.
+    step_tokens = min(max(step_tokens, 16), max_tokens)
+    # Operands of float32 matmuls are in registers, and 8 warps have twice as many.
     return DecodeParams(step_tokens, num_warps=8 if _is_exact(shape) else 4, num_stages=3)
 
 
 def slice_size(shape: Shape) -> int:
-    """Return the maximum number of query heads in a slice of a group (one decode program each).
+    """Return the maximum number of query heads in a slice of a group, see `decode`.
 
-    A group is cut into the fewest slices that fit the registers, all of about the same size. Larger
-    slices spill registers in the loop (compiled for compute capability 8.9 and 9.0).
+    A group is cut into the fewest slices that fit the registers, of about equal size. Larger slices
+    spill registers in the loop (compiled for compute capability 8.9 and 9.0).
 
     Example:
       >>> [slice_size(Shape(128, group, 16, "bfloat16", "bfloat16")) for group in (4, 32, 71)]
       [4, 32, 24]
     """
     is_tight = is_quantised(shape.pool_dtype) and _lanes(shape) <= 64
-    most_rows = 16 if _is_exact(shape) or is_tight else 32
-    num_slices = math.ceil(shape.group / most_rows)
+    max_rows = 16 if _is_exact(shape) or is_tight else 32
+    num_slices = math.ceil(shape.group / max_rows)
     return math.ceil(shape.group / num_slices)
 
 
-# A multiprocessor has registers for three programs: ptxas gives 4 warps up to 168 each in half
-# precision, and 8 warps 64 in float32. Tiles of 32 rows take more registers and shared memory.
-_MOST_PROGRAMS = 3
-_MOST_LARGE_PROGRAMS = 2
+# Program instances that fit the registers of an SM: in half precision, ptxas gives each thread of 4
+# warps up to 168 registers, in float32 each thread of 8 warps 64. Tiles of 32 rows take more
+# registers and shared memory.
+_MAX_PROGRAMS = 3
+_MAX_LARGE_PROGRAMS = 2
 
 # KB of shared memory of an SM, by compute capability (CUDA C++ Programming Guide); others have 228.
 _SHARED_KILOBYTES = {(8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100, (12, 0): 100, (12, 1): 100}
 
 
 def programs_per_core(shape: Shape, params: DecodeParams, device: GpuInfo) -> int:
-    """How many programs of the decode kernel run on a multiprocessor at the same time.
+    """Return the number of program instances of the decode kernel that run on an SM at a time.
 
     Example:
       >>> shape = Shape(128, 4, 16, "bfloat16", "bfloat16")
@@ -343,49 +321,49 @@ def programs_per_core(shape: Shape, params: DecodeParams, device: GpuInfo) -> in
     step_bytes = params.step_tokens * (
         2 * lanes * jnp.dtype(shape.pool_dtype).itemsize + scale_bytes
     )
-    # Of all steps but the one that is computed; and for what threads tell each other.
+    # All stages except the current one, and 8 KB for communication between threads.
     shared_bytes = (params.num_stages - 1) * step_bytes + 8 * 1024
-    most = _MOST_LARGE_PROGRAMS if shape.group > 16 else _MOST_PROGRAMS
-    return min(max(_shared_kilobytes(device) * 1024 // shared_bytes, 1), most)
+    limit = _MAX_LARGE_PROGRAMS if shape.group > 16 else _MAX_PROGRAMS
+    return min(max(_shared_kilobytes(device) * 1024 // shared_bytes, 1), limit)
 
 
 def _shared_kilobytes(device: GpuInfo) -> int:
     return _SHARED_KILOBYTES.get(device.compute_capability, 228)
 
 
-# These have 227 KB of shared memory for a program, and matmuls by several warps together. Others
-# have 163 or 99 KB.
+# Major compute capabilities with 227 KB of shared memory per program instance, and matmuls by
+# groups of warps. Others have 163 or 99 KB.
 _LARGE_ARCHITECTURES = (9, 10)
 
 
 def _prefill_rule(shape: Shape, device: GpuInfo, is_ragged: bool) -> PrefillParams:
     if _is_exact(shape):
-        # Converted numbers of a quantised pool need registers besides.
+        # The conversion of a quantised pool needs more registers.
         query_rows = 32 if shape.pool_dtype == "float32" else 16
         return PrefillParams(query_rows, step_tokens=16, num_warps=8, num_stages=3)
     architecture = device.compute_capability[0]
     is_large = architecture in _LARGE_ARCHITECTURES
     if is_large and _lanes(shape) <= 128 and not is_quantised(shape.pool_dtype):
-        # 128 rows by 128 tokens take 254 registers at 128 lanes, and 319 instructions of a warp for
-        # 64 tokens where 64 take 410 (SASS for compute capability 9.0). Converted numbers of a
-        # quantised pool would spill.
+        # At 128 lanes, steps of 128 tokens take 254 registers and 319 instructions per warp and 64
+        # tokens. Steps of 64 tokens take 410 instructions (SASS for compute capability 9.0). The
+        # conversion of a quantised pool would spill registers.
         return PrefillParams(128, 128, num_warps=8, num_stages=2)
     if not is_quantised(shape.pool_dtype):
-        # Compiled for compute capability 8.0, 8.6, 8.9 and 12.0.
+        # From code compiled for compute capability 8.0, 8.6, 8.9 and 12.0.
         if _lanes(shape) > 128 and _shared_kilobytes(device) <= 100:
             # A third stage exceeds 99 KB by 1 KB.
             return PrefillParams(64, 32, num_warps=8, num_stages=2)
         if is_ragged and architecture == 8 and _lanes(shape) == 128:
-            # Steps of 64 tokens spill in the loop: the tile's position takes more registers.
+            # Steps of 64 tokens spill in the loop, because a ragged tile takes more registers.
             return PrefillParams(128, 32, num_warps=8, num_stages=3)
     step_tokens = min(max(_STEP_BYTES // token_bytes(shape), 16), 64)
-    # The float32 accumulator, rows x lanes, takes 64 registers of each thread at these sizes.
+    # With these sizes the float32 accumulator (rows x lanes) takes 64 registers per thread.
     query_rows = min(max(128 * 128 // _lanes(shape), 16), 128)
     return PrefillParams(query_rows, step_tokens, num_warps=8, num_stages=3)
 
 
 def _nearest(table: Table, device_kind: str, op: str, shape: Shape) -> Params | None:
-    """The entry of this shape, or of the one most like it that has the same tiles; else None."""
+    """Return the entry of this shape, or of the nearest shape with the same tiles, or None."""
     entries = table.get(device_kind, {}).get(op, {})
 
     def has_same_tiles(other: Shape) -> bool:
@@ -407,10 +385,10 @@ def _measured() -> Table:
 
 
 def parse(text: str) -> Table:
-    """Read a table, in the form that this module's first lines show.
+    """Parse a table in the format of `tuning.json`, see the module's docstring.
 
     Raises:
-      ValueError: it is not in that form; the message says where.
+      ValueError: the format is wrong; the message says where.
 
     Example:
       >>> parse('{"NVIDIA H200": {"decode": {}}}')
@@ -459,7 +437,7 @@ def _shape(key: str) -> Shape:
 
 def _params(kind: type[Params], entry: Any, where: str) -> Params:
     fields = dict(_items(entry, where))
-    # A figure without its origin cannot be checked or made again.
+    # Without its origin a measurement cannot be reproduced.
     if not isinstance(fields.pop("measured", None), str):
         raise ValueError(f"tuning.parse: {where} must say in 'measured' what it was measured with.")
     if fields.keys() != set(kind._fields):
