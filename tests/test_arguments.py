@@ -1,4 +1,4 @@
-"""Unknown arguments are answered with the right name, by every public entry point."""
+"""Tests of hints for unknown arguments and flags."""
 
 import inspect
 
@@ -47,7 +47,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("name", "given", "meant"), CALLS)
-def test_an_unknown_argument_is_answered_with_the_right_name(name, given, meant) -> None:
+def test_names_arguments_suggests_the_right_name(name, given, meant) -> None:
     function = paged_jax
     for part in name.split("."):
         function = getattr(function, part)
@@ -59,13 +59,13 @@ def test_an_unknown_argument_is_answered_with_the_right_name(name, given, meant)
 
 
 @pytest.mark.parametrize("name", sorted({*paged_jax.__all__} - {"blocks"}))  # a module
-def test_every_public_function_answers_unknown_arguments(name) -> None:
-    """Also the classes that users make, and not those that the library returns."""
+def test_public_functions_and_classes_reject_unknown_arguments(name) -> None:
+    """Classes that only the library instantiates are not tested."""
     made = getattr(paged_jax, name)
     returned = {"CompletionOutput", "Explanation", "Logprob", "PreemptionNote", "RequestMetrics"}
     returned |= {"RequestOutput", "Wait", "Rollout", "BeamSearchOutput", "BeamSearchSequence"}
     returned |= {"EngineStats", "Heads", "StructuredOutputError"}
-    # Abstract, made by class methods, or made of parts that users do not name.
+    # Abstract classes, and classes that users create with class methods or not at all.
     returned |= {
         "PagedModel",
         "BlockPool",
@@ -87,7 +87,7 @@ def test_names_arguments_keeps_the_signature() -> None:
     assert paged_jax.paged_attention.__name__ == "paged_attention"
 
 
-def test_names_arguments_lets_options_of_another_function_through() -> None:
+def test_names_arguments_accepts_options_of_another_function() -> None:
     stream = paged_jax.AsyncEngine.generate(None, "x", request_id="1", timeout=2.0, client="a")
     assert inspect.isasyncgen(stream)
     with pytest.raises(AssertionError, match="must say who gets its"):
@@ -112,15 +112,14 @@ def test_names_arguments_lets_options_of_another_function_through() -> None:
         (plan, "--kv-cache-dtype", "--kv-dtype"),
     ],
 )
-def test_an_unknown_flag_is_answered_with_the_right_one(command, flag, meant, capsys) -> None:
+def test_command_lines_suggest_the_right_flag(command, flag, meant, capsys) -> None:
     required = ["--prompt", "x"] if command is generate else []
     with pytest.raises(SystemExit):
         command.main([*required, flag, "0"])
     assert capsys.readouterr().err.rstrip().endswith(f"Did you mean {meant}?")
 
 
-def test_suggest_knows_no_name_twice_with_two_answers_for_one_function() -> None:
-    """The first name of a line is what functions here are called with."""
+def test_suggest_returns_the_first_name_of_a_line() -> None:
     for first, *others in arguments._LINES:
         assert arguments.suggest(first, [first]) == first
         assert all(arguments.suggest(name, [first]) == first for name in others)

@@ -58,7 +58,7 @@ def row(model: str, devices: str) -> list[str]:
     ]
 
 
-def test_plans_are_those_of_the_planner() -> None:
+def test_page_has_the_plans_of_the_planner() -> None:
     rows = table("Plans")
     assert {cells[0] for cells in rows} == set(MODELS)
     assert {cells[1].split()[1] for cells in rows} == set(DEVICES)
@@ -66,19 +66,19 @@ def test_plans_are_those_of_the_planner() -> None:
         assert cells == row(*cells[:2])
 
 
-def test_what_is_compiled_is_what_is_planned() -> None:
+def test_compiled_memory_equals_the_plan() -> None:
     rows = table("Compiled")
     assert {cells[0] for cells in rows} == set(MODELS)
     for model, devices, arguments, pool, *_ in rows:
         plan = plan_of(MODELS[model], devices)
         held = plan.num_engine_blocks * plan.footprint.block
         assert pool == f"{held / 1e9:.2f} GB"
-        # Besides weights and pool: the state, and the records of blocks.
+        # In addition to weights and pool: the state and the metadata of blocks.
         rest = float(arguments.split()[0]) - (plan.footprint.weights + held) / 1e9
         assert 0 < rest < 0.12
 
 
-def test_layers_that_differ_are_compiled_as_they_are_planned() -> None:
+def test_compiled_memory_of_window_layers_equals_the_plan() -> None:
     models = {"gemma-3-27b": GEMMA_3_27B, "gpt-oss-20b": GPT_OSS_20B}
     rows = table("Layers with different windows")
     assert {cells[0] for cells in rows} == set(models)
@@ -88,7 +88,7 @@ def test_layers_that_differ_are_compiled_as_they_are_planned() -> None:
         assert weights == f"{plan.footprint.weights / 1e9:.2f} GB"
         arguments, pools, aliased, temporaries = (float(size.split()[0]) for size in sizes)
         assert f"{pools:.2f}" == f"{held / 1e9:.2f}"
-        # Besides weights and pools: the state, and the records of blocks.
+        # In addition to weights and pools: the state and the metadata of blocks.
         assert 0 < arguments - (plan.footprint.weights + held) / 1e9 < 0.12
         assert 0 < aliased - held / 1e9 < 0.12
         assert 1e6 * temporaries < plan.footprint.step
@@ -98,7 +98,7 @@ def test_layers_that_differ_are_compiled_as_they_are_planned() -> None:
         assert exchanges == (sent if plan.num_devices > 1 else "none")
 
 
-def test_figures_of_devices_are_those_of_the_planner() -> None:
+def test_page_has_the_device_figures_of_the_planner() -> None:
     rows = {cells[0]: cells[1:] for cells in table("The bound of a decode step")}
     assert set(rows) == set(DEVICES)
     for name, device in DEVICES.items():
@@ -110,7 +110,7 @@ def test_figures_of_devices_are_those_of_the_planner() -> None:
         assert computes * 1e12 == device.operation_rate
 
 
-def test_the_command_prints_what_the_page_says(capsys, tmp_path) -> None:
+def test_page_has_the_output_of_the_command(capsys, tmp_path) -> None:
     page = PAGE.read_text()
     command, printed = re.findall(
         r"^\$ python -m paged_jax.plan (.*?)\n(mem.*?)```", page, re.S | re.M
@@ -128,6 +128,6 @@ def test_the_command_prints_what_the_page_says(capsys, tmp_path) -> None:
     "model, devices",
     [("70B", "8 v5e"), ("70B", "4 v6e"), ("405B", "8 h100")],
 )
-def test_what_does_not_fit_is_refused(model, devices) -> None:
+def test_model_that_does_not_fit_is_an_error(model, devices) -> None:
     with pytest.raises(ValueError, match="plan: memory must leave room for"):
         plan_of(MODELS[model], devices)

@@ -1,4 +1,4 @@
-"""`cache_map`: pictures of the cache agree with the cache, and tell what happened between two."""
+"""Tests of `cache_map`: states of the cache, and events between two states."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ def of_kind(events: list[CacheEvent], kind: str) -> list[CacheEvent]:
 
 
 def check(engine: Engine, cache_map: CacheMap) -> None:
-    """What must hold of every map."""
+    """Check the invariants of a state."""
     entries = Counter(block for s in cache_map.sequences for block in s.block_ids)
     assert cache_map.ref_counts == [entries[block] for block in range(cache_map.num_blocks)]
     assert cache_map.is_cached == [bool(digest) for digest in cache_map.digests]
@@ -59,7 +59,7 @@ def check(engine: Engine, cache_map: CacheMap) -> None:
     )
     free = [block for block, count in enumerate(cache_map.ref_counts) if not count]
     assert sorted(cache_map.free_order) == free
-    # What can be found goes last.
+    # Cached blocks are the last in the order of allocation.
     found = [cache_map.is_cached[block] for block in cache_map.free_order]
     assert found == sorted(found)
     for sample in cache_map.sequences:
@@ -72,11 +72,11 @@ def check(engine: Engine, cache_map: CacheMap) -> None:
     assert json.loads(json.dumps(data)) == data
 
 
-# Maps
+# snapshot
 
 
 @pytest.mark.slow
-def test_snapshot_separates_running_samples_from_waiting_ones(model) -> None:
+def test_snapshot_separates_running_and_waiting_samples(model) -> None:
     engine = Engine(model, **OPTIONS)
     engine.add_request(LONG, dataclasses.replace(SEEDED, n=2), request_id="a", priority=3)
     engine.add_request(OTHER, GREEDY, request_id="b", priority=4)
@@ -103,7 +103,7 @@ def test_snapshot_separates_running_samples_from_waiting_ones(model) -> None:
     assert snapshot(engine).num_used == 0
 
 
-def test_maps_agree_with_the_cache_whatever_happens(model) -> None:
+def test_snapshot_agrees_with_the_cache_after_every_step(model) -> None:
     engine = Engine(model, **OPTIONS)
     random, kinds = np.random.default_rng(0), set()
     for number in range(60):
@@ -122,7 +122,7 @@ def test_maps_agree_with_the_cache_whatever_happens(model) -> None:
     finish(engine)
 
 
-def test_snapshot_counts_what_the_prefix_cache_found(model) -> None:
+def test_snapshot_counts_tokens_found_in_the_prefix_cache(model) -> None:
     engine = Engine(model, **OPTIONS)
     for _ in range(2):
         engine.add_request(LONG, GREEDY)
@@ -133,15 +133,15 @@ def test_snapshot_counts_what_the_prefix_cache_found(model) -> None:
     assert cache_map.num_cached_only == 7  # of 29 tokens in the cache
 
 
-# What is in a block
+# block_text
 
 
-def test_block_text_names_every_holder(model, tiny_folder) -> None:
+def test_block_text_has_an_entry_for_each_sample(model, tiny_folder) -> None:
     engine = Engine(model, tokenizer=tiny_folder, **OPTIONS)
     engine.add_request("the cat sat", dataclasses.replace(SEEDED, n=2), request_id="a")
     cache_map, _ = step(engine)
     first, second = cache_map.sequences
-    # The device may have drawn more, whose blocks are empty to the host.
+    # The device may have generated more tokens, in blocks that are still empty for the host.
     token_ids = {s.index: s.token_ids[: s.num_computed] for s in engine.sequences}
     assert engine.tokenizer is not None
     head = engine.tokenizer.encode("the cat sat")[:C]
@@ -170,10 +170,10 @@ def test_block_text_of_a_free_block_is_empty(model) -> None:
             block_text(engine, block_id)
 
 
-# Changes
+# changes
 
 
-def test_changes_tell_who_came_and_went(model) -> None:
+def test_changes_has_admissions_and_ends(model) -> None:
     engine = Engine(model, **OPTIONS)
     before = snapshot(engine)
     assert changes(before, before) == []
@@ -191,7 +191,7 @@ def test_changes_tell_who_came_and_went(model) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [18, 10], ids=["prompt in two steps", "in one step"])
-def test_changes_tell_copies_on_write(model, num_tokens) -> None:
+def test_changes_has_copies_on_write(model, num_tokens) -> None:
     engine = Engine(model, **OPTIONS)
     prompt = {"prompt_token_ids": LONG["prompt_token_ids"][:num_tokens]}
     engine.add_request(prompt, dataclasses.replace(SEEDED, n=3, max_tokens=6), request_id="a")
@@ -205,7 +205,7 @@ def test_changes_tell_copies_on_write(model, num_tokens) -> None:
     sources = {event.block_ids[0] for event in copies}
     targets = [event.block_ids[1] for event in copies]
     last = [tables[sample][(num_tokens - 1) // C] for sample in range(3)]
-    # One of the three keeps the block in which the prompt ends, the others have copies of it.
+    # One of the three samples keeps the last block of the prompt, and the others have copies.
     assert len(copies) == 2
     assert sources == {last[max(cache_map.sequences, key=lambda s: s.slot).sample]}
     assert sorted([*sources, *targets]) == sorted(last)
@@ -214,7 +214,7 @@ def test_changes_tell_copies_on_write(model, num_tokens) -> None:
     assert not of_kind(finish(engine), "copy_on_write")
 
 
-def test_forks_at_the_end_of_a_block_copy_nothing(model) -> None:
+def test_changes_has_no_copies_for_forks_at_the_end_of_a_block(model) -> None:
     engine = Engine(model, **OPTIONS)
     prompt = {"prompt_token_ids": LONG["prompt_token_ids"][: 2 * C + 1]}
     engine.add_request(prompt, dataclasses.replace(SEEDED, n=3))
@@ -223,12 +223,12 @@ def test_forks_at_the_end_of_a_block_copy_nothing(model) -> None:
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_changes_tell_preemptions_and_evictions(model, preemption) -> None:
+def test_changes_has_preemptions_and_evictions(model, preemption) -> None:
     engine = Engine(model, **OPTIONS, preemption=preemption)
     engine.add_request(LONG, dataclasses.replace(GREEDY, max_tokens=1))
     finish(engine)
     assert snapshot(engine).num_cached_only == 4
-    # Each comes to want 11 of the 20 blocks.
+    # Each sample needs 11 of the 20 blocks in the end.
     params = dataclasses.replace(GREEDY, max_tokens=36)
     engine.add_request(OTHER, params, request_id="a")
     engine.add_request({"prompt_token_ids": [BOS, *range(3, 10)]}, params, request_id="b")
@@ -250,7 +250,7 @@ def test_changes_tell_preemptions_and_evictions(model, preemption) -> None:
     assert ("from host memory" in back.text) == (preemption == "swap")
 
 
-def test_an_emptied_cache_is_no_eviction(model) -> None:
+def test_changes_has_no_evictions_if_the_cache_is_reset(model) -> None:
     engine = Engine(model, **OPTIONS)
     engine.add_request(LONG, GREEDY)
     finish(engine)

@@ -12,7 +12,7 @@ from paged_jax.engine.config import NOT_NEGATIVE, EngineConfig, option, option_s
 
 @dataclasses.dataclass(frozen=True)
 class ExtendedConfig(EngineConfig):
-    """Configuration with one more option."""
+    """Configuration with an additional option."""
 
     num_spare_blocks: int = option(3, "blocks kept free; see num_blocks", bounds=NOT_NEGATIVE)
 
@@ -52,7 +52,7 @@ def test_add_option_flags_explains_each_option() -> None:
     assert "do not share the cached blocks" in text
 
 
-def test_given_options_ignores_arguments_that_are_no_flags_of_the_engine() -> None:
+def test_given_options_ignores_other_arguments() -> None:
     """The engine has a seed without a flag; `--seed` is the seed of a request."""
     args = argparse.Namespace(block_size=8, dtype=None, prompt="x", seed=3)
     assert given_options(args, option_specs()) == {"block_size": 8}

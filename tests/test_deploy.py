@@ -34,7 +34,7 @@ def documents() -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((ROOT / "examples" / "kubernetes.yaml").read_text()))
 
 
-def test_the_pod_asks_for_what_the_server_has(tiny_model) -> None:
+def test_pod_uses_the_routes_of_the_server(tiny_model) -> None:
     deployment, service = documents()
     pod = deployment["spec"]["template"]["spec"]
     [server] = pod["containers"]
@@ -57,7 +57,7 @@ def test_the_pod_asks_for_what_the_server_has(tiny_model) -> None:
 
 
 @pytest.mark.slow
-def test_the_image_can_be_built() -> None:
+def test_image_can_be_built() -> None:
     docker = shutil.which("docker")
     if docker is None or subprocess.run([docker, "info"], capture_output=True).returncode:
         pytest.skip("no Docker here")

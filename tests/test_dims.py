@@ -1,4 +1,4 @@
-"""The letters of shapes are those of `paged_jax.dims`, everywhere in the package."""
+"""Tests that all shapes in the package use the letters of `paged_jax.dims`."""
 
 import re
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tests.support import ROOT
 
 FILES = sorted((ROOT / "paged_jax").rglob("*.py"))
 
-# Arrays named for their shape, such as `scores_KGN`; digits stand for themselves.
+# Arrays with their shape in the name, such as `scores_KGN`. Digits are sizes.
 _NAME = re.compile(r"\b[a-z]\w*_([A-Z][A-Z1]*)\b")
 # Shapes in comments and docstrings, such as ``i32 [B, M]`` or ``[..., D]``.
 _SHAPE = re.compile(r"(?:``|# |\b[bfiu](?:ool|8|16|32|64) ?|\bfloat(?:32|64) ?)\[([^\]\n]*)\]")
@@ -20,7 +20,7 @@ _BIND = re.compile(r'[=:] ?\(.*, "([A-Z]{1,5})"\)|"[a-z_]+": "([A-Z]{1,5})"')
 
 
 def find_letters(text: str) -> Iterator[tuple[str, str]]:
-    """Places in a file that name dimensions, with the letters that stand there."""
+    """Yield the shapes in a source text, with their letters."""
     for pattern in (_NAME, _BIND):
         for match in pattern.finditer(text):
             yield match[0], "".join(filter(None, match.groups())).replace("1", "")
@@ -31,11 +31,11 @@ def find_letters(text: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(Path(path).relative_to(ROOT)))
-def test_letters_are_those_of_dims(path: Path) -> None:
+def test_shapes_use_the_letters_of_dims(path: Path) -> None:
     unknown = [place for place, letters in find_letters(path.read_text()) if set(letters) - {*DIMS}]
     assert not unknown
 
 
-def test_find_letters_finds_them() -> None:
+def test_find_letters_finds_shapes() -> None:
     text = 'x_SW = f("bij,b->bi", a) # i32 [B, Y] and ``[Z, 2]``; bind(q=(q, "BHU"))'
     assert {letter for _, letters in find_letters(text) for letter in letters} == set("SWBIJYZHU")

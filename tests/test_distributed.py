@@ -1,7 +1,7 @@
-"""An engine over two processes: the command lines as users start them, on loopback.
+"""Tests of an engine over two processes, started by the command lines on the loopback address.
 
-Processes of their own, because JAX joins others once. Both compile, so that one test costs as much
-as two of an engine.
+They need separate processes, because a process can connect to others only once. Both processes
+compile all programs, so a test costs as much as two tests of an engine.
 """
 
 import json
@@ -24,7 +24,7 @@ ENGINE = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()
 
 
 class Processes:
-    """Two processes of a command line, each with one device."""
+    """Two processes of a command line, each with a device."""
 
     def __init__(self) -> None:
         self.running: list[subprocess.Popen[str]] = []
@@ -60,28 +60,30 @@ def free_port() -> int:
 
 
 def take_outputs(text: str) -> list[list[dict]]:
-    """What ``generate --json`` printed, without how probable it was: sums have another order."""
+    """Return the output of ``generate --json`` without probabilities: their rounding differs."""
     keys = ("index", "text", "token_ids", "finish_reason")
     records = [json.loads(line)["outputs"] for line in text.splitlines()]
     return [[{key: sample[key] for key in keys} for sample in each] for each in records]
 
 
 @pytest.mark.slow
-def test_two_processes_generate_what_one_does(processes, tiny_folder, tmp_path, capsys) -> None:
+def test_two_processes_generate_the_same_as_a_single_process(
+    processes, tiny_folder, tmp_path, capsys
+) -> None:
     (tmp_path / "prompts.txt").write_text("the sun in\nan\nthe sun in the")
     arguments = [f"--model={tiny_folder}", f"--prompts-file={tmp_path / 'prompts.txt'}"]
     arguments += ["--seed=5", "--n=2", "--max-tokens=20", "--json", *ENGINE]
     both = processes.start("generate", *arguments)
     (text, log), (nothing, other_log) = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [0, 0], log + other_log
-    assert not nothing  # only process 0 talks
+    assert not nothing  # only process 0 prints
     assert generate.main(arguments) == 0
     assert take_outputs(text) == take_outputs(capsys.readouterr().out)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
-def test_one_line_and_an_end_when_the_other_is_killed(processes, tiny_folder, killed) -> None:
+def test_process_exits_with_a_line_if_the_other_is_killed(processes, tiny_folder, killed) -> None:
     http_port = free_port()
     arguments = [f"--model={tiny_folder}", "--no-warmup", f"--port={http_port}", *ENGINE]
     both = processes.start("serve", *arguments)
@@ -107,6 +109,6 @@ def is_ready(url: str) -> bool:
         return False
 
 
-def test_command_lines_name_what_is_missing(capsys) -> None:
+def test_command_lines_report_missing_arguments(capsys) -> None:
     assert generate.main(["--prompt=a", "--num-processes=2"]) == 1
     assert "must be given together" in capsys.readouterr().err

@@ -48,7 +48,7 @@ _SLOW = ("embedding", "generate", "paged-attention", "training")
         if samples(page)
     ],
 )
-def test_samples_print_what_the_page_says(page: Path) -> None:
+def test_samples_print_the_output_in_the_page(page: Path) -> None:
     names: dict[str, object] = {}
     for sample in samples(page):
         printed = io.StringIO()
@@ -70,7 +70,7 @@ def test_readme_is_short() -> None:
 
 
 @pytest.mark.slow
-def test_sharded_sample_prints_what_the_page_says_on_two_devices() -> None:
+def test_sharded_sample_prints_the_output_in_the_page_on_two_devices() -> None:
     texts = samples(DOCS / "embedding.md")
     sample = "".join(text for text in texts if "shard_map" in text or "auto_axes" in text)
     assert "shard_map" in sample and "auto_axes" in sample

@@ -1,4 +1,4 @@
-"""Each `repr` of a class with arrays or long lists is short, also where values cannot be read."""
+"""Tests of `formatting`: a short `repr`, even if the values of arrays cannot be read."""
 
 import dataclasses
 import importlib
@@ -53,7 +53,7 @@ def check_short(value: object) -> str:
 
 
 def test_repr_of_a_large_cache_is_short() -> None:
-    """Its pools are as wide as those of an 8B model."""
+    """The pools have the sizes of an 8B model."""
     cache = PagedCache.create(
         num_layers=32, num_blocks=512, num_kv_heads=8, block_size=16, head_dim=4, num_slots=64,
         max_blocks_per_slot=64, dtype=jnp.bfloat16,
@@ -122,7 +122,7 @@ def test_repr_of_an_output_is_short(value) -> None:
     assert check_short(value).startswith(type(value).__name__)
 
 
-def test_repr_has_what_differs_from_the_defaults() -> None:
+def test_repr_omits_defaults() -> None:
     assert repr(SamplingParams(temperature=0.5, n=2)) == "SamplingParams(n=2, temperature=0.5)"
     assert repr(CompletionOutput(1, "a", [5], -0.5)) == (
         "CompletionOutput(index=1, text='a', token_ids=[5], cumulative_logprob=-0.5)"
@@ -148,7 +148,7 @@ def test_repr_of_settings_shows_no_key() -> None:
 
 
 def test_repr_of_a_configuration_is_complete() -> None:
-    """The file names of lowered programs are digests of such texts."""
+    """The file names of lowered programs are digests of these texts."""
     factors = tuple(i / 8 for i in range(99))
     scaling = RopeScaling(
         factor=2.0, rope_type="longrope", short_factor=factors, long_factor=factors
@@ -164,7 +164,7 @@ def test_repr_of_a_configuration_is_complete() -> None:
 
 
 def public_classes() -> list[type]:
-    """Return the classes of all `__all__`, and the classes of arrays that users see elsewhere."""
+    """Return the classes in any `__all__`, and other classes with arrays that users see."""
     names = [module.name for module in pkgutil.walk_packages(paged_jax.__path__, "paged_jax.")]
     modules = [paged_jax, *(importlib.import_module(n) for n in names if "tunix" not in n)]
     found = [getattr(m, name) for m in modules for name in getattr(m, "__all__", ())]

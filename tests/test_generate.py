@@ -1,4 +1,4 @@
-"""The command line: text on stdout, everything else on stderr, mistakes in one line."""
+"""Tests of the command line `generate`: its output, its messages and its errors."""
 
 import contextlib
 import gzip
@@ -23,7 +23,7 @@ from paged_jax.generate import main
 from tests.support import ROOT
 from tests.support.tiny_model import SIZES, save_tiny_model
 
-# Four prompts or four samples with these make the shapes that the other tests compile, too.
+# With four prompts or four samples, these options need the same programs as other tests.
 SHAPES = ["--block-size", "4", "--num-blocks", "20", "--max-chunk", "16"]
 PROMPTS = ["the cat sat", "in the house", "ab", "one day"]
 
@@ -35,13 +35,13 @@ def llm(tiny_folder) -> LLM:
 
 @pytest.fixture
 def run(tiny_folder, capsys):
-    """Run the command line on the tiny model; its exit status, stdout and stderr."""
+    """Return a function that runs the command line; it returns exit status, stdout and stderr."""
 
     def run(*args: str, model: Path | None = tiny_folder) -> tuple[int, str, str]:
         args = (*args, "--model", str(model)) if model else args
         try:
             status = main(list(args))
-        except SystemExit as error:  # of argparse
+        except SystemExit as error:  # raised by argparse
             status = error.code
         captured = capsys.readouterr()
         return status, captured.out, captured.err
@@ -57,7 +57,7 @@ def prompts_file(tmp_path) -> Path:
 
 
 def read_samples(out: str) -> list[tuple[int, int, str]]:
-    """(prompt, sample, text) of what is written for several samples."""
+    """Return (prompt, sample, text) for each sample in the output."""
     found = re.findall(r"=== prompt (\d+), sample (\d+)\n(.*?)\n(?==== prompt|\Z)", out, re.DOTALL)
     return [(int(prompt), int(sample), text) for prompt, sample, text in found]
 
@@ -84,13 +84,13 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(run, tiny_folder) -> None:
     ), lines[-1]
 
 
-def test_prompt_may_come_from_stdin(run, monkeypatch) -> None:
+def test_prompt_can_be_read_from_stdin(run, monkeypatch) -> None:
     expected = run("--prompt", "ab", "--max-tokens", "8")[1]
     monkeypatch.setattr(sys, "stdin", io.StringIO("ab\n"))
     assert run("--prompt", "-", "--max-tokens", "8")[:2] == (0, expected)
 
 
-def test_prompts_file_is_answered_in_order(run, prompts_file, llm) -> None:
+def test_outputs_are_in_the_order_of_the_prompts_file(run, prompts_file, llm) -> None:
     status, out, _ = run("--prompts-file", str(prompts_file), "--max-tokens", "12", *SHAPES)
     expected = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
     assert status == 0
@@ -100,12 +100,12 @@ def test_prompts_file_is_answered_in_order(run, prompts_file, llm) -> None:
     ]
 
 
-def test_jsonl_file_may_hold_texts_and_token_ids(run, tmp_path, llm) -> None:
+def test_jsonl_file_can_have_texts_and_token_ids(run, tmp_path, llm) -> None:
     token_ids = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
     path = tmp_path / "prompts.jsonl"
     lines = [{"prompt": PROMPTS[0] + "\u2028"}, {"prompt": PROMPTS[1]}]
     lines += [{"prompt_token_ids": ids} for ids in token_ids[2:]]
-    # U+2028 ends a line for str.splitlines, but not in JSON Lines.
+    # U+2028 is a line end for str.splitlines, but not in JSON Lines.
     path.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines))
     status, out, _ = run("--prompts-file", str(path), "--json", "--max-tokens", "3", *SHAPES)
     assert status == 0
@@ -119,7 +119,7 @@ def test_jsonl_file_may_hold_texts_and_token_ids(run, tmp_path, llm) -> None:
     assert [record["prompt_token_ids"] for record in records[1:]] == token_ids[1:]
 
 
-def test_json_holds_exactly_these_keys(run, llm) -> None:
+def test_json_has_exactly_these_keys(run, llm) -> None:
     args = ["--prompt", "one day", "--n", "4", "--temperature", "1", "--seed", "3"]
     status, out, _ = run(*args, "--max-tokens", "8", "--json", *SHAPES)
     assert status == 0
@@ -149,8 +149,8 @@ def test_json_holds_exactly_these_keys(run, llm) -> None:
     assert 0 < stats["peak_blocks"] <= stats["num_blocks"] == 20
 
 
-def test_json_of_a_prompt_is_one_line(run) -> None:
-    """Readers of JSON Lines may split wherever `str.splitlines` does."""
+def test_json_of_a_prompt_is_a_single_line(run) -> None:
+    """Programs that read JSON Lines may use `str.splitlines`."""
     ends = [end for end in map(chr, range(0x3000)) if len(f"a{end}b".splitlines()) > 1]
     prompt = "a".join(["", *ends, ""])
     status, out, _ = run("--prompt", prompt, "--json", "--max-tokens", "1", *SHAPES)
@@ -194,7 +194,7 @@ def test_sampling_defaults_come_from_the_model(run, tmp_path) -> None:
     assert run(*args, "--temperature", "0", model=folder)[1] == greedy
 
 
-def test_max_tokens_is_that_of_the_model(run, tmp_path) -> None:
+def test_default_of_max_tokens_comes_from_the_model(run, tmp_path) -> None:
     folder = save_tiny_model(tmp_path)
     (folder / "generation_config.json").write_text('{"max_new_tokens": 3}')
     args = ["--prompt", "one day", "--json"]
@@ -203,7 +203,7 @@ def test_max_tokens_is_that_of_the_model(run, tmp_path) -> None:
         assert len(out["outputs"][0]["token_ids"]) == count
 
 
-def test_chat_puts_the_prompt_into_the_template(run, tmp_path, llm) -> None:
+def test_chat_applies_the_chat_template(run, tmp_path, llm) -> None:
     folder = save_tiny_model(tmp_path, chat_template="{{ bos_token }}{{ messages[0].content }}?")
     args = ["--prompt", "who", "--chat", "--json", "--max-tokens", "4"]
     status, out, _ = run(*args, model=folder)
@@ -211,7 +211,7 @@ def test_chat_puts_the_prompt_into_the_template(run, tmp_path, llm) -> None:
     assert json.loads(out)["prompt_token_ids"] == llm.tokenizer.encode("who?")
 
 
-# The block table
+# --show-blocks and --profile
 
 
 def test_show_blocks_shows_sharing_and_copies_on_write(run) -> None:
@@ -220,7 +220,7 @@ def test_show_blocks_shows_sharing_and_copies_on_write(run) -> None:
     assert run(*args, "--show-blocks", *SHAPES)[:2] == (0, plain) == (status, plain)
     err = run(*args, "--show-blocks", *SHAPES)[2]
     titles = re.findall(r"^(.*): (\d+) of 20 blocks in use, (\d+) free$", err, re.MULTILINE)
-    # 16 tokens: a full block of the prompt, which four samples share, and three of each sample.
+    # 16 tokens: a full block of the prompt, shared by four samples, and three blocks per sample.
     assert titles == [("before", "0", "20"), ("at its fullest", "13", "7"), ("after", "0", "20")]
     fullest = err[err.index("at its fullest") : err.index("events:")]
     assert len(re.findall(r"sequence in slot \d, 1[3-6] tokens", fullest)) == 4
@@ -228,12 +228,12 @@ def test_show_blocks_shows_sharing_and_copies_on_write(run) -> None:
     assert "\n       0  4" + "1" * 12 + "." * 7 + "\n" in fullest
     events = err[err.index("events:") : err.index("after: ")]
     assert events.count("as a copy of another sample's") == 3
-    # The last block of the prompt is not full: all but one sample write into a copy of it.
+    # The last block of the prompt is not full, so three of the samples write into a copy.
     assert len(re.findall(r"got a copy of block 1 to write into, block \d", events)) == 3
     assert events.count("finished and released") == 4
 
 
-def test_a_contiguous_cache_gives_the_same_text(run) -> None:
+def test_contiguous_gives_the_same_text(run) -> None:
     args = ["--prompt", "one day", "--n", "2", "--temperature", "1", "--max-tokens", "8"]
     _, plain, _ = run(*args, *SHAPES)
     options = ["--contiguous", "--max-model-len", "32", "--max-chunk", "16", "--show-blocks"]
@@ -242,7 +242,7 @@ def test_a_contiguous_cache_gives_the_same_text(run) -> None:
     assert "at its fullest: 2 of 2 blocks in use" in err and "shared" not in err
 
 
-def test_a_profile_has_ranges_with_names(run, tmp_path) -> None:
+def test_profile_has_named_ranges(run, tmp_path) -> None:
     assert run("--prompt", "one", "--max-tokens", "3", *SHAPES, "--profile", str(tmp_path))[0] == 0
     [profile] = tmp_path.rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"]
@@ -250,7 +250,7 @@ def test_a_profile_has_ranges_with_names(run, tmp_path) -> None:
     assert {"engine step", "schedule", "decode", "postprocess", "decode of 1 samples"} <= names
 
 
-# Mistakes
+# Errors
 
 
 def check_mistake(result: tuple[int, str, str], message: str, status: int = 1) -> None:
@@ -287,7 +287,7 @@ def check_mistake(result: tuple[int, str, str], message: str, status: int = 1) -
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_options_are_refused_before_the_model_is_loaded(run, args, message) -> None:
+def test_invalid_options_are_reported_before_the_model_is_loaded(run, args, message) -> None:
     result = run(*args, model=Path("/nowhere/model"))
     check_mistake(result, message)
     assert len(result[2].splitlines()) == 1
@@ -304,14 +304,16 @@ def test_bad_options_are_refused_before_the_model_is_loaded(run, args, message) 
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_usage_is_one_line(run, args, message) -> None:
+def test_usage_errors_are_a_single_line(run, args, message) -> None:
     result = run(*args)
     check_mistake(result, message, status=2)
     assert len(result[2].splitlines()) == 1
 
 
-def test_without_a_cluster_the_processes_must_be_named(run, monkeypatch) -> None:
-    def initialize(*args, **kwargs):  # as JAX does; it may be asked only before it is used
+def test_distributed_needs_a_cluster_that_jax_knows(run, monkeypatch) -> None:
+    def initialize(
+        *args, **kwargs
+    ):  # raises the error of JAX, which cannot be called after JAX was used
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(distributed, "initialize", initialize)
@@ -319,7 +321,7 @@ def test_without_a_cluster_the_processes_must_be_named(run, monkeypatch) -> None
     check_mistake(run("--prompt", "ab", "--distributed"), message)
 
 
-def test_a_backend_for_other_devices_is_refused(run) -> None:
+def test_backend_for_another_device_is_an_error(run) -> None:
     check_mistake(run("--prompt", "ab", "--backend", "triton"), "'triton' runs on gpu only")
 
 
@@ -338,21 +340,21 @@ def test_a_backend_for_other_devices_is_refused(run) -> None:
         (b'{"prompt": "ab", "prompt_token_ids": [5]}', "either prompt or prompt_token_ids"),
     ],
 )
-def test_bad_prompts_files_are_refused(run, tmp_path, content, message) -> None:
+def test_invalid_prompts_files_are_errors(run, tmp_path, content, message) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(content)
     check_mistake(run("--prompts-file", str(path)), message)
 
 
 @pytest.mark.parametrize("name", ["prompts.JSONL", "prompts.ndjson"])
-def test_prompts_file_of_json_lines_has_several_names(run, tmp_path, name) -> None:
-    """Otherwise the JSON text itself would be the prompt, without a word."""
+def test_prompts_file_of_json_lines_can_have_several_suffixes(run, tmp_path, name) -> None:
+    """Without this, the JSON text itself would be the prompt, without an error."""
     path = tmp_path / name
     path.write_text('{"promt": "ab"}\n')
     check_mistake(run("--prompts-file", str(path)), r"got the keys \['promt'\]")
 
 
-def test_prompts_file_in_json_is_refused(run, tmp_path) -> None:
+def test_prompts_file_with_suffix_json_is_an_error(run, tmp_path) -> None:
     path = tmp_path / "prompts.json"
     path.write_text('[{"prompt": "ab"}]')
     check_mistake(run("--prompts-file", str(path)), "--prompts-file must be .* a .jsonl file, got ")
@@ -374,7 +376,7 @@ def test_chat_reads_all_fields_of_a_prompts_file(run, tmp_path, fields, message)
     check_mistake(result, message)
 
 
-def test_a_folder_is_no_prompts_file(run, tmp_path) -> None:
+def test_folder_as_prompts_file_is_an_error(run, tmp_path) -> None:
     check_mistake(run("--prompts-file", str(tmp_path)), "readable text file.*directory")
 
 
@@ -392,11 +394,11 @@ def test_a_folder_is_no_prompts_file(run, tmp_path) -> None:
         " ".join(value).encode("ascii", "replace").decode()[:30] if isinstance(value, list) else ""
     ),
 )
-def test_what_does_not_suit_the_model_is_refused(run, args, message) -> None:
+def test_options_that_do_not_suit_the_model_are_errors(run, args, message) -> None:
     check_mistake(run(*args), message)
 
 
-def test_damaged_models_are_refused(run, tmp_path) -> None:
+def test_damaged_models_are_errors(run, tmp_path) -> None:
     check_mistake(run("--prompt", "ab", model=tmp_path / "none"), "folder must exist, got .*none")
     check_mistake(run("--prompt", "ab", model=tmp_path), "config.json")
 
@@ -422,7 +424,7 @@ def test_damaged_models_are_refused(run, tmp_path) -> None:
     check_mistake(run("--prompt", "ab", model=folder), "config.json")
 
 
-def test_a_model_without_a_tokenizer_takes_token_ids(run, tmp_path) -> None:
+def test_model_without_a_tokenizer_accepts_token_ids(run, tmp_path) -> None:
     folder = save_tiny_model(tmp_path / "model")
     (folder / "tokenizer.json").unlink()
     path = tmp_path / "prompts.jsonl"
@@ -433,7 +435,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids(run, tmp_path) -> None:
     assert completion["text"] == "" and completion["token_ids"]
 
 
-def test_interruption_ends_in_one_word(run, monkeypatch) -> None:
+def test_keyboard_interrupt_prints_a_single_word(run, monkeypatch) -> None:
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
@@ -450,13 +452,13 @@ class Terminal(io.StringIO):
 
 @contextlib.contextmanager
 def pseudo_terminal(monkeypatch) -> Iterator[list[str]]:
-    """Both standard streams are one pseudo-terminal; afterwards the list has what it shows."""
+    """Connect stdout and stderr to a pseudo-terminal; the list gets its output afterwards."""
     leader, follower = pty.openpty()
     lines: list[str] = []
     parts: list[bytes] = []
 
     def read() -> None:
-        with contextlib.suppress(OSError):  # its other end is closed
+        with contextlib.suppress(OSError):  # the other end is closed
             while part := os.read(leader, 4096):
                 parts.append(part)
 
@@ -477,7 +479,7 @@ def pseudo_terminal(monkeypatch) -> Iterator[list[str]]:
 
 
 def shown(written: str) -> list[str]:
-    """The lines that a terminal shows once ``written`` is through."""
+    """Return the lines that a terminal shows after `written` was printed."""
     screen = []
     for line in written.split("\n"):
         cells: list[str] = []
@@ -487,8 +489,8 @@ def shown(written: str) -> list[str]:
     return screen
 
 
-def test_a_terminal_shows_the_text_and_the_summary_alone(monkeypatch, tiny_folder) -> None:
-    """The first command of the README; fresh, so that the summary compiles."""
+def test_terminal_shows_only_the_text_and_the_summary(monkeypatch, tiny_folder) -> None:
+    """This is the first command of the README, in a new engine, so that the summary compiles."""
     args = ["--model", str(tiny_folder), "--max-tokens", "4", "--temperature", "0"]
     with pseudo_terminal(monkeypatch) as lines:
         assert main(["--prompt", "ab", *args]) == 0
@@ -500,7 +502,7 @@ def test_a_terminal_shows_the_text_and_the_summary_alone(monkeypatch, tiny_folde
     assert text == expected.outputs[0].text.rstrip()
 
 
-def test_a_terminal_shows_a_bar_and_erases_it(monkeypatch, tiny_folder, prompts_file) -> None:
+def test_terminal_shows_a_bar_and_erases_it(monkeypatch, tiny_folder, prompts_file) -> None:
     args = ["--model", str(tiny_folder), "--max-tokens", "4", *SHAPES]
     with pseudo_terminal(monkeypatch) as lines:
         assert main(["--prompts-file", str(prompts_file), *args]) == 0
@@ -510,7 +512,7 @@ def test_a_terminal_shows_a_bar_and_erases_it(monkeypatch, tiny_folder, prompts_
     assert not any("compiling " in line or "loading" in line for line in lines[:-2])
 
 
-def test_an_error_in_a_stream_has_a_line_of_its_own(monkeypatch, tiny_folder) -> None:
+def test_error_in_a_stream_is_on_a_separate_line(monkeypatch, tiny_folder) -> None:
     stream = LLM.stream
 
     def fail(*args, **options):
@@ -524,7 +526,7 @@ def test_an_error_in_a_stream_has_a_line_of_its_own(monkeypatch, tiny_folder) ->
     assert lines[-2] == "paged_jax.generate: error: the device is gone"
 
 
-def test_a_mistake_is_the_only_line_on_a_terminal(monkeypatch, tmp_path) -> None:
+def test_usage_error_is_the_only_line_on_a_terminal(monkeypatch, tmp_path) -> None:
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     assert main(["--prompt", "ab", "--model", str(tmp_path)]) == 1
@@ -532,7 +534,7 @@ def test_a_mistake_is_the_only_line_on_a_terminal(monkeypatch, tmp_path) -> None
     assert line.startswith("paged_jax.generate: error: ") and rest == ""
 
 
-# As a process of its own
+# In a separate process
 
 
 def start(*args: str) -> subprocess.Popen[str]:
@@ -558,7 +560,7 @@ def test_module_runs_as_a_process(run, tiny_folder) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_process_cleanly(tiny_folder, tmp_path) -> None:
-    # So many that the signal comes long before the end, however slow this process is.
+    # So many tokens that the signal arrives long before the end, even on a slow machine.
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one day\n" * 20_000)
     args = ["--model", str(tiny_folder), "--prompts-file", str(prompts), "--max-num-seqs", "4"]
@@ -572,7 +574,7 @@ def test_ctrl_c_ends_the_process_cleanly(tiny_folder, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_is_no_mistake(tiny_folder) -> None:
+def test_closed_pipe_is_no_error(tiny_folder) -> None:
     with start("--model", str(tiny_folder), "--prompt", "ab", "--max-tokens", "8") as process:
         process.stdout.close()
         err = process.stderr.read()

@@ -1,4 +1,4 @@
-"""Tests of what modules import: lower layers only, and no library that they do not need.
+"""Tests of imports: modules import only lower layers, and only the libraries that they need.
 
 ``docs/design.md`` lists the layers.
 """
@@ -23,7 +23,7 @@ NO_JAX = PACKAGE / "scheduler"
 
 
 def read_floors() -> list[list[str]]:
-    """The names of each floor, from the bottom up: ``cache/`` or ``llm.py``."""
+    """Return the files and folders of each layer, such as ``cache/``; the lowest comes first."""
     text = (ROOT / "docs" / "design.md").read_text()
     block = text.split("<!-- floors -->")[1].split("```")[1]
     return [line.split("   ")[0].split() for line in block.splitlines()[1:]]
@@ -33,7 +33,7 @@ FLOORS = read_floors()
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def test_every_file_has_a_floor() -> None:
+def test_every_file_has_a_layer() -> None:
     listed = sorted(name for names in FLOORS for name in names)
     found = {path.relative_to(PACKAGE).parts for path in FILES}
     assert listed == sorted({parts[0] + "/" * (len(parts) > 1) for parts in found})
@@ -55,7 +55,7 @@ def floor_of(path: Path) -> int:
 
 
 def imported_files(path: Path) -> set[Path]:
-    """Files of the package that one imports, at its top or inside a function."""
+    """Return the files of the package that a file imports, at its top or inside functions."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -73,7 +73,7 @@ def imported_files(path: Path) -> set[Path]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_run_down(path: Path) -> None:
+def test_modules_import_only_lower_layers(path: Path) -> None:
     for imported in imported_files(path):
         assert floor_of(imported) <= floor_of(path), f"{path} must not import {imported}"
 
@@ -91,7 +91,7 @@ def test_a_backend_is_imported_only_by_its_own_files(folder: Path) -> None:
 
 
 def imported_roots(path: Path) -> set[str]:
-    """Top-level packages that a file imports."""
+    """Return the top-level packages that a file imports."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -102,7 +102,7 @@ def imported_roots(path: Path) -> set[str]:
 
 
 def test_scheduler_imports_no_jax() -> None:
-    """Nor does anything that it imports."""
+    """This includes all modules that it imports."""
     seen, to_read = set(), set(NO_JAX.glob("*.py"))
     while to_read:
         path = to_read.pop()
@@ -121,7 +121,7 @@ for name in sys.argv[1:]:
 
 
 def test_public_names_import_only_the_libraries_that_they_need() -> None:
-    """One process imports the names in turn, so each line has the libraries of the names above."""
+    """A process imports the names in turn, so each line includes the libraries of earlier names."""
     names = ["paged_attention", "SamplingParams", "PagedCache", "Llama"]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *names], cwd=ROOT, check=True, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""Lines and bars on stderr: on a terminal, in a notebook, and where nobody looks."""
+"""Tests of status lines and bars on a terminal, in a notebook and in a pipe."""
 
 import io
 import sys
@@ -17,17 +17,17 @@ class Terminal(io.StringIO):
 
 
 def use(monkeypatch, place: str) -> io.StringIO:
-    """Make stderr one of the places; not in a fixture, because pytest replaces it afterwards."""
+    """Replace stderr. This is no fixture, because pytest would replace stderr afterwards."""
     stream = Terminal() if place == "terminal" else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    if place == "notebook":  # a kernel of Jupyter, as `tqdm` recognises it
+    if place == "notebook":  # looks like a Jupyter kernel to `tqdm`
         shell = SimpleNamespace(config={"IPKernelApp": {}})
         monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
     return stream
 
 
 def last_line(stream: io.StringIO) -> str:
-    """The text in a terminal's current line."""
+    """Return the text in the current line of a terminal."""
     cells: list[str] = []
     for part in stream.getvalue().split("\n")[-1].split("\r"):
         cells[: len(part)] = part
@@ -105,7 +105,7 @@ def test_move_to_sets_the_total(monkeypatch) -> None:
     assert "3/3" in terminal.getvalue() and "program 3" in terminal.getvalue()
 
 
-def test_an_ipython_shell_in_a_pipe_is_no_notebook(monkeypatch) -> None:
+def test_ipython_shell_in_a_pipe_is_no_notebook(monkeypatch) -> None:
     use(monkeypatch, "pipe")
     for shell in (None, SimpleNamespace(config={"TerminalIPythonApp": {}})):
         fake = SimpleNamespace(get_ipython=lambda shell=shell: shell)
@@ -114,7 +114,6 @@ def test_an_ipython_shell_in_a_pipe_is_no_notebook(monkeypatch) -> None:
 
 
 def test_generate_and_warmup_show_bars_in_a_notebook(monkeypatch, tiny_folder) -> None:
-    """They took seconds there without a word."""
     notebook = use(monkeypatch, "notebook")
     llm = LLM(tiny_folder, **SIZES)
     llm.generate(["ab"], SamplingParams(max_tokens=1))

@@ -1,4 +1,4 @@
-"""A family that a user adds, the example of the first Gemma, against transformers."""
+"""Tests of examples/new_family.py: the first Gemma, against transformers."""
 
 import importlib.util
 import math
@@ -14,7 +14,7 @@ from paged_jax.models.family import UnsupportedConfigError
 from paged_jax.models.llama import Llama
 from tests.support import ROOT
 
-# What the config.json of Gemma 2B says.
+# The config.json of Gemma 2B.
 _GEMMA_2B = {
     "architectures": ["GemmaForCausalLM"],
     "attention_bias": False,
@@ -39,7 +39,7 @@ _GEMMA_2B = {
 
 @pytest.fixture
 def example(monkeypatch):
-    """The example, whose family is forgotten after the test."""
+    """Load the example, and remove its family after the test."""
     spec = importlib.util.spec_from_file_location("new_family", ROOT / "examples/new_family.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -49,7 +49,7 @@ def example(monkeypatch):
     return module
 
 
-def test_a_family_of_a_user_is_read_and_written(example):
+def test_added_family_is_read_and_written(example):
     with pytest.raises(UnsupportedConfigError, match="'GemmaForCausalLM' is not supported"):
         LlamaConfig.from_dict(_GEMMA_2B)
     example.add_gemma()
@@ -61,7 +61,7 @@ def test_a_family_of_a_user_is_read_and_written(example):
 
 
 @pytest.mark.slow  # importing torch and transformers takes seconds
-def test_a_family_of_a_user_computes_what_transformers_computes(example, tmp_path):
+def test_added_family_computes_the_same_as_transformers(example, tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     example.add_gemma()

@@ -1,4 +1,4 @@
-"""Models that are no Llama in the engine: one of the tests' own, and Tunix's Qwen3, the example."""
+"""Tests of other models in the engine: a small model of these tests, and Qwen3 of Tunix."""
 
 import dataclasses
 import importlib.util
@@ -29,13 +29,13 @@ CONFIG = LlamaConfig(
 
 @dataclasses.dataclass
 class Unhashable:
-    """What modules of others keep: a config that may change, and so has no hash."""
+    """Mutable config without a hash, as in modules of other libraries."""
 
     slope: float
 
 
 class Block(nnx.Module):
-    """A layer with LayerNorm, one MLP and no rotation."""
+    """Layer with LayerNorm, an MLP and no rotary embedding."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         E, D = CONFIG.hidden_size, CONFIG.head_dim
@@ -53,7 +53,7 @@ class Block(nnx.Module):
 
 
 class Other(PagedModel):
-    """A model with learned positions and layers in a scan."""
+    """Model with learned positions and layers in a scan."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.config, self.options = CONFIG, Unhashable(slope=2.0)
@@ -90,7 +90,7 @@ def model() -> Other:
 
 
 def greedy(model: Other, prompt: list[int], num_tokens: int) -> list[int]:
-    """What follows, by whole sequences without a cache."""
+    """Generate tokens greedily, with whole sequences and without a cache."""
 
     def attend(index, heads, carry):
         q, k, v = (x[None] for x in heads[:3])
@@ -122,8 +122,8 @@ def generate(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_engine_runs_a_model_of_somebody_else(model) -> None:
-    """In chunks, with what its prompts have in common held once; then with other weights."""
+def test_engine_runs_another_model(model) -> None:
+    """Prompts run in chunks and share a prefix; then the weights are replaced."""
     llm = LLM(model, **(SIZES | {"max_chunk": 8}))
     assert generate(llm) == [greedy(model, prompt, 6) for prompt in PROMPTS]
     assert len({tuple(tokens) for tokens in generate(llm)}) == len(PROMPTS)
@@ -137,8 +137,8 @@ def test_engine_runs_a_model_of_somebody_else(model) -> None:
         llm.load_params(ROOT)
 
 
-def test_rollout_runs_a_model_of_somebody_else(model) -> None:
-    """As a function of the model: an argument of jit must have a structure with a hash."""
+def test_rollout_runs_another_model(model) -> None:
+    """The model is an argument of jit, so its tree structure must have a hash."""
     tokens, lengths = np.zeros((2, 9), np.int32), np.array([9, 4], np.int32)
     for row, prompt in enumerate(PROMPTS[:2]):
         tokens[row, : len(prompt)] = prompt
@@ -147,7 +147,7 @@ def test_rollout_runs_a_model_of_somebody_else(model) -> None:
     assert rows[:, :6].tolist() == [greedy(model, prompt, 6) for prompt in PROMPTS[:2]]
 
 
-def test_engine_refuses_modules_that_it_cannot_run(model) -> None:
+def test_engine_rejects_unsupported_modules(model) -> None:
     with pytest.raises(ValueError, match="a folder or a PagedModel, got a module of Linear"):
         LLM(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))  # type: ignore[arg-type]
     mesh = jax.make_mesh((1,), ("tp",))
@@ -167,8 +167,8 @@ def example() -> ModuleType:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_engine_runs_qwen3_of_tunix_as_it_is(example, capsys) -> None:
-    with jax.numpy_rank_promotion("allow"):  # as Tunix broadcasts
+def test_engine_runs_qwen3_of_tunix(example, capsys) -> None:
+    with jax.numpy_rank_promotion("allow"):  # Tunix needs implicit broadcasting
         example.main()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and all(line.endswith("forward: True") for line in lines)
@@ -176,8 +176,7 @@ def test_engine_runs_qwen3_of_tunix_as_it_is(example, capsys) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_qwen3_of_tunix_keeps_its_own_attention(example) -> None:
-    """The wrapper has its own modules: the user's model is not changed by it."""
+def test_wrapper_does_not_change_the_model_of_tunix(example) -> None:
     model = example.tiny_qwen3()
     paged = example.PagedQwen3(model)
     assert type(model.layers[0].attn) is example.qwen3.Attention

@@ -1,4 +1,4 @@
-"""`examples/own_shard_map.py`: a model under an explicit mesh, on any number of devices."""
+"""Test of examples/own_shard_map.py on several numbers of devices."""
 
 import pytest
 
@@ -19,5 +19,5 @@ for num_devices in (2, 4):
 
 @pytest.mark.slow
 def test_example_gives_the_same_tokens_on_any_number_of_devices() -> None:
-    """In a process of its own: the number of devices is fixed when JAX starts."""
+    """A new process is needed, because the number of devices is fixed when JAX starts."""
     run_on_devices(_PROGRAM)

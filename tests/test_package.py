@@ -1,4 +1,4 @@
-"""What is shipped: sdist and wheel are whole, and run where nothing else is installed."""
+"""Tests that sdist and wheel are complete, and that the wheel runs in a clean environment."""
 
 import importlib.metadata
 import json
@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 from tests.support import ROOT
 
-# What lies beside the package, and must not be installed with it.
+# Other folders of the repository. They must not be installed.
 OTHERS = ("benchmarks", "docs", "examples", "kernels", "models", "tests")
 BUNDLED = ROOT / "paged_jax" / "models" / "bundled"
 
@@ -27,7 +27,7 @@ def test_bundled_model_is_small() -> None:
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory) -> tuple[Path, Path]:
-    """The sdist, and the wheel that is built from it."""
+    """Build the sdist, and a wheel from it."""
     folder = tmp_path_factory.mktemp("dist")
     subprocess.run(
         [sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)],
@@ -39,7 +39,7 @@ def distributions(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def package_files() -> set[str]:
-    """Everything below the package that git knows of."""
+    """Return all files of the package in git."""
     listed = subprocess.run(
         ["git", "ls-files", "paged_jax"], cwd=ROOT, check=True, capture_output=True, text=True
     )
@@ -47,19 +47,19 @@ def package_files() -> set[str]:
 
 
 @pytest.mark.slow
-def test_distributions_hold_the_whole_package(distributions) -> None:
+def test_distributions_contain_the_whole_package(distributions) -> None:
     sdist, wheel = distributions
     in_wheel = set(zipfile.ZipFile(wheel).namelist())
     with tarfile.open(sdist) as archive:
         in_sdist = {name.split("/", 1)[-1] for name in archive.getnames()}
     assert package_files() <= in_wheel
     assert package_files() <= in_sdist
-    # The links at the root would otherwise become packages that collide with other people's.
+    # The links at the root must not become packages, which could collide with other packages.
     assert not [name for name in in_wheel if name.startswith(OTHERS)]
 
 
 def required(distribution: importlib.metadata.Distribution) -> set[str]:
-    """The names of all that it needs, and of what those need, as they are installed here."""
+    """Return the names of all direct and indirect dependencies, as installed here."""
     found: set[tuple[str, str]] = set()
     to_see = [("", distribution.requires)]
     while to_see:
@@ -84,12 +84,11 @@ def link(distribution: str, site: Path) -> None:
 
 @pytest.fixture(scope="module")
 def clean_python(distributions, tmp_path_factory) -> Path:
-    """The Python of an environment that holds the wheel and, of what is installed here, what the
-    wheel says it needs; nothing is fetched."""
+    """Create an environment with the wheel, and with links to its installed dependencies."""
     folder = tmp_path_factory.mktemp("clean") / "venv"
     venv.create(folder)
     python = folder / "bin" / "python"
-    # Without a path to this folder, where pip would find the package installed already.
+    # PYTHONPATH is removed, or pip would find the package of this folder.
     command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps"]
     subprocess.run([*command, "--no-index", distributions[1]], check=True, env=clean_environment())
     paths = {"base": str(folder), "platbase": str(folder)}
@@ -101,7 +100,7 @@ def clean_python(distributions, tmp_path_factory) -> Path:
 
 
 def clean_environment() -> dict[str, str]:
-    """As a stranger starts a program: without what the tests have set and compiled."""
+    """Return the environment variables of a new user, without settings of the tests."""
     return {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "PYTHON"))}
 
 

@@ -1,4 +1,4 @@
-"""The planner: its numbers against what is allocated, what is compiled, and what is published."""
+"""Tests of the planner against allocated arrays, compiled programs and published figures."""
 
 import json
 
@@ -22,7 +22,7 @@ from tests.support.random_model import random_llama
 from tests.support.tiny_model import CONFIG, SIZES
 
 BUNDLED = LlamaConfig.from_file(bundled_folder())
-# Large enough that what a step holds follows its terms, and not what any program holds anyway.
+# Large enough that the memory of a step is dominated by the terms of the plan.
 MID = LlamaConfig(
     vocab_size=65536,
     hidden_size=256,
@@ -32,7 +32,7 @@ MID = LlamaConfig(
     num_key_value_heads=4,
     eos_token_ids=(2,),
 )
-# A model of the family's smaller ones: attention is wider than the MLP.
+# As in small Qwen3 models, attention is wider than the MLP.
 WIDE_HEADS = LlamaConfig(
     vocab_size=2048,
     hidden_size=256,
@@ -43,7 +43,7 @@ WIDE_HEADS = LlamaConfig(
     head_dim=128,
     qk_norm=True,
 )
-# One whose experts hold more than attention.
+# Experts need more memory than attention.
 EXPERTS = LlamaConfig(
     vocab_size=2048,
     hidden_size=256,
@@ -67,12 +67,12 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
     return status, out, err
 
 
-# What is allocated
+# Against allocated arrays
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "bfloat16", "int8"])
 @pytest.mark.parametrize("model", ["bundled", "tiny"])
-def test_plan_is_what_an_engine_allocates(model, kv_dtype) -> None:
+def test_plan_equals_the_memory_of_an_engine(model, kv_dtype) -> None:
     config = BUNDLED if model == "bundled" else CONFIG
     engine = Engine(
         None if model == "bundled" else random_llama(CONFIG),
@@ -119,7 +119,7 @@ for num_devices, kv_dtype in ((2, "auto"), (4, "int8"), (8, "auto")):
 
 
 @pytest.mark.slow
-def test_plan_is_what_an_engine_allocates_on_each_of_several_devices() -> None:
+def test_plan_equals_the_memory_of_an_engine_on_each_device() -> None:
     run_on_devices(_ON_EACH_DEVICE, num_devices=8)
 
 
@@ -147,11 +147,11 @@ def test_weights_and_tokens_of_known_models(data_dir, name, num_parameters, toke
     assert block_bytes(config, 16, "bfloat16", "gpu") == 16 * token_bytes
 
 
-# What is compiled
+# Against compiled programs
 
 
 def compiled_bytes(engine: Engine, *kinds: str) -> dict[str, int]:
-    """What the largest program of each kind holds while it runs, results included."""
+    """Return the memory of the largest program of each kind, including its results."""
     runner, sizes = engine.core.runner, engine.core.executor.sizes
     names = {
         f"prefill of 1 x {sizes.max_chunk} tokens": "prefill",
@@ -182,12 +182,12 @@ def compiled_bytes(engine: Engine, *kinds: str) -> dict[str, int]:
         (MID, "float32", "auto", None, ("prefill", "score", "decode", "verify", "swap")),
         (MID, "bfloat16", "int8", None, ("prefill", "swap")),
         (MID, "float16", "float16", None, ("decode",)),
-        # Kernels of our own hold an eighth of what is planned, as not every machine has them.
+        # The compiled CPU kernels need an eighth of the plan, which must hold without them.
         (WIDE_HEADS, "float32", "auto", "xla", ("prefill", "decode", "swap")),
         (EXPERTS, "float32", "auto", "xla", ("prefill",)),
     ],
 )
-def test_steps_hold_no_more_than_planned(config, dtype, kv_dtype, backend, kinds) -> None:
+def test_steps_need_at_most_the_planned_memory(config, dtype, kv_dtype, backend, kinds) -> None:
     sizes = {"max_num_seqs": 8, "max_model_len": 1024, "max_chunk": 1024}
     sizes |= {"num_speculative_tokens": 3, "kv_dtype": kv_dtype}
     model = random_llama(config, dtype=dtype)
@@ -201,7 +201,7 @@ def test_steps_hold_no_more_than_planned(config, dtype, kv_dtype, backend, kinds
 @pytest.mark.slow
 @pytest.mark.optimised
 @pytest.mark.parametrize(("kv_dtype", "program"), [("bfloat16", "decode"), ("fp8", "prefill")])
-def test_pools_that_cpus_copy_are_planned_with_their_copies(kv_dtype, program) -> None:
+def test_plan_includes_copies_of_pools_on_cpus(kv_dtype, program) -> None:
     model = random_llama(MID)
     sizes = {"max_num_seqs": 8, "max_model_len": 1024, "max_chunk": 64, "kv_dtype": kv_dtype}
     engine = Engine(model, num_blocks=1024, **sizes)
@@ -214,7 +214,7 @@ def test_pools_that_cpus_copy_are_planned_with_their_copies(kv_dtype, program) -
 # memory_fraction
 
 
-def test_memory_fraction_gives_the_pool_what_is_planned(monkeypatch) -> None:
+def test_memory_fraction_gives_the_planned_number_of_blocks(monkeypatch) -> None:
     total = 104 << 20
     set_memory(monkeypatch, total)
     engine = Engine(random_llama(CONFIG), block_size=4, max_num_seqs=4096, memory_fraction=0.5,
@@ -226,13 +226,13 @@ def test_memory_fraction_gives_the_pool_what_is_planned(monkeypatch) -> None:
     assert held + plan.footprint.step + plan.footprint.block * 50 > total // 2
 
 
-def test_memory_fraction_takes_no_more_than_the_slots_can_use(monkeypatch) -> None:
+def test_memory_fraction_allocates_at_most_what_slots_can_use(monkeypatch) -> None:
     set_memory(monkeypatch, 1 << 30)
     engine = Engine(random_llama(CONFIG), block_size=4, max_num_seqs=2, memory_fraction=0.9)
     assert engine.num_blocks == 2 * CONFIG.max_position_embeddings // 4
 
 
-def test_memory_fraction_leaves_others_what_they_hold(monkeypatch) -> None:
+def test_memory_fraction_leaves_the_memory_of_other_arrays(monkeypatch) -> None:
     sizes = {"block_size": 4, "max_num_seqs": 2048, "memory_fraction": 1}
     set_memory(monkeypatch, 32 << 20)
     alone = Engine(random_llama(CONFIG), **sizes)
@@ -243,7 +243,7 @@ def test_memory_fraction_leaves_others_what_they_hold(monkeypatch) -> None:
     assert beside.num_blocks == footprint.num_blocks((32 << 20) + own) > alone.num_blocks
 
 
-def test_memory_fraction_that_leaves_no_block_is_refused_with_numbers(monkeypatch) -> None:
+def test_memory_fraction_without_room_for_a_block_is_an_error_with_numbers(monkeypatch) -> None:
     set_memory(monkeypatch, 8 << 20)
     match = r"memory_fraction 0.5 must leave room for .* of weights, .* step .*, got 4.00 MiB"
     with pytest.raises(ValueError, match=match):
@@ -258,23 +258,23 @@ def test_memory_fraction_that_leaves_no_block_is_refused_with_numbers(monkeypatc
         (SIZES | {"memory_fraction": 0.5}, "must be None if num_blocks is given"),
     ],
 )
-def test_memory_fraction_out_of_bounds_is_refused(options, match) -> None:
+def test_memory_fraction_out_of_bounds_is_an_error(options, match) -> None:
     with pytest.raises(ValueError, match=match):
         Engine(random_llama(CONFIG), **options)
 
 
-def test_generate_passes_the_memory_fraction_on(capsys) -> None:
+def test_generate_passes_the_memory_fraction(capsys) -> None:
     assert generate.main(["--prompt", "It is", "--memory-fraction", "2"]) == 1
     assert "memory_fraction must be above 0 and at most 1, got 2.0" in capsys.readouterr().err
 
 
-def test_memory_fraction_wants_a_device_that_says_what_it_has(monkeypatch) -> None:
+def test_memory_fraction_needs_a_device_that_reports_its_memory(monkeypatch) -> None:
     monkeypatch.setattr(pool_size, "device_memory", lambda device: None)
     with pytest.raises(ValueError, match="does not say how much memory it has"):
         Engine(random_llama(CONFIG), memory_fraction=0.5)
 
 
-# The host's memory
+# Host memory
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_memory_fraction_wants_a_device_that_says_what_it_has(monkeypatch) -> No
     ],
     ids=["version 2", "version 2 in a namespace", "version 1"],
 )
-def test_host_memory_is_what_the_container_may_have(monkeypatch, tmp_path, own, limits) -> None:
+def test_host_memory_is_limited_by_the_container(monkeypatch, tmp_path, own, limits) -> None:
     (tmp_path / "own").write_text(own)
     for name, limit in limits.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -304,7 +304,9 @@ def test_host_memory_is_what_the_container_may_have(monkeypatch, tmp_path, own, 
     assert pool_size.device_memory(jax.devices("cpu")[0]) == DeviceMemory(4096, 0)
 
 
-def test_host_memory_without_containers_is_the_machines(monkeypatch, tmp_path) -> None:
+def test_host_memory_without_a_container_is_the_memory_of_the_machine(
+    monkeypatch, tmp_path
+) -> None:
     monkeypatch.setattr(pool_size, "_OWN_CGROUPS", tmp_path / "none")
     assert (pool_size.host_memory() or 0) > 1 << 28
 
@@ -312,7 +314,7 @@ def test_host_memory_without_containers_is_the_machines(monkeypatch, tmp_path) -
 # The command line
 
 
-def test_main_counts_sequences_beside_a_contiguous_cache(capsys, data_dir) -> None:
+def test_main_compares_with_a_contiguous_cache(capsys, data_dir) -> None:
     status, out, err = run(
         capsys, "--model", str(data_dir / "configs" / "Meta-Llama-3-8B-Instruct"),
         "--memory", "24GiB", "--platform", "gpu", "--lengths", "500", "8192", "--json",
@@ -338,7 +340,7 @@ def test_main_counts_sequences_beside_a_contiguous_cache(capsys, data_dir) -> No
     ]
 
 
-def test_main_prints_what_fits(capsys) -> None:
+def test_main_prints_the_plan(capsys) -> None:
     status, out, _ = run(capsys, "--memory", "64MiB", "--platform", "cpu", "--lengths", "64")
     plan = make_plan(BUNDLED, 64 << 20, "cpu")
     assert status == 0
@@ -351,14 +353,14 @@ def test_main_prints_what_fits(capsys) -> None:
     assert plan.num_engine_blocks == 16 * 512 // 16 < plan.num_blocks
 
 
-def test_main_plans_for_one_of_several_devices(capsys, data_dir) -> None:
+def test_main_plans_each_of_several_devices(capsys, data_dir) -> None:
     options = ("--model", str(data_dir / "configs" / "Meta-Llama-3-8B-Instruct"), "--device", "V5e")
     options += ("--tensor-parallel-size", "16", "--lengths", "4096", "--max-num-seqs", "64")
     status, out, _ = run(capsys, *options, "--json")
     plan = json.loads(out)
     assert (status, plan["platform"], plan["num_devices"]) == (0, "tpu", 16)
     assert (plan["num_parameters"], plan["memory_bytes"]) == (8_030_261_248, 16 * 10**9)
-    # K and V of 8 heads on 16 devices: half of them on each, twice.
+    # 8 KV heads on 16 devices: each head is on two devices.
     assert plan["token_bytes"] == 32 * 2 * 128 * 2
     assert plan["collectives"]["num_all_reduces"] == 2 * 32 + 1
     [length] = plan["lengths"]
@@ -379,7 +381,7 @@ def test_main_says_when_sequences_wait(capsys) -> None:
     assert status == 0 and "40 sequences run at once, see --max-num-seqs" in out
 
 
-def test_main_knows_what_was_meant(capsys) -> None:
+def test_main_suggests_flags(capsys) -> None:
     for flag, meant in {
         "--max_num_seqs": "--max-num-seqs",
         "--kv-cache-dtype": "--kv-dtype",
@@ -399,7 +401,7 @@ def test_main_plans_for_this_machine(capsys) -> None:
     assert json.loads(out)["memory_bytes"] == (pool_size.host_memory() or 0) // 2
 
 
-def test_main_refuses_what_does_not_fit_in_one_line(capsys, data_dir) -> None:
+def test_main_reports_in_a_line_that_the_model_does_not_fit(capsys, data_dir) -> None:
     folder = str(data_dir / "configs" / "Meta-Llama-3-8B-Instruct")
     status, out, err = run(capsys, "--model", folder, "--memory", "12GiB", "--platform", "gpu")
     assert (status, out) == (1, "")
@@ -422,13 +424,13 @@ def test_main_refuses_what_does_not_fit_in_one_line(capsys, data_dir) -> None:
         (["--model", "/nowhere"], "/nowhere"),
     ],
 )
-def test_main_refuses_mistakes_in_one_line(capsys, arguments, message) -> None:
+def test_main_reports_errors_in_a_line(capsys, arguments, message) -> None:
     status, out, err = run(capsys, "--memory", "1GiB", *arguments)
     assert (status, out) == (1, "")
     assert err.count("\n") == 1 and message in err
 
 
-def test_main_refuses_a_platform_that_is_not_that_of_the_device(capsys) -> None:
+def test_main_rejects_a_platform_other_than_that_of_the_device(capsys) -> None:
     status, out, err = run(capsys, "--device", "h100", "--platform", "cpu")
     assert status == 1 and out == ""
     assert "--platform must be gpu with --device h100, got cpu" in err
@@ -436,7 +438,7 @@ def test_main_refuses_a_platform_that_is_not_that_of_the_device(capsys) -> None:
 
 
 @pytest.mark.parametrize("size", ["lots", "12XB", "-1", "GiB"])
-def test_main_refuses_a_size_that_is_none(capsys, size) -> None:
+def test_main_rejects_invalid_sizes(capsys, size) -> None:
     with pytest.raises(SystemExit) as exit:
         main([f"--memory={size}"])
     assert exit.value.code == 2

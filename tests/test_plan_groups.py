@@ -1,4 +1,4 @@
-"""The planner where layers keep different tokens: its numbers against what is allocated."""
+"""Tests of the planner for models with sliding-window layers, against allocated arrays."""
 
 import dataclasses
 import json
@@ -44,10 +44,10 @@ def make_config(*layer_types: str) -> LlamaConfig:
     )
 
 
-def test_windows_take_a_fifth_of_the_memory_of_long_sequences() -> None:
+def test_windows_reduce_long_sequences_to_a_fifth_of_the_memory() -> None:
     plan = make_plan(GEMMA, 141 * 10**9, "gpu", max_model_len=32768)
     assert plan.sequence_bytes(32768) <= 0.21 * plan.uniform_bytes(32768)
-    # All slots at full length: the pools that an engine has, as they are made.
+    # The pools of an engine with all slots at full length.
     num_blocks = plan.num_engine_blocks
     assert num_blocks == 16 * 2048
     assert plan.footprint.pool_bytes(num_blocks) == 16 * plan.sequence_bytes(32768)
@@ -66,8 +66,8 @@ def test_windows_take_a_fifth_of_the_memory_of_long_sequences() -> None:
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("layers", [(SLIDING, SLIDING, FULL), (SLIDING, SLIDING)])
 @pytest.mark.parametrize("num_blocks", [5, 200])
-def test_plan_is_what_an_engine_allocates(layers, num_blocks, kv_dtype) -> None:
-    """Few blocks, of which all groups have as many, and more than the slots can use of a window."""
+def test_plan_equals_the_memory_of_an_engine(layers, num_blocks, kv_dtype) -> None:
+    """With few blocks, all groups have the same number; otherwise windows limit their groups."""
     config, sizes = make_config(*layers), {"block_size": 4, "max_num_seqs": 3, "max_chunk": 16}
     engine = Engine(random_llama(config), num_blocks=num_blocks, kv_dtype=kv_dtype, **sizes)
     footprint = make_plan(config, 1 << 30, "cpu", kv_dtype=kv_dtype, **sizes).footprint
@@ -78,11 +78,11 @@ def test_plan_is_what_an_engine_allocates(layers, num_blocks, kv_dtype) -> None:
     records = sum(group_sizes) * record_bytes(4)
     assert footprint.state + engine.cache.nbytes + records == state_bytes
     if len(layers) == 3:
-        # 12 tokens and the next, and the 15 others of a chunk: 4 and 4 blocks.
+        # 12 tokens and the next token need 4 blocks, and the other 15 tokens of a chunk 4 more.
         assert group_sizes == (num_blocks, min(num_blocks, 3 * 8))
 
 
-def test_blocks_fill_the_memory_whatever_groups_there_are() -> None:
+def test_blocks_fill_the_memory_for_any_groups() -> None:
     full = GroupFootprint(None, 1, 7, 1, most_in_slot=99, most=990)
     groups = full, GroupFootprint(90, 4, 29, 1, 9, 90), GroupFootprint(30, 2, 14, 1, 3, 30)
     footprint = Footprint(100, 10, {"decode": 5}, groups)
@@ -92,7 +92,7 @@ def test_blocks_fill_the_memory_whatever_groups_there_are() -> None:
         assert taken[num_blocks] <= memory < taken[-1] or memory < 115 + 53 and not num_blocks
 
 
-def test_plan_names_groups_in_plain_words() -> None:
+def test_plan_describes_groups() -> None:
     plan = make_plan(GEMMA, 141 * 10**9, "gpu", max_model_len=32768)
     text = as_text(plan, [32768])
     assert "in 10 of 62 layers that keep all tokens" in text
@@ -107,8 +107,8 @@ def test_plan_names_groups_in_plain_words() -> None:
 
 
 @pytest.mark.parametrize("length", [512, 2048, 32768])
-def test_sequences_that_fit_run_at_once_if_there_are_slots(length) -> None:
-    """Pools of windows are as large as slots can use, of which the first plan has two."""
+def test_number_of_running_sequences_is_limited_by_slots(length) -> None:
+    """Pools of window layers are limited by the number of slots, which is two in the first plan."""
 
     def plan_of(num_slots: int) -> MemoryPlan:
         return make_plan(GEMMA, 141 * 10**9, "gpu", max_model_len=32768, max_num_seqs=num_slots)
@@ -116,11 +116,11 @@ def test_sequences_that_fit_run_at_once_if_there_are_slots(length) -> None:
     plan = plan_of(2)
     num_paged = plan.num_paged(length)
     assert plan.num_running(length) == 2 < plan.num_contiguous < num_paged
-    # More slots take memory by themselves, and for the logits of a step.
+    # Additional slots need memory for their state and for the logits of a step.
     assert 0.9 * num_paged < plan_of(num_paged).num_running(length) <= num_paged
 
 
-def test_attention_reads_no_more_than_windows() -> None:
+def test_read_bytes_counts_only_windows() -> None:
     plan = make_plan(GEMMA, 141 * 10**9, "gpu", max_model_len=32768)
     token_of_a_layer = 2 * 16 * 128 * 2
     assert plan.read_bytes(512) == 62 * 512 * token_of_a_layer

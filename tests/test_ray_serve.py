@@ -1,4 +1,4 @@
-"""examples/ray_serve.py: two replicas on Ray Serve, as clients see them, also when one dies."""
+"""Tests of examples/ray_serve.py with two replicas, including the death of a replica."""
 
 import json
 import os
@@ -28,24 +28,24 @@ OPTIONS = [
     "--replicas", "2", "--cpus", "0.5", "--max-num-seqs", "4", "--max-chunk", "32",
     "--num-blocks", "2000", "--served-model-name", "tiny",
 ]  # fmt: skip
-# Prompts that begin alike: two blocks and a little more.
+# The common prefix of prompts: two blocks and a few tokens.
 FAMILIES = [f"{letter} house of the king. " * 8 for letter in "abcdefghijklmnop"]
 
 
 class Served:
-    """The example's process, and what it answers."""
+    """Process of the example, with requests to it."""
 
     def __init__(self, model: Path, home: Path):
         [port] = free_ports(1)
         self.log, self.programs = model / "log", model / "programs"
         env = {
             **os.environ,
-            "HOME": str(home),  # where Ray keeps a token
+            "HOME": str(home),  # folder of the token of Ray
             "RAY_TMPDIR": str(home),
             "JAX_COMPILATION_CACHE_DIR": str(self.programs),
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # ports on 127.0.0.1
             "RAY_USAGE_STATS_ENABLED": "0",
-            # On a busy machine: time to start, and workers that get their share beside other tests.
+            # For busy machines: more time to start, and normal priority of the workers.
             "RAY_raylet_start_wait_time_s": "120",
             "RAY_worker_niceness": "0",
         }
@@ -60,27 +60,27 @@ class Served:
         return self.client.post("/v1/completions", json=body(prompt, **fields))
 
     def stream(self, pool: ThreadPoolExecutor, prompt: str, num_tokens: int) -> Stream:
-        """An answer that has begun."""
+        """Return a response that has started to stream."""
         url = self.client.base_url.join("/v1/completions")
         return Stream(pool, str(url), body(prompt, max_tokens=num_tokens))
 
     def replica_of(self, prompt: str) -> str:
-        """The replica that answers a prompt, which must answer it."""
+        """Return the replica that responds to a prompt; the response must be complete."""
         answer = self.complete(prompt)
         assert answer.status_code == 200, answer.text
         return answer.headers["x-replica"]
 
     def ask(self, prompt: str, path: str) -> httpx.Response:
-        """What the replica of a prompt answers: with one in its body any request goes there."""
+        """Send a request to the replica of a prompt, which is selected by the body."""
         return self.client.request("GET", path, content=json.dumps(body(prompt)))
 
     def pids(self, title: str = "") -> list[int]:
-        """Processes that Ray has started for this one, those whose titles begin so."""
+        """Return the processes that Ray has started with titles that begin with `title`."""
         parents, titles = {}, {}
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 stat, cmdline = (path / "stat").read_text(), (path / "cmdline").read_bytes()
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
             parents[int(path.name)] = int(stat.rpartition(")")[2].split()[1])
             titles[int(path.name)] = cmdline.decode(errors="replace")
@@ -108,7 +108,7 @@ def body(prompt: str, **fields) -> dict:
 
 
 def steps_of(served: Served, prompt: str) -> float:
-    """Steps that the engine of a prompt's replica has done."""
+    """Return the number of steps of the engine in the replica of a prompt."""
     metrics = served.ask(prompt, "/metrics").text
     [line] = [line for line in metrics.splitlines() if line.startswith("paged_jax:steps_total")]
     return float(line.split()[1])
@@ -117,7 +117,7 @@ def steps_of(served: Served, prompt: str) -> float:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> Iterator[Served]:
     model = save_tiny_model(tmp_path_factory.mktemp("ray_serve"), context=8192)
-    # Not below pytest's folder: the names of sockets in it must be short.
+    # Not in the folder of pytest, because the paths of sockets must be short.
     home = tempfile.mkdtemp(prefix="ray_serve_")
     server = Served(model, Path(home))
     try:
@@ -133,7 +133,7 @@ def served(tmp_path_factory) -> Iterator[Served]:
         shutil.rmtree(home, ignore_errors=True)
 
 
-def test_replicas_answer_as_one_server(served) -> None:
+def test_replicas_respond_like_a_single_server(served) -> None:
     [model] = served.client.get("/v1/models").json()["data"]
     assert model["id"] == "tiny"
     assert served.client.get("/nowhere").status_code == 404
@@ -148,7 +148,7 @@ def test_replicas_answer_as_one_server(served) -> None:
     assert "".join(texts) == whole.json()["choices"][0]["text"]
 
 
-def test_prompts_that_begin_alike_go_to_one_replica(served) -> None:
+def test_prompts_with_a_common_prefix_go_to_the_same_replica(served) -> None:
     of_family = {family: served.replica_of(family + "who") for family in FAMILIES}
     assert len(set(of_family.values())) == 2, "both have families"
     for family, replica in of_family.items():
@@ -157,7 +157,7 @@ def test_prompts_that_begin_alike_go_to_one_replica(served) -> None:
         assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
-def test_an_answer_ends_when_its_client_has_left(served) -> None:
+def test_disconnected_client_ends_its_response(served) -> None:
     fields = body(FAMILIES[0], max_tokens=8000, stream=True)
     with served.client.stream("POST", "/v1/completions", json=fields) as answer:
         replica = answer.headers["x-replica"]
@@ -173,7 +173,7 @@ def test_an_answer_ends_when_its_client_has_left(served) -> None:
     assert steps_of(served, FAMILIES[0]) - num_steps < 500, "to its end it would have been 1000"
 
 
-def test_no_request_fails_that_had_not_begun_to_stream_when_its_replica_is_killed(served) -> None:
+def test_request_is_retried_if_its_replica_is_killed_before_streaming(served) -> None:
     replicas = {served.replica_of(family): family for family in FAMILIES}
     assert len(replicas) == 2
     prompts = [family + end for family in replicas.values() for end in ("who", "what")]
@@ -182,7 +182,7 @@ def test_no_request_fails_that_had_not_begun_to_stream_when_its_replica_is_kille
         streams = [served.stream(pool, prompt, 6000) for prompt in replicas.values()]
         assert {stream.headers["x-replica"] for stream in streams} == set(replicas)
         asked = [pool.submit(served.complete, prompt, max_tokens=600) for prompt in prompts]
-        # Until the engines work at them.
+        # Wait until the engines run the requests.
         wait_until(lambda: served.client.get("/health").json()["num_running"] == 3)
         os.kill(served.pids("ray::ServeReplica:paged_jax:Replica")[0], signal.SIGKILL)
         answers = [each.result(120) for each in asked]
@@ -190,7 +190,7 @@ def test_no_request_fails_that_had_not_begun_to_stream_when_its_replica_is_kille
         assert [answer.json()["choices"] for answer in answers] == expected
         cut, whole = sorted(streams, key=Stream.is_whole)
     assert not cut.is_whole() and whole.is_whole()
-    # While the other one answers for both, a new one starts, which then has families of its own.
+    # The other replica handles all requests until a new replica has started and gets its share.
     assert {served.replica_of(family) for family in FAMILIES} == {whole.headers["x-replica"]}
     deadline = time.monotonic() + 240
     while len({served.replica_of(family) for family in FAMILIES}) < 2:

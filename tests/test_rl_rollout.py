@@ -1,4 +1,4 @@
-"""examples/rl_rollout.py learns what it is rewarded for, from samples that are its own."""
+"""Test of examples/rl_rollout.py: the reward rises."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""A rollout is what the steps of decoding would give, as one function inside other programs."""
+"""Tests of `rollout` against `decode_steps`, and of `LLM.rollout`."""
 
 import dataclasses
 import functools
@@ -30,11 +30,11 @@ RUN = jax.jit(rollout, static_argnames=("max_tokens", "stop_token_ids", "block_s
 
 @pytest.fixture(scope="module")
 def model() -> Llama:
-    """One layer: there are many programs, and what is tested is how they choose tokens."""
+    """Return a model with a single layer, because the tests compile many programs."""
     return random_llama(dataclasses.replace(CONFIG, num_hidden_layers=1), scale=0.4)
 
 
-# What is traced, one for each row: tests that change only these share a program.
+# Traced arguments with a value for each row. Tests that change only these share a program.
 DTYPES = {
     "temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32,
     "seed": np.uint32,
@@ -56,7 +56,7 @@ def run(model, prompts=PROMPTS, num_tokens=NUM_TOKENS, stop_token_ids=(), **opti
 
 
 @pytest.mark.slow
-def test_rollout_is_what_decode_steps_draws(model) -> None:
+def test_rollout_equals_decode_steps(model) -> None:
     ways = [
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=1.3, top_p=0.9),
@@ -91,7 +91,7 @@ def test_rollout_is_what_decode_steps_draws(model) -> None:
 
 
 @pytest.mark.slow
-def test_a_prompt_may_end_with_a_stop_token(model) -> None:
+def test_rollout_accepts_a_prompt_that_ends_with_a_stop_token(model) -> None:
     stop = int(PROMPTS[0][NUM_TOKENS[0] - 1])
     out = run(model, temperature=0.0, stop_token_ids=(stop,))
     assert out.num_tokens[0] > 0
@@ -99,7 +99,7 @@ def test_a_prompt_may_end_with_a_stop_token(model) -> None:
 
 @pytest.mark.slow
 def test_rollout_ends_rows_at_their_stop_tokens(model) -> None:
-    """Those that it is given, and by default the end tokens of the model."""
+    """By default, the stop tokens are the end tokens of the model."""
     whole = run(model, temperature=0.0)
     stop = int(whole.token_ids[0, 2])
     out = run(model, temperature=0.0, stop_token_ids=(stop, 99))
@@ -117,13 +117,13 @@ def test_rollout_ends_rows_at_their_stop_tokens(model) -> None:
     by_default = run(ending, temperature=0.0, stop_token_ids=None)
     assert by_default.num_tokens.tolist() == out.num_tokens.tolist()
     np.testing.assert_array_equal(by_default.token_ids, out.token_ids)
-    # None but those that it is given.
+    # Only the given tokens stop a row.
     np.testing.assert_array_equal(run(ending, temperature=0.0).token_ids, whole.token_ids)
 
 
 @pytest.mark.slow
-def test_rollout_takes_a_key_for_each_row(model) -> None:
-    """And one number for all rows, of what else it takes."""
+def test_rollout_accepts_a_key_for_each_row(model) -> None:
+    """The other arguments have a single value for all rows."""
     seed = np.array([4, 2, 2**32 - 3], np.uint32)
     keys = jax.vmap(jax.random.key)(seed)
     statics = {"max_tokens": N, "block_size": 4, "stop_token_ids": ()}
@@ -132,7 +132,7 @@ def test_rollout_takes_a_key_for_each_row(model) -> None:
     np.testing.assert_array_equal(out.token_ids, of_numbers.token_ids)
 
 
-def test_rows_with_the_same_prompt_differ(model) -> None:
+def test_rollout_draws_different_tokens_for_equal_prompts(model) -> None:
     prompts, num_tokens = np.repeat(PROMPTS[:1], B, axis=0), np.repeat(NUM_TOKENS[:1], B)
     out = run(model, prompts, num_tokens, seed=1)
     assert len({tuple(row) for row in out.token_ids.tolist()}) == B
@@ -140,8 +140,8 @@ def test_rows_with_the_same_prompt_differ(model) -> None:
 
 
 @pytest.mark.slow
-def test_rollout_within_a_scan_of_training_steps(model) -> None:
-    """Policy gradient in one program: draw with the key of a number, score, update, and again."""
+def test_rollout_runs_in_a_scan_of_training_steps(model) -> None:
+    """The scan is a policy gradient: it draws samples, scores them and updates the weights."""
     graphdef, weights = nnx.split(model)
 
     def loss(weights, step):
@@ -154,9 +154,9 @@ def test_rollout_within_a_scan_of_training_steps(model) -> None:
         sequences = sequences.at[rows, positions].set(out.token_ids)
         logprobs = jax.nn.log_softmax(model(sequences))
         chosen = logprobs[rows, positions - 1, out.token_ids]
-        # A reward for the tokens of the lower half.
+        # Tokens of the lower half of the vocabulary are rewarded.
         advantage = jnp.where(out.token_ids < CONFIG.vocab_size // 2, 1.0, -1.0)
-        # Of what the rollout reports too, which must pass no gradient: the loop in it has none.
+        # The loss includes logprobs of the rollout, which must not pass gradients.
         ratio = jnp.exp(chosen - out.logprobs)
         return -jnp.mean(advantage * ratio), (out, chosen, jnp.mean(advantage))
 
@@ -173,7 +173,7 @@ def test_rollout_within_a_scan_of_training_steps(model) -> None:
         lambda weights: jax.lax.scan(train, weights, steps)
     )(weights)
     assert np.isfinite(norms).all() and (norms > 0).all()
-    # The cache of each step holds what that step's weights gave, and no other's.
+    # The cache of each step has K and V of the weights of that step.
     np.testing.assert_allclose(out.logprobs, chosen, atol=1e-3)
     assert float(reward[-5:].mean()) > float(reward[:5].mean()) + 0.2
 
@@ -218,7 +218,7 @@ def test_rollout_within_a_scan_of_training_steps(model) -> None:
         ),
     ],
 )
-def test_mistakes_are_refused(model, changes, message) -> None:
+def test_rollout_rejects_invalid_arguments(model, changes, message) -> None:
     arguments = {"prompt_token_ids": PROMPTS, "num_tokens": NUM_TOKENS, "max_tokens": N}
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda: rollout(model, **{**arguments, **changes}))
@@ -227,7 +227,7 @@ def test_mistakes_are_refused(model, changes, message) -> None:
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 @pytest.mark.parametrize("num_prompts", [1, 2, 4])
 def test_rollout_rejects_a_raw_key(model, impl, num_prompts) -> None:
-    """Its two or four words look like the seeds of as many prompts."""
+    """Its two or four words look like the seeds of two or four prompts."""
     key = jax.random.PRNGKey(7, impl=impl)
     prompts, num_tokens = np.resize(PROMPTS, (num_prompts, T)), np.ones(num_prompts, np.int32)
 
@@ -244,7 +244,7 @@ def test_rollout_rejects_a_raw_key(model, impl, num_prompts) -> None:
     jax.eval_shape(draw, np.arange(num_prompts))
 
 
-def test_a_size_that_jit_traces_is_refused(model) -> None:
+def test_rollout_rejects_traced_sizes(model) -> None:
     with pytest.raises(ValueError, match="max_tokens must be .* got .*Name it in static_argnames"):
         jax.jit(rollout)(model, PROMPTS, NUM_TOKENS, max_tokens=4)
 
@@ -254,7 +254,7 @@ def test_a_size_that_jit_traces_is_refused(model) -> None:
 
 @pytest.fixture(scope="module")
 def samples(model):
-    """Runs 3 samples of one prompt of 8 tokens at most, or of as many prompts as are given."""
+    """Return functions for 3 samples of a prompt with at most 8 tokens, and for equal prompts."""
     ways = {"max_tokens": N, "block_size": 4, "stop_token_ids": (), "seed": np.uint32(9)}
 
     def draw(prompt: np.ndarray, num_tokens: int, *, num_samples: int, times: int = 1) -> Rollout:
@@ -271,8 +271,8 @@ PROMPT = np.array([BOS, *range(5, 12)], np.int32)
 
 
 @pytest.mark.slow
-def test_samples_are_those_of_a_prompt_given_as_often(samples) -> None:
-    """Of every length up to that of the array: blocks are counted for the worst of them."""
+def test_samples_equal_rows_with_repeated_prompts(samples) -> None:
+    """All prompt lengths are tested, because the worst length decides the number of blocks."""
     for length in range(1, PROMPT.size + 1):
         out = samples(PROMPT, length, num_samples=3)
         each = samples(PROMPT, length, num_samples=1, times=3)
@@ -282,7 +282,7 @@ def test_samples_are_those_of_a_prompt_given_as_often(samples) -> None:
         assert len(set(map(tuple, out.token_ids.tolist()))) == 3
 
 
-def test_samples_hold_and_compute_their_prompt_once(model, monkeypatch) -> None:
+def test_samples_share_their_prompt(model, monkeypatch) -> None:
     prefill, computed = Llama.prefill, []
 
     def note_and_prefill(model, cache, token_ids, *args, **options):
@@ -292,22 +292,22 @@ def test_samples_hold_and_compute_their_prompt_once(model, monkeypatch) -> None:
     monkeypatch.setattr(Llama, "prefill", note_and_prefill)
 
     def num_blocks(num_samples: int, times: int) -> int:
-        """Blocks in the pool for samples of two prompts that are given so often."""
+        """Return the number of blocks in the pool for samples of two prompts."""
         prompts, num_tokens = np.tile(PROMPT, (2 * times, 8))[:, :58], np.full(2 * times, 58)
         sizes = {"max_tokens": N, "block_size": 4, "num_samples": num_samples}
         traced = jax.make_jaxpr(lambda: rollout(model, prompts, num_tokens, **sizes))()
         shapes = [out.aval.shape for eqn in traced.jaxpr.eqns for out in eqn.outvars]
-        # Pools are [layers, blocks, 2, 4, 8]: heads, tokens of a block, head_dim.
+        # Pools have shape [layers, blocks, heads = 2, block_size = 4, head_dim = 8].
         [blocks] = {shape[1] for shape in shapes if len(shape) == 5 and shape[2:] == (2, 4, 8)}
         return blocks
 
-    # Of 58 tokens 57 are computed before the loop, and 63 are in the cache at the end. A prompt of
-    # 56 needs most: 13 blocks that it fills, and 3 more for each sample.
+    # The longest prompt has 58 tokens: 57 are computed before the loop, and 63 are in the cache at
+    # the end. A prompt of 56 tokens needs the most blocks: 13 full blocks, and 3 for each sample.
     assert num_blocks(4, 1) == 2 * (13 + 4 * 3) and num_blocks(1, 4) == 8 * 16
     assert computed == [(2, 57), (8, 57)]
 
 
-def test_samples_may_have_parameters_of_their_prompt(model) -> None:
+def test_samples_use_the_parameters_of_their_prompt(model) -> None:
     changes = {"temperature": np.array([0.0, 1.0, 0.0])}
     with pytest.raises(ValueError, match=r"temperature must be one value or have shape \[3\]"):
         shapes = {name: np.ones(12) for name in changes}
@@ -318,7 +318,7 @@ def test_samples_may_have_parameters_of_their_prompt(model) -> None:
     assert out.token_ids.shape == out.logprobs.shape == (12, N) and out.num_tokens.shape == (12,)
 
 
-# With an engine
+# LLM.rollout
 
 
 @pytest.fixture(scope="module")
@@ -327,8 +327,8 @@ def llm(tiny_model) -> LLM:
 
 
 @pytest.mark.slow
-def test_an_engine_draws_the_tokens_of_the_function(tiny_model, llm) -> None:
-    """With blocks and slots for a few rows at once, and a guard against transfers."""
+def test_llm_rollout_draws_the_same_tokens_as_rollout(tiny_model, llm) -> None:
+    """The engine has blocks and slots for a few rows only, and transfers are checked."""
     sizes = {"max_tokens": N, "num_samples": 4, "block_size": 4, "stop_token_ids": ()}
     way = {"seed": np.uint32(7), "temperature": np.float32(0.9)}
     expected = SAMPLE(tiny_model, PROMPTS, NUM_TOKENS, **sizes, **way)
@@ -341,12 +341,12 @@ def test_an_engine_draws_the_tokens_of_the_function(tiny_model, llm) -> None:
     np.testing.assert_allclose(drawn.logprobs, expected.logprobs, atol=1e-5)
     np.testing.assert_array_equal(drawn.num_tokens, expected.num_tokens)
     check_empty(llm)
-    # Device arrays will do as well, and so will parameters for each prompt.
+    # Arrays on the device and parameters for each prompt are accepted too.
     some = llm.rollout(jnp.asarray(PROMPTS), jnp.asarray(NUM_TOKENS), [params] * B)
     np.testing.assert_array_equal(some.token_ids, drawn.token_ids)
 
 
-def test_rows_end_where_their_parameters_say(llm) -> None:
+def test_llm_rollout_uses_the_parameters_of_each_row(llm) -> None:
     whole = llm.rollout(PROMPTS, NUM_TOKENS, SamplingParams(temperature=0, max_tokens=N))
     stop = int(whole.token_ids[0, 2])
     greedy = {"temperature": 0, "stop_token_ids": [stop], "ignore_eos": True}
@@ -360,13 +360,13 @@ def test_rows_end_where_their_parameters_say(llm) -> None:
         assert out.token_ids[row].tolist() == ids[:n] + [0] * (N - n)
         np.testing.assert_allclose(out.logprobs[row, :n], whole.logprobs[row, :n], atol=1e-5)
         assert not out.logprobs[row, n:].any()
-    # Without a bound, as wide as the longest row.
+    # Without max_tokens, the result is as wide as the longest row.
     free = llm.rollout(PROMPTS, NUM_TOKENS, SamplingParams(**greedy, max_tokens=None))
     assert free.token_ids.shape[1] == free.num_tokens.max() > 2
 
 
-def test_an_engine_sleeps_between_rollouts(llm, tiny_model) -> None:
-    """Memory is free meanwhile, weights are new after it, and nothing is compiled again."""
+def test_engine_can_sleep_between_rollouts(llm, tiny_model) -> None:
+    """Sleep frees memory, weights can be updated, and nothing is compiled again."""
     params = SamplingParams(n=2, max_tokens=N, seed=3, ignore_eos=True)
     other = jax.tree.map(lambda x: 1.5 * x, nnx.state(tiny_model))
     before = llm.rollout(PROMPTS, NUM_TOKENS, params)
@@ -431,14 +431,14 @@ def live_bytes() -> int:
         ),
     ],
 )
-def test_an_engine_refuses_mistakes(llm, changes, message) -> None:
+def test_llm_rollout_rejects_invalid_arguments(llm, changes, message) -> None:
     arguments = {"prompt_token_ids": PROMPTS, "num_tokens": NUM_TOKENS}
     with pytest.raises(ValueError, match=message):
         llm.rollout(**{**arguments, **changes})
     check_empty(llm)
 
 
-def test_nan_is_no_rollout(tiny_model) -> None:
+def test_llm_rollout_raises_on_nan(tiny_model) -> None:
     bad = jax.tree.map(lambda x: x * jnp.nan, nnx.state(tiny_model))
     llm = LLM(nnx.merge(nnx.graphdef(tiny_model), bad), **SIZES)
     with pytest.raises(FloatingPointError, match=r"LLM\.rollout: the model gave NaN"):
@@ -448,8 +448,8 @@ def test_nan_is_no_rollout(tiny_model) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layer_types", [("sliding_attention", "full_attention"), ()])
-def test_rollout_takes_blocks_for_windows_alone(layer_types, monkeypatch) -> None:
-    """The tokens are those that are drawn in one dispatch, in which nothing is given back."""
+def test_rollout_allocates_blocks_for_windows_only(layer_types, monkeypatch) -> None:
+    """The same tokens are drawn in a single pass that frees no blocks."""
     config = dataclasses.replace(
         CONFIG, num_hidden_layers=2, sliding_window=6, layer_types=layer_types
     )
@@ -475,6 +475,6 @@ def test_rollout_takes_blocks_for_windows_alone(layer_types, monkeypatch) -> Non
     assert outs[0].num_tokens.tolist() != [13] * 4, "a row that stops before others"
     assert outs[0].num_tokens.max() == 13
     one, many = ([group.num_blocks for group in cache.groups] for cache in made)
-    # A window of 6 lies in 3 blocks of 4, and 4 more tokens in one more: in each of 4 rows.
+    # In each of the 4 rows, a window of 6 tokens needs 3 blocks of 4, and 4 more tokens 1 block.
     assert many[-1] == 4 * 4 < one[-1]
     assert many[:-1] == one[:-1]

@@ -1,4 +1,4 @@
-"""examples/train.py at toy size: exact resumption, and an export that loads."""
+"""Tests of examples/train.py with a tiny model: exact resumption, and an export that loads."""
 
 import importlib.util
 import itertools
@@ -41,7 +41,7 @@ def _load_script():
     spec = importlib.util.spec_from_file_location("train", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["train"] = module  # dataclasses look their module up
+    sys.modules["train"] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -57,7 +57,7 @@ def _arguments(data: Path, out: Path, **changes: object) -> list[str]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """Two texts of invented sentences, one of them in Project Gutenberg's frame."""
+    """Write two texts; one of them has the header and footer of Project Gutenberg."""
     folder = tmp_path_factory.mktemp("texts")
     generator = np.random.default_rng(0)
     words = "the a grey small cat dog bird runs sees likes and then never always\n again.\n"
@@ -71,14 +71,14 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(data: Path, tmp_path_factory) -> Path:
-    """An uninterrupted run."""
+    """Run the training without interruption."""
     out = tmp_path_factory.mktemp("uninterrupted")
     train.main(_arguments(data, out))
     return out
 
 
 @pytest.mark.slow
-def test_main_killed_and_run_again_gives_the_same_files(data, exported, tmp_path, capsys):
+def test_main_gives_the_same_files_after_a_restart(data, exported, tmp_path, capsys):
     arguments = _arguments(data, tmp_path)
     process = subprocess.Popen(
         [sys.executable, str(SCRIPT), *arguments],
@@ -102,17 +102,17 @@ def test_main_killed_and_run_again_gives_the_same_files(data, exported, tmp_path
 
 
 @pytest.mark.slow
-def test_main_refuses_checkpoints_of_other_settings(data, exported):
+def test_main_rejects_checkpoints_with_other_settings(data, exported):
     with pytest.raises(SystemExit, match="another learning-rate, 0.003"):
         train.main(_arguments(data, exported, learning_rate=0.001))
 
 
-def test_main_of_a_missing_folder_names_it(tmp_path):
+def test_main_reports_a_missing_folder(tmp_path):
     with pytest.raises(SystemExit, match=r"folder with \*\.txt files, got .*nowhere"):
         train.main(_arguments(tmp_path / "nowhere", tmp_path))
 
 
-def test_main_of_too_little_text_says_so(data, tmp_path):
+def test_main_reports_too_little_text(data, tmp_path):
     with pytest.raises(SystemExit, match="must have more than --sequence-length 65536 tokens"):
         train.main(_arguments(data, tmp_path, sequence_length=65536))
 
@@ -161,25 +161,25 @@ def test_windows_predicts_the_token_after_each_input():
     assert targets.tolist() == [[10, 11, 12, 13], [16, 17, 18, 19]]
 
 
-def test_window_length_is_short_first_and_full_last():
+def test_window_length_is_short_at_first_and_full_at_the_end():
     args = train.parse_args(_arguments(Path(), Path(), steps=10))
     assert [train.window_length(step, args) for step in range(10)] == [8] * 8 + [32] * 2
 
 
-def test_split_cuts_at_a_line_and_loses_nothing():
+def test_split_cuts_at_a_line_without_loss():
     text = "".join(f"line {i}\n" for i in range(100))
     first, rest = train.split(text, 0.1)
     assert first + rest == text
     assert first.endswith("\n") and 0 < len(rest) <= len(text) * 0.1
 
 
-def test_read_texts_drops_the_frame(data):
+def test_read_texts_removes_header_and_footer(data):
     one, two = train.read_texts(data)
     assert one.strip() == (data / "one.txt").read_text(encoding="utf-8").strip()
     assert "BOOK" not in two and "About" not in two and "Licence" not in two
 
 
-def test_build_corpus_starts_lines_behind_newlines(data):
+def test_build_corpus_starts_lines_after_newlines(data):
     texts = train.read_texts(data)
     tokenizer = train.train_tokenizer(texts, 300)
     corpus = train.build_corpus(tokenizer, [(text, "the cat\n") for text in texts])
@@ -190,7 +190,7 @@ def test_build_corpus_starts_lines_behind_newlines(data):
     assert (corpus.train == train.BOS_ID).sum() == (corpus.train == train.EOS_ID).sum() == 2
 
 
-def test_train_tokenizer_round_trips_any_text_behind_a_bos(data):
+def test_train_tokenizer_encodes_any_text_without_loss(data):
     tokenizer = train.train_tokenizer(train.read_texts(data), 300)
     text = "  naïve — 日本\t🙂\r\n\x00 end "
     ids = tokenizer.encode(text).ids
@@ -198,6 +198,6 @@ def test_train_tokenizer_round_trips_any_text_behind_a_bos(data):
     assert tokenizer.decode(ids) == text
 
 
-def test_train_tokenizer_of_too_large_a_vocabulary_says_what_fits():
+def test_train_tokenizer_reports_the_largest_vocabulary():
     with pytest.raises(ValueError, match="--vocab-size must be 26[0-9] for this text"):
         train.train_tokenizer(["ab ab ab"], 300)

@@ -1,4 +1,4 @@
-"""Two forwards over the same weights: how far they are apart, and why."""
+"""Tests of `compare_forwards`."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ def model() -> Llama:
 
 
 def variant(model: Llama, **changes: Any) -> Any:
-    """The forward of the same weights under another config."""
+    """Return the forward pass with the same weights and another config."""
     config = dataclasses.replace(model.config, **changes)
     other = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
     return functools.partial(
@@ -32,7 +32,7 @@ def variant(model: Llama, **changes: Any) -> Any:
     )
 
 
-def test_equal_forwards_are_close(model) -> None:
+def test_compare_forwards_accepts_equal_forward_passes(model) -> None:
     found = compare_forwards(model, variant(model), TOKENS)
     assert found.is_close and found.largest <= 1e-5 and found.config == model.config
 
@@ -44,8 +44,8 @@ def test_equal_forwards_are_close(model) -> None:
         ({"rms_norm_eps": 1e-6}, "uses rms_norm_eps = 1e-06, but the config has 1e-05"),
     ],
 )
-def test_a_value_that_the_other_ignores_is_named(model, changes, explanation) -> None:
-    # Inputs so small that the epsilon of a norm matters.
+def test_compare_forwards_finds_a_value_that_is_ignored(model, changes, explanation) -> None:
+    # Inputs are so small that the epsilon of a norm matters.
     small = nnx.clone(model)
     small.embed_tokens = nnx.Param(model.embed_tokens[...] * 0.01)
     found = compare_forwards(small, variant(small, **changes), TOKENS, tolerance=1e-4)
@@ -53,7 +53,7 @@ def test_a_value_that_the_other_ignores_is_named(model, changes, explanation) ->
     assert found.config == dataclasses.replace(model.config, **changes)
 
 
-def test_what_has_no_name_is_placed(model) -> None:
+def test_compare_forwards_reports_the_first_difference(model) -> None:
     later = compare_forwards(model, variant(model, rope_theta=77.0), TOKENS)
     assert "agree for the first 1 tokens and differ then" in later.explanation
     other = random_llama(model.config, scale=0.3)
@@ -62,7 +62,7 @@ def test_what_has_no_name_is_placed(model) -> None:
     assert later.config is None and first.config is None
 
 
-def test_mistakes_are_refused(model) -> None:
+def test_compare_forwards_rejects_wrong_shapes(model) -> None:
     with pytest.raises(ValueError, match=r"must return \[B, T - 1\] .* = \[2, 12\], got \[2, 12\]"):
         compare_forwards(model, lambda tokens: jnp.zeros(tokens.shape), TOKENS)
     with pytest.raises(ValueError, match=r"token_ids must have shape \[B, T\], got \[12\]"):

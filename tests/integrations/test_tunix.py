@@ -1,4 +1,4 @@
-"""Tunix's own GRPO learner, with samples from the engine. Skips without the extra "tunix"."""
+"""Tests of the GRPO learner of Tunix with `PagedRollout`. Skipped without the extra tunix."""
 
 import contextlib
 import dataclasses
@@ -44,20 +44,20 @@ CONFIG = base_rollout.RolloutConfig(
     return_logprobs=True,
 )
 ENGINE = {"max_num_seqs": 16, "num_blocks": 96, "block_size": 4, "max_chunk": 16}
-# They begin alike for two blocks, their first token included.
+# Prompts have a common prefix of two blocks, including the first token.
 PROMPTS = ["aabbccdd", "aabbccde"]
 GOAL = "e"
 
 
 @pytest.fixture(autouse=True)
 def broadcasting() -> Iterator[None]:
-    """Tunix broadcasts as NumPy does, which our tests forbid."""
+    """Allow implicit broadcasting, which Tunix needs and these tests forbid otherwise."""
     with jax.numpy_rank_promotion("allow"):
         yield
 
 
 class Letters:
-    """A tokenizer of the letters a to m, with a token each."""
+    """Tokenizer with a token for each letter from a to m."""
 
     def encode(self, text: str, **options: Any) -> list[int]:
         return [3 + ord(letter) - ord("a") for letter in text]
@@ -76,7 +76,7 @@ class Letters:
 
 
 def new_actor(kind: Any = llama3.Llama3, seed: int = 0, **changes: Any) -> Any:
-    """A model of Tunix whose next token depends on all before it."""
+    """Return a model of Tunix; its next token depends on all previous tokens."""
     config = {llama3.Llama3: llama3, qwen2.Qwen2: qwen2, qwen3.Qwen3: qwen3}[kind].ModelConfig
     model = kind(config(**SIZES, **{"rope_theta": 1_000_000, **changes}), rngs=nnx.Rngs(seed))
     leaves, treedef = jax.tree.flatten(nnx.state(model))
@@ -94,7 +94,7 @@ def mesh() -> jax.sharding.Mesh:
 def trainers_logprobs(
     model: Any, out: base_rollout.RolloutOutput, temperature: float = 1.0
 ) -> Iterator[np.ndarray]:
-    """What the trainer makes of an engine's samples, row by row."""
+    """Check the samples of an engine with the forward pass of the trainer, row by row."""
     full = np.zeros((len(out.tokens), NUM_TOKENS), np.int32)
     for row, tokens in zip(full, out.tokens, strict=True):
         row[: len(tokens)] = tokens
@@ -135,7 +135,7 @@ print("done")
 """
 
 
-def test_an_engine_over_the_devices_of_the_mesh() -> None:
+def test_engine_uses_the_devices_of_the_mesh() -> None:
     assert run_on_devices(_TWO_DEVICES, num_devices=2) == "done\n"
 
 
@@ -163,7 +163,7 @@ def new_cluster(actor: Any, steps: int) -> Any:
 
 @contextlib.contextmanager
 def compilations(step: Callable[[], int]) -> Iterator[list[tuple[int, str]]]:
-    """What is compiled, each with the number of the step."""
+    """Return a list of compiled programs with the number of the step."""
     compiled: list[tuple[int, str]] = []
 
     def listen(event: str, duration: float, **details: Any) -> None:
@@ -172,12 +172,12 @@ def compilations(step: Callable[[], int]) -> Iterator[list[tuple[int, str]]]:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield compiled
-    with contextlib.suppress(AssertionError):  # a learner that ends has taken away all listeners
+    with contextlib.suppress(AssertionError):  # a learner removes all listeners when it ends
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_grpo_raises_the_reward() -> None:
-    """With samples from the engine, which are the trainer's own to 1e-5, before and after."""
+    """Log-probabilities of engine and trainer agree to 1e-5, before and after training."""
     steps, rewards = 16, []
     cluster = new_cluster(new_actor(), steps)
     engine, actor = cluster.rollout.llm, cluster.actor_trainer.model
@@ -200,8 +200,8 @@ def test_grpo_raises_the_reward() -> None:
         learner.train([{"prompts": np.array(PROMPTS)}] * steps)
     assert np.mean(rewards[:2]) < 0.2 and np.mean(rewards[-2:]) > 0.8
     assert compiled and not [name for step, name in compiled if step > 1]
-    # In every step the second prompt found two blocks of the first; in the first step, which has
-    # the weights of before, the first prompt found its own. Nothing was found under other weights.
+    # In every step, the second prompt found two blocks of the first. In the first step, before the
+    # weights changed, the first prompt found its own blocks. After changes nothing was found.
     assert engine.stats.num_cached_tokens - hits == (steps + 1) * 8
     assert largest_gap(actor, cluster.rollout.generate(PROMPTS, CONFIG)) <= 1e-5
 
@@ -214,13 +214,13 @@ def test_grpo_raises_the_reward() -> None:
         (qwen3.Qwen3, {"use_tied_embedding": True}),
     ],
 )
-def test_models_of_tunix_compute_the_same_in_the_engine(kind, changes) -> None:
+def test_engine_computes_the_same_as_models_of_tunix(kind, changes) -> None:
     rollout = PagedRollout(new_actor(kind, **changes), Letters(), mesh(), CONFIG, **ENGINE)
     assert rollout.comparison.is_close and rollout.comparison.largest <= 1e-5
 
 
 @pytest.mark.parametrize("kind", [llama3.Llama3, qwen3.Qwen3])
-def test_the_engine_follows_a_trainer_that_ignores_its_config(kind) -> None:
+def test_engine_adapts_to_a_trainer_that_ignores_its_config(kind) -> None:
     actor = new_actor(kind, rope_theta=10_000)  # as they do in Tunix 0.1.7
     with pytest.warns(UserWarning, match=r"uses rope_theta = 1e\+06, but the config has 1000"):
         rollout = PagedRollout(actor, Letters(), mesh(), CONFIG, **ENGINE)
@@ -228,7 +228,7 @@ def test_the_engine_follows_a_trainer_that_ignores_its_config(kind) -> None:
     assert largest_gap(actor, rollout.generate(PROMPTS, CONFIG)) <= 1e-5
 
 
-def test_other_forwards_are_refused() -> None:
+def test_paged_rollout_rejects_other_forward_passes() -> None:
     swapped = dict(MAPPING)
     k, v = (f"layers.*.attn.{name}_proj.w" for name in "kv")
     swapped[k], swapped[v] = swapped[v], swapped[k]
@@ -240,19 +240,19 @@ def test_other_forwards_are_refused() -> None:
         PagedRollout(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), Letters(), mesh(), CONFIG)
 
 
-def test_samples_are_what_tunix_expects() -> None:
+def test_generate_returns_the_format_of_tunix() -> None:
     actor = new_actor()
     rollout = PagedRollout(actor, Letters(), mesh(), CONFIG, **ENGINE)
     assert rollout.model() is None and (rollout.pad_id(), rollout.eos_id()) == (0, 2)
     config = dataclasses.replace(CONFIG, temperature=0.7)
-    # Three of one prompt and one of another, the latter longer than the usual width.
+    # Three samples of a prompt, and a sample of a prompt that is longer than the usual width.
     prompts = ["ab"] * 3 + ["abcdefghijklm"]
     out = rollout.generate(prompts, config)
     assert out.left_padded_prompt_tokens.shape == (4, 16)
     assert out.left_padded_prompt_tokens[0].tolist() == [0] * 13 + [1, 3, 4]
     assert len(set(out.text[:3])) > 1, "each sample has draws of its own"
     assert out.text == [Letters().decode(tokens.tolist()) for tokens in out.tokens]
-    for tokens in out.tokens:  # which end with the end, or with what Tunix takes for padding
+    for tokens in out.tokens:  # rows end with the end token or with a padding token
         assert not {0, 2} & set(tokens[:-1].tolist())
     for theirs, ours in zip(trainers_logprobs(actor, out, 0.7), out.logprobs, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Indices that the ops drop are no errors for `checkify.index_checks`."""
+"""Tests that `checkify.index_checks` accepts out-of-range indices that ops drop on purpose."""
 
 from functools import partial
 
@@ -25,7 +25,7 @@ from tests.support.tiny_model import CONFIG
 L, P, K, C, D, B = 2, 6, 2, 4, 8, 3
 POOL = np.random.default_rng(0).normal(size=(L, P, K, C, D)).astype(np.float32)
 PAGES = np.random.default_rng(1).normal(size=(P, C, 2 * K, D)).astype(np.float32)
-# Entries past a length are no blocks, the last sequence is empty, and rows of padding have block P.
+# Table entries after the length are invalid, the last sequence is empty, and padding has block P.
 TABLES = np.array([[0, 1, P], [2, P, 10**6], [P, P, -1]], np.int32)
 LENS, QUERY_LENS = np.array([7, 3, 0], np.int32), np.array([3, 2, 0], np.int32)
 Q, CHUNKS = np.ones((B, 2 * K, D), np.float32), np.ones((B, 5, 2 * K, D), np.float32)
@@ -50,7 +50,7 @@ def quantised_write(new, **backend):
     return written.k_scale
 
 
-# Each a function of one array and the backend.
+# Functions of an array and the backend.
 OPS = {
     "write": (lambda x, **b: paged_write(POOL, POOL, x, x, BLOCKS, OFFSETS, **b).k, NEW),
     "rope_write": (
@@ -72,7 +72,7 @@ OPS = {
 
 
 def check(function, *args) -> None:
-    """No error is reported, and the result is that of the function without the checks."""
+    """Check that no error is reported and that the checks do not change the result."""
     error, got = checkify.checkify(jax.jit(function), errors=checkify.index_checks)(*args)
     assert error.get() is None
     jax.tree.map(np.testing.assert_array_equal, got, jax.jit(function)(*args))
@@ -121,7 +121,7 @@ def test_cache_functions_pass_index_checks(window) -> None:
     check(use_all)
 
 
-def test_index_checks_still_see_the_caller() -> None:
+def test_index_checks_still_apply_to_the_caller() -> None:
     def program(x, place):
         return OPS["write"][0](x)[place]
 
@@ -135,12 +135,12 @@ def put(x, index, new):
 
 
 def test_without_index_checks_keeps_values_and_derivatives() -> None:
-    """Under vmap, in both modes, to the second order; expected values: the plain function."""
+    """Test vmap, and derivatives in both modes up to second order, against the plain function."""
     hidden = without_index_checks(put)
     x, index, new = jnp.arange(4.0), jnp.array([2, 7, 0]), jnp.arange(3.0) + 0.5
 
     def views(put):
-        outer = jnp.float32(1.5)  # an array of the caller, which the function closes over
+        outer = jnp.float32(1.5)  # an array in the closure of the function
 
         def loss(x, new):
             return jnp.sum(outer * put(x, index, new) ** 3)
@@ -159,7 +159,7 @@ def test_without_index_checks_keeps_values_and_derivatives() -> None:
 
 
 def test_prefill_passes_index_checks() -> None:
-    """Rows that are left out have a slot past the last one."""
+    """Rows that are skipped have an out-of-range slot."""
     model = random_llama(CONFIG)
     cache = model.create_cache(
         num_slots=B, max_length=16, num_blocks=P, block_size=C, max_tokens=4, dtype=jnp.float32
