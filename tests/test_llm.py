@@ -740,7 +740,7 @@ def test_chat_uses_the_template(llm) -> None:
 
 
 def test_chat_shows_tools_to_the_model(llm) -> None:
-    backend = tokenizers.Tokenizer.from_str(llm.tokenizer.to_json())
+    backend = tokenizers.Tokenizer.from_str(llm.tokenizer.backend.to_str())
     tokenizer = Tokenizer(backend, chat_template=HERMES_TEMPLATE)
     able = LLM(llm.model, tokenizer=tokenizer, **SIZES)
     messages = [{"role": "user", "content": "hello"}]

@@ -342,12 +342,8 @@ class Constraints:
     ) -> "Constraints":
         """Replace the constraints of some slots.
 
-        Args:
-          slots: i32[S], the slots to write; negative entries are ignored.
-          starts: i32[S], see the attributes.
-          num_forced: i32[S].
-          forced_ids: i32[S, N].
-          masks: i32[S, ceil(V / 32)].
+        `slots` is i32[S]; rows with negative slots are ignored. The other arguments have S rows and
+        are described above.
         """
         num_slots = self.starts.shape[0]
         slots = jnp.where(slots >= 0, slots, num_slots)

@@ -207,14 +207,9 @@ def _choose(
     is_drawn: jax.Array,
     draw: Callable[[], jax.Array],
 ) -> jax.Array:
-    """Return the tokens i32[B]: draws if `is_drawn`, otherwise ids of the largest logits.
+    """Return draws for rows with `is_drawn`, otherwise ids of the largest logits, i32[B].
 
-    Args:
-      z: f32[B, V], the logits after changes.
-      greedy: i32[B], ids of the largest logits before changes.
-      is_changed: bool[B], whether the logits of a row were changed.
-      is_drawn: bool[B], whether a row is sampled.
-      draw: function that returns sampled tokens i32[B].
+    `greedy` has the ids of the largest logits before some rows were changed to `z`.
     """
     tokens = filters.when(
         jnp.any(is_changed), lambda tokens: jnp.where(is_changed, _argmax(z), tokens), greedy

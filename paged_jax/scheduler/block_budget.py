@@ -67,14 +67,7 @@ class BlockMemory(Protocol):
 def make_block_budget(
     num_blocks: int, block_size: int, max_chunk: int, groups: Items[LayerGroup]
 ) -> "BlockBudget":
-    """Return the block budget of a model.
-
-    Args:
-      num_blocks: P, number of blocks of the first group.
-      block_size: C, number of tokens in a block.
-      max_chunk: maximum number of tokens that a step prefills per sequence.
-      groups: the groups of layers. The first group keeps the most tokens.
-    """
+    """Return the block budget of a model. The arguments are described in `Scheduler`."""
     window = groups[0].sliding_window
     if window is None:
         return BlockBudget(num_blocks, block_size, groups)
@@ -135,12 +128,7 @@ class BlockBudget:
         return num_tokens // self.block_size
 
     def num_in_row(self, num_tokens: int, program_start: int) -> int:
-        """Return the number of blocks in the block-table row of a slot with `num_tokens` tokens.
-
-        Args:
-          num_tokens: number of tokens in the slot.
-          program_start: see `Sequence.program_start`.
-        """
+        """Return the number of blocks in the row of a slot; see `Sequence.program_start`."""
         return num_blocks_needed(num_tokens, self.block_size)
 
     def num_swapped(self, num_tokens: int) -> int:
@@ -150,12 +138,7 @@ class BlockBudget:
     # Sequences while a step is planned
 
     def planning_memory(self, memory: BlockMemory, running: list[Sequence]) -> BlockMemory:
-        """Return the memory with free blocks counted as the scheduler needs for planning.
-
-        Args:
-          memory: the memory.
-          running: the sequences with a slot. The list may change later.
-        """
+        """Return the memory with free blocks counted as the scheduler needs for planning."""
         return memory
 
     def num_for_admission(self, num_tokens: int) -> int:
@@ -201,9 +184,9 @@ class WindowBlockBudget(BlockBudget):
     row alone, and the samples admitted because of shared blocks would be preempted.
 
     Args:
-      num_blocks: see `BlockBudget`.
-      block_size: see `BlockBudget`.
-      groups: see `BlockBudget`.
+      num_blocks: P, number of blocks of the first group.
+      block_size: C, number of tokens in a block.
+      groups: the groups of layers.
       window: W, the largest window of the model, which is the window of the first group.
       max_chunk: maximum number of tokens that a step prefills per sequence.
     """

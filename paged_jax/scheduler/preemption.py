@@ -83,14 +83,9 @@ class PreemptionPolicy:
     def advantage(
         self, victim: Sequence, candidates: list[Sequence]
     ) -> tuple[Sequence, PreemptionAdvantage] | None:
-        """Return the second choice, and the reason why it is spared instead of the victim.
+        """Return the second choice among the candidates, and why it is spared.
 
-        Args:
-          victim: the sequence that is preempted.
-          candidates: all sequences that could have been preempted.
-
-        Returns:
-          None if there was no other candidate.
+        Returns None if the victim is the only candidate.
         """
         others = [s for s in candidates if s is not victim]
         if not others:

@@ -204,10 +204,7 @@ class Queue:
         return [sequence for sequence in request.sequences if sequence in self.entries]
 
     def check_is_new(self, sequences: list[Sequence]) -> None:
-        """Check that no unfinished request has the id of a new request.
-
-        Args:
-          sequences: the samples of the new request, all with the same tokens.
+        """Check that no unfinished request has the id of a new request with these samples.
 
         Raises:
           ArgumentError: the id is taken.
@@ -261,12 +258,9 @@ class Queue:
     def join(
         self, sequence: Sequence, reason: WaitReason = "turn", *, siblings: Iterable[Sequence] = ()
     ) -> None:
-        """Queue a sequence.
+        """Queue a sequence, with the reason why it waits.
 
-        Args:
-          sequence: the sequence.
-          reason: why it waits.
-          siblings: new sequences that will be forks of it.
+        `siblings` are new sequences that will become forks of it.
         """
         self.entries[sequence].num_wanted = 0
         for sibling in siblings:

@@ -280,7 +280,7 @@ def test_texts_follow_the_form_if_the_tokenizer_changes_texts(
     tokenizer, normalizer, form, is_good
 ) -> None:
     """The tokens of the changed text spell another text."""
-    backend = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
     backend.normalizer = normalizer
     changed = Tokenizer(backend)
     grammar = Grammars(changed.backend, V, [EOS]).compile(_form(**form))

@@ -101,7 +101,7 @@ def test_tokenizer_matches_references_of_stories260k(data_dir):
     assert tokenizer.eos_token_ids == (2,)
     assert tokenizer.vocab_size == 512
     assert tokenizer.sampling_defaults == {"temperature": 0.0}
-    assert not tokenizer.has_chat_template
+    assert tokenizer.chat_template is None
 
 
 def test_tokenizer_matches_references_of_tinyllama(data_dir):
@@ -359,7 +359,7 @@ def test_apply_chat_template_writes_the_chat(tmp_path):
     tokenizer = Tokenizer.from_folder(_write(tmp_path, tokenizer_config=config))
     messages = [{"role": "user", "content": " Hi <b> "}]
     chat = "<s><|im_start|>user\nHi <b><|im_end|>\n"
-    assert tokenizer.has_chat_template
+    assert tokenizer.chat_template is not None
     assert tokenizer.apply_chat_template(messages) == chat + "<|im_start|>assistant\n"
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == chat
 

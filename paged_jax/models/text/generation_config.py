@@ -6,7 +6,7 @@ are not implemented. Options about the cache, the output and assisted generation
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Never
 
@@ -140,9 +140,9 @@ class _Reader:
         )
 
     def _sampling_defaults(self) -> dict[str, Any]:
-        do_sample = self._get(
-            "do_sample", lambda value: isinstance(value, bool), "be true or false"
-        )
+        do_sample = self._options.get("do_sample")
+        if not isinstance(do_sample, bool | None):
+            self._fail("do_sample", f"must be true or false, got {do_sample!r}.")
         numbers = {name: each for name, each in NUMBERS.items() if each.is_recommended}
         given = {name: self._number(name, each) for name, each in numbers.items()}
         given["max_tokens"] = self._number("max_new_tokens", _COUNT)
@@ -224,12 +224,6 @@ class _Reader:
         value = _as_int(value) if number.type is int else value
         if value is not None and not number.allows(value):
             self._fail(name, f"must {number.rule}, got {value!r}. {number.advice}")
-        return value
-
-    def _get(self, name: str, is_valid: Callable[[Any], bool], rule: str) -> Any:
-        value = self._options.get(name)
-        if value is not None and not is_valid(value):
-            self._fail(name, f"must {rule}, got {value!r}.")
         return value
 
     def _fail(self, name: str, problem: str) -> Never:

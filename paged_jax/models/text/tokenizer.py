@@ -165,11 +165,6 @@ class Tokenizer:
         # Unicode's normal form C combines at most three characters.
         return longest * (1 if self.backend.normalizer is None else 3)
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the model has a chat template."""
-        return self._chat_template is not None
-
     @functools.cached_property
     def tool_support(self) -> ToolSupport:
         """Support for tools in the chat template."""
@@ -181,10 +176,6 @@ class Tokenizer:
     def tool_format(self) -> ToolFormat | None:
         """Format of the model's function calls; None if the chat template uses no known format."""
         return self.tool_support.format
-
-    def to_json(self) -> str:
-        """Return the contents of a ``tokenizer.json``, for other libraries."""
-        return self.backend.to_str()
 
     @names_arguments
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
