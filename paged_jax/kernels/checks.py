@@ -71,11 +71,7 @@ _FULL = {
 
 
 def as_arrays(function: str, **arrays: Any) -> dict[str, jax.Array]:
-    """Convert named arguments to arrays.
-
-    Args:
-      function: name of the caller, for the error message.
-      **arrays: the arguments.
+    """Convert named arguments of `function` to arrays.
 
     Raises:
       ValueError: an argument is None, or a size is symbolic.
@@ -89,10 +85,6 @@ def as_arrays(function: str, **arrays: Any) -> dict[str, jax.Array]:
 
 def half_of_pages(function: str, kv_pages: jax.Array) -> jax.ShapeDtypeStruct:
     """Check interleaved pages, and return the shape and dtype of the keys: ``[P, C, K, D]``.
-
-    Args:
-      function: name of the caller, for the error message.
-      kv_pages: the pages.
 
     Raises:
       ValueError: the pages do not have shape ``[P, C, 2 * K, D]``, or their dtype is neither
@@ -112,13 +104,7 @@ def half_of_pages(function: str, kv_pages: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def as_scalar(function: str, name: str, value: Any, dtype: Any) -> jax.Array:
-    """Return a number, or an array with one element, as an array of shape ``[]``.
-
-    Args:
-      function: name of the caller, for the error message.
-      name: name of the argument, for the error message.
-      value: the number or array.
-      dtype: dtype of the result.
+    """Convert a number, or an array with a single element, to an array of shape ``[]``.
 
     Raises:
       ValueError: the array does not have exactly one element, or its dtype is not numeric.
@@ -136,10 +122,6 @@ def check_sharding(function: str, arrays: Any) -> None:
 
     JAX would require an explicit output sharding for each indexing operation on such arrays.
 
-    Args:
-      function: name of the caller, for the error message.
-      arrays: tree of arrays. None leaves are ignored.
-
     Raises:
       ValueError: an array is on such a mesh.
     """
@@ -154,10 +136,6 @@ def check_sharding(function: str, arrays: Any) -> None:
 
 def as_int32(function: str, **integers: jax.Array) -> tuple[jax.Array, ...]:
     """Convert named integer arrays to int32, the dtype of row indices into the pool.
-
-    Args:
-      function: name of the caller, for the error message.
-      **integers: the arrays.
 
     Raises:
       ValueError: an array does not contain integers.
@@ -194,13 +172,7 @@ def checked_options(
 
 
 def static(function: str, name: str, value: Any, convert: Callable[[Any], Any]) -> Any:
-    """Convert a static number with `convert`, which is `int`, `float` or similar; keep None.
-
-    Args:
-      function: name of the caller, for the error message.
-      name: name of the argument, for the error message.
-      value: the number, or None.
-      convert: conversion to a Python number.
+    """Convert a static argument to a Python number with `convert`, such as `float`; keep None.
 
     Raises:
       ValueError: the number is traced, or cannot be converted.

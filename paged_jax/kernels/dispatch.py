@@ -13,15 +13,13 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
 from jax import lax
 from jax.core import Tracer
-from jax.typing import DTypeLike
 
 from paged_jax.kernels.backend import (
     AttentionArgs,
@@ -44,27 +42,14 @@ from paged_jax.kernels.backend import (
     has_op,
 )
 
+if TYPE_CHECKING:
+    from paged_jax.kernels.cpu import Cpu
+    from paged_jax.kernels.xla import Xla
+
 _logger = logging.getLogger(__name__)
 
 Args = TypeVar("Args", AttentionArgs, RaggedArgs, WriteArgs, RopeWriteArgs, CopyArgs)
 Result = TypeVar("Result")
-
-
-@runtime_checkable
-class GeneralBackend(Backend, AttentionOps, WritingOps, LinearOps, GroupedLinearOps, Protocol):
-    """A backend that has every op and supports every problem. Other backends fall back on it."""
-
-    def attend_to_chunks(
-        self, args: RaggedArgs, chunks: Any, options: Options
-    ) -> tuple[jax.Array, jax.Array]:
-        """Attend with the given chunks of a ragged batch; see `ragged.attend_in_parts`."""
-        ...
-
-    def grouped_gradients(
-        self, x: jax.Array, w: jax.Array, group_sizes: jax.Array, cotangent: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return the gradients of `grouped_linear` in `x` and `w`."""
-        ...
 
 
 @runtime_checkable
@@ -90,34 +75,6 @@ class CompiledBackend(Backend, Protocol):
 
     def unavailable(self, problem: Problem) -> str | None:
         """Compile the kernel for a problem, or return why this machine cannot."""
-        ...
-
-    def is_available(self) -> bool:
-        """Return whether this machine has the kernels, or a compiler for them."""
-        ...
-
-    def copies_weights(self, dtype: DTypeLike) -> bool:
-        """Return whether `linear` converts all weights of this type to float32 first."""
-        ...
-
-    def copies_expert_weights(self, dtype: DTypeLike) -> bool:
-        """Return whether `grouped_linear` converts all weights of this type to float32 first."""
-        ...
-
-    def targets(self) -> list[str]:
-        """Return the FFI targets of all kernels of this machine."""
-        ...
-
-    def exporting_for_here(self) -> AbstractContextManager[None]:
-        """Let programs exported in this context call kernels, which only this machine has."""
-        ...
-
-    def load_called(self, program: bytes) -> str | None:
-        """Load the kernels that a program calls; return the target of an unavailable kernel."""
-        ...
-
-    def is_any_missing(self) -> bool:
-        """Return whether a kernel that a program of this process would call is unavailable."""
         ...
 
 
@@ -190,23 +147,14 @@ def backend_for(op: Op, name: str | None) -> str | None:
     return name if backend is not None and has_op(backend, op) else None
 
 
-def general_backend() -> GeneralBackend:
+def general_backend() -> "Xla":
     """Return the backend that has every op, in plain JAX for all platforms."""
-    backend = BACKENDS["xla"]
-    assert isinstance(backend, GeneralBackend)
-    return backend
+    return cast("Xla", BACKENDS["xla"])
 
 
-def compiled_backend(platform: str) -> CompiledBackend | None:
-    """Return the backend with kernels compiled on this machine for a platform, or None.
-
-    Args:
-      platform: JAX's name of the platform.
-    """
-    for backend in BACKENDS.values():
-        if backend.platform == platform and isinstance(backend, CompiledBackend):
-            return backend
-    return None
+def cpu_backend() -> "Cpu":
+    """Return the backend for CPUs, which also manages its compiled kernels."""
+    return cast("Cpu", BACKENDS["cpu"])
 
 
 def linear_backend(name: str | None) -> LinearOps:
@@ -264,9 +212,7 @@ def load_cpu_kernels(program: bytes) -> None:
     Example:
       >>> load_cpu_kernels(b"an executable without calls")
     """
-    backend = compiled_backend("cpu")
-    assert backend is not None
-    if (target := backend.load_called(program)) is not None:
+    if (target := cpu_backend().load_called(program)) is not None:
         raise ValueError(
             f"load_cpu_kernels: program must call kernels of this machine and this version of "
             f"paged_jax, got {target}. Compile the program here."
@@ -341,15 +287,8 @@ def check_backend_runs_on(function: str, name: str | None, platform: str) -> Non
 def check_array_device(function: str, name: str | None, array: jax.Array) -> None:
     """Check that a backend runs on the device of an array.
 
-    Traced arrays pass, because their program may be compiled for another device.
-
-    Args:
-      function: name of the caller, for the error message.
-      name: name of the backend, or None for the best one.
-      array: the array.
-
-    Raises:
-      ValueError: see `check_backend_runs_on`.
+    It raises the errors of `check_backend_runs_on`. Traced arrays pass, because their program may
+    be compiled for another device.
     """
     if not isinstance(array, Tracer):
         [platform] = {device.platform for device in array.devices()}

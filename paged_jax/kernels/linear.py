@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from paged_jax.kernels.backend import GroupedArgs, Interpret, Stack, Weight
 from paged_jax.kernels.dispatch import (
-    compiled_backend,
+    cpu_backend,
     general_backend,
     linear_backend,
     run_grouped_linear,
@@ -81,16 +81,15 @@ def copies_weights(platform: str, dtype: DTypeLike, *, has_experts: bool) -> boo
       dtype: dtype of the weights.
       has_experts: whether the model has experts.
     """
-    backend = compiled_backend(platform)
-    if backend is None:
+    if platform != "cpu":
         return False
+    backend = cpu_backend()
     return backend.copies_weights(dtype) or (has_experts and backend.copies_expert_weights(dtype))
 
 
 def reads_stacked_weights(platform: str) -> bool:
     """Return whether kernels for a platform read a layer's weights from the stack of all layers."""
-    backend = compiled_backend(platform)
-    return backend is not None and backend.is_available()
+    return platform == "cpu" and cpu_backend().is_available()
 
 
 def grouped_linear(

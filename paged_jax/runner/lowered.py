@@ -31,7 +31,7 @@ from jax import export
 
 from paged_jax import user_cache
 from paged_jax.kernels import Pools
-from paged_jax.kernels.dispatch import CompiledBackend, compiled_backend
+from paged_jax.kernels.dispatch import cpu_backend
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner.compiler import compiler_options
 from paged_jax.runner.decode_state import DecodeState
@@ -125,9 +125,9 @@ def _lower(call: Call, weights: list[jax.Array], state: DecodeState) -> export.E
 
     program.__name__ = call.program.__name__
     jitted = jax.jit(program, donate_argnums=1)
-    kernels = _kernels()
-    checks = [export.DisabledSafetyCheck.custom_call(name) for name in kernels.targets()]
-    with kernels.exporting_for_here():
+    backend = cpu_backend()
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in backend.targets()]
+    with backend.exporting_for_here():
         return export.export(jitted, disabled_checks=checks)(weights, leaves, call.args)
 
 
@@ -136,19 +136,13 @@ def _read(folder: Path, key: str) -> export.Exported | None:
     if content is None or not content.startswith(_checksum(key, content[_CHECKSUM_BYTES:])):
         return None
     exported = export.deserialize(bytearray(content[_CHECKSUM_BYTES:]))
-    missing = _kernels().load_called(exported.mlir_module_serialized)
+    missing = cpu_backend().load_called(exported.mlir_module_serialized)
     return exported if missing is None else None
-
-
-def _kernels() -> CompiledBackend:
-    backend = compiled_backend("cpu")
-    assert backend is not None
-    return backend
 
 
 def _write(folder: Path, key: str, exported: export.Exported) -> None:
     # A program that was traced while a kernel was missing must not be stored.
-    if not _kernels().is_any_missing():
+    if not cpu_backend().is_any_missing():
         blob = bytes(exported.serialize())
         user_cache.write(folder / key, _checksum(key, blob) + blob)
 

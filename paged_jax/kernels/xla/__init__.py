@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from paged_jax.kernels.backend import (
     AttentionArgs,
-    CopyArgs,
     GroupedArgs,
     Options,
     Pools,
@@ -20,10 +19,8 @@ from paged_jax.kernels.backend import (
     RaggedArgs,
     RaggedOptions,
     RopeWriteArgs,
-    Weight,
-    WriteArgs,
 )
-from paged_jax.kernels.ragged import Chunks, attend_in_parts
+from paged_jax.kernels.ragged import attend_in_parts
 from paged_jax.kernels.rope import rope_then_write
 from paged_jax.kernels.xla.attention import attend_to_chunks, decode, prefill
 from paged_jax.kernels.xla.linear import grouped_gradients, grouped_linear, linear
@@ -32,9 +29,15 @@ from paged_jax.kernels.xla.writing import copy_blocks, write
 
 @dataclass(frozen=True)
 class Xla:
-    """The backend ``"xla"``. It refuses nothing."""
+    """The backend ``"xla"``. It supports every problem."""
 
     platform: ClassVar[str | None] = None
+
+    attend_to_chunks = staticmethod(attend_to_chunks)
+    write = staticmethod(write)
+    copy_blocks = staticmethod(copy_blocks)
+    linear = staticmethod(linear)
+    grouped_gradients = staticmethod(grouped_gradients)
 
     def refusal(self, problem: Problem) -> str | None:
         """Return None, because every problem is supported."""
@@ -55,43 +58,14 @@ class Xla:
             args,
         )
 
-    def attend_to_chunks(
-        self, args: RaggedArgs, chunks: Chunks, options: Options
-    ) -> tuple[jax.Array, jax.Array]:
-        """Attend with the queries of the given chunks of a ragged batch."""
-        return attend_to_chunks(args, chunks, options)
-
-    def write(self, args: WriteArgs) -> Pools:
-        """Write new tokens into the pools."""
-        return write(args)
-
     def rope_write(self, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
         """Normalise and rotate heads, and write keys and values into the pools."""
         return rope_then_write(write, args, options)
-
-    def copy_blocks(self, args: CopyArgs) -> Pools:
-        """Copy blocks in all layers."""
-        return copy_blocks(args)
-
-    def linear(self, x: jax.Array, w: Weight) -> jax.Array:
-        """Multiply the last dimension by a weight."""
-        return linear(x, w)
 
     def sum_rows(self, x: jax.Array) -> jax.Array:
         """Sum over the last dimension, in XLA's order."""
         return jnp.sum(x, axis=-1, keepdims=True)
 
-    def grouped_refusal(self, args: GroupedArgs) -> str | None:
-        """Return None, because every problem is supported."""
-        del args
-        return None
-
     def grouped_linear(self, args: GroupedArgs) -> jax.Array:
         """Multiply rows by the weights of their groups, in a loop over tiles of rows."""
         return grouped_linear(args.x, args.w, args.group_sizes)
-
-    def grouped_gradients(
-        self, x: jax.Array, w: jax.Array, group_sizes: jax.Array, cotangent: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return the gradients of `grouped_linear` in `x` and `w`."""
-        return grouped_gradients(x, w, group_sizes, cotangent)
