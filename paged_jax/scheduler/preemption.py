@@ -1,12 +1,10 @@
 """Choice of the sequence to preempt, and of swapping or recomputing its blocks."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from paged_jax.scheduler.block_budget import BlockBudget
 from paged_jax.scheduler.outputs import PreemptionAdvantage
-from paged_jax.scheduler.queue import Entry
 from paged_jax.scheduler.request import Sequence
 
 Preemption = Literal["auto", "recompute", "swap"]
@@ -47,14 +45,12 @@ class PreemptionPolicy:
       costs: costs of both ways.
       block_budget: counts blocks.
       num_swapped_blocks: number of blocks in host memory.
-      entries: the scheduler's state of each sequence.
     """
 
     preemption: Preemption
     costs: PreemptionCosts
     block_budget: BlockBudget
     num_swapped_blocks: int
-    entries: Mapping[Sequence, Entry]
 
     def victim(self, candidates: list[Sequence]) -> Sequence:
         """Return the sequence to preempt: worst priority, then lowest cost, then newest."""
@@ -66,7 +62,7 @@ class PreemptionPolicy:
         A sequence that resumed and has gained no token since is spared if there is another.
         Otherwise two sequences could preempt each other again and again.
         """
-        has_progressed = len(sequence.token_ids) > self.entries[sequence].length_before
+        has_progressed = len(sequence.token_ids) > sequence.length_before
         priority, arrival, index = sequence.seniority
         return -priority, not has_progressed, self._cost(sequence), -arrival, -index
 

@@ -4,7 +4,7 @@ import bisect
 import collections
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paged_jax.arguments import ArgumentError
 from paged_jax.scheduler.block_budget import BlockBudget
@@ -110,23 +110,6 @@ def _with_ranks(line: list[Sequence], num_running: int) -> Iterator[tuple[_Rank,
         yield (priority, turn, arrival, index), sequence
 
 
-@dataclass
-class Entry:
-    """State that the scheduler keeps for an unfinished sequence.
-
-    Attributes:
-      siblings: samples that become forks of this sequence when its prompt has been computed.
-      num_wanted: free blocks that it needed at the last attempt to admit it; 0 if unknown.
-      num_lost: tokens that the last preemption removed from the cache for good.
-      length_before: number of tokens at the last preemption.
-    """
-
-    siblings: list[Sequence] = field(default_factory=list)
-    num_wanted: int = 0
-    num_lost: int = 0
-    length_before: int = 0
-
-
 class Deadlines:
     """Heap of the times at which requests expire. It may contain requests that are gone."""
 
@@ -171,7 +154,7 @@ class Queue:
       waiting: the waiting sequences.
       running: the sequences with a slot, the most senior first.
       free_slots: the free slots.
-      entries: the unfinished sequences with their state.
+      unfinished: all unfinished sequences.
       requests: the requests of these sequences, by id.
       deadlines: the deadlines of these requests.
       num_swapped_blocks: number of blocks of waiting sequences in host memory.
@@ -189,7 +172,7 @@ class Queue:
         self.waiting = FairQueue(self.running)
         # Slots are popped from the end, so slot 0 is taken first.
         self.free_slots = list(range(self._num_slots))[::-1]
-        self.entries: dict[Sequence, Entry] = {}
+        self.unfinished: set[Sequence] = set()
         self.requests: dict[str, Request] = {}
         self.deadlines = Deadlines()
         self.num_swapped_blocks = 0
@@ -197,11 +180,11 @@ class Queue:
     @property
     def sequences(self) -> list[Sequence]:
         """All unfinished sequences, the most senior first."""
-        return sorted(self.entries, key=lambda s: s.seniority)
+        return sorted(self.unfinished, key=lambda s: s.seniority)
 
-    def unfinished(self, request: Request) -> list[Sequence]:
+    def unfinished_of(self, request: Request) -> list[Sequence]:
         """Return the unfinished sequences of a request."""
-        return [sequence for sequence in request.sequences if sequence in self.entries]
+        return [sequence for sequence in request.sequences if sequence in self.unfinished]
 
     def check_is_new(self, sequences: list[Sequence]) -> None:
         """Check that no unfinished request has the id of a new request with these samples.
@@ -219,7 +202,7 @@ class Queue:
     def track(self, request: Request, sequences: list[Sequence]) -> None:
         """Add sequences of a request to the unfinished sequences, without queueing them."""
         self.requests[request.request_id] = request
-        self.entries.update((sequence, Entry()) for sequence in sequences)
+        self.unfinished.update(sequences)
         self.deadlines.add(request)
         if len(self.deadlines) > 2 * len(self.requests):
             # Finished requests may have left deadlines that are far in the future.
@@ -235,12 +218,14 @@ class Queue:
             self.free_slot(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        for sibling in self.entries.pop(sequence).siblings:
+        self.unfinished.remove(sequence)
+        siblings, sequence.siblings = sequence.siblings, []
+        for sibling in siblings:
             self.join(sibling)
         self.mark_swapped(sequence, False)
         sequence.host_blocks = None
         self._end_wait(sequence)
-        if not any(s in self.entries for s in request.sequences):
+        if not any(s in self.unfinished for s in request.sequences):
             del self.requests[request.request_id]
 
     def pop_expired(self, now: float) -> list[Sequence]:
@@ -250,7 +235,7 @@ class Queue:
             request = self.requests.get(request_id)
             # A later request may have taken the same id.
             if request is not None and request.arrival == arrival:
-                expired += self.unfinished(request)
+                expired += self.unfinished_of(request)
         return expired
 
     # Waiting
@@ -262,9 +247,9 @@ class Queue:
 
         `siblings` are new sequences that will become forks of it.
         """
-        self.entries[sequence].num_wanted = 0
+        sequence.num_wanted = 0
         for sibling in siblings:
-            self.entries[sequence].siblings.append(sibling)
+            sequence.siblings.append(sibling)
             self.note_wait(sibling, "fork")
         self.waiting.add(sequence)
         if reason == "turn":

@@ -121,6 +121,10 @@ class Sequence:
       is_fork: whether the slot began as a copy of another sample's slot.
       waits_for: why the sequence does not run; empty if it runs.
       num_preemptions: number of times that the sequence was preempted.
+      siblings: samples that become forks of this sequence when its prompt has been computed.
+      num_wanted: free blocks that it needed at the last attempt to admit it; 0 if unknown.
+      num_lost: tokens that the last preemption removed from the cache for good.
+      length_before: number of tokens at the last preemption.
     """
 
     index: int
@@ -137,6 +141,10 @@ class Sequence:
     is_fork: bool = False
     waits_for: WaitReason = ""
     num_preemptions: int = 0
+    siblings: list["Sequence"] = field(default_factory=list, repr=False)
+    num_wanted: int = field(default=0, repr=False)
+    num_lost: int = field(default=0, repr=False)
+    length_before: int = field(default=0, repr=False)
 
     def __init__(
         self,
@@ -155,6 +163,7 @@ class Sequence:
         self.completion = completion
         self.chain = chain
         self.grammar = grammar
+        self.siblings = []
 
     @property
     def request(self) -> Request:
@@ -284,6 +293,8 @@ class Sequence:
         self.is_swapped, self.host_blocks = False, None
         self.is_fork = False
         self.num_preemptions = 0
+        self.siblings = []
+        self.num_wanted = self.num_lost = self.length_before = 0
         if self.grammar is not None:
             self.grammar.reset()
 

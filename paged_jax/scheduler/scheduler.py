@@ -153,13 +153,13 @@ class Scheduler:
 
     def finish(self, memory: BlockMemory, sequence: Sequence) -> None:
         """Release a complete sequence, unless its request was aborted before."""
-        if sequence in self._queue.entries:
+        if sequence in self._queue.unfinished:
             self._drop(memory, sequence)
             self.stats.num_finished += 1
 
     def abort(self, memory: BlockMemory, request: Request) -> list[Sequence]:
         """Release all unfinished sequences of a request and return them."""
-        sequences = self._queue.unfinished(request)
+        sequences = self._queue.unfinished_of(request)
         for sequence in sequences:
             self._drop(memory, sequence)
         self.stats.num_aborted += len(sequences)
@@ -202,7 +202,7 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         """Whether any sequence waits or runs."""
-        return bool(self._queue.entries)
+        return bool(self._queue.unfinished)
 
     # One step
 
@@ -283,7 +283,7 @@ class Scheduler:
                     block_budget.num_claimed(s) + block_budget.can_grow(s) for s in juniors
                 )
                 most = planner.num_spare + memory.num_held(juniors) + claims
-                if self._queue.entries[sequence].num_wanted > most:
+                if sequence.num_wanted > most:
                     return False
             if not juniors:
                 return False
@@ -329,27 +329,25 @@ class Scheduler:
                     advantage=advantage,
                 )
             )
-        entry = self._queue.entries[sequence]
         if is_swapped:
             memory.swap_out(sequence)
             self._queue.mark_swapped(sequence, True)
             self.stats.num_swap_preemptions += 1
         else:
             memory.release(sequence)
-            entry.num_lost = sequence.num_computed
+            sequence.num_lost = sequence.num_computed
             sequence.num_computed = sequence.program_start = 0
             self.stats.num_recompute_preemptions += 1
         sequence.num_preemptions += 1
         sequence.is_fork = False
-        entry.length_before = len(sequence.token_ids)
+        sequence.length_before = len(sequence.token_ids)
         self._queue.free_slot(sequence)
         self._queue.join(sequence, "preempted")
         return sequence
 
     def _preemption_policy(self) -> PreemptionPolicy:
-        queue = self._queue
         return PreemptionPolicy(
-            self.preemption, self.costs, self.block_budget, queue.num_swapped_blocks, queue.entries
+            self.preemption, self.costs, self.block_budget, self._queue.num_swapped_blocks
         )
 
     def _planner(self, memory: BlockMemory, plan: StepPlan) -> StepPlanner:

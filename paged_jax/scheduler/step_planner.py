@@ -142,8 +142,7 @@ class StepPlanner:
         length = len(sequence.token_ids)
         num_new = num_blocks_needed(length, self._block_size)
         num_new -= num_blocks_needed(length - 1, self._block_size)
-        siblings = self._queue.entries[sequence].siblings
-        num_children = min(len(siblings), len(self._queue.free_slots))
+        num_children = min(len(sequence.siblings), len(self._queue.free_slots))
         if self.num_tokens > num_children and self.num_free >= num_new:
             self._take(1, num_new)
             self.plan.decodes.append(sequence)
@@ -158,12 +157,11 @@ class StepPlanner:
         without a slot or blocks joins the queue and will find the prompt in the prefix cache. If
         the block budget does not count sharing, a fork takes a whole row.
         """
-        entry = self._queue.entries[leader]
-        if not entry.siblings:
+        if not leader.siblings:
             return
         children: list[Sequence] = []
         num_blocks = self._block_budget.num_for_fork(leader)
-        for sibling in entry.siblings:
+        for sibling in leader.siblings:
             if self._queue.free_slots and self.num_spare >= num_blocks:
                 sibling.num_computed = len(leader.token_ids) - 1
                 sibling.program_start = leader.program_start
@@ -175,7 +173,7 @@ class StepPlanner:
                 children.append(sibling)
             else:
                 self._queue.join(sibling)
-        entry.siblings = []
+        leader.siblings = []
         if children:
             self.plan.forks.append((leader, children))
             self.plan.decodes += children
@@ -260,9 +258,9 @@ class Admission:
         Returns:
           Whether the sequence runs. If not, nothing has changed.
         """
-        queue, memory, entry = self._queue, planner.memory, self._queue.entries[sequence]
+        queue, memory = self._queue, planner.memory
         num_spare = planner.num_spare
-        if queue.running and entry.num_wanted > num_spare:
+        if queue.running and sequence.num_wanted > num_spare:
             return False
         num_free = memory.num_free
         sequence.slot = queue.free_slots[-1]
@@ -274,8 +272,8 @@ class Admission:
         if not sequence.is_swapped:
             start = sequence.num_computed
             num_needed -= self._block_budget.num_in_row(start, start)
-        entry.num_wanted = num_attached + num_needed
-        if entry.num_wanted > num_spare:
+        sequence.num_wanted = num_attached + num_needed
+        if sequence.num_wanted > num_spare:
             if is_looked_up:
                 memory.release(sequence)
                 sequence.num_computed = 0
@@ -299,8 +297,7 @@ class Admission:
         Their prefix may be cached by then, because other sequences prefill in this step.
         """
         for sequence in self._deferred:
-            if sequence in self._queue.entries:
-                self._queue.entries[sequence].num_wanted = 0
+            sequence.num_wanted = 0
 
     def next_digest(self, sequence: Sequence) -> set[bytes]:
         """Return the digest of the prompt block that a running sequence computes next.
@@ -370,7 +367,7 @@ class Admission:
             return {"max_num_batched_tokens": self._max_num_batched_tokens}
         num_free = planner.num_free
         num_kept = min(num_free, num_free - planner.num_spare)
-        num_wanted = self._queue.entries[sequence].num_wanted
+        num_wanted = sequence.num_wanted
         if num_wanted:
             return {"num_wanted": num_wanted, "num_free": num_free, "num_kept": num_kept}
         # Without a spare block the prefix was not looked up, so this is an upper bound.
@@ -381,6 +378,6 @@ class Admission:
         if is_looked_up:
             self._stats.num_queried_tokens += len(sequence.token_ids) - 1
             self._stats.num_cached_tokens += sequence.num_computed
-        num_lost = self._queue.entries[sequence].num_lost
+        num_lost = sequence.num_lost
         num_found = min(sequence.num_computed, num_lost)
         self._stats.num_recomputed_tokens += num_lost - num_found

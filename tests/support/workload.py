@@ -109,7 +109,7 @@ def check_empty(engine: Engine) -> None:
     scheduler, slots = engine.core.scheduler, engine.core.runner.slots
     assert not engine.core.requests.unfinished and not engine.core.step_runner._drafter._indices
     assert not scheduler.waiting and not scheduler.running and not scheduler.has_unfinished
-    assert not scheduler._queue.entries
+    assert not scheduler._queue.unfinished
     assert sorted(scheduler._queue.free_slots) == list(range(engine.max_num_seqs))
     assert not slots._to_publish and not slots._to_release
     assert slots._owners == [None] * engine.max_num_seqs
