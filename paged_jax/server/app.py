@@ -212,7 +212,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     # `request.url` would parse the Host header, which may be any text.
     place = f"{request.method} {request.scope['path'][:100]}"
     message = {
-        404: f"There is no {place}. See /openapi.json for what there is.",
+        404: f"There is no {place}. See /openapi.json for all routes.",
         405: f"{place} is not allowed.",
     }.get(error.status_code, str(error.detail))
     headers = dict(error.headers) if error.headers else None

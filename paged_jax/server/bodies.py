@@ -250,9 +250,8 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
         if (self.type == "json_schema") is (self.json_schema is None):
-            word = "without" if self.json_schema is None else "with"
-            rule = "{type} {word} a json_schema says nothing"
-            raise PydanticCustomError("response_format", rule, {"type": self.type, "word": word})
+            rule = "json_schema must be given if and only if type is json_schema"
+            raise PydanticCustomError("response_format", rule)
         return self
 
 

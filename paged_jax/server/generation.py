@@ -372,7 +372,7 @@ def _most_probable(output: RequestOutput, count: int, suppressed: set[int]) -> d
     """Return the most probable next tokens and their log-probabilities, most probable first."""
     [sample] = output.outputs
     if not sample.logprobs:
-        raise ApiError(500, "The search was ended.", code="generation_failed")
+        raise ApiError(500, "The beam search was aborted.", code="generation_failed")
     row: dict[int, Logprob] = sample.logprobs[0]
     best = sorted(row.items(), key=lambda item: item[1].rank)[:count]
     return {token_id: each.logprob for token_id, each in best if token_id not in suppressed}

@@ -111,7 +111,7 @@ def _get(path: str, name: str, model: type, errors: tuple[int, ...]) -> dict[str
     if path in _PROBES:
         item["security"] = []
         responses["503"] = {
-            "description": "The server cannot do that now; `status` says why.",
+            "description": "The server is not able to serve; `status` is the reason.",
             "content": _content(model),
         }
     if path.endswith("{model}"):

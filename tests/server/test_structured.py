@@ -164,7 +164,7 @@ def test_structured_outputs_accept_all_forms_of_vllm(server, form, texts) -> Non
         (
             {"response_format": {"type": "json_schema"}},
             "response_format",
-            "response_format: json_schema without a json_schema says nothing.",
+            "response_format: json_schema must be given if and only if type is json_schema.",
         ),
         (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
