@@ -1,4 +1,4 @@
-"""The drawing says of every token where it lies, as the tables have it."""
+"""Inspection of block tables: the drawing, and the invariants."""
 
 import re
 
@@ -8,18 +8,17 @@ import numpy as np
 import pytest
 
 from paged_jax.cache import blocks
-from paged_jax.cache.blocks import BlockTables
+from paged_jax.cache.blocks import BlockTables, check_invariants
 from paged_jax.cache.blocks.inspection import draw_tables, locate_token
-
-RESERVE = jax.jit(blocks.reserve, static_argnames="max_tokens")
+from tests.support.block_tables import RESERVE, C, M, P, broken, make_tables
 
 
 @pytest.fixture(scope="module")
 def tables() -> BlockTables:
-    """Slot 1 holds 6 tokens, slot 2 a copy of it, slot 3 nine of its own; slot 0 is empty."""
+    """Slot 1 holds 6 tokens, slot 2 is its copy, slot 3 holds 9 other tokens; slot 0 is empty."""
     tables = BlockTables.create(70, num_slots=4, max_blocks_per_slot=3, block_size=4)
-    # Not jitted, as a reader might do it. Slot 0 comes and goes, so that the others' blocks are not
-    # in the order of their ids.
+    # Not jitted, like in an interactive session. Slot 0 is released, so the blocks of the other
+    # slots are not in the order of their ids.
     tables, _, ok = blocks.reserve(tables, jnp.array([5, 0, 0, 3]), max_tokens=12)
     tables, _, more = blocks.reserve(tables, jnp.array([0, 6, 0, 6]), max_tokens=12)
     tables = blocks.release(tables, jnp.array([True, False, False, False]))
@@ -30,7 +29,7 @@ def tables() -> BlockTables:
 
 
 def parse_row(text: str, slot: int) -> list[tuple[int, int, int, int, int]]:
-    """(logical, physical, first token, last token, tokens) of the blocks of a slot."""
+    """Return (logical, physical, first token, last token, tokens) of the blocks of a slot."""
     [section] = re.findall(rf"sequence in slot {slot}, .*\n((?:    .*\n)*)", text)
     pattern = r"logical +(\d+) -> physical +(\d+) +tokens (\d+)\.\.(\d+) +(\d+) of 4 places"
     return [tuple(map(int, found)) for found in re.findall(pattern, section)]
@@ -55,7 +54,7 @@ def test_draw_tables_maps_logical_to_physical_blocks(tables) -> None:
             first, last = 4 * logical, min(length, 4 * logical + 4) - 1
             expected.append((logical, int(rows[slot, logical]), first, last, last - first + 1))
         assert parse_row(text, slot) == expected
-    # Else physical and logical blocks could be mixed up unnoticed.
+    # Otherwise the test would not notice if physical and logical blocks were swapped.
     assert all(np.ptp(rows[slot, :2]) != 1 or rows[slot, 0] > 1 for slot in (1, 2, 3))
 
 
@@ -68,7 +67,7 @@ def test_draw_tables_shows_sharing(tables) -> None:
     assert sorted(symbols.replace(".", "")) == ["1", "1", "1", "2", "2"]
 
 
-def test_draw_tables_caps_counts_at_nine() -> None:
+def test_draw_tables_limits_counts_to_nine() -> None:
     tables = BlockTables.create(2, num_slots=12, max_blocks_per_slot=1, block_size=4)
     tables, _, _ = RESERVE(tables, jnp.array([3] + [0] * 11), max_tokens=4)
     tables, ok = jax.jit(blocks.fork)(tables, jnp.array([-1] + [0] * 11))
@@ -106,7 +105,7 @@ def test_locate_token_reads_the_table(tables) -> None:
         )
 
 
-def test_draw_tables_leaves_out_what_was_given_back() -> None:
+def test_draw_tables_omits_freed_blocks() -> None:
     tables = BlockTables.create(8, num_slots=1, max_blocks_per_slot=8, block_size=4, window=6)
     for _ in range(2):
         tables, _, ok = RESERVE(tables, jnp.array([10]), max_tokens=10)
@@ -118,3 +117,32 @@ def test_draw_tables_leaves_out_what_was_given_back() -> None:
     assert [row[0] for row in parse_row(text, 0)] == [3, 4, 5]
     assert "token 12: logical block 3, physical block" in text
     assert locate_token(tables, 0, 2) == "token 2: logical block 0, freed"
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        (r"num_free must be 0 to 12", {"num_free": lambda x: x + P}),
+        (r"head must be 0 to 11", {"head": lambda x: x - 4}),
+        (r"free_queue must hold ids once", {"free_queue": lambda x: x.at[3].set(4)}),
+        (r"free_queue must hold block ids", {"free_queue": lambda x: x.at[3].set(P)}),
+        (r"lengths must fit", {"lengths": lambda x: x.at[0].set(-1)}),
+        (r"lengths must fit", {"lengths": lambda x: x.at[0].set(M * C + 1)}),
+        (r"block_tables\[0\] must cover the length", {"lengths": lambda x: x.at[0].set(C * 3)}),
+        (r"block_tables\[0\] must be 12 past", {"lengths": lambda x: x.at[0].set(1)}),
+        (r"block_tables\[0\] must hold a block", {"block_tables": lambda x: x.at[0, 1].set(0)}),
+        (r"ref_counts\[2\] must be 1", {"ref_counts": lambda x: x.at[2].set(2)}),
+        (r"ref_counts\[3\] must be 0 if", {"head": lambda x: x + 1, "num_free": lambda x: x - 1}),
+        (
+            r"ref_counts\[2\] must be 0 if",
+            {"head": lambda x: x - 1, "num_free": lambda x: x + 1},
+        ),
+        (r"free_queue must hold cached blocks after", {"is_cached": lambda x: x.at[4].set(True)}),
+        (r"digests must be unique", {"is_cached": lambda x: x.at[:2].set(True)}),
+    ],
+)
+def test_check_invariants_names_the_violated_invariant(message, changes):
+    tables = make_tables([C + 1, 2, 0])
+    check_invariants(tables)
+    with pytest.raises(AssertionError, match=f"check_invariants: {message}"):
+        check_invariants(broken(tables, **changes))

@@ -1,4 +1,4 @@
-"""The paged cache: what is written is read back, in place, and never into another slot's tokens."""
+"""The paged cache: values are read back as written, and other slots do not change."""
 
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from paged_jax.kernels.writing import paged_write
 
 L, P, K, C, D, S, M = 2, 10, 3, 4, 8, 3, 3
 DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn]
-# One each that XLA's CPU backend moves as it is, that it moves as bits, and that has scales.
+# A dtype that XLA copies as it is on CPU, one that it copies as integers, and one with scales.
 KINDS = [jnp.float32, jnp.bfloat16, jnp.int8]
 
 RESERVE = jax.jit(lib.reserve, static_argnames="max_tokens", donate_argnums=0)
@@ -54,7 +54,7 @@ WRITE_LAYERS = jax.jit(write_layers, donate_argnums=0)
 
 
 def write_all(cache: PagedCache, k, v, slots, positions) -> PagedCache:
-    """As `write_layers`, padded to one size so that it is compiled once."""
+    """Call `write_layers` with padding to a fixed size."""
     padding = S * M * C - len(slots)
     k, v = (np.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (k, v))
     slots = np.pad(np.asarray(slots, np.int32), (0, padding), constant_values=-1)
@@ -63,7 +63,7 @@ def write_all(cache: PagedCache, k, v, slots, positions) -> PagedCache:
 
 
 def make_cache(dtype=jnp.float32) -> PagedCache:
-    """An empty cache, all NaN, that will hand its blocks out in a shuffled order."""
+    """Return an empty cache of NaN that allocates its blocks in a shuffled order."""
     cache = PagedCache.create(
         num_layers=L, num_blocks=P, num_kv_heads=K, block_size=C, head_dim=D,
         num_slots=S, max_blocks_per_slot=M, dtype=dtype,
@@ -78,14 +78,14 @@ def poison(array: jax.Array) -> jax.Array:
 
 
 def make_tokens(seed: int, num_tokens: int, dtype=jnp.float32) -> tuple[np.ndarray, np.ndarray]:
-    """K and V of some tokens, [L, N, K, D] each."""
+    """Return K and V of some tokens, [L, N, K, D] each."""
     k, v = np.random.default_rng(seed).normal(size=(2, L, num_tokens, K, D))
     dtype = jnp.float32 if is_quantised(dtype) else dtype
     return k.astype(dtype), v.astype(dtype)
 
 
 def stored(tokens: np.ndarray, dtype) -> np.ndarray:
-    """What a pool makes of tokens."""
+    """Return tokens after conversion to the dtype of a pool and back."""
     if not is_quantised(dtype):
         return tokens
     values, scales = QUANTISE(tokens, dtype)
@@ -100,7 +100,7 @@ def append(cache: PagedCache, slot: int, k: np.ndarray, v: np.ndarray) -> PagedC
 
 
 def assert_holds(cache: PagedCache, slot: int, k: np.ndarray, v: np.ndarray) -> None:
-    """The slot holds just these tokens, bit for bit, and zeros from there on."""
+    """Check that the slot holds exactly these tokens, then zeros."""
     count = k.shape[1]
     k, v = stored(k, cache.k.dtype), stored(v, cache.v.dtype)
     for layer in range(L):
@@ -115,7 +115,7 @@ def join(*tokens: tuple[np.ndarray, ...]) -> list[np.ndarray]:
     return [np.concatenate(parts, axis=1) for parts in zip(*tokens, strict=True)]
 
 
-def test_create_has_the_sizes_asked_for():
+def test_create_has_the_given_sizes():
     cache = PagedCache.create(
         num_layers=2, num_blocks=10, num_kv_heads=3, block_size=4, head_dim=8,
         num_slots=5, max_blocks_per_slot=6, dtype=jnp.bfloat16,
@@ -138,7 +138,7 @@ def test_create_makes_scales_for_quantised_pools(dtype):
 
 
 @pytest.mark.parametrize("name", ["num_layers", "num_kv_heads", "head_dim", "num_blocks"])
-def test_create_refuses_sizes_that_are_not_positive(name):
+def test_create_rejects_sizes_that_are_not_positive(name):
     sizes = dict(num_layers=1, num_blocks=1, num_kv_heads=1, block_size=1, head_dim=1)
     sizes |= dict(num_slots=1, max_blocks_per_slot=1) | {name: 0}
     with pytest.raises(ValueError, match=f"create: {name} must be a positive integer, got 0"):
@@ -146,12 +146,12 @@ def test_create_refuses_sizes_that_are_not_positive(name):
 
 
 @pytest.mark.parametrize("dtype", ["int4", "int32", "bool"])
-def test_create_refuses_types_that_no_pool_has(dtype):
+def test_create_rejects_unsupported_dtypes(dtype):
     with pytest.raises(ValueError, match=f"dtype must be floating point, int8 .* got {dtype}"):
         make_cache(dtype)
 
 
-def test_create_refuses_more_rows_than_int32_counts():
+def test_create_rejects_more_rows_than_int32_can_count():
     sizes = dict(num_blocks=2**20, num_kv_heads=8, block_size=16, head_dim=1)
     create = partial(PagedCache.create, **sizes, num_slots=1, max_blocks_per_slot=1)
     assert jax.eval_shape(partial(create, num_layers=15)).k.shape[0] == 15
@@ -164,11 +164,11 @@ def test_write_then_gather_returns_the_tokens_of_each_slot(dtype):
     cache = make_cache(dtype)
     lengths = [M * C, 0, C + 1]
     tokens = [make_tokens(slot, length, dtype) for slot, length in enumerate(lengths)]
-    # By the program of float32: tables are the same whatever the type.
+    # Use the program for float32: tables do not depend on the dtype.
     reserved, ok = RESERVE(make_cache(), i32(lengths), max_tokens=M * C)
     cache = cache.replace_tables([reserved.tables])
     assert ok and cache.block_tables.tolist() == [[7, 2, 9], [P, P, P], [0, 5, P]]
-    # All slots in one write, token by token in an order of their own, with padding among them.
+    # Write all slots together, with tokens in random order and padding between them.
     slots = np.repeat(np.arange(S), lengths)
     positions = np.concatenate([np.arange(length) for length in lengths])
     order = np.random.default_rng(0).permutation(len(slots))
@@ -180,7 +180,7 @@ def test_write_then_gather_returns_the_tokens_of_each_slot(dtype):
         assert_holds(cache, slot, *tokens[slot])
 
 
-def test_gather_refuses_slots_and_layers_that_do_not_exist():
+def test_gather_rejects_slots_and_layers_that_do_not_exist():
     cache = make_cache()
     with pytest.raises(ValueError, match="gather: slot must be 0 to 2, got 3"):
         contents.gather(cache, 3, layer=0)
@@ -188,7 +188,7 @@ def test_gather_refuses_slots_and_layers_that_do_not_exist():
         contents.gather(cache, 0, layer=2)
 
 
-def test_locate_knows_no_block_for_what_is_no_token():
+def test_locate_returns_no_block_for_positions_without_a_token():
     cache, _ = RESERVE(make_cache(), i32([C + 1, 0, 2]), max_tokens=M * C)
     slots = i32([0, 0, 0, 0, 1, 2, 2, -1, S])
     positions = i32([0, C, C + 1, -1, 0, 1, 2, 0, 0])
@@ -201,7 +201,7 @@ def test_locate_knows_no_block_for_what_is_no_token():
 
 
 @pytest.mark.parametrize("dtype", KINDS)
-def test_fork_then_append_copies_the_partial_block_in_all_layers(dtype):
+def test_append_after_fork_copies_the_partial_block_in_all_layers(dtype):
     prompt, ours, theirs = (make_tokens(i, n, dtype) for i, n in enumerate((C + 2, 3, 1)))
     cache = append(make_cache(dtype), 0, *prompt)
     cache, ok = FORK(cache, i32([-1, 0, 0]))
@@ -221,7 +221,7 @@ def test_fork_then_append_copies_the_partial_block_in_all_layers(dtype):
     check_invariants(cache.tables)
 
 
-def test_reserve_copies_for_all_holders_but_one_in_one_call():
+def test_reserve_copies_a_block_for_all_holders_except_one():
     prompt = make_tokens(0, 2)
     cache, _ = FORK(append(make_cache(), 0, *prompt), i32([-1, 0, 0]))
     cache, ok = RESERVE(cache, i32([1, 1, 1]), max_tokens=M * C)
@@ -233,8 +233,8 @@ def test_reserve_copies_for_all_holders_but_one_in_one_call():
     check_invariants(cache.tables)
 
 
-def test_reserve_passes_gradients_to_the_block_that_it_copies():
-    """Expected values: plain concatenation of the prompt and the new token of each slot."""
+def test_reserve_passes_gradients_to_the_copied_block():
+    """Expected: the prompt and the new token of each slot, concatenated."""
     (prompt, _), (new, _) = make_tokens(0, C + 2), make_tokens(1, S)
     factors = np.random.default_rng(2).normal(size=(S, L, C + 3, K, D)).astype(np.float32)
     empty, slots = make_cache(), jnp.arange(S, dtype=jnp.int32)
@@ -270,7 +270,7 @@ def test_reserve_that_fails_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, cache), before)
 
 
-def test_append_runs_on_the_device_in_a_while_loop():
+def test_reserve_runs_in_a_while_loop():
     prompt, new = make_tokens(0, 3), make_tokens(1, M * C)
     cache, _ = FORK(append(make_cache(), 0, *prompt), i32([-1, 0, -1]))
     slots = jnp.arange(S, dtype=jnp.int32)
@@ -279,7 +279,7 @@ def test_append_runs_on_the_device_in_a_while_loop():
         cache, step, _ = carry
         cache, ok = lib.reserve(cache, i32([1, 1, 0]))
         k, v = (jax.lax.dynamic_index_in_dim(jnp.asarray(x), step, axis=1) for x in new)
-        # Slot 1 gets the negative of what slot 0 gets.
+        # Slot 1 gets the negative of the values of slot 0.
         k, v = (jnp.concatenate([x, -x, jnp.full_like(x, jnp.nan)], axis=1) for x in (k, v))
         cache = write_layers(cache, k, v, jnp.where(ok, slots, -1), cache.lengths - 1)
         return cache, step + ok.astype(jnp.int32), ok
@@ -294,7 +294,7 @@ def test_append_runs_on_the_device_in_a_while_loop():
 
 
 def abstract_cache(dtype, num_blocks: int = 4096) -> PagedCache:
-    """The shapes of a larger cache; compiling for them takes no memory."""
+    """Return the shapes of a larger cache, to compile for it without memory."""
     create = partial(
         PagedCache.create, num_layers=4, num_blocks=num_blocks, num_kv_heads=4, block_size=16,
         head_dim=64, num_slots=16, max_blocks_per_slot=64, dtype=dtype,
@@ -302,7 +302,7 @@ def abstract_cache(dtype, num_blocks: int = 4096) -> PagedCache:
     return jax.eval_shape(create)
 
 
-def test_attach_finds_what_a_released_slot_has_written():
+def test_attach_finds_the_tokens_of_a_released_slot():
     tokens = make_tokens(0, 2 * C + 1)
     cache = append(make_cache(), 0, *tokens)
     digests = jnp.arange(2 * 8, dtype=jnp.uint32).reshape(2, 8)
@@ -316,7 +316,7 @@ def test_attach_finds_what_a_released_slot_has_written():
     assert num_found == 0
 
 
-def test_truncate_then_append_continues_at_the_new_end():
+def test_append_after_truncate_continues_at_the_new_end():
     tokens, new = make_tokens(0, 2 * C + 1), make_tokens(1, 2)
     cache = TRUNCATE(append(make_cache(), 0, *tokens), i32([C + 1, 0, 0]), max_tokens=C)
     kept = tuple(x[:, : C + 1] for x in tokens)
@@ -324,7 +324,7 @@ def test_truncate_then_append_continues_at_the_new_end():
     assert_holds(append(cache, 0, *new), 0, *join(kept, new))
 
 
-def test_reorder_then_append_leaves_every_slot_its_own_tokens():
+def test_append_after_reorder_keeps_the_tokens_of_every_slot():
     tokens = [make_tokens(slot, length) for slot, length in enumerate((C + 2, 3))]
     cache = append(append(make_cache(), 0, *tokens[0]), 1, *tokens[1])
     cache, ok = REORDER(cache, i32([1, 0, 0]))
@@ -336,16 +336,16 @@ def test_reorder_then_append_leaves_every_slot_its_own_tokens():
 
 
 def bits(pools) -> list[np.ndarray]:
-    """Arrays as bytes, in which NaN equals itself."""
+    """Return arrays as bytes, in which NaN equals itself."""
     return [np.asarray(array).view(np.uint8) for array in jax.tree.leaves(pools)]
 
 
 @pytest.mark.parametrize("dtype", KINDS)
-def test_blocks_go_to_host_memory_and_come_back_elsewhere(dtype):
+def test_write_blocks_restores_blocks_in_another_slot(dtype):
     tokens, others = make_tokens(0, 2 * C + 1, dtype), make_tokens(1, M * C, dtype)
     cache = append(make_cache(dtype), 0, *tokens)
     old_blocks = cache.block_tables[0].tolist()
-    # In two calls, of which the second goes past the end of the slot and of the table.
+    # In two calls. The second one reads past the end of the slot and of the table.
     saved = [jax.device_get(READ(cache, 0, first, width=2)) for first in (0, 2)]
     assert saved[0].k.shape == (L, 2, K, C, D) and saved[0].k.dtype == dtype
     cache = RELEASE(cache, jnp.array([True, False, False]))
@@ -360,7 +360,7 @@ def test_blocks_go_to_host_memory_and_come_back_elsewhere(dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
-def test_read_blocks_gives_zeros_for_what_is_not_held(dtype):
+def test_read_blocks_returns_zeros_for_blocks_that_are_not_held(dtype):
     cache = append(make_cache(dtype), 0, *make_tokens(0, C + 1, dtype))
     for slot, first, num_held in (
         (0, 1, 1),
@@ -376,7 +376,7 @@ def test_read_blocks_gives_zeros_for_what_is_not_held(dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
-def test_write_blocks_drops_what_is_not_held(dtype):
+def test_write_blocks_ignores_blocks_that_are_not_held(dtype):
     cache = append(make_cache(dtype), 0, *make_tokens(0, C + 1, dtype))
     before = bits(cache.pools)
     values = jax.tree.map(lambda x: np.ones_like(x), jax.device_get(READ(cache, 0, 0, width=2)))
@@ -404,21 +404,21 @@ def test_write_blocks_drops_what_is_not_held(dtype):
         (lambda v: v._replace(v_scale=v.v_scale[0]), "values.v_scale must be float32"),
     ],
 )
-def test_write_blocks_refuses_values_of_other_pools(change, message):
+def test_write_blocks_rejects_values_of_other_pools(change, message):
     cache = make_cache(jnp.int8)
     values = change(READ(cache, 0, 0, width=2))
     with pytest.raises(ValueError, match=f"write_blocks: {message}"):
         contents.write_blocks(cache, 0, 0, values)
 
 
-def test_read_blocks_refuses_a_width_that_is_no_positive_integer():
+def test_read_blocks_rejects_a_width_that_is_not_a_positive_integer():
     with pytest.raises(ValueError, match="read_blocks: width must be a positive integer, got 0"):
         contents.read_blocks(make_cache(), 0, 0, width=0)
 
 
 @pytest.mark.optimised
 @pytest.mark.parametrize("dtype", KINDS)
-def test_read_and_donated_write_of_blocks_need_no_memory_of_the_size_of_a_pool(dtype):
+def test_read_and_donated_write_blocks_need_little_memory(dtype):
     cache = abstract_cache(dtype)
     nbytes = cache.k.size * cache.k.dtype.itemsize
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
@@ -427,14 +427,14 @@ def test_read_and_donated_write_of_blocks_need_no_memory_of_the_size_of_a_pool(d
     values = jax.eval_shape(partial(READ, width=8), cache, scalar, scalar)
     memory = WRITE.lower(cache, scalar, scalar, values).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * nbytes
-    # On CPU a pool of these types is cast to integers that hold its bits, and back.
+    # On CPU, pools of these dtypes are cast to integers and back.
     limit = 2.01 if cache.k.dtype in BITS else 0.01
     assert memory.temp_size_in_bytes < limit * nbytes
 
 
 @pytest.mark.optimised
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
-def test_donated_reserve_needs_no_memory_of_the_size_of_a_pool(dtype):
+def test_donated_reserve_needs_little_memory(dtype):
     cache = abstract_cache(dtype)
     nbytes = cache.k.size * cache.k.dtype.itemsize
     num_tokens = jax.ShapeDtypeStruct((16,), jnp.int32)
@@ -444,7 +444,7 @@ def test_donated_reserve_needs_no_memory_of_the_size_of_a_pool(dtype):
 
 
 def use_all_operations(digests: jax.Array, token_ids: jax.Array) -> tuple:
-    """What every operation of a cache returns, one after the other."""
+    """Return the results of every operation of a cache."""
     cache = PagedCache.create(
         num_layers=L, num_blocks=P, num_kv_heads=K, block_size=C, head_dim=D,
         num_slots=S, max_blocks_per_slot=M, dtype=jnp.int8,
@@ -471,7 +471,7 @@ def use_all_operations(digests: jax.Array, token_ids: jax.Array) -> tuple:
     [partial(jax.numpy_dtype_promotion, "strict"), partial(jax.enable_x64, True)],
     ids=["strict", "x64"],
 )
-def test_operations_keep_their_dtypes_in_every_mode_of_jax(mode):
+def test_operations_keep_their_dtypes_in_every_jax_mode(mode):
     shapes = (
         jax.ShapeDtypeStruct((2, 8), jnp.uint32),
         jax.ShapeDtypeStruct((2, C), jnp.int32),

@@ -1,4 +1,4 @@
-"""The names of blocks in the prefix cache."""
+"""Digests of the blocks of a sequence."""
 
 import hashlib
 

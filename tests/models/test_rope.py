@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
-from paged_jax.kernels.norm_rope import rotate
+from paged_jax.kernels.rope import rotate
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading import conversion, huggingface

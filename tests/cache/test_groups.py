@@ -1,7 +1,7 @@
-"""A cache of groups of layers: random histories against a plain model, and what it never does.
+"""A cache with several groups of layers: random histories, compared with a plain model.
 
-K of each token is the token's number, so that what the tables read back must be what each slot
-holds, as far as it is kept.
+The K of each token is its number. So the K read back through the tables must be the tokens of each
+slot, as far as the group keeps them.
 """
 
 from dataclasses import replace
@@ -19,14 +19,14 @@ from paged_jax.cache import CacheGroup, PagedCache, contents, paged_cache
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.cache.sequence_blocks import first_kept_column, max_blocks_in_window
 from paged_jax.kernels import Pools
-from tests.cache.test_blocks import as_arrays, cached, contents_of, free_blocks
 from tests.support.block_model import Content
+from tests.support.block_tables import as_arrays, cached, contents_of, free_blocks
 from tests.support.window_model import GroupsModel
 
 S, M, C = 4, 8, 4
 MAX_TOKENS, MAX_CUT = 6, 5
-# Not multiples of C. The second group has as many blocks as the first one, because slots could hold
-# more together; the third has as many as slots can hold.
+# Windows are not multiples of C. The second group is limited to the blocks of the first. The third
+# has as many blocks as its slots can hold.
 WINDOWS = [None, 9, 3]
 P = 18
 HELD = [M, *[max_blocks_in_window(window, MAX_TOKENS, C) for window in (9, 3)]]
@@ -50,7 +50,7 @@ def make_cache() -> PagedCache:
 
 
 def write(cache: PagedCache, starts: jax.Array, tokens_SN: jax.Array) -> PagedCache:
-    """Put tokens, -1 for none, where the slots have room for them."""
+    """Write the K of tokens to the slots, from the given positions; -1 is no token."""
     slots = jnp.repeat(jnp.arange(S, dtype=jnp.int32), tokens_SN.shape[1])
     steps = jnp.arange(tokens_SN.shape[1], dtype=jnp.int32)
     positions = (starts[:, None] + steps[None]).reshape(-1)
@@ -72,7 +72,7 @@ def append(cache: PagedCache, counts: jax.Array, tokens_SN: jax.Array):
 
 
 def append_planned(cache: PagedCache, limits: jax.Array, most: jax.Array, tokens_SN: jax.Array):
-    """As many as there are blocks for, up to `most` in a slot."""
+    """Append as many tokens as there are blocks for, up to `most` per slot."""
     starts = cache.lengths
     cache, planned = paged_cache.plan(cache, limits, most, max_tokens=MAX_TOKENS, backend=None)
     num_new = jnp.minimum(limits, planned[0].num_tokens)
@@ -82,7 +82,7 @@ def append_planned(cache: PagedCache, limits: jax.Array, most: jax.Array, tokens
 
 
 def swap(cache: PagedCache, source: jax.Array, target: jax.Array):
-    """Read the blocks of a slot, release it, and bring them back to another one, or the same."""
+    """Read the blocks of a slot, release it, and restore them in another slot or the same."""
     num_tokens = cache.lengths[source]
     saved = [contents.read_blocks(cache, source, 0, width=M, group=group) for group in range(3)]
     slots = jnp.arange(S, dtype=jnp.int32)
@@ -99,7 +99,7 @@ COMPILED = partial(jax.jit, donate_argnums=0)
 
 
 class Operations:
-    """The operations under test, with shapes that never change, so that `jit` compiles once."""
+    """Compiled operations with fixed shapes."""
 
     def __init__(self, wrap=COMPILED):
         self.append = wrap(append)
@@ -118,7 +118,7 @@ slots_of = partial(st.lists, min_size=S, max_size=S)
 
 
 class GroupsMachine(RuleBasedStateMachine):
-    """Random histories, in step with the model."""
+    """Random histories, compared with the model after each operation."""
 
     operations = Operations()
 
@@ -127,11 +127,11 @@ class GroupsMachine(RuleBasedStateMachine):
         self.cache = make_cache()
         self.model = GroupsModel(WINDOWS, NUM_BLOCKS, S, M, C)
         self.num_written = 0
-        self.published = []  # the latest published: of each block, all tokens to its end
+        self.published = []  # for each of the latest published blocks: all tokens up to its end
         self.num_refused = 0
 
     def new_tokens(self, counts: list[int], alike: bool) -> list[list[int]]:
-        """Tokens that are nowhere else, or, if alike, of each position its own."""
+        """Return new unique tokens or, if alike, tokens that depend only on the position."""
         self.num_written += 1000
         starts = [len(t) if alike else self.num_written + 100 * s
                   for s, t in enumerate(self.model.tokens)]  # fmt: skip
@@ -141,7 +141,7 @@ class GroupsMachine(RuleBasedStateMachine):
         return i32([(tokens + [-1] * MAX_TOKENS)[:MAX_TOKENS] for tokens in new])
 
     def note(self, results: list[bool]) -> None:
-        """No group runs out of blocks before the first one does: the scheduler counts on it."""
+        """Check that no group runs out of blocks before the first: the scheduler relies on it."""
         assert all(results) == results[0]
         self.num_refused += not results[0]
 
@@ -171,7 +171,7 @@ class GroupsMachine(RuleBasedStateMachine):
         self.cache, num_tokens = self.operations.append_planned(
             self.cache, i32(limits), i32(most), self.as_array(new)
         )
-        # The model slides even if nothing fits, as the plan does.
+        # Like `plan`, the model frees blocks even if there is no room.
         for count in range(most, -1, -1):
             for model in self.model.models:
                 model.slide([slot for slot, limit in enumerate(limits) if limit])
@@ -313,13 +313,13 @@ TestHistories.settings = settings(
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_histories_like_those_of_an_engine(seed):
+def test_histories_like_an_engine_match_the_model(seed):
     num_found, num_lost, num_refused = run_engine(GroupsMachine(), seed, 150)
     assert num_found > 20 and num_lost > 100 and num_refused > 5
 
 
 @pytest.mark.slow
-def test_histories_outside_of_jit():
+def test_histories_match_the_model_outside_of_jit():
     machine = GroupsMachine()
     machine.operations = Operations(wrap=lambda operation: operation)
     num_found, num_lost, _ = run_engine(machine, 0, 25)
@@ -327,10 +327,11 @@ def test_histories_outside_of_jit():
 
 
 def run_engine(machine: GroupsMachine, seed: int, num_steps: int) -> tuple[int, int, int]:
-    """Sequences that come, find their beginning, grow by guesses, fork and go, in full pools.
+    """Attach, append, truncate, fork and release sequences in full pools.
 
-    Returns how many blocks were found, how many columns were without a block that had been given
-    back, summed over steps, and how many reservations were refused.
+    Returns:
+      The number of blocks found, the number of columns with freed blocks, summed over steps, and
+      the number of failed reservations.
     """
     rng = np.random.default_rng(seed)
     machine.start()

@@ -1,4 +1,4 @@
-"""Caches are saved and restored by `flax.serialization`."""
+"""Caches are saved and restored with `flax.serialization`."""
 
 from functools import partial
 
@@ -49,7 +49,7 @@ MAKE = {
 
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 def test_from_bytes_restores_a_cache(make) -> None:
-    """Within a larger tree, into arrays or shapes. The allocator works on the restored cache."""
+    """Inside a larger tree, into arrays or shapes. The restored cache must be usable."""
     cache = used(make())
     data = serialization.to_bytes({"cache": cache, "step": 3})
     for target in (make(), jax.eval_shape(make)):
@@ -84,7 +84,7 @@ def test_state_dict_of_a_cache_has_its_fields() -> None:
         ({"block_size": 2, "head_dim": 16}, "CacheGroup.pools.k: the state must be"),
     ],
 )
-def test_from_state_dict_refuses_a_cache_of_other_sizes(target, message) -> None:
+def test_from_state_dict_rejects_a_cache_of_other_sizes(target, message) -> None:
     state = serialization.to_state_dict(new_cache())
     with pytest.raises(ValueError, match=message):
         serialization.from_state_dict(new_cache(**target), state)
