@@ -10,7 +10,7 @@ import math
 import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -49,7 +49,7 @@ class ArgumentError(ValueError):
         return f"{self.function}: {self.message}"
 
 
-def is_int(value: Any) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
     """Return whether a value is an integer of Python or NumPy. A bool is not."""
     # The exact type is checked first, because `isinstance` with an abstract class is ten times
     # slower, and a request has dozens of numbers.
@@ -58,7 +58,7 @@ def is_int(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def is_real(value: Any) -> bool:
+def is_real(value: object) -> TypeGuard[float]:
     """Return whether a value is a finite number in the range of a float. A bool is not."""
     if type(value) is float:  # see `is_int`
         return math.isfinite(value)
@@ -70,7 +70,7 @@ def is_real(value: Any) -> bool:
         return False
 
 
-def check_positive(function: str, **sizes: Any) -> None:
+def check_positive(function: str, **sizes: object) -> None:
     """Check that sizes are positive integers.
 
     Args:

@@ -31,7 +31,7 @@ DIMS: Mapping[str, str] = {
 }
 
 
-def check_sizes(function: str, name: str, shape: Sequence[Any]) -> None:
+def check_sizes(function: str, name: str, shape: Sequence[object]) -> None:
     """Check that the sizes of an array are integers, because kernels need static sizes.
 
     Args:

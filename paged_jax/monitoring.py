@@ -4,7 +4,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 
@@ -121,7 +121,7 @@ def _is_notebook() -> bool:
     return "IPKernelApp" in getattr(shell, "config", ())
 
 
-def _file(stream: Any) -> Any:
+def _file(stream: TextIO) -> TextIO | None:
     """Return the `file` argument for tqdm; None for stderr, so that a notebook shows a widget."""
     return None if stream is sys.stderr else stream
 
