@@ -7,17 +7,19 @@ Beam searches are not included, because they are no requests of the engine.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import numpy as np
 
 from paged_jax.cache.sequence_blocks import num_blocks_needed
-from paged_jax.engine.engine import Engine
 from paged_jax.engine.stats import GroupUse
 from paged_jax.formatting import short_repr
 from paged_jax.scheduler.outputs import WaitReason
 from paged_jax.scheduler.request import Sequence
+
+if TYPE_CHECKING:  # a type in annotations only
+    from paged_jax.engine.engine import Engine
 
 
 @short_repr
@@ -164,12 +166,13 @@ class CacheEvent:
     text: str
 
 
-def snapshot(engine: Engine) -> CacheMap:
+def snapshot(engine: "Engine") -> CacheMap:
     """Return the current state of the cache, with running and waiting samples.
 
     Copies the block tables and P digests from the device, in one transfer.
 
     Example:
+      >>> from paged_jax import Engine
       >>> engine = Engine(num_blocks=8, max_num_seqs=2)
       >>> cache_map = snapshot(engine)
       >>> cache_map.num_free, cache_map.ref_counts
@@ -213,7 +216,7 @@ def snapshot(engine: Engine) -> CacheMap:
     )
 
 
-def block_text(engine: Engine, block_id: int) -> list[BlockText]:
+def block_text(engine: "Engine", block_id: int) -> list[BlockText]:
     """Return the content of a block, with an entry for each sample that uses it.
 
     A block that is cached but unused has one entry, and a block that is neither has none. Makes
@@ -227,6 +230,7 @@ def block_text(engine: Engine, block_id: int) -> list[BlockText]:
       ValueError: `block_id` is out of range.
 
     Example:
+      >>> from paged_jax import Engine
       >>> engine = Engine(max_num_seqs=2)
       >>> _ = engine.add_request({"prompt_token_ids": list(range(16))})
       >>> _ = engine.step()
@@ -271,6 +275,7 @@ def changes(before: CacheMap, after: CacheMap) -> list[CacheEvent]:
       after: the later state.
 
     Example:
+      >>> from paged_jax import Engine
       >>> engine = Engine(max_num_seqs=2)
       >>> before = snapshot(engine)
       >>> _ = engine.add_request("It is")
@@ -319,7 +324,7 @@ def _waiting(sequence: Sequence) -> WaitingSample:
     )
 
 
-def _decode(engine: Engine, token_ids: list[int], *, continues_text: bool) -> str:
+def _decode(engine: "Engine", token_ids: list[int], *, continues_text: bool) -> str:
     if engine.tokenizer is None:
         return ""
     return engine.tokenizer.decode(
