@@ -223,7 +223,7 @@ def test_weights_come_to_several_devices() -> None:
 @pytest.mark.optimised
 def test_conversion_takes_no_memory_beside_the_weights(tiny_model) -> None:
     engine = LLM(tiny_model, **SIZES)
-    new = WeightSwap(engine.core.runner, are_shared=True).prepare(
+    new = WeightSwap(engine.core.executor, are_shared=True).prepare(
         trainers_tree(tiny_model), MAPPING
     )
     memory = new.convert.lower(new.arrays, engine.weights).compile().memory_analysis()
