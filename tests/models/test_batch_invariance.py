@@ -1,7 +1,7 @@
-"""Decode on a CPU gives a sequence the same bits in any batch that the kernels for CPUs serve.
+"""Batch invariance of decode on CPUs: a sequence's logits do not depend on the batch.
 
-For the machine code that users get: XLA compiles norms, rotations and the softmax of the logits
-anew for each size of batch.
+This holds for batch sizes that the CPU kernels support. The tests run optimised code, because XLA
+compiles norms, rotations and the softmax separately for each batch size.
 """
 
 import functools
@@ -35,13 +35,13 @@ CONFIG = LlamaConfig(
 
 @functools.partial(jax.jit, static_argnames="backend")
 def log_probabilities(model, cache, token_ids, slots, backend=None):
-    """Of every next token, f32 ``[B, V]``."""
+    """Return the log-probabilities of the next tokens, float32 ``[B, V]``."""
     logits, _, ok = model.decode(cache, token_ids, slots, backend=backend)
     return logits - log_sum_exp(logits), ok
 
 
 def filled_cache(model) -> paged_cache.PagedCache:
-    """Sequences of all lengths, within a segment of the kernel and over two."""
+    """Return a cache with sequences of all lengths, in one or two segments of the kernel."""
     rng = np.random.default_rng(0)
     cache = model.create_cache(num_slots=S, max_length=MAX_LENGTH)
     lengths = jnp.asarray(rng.integers(0, MAX_LENGTH, S), jnp.int32)
@@ -56,7 +56,7 @@ def filled_cache(model) -> paged_cache.PagedCache:
 @pytest.mark.parametrize(
     ("dtype", "scan_layers"), [("float32", True), ("bfloat16", False), ("int8", True)]
 )
-def test_log_probabilities_of_decode_are_the_same_bits_in_any_batch(dtype, scan_layers) -> None:
+def test_decode_gives_equal_bits_in_any_batch(dtype, scan_layers) -> None:
     model = random_llama(CONFIG, dtype=dtype, scan_layers=scan_layers)
     cache = filled_cache(model)
     token_ids = np.arange(5, 5 + S, dtype=np.int32)
@@ -71,7 +71,7 @@ def test_log_probabilities_of_decode_are_the_same_bits_in_any_batch(dtype, scan_
         assert ok
         kept = np.delete(np.arange(len(rows)), left_out)
         np.testing.assert_array_equal(others[kept], together[rows][kept])
-        # They are zeros from the first layer to the logits, so that no product computes them.
+        # Rows left out stay zero up to the logits, so all tokens are equally likely.
         np.testing.assert_allclose(
             others[jnp.array(left_out, int)], -np.log(CONFIG.vocab_size), 1e-6
         )

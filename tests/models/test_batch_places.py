@@ -1,4 +1,4 @@
-"""What a model hands to the ops over a paged cache."""
+"""Arguments that a model passes to the ops over a paged cache."""
 
 import re
 
@@ -17,12 +17,12 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2,
     head_dim=128,
 )
-# How a call of an attention kernel begins in StableHLO, whose results are that of attention in the
-# type of the queries, and the log-sum-exp.
+# Start of an attention kernel call in StableHLO, by platform. Its first result is the output of
+# attention, in the dtype of the queries.
 CALLS = {"cuda": r"@__gpu\$xla.gpu.triton\(.*paged_(?:decode|prefill)\W", "tpu": "@tpu_custom_call"}
 
 
-# By the type of the pool.
+# Expected dtype of the queries, by the dtype of the pool.
 QUERIES = {"float32": "f32", "bfloat16": "bf16", "int8": "bf16", "float8_e4m3fn": "bf16"}
 CASES = all_pairs(
     {"pool_dtype": [*QUERIES], "step": [DecodeStep, PrefillStep], "platform": [*CALLS]}
@@ -30,8 +30,8 @@ CASES = all_pairs(
 
 
 @pytest.mark.parametrize("pool_dtype, step, platform", [tuple(row.values()) for row in CASES])
-def test_queries_come_in_a_type_that_kernels_multiply(pool_dtype, step, platform) -> None:
-    """Whatever the model computes in. Nothing is compiled."""
+def test_attention_gets_queries_in_the_dtype_of_the_pool(pool_dtype, step, platform) -> None:
+    """Quantised pools get bfloat16 queries. The step is only lowered, not compiled."""
     case = step(CONFIG, 0.01, batch=3, max_blocks_per_slot=4, pool_dtype=pool_dtype)
     text = case.lower(platform).as_text()
     results = re.findall(rf"{CALLS[platform]}.*-> \(tensor<(?:\d+x)+(\w+)>", text)

@@ -1,4 +1,4 @@
-"""Configs of Hugging Face models, read and written."""
+"""Reading and writing Hugging Face configs."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ _QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 2, **_SIZES}
 
 
 def _of_family(model_type):
-    """A config of any family, all else left to its defaults."""
+    """Return a small config of a family, with defaults for all optional keys."""
     return {"model_type": model_type, "num_key_value_heads": 2, **_SIZES}
 
 
@@ -101,7 +101,7 @@ def test_from_dict_defaults_equal_those_of_transformers(model_type):
 
 @pytest.mark.slow
 def test_from_dict_defaults_of_gemma3_need_no_sizes():
-    """Real files have nothing else; nor do they name the numbers of heads."""
+    """Real files contain only these keys. They lack the numbers of heads."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
     part = {**sizes, "sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
@@ -155,7 +155,7 @@ def test_from_dict_reads_one_or_several_eos_tokens(given, expected):
 
 
 @pytest.mark.parametrize(("base", "o_bias"), [(_LLAMA, True), (_QWEN3, True), (_QWEN2, False)])
-def test_from_dict_reads_attention_bias_as_the_family_does(base, o_bias):
+def test_from_dict_reads_attention_bias_of_each_family(base, o_bias):
     config = LlamaConfig.from_dict({**base, "attention_bias": True})
     assert (config.qkv_bias, config.o_bias) == (True, o_bias)
 
@@ -203,7 +203,7 @@ def test_from_dict_reads_the_windows_of_each_family(model_type, keys, windows):
     assert LlamaConfig.from_dict(config.to_dict()) == config
 
 
-def test_layer_groups_begin_with_the_one_that_keeps_most():
+def test_layer_groups_start_with_the_group_that_keeps_most():
     types = ("sliding_attention", "full_attention", "sliding_attention")
     config = dataclasses.replace(_SMALL, layer_types=types, sliding_window=5)
     assert config.layer_groups == ((None, (1,)), (5, (0, 2)))
@@ -295,7 +295,7 @@ def test_layer_groups_begin_with_the_one_that_keeps_most():
         ],
     ],
 )
-def test_from_dict_refuses_what_is_not_built_by_name(config, named):
+def test_from_dict_names_unsupported_features(config, named):
     with pytest.raises(UnsupportedConfigError, match=named) as raised:
         LlamaConfig.from_dict(config)
     assert "\n" not in str(raised.value)
@@ -338,13 +338,13 @@ def test_from_dict_refuses_what_is_not_built_by_name(config, named):
         ({"model_type": None}, "model_type is missing"),
     ],
 )
-def test_from_dict_refuses_malformed_configs(change, named):
+def test_from_dict_rejects_malformed_configs(change, named):
     with pytest.raises(ValueError, match=named) as raised:
         LlamaConfig.from_dict({**_LLAMA, **change})
     assert "\n" not in str(raised.value)
 
 
-def test_from_file_names_the_file_that_it_cannot_read(tmp_path):
+def test_from_file_names_an_unreadable_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="config.json"):
         LlamaConfig.from_file(tmp_path)
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
@@ -369,20 +369,20 @@ _OF_ALL_FAMILIES = pytest.mark.parametrize(
         dataclasses.replace(_SMALL, model_type="qwen2", qkv_bias=True, sliding_window=5),
         dataclasses.replace(_SMALL, model_type="qwen3", qk_norm=True, eos_token_ids=(3, 4)),
         *[LlamaConfig.from_dict(_of_family(model_type)) for model_type in FAMILIES],
-        # Whose family has a scaling of its own, which null would stand for.
+        # The family has a default scaling, which null would select.
         dataclasses.replace(LlamaConfig.from_dict(_of_family("gpt_oss")), rope_scaling=None),
     ],
 )
 
 
 @_OF_ALL_FAMILIES
-def test_to_dict_is_read_back_the_same(config):
+def test_to_dict_is_inverse_to_from_dict(config):
     assert LlamaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 @pytest.mark.slow
 @_OF_ALL_FAMILIES
-def test_to_dict_is_read_back_the_same_by_transformers(config):
+def test_to_dict_can_be_read_by_transformers(config):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(config.to_dict())))
     assert LlamaConfig.from_dict(theirs.to_dict()) == config
@@ -407,7 +407,7 @@ def test_to_dict_is_read_back_the_same_by_transformers(config):
         ({"model_type": "olmo2", "qk_norm": True}, "qk_norm_scope must be 'projection'"),
     ],
 )
-def test_to_dict_refuses_what_no_family_computes(change, named):
+def test_to_dict_rejects_switches_that_no_family_has(change, named):
     with pytest.raises(ValueError, match=named):
         dataclasses.replace(_SMALL, **change).to_dict()
 
@@ -419,7 +419,7 @@ def test_to_dict_refuses_what_no_family_computes(change, named):
         ('{"a":' * 200_000, "nested too deeply"),
     ],
 )
-def test_from_file_refuses_odd_json_in_one_line(tmp_path, text, message) -> None:
+def test_from_file_explains_invalid_json(tmp_path, text, message) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         LlamaConfig.from_file(tmp_path)

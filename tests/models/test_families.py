@@ -1,8 +1,8 @@
-"""Each family of models against Hugging Face transformers, on small random weights.
+"""Each model family compared with Hugging Face transformers, on small random weights.
 
-Entries of `tests.support.families.CASES` go through the plain forward, and through an engine of
-each backend whose pool is so small that it preempts, in both ways. Entries of `VARIANTS` are read,
-computed, and saved.
+Entries of `tests.support.families.CASES` are tested without a cache and in an engine. The engine's
+pool is so small that it preempts sequences, by swapping and by recomputation. Entries of `VARIANTS`
+are only loaded, run without a cache, and saved.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ TOKENS = np.random.default_rng(0).integers(2, VOCAB_SIZE, (1, LENGTH), np.int32)
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
-    """transformers' model, and the folder that it has been saved to."""
+    """Return the model of transformers, and its folder."""
     folder = tmp_path_factory.mktemp("theirs")
     model = families.reference(CASES[request.param])
     model.save_pretrained(folder)
@@ -46,7 +46,7 @@ def case(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(case) -> np.ndarray:
-    """Logits ``[T, V]`` of a sequence."""
+    """Return the logits ``[T, V]`` of transformers."""
     return varied_logits(case[0])
 
 
@@ -57,9 +57,9 @@ def model(case) -> Llama:
 
 @pytest.fixture(scope="module")
 def products(case) -> Iterator[list[Interpret]]:
-    """How each product of rows with experts is traced that Triton's kernel computes.
+    """Yield the argument `interpret` of each traced call of Triton's grouped matrix multiplication.
 
-    Of the case, because a second engine of the same sizes traces nothing.
+    All tests of a case share the list, because a second engine of equal sizes traces nothing.
     """
     products = []
     grouped_linear = triton_kernel.grouped_linear
@@ -75,7 +75,7 @@ def products(case) -> Iterator[list[Interpret]]:
 
 def varied_logits(theirs) -> np.ndarray:
     logits = families.logits(theirs, TOKENS)[0]
-    assert np.std(logits) > 0.2  # a model whose logits vanish would agree with anything
+    assert np.std(logits) > 0.2  # otherwise any model would match
     return logits
 
 
@@ -83,7 +83,7 @@ forward = nnx.jit(lambda model, token_ids: model(token_ids))
 
 
 def check_forward(model: Llama, expected: np.ndarray, folder) -> None:
-    """It computes the logits, and so does transformers with what it saves."""
+    """Check the logits, save the model, and check that transformers reproduces them."""
     logits = forward(model, jnp.asarray(TOKENS))[0]
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
     save_weights(model, folder)
@@ -91,14 +91,14 @@ def check_forward(model: Llama, expected: np.ndarray, folder) -> None:
     np.testing.assert_array_equal(families.logits(families.load(folder), TOKENS)[0], expected)
 
 
-def test_forward_computes_what_transformers_computes(model, expected, tmp_path) -> None:
+def test_forward_matches_transformers(model, expected, tmp_path) -> None:
     check_forward(model, expected, tmp_path)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_forward_of_a_variant_computes_what_transformers_computes(tmp_path, variant) -> None:
+def test_forward_of_a_variant_matches_transformers(tmp_path, variant) -> None:
     theirs = families.reference(VARIANTS[variant])
-    # In several files, and layers that are not stacked.
+    # Also tests several files, and separate layers.
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
     assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
     model = Llama.from_pretrained(tmp_path / "theirs", scan_layers=False)
@@ -107,12 +107,12 @@ def test_forward_of_a_variant_computes_what_transformers_computes(tmp_path, vari
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_engine_gives_what_transformers_gives(
+def test_engine_matches_transformers(
     case, model, products, monkeypatch, backend, preemption
 ) -> None:
-    """Prompts in chunks, one of which is cached, samples that share blocks, and too few blocks.
+    """Prompts run in chunks and hit the prefix cache, samples share blocks, and blocks run out.
 
-    Where sequences are swapped, all positions of the longest are scored, too.
+    With swapping, all positions of the longest prompt are also scored.
     """
     theirs, _ = case
     swaps = preemption == "swap"
@@ -141,7 +141,7 @@ def test_engine_gives_what_transformers_gives(
         Job("long", {"prompt_token_ids": prompt}, scored if swaps else greedy),
         Job("short", {"prompt_token_ids": prompt[:40]}, greedy, at=24),
         Job("same beginning", {"prompt_token_ids": prompt[:25] + prompt[80:89]}, greedy, at=24),
-        # Where all layers have a window, a sequence needs more blocks only until it is as long.
+        # If all layers have a window, a sequence stops taking blocks once it exceeds the window.
         Job("two samples", {"prompt_token_ids": prompt[40:43]}, drawn, at=27),
     ]
     outputs = play(engine, jobs)
@@ -151,11 +151,11 @@ def test_engine_gives_what_transformers_gives(
         check_sample(theirs, output, sample)
     assert len({token for _, sample in samples for token in sample.token_ids}) > 10
     stats = engine.stats
-    assert stats.num_cached_tokens > 0, "make it happen"
+    assert stats.num_cached_tokens > 0
     assert stats.num_preemptions > 0
     assert (stats.num_swap_preemptions > 0) == swaps
     assert (stats.num_recomputed_tokens > 0) != swaps
-    # Experts were computed by the backend that attention has.
+    # The experts use the backend of the attention.
     if backend == "triton":
         assert bool(products) == bool(model.config.num_experts)
         assert all(products) or jax.default_backend() == "gpu"
@@ -164,7 +164,7 @@ def test_engine_gives_what_transformers_gives(
 
 
 def check_sample(theirs, output, sample) -> None:
-    """The most probable tokens, or drawn ones; and the log-probabilities of all positions."""
+    """Check greedy tokens, and the log-probabilities at all positions."""
     prompt, tokens = output.prompt_token_ids, sample.token_ids
     assert len(tokens) == MAX_TOKENS
     logits = families.logits(theirs, np.array([[*prompt, *tokens]]))[0, :-1]
@@ -179,7 +179,7 @@ def check_sample(theirs, output, sample) -> None:
         assert np.sort(values)[-NUM_TOP] >= np.sort(row)[-NUM_TOP] - 1e-4
 
 
-def test_the_text_model_of_one_that_sees_images_is_read(tmp_path) -> None:
+def test_from_pretrained_reads_the_text_part_of_a_model_with_images(tmp_path) -> None:
     theirs = families.reference_with_images(CASES["gemma3"])
     theirs.save_pretrained(tmp_path / "theirs")
     model = Llama.from_pretrained(tmp_path / "theirs")
@@ -187,8 +187,8 @@ def test_the_text_model_of_one_that_sees_images_is_read(tmp_path) -> None:
     check_forward(model, varied_logits(theirs), tmp_path / "ours")
 
 
-def test_bfloat16_weights_of_transformers_are_read(tmp_path) -> None:
-    # Gemma's factor, of which the square root is no number of bfloat16, is rounded with the rest.
+def test_from_pretrained_reads_bfloat16_weights(tmp_path) -> None:
+    # Gemma's embedding factor is not exact in bfloat16, and must be rounded like the weights.
     case = families.changed(CASES["gemma2"], hidden_size=72)
     families.reference(case).bfloat16().save_pretrained(tmp_path)
     model = Llama.from_pretrained(tmp_path)

@@ -1,7 +1,6 @@
-"""What is done with the weights of every family besides running them, against transformers.
+"""Gradients, checkpoints and weight updates of every family, compared with transformers.
 
-Gradients of the plain forward, checkpoints of Orbax, and new weights for an engine by their names
-in Hugging Face. `tests.support.families.CASES` are the families.
+The families are `tests.support.families.CASES`.
 """
 
 import jax
@@ -27,7 +26,7 @@ TOKENS = np.random.default_rng(0).integers(2, VOCAB_SIZE, (1, LENGTH + 1), np.in
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
-    """Transformers' model of a case, and the folder that it has been saved to."""
+    """Return the model of transformers, and its folder."""
     folder = tmp_path_factory.mktemp("theirs")
     model = families.reference(CASES[request.param])
     model.save_pretrained(folder)
@@ -52,8 +51,8 @@ def loss_and_gradients(model: Llama, token_ids: jax.Array):
     return nnx.value_and_grad(loss)(model)
 
 
-def test_gradients_are_those_of_transformers(case, tmp_path) -> None:
-    """Theirs are loaded as if they were weights, which are moved but not computed with."""
+def test_gradients_match_transformers(case, tmp_path) -> None:
+    """The gradients of transformers are saved and loaded as weights, to rename and fuse them."""
     theirs, folder = case
     torch = families.torch()
     ours, gradients = loss_and_gradients(load(folder), jnp.asarray(TOKENS))
@@ -79,7 +78,7 @@ def test_gradients_are_those_of_transformers(case, tmp_path) -> None:
         np.testing.assert_allclose(gradient, wanted, rtol=0, atol=1e-4 * scale, err_msg=str(path))
 
 
-def test_checkpoint_gives_the_model_back(case, tmp_path) -> None:
+def test_save_checkpoint_is_inverse_to_from_pretrained(case, tmp_path) -> None:
     model = load(case[1])
     save_checkpoint(model, tmp_path / "checkpoint")
     same = Llama.from_pretrained(tmp_path / "checkpoint", scan_layers=model.scan_layers)
@@ -87,7 +86,7 @@ def test_checkpoint_gives_the_model_back(case, tmp_path) -> None:
     jax.tree.map(np.testing.assert_array_equal, leaves(same), leaves(model))
 
 
-def test_new_weights_come_by_their_names_in_hugging_face(case) -> None:
+def test_update_params_accepts_hugging_face_names(case) -> None:
     theirs, folder = case
     model = load(folder)
     engine = Engine(model, block_size=8, num_blocks=16, max_num_seqs=1)

@@ -1,4 +1,4 @@
-"""Safetensors folders, read into a Llama and written from one."""
+"""Loading and saving Hugging Face folders of safetensors."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ _Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
 def _model(config=_CONFIG, **options):
-    """A model whose every element is another number, so that none can change places unseen."""
+    """Return a model with random, distinct elements, so that every permutation is detected."""
     model = Llama(config, rngs=nnx.Rngs(0), **options)
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
@@ -132,7 +132,7 @@ def test_save_weights_keeps_narrow_dtypes(tmp_path, dtype):
     _assert_same(load_weights(Llama, tmp_path, config), model)
 
 
-def test_load_weights_rounds_to_the_dtype_that_was_asked_for(folder):
+def test_load_weights_rounds_to_the_requested_dtype(folder):
     model = load_weights(Llama, folder, _CONFIG, dtype=jnp.bfloat16)
     assert model.config.dtype == "bfloat16"
     expected = named_arrays(_model())
@@ -145,7 +145,7 @@ def test_load_weights_reads_large_tensors_in_parts(folder, monkeypatch):
     _assert_same(load_weights(Llama, folder, _CONFIG), _model())
 
 
-def test_save_weights_splits_what_is_too_large_for_one_file(tmp_path):
+def test_save_weights_splits_large_models_into_files(tmp_path):
     model = _model()
     save_weights(model, tmp_path, max_file_bytes=3000)
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
@@ -155,7 +155,7 @@ def test_save_weights_splits_what_is_too_large_for_one_file(tmp_path):
     _assert_same(load_weights(Llama, tmp_path, _CONFIG), model)
 
 
-def test_save_weights_leaves_no_file_of_an_earlier_save(tmp_path):
+def test_save_weights_removes_files_of_an_earlier_save(tmp_path):
     save_weights(_model(), tmp_path, max_file_bytes=3000)
     save_weights(_model(), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
@@ -164,7 +164,7 @@ def test_save_weights_leaves_no_file_of_an_earlier_save(tmp_path):
     _assert_same(load_weights(Llama, tmp_path, _CONFIG), _model())
 
 
-def test_load_weights_ignores_what_is_known_to_be_redundant(tmp_path):
+def test_load_weights_ignores_redundant_tensors(tmp_path):
     config = dataclasses.replace(_CONFIG, tie_word_embeddings=True)
     save_weights(_model(config), tmp_path)
 
@@ -189,7 +189,7 @@ def test_load_weights_unties_a_head_that_differs_from_the_embeddings(tmp_path, r
     _assert_same(model, untied)
 
 
-def test_load_weights_takes_a_single_head_for_the_embeddings(tmp_path):
+def test_load_weights_uses_a_single_head_as_embeddings(tmp_path):
     config = dataclasses.replace(_CONFIG, tie_word_embeddings=True)
     save_weights(_model(config), tmp_path)
     rename = {"model.embed_tokens.weight": "lm_head.weight"}
@@ -199,7 +199,7 @@ def test_load_weights_takes_a_single_head_for_the_embeddings(tmp_path):
         load_weights(Llama, tmp_path, _CONFIG)
 
 
-def test_load_weights_reads_names_without_the_prefix_of_the_inner_model(folder):
+def test_load_weights_reads_names_without_model_prefix(folder):
     tensors = load_file(folder / "model.safetensors")
     rename = {name: name.removeprefix("model.") for name in tensors}
     _edit(folder, lambda tensors: _rename(tensors, rename))
@@ -248,14 +248,14 @@ def test_load_weights_reads_names_without_the_prefix_of_the_inner_model(folder):
     ],
 )
 @pytest.mark.parametrize("scan_layers", [False, True])
-def test_load_weights_names_the_tensor_that_does_not_fit(folder, edit, message, scan_layers):
+def test_load_weights_names_the_wrong_tensor(folder, edit, message, scan_layers):
     _edit(folder, edit)
     with pytest.raises(WeightsError, match=message) as raised:
         load_weights(Llama, folder, _CONFIG, scan_layers=scan_layers)
     assert "\n" not in str(raised.value)
 
 
-def test_load_weights_refuses_values_that_overflow_in_the_dtype(folder):
+def test_load_weights_rejects_values_that_overflow(folder):
     _edit(folder, lambda tensors: tensors[_Q_PROJ].__setitem__((0, 0), 1e6))
     load_weights(Llama, folder, _CONFIG)
     with pytest.raises(WeightsError, match=f"{_Q_PROJ} is not finite as float16"):
@@ -263,7 +263,7 @@ def test_load_weights_refuses_values_that_overflow_in_the_dtype(folder):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_load_weights_takes_the_largest_finite_values(tmp_path, dtype):
+def test_load_weights_accepts_the_largest_finite_values(tmp_path, dtype):
     model = _model(dtype=dtype)
     largest = jnp.finfo(dtype).max
     model.norm[...] = jnp.full_like(model.norm[...], largest).at[0].set(-largest)
@@ -271,13 +271,13 @@ def test_load_weights_takes_the_largest_finite_values(tmp_path, dtype):
     _assert_same(load_weights(Llama, tmp_path, model.config, dtype=dtype), model)
 
 
-def test_load_weights_refuses_other_dtypes(folder):
+def test_load_weights_rejects_other_dtypes(folder):
     for dtype in ("int16", "float64", "nonsense"):
         with pytest.raises(ValueError, match=f"dtype must be .* got '{dtype}'"):
             load_weights(Llama, folder, _CONFIG, dtype=dtype)
 
 
-def test_load_weights_refuses_folders_without_safetensors(tmp_path):
+def test_load_weights_rejects_folders_without_safetensors(tmp_path):
     with pytest.raises(WeightsError, match="no such folder"):
         load_weights(Llama, tmp_path / "none", _CONFIG)
     with pytest.raises(
@@ -290,14 +290,14 @@ def test_load_weights_refuses_folders_without_safetensors(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [4, 100, -1])
-def test_load_weights_refuses_truncated_files(folder, keep):
+def test_load_weights_rejects_truncated_files(folder, keep):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(WeightsError, match="model.safetensors: not a whole safetensors file"):
         load_weights(Llama, folder, _CONFIG)
 
 
-def test_load_weights_refuses_an_index_that_leads_astray(tmp_path):
+def test_load_weights_rejects_a_wrong_index(tmp_path):
     save_weights(_model(), tmp_path / "model", max_file_bytes=3000)
     index = tmp_path / "model" / "model.safetensors.index.json"
     content = json.loads(index.read_text(encoding="utf-8"))
@@ -324,8 +324,8 @@ def test_load_weights_refuses_an_index_that_leads_astray(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "is_stacked"), [("TPU v6 lite", True), ("TPU7x", False)])
-def test_from_pretrained_unrolls_layers_on_tpu_7x(folder, kind, is_stacked, monkeypatch):
-    """There XLA changes the layout of all stacked weights in each step: 2.8 GB of 3.4."""
+def test_from_pretrained_chooses_separate_layers_on_tpu_7x(folder, kind, is_stacked, monkeypatch):
+    """There, XLA changes the layout of stacked weights in each step (2.8 of 3.4 GB)."""
     tpu = SimpleNamespace(platform="tpu", device_kind=kind)
     monkeypatch.setattr(pretrained, "_device", lambda config, sharding: tpu)
     assert Llama.from_pretrained(folder).scan_layers == is_stacked
@@ -339,13 +339,13 @@ def test_from_pretrained_recognises_a_hugging_face_folder(folder):
         Llama.from_pretrained(folder / "none")
 
 
-def test_save_pretrained_writes_what_from_pretrained_reads(tmp_path):
+def test_save_pretrained_is_inverse_to_from_pretrained(tmp_path):
     _model().save_pretrained(tmp_path / "new" / "folder")
     _assert_same(Llama.from_pretrained(tmp_path / "new" / "folder", scan_layers=False), _model())
 
 
-def test_load_weights_places_each_part_on_its_device(folder):
-    """In a process of its own: the number of devices is fixed when JAX starts."""
+def test_load_weights_places_parts_on_their_devices(folder):
+    """Runs in a separate process, because JAX fixes the number of devices when it starts."""
     program = """
         import sys
         import jax, numpy as np

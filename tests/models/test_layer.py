@@ -1,7 +1,7 @@
-"""What a model computes with any switches of its config, against the formulas in float64.
+"""All switches of a config, compared with formulas in float64.
 
-A switch that is computed wrongly shows here in seconds. That a family has the right switches is
-seen in `test_families.py`, which takes minutes and transformers.
+These tests find an error in a switch within seconds. `test_families.py` checks that each family has
+the right switches. It takes minutes and needs transformers.
 """
 
 from collections.abc import Callable
@@ -81,7 +81,7 @@ CASES = all_pairs({factor: [*kinds] for factor, kinds in KINDS.items()})
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(case.values()))
-def test_plain_forward_is_that_of_the_formulas(case) -> None:
+def test_forward_matches_the_formulas_in_float64(case) -> None:
     switches: dict[str, Any] = {}
     for factor, kind in case.items():
         switches |= KINDS[factor][kind]
@@ -94,7 +94,7 @@ def test_plain_forward_is_that_of_the_formulas(case) -> None:
 
 
 def forward(model: Llama, token_ids: np.ndarray) -> np.ndarray:
-    """Logits ``[T, V]``."""
+    """Return the logits ``[T, V]``."""
     config = model.config
     table = _get(model, "embed_tokens")
     x = table[token_ids] * config.embedding_multiplier
@@ -113,7 +113,7 @@ def forward(model: Llama, token_ids: np.ndarray) -> np.ndarray:
 
 
 def _get(part: Any, name: str) -> Any:
-    """A parameter in float64, or None where there is none."""
+    """Return a parameter in float64, or None if it does not exist."""
     return np.asarray(getattr(part, name)[...], np.float64) if hasattr(part, name) else None
 
 
@@ -166,7 +166,7 @@ def _attention(config: LlamaConfig, layer: Any, index: int, x: np.ndarray) -> np
 
 
 def _rotate(config: LlamaConfig, heads: np.ndarray, theta: float) -> np.ndarray:
-    """Heads ``[T, ..., D]``, the first pairs ``(x[i], x[i + D / 2])`` of each."""
+    """Rotate the pairs ``(x[i], x[i + D / 2])`` of heads ``[T, ..., D]``."""
     half = config.head_dim // 2
     num_rotated = int(config.head_dim * config.partial_rotary_factor)
     pairs = np.arange(half)
@@ -199,7 +199,7 @@ def _mlp(config: LlamaConfig, layer: Any, x: np.ndarray) -> np.ndarray:
 
 
 def _experts(config: LlamaConfig, layer: Any, row: np.ndarray) -> np.ndarray:
-    """What the chosen experts make of one token ``[E]``."""
+    """Compute the chosen experts for a token ``[E]``."""
     logits = _get(layer, "router") @ row
     if config.expert_bias:
         logits = logits + _get(layer, "router_bias")

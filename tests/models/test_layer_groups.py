@@ -1,4 +1,4 @@
-"""A model whose layers differ, over a cache of groups: the logits of the plain forward."""
+"""A model with different sliding windows, and a cache with several groups."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from paged_jax.runner.decoding import decode_steps, verify_steps
 
 C = 4
 LENGTH = 45
-# Not a multiple of C, so that windows begin and end within blocks.
+# The window is no multiple of C, so that it begins and ends within blocks.
 CONFIG = LlamaConfig(
     vocab_size=61,
     hidden_size=32,
@@ -53,7 +53,7 @@ def plain_logits() -> np.ndarray:
 
 
 def make_cache() -> PagedCache:
-    """Three slots over pools of NaN, so that it shows if anything is read that no slot holds."""
+    """Return a cache with three slots and pools of NaN, to detect reads of free blocks."""
     cache = create_cache(CONFIG, num_slots=3, max_length=LENGTH + 3, block_size=C, max_tokens=CHUNK)
     assert len(cache.groups) == 2
     return poison(cache)
@@ -61,7 +61,7 @@ def make_cache() -> PagedCache:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def poison(cache: PagedCache) -> PagedCache:
-    """NaN in every block that no slot holds."""
+    """Fill free blocks with NaN."""
 
     def spoil(group: CacheGroup) -> CacheGroup:
         is_free = (group.tables.pool.ref_counts == 0)[None, :, None, None, None]
@@ -75,8 +75,8 @@ def i32(*values: Any) -> jax.Array:
     return jnp.array(values, jnp.int32)
 
 
-def test_chunks_steps_and_forks_match_the_plain_forward() -> None:
-    """Blocks that windows give back are spoilt at once: nothing that is free is ever read."""
+def test_paged_steps_match_the_plain_forward() -> None:
+    """Freed blocks are filled with NaN after each step, so free blocks are never read."""
     model, ids, expected = make_model(), make_tokens(), plain_logits()
     cache = make_cache()
     most = 0
@@ -87,7 +87,7 @@ def test_chunks_steps_and_forks_match_the_plain_forward() -> None:
         assert ok
         np.testing.assert_allclose(logits, expected[:, start + CHUNK - 1], atol=2e-6)
         cache = poison(cache)
-    cache, ok = FORK(cache, i32(-1, -1, 0))  # slot 2 goes on as slot 0, in blocks of its own
+    cache, ok = FORK(cache, i32(-1, -1, 0))  # slot 2 continues slot 0 in its own blocks
     assert ok
     for place in range(24, LENGTH):
         tokens = ids[i32(0, 1, 0), place]
@@ -105,7 +105,7 @@ def test_chunks_steps_and_forks_match_the_plain_forward() -> None:
         assert int(group.tables.pool.num_free) == group.num_blocks
 
 
-def test_a_cache_that_keeps_too_little_is_refused() -> None:
+def test_decode_rejects_a_cache_that_keeps_too_few_tokens() -> None:
     sizes = {"num_kv_heads": 2, "block_size": C, "head_dim": 8}
     cache = PagedCache.create(
         num_layers=3, num_blocks=8, num_slots=2, max_blocks_per_slot=4, window=10, **sizes
@@ -119,8 +119,8 @@ def test_a_cache_that_keeps_too_little_is_refused() -> None:
         DECODE.eval_shape(make_model(), PagedCache(group.groups, ((0, 0), (0, 1))), i32(1), i32(0))
 
 
-def test_create_cache_makes_pools_as_large_as_slots_can_need() -> None:
-    """A third of the layers keep all; of 4096 tokens the others keep 10, and 8 new ones."""
+def test_create_cache_sizes_the_pool_of_each_group() -> None:
+    """One of three layers keeps all 4096 tokens. The others keep 10, and 8 new tokens."""
     cache = create_cache(CONFIG, num_slots=3, max_length=4096, block_size=C, max_tokens=CHUNK)
     every, some = cache.groups
     assert (every.num_layers, every.num_blocks) == (1, 3 * 1024)
@@ -131,8 +131,8 @@ def test_create_cache_makes_pools_as_large_as_slots_can_need() -> None:
 
 
 @pytest.mark.slow
-def test_dispatches_draw_the_tokens_of_one_pool() -> None:
-    """Several steps in one program, and guesses that are verified: half of them right."""
+def test_programs_draw_the_same_tokens_as_with_one_group() -> None:
+    """Runs several steps per program, and verifies drafts. Half of the drafts are right."""
     verify = jax.jit(verify_steps, donate_argnames="state")
     decode = jax.jit(decode_steps, donate_argnames="state", static_argnames="max_steps")
     one = PagedCache.create(
@@ -177,7 +177,7 @@ def prefill_step(model: Llama, state: DecodeState, slots: jax.Array):
 @pytest.mark.parametrize(
     "step", [functools.partial(decode_steps, num_steps=3, max_steps=4), prefill_step]
 )
-def test_steps_alias_the_pools_of_all_groups_and_copy_none(step) -> None:
+def test_programs_update_all_pools_in_place(step) -> None:
     def create() -> DecodeState:
         sizes = {"num_slots": 64, "max_length": 8192, "block_size": C, "max_tokens": 512}
         return DecodeState.create(create_cache(CONFIG, **sizes), CONFIG.vocab_size)
@@ -187,5 +187,5 @@ def test_steps_alias_the_pools_of_all_groups_and_copy_none(step) -> None:
     memory = compiled.memory_analysis()
     nbytes = [sum(leaf.size * 4 for leaf in jax.tree.leaves(p)) for p in state.cache.group_pools]
     assert memory.alias_size_in_bytes > sum(nbytes)
-    # The keys of one layer with a window are a quarter of their pools.
+    # A copy of the keys of a single layer would be a quarter of the smaller pools.
     assert memory.temp_size_in_bytes < min(nbytes) / 5

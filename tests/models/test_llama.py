@@ -1,4 +1,4 @@
-"""The Llama module: plain forward, prefill and decode say the same, and the steps copy nothing."""
+"""The Llama module: forward, prefill and decode agree, and the steps copy no pool."""
 
 import dataclasses
 import functools
@@ -33,13 +33,13 @@ CONFIG = LlamaConfig(
 PREFILL = jax.jit(Llama.prefill, donate_argnames="cache", static_argnames="backend")
 DECODE = jax.jit(Llama.decode, donate_argnames="cache", static_argnames=("backend", "cascade"))
 PLAIN = jax.jit(Llama.__call__)
-# Tests share these shapes, and so their compiled programs.
-LENGTH = 21  # of a sequence
-CHUNK = 12  # longest, in a batch of two
+# Tests share these shapes, and therefore their compiled programs.
+LENGTH = 21  # tokens of a sequence
+CHUNK = 12  # maximum tokens of a chunk, in a batch of two
 
 
 def new_cache(config=CONFIG, **changes) -> PagedCache:
-    """Pools so large that a copy shows, and slots so long that a cascade is worth it."""
+    """Return a cache with pools large enough to detect copies, and slots that enable cascades."""
     sizes = {"num_slots": 3, "num_blocks": 16384, "block_size": 4, "max_blocks_per_slot": 4096}
     return PagedCache.create(
         num_layers=config.num_hidden_layers,
@@ -69,24 +69,24 @@ def i32(*values: int) -> np.ndarray:
 
 
 def poison(cache: PagedCache) -> PagedCache:
-    """NaN wherever no token has been written: reading it shows."""
+    """Fill the pools with NaN, to detect reads of places that were never written."""
     k, v = (jnp.asarray(np.full(cache.k.shape, np.nan, cache.k.dtype)) for _ in range(2))
     return cache.replace_pools(Pools(k, v))
 
 
 def read(model, cache: PagedCache, ids: np.ndarray, slot: int) -> tuple[jax.Array, PagedCache]:
-    """Append up to CHUNK tokens to a slot; row 0 of the batch is left out."""
+    """Append up to CHUNK tokens to a slot. Row 0 of the batch is left out."""
     padded = np.zeros((2, CHUNK), np.int32)
     padded[1, : len(ids)] = ids
     logits, cache, ok = PREFILL(model, cache, padded, i32(-1, slot), i32(5, len(ids)))
     assert ok
-    if not model.config.o_bias:  # zeros throughout, which kernels for CPUs pass over
+    if not model.config.o_bias:  # without biases, rows left out stay zero
         np.testing.assert_array_equal(logits[0], 0)
     return logits[1], cache
 
 
 def logits_through(model, cache: PagedCache, ids: np.ndarray) -> tuple[np.ndarray, PagedCache]:
-    """Logits of positions PLACES [6, V]: two chunks, the second over cached context, then steps."""
+    """Return the logits at positions PLACES, [6, V], from two chunks and four decode steps."""
     logits = []
     for chunk in (ids[:7], ids[7:17]):
         last, cache = read(model, cache, chunk, 2)
@@ -107,7 +107,7 @@ ALL = {
     "qk_norm": True,
 }
 SOME_WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 5}
-# What no model of the Llama line does.
+# Switches that no Llama model has.
 OTHERWISE = {
     "norm_placement": "parallel",
     "norm_type": "layer",
@@ -129,7 +129,7 @@ OTHERWISE = {
     ("variant", "scan_layers", "head_dim"),
     [
         pytest.param({}, False, 8, id="llama"),
-        # Heads as TPUs have them: K and V are padded to whole registers.
+        # Heads on TPUs: K and V are padded to whole registers.
         pytest.param(ALL, False, 128, id="all-padded"),
         pytest.param(SOME_WINDOWS, False, 8, id="some-windows"),
         pytest.param(OTHERWISE, False, 8, id="otherwise"),
@@ -152,7 +152,7 @@ def test_prefill_and_decode_match_the_plain_forward(variant, scan_layers, head_d
     [({"dtype": jnp.int8}, 0.1), ({"dtype": jnp.float8_e4m3fn, "head_dim": 128}, 0.3)],
     ids=["int8", "fp8-padded"],
 )
-def test_any_cache_will_do(changes, atol) -> None:
+def test_logits_do_not_depend_on_the_cache(changes, atol) -> None:
     model = random_llama(CONFIG, scan_layers=True)
     ids = tokens(1, LENGTH)
     expected = np.asarray(PLAIN(model, ids))[0]
@@ -174,7 +174,7 @@ def test_scanned_and_unrolled_layers_are_the_same_function() -> None:
     np.testing.assert_allclose(PLAIN(scanned, ids), PLAIN(unrolled, ids), atol=1e-5)
 
 
-def test_layers_that_differ_are_not_stacked() -> None:
+def test_llama_rejects_stacking_different_layers() -> None:
     with pytest.raises(ValueError, match="scan_layers must be False for layers that differ"):
         Llama(dataclasses.replace(CONFIG, **SOME_WINDOWS), scan_layers=True, rngs=nnx.Rngs(0))
 
@@ -193,10 +193,10 @@ def test_forward_is_causal_and_differentiable() -> None:
         assert np.isfinite(leaf).all() and np.abs(leaf).max() > 0, path
 
 
-def test_decode_out_of_blocks_changes_nothing() -> None:
+def test_decode_without_free_blocks_changes_nothing() -> None:
     model = random_llama(CONFIG)
     _, cache = read(model, new_cache(), tokens(1, 8)[0], 0)
-    # As if others held all the blocks.
+    # Mark all blocks as used by others.
     pool = dataclasses.replace(cache.tables.pool, num_free=jnp.int32(0))
     cache = cache.replace_tables([dataclasses.replace(cache.tables, pool=pool)])
     before = jax.tree.map(np.array, cache)
@@ -206,7 +206,7 @@ def test_decode_out_of_blocks_changes_nothing() -> None:
         np.testing.assert_array_equal(old, new)
 
 
-def test_decode_refuses_a_slot_that_does_not_exist() -> None:
+def test_decode_fails_for_a_slot_that_does_not_exist() -> None:
     model = random_llama(CONFIG)
     _, cache, ok = DECODE(model, new_cache(), i32(3, 4), i32(0, 3))
     assert not ok
@@ -227,14 +227,14 @@ def test_decode_copies_on_write_after_a_fork() -> None:
         padded = np.zeros((1, LENGTH), np.int32)
         padded[0, :9] = [*ids, *continuation]
         np.testing.assert_allclose(logits[row], PLAIN(model, padded)[0, 8], atol=2e-5)
-    # Two sequences of 9 tokens: the full block of the prompt is shared, two others are not.
+    # Two sequences of 9 tokens share the full block of the prompt, and have two more blocks each.
     assert int(cache.num_blocks - cache.tables.pool.num_free) == 1 + 2 * 2
 
 
 @pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize("step", ["decode", "cascade", "prefill"])
-def test_step_copies_no_pool(step, scan_layers) -> None:
-    """Temporary memory stays far below one pool, and both pools are updated in place."""
+def test_steps_copy_no_pool(step, scan_layers) -> None:
+    """Temporary memory stays far below a pool, and both pools are updated in place."""
     model = random_llama(CONFIG, scan_layers=scan_layers)
     cache, slots = new_cache(), i32(0, 1)
     if step == "prefill":
@@ -252,8 +252,8 @@ def test_step_copies_no_pool(step, scan_layers) -> None:
     assert memory.alias_size_in_bytes >= cache.nbytes
 
 
-def test_whole_rollout_is_one_program() -> None:
-    """Allocation included, inside a while loop: what a training loop calls."""
+def test_rollout_can_be_one_program() -> None:
+    """A training loop calls such a program, which also allocates blocks in a while loop."""
     model = random_llama(CONFIG, scan_layers=True)
     ids = tokens(1, LENGTH)
     ids[0, 5:] = 0
@@ -284,7 +284,7 @@ def test_whole_rollout_is_one_program() -> None:
         (np.full((1, 3), CONFIG.vocab_size), "must be in 0..60, the vocabulary, got 61"),
     ],
 )
-def test_call_refuses_what_are_no_tokens(token_ids, message) -> None:
+def test_call_rejects_invalid_token_ids(token_ids, message) -> None:
     with pytest.raises(ValueError, match=message):
         random_llama(CONFIG)(token_ids)
 
@@ -299,8 +299,8 @@ def test_call_refuses_what_are_no_tokens(token_ids, message) -> None:
         ({"slots": i32(0)}, r"slots must have B .* = 2 like token_ids, got shape \[1\]"),
     ],
 )
-def test_steps_refuse_what_cannot_be_meant(changes, message) -> None:
-    """Where values are known, which they are not inside of `jit`."""
+def test_steps_reject_invalid_arguments(changes, message) -> None:
+    """Outside of `jit`, where values are known."""
     model, cache = random_llama(CONFIG), new_cache(num_blocks=8, max_blocks_per_slot=4)
     arguments = {"token_ids": [[3, 4], [5, 6]], "slots": i32(0, 1), **changes}
     token_ids = np.array(arguments["token_ids"])
@@ -320,11 +320,11 @@ def stories(folder, scan_layers=False) -> tuple[Llama, list[dict], dict[str, np.
     return model, items, dict(np.load(folder / "reference_logits.npz"))
 
 
-def test_stories_logits_of_the_plain_forward(data_dir) -> None:
+def test_forward_matches_transformers_on_stories(data_dir) -> None:
     model, items, reference = stories(data_dir)
     for i, item in enumerate(items):
         ids = item["prompt_ids"] + item["generated_ids"][:-1]
-        padded = np.zeros((1, 288), np.int32)  # one length, one program
+        padded = np.zeros((1, 288), np.int32)  # equal lengths share a program
         padded[0, : len(ids)] = ids
         logits = np.asarray(PLAIN(model, padded))[0, : len(ids)]
         start = len(item["prompt_ids"])
@@ -335,8 +335,8 @@ def test_stories_logits_of_the_plain_forward(data_dir) -> None:
 @pytest.mark.parametrize(
     ("block_size", "scan_layers"), [(16, False), pytest.param(1, True, marks=pytest.mark.slow)]
 )
-def test_stories_logits_through_the_paged_path(data_dir, block_size, scan_layers) -> None:
-    """Four prompts in one batch, decoded with transformers' tokens, logits within 1e-4."""
+def test_paged_steps_match_transformers_on_stories(data_dir, block_size, scan_layers) -> None:
+    """Four prompts in a batch are decoded with the tokens of transformers."""
     model, items, reference = stories(data_dir, scan_layers)
     num_blocks = 1024 // block_size
     sizes = {"num_slots": 4, "num_blocks": num_blocks, "block_size": block_size}

@@ -1,4 +1,4 @@
-"""Folders that people give although they contain no model that can be loaded."""
+"""Error messages for folders that do not contain a loadable model."""
 
 import json
 import shutil
@@ -64,14 +64,14 @@ def fill(folder, files):
         ({"refs/main": "a", "blobs/1": ""}, "Hugging Face cache without a whole model"),
     ],
 )
-def test_from_pretrained_says_what_a_folder_contains(tmp_path, files, message, has_config):
+def test_from_pretrained_describes_folders_without_a_model(tmp_path, files, message, has_config):
     fill(tmp_path, files | ({"config.json": _CONFIG} if has_config else {}))
     with pytest.raises((FileNotFoundError, ValueError), match=message) as raised:
         from_pretrained(Llama, tmp_path)
     assert "\n" not in str(raised.value)
 
 
-def test_from_pretrained_says_what_a_file_is(tmp_path):
+def test_from_pretrained_describes_files(tmp_path):
     fill(tmp_path, {"model.gguf": "", "model.safetensors": ""})
     with pytest.raises(OSError, match="model.gguf is weights of llama.cpp"):
         from_pretrained(Llama, tmp_path / "model.gguf")
@@ -79,7 +79,7 @@ def test_from_pretrained_says_what_a_file_is(tmp_path):
         from_pretrained(Llama, tmp_path / "model.safetensors")
 
 
-def test_plan_says_what_a_path_is(tmp_path, capsys):
+def test_plan_describes_wrong_paths(tmp_path, capsys):
     fill(tmp_path, {"model.gguf": "", "adapter_config.json": _ADAPTER})
     for path, message in ((tmp_path, "LoRA adapter"), (tmp_path / "model.gguf", "llama.cpp")):
         assert plan(["--model", str(path), "--memory", "1GiB"]) == 1
@@ -102,7 +102,7 @@ def test_from_pretrained_names_a_broken_link(tmp_path):
         ("<!doctype html><html></html>", "an HTML page"),
     ],
 )
-def test_from_pretrained_says_what_was_saved_as_safetensors(tmp_path, content, message):
+def test_from_pretrained_describes_files_that_are_no_safetensors(tmp_path, content, message):
     fill(tmp_path, {"config.json": _CONFIG, "model.safetensors": content})
     with pytest.raises(ValueError, match=message) as raised:
         from_pretrained(Llama, tmp_path)

@@ -34,8 +34,8 @@ def _model(**options):
     return Llama(_CONFIG, rngs=nnx.Rngs(0), **options)
 
 
-def _layer_by_layer(model):
-    """Every parameter by its name in the layout of one module a layer."""
+def _unstacked_parameters(model):
+    """Return the parameters by their names with separate layers."""
     parameters = {}
     for name, parameter in named_arrays(model).items():
         if model.scan_layers and name.startswith("layers."):
@@ -47,7 +47,7 @@ def _layer_by_layer(model):
 
 
 def _assert_same(actual, expected):
-    actual, expected = _layer_by_layer(actual), _layer_by_layer(expected)
+    actual, expected = _unstacked_parameters(actual), _unstacked_parameters(expected)
     assert actual.keys() == expected.keys()
     for name, parameter in expected.items():
         assert actual[name].dtype == parameter.dtype
@@ -55,7 +55,7 @@ def _assert_same(actual, expected):
 
 
 def _save_edited(path, edit):
-    """A checkpoint whose config is not that of its arrays."""
+    """Save a checkpoint with edited arrays, which no longer fit its config."""
     save_checkpoint(_model(), path)
     file = path / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
@@ -73,7 +73,7 @@ def test_load_checkpoint_restores_either_layout(tmp_path, saved_stacked, loaded_
     _assert_same(loaded, model)
 
 
-def test_load_checkpoint_keeps_the_dtype_and_casts_when_asked_to(tmp_path):
+def test_load_checkpoint_keeps_the_dtype_or_converts(tmp_path):
     model = _model(dtype=jnp.bfloat16)
     save_checkpoint(model, tmp_path)
     same = load(tmp_path)
@@ -82,13 +82,13 @@ def test_load_checkpoint_keeps_the_dtype_and_casts_when_asked_to(tmp_path):
     wider = load(tmp_path, dtype="float32")
     assert wider.config.dtype == "float32"
     for name, parameter in named_arrays(wider).items():
-        expected = _layer_by_layer(model)[name].astype(jnp.float32)
+        expected = _unstacked_parameters(model)[name].astype(jnp.float32)
         np.testing.assert_array_equal(parameter, expected, strict=True)
     with pytest.raises(ValueError, match="dtype must be"):
         load(tmp_path, dtype="int16")
 
 
-def test_save_checkpoint_never_replaces_another(tmp_path):
+def test_save_checkpoint_never_replaces_a_checkpoint(tmp_path):
     save_checkpoint(_model(), tmp_path)
     with pytest.raises(FileExistsError, match="path must not hold a checkpoint"):
         save_checkpoint(_model(), tmp_path)
@@ -105,16 +105,14 @@ def test_save_checkpoint_never_replaces_another(tmp_path):
     ],
 )
 @pytest.mark.parametrize("scan_layers", [False, True])
-def test_load_checkpoint_names_the_parameter_that_does_not_fit(
-    tmp_path, edit, message, scan_layers
-):
+def test_load_checkpoint_names_the_wrong_parameter(tmp_path, edit, message, scan_layers):
     _save_edited(tmp_path, edit)
     with pytest.raises(WeightsError, match=message) as raised:
         load(tmp_path, scan_layers=scan_layers)
     assert "\n" not in str(raised.value)
 
 
-def test_load_checkpoint_refuses_folders_without_a_whole_checkpoint(tmp_path):
+def test_load_checkpoint_rejects_incomplete_folders(tmp_path):
     with pytest.raises(FileNotFoundError, match="config.json"):
         load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(_CONFIG.to_dict()), encoding="utf-8")
@@ -126,8 +124,8 @@ def test_load_checkpoint_refuses_folders_without_a_whole_checkpoint(tmp_path):
     assert "\n" not in str(raised.value)
 
 
-def test_load_checkpoint_refuses_a_damaged_checkpoint(tmp_path):
-    """In a process of its own: when one read fails Orbax leaves others running behind the test."""
+def test_load_checkpoint_rejects_a_damaged_checkpoint(tmp_path):
+    """Runs in a separate process, because Orbax leaves other reads running after a failure."""
     save_checkpoint(_model(), tmp_path)
     for file in (tmp_path / "weights").rglob("d/*"):
         file.write_bytes(file.read_bytes()[:-10])
@@ -153,8 +151,8 @@ def test_from_pretrained_recognises_a_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-def test_load_checkpoint_restores_onto_other_devices_than_it_was_saved_from(tmp_path):
-    """In a process of its own: the number of devices is fixed when JAX starts."""
+def test_load_checkpoint_restores_onto_other_devices(tmp_path):
+    """Runs in a separate process, because JAX fixes the number of devices when it starts."""
     for stacked in (False, True):
         save_checkpoint(_model(scan_layers=stacked), tmp_path / str(stacked))
     program = """

@@ -1,4 +1,4 @@
-"""What people's folders contain beside the usual: heads, names and dtypes, against transformers."""
+"""Unusual heads, names and dtypes in model folders, compared with transformers."""
 
 import dataclasses
 import json
@@ -70,7 +70,7 @@ def without_prefix(tensors):
 
 
 def check_logits(folder):
-    """Both compute the same logits of the folder."""
+    """Check that transformers and Llama compute the same logits for a folder."""
     expected = families.logits(families.load(folder), TOKENS)
     assert np.std(expected) > 0.1
     logits = nnx.jit(lambda model, tokens: model(tokens))(Llama.from_pretrained(folder), TOKENS)
@@ -81,7 +81,7 @@ def check_logits(folder):
 @pytest.mark.parametrize("name", ["qwen3 tied", "gemma3", "llama"])
 @pytest.mark.parametrize("edit", [double_head, only_head, without_prefix])
 @pytest.mark.filterwarnings("ignore:.*differs from the embeddings:UserWarning")
-def test_from_pretrained_reads_odd_files_as_transformers_does(tmp_path, name, edit):
+def test_from_pretrained_reads_unusual_files_like_transformers(tmp_path, name, edit):
     changes = {**CASES[name].changes, "tie_word_embeddings": True}
     families.reference(Case(CASES[name].model_type, changes)).save_pretrained(tmp_path)
     edit_tensors(tmp_path, edit)
@@ -91,7 +91,7 @@ def test_from_pretrained_reads_odd_files_as_transformers_does(tmp_path, name, ed
 @pytest.mark.slow
 @pytest.mark.parametrize("outer", [True, False, "missing", None])
 @pytest.mark.parametrize("inner", [True, False])
-def test_from_pretrained_ties_models_with_images_as_transformers_does(tmp_path, outer, inner):
+def test_from_pretrained_ties_models_with_images_like_transformers(tmp_path, outer, inner):
     families.reference_with_images(CASES["gemma3"]).save_pretrained(tmp_path)
     if outer is False or outer is None:
         edit_tensors(tmp_path, double_head)
@@ -105,7 +105,7 @@ def test_from_pretrained_ties_models_with_images_as_transformers_does(tmp_path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3 tied", "gemma3", "with images"])
-def test_from_pretrained_reads_models_that_were_saved_without_a_head(tmp_path, name):
+def test_from_pretrained_reads_models_without_a_head(tmp_path, name):
     if name == "with images":
         theirs = families.reference_with_images(CASES["gemma3"])
     else:
@@ -134,7 +134,7 @@ def test_read_config_prefers_the_dtype_of_the_config(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])
-def test_read_config_takes_the_dtype_that_transformers_takes(tmp_path, dtypes):
+def test_read_config_finds_the_dtype_of_transformers(tmp_path, dtypes):
     """Embeddings and all other tensors have different dtypes."""
     families.reference(CASES["llama"]).save_pretrained(tmp_path)
     edit_config(tmp_path, "dtype", "torch_dtype")
@@ -150,7 +150,7 @@ def test_read_config_takes_the_dtype_that_transformers_takes(tmp_path, dtypes):
     assert str(theirs) == f"torch.{read_config(tmp_path).dtype}"
 
 
-def test_plan_counts_weights_of_the_dtype_and_heads_of_the_file(tmp_path, capsys):
+def test_plan_uses_the_dtype_and_head_of_the_files(tmp_path, capsys):
     random_llama(_CONFIG, dtype="bfloat16").save_pretrained(tmp_path)
     edit_config(tmp_path, "dtype", "torch_dtype")
     options = ["--model", str(tmp_path), "--memory", "1GiB", "--json"]
@@ -167,7 +167,7 @@ def test_plan_counts_weights_of_the_dtype_and_heads_of_the_file(tmp_path, capsys
     assert json.loads(capsys.readouterr().out)["dtype"] == "float32"
 
 
-def test_read_config_compares_the_number_of_layers_with_the_file_first(folder):
+def test_read_config_checks_the_number_of_layers_first(folder):
     for number in (4, 10**9):
         edit_config(folder, num_hidden_layers=number)
         start = time.process_time()
@@ -188,7 +188,7 @@ def test_read_config_compares_the_number_of_layers_with_the_file_first(folder):
         *("moe_intermediate_size",),
     ],
 )
-def test_from_pretrained_refuses_huge_sizes_at_once(tmp_path, key):
+def test_from_pretrained_rejects_huge_sizes_early(tmp_path, key):
     config = dataclasses.replace(
         _CONFIG,
         model_type="qwen3_moe",
@@ -223,7 +223,7 @@ def test_from_pretrained_refuses_huge_sizes_at_once(tmp_path, key):
         ("model.layers.0.self_attn.q_proj.weight.absmax", "quantised by bitsandbytes"),
     ],
 )
-def test_from_pretrained_explains_names_of_other_programs(folder, rename, message):
+def test_from_pretrained_explains_names_of_wrapped_models(folder, rename, message):
     edit_tensors(folder, lambda tensors: {rename.format(x): y for x, y in tensors.items()})
     with pytest.raises(WeightsError, match=message) as raised:
         from_pretrained(Llama, folder)
@@ -233,7 +233,7 @@ def test_from_pretrained_explains_names_of_other_programs(folder, rename, messag
 @pytest.mark.parametrize(
     "architecture", ["GPT2LMHeadModel", "LlamaForSequenceClassification", "DeepseekV3ForCausalLM"]
 )
-def test_read_config_names_an_unsupported_architecture_in_one_short_line(folder, architecture):
+def test_read_config_names_an_unsupported_architecture(folder, architecture):
     edit_config(folder, architectures=[architecture])
     with pytest.raises(UnsupportedConfigError, match=architecture) as raised:
         read_config(folder)

@@ -1,4 +1,4 @@
-"""Rotary embeddings: frequencies of transformers, and heads in the order that kernels rotate."""
+"""Rotary embeddings: frequencies, configs, and the order of elements in a head."""
 
 import dataclasses
 
@@ -7,15 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import save_file
 
 from paged_jax.kernels.rope import rotate
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading import conversion, huggingface
-from paged_jax.models.loading import parameters as loading_parameters
-from paged_jax.models.loading.safetensors_files import find_tensors
-from paged_jax.models.loading.tensor_map import TensorMapping, map_parameter
 from paged_jax.models.rope import Rope, RopeScaling, head_order, rotations
 from paged_jax.models.rope_json import read_scaling
 
@@ -29,7 +24,7 @@ _SIZES = {
     "head_dim": 16,
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-# The base is so small that the bound of the slow pairs, 36, lies beyond the 16 dimensions.
+# The base is so small that the upper bound of the pairs, 36, exceeds the 16 elements.
 _CLAMPED = {"beta_fast": 600.0, "original_max_position_embeddings": 4096}
 _LONGROPE = {
     "rope_type": "longrope",
@@ -38,7 +33,7 @@ _LONGROPE = {
     "original_max_position_embeddings": 32,
 }
 
-# Of Phi-3.5-mini, whose numbers are these in float32.
+# Factors of Phi-3.5-mini, exact in float32.
 _PHI = {
     "rope_type": "longrope",
     "short_factor": [
@@ -56,7 +51,7 @@ _PHI = {
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
 
-# What of its rotations real configs say: D, longest sequence, base, and the rest.
+# Rotary embeddings of real configs: D, maximum length, base, and other entries.
 _REAL = {
     "Llama-2-7B": (128, 4096, 10000.0, {"rope_type": "default"}),
     "Llama-3.1-8B": (
@@ -140,14 +135,14 @@ _REAL = {
 
 @pytest.mark.slow  # importing torch and transformers takes seconds
 @pytest.mark.parametrize("name", _REAL)
-def test_rope_has_the_frequencies_of_transformers(name):
+def test_frequencies_match_transformers(name):
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.glm4.modeling_glm4 import Glm4RotaryEmbedding
 
     head_dim, length, theta, entry = _REAL[name]
-    # The GLM 4 of transformers has every switch of rotary embeddings, Phi 3's part of a head too.
+    # GLM 4 and Phi 3 have all switches of rotary embeddings in transformers.
     theirs = transformers.Glm4Config(
         head_dim=head_dim,
         max_position_embeddings=length,
@@ -179,7 +174,7 @@ def _rope(head_dim, length, theta, entry):
 
 
 @pytest.mark.slow
-def test_dynamic_rope_rotates_as_transformers_does_token_by_token():
+def test_dynamic_rope_matches_transformers_token_by_token():
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -204,7 +199,7 @@ def test_dynamic_rope_rotates_as_transformers_does_token_by_token():
     assert np.abs(cos[length:] - plain[length:]).max() > 0.1
 
 
-def test_longrope_follows_from_the_longest_sequence_of_the_model():
+def test_longrope_factors_depend_on_the_maximum_length():
     config = LlamaConfig.from_dict(
         {"model_type": "llama", **_SIZES, "max_position_embeddings": 128, "rope_scaling": _LONGROPE}
     )
@@ -213,7 +208,7 @@ def test_longrope_follows_from_the_longest_sequence_of_the_model():
     for length, factors in ((128, "long_factor"), (33, "long_factor"), (32, "short_factor")):
         (rope,) = set(dataclasses.replace(config, max_position_embeddings=length).ropes)
         np.testing.assert_allclose(rope.frequencies(), plain / _LONGROPE[factors], rtol=1e-6)
-        # Attention is as sharp as that of the model as it was trained, whatever its sequences.
+        # The attention factor does not depend on the length of the sequences.
         np.testing.assert_allclose(rope.scales(), np.sqrt(1.4), rtol=1e-6)
     assert LlamaConfig.from_dict(config.to_dict()) == config
 
@@ -222,8 +217,8 @@ def test_longrope_follows_from_the_longest_sequence_of_the_model():
     ("name", "clamped"),
     [("yarn with more pairs than dimensions", "high"), ("a factor of attention", "low")],
 )
-def test_yarn_keeps_its_range_of_pairs_within_the_dimensions(name, clamped):
-    """The bounds of YaRN's own code: ``low = max(floor(...), 0), high = min(ceil(...), D - 1)``."""
+def test_yarn_clamps_its_range_of_pairs(name, clamped):
+    """As in the reference code: ``low = max(floor(...), 0), high = min(ceil(...), D - 1)``."""
     head_dim, _, theta, entry = _REAL[name]
     length = entry["original_max_position_embeddings"]
 
@@ -242,8 +237,8 @@ def test_yarn_keeps_its_range_of_pairs_within_the_dimensions(name, clamped):
     )
 
 
-def test_llama3_stretches_long_wavelengths_alone():
-    """The definition of Llama 3.1's own code: by wavelengths, with a smooth passage."""
+def test_llama3_scales_only_long_wavelengths():
+    """As in the reference code of Llama 3.1: by wavelength, with a smooth transition."""
     head_dim, length, theta, entry = _REAL["Llama-3.1-8B"]
     original = entry["original_max_position_embeddings"]
     expected = []
@@ -261,25 +256,25 @@ def test_llama3_stretches_long_wavelengths_alone():
     )
 
 
-def test_yarn_without_a_passage_is_a_step():
-    """Where both bounds are the same pair, as in YaRN's own code: no division by zero."""
+def test_yarn_without_a_transition_is_a_step():
+    """If both bounds are the same pair, the reference code avoids a division by zero."""
     entry = {**_YARN, "beta_fast": 2.0, "beta_slow": 2.0, "truncate": False}
     plain = 500.0 ** -(np.arange(32) / 32)
-    is_kept = 32 * plain / (2 * np.pi) > 2.0  # turns in the original context
+    is_kept = 32 * plain / (2 * np.pi) > 2.0  # number of turns in the original context
     assert 0 < is_kept.sum() < 32
     rope = _rope(64, 512, 500.0, entry)
     np.testing.assert_allclose(rope.frequencies(), np.where(is_kept, plain, plain / 4), rtol=1e-6)
 
 
-def test_yarn_divides_the_two_scales_of_deepseek():
-    """DeepSeek-V3's own code: ``0.1 * mscale * log(factor) + 1``, one divided by the other."""
+def test_yarn_reads_the_two_scales_of_deepseek():
+    """As in the code of DeepSeek-V3: the quotient of two ``0.1 * mscale * log(factor) + 1``."""
     head_dim, length, theta, entry = _REAL["DeepSeek-V3's two scales"]
     scale, all_dim = (0.1 * mscale * np.log(40) + 1 for mscale in (1.0, 0.8))
     rope = _rope(head_dim, length, theta, entry)
     np.testing.assert_allclose(rope.scales(), scale / all_dim, rtol=1e-6)
 
 
-def test_yarn_makes_sequences_as_long_as_it_says():
+def test_yarn_extends_the_maximum_length():
     qwen = {"model_type": "llama", **_SIZES, "max_position_embeddings": 40960}
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     config = LlamaConfig.from_dict({**qwen, "rope_scaling": yarn})
@@ -287,7 +282,7 @@ def test_yarn_makes_sequences_as_long_as_it_says():
     assert LlamaConfig.from_dict(config.to_dict()) == config
     long = LlamaConfig.from_dict({**qwen, "rope_scaling": yarn, "max_position_embeddings": 200000})
     assert long.max_position_embeddings == 200000
-    linear = {"rope_type": "linear", "factor": 8.0}  # of Gemma 3, whose length counts it already
+    linear = {"rope_type": "linear", "factor": 8.0}  # Gemma 3: the config has the scaled length
     assert LlamaConfig.from_dict({**qwen, "rope_scaling": linear}).max_position_embeddings == 40960
 
 
@@ -305,12 +300,12 @@ def test_yarn_makes_sequences_as_long_as_it_says():
         ({"rope_scaling": {"type": "dynamic"}}, "factor is missing"),
     ],
 )
-def test_from_dict_names_what_is_wrong_with_a_rope(changes, problem):
+def test_from_dict_names_invalid_rope_entries(changes, problem):
     with pytest.raises(ValueError, match=problem):
         LlamaConfig.from_dict({"model_type": "llama", **_SIZES, **changes})
 
 
-def test_configs_with_every_rope_are_written_and_read_again():
+def test_to_dict_is_inverse_for_every_rope():
     base = {"model_type": "llama", **_SIZES, "max_position_embeddings": 256}
     for head_dim, _, theta, entry in _REAL.values():
         if "partial_rotary_factor" in entry:
@@ -320,7 +315,7 @@ def test_configs_with_every_rope_are_written_and_read_again():
         assert LlamaConfig.from_dict(config.to_dict()) == config
 
 
-# One config with all that may differ between layers and heads.
+# Config with partial, interleaved heads and layers that rotate differently.
 _MIXED = LlamaConfig(
     **_SIZES,
     rope_scaling=RopeScaling("linear", 4.0),
@@ -335,7 +330,7 @@ _MIXED = LlamaConfig(
 )
 
 
-def test_ropes_are_those_of_each_layer():
+def test_ropes_differ_between_layers():
     local, full, again, none = _MIXED.ropes
     assert local is not None and local == again and none is None
     assert (local.theta, local.scaling) == (100.0, None)
@@ -350,20 +345,20 @@ def test_ropes_are_those_of_each_layer():
         dataclasses.replace(_MIXED, partial_rotary_factor=0.2)
 
 
-def test_angles_are_computed_once_for_layers_that_rotate_alike():
+def test_forward_computes_equal_angles_once():
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(_MIXED, rngs=nnx.Rngs(0))))
 
     def forward(state, token_ids):
         return nnx.merge(graphdef, state)(token_ids)
 
     program = jax.jit(forward).lower(state, jnp.zeros((1, 8), jnp.int32)).as_text()
-    # Two kinds of rotations in four layers, of which the last does not rotate.
+    # Four layers with two kinds of rotations. The last layer does not rotate.
     assert (program.count("stablehlo.cosine "), program.count("stablehlo.sine ")) == (2, 2)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [4, 12, 16])
-def test_heads_in_our_order_rotate_as_those_of_checkpoints(interleaved, rotary_dim):
+def test_head_order_preserves_the_rotation(interleaved, rotary_dim):
     D, theta = 16, 10.0
     head = np.random.default_rng(0).normal(size=(5, 1, D)).astype(np.float32)
     expected = head.copy()
@@ -377,94 +372,3 @@ def test_heads_in_our_order_rotate_as_those_of_checkpoints(interleaved, rotary_d
     rotated = rotate(jnp.asarray(head[..., order]), cos, sin)
     np.testing.assert_allclose(rotated, expected[..., order], rtol=0, atol=1e-6)
     assert (order == list(range(D))) == (rotary_dim == D and not interleaved)
-
-
-# A checkpoint's rows go to a parameter in an order of their own, and come back.
-_MAPPINGS = {
-    "as it is": TensorMapping("x", (12, 3), (3, 2, 2, 3), (0, 1, 0, 0)),
-    "rows of it": TensorMapping("x", (20, 3), (3, 2, 2, 3), (0, 1, 0, 0), first_row=4),
-    "in order": TensorMapping("x", (24, 3), (3, 2, 4, 3), (0, 1, 0, 0), row_order=(0, 2, 3, 1)),
-    "rows of a stack in order": TensorMapping(
-        "x", (30, 3), (1, 3, 2, 4, 3), (1, 0, 1, 0, 0), first_row=6, row_order=(0, 2, 3, 1)
-    ),
-    "a vector in order": TensorMapping("x", (4,), (4,), (0,), row_order=(0, 2, 3, 1)),
-    "transposed": TensorMapping(
-        "x", (2, 3, 8), (2, 2, 4, 3), (0, 0, 0, 0), axes=(0, 3, 2, 1), split_shape=(2, 3, 4, 2)
-    ),
-    "transposed in a stack": TensorMapping(
-        "x", (2, 3, 4), (1, 2, 4, 3), (1, 0, 0, 0), axes=(0, 2, 1)
-    ),
-}
-
-
-@pytest.mark.parametrize("name", _MAPPINGS)
-def test_read_fills_any_part_of_a_parameter_and_rows_come_back(tmp_path, name):
-    mapping = _MAPPINGS[name]
-    tensor = np.random.default_rng(0).normal(size=mapping.shape).astype(np.float32)
-    box = mapping.to_box(tensor)
-    assert box.shape == mapping.box_shape and len(set(box.ravel().tolist())) == box.size
-    np.testing.assert_array_equal(mapping.to_box(jnp.asarray(tensor)), box)
-    first = mapping.first_row
-    rows = tensor if mapping.axes else tensor[first : first + mapping.rows.size]
-    np.testing.assert_array_equal(mapping.to_rows(box), rows)
-    np.testing.assert_array_equal(mapping.to_rows(jnp.asarray(box)), rows)
-
-    save_file({"x": tensor}, tmp_path / "model.safetensors")
-    stored = find_tensors(tmp_path, _MIXED)
-    parameter = np.zeros(mapping.box_end, np.float32)
-    parameter[mapping.box] = box
-    for cut in (slice(None), slice(1, None), slice(None, -1), slice(1, 2)):
-        for axis in range(len(mapping.box_end)):
-            index = tuple(cut if axis == i else slice(None) for i in range(len(mapping.box_end)))
-            if 0 in parameter[index].shape:
-                continue
-            # What the mapping does not fill is not its own.
-            inside = np.zeros(mapping.box_end, bool)
-            inside[mapping.box] = True
-            got = huggingface._read_box(
-                stored, [mapping], mapping.box_end, index, np.dtype(np.float32)
-            )
-            inside = inside[index]
-            np.testing.assert_array_equal(got[inside], parameter[index][inside])
-
-
-def test_checkpoints_of_partial_and_interleaved_heads_are_loaded_and_saved(tmp_path):
-    rng = np.random.default_rng(0)
-    shapes = {
-        name: array.shape
-        for name, array in loading_parameters.ModelSpec(Llama, _MIXED, "float32", scan_layers=False)
-        .parameters()
-        .items()
-    }
-    tensors = {
-        mapping.tensor: rng.normal(size=mapping.shape).astype(np.float32)
-        for name in shapes
-        for mapping in map_parameter(_MIXED, name)
-    }
-    (tmp_path / "theirs").mkdir()
-    save_file(tensors, tmp_path / "theirs" / "model.safetensors")
-    model = huggingface.load_weights(Llama, tmp_path / "theirs", _MIXED)
-    q = tensors["model.layers.0.self_attn.q_proj.weight"].reshape(2, 2, 16, 64)
-    order = [0, 2, 4, 6, 8, 9, 10, 11, 1, 3, 5, 7, 12, 13, 14, 15]
-    np.testing.assert_array_equal(model.layers[0].qkv_proj[...][:, :2], q[:, :, order])
-    v = tensors["model.layers.0.self_attn.v_proj.weight"].reshape(2, 16, 64)
-    np.testing.assert_array_equal(model.layers[0].qkv_proj[...][:, 3], v)
-    norm = tensors["model.layers.3.self_attn.k_norm.weight"]
-    np.testing.assert_array_equal(model.layers[3].k_norm[...], norm[order])
-
-    parameters = loading_parameters.named_arrays(model)
-    back = {
-        mapping.tensor: huggingface._to_tensor(parameters[name], [mapping])
-        for name in shapes
-        for mapping in map_parameter(_MIXED, name)
-    }
-    assert back.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        np.testing.assert_array_equal(back[name], tensor)
-    # Weights that replace those of a running engine are put together the same way.
-    names = {name: array.shape for name, array in tensors.items()}
-    sources = conversion.find_sources("test", _MIXED, shapes, names, {})
-    for name in ("layers.0.qkv_proj", "layers.1.qkv_bias", "layers.2.q_norm"):
-        arrays = {key: jnp.asarray(tensor) for key, tensor in tensors.items()}
-        assembled = conversion.assemble(_MIXED, name, arrays, sources)
-        np.testing.assert_array_equal(assembled, parameters[name])

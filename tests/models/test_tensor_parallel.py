@@ -1,7 +1,11 @@
-"""Models whose layers differ from Llama's, divided over devices: logits are those of one."""
+"""Tensor parallelism: configs of shards, and the logits of divided models."""
+
+import dataclasses
 
 import pytest
 
+from paged_jax.models.tensor_parallel import shard_config, widen_config
+from tests.support.decode_step import LLAMA_3_8B
 from tests.support.processes import run_on_devices
 
 _DIVIDED = """
@@ -86,12 +90,12 @@ for row in rows:
 
 
 @pytest.mark.slow
-def test_logits_are_those_of_one_device() -> None:
+def test_logits_match_a_single_device() -> None:
     run_on_devices(_DIVIDED + _SAME_LOGITS)
 
 
 _SHARED_HEADS = """
-# One KV head with four queries, which two devices share: each computes two queries.
+# Two devices share a KV head with four queries. Each computes two queries.
 # The vocabulary is odd, so it is padded.
 model = make_model(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=1, vocab_size=47,
                    qk_norm=True, qk_norm_scope="projection")
@@ -109,7 +113,7 @@ for name, x, y in zip(names, arrays, laid_out):
     if kind not in ("qkv_proj", "qkv_bias", "q_norm", "k_norm"):
         continue
     checked.add(kind)
-    # Heads lie as [1 KV head, 4 queries + key + value, ...]; q_norm has no key, k_norm no query.
+    # A parameter is [1 KV head, 4 queries + key + value, ...]. q_norm has no key, k_norm no query.
     heads = np.asarray(x).reshape(1, -1, model.config.head_dim, *x.shape[3:])
     [mine] = [part.data for part in y.addressable_shards if part.device == device_1]
     expected = heads[:, 2:] if kind != "k_norm" else heads
@@ -118,6 +122,43 @@ assert len(checked) == 4, checked
 """
 
 
-def test_devices_that_share_a_head_compute_different_queries() -> None:
-    """The quick test of several devices: weights of each, and the logits of both together."""
+def test_devices_with_the_same_kv_head_compute_different_queries() -> None:
+    """Check the weights of each device, and the logits of both (quick test)."""
     run_on_devices(_DIVIDED + _SHARED_HEADS, num_devices=2)
+
+
+@pytest.mark.parametrize("num_devices, heads, kv_heads", [(1, 32, 8), (8, 4, 1), (32, 1, 1)])
+def test_shard_config_divides_heads(num_devices, heads, kv_heads) -> None:
+    shard = shard_config("plan", LLAMA_3_8B, num_devices)
+    assert shard == dataclasses.replace(
+        LLAMA_3_8B,
+        vocab_size=128256 // num_devices,
+        intermediate_size=14336 // num_devices,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+    )
+
+
+def test_widen_config_adds_kv_heads_only_if_needed() -> None:
+    assert widen_config(LLAMA_3_8B, 8) == LLAMA_3_8B
+    assert widen_config(LLAMA_3_8B, 16).num_key_value_heads == 16
+
+
+@pytest.mark.parametrize(
+    "num_devices, changes, match",
+    [
+        (3, {}, "must divide the model's num_attention_heads of 32, got 3"),
+        (16, {"intermediate_size": 24}, "must divide the model's intermediate_size of 24, got 16"),
+        (
+            4,
+            {"num_attention_heads": 24, "num_key_value_heads": 6},
+            "num_key_value_heads of 6 or be a multiple of it, got 4",
+        ),
+        (0, {}, "must be a positive integer, got 0"),
+        (True, {}, "must be a positive integer, got True"),
+    ],
+)
+def test_shard_config_rejects_indivisible_models(num_devices, changes, match):
+    config = dataclasses.replace(LLAMA_3_8B, **changes)
+    with pytest.raises(ValueError, match=f"^plan: tensor_parallel_size .*{match}"):
+        shard_config("plan", config, num_devices)

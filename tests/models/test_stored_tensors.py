@@ -1,4 +1,4 @@
-"""Experts of 4 bits: what the bytes mean, and models that are read from them."""
+"""Quantised formats of checkpoints: MXFP4, and gpt-oss models in it."""
 
 import json
 
@@ -34,31 +34,31 @@ CONFIG = LlamaConfig.from_dict(
 EXPERTS = "model.layers.{}.mlp.experts."
 
 
-def number_of(nibble: int) -> float:
-    """The value of four bits in E2M1, by the formulas of the specification (section 5.3.3)."""
+def e2m1_value(nibble: int) -> float:
+    """Return the value of four E2M1 bits, by the formulas of the specification (5.3.3)."""
     sign, exponent, mantissa = nibble >> 3, nibble >> 1 & 3, nibble & 1
     size = 2.0 ** (exponent - 1) * (1 + mantissa / 2) if exponent else mantissa / 2
     return -size if sign else size
 
 
-def test_expand_of_all_bytes_and_scales_is_exact() -> None:
+def test_expand_mxfp4_is_exact_for_all_bytes_and_scales() -> None:
     all_bytes = np.arange(256, dtype=np.uint8).reshape(16, 16)
     scales = np.arange(256, dtype=np.uint8)
     blocks = np.broadcast_to(all_bytes, (255, 16, 16))
     out = expand_mxfp4(blocks, np.repeat(scales[:255, None], 16, axis=1))
     assert out.dtype == np.float32
-    want = np.array([[number_of(byte & 15), number_of(byte >> 4)] for byte in range(256)])
+    want = np.array([[e2m1_value(byte & 15), e2m1_value(byte >> 4)] for byte in range(256)])
     want = want.reshape(1, -1) * 2.0 ** (scales[:255, None].astype(np.float64) - 127)
     is_float = np.abs(want) <= np.finfo(np.float32).max
     np.testing.assert_array_equal(out[is_float], want[is_float])
     assert np.isinf(out[~is_float]).all() and not is_float[-1].all()
-    # None of them needs more than bfloat16 has.
+    # All finite numbers are exact in bfloat16.
     np.testing.assert_array_equal(out[:254].astype(jnp.bfloat16).astype(np.float32), out[:254])
     assert np.isnan(expand_mxfp4(all_bytes, np.full(16, 255, np.uint8))).all()
 
 
 @pytest.mark.slow
-def test_expand_is_what_transformers_computes() -> None:
+def test_expand_mxfp4_matches_transformers() -> None:
     torch = pytest.importorskip("torch")
     theirs = pytest.importorskip("transformers.integrations.mxfp4")
     rng = np.random.default_rng(0)
@@ -69,7 +69,7 @@ def test_expand_is_what_transformers_computes() -> None:
 
 
 def write_mxfp4(folder) -> dict[str, np.ndarray]:
-    """A gpt-oss folder whose experts have 4 bits; their numbers, as transformers has them."""
+    """Write a gpt-oss folder with MXFP4 experts, and return the experts in float32."""
     save_weights(random_llama(CONFIG, dtype="bfloat16"), folder)
     tensors, numbers = load_file(folder / "model.safetensors"), {}
     rng = np.random.default_rng(0)
@@ -88,7 +88,7 @@ def write_mxfp4(folder) -> dict[str, np.ndarray]:
     return numbers
 
 
-def test_from_pretrained_expands_experts_of_4_bits_one_at_a_time(tmp_path, monkeypatch) -> None:
+def test_from_pretrained_expands_mxfp4_experts_one_at_a_time(tmp_path, monkeypatch) -> None:
     numbers = write_mxfp4(tmp_path)
     expand, sizes = expand_mxfp4, []
 
@@ -113,8 +113,8 @@ def test_from_pretrained_expands_experts_of_4_bits_one_at_a_time(tmp_path, monke
     )
 
 
-def test_gpt_oss_is_saved_as_it_is_read(tmp_path) -> None:
-    """Its tensors lie transposed."""
+def test_save_pretrained_is_inverse_for_gpt_oss(tmp_path) -> None:
+    """Its expert tensors are stored transposed."""
     model = random_llama(CONFIG, dtype="bfloat16")
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -136,9 +136,7 @@ def test_gpt_oss_is_saved_as_it_is_read(tmp_path) -> None:
     ],
     ids=["not a number", "shape", "type", "no scales"],
 )
-def test_from_pretrained_refuses_experts_of_4_bits_that_are_damaged(
-    tmp_path, change, message
-) -> None:
+def test_from_pretrained_rejects_damaged_mxfp4(tmp_path, change, message) -> None:
     write_mxfp4(tmp_path)
     tensors, name = load_file(tmp_path / "model.safetensors"), EXPERTS.format(0) + "down_proj"
     blocks, scales = change(tensors.pop(name + "_blocks"), tensors.pop(name + "_scales"))
@@ -150,9 +148,9 @@ def test_from_pretrained_refuses_experts_of_4_bits_that_are_damaged(
         Llama.from_pretrained(tmp_path)
 
 
-def test_config_refuses_4_bits_in_other_families_and_other_bits() -> None:
+def test_from_dict_rejects_other_quantised_weights() -> None:
     config = CONFIG.to_dict()
-    assert CONFIG.dtype == "bfloat16"  # where a config does not say
+    assert CONFIG.dtype == "bfloat16"  # default of the family
     assert CONFIG == LlamaConfig.from_dict(
         {**config, "quantization_config": {"quant_method": "mxfp4"}}
     )

@@ -1,6 +1,6 @@
-"""Experts: what they compute, how it is differentiated, and what must not be read.
+"""Experts: routing, outputs, gradients and configs.
 
-Weights of experts that no token chose, and rows that are no token, are NaN.
+Weights of experts that no token chose, and padding rows, are NaN, and must not be read.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from tests.support.covering import all_pairs
 from tests.support.random_model import random_llama
 
 N, X, K, E, F = 11, 6, 2, 24, 17
-UNUSED = 4  # an expert
+UNUSED = 4  # expert that no token chooses
 CONFIG = LlamaConfig(
     vocab_size=61,
     hidden_size=32,
@@ -58,7 +58,7 @@ def silu_product(gate, up):
 
 
 def problem(dtype, with_biases):
-    """Tokens, logits that never choose `UNUSED`, and weights, of which it has NaN."""
+    """Return tokens, logits that never choose `UNUSED`, and the weights of all experts."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(N, E)).astype(np.float32)
     logits = rng.normal(size=(N, X)).astype(np.float32)
@@ -82,8 +82,8 @@ def run(x, logits, arrays, *, renormalise, activation, backend=None, **options):
     return apply_experts(x, routes, weights, activation=activation, backend=backend)
 
 
-def dense_oracle(x, logits, arrays, *, renormalise, activation):
-    """All tokens through all experts, in the type of the arguments, and all but K weighed 0."""
+def all_experts(x, logits, arrays, *, renormalise, activation):
+    """Compute all experts for all tokens, with weight 0 for experts that were not chosen."""
     probabilities = jax.nn.softmax(logits, axis=-1)
     least_chosen = jnp.sort(logits, axis=-1)[:, -K, None]
     weights = jnp.where(logits >= least_chosen, probabilities, 0)
@@ -123,7 +123,7 @@ def test_apply_experts_matches_all_experts_in_float64(kind) -> None:
     with jax.enable_x64(True):
         exact = {name: jnp.asarray(array, jnp.float64) for name, array in arrays.items()}
         want = np.asarray(
-            dense_oracle(np.asarray(x, float), np.asarray(logits, float), exact, **switches)
+            all_experts(np.asarray(x, float), np.asarray(logits, float), exact, **switches)
         )
     poisoned = {name: array.at[UNUSED].set(jnp.nan) for name, array in arrays.items()}
     out = jax.jit(functools.partial(run, backend=kind["backend"], **switches))(x, logits, poisoned)
@@ -132,7 +132,7 @@ def test_apply_experts_matches_all_experts_in_float64(kind) -> None:
 
 
 @pytest.mark.parametrize("renormalise", [True, False])
-def test_experts_have_the_gradients_of_all_experts_in_float64(renormalise) -> None:
+def test_apply_experts_gradients_match_float64(renormalise) -> None:
     x, logits, arrays = problem("float32", True)
     switches = {"renormalise": renormalise, "activation": ACTIVATIONS["clamped"]}
     cotangent = np.random.default_rng(1).normal(size=(N, E))
@@ -146,16 +146,16 @@ def test_experts_have_the_gradients_of_all_experts_in_float64(renormalise) -> No
 
     got = jax.tree.map(np.asarray, gradients(run, np.float32))
     with jax.enable_x64(True):
-        want = jax.tree.map(np.asarray, gradients(dense_oracle, np.float64))
+        want = jax.tree.map(np.asarray, gradients(all_experts, np.float64))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, want)
 
 
-def test_apply_experts_leaves_rows_out_that_are_no_token() -> None:
+def test_apply_experts_ignores_padding_rows() -> None:
     x, logits, arrays = problem("float32", True)
     switches = {"renormalise": True, "activation": silu_product}
     want = run(x, logits, arrays, **switches)
     is_token = np.arange(N) % 3 > 0
-    # Nobody else chooses this expert now.
+    # Only the padding rows choose this expert.
     logits[~is_token, UNUSED] = 9
     x[~is_token] = np.nan
     poisoned = {name: array.at[UNUSED].set(jnp.nan) for name, array in arrays.items()}
@@ -164,7 +164,7 @@ def test_apply_experts_leaves_rows_out_that_are_no_token() -> None:
     assert not out[~is_token].any()
 
 
-def test_apply_experts_of_several_devices_add_up() -> None:
+def test_apply_experts_on_several_devices_adds_up() -> None:
     x, logits, arrays = problem("float32", True)
     switches = {"renormalise": False, "activation": silu_product}
     want = run(x, logits, arrays, **switches)
@@ -181,7 +181,7 @@ def test_apply_experts_of_several_devices_add_up() -> None:
     np.testing.assert_allclose(sum(parts), want, rtol=1e-5, atol=1e-5)
 
 
-def test_clamped_swiglu_is_the_activation_of_gpt_oss() -> None:
+def test_clamped_swiglu_matches_gpt_oss() -> None:
     gate, up = np.meshgrid(np.linspace(-9, 9, 37), np.linspace(-9, 9, 37))
     out = clamped_swiglu(
         jnp.asarray(gate, jnp.float32), jnp.asarray(up, jnp.float32), alpha=1.702, limit=7.0
@@ -194,9 +194,7 @@ sorts = pytest.mark.parametrize("most_comparisons", [0, 1 << 20], ids=["sorted",
 
 
 @sorts
-def test_route_chooses_the_largest_and_the_first_of_equal_ones(
-    monkeypatch, most_comparisons
-) -> None:
+def test_route_chooses_the_largest_logits_and_breaks_ties(monkeypatch, most_comparisons) -> None:
     monkeypatch.setattr(mlp, "_MAX_COMPARISONS", most_comparisons)
     logits = jnp.array([[0.0, 2.0, 2.0, 1.0], [-jnp.inf, 0.0, -5.0, -jnp.inf], [3.0, 0, 1, 3]])
     routes = route(logits, 2, renormalise=True)
@@ -206,12 +204,12 @@ def test_route_chooses_the_largest_and_the_first_of_equal_ones(
     np.testing.assert_allclose(routes.weights.sum(-1), 1, rtol=1e-6)
     is_token = jnp.array([True, False, True])
     routes = route(logits, 2, renormalise=True, is_token=is_token, local_experts=(2, 2))
-    # Experts 2 and 3 are here, and the second row is no token.
+    # Experts 2 and 3 are on this device, and the second row is padding.
     assert routes.experts.tolist() == [[2, 0], [2, 2], [2, 1]]
 
 
 @sorts
-def test_sort_rows_is_stable(monkeypatch, most_comparisons) -> None:
+def test_sort_by_expert_is_stable(monkeypatch, most_comparisons) -> None:
     monkeypatch.setattr(mlp, "_MAX_COMPARISONS", most_comparisons)
     chosen = np.random.default_rng(0).integers(0, 5, (13, 3)).astype(np.int32)
     order, places = mlp.sort_by_expert(jnp.asarray(chosen))
@@ -228,12 +226,12 @@ def switched(**switches) -> LlamaConfig:
     [({}, True), ({"shared_expert_intermediate_size": 20}, False), (GPT_OSS, False)],
     ids=["plain", "shared", "gpt_oss"],
 )
-def test_a_model_with_experts_decodes_as_its_plain_forward(
-    switches, scan_layers, monkeypatch
-) -> None:
-    """In chunks with padding, whose tokens are random, and one by one, with a row left out. What
-    is no token meets no expert."""
-    rows = []  # of all experts together, in each product
+def test_paged_model_with_experts_matches_plain_forward(switches, scan_layers, monkeypatch) -> None:
+    """Prefill has padding with random tokens, and decode has a row left out.
+
+    Such rows use no expert.
+    """
+    rows = []  # total number of rows in each grouped matrix multiplication
 
     def counted(x, w, group_sizes, **options):
         jax.debug.callback(lambda sizes: rows.append(int(sizes.sum())), group_sizes)
@@ -265,7 +263,7 @@ def test_a_model_with_experts_decodes_as_its_plain_forward(
 @needs_compiler
 @pytest.mark.optimised
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_experts_give_a_row_of_decode_the_same_bits_in_any_batch(dtype) -> None:
+def test_decode_with_experts_gives_equal_bits_in_any_batch(dtype) -> None:
     config = switched(shared_expert_intermediate_size=20, num_hidden_layers=1)
     model = random_llama(config, dtype=dtype)
     cache = model.create_cache(num_slots=8, max_length=16)
@@ -301,7 +299,7 @@ def family_config(model_type, **changes) -> LlamaConfig:
         ),
     ],
 )
-def test_from_pretrained_reads_experts_in_one_tensor_or_in_one_each(
+def test_from_pretrained_reads_fused_and_separate_experts(
     tmp_path, model_type, gate, halves, down, changes
 ) -> None:
     model = random_llama(family_config(model_type, **changes))
@@ -337,18 +335,18 @@ def test_from_pretrained_reads_experts_in_one_tensor_or_in_one_each(
         ("mixtral", {"num_experts_per_tok": 2.5}, "num_experts_per_tok must be an integer"),
     ],
 )
-def test_config_refuses_by_name_what_is_not_built(model_type, changes, message) -> None:
+def test_from_dict_names_unsupported_experts(model_type, changes, message) -> None:
     with pytest.raises(ValueError, match=message):
         family_config(model_type, **changes)
 
 
-def test_config_reads_the_number_of_experts_under_either_name() -> None:
+def test_from_dict_reads_both_names_of_num_experts() -> None:
     assert family_config("qwen3_moe").num_experts == X
     assert family_config("qwen3_moe", num_local_experts=5).num_experts == 5  # transformers 5
     assert family_config("mixtral", num_experts=4).num_experts == 4
 
 
-def test_a_model_with_experts_refuses_int8() -> None:
+def test_llama_with_experts_rejects_int8() -> None:
     with pytest.raises(ValueError, match="got int8"):
         random_llama(CONFIG, dtype="int8")
 
@@ -363,6 +361,6 @@ def test_a_model_with_experts_refuses_int8() -> None:
         ({"shared_expert_intermediate_size": -1}, "shared_expert_intermediate_size must be"),
     ],
 )
-def test_config_refuses_experts_that_do_not_fit_together(switches, message) -> None:
+def test_config_rejects_inconsistent_experts(switches, message) -> None:
     with pytest.raises(ValueError, match=message):
         switched(**switches)
