@@ -83,10 +83,10 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
-        **variables: Any,
+        **variables: object,
     ) -> str:
         """Return a chat as the text that the model was trained to continue.
 
@@ -125,14 +125,16 @@ class ChatTemplate:
         """Whether the template writes content given as parts, but not content given as text."""
         return not self._writes(_PROBE) and self._writes([{"type": "text", "text": _PROBE}])
 
-    def _writes(self, content: Any) -> bool:
+    def _writes(self, content: object) -> bool:
         messages = [{"role": "user", "content": content}]
         with contextlib.suppress(Exception):
             text = self._template.render(messages=messages, add_generation_prompt=True)
             return _PROBE in text.lower()
         return False
 
-    def with_known_roles(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def with_known_roles(
+        self, messages: Sequence[Mapping[str, object]]
+    ) -> list[Mapping[str, object]]:
         """Check that the template writes the role of each message; many omit other roles.
 
         OpenAI's role "developer" becomes "system" if the template does not know it.
@@ -153,7 +155,7 @@ class ChatTemplate:
         """
         return [self._with_known_role(index, message) for index, message in enumerate(messages)]
 
-    def _with_known_role(self, index: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _with_known_role(self, index: int, message: Mapping[str, object]) -> Mapping[str, object]:
         role = message.get("role") if isinstance(message, Mapping) else None
         if not isinstance(role, str) or role in _PLAIN_ROLES:
             return message
@@ -181,7 +183,7 @@ class ChatTemplate:
         return _ROLE_PROBE in text
 
 
-def read_templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
+def read_templates(folder: Path, config: Mapping[str, object]) -> tuple[str | None, str | None]:
     """Return the chat template of a model and its template for tools, each None if missing.
 
     The files ``chat_template.jinja`` and ``additional_chat_templates/tool_use.jinja`` contain the
@@ -214,7 +216,7 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None,
     return default, tool_use
 
 
-def check_variables(variables: Any) -> Mapping[str, Any]:
+def check_variables(variables: object) -> Mapping[str, object]:
     """Check the template variables of a caller and return them.
 
     Raises:
@@ -238,7 +240,7 @@ class _Arguments(dict[str, Any]):
     Most templates read an object. Other templates concatenate texts and get the text unchanged.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], text: str):
+    def __init__(self, arguments: Mapping[str, object], text: str):
         super().__init__(arguments)
         self._text = text
 
@@ -341,7 +343,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return {"thinking": given, **message, "reasoning_content": given}
 
 
-def _texts_of(content: Any) -> list[str]:
+def _texts_of(content: object) -> list[str]:
     """Return the texts of a message's content."""
     if isinstance(content, str):
         return [content]
@@ -352,7 +354,7 @@ def _texts_of(content: Any) -> list[str]:
     return [_text_of_part(part) for part in content]
 
 
-def _text_of_part(part: Any) -> str:
+def _text_of_part(part: object) -> str:
     kind = part.get("type") if isinstance(part, dict) else part
     text = part.get(kind) if kind in ("text", "refusal") and isinstance(part, dict) else None
     if not isinstance(text, str):

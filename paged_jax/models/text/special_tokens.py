@@ -48,7 +48,7 @@ class TokenizerError(ValueError):
 
 
 def add_special_tokens(
-    backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any]
+    backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, object]
 ) -> dict[str, str]:
     """Add the special tokens that the files next to ``tokenizer.json`` define.
 
@@ -119,7 +119,7 @@ def _check_ids(
 
 
 def set_post_processor(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
+    backend: tokenizers.Tokenizer, config: Mapping[str, object], special_tokens: Mapping[str, str]
 ) -> None:
     """Add BOS and EOS to texts as ``tokenizer_config.json`` says, if it does.
 
@@ -185,7 +185,7 @@ class _SpecialTokens(NamedTuple):
 
 
 def _with_names_of_class(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any]
+    backend: tokenizers.Tokenizer, config: Mapping[str, object]
 ) -> dict[str, Any]:
     """Return the settings with the names that the tokenizer's class has by default."""
     name = str(config.get("tokenizer_class")).removesuffix("Fast")
@@ -196,7 +196,7 @@ def _with_names_of_class(
     return {**known, **config}
 
 
-def _read_special_tokens(folder: Path, config: Mapping[str, Any]) -> _SpecialTokens:
+def _read_special_tokens(folder: Path, config: Mapping[str, object]) -> _SpecialTokens:
     named, extra = _named_and_extra(folder / _CONFIG, config)
     stated = config.get("added_tokens_decoder")
     if stated is not None:
@@ -225,7 +225,7 @@ def _read_special_tokens(folder: Path, config: Mapping[str, Any]) -> _SpecialTok
 
 
 def _named_and_extra(
-    path: Path, config: Mapping[str, Any]
+    path: Path, config: Mapping[str, object]
 ) -> tuple[dict[str, tokenizers.AddedToken], list[tokenizers.AddedToken]]:
     """Return the tokens with a name, and the other special tokens."""
     tokens = {key: config[key] for key in _NAMES if config.get(key) is not None}

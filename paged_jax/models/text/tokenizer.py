@@ -7,7 +7,6 @@ import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
@@ -87,7 +86,7 @@ class Tokenizer:
         eos_token_ids: Iterable[int] = (),
         chat_template: str | None = None,
         tool_template: str | None = None,
-        sampling_defaults: Mapping[str, Any] | None = None,
+        sampling_defaults: Mapping[str, object] | None = None,
         generation_config: GenerationConfig | None = None,
     ):
         backend.no_truncation()
@@ -149,7 +148,7 @@ class Tokenizer:
         )
 
     @property
-    def sampling_defaults(self) -> Mapping[str, Any]:
+    def sampling_defaults(self) -> Mapping[str, object]:
         """Recommended sampling parameters, by the names of `SamplingParams`."""
         return self.generation_config.sampling_defaults
 
@@ -231,10 +230,10 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
-        **variables: Any,
+        **variables: object,
     ) -> str:
         """Return a chat as text. Encode this text without adding special tokens.
 
@@ -253,10 +252,10 @@ class Tokenizer:
     @names_arguments
     def encode_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        messages: Sequence[Mapping[str, object]],
+        chat_template_kwargs: Mapping[str, object] | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
     ) -> list[int]:
