@@ -149,7 +149,7 @@ def test_write_kv_pages_passes_gradients_of_floating_pages_alone() -> None:
     np.testing.assert_array_equal(pages_bar, want)
     np.testing.assert_allclose(k_bar[0, 0], bar[1, 2, 0] + bar[1, 2, 1] / 2, rtol=1e-6)
     assert not k_bar[1].any()
-    with pytest.raises(NotImplementedError, match="write_kv_pages: a quantised pool passes no"):
+    with pytest.raises(NotImplementedError, match="write_kv_pages: the pools must be floating"):
         jax.grad(lambda k: objective(pages.astype(jnp.int8), k))(new)
 
 
