@@ -1,9 +1,10 @@
-"""Draw the pictures of the documentation from what the library really does.
+"""Pictures of the documentation, drawn from the real state of the library.
 
     python docs/make_pictures.py              # writes docs/pictures/*.png
 
-A token is a word here, and its key are its letters: the words in the pools are read out of the
-pools. The steps of the engine are those of an engine with a small random model.
+A token is a word here, and its key contains its letters, so the words in the pools are read from
+the pools.
+The steps come from an engine with a small random model.
 """
 
 import argparse
@@ -43,7 +44,7 @@ _GAP = 1.5  # between sequences and pool
 
 
 class Panel(NamedTuple):
-    """One moment of a cache: what is said of it, and the names of its slots."""
+    """A moment of a cache: a description, and the names of its slots."""
 
     title: str
     cache: PagedCache
@@ -51,7 +52,7 @@ class Panel(NamedTuple):
 
 
 def empty_cache() -> PagedCache:
-    """A cache of one layer and one head, of which a key holds the letters of a word."""
+    """Create a cache with one layer and one head. A key contains the letters of a word."""
     return PagedCache.create(
         num_layers=1,
         num_blocks=NUM_BLOCKS,
@@ -78,7 +79,7 @@ def write(cache: PagedCache, slot: int, text: str) -> PagedCache:
 
 
 def tables_panels() -> list[Panel]:
-    """Two sequences whose blocks lie between each other's."""
+    """Return two sequences with alternating blocks."""
     cache = write(empty_cache(), 0, "paged attention reads keys and")
     cache = write(cache, 1, "a block table says where")
     cache = write(cache, 0, "values where they lie")
@@ -86,7 +87,7 @@ def tables_panels() -> list[Panel]:
 
 
 def sharing_panels() -> list[Panel]:
-    """A fork shares all blocks; the first of the two to write gets a copy of the last one."""
+    """Return a fork that shares all blocks; the first writer gets a copy of the last block."""
     cache = write(empty_cache(), 0, "once upon a time there was")
     forked, ok = paged_cache.fork(cache, jnp.array([-1, 0, -1]))
     assert ok
@@ -102,7 +103,7 @@ def sharing_panels() -> list[Panel]:
 
 
 def prefix_panels() -> list[Panel]:
-    """What a sequence leaves behind is found by the next one that begins alike."""
+    """Return a sequence that ends, and the next sequence, which finds its blocks."""
     system = "you are a helpful assistant , be brief"
     first, second = f"{system} what is paging ? it", f"{system} why small blocks ?"
     digests = PrefixChain(root_digest(b"weights"), BLOCK_SIZE).digests(_token_ids(first))
@@ -141,7 +142,7 @@ def _full_blocks(text: str) -> jax.Array:
 
 
 def draw_panels(panels: Sequence[Panel]) -> Any:
-    """A figure with the panels below each other."""
+    """Draw the panels below each other."""
     figure, axes = pyplot.subplots(
         len(panels), 1, figsize=(9, 4.4 * len(panels)), squeeze=False, layout="constrained"
     )
@@ -167,7 +168,7 @@ def _pool_x(block: int) -> float:
 
 
 def _draw_sequence(axes: Any, cache: PagedCache, slot: int, name: str, left: float) -> int:
-    """A slot's blocks in order, with arrows to where they lie; returns how many they are."""
+    """Draw a slot's blocks in order, with arrows into the pool, and return their number."""
     color, length = COLORS[slot], int(cache.lengths[slot])
     row = np.asarray(cache.block_tables[slot])[: num_blocks_needed(length, BLOCK_SIZE)].tolist()
     top = _BLOCK + _GAP
@@ -179,7 +180,7 @@ def _draw_sequence(axes: Any, cache: PagedCache, slot: int, name: str, left: flo
         _draw_block(axes, left + column, top, words, color)
         axes.annotate(
             "",
-            # Arrows of two slots to one block end side by side.
+            # Arrows of two slots to the same block end next to each other.
             xy=(_pool_x(block) + 0.44 + 0.12 * slot, _BLOCK + 0.02),
             xytext=(left + column + 0.5, top),
             arrowprops={"arrowstyle": "-|>", "color": color, "linewidth": 1.6},
@@ -211,7 +212,7 @@ def _words(cache: PagedCache, block: int) -> list[str]:
 def _draw_block(
     axes: Any, x: float, y: float, words: Sequence[str], color: str, is_held: bool = True
 ) -> None:
-    """A block of KV memory as a column of words, the first on top."""
+    """Draw a block of KV memory as a column of words, the first word on top."""
     alpha = 0.25 if is_held else 0.5 if color == CACHED else 0.12
     axes.add_patch(Rectangle((x, y), 1, _BLOCK, facecolor=color, alpha=alpha, linewidth=0))
     edge, line = (color, "-") if is_held else ("#808080", ":")
@@ -229,12 +230,12 @@ ARRIVALS = (0, 0, 1, 3, 6)
 
 
 class Trace(NamedTuple):
-    """What an engine did, step by step.
+    """Record of the steps of an engine.
 
     Attributes:
-      starts: when each step began, in seconds of `time.perf_counter`.
-      num_tokens: for each step, how many tokens each request got, by its number.
-      num_blocks: for each step, how many blocks were held at its end.
+      starts: start of each step, in seconds of `time.perf_counter`.
+      num_tokens: for each step, number of tokens of each request, by its number.
+      num_blocks: for each step, number of used blocks at its end.
       outputs: the last output of each request, by its number.
     """
 
@@ -245,7 +246,7 @@ class Trace(NamedTuple):
 
 
 def run_engine() -> Trace:
-    """Serve five requests, three at a time, a token a step; the fourth begins as the first does."""
+    """Serve five requests, three at a time; the fourth begins like the first."""
     engine = _small_engine()
     prompts = [[(7 * i + 3 * n) % 31 + 1 for i in range(n)] for n in PROMPT_LENS]
     prompts[3] = [*prompts[0][:16], 9, 9, 9, 9]
@@ -292,7 +293,7 @@ def _small_engine() -> Engine:
 
 
 def draw_trace(trace: Trace) -> Any:
-    """A figure with a row for each request, and the blocks in use below."""
+    """Draw a row for each request, with the used blocks below."""
     figure, (rows, use) = pyplot.subplots(
         2, 1, figsize=(10, 5.6), sharex=True, height_ratios=(3, 1), layout="constrained"
     )
@@ -322,7 +323,7 @@ def draw_trace(trace: Trace) -> Any:
 def _draw_request(axes: Any, trace: Trace, number: int, output: RequestOutput) -> None:
     first = output.metrics.first_scheduled_time
     assert first is not None and output.finished
-    # The step in which it was first scheduled is the last that began before that.
+    # The request was first scheduled in the last step that began before that time.
     scheduled = sum(start <= first for start in trace.starts) - 1
     counts = [step.get(number, 0) for step in trace.num_tokens]
     for step in range(ARRIVALS[number], max(np.flatnonzero(counts)) + 1):
@@ -331,7 +332,7 @@ def _draw_request(axes: Any, trace: Trace, number: int, output: RequestOutput) -
 
 
 def figures() -> dict[str, Any]:
-    """Every picture, by the name of its file."""
+    """Return every picture, by the name of its file."""
     return {
         "block-tables.png": draw_panels(tables_panels()),
         "sharing.png": draw_panels(sharing_panels()),
@@ -346,7 +347,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder = parser.parse_args(arguments).out
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in figures().items():
-        # Without the version of matplotlib, which would change the file and nothing in the picture.
+        # Without the version of matplotlib, which would change the file but not the picture.
         figure.savefig(folder / name, dpi=110, metadata={"Software": None})
         pyplot.close(figure)
     return 0

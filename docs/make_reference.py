@@ -133,7 +133,7 @@ def pages() -> dict[str, str]:
 
 
 def _page(page: Page) -> str:
-    # Examples stand as in the docstrings: formatters of Markdown are to leave them.
+    # Keep examples as in the docstrings: Markdown formatters must not change them.
     parts = ["<!-- fmt: off -->", f"# {page.title}"]
     for path in page.names:
         parts += _entry(path, _load(path), level=2)
@@ -183,7 +183,7 @@ def _own_classes(thing: type) -> list[type]:
 
 
 def _is_public(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    # `__call__` is how a model is used; the constructor stands in the heading of its class.
+    # Models are used through `__call__`; the constructor is in the heading of its class.
     return node.name == "__call__" or not node.name.startswith("_")
 
 
