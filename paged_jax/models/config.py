@@ -68,12 +68,10 @@ class LlamaConfig:
     Fields have the names of Hugging Face's ``config.json`` where it has them.
 
     Attributes:
-      vocab_size: vocabulary size (V).
-      hidden_size: width of the residual stream.
-      intermediate_size: features of the dense MLP.
+      vocab_size, hidden_size: vocabulary size (V), and width of the residual stream (E).
+      intermediate_size: features of the dense MLP (F).
       num_hidden_layers: number of layers (L).
-      num_attention_heads: number of query heads (H).
-      num_key_value_heads: number of KV heads (K).
+      num_attention_heads, num_key_value_heads: number of query heads (H) and of KV heads (K).
       head_dim: elements per head (D), even; 0 for ``hidden_size // num_attention_heads``.
       max_position_embeddings: maximum length of a sequence in tokens.
       rms_norm_eps: constant added to the mean square (or variance) in norms.
@@ -101,8 +99,8 @@ class LlamaConfig:
         ``cap * tanh(x / cap)``; None for no cap.
       attention_sinks: whether each head has a learned score that takes part in the softmax but
         contributes no value.
-      num_experts: number of experts; 0 for a dense MLP.
-      num_experts_per_tok: number of experts per token.
+      num_experts, num_experts_per_tok: number of experts (0 for a dense MLP), and of experts per
+        token.
       moe_intermediate_size: features of each expert.
       shared_expert_intermediate_size: features of a gated expert for all tokens; 0 for none.
       norm_topk_prob: whether expert weights are a softmax over the chosen experts only.

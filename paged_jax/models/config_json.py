@@ -47,6 +47,12 @@ _NEUTRAL_EXPERTS: Mapping[str, Any] = {
 # Keys that describe quantised weights. MLX writes the first.
 _QUANTISATION = ("quantization", "quantization_config", "compression_config")
 
+# Fields of `LlamaConfig` that `write_fields` copies.
+_SAME_NAMES = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
+    "tie_word_embeddings", "initializer_range", "bos_token_id",
+)  # fmt: skip
 # Keys of a model with images that also apply to its text part.
 _SHARED_KEYS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
 
@@ -126,22 +132,11 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     eos_token_ids = fields["eos_token_ids"]
     written: dict[str, Any] = {
         "architectures": [family.architecture],
-        "model_type": fields["model_type"],
-        "vocab_size": fields["vocab_size"],
-        "hidden_size": fields["hidden_size"],
-        "intermediate_size": fields["intermediate_size"],
-        "num_hidden_layers": fields["num_hidden_layers"],
-        "num_attention_heads": fields["num_attention_heads"],
-        "num_key_value_heads": fields["num_key_value_heads"],
-        "head_dim": fields["head_dim"],
+        **{name: fields[name] for name in _SAME_NAMES},
         family.key("hidden_act"): fields["hidden_act"],
-        "max_position_embeddings": fields["max_position_embeddings"],
         family.key("rms_norm_eps"): fields["rms_norm_eps"],
         **write_rope(fields, family),
-        "tie_word_embeddings": fields["tie_word_embeddings"],
         "attention_dropout": 0.0,
-        "initializer_range": fields["initializer_range"],
-        "bos_token_id": fields["bos_token_id"],
         "eos_token_id": eos_token_ids[0] if len(eos_token_ids) == 1 else [*eos_token_ids] or None,
         # Written because the family's default belongs to another vocabulary.
         "pad_token_id": None,
