@@ -1,5 +1,9 @@
 # The public names: read by type checkers, and by `__init__.py` when a name is first used.
 
+from . import cache as cache
+from . import cache_map as cache_map
+from . import distributed as distributed
+from . import kernels as kernels
 from .async_engine import AsyncEngine as AsyncEngine
 from .cache import blocks as blocks
 from .cache.block_pool import BlockPool as BlockPool
