@@ -1,4 +1,4 @@
-"""`AsyncEngine`: many tasks, one engine, and tasks that go away."""
+"""`AsyncEngine`: many tasks share an engine; tasks may be cancelled, and steps may fail."""
 
 import asyncio
 import contextlib
@@ -26,14 +26,14 @@ def engine(tiny_folder) -> Engine:
 
 @pytest.fixture
 def slow_engine(engine, monkeypatch) -> Engine:
-    """One that does not finish 40 tokens before a task is woken, however busy the machine is."""
+    """Return an engine that is too slow to generate 40 tokens before a task wakes up."""
     advance = engine.advance
     monkeypatch.setattr(engine, "advance", lambda: (time.sleep(0.1), advance())[1])
     return engine
 
 
 def run(engine: Engine, main):
-    """The result of ``main(async_engine)``; afterwards the engine must be empty."""
+    """Return the result of ``main(async_engine)``, and check that the engine is empty."""
 
     async def with_engine():
         async with AsyncEngine(engine) as asynchronous:
@@ -53,8 +53,8 @@ async def complete(engine: AsyncEngine, prompt, params=GREEDY, **options):
     return outputs[-1].outputs[0].token_ids
 
 
-def test_a_slow_task_finds_the_newest_output_only(engine) -> None:
-    """Nothing piles up for it, and nothing is lost: an output holds those before it."""
+def test_generate_gives_a_slow_task_the_newest_output(engine) -> None:
+    """Outputs do not pile up, and no token is lost: an output has all earlier tokens."""
 
     async def main(engine):
         outputs = []
@@ -65,12 +65,12 @@ def test_a_slow_task_finds_the_newest_output_only(engine) -> None:
         return outputs
 
     outputs = run(engine, main)
-    # One, where the engine was done before this task was woken for the first time.
+    # A single output if the engine finished before this task first woke up.
     assert len(outputs) <= 2 and outputs[-1].finished
     assert len(outputs[-1].outputs[0].token_ids) == GREEDY.max_tokens
 
 
-def test_final_only_yields_the_finished_output(engine) -> None:
+def test_generate_final_only_yields_the_finished_output(engine) -> None:
     async def main(engine):
         return [x async for x in engine.generate(PROMPTS[0], GREEDY, final_only=True)]
 
@@ -78,7 +78,7 @@ def test_final_only_yields_the_finished_output(engine) -> None:
     assert output.finished and len(output.outputs[0].token_ids) == GREEDY.max_tokens
 
 
-def test_final_only_makes_one_output(engine, monkeypatch) -> None:
+def test_generate_final_only_makes_one_output(engine, monkeypatch) -> None:
     made = []
     output = Request.output
     monkeypatch.setattr(Request, "output", lambda self: made.append(self) or output(self))
@@ -90,7 +90,7 @@ def test_final_only_makes_one_output(engine, monkeypatch) -> None:
     assert len(made) == 1
 
 
-def test_an_engine_that_hangs_is_not_entered_again(engine, monkeypatch) -> None:
+def test_aenter_raises_while_a_step_hangs(engine, monkeypatch) -> None:
     advance, is_in, may_go_on = engine.advance, threading.Event(), threading.Event()
     monkeypatch.setattr(engine, "advance", lambda: (is_in.set(), may_go_on.wait(30), advance())[2])
 
@@ -114,7 +114,7 @@ def test_an_engine_that_hangs_is_not_entered_again(engine, monkeypatch) -> None:
     assert not engine.has_unfinished
 
 
-def test_tasks_share_the_engine(engine) -> None:
+def test_generate_shares_the_engine_between_tasks(engine) -> None:
     async def main(engine):
         alone = [await complete(engine, prompt) for prompt in PROMPTS]
         together = await asyncio.gather(*[complete(engine, prompt) for prompt in PROMPTS])
@@ -125,7 +125,7 @@ def test_tasks_share_the_engine(engine) -> None:
     assert len({tuple(tokens) for tokens in alone}) == len(PROMPTS)
 
 
-def test_a_task_that_goes_away_ends_its_request_alone(engine) -> None:
+def test_generate_cancelled_ends_only_its_request(engine) -> None:
     long = dataclasses.replace(GREEDY, max_tokens=40)
 
     async def main(engine):
@@ -140,13 +140,13 @@ def test_a_task_that_goes_away_ends_its_request_alone(engine) -> None:
         async with contextlib.aclosing(engine.generate(PROMPTS[2], long)) as stream:
             async for _ in stream:
                 break
-        # The next command is carried out after the end of the request.
+        # The next command runs after the request has ended.
         assert not await engine.call(lambda engine: engine.has_unfinished)
 
     run(engine, main)
 
 
-def test_abort_finishes_the_iteration(slow_engine) -> None:
+def test_abort_finishes_the_iteration_of_a_task(slow_engine) -> None:
     async def main(engine):
         outputs = []
         params = dataclasses.replace(GREEDY, max_tokens=40)
@@ -159,7 +159,7 @@ def test_abort_finishes_the_iteration(slow_engine) -> None:
     assert output.finished and output.outputs[0].finish_reason == "abort"
 
 
-def test_mistakes_reach_the_task_that_made_them(engine) -> None:
+def test_generate_raises_errors_in_the_calling_task(engine) -> None:
     async def main(engine):
         good = asyncio.create_task(complete(engine, PROMPTS[0]))
         with pytest.raises(ValueError, match="at least one character"):
@@ -169,7 +169,7 @@ def test_mistakes_reach_the_task_that_made_them(engine) -> None:
     assert run(engine, main) == 12
 
 
-def test_closing_ends_what_runs(slow_engine) -> None:
+def test_close_ends_running_requests(slow_engine) -> None:
     async def main():
         asynchronous = await AsyncEngine(slow_engine).__aenter__()
         params = dataclasses.replace(GREEDY, max_tokens=40)
@@ -185,7 +185,7 @@ def test_closing_ends_what_runs(slow_engine) -> None:
     assert not slow_engine.has_unfinished
 
 
-def test_a_task_cancelled_while_it_waits_to_join_leaves_nothing(engine) -> None:
+def test_generate_cancelled_before_it_is_added_leaves_nothing(engine) -> None:
     long = dataclasses.replace(GREEDY, max_tokens=40)
 
     async def main(engine):
@@ -200,7 +200,7 @@ def test_a_task_cancelled_while_it_waits_to_join_leaves_nothing(engine) -> None:
     run(engine, main)
 
 
-def test_an_id_may_be_used_again(engine) -> None:
+def test_generate_may_reuse_an_id(engine) -> None:
     async def main(engine):
         async for output in engine.generate(PROMPTS[0], GREEDY, request_id="x"):
             if output.finished:
@@ -213,7 +213,7 @@ def test_an_id_may_be_used_again(engine) -> None:
     assert len(run(engine, main)) == 12
 
 
-def test_a_step_that_fails_once_is_tried_again(engine, monkeypatch) -> None:
+def test_step_that_fails_once_is_tried_again(engine, monkeypatch) -> None:
     original, calls = engine.core.runner.decode, []
 
     def fail_once(*args, **kwargs):
@@ -232,7 +232,7 @@ def test_a_step_that_fails_once_is_tried_again(engine, monkeypatch) -> None:
     assert len(calls) > 2
 
 
-def test_a_failure_reaches_every_task_and_the_engine_can_start_again(engine, monkeypatch) -> None:
+def test_failure_reaches_every_task_and_the_engine_can_restart(engine, monkeypatch) -> None:
     async def main(engine):
         errors = await asyncio.gather(
             *[complete(engine, prompt) for prompt in PROMPTS[:2]], return_exceptions=True
@@ -261,8 +261,8 @@ def test_a_failure_reaches_every_task_and_the_engine_can_start_again(engine, mon
     asyncio.run(twice())
 
 
-def test_a_device_that_is_lost_leaves_nobody_waiting(tiny_folder, monkeypatch) -> None:
-    """Not even the state can be made anew then."""
+def test_failure_of_the_device_ends_all_tasks(tiny_folder, monkeypatch) -> None:
+    """The device state cannot be restored either."""
     engine = Engine(tiny_folder, **SIZES)
 
     async def main():
@@ -304,7 +304,7 @@ def test_on_step_sees_each_step_and_each_abort(engine) -> None:
     assert [name for name, finished in seen if finished] == ["whole", "aborted", "left", "closed"]
 
 
-def test_a_mistake_in_on_step_is_logged_once_and_hurts_nobody(engine, caplog) -> None:
+def test_on_step_exceptions_are_logged_once(engine, caplog) -> None:
     calls = []
 
     def on_step(engine: Engine, requests) -> None:

@@ -1,9 +1,11 @@
-"""Rules of the house that a reader cannot check at a glance.
+"""Tests of the structure of the code: the length of files, classes and functions, and imports.
 
-Every public name is documented; files, classes and functions are short; imports go in no circle.
+The limits measure what a reader must cross to understand a subject. ruff checks docstrings.
 """
 
 import ast
+import collections
+import functools
 import graphlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import ROOT
-from tests.test_imports import FILES, PACKAGE, imported_files, name_of
+from tests.test_imports import BACKEND_FOLDERS, FILES, MODULES, PACKAGE, imported_files, name_of
 
 # Maximum number of lines. A class counts together with its base classes in this package.
 MAX_FILE, MAX_CLASS, MAX_FUNCTION = 500, 450, 60
@@ -19,55 +21,17 @@ MAX_FILE, MAX_CLASS, MAX_FUNCTION = 500, 450, 60
 LONG = {
     "paged_jax.llm.LLM": "an engine with methods for lists of prompts",
     "paged_jax.models.llama.Llama": "with PagedModel, the interface of every model of the engine",
-    "paged_jax.kernels.cascade.cascade_attention": "a public op: checks, then the op and its merge",
     "paged_jax.kernels.mosaic_tpu.kernel.attention_kernel": "a kernel",
     "paged_jax.kernels.triton.prefill._attend_kernel": "a kernel",
 }
 
-
-def undocumented(source: str) -> list[str]:
-    """Public names of a module that have no docstring; "" is the module itself.
-
-    An ``@overload`` is documented by its implementation.
-    """
-    return list(_undocumented(ast.parse(source), ""))
-
-
-def _undocumented(
-    node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, name: str
-) -> Iterator[str]:
-    if not ast.get_docstring(node):
-        yield name
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return  # names inside a function are its own
-    for each in node.body:
-        if isinstance(each, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            is_overload = any(ast.unparse(x) == "overload" for x in each.decorator_list)
-            if not each.name.startswith("_") and not is_overload:
-                yield from _undocumented(each, f"{name}.{each.name}".removeprefix("."))
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_every_public_name_is_documented(path: Path) -> None:
-    assert undocumented(path.read_text()) == []
-
-
-def test_undocumented_finds_what_has_no_docstring() -> None:
-    source = '''
-def documented():
-    """It is."""
-    def inside(): ...
-def bare(): ...
-class Both:
-    """It is."""
-    def bare(self): ...
-    async def also(self): ...
-    def _private(self): ...
-    def __len__(self): ...
-class _Private:
-    def method(self): ...
-'''
-    assert undocumented(source) == ["", "bare", "Both.bare", "Both.also"]
+# Maximum number of files of the package, and of files with less than `SHORT` lines of which a
+# reader gains little. Files with only a docstring mark a folder as a package.
+MAX_FILES, MAX_SHORT, SHORT = 165, 12, 60
+# Maximum number of modules in a chain of imports, and of modules that the attention ops import.
+MAX_CHAIN, MAX_FOR_ATTENTION = 30, 12
+# File names that two subjects may have: the options of the engine, and those of a model.
+SHARED_NAMES = {"config.py"}
 
 
 def num_lines(path: Path) -> int:
@@ -83,8 +47,26 @@ def test_files_are_short() -> None:
     } == {}
 
 
+def test_files_are_few() -> None:
+    assert len(FILES) <= MAX_FILES
+    short = [name_of(path) for path in FILES if 1 < num_lines(path) < SHORT]
+    assert len(short) <= MAX_SHORT, short
+
+
+def test_names_of_files_and_classes_are_unique() -> None:
+    """Files of backends are named after the op that they implement."""
+    files, classes = collections.Counter(), collections.Counter()
+    for path in FILES:
+        if path.name != "__init__.py" and path.parent not in BACKEND_FOLDERS:
+            files[path.name] += 1
+        tree = ast.parse(path.read_text())
+        classes.update(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert {name for name, number in files.items() if number > 1} <= SHARED_NAMES
+    assert {name for name, number in classes.items() if number > 1} == set()
+
+
 def definitions(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, ast.stmt]]:
-    """Classes and functions with their full names; those inside functions are part of these."""
+    """Yield classes and functions with their full names, without those inside functions."""
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             name = f"{prefix}.{node.name}"
@@ -94,7 +76,7 @@ def definitions(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, ast.st
 
 
 def length_of(node: ast.stmt) -> int:
-    """Lines of a definition, without the docstring of a function."""
+    """Return the number of lines of a definition, without the docstring of a function."""
     lines = set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
         lines -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
@@ -137,17 +119,10 @@ def length_with_bases(name: str) -> int:
     return LENGTHS[name] + sum(map(length_with_bases, filter(BASES.__contains__, BASES[name])))
 
 
-def test_functions_are_short() -> None:
-    functions = {name: length for name, length in LENGTHS.items() if name not in BASES}
-    found = {name: length for name, length in functions.items() if length > MAX_FUNCTION}
-    assert {name: length for name, length in found.items() if name not in LONG} == {}
-
-
-def test_classes_are_short_together_with_their_bases() -> None:
-    found = {name: length_with_bases(name) for name in BASES}
-    assert {
-        name: length for name, length in found.items() if length > MAX_CLASS and name not in LONG
-    } == {}
+def test_functions_and_classes_are_short() -> None:
+    limits = {name: MAX_CLASS if name in BASES else MAX_FUNCTION for name in LENGTHS}
+    found = LENGTHS | {name: length_with_bases(name) for name in BASES}
+    assert {name for name, length in found.items() if length > limits[name]} == set(LONG)
 
 
 def test_length_leaves_docstrings_of_functions_out() -> None:
@@ -156,11 +131,47 @@ def test_length_leaves_docstrings_of_functions_out() -> None:
     assert lengths("class C:\n  def f():\n" + body * 60, "m") == {"m.C": 62, "m.C.f": 61}
 
 
-def test_imports_go_in_no_circle() -> None:
-    # An `__init__` names what is in its folder, and imports it; its files do not import it back.
+def test_imports_have_no_cycles() -> None:
+    """An `__init__` imports names of its folder, and files of the folder do not import it."""
     graph = {path: imported_files(path) for path in FILES if path.name != "__init__.py"}
     graph = {path: {each for each in imported if each in graph} for path, imported in graph.items()}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         pytest.fail(" imports ".join(name_of(path) for path in error.args[1]))
+
+
+@functools.cache
+def imported_at_top(path: Path) -> frozenset[Path]:
+    """Return the files of the package that a file imports when it is imported."""
+    body = ast.parse(path.read_text()).body
+    names = set()
+    for node in body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                names.add(name if name in MODULES else node.module)
+    return frozenset(MODULES[name] for name in names & set(MODULES)) - {PACKAGE / "__init__.py"}
+
+
+@functools.cache
+def longest_chain(path: Path) -> tuple[str, ...]:
+    """Return the longest chain of imports that begins with a file."""
+    chains = [longest_chain(each) for each in imported_at_top(path) if each != path]
+    return name_of(path), *max(chains, key=len, default=())
+
+
+def test_chains_of_imports_are_short() -> None:
+    longest = max(map(longest_chain, FILES), key=len)
+    assert len(longest) <= MAX_CHAIN, " imports ".join(longest)
+
+
+def test_attention_imports_few_modules() -> None:
+    seen, to_read = set(), {MODULES["paged_jax.kernels.attention"]}
+    while to_read:
+        path = to_read.pop()
+        seen.add(path)
+        to_read |= imported_at_top(path) - seen
+    assert len(seen) <= MAX_FOR_ATTENTION, sorted(map(name_of, seen))

@@ -1,4 +1,4 @@
-"""`LLM` against what a user of vLLM's offline API expects of it."""
+"""`LLM`: generation, streams, log-probabilities, prompts and chats, as users of vLLM expect."""
 
 import contextlib
 import dataclasses
@@ -47,7 +47,7 @@ def shared_llm(folder) -> LLM:
 
 @pytest.fixture
 def llm(shared_llm):
-    """The engine of most tests, which must come back empty from each of them."""
+    """Return the shared engine, and check after the test that it is empty."""
     yield shared_llm
     check_empty(shared_llm)
 
@@ -57,7 +57,7 @@ def generate(llm: LLM, prompts, params=None):
 
 
 def complete(llm: LLM, prompt, **params):
-    """The one completion of one prompt; greedy unless told otherwise."""
+    """Return the completion of a prompt, greedy by default."""
     params = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, **params}
     [output] = generate(llm, prompt, SamplingParams(**params))
     return output.outputs[0]
@@ -71,15 +71,15 @@ def tokens_of(outputs) -> list[list[list[int]]]:
 
 
 @pytest.mark.slow
-def test_greedy_tokens_are_those_of_transformers(data_dir) -> None:
+def test_generate_gives_the_greedy_tokens_of_transformers(data_dir) -> None:
     folder = data_dir / "models" / "stories260K"
     items = json.loads((folder / "reference.json").read_text())["items"]
     llm = LLM(folder, block_size=16, max_num_seqs=4, max_chunk=16)
-    # Without text there is no prompt but the start token.
+    # An empty text is a prompt of the start token only.
     prompts = [item["prompt"] or {"prompt_token_ids": item["prompt_ids"]} for item in items]
     lengths = [len(item["generated_ids"]) for item in items]
     assert max(lengths) == 256
-    # Of the longest two samples, so that no sample runs alone, which would take another program.
+    # Two samples of the longest, so that no sample runs alone and needs another program.
     params = [
         SamplingParams(temperature=0, max_tokens=length, n=2 if length == max(lengths) else 1)
         for length in lengths
@@ -93,7 +93,7 @@ def test_greedy_tokens_are_those_of_transformers(data_dir) -> None:
     check_empty(llm)
 
 
-# What tokens depend on
+# Reproducible tokens
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_tokens_do_not_depend_on_batch_mates_or_order(llm, params) -> None:
     assert len({tuple(samples[0]) for samples in alone}) == len(PROMPTS)
 
 
-def test_prompts_without_a_seed_differ_and_are_reproducible(folder) -> None:
+def test_engine_seed_makes_prompts_differ_and_reproducible(folder) -> None:
     params = dataclasses.replace(SEEDED, seed=None)
 
     def run(seed: int):
@@ -119,10 +119,10 @@ def test_prompts_without_a_seed_differ_and_are_reproducible(folder) -> None:
     assert run(1) != first
 
 
-# Samples of one prompt
+# Several samples of a prompt
 
 
-def test_samples_share_the_blocks_of_the_prompt(folder) -> None:
+def test_samples_share_the_prompt_blocks(folder) -> None:
     llm = LLM(folder, **SIZES, steps_per_dispatch=1)
     prompt = {"prompt_token_ids": [BOS, 5, 6, 7, 8, 9]}  # one full block and half of another
     params = SamplingParams(n=4, temperature=1, seed=3, max_tokens=5, ignore_eos=True)
@@ -133,9 +133,9 @@ def test_samples_share_the_blocks_of_the_prompt(folder) -> None:
             used.append(llm.num_blocks - int(pool.num_free))
             references.append(sorted(pool.ref_counts.tolist(), reverse=True)[:6])
         assert len(output.outputs) == 4
-    # Each sample writes the last token of the prompt into its own copy of the half-full block, the
-    # original being the copy of one of them. Then that fills up, and each takes a third. The device
-    # is a token ahead.
+    # Each sample writes the last prompt token into its own copy of the half-full block; one sample
+    # keeps the original. When that block is full, each sample takes another block. The device is
+    # one token ahead of the outputs.
     assert used == [1 + 4, 1 + 4, 1 + 8, 1 + 8]
     assert references[0] == [4, 1, 1, 1, 1, 0]
     assert llm.stats.peak_num_blocks == 9
@@ -153,11 +153,11 @@ def test_samples_differ_and_do_not_depend_on_batch_mates(llm) -> None:
     assert len({tuple(completion.token_ids) for completion in alone.outputs}) == 3
     together = generate(llm, PROMPTS, [params, GREEDY, params, SEEDED, params])
     assert tokens_of(together)[0] == tokens_of([alone])[0]
-    # The first sample is what n=1 draws.
+    # The first sample equals the sample of n=1.
     assert tokens_of(generate(llm, PROMPTS[0], SEEDED))[0][0] == alone.outputs[0].token_ids
 
 
-def test_samples_stop_one_by_one(llm) -> None:
+def test_samples_stop_independently(llm) -> None:
     params = SamplingParams(n=4, temperature=1, seed=2, max_tokens=16)
     [output] = generate(llm, PROMPTS[3], params)
     lengths = {len(completion.token_ids) for completion in output.outputs}
@@ -169,10 +169,10 @@ def test_samples_stop_one_by_one(llm) -> None:
         assert EOS not in completion.token_ids[:-1]
 
 
-# When to stop
+# Stopping
 
 
-def test_max_tokens_and_context_end_a_sample(llm) -> None:
+def test_max_tokens_and_the_context_limit_a_sample(llm) -> None:
     completion = complete(llm, PROMPTS[0], max_tokens=1)
     assert (len(completion.token_ids), completion.finish_reason) == (1, "length")
     num_prompt_tokens = len(llm.tokenizer.encode(PROMPTS[0]))
@@ -183,7 +183,7 @@ def test_max_tokens_and_context_end_a_sample(llm) -> None:
     assert len(complete(llm, longest, max_tokens=None).token_ids) == 1
 
 
-def test_end_of_sequence_stops(llm) -> None:
+def test_eos_token_stops_a_sample_unless_ignored(llm) -> None:
     always = {"logit_bias": {EOS: 1000.0}}
     completion = complete(llm, "ab", ignore_eos=False, **always)
     assert completion.token_ids == [EOS]
@@ -193,7 +193,7 @@ def test_end_of_sequence_stops(llm) -> None:
     assert (completion.text, completion.finish_reason) == ("", "length")
 
 
-def test_min_tokens_holds_stop_tokens_back(llm) -> None:
+def test_min_tokens_suppresses_stop_tokens(llm) -> None:
     stop = llm.tokenizer.encode("z", add_special_tokens=False)[0]
     params = {"min_tokens": 3, "ignore_eos": False, "stop_token_ids": [stop]}
     completion = complete(llm, "ab", logit_bias={EOS: 2000.0, stop: 1000.0}, **params)
@@ -202,7 +202,7 @@ def test_min_tokens_holds_stop_tokens_back(llm) -> None:
     assert not {EOS, stop} & set(completion.token_ids[:-1])
 
 
-def test_stop_token_ids_stop_with_their_reason(llm) -> None:
+def test_stop_token_ids_stop_and_are_the_stop_reason(llm) -> None:
     [stop] = llm.tokenizer.encode("z", add_special_tokens=False)
     params = {"logit_bias": {stop: 1000.0}, "stop_token_ids": [stop, 9]}
     completion = complete(llm, "ab", **params)
@@ -213,7 +213,7 @@ def test_stop_token_ids_stop_with_their_reason(llm) -> None:
 
 def test_stop_strings_end_the_text_across_tokens(llm) -> None:
     whole = complete(llm, PROMPTS[0], max_tokens=20)
-    # Two letters of different tokens, found inside the text.
+    # Two letters inside the text that belong to different tokens.
     pieces = [llm.tokenizer.decode([token_id]) for token_id in whole.token_ids]
     joints = [a[-1] + b[0] for a, b in itertools.pairwise(pieces[4:]) if a and b]
     stop = next(joint for joint in joints if whole.text.find(joint) > 3)
@@ -226,11 +226,11 @@ def test_stop_strings_end_the_text_across_tokens(llm) -> None:
     assert len(completion.token_ids) < len(whole.token_ids)
     kept = complete(llm, PROMPTS[0], max_tokens=20, stop=stop, include_stop_str_in_output=True)
     assert kept.text == whole.text[: at + 2]
-    # One that does not occur changes nothing.
+    # A stop string that does not occur changes nothing.
     assert complete(llm, PROMPTS[0], max_tokens=20, stop="never") == whole
 
 
-def test_text_is_that_of_the_tokenizer(llm) -> None:
+def test_text_equals_the_decoded_tokens(llm) -> None:
     for output in generate(llm, PROMPTS, SEEDED):
         completion = output.outputs[0]
         expected = llm.tokenizer.decode(completion.token_ids, continues_text=True)
@@ -241,7 +241,7 @@ def test_text_is_that_of_the_tokenizer(llm) -> None:
 
 
 @pytest.mark.slow
-def test_stream_never_takes_text_back(folder) -> None:
+def test_stream_yields_only_final_text(folder) -> None:
     llm = LLM(folder, **SIZES, steps_per_dispatch=1)
     whole = complete(llm, PROMPTS[0], max_tokens=20)
     stops = [None, whole.text[5:8], whole.text[9:11] + "never", whole.text[-2:] + "."]
@@ -260,7 +260,7 @@ def test_stream_never_takes_text_back(folder) -> None:
     assert len(texts[0]) == 20, "one output for each token"
 
 
-def test_stream_closed_early_releases_everything(llm) -> None:
+def test_stream_close_releases_everything(llm) -> None:
     expected = tokens_of(generate(llm, PROMPTS, GREEDY))
     for num_outputs in (1, 2, 7):
         with contextlib.closing(llm.stream(PROMPTS, GREEDY)) as stream:
@@ -270,7 +270,7 @@ def test_stream_closed_early_releases_everything(llm) -> None:
     assert tokens_of(generate(llm, PROMPTS, GREEDY)) == expected
 
 
-def test_exception_in_the_consumer_releases_everything(llm) -> None:
+def test_stream_releases_everything_if_the_consumer_raises(llm) -> None:
     expected = tokens_of(generate(llm, PROMPTS, GREEDY))
     with pytest.raises(KeyError):
         for _ in llm.stream(PROMPTS, GREEDY):
@@ -290,8 +290,8 @@ def test_exception_in_the_consumer_releases_everything(llm) -> None:
         ("core.scheduler", "finish"),
     ],
 )
-def test_interruption_anywhere_releases_everything(llm, monkeypatch, owner, name) -> None:
-    """Ctrl-C may strike between any two changes of state, and after donation."""
+def test_generate_interrupted_anywhere_releases_everything(llm, monkeypatch, owner, name) -> None:
+    """Ctrl-C may arrive between any two changes of state, and after donation."""
     expected = tokens_of(generate(llm, PROMPTS, GREEDY))
     for when in ("before", "after"):
         part = operator.attrgetter(owner)(llm)
@@ -309,7 +309,7 @@ def test_interruption_anywhere_releases_everything(llm, monkeypatch, owner, name
         assert tokens_of(generate(llm, PROMPTS, GREEDY)) == expected, name
 
 
-def test_generations_may_overlap(llm) -> None:
+def test_stream_and_generate_may_overlap(llm) -> None:
     expected = [tokens_of(generate(llm, prompt, GREEDY)) for prompt in PROMPTS[:3]]
     params = dataclasses.replace(GREEDY, max_tokens=30)
     unread = llm.stream(PROMPTS[1], GREEDY)
@@ -319,7 +319,7 @@ def test_generations_may_overlap(llm) -> None:
         assert tokens_of(generate(llm, PROMPTS[0], GREEDY)) == expected[0]
         rest = [output for _, output in stream]
     assert tokens_of(rest[-1:]) == tokens_of(generate(llm, PROMPTS[3], params))
-    # What the steps of others have brought is kept for whoever asks.
+    # Outputs from the steps of other calls are kept.
     assert tokens_of([[*unread][-1][1]]) == expected[1]
     told = []
     while llm.has_unfinished:
@@ -328,7 +328,7 @@ def test_generations_may_overlap(llm) -> None:
     assert tokens_of(told[-1:]) == expected[2]
 
 
-def test_requests_may_be_aborted_in_a_stream(llm) -> None:
+def test_abort_ends_a_request_of_a_stream(llm) -> None:
     params = dataclasses.replace(GREEDY, max_tokens=40)
     last = {}
     for index, output in llm.stream(PROMPTS[:2], params):
@@ -338,7 +338,7 @@ def test_requests_may_be_aborted_in_a_stream(llm) -> None:
     assert [last[index].finish_reason for index in (0, 1)] == ["abort", "length"]
 
 
-def test_a_stream_that_is_never_read_ends_its_requests(llm) -> None:
+def test_stream_that_is_never_read_ends_its_requests(llm) -> None:
     llm.stream(PROMPTS, GREEDY).close()
     assert not llm.has_unfinished
     llm.stream(PROMPTS, GREEDY)
@@ -347,7 +347,7 @@ def test_a_stream_that_is_never_read_ends_its_requests(llm) -> None:
 
 
 @pytest.mark.slow
-def test_a_stream_left_open_at_the_end_of_a_process_says_nothing(folder) -> None:
+def test_stream_open_at_process_exit_prints_nothing(folder) -> None:
     lines = [
         "import paged_jax",
         f"stream = paged_jax.LLM({str(folder)!r}, **{SIZES}).stream(['ab'])",
@@ -358,7 +358,7 @@ def test_a_stream_left_open_at_the_end_of_a_process_says_nothing(folder) -> None
     assert process.stderr == b""
 
 
-def test_a_stream_dropped_in_the_middle_of_a_step_hurts_nobody(llm, monkeypatch) -> None:
+def test_stream_collected_during_a_step_closes_after_it(llm, monkeypatch) -> None:
     alone = generate(llm, PROMPTS[0], GREEDY)[0].outputs[0].token_ids
     cycle: list = [llm.stream(PROMPTS[1:3], GREEDY)]
     next(cycle[0])
@@ -376,7 +376,7 @@ def test_a_stream_dropped_in_the_middle_of_a_step_hurts_nobody(llm, monkeypatch)
     assert not llm.has_unfinished and llm.num_cache_resets == num_resets
 
 
-def test_a_call_within_another_is_refused(llm, monkeypatch) -> None:
+def test_step_rejects_overlapping_calls(llm, monkeypatch) -> None:
     decode, refused = llm.core.runner.decode, []
 
     def step_and_decode(*args, **kwargs):
@@ -395,18 +395,18 @@ def small(shared_llm) -> LLM:
 
 
 @pytest.mark.slow
-def test_no_bound_on_tokens_means_what_the_pool_holds(llm, small) -> None:
+def test_max_tokens_none_is_limited_by_the_pool(llm, small) -> None:
     completion = complete(small, "ab", max_tokens=None)
     assert completion.finish_reason == "length"
     assert len(completion.token_ids) == 12 * 4 + 1 - len(llm.tokenizer.encode("ab"))
 
 
-# What is reported
+# Log-probabilities and statistics
 
 
 @pytest.fixture(scope="module")
 def plain_logprobs(shared_llm):
-    """Of every token after each of up to 64, float64 [number, V], by the plain forward."""
+    """Return a function: log-probabilities float64 [T, V] after each token, by the plain model."""
     forward = jax.jit(Llama.__call__)
 
     def logprobs(token_ids: list[int]) -> np.ndarray:
@@ -418,7 +418,7 @@ def plain_logprobs(shared_llm):
     return logprobs
 
 
-def test_logprobs_are_those_of_the_model(llm, plain_logprobs) -> None:
+def test_logprobs_match_the_model(llm, plain_logprobs) -> None:
     prompt_ids = llm.tokenizer.encode(PROMPTS[3])
     completion = complete(llm, PROMPTS[3], temperature=1.5, seed=2, logprobs=3)
     token_ids = completion.token_ids
@@ -437,10 +437,12 @@ def test_logprobs_are_those_of_the_model(llm, plain_logprobs) -> None:
             )
     chosen = [c[token].logprob for c, token in zip(completion.logprobs, token_ids, strict=True)]
     assert completion.cumulative_logprob == pytest.approx(sum(chosen), abs=1e-6)
-    assert max(len(candidates) for candidates in completion.logprobs) == 4, "none outside the best"
+    assert max(len(candidates) for candidates in completion.logprobs) == 4, (
+        "at least one chosen token is not among the best"
+    )
 
 
-def test_logprobs_of_zero_report_the_chosen_token_alone(llm) -> None:
+def test_logprobs_zero_reports_only_the_chosen_token(llm) -> None:
     completion = complete(llm, PROMPTS[3], logprobs=0)
     assert [list(candidates) for candidates in completion.logprobs] == [
         [token_id] for token_id in completion.token_ids
@@ -469,7 +471,7 @@ def test_stats_count_tokens(folder) -> None:
     stats = llm.stats
     assert stats.num_prompt_tokens == sum(len(llm.tokenizer.encode(p)) for p in PROMPTS)
     assert stats.num_generated_tokens == 12 * len(PROMPTS)
-    # The first step of a batch size compiles, and is left out of the decoding rate.
+    # The first step of a batch size compiles and does not count for the decoding rate.
     assert stats.num_decode_tokens < stats.num_generated_tokens
     generate(llm, PROMPTS, GREEDY)
     assert llm.stats.num_decode_tokens == stats.num_decode_tokens + 12 * len(PROMPTS)
@@ -478,11 +480,11 @@ def test_stats_count_tokens(folder) -> None:
     assert min(*seconds, stats.compile_seconds, stats.first_token_seconds) > 0
 
 
-def test_prompt_logprobs_are_those_of_the_model(llm, plain_logprobs) -> None:
+def test_prompt_logprobs_match_the_model(llm, plain_logprobs) -> None:
     prompt_ids = llm.tokenizer.encode(PROMPTS[0])
     assert len(prompt_ids) > 17, "more than one chunk"
     params = dataclasses.replace(GREEDY, prompt_logprobs=2)
-    generate(llm, PROMPTS[0], GREEDY)  # what is cached must be computed all the same
+    generate(llm, PROMPTS[0], GREEDY)  # cached blocks must be computed again
     [output] = generate(llm, PROMPTS[0], params)
     expected = plain_logprobs(prompt_ids)
     first, *others = output.prompt_logprobs
@@ -511,11 +513,11 @@ def test_logit_bias_forces_a_token(llm) -> None:
     ids=lambda penalty: next(iter(penalty)),
 )
 def test_penalties_reduce_repetition(llm, penalty) -> None:
-    # Strong enough that the model repeats this token most of the time.
+    # The bias makes the model repeat this token most of the time.
     bias = {"logit_bias": {9: 4.0}, "max_tokens": 16}
     plain = complete(llm, "ab", **bias).token_ids
     penalised = complete(llm, "ab", **bias, **penalty).token_ids
-    assert penalised[0] == plain[0], "nothing has been generated before the first"
+    assert penalised[0] == plain[0], "the first token has no penalty"
     assert len(set(penalised)) > len(set(plain))
 
 
@@ -549,7 +551,7 @@ def test_sampling_params_may_differ_by_prompt(llm) -> None:
     assert [int(output.request_id) for output in outputs] == list(range(first, first + 5))
 
 
-def test_get_default_sampling_params_are_those_of_the_authors(llm, folder) -> None:
+def test_get_default_sampling_params_returns_the_recommended_ones(llm, folder) -> None:
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0)
     [by_default] = generate(llm, PROMPTS[0])
     assert by_default.outputs == generate(llm, PROMPTS[0], SamplingParams(temperature=0))[0].outputs
@@ -560,10 +562,10 @@ def test_get_default_sampling_params_are_those_of_the_authors(llm, folder) -> No
     assert other.get_default_sampling_params() == SamplingParams(**recommended)
 
 
-# More than fits at once
+# More requests than fit
 
 
-def test_more_requests_than_slots_and_blocks_all_finish(llm) -> None:
+def test_generate_finishes_more_requests_than_slots(llm) -> None:
     prompts = [
         {"prompt_token_ids": [BOS, *range(5, 5 + n)]} for n in (1, 9, 17, 3, 30, 2, 12, 7, 5)
     ]
@@ -585,8 +587,8 @@ def test_more_requests_than_slots_and_blocks_all_finish(llm) -> None:
 
 
 @pytest.mark.slow
-def test_a_request_may_use_the_whole_pool(small) -> None:
-    # 12 blocks of 4: the last token is never written.
+def test_generate_may_use_the_whole_pool(small) -> None:
+    # 12 blocks of 4 tokens; the last token is never written.
     prompt = {"prompt_token_ids": [BOS, 5, 6, 7]}
     params = SamplingParams(n=3, temperature=1, seed=0, max_tokens=45, ignore_eos=True)
     [output] = generate(small, prompt, params)
@@ -598,7 +600,7 @@ def test_a_request_may_use_the_whole_pool(small) -> None:
     check_empty(small)
 
 
-# Mistakes
+# Invalid arguments
 
 
 @pytest.mark.parametrize(
@@ -635,7 +637,7 @@ def test_a_request_may_use_the_whole_pool(small) -> None:
         ("ab", SamplingParams(stop_token_ids=list(range(2, 20))), "at most 16"),
     ],
 )
-def test_mistakes_are_refused_before_anything_runs(llm, prompts, params, message) -> None:
+def test_generate_rejects_mistakes_before_anything_runs(llm, prompts, params, message) -> None:
     before = generate(llm, "ab", GREEDY)[0]
     with pytest.raises(ValueError, match=message):
         generate(llm, prompts, params)
@@ -644,11 +646,11 @@ def test_mistakes_are_refused_before_anything_runs(llm, prompts, params, message
     check_empty(llm)
     after = generate(llm, "ab", GREEDY)[0]
     assert after.outputs == before.outputs
-    assert int(after.request_id) == int(before.request_id) + 1, "a refused request has no number"
+    assert int(after.request_id) == int(before.request_id) + 1, "a rejected request takes no number"
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), 10**400, True, "1"])
-def test_timeouts_that_are_none_are_refused(llm, timeout) -> None:
+def test_add_request_rejects_bad_timeouts(llm, timeout) -> None:
     with pytest.raises(ValueError, match="timeout must be seconds > 0 or None, got "):
         llm.add_request("ab", GREEDY, timeout=timeout)
 
@@ -664,17 +666,17 @@ def test_timeouts_that_are_none_are_refused(llm, timeout) -> None:
         ({"max_model_len": 65}, "context of 64, got 65"),
     ],
 )
-def test_bad_sizes_are_refused(llm, sizes, message) -> None:
+def test_llm_rejects_bad_sizes(llm, sizes, message) -> None:
     with pytest.raises(ValueError, match=message):
         LLM(llm.model, **{**SIZES, **sizes})
 
 
-def test_missing_folder_is_refused(tmp_path) -> None:
+def test_llm_rejects_a_missing_folder(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match="missing"):
         LLM(tmp_path / "missing")
 
 
-def test_nan_weights_end_in_an_error_and_an_empty_cache(folder) -> None:
+def test_generate_raises_for_nan_weights_and_empties_the_cache(folder) -> None:
     model = Llama.from_pretrained(folder)
     nnx.update(model, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), nnx.state(model)))
     llm = LLM(model, **SIZES)
@@ -688,7 +690,7 @@ def test_nan_weights_end_in_an_error_and_an_empty_cache(folder) -> None:
 # Without a tokenizer, and with a chat template
 
 
-def test_a_model_without_a_tokenizer_takes_token_ids(llm) -> None:
+def test_generate_without_a_tokenizer_takes_token_ids(llm) -> None:
     bare = LLM(llm.model, **SIZES)
     assert bare.tokenizer is None
     prompt = {"prompt_token_ids": llm.tokenizer.encode(PROMPTS[0])}
@@ -705,7 +707,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids(llm) -> None:
     assert bare.get_default_sampling_params() == SamplingParams(temperature=0)
 
 
-def test_no_text_is_made_where_none_is_wanted(llm) -> None:
+def test_detokenize_false_makes_no_text(llm) -> None:
     plain = complete(llm, PROMPTS[0], detokenize=False)
     assert plain.text == "" and plain.token_ids == complete(llm, PROMPTS[0]).token_ids
     with pytest.raises(ValueError, match="detokenize must be True with stop strings"):
@@ -752,7 +754,7 @@ def test_chat_shows_tools_to_the_model(llm) -> None:
     assert shown["prompt_token_ids"] == before + plain["prompt_token_ids"]
 
 
-def test_chat_without_a_template_is_refused(llm, folder) -> None:
+def test_chat_requires_a_template(llm, folder) -> None:
     tokenizer = Tokenizer(Tokenizer.from_folder(folder).backend)
     other = LLM(llm.model, tokenizer=tokenizer, **SIZES)
     with pytest.raises(ValueError, match="no chat template"):
@@ -767,7 +769,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_what_is_compiled_is_shown_on_a_terminal_or_told_to_a_function(folder, monkeypatch) -> None:
+def test_on_compile_replaces_the_progress_on_a_terminal(folder, monkeypatch) -> None:
     lines: list[str] = []
     shown = []
     for on_compile in (None, lines.append):
@@ -783,7 +785,7 @@ def test_what_is_compiled_is_shown_on_a_terminal_or_told_to_a_function(folder, m
 @pytest.mark.slow
 def test_nothing_compiles_after_warmup(folder) -> None:
     lines: list[str] = []
-    # What tests before this one have compiled must not hide what warmup leaves out.
+    # Programs of earlier tests must not hide programs that warmup misses.
     jax.clear_caches()
     llm = LLM(folder, on_compile=lines.append, **SIZES)
     reports: list[tuple[int, int, str]] = []
@@ -792,7 +794,7 @@ def test_nothing_compiles_after_warmup(folder) -> None:
     assert {total for _, total, _ in reports} == {len(reports)}
     assert len({name for _, _, name in reports}) == len(reports)
     check_empty(llm)
-    llm.update_params(nnx.state(llm.model))  # the first of them compiles: no request waits for it
+    llm.update_params(nnx.state(llm.model))  # the first call compiles, outside of requests
 
     seconds = llm.stats.compile_seconds
     compiled: list[str] = []
@@ -830,11 +832,11 @@ def test_nothing_compiles_after_warmup(folder) -> None:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert compiled == [] and lines == []
     assert llm.stats.compile_seconds == seconds
-    assert llm.stats.num_preemptions > 0, "make the pool so small that some happen"
+    assert llm.stats.num_preemptions > 0, "the pool must be too small for all requests"
     check_empty(llm)
 
 
-def test_programs_are_announced_and_shared(folder) -> None:
+def test_on_compile_announces_each_program_once(folder) -> None:
     lines: list[str] = []
     fresh = LLM(folder, on_compile=lines.append, **SIZES)
     generate(fresh, PROMPTS, GREEDY)
@@ -843,6 +845,6 @@ def test_programs_are_announced_and_shared(folder) -> None:
     assert fresh.stats.compile_seconds > 0
 
 
-def test_num_blocks_beyond_memory_is_refused(folder) -> None:
+def test_llm_rejects_num_blocks_beyond_memory(folder) -> None:
     with pytest.raises(ValueError, match="num_blocks must fit the memory"):
         LLM(folder, num_blocks=10**12)

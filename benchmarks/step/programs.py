@@ -25,7 +25,7 @@ from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.engine import footprint
 from paged_jax.engine.config import resolve_kv_dtype
 from paged_jax.engine.pool_size import choose_num_blocks
-from paged_jax.kernels import rope, triton
+from paged_jax.kernels import norm_rope, triton
 from paged_jax.kernels.pool_format import QUANTISED
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import ModelSpec
@@ -306,7 +306,9 @@ _TRITON_WRITE = importlib.import_module("paged_jax.kernels.triton.write")
 
 
 def _rotate_then_write(args: Any, options: Any, interpret: Any) -> Any:
-    return rope.rope_then_write(functools.partial(triton.write, interpret=interpret), args, options)
+    return norm_rope.rope_then_write(
+        functools.partial(triton.write, interpret=interpret), args, options
+    )
 
 
 @contextlib.contextmanager
@@ -319,7 +321,7 @@ def _traced_with(variant: Variant) -> Iterator[None]:
             yield
             return
         dtype = jnp.dtype(variant.query_dtype)
-        for module in (rope, _TRITON_WRITE):
+        for module in (norm_rope, _TRITON_WRITE):
             stack.enter_context(mock.patch.object(module, "query_dtype", lambda pool_dtype: dtype))
         # Clear JAX's traces before and after, because they have another dtype.
         _TRITON_WRITE.rope_write.clear_cache()

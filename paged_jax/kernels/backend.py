@@ -1,12 +1,12 @@
-"""What a backend takes and gives: the contract that all kernels keep.
+"""Interface of the backends: arrays, options and ops.
 
 A `Backend` is an object with ops: `AttentionOps`, `WritingOps`, `LinearOps`, `GroupedLinearOps`.
-Arguments have been checked before a backend sees them, and in attention ``layer`` is in 0..L - 1,
-``context_lens`` in 0..M * C, ``query_lens`` in 0..T and at most ``context_lens``; in ragged batches
-``cu_query_lens`` is in 0..N.
+Callers check the arguments first. In attention, ``layer`` is in 0..L - 1, ``context_lens`` in 0..M
+* C, ``query_lens`` in 0..T and at most ``context_lens``. In ragged batches ``cu_query_lens`` is in
+0..N.
 
-The arrays of a call and its `Options` define its result. Whether a kernel is compiled or
-interpreted is a property of the backend: see `paged_jax.kernels.dispatch.PallasBackend`.
+The arrays of a call and its `Options` determine its result. Whether a kernel is compiled or
+interpreted is a property of the backend, see `paged_jax.kernels.dispatch.PallasBackend`.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,14 +45,14 @@ Interpret: TypeAlias = "bool | InterpretParams"
 
 @short_repr
 class Pools(NamedTuple):
-    """K and V of every block, with their scales where they are quantised.
+    """Keys and values of all blocks and layers, with scales if they are quantised.
 
     Attributes:
-      k: ``[L, P, K, C, D]``, keys: floating point, int8 or float8_e4m3fn.
-      v: the values, as the keys.
-      k_scale: None, or f32 ``[L, P, K, C]`` where `k` is quantised: one scale for each token and
-        head, by which the stored numbers are multiplied.
-      v_scale: the same for `v`.
+      k: ``[L, P, K, C, D]``, keys; floating point, int8 or float8_e4m3fn.
+      v: values, of the same shape and dtype as `k`.
+      k_scale: f32 ``[L, P, K, C]``, factors of the keys of each token and head; None if `k` is not
+        quantised.
+      v_scale: factors of the values, like `k_scale`.
     """
 
     k: jax.Array
@@ -62,100 +62,100 @@ class Pools(NamedTuple):
 
     @property
     def is_quantised(self) -> bool:
-        """Whether the pools hold int8 or fp8 numbers and their scales."""
+        """Whether the pools are int8 or fp8 with scales."""
         return self.k_scale is not None
 
     @property
     def dtype(self) -> Any:
-        """Type of the numbers."""
+        """Dtype of keys and values."""
         return self.k.dtype
 
     @property
     def num_blocks(self) -> int:
-        """P."""
+        """Number of blocks (P)."""
         return self.k.shape[1]
 
     @property
     def num_kv_heads(self) -> int:
-        """K."""
+        """Number of KV heads (K)."""
         return self.k.shape[2]
 
     @property
     def block_size(self) -> int:
-        """C."""
+        """Tokens in a block (C)."""
         return self.k.shape[3]
 
     def map(self, function: Callable[[Any], Any]) -> "Pools":
-        """The same with another array for the keys and for the values, that a function makes."""
+        """Apply a function to `k` and to `v`, but not to the scales."""
         return self._replace(k=function(self.k), v=function(self.v))
 
     def place(self, half: Half, layer: Any, block: Any, head: Any, offset: Any) -> tuple[Any, Any]:
-        """The array that holds keys or values, and the index of tokens of a head in it."""
+        """Return the array with keys or values, and the index of tokens of a head in it."""
         return getattr(self, half), (layer, block, head, offset)
 
 
 class Pages(NamedTuple):
-    """K and V of every block of one layer in one array: the layout of JAX's kernel for TPUs.
+    """Keys and values of one layer in one array: the layout of JAX's ragged kernel for TPUs.
 
     Attributes:
-      kv: ``[P, C, 2 * K, D]``, of each token the key of head 0, its value, the key of head 1, ...;
-        floating point or int8.
+      kv: ``[P, C, 2 * K, D]``, floating point or int8. For each token: the key of head 0, its
+        value, the key of head 1, and so on.
     """
 
     kv: jax.Array
 
     @property
     def k_scale(self) -> None:
-        """There are no scales of tokens; what all keys are multiplied by is in `Options`."""
+        """None. Pages have no scales per token, only a factor of all keys in `Options`."""
 
     @property
     def v_scale(self) -> None:
-        """As `k_scale`."""
+        """None, like `k_scale`."""
 
     @property
     def is_quantised(self) -> bool:
-        """Whether there are scales for each token: never."""
+        """Whether there are scales per token: always False."""
         return False
 
     @property
     def dtype(self) -> Any:
-        """Type of the numbers."""
+        """Dtype of keys and values."""
         return self.kv.dtype
 
     @property
     def num_blocks(self) -> int:
-        """P."""
+        """Number of pages (P)."""
         return self.kv.shape[0]
 
     @property
     def num_kv_heads(self) -> int:
-        """K."""
+        """Number of KV heads (K)."""
         return self.kv.shape[2] // 2
 
     @property
     def block_size(self) -> int:
-        """C."""
+        """Tokens in a page (C)."""
         return self.kv.shape[1]
 
     def map(self, function: Callable[[Any], Any]) -> "Pages":
-        """The same with another array, that a function makes."""
+        """Apply a function to the array."""
         return Pages(function(self.kv))
 
     def place(self, half: Half, layer: Any, block: Any, head: Any, offset: Any) -> tuple[Any, Any]:
-        """The array, and the index of the keys or values of tokens of a head in it."""
-        del layer  # there is one
+        """Return the array, and the index of the keys or values of tokens of a head in it."""
+        del layer  # pages have a single layer
         return self.kv, (block, offset, 2 * head + (1 if half == "v" else 0))
 
 
 class AttentionArgs(NamedTuple):
-    """The arrays of a decode, one query for each sequence, or of a prefill, a chunk of them.
+    """Arrays of a decode (one query per sequence) or a prefill (a chunk of queries per sequence).
 
     Attributes:
-      q: ``[B, H, D]`` in decode, ``[B, T, H, D]`` in prefill, floating point.
-      pools: the pools of all layers; or the pages of one, where the call is a part of a ragged one.
+      q: floating point ``[B, H, D]`` in a decode, ``[B, T, H, D]`` in a prefill.
+      pools: the pools of all layers; or pages, if the call is a part of a ragged batch.
       block_tables: i32 ``[B, M]``.
       context_lens: i32 ``[B]``, tokens in each sequence.
-      query_lens: i32 ``[B]``, tokens in each chunk; None in decode.
+      query_lens: i32 ``[B]``, tokens in each chunk; None in a decode.
       sinks: floating point ``[H]``, or None.
       layer: i32 ``[]``, the layer to read.
     """
@@ -174,21 +174,21 @@ class AttentionArgs(NamedTuple):
         return "decode" if self.query_lens is None else "prefill"
 
     def as_prefill(self) -> "AttentionArgs":
-        """Return the arguments of a decode as a prefill with chunks of one token."""
+        """Return the arguments of a decode as a prefill with single-token chunks."""
         return self._replace(q=self.q[:, None], query_lens=jnp.ones_like(self.context_lens))
 
 
 class RaggedArgs(NamedTuple):
-    """The arrays of a ragged batch: chunks of any lengths, one behind the other.
+    """Arrays of a ragged batch: chunks of any lengths, concatenated.
 
     Attributes:
       q: ``[N, H, D]``, floating point.
       pages: keys and values.
       block_tables: i32 ``[B, M]``.
-      context_lens: i32 ``[B]``, tokens in each sequence; 0 in rows that are no sequence.
-      cu_query_lens: i32 ``[B + 1]``, row of `q` where each chunk begins, and where the last one
-        ends; from the number of sequences on all the same.
-      num_sequences: i32 ``[1]``, rows that are sequences, in 0..B.
+      context_lens: i32 ``[B]``, tokens in each sequence; 0 in unused rows.
+      cu_query_lens: i32 ``[B + 1]``, row of `q` at which each chunk starts, and the end of the last
+        chunk. Elements from `num_sequences` on are equal.
+      num_sequences: i32 ``[1]``, number of sequences, in 0..B.
       sinks: floating point ``[H]``, or None.
     """
 
@@ -202,15 +202,15 @@ class RaggedArgs(NamedTuple):
 
 
 class WriteArgs(NamedTuple):
-    """The arrays of a write: K and V of N tokens, and their places.
+    """Arrays of a write of K and V of N tokens.
 
     Attributes:
       pools: the pools of all layers.
       k: ``[N, K, D]``, floating point.
-      v: the values, as the keys.
-      blocks: i32 ``[N]``; a token whose block is no block is dropped.
-      offsets: i32 ``[N]``, the place of each token in its block.
-      layer: i32 ``[]``; nothing is written where it is no layer.
+      v: ``[N, K, D]``, floating point.
+      blocks: i32 ``[N]``, block of each token; tokens are dropped if it is out of range.
+      offsets: i32 ``[N]``, position of each token in its block.
+      layer: i32 ``[]``; nothing is written if it is out of range.
     """
 
     pools: Pools
@@ -222,18 +222,18 @@ class WriteArgs(NamedTuple):
 
 
 class RopeWriteArgs(NamedTuple):
-    """The arrays of a write from one projection of N tokens, whose heads are normed and rotated.
+    """Arrays of a write from a QKV projection of N tokens, see `paged_rope_write`.
 
     Attributes:
       pools: the pools of all layers.
-      qkv: ``[N, K, G + 2, D]``, floating point: for each KV head its G queries, its key, its
-        value.
-      cos: f32 ``[N, D / 2]``, of the angle of each pair of the head dimension.
-      sin: f32 ``[N, D / 2]``.
-      norms: None, or the weights ``[D]`` of the RMS norms of queries and of keys, floating point.
-      blocks: i32 ``[N]``; the keys and values of a token whose block is no block are dropped.
-      offsets: i32 ``[N]``, the place of each token in its block.
-      layer: i32 ``[]``; nothing is written where it is no layer.
+      qkv: ``[N, K, G + 2, D]``, floating point: the G queries, the key and the value of each KV
+        head.
+      cos: f32 ``[N, D / 2]``, cosine of the angle of each pair of the head dimension.
+      sin: f32 ``[N, D / 2]``, sine of the same angles.
+      norms: floating point weights ``[D]`` of the RMS norms of queries and keys; None for no norms.
+      blocks: see `WriteArgs`.
+      offsets: see `WriteArgs`.
+      layer: see `WriteArgs`.
     """
 
     pools: Pools
@@ -247,13 +247,13 @@ class RopeWriteArgs(NamedTuple):
 
 
 class CopyArgs(NamedTuple):
-    """The arrays of a copy of N blocks, in all layers.
+    """Arrays of a copy of N blocks, in all layers.
 
     Attributes:
       pools: the pools of all layers.
       sources: i32 ``[N]``.
-      targets: i32 ``[N]``, distinct, none of them a source; pairs of which either is no block are
-        left out.
+      targets: i32 ``[N]``, distinct blocks that are not sources. A pair is ignored if either block
+        is out of range.
     """
 
     pools: Pools
@@ -261,7 +261,6 @@ class CopyArgs(NamedTuple):
     targets: jax.Array
 
 
-@short_repr
 class Stack(NamedTuple):
     """The stacked weights of all layers, for kernels that read one layer of them in place.
 
@@ -286,7 +285,7 @@ class Weight:
       values: ``[*out, in]``, floating point or int8.
       scales: None, or float32 ``[*out]`` of an int8 matrix.
       stack: None, or the stacked weights that `values` and `scales` are a slice of.
-      dtype: type in which GPUs and TPUs multiply int8: the type of the model's floats.
+      dtype: dtype that int8 is converted to on GPUs and TPUs: the dtype of the model's floats.
     """
 
     values: jax.Array
@@ -313,14 +312,14 @@ class GroupedArgs(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """What an op means besides its arrays; hashable, a static argument of `jax.jit`.
+    """Options of an op; hashable, a static argument of `jax.jit`.
 
     Attributes:
       scale: factor of the scores.
-      sliding_window: how many last tokens a query sees, its own included; None for all.
+      sliding_window: number of tokens that a query sees, itself included; None for all.
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``; None for no cap.
-      norm_eps: added to the mean square of a head that is normed.
-      value_scale: what all values are multiplied by.
+      norm_eps: added to the mean square of a head by RMS norms.
+      value_scale: factor of all values.
     """
 
     scale: float = 1.0
@@ -335,7 +334,7 @@ class RaggedOptions(Options):
     """Options of a ragged op, and tile sizes for JAX's kernel for TPUs.
 
     Attributes:
-      return_lse: whether the caller uses the log-sum-exp; if not, a backend may return NaN for it.
+      return_lse: whether the caller uses the log-sum-exp; if not, it may be NaN.
       num_kv_pages_per_block: pages in a tile of keys of JAX's kernel; None for our default.
       num_queries_per_block: query tokens in a tile of JAX's kernel; None for our default.
       vmem_limit_bytes: bytes of VMEM that JAX's kernel may use; None for our default.
@@ -349,16 +348,16 @@ class RaggedOptions(Options):
 
 @dataclass(frozen=True)
 class Problem:
-    """The shapes, types and variants of a call: all that a backend needs to know to refuse it.
+    """Sizes, dtypes and options of a call: all that decides whether a backend supports it.
 
     Attributes:
-      op: the op that is called.
-      sizes: letters of `paged_jax.dims` with their sizes.
-      q_dtype: type of the queries, of the new keys and values, or of the projection.
-      pool_dtype: type of the pools.
-      has_sinks: whether attention sinks are given.
-      options: the options of the op.
-      lanes: last axis of the pools: D, or D padded to a multiple of 128.
+      op: the op.
+      sizes: the size of each dimension letter, see `paged_jax.dims`.
+      q_dtype: dtype of the queries, of the new keys and values, or of the projection.
+      pool_dtype: dtype of the pools.
+      has_sinks: whether there are attention sinks.
+      options: options of the op.
+      lanes: last dimension of the pools: D, or D padded to a multiple of 128.
     """
 
     op: Op
@@ -380,7 +379,7 @@ class Problem:
         *,
         has_sinks: bool = False,
     ) -> Self:
-        """A call over some pools, with queries, or new keys and values, of `dtype`."""
+        """Describe a call; `dtype` is the dtype of queries, of new keys and values, or of `qkv`."""
         return cls(
             op=op,
             sizes=tuple(sizes.items()),
@@ -396,23 +395,23 @@ class Problem:
 
 
 class Backend(Protocol):
-    """What all backends have; hashable, and equal where they do the same.
+    """A backend. Hashable, and equal to backends that do the same.
 
     Attributes:
-      platform: the only platform that its programs can be compiled for, as JAX names it, where it
-        is the first choice; None for any.
+      platform: JAX's name of the only platform that the backend supports, and on which it is
+        preferred; None if it supports all.
     """
 
     platform: ClassVar[str | None]
 
     def refusal(self, problem: Problem) -> str | None:
-        """Say in a sentence why the problem cannot be done; None where it can."""
+        """Return a phrase that says why the problem is not supported, or None if it is."""
         ...
 
 
 @runtime_checkable
 class AttentionOps(Protocol):
-    """The ops of a backend that attends."""
+    """Ops of a backend that computes attention."""
 
     def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
         """Return ``(out, lse)`` of `paged_attention`, or of `paged_prefill_attention`.
@@ -430,24 +429,24 @@ class AttentionOps(Protocol):
 
 @runtime_checkable
 class WritingOps(Protocol):
-    """The ops of a backend that changes the pools, in place where they are donated."""
+    """Ops of a backend that changes the pools, in place if they are donated."""
 
     def write(self, args: WriteArgs) -> Pools:
-        """Write new tokens to their places, as `paged_write`."""
+        """Write K and V of new tokens, see `paged_write`."""
         ...
 
     def rope_write(self, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
-        """Norm and rotate, write keys and values, return queries, as `paged_rope_write`."""
+        """Normalise, rotate, write keys and values, return queries, see `paged_rope_write`."""
         ...
 
     def copy_blocks(self, args: CopyArgs) -> Pools:
-        """Copy blocks in all layers, as `paged_jax.kernels.copy_blocks`."""
+        """Copy blocks in all layers, see `paged_jax.kernels.copy_blocks`."""
         ...
 
 
 @runtime_checkable
 class LinearOps(Protocol):
-    """The ops of a backend that multiplies matrices."""
+    """Ops of a backend that multiplies matrices."""
 
     def linear(self, x: jax.Array, w: Weight) -> jax.Array:
         """Multiply the last dimension by a weight, as `paged_jax.kernels.linear.linear`."""
@@ -460,7 +459,7 @@ class LinearOps(Protocol):
 
 @runtime_checkable
 class GroupedLinearOps(Protocol):
-    """The op of a backend that multiplies groups of rows by their own weights."""
+    """Op of a backend that multiplies groups of rows by a weight per group."""
 
     def grouped_refusal(self, args: GroupedArgs) -> str | None:
         """Return why the backend cannot multiply these arrays, or None if it can."""
@@ -472,5 +471,5 @@ class GroupedLinearOps(Protocol):
 
 
 def has_op(backend: Backend, op: Op) -> bool:
-    """Whether a backend has an op."""
+    """Return whether a backend has an op."""
     return isinstance(backend, AttentionOps if op in ATTENTION else WritingOps)

@@ -41,7 +41,7 @@ def check_pool_dtype(function: str, name: str, dtype: DTypeLike) -> None:
 
 
 def matmul_dtype(q_dtype: DTypeLike, pool_dtype: DTypeLike) -> Any:
-    """Return the dtype in which queries are multiplied by keys.
+    """Return the dtype of the matmul of queries and keys.
 
     It is the wider dtype of the two. For a quantised pool it is `q_dtype`, because bfloat16 and
     float16 represent int8 and e4m3 numbers exactly.

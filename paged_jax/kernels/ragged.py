@@ -3,8 +3,8 @@
 `ragged_paged_attention` has the signature and the page layout of JAX's kernel for TPUs, which
 Levanter, EasyDeL and sglang-jax use. It also runs on GPUs and CPUs, and reads the pages in place.
 
-The chunks of all sequences are concatenated in one array of queries. A decode is a chunk of one
-token. Backends use their decode kernel for single queries, because it splits long contexts, and
+The chunks of all sequences are concatenated in an array of queries. A chunk with a single token is
+a decode. Backends use their decode kernel for single queries, because it splits long contexts, and
 another kernel with larger matmuls for longer chunks, see `attend_in_parts`::
 
     q  [N, H, D]    | a a a a | b | c | d d d d d d d | (rows without a sequence) |
@@ -155,8 +155,9 @@ def ragged_paged_attention(
       sliding_window: number of tokens that a query sees, itself included (static); None for all.
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)`` (static).
       mask_value: accepted for compatibility. Tokens that a query does not see have weight 0.
-      k_scale, v_scale: factor of all keys and factor of all values, each a number or an array as
-        `sm_scale`; None for 1. The scaled keys and values are not rounded to the dtype of `q`.
+      k_scale: factor of all keys, a number or an array like `sm_scale`; None for 1. The scaled keys
+        are not rounded to the dtype of `q`.
+      v_scale: factor of all values, like `k_scale`.
       sinks: floating point ``[H]``, an additional logit in the softmax of each head, which has no
         value; None for no sinks. On TPUs XLA computes batches with sinks.
       return_lse: also return the log-sum-exp (static). On TPUs XLA then computes the batch.
@@ -394,7 +395,7 @@ def attend_in_parts(
     attend_to_chunks: Callable[[RaggedArgs, Chunks], tuple[jax.Array, jax.Array]],
     args: RaggedArgs,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend with single queries by one function, and with longer chunks by another.
+    """Attend with single queries by `decode`, and with longer chunks by `attend_to_chunks`.
 
     Args:
       decode: attends with one query per sequence, like the decode of a backend.

@@ -1,7 +1,7 @@
-"""The public ops that change the pools, whatever the backend: writing tokens, copying blocks.
+"""The public ops that change the pools: writes of keys and values, and copies of blocks.
 
-All return new pools. Donated, the pools are updated in place, and nothing of their size is copied
-or held for a while; pass them around whole, since slicing a layer out would copy it.
+All return new pools. If the pools are donated they are updated in place, without a temporary copy.
+Pass the whole pools to the ops: slicing out a layer would copy it.
 """
 
 import functools
@@ -36,7 +36,7 @@ from paged_jax.kernels.opaque_call import without_index_checks
 from paged_jax.kernels.pool_format import query_dtype, wider_dtype
 from paged_jax.kernels.rows import set_rows
 
-# Rows of the pool are counted in int32, and so are those past its end that stand for "no row".
+# Row indices are int32, including the indices past the end of the pool that mean "no row".
 _MAX_ROWS = 2**31 - 1
 
 
@@ -55,34 +55,37 @@ def paged_write(
     backend: str | None = None,
     interpret: Interpret = False,
 ) -> Pools:
-    """Write one layer's K and V of N tokens to their places; in place if the pools are donated.
+    """Write K and V of N tokens to one layer of the pools; in place if the pools are donated.
+
+    Differentiable in the pools, `k` and `v`, unless the pools are quantised.
 
     Args:
-      k_pool: ``[L, P, K, C, D]``, keys. Floating point, or int8 or float8_e4m3fn with scales. `D`
-        may be padded to a multiple of 128; what is then in the padding is not defined.
-      v_pool: the values, as the keys.
-      k: ``[N, K, D]`` floating point, cast to the dtype of the pool, or rounded to it with a scale
-        for each token and head, see `quantise`.
-      v: the values, as the keys.
-      blocks: integer ``[N]``. Tokens whose block is no block, such as P, are dropped.
-      offsets: integer ``[N]``, the token's place in its block, below C. No two tokens that are
-        written share a place.
-      layer: which layer of the pools to write; a Python int or a traced scalar. Where a traced one
-        is no layer, nothing is written.
-      k_scale, v_scale: f32 ``[L, P, K, C]``, the scales of quantised pools; None for others.
-      backend: ``"triton"`` (GPU), ``"xla"``, or None for the best one of the platform that the
+      k_pool: ``[L, P, K, C, D]``, keys. Floating point, or int8 or float8_e4m3fn with scales. The
+        last dimension may be padded to a multiple of 128; the padding is then undefined.
+      v_pool: values, of the same shape and dtype as `k_pool`.
+      k: ``[N, K, D]`` floating point, cast to the dtype of the pool. For quantised pools it is
+        rounded with one scale per token and head, see `quantise`.
+      v: ``[N, K, D]``, like `k`.
+      blocks: integer ``[N]``, block of each token. Tokens are dropped if it is not in 0..P - 1.
+      offsets: integer ``[N]``, position of each token in its block, below C. Written tokens must
+        have different positions.
+      layer: index of the layer to write, a Python int or a traced scalar. Nothing is written if a
+        traced index is out of range.
+      k_scale: f32 ``[L, P, K, C]``, scales of a quantised pool of keys; None for other pools.
+      v_scale: scales of the values, like `k_scale`.
+      backend: ``"triton"`` (GPU), ``"xla"``, or None for the best backend of the platform that the
         program is lowered for (static).
       interpret: run the Pallas kernel of `backend` in its interpreter, on any platform (static).
 
     Returns:
-      The `Pools`. Differentiable in pools and new values, unless the pools are quantised: then a
-      gradient is refused with NotImplementedError.
+      The new `Pools`.
 
     Raises:
-      ValueError: shapes or dtypes do not fit together, scales are missing or superfluous, the pool
-        has more rows than int32 counts, arrays are on a mesh with explicit axes, or the backend's
-        name is unknown or it does not run on the device of the arrays.
-      NotImplementedError: the backend that was asked for cannot do this; it says why.
+      ValueError: shapes or dtypes do not match, scales are missing or superfluous, the pool has too
+        many rows for int32 indices, arrays are on a mesh with explicit axes, or `backend` is
+        unknown or does not run on the device of the arrays.
+      NotImplementedError: `backend` does not support the arguments, or a gradient through a
+        quantised pool is requested.
 
     Example:
       >>> k_pool, v_pool = jnp.zeros((2, 2, 4, 1, 8, 16))
@@ -134,34 +137,39 @@ def paged_rope_write(
     backend: str | None = None,
     interpret: Interpret = False,
 ) -> tuple[jax.Array, Pools]:
-    """Rotate the queries and keys of a projection, and write its keys and values to their places.
+    """Rotate queries and keys of a fused QKV projection, and write its keys and values.
 
-    What lies in a Llama between the product with the fused weights of queries, keys and values and
-    `paged_attention`: the heads of queries and keys are divided by their root mean square where
-    there are weights for it, and rotated by their positions (RoFormer, section 3.2.2, in the order
-    of Hugging Face: ``x[i]`` with ``x[i + D / 2]``); keys and values are written as by
-    `paged_write`. On GPUs that is one launch, which reads the projection once.
+    These are the operations of a Llama layer between the QKV matmul and `paged_attention`: RMS norm
+    of the heads of queries and keys (optional), rotary embedding (RoFormer, section 3.2.2, with the
+    pairs ``x[i], x[i + D / 2]`` of Hugging Face), and `paged_write`. On GPUs they are one launch,
+    which reads the projection once. Differentiable in the pools, projection, rotations and norms,
+    unless the pools are quantised.
 
     Args:
-      k_pool, v_pool, blocks, offsets, layer, k_scale, v_scale: see `paged_write`.
-      qkv: ``[N, K, G + 2, D]`` floating point, for each KV head its G queries, its key, its value:
-        the order that can be divided over devices by KV heads. D is even. Computed in float32.
-      cos, sin: f32 ``[N, D / 2]``, of the angle of each pair of the head dimension.
-      q_norm, k_norm: None, or the weights ``[D]`` of the norms of queries and of keys, as in
-        Qwen3.
-      norm_eps: added to the mean square of a head where it is normed (static).
-      backend: ``"triton"`` (GPU), ``"xla"``, or None for the best one of the platform that the
-        program is lowered for (static).
-      interpret: run the Pallas kernel of `backend` in its interpreter, on any platform (static).
+      k_pool: see `paged_write`.
+      v_pool: see `paged_write`.
+      qkv: ``[N, K, G + 2, D]`` floating point: the G queries, the key and the value of each KV
+        head. This order can be sharded over KV heads. D is even. Computed in float32.
+      cos: f32 ``[N, D / 2]``, cosine of the rotation angle of each pair.
+      sin: f32 ``[N, D / 2]``, sine of the rotation angle of each pair.
+      blocks: see `paged_write`.
+      offsets: see `paged_write`.
+      layer: see `paged_write`.
+      k_scale: see `paged_write`.
+      v_scale: see `paged_write`.
+      q_norm: ``[D]``, weight of the RMS norm of queries, as in Qwen3; None for no norms.
+      k_norm: ``[D]``, weight of the RMS norm of keys.
+      norm_eps: added to the mean square of a head (static).
+      backend: see `paged_write`.
+      interpret: see `paged_write`.
 
     Returns:
-      ``(q, pools)``: the queries ``[N, H, D]``, of all tokens, in the type that attention wants:
-      that of the pools, or bfloat16 where these are quantised; and the `Pools`. Differentiable in
-      pools, projection, rotations and norms, unless the pools are quantised: then a gradient is
-      refused with NotImplementedError.
+      ``(q, pools)``: the queries ``[N, H, D]`` of all tokens, in the dtype of the pools or bfloat16
+      if they are quantised; and the new `Pools`.
 
     Raises:
-      ValueError, NotImplementedError: as for `paged_write`.
+      ValueError: see `paged_write`.
+      NotImplementedError: see `paged_write`.
 
     Example:
       >>> k_pool, v_pool = jnp.zeros((2, 1, 4, 1, 8, 4))
@@ -211,19 +219,26 @@ def copy_blocks(
 ) -> Pools:
     """Copy blocks to other blocks, in all layers; in place if the pools are donated.
 
+    Each copied block is read and written once. The pools and scales have derivatives of any order,
+    in forward and reverse mode. The gradient of a target is added to the gradient of its source.
+
     Args:
-      k_pool, v_pool, k_scale, v_scale, backend, interpret: see `paged_write`.
-      sources: integer ``[N]``, the blocks to copy.
-      targets: integer ``[N]``, where to: distinct blocks, none of which is also a source. Pairs
-        of which either is no block, such as P, are left out.
+      k_pool: see `paged_write`.
+      v_pool: see `paged_write`.
+      sources: integer ``[N]``, blocks to copy.
+      targets: integer ``[N]``, distinct blocks that are overwritten; none is also a source. Pairs
+        are ignored if one of the blocks is not in 0..P - 1.
+      k_scale: see `paged_write`.
+      v_scale: see `paged_write`.
+      backend: see `paged_write`.
+      interpret: see `paged_write`.
 
     Returns:
-      The `Pools`. Each copied block is read and written once. The pools and scales have derivatives
-      of any order, in forward and reverse mode. The gradient of a target is added to that of its
-      source.
+      The new `Pools`.
 
     Raises:
-      ValueError, NotImplementedError: as for `paged_write`.
+      ValueError: see `paged_write`.
+      NotImplementedError: see `paged_write`.
 
     Example:
       >>> k_pool = v_pool = jnp.arange(4.0).reshape(1, 4, 1, 1, 1)
@@ -302,8 +317,9 @@ def write_kv_pages(
       pages: integer ``[N]``, page of each token. A token is dropped if its page is not in 0..P - 1.
       offsets: integer ``[N]``, position of each token in its page. A token is dropped if its offset
         is not in 0..C - 1. Written tokens must have different positions.
-      k_scale, v_scale: numbers or JAX arrays of one element; `k` and `v` are divided by them before
-        the cast. Pass the same factors to `ragged_paged_attention`. None for 1.
+      k_scale: number or JAX array of one element; `k` is divided by it before the cast. Pass the
+        same factor to `ragged_paged_attention`. None for 1.
+      v_scale: factor of the values, like `k_scale`.
 
     Returns:
       The pages. Values are rounded to integers for int8; int8 and float8 saturate. Differentiable
@@ -361,7 +377,7 @@ def _to_page_dtype(function: str, x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _check_rope_write(function: str, args: RopeWriteArgs) -> dict[str, int]:
-    """Refuse arrays that do not fit together; the size of each letter."""
+    """Check that the arrays match, and return the size of each dimension letter."""
     qkv, pools = args.qkv, args.pools
     if qkv.ndim != 4 or qkv.shape[2] <= 2:
         raise ValueError(
@@ -392,7 +408,7 @@ def _check_rope_write(function: str, args: RopeWriteArgs) -> dict[str, int]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _without_gradient(function: str, new: jax.Array) -> jax.Array:
-    """Keys or values on their way into a quantised pool."""
+    """Return `new`; raise an error if it is differentiated (quantised pools have no gradient)."""
     del function
     return new
 
@@ -401,8 +417,8 @@ def _refuse_gradient(function, primals, tangents):
     # Rounding has no useful derivative, and a silent zero would look like one.
     if not isinstance(tangents[0], SymbolicZero):
         raise NotImplementedError(
-            f"{function}: a quantised pool passes no gradient to what is written. Train with a "
-            "floating-point pool, or stop the gradient with jax.lax.stop_gradient."
+            f"{function}: the pools must be floating point for a gradient in what is written, got "
+            "quantised pools. Stop the gradient with jax.lax.stop_gradient."
         )
     return primals[0], tangents[0]
 
@@ -411,15 +427,15 @@ _without_gradient.defjvp(_refuse_gradient, symbolic_zeros=True)
 
 
 def check_num_rows(function: str, shape: tuple[int, ...], num_new: int = 0) -> None:
-    """Refuse a pool with more rows, a token and head each, than int32 can count.
+    """Check that int32 can index the rows of a pool. A row is a token and a KV head of a layer.
 
     Args:
-      function: the name of the caller, for the message.
+      function: name of the caller, for the error message.
       shape: shape of the pool, L, P, K, C, D.
-      num_new: rows past the end of the pool that must be counted too.
+      num_new: number of indices past the end of the pool that are needed too.
 
     Raises:
-      ValueError: the pool has too many.
+      ValueError: the pool has too many rows.
     """
     L, P, K, C, _ = shape
     num_rows = L * P * K * C

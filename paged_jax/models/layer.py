@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.linear import Weight, linear, sum_rows
-from paged_jax.kernels.rope import mean_square, rms_norm, rotate, scale_by
+from paged_jax.kernels.norm_rope import mean_square, rms_norm, rotate, scale_by
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_attention import Attend, Carry, Heads, Projection
 from paged_jax.models.matrices import add_matrix, float_type, get_matrix

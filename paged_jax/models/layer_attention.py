@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.formatting import short_repr
-from paged_jax.kernels.rope import split_and_rotate
+from paged_jax.kernels.norm_rope import split_and_rotate
 
 
 class Projection(NamedTuple):

@@ -147,7 +147,7 @@ def _top_p_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Arr
     logit = jnp.minimum(logit, jnp.max(z, axis=1))
     logit = jnp.where(top_p < 1, logit, -jnp.inf)
     is_tie = z == logit[:, None]
-    # Equal logits have equal weights, so a quotient gives the number of them that is needed.
+    # Equal logits have equal weights, so a division gives the number of ties to keep.
     weight = jnp.max(jnp.where(is_tie, weights, 0.0), axis=1)
     above = jnp.sum(_above(z > logit[:, None], weights), axis=1)
     missing = jnp.ceil((goal - above) / jnp.where(weight > 0, weight, 1.0))

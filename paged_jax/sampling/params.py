@@ -102,7 +102,7 @@ _STRUCTURED = "StructuredOutputsParams"
 
 
 class StructuredOutputError(RuntimeError):
-    """The grammar of a structured output became too complex to follow."""
+    """Error for a grammar of structured outputs that became too complex to follow."""
 
 
 @names_arguments

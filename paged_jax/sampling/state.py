@@ -16,7 +16,7 @@ from paged_jax.sampling.params import NO_BIAS, SamplingParams, TokenBias
 # Lower temperatures mean greedy, as in vLLM. This also avoids denormal quotients, which some
 # backends flush to zero.
 SMALLEST_TEMPERATURE = 1e-5
-# A position after all positions.
+# Larger than every position.
 _ALWAYS = 2**31 - 1
 
 

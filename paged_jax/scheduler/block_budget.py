@@ -146,7 +146,7 @@ class BlockBudget:
         return self.num_wanted(num_tokens)
 
     def num_freed_next(self, sequence: Sequence) -> int:
-        """Return the number of blocks that the sequence's next program frees first."""
+        """Return the number of blocks that the next program frees before it allocates others."""
         return 0
 
     def num_claimed(self, sequence: Sequence) -> int:
@@ -282,7 +282,7 @@ class UnsharedMemory(BlockMemory):
         self._memory = memory
         self._block_budget = block_budget
         self._running = running
-        # A sequence that holds blocks already and is not in `running` yet.
+        # The sequence that is being admitted: it holds blocks and is not in `running` yet.
         self._newcomer: Sequence | None = None
 
     @property

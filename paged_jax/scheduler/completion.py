@@ -64,7 +64,7 @@ class Completion:
         )
 
     def restore(self, snapshot: CompletionSnapshot) -> None:
-        """Undo all changes since a snapshot, after an interrupted change."""
+        """Restore the state of a snapshot, after an exception has interrupted a change."""
         (
             self.cumulative_logprob,
             num_token_logprobs,

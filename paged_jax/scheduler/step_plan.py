@@ -81,7 +81,7 @@ class Lookahead:
         self._is_open = self._is_used and is_full and is_free and not may_admit_next
 
     def close(self) -> None:
-        """Plan nothing further ahead until the scheduler has made a plan."""
+        """Stop planning ahead until the scheduler has made the next plan."""
         self._is_open = False
 
     def next_plan(self, plan: StepPlan, now: float = 0.0) -> StepPlan | None:

@@ -208,34 +208,42 @@ class Metrics:
             histograms["time_to_first_token_seconds"].observe(seconds)
 
     def _observe_end(self, request: Request, num_tokens: int) -> None:
-        histograms, metrics = self._histograms, request.metrics
         reason = request.sequences[0].completion.finish_reason or "abort"
         self._success.labels(**self._labels, finished_reason=reason).inc()
-        histograms["request_prompt_tokens"].observe(len(request.prompt_token_ids))
-        histograms["request_generation_tokens"].observe(num_tokens)
-        longest = max(sequence.num_generated for sequence in request.sequences)
-        histograms["request_max_num_generation_tokens"].observe(longest)
-        histograms["request_params_n"].observe(request.params.n)
-        if request.params.max_tokens is not None:
-            histograms["request_params_max_tokens"].observe(request.params.max_tokens)
-        if metrics.finished_time is not None:
-            self._observe_times(metrics, metrics.finished_time, num_tokens / len(request.sequences))
+        values: dict[str, float | None] = {
+            "request_prompt_tokens": len(request.prompt_token_ids),
+            "request_generation_tokens": num_tokens,
+            "request_max_num_generation_tokens": max(
+                sequence.num_generated for sequence in request.sequences
+            ),
+            "request_params_n": request.params.n,
+            "request_params_max_tokens": request.params.max_tokens,
+            **_durations(request.metrics, num_tokens / len(request.sequences)),
+        }
+        for name, value in values.items():
+            if value is not None:
+                self._histograms[name].observe(value)
 
-    def _observe_times(self, metrics: RequestMetrics, end: float, per_sample: float) -> None:
-        histograms = self._histograms
-        scheduled, first = metrics.first_scheduled_time, metrics.first_token_time
-        histograms["e2e_request_latency_seconds"].observe(end - metrics.arrival_time)
-        if scheduled is not None:
-            histograms["request_inference_time_seconds"].observe(end - scheduled)
-        if first is None:
-            return
-        if scheduled is not None:
-            histograms["request_prefill_time_seconds"].observe(first - scheduled)
-        histograms["request_decode_time_seconds"].observe(end - first)
-        if per_sample > 1:
-            histograms["request_time_per_output_token_seconds"].observe(
-                (end - first) / (per_sample - 1)
-            )
+
+def _durations(metrics: RequestMetrics, tokens_per_sample: float) -> dict[str, float | None]:
+    """Return the durations of a finished request, in seconds; None if an event did not happen."""
+    scheduled, first = metrics.first_scheduled_time, metrics.first_token_time
+    if (end := metrics.finished_time) is None:
+        return {}
+    decode = None if first is None else end - first
+    return {
+        "e2e_request_latency_seconds": end - metrics.arrival_time,
+        "request_inference_time_seconds": None if scheduled is None else end - scheduled,
+        "request_prefill_time_seconds": (
+            None if scheduled is None or first is None else first - scheduled
+        ),
+        "request_decode_time_seconds": decode,
+        "request_time_per_output_token_seconds": (
+            decode / (tokens_per_sample - 1)
+            if decode is not None and tokens_per_sample > 1
+            else None
+        ),
+    }
 
 
 class _EngineCollector(Collector):

@@ -1,4 +1,4 @@
-"""Beam search, against an independent one on the plain forward pass and against all sequences."""
+"""Beam search against an independent search on the plain model, and against all sequences."""
 
 import itertools
 
@@ -16,7 +16,7 @@ V = CONFIG.vocab_size
 LONG = [BOS, *range(5, 22)]  # 18 tokens: 4 full blocks and 2 tokens
 OTHER = [BOS, *range(25, 32)]
 PROMPTS = [LONG, OTHER, [BOS], [BOS, 9, 9, 30], [BOS, *range(20, 28)]]
-# One that the tiny model likes is among them.
+# A token that is probable in the tiny model is among them.
 END_IDS = (EOS, 3)
 BAD = "BeamSearchParams: "
 
@@ -33,20 +33,20 @@ def shared_llm(tiny_model, tokenizer) -> LLM:
 
 @pytest.fixture
 def llm(shared_llm):
-    """The engine of most tests, which must come back empty from each of them."""
+    """Return the shared engine, and check after the test that it is empty."""
     yield shared_llm
     check_empty(shared_llm)
 
 
 @pytest.fixture(scope="session")
 def ending_llm(tiny_model, tokenizer) -> LLM:
-    """Sequences end often."""
+    """Return an engine in which sequences end often."""
     return with_ends(tiny_model, tokenizer, END_IDS)
 
 
 @pytest.fixture(scope="session")
 def log_softmax(tiny_model):
-    """Of the tokens after each of up to V sequences, float64 [number, V], by the plain forward."""
+    """Return a function: log-probabilities float64 [N, V] of the next token of N sequences."""
     run = jax.jit(lambda weights, ids: nnx.merge(graphdef, weights)(ids))
     graphdef, weights = nnx.split(tiny_model)
 
@@ -62,7 +62,7 @@ def log_softmax(tiny_model):
 
 
 def with_ends(model: Llama, tokenizer: Tokenizer, end_ids) -> LLM:
-    """An engine whose model ends a text with any of some tokens."""
+    """Return an engine with `end_ids` as end-of-sequence tokens."""
     return LLM(model, tokenizer=Tokenizer(tokenizer.backend, eos_token_ids=end_ids), **SIZES)
 
 
@@ -74,13 +74,13 @@ def search(llm: LLM, prompts: list[list[int]], **params):
 
 @pytest.fixture(scope="session")
 def wide_llm(tiny_model) -> LLM:
-    """For more beams than there are tokens, with other sizes and without a prefix cache."""
+    """Return an engine for more beams than tokens, with other sizes and without prefix caching."""
     sizes = {"block_size": 3, "num_blocks": 3 * V, "max_num_seqs": V + 9, "max_chunk": 8}
     return LLM(tiny_model, **sizes, enable_prefix_caching=False)
 
 
 def expected(log_softmax, prompt, *, width, end_ids=(), penalty=1.0, max_tokens=12):
-    """All steps to the end, over whole rows: (tokens, log-probability, whether complete)."""
+    """Return the beams after all steps: (tokens, log-probability, whether complete)."""
     live, done = [(list(prompt), 0.0)], []
     for _ in range(max_tokens):
         rows = log_softmax([tokens for tokens, _ in live])
@@ -110,14 +110,14 @@ def check_equal(sequences, items) -> None:
     np.testing.assert_allclose([s.cum_logprob for s in sequences], totals, rtol=1e-4)
 
 
-# What is found
+# Results
 
 
 @pytest.mark.parametrize(
     "width",
     [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 4],
 )
-def test_beams_are_those_of_the_plain_forward(llm, log_softmax, width) -> None:
+def test_beam_search_matches_the_plain_model(llm, log_softmax, width) -> None:
     for prompt in PROMPTS[:3]:
         [sequences] = search(llm, [prompt], beam_width=width, ignore_eos=True)
         check_equal(sequences, expected(log_softmax, prompt, width=width))
@@ -127,7 +127,7 @@ def test_beams_are_those_of_the_plain_forward(llm, log_softmax, width) -> None:
 @pytest.mark.parametrize(
     "penalty", [1.0, *(pytest.param(p, marks=pytest.mark.slow) for p in (-2.0, 0.0, 2.0))]
 )
-def test_sequences_complete_and_are_ranked_by_length(ending_llm, log_softmax, penalty) -> None:
+def test_beam_search_ranks_complete_sequences_by_length(ending_llm, log_softmax, penalty) -> None:
     num_steps, num_complete = ending_llm.stats.num_steps, 0
     for prompt in PROMPTS:
         [sequences] = search(ending_llm, [prompt], length_penalty=penalty)
@@ -140,15 +140,17 @@ def test_sequences_complete_and_are_ranked_by_length(ending_llm, log_softmax, pe
                 assert sequence.stop_reason == sequence.tokens[-1] in END_IDS
                 num_complete += 1
     assert num_complete > 3
-    # A search is over when nothing can change its outcome; the plain one never knows.
+    # The search ends as soon as the result is certain; the plain search runs all steps.
     assert ending_llm.stats.num_steps - num_steps < 12 * len(PROMPTS)
     check_empty(ending_llm)
 
 
-def test_more_end_tokens_than_beams_let_beams_go_on(tiny_model, tokenizer, log_softmax) -> None:
+def test_beam_search_continues_with_more_end_tokens_than_beams(
+    tiny_model, tokenizer, log_softmax
+) -> None:
     for prompt in PROMPTS[:2]:
         [row] = log_softmax([prompt])
-        # So many that the program is that of four beams.
+        # The number of beams is padded to four.
         end_ids = [token for token in np.argsort(-row).tolist() if token != EOS][:5]
         llm = with_ends(tiny_model, tokenizer, end_ids)
         [sequences] = search(llm, [prompt], beam_width=2, length_penalty=9.0)
@@ -157,7 +159,7 @@ def test_more_end_tokens_than_beams_let_beams_go_on(tiny_model, tokenizer, log_s
         check_equal(sequences, expected(log_softmax, prompt, width=2, end_ids=end_ids, penalty=9.0))
 
 
-def test_length_penalties_change_the_order(ending_llm) -> None:
+def test_length_penalty_changes_the_order(ending_llm) -> None:
     lengths = {
         penalty: sum(
             len(sequence.tokens)
@@ -169,7 +171,7 @@ def test_length_penalties_change_the_order(ending_llm) -> None:
 
 
 @pytest.mark.slow
-def test_as_many_beams_as_tokens_find_the_best_of_all_sequences(wide_llm, log_softmax) -> None:
+def test_beam_search_with_many_beams_finds_the_best_sequences(wide_llm, log_softmax) -> None:
     for end_ids, ignore_eos in (((EOS,), False), ((), True)):
         [sequences] = search(
             wide_llm, [LONG], beam_width=V, max_tokens=2, ignore_eos=ignore_eos, length_penalty=2
@@ -186,7 +188,7 @@ def test_as_many_beams_as_tokens_find_the_best_of_all_sequences(wide_llm, log_so
     check_empty(wide_llm)
 
 
-def test_one_beam_is_greedy(llm) -> None:
+def test_beam_search_of_width_1_is_greedy(llm) -> None:
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     for prompt in PROMPTS:
         [output] = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
@@ -196,7 +198,7 @@ def test_one_beam_is_greedy(llm) -> None:
         assert beam.cum_logprob == pytest.approx(completion.cumulative_logprob, rel=1e-5)
 
 
-def test_text_is_that_of_all_tokens(ending_llm, tokenizer) -> None:
+def test_text_includes_the_prompt(ending_llm, tokenizer) -> None:
     prompt = PROMPTS[3]
     bare, with_end = (
         search(ending_llm, [prompt], include_stop_str_in_output=include)[0]
@@ -212,18 +214,18 @@ def test_text_is_that_of_all_tokens(ending_llm, tokenizer) -> None:
         assert b.text == a.text + end
 
 
-def test_the_context_ends_a_search(llm) -> None:
+def test_beam_search_ends_at_the_context(llm) -> None:
     prompt = [BOS, *([7, 9] * 28)]  # 57 of 64 tokens
     [sequences] = search(llm, [prompt], beam_width=2, max_tokens=50, ignore_eos=True)
     assert [len(s.tokens) for s in sequences] == [64, 64]
     assert {s.finish_reason for s in sequences} == {"length"}
 
 
-# Prompts at once, memory
+# Several prompts, memory
 
 
 @pytest.mark.slow
-def test_prompts_at_once_find_what_each_finds_alone(ending_llm) -> None:
+def test_beam_search_of_several_prompts_equals_single_searches(ending_llm) -> None:
     steps = [ending_llm.stats.num_steps]
     alone = [search(ending_llm, [prompt], beam_width=2)[0] for prompt in PROMPTS]
     steps.append(ending_llm.stats.num_steps)
@@ -240,8 +242,8 @@ def test_prompts_at_once_find_what_each_finds_alone(ending_llm) -> None:
     assert search(ending_llm, []) == []
 
 
-def test_prompts_wait_where_blocks_may_not_suffice(llm) -> None:
-    # Of 20 blocks, two beams and LONG may need 12, OTHER 8.
+def test_beam_search_waits_if_blocks_may_not_suffice(llm) -> None:
+    # Two beams of LONG may need 12 of the 20 blocks, two beams of OTHER 8.
     for prompts, num_steps in (((LONG, OTHER), 12), ((LONG, LONG), 24)):
         before = llm.stats.num_steps
         search(llm, list(prompts), beam_width=2, ignore_eos=True)
@@ -249,24 +251,24 @@ def test_prompts_wait_where_blocks_may_not_suffice(llm) -> None:
 
 
 @pytest.mark.slow
-def test_sizes_change_nothing(wide_llm, log_softmax) -> None:
+def test_beam_search_does_not_depend_on_sizes(wide_llm, log_softmax) -> None:
     [sequences] = search(wide_llm, [LONG], beam_width=V, max_tokens=5, ignore_eos=True)
     check_equal(sequences, expected(log_softmax, LONG, width=V, max_tokens=5))
     assert {sequence.text for sequence in sequences} == {""}
     check_empty(wide_llm)
 
 
-def test_beams_share_blocks_and_the_savings_are_counted(tiny_model) -> None:
+def test_stats_sharing_counts_blocks_that_beams_share(tiny_model) -> None:
     llm = LLM(tiny_model, **SIZES)
     search(llm, [LONG], max_tokens=15, ignore_eos=True)
-    # Without sharing, 4 beams would hold 8 blocks each in the end; sharing only the prompt, 20.
+    # Without sharing, 4 beams would hold 8 blocks each; with a shared prompt, 20 together.
     assert 0.4 < llm.stats.sharing < 0.8
     assert 8 < llm.stats.peak_num_blocks <= 20
     assert llm.stats.num_steps == 15
     assert llm.stats.num_queried_tokens == 17
 
 
-def test_a_prompt_is_found_in_the_prefix_cache(llm) -> None:
+def test_beam_search_uses_the_prefix_cache(llm) -> None:
     llm.reset_prefix_cache()
     first = search(llm, [LONG], ignore_eos=True)
     before = llm.stats.num_cached_tokens
@@ -277,16 +279,16 @@ def test_a_prompt_is_found_in_the_prefix_cache(llm) -> None:
     assert output.num_cached_tokens == 16
 
 
-def test_a_prompt_is_found_while_it_runs(llm) -> None:
-    # Of 20 blocks, two beams of the first may need 17, those of the second 3. The first is over
-    # when it has filled the context, three steps before the second.
+def test_beam_search_shares_a_prompt_that_is_running(llm) -> None:
+    # Two beams of the first prompt may need 17 of the 20 blocks, two beams of the second 3. The
+    # first search fills the context and ends three steps before the second.
     full, short = [BOS, *([7, 9] * 31)], [BOS, 20, 21, 22, 23]
     before = llm.stats.num_cached_tokens
     search(llm, [full, short, [*short, 24]], beam_width=2, max_tokens=4, ignore_eos=True)
     assert llm.stats.num_cached_tokens - before == 4
 
 
-def test_what_can_never_fit_is_refused_with_the_numbers(llm) -> None:
+def test_beam_search_rejects_searches_that_never_fit(llm) -> None:
     before = llm.stats.num_steps
     with pytest.raises(ValueError, match="4 beams of 18 .* 16 new .* pool of 20 .* may need 24"):
         search(llm, [[BOS], LONG], max_tokens=16)
@@ -298,7 +300,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers(llm) -> None:
 
 
 @pytest.mark.slow
-def test_few_continuations_are_all_returned(wide_llm, log_softmax) -> None:
+def test_beam_search_returns_all_sequences_if_there_are_few(wide_llm, log_softmax) -> None:
     [sequences] = search(wide_llm, [[BOS, 9]], beam_width=V + 9, max_tokens=1)
     [row] = log_softmax([[BOS, 9]])
     assert sorted(s.tokens[-1] for s in sequences) == list(range(V))
@@ -308,7 +310,7 @@ def test_few_continuations_are_all_returned(wide_llm, log_softmax) -> None:
     check_empty(wide_llm)
 
 
-# When something fails
+# Failures
 
 
 @pytest.mark.parametrize(
@@ -321,7 +323,7 @@ def test_few_continuations_are_all_returned(wide_llm, log_softmax) -> None:
         ),
     ],
 )
-def test_interruption_anywhere_leaves_it_empty(llm, monkeypatch, name) -> None:
+def test_beam_search_interrupted_anywhere_leaves_the_engine_empty(llm, monkeypatch, name) -> None:
     first = search(llm, PROMPTS[:2], beam_width=2, ignore_eos=True)
     for is_after in (False, True):
         owner = llm.core.runner if hasattr(llm.core.runner, name) else llm.core.runner.slots
@@ -343,7 +345,7 @@ def test_interruption_anywhere_leaves_it_empty(llm, monkeypatch, name) -> None:
         assert search(llm, PROMPTS[:2], beam_width=2, ignore_eos=True) == first
 
 
-def test_nan_is_an_error(tiny_model) -> None:
+def test_beam_search_raises_for_nan(tiny_model) -> None:
     llm = LLM(tiny_model, **SIZES)
     llm.update_params(jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), nnx.state(tiny_model)))
     with pytest.raises(FloatingPointError, match="NaN after 18 tokens"):
@@ -351,7 +353,7 @@ def test_nan_is_an_error(tiny_model) -> None:
     check_empty(llm)
 
 
-def test_an_engine_with_requests_is_refused(llm) -> None:
+def test_beam_search_requires_an_idle_engine(llm) -> None:
     request_id = llm.add_request({"prompt_token_ids": LONG}, SamplingParams(max_tokens=4))
     with pytest.raises(RuntimeError, match="no request may be unfinished, got 1"):
         search(llm, [LONG])
@@ -367,7 +369,7 @@ def test_an_engine_with_requests_is_refused(llm) -> None:
         ({"prompt_token_ids": [5] * 64}, "at most 63 tokens"),
     ],
 )
-def test_bad_prompts_are_refused(llm, prompt, message) -> None:
+def test_beam_search_rejects_bad_prompts(llm, prompt, message) -> None:
     before = llm.stats.num_steps
     with pytest.raises(ValueError, match=message):
         llm.beam_search(["the cat", prompt], BeamSearchParams(beam_width=2, max_tokens=4))
@@ -390,7 +392,7 @@ def test_bad_prompts_are_refused(llm, prompt, message) -> None:
         ({"length_penalty": "1"}, "length_penalty must be in"),
     ],
 )
-def test_bad_params_are_refused(params, message) -> None:
+def test_beam_search_params_rejects_bad_values(params, message) -> None:
     with pytest.raises(ValueError, match=BAD + message) as caught:
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 4, **params})
     assert "\n" not in str(caught.value)

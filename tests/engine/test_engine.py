@@ -1,4 +1,4 @@
-"""`Engine`: requests that come and go, what they share, and what survives when something fails."""
+"""`Engine`: adding and ending requests, prefix caching, new weights, and recovery from failures."""
 
 import dataclasses
 import weakref
@@ -25,7 +25,7 @@ def engine(tiny_model) -> Engine:
 
 
 def complete(engine: Engine, prompt, params=GREEDY, **options):
-    """The output of one request, run to its end beside whatever else there is."""
+    """Return the final output of a request, and run other requests meanwhile."""
     request_id = engine.add_request(prompt, params, **options)
     while True:
         for output in engine.step():
@@ -39,10 +39,10 @@ def replace_program(engine: Engine, monkeypatch, name: str, function) -> None:
     monkeypatch.setattr(executor, "programs", executor.programs._replace(**{name: program}))
 
 
-# Coming and going
+# Adding and ending requests
 
 
-def test_requests_are_freed_as_soon_as_they_have_ended(engine, no_collector) -> None:
+def test_step_frees_requests_that_have_ended(engine, no_collector) -> None:
     ids = [engine.add_request(prompt, GREEDY) for prompt in (LONG, OTHER)]
     ids.append(engine.add_request(OTHER, GREEDY, timeout=1e-9))
     requests = [engine.get_request(request_id) for request_id in ids]
@@ -56,9 +56,7 @@ def test_requests_are_freed_as_soon_as_they_have_ended(engine, no_collector) -> 
     assert [reference() for reference in freed] == [None] * 6
 
 
-def test_a_request_that_fails_is_returned_though_only_the_engine_held_it(
-    engine, no_collector, monkeypatch
-) -> None:
+def test_step_returns_a_request_that_failed(engine, no_collector, monkeypatch) -> None:
     def fail(*_):
         raise FloatingPointError("not a number")
 
@@ -68,7 +66,7 @@ def test_a_request_that_fails_is_returned_though_only_the_engine_held_it(
     check_empty(engine)
 
 
-def test_requests_join_a_running_batch(engine) -> None:
+def test_add_request_joins_a_running_batch(engine) -> None:
     alone = [complete(engine, prompt).outputs[0].token_ids for prompt in (LONG, OTHER)]
     first = engine.add_request(LONG, dataclasses.replace(GREEDY, max_tokens=30))
     engine.step()
@@ -80,7 +78,7 @@ def test_requests_join_a_running_batch(engine) -> None:
     assert engine.step() == []
 
 
-def test_abort_ends_one_request_alone(engine) -> None:
+def test_abort_ends_only_its_request(engine) -> None:
     expected = complete(engine, OTHER, dataclasses.replace(SEEDED, max_tokens=20))
     first = engine.add_request(LONG, dataclasses.replace(GREEDY, max_tokens=30, n=2))
     second = engine.add_request(OTHER, dataclasses.replace(SEEDED, max_tokens=20))
@@ -95,7 +93,7 @@ def test_abort_ends_one_request_alone(engine) -> None:
     assert finish(engine) == {second: expected.outputs[0].token_ids}
 
 
-def test_a_deadline_ends_a_request_where_it_stands(engine) -> None:
+def test_add_request_timeout_ends_the_request(engine) -> None:
     engine.add_request(LONG, dataclasses.replace(GREEDY, max_tokens=2))
     late = engine.add_request(OTHER, GREEDY, timeout=1e-9)
     outputs = {output.request_id: output for output in engine.step()}
@@ -107,9 +105,9 @@ def test_a_deadline_ends_a_request_where_it_stands(engine) -> None:
     assert in_time.outputs[0].finish_reason == "length"
 
 
-def test_better_priorities_go_first_and_lose_nobody(tiny_model) -> None:
+def test_add_request_priority_decides_the_order(tiny_model) -> None:
     engine = Engine(tiny_model, **SIZES, steps_per_dispatch=2)
-    # It takes all slots.
+    # This request takes all slots.
     four = dataclasses.replace(GREEDY, n=SIZES["max_num_seqs"])
     expected = {
         name: complete(engine, prompt, params).outputs[0].token_ids
@@ -140,7 +138,7 @@ def test_better_priorities_go_first_and_lose_nobody(tiny_model) -> None:
         ({"prompt_token_ids": [1] * 64}, {}, "at most 63 tokens"),
     ],
 )
-def test_a_refused_request_changes_nothing(engine, prompt, options, message) -> None:
+def test_add_request_changes_nothing_if_it_raises(engine, prompt, options, message) -> None:
     engine.add_request(OTHER, GREEDY, request_id="taken")
     engine.step()
     with pytest.raises(ValueError, match=message):
@@ -149,7 +147,7 @@ def test_a_refused_request_changes_nothing(engine, prompt, options, message) -> 
     assert engine.add_request(OTHER, GREEDY) == "1"
 
 
-def test_a_request_larger_than_the_pool_is_refused_with_the_numbers(tiny_model) -> None:
+def test_add_request_rejects_requests_larger_than_the_pool(tiny_model) -> None:
     engine = Engine(tiny_model, **{**SIZES, "num_blocks": 12, "max_num_seqs": 2})
     match = "pool of 12 blocks of 4 tokens, got 8 .* 42 new .* need 13"
     with pytest.raises(ValueError, match=match):
@@ -158,10 +156,10 @@ def test_a_request_larger_than_the_pool_is_refused_with_the_numbers(tiny_model) 
     engine.add_request(OTHER, dataclasses.replace(GREEDY, max_tokens=41))
 
 
-# What requests share
+# Prefix caching and shared blocks
 
 
-def test_a_prompt_is_found_again(engine) -> None:
+def test_prefix_cache_finds_a_repeated_prompt(engine) -> None:
     first, second = complete(engine, LONG), complete(engine, LONG)
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 16)
     assert second.outputs == first.outputs
@@ -171,14 +169,14 @@ def test_a_prompt_is_found_again(engine) -> None:
     assert complete(engine, LONG).num_cached_tokens == 0
 
 
-def test_the_last_token_is_always_computed(engine) -> None:
+def test_prefix_cache_never_covers_the_last_prompt_token(engine) -> None:
     prompt = {"prompt_token_ids": LONG["prompt_token_ids"][:16]}
     first, second = complete(engine, prompt), complete(engine, prompt)
     assert second.num_cached_tokens == 12
     assert second.outputs == first.outputs
 
 
-def test_the_device_looks_up_only_what_was_published(engine, monkeypatch) -> None:
+def test_attach_looks_up_only_published_blocks(engine, monkeypatch) -> None:
     counts, look_up = [], engine.core.executor.programs.attach.jitted
 
     def counting(weights, state, slot, digests, token_ids, num_blocks):
@@ -197,23 +195,23 @@ def test_the_device_looks_up_only_what_was_published(engine, monkeypatch) -> Non
     assert counts == [2]
 
 
-def test_the_host_forgets_digests_that_the_device_has_forgotten(engine, monkeypatch) -> None:
+def test_slots_forget_digests_of_evicted_blocks(engine, monkeypatch) -> None:
     monkeypatch.setattr("paged_jax.runner.slots._MAX_PUBLISHED", 1)
     slots = engine.core.runner.slots
     for token_id in range(5, 11):
         complete(engine, {"prompt_token_ids": [BOS, *[token_id] * 17]})
-        assert len(slots._published) <= engine.num_blocks + 7  # those of one request more
+        assert len(slots._published) <= engine.num_blocks + 7  # and the blocks of one request
         pool = engine.cache.tables.pool
         cached = np.asarray(pool.digests)[np.asarray(pool.is_cached)]
         assert {words.tobytes() for words in cached} <= slots._published
-    # The latest prompt is still there, the first one is not.
+    # The latest prompt is still cached, the first prompt is not.
     assert complete(engine, {"prompt_token_ids": [BOS, *[10] * 17]}).num_cached_tokens == 16
     assert complete(engine, {"prompt_token_ids": [BOS, *[5] * 17]}).num_cached_tokens == 0
 
 
-def test_salts_keep_tenants_apart(engine) -> None:
+def test_cache_salt_separates_tenants(engine) -> None:
     def num_cached(**salt):
-        params = dataclasses.replace(GREEDY, max_tokens=1)  # all of them fit the pool
+        params = dataclasses.replace(GREEDY, max_tokens=1)  # all requests fit the pool
         return complete(engine, {**LONG, **salt}, params).num_cached_tokens
 
     assert num_cached() == 0
@@ -223,7 +221,7 @@ def test_salts_keep_tenants_apart(engine) -> None:
     assert num_cached() == 16
 
 
-def test_a_conversation_finds_what_was_generated(engine) -> None:
+def test_prefix_cache_finds_generated_tokens(engine) -> None:
     first = complete(engine, LONG)
     spoken = [*first.prompt_token_ids, *first.outputs[0].token_ids]  # 30 tokens, 29 in the cache
     second = complete(engine, {"prompt_token_ids": [*spoken, 5, 6, 7]})
@@ -232,41 +230,41 @@ def test_a_conversation_finds_what_was_generated(engine) -> None:
     assert second.outputs[0].token_ids == fresh.outputs[0].token_ids
 
 
-def test_equal_prompts_of_one_batch_are_computed_once(engine) -> None:
+def test_equal_prompts_in_a_batch_are_computed_once(engine) -> None:
     expected = complete(engine, LONG, SEEDED).outputs[0].token_ids
     engine.reset_prefix_cache()
     before = engine.stats.num_prompt_tokens
     ids = [engine.add_request(LONG, SEEDED) for _ in range(3)]
     assert finish(engine) == dict.fromkeys(ids, expected)
-    # The first computes all 18; the others the two tokens after the last full block.
+    # The first request computes 18 tokens, the others only the 2 after the last full block.
     assert engine.stats.num_prompt_tokens - before == 18 + 2 + 2
 
 
-def test_prefix_caching_can_be_turned_off(tiny_model) -> None:
+def test_enable_prefix_caching_false_caches_nothing(tiny_model) -> None:
     engine = Engine(tiny_model, **SIZES, enable_prefix_caching=False)
     assert complete(engine, LONG).outputs == complete(engine, LONG).outputs
     assert engine.stats.num_queried_tokens == engine.stats.num_cached_tokens == 0
 
 
-def test_blocks_of_those_that_run_are_found_after_a_reset(engine) -> None:
+def test_reset_prefix_cache_keeps_new_blocks_of_running_requests(engine) -> None:
     request_id = engine.add_request(LONG, GREEDY)
     engine.step()
     engine.step()
     [sequence] = engine.sequences
-    assert sequence.num_computed > 16, "its prompt could be found"
+    assert sequence.num_computed > 16, "the blocks of its prompt are published"
     engine.reset_prefix_cache()
     assert finish(engine).keys() == {request_id}
     assert complete(engine, LONG).num_cached_tokens == 16
 
 
-def test_samples_share_blocks_and_the_savings_are_counted(engine) -> None:
+def test_stats_sharing_counts_blocks_that_samples_share(engine) -> None:
     complete(engine, LONG, dataclasses.replace(SEEDED, n=4))
     assert 0.3 < engine.stats.sharing < 0.8
     assert Engine(engine.model, **SIZES).stats.sharing == 0
 
 
-def test_requests_with_nothing_in_common_save_no_blocks(tiny_model) -> None:
-    """In no step, those that run ahead of what is known to have ended included."""
+def test_stats_sharing_is_zero_for_different_prompts(tiny_model) -> None:
+    """This holds in every step, also in steps that are queued ahead of finished requests."""
     engine = Engine(tiny_model, **SIZES)
     for number in range(6):
         prompt = {"prompt_token_ids": [BOS, *range(5 + number, 9 + 2 * number)]}
@@ -277,13 +275,13 @@ def test_requests_with_nothing_in_common_save_no_blocks(tiny_model) -> None:
         assert engine.stats.sharing == 0
 
 
-# Other weights
+# New weights
 
 
 def noisy(model: Llama) -> Llama:
     other = nnx.clone(model)
     state = jax.tree.map(
-        # On the host: on the device each shape would take programs of its own.
+        # Computed on the host, because each shape would compile programs on the device.
         lambda x: jnp.asarray(
             np.asarray(x)
             + np.float32(0.1) * np.sin(np.arange(x.size, dtype=x.dtype)).reshape(x.shape)
@@ -294,7 +292,7 @@ def noisy(model: Llama) -> Llama:
     return other
 
 
-def test_update_params_takes_effect_and_forgets_what_was_cached(engine) -> None:
+def test_update_params_takes_effect_and_empties_the_cache(engine) -> None:
     old = complete(engine, LONG)
     other = noisy(engine.model)
     for params in (other, nnx.state(other)):
@@ -305,7 +303,7 @@ def test_update_params_takes_effect_and_forgets_what_was_cached(engine) -> None:
         assert new.outputs[0].token_ids != old.outputs[0].token_ids
 
 
-def test_update_params_copies(engine) -> None:
+def test_update_params_copies_the_arrays(engine) -> None:
     other = noisy(engine.model)
     engine.update_params(other)
     expected = complete(engine, LONG).outputs
@@ -314,7 +312,7 @@ def test_update_params_copies(engine) -> None:
     assert complete(engine, LONG).outputs == expected
 
 
-def test_update_params_amid_requests_keeps_their_tokens(engine) -> None:
+def test_update_params_keeps_tokens_of_unfinished_requests(engine) -> None:
     params = dataclasses.replace(GREEDY, max_tokens=24)
     request_id = engine.add_request(LONG, params)
     engine.step()
@@ -329,7 +327,7 @@ def test_update_params_amid_requests_keeps_their_tokens(engine) -> None:
     assert after == tokens + complete(Engine(other, **SIZES), prompt, rest).outputs[0].token_ids
 
 
-def test_the_model_is_that_of_the_current_weights(engine) -> None:
+def test_model_has_the_current_weights(engine) -> None:
     other = noisy(engine.model)
     engine.update_params(other)
     ours, theirs = (jax.tree.leaves(nnx.state(m)) for m in (engine.model, other))
@@ -338,7 +336,7 @@ def test_the_model_is_that_of_the_current_weights(engine) -> None:
         engine.update_params({"embed_tokens": theirs[0]})
 
 
-def test_update_params_refuses_other_shapes(engine) -> None:
+def test_update_params_rejects_other_shapes(engine) -> None:
     expected = complete(engine, LONG).outputs
     leaves = jax.tree.leaves(nnx.state(engine.model))
     with pytest.raises(ValueError, match=r"must be \d+ arrays .* got \d+\."):
@@ -348,12 +346,12 @@ def test_update_params_refuses_other_shapes(engine) -> None:
     assert complete(engine, LONG).outputs == expected
 
 
-# When something fails
+# Failures
 
 
 @pytest.mark.parametrize("part", ["prefill", "decode", "fork", "publish"])
-def test_a_failed_step_loses_no_request(engine, monkeypatch, part) -> None:
-    """Neither at once nor later, where penalties count the tokens that there are already."""
+def test_step_that_fails_loses_no_request(engine, monkeypatch, part) -> None:
+    """The step fails in prefill and again during decoding, when penalties count earlier tokens."""
     params = dataclasses.replace(
         SEEDED, n=2, max_tokens=20, logit_bias={9: 8.0, 10: 7.0}, frequency_penalty=1.0
     )
@@ -380,7 +378,7 @@ def test_a_failed_step_loses_no_request(engine, monkeypatch, part) -> None:
     assert list(finish(engine).values()) == list(expected.values()) and len(again) == len(requests)
 
 
-def test_a_failure_after_a_request_has_finished_loses_it_not(engine, monkeypatch) -> None:
+def test_step_that_fails_after_a_finished_request_keeps_it(engine, monkeypatch) -> None:
     params = dataclasses.replace(GREEDY, max_tokens=3)
     expected = [complete(engine, prompt, params).outputs[0].token_ids for prompt in (OTHER, LONG)]
     first = engine.add_request(OTHER, params)
@@ -404,7 +402,7 @@ def test_a_failure_after_a_request_has_finished_loses_it_not(engine, monkeypatch
     check_empty(engine)
 
 
-def test_an_id_may_be_taken_again_after_a_step_that_was_cut_short(engine, monkeypatch) -> None:
+def test_request_id_is_free_after_a_step_that_was_cut_short(engine, monkeypatch) -> None:
     params = dataclasses.replace(GREEDY, max_tokens=3)
     expected = [complete(engine, prompt, params).outputs[0].token_ids for prompt in (OTHER, LONG)]
     original, finished = engine.core.postprocessor.take_row, []
@@ -427,7 +425,7 @@ def test_an_id_may_be_taken_again_after_a_step_that_was_cut_short(engine, monkey
     check_empty(engine)
 
 
-def test_recovery_may_be_interrupted_too(engine, monkeypatch) -> None:
+def test_recover_may_be_interrupted(engine, monkeypatch) -> None:
     params = dataclasses.replace(SEEDED, max_tokens=20)
     expected = complete(engine, LONG, params).outputs[0].token_ids
     request_id = engine.add_request(LONG, params)
@@ -453,13 +451,13 @@ def test_recovery_may_be_interrupted_too(engine, monkeypatch) -> None:
         ({"arrival_time": "x"}, "arrival_time must be seconds or None, got 'x'"),
     ],
 )
-def test_types_of_arguments_are_checked(engine, options, message) -> None:
+def test_add_request_checks_types(engine, options, message) -> None:
     with pytest.raises(ValueError, match=message):
         engine.add_request(OTHER, **options)
     assert not engine.has_unfinished
 
 
-def test_automatic_ids_step_aside(engine) -> None:
+def test_next_id_skips_taken_ids(engine) -> None:
     assert engine.add_request(OTHER, GREEDY, request_id="1") == "1"
     assert engine.add_request(OTHER, GREEDY) == "2"
     finish(engine)
@@ -487,12 +485,12 @@ def test_automatic_ids_step_aside(engine) -> None:
         ({"memory_fraction": "a"}, "memory_fraction must be above 0 and at most 1, got 'a'"),
     ],
 )
-def test_bad_options_are_refused(tiny_model, options, message) -> None:
+def test_engine_rejects_bad_options(tiny_model, options, message) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(tiny_model, **SIZES, **options)
 
 
-def test_unknown_arguments_are_refused_with_a_guess(tiny_model) -> None:
+def test_engine_suggests_names_for_unknown_options(tiny_model) -> None:
     guesses = {"gpu_memory_utilization": "memory_fraction", "num_block": "num_blocks"}
     for name, meant in guesses.items():
         with pytest.raises(TypeError, match=f"Engine: {name} is no argument. Did you mean {meant}"):
@@ -501,14 +499,14 @@ def test_unknown_arguments_are_refused_with_a_guess(tiny_model) -> None:
         Engine(tiny_model, **{"enforce_eager": True})
 
 
-def test_warmup_waits_for_nobody(engine) -> None:
+def test_warmup_requires_an_idle_engine(engine) -> None:
     engine.add_request(LONG, GREEDY)
     with pytest.raises(RuntimeError, match="no request may be unfinished, got 1"):
         engine.warmup()
     finish(engine)
 
 
-# The type of the cache
+# Dtype of the cache
 
 
 @pytest.mark.parametrize(
@@ -522,13 +520,13 @@ def test_warmup_waits_for_nobody(engine) -> None:
         ("fp8", jnp.float8_e4m3fn),
     ],
 )
-def test_kv_dtype_is_the_type_of_the_pools(tiny_model, kv_dtype, dtype) -> None:
+def test_kv_dtype_is_the_dtype_of_the_pools(tiny_model, kv_dtype, dtype) -> None:
     cache = Engine(tiny_model, **SIZES, kv_dtype=kv_dtype).cache
     assert cache.k.dtype == cache.v.dtype == dtype
 
 
 @pytest.mark.slow
-def test_a_narrow_cache_changes_log_probabilities_a_little(tiny_model, engine) -> None:
+def test_kv_dtype_int8_changes_log_probabilities_slightly(tiny_model, engine) -> None:
     narrow = Engine(tiny_model, **SIZES, kv_dtype="int8")
     params = dataclasses.replace(GREEDY, max_tokens=1)
     exact, rough = (complete(e, LONG, params).outputs[0] for e in (engine, narrow))
@@ -536,14 +534,14 @@ def test_a_narrow_cache_changes_log_probabilities_a_little(tiny_model, engine) -
     check_empty(narrow)
 
 
-def test_unknown_kv_dtypes_are_refused(tiny_model) -> None:
+def test_kv_dtype_rejects_unknown_names(tiny_model) -> None:
     with pytest.raises(ValueError, match="kv_dtype must be one of auto, float32.*got 'int4'"):
         Engine(tiny_model, **SIZES, kv_dtype="int4")
 
 
 @pytest.mark.slow
-def test_settings_of_jax_change_no_token(tiny_model) -> None:
-    # In one chunk each, so that all samples begin at once, with one program of decoding.
+def test_tokens_do_not_depend_on_jax_settings(tiny_model) -> None:
+    # Each prompt is one chunk, so all samples start together and need one decode program.
     prompt = {"prompt_token_ids": LONG["prompt_token_ids"][:16]}
     params = dataclasses.replace(SEEDED, top_k=8, top_p=0.9, n=2)
 
@@ -563,8 +561,8 @@ def test_settings_of_jax_change_no_token(tiny_model) -> None:
 
 
 @pytest.mark.parametrize(("program", "num_before"), [("prefill", 0), ("fork", 1)])
-def test_blocks_that_do_not_suffice_are_noticed(engine, monkeypatch, program, num_before) -> None:
-    """Before the step returns, and without losing a request."""
+def test_step_raises_if_blocks_do_not_suffice(engine, monkeypatch, program, num_before) -> None:
+    """The error is raised before the step returns, and no request is lost."""
     wanted = complete(engine, LONG, dataclasses.replace(SEEDED, n=2)).outputs
     engine.reset_prefix_cache()
     run = getattr(engine.core.executor.programs, program).jitted
@@ -586,7 +584,7 @@ def test_blocks_that_do_not_suffice_are_noticed(engine, monkeypatch, program, nu
     check_empty(engine)
 
 
-def test_blocks_that_nobody_else_holds_are_counted(tiny_model) -> None:
+def test_num_held_counts_blocks_that_no_other_sample_holds(tiny_model) -> None:
     engine = Engine(tiny_model, **SIZES, steps_per_dispatch=1)
     params = SamplingParams(n=2, temperature=1, seed=0, max_tokens=8, ignore_eos=True)
     engine.add_request({"prompt_token_ids": [1, 5, 6, 7, 8, 9, 10, 11, 12, 13]}, params)

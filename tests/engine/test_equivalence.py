@@ -1,7 +1,7 @@
-"""What a request gets does not depend on how the engine goes about it, nor on who else is there.
+"""The output of a request depends neither on the engine's options nor on other requests.
 
-The same jobs are played on engines of all kinds. What each of them would get alone, on an engine
-with room for everything and none of its tricks, is what it must get everywhere.
+The same jobs run on engines with many combinations of options. Every output must equal the output
+of the job alone on an engine with enough memory and without optimisations.
 """
 
 import dataclasses
@@ -12,31 +12,31 @@ import pytest
 
 from paged_jax import CompletionOutput, Engine, RequestOutput, SamplingParams, Tokenizer
 from paged_jax.kernels import cascade, num_shared_blocks
+from paged_jax.models import batch_places
 from tests.support.tiny_model import BOS, CONFIG, EOS, SIZES
 from tests.support.workload import Job, check_empty, play
 
 pytestmark = pytest.mark.optimised
 
 LETTERS = np.arange(3, CONFIG.vocab_size)
-# The sizes of nearly all engines in the tests, and with and without prefix caching the same
-# programs. The pool is enough for each of the jobs alone, and too small for all that may run at
-# once: those need about 40 blocks.
+# Sizes of nearly all engines in the tests; prefix caching does not change their programs. The pool
+# holds each job alone, but not all jobs that may run together: these need about 40 blocks.
 PLAIN: dict[str, Any] = {**SIZES, "enable_prefix_caching": False, "cascade_attention": True}
 USUAL: dict[str, Any] = {**PLAIN, "enable_prefix_caching": True}
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """How the jobs are played.
+    """A way to run the jobs.
 
     Attributes:
-      options: of the engine.
-      arrival: ``"together"``, ``"reversed"``, or ``"one by one"``, each some steps after the last.
-      num_rounds: how often they are played on the same engine.
-      with_others: whether there are other requests, most of which are aborted.
-      with_logprobs: whether all jobs ask for log-probabilities.
-      with_scores: whether the prompt of one job is scored, by a program for each `max_chunk`.
-      happens: names of `EngineStats` that must not be 0 in the end, or nothing was tested.
+      options: options of the engine.
+      arrival: ``"together"``, ``"reversed"``, or ``"one by one"`` (with some steps in between).
+      num_rounds: number of times that the jobs run on the same engine.
+      with_others: whether other requests run too; most of them are aborted.
+      with_logprobs: whether all jobs return log-probabilities.
+      with_scores: whether a job returns prompt log-probabilities (a program per `max_chunk`).
+      happens: names of `EngineStats` that must not be 0 at the end, else nothing was tested.
     """
 
     options: dict[str, Any]
@@ -58,10 +58,10 @@ EVERYTHING = Variant(
     with_logprobs=True,
     happens=(PREEMPTED, CACHED),
 )
-# Other shapes of prompts, alone and four at a time, while decoding has the usual programs.
+# Other shapes of prefill, for one and four prompts; decoding has the usual programs.
 IN_ONE_PIECE = {"max_chunk": 64}
-# As different from the usual sizes as they can be, with all programs of their own. Decoding reads
-# shared blocks once, see `traced_cascades`.
+# As different from the usual sizes as possible, so with other programs. Decoding uses cascade
+# attention, see `traced_cascades`.
 BLOCKS_OF_1 = {
     "block_size": 1, "num_blocks": 70, "max_num_seqs": 3, "max_chunk": 5, "backend": "xla",
 }  # fmt: skip
@@ -75,7 +75,7 @@ def _everything(*happens: str, **options: Any) -> Variant:
     )
 
 
-# In groups of the same sizes, which share their programs.
+# Variants of the same sizes, which share programs, are next to each other.
 VARIANTS = {
     "recomputed": Variant(
         {"preemption": "recompute", "enable_prefix_caching": False},
@@ -101,7 +101,7 @@ VARIANTS = {
         _everything(
             GUESSED,
             num_speculative_tokens=4,
-            # All that four samples may guess, and three chunks.
+            # Enough for the drafts of four samples and three chunks.
             max_num_batched_tokens=64,
             preemption="recompute",
         ),
@@ -134,7 +134,7 @@ def plain(tiny_model, tokenizer) -> Engine:
 
 @pytest.fixture(scope="module")
 def jobs(plain) -> list[Job]:
-    """Of 1 to 40 prompt tokens and all kinds of parameters."""
+    """Return jobs of 1 to 40 prompt tokens with all kinds of parameters."""
     random = np.random.default_rng(0)
 
     def prompt(num_tokens: int, start: tuple[int, ...] = (BOS,)) -> dict[str, list[int]]:
@@ -153,9 +153,9 @@ def jobs(plain) -> list[Job]:
     long = prompt(40)
     beginning = tuple(long["prompt_token_ids"][:21])
     whole = prompt(33)
-    # Blocks that others have at the same places, but not one after the other.
+    # Its blocks equal blocks of other prompts at the same places, but in another combination.
     crossed = [*long["prompt_token_ids"][:16], *whole["prompt_token_ids"][16:]]
-    # Where to stop is taken from what comes without.
+    # Stop strings and tokens are taken from the output without them.
     two = prompt(2)
     [free] = play(plain, [Job("free", two, seeded(5, max_tokens=24))])["free"].outputs
     return [
@@ -188,14 +188,14 @@ def jobs(plain) -> list[Job]:
             prompt(12),
             SamplingParams(temperature=0, logit_bias={11: 1000.0}, max_tokens=30, logprobs=3),
         ),
-        # Last, so that it is preempted after it has generated something.
+        # Last, so that it is preempted after it has generated tokens.
         Job("prompt scored", prompt(27, beginning), seeded(4, prompt_logprobs=2, max_tokens=30)),
     ]
 
 
 @pytest.fixture(scope="module")
 def expected(plain, jobs) -> dict[str, RequestOutput]:
-    """What each job gets alone."""
+    """Return the output of each job alone."""
     outputs = {job.name: play(plain, [job])[job.name] for job in jobs}
     assert plain.stats.num_preemptions == plain.stats.num_cached_tokens == 0
     for name in ("stop string", "stop token", "end token"):
@@ -207,7 +207,7 @@ def expected(plain, jobs) -> dict[str, RequestOutput]:
 
 @pytest.fixture(scope="module")
 def expected_with_logprobs(plain, jobs, expected) -> dict[str, RequestOutput]:
-    """The same with the log-probabilities that the variants of other sizes ask for."""
+    """Return the output of each job alone, with log-probabilities."""
     outputs = {job.name: play(plain, [job])[job.name] for job in map(with_logprobs, jobs)}
     for job in jobs:
         for ours, theirs in zip(outputs[job.name].outputs, expected[job.name].outputs, strict=True):
@@ -217,15 +217,15 @@ def expected_with_logprobs(plain, jobs, expected) -> dict[str, RequestOutput]:
 
 @pytest.fixture(scope="module")
 def layers() -> list[int]:
-    """The layers of all cascades that tests of this file have traced."""
+    """Return the layers of all cascade attention calls that this file has traced."""
     return []
 
 
 @pytest.fixture
 def traced_cascades(layers, monkeypatch) -> list[int]:
-    """Cascade attention on contexts this short, which are not worth it by themselves.
+    """Use cascade attention for short contexts too, and return the layers that call it.
 
-    For engines that name their backend: no other engine shares the programs that are traced here.
+    It must trace programs that no other test shares, so use it with an engine that sets `backend`.
     """
     cascade_attention = cascade.cascade_attention
 
@@ -234,12 +234,12 @@ def traced_cascades(layers, monkeypatch) -> list[int]:
         return cascade_attention(*args, **options)
 
     monkeypatch.setattr(cascade, "_WORTHWHILE", 1)
-    monkeypatch.setattr(cascade, "cascade_attention", traced)
+    monkeypatch.setattr(batch_places, "cascade_attention", traced)
     return layers
 
 
 def with_logprobs(job: Job) -> Job:
-    """The same job, which asks for log-probabilities of all that is generated."""
+    """Return the same job with log-probabilities of all generated tokens."""
     count = 1 if job.params.logprobs is None else job.params.logprobs
     return dataclasses.replace(job, params=dataclasses.replace(job.params, logprobs=count))
 
@@ -269,21 +269,21 @@ def test_outputs_do_not_depend_on(
             assert_same(outputs[job.name], expected[job.name])
         check_empty(engine)
     for name in variant.happens:
-        assert getattr(engine.stats, name) > 0, f"{name}: make it happen"
+        assert getattr(engine.stats, name) > 0, f"{name} must happen in this test"
     if GUESSED in variant.happens:
         stats = engine.stats
         assert 15 < stats.num_accepted_tokens <= stats.num_draft_tokens
         assert sum(stats.num_accepted_at) == stats.num_accepted_tokens
-        # A token is accepted only after those before it in its draft.
+        # A token is accepted only after the tokens before it in its draft.
         counts = [stats.num_drafts, *stats.num_accepted_at]
         assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
 
 
 @pytest.mark.slow
-def test_blocks_that_are_read_once_give_the_same_tokens(
+def test_cascade_attention_gives_the_same_tokens(
     tiny_model, tokenizer, plain, traced_cascades
 ) -> None:
-    """Cascade attention, where three sequences begin with the same 21 blocks."""
+    """Three sequences begin with the same 21 blocks."""
     beginning = [BOS, *range(5, 25)]
     jobs = [
         Job(
@@ -305,14 +305,14 @@ def test_blocks_that_are_read_once_give_the_same_tokens(
         num_shared.append(int(count))
 
     outputs = play(engine, jobs, on_step=look)
-    assert max(num_shared) == 21 and traced_cascades, "make it happen"
+    assert max(num_shared) == 21 and traced_cascades, "cascade attention must be used"
     for job in jobs:
         assert_same(outputs[job.name], expected[job.name])
     check_empty(engine)
 
 
 def arranged(jobs: list[Job], arrival: str, random: np.random.Generator) -> list[Job]:
-    """The same jobs, arriving otherwise."""
+    """Return the same jobs with other arrivals."""
     if arrival == "one by one":
         times = np.cumsum(random.integers(1, 4, len(jobs))).tolist()
         order = random.permutation(len(jobs)).tolist()
@@ -321,7 +321,7 @@ def arranged(jobs: list[Job], arrival: str, random: np.random.Generator) -> list
 
 
 def others(jobs: list[Job], random: np.random.Generator) -> list[Job]:
-    """Requests for the same prompts that come, are preferred now and then, and are aborted."""
+    """Return other requests for the same prompts, of random priority; most are aborted."""
     strangers = []
     for number, job in enumerate(random.choice(np.arange(len(jobs)), 12).tolist()):
         at = int(random.integers(0, 30))
@@ -357,7 +357,7 @@ def assert_same_sample(output: CompletionOutput, expected: CompletionOutput, nam
 
 
 def assert_same_logprobs(ours: list | None, theirs: list | None, name: str) -> None:
-    """The same candidates with the same ranks, and about the same log-probabilities."""
+    """Check for the same candidates and ranks, and nearly the same log-probabilities."""
     if ours is None or theirs is None:
         assert ours is theirs, name
         return

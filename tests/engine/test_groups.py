@@ -1,8 +1,7 @@
-"""Engines of models whose layers keep different tokens: every way of going about it gives the
-tokens of the plain forward, blocks that have left windows are reused, and none is lost.
+"""Engines of models with sliding windows in some layers, compared with the plain model.
 
-Three models: windows and a layer that keeps all; two windows; a window alone, in a pool that is far
-smaller than prompts.
+Blocks that have left a window are reused, and no block is lost. Three models: windows and a layer
+with full attention; two windows; one window, in a pool that is far smaller than the prompts.
 """
 
 import dataclasses
@@ -39,7 +38,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
 class TwoWindows(LlamaConfig):
-    """Layers whose windows differ in size: of the last two, those of even and of odd numbers."""
+    """Layers with alternating windows of two sizes."""
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
@@ -59,7 +58,7 @@ def make_config(kind: str) -> LlamaConfig:
     )
 
 
-# Blocks of the first group, too few for all that may run at once: about 14 each, or 10 of them.
+# Blocks of the first group, too few for all sequences: each needs about 14 (one window: 10).
 NUM_BLOCKS = {"mixed": 20, "two windows": 14, "window only": 9}
 
 
@@ -70,7 +69,7 @@ def models() -> dict[str, Llama]:
 
 @pytest.fixture(scope="module")
 def forward() -> Callable[[Llama, list[int]], np.ndarray]:
-    """What the plain forward makes of a sequence: log-probabilities ``[N, V]``."""
+    """Return the plain model: a function from tokens to log-probabilities ``[N, V]``."""
     run = jax.jit(lambda model, token_ids: jax.nn.log_softmax(model(token_ids)[0]))
 
     def logprobs(model: Llama, token_ids: list[int]) -> np.ndarray:
@@ -99,7 +98,7 @@ def jobs() -> list[Job]:
         job("one token", letters(1), 40),
         job("three samples", letters(51), 14, n=3),
         job("longest", letters(130), 12, at=20, priority=-1),
-        # Which guesses find.
+        # Its tokens repeat, so drafts are accepted.
         job("repeats", letters(7) * 6, 30, at=3, logit_bias={9: 60.0, 10: 60.0}),
         job("same beginning", [*long[:67], *letters(9)], 10, at=14, priority=-1),
         job("long again", long, 20, at=40),
@@ -107,7 +106,7 @@ def jobs() -> list[Job]:
 
 
 def check_tokens(forward: Callable[..., np.ndarray], model: Llama, job: Job, output: Any) -> None:
-    """All samples have the tokens that are most probable after those before them."""
+    """Check that every token of all samples is the most probable one in the plain model."""
     assert len(output.outputs) == job.params.n
     for sample in output.outputs:
         assert len(sample.token_ids) == job.params.max_tokens
@@ -122,7 +121,7 @@ SWAPPED, RECOMPUTED = {"preemption": "swap"}, {"preemption": "recompute"}
 UNCACHED = {"enable_prefix_caching": False}
 PREEMPTED, MOVED = "num_preemptions", "num_swap_preemptions"
 CACHED, GUESSED = "num_cached_tokens", "num_accepted_tokens"
-# Options, and what must happen, or nothing was tested. Those of a row share programs.
+# Model, options, and names of `EngineStats` that must not be 0, else nothing was tested.
 VARIANTS = [
     ("mixed", SWAPPED, (MOVED, CACHED)),
     ("mixed", RECOMPUTED | UNCACHED, (PREEMPTED,)),
@@ -138,7 +137,7 @@ VARIANTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options", "happens"), VARIANTS)
-def test_tokens_are_those_of_the_plain_forward(
+def test_engine_with_windows_matches_the_plain_model(
     models, forward, jobs, kind, options, happens
 ) -> None:
     model = models[kind]
@@ -148,7 +147,7 @@ def test_tokens_are_those_of_the_plain_forward(
         for job in jobs:
             check_tokens(forward, model, job, outputs[job.name])
         check_empty(engine)
-    # Where all layers have a window, so few blocks are not enough for a second sample beside one.
+    # With a window in all layers, these blocks are not enough for two samples together.
     assert (engine.stats.sharing > 0) == (kind != "window only")
     for name in happens:
         assert getattr(engine.stats, name) > 0, f"{name}: make it happen"
@@ -156,8 +155,8 @@ def test_tokens_are_those_of_the_plain_forward(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixed", "window only"])
-def test_requests_with_nothing_in_common_save_no_blocks(models, jobs, kind) -> None:
-    """In no step, those that run ahead of what is known to have ended included."""
+def test_stats_sharing_is_zero_for_different_prompts(models, jobs, kind) -> None:
+    """This holds in every step, also in steps that are queued ahead of finished requests."""
     engine = Engine(models[kind], **SIZES | {"num_blocks": NUM_BLOCKS[kind]} | UNCACHED)
     unrelated = [
         dataclasses.replace(job, params=dataclasses.replace(job.params, n=1)) for job in jobs[:5]
@@ -167,13 +166,13 @@ def test_requests_with_nothing_in_common_save_no_blocks(models, jobs, kind) -> N
     assert len(saved) > 20 and set(saved) == {0.0}
 
 
-# What requests begin with in turn; a window of the first reaches into the second, and so on.
+# Prompts begin with a combination of these. A window is longer than one of them.
 BEGINNINGS = [tuple(range(3 + i, 40, 2)) for i in range(3)]
 
 
 @st.composite
 def drawn_jobs(draw: st.DrawFn) -> list[Job]:
-    """Requests that begin as others do, and come while those run."""
+    """Draw requests that begin alike and arrive while others run."""
 
     def job(number: int) -> Job:
         beginning = draw(st.lists(st.sampled_from(BEGINNINGS), max_size=4))
@@ -195,14 +194,14 @@ def drawn_jobs(draw: st.DrawFn) -> list[Job]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixed", "window only"])
-def test_tokens_do_not_depend_on_the_prefix_cache(models, jobs, kind) -> None:
-    """Where requests find each other's blocks, of which pools that are too small keep a part."""
+def test_prefix_cache_with_windows_changes_no_token(models, jobs, kind) -> None:
+    """Requests share cached blocks, and the pools are too small to keep all of them."""
     sizes = SIZES | {"num_blocks": NUM_BLOCKS[kind]}
     cached, uncached = (Engine(models[kind], **sizes | switch) for switch in ({}, UNCACHED))
 
     @settings(max_examples=20, derandomize=True)
     @given(drawn_jobs())
-    @example(jobs)  # A crowd that no pool of these has room for.
+    @example(jobs)  # More requests than the pools can hold.
     def compare(jobs: list[Job]) -> None:
         expected = play(uncached, jobs)
         outputs = play(cached, jobs, on_step=lambda _: check_groups(cached.cache))
@@ -217,7 +216,7 @@ def test_tokens_do_not_depend_on_the_prefix_cache(models, jobs, kind) -> None:
         assert engine.stats.num_preemptions > 0, "make it happen"
 
 
-# Texts of a form of which each letter is a token: animals after a colour, and JSON.
+# Structured outputs in which each letter is a token: an animal after a colour, and JSON.
 FORM = "(red|green|blue)( (dog|cat|fox)){2,5}"
 TEXTS = {
     " ".join((colour, *animals))
@@ -250,7 +249,7 @@ FORMS = [
 
 
 def tokenizer_of_json(tiny_folder: Path, folder: Path) -> Tokenizer:
-    """That of the tiny model, which has the marks of JSON in place of others."""
+    """Return the tokenizer of the tiny model with JSON punctuation instead of other marks."""
     path = save_tokenizer_for_forms(tiny_folder, folder) / "tokenizer.json"
     fields = json.loads(path.read_text())
     for old, new in zip("!?.\n'", '{}[]"', strict=True):
@@ -266,7 +265,7 @@ def check_text(
     texts: set[str],
     output: Any,
 ) -> None:
-    """Each token is the most probable of those with which the text can still be one of these."""
+    """Check that each token is the most probable of the tokens that the grammar allows."""
     [sample] = output.outputs
     assert sample.finish_reason == "stop" and sample.text in texts
     scores = forward(model, [*output.prompt_token_ids, *sample.token_ids])
@@ -282,11 +281,10 @@ def check_text(
 
 
 @pytest.mark.slow
-def test_blocks_that_are_read_once_and_texts_of_a_form_give_the_same_tokens(
+def test_cascade_and_grammars_with_windows_match_the_plain_model(
     models, forward, tiny_folder, tmp_path, monkeypatch
 ) -> None:
-    """Cascade attention in the layer that keeps all tokens, where all begin with the same blocks,
-    grammars, and too few blocks for all who begin so."""
+    """Cascade attention in the full-attention layer, grammars, and too few blocks for all."""
     pytest.importorskip("llguidance")
     traced = []
     cascade_attention = cascade.cascade_attention
@@ -295,7 +293,7 @@ def test_blocks_that_are_read_once_and_texts_of_a_form_give_the_same_tokens(
         traced.append(options["layer"])
         return cascade_attention(*args, **options)
 
-    # On contexts this short, which are not worth it by themselves.
+    # Cascade attention must be used for these short contexts too.
     monkeypatch.setattr(cascade, "_WORTHWHILE", 1)
     monkeypatch.setattr(batch_places, "cascade_attention", trace)
     tokenizer = tokenizer_of_json(tiny_folder, tmp_path / "tokenizer")
@@ -321,12 +319,14 @@ def test_blocks_that_are_read_once_and_texts_of_a_form_give_the_same_tokens(
             model,
             tokenizer=tokenizer,
             preemption=preemption,
-            # No other engine shares the programs that are traced here.
+            # No other engine shares the programs that this test traces.
             **SIZES | {"num_blocks": 17, "cascade_attention": True, "backend": "xla"},
         )
         outputs = play(engine, jobs, on_step=look)
         check_empty(engine)
-        assert engine.stats.num_preemptions and engine.stats.num_cached_tokens, "make it happen"
+        assert engine.stats.num_preemptions and engine.stats.num_cached_tokens, (
+            "both must happen in this test"
+        )
         assert bool(engine.stats.num_swap_preemptions) == (preemption == "swap")
         for job in jobs:
             if job.params is unbound:
@@ -340,10 +340,10 @@ def test_blocks_that_are_read_once_and_texts_of_a_form_give_the_same_tokens(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixed", "window only"])
-def test_an_engine_shows_its_groups_and_loses_nothing(models, forward, jobs, kind) -> None:
-    """Counts, the map and pictures in every step; then searches, sleep and an emptied cache."""
+def test_cache_groups_and_cache_map_show_all_groups(models, forward, jobs, kind) -> None:
+    """Check counts, map and pictures in every step, then beam search, sleep and a cache reset."""
     model = models[kind]
-    # Enough for a window and a chunk of each of three beams.
+    # Enough for the window and the chunk of three beams.
     engine = Engine(model, **SIZES | {"num_blocks": max(18, NUM_BLOCKS[kind])})
     maps, most_used, pictures = [snapshot(engine)], [0, 0], set()
 
@@ -354,7 +354,7 @@ def test_an_engine_shows_its_groups_and_loses_nothing(models, forward, jobs, kin
             assert (use.num_blocks, use.window) == (
                 groups[number].num_blocks, groups[number].tables.window,
             )  # fmt: skip
-            if not engine.core.is_ahead:  # else they are those of the last step
+            if not engine.core.is_ahead:  # otherwise they are the numbers of the last step
                 assert use.num_used == use.num_blocks - free[number]
             most_used[number] = max(most_used[number], use.num_used)
         maps.append(snapshot(engine))
@@ -373,7 +373,7 @@ def test_an_engine_shows_its_groups_and_loses_nothing(models, forward, jobs, kin
         lines = [line for line in metrics_of(engine) if "kv_cache_usage_of_group{" in line]
         assert [line.split('window="')[1].split('"')[0] for line in lines] == ["all", str(WINDOW)]
 
-    # Beam search finds a prompt in the cache, and what it finds is as probable as it says.
+    # Beam search finds the prompt in the cache and reports right log-probabilities.
     [found] = beam_search(engine, [jobs[0].prompt], BeamSearchParams(beam_width=3, max_tokens=9))
     for sequence in found.sequences:
         logprobs = forward(model, sequence.tokens)
@@ -405,7 +405,7 @@ def metrics_of(engine: Engine) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixed", "window only"])
-def test_prompts_are_found_where_their_last_windows_are_left(models, forward, jobs, kind) -> None:
+def test_prefix_cache_needs_only_the_last_window(models, forward, jobs, kind) -> None:
     model, most = models[kind], {"mixed": 20, "window only": 13}[kind]
     engine = Engine(model, **SIZES | {"num_blocks": most})
     long, longest = jobs[0], jobs[3]
@@ -418,5 +418,5 @@ def test_prompts_are_found_where_their_last_windows_are_left(models, forward, jo
         check_tokens(forward, model, job, output)
         check_empty(engine)
         num_found.append(engine.stats.num_cached_tokens - before)
-    # The blocks before columns 2 and 8 have left the window, and some were reused; at last, all.
+    # Blocks before columns 2 and 8 have left the window. Some were reused; at the end, all.
     assert num_found == [0, 40, 88, 0, 0]

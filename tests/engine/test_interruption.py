@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of a call: no request is lost or left behind, and no token is wrong."""
+"""Ctrl-C at any line of a call: no request is lost, no block leaks, and no token is wrong."""
 
 import contextlib
 import dataclasses
@@ -20,12 +20,12 @@ PACKAGE = str(Path(paged_jax.__file__).parent)
 PARAMS = SamplingParams(temperature=1, seed=7, max_tokens=3, ignore_eos=True)
 FIRST = {"prompt_token_ids": [BOS, *range(5, 15)]}
 SECOND = {"prompt_token_ids": [BOS, *range(25, 32)]}
-# Every so many lines in the quick tests; all of them in the exhaustive ones.
+# Interrupt at every 43rd line in the quick tests, at every line in the exhaustive tests.
 STRIDES = [43, pytest.param(1, marks=pytest.mark.exhaustive)]
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt at one of the lines of the package that a call runs."""
+    """Raises KeyboardInterrupt at the given line of the package that a call runs."""
 
     def __init__(self, line: int):
         self._num_left = line
@@ -57,7 +57,7 @@ class Interrupter:
 
 
 def strike_everywhere(stride: int, call: Callable[[Interrupter], None]) -> None:
-    """Make a call again and again, each time cut short at a later line, until none is left."""
+    """Repeat a call, interrupted at a later line each time, until it completes."""
     line, has_struck = 1, True
     while has_struck:
         interrupter = Interrupter(line)
@@ -78,7 +78,7 @@ def add_two(engine: Engine) -> None:
 
 
 def finish(engine: Engine) -> dict[str, list[list[int]]]:
-    """The tokens of all requests that end from now on, each of which is returned as ended once."""
+    """Run all requests, check that each is returned once as finished, and return their tokens."""
     ended: dict[str, list[list[int]]] = {}
     while engine.has_unfinished:
         for output in engine.step():
@@ -96,24 +96,24 @@ def expected(engine) -> dict[str, list[list[int]]]:
 
 
 @pytest.mark.parametrize("stride", STRIDES)
-def test_steps(engine, expected, stride) -> None:
+def test_step_interrupted_at_any_line_loses_no_request(engine, expected, stride) -> None:
     def run(interrupter: Interrupter) -> None:
         add_two(engine)
         ended: dict[str, list[list[int]]] = {}
         with interrupter.armed():
             while engine.has_unfinished:
-                # What a step has returned is the caller's, whatever happens to the next one.
+                # Outputs of a step stay valid if the next step is interrupted.
                 for output in engine.step():
                     if output.finished:
                         ended[output.request_id] = [x.token_ids for x in output.outputs]
-        # One that ended in the last moment may be returned again, but never not at all.
+        # A request that ended at the interrupted line may be returned twice, but is never lost.
         assert ended | finish(engine) == expected
 
     strike_everywhere(stride, run)
 
 
 @pytest.mark.parametrize("stride", STRIDES)
-def test_add_request(engine, expected, stride) -> None:
+def test_add_request_interrupted_at_any_line_adds_all_or_nothing(engine, expected, stride) -> None:
     def run(interrupter: Interrupter) -> None:
         engine.add_request(FIRST, PARAMS, request_id="first")
         engine.step()
@@ -131,7 +131,7 @@ def test_add_request(engine, expected, stride) -> None:
 
 
 @pytest.mark.parametrize("stride", STRIDES)
-def test_abort(engine, expected, stride) -> None:
+def test_abort_interrupted_at_any_line_ends_all_or_nothing(engine, expected, stride) -> None:
     def run(interrupter: Interrupter) -> None:
         add_two(engine)
         engine.step()
@@ -139,7 +139,7 @@ def test_abort(engine, expected, stride) -> None:
             engine.abort("second")
         ended = finish(engine)
         assert ended["first"] == expected["first"]
-        # Aborted, as it stood then, or not at all.
+        # The request was aborted with its tokens so far, or not aborted.
         for tokens, whole in zip(ended.get("second", []), expected["second"], strict=False):
             assert tokens == whole[: len(tokens)]
 
@@ -148,8 +148,10 @@ def test_abort(engine, expected, stride) -> None:
 
 @pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize("is_idle", [True, False])
-def test_update_params(tiny_model, stride, is_idle) -> None:
-    """Whichever weights it has then: no token comes from K and V of the others."""
+def test_update_params_interrupted_at_any_line_mixes_no_weights(
+    tiny_model, stride, is_idle
+) -> None:
+    """After the interruption, all tokens must come from the weights that the engine then has."""
     engine = Engine(tiny_model, **SIZES, steps_per_dispatch=2)
     weights = [engine.model, Llama(engine.config, rngs=nnx.Rngs(5))]
     probes = [np.asarray(model.embed_tokens[...])[0] for model in weights]
@@ -163,7 +165,7 @@ def test_update_params(tiny_model, stride, is_idle) -> None:
         with interrupter.armed():
             if is_updated:
                 engine.update_params(weights[1])
-        if is_idle:  # its blocks are still in the prefix cache, under the weights of then
+        if is_idle:  # its blocks are in the prefix cache, computed with the earlier weights
             engine.add_request(FIRST, params, request_id="first")
         now = np.asarray(engine.model.embed_tokens[...])[0]
         which = next(i for i, probe in enumerate(probes) if np.array_equal(probe, now))
@@ -182,8 +184,10 @@ def test_update_params(tiny_model, stride, is_idle) -> None:
 
 @pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep_and_wake_up(tiny_model, expected, stride, level) -> None:
-    """Asleep or awake: whoever wakes it then finds its requests and its weights."""
+def test_sleep_interrupted_at_any_line_keeps_requests_and_weights(
+    tiny_model, expected, stride, level
+) -> None:
+    """After the interruption, asleep or awake, it keeps its requests and weights."""
     engine = Engine(tiny_model, **SIZES, steps_per_dispatch=2)
     leaves = list(engine.weights)
 

@@ -1,7 +1,7 @@
-"""Dispatches that are queued before tokens are read: outputs stay the same, whatever comes between.
+"""Lookahead: a step is queued before the tokens of the last step are read; outputs stay the same.
 
-On CPU a call returns at once; on GPUs it waits for its loop, and another thread makes it. Both are
-tried here.
+On CPUs, a call of a program returns immediately. On GPUs, it waits for the program's loop, so
+another thread makes it. Both ways are tested.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ def make_engine(tiny_model, tokenizer) -> Callable[..., Engine]:
 
 
 def jobs(count: int = 12) -> list[Job]:
-    """Requests that end in all ways: by tokens, strings and lengths, and by being aborted."""
+    """Return requests that end in all ways: stop tokens, stop strings, lengths and aborts."""
     random, letters = np.random.default_rng(3), np.arange(3, CONFIG.vocab_size)
     result = []
     for number in range(count):
@@ -77,10 +77,10 @@ def expected(tiny_model, tokenizer) -> dict[str, Any]:
     return texts(play(engine, jobs()))
 
 
-# What is queued
+# Queued steps
 
 
-def test_the_next_dispatch_is_queued_before_tokens_are_read(make_engine, monkeypatch) -> None:
+def test_step_queues_the_next_step_before_it_reads_tokens(make_engine, monkeypatch) -> None:
     engine, events = make_engine(), []
     runner, executor = engine.core.runner, engine.core.executor
     decode, read = runner.decode, executor.read
@@ -98,12 +98,12 @@ def test_the_next_dispatch_is_queued_before_tokens_are_read(make_engine, monkeyp
     monkeypatch.setattr(executor, "read", reading)
     engine.add_request(OTHER, GREEDY)
     finish(engine)
-    # Halves of 8 steps, and no more of them than the 20 tokens take.
+    # Each step has half of the 8 decode steps, and 20 tokens need five of them.
     queue, read = ("queue", 4), ("read", 4)
     assert events == [queue, queue, read, queue, read, queue, read, queue, read, read]
 
 
-def test_a_request_waits_for_no_more_steps_than_one_dispatch_has(make_engine) -> None:
+def test_add_request_waits_at_most_steps_per_dispatch(make_engine) -> None:
     engine = make_engine()
     engine.add_request(OTHER, dataclasses.replace(GREEDY, max_tokens=40), request_id="first")
     engine.step()
@@ -113,24 +113,24 @@ def test_a_request_waits_for_no_more_steps_than_one_dispatch_has(make_engine) ->
     engine.add_request(LONG, GREEDY, request_id="second")
     while not any(s.num_generated for s in engine.sequences if s is not first):
         engine.step()
-    # Four that were queued, one beside its first chunk, four beside its own first tokens.
+    # Four decode steps were queued, one ran with the prefill, four with its own first tokens.
     assert first.num_generated - num_before == 4 + 1 + 4
     finish(engine)
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
-def test_free_blocks_are_those_after_what_is_queued(make_engine, way) -> None:
+def test_num_free_counts_the_queued_step(make_engine, way) -> None:
     engine = make_engine(way)
     request_id = engine.add_request(OTHER, GREEDY)
     engine.step()
     assert engine.core.is_ahead
-    # Of 7 tokens of the prompt and two dispatches of 4: the second takes the last of 4 blocks.
+    # 7 computed prompt tokens and two steps of 4 tokens fill 4 blocks.
     assert engine.core.runner.slots.num_free == SIZES["num_blocks"] - 4
     engine.abort(request_id)
     check_empty(engine)
 
 
-def test_guesses_need_the_tokens_before(make_engine) -> None:
+def test_drafts_turn_off_lookahead(make_engine) -> None:
     engine = make_engine("after one another", num_speculative_tokens=2)
     assert engine.core.scheduler.lookahead._is_used is False
     engine = Engine(engine.model, **SIZES, num_speculative_tokens=2)
@@ -139,7 +139,7 @@ def test_guesses_need_the_tokens_before(make_engine) -> None:
     assert not engine.core.is_ahead
 
 
-# The same tokens
+# Equal outputs
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
@@ -148,9 +148,7 @@ def test_guesses_need_the_tokens_before(make_engine) -> None:
     [SIZES["num_blocks"], pytest.param(12, marks=pytest.mark.slow)],
     ids=["room", "preemption"],
 )
-def test_outputs_are_those_of_one_dispatch_after_another(
-    make_engine, expected, way, num_blocks
-) -> None:
+def test_outputs_do_not_depend_on_lookahead(make_engine, expected, way, num_blocks) -> None:
     engine = make_engine(way, num_blocks=num_blocks)
     assert texts(play(engine, jobs())) == expected
     assert num_blocks > 12 or engine.stats.num_preemptions
@@ -158,7 +156,7 @@ def test_outputs_are_those_of_one_dispatch_after_another(
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
-def test_an_abort_at_any_point_changes_nothing_for_others(make_engine, way) -> None:
+def test_abort_at_any_step_changes_no_other_request(make_engine, way) -> None:
     engine = make_engine(way)
     engine.add_request(OTHER, SEEDED, request_id="kept")
     wanted = finish(engine)
@@ -174,7 +172,7 @@ def test_an_abort_at_any_point_changes_nothing_for_others(make_engine, way) -> N
         assert tokens | finish(engine) == wanted
 
 
-def test_what_is_queued_for_an_aborted_request_is_forgotten(make_engine) -> None:
+def test_abort_drops_the_queued_step(make_engine) -> None:
     engine = make_engine()
     request_id = engine.add_request(OTHER, GREEDY)
     engine.step()
@@ -186,7 +184,7 @@ def test_what_is_queued_for_an_aborted_request_is_forgotten(make_engine) -> None
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
-def test_text_that_stops_on_the_host_ends_there(make_engine, way) -> None:
+def test_stop_strings_end_the_text_despite_lookahead(make_engine, way) -> None:
     engine = make_engine(way)
     [whole] = play(engine, [Job("whole", OTHER, SEEDED)]).values()
     text = whole.outputs[0].text
@@ -200,7 +198,7 @@ def test_text_that_stops_on_the_host_ends_there(make_engine, way) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_blocks_that_run_out_are_made_free_before_more_is_queued(make_engine, way) -> None:
+def test_lookahead_stops_when_blocks_run_out(make_engine, way) -> None:
     engine = make_engine(way)
     params = dataclasses.replace(SEEDED, max_tokens=40)
     for prompt in (LONG, OTHER):
@@ -214,15 +212,13 @@ def test_blocks_that_run_out_are_made_free_before_more_is_queued(make_engine, wa
     check_empty(engine)
 
 
-# When something happens in between
+# Events between two steps
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
 @pytest.mark.parametrize("part", ["decode", "read"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_a_step_that_fails_at_any_point_loses_nothing(
-    make_engine, monkeypatch, way, part, error
-) -> None:
+def test_step_that_fails_anywhere_loses_nothing(make_engine, monkeypatch, way, part, error) -> None:
     engine = make_engine(way)
     prompts = {"a": LONG, "b": OTHER}
 
@@ -254,7 +250,7 @@ def test_a_step_that_fails_at_any_point_loses_nothing(
         assert tokens | finish(engine) == wanted
 
 
-def test_a_failure_in_the_thread_reaches_the_step_that_reads(make_engine, monkeypatch) -> None:
+def test_failure_in_the_call_thread_reaches_the_reading_step(make_engine, monkeypatch) -> None:
     engine = make_engine(WAYS[2])
     wanted = texts(play(engine, [Job("a", OTHER, SEEDED)]))
     executor, call = engine.core.executor, engine.core.executor._call
@@ -277,7 +273,7 @@ def test_a_failure_in_the_thread_reaches_the_step_that_reads(make_engine, monkey
     check_empty(engine)
 
 
-def test_recovery_waits_for_the_thread_that_has_the_old_state(make_engine, monkeypatch) -> None:
+def test_recover_waits_for_the_call_thread(make_engine, monkeypatch) -> None:
     engine = make_engine(WAYS[2])
     wanted = texts(play(engine, [Job("a", OTHER, SEEDED)]))
     executor, call = engine.core.executor, engine.core.executor._call
@@ -302,7 +298,7 @@ def test_recovery_waits_for_the_thread_that_has_the_old_state(make_engine, monke
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
-def test_new_weights_and_an_empty_prefix_cache_come_between(make_engine, way) -> None:
+def test_update_params_and_cache_reset_work_with_a_queued_step(make_engine, way) -> None:
     engine = make_engine(way)
     engine.add_request(OTHER, SEEDED, request_id="a")
     wanted = finish(engine)
@@ -314,7 +310,7 @@ def test_new_weights_and_an_empty_prefix_cache_come_between(make_engine, way) ->
         assert finish(engine) == wanted
 
 
-def test_a_deadline_that_passes_ends_the_request(make_engine) -> None:
+def test_timeout_ends_a_request_despite_lookahead(make_engine) -> None:
     engine = make_engine()
     late = engine.add_request(OTHER, dataclasses.replace(GREEDY, max_tokens=50), timeout=1e4)
     engine.step()
@@ -329,7 +325,7 @@ def test_a_deadline_that_passes_ends_the_request(make_engine) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
-def test_beams_are_searched_where_something_was_queued(tiny_folder, way) -> None:
+def test_beam_search_works_after_lookahead(tiny_folder, way) -> None:
     from paged_jax import LLM, BeamSearchParams
 
     llm = LLM(tiny_folder, **SIZES)

@@ -1,4 +1,4 @@
-"""An engine that sleeps: its memory is free, nothing is lost, and its answers stay right."""
+"""`Engine.sleep` and `wake_up`: memory is freed, no request is lost, and tokens stay right."""
 
 import dataclasses
 import gc
@@ -33,12 +33,12 @@ def num_live_bytes() -> int:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep_gives_the_memory_back(engine, level) -> None:
+def test_sleep_frees_device_memory(engine, level) -> None:
     expected = run(engine)
     held, compiled = num_live_bytes(), engine.stats.compile_seconds
     pools = sum(array.nbytes for array in jax.tree.leaves(engine.cache.group_pools))
     leaves = [np.array(array) for array in engine.weights]
-    # The host's memory is that of a CPU, where level 1 has nowhere else to keep weights.
+    # On a CPU, host memory is device memory, so level 1 keeps the weights there.
     weights = sum(array.nbytes for array in leaves) if level == 2 else 0
     assert pools > 10_000
     engine.sleep(level)
@@ -55,8 +55,8 @@ def test_sleep_gives_the_memory_back(engine, level) -> None:
     check_empty(engine)
 
 
-def test_sleep_deeper_gives_up_the_weights_in_host_memory(engine) -> None:
-    """Level 2 promises that nobody keeps them: not the device, not the host."""
+def test_sleep_level_2_drops_the_weights_in_host_memory(engine) -> None:
+    """At level 2, neither the device nor the host keeps the weights."""
     expected, leaves = run(engine), [np.array(array) for array in engine.weights]
     engine.sleep(1)
     engine.sleep(2)
@@ -69,7 +69,7 @@ def test_sleep_deeper_gives_up_the_weights_in_host_memory(engine) -> None:
     assert run(engine) == expected
 
 
-def test_requests_continue_after_sleep(engine) -> None:
+def test_wake_up_continues_requests(engine) -> None:
     params = dataclasses.replace(PARAMS, n=2)
     request_id = engine.add_request(PROMPT, params)
     expected = finish(engine)[request_id]
@@ -84,11 +84,11 @@ def test_requests_continue_after_sleep(engine) -> None:
     check_empty(engine)
 
 
-def test_weights_and_pool_come_back_one_after_the_other(engine, tiny_folder) -> None:
+def test_wake_up_brings_weights_and_pool_back_separately(engine, tiny_folder) -> None:
     expected = run(engine)
     other = Llama(engine.config, rngs=nnx.Rngs(5))
     engine.sleep(level=2)
-    engine.wake_up(["weights"])  # nothing to bring back
+    engine.wake_up(["weights"])  # there are none to bring back
     engine.update_params(other)
     assert engine.is_sleeping
     engine.wake_up(["kv_cache"])
@@ -98,7 +98,7 @@ def test_weights_and_pool_come_back_one_after_the_other(engine, tiny_folder) -> 
     engine.wake_up(["weights"])
     assert engine.is_sleeping and np.asarray(engine.weights[0]).size
     before = list(engine.weights)
-    engine.wake_up(["weights"])  # the host keeps nothing that could be brought back again
+    engine.wake_up(["weights"])  # the host keeps no second copy
     assert all(x is y for x, y in zip(before, engine.weights, strict=True))
     engine.wake_up(["kv_cache"])
     assert run(engine) == changed
@@ -107,10 +107,10 @@ def test_weights_and_pool_come_back_one_after_the_other(engine, tiny_folder) -> 
         engine.wake_up(["kv_cache"])
     engine.update_params(Llama.from_pretrained(tiny_folder))
     engine.wake_up()
-    assert run(engine) == expected  # not those that waited on the host
+    assert run(engine) == expected  # with the new weights, not the weights from the host
 
 
-def test_nothing_runs_asleep(engine) -> None:
+def test_calls_raise_while_the_engine_sleeps(engine) -> None:
     request_id = engine.add_request(PROMPT, PARAMS)
     engine.step()
     engine.sleep()

@@ -1,8 +1,8 @@
-"""Hours of real traffic, made small: nothing is lost, nothing leaks, nobody gets another's tokens.
+"""Long traffic from a trace: no request is lost, nothing leaks, and no tokens are mixed up.
 
-Lengths and arrivals are those of a trace of the Azure LLM inference service (Patel et al., 2024),
-divided so that most fit the context of the tiny model. Time is counted in steps of the engine, so
-that every run is the same.
+Lengths and arrivals come from a trace of the Azure LLM inference service (Patel et al., 2024),
+scaled down to the context of the tiny model. Time is counted in engine steps, so every run is the
+same.
 """
 
 import csv
@@ -24,10 +24,10 @@ from tests.support.workload import Job, check_empty, check_groups, play
 
 pytestmark = pytest.mark.optimised
 
-# Tokens of the trace for each of ours.
+# Number of tokens of the trace per token here.
 PROMPT_SCALE, OUTPUT_SCALE = 64, 16
-# More slots, of which batches of all sizes run, and prompts that are computed several at a time.
-# The longest request needs 16 blocks, and 12 average ones about 80.
+# Many slots, for batches of all sizes and prefill of several prompts together. The longest request
+# needs 16 blocks, 12 average requests about 80.
 WIDE: dict[str, Any] = {
     **SIZES,
     "num_blocks": 50,
@@ -35,13 +35,13 @@ WIDE: dict[str, Any] = {
     "max_chunk": 64,
     "max_num_batched_tokens": 128,
 }
-# Requests that are run again by themselves.
+# Number of requests that run again alone.
 NUM_ALONE = 24
 
 
 @pytest.fixture
 def clock(monkeypatch) -> SimpleNamespace:
-    """What the engine takes for seconds: set it."""
+    """Return the clock of the engine. Tests set its time in seconds."""
     clock = SimpleNamespace(now=0.0)
     fake_time = SimpleNamespace(perf_counter=lambda: clock.now)
     for module in ("engine", "pipeline", "postprocess", "requests", "run", "stats"):
@@ -50,12 +50,12 @@ def clock(monkeypatch) -> SimpleNamespace:
 
 
 def requests_of_trace(data_dir: Path, num_jobs: int, *, steps_per_second: float) -> list[Job]:
-    """The first requests of the trace, with parameters, accidents and preferences drawn by lot."""
+    """Return the first requests of the trace, with random parameters, aborts and priorities."""
     random = np.random.default_rng(0)
     context, letters = CONFIG.max_position_embeddings, np.arange(3, CONFIG.vocab_size)
     with (data_dir / "traces" / "azure2023_conv.csv").open() as file:
         rows = [row for row, _ in zip(csv.DictReader(file), range(num_jobs), strict=False)]
-    # Conversations with one of a few assistants, each with its own instructions.
+    # Each prompt begins with the instructions of one of a few assistants.
     instructions = [random.choice(letters, n).tolist() for n in (5, 12, 25)]
     start = _seconds(rows[0])
     jobs = []
@@ -82,7 +82,7 @@ def requests_of_trace(data_dir: Path, num_jobs: int, *, steps_per_second: float)
 
 
 def _seconds(row: dict[str, str]) -> float:
-    # Python reads six of the seven digits after the point.
+    # Python parses six of the seven digits after the point.
     return datetime.datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
 
 
@@ -103,9 +103,10 @@ def _params(random: np.random.Generator, max_tokens: int) -> SamplingParams:
 def soak(
     engine: Engine, jobs: list[Job], clock: SimpleNamespace
 ) -> tuple[dict[str, RequestOutput], set[str]]:
-    """Play the jobs, look at the tables now and then, and check what comes out.
+    """Run the jobs, check the block tables now and then, and check all outputs.
 
-    Returns the outputs, and the names of jobs that were preempted.
+    Returns:
+      The outputs, and the names of jobs that were preempted.
     """
     preempted: set[str] = set()
 
@@ -125,7 +126,7 @@ def soak(
 
 
 def check_complete(job: Job, output: RequestOutput) -> None:
-    """Every sample has all of its tokens, or somebody did not wait for them."""
+    """Check that every sample has all its tokens, unless its request was aborted."""
     assert output.prompt_token_ids == job.prompt["prompt_token_ids"]
     assert [sample.index for sample in output.outputs] == list(range(job.params.n))
     most = job.params.max_tokens
@@ -149,14 +150,14 @@ def check_complete(job: Job, output: RequestOutput) -> None:
 def check_alone(
     engine: Engine, jobs: list[Job], outputs: dict[str, RequestOutput], preempted: set[str]
 ) -> None:
-    """Some of those that were completed, once more, on an empty engine: preempted ones first."""
+    """Run some completed jobs again alone, preempted jobs first, and compare their outputs."""
     completed = [
         job
         for job in jobs
         if all(sample.finish_reason != "abort" for sample in outputs[job.name].outputs)
     ]
     completed.sort(key=lambda job: job.name not in preempted)
-    # Half of them, where there are as many, and others from anywhere in the trace.
+    # The first half is preempted jobs, if there are enough; the rest comes from the whole trace.
     others = completed[NUM_ALONE // 2 :]
     for job in [*completed[: NUM_ALONE // 2], *others[:: len(others) // (NUM_ALONE // 2)]]:
         job = dataclasses.replace(job, at=0, abort_at=None, timeout=None)
@@ -169,9 +170,9 @@ def check_alone(
 
 
 def num_sequences_alive() -> int:
-    """Of all engines: a sequence that is forgotten takes its copy in host memory along."""
+    """Return the number of sequences of all engines that are not garbage-collected."""
     gc.collect()
-    # Not isinstance: it asks objects for their __class__, and some of torch answer with a warning.
+    # Not isinstance, which reads `__class__`: some objects of torch warn then.
     return sum(type(x) is Sequence for x in gc.get_objects())
 
 
@@ -192,13 +193,13 @@ def count_ends(outputs: dict[str, RequestOutput]) -> dict[Any, int]:
         pytest.param(WIDE, 2000, 5, id="twelve slots", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_thousand_requests_leave_nothing_behind(
+def test_a_thousand_requests_complete_and_leak_nothing(
     tiny_model, data_dir, clock, sizes, num_jobs, steps_per_second
 ) -> None:
     jobs = requests_of_trace(data_dir, num_jobs, steps_per_second=steps_per_second)
     num_alive = num_sequences_alive()
     engine = Engine(tiny_model, **sizes, preemption="swap")
-    # Too little host memory for all that are preempted, so that both ways are taken.
+    # Too little host memory for all preempted sequences, so some are recomputed.
     engine.core.scheduler.costs.max_swapped_blocks = 12
     outputs, preempted = soak(engine, jobs, clock)
     assert num_sequences_alive() == num_alive
@@ -213,7 +214,7 @@ def test_a_thousand_requests_leave_nothing_behind(
 
 
 @pytest.mark.slow
-def test_guesses_and_a_quantised_cache_leave_nothing_behind(tiny_model, data_dir, clock) -> None:
+def test_drafts_and_a_quantised_cache_leak_nothing(tiny_model, data_dir, clock) -> None:
     jobs = requests_of_trace(data_dir, 200, steps_per_second=9)
     jobs = [babbling(job) if int(job.name) % 4 else job for job in jobs]
     num_alive = num_sequences_alive()
@@ -230,8 +231,8 @@ def test_guesses_and_a_quantised_cache_leave_nothing_behind(tiny_model, data_dir
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("layers", [("sliding_attention", "full_attention"), ()])
-def test_windows_leave_nothing_behind(data_dir, clock, layers) -> None:
-    """A window beside a layer that keeps all tokens, and a window alone in fewer blocks."""
+def test_windows_leak_nothing(data_dir, clock, layers) -> None:
+    """A window and a full-attention layer, and a window alone with fewer blocks."""
     config = dataclasses.replace(
         CONFIG, layer_types=layers, sliding_window=12, model_type="qwen3" if layers else "mistral"
     )
@@ -248,6 +249,6 @@ def test_windows_leave_nothing_behind(data_dir, clock, layers) -> None:
 
 
 def babbling(job: Job) -> Job:
-    """The same with few letters, which can be guessed."""
+    """Return the same job with few letters, so that drafts are accepted."""
     params = dataclasses.replace(job.params, logit_bias={9: 40.0, 10: 40.0, 11: 40.0})
     return dataclasses.replace(job, params=params)

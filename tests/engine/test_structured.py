@@ -1,4 +1,4 @@
-"""Texts of a form from an engine: they have it, and are the same whatever else the engine does."""
+"""Structured outputs of an engine: they match their grammar in every mode of the engine."""
 
 import itertools
 import json
@@ -47,12 +47,12 @@ def params(form: StructuredOutputsParams | None, **others) -> SamplingParams:
 
 @settings(max_examples=10)
 @given(st.lists(schemas(), min_size=10, max_size=10))
-def test_samples_are_json_of_their_schemas(engine, drawn) -> None:
+def test_samples_match_their_json_schemas(engine, drawn) -> None:
     for index, schema in enumerate(drawn):
         form = StructuredOutputsParams(json=schema)
         engine.add_request("It is", params(form, max_tokens=None), request_id=str(index))
     samples = [output.outputs[0] for _, output in sorted(finish(engine).items())]
-    # A few objects of strings that are all spelt in escapes fill the context before they end.
+    # Some objects contain many escape sequences and fill the context before they end.
     complete = [sample.finish_reason == "stop" for sample in samples]
     assert sum(complete) >= 8
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
@@ -61,7 +61,7 @@ def test_samples_are_json_of_their_schemas(engine, drawn) -> None:
 
 
 def run_all(engine: Engine, *, disturb=lambda engine: None) -> list[list[list[int]]]:
-    """The tokens of requests of every form, two samples each."""
+    """Return the tokens of requests with every grammar, two samples each."""
     for index in range(len(FORMS)):
         add(engine, index)
     disturb(engine)
@@ -70,7 +70,7 @@ def run_all(engine: Engine, *, disturb=lambda engine: None) -> list[list[list[in
 
 
 def add(engine: Engine, index: int) -> None:
-    # One of them may go on behind its form.
+    # One request may continue after its structured output.
     options = {"ignore_eos": True, "min_tokens": 3, "max_tokens": 20} if index == 2 else {}
     asked = params(FORMS[index], n=2, seed=index, **options)
     engine.add_request("It is", asked, request_id=str(index))
@@ -78,7 +78,7 @@ def add(engine: Engine, index: int) -> None:
 
 @pytest.fixture(scope="module")
 def alone(engine) -> list[list[list[int]]]:
-    """Those of each request by itself."""
+    """Return the tokens of each request alone."""
     tokens = []
     for index in range(len(FORMS)):
         add(engine, index)
@@ -86,7 +86,7 @@ def alone(engine) -> list[list[list[int]]]:
     return tokens
 
 
-def test_tokens_do_not_depend_on_others(engine, alone) -> None:
+def test_tokens_do_not_depend_on_other_requests(engine, alone) -> None:
     before = engine.stats.num_preemptions
     assert run_all(engine) == alone
     assert engine.stats.num_preemptions > before
@@ -106,14 +106,14 @@ def test_tokens_do_not_depend_on_recovery(engine, alone) -> None:
     [{"steps_per_dispatch": 1}, {"num_speculative_tokens": 3}],
     ids=str,
 )
-def test_tokens_do_not_depend_on_the_engine(alone, changes) -> None:
+def test_tokens_do_not_depend_on_engine_options(alone, changes) -> None:
     engine = Engine(**{**SIZES, **changes})
     assert run_all(engine) == alone
     assert (engine.stats.num_accepted_tokens > 0) is ("num_speculative_tokens" in changes)
 
 
-def test_known_tokens_come_several_a_dispatch(engine) -> None:
-    """Of the two choices all but one token is known."""
+def test_forced_tokens_need_fewer_steps(engine) -> None:
+    """With two choices, only one token is not forced."""
     form = StructuredOutputsParams(choice=["a" * 30, "b" * 30])
     engine.add_request("It is", params(form))
     before = engine.stats.num_steps
@@ -122,7 +122,7 @@ def test_known_tokens_come_several_a_dispatch(engine) -> None:
     assert num_steps <= 2 + num_tokens / 8 < num_tokens / 2
 
 
-def test_log_probabilities_are_the_models_own(engine) -> None:
+def test_logprobs_ignore_the_grammar(engine) -> None:
     form = StructuredOutputsParams(choice=["a long way home"])
     engine.add_request("It is", params(form, logprobs=2))
     [output] = finish(engine).values()
@@ -137,18 +137,18 @@ def test_log_probabilities_are_the_models_own(engine) -> None:
         assert row[token_id].rank == want[token_id].rank and len(row) >= 2
 
 
-def test_a_text_is_cut_short_by_max_tokens(engine) -> None:
+def test_max_tokens_cuts_a_structured_output_short(engine) -> None:
     engine.add_request("It is", params(FORMS[0], max_tokens=3))
     [output] = finish(engine).values()
     assert output.outputs[0].finish_reason == "length"
     assert output.outputs[0].text == '{"name": "'[: len(output.outputs[0].text)]
 
 
-def test_a_grammar_that_fails_ends_its_request_only(engine, alone) -> None:
+def test_grammar_failure_ends_only_its_request(engine, alone) -> None:
     engine.add_request("It is", params(FORMS[4]), request_id="bad")
     while not engine.get_request("bad").sequences[0].num_generated:
         engine.step()
-    # As if it had become too complex.
+    # This happens if a grammar becomes too complex.
     engine.get_request("bad").sequences[0].grammar._matcher.consume_token(1535)
     engine.add_request("It is", params(FORMS[0], n=2, seed=0), request_id="good")
     done = finish(engine)
@@ -159,7 +159,7 @@ def test_a_grammar_that_fails_ends_its_request_only(engine, alone) -> None:
 
 @pytest.fixture
 def break_grammars(monkeypatch):
-    """Let the grammars of some samples fail after 3 tokens, as if they had become too complex."""
+    """Return a function that lets grammars fail after 3 tokens, as too complex grammars do."""
     follow, cursors = GrammarCursor.follow, []
 
     def break_first(most: int) -> None:
@@ -174,7 +174,7 @@ def break_grammars(monkeypatch):
     return break_first
 
 
-def test_generate_returns_the_texts_of_grammars_that_fail(break_grammars) -> None:
+def test_generate_returns_the_text_before_a_grammar_failure(break_grammars) -> None:
     llm = LLM(**SIZES)
     form = StructuredOutputsParams(regex="[0-9]{200}")
     wanted = params(form, temperature=0, max_tokens=20)
@@ -187,7 +187,7 @@ def test_generate_returns_the_texts_of_grammars_that_fail(break_grammars) -> Non
     check_invariants(llm.cache.tables)
 
 
-def test_one_failed_grammar_leaves_the_other_samples_alone(break_grammars) -> None:
+def test_grammar_failure_ends_only_its_sample(break_grammars) -> None:
     llm = LLM(**SIZES)
     break_grammars(1)
     form = StructuredOutputsParams(regex="[0-9]{200}")
@@ -199,7 +199,7 @@ def test_one_failed_grammar_leaves_the_other_samples_alone(break_grammars) -> No
     }
 
 
-def test_rollout_says_that_a_grammar_failed(break_grammars) -> None:
+def test_rollout_raises_for_a_grammar_failure(break_grammars) -> None:
     llm = LLM(**SIZES)
     break_grammars(1)
     form = StructuredOutputsParams(regex="[0-9]{200}")
@@ -207,8 +207,8 @@ def test_rollout_says_that_a_grammar_failed(break_grammars) -> None:
         llm.rollout(np.array([[5, 9, 2]]), np.array([3]), params(form, max_tokens=20))
 
 
-def test_min_tokens_hold_an_end_back_that_the_form_allows(engine) -> None:
-    """However probable it is; where the form has no more to say, it ends all the same."""
+def test_min_tokens_delays_the_end_if_the_grammar_allows(engine) -> None:
+    """The end is delayed even if it is probable, but not if the grammar allows nothing else."""
     for regex, options, count in (
         ("[a-z]+", {"min_tokens": 9}, 10),
         ("[a-z]+", {}, 1),
@@ -225,8 +225,8 @@ def test_min_tokens_hold_an_end_back_that_the_form_allows(engine) -> None:
         assert re.fullmatch(regex, sample.text) or not options
 
 
-def test_text_goes_on_behind_a_form_with_ignore_eos(engine) -> None:
-    for regex in ("go", "go(ne)?"):  # whose end is known, and drawn
+def test_ignore_eos_continues_after_the_structured_output(engine) -> None:
+    for regex in ("go", "go(ne)?"):  # the end is forced, and sampled
         form = StructuredOutputsParams(regex=regex)
         engine.add_request("It is", params(form, ignore_eos=True, max_tokens=20))
         [output] = finish(engine).values()
@@ -237,7 +237,7 @@ def test_text_goes_on_behind_a_form_with_ignore_eos(engine) -> None:
         assert len(set(sample.token_ids[end:])) > 3
 
 
-def test_what_cannot_be_had_is_refused_when_it_arrives(engine) -> None:
+def test_add_request_rejects_impossible_structured_outputs(engine) -> None:
     with pytest.raises(
         ValueError, match="structured_outputs cannot be compiled: Invalid type: stri"
     ):

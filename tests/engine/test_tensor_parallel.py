@@ -1,13 +1,13 @@
-"""`Engine` on several devices of a CPU: the tokens of one device, and what each of them holds."""
+"""`Engine` on several CPU devices: equal tokens, divided memory, and few collectives."""
 
 import pytest
 
 from tests.support.processes import run_on_devices
 from tests.support.tiny_model import save_tokenizer_for_forms
 
-# What an engine can do, on every number of devices, each pair of values in one engine: types of
-# pools and weights, preemption, layers in a scan, guesses. Each of them runs all kinds of requests.
-# On one device there is one engine for each of the types: the rest changes no token there.
+# Engines on each number of devices cover all pairs of options: dtypes of pools and weights,
+# preemption, scanned layers, drafts. Each engine runs all kinds of requests. On one device, there
+# is one engine per dtype, because the other options change no token there.
 _SAME_TOKENS = """
 import sys
 
@@ -74,12 +74,12 @@ from paged_jax.kernels.cpu.library import Kernel, load
 from tests.support.tensor_parallel import (
     CONFIG, SIZES, compile_call, count_collectives, make_model)
 
-# So many blocks that a copy of a pool, or of a layer of one, would show.
+# Enough blocks that a copy of a pool, or of one layer of it, would be noticed.
 for options in ({}, {"scan_layers": True}):
     engine = Engine(make_model(**options), **SIZES | {"num_blocks": 64000}, tensor_parallel_size=4)
     held = engine.cache.nbytes // 4
-    # Two a layer, of which a scan has one in its text, and one for the embedding. The last layer
-    # of a prefill has none: only its keys and values are wanted.
+    # Two all-reduces per layer (a scan has the code of one layer) and one for the embedding. The
+    # last layer of a prefill has none, because only its K and V are used.
     layers = 2 * (1 if options else CONFIG.num_hidden_layers)
     for name, expected in {
         "decode of 4 samples": {"all-reduce": layers + 1, "all-gather": 1},
@@ -90,12 +90,12 @@ for options in ({}, {"scan_layers": True}):
         assert count_collectives(compiled) == expected, (name, count_collectives(compiled))
         assert memory.alias_size_in_bytes > held, (name, memory)
         assert memory.temp_size_in_bytes < held / 100, (name, memory)
-        # The kernels for CPUs, where there is a compiler for them: of the heads of each device.
+        # The CPU kernels are used if a compiler is available.
         has_kernels = load(Kernel("linear", np.dtype("float32"))).target is not None
         assert ("paged_jax_linear" in compiled.as_text()) == has_kernels, name
 """
 
-# Weights from files, of which each device reads a part, and log-probabilities. Devices are more
+# Weights from files, of which each device reads a part, and log-probabilities, with more devices
 # than KV heads.
 _FEATURES = """
 import sys
@@ -145,16 +145,16 @@ def check_same_weights(llm, other):
             np.testing.assert_array_equal(part.data, same.data, strict=True)
 
 
-# From a checkpoint of one device onto these, and back.
+# A checkpoint of one device is loaded onto several devices, and back.
 save_checkpoint(alone.model, checkpoint)
 check_same_weights(LLM(checkpoint, **options, tensor_parallel_size=4), llm)
 llm.model.save_pretrained(checkpoint + "/saved")
 check_same_weights(LLM(checkpoint + "/saved", tokenizer=folder, **options), alone)
 """
 
-# Layers that differ have pools of their own, which are divided too: those of a model with what
-# Gemma 3 and gpt-oss have, and of one with what Cohere 2 and MoEs of Qwen have. On devices that are
-# as many as KV heads, and more.
+# Layers with different windows have separate pools, which are divided too. One model combines
+# features of Gemma 3 and gpt-oss, the other of Cohere 2 and Qwen's MoE. The number of devices
+# equals the number of KV heads, or exceeds it.
 _KINDS_OF_LAYERS = """
 from paged_jax import Engine
 from tests.support.tensor_parallel import SIZES, generate, make_model
@@ -281,25 +281,25 @@ def num_compiled(engine):
 
 
 @pytest.mark.slow
-def test_tokens_are_those_of_one_device(tiny_folder, tmp_path) -> None:
-    """With forks, prefix hits, preemption, and more devices than KV heads."""
+def test_tensor_parallel_gives_the_tokens_of_one_device(tiny_folder, tmp_path) -> None:
+    """Includes forks, prefix hits, preemption, and more devices than KV heads."""
     pytest.importorskip("llguidance")
     tokenizer = save_tokenizer_for_forms(tiny_folder, tmp_path / "tokenizer")
     run_on_devices(_HEAD + _SAME_TOKENS, tokenizer, tmp_path / "model", num_devices=8)
 
 
 @pytest.mark.slow
-def test_loaded_parts_give_what_one_device_gives(tiny_folder, tmp_path) -> None:
+def test_tensor_parallel_loads_parts_of_files(tiny_folder, tmp_path) -> None:
     run_on_devices(_HEAD + _FEATURES, tiny_folder, tmp_path / "checkpoint")
 
 
 @pytest.mark.slow
-def test_layers_that_differ_give_the_tokens_of_one_device() -> None:
+def test_tensor_parallel_of_different_layers_gives_equal_tokens() -> None:
     run_on_devices(_HEAD + _KINDS_OF_LAYERS)
 
 
 @pytest.mark.slow
-def test_weights_are_replaced_where_they_are_divided() -> None:
+def test_update_params_replaces_divided_weights() -> None:
     run_on_devices(_HEAD + _WEIGHTS)
 
 
@@ -309,11 +309,11 @@ def test_check_replicas_finds_a_device_with_other_keys_or_weights() -> None:
 
 
 @pytest.mark.slow
-def test_engine_refuses_what_it_cannot_divide() -> None:
+def test_engine_rejects_models_that_it_cannot_divide() -> None:
     run_on_devices(_HEAD + _REFUSALS)
 
 
 @pytest.mark.slow
 @pytest.mark.optimised
-def test_steps_send_two_sums_a_layer_and_copy_no_pool() -> None:
+def test_decode_step_has_two_all_reduces_per_layer_and_copies_no_pool() -> None:
     run_on_devices(_PROGRAMS, num_devices=4)

@@ -12,7 +12,7 @@ from paged_jax.rollouts import rollout
 from tests.support.tiny_model import BOS, EOS, SIZES, save_tiny_model
 
 PROMPT = [BOS, 5, 9, 30, 9]
-# Tokens that the tiny model likes; the bias of 33 is large enough to change its choices.
+# Probable tokens of the tiny model; the bias of 33 is large enough to change its choices.
 OPTIONS = {
     "eos_token_id": EOS,
     "do_sample": False,
@@ -41,7 +41,7 @@ def llm(folder) -> LLM:
 
 @pytest.fixture(scope="module")
 def peer(folder):
-    """The same model in transformers, which reads the same file."""
+    """Return the generation of the same model in transformers, which reads the same file."""
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -58,24 +58,24 @@ def complete(llm: LLM, params: SamplingParams) -> list[list[int]]:
     return [completion.token_ids for completion in output.outputs]
 
 
-def test_greedy_agrees_with_transformers(llm, peer) -> None:
+def test_generate_greedy_matches_transformers(llm, peer) -> None:
     expected = peer(max_new_tokens=N)[0]
     assert complete(llm, llm.get_default_sampling_params(max_tokens=N)) == [expected]
-    # A draw from the most probable token alone goes through the filters of sampling.
+    # Sampling with top_k=1 runs the filters.
     drawn = llm.get_default_sampling_params(max_tokens=N, temperature=2.0, top_k=1, seed=3)
     assert complete(llm, drawn) == [expected]
     assert peer(max_new_tokens=N, repetition_penalty=1.0)[0] != expected
 
 
-def test_speculative_decoding_agrees_with_transformers(folder, peer) -> None:
+def test_generate_with_drafts_matches_transformers(folder, peer) -> None:
     llm = LLM(folder, num_speculative_tokens=3, **SIZES)
     prompt = {"prompt_token_ids": PROMPT}
     [output] = llm.generate(prompt, llm.get_default_sampling_params(max_tokens=N), use_tqdm=False)
     assert output.outputs[0].token_ids == peer(max_new_tokens=N)[0]
 
 
-def test_beam_search_agrees_with_transformers(llm, peer) -> None:
-    """The best sequence; transformers keeps fewer of those that end."""
+def test_beam_search_matches_transformers(llm, peer) -> None:
+    """Only the best sequence: transformers keeps fewer complete sequences."""
     options = {"num_beams": 2, "length_penalty": 0.0, "repetition_penalty": 1.0}
     expected = peer(max_new_tokens=10, early_stopping="never", **options)[0]
     params = BeamSearchParams(beam_width=2, max_tokens=10, length_penalty=0.0)
@@ -85,7 +85,7 @@ def test_beam_search_agrees_with_transformers(llm, peer) -> None:
     assert plain.sequences[0].tokens[len(PROMPT) :] != expected
 
 
-def test_beams_have_no_suppressed_token(llm) -> None:
+def test_beam_search_returns_no_suppressed_token(llm) -> None:
     params = BeamSearchParams(beam_width=4, max_tokens=12, ignore_eos=True)
     [output] = llm.beam_search({"prompt_token_ids": PROMPT}, params)
     check_allowed([sequence.tokens[len(PROMPT) :] for sequence in output.sequences])
@@ -96,18 +96,18 @@ def check_allowed(rows) -> None:
         assert not SUPPRESSED & set(row)
         assert row[0] not in AT_START
     drawn = {token for row in rows for token in row[1:]}
-    assert AT_START & drawn  # later they may come
+    assert AT_START & drawn  # they are suppressed only as the first token
 
 
-def test_no_draw_is_a_suppressed_token(llm) -> None:
+def test_generate_draws_no_suppressed_token(llm) -> None:
     params = SamplingParams(n=16, temperature=3.0, max_tokens=N, seed=0)
     check_allowed(complete(llm, params))
-    # A request's own bias does not bring them back.
+    # The request's own bias does not allow them again.
     bias = dict.fromkeys(SUPPRESSED, 100.0)
     check_allowed(complete(llm, SamplingParams(**{**vars(params), "logit_bias": bias})))
 
 
-def test_rollout_suppresses_the_same_tokens(llm) -> None:
+def test_rollout_draws_no_suppressed_token(llm) -> None:
     prompts, lengths = np.array([PROMPT] * 4), np.array([5, 3, 4, 5])
     params = SamplingParams(temperature=3.0, max_tokens=N, seed=0)
     drawn = llm.rollout(prompts, lengths, params)

@@ -1,4 +1,4 @@
-"""New weights for an engine from other definitions of its model, written over the old ones."""
+"""`update_params`: new weights from any definition of the model, written over the old weights."""
 
 import dataclasses
 import gc
@@ -23,7 +23,7 @@ L, E, D = CONFIG.num_hidden_layers, CONFIG.hidden_size, CONFIG.head_dim
 QWEN = dataclasses.replace(CONFIG, qkv_bias=True, qk_norm=True, tie_word_embeddings=True)
 PARAMS = SamplingParams(temperature=1, seed=7, max_tokens=12, ignore_eos=True)
 PROMPT = {"prompt_token_ids": [BOS, *range(5, 15)]}
-# A trainer's names: matrices are [in, out], and heads have an axis of their own.
+# Names of a trainer's arrays. Its matrices are [in, out], and heads are a separate axis.
 MAPPING = {
     "embed.table": "model.embed_tokens.weight",
     "final_norm.w": "model.norm.weight",
@@ -41,7 +41,7 @@ MAPPING = {
 
 
 def tensors_of(model: Llama) -> dict[str, np.ndarray]:
-    """The tensors of Hugging Face, by their names."""
+    """Return the tensors of a model by their Hugging Face names."""
     return {
         mapping.tensor: mapping.to_rows(np.asarray(array)[mapping.box])
         for name, array in named_arrays(model).items()
@@ -50,7 +50,7 @@ def tensors_of(model: Llama) -> dict[str, np.ndarray]:
 
 
 def layer_of(tensors: dict[str, np.ndarray], i: int) -> dict[str, Any]:
-    """A layer as the trainer has it, by the names of `MAPPING`."""
+    """Return a layer in the layout of the trainer, with the names of `MAPPING`."""
     prefix = f"model.layers.{i}."
     heads = {x: tensors[f"{prefix}self_attn.{x}_proj.weight"].T.reshape(E, -1, D) for x in "qkv"}
     out = tensors[f"{prefix}self_attn.o_proj.weight"].T.reshape(-1, D, E)
@@ -63,7 +63,7 @@ def layer_of(tensors: dict[str, np.ndarray], i: int) -> dict[str, Any]:
 
 
 def trainers_tree(model: Llama) -> dict[str, Any]:
-    """The weights of a model as a trainer has them, on the device."""
+    """Return the weights of a model in the layout of the trainer, on the device."""
     tensors = tensors_of(model)
     tree = {
         "embed": {"table": tensors["model.embed_tokens.weight"]},
@@ -75,7 +75,7 @@ def trainers_tree(model: Llama) -> dict[str, Any]:
 
 
 def stacked(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The trainer's tree with an array for all layers, which are its second axis; and its names."""
+    """Return the trainer's tree with layers stacked on the second axis, and a mapping for it."""
     blocks = jax.tree.map(lambda *x: jnp.stack(x, min(1, x[0].ndim)), *tree["blocks"])
     mapping: dict[str, Any] = {}
     for name, target in MAPPING.items():
@@ -87,7 +87,7 @@ def stacked(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def as_module(tree: Any) -> Any:
-    """The tree as a module of Flax, of which the arrays are parameters."""
+    """Return the tree as a Flax module with the arrays as parameters."""
     if isinstance(tree, dict):
         return nnx.Dict({name: as_module(each) for name, each in tree.items()})
     if isinstance(tree, list):
@@ -101,7 +101,7 @@ def check_weights(engine: LLM, model: Llama) -> None:
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
-def test_weights_come_from_other_definitions(scan_layers) -> None:
+def test_update_params_maps_other_definitions(scan_layers) -> None:
     engine = LLM(random_llama(CONFIG, scan_layers=scan_layers), **SIZES)
     other = random_llama(CONFIG, scale=0.5, scan_layers=scan_layers)
     tree, doubled = trainers_tree(other), jax.tree.map(lambda x: 2 * x, nnx.state(other))
@@ -119,12 +119,14 @@ def test_weights_come_from_other_definitions(scan_layers) -> None:
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
-def test_weights_come_by_names_of_hugging_face(scan_layers) -> None:
-    """Of all parameters that a model may have, from the host, and cast to the engine's type."""
+def test_update_params_maps_hugging_face_names(scan_layers) -> None:
+    """All kinds of parameters, from host memory, are cast to the engine's dtype."""
     engine = LLM(random_llama(QWEN, scan_layers=scan_layers), **SIZES)
     other = random_llama(QWEN, scale=0.5, scan_layers=scan_layers)
     tensors = {name: array.astype(np.float64) for name, array in tensors_of(other).items()}
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # tied, and kept by trainers
+    tensors["lm_head.weight"] = tensors[
+        "model.embed_tokens.weight"
+    ]  # tied, but trainers may keep it
     engine.update_params(tensors, mapping={})
     check_weights(engine, other)
     assert {x.dtype for x in engine.weights} == {np.dtype("float32")}
@@ -139,8 +141,8 @@ def test_weights_come_by_names_of_hugging_face(scan_layers) -> None:
         engine.update_params(tensors | {"lm_head.weight": np.zeros((2, 3))}, mapping={})
 
 
-def test_weights_become_int8_on_their_way() -> None:
-    """Of a trainer's floats, as of those of files: no number is off by more than half a scale."""
+def test_update_params_quantises_to_int8() -> None:
+    """No value is off by more than half a scale, as for weights from files."""
     engine, other = (
         LLM(random_llama(CONFIG, dtype="int8"), **SIZES),
         random_llama(CONFIG, scale=0.5),
@@ -154,8 +156,8 @@ def test_weights_become_int8_on_their_way() -> None:
         assert (np.abs(ours[name] * scales - theirs[name]) <= 0.501 * scales).all()
 
 
-def test_new_weights_are_written_over_the_old(tiny_model) -> None:
-    """Without a transfer, a second copy, or, from the second time on, a compilation."""
+def test_update_params_writes_over_the_old_weights(tiny_model) -> None:
+    """It makes no transfer, no second copy and, after the first call, no compilation."""
     engine, other = LLM(tiny_model, **SIZES), random_llama(CONFIG, scale=0.5)
     tree = trainers_tree(other)
     expected = tokens_of(LLM(other, **SIZES))
@@ -182,7 +184,7 @@ def test_new_weights_are_written_over_the_old(tiny_model) -> None:
     assert all(x.is_deleted() for x in old) and live_bytes() <= held
     assert not any(x.is_deleted() for x in jax.tree.leaves(changed))
     assert tokens_of(engine) not in (expected, before)
-    engine.update_params(engine.weights)  # its own, which can be no room for themselves
+    engine.update_params(engine.weights)  # its own arrays cannot be donated
     engine.sleep(2)
     engine.update_params(tree, mapping=MAPPING)
     engine.wake_up()
@@ -215,13 +217,13 @@ print("done")
 
 
 @pytest.mark.slow
-def test_weights_come_to_several_devices() -> None:
-    """From a trainer's mesh over the same devices, from the host, and from one of them."""
+def test_update_params_maps_to_several_devices() -> None:
+    """The arrays come from a mesh over the same devices, from the host, or from one device."""
     assert run_on_devices(_SEVERAL_DEVICES, num_devices=4) == "done\n"
 
 
 @pytest.mark.optimised
-def test_conversion_takes_no_memory_beside_the_weights(tiny_model) -> None:
+def test_prepare_converts_without_temporary_memory(tiny_model) -> None:
     engine = LLM(tiny_model, **SIZES)
     new = WeightSwap(engine.core.executor, are_shared=True).prepare(
         trainers_tree(tiny_model), MAPPING
@@ -242,8 +244,8 @@ def live_bytes() -> int:
     return sum(array.nbytes for array in jax.live_arrays())
 
 
-def test_an_engine_whose_weights_are_lost_sleeps_until_it_gets_others(tiny_model) -> None:
-    """Ctrl-C after the old weights were written over, and before the new ones are known."""
+def test_engine_with_lost_weights_sleeps_until_update_params(tiny_model) -> None:
+    """Ctrl-C arrives after the old weights are overwritten, before the new weights are stored."""
     engine, other = LLM(tiny_model, **SIZES), nnx.state(random_llama(CONFIG, scale=0.5))
     engine.update_params(other)
     request_id = engine.add_request(PROMPT, PARAMS)
@@ -284,7 +286,7 @@ def test_an_engine_whose_weights_are_lost_sleeps_until_it_gets_others(tiny_model
          r"mapping must order the 1 axes of blocks\.0\.norm2\.w, got \(0, 1\)"),
     ],
 )  # fmt: skip
-def test_mistakes_in_a_mapping_are_refused(tiny_model, changes, message) -> None:
+def test_update_params_rejects_bad_mappings(tiny_model, changes, message) -> None:
     engine = LLM(tiny_model, **SIZES)
     tree, before = trainers_tree(tiny_model), engine.weights
     with pytest.raises(ValueError, match=f"update_params: .*{message}"):
@@ -297,8 +299,8 @@ def test_mistakes_in_a_mapping_are_refused(tiny_model, changes, message) -> None
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
-def test_update_params_takes_layers_stacked_or_one_by_one(tiny_folder, scan_layers) -> None:
-    """Whichever the engine has."""
+def test_update_params_accepts_stacked_and_separate_layers(tiny_folder, scan_layers) -> None:
+    """Both layouts work for an engine of either layout."""
     given = Llama.from_pretrained(tiny_folder, scan_layers=scan_layers)
     for own in (False, True):
         engine = LLM(random_llama(CONFIG, scan_layers=own), **SIZES)

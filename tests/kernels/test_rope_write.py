@@ -15,8 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from paged_jax.kernels.backend import Pools
+from paged_jax.kernels.norm_rope import rms_norm, rotate
 from paged_jax.kernels.pool_format import QUANTISED, is_quantised, query_dtype
-from paged_jax.kernels.rope import rms_norm, rotate
 from paged_jax.kernels.writing import paged_rope_write, paged_write
 from tests.kernels.test_writing import (
     BACKENDS,

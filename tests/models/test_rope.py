@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from paged_jax.kernels.rope import rotate
+from paged_jax.kernels.norm_rope import rotate
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.rope import Rope, RopeScaling, head_order, rotations

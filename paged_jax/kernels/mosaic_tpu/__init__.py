@@ -1,4 +1,4 @@
-"""Backend ``"mosaic_tpu"``: paged attention on TPUs, in Pallas, compiled by Mosaic.
+r"""Backend ``"mosaic_tpu"``: paged attention on TPUs, in Pallas, compiled by Mosaic.
 
 One kernel serves decode and prefill: a decode is a prefill with chunks of one token. Each grid step
 computes one tile of queries. The grid steps run in order, and each one loops over the tiles of keys
@@ -11,7 +11,7 @@ that its queries see. While a tile is computed, the next one is fetched, also ac
 
     one layer of the pool, in HBM      buffer in VMEM, two slots
     +----------+                       slot [K, N, lanes]
-    | block  7 | --- copy [K, C, lanes] --> tokens 0..C-1    \\
+    | block  7 | --- copy [K, C, lanes] --> tokens 0..C-1    \
     | block 31 | --- copy [K, C, lanes] --> tokens C..2C-1    >  scores [R, N] with q [R, D],
     |   ...    |                              ...            /   one KV head after the other
     +----------+

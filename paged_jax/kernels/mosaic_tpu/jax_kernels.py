@@ -45,8 +45,8 @@ _PAGE_DTYPES = (*_Q_DTYPES, "float8_e4m3fn", "float8_e5m2")
 # Words of scalar memory for tables and lengths. A TPU has 2**18.
 _MAX_SCALARS = (1 << 18) - (1 << 13)
 
-# Tile sizes of JAX's attention kernel: tokens in a tile of queries (its own default), and bytes of
-# a tile of keys and values, of which VMEM holds two. They are always set, because the kernel
+# Tile sizes of JAX's attention kernel: tokens in a tile of queries (the default of the kernel), and
+# bytes of a tile of keys and values (VMEM holds two tiles). They are always set, because the kernel
 # queries the local TPU for its defaults.
 _TILE_QUERIES = 32
 _TILE_BYTES = 4 << 20
@@ -91,7 +91,7 @@ def ragged_refusal(problem: Problem) -> str | None:
 def attend_ragged(args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
     """Attend to a ragged batch. The log-sum-exp is NaN, see `ragged_refusal`."""
     chunks = find_chunks(args)
-    # Leave out the sequences after the last one with queries, and give each sequence a token.
+    # Leave out the sequences after the last sequence with queries, and give each sequence a token.
     index = jnp.arange(len(chunks.lens), dtype=jnp.int32)
     num_sequences = jnp.max(jnp.where(chunks.lens > 0, index + 1, 0), keepdims=True)
 

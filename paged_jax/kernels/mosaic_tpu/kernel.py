@@ -29,8 +29,8 @@ _MAX_KEYS = 512
 # Maximum rows in a tile of queries. Each byte of a bfloat16 pool takes as many operations as there
 # are rows. In the time to read that byte a TPU v6e can do 560, and a v5e 240.
 _MAX_ROWS = 512
-# Maximum bytes of float32 outputs in a tile of queries. VMEM holds the tile, its outputs, those of
-# the next grid step and the sums, beside the keys and values.
+# Maximum bytes of float32 outputs in a tile of queries. Besides keys and values, VMEM holds the
+# queries and outputs of this and the next grid step, and the sums.
 _ACCUMULATOR_BYTES = 2 << 20
 
 # Score of a masked token, and lower bound of the peak of a row. The peak is finite, so that

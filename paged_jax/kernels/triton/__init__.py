@@ -1,7 +1,7 @@
-"""Attention, cache writes and block copies on NVIDIA GPUs: Pallas through the Triton backend.
+"""Backend ``"triton"`` for NVIDIA GPUs: Pallas kernels, compiled through Triton.
 
-JAX has deprecated that backend since 0.11. Nothing outside of this package knows of it; where a jax
-comes without it, every call is refused, and XLA does the work.
+JAX has deprecated Pallas' Triton backend since 0.11. If it is missing, this backend supports no
+problem, and XLA computes the ops instead.
 """
 
 import functools
@@ -42,7 +42,7 @@ class Triton:
     """The backend ``"triton"``.
 
     Attributes:
-      interpret: how to interpret the kernels, if at all.
+      interpret: whether to interpret the kernels.
     """
 
     interpret: Interpret = False
@@ -50,11 +50,11 @@ class Triton:
     platform: ClassVar[str | None] = "cuda"
 
     def refusal(self, problem: Problem) -> str | None:
-        """Why these kernels cannot do what is asked, or None if they can."""
+        """Return why the kernels cannot solve a problem, or None if they can."""
         return refusal(problem, self.interpret)
 
     def interpreted(self, interpret: Interpret) -> "Triton":
-        """The same backend, with its kernels interpreted."""
+        """Return the same backend with interpreted kernels."""
         return Triton(interpret)
 
     def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
@@ -77,7 +77,7 @@ class Triton:
         return write(args, self.interpret)
 
     def rope_write(self, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
-        """Norm, rotate and write, in one launch."""
+        """Normalise, rotate and write, in one launch."""
         return rope_write(args, options, self.interpret)
 
     def copy_blocks(self, args: CopyArgs) -> Pools:
@@ -103,7 +103,7 @@ def refusal(problem: Problem, interpret: Interpret = False) -> str | None:
     if (why_not := pallas.refusal() or (None if interpret else _gpu_refusal(problem))) is not None:
         return why_not
     if problem.op == "ragged" and problem["B"] > split_kv.MAX_SEQUENCES:
-        return f"a ragged batch has {split_kv.MAX_SEQUENCES} rows at most, not {problem['B']}"
+        return f"a ragged batch has at most {split_kv.MAX_SEQUENCES} sequences, not {problem['B']}"
     attends = problem.op in ATTENTION
     return _pool_refusal(problem, "reads" if attends else "writes") or (
         tiles.refusal(problem) if attends else _write.refusal(problem)

@@ -1,4 +1,4 @@
-"""Decode attention on NVIDIA GPUs.
+r"""Decode attention on NVIDIA GPUs.
 
 Flash-decoding (Dao et al., 2023) over the paged pool. A program instance computes one query group,
 which shares one read of K and V, over one part of one sequence::
@@ -8,7 +8,7 @@ which shares one read of K and V, over one part of one sequence::
     program instances       (head, 0)         (head, 1)             (head, 2)    G query heads
                                 |                 |                     |
                          partial out, lse  partial out, lse             |        float32, [N, H, D]
-                                \\________________/                      |
+                                \________________/                      |
     merged by the last             |                            |
     program instance of a       out, lse                     out, lse            [B, H, D]
 
@@ -59,7 +59,7 @@ def decode(
       args: arrays of the call.
       options: options of the call.
       interpret: whether to interpret the kernel.
-      params: launch parameters; by default those of `tuning` for this GPU and shape.
+      params: launch parameters; by default `tuning.decode_params`.
       num_parts: approximate number of parts of the batch, 0 to split no sequence; by default
         `choose_num_parts`.
     """
@@ -323,8 +323,8 @@ def _fold_part(
 ) -> tiles.OnlineSoftmax:
     """Compute the softmax of queries over the tokens of a part.
 
-    `q` is not scaled. `is_rest` is None, or bool ``[R]``: True for rows whose weights are the
-    rounding errors of the weights of the other rows.
+    `q` is not scaled. `is_rest`, bool ``[R]`` or None, is True for the second copies of rows, see
+    `_choose_rows`.
     """
     dtype = tiles.operand_dtype(q[0].dtype, kv.pool_dtype)
     q, unit = tiles.fit_queries(q, dtype)

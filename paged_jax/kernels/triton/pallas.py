@@ -3,9 +3,10 @@
 JAX has deprecated the backend since 0.11. If it is missing, `refusal` says so, and XLA computes the
 ops instead.
 
-Since JAX 0.11 the lowering of a Triton kernel needs to know the GPU. JAX asks this process for one,
-or the abstract mesh (`jax.sharding.use_abstract_mesh`) under which the kernel was traced. Without a
-GPU, `pallas_call` therefore traces kernels under a mesh that names the GPU of `tuning.device`.
+Since JAX 0.11 the lowering of a Triton kernel needs to know the GPU: a GPU of this process, or the
+device of the abstract mesh (`jax.sharding.use_abstract_mesh`) under which the kernel was traced.
+Without a GPU, `pallas_call` therefore traces kernels under a mesh that names the GPU of
+`tuning.device`.
 """
 
 from collections.abc import Callable
@@ -61,7 +62,7 @@ def pallas_call(
     if mesh is None:
         return partial(only_on, "cuda", pl.pallas_call(kernel, out_shape, **options))
     # The result types are made here, under the current mesh. Types made under the other mesh would
-    # differ from those of other arrays, and functions of the results would be traced again.
+    # not equal the types of other arrays, and functions of the results would be traced again.
     out_types = jax.tree.map(lambda out: ShapedArray(out.shape, out.dtype), out_shape)
     call = pl.pallas_call(kernel, out_types, **options)
 
@@ -147,7 +148,7 @@ _INT8 = (
     "{ .reg .b32 c, t; mov.b32 c, 0x64806480; shr.u32 t, $1, 8;"
     " lop3.b32 $0, t, 0x00FF00FF, c, 0x6a; sub.rn.f16x2 $0, $0, c; }",
 )
-# `prmt` puts b0 beside b2, and b1 beside b3. The assembler merges the two equal permutations.
+# `prmt` reorders the bytes to b0, b2, b1, b3. The assembler merges the two equal permutations.
 _FLOAT8 = tuple(
     "{ .reg .b16 even, odd; .reg .b32 t; prmt.b32 t, $1, 0, 0x3120; mov.b32 {even, odd}, t;"
     f" cvt.rn.f16x2.e4m3x2 $0, {turn}; }}"

@@ -55,7 +55,7 @@ def prefill(
       args: arrays of the call.
       options: options of the call.
       interpret: whether to interpret the kernel.
-      params: launch parameters; by default those of `tuning` for this GPU and shape.
+      params: launch parameters; by default `tuning.prefill_params`.
     """
     return _prefill(args, None, options, params or _params(args), interpret)
 
@@ -332,7 +332,7 @@ def _fold_keys(
 def _separate_masked_steps(
     first: jax.Array, last: jax.Array, step_tokens: int, window: int | None
 ) -> list[_StepRange]:
-    """Separate the steps whose tokens all queries of a tile see from the steps that need masks.
+    """Separate the steps that need no masks, because all queries of a tile see all their tokens.
 
     `first` and `last` are the positions of the first and the last query of the tile.
     """

@@ -14,8 +14,8 @@ parts is stored in memory, and none is computed before the launch. `find_part` i
 it also runs outside of a kernel.
 
 If a sequence has several parts, each program instance stores a partial result and then increments a
-counter. The last one to do so merges all partial results in order, so the result does not depend on
-which one is last. No program instance waits for another::
+counter. The last to do so merges all partial results in order, so the result does not depend on
+which is last. No program instance waits for another::
 
     part 0   reads K and V ....... stores, count is 1
     part 1   reads K and V .............. stores, count is 3: merges all, stores the result
@@ -40,8 +40,8 @@ from jax.experimental import pallas as pl
 from paged_jax.kernels.triton import tiles
 from paged_jax.kernels.triton.pallas import Instructions, plgpu
 
-# Parts per resident program instance in a large batch. Parts differ in length, and the ones that
-# start later fill the gaps.
+# Parts per resident program instance in a large batch. Parts differ in length, and parts that start
+# later fill the gaps.
 _WAVES = 3
 
 # Cost of counting and merging, in loop steps of a program instance that has an SM for itself.
@@ -119,9 +119,9 @@ class KVPart(NamedTuple):
 def choose_num_parts(batch: int, kv_heads: int, max_steps: int, resident: int) -> int:
     """Choose the number of parts of a batch; 0 if its sequences should not be split.
 
-    The kernel is memory-bound, and program instances that still run get the bandwidth of those that
-    have ended. All parts of a small batch run at the same time. A large batch has several parts per
-    resident program instance.
+    The kernel is memory-bound. When program instances end, the others get their bandwidth. All
+    parts of a small batch run at the same time. A large batch has several parts per resident
+    program instance.
 
     Splitting costs a merge. It pays off if the batch ends that much earlier, or if one sequence can
     be so long that it runs on after all others have ended. Whole sequences that saturate the
@@ -225,9 +225,9 @@ def _visible(split: KVSplit, length: jax.Array) -> tuple[jax.Array, jax.Array]:
     return length, jnp.maximum(length - split.window, 0)
 
 
-# Elements that a program instance loads at once: 64 for each of 128 threads, or 16 parts of 4 heads
-# of 128 lanes. Half as many for wider heads and float32, whose sums take so many registers that
-# only two program instances, not three, would share an SM.
+# Elements that a program instance loads at a time: 64 for each of 128 threads, or 16 parts of 4
+# heads of 128 lanes. Wider heads and float32 load half as many. Their sums take more registers, and
+# with more elements only two program instances, not three, would fit an SM.
 _MERGE_TILE = 8192
 _WIDE = 128
 
@@ -241,7 +241,7 @@ def is_last_part(
     count: jax.Array,
     instructions: Instructions,
 ) -> jax.Array:
-    """Count this program instance, which has stored its part; return whether it is the last one.
+    """Count this program instance, which has stored its part; return whether it is the last.
 
     Args:
       counts_ref: i32 counters, zero when the kernel starts; updated.

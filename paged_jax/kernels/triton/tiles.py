@@ -1,4 +1,4 @@
-"""Tiles of the pool and the online softmax, shared by the decode and prefill kernels.
+r"""Tiles of the pool and the online softmax, shared by the decode and prefill kernels.
 
 Except for `refusal` and `as_words`, everything here runs inside a kernel. Triton's arrays have
 sizes that are powers of two, so the head dimension is padded to lanes, and the query heads of a
@@ -9,7 +9,7 @@ and of V::
                       |   |
                       v   v                     token t: entry t // C, offset t % C
     pool[layer]    [7, head, 0:C, :]  [2, head, 0:C, :]  ...
-                      \\       |       /
+                      \       |       /
                     tile [step_tokens, lanes]   a gather of rows from several blocks
 
 A tile may be a tuple of two arrays with the even and the odd lanes. Their products with the queries
@@ -205,8 +205,8 @@ def fit_queries(q: Any, dtype: Any) -> tuple[Any, jax.Array | None]:
 
 
 # The exponent bits of a float32, and the bits of the smallest and the largest power of two that
-# `_power_of_two` returns. Zero gets the smallest, with which results do not underflow, and both
-# have normal inverses.
+# `_power_of_two` returns. It returns the smallest for zero. Results do not underflow with it, and
+# the inverses of both are normal numbers.
 _EXPONENT, _LEAST, _GREATEST = (
     int(np.float32(x).view(np.int32)) for x in (np.inf, 2.0**-100, 2.0**126)
 )
@@ -289,7 +289,7 @@ def start_softmax(
     return OnlineSoftmax(peak, (sinks > -jnp.inf).astype(jnp.float32), out, unit)
 
 
-# log2 of the largest softmax weight in float16, whose maximum is 65504. A scale is up to 2 times
+# log2 of the largest softmax weight in float16, which ends at 65504. A scale is up to 2 times
 # its unit, and rounding errors of scores up to 2**25 add a factor of 4. A weight that is the sum of
 # two float16 numbers has an error of 2**-23 of its value, or 2**-37 of the largest weight if that
 # is more, times the largest scale so far. 131,072 such errors add up to 2**-20.
@@ -359,7 +359,7 @@ def weigh_exactly(weights: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def weigh_by_copies(is_rest: jax.Array, weights: jax.Array, v: jax.Array) -> jax.Array:
-    """Compute `weigh_exactly` in one matmul. Rows come in pairs, whose results must be added.
+    """Compute `weigh_exactly` in one matmul with pairs of rows; the caller adds their results.
 
     Args:
       is_rest: bool ``[R]``: whether the row uses the next bits of its weights, not the first bits.

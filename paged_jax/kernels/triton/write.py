@@ -355,7 +355,7 @@ def _rope_write_kernel(
 def _normed(
     first: jax.Array, second: jax.Array, norm_ref: Any, lane: jax.Array, half: int, eps: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply `paged_jax.kernels.rope.rms_norm` to heads in two halves."""
+    """Apply `paged_jax.kernels.norm_rope.rms_norm` to heads in two halves."""
     total = jnp.sum(first * first, axis=1) + jnp.sum(second * second, axis=1)
     # Like XLA, multiply by the reciprocal: Triton's division is approximate.
     factor = lax.rsqrt(total * np.float32(1 / (2 * half)) + eps)[:, None]

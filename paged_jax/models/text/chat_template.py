@@ -31,7 +31,7 @@ _PLAIN_ROLES = ("user", "assistant", "tool")
 
 
 class ChatTemplateError(ArgumentError):
-    """The model has no chat template, or the template rejects the messages."""
+    """Error for a model without a chat template, or for messages that the template rejects."""
 
 
 class ChatTemplate:
@@ -255,7 +255,7 @@ class _Arguments(dict[str, Any]):
 
 
 def _as_templates_expect(given: Any, takes_parts: bool) -> dict[str, Any]:
-    """Return a message as a dict without None fields.
+    """Return a message in the form that templates expect: a dict without None fields.
 
     Its content becomes a single text, or a list of text parts if the template takes parts.
     """

@@ -44,7 +44,7 @@ _ADDED_TOKENS = re.compile(r'(?<!\\)"added_tokens"\s*:\s*')
 
 
 class TokenizerError(ValueError):
-    """A folder contains no tokenizer that this library can read."""
+    """Error for a folder without a tokenizer that this library can read."""
 
 
 def add_special_tokens(

@@ -41,7 +41,7 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 def _bytes_by_char() -> dict[str, int]:
     """Return the byte of each character in the names of byte-level tokens.
 
-    Printable bytes of Latin-1 represent themselves. The other bytes follow from 256.
+    Printable bytes of Latin-1 are the same character. Other bytes are characters from 256 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -338,7 +338,7 @@ class Tokenizer:
         return text[self._anchor_length :]
 
     def _find_anchor(self) -> tuple[int, int]:
-        """Return the token that replaces earlier text in `_decode`, and its text's length."""
+        """Return a token that replaces earlier text in `_decode`, and the length of its text."""
         letters = map(self.backend.token_to_id, string.ascii_letters)
         # It must be a word: bytes could combine with later bytes, and spaces could be dropped.
         for token_id in itertools.chain(letters, range(self.vocab_size)):
@@ -421,7 +421,7 @@ class Detokenizer:
         return self._hand_out(text, len(self._pending))
 
     def _settle(self, text: str) -> str:
-        """Return the final part of a text that ends with an incomplete character or bad bytes."""
+        """Return the final part of a text with an incomplete or invalid last character."""
         count = len(self._pending)
         splits = [self._split(at) for at in range(1, count)]
         for head, tail in splits:

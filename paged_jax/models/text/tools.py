@@ -186,7 +186,7 @@ def _recognise(called: str, text: str) -> ToolFormat | None:
     if found is None:
         return None
     head, tail = called[: found.start()].rstrip(), called[found.end() :].lstrip()
-    # Nothing but the call may stand where the text stands.
+    # Apart from the call and the text, both chats must be equal.
     if not text.startswith(head) or not (text.endswith(tail) or _END.fullmatch(tail)):
         return None
     opening, after = found["opening"] or "", found["after"] or ""
@@ -233,7 +233,7 @@ class ToolReader:
         self._arguments = ""
 
     def push(self, text: str, *, is_last: bool = False) -> list[ToolDelta]:
-        """Append text of the answer, and return the parts that have become certain.
+        """Read more text of the answer, and return the parts that are complete enough to report.
 
         Args:
           text: the new text.
@@ -293,7 +293,7 @@ class ToolReader:
         return [ToolDelta("arguments", text)]
 
     def _find_end(self, is_last: bool) -> int:
-        """Return the end of arguments without a closing text; -1 if they continue."""
+        """Return where arguments without a closing text end; -1 if the call is incomplete."""
         if not (is_last and self._buffer.endswith("}")):
             return -1
         try:
