@@ -574,7 +574,7 @@ def test_step_raises_if_blocks_do_not_suffice(engine, monkeypatch, program, num_
     replace_program(engine, monkeypatch, program, fail)
     for _ in range(num_before):
         engine.step()
-    with pytest.raises(RuntimeError, match="blocks must suffice"):
+    with pytest.raises(RuntimeError, match="must have enough free blocks"):
         engine.step()
     monkeypatch.undo()
     outputs = []
