@@ -270,7 +270,7 @@ def test_generate_passes_the_memory_fraction(capsys) -> None:
 
 def test_memory_fraction_needs_a_device_that_reports_its_memory(monkeypatch) -> None:
     monkeypatch.setattr(pool_size, "device_memory", lambda device: None)
-    with pytest.raises(ValueError, match="does not say how much memory it has"):
+    with pytest.raises(ValueError, match="does not report its memory"):
         Engine(random_llama(CONFIG), memory_fraction=0.5)
 
 
