@@ -283,7 +283,7 @@ def attend(
     args = _bounded(args, sizes)
 
     has_sinks = args.sinks is not None
-    problem = Problem.of(args.op, sizes, args.q.dtype, args.pools, options, has_sinks=has_sinks)
+    problem = Problem.build(args.op, sizes, args.q.dtype, args.pools, options, has_sinks=has_sinks)
     ops = Dispatch(function, problem, backend, interpret)
     if not interpret:
         check_array_device(function, backend, args.q)

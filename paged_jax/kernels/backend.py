@@ -104,18 +104,10 @@ class Pages(NamedTuple):
 
     kv: jax.Array
 
-    @property
-    def k_scale(self) -> None:
-        """None. Pages have no scales per token, only a factor of all keys in `Options`."""
-
-    @property
-    def v_scale(self) -> None:
-        """None, like `k_scale`."""
-
-    @property
-    def is_quantised(self) -> bool:
-        """Whether there are scales per token: always False."""
-        return False
+    # Pages have no scales per token, only a factor of all keys and of all values in `Options`.
+    k_scale = None
+    v_scale = None
+    is_quantised = False
 
     @property
     def dtype(self) -> Any:
@@ -369,7 +361,7 @@ class Problem:
     lanes: int
 
     @classmethod
-    def of(
+    def build(
         cls,
         op: Op,
         sizes: Mapping[str, int],

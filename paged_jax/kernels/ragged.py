@@ -214,7 +214,7 @@ def ragged_paged_attention(
         **{name: static(_FUNCTION, name, x, operator.index) for name, x in tiles.items()},
     )
     has_sinks = args.sinks is not None
-    problem = Problem.of("ragged", sizes, args.q.dtype, args.pages, options, has_sinks=has_sinks)
+    problem = Problem.build("ragged", sizes, args.q.dtype, args.pages, options, has_sinks=has_sinks)
     ops = Dispatch(_FUNCTION, problem, backend, interpret)
     if not interpret:
         check_array_device(_FUNCTION, backend, args.q)

@@ -109,7 +109,7 @@ def paged_write(
     if pools.is_quantised:
         k, v = (_without_gradient("paged_write", x) for x in (k, v))
 
-    problem = Problem.of("write", sizes, k.dtype, pools, Options())
+    problem = Problem.build("write", sizes, k.dtype, pools, Options())
     ops = Dispatch("paged_write", problem, backend, interpret)
     if not interpret:
         check_array_device("paged_write", backend, pools.k)
@@ -196,7 +196,7 @@ def paged_rope_write(
     )
 
     options = Options(norm_eps=norm_eps)
-    problem = Problem.of("rope_write", sizes, args.qkv.dtype, pools, options)
+    problem = Problem.build("rope_write", sizes, args.qkv.dtype, pools, options)
     ops = Dispatch(function, problem, backend, interpret)
     if not interpret:
         check_array_device(function, backend, pools.k)
@@ -256,7 +256,7 @@ def copy_blocks(
     check_num_rows("copy_blocks", pools.k.shape)
     sources, targets = as_int32("copy_blocks", sources=sources, targets=targets)
 
-    problem = Problem.of("copy_blocks", sizes, pools.k.dtype, pools, Options())
+    problem = Problem.build("copy_blocks", sizes, pools.k.dtype, pools, Options())
     ops = Dispatch("copy_blocks", problem, backend, interpret)
     if not interpret:
         check_array_device("copy_blocks", backend, pools.k)

@@ -95,7 +95,9 @@ class Case:
         sizes = {letter: getattr(self, letter) for letter in "BTKGCDMLP"}
         sizes |= {"H": self.K * self.G, "N": self.num_tokens}
         pools = self._pools(None)
-        problem = Problem.of(self.op, sizes, self.dtype, pools, options, has_sinks=self.has_sinks)
+        problem = Problem.build(
+            self.op, sizes, self.dtype, pools, options, has_sinks=self.has_sinks
+        )
         ops = Dispatch(self.op, problem, self.backend)
 
         # The name of the function appears in the compiled program.
