@@ -1,9 +1,8 @@
-"""`LLM`: generation, streams, log-probabilities, prompts and chats, as users of vLLM expect."""
+"""`LLM`: generation, samples, stop conditions and streams, as users of vLLM expect."""
 
 import contextlib
 import dataclasses
 import gc
-import io
 import itertools
 import json
 import operator
@@ -13,31 +12,22 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-import tokenizers
 from flax import nnx
 
 from paged_jax import LLM, Llama, SamplingParams, Tokenizer
 from paged_jax.cache.blocks import check_invariants
-from tests.support.structured import HERMES_TEMPLATE, TOOLS
+from tests.support.generation import GREEDY, PROMPTS, SEEDED, complete_prompt, generate, tokens_of
 from tests.support.tiny_model import BOS, EOS, SIZES, save_tiny_model
 from tests.support.workload import check_empty
 
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ m.role[0] }}: {{ m.content }}. {% endfor %}"
-    "{% if add_generation_prompt %}a: {% endif %}{% if enable_thinking %}hm{% endif %}"
-)
-PROMPTS = ["the cat sat on a mat", "in the house, he said", "ab", "one day", "who is it?"]
 # A pool that holds less than the context.
 SMALL = {**SIZES, "num_blocks": 12, "max_num_seqs": 1}
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-SEEDED = SamplingParams(temperature=1, seed=7, max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("llm"), chat_template=CHAT_TEMPLATE)
+    return save_tiny_model(tmp_path_factory.mktemp("llm"))
 
 
 @pytest.fixture(scope="session")
@@ -50,21 +40,6 @@ def llm(shared_llm):
     """Return the shared engine, and check after the test that it is empty."""
     yield shared_llm
     check_empty(shared_llm)
-
-
-def generate(llm: LLM, prompts, params=None):
-    return llm.generate(prompts, params, use_tqdm=False)
-
-
-def complete(llm: LLM, prompt, **params):
-    """Return the completion of a prompt, greedy by default."""
-    params = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, **params}
-    [output] = generate(llm, prompt, SamplingParams(**params))
-    return output.outputs[0]
-
-
-def tokens_of(outputs) -> list[list[list[int]]]:
-    return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
 # Against the reference implementation
@@ -173,22 +148,22 @@ def test_samples_stop_independently(llm) -> None:
 
 
 def test_max_tokens_and_the_context_limit_a_sample(llm) -> None:
-    completion = complete(llm, PROMPTS[0], max_tokens=1)
+    completion = complete_prompt(llm, PROMPTS[0], max_tokens=1)
     assert (len(completion.token_ids), completion.finish_reason) == (1, "length")
     num_prompt_tokens = len(llm.tokenizer.encode(PROMPTS[0]))
-    completion = complete(llm, PROMPTS[0], max_tokens=None)
+    completion = complete_prompt(llm, PROMPTS[0], max_tokens=None)
     assert len(completion.token_ids) == llm.max_model_len - num_prompt_tokens
     assert completion.finish_reason == "length"
     longest = {"prompt_token_ids": [BOS] + [5] * (llm.max_model_len - 2)}
-    assert len(complete(llm, longest, max_tokens=None).token_ids) == 1
+    assert len(complete_prompt(llm, longest, max_tokens=None).token_ids) == 1
 
 
 def test_eos_token_stops_a_sample_unless_ignored(llm) -> None:
     always = {"logit_bias": {EOS: 1000.0}}
-    completion = complete(llm, "ab", ignore_eos=False, **always)
+    completion = complete_prompt(llm, "ab", ignore_eos=False, **always)
     assert completion.token_ids == [EOS]
     assert (completion.text, completion.finish_reason, completion.stop_reason) == ("", "stop", None)
-    completion = complete(llm, "ab", ignore_eos=True, max_tokens=5, **always)
+    completion = complete_prompt(llm, "ab", ignore_eos=True, max_tokens=5, **always)
     assert completion.token_ids == [EOS] * 5
     assert (completion.text, completion.finish_reason) == ("", "length")
 
@@ -196,7 +171,7 @@ def test_eos_token_stops_a_sample_unless_ignored(llm) -> None:
 def test_min_tokens_suppresses_stop_tokens(llm) -> None:
     stop = llm.tokenizer.encode("z", add_special_tokens=False)[0]
     params = {"min_tokens": 3, "ignore_eos": False, "stop_token_ids": [stop]}
-    completion = complete(llm, "ab", logit_bias={EOS: 2000.0, stop: 1000.0}, **params)
+    completion = complete_prompt(llm, "ab", logit_bias={EOS: 2000.0, stop: 1000.0}, **params)
     assert len(completion.token_ids) == 4
     assert completion.token_ids[-1] == EOS
     assert not {EOS, stop} & set(completion.token_ids[:-1])
@@ -205,29 +180,31 @@ def test_min_tokens_suppresses_stop_tokens(llm) -> None:
 def test_stop_token_ids_stop_and_are_the_stop_reason(llm) -> None:
     [stop] = llm.tokenizer.encode("z", add_special_tokens=False)
     params = {"logit_bias": {stop: 1000.0}, "stop_token_ids": [stop, 9]}
-    completion = complete(llm, "ab", **params)
+    completion = complete_prompt(llm, "ab", **params)
     assert (completion.token_ids, completion.text) == ([stop], "")
     assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
-    assert complete(llm, "ab", include_stop_str_in_output=True, **params).text == "z"
+    assert complete_prompt(llm, "ab", include_stop_str_in_output=True, **params).text == "z"
 
 
 def test_stop_strings_end_the_text_across_tokens(llm) -> None:
-    whole = complete(llm, PROMPTS[0], max_tokens=20)
+    whole = complete_prompt(llm, PROMPTS[0], max_tokens=20)
     # Two letters inside the text that belong to different tokens.
     pieces = [llm.tokenizer.decode([token_id]) for token_id in whole.token_ids]
     joints = [a[-1] + b[0] for a, b in itertools.pairwise(pieces[4:]) if a and b]
     stop = next(joint for joint in joints if whole.text.find(joint) > 3)
     at = whole.text.find(stop)
 
-    completion = complete(llm, PROMPTS[0], max_tokens=20, stop=["never", stop])
+    completion = complete_prompt(llm, PROMPTS[0], max_tokens=20, stop=["never", stop])
     assert completion.text == whole.text[:at]
     assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
     assert completion.token_ids == whole.token_ids[: len(completion.token_ids)]
     assert len(completion.token_ids) < len(whole.token_ids)
-    kept = complete(llm, PROMPTS[0], max_tokens=20, stop=stop, include_stop_str_in_output=True)
+    kept = complete_prompt(
+        llm, PROMPTS[0], max_tokens=20, stop=stop, include_stop_str_in_output=True
+    )
     assert kept.text == whole.text[: at + 2]
     # A stop string that does not occur changes nothing.
-    assert complete(llm, PROMPTS[0], max_tokens=20, stop="never") == whole
+    assert complete_prompt(llm, PROMPTS[0], max_tokens=20, stop="never") == whole
 
 
 def test_text_equals_the_decoded_tokens(llm) -> None:
@@ -243,7 +220,7 @@ def test_text_equals_the_decoded_tokens(llm) -> None:
 @pytest.mark.slow
 def test_stream_yields_only_final_text(folder) -> None:
     llm = LLM(folder, **SIZES, steps_per_dispatch=1)
-    whole = complete(llm, PROMPTS[0], max_tokens=20)
+    whole = complete_prompt(llm, PROMPTS[0], max_tokens=20)
     stops = [None, whole.text[5:8], whole.text[9:11] + "never", whole.text[-2:] + "."]
     params = [dataclasses.replace(GREEDY, max_tokens=20, stop=stop) for stop in stops]
     texts: list[list[str]] = [[] for _ in stops]
@@ -396,106 +373,9 @@ def small(shared_llm) -> LLM:
 
 @pytest.mark.slow
 def test_max_tokens_none_is_limited_by_the_pool(llm, small) -> None:
-    completion = complete(small, "ab", max_tokens=None)
+    completion = complete_prompt(small, "ab", max_tokens=None)
     assert completion.finish_reason == "length"
     assert len(completion.token_ids) == 12 * 4 + 1 - len(llm.tokenizer.encode("ab"))
-
-
-# Log-probabilities and statistics
-
-
-@pytest.fixture(scope="module")
-def plain_logprobs(shared_llm):
-    """Return a function: log-probabilities float64 [T, V] after each token, by the plain model."""
-    forward = jax.jit(Llama.__call__)
-
-    def logprobs(token_ids: list[int]) -> np.ndarray:
-        padded = np.zeros((1, 64), np.int32)
-        padded[0, : len(token_ids)] = token_ids
-        logits = np.asarray(forward(shared_llm.model, padded), np.float64)[0, : len(token_ids)]
-        return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-
-    return logprobs
-
-
-def test_logprobs_match_the_model(llm, plain_logprobs) -> None:
-    prompt_ids = llm.tokenizer.encode(PROMPTS[3])
-    completion = complete(llm, PROMPTS[3], temperature=1.5, seed=2, logprobs=3)
-    token_ids = completion.token_ids
-    expected = plain_logprobs(prompt_ids + token_ids[:-1])[len(prompt_ids) - 1 :]
-    assert completion.logprobs is not None and len(completion.logprobs) == len(token_ids)
-    for row, token_id, candidates in zip(expected, token_ids, completion.logprobs, strict=True):
-        best = np.argsort(-row, kind="stable")[:3].tolist()
-        assert set(candidates) == {token_id, *best}
-        top = [token for token, candidate in candidates.items() if candidate.rank <= 3]
-        assert sorted(top, key=lambda token: candidates[token].rank) == best
-        for token, candidate in candidates.items():
-            assert candidate.rank == 1 + int((row > row[token]).sum())
-            assert candidate.logprob == pytest.approx(row[token], abs=2e-5)
-            assert candidate.decoded_token == llm.tokenizer.decode(
-                [token], skip_special_tokens=False
-            )
-    chosen = [c[token].logprob for c, token in zip(completion.logprobs, token_ids, strict=True)]
-    assert completion.cumulative_logprob == pytest.approx(sum(chosen), abs=1e-6)
-    assert max(len(candidates) for candidates in completion.logprobs) == 4, (
-        "at least one chosen token is not among the best"
-    )
-
-
-def test_logprobs_zero_reports_only_the_chosen_token(llm) -> None:
-    completion = complete(llm, PROMPTS[3], logprobs=0)
-    assert [list(candidates) for candidates in completion.logprobs] == [
-        [token_id] for token_id in completion.token_ids
-    ]
-    without = complete(llm, PROMPTS[3])
-    assert without.logprobs is None
-    assert without.token_ids == completion.token_ids
-    assert without.cumulative_logprob == pytest.approx(completion.cumulative_logprob, abs=1e-6)
-
-
-def test_metrics_are_in_order(llm) -> None:
-    for output in generate(llm, PROMPTS, GREEDY):
-        metrics = output.metrics
-        times = [
-            metrics.arrival_time,
-            metrics.first_scheduled_time,
-            metrics.first_token_time,
-            metrics.finished_time,
-        ]
-        assert times == sorted(times)
-
-
-def test_stats_count_tokens(folder) -> None:
-    llm = LLM(folder, **SIZES, enable_prefix_caching=False)
-    generate(llm, PROMPTS, GREEDY)
-    stats = llm.stats
-    assert stats.num_prompt_tokens == sum(len(llm.tokenizer.encode(p)) for p in PROMPTS)
-    assert stats.num_generated_tokens == 12 * len(PROMPTS)
-    # The first step of a batch size compiles and does not count for the decoding rate.
-    assert stats.num_decode_tokens < stats.num_generated_tokens
-    generate(llm, PROMPTS, GREEDY)
-    assert llm.stats.num_decode_tokens == stats.num_decode_tokens + 12 * len(PROMPTS)
-    stats = llm.stats
-    seconds = (stats.prefill_seconds, stats.decode_seconds, stats.host_seconds)
-    assert min(*seconds, stats.compile_seconds, stats.first_token_seconds) > 0
-
-
-def test_prompt_logprobs_match_the_model(llm, plain_logprobs) -> None:
-    prompt_ids = llm.tokenizer.encode(PROMPTS[0])
-    assert len(prompt_ids) > 17, "more than one chunk"
-    params = dataclasses.replace(GREEDY, prompt_logprobs=2)
-    generate(llm, PROMPTS[0], GREEDY)  # cached blocks must be computed again
-    [output] = generate(llm, PROMPTS[0], params)
-    expected = plain_logprobs(prompt_ids)
-    first, *others = output.prompt_logprobs
-    assert first is None and len(others) == len(prompt_ids) - 1
-    for row, token_id, candidates in zip(expected, prompt_ids[1:], others, strict=False):
-        best = np.argsort(-row, kind="stable")[:2].tolist()
-        assert set(candidates) == {token_id, *best}
-        for token, candidate in candidates.items():
-            assert candidate.rank == 1 + int((row > row[token]).sum())
-            assert candidate.logprob == pytest.approx(row[token], abs=2e-5)
-    assert tokens_of([output]) == tokens_of(generate(llm, PROMPTS[0], GREEDY))
 
 
 # Parameters
@@ -503,7 +383,7 @@ def test_prompt_logprobs_match_the_model(llm, plain_logprobs) -> None:
 
 def test_logit_bias_forces_a_token(llm) -> None:
     bias = {**dict.fromkeys(range(43), 900.0), 9: 1000.0}
-    token_ids = complete(llm, "ab", logit_bias=bias, max_tokens=4).token_ids
+    token_ids = complete_prompt(llm, "ab", logit_bias=bias, max_tokens=4).token_ids
     assert token_ids == [9] * 4
 
 
@@ -515,29 +395,10 @@ def test_logit_bias_forces_a_token(llm) -> None:
 def test_penalties_reduce_repetition(llm, penalty) -> None:
     # The bias makes the model repeat this token most of the time.
     bias = {"logit_bias": {9: 4.0}, "max_tokens": 16}
-    plain = complete(llm, "ab", **bias).token_ids
-    penalised = complete(llm, "ab", **bias, **penalty).token_ids
+    plain = complete_prompt(llm, "ab", **bias).token_ids
+    penalised = complete_prompt(llm, "ab", **bias, **penalty).token_ids
     assert penalised[0] == plain[0], "the first token has no penalty"
     assert len(set(penalised)) > len(set(plain))
-
-
-def test_prompt_forms_are_equivalent(llm) -> None:
-    text = PROMPTS[0]
-    token_ids = llm.tokenizer.encode(text)
-    assert token_ids[0] == BOS and BOS not in token_ids[1:]
-    forms = [text, {"prompt": text}, {"prompt_token_ids": token_ids}]
-    forms.append({"prompt_token_ids": np.array(token_ids)})
-    forms.append({"prompt_token_ids": jnp.array(token_ids)})
-    forms.append({"prompt_token_ids": list(np.array(token_ids, np.uint16))})
-    outputs = generate(llm, forms, GREEDY)
-    for output in outputs:
-        assert output.prompt_token_ids == token_ids
-        assert all(type(token_id) is int for token_id in output.prompt_token_ids)
-    assert tokens_of(outputs) == [tokens_of(outputs)[0]] * len(forms)
-    assert [output.prompt for output in outputs] == [text, text, None, None, None, None]
-    for one in (text, forms[2], iter([text])):
-        assert tokens_of(generate(llm, one, GREEDY)) == tokens_of(outputs[:1])
-    assert generate(llm, [], GREEDY) == []
 
 
 def test_sampling_params_may_differ_by_prompt(llm) -> None:
@@ -603,74 +464,6 @@ def test_generate_may_use_the_whole_pool(small) -> None:
 # Invalid arguments
 
 
-@pytest.mark.parametrize(
-    ("prompts", "params", "message"),
-    [
-        ("", GREEDY, "at least one character, got ''"),
-        ([PROMPTS[0], ""], GREEDY, r"^prompts\[1\]: request: .*at least one character"),
-        (PROMPTS[0], {"temperature": 0}, r"got a dict\. Pass SamplingParams\(\*\*params\)"),
-        ({"prompt": 5}, GREEDY, "at least one character, got 5"),
-        ("\ud800", GREEDY, "valid Unicode"),
-        ({"prompt_token_ids": []}, GREEDY, "at least one token"),
-        ({"prompt_token_ids": 5}, GREEDY, "list of integers, got 5"),
-        ({"prompt_token_ids": "ab"}, GREEDY, "list of integers, got 'ab'"),
-        ({"prompt_token_ids": [5, 99]}, GREEDY, "integers in 0..42, got 99"),
-        ({"prompt_token_ids": [-1]}, GREEDY, "integers in 0..42, got -1"),
-        ({"prompt_token_ids": [5, True]}, GREEDY, "integers in 0..42, got True"),
-        ({"prompt_token_ids": [5.0]}, GREEDY, "integers in 0..42, got 5.0"),
-        ({"prompt_token_ids": np.array([5.0])}, GREEDY, r"shape \(1,\) and dtype float64"),
-        ({"prompt_token_ids": jnp.array([True])}, GREEDY, r"shape \(1,\) and dtype bool"),
-        ({"prompt_token_ids": np.array([[5, 6]])}, GREEDY, r"one row of .* shape \(1, 2\)"),
-        ({"prompt_token_ids": np.array(5)}, GREEDY, r"one row of integers, got .* shape \(\)"),
-        ({"prompt_token_ids": jnp.array([5, 99])}, GREEDY, "integers in 0..42, got 99"),
-        ({"prompt": "ab", "prompt_token_ids": [5]}, GREEDY, "either prompt or prompt_token_ids"),
-        ({"text": "ab"}, GREEDY, r"got the keys \['text'\]"),
-        ({"prompt": "ab", "cache_slat": "a"}, GREEDY, r"cache_salt, got cache_slat\."),
-        ([[5, 6]], GREEDY, r"got \[5, 6\]"),
-        ({"prompt_token_ids": [5] * 64}, GREEDY, "at most 63 tokens.*context of 64, got 64"),
-        (PROMPTS, [GREEDY], "one for each of the 5 prompts, got 1"),
-        ("ab", [GREEDY, GREEDY], "one for each of the 1 prompts, got 2"),
-        ({"prompt": "ab", "cache_salt": 5}, GREEDY, "cache_salt must be a text, got 5"),
-        ("ab", SamplingParams(logit_bias={43: 1.0}), "logit_bias must hold integers in 0..42"),
-        ("ab", SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0)), "at most 1024 entries"),
-        ("ab", SamplingParams(stop_token_ids=[43]), "stop_token_ids must hold integers in 0..42"),
-        ("ab", SamplingParams(stop_token_ids=list(range(2, 20))), "at most 16"),
-    ],
-)
-def test_generate_rejects_mistakes_before_anything_runs(llm, prompts, params, message) -> None:
-    before = generate(llm, "ab", GREEDY)[0]
-    with pytest.raises(ValueError, match=message):
-        generate(llm, prompts, params)
-    with pytest.raises(ValueError, match=message):
-        llm.stream(prompts, params)
-    check_empty(llm)
-    after = generate(llm, "ab", GREEDY)[0]
-    assert after.outputs == before.outputs
-    assert int(after.request_id) == int(before.request_id) + 1, "a rejected request takes no number"
-
-
-@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), 10**400, True, "1"])
-def test_add_request_rejects_bad_timeouts(llm, timeout) -> None:
-    with pytest.raises(ValueError, match="timeout must be seconds > 0 or None, got "):
-        llm.add_request("ab", GREEDY, timeout=timeout)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"block_size": 0}, "block_size must be a positive integer, got 0"),
-        ({"num_blocks": -1}, "num_blocks must be a positive integer, got -1"),
-        ({"max_num_seqs": 0}, "max_num_seqs must be a positive integer, got 0"),
-        ({"max_chunk": 1.5}, "max_chunk must be a positive integer, got 1.5"),
-        ({"max_model_len": True}, "max_model_len must be a positive integer, got True"),
-        ({"max_model_len": 65}, "context of 64, got 65"),
-    ],
-)
-def test_llm_rejects_bad_sizes(llm, sizes, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        LLM(llm.model, **{**SIZES, **sizes})
-
-
 def test_llm_rejects_a_missing_folder(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match="missing"):
         LLM(tmp_path / "missing")
@@ -687,162 +480,11 @@ def test_generate_raises_for_nan_weights_and_empties_the_cache(folder) -> None:
         check_empty(llm)
 
 
-# Without a tokenizer, and with a chat template
-
-
-def test_generate_without_a_tokenizer_takes_token_ids(llm) -> None:
-    bare = LLM(llm.model, **SIZES)
-    assert bare.tokenizer is None
-    prompt = {"prompt_token_ids": llm.tokenizer.encode(PROMPTS[0])}
-    completion = complete(bare, prompt)
-    assert completion.token_ids == complete(llm, prompt).token_ids
-    assert completion.text == ""
-    assert complete(bare, prompt, stop_token_ids=[completion.token_ids[2]]).stop_reason is not None
-    with pytest.raises(ValueError, match="tokenizer for text prompts, got none"):
-        generate(bare, PROMPTS[0], GREEDY)
-    with pytest.raises(ValueError, match="stop must be empty"):
-        generate(bare, prompt, SamplingParams(stop="x"))
-    with pytest.raises(ValueError, match="must have a tokenizer"):
-        bare.chat([{"role": "user", "content": "hello"}])
-    assert bare.get_default_sampling_params() == SamplingParams(temperature=0)
-
-
 def test_detokenize_false_makes_no_text(llm) -> None:
-    plain = complete(llm, PROMPTS[0], detokenize=False)
-    assert plain.text == "" and plain.token_ids == complete(llm, PROMPTS[0]).token_ids
+    plain = complete_prompt(llm, PROMPTS[0], detokenize=False)
+    assert plain.text == "" and plain.token_ids == complete_prompt(llm, PROMPTS[0]).token_ids
     with pytest.raises(ValueError, match="detokenize must be True with stop strings"):
         SamplingParams(stop="x", detokenize=False)
-
-
-def test_chat_uses_the_template(llm) -> None:
-    messages = [{"role": "user", "content": "hello"}]
-    [output] = llm.chat(messages, GREEDY, use_tqdm=False)
-    expected = llm.tokenizer.encode("<s>u: hello. a: ", add_special_tokens=False)
-    assert output.prompt_token_ids == expected
-    assert expected.count(BOS) == 1
-    several = llm.chat([messages, [{"role": "user", "content": "who"}]], GREEDY, use_tqdm=False)
-    assert tokens_of(several[:1]) == tokens_of([output])
-    assert several[1].prompt_token_ids != expected
-    assert llm.chat([], GREEDY) == []
-    message = dataclasses.make_dataclass("Message", ["role", "content", "name"])(
-        "user", "hello", None
-    )
-    assert tokens_of(llm.chat([message], GREEDY, use_tqdm=False)) == tokens_of([output])
-    parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}] * 2}]
-    joined = [{"role": "user", "content": "helhel"}]
-    assert llm.chat_prompt(parts) == llm.chat_prompt(joined)
-    [thinking] = llm.chat(
-        messages, GREEDY, chat_template_kwargs={"enable_thinking": True}, use_tqdm=False
-    )
-    assert llm.tokenizer.decode(thinking.prompt_token_ids).endswith("a: hm")
-    with pytest.raises(ValueError, match="got 'tokenize'"):
-        llm.chat(messages, GREEDY, chat_template_kwargs={"tokenize": False})
-    with pytest.raises(ValueError, match="tools must be empty as the model's chat template has no"):
-        llm.chat(messages, GREEDY, tools=TOOLS)
-
-
-def test_chat_shows_tools_to_the_model(llm) -> None:
-    backend = tokenizers.Tokenizer.from_str(llm.tokenizer.backend.to_str())
-    tokenizer = Tokenizer(backend, chat_template=HERMES_TEMPLATE)
-    able = LLM(llm.model, tokenizer=tokenizer, **SIZES)
-    messages = [{"role": "user", "content": "hello"}]
-    [output] = able.chat(messages, GREEDY, tools=TOOLS, use_tqdm=False)
-    names = "".join(f"{tool['function']['name']}," for tool in TOOLS)
-    shown, plain = (able.chat_prompt(messages, tools=each) for each in (TOOLS, None))
-    assert output.prompt_token_ids == shown["prompt_token_ids"]
-    before = tokenizer.encode(names, add_special_tokens=False)
-    assert shown["prompt_token_ids"] == before + plain["prompt_token_ids"]
-
-
-def test_chat_requires_a_template(llm, folder) -> None:
-    tokenizer = Tokenizer(Tokenizer.from_folder(folder).backend)
-    other = LLM(llm.model, tokenizer=tokenizer, **SIZES)
-    with pytest.raises(ValueError, match="no chat template"):
-        other.chat([{"role": "user", "content": "hello"}], use_tqdm=False)
-
-
-# Compilation
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_on_compile_replaces_the_progress_on_a_terminal(folder, monkeypatch) -> None:
-    lines: list[str] = []
-    shown = []
-    for on_compile in (None, lines.append):
-        monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-        llm = LLM(folder, on_compile=on_compile, **SIZES)
-        for _ in range(2):
-            llm.generate(["the cat", "the dog"], SamplingParams(max_tokens=2))
-        shown.append(terminal.getvalue().count("compiling"))
-        assert "requests: 100%" in terminal.getvalue()
-    assert [shown[0] > 0, shown[1]] == [True, 0] and len(lines) == len(set(lines)) > 1
-
-
-@pytest.mark.slow
-def test_nothing_compiles_after_warmup(folder) -> None:
-    lines: list[str] = []
-    # Programs of earlier tests must not hide programs that warmup misses.
-    jax.clear_caches()
-    llm = LLM(folder, on_compile=lines.append, **SIZES)
-    reports: list[tuple[int, int, str]] = []
-    llm.warmup(lambda *report: reports.append(report))
-    assert [done for done, _, _ in reports] == list(range(1, len(reports) + 1))
-    assert {total for _, total, _ in reports} == {len(reports)}
-    assert len({name for _, _, name in reports}) == len(reports)
-    check_empty(llm)
-    llm.update_params(nnx.state(llm.model))  # the first call compiles, outside of requests
-
-    seconds = llm.stats.compile_seconds
-    compiled: list[str] = []
-
-    def listen(event: str, duration: float, **details) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(details["fun_name"])
-
-    random = np.random.default_rng(0)
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        for _ in range(4):
-            prompts, params = [], []
-            for _ in range(8):
-                num_tokens, max_tokens = int(random.integers(1, 30)), int(random.integers(1, 17))
-                prompts.append({"prompt_token_ids": random.integers(2, 43, num_tokens).tolist()})
-                params.append(
-                    SamplingParams(
-                        temperature=float(random.integers(0, 2)),
-                        n=int(random.integers(1, 4)),
-                        max_tokens=max_tokens,
-                        top_k=int(random.integers(0, 5)),
-                        repetition_penalty=float(random.uniform(1, 1.5)),
-                        logprobs=[None, None, 3][int(random.integers(3))],
-                        prompt_logprobs=[None, None, 3][int(random.integers(3))],
-                        stop_token_ids=random.integers(2, 43, 2).tolist(),
-                        min_tokens=int(random.integers(0, max_tokens + 1)),
-                    )
-                )
-            generate(llm, prompts, params)
-        llm.reset_prefix_cache()
-        llm.update_params(nnx.state(llm.model))
-        generate(llm, PROMPTS, GREEDY)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert compiled == [] and lines == []
-    assert llm.stats.compile_seconds == seconds
-    assert llm.stats.num_preemptions > 0, "the pool must be too small for all requests"
-    check_empty(llm)
-
-
-def test_on_compile_announces_each_program_once(folder) -> None:
-    lines: list[str] = []
-    fresh = LLM(folder, on_compile=lines.append, **SIZES)
-    generate(fresh, PROMPTS, GREEDY)
-    assert lines and all(line.startswith("compiling ") for line in lines)
-    assert len(set(lines)) == len(lines)
-    assert fresh.stats.compile_seconds > 0
 
 
 def test_llm_rejects_num_blocks_beyond_memory(folder) -> None:

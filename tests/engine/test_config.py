@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 
+import jax.numpy as jnp
 import pytest
 
 from paged_jax import LLM, Engine
@@ -15,6 +16,7 @@ from paged_jax.engine.config import (
     option,
     option_specs,
 )
+from tests.support.tiny_model import SIZES
 
 OPTIONS = {each.name: each for each in option_specs()}
 WRONG = {
@@ -106,3 +108,76 @@ def test_a_new_option_needs_one_field(monkeypatch) -> None:
 
     Holder(num_spare_blocks=5)
     assert seen == [5] and "num_spare_blocks" in inspect.signature(Holder).parameters
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_batched_tokens": 2}, "at least max_num_seqs = 4.* got 2"),
+        ({"max_num_batched_tokens": None}, "max_num_batched_tokens must be a positive .* got None"),
+        (
+            {"num_speculative_tokens": None},
+            "num_speculative_tokens must be .* at least 0, got None",
+        ),
+        ({"preemption": "drop"}, "preemption must be one of auto, recompute, swap, got 'drop'"),
+        ({"seed": -1}, "seed must be an integer in 0..2\\*\\*63 - 1, got -1"),
+        ({"seed": 1.5}, "seed must be an integer"),
+        ({"swap_space": "4"}, "swap_space must be a finite number of GiB, at least 0, got '4'"),
+        ({"swap_space": float("nan")}, "swap_space must be a finite"),
+        ({"swap_space": -1}, "swap_space must be .* got -1"),
+        ({"on_compile": 3}, "on_compile must be a function or None, got 3"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, got 'no'"),
+        ({"cascade_attention": 1}, "cascade_attention must be True or False, got 1"),
+        ({"memory_fraction": True}, "memory_fraction must be above 0 and at most 1, got True"),
+        ({"memory_fraction": "a"}, "memory_fraction must be above 0 and at most 1, got 'a'"),
+    ],
+)
+def test_engine_rejects_bad_options(tiny_model, options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(tiny_model, **SIZES, **options)
+
+
+def test_engine_suggests_names_for_unknown_options(tiny_model) -> None:
+    guesses = {"gpu_memory_utilization": "memory_fraction", "num_block": "num_blocks"}
+    for name, meant in guesses.items():
+        with pytest.raises(TypeError, match=f"Engine: {name} is no argument. Did you mean {meant}"):
+            Engine(tiny_model, **{name: 1})
+    with pytest.raises(TypeError, match="enforce_eager is no argument.$"):
+        Engine(tiny_model, **{"enforce_eager": True})
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "dtype"),
+    [
+        ("auto", jnp.float32),
+        ("float32", jnp.float32),
+        ("bfloat16", jnp.bfloat16),
+        ("float16", jnp.float16),
+        ("int8", jnp.int8),
+        ("fp8", jnp.float8_e4m3fn),
+    ],
+)
+def test_kv_dtype_is_the_dtype_of_the_pools(tiny_model, kv_dtype, dtype) -> None:
+    cache = Engine(tiny_model, **SIZES, kv_dtype=kv_dtype).cache
+    assert cache.k.dtype == cache.v.dtype == dtype
+
+
+def test_kv_dtype_rejects_unknown_names(tiny_model) -> None:
+    with pytest.raises(ValueError, match="kv_dtype must be one of auto, float32.*got 'int4'"):
+        Engine(tiny_model, **SIZES, kv_dtype="int4")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"block_size": 0}, "block_size must be a positive integer, got 0"),
+        ({"num_blocks": -1}, "num_blocks must be a positive integer, got -1"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be a positive integer, got 0"),
+        ({"max_chunk": 1.5}, "max_chunk must be a positive integer, got 1.5"),
+        ({"max_model_len": True}, "max_model_len must be a positive integer, got True"),
+        ({"max_model_len": 65}, "context of 64, got 65"),
+    ],
+)
+def test_engine_rejects_bad_sizes(tiny_model, sizes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(tiny_model, **{**SIZES, **sizes})

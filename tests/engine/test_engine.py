@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from paged_jax import Engine, Llama, SamplingParams
+from paged_jax import Engine, SamplingParams
 from tests.support.tiny_model import BOS, SIZES
 from tests.support.workload import check_empty, finish
+from tests.support.workload import complete as complete_request
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1, seed=7, max_tokens=12, ignore_eos=True)
@@ -25,12 +25,7 @@ def engine(tiny_model) -> Engine:
 
 
 def complete(engine: Engine, prompt, params=GREEDY, **options):
-    """Return the final output of a request, and run other requests meanwhile."""
-    request_id = engine.add_request(prompt, params, **options)
-    while True:
-        for output in engine.step():
-            if output.request_id == request_id and output.finished:
-                return output
+    return complete_request(engine, prompt, params, **options)
 
 
 def replace_program(engine: Engine, monkeypatch, name: str, function) -> None:
@@ -275,77 +270,6 @@ def test_stats_sharing_is_zero_for_different_prompts(tiny_model) -> None:
         assert engine.stats.sharing == 0
 
 
-# New weights
-
-
-def noisy(model: Llama) -> Llama:
-    other = nnx.clone(model)
-    state = jax.tree.map(
-        # Computed on the host, because each shape would compile programs on the device.
-        lambda x: jnp.asarray(
-            np.asarray(x)
-            + np.float32(0.1) * np.sin(np.arange(x.size, dtype=x.dtype)).reshape(x.shape)
-        ),
-        nnx.state(other),
-    )
-    nnx.update(other, state)
-    return other
-
-
-def test_update_params_takes_effect_and_empties_the_cache(engine) -> None:
-    old = complete(engine, LONG)
-    other = noisy(engine.model)
-    for params in (other, nnx.state(other)):
-        engine.update_params(params)
-        new = complete(engine, LONG)
-        assert new.num_cached_tokens == 0
-        assert new.outputs == complete(Engine(other, **SIZES), LONG).outputs
-        assert new.outputs[0].token_ids != old.outputs[0].token_ids
-
-
-def test_update_params_copies_the_arrays(engine) -> None:
-    other = noisy(engine.model)
-    engine.update_params(other)
-    expected = complete(engine, LONG).outputs
-    for x in jax.tree.leaves(nnx.state(other)):
-        x.delete()
-    assert complete(engine, LONG).outputs == expected
-
-
-def test_update_params_keeps_tokens_of_unfinished_requests(engine) -> None:
-    params = dataclasses.replace(GREEDY, max_tokens=24)
-    request_id = engine.add_request(LONG, params)
-    engine.step()
-    [before] = engine.step()
-    tokens = before.outputs[0].token_ids
-    assert 0 < len(tokens) < 24
-    other = noisy(engine.model)
-    engine.update_params(other)
-    after = finish(engine)[request_id]
-    prompt = {"prompt_token_ids": [*LONG["prompt_token_ids"], *tokens]}
-    rest = dataclasses.replace(params, max_tokens=24 - len(tokens))
-    assert after == tokens + complete(Engine(other, **SIZES), prompt, rest).outputs[0].token_ids
-
-
-def test_model_has_the_current_weights(engine) -> None:
-    other = noisy(engine.model)
-    engine.update_params(other)
-    ours, theirs = (jax.tree.leaves(nnx.state(m)) for m in (engine.model, other))
-    assert all((x == y).all() for x, y in zip(ours, theirs, strict=True))
-    with pytest.raises(ValueError, match="a model, its nnx.state, or a list .* got dict"):
-        engine.update_params({"embed_tokens": theirs[0]})
-
-
-def test_update_params_rejects_other_shapes(engine) -> None:
-    expected = complete(engine, LONG).outputs
-    leaves = jax.tree.leaves(nnx.state(engine.model))
-    with pytest.raises(ValueError, match=r"must be \d+ arrays .* got \d+\."):
-        engine.update_params(leaves[:-1])
-    with pytest.raises(ValueError, match=r"and \(3,\) for"):
-        engine.update_params([*leaves[:-1], jnp.zeros(3)])
-    assert complete(engine, LONG).outputs == expected
-
-
 # Failures
 
 
@@ -463,66 +387,11 @@ def test_next_id_skips_taken_ids(engine) -> None:
     finish(engine)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_num_batched_tokens": 2}, "at least max_num_seqs = 4.* got 2"),
-        ({"max_num_batched_tokens": None}, "max_num_batched_tokens must be a positive .* got None"),
-        (
-            {"num_speculative_tokens": None},
-            "num_speculative_tokens must be .* at least 0, got None",
-        ),
-        ({"preemption": "drop"}, "preemption must be one of auto, recompute, swap, got 'drop'"),
-        ({"seed": -1}, "seed must be an integer in 0..2\\*\\*63 - 1, got -1"),
-        ({"seed": 1.5}, "seed must be an integer"),
-        ({"swap_space": "4"}, "swap_space must be a finite number of GiB, at least 0, got '4'"),
-        ({"swap_space": float("nan")}, "swap_space must be a finite"),
-        ({"swap_space": -1}, "swap_space must be .* got -1"),
-        ({"on_compile": 3}, "on_compile must be a function or None, got 3"),
-        ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, got 'no'"),
-        ({"cascade_attention": 1}, "cascade_attention must be True or False, got 1"),
-        ({"memory_fraction": True}, "memory_fraction must be above 0 and at most 1, got True"),
-        ({"memory_fraction": "a"}, "memory_fraction must be above 0 and at most 1, got 'a'"),
-    ],
-)
-def test_engine_rejects_bad_options(tiny_model, options, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        Engine(tiny_model, **SIZES, **options)
-
-
-def test_engine_suggests_names_for_unknown_options(tiny_model) -> None:
-    guesses = {"gpu_memory_utilization": "memory_fraction", "num_block": "num_blocks"}
-    for name, meant in guesses.items():
-        with pytest.raises(TypeError, match=f"Engine: {name} is no argument. Did you mean {meant}"):
-            Engine(tiny_model, **{name: 1})
-    with pytest.raises(TypeError, match="enforce_eager is no argument.$"):
-        Engine(tiny_model, **{"enforce_eager": True})
-
-
 def test_warmup_requires_an_idle_engine(engine) -> None:
     engine.add_request(LONG, GREEDY)
     with pytest.raises(RuntimeError, match="no request may be unfinished, got 1"):
         engine.warmup()
     finish(engine)
-
-
-# Dtype of the cache
-
-
-@pytest.mark.parametrize(
-    ("kv_dtype", "dtype"),
-    [
-        ("auto", jnp.float32),
-        ("float32", jnp.float32),
-        ("bfloat16", jnp.bfloat16),
-        ("float16", jnp.float16),
-        ("int8", jnp.int8),
-        ("fp8", jnp.float8_e4m3fn),
-    ],
-)
-def test_kv_dtype_is_the_dtype_of_the_pools(tiny_model, kv_dtype, dtype) -> None:
-    cache = Engine(tiny_model, **SIZES, kv_dtype=kv_dtype).cache
-    assert cache.k.dtype == cache.v.dtype == dtype
 
 
 @pytest.mark.slow
@@ -532,11 +401,6 @@ def test_kv_dtype_int8_changes_log_probabilities_slightly(tiny_model, engine) ->
     exact, rough = (complete(e, LONG, params).outputs[0] for e in (engine, narrow))
     assert rough.cumulative_logprob == pytest.approx(exact.cumulative_logprob, abs=0.3)
     check_empty(narrow)
-
-
-def test_kv_dtype_rejects_unknown_names(tiny_model) -> None:
-    with pytest.raises(ValueError, match="kv_dtype must be one of auto, float32.*got 'int4'"):
-        Engine(tiny_model, **SIZES, kv_dtype="int4")
 
 
 @pytest.mark.slow

@@ -233,7 +233,7 @@ def traced_cascades(layers, monkeypatch) -> list[int]:
         layers.append(options["layer"])
         return cascade_attention(*args, **options)
 
-    monkeypatch.setattr(cascade, "_WORTHWHILE", 1)
+    monkeypatch.setattr(cascade, "_MIN_SAVED_TOKENS", 1)
     monkeypatch.setattr(batch_places, "cascade_attention", traced)
     return layers
 

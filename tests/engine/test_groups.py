@@ -294,7 +294,7 @@ def test_cascade_and_grammars_with_windows_match_the_plain_model(
         return cascade_attention(*args, **options)
 
     # Cascade attention must be used for these short contexts too.
-    monkeypatch.setattr(cascade, "_WORTHWHILE", 1)
+    monkeypatch.setattr(cascade, "_MIN_SAVED_TOKENS", 1)
     monkeypatch.setattr(batch_places, "cascade_attention", trace)
     tokenizer = tokenizer_of_json(tiny_folder, tmp_path / "tokenizer")
     model = models["mixed"]

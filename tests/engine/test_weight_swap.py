@@ -10,18 +10,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from paged_jax import LLM, Llama, SamplingParams
+from paged_jax import LLM, Engine, Llama, SamplingParams
 from paged_jax.engine.weight_swap import EngineAsleepError, WeightSwap
 from paged_jax.models.loading.parameters import named_arrays
 from paged_jax.models.loading.tensor_map import map_parameter
 from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import BOS, CONFIG, SIZES
-from tests.support.workload import check_empty, finish
+from tests.support.workload import check_empty, complete, finish
 
 L, E, D = CONFIG.num_hidden_layers, CONFIG.hidden_size, CONFIG.head_dim
 QWEN = dataclasses.replace(CONFIG, qkv_bias=True, qk_norm=True, tie_word_embeddings=True)
 PARAMS = SamplingParams(temperature=1, seed=7, max_tokens=12, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+LONG = {"prompt_token_ids": [BOS, *range(5, 22)]}  # 18 tokens: 4 full blocks and 2 tokens
 PROMPT = {"prompt_token_ids": [BOS, *range(5, 15)]}
 # Names of a trainer's arrays. Its matrices are [in, out], and heads are a separate axis.
 MAPPING = {
@@ -38,6 +40,11 @@ MAPPING = {
     "blocks.*.mlp.up": ("model.layers.*.mlp.up_proj.weight", (1, 0)),
     "blocks.*.mlp.down": ("model.layers.*.mlp.down_proj.weight", (1, 0)),
 }
+
+
+@pytest.fixture
+def engine(tiny_model) -> Engine:
+    return Engine(tiny_model, **SIZES)
 
 
 def tensors_of(model: Llama) -> dict[str, np.ndarray]:
@@ -308,3 +315,71 @@ def test_update_params_accepts_stacked_and_separate_layers(tiny_folder, scan_lay
         expected = jax.tree.leaves(nnx.state(Llama.from_pretrained(tiny_folder, scan_layers=own)))
         for array, want in zip(engine.weights, expected, strict=True):
             np.testing.assert_array_equal(array, want)
+
+
+def noisy(model: Llama) -> Llama:
+    other = nnx.clone(model)
+    state = jax.tree.map(
+        # Computed on the host, because each shape would compile programs on the device.
+        lambda x: jnp.asarray(
+            np.asarray(x)
+            + np.float32(0.1) * np.sin(np.arange(x.size, dtype=x.dtype)).reshape(x.shape)
+        ),
+        nnx.state(other),
+    )
+    nnx.update(other, state)
+    return other
+
+
+def test_update_params_takes_effect_and_empties_the_cache(engine) -> None:
+    old = complete(engine, LONG, GREEDY)
+    other = noisy(engine.model)
+    for params in (other, nnx.state(other)):
+        engine.update_params(params)
+        new = complete(engine, LONG, GREEDY)
+        assert new.num_cached_tokens == 0
+        assert new.outputs == complete(Engine(other, **SIZES), LONG, GREEDY).outputs
+        assert new.outputs[0].token_ids != old.outputs[0].token_ids
+
+
+def test_update_params_copies_the_arrays(engine) -> None:
+    other = noisy(engine.model)
+    engine.update_params(other)
+    expected = complete(engine, LONG, GREEDY).outputs
+    for x in jax.tree.leaves(nnx.state(other)):
+        x.delete()
+    assert complete(engine, LONG, GREEDY).outputs == expected
+
+
+def test_update_params_keeps_tokens_of_unfinished_requests(engine) -> None:
+    params = dataclasses.replace(GREEDY, max_tokens=24)
+    request_id = engine.add_request(LONG, params)
+    engine.step()
+    [before] = engine.step()
+    tokens = before.outputs[0].token_ids
+    assert 0 < len(tokens) < 24
+    other = noisy(engine.model)
+    engine.update_params(other)
+    after = finish(engine)[request_id]
+    prompt = {"prompt_token_ids": [*LONG["prompt_token_ids"], *tokens]}
+    rest = dataclasses.replace(params, max_tokens=24 - len(tokens))
+    assert after == tokens + complete(Engine(other, **SIZES), prompt, rest).outputs[0].token_ids
+
+
+def test_model_has_the_current_weights(engine) -> None:
+    other = noisy(engine.model)
+    engine.update_params(other)
+    ours, theirs = (jax.tree.leaves(nnx.state(m)) for m in (engine.model, other))
+    assert all((x == y).all() for x, y in zip(ours, theirs, strict=True))
+    with pytest.raises(ValueError, match="a model, its nnx.state, or a list .* got dict"):
+        engine.update_params({"embed_tokens": theirs[0]})
+
+
+def test_update_params_rejects_other_shapes(engine) -> None:
+    expected = complete(engine, LONG, GREEDY).outputs
+    leaves = jax.tree.leaves(nnx.state(engine.model))
+    with pytest.raises(ValueError, match=r"must be \d+ arrays .* got \d+\."):
+        engine.update_params(leaves[:-1])
+    with pytest.raises(ValueError, match=r"and \(3,\) for"):
+        engine.update_params([*leaves[:-1], jnp.zeros(3)])
+    assert complete(engine, LONG, GREEDY).outputs == expected

@@ -113,3 +113,12 @@ def check_empty(engine: Engine) -> None:
     assert sorted(scheduler._queue.free_slots) == list(range(engine.max_num_seqs))
     assert not slots._to_publish and not slots._to_release
     assert slots._owners == [None] * engine.max_num_seqs
+
+
+def complete(engine: Engine, prompt: Any, params: SamplingParams, **options: Any) -> RequestOutput:
+    """Return the final output of a request, and run other requests meanwhile."""
+    request_id = engine.add_request(prompt, params, **options)
+    while True:
+        for output in engine.step():
+            if output.request_id == request_id and output.finished:
+                return output
