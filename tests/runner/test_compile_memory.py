@@ -1,4 +1,4 @@
-"""Memory of the host that compiling takes, of a process of its own: others have freed some."""
+"""Host memory of compilation, measured in a fresh process without freed memory."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ print(json.dumps(resident("VmHWM") - before))
 @pytest.mark.skipif(
     not reads_stacked_weights("cpu"), reason="layers are not scanned without the kernels"
 )
-def test_decode_program_of_scanned_layers_is_compiled_in_little_memory() -> None:
+def test_decode_with_scanned_layers_compiles_in_little_memory() -> None:
     run = [sys.executable, "-c", _MEASURE]
     printed = subprocess.run(run, check=True, capture_output=True, text=True).stdout
     assert json.loads(printed) < 150  # MB: 100, or 275 with the fusion emitters

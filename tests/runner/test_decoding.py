@@ -1,4 +1,4 @@
-"""The loop on the device draws what a loop on the host would, and leaves the cache as it would."""
+"""Decoding on the device gives the tokens and the cache of a plain loop on the host."""
 
 import dataclasses
 import functools
@@ -72,7 +72,7 @@ def model(tiny_model) -> Llama:
 
 @dataclasses.dataclass(frozen=True)
 class Sequence:
-    """One sequence of a test: what is known of it, and how its tokens are drawn."""
+    """A sequence of a test: its known tokens, and its sampling parameters."""
 
     token_ids: list[int]
     params: SamplingParams = GREEDY
@@ -103,7 +103,7 @@ def empty_cache(model) -> PagedCache:
 
 
 def start(model: Llama, sequences: list[Sequence]) -> DecodeState:
-    """Each sequence in its slot, ready to decode; NaN wherever no token was written."""
+    """Return a state with each sequence in its slot; unwritten tokens in the pools are NaN."""
     cache = empty_cache(model)
     nan = jnp.full_like(cache.k, jnp.nan)
     cache = cache.replace_pools(Pools(nan, nan + 0))
@@ -120,7 +120,7 @@ def start(model: Llama, sequences: list[Sequence]) -> DecodeState:
 
 
 def run(model, state, slots=range(S), *, num_steps=N, leave_on_stop=False, with_top=True):
-    """`decode_steps` as the host calls it, padded to S rows."""
+    """Call `decode_steps` with rows padded to S, like the host does."""
     slots = jnp.array([*slots, *[-1] * (S - len(slots))], jnp.int32)
     limits = np.int32(num_steps), np.bool_(leave_on_stop), np.bool_(with_top)
     return RUN(model, state, slots, *limits, max_steps=N, num_top=NUM_TOP)
@@ -131,7 +131,7 @@ def drawn(tokens) -> list[list[int]]:
 
 
 def expected(model: Llama, sequence: Sequence, num_tokens=N) -> list[int]:
-    """What a loop on the host draws, each time from the plain forward over the whole sequence."""
+    """Draw tokens in a loop on the host, from the plain forward over the whole sequence."""
     state = write_slot(
         SlotSampling.create(1, V),
         0,
@@ -153,13 +153,13 @@ def expected(model: Llama, sequence: Sequence, num_tokens=N) -> list[int]:
 
 
 def assert_same(a, b) -> None:
-    """Bit for bit, with NaN equal to itself."""
+    """Check that arrays have equal bits; NaN equals itself."""
     for (path, left), right in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_array_equal(left, right, err_msg=jax.tree_util.keystr(path))
 
 
 def mixed() -> list[Sequence]:
-    """Four sequences, each drawn in another way."""
+    """Return four sequences with different sampling parameters."""
     params = (GREEDY, SEEDED, FILTERED, PENALISED)
     return [
         Sequence(prompt, params, seed=7, sample_index=index)
@@ -167,10 +167,10 @@ def mixed() -> list[Sequence]:
     ]
 
 
-# What is drawn
+# Drawn tokens
 
 
-def test_decode_steps_draws_what_a_loop_on_the_host_draws(model) -> None:
+def test_decode_steps_draws_the_tokens_of_a_host_loop(model) -> None:
     sequences = mixed()
     sequences[2] = dataclasses.replace(sequences[2], params=BIASED)
     tokens, state = run(model, start(model, sequences))
@@ -183,7 +183,7 @@ def test_decode_steps_draws_what_a_loop_on_the_host_draws(model) -> None:
     check_invariants(state.cache.tables)
 
 
-def test_decode_steps_do_not_depend_on_the_dispatches(model) -> None:
+def test_decode_steps_does_not_depend_on_the_number_of_dispatches(model) -> None:
     tokens, state = run(model, start(model, mixed()))
     other = start(model, mixed())
     for i in range(N):
@@ -194,7 +194,7 @@ def test_decode_steps_do_not_depend_on_the_dispatches(model) -> None:
     assert_as_if_stepped(state, other)
 
 
-def test_decode_steps_takes_rows_in_any_order_and_leaves_others_alone(model) -> None:
+def test_decode_steps_accepts_rows_in_any_order(model) -> None:
     sequences = mixed()
     together, state = run(model, start(model, sequences))
     before = start(model, sequences)
@@ -210,8 +210,8 @@ def test_decode_steps_takes_rows_in_any_order_and_leaves_others_alone(model) -> 
     assert counts[1, whole[1]].all()
 
 
-def test_a_sequence_that_comes_back_goes_on_as_before(model) -> None:
-    # Penalties see what was generated before, and the seed the position.
+def test_assign_continues_a_preempted_sequence(model) -> None:
+    # Penalties depend on tokens generated before, and the seed on the position.
     sequence = Sequence(PROMPTS[0], PENALISED, seed=3)
     whole = drawn(run(model, start(model, [sequence]))[0])[0]
     again = dataclasses.replace(
@@ -220,8 +220,8 @@ def test_a_sequence_that_comes_back_goes_on_as_before(model) -> None:
     assert drawn(run(model, start(model, [again]), [0])[0])[0][: N - 3] == whole[3:]
 
 
-def test_forked_slots_write_into_blocks_of_their_own(model) -> None:
-    # 6 tokens, 5 of them in the cache: one full block and a begun one.
+def test_decode_steps_of_forked_slots_copies_shared_blocks(model) -> None:
+    # 6 tokens, 5 of them in the cache: a full block and a partly filled block.
     samples = [Sequence(PROMPTS[0], SEEDED, seed=1, sample_index=i) for i in range(S)]
     alone, _ = run(model, start(model, samples))
     state = start(model, [samples[0]])
@@ -234,12 +234,12 @@ def test_forked_slots_write_into_blocks_of_their_own(model) -> None:
     assert drawn(tokens) == drawn(alone)
     assert len({tuple(ids) for ids in drawn(tokens)}) == S
     check_invariants(state.cache.tables)
-    # 13 tokens each, the first block shared.
+    # 13 tokens each, and the first block is shared.
     assert int(tokens.num_free) == P - 1 - S * 3
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_fork_goes_on_from_a_running_slot_in_other_ways(model, params) -> None:
+def test_fork_continues_a_running_slot_with_other_draws(model, params) -> None:
     sequence = Sequence(PROMPTS[0], params)
     state = start(model, [sequence])
     tokens, state = run(model, state, [0, -1, -1, -1], num_steps=3)
@@ -250,7 +250,7 @@ def test_fork_goes_on_from_a_running_slot_in_other_ways(model, params) -> None:
     assert ok
     check_invariants(state.cache.tables)
     branches = [before + ids for ids in drawn(tokens)[:3]]
-    # The parent does not notice.
+    # The parent is not affected.
     assert branches[0] == expected(model, sequence, len(branches[0]))
     assert len({tuple(branch) for branch in branches}) == (1 if params is GREEDY else 3)
 
@@ -259,7 +259,7 @@ def test_fork_goes_on_from_a_running_slot_in_other_ways(model, params) -> None:
     assert not ok and state.cache.tables.block_tables.tolist() == unchanged
 
 
-def test_logprobs_ranks_and_candidates_are_those_of_the_model(model) -> None:
+def test_decode_steps_reports_logprobs_ranks_and_top_tokens(model) -> None:
     sequence = Sequence(PROMPTS[0], SEEDED, seed=2)
     tokens, _ = run(model, start(model, [sequence]), [0])
     [ids, *_] = drawn(tokens)
@@ -288,7 +288,7 @@ def test_logprobs_ranks_and_candidates_are_those_of_the_model(model) -> None:
 
 
 @pytest.mark.slow
-def test_without_candidates_the_tokens_are_the_same(model) -> None:
+def test_decode_steps_draws_the_same_tokens_without_top_tokens(model) -> None:
     tokens, _ = run(model, start(model, mixed()), with_top=False)
     assert drawn(tokens) == free_run(model)
     drafts = [(ids[:T], T) for ids in free_run(model)]
@@ -300,7 +300,7 @@ def test_without_candidates_the_tokens_are_the_same(model) -> None:
         assert not drawn_tokens.draws.top_logprobs.any()
 
 
-def test_without_room_for_candidates_none_are_reported(model) -> None:
+def test_decode_steps_reports_no_top_tokens_with_num_top_0(model) -> None:
     run_without = functools.partial(decode_steps, max_steps=N)
     state = jax.eval_shape(lambda: DecodeState.create(empty_cache(model), V))
     slots = jnp.arange(S, dtype=jnp.int32)
@@ -308,7 +308,7 @@ def test_without_room_for_candidates_none_are_reported(model) -> None:
     assert (draws.top_ids.shape, draws.top_logprobs.shape) == ((N, S, 0), (N, S, 0))
 
 
-# When it stops
+# Stopping
 
 
 @functools.cache
@@ -320,7 +320,7 @@ def cut(ids: list[int], stop: int) -> list[int]:
     return ids[: ids.index(stop) + 1] if stop in ids else ids
 
 
-def test_rows_stop_at_their_tokens_and_lengths(model) -> None:
+def test_decode_steps_stops_rows_at_stop_tokens_and_lengths(model) -> None:
     free = free_run(model)
     never = next(token_id for token_id in range(V) if token_id not in free[1])
     by_token = dataclasses.replace(SEEDED, stop_token_ids=[never, free[1][2]])
@@ -333,7 +333,7 @@ def test_rows_stop_at_their_tokens_and_lengths(model) -> None:
     assert drawn(tokens) == wanted
     assert len({len(ids) for ids in wanted}) > 2
     assert int(tokens.num_steps) == N
-    # The last token is known and not in the cache; blocks stay.
+    # The last token is not in the cache. The row keeps its blocks.
     lengths = [len(p) + len(ids) - 1 for p, ids in zip(PROMPTS, wanted, strict=True)]
     assert state.cache.lengths.tolist() == lengths
     assert state.token_ids.tolist() == [ids[-1] for ids in wanted]
@@ -341,7 +341,7 @@ def test_rows_stop_at_their_tokens_and_lengths(model) -> None:
     assert not tokens.token_ids[len(wanted[0]) :, 0].any()
 
 
-def test_decode_steps_leaves_when_all_rows_have_stopped(model) -> None:
+def test_decode_steps_ends_when_all_rows_have_stopped(model) -> None:
     sequences = [dataclasses.replace(s, max_length=len(s.token_ids) + 2) for s in mixed()]
     sequences[1] = dataclasses.replace(sequences[1], max_length=len(PROMPTS[1]) + 3)
     tokens, _ = run(model, start(model, sequences))
@@ -351,17 +351,17 @@ def test_decode_steps_leaves_when_all_rows_have_stopped(model) -> None:
     assert (int(tokens.num_steps), tokens.num_new.tolist(), bool(tokens.ok)) == (0, [0] * S, True)
 
 
-def test_leave_on_stop_leaves_with_the_first_row(model) -> None:
+def test_leave_on_stop_ends_with_the_first_stopped_row(model) -> None:
     sequences = mixed()
     sequences[3] = dataclasses.replace(sequences[3], max_length=len(PROMPTS[3]) + 3)
     tokens, state = run(model, start(model, sequences), leave_on_stop=True)
     assert drawn(tokens) == [ids[:3] for ids in free_run(model)]
-    # Padding is not a row that has stopped.
+    # Padding does not count as a stopped row.
     tokens, _ = run(model, state, [0, 1, -1], leave_on_stop=True)
     assert tokens.num_new.tolist() == [N, N, 0, 0]
 
 
-def test_rows_that_have_stopped_draw_nothing_in_later_calls(model) -> None:
+def test_stopped_rows_draw_nothing_in_later_calls(model) -> None:
     sequences = mixed()
     sequences[1] = dataclasses.replace(sequences[1], max_length=len(PROMPTS[1]) + 3)
     _, state = run(model, start(model, sequences), num_steps=4)
@@ -372,14 +372,14 @@ def test_rows_that_have_stopped_draw_nothing_in_later_calls(model) -> None:
         ids[4:6] if row != 1 else [] for row, ids in enumerate(free_run(model))
     ]
     assert state.cache.lengths.tolist() == [n + 2 * (i != 1) for i, n in enumerate(lengths)]
-    # It counts as one that has stopped: nothing is done at all.
+    # It counts as a stopped row, so no step is made.
     tokens, state = run(model, state, leave_on_stop=True)
     assert (int(tokens.num_steps), bool(tokens.ok)) == (0, True)
     tokens, _ = run(model, state, [0, 2], leave_on_stop=True, num_steps=1)
     assert tokens.num_new.tolist() == [1, 1, 0, 0]
 
 
-def test_a_prompt_that_ends_with_a_stop_token_is_continued(model) -> None:
+def test_decode_steps_continues_a_prompt_that_ends_with_a_stop_token(model) -> None:
     prompt = PROMPTS[0]
     params = SamplingParams(temperature=0, stop_token_ids=[prompt[-1]])
     tokens, state = run(model, start(model, [Sequence(prompt, params)]), [0], num_steps=1)
@@ -390,7 +390,7 @@ def test_a_prompt_that_ends_with_a_stop_token_is_continued(model) -> None:
     assert int(tokens.num_steps) == 0
 
 
-def test_end_tokens_count_unless_ignored_or_held_back(model) -> None:
+def test_eos_tokens_stop_unless_ignored_or_before_min_tokens(model) -> None:
     ending = SamplingParams(temperature=0, logit_bias={EOS: 1000.0})
     ways = [
         ending,
@@ -403,10 +403,10 @@ def test_end_tokens_count_unless_ignored_or_held_back(model) -> None:
     assert tokens.num_new.tolist() == [1, N, 4, 1]
 
 
-def test_nan_shows_in_the_logprobs_and_stops_nothing_early(model) -> None:
+def test_nan_logits_give_nan_logprobs_and_do_not_stop_rows(model) -> None:
     graphdef, weights = nnx.split(model)
     broken = nnx.merge(graphdef, jax.tree.map(lambda x: x * jnp.nan, weights))
-    # Without a usable logit token 0 is drawn, though it is held back.
+    # Without a valid logit, token 0 is drawn, although `min_tokens` excludes it.
     params = SamplingParams(temperature=0, stop_token_ids=[0], min_tokens=3)
     tokens, state = run(broken, start(broken, [Sequence(PROMPTS[0], params)]), [0])
     assert drawn(tokens)[0] == [0] * 4
@@ -424,15 +424,15 @@ def test_stop_tokens_without_room_do_not_stop_on_the_device(model) -> None:
 
 
 def start_short_of_blocks(model) -> DecodeState:
-    """Three sequences, beside one that holds half of the pool: 8 blocks are left for them."""
+    """Return a state with three sequences and 8 free blocks; another slot holds the rest."""
     state = start(model, mixed()[:3])
     cache, ok = RESERVE(state.cache, jnp.array([0, 0, 0, WIDTH * C], jnp.int32))
     assert ok
     return dataclasses.replace(state, cache=cache)
 
 
-def test_decode_steps_leaves_when_blocks_run_out(model) -> None:
-    # 5, 2 and 0 tokens are in the cache. The blocks suffice for 7 steps, to 12, 9 and 7 tokens in
+def test_decode_steps_ends_when_blocks_run_out(model) -> None:
+    # 5, 2 and 0 tokens are in the cache. There are blocks for 7 steps: 12, 9 and 7 tokens need
     # 3 + 3 + 2 blocks.
     tokens, state = run(model, start_short_of_blocks(model), [0, 1, 2])
     assert not tokens.ok
@@ -441,14 +441,14 @@ def test_decode_steps_leaves_when_blocks_run_out(model) -> None:
     assert state.cache.lengths.tolist() == [12, 9, 7, WIDTH * C]
     check_invariants(state.cache.tables)
     assert np.asarray(state.sampling.output_counts).sum(axis=1).tolist() == [7, 7, 7, 0]
-    # With the blocks back, nothing is lost.
+    # After blocks were freed, decoding continues without loss.
     cache = RELEASE(state.cache, jnp.array([False, False, False, True]))
     tokens, _ = run(model, dataclasses.replace(state, cache=cache), [0, 1, 2], num_steps=1)
     assert tokens.ok
     assert drawn(tokens) == [*(ids[7:] for ids in free_run(model)[:3]), []]
 
 
-def test_a_slot_that_does_not_exist_changes_nothing(model) -> None:
+def test_decode_steps_with_an_unknown_slot_changes_nothing(model) -> None:
     before = jax.tree.map(np.array, start(model, mixed()))
     tokens, state = run(model, start(model, mixed()), [0, S])
     assert (bool(tokens.ok), tokens.num_new.tolist()) == (False, [0] * S)
@@ -462,7 +462,7 @@ T = 3
 
 
 def drafts_of(free: list[int], kind: str) -> tuple[list[int], int]:
-    """Drafts and how many of them count; those that do not are right, and must not be taken."""
+    """Return drafts and their numbers. Drafts past the number are right, but must not be used."""
     right, wrong = free[:T], [(token_id + 1) % V for token_id in free[:T]]
     return {
         "right": (right, T),
@@ -478,7 +478,7 @@ NUM_ACCEPTED = {"right": 3, "wrong": 0, "partly": 1, "mended": 1, "short": 1, "n
 
 
 def verify(model, state, drafts: list[tuple[list[int], int]], slots=range(S), with_top=True):
-    """`verify_steps` as the host calls it, padded to S rows."""
+    """Call `verify_steps` with rows padded to S, like the host does."""
     padded, num_drafts = np.zeros((S, T), np.int32), np.zeros(S, np.int32)
     for row, (draft, num_used) in enumerate(drafts):
         padded[row], num_drafts[row] = draft, num_used
@@ -487,7 +487,7 @@ def verify(model, state, drafts: list[tuple[list[int], int]], slots=range(S), wi
 
 
 def step_each(model, state, num_new: list[int]) -> DecodeState:
-    """Without drafts: so many steps for each slot."""
+    """Run the given number of decode steps for each slot, without drafts."""
     for i in range(max(num_new)):
         _, state = run(
             model, state, [s if i < n else -1 for s, n in enumerate(num_new)], num_steps=1
@@ -496,7 +496,7 @@ def step_each(model, state, num_new: list[int]) -> DecodeState:
 
 
 def assert_as_if_stepped(state: DecodeState, plain: DecodeState) -> None:
-    """Equal but for the ids of blocks, the rest of their bytes, and rounding."""
+    """Check that states are equal except for block ids, unused bytes, and rounding."""
     check_invariants(state.cache.tables)
     assert_same(state.sampling, plain.sampling)
     assert state.token_ids.tolist() == plain.token_ids.tolist()
@@ -512,7 +512,7 @@ def assert_as_if_stepped(state: DecodeState, plain: DecodeState) -> None:
 
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
-def test_verify_steps_draws_what_decode_steps_draws(model, params) -> None:
+def test_verify_steps_draws_the_tokens_of_decode_steps(model, params) -> None:
     sequences = [Sequence(prompt, params, seed=4) for prompt in PROMPTS]
     free = drawn(run(model, start(model, sequences))[0])
     for kinds in (("right", "wrong", "partly", "short"), ("none", "mended", "right", "right")):
@@ -523,12 +523,12 @@ def test_verify_steps_draws_what_decode_steps_draws(model, params) -> None:
         assert (int(tokens.num_steps), bool(tokens.ok)) == (max(num_new), True)
         assert int(tokens.num_free) == int(state.cache.tables.pool.num_free)
         assert_as_if_stepped(state, step_each(model, start(model, sequences), num_new))
-        # And it goes on as if nothing had been guessed.
+        # Decoding continues as without drafts.
         rest, _ = run(model, state, num_steps=N - 4)
         assert drawn(rest) == [ids[n : n + N - 4] for ids, n in zip(free, num_new, strict=True)]
 
 
-def test_verify_steps_reports_what_decode_steps_reports(model) -> None:
+def test_verify_steps_reports_the_logprobs_of_decode_steps(model) -> None:
     free = free_run(model)
     plain, _ = run(model, start(model, mixed()), num_steps=T + 1)
     tokens, _ = verify(model, start(model, mixed()), [drafts_of(ids, "right") for ids in free])
@@ -560,7 +560,7 @@ def test_verify_steps_stops_within_drafts(model) -> None:
 
 
 def test_verify_steps_at_the_end_of_a_table_needs_no_room_for_drafts(model) -> None:
-    # Known up to one token before the table is full: no draft may be written.
+    # One more token fills the table: no draft may be written.
     sequence = Sequence(PROMPTS[0], max_length=WIDTH * C + 1)
     tokens, state = run(model, start(model, [sequence]), [0], num_steps=N)
     for _ in range(2):
@@ -619,15 +619,15 @@ WIDE = LlamaConfig(
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            # Stacked weights XLA does copy, before the loop over layers and in any step.
+            # XLA copies stacked weights, before the loop over layers in every step.
             DecodeLoop(WIDE, 0.1, scan_layers=True, dtype="float32", pool_dtype="float32", batch=1),
             marks=pytest.mark.slow,
         ),
     ],
     ids=["float32", "int8 of 4", "scanned"],
 )
-def test_loop_copies_neither_pools_nor_weights(loop) -> None:
-    """Of bfloat16 weights XLA would like to have a float32 copy, made before the loop."""
+def test_decode_steps_copies_neither_pools_nor_weights(loop) -> None:
+    """XLA would convert bfloat16 weights to float32 before the loop."""
     loop = dataclasses.replace(loop, max_blocks_per_slot=16)
     arguments = loop.shapes()
     compiled = jax.jit(loop.function(), donate_argnums=1).lower(*arguments).compile()
@@ -641,10 +641,10 @@ def test_loop_copies_neither_pools_nor_weights(loop) -> None:
     assert memory.alias_size_in_bytes >= pools
 
 
-# Mistakes
+# Errors
 
 
-def test_assign_refuses_what_makes_no_sequence(model) -> None:
+def test_assign_rejects_invalid_sequences(model) -> None:
     state = start(model, [])
     for changes, message in (
         ({"num_prompt_tokens": 3}, r"num_prompt_tokens must be in \[1, 2\].*got 3"),
@@ -654,7 +654,7 @@ def test_assign_refuses_what_makes_no_sequence(model) -> None:
             dataclasses.replace(Sequence([BOS, 5]), **changes).assign(state, 0)
 
 
-def test_decode_steps_refuses_wrong_shapes(model) -> None:
+def test_decode_steps_rejects_wrong_shapes(model) -> None:
     state = start(model, [])
     with pytest.raises(ValueError, match="max_steps must be a positive integer"):
         decode_steps(model, state, jnp.zeros(2, jnp.int32), 1, max_steps=0)
@@ -670,7 +670,7 @@ def test_decode_steps_refuses_wrong_shapes(model) -> None:
         )
 
 
-def test_assign_compiles_once_for_one_and_once_for_several(model, monkeypatch) -> None:
+def test_assign_compiles_one_program_for_one_and_one_for_several(model, monkeypatch) -> None:
     monkeypatch.setattr(decode_state, "_WIDTH", 2)
     sequences = [
         Sequence(prompt, PENALISED if slot % 2 else GREEDY, seed=slot, sample_index=slot)
@@ -691,7 +691,7 @@ def test_assign_compiles_once_for_one_and_once_for_several(model, monkeypatch) -
     assigned(2, 2)
     write = jit_for("cpu", decode_state._write_rows, donate_argnums=0)
     before = write._cache_size()
-    # All of them at once; some, the last of which by itself; and none at all.
+    # All slots in a call; some slots, the last in a call of its own; no slot.
     jax.tree.map(np.testing.assert_array_equal, assigned(4), expected)
     jax.tree.map(np.testing.assert_array_equal, assigned(1, 0, 3), expected)
     assert write._cache_size() == before > 0

@@ -1,4 +1,4 @@
-"""The executor: what it compiles, its call thread, and freed memory of the C library."""
+"""The executor: compilation, its call thread, and freed memory of the C library."""
 
 import ctypes
 import gc
@@ -14,7 +14,7 @@ from paged_jax.runner import executor as executor_module
 from paged_jax.runner.executor import CallThread
 
 
-def test_a_new_state_is_one_program_which_engines_of_the_same_sizes_share(
+def test_executors_of_equal_sizes_share_the_program_of_a_new_state(
     tiny_model: Llama,
 ) -> None:
     compiled = []
@@ -23,7 +23,7 @@ def test_a_new_state_is_one_program_which_engines_of_the_same_sizes_share(
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(details["fun_name"])
 
-    # Sizes that no other test has, so that nothing is compiled yet.
+    # Sizes that no other test uses, so that nothing is compiled yet.
     sizes = {"block_size": 4, "num_blocks": 23, "max_num_seqs": 5, "max_model_len": 61}
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
@@ -38,10 +38,8 @@ def test_a_new_state_is_one_program_which_engines_of_the_same_sizes_share(
 
 
 @pytest.mark.slow
-def test_warmup_compiles_for_gpus_while_the_memory_of_the_pool_is_free(
-    tiny_model: Llama, monkeypatch
-) -> None:
-    """XLA times matmuls on GPUs in the free memory, of which the pool takes 85%."""
+def test_warmup_for_gpus_compiles_while_the_pool_is_freed(tiny_model: Llama, monkeypatch) -> None:
+    """XLA times matmuls on GPUs in the free memory, and the pool takes 85% of the memory."""
     sizes = {"block_size": 4, "num_blocks": 29, "max_num_seqs": 2, "max_model_len": 32}
     llm = LLM(tiny_model, **sizes, max_chunk=16)
     executor = llm.core.executor
@@ -74,7 +72,7 @@ def test_warmup_compiles_for_gpus_while_the_memory_of_the_pool_is_free(
     assert after[0].num_cached_tokens == 4
 
 
-def test_submit_calls_one_after_another_without_waiting() -> None:
+def test_submit_makes_calls_in_order_without_waiting() -> None:
     caller, may_start, order = CallThread(), threading.Event(), []
 
     def first() -> None:
@@ -88,12 +86,12 @@ def test_submit_calls_one_after_another_without_waiting() -> None:
     assert order == ["first", "second"]
 
 
-def test_submit_hands_on_an_exception() -> None:
+def test_submit_passes_on_an_exception() -> None:
     with pytest.raises(ZeroDivisionError):
         CallThread().submit(lambda: 1 // 0).result()
 
 
-def test_programs_are_those_of_the_thread_that_asks() -> None:
+def test_submit_uses_the_jax_settings_of_the_calling_thread() -> None:
     traced, caller = [], CallThread()
 
     @jax.jit
@@ -111,13 +109,13 @@ def test_programs_are_those_of_the_thread_that_asks() -> None:
 
 
 @pytest.mark.parametrize("direction", ["host_to_device", "device_to_host"])
-def test_transfers_are_guarded_as_in_the_thread_that_asks(direction) -> None:
+def test_submit_uses_the_transfer_guards_of_the_calling_thread(direction) -> None:
     guard = f"jax_transfer_guard_{direction}"
     with getattr(jax, f"transfer_guard_{direction}")("log_explicit"):
         assert CallThread().submit(lambda: getattr(jax.config, guard)).result() == "log_explicit"
 
 
-PIECE, COUNT = 4000, 20_000  # below the size from which glibc takes pages for a piece of its own
+PIECE, COUNT = 4000, 20_000  # glibc allocates separate pages only for larger pieces
 
 
 def resident_bytes() -> int:
@@ -128,13 +126,13 @@ def resident_bytes() -> int:
 @pytest.mark.skipif(
     executor_module._malloc_trim() is None, reason="the C library has no malloc_trim"
 )
-def test_freed_pieces_go_back_to_the_system() -> None:
+def test_give_back_freed_memory_returns_small_pieces_to_the_system() -> None:
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     pieces = [libc.malloc(PIECE) for _ in range(COUNT)]
     for piece in pieces:
         ctypes.memset(piece, 1, PIECE)
-    *others, last = pieces  # which keeps the heap from shrinking by itself
+    *others, last = pieces  # prevents the heap from shrinking without malloc_trim
     for piece in others:
         libc.free(piece)
     before = resident_bytes()
@@ -143,6 +141,6 @@ def test_freed_pieces_go_back_to_the_system() -> None:
     libc.free(last)
 
 
-def test_c_libraries_without_it_are_left_alone(monkeypatch) -> None:
+def test_give_back_freed_memory_without_malloc_trim_does_nothing(monkeypatch) -> None:
     monkeypatch.setattr(executor_module, "_malloc_trim", lambda: None)
     executor_module.give_back_freed_memory()

@@ -1,4 +1,4 @@
-"""Programs that are kept as they are lowered: found again, never instead of another one."""
+"""Stored lowered programs are found again, and never used for another program."""
 
 import dataclasses
 import logging
@@ -26,14 +26,14 @@ from tests.support.workload import finish
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch) -> Path:
-    """Where programs are kept: a folder of this test, as if JAX kept its own beside it."""
+    """Return the folder of stored programs: a temporary folder of the test."""
     home = Path(os.environ["XDG_CACHE_HOME"])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if (kernels := home / "paged_jax" / "kernels").is_dir():
         shutil.copytree(kernels, user_cache.cache_folder("kernels"), dirs_exist_ok=True)
     monkeypatch.setattr(user_cache, "folder_beside_programs", user_cache.cache_folder)
     monkeypatch.setattr(library, "_MISSING", set())
-    monkeypatch.setattr(lowered, "_IMPORTED", time.time())  # however new this working tree is
+    monkeypatch.setattr(lowered, "_IMPORTED", time.time())  # files of this working tree may be new
     lowered._source.cache_clear()
     yield tmp_path / "paged_jax" / "lowered"
     lowered._source.cache_clear()
@@ -41,7 +41,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def no_lowering(monkeypatch) -> Callable[[], None]:
-    """Call it, and from then on whatever is not found fails."""
+    """Return a function; after its call, every lowering of a program fails."""
 
     def refuse(call: Call, *args: Any) -> Any:
         pytest.fail(f"{call.name} is lowered")
@@ -57,11 +57,11 @@ def generate(engine: Engine) -> dict[str, list[int]]:
 
 
 def release(executor: Executor) -> Call:
-    """The call of a small program, which changes nothing."""
+    """Return the call of a small program that changes nothing."""
     return executor.programs.release.call(np.zeros(executor.sizes.num_slots, bool))
 
 
-def bind(executor: Executor, call: Call) -> Call:
+def resolve(executor: Executor, call: Call) -> Call:
     programs = LoweredPrograms(executor._program_key, executor.weights.layout_model)
     return programs.resolve(call, executor.weights.arrays, executor.state)
 
@@ -72,7 +72,7 @@ def executor(tiny_model) -> Executor:
 
 
 @pytest.mark.slow
-def test_the_next_process_lowers_nothing_and_draws_the_same(
+def test_next_process_lowers_nothing_and_draws_the_same_tokens(
     tiny_model, monkeypatch, folder, no_lowering
 ) -> None:
     with monkeypatch.context() as patch:
@@ -87,13 +87,13 @@ def test_the_next_process_lowers_nothing_and_draws_the_same(
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == kept
 
 
-def test_the_state_is_donated(executor) -> None:
-    """The compiled program takes what it took: the pools as they lie, and as much memory."""
+def test_stored_program_donates_the_state(executor) -> None:
+    """The compiled program has the same arguments, layouts and memory."""
     call = release(executor)
     arrays = executor.weights.arrays, executor.state
     usual, kept, found = (
         each.program.lower(*arrays, *each.args, **each.static).compile().memory_analysis()
-        for each in (call, bind(executor, call), bind(executor, call))
+        for each in (call, resolve(executor, call), resolve(executor, call))
     )
     assert usual.alias_size_in_bytes > 10_000
     for kind in ("alias", "argument", "output", "temp"):
@@ -102,17 +102,15 @@ def test_the_state_is_donated(executor) -> None:
 
 
 @pytest.mark.parametrize("harm", ["truncated", "empty", "a bit", "of another program", "of others"])
-def test_a_file_that_is_not_right_is_lowered_again(
-    executor, folder, monkeypatch, caplog, harm
-) -> None:
+def test_resolve_replaces_a_broken_file(executor, folder, monkeypatch, caplog, harm) -> None:
     call = release(executor)
-    bind(executor, call)
+    resolve(executor, call)
     [path] = folder.iterdir()
     right = path.read_bytes()
     if harm == "of others":
         monkeypatch.setattr(user_cache, "_is_own", lambda path: path.is_dir())
     elif harm == "of another program":
-        bind(executor, executor.programs.forget.call())
+        resolve(executor, executor.programs.forget.call())
         [other] = set(folder.iterdir()) - {path}
         path.write_bytes(other.read_bytes())
     else:
@@ -128,21 +126,21 @@ def test_a_file_that_is_not_right_is_lowered_again(
 
     monkeypatch.setattr(lowered, "_lower", count)
     with caplog.at_level(logging.WARNING, "paged_jax"):
-        bind(executor, call)
+        resolve(executor, call)
     assert num_lowered == 1 and not caplog.records
     if harm != "of others":
         assert lowered._read(folder, path.name) is not None
 
 
-def test_a_disk_that_takes_nothing_changes_nothing(executor, folder, monkeypatch) -> None:
+def test_resolve_works_with_a_read_only_folder(executor, folder, monkeypatch) -> None:
     def refuse(*args: Any) -> None:
         raise OSError("read-only")
 
     monkeypatch.setattr(os, "replace", refuse)
-    call = bind(executor, release(executor))
+    call = resolve(executor, release(executor))
     assert call.program is not release(executor).program
     executor.run(call)
-    assert not list(folder.iterdir()), "nothing half is left"
+    assert not list(folder.iterdir()), "no partial file is left"
 
 
 def keys(executor: Executor, call: Call | None = None, **changes: Any) -> str:
@@ -151,7 +149,7 @@ def keys(executor: Executor, call: Call | None = None, **changes: Any) -> str:
     return lowered._key(key, call or release(executor), *arrays)
 
 
-def test_what_a_program_depends_on_has_a_key_of_its_own(executor, monkeypatch) -> None:
+def test_key_depends_on_everything_that_affects_a_program(executor, monkeypatch) -> None:
     call = release(executor)
     wide, other = np.zeros(8, bool), np.zeros(call.args[0].shape, np.int32)
     found = [
@@ -171,8 +169,8 @@ def test_what_a_program_depends_on_has_a_key_of_its_own(executor, monkeypatch) -
     assert len(set(found)) == len(found)
 
 
-def test_models_that_differ_in_a_number_have_keys_of_their_own(tiny_model, executor) -> None:
-    """Every field of the configuration, though weights and arguments have the same shapes."""
+def test_key_depends_on_every_field_of_the_model_config(tiny_model, executor) -> None:
+    """Even if weights and arguments have the same shapes."""
     config, found = executor.weights.config, {keys(executor)}
     for field in dataclasses.fields(config):
         changed = object.__new__(type(config))
@@ -185,7 +183,7 @@ def test_models_that_differ_in_a_number_have_keys_of_their_own(tiny_model, execu
     assert len(found) == 1 + len(dataclasses.fields(config))
 
 
-def test_source_that_changes_has_a_key_of_its_own(executor, tmp_path, monkeypatch) -> None:
+def test_key_depends_on_the_source_of_the_package(executor, tmp_path, monkeypatch) -> None:
     copy = tmp_path / "copy"
     names = shutil.ignore_patterns("__pycache__", "bundled")
     shutil.copytree(lowered._PACKAGE, copy, ignore=names)
@@ -211,20 +209,20 @@ def test_source_that_changes_has_a_key_of_its_own(executor, tmp_path, monkeypatc
     assert len(set(found)) == len(found)
 
 
-def test_source_that_is_newer_than_the_process_is_not_kept(executor, folder, monkeypatch) -> None:
+def test_resolve_stores_nothing_if_the_source_is_newer(executor, folder, monkeypatch) -> None:
     newest = max(path.stat().st_ctime for path in lowered._PACKAGE.rglob("*.py"))
     monkeypatch.setattr(lowered, "_IMPORTED", newest - 1)
     lowered._source.cache_clear()
     call = release(executor)
-    assert bind(executor, call) is call
+    assert resolve(executor, call) is call
     assert not list(folder.glob("*"))
 
 
 class Outside(Llama):
-    """A model whose source is not this package's."""
+    """A model that is defined outside of the package."""
 
 
-def test_modules_of_others_are_not_kept(executor, tiny_model, folder) -> None:
+def test_resolve_stores_nothing_for_foreign_modules(executor, tiny_model, folder) -> None:
     call, model = release(executor), Outside(tiny_model.config, rngs=nnx.Rngs(0))
     arrays = executor.weights.arrays, executor.state
     assert LoweredPrograms(executor._program_key, model).resolve(call, *arrays) is call
@@ -234,8 +232,8 @@ def test_modules_of_others_are_not_kept(executor, tiny_model, folder) -> None:
     assert not list(folder.glob("*"))
 
 
-def test_a_program_goes_with_its_kernels(executor, folder, monkeypatch) -> None:
-    """Not where one could not be made; and where it is another one, not as it was."""
+def test_stored_program_depends_on_its_kernels(executor, folder, monkeypatch) -> None:
+    """It is not stored if a kernel is missing, and not used if a kernel has changed."""
     [target] = (name for name in library.targets() if name.startswith("paged_jax_linear_float32_"))
     if not library.load_target(target):
         pytest.skip("no C++ compiler")
@@ -244,18 +242,18 @@ def test_a_program_goes_with_its_kernels(executor, folder, monkeypatch) -> None:
         np.full(sizes, -1, np.int32), np.int32(0), np.bool_(False), np.bool_(False)
     )
     library._MISSING.add(library.Kernel("decode", np.dtype(np.float32)))
-    assert bind(executor, call) is not call and not list(folder.iterdir())
+    assert resolve(executor, call) is not call and not list(folder.iterdir())
     library._MISSING.clear()
-    bind(executor, call)
+    resolve(executor, call)
     assert len(list(folder.iterdir())) == 1
     [name] = [path.name for path in folder.iterdir()]
     exported = lowered._read(folder, name)
     assert exported is not None
-    # As many calls of kernels as in the program that is not kept.
+    # The same number of kernel calls as in the program without storage.
     arrays = executor.weights.arrays, executor.state
     usual, kept = (
         each.program.lower(*arrays, *each.args, **each.static).as_text()
-        for each in (call, bind(executor, call))
+        for each in (call, resolve(executor, call))
     )
     names = library.find_targets(exported.mlir_module_serialized)
     assert target in names

@@ -1,4 +1,4 @@
-"""`LeadingExecutor` and `follow`: who hears the messages ends with the same state, to the bit."""
+"""`LeadingExecutor` and `follow`: a process that gets the messages has exactly the same state."""
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from tests.support.structured import SIZES
 
 
 class RecordedChannel:
-    """Keeps messages as bytes, as they would be sent, and hands them out again."""
+    """A channel that stores messages as bytes, and returns them in order."""
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []
@@ -47,7 +47,7 @@ REQUESTS = {
 }
 
 
-def test_follower_has_the_state_of_its_leader(channel, monkeypatch) -> None:
+def test_follow_gives_the_state_of_the_leader(channel, monkeypatch) -> None:
     config = GenerationConfig(
         suppress_tokens=(5,), begin_suppress_tokens=(7,), sequence_bias={9: 1.5}
     )
@@ -60,7 +60,7 @@ def test_follower_has_the_state_of_its_leader(channel, monkeypatch) -> None:
     while leader.has_unfinished:
         outputs += leader.step()
     leader.reset_prefix_cache()
-    assert leader.stats.num_preemptions  # the pool is too small for all of them
+    assert leader.stats.num_preemptions  # the pool is too small for all requests
     expected = jax.device_get(leader.core.runner.state)
 
     follower = make_follower(monkeypatch)

@@ -1,4 +1,4 @@
-"""The list of programs: what engines share, and what `warmup` compiles."""
+"""The list of programs, and the calls that `warmup` compiles."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ KEY = ProgramKey(graphdef=None, treedef=None, cascade=False, backend=None)
 
 
 @pytest.mark.parametrize(("max_steps", "is_shared"), [(1, True), (3, True), (8, True), (9, False)])
-def test_limits_of_decode_steps_share_a_program(max_steps, is_shared) -> None:
+def test_list_programs_shares_programs_between_limits_of_decode_steps(max_steps, is_shared) -> None:
     one, other = (
         list_programs(KEY, sizes, num_top=4)
         for sizes in (SIZES, SIZES._replace(max_steps=max_steps))
@@ -30,7 +30,7 @@ def test_limits_of_decode_steps_share_a_program(max_steps, is_shared) -> None:
     assert other.decode.static["max_steps"] >= max_steps
 
 
-def test_structures_share_no_program() -> None:
+def test_list_programs_shares_nothing_between_program_keys() -> None:
     one, other = (
         list_programs(key, SIZES, num_top=4) for key in (KEY, KEY._replace(backend="xla"))
     )
@@ -38,7 +38,7 @@ def test_structures_share_no_program() -> None:
 
 
 @pytest.mark.parametrize("num_drafts", [0, 2])
-def test_calls_name_each_program_once(num_drafts) -> None:
+def test_list_calls_has_a_call_of_each_program(num_drafts) -> None:
     sizes = SIZES._replace(num_drafts=num_drafts)
     cache = PagedCache.create(
         num_layers=1, num_blocks=2, num_kv_heads=1, block_size=4, head_dim=8, num_slots=6,
@@ -58,8 +58,8 @@ def test_calls_name_each_program_once(num_drafts) -> None:
     assert all(np.all(array == -1) for array in slots), "no slot changes"
 
 
-def test_default_sizes_have_at_most_24_programs() -> None:
-    """Of an engine of 16 slots with chunks of 512 tokens: each costs CPU-seconds at the start."""
+def test_list_calls_of_default_sizes_has_at_most_24_calls() -> None:
+    """Engine with 16 slots and chunks of 512 tokens: each program takes seconds at the start."""
     sizes = SIZES._replace(num_slots=16, max_model_len=512, max_chunk=512, block_size=16)
     cache = PagedCache.create(
         num_layers=1, num_blocks=2, num_kv_heads=1, block_size=16, head_dim=8, num_slots=16,

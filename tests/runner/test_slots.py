@@ -41,7 +41,7 @@ def make_executor(model) -> Executor:
     )
 
 
-def test_blocks_that_move_in_several_pieces_come_back_in_their_places(tiny_model) -> None:
+def test_swap_in_restores_blocks_that_need_several_calls(tiny_model) -> None:
     executor = make_executor(tiny_model)
     slots = Slots(executor, ())
     assert SIZES.swap_width * 2 < NUM_TOKENS, "three pieces"
@@ -63,7 +63,7 @@ def test_blocks_that_move_in_several_pieces_come_back_in_their_places(tiny_model
     before, blocks = held(0), np.asarray(state.cache.block_tables)[0]
 
     slots.swap_out(sequence)
-    # Another sequence takes some of the blocks, so that the first one gets others.
+    # Another sequence takes some of the blocks, so that the first sequence gets other blocks.
     slots.flush()
     executor.run(executor.programs.reserve.call(np.array([0, NUM_TOKENS // 2], np.int32)))
     slots.swap_in(sequence)
@@ -75,7 +75,7 @@ def test_blocks_that_move_in_several_pieces_come_back_in_their_places(tiny_model
     assert slots.num_swapped_blocks in (0, 2 * NUM_TOKENS), "none is counted while compiling"
 
 
-def test_attach_finds_a_window_although_the_blocks_before_it_are_gone(monkeypatch) -> None:
+def test_attach_finds_a_window_after_older_blocks_were_evicted(monkeypatch) -> None:
     """A prefix is found if the device still has the blocks of its last window."""
     monkeypatch.setattr("paged_jax.runner.slots._MAX_PUBLISHED", 0)
     C, window, num_tokens = 4, 9, 24
@@ -98,7 +98,7 @@ def test_attach_finds_a_window_although_the_blocks_before_it_are_gone(monkeypatc
         sequence.slot = slot
         return sequence
 
-    # As after a swap from host memory, the sequence has only the blocks of its window.
+    # Like after a swap from the host, the sequence has only the blocks of its window.
     sequence = make_sequence(prompt, 0)
     executor.run(executor.programs.reserve.call(np.array([num_tokens, 0], np.int32)))
     sequence.num_computed = num_tokens
@@ -111,7 +111,7 @@ def test_attach_finds_a_window_although_the_blocks_before_it_are_gone(monkeypatc
     assert slots.attach(make_sequence(prompt, 1)) == num_tokens
 
 
-def test_flush_publishes_more_blocks_than_one_program_takes(tiny_model) -> None:
+def test_flush_publishes_blocks_in_several_calls(tiny_model) -> None:
     executor = make_executor(tiny_model)
     slots = Slots(executor, ())
     assert NUM_TOKENS > PUBLISH_WIDTH
