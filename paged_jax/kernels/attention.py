@@ -51,28 +51,18 @@ class AttentionOptions(TypedDict, total=False):
 
 @overload
 def paged_attention(
-    q: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
-    block_tables: jax.Array,
-    context_lens: jax.Array,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[AttentionOptions],
-) -> jax.Array: ...
+    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables: jax.Array,
+    context_lens: jax.Array, *,
+    return_lse: Literal[False] = False, **options: Unpack[AttentionOptions],
+) -> jax.Array: ...  # fmt: skip
 
 
 @overload
 def paged_attention(
-    q: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
-    block_tables: jax.Array,
-    context_lens: jax.Array,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[AttentionOptions],
-) -> tuple[jax.Array, jax.Array]: ...
+    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables: jax.Array,
+    context_lens: jax.Array, *,
+    return_lse: Literal[True], **options: Unpack[AttentionOptions],
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 
 
 @names_arguments
@@ -158,30 +148,18 @@ def paged_attention(
 
 @overload
 def paged_prefill_attention(
-    q: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
-    block_tables: jax.Array,
-    context_lens: jax.Array,
-    query_lens: jax.Array,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[AttentionOptions],
-) -> jax.Array: ...
+    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables: jax.Array,
+    context_lens: jax.Array, query_lens: jax.Array, *,
+    return_lse: Literal[False] = False, **options: Unpack[AttentionOptions],
+) -> jax.Array: ...  # fmt: skip
 
 
 @overload
 def paged_prefill_attention(
-    q: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
-    block_tables: jax.Array,
-    context_lens: jax.Array,
-    query_lens: jax.Array,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[AttentionOptions],
-) -> tuple[jax.Array, jax.Array]: ...
+    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables: jax.Array,
+    context_lens: jax.Array, query_lens: jax.Array, *,
+    return_lse: Literal[True], **options: Unpack[AttentionOptions],
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 
 
 @names_arguments
@@ -209,25 +187,12 @@ def paged_prefill_attention(
     The chunk is the end of its sequence: query ``i`` of sequence ``b`` is token
     ``context_lens[b] - query_lens[b] + i``, and sees the tokens up to itself. Shorter chunks are
     padded to ``T`` rows, and nothing is computed for the padding. Differentiable like
-    `paged_attention`.
+    `paged_attention`, and with the same arguments, except:
 
-    Args:
-      q: ``[B, T, H, D]`` floating point.
-      k_pool: ``[L, P, K, C, D]``, keys, including the keys of the chunk.
-      v_pool: values, of the same shape and dtype as `k_pool`.
-      block_tables: integer ``[B, M]``, block ids of each sequence in order.
-      context_lens: integer ``[B]``, tokens in each sequence, including the chunk.
-      query_lens: integer ``[B]``, tokens in each chunk, at most T and at most `context_lens`.
-      layer: see `paged_attention`, as for all following arguments.
-      scale: factor of the scores.
-      sliding_window: number of tokens that a query sees.
-      soft_cap: soft cap of the scores.
-      k_scale: factors of the keys of a quantised pool.
-      v_scale: factors of the values of a quantised pool.
-      sinks: one more logit in the softmax of each head.
-      return_lse: also return the log-sum-exp.
-      backend: name of the backend.
-      interpret: run the Pallas kernel of `backend` in its interpreter.
+    - `q`: ``[B, T, H, D]`` floating point.
+    - `k_pool` and `v_pool`: they already have the keys and values of the chunk.
+    - `context_lens`: integer ``[B]``, tokens in each sequence, including the chunk.
+    - `query_lens`: integer ``[B]``, tokens in each chunk, at most T and at most `context_lens`.
 
     Returns:
       ``[B, T, H, D]`` in the dtype of `q`; 0 in rows past `query_lens`. With `return_lse`,

@@ -83,25 +83,12 @@ def cascade_attention(
     """Compute `paged_attention`, but read the first `num_shared` blocks once for all sequences.
 
     The result equals `paged_attention` up to rounding. The last bits of a row may depend on whether
-    the other rows share its blocks. Sliding windows are not supported, because they start at a
-    different token in each sequence.
+    the other rows share its blocks. The arguments are those of `paged_attention`, except:
 
-    Args:
-      q: see `paged_attention`.
-      k_pool: see `paged_attention`.
-      v_pool: see `paged_attention`.
-      block_tables: integer ``[B, M]``. The first `num_shared` columns are full blocks, and equal in
-        all rows with tokens.
-      context_lens: see `paged_attention`.
-      num_shared: i32 ``[]``, at most the result of `num_shared_blocks`; may be traced.
-      layer: see `paged_attention`, as for all following arguments.
-      scale: factor of the scores.
-      soft_cap: soft cap of the scores.
-      k_scale: factors of the keys of a quantised pool.
-      v_scale: factors of the values of a quantised pool.
-      sinks: one more logit in the softmax of each head.
-      backend: name of the backend.
-      interpret: run the Pallas kernel of `backend` in its interpreter.
+    - `block_tables`: integer ``[B, M]``. The first `num_shared` columns are full blocks, and equal
+      in all rows with tokens.
+    - `num_shared`: i32 ``[]``, at most the result of `num_shared_blocks`; may be traced.
+    - No `sliding_window`, because windows start at a different token in each sequence.
 
     Returns:
       ``[B, H, D]`` in the dtype of `q`; 0 for empty sequences.

@@ -76,30 +76,18 @@ class RaggedAttentionOptions(TypedDict, total=False):
 
 @overload
 def ragged_paged_attention(
-    q: jax.Array,
-    kv_pages: jax.Array,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[RaggedAttentionOptions],
-) -> jax.Array: ...
+    q: jax.Array, kv_pages: jax.Array, kv_lens: jax.Array, page_indices: jax.Array,
+    cu_q_lens: jax.Array, num_seqs: jax.Array, *,
+    return_lse: Literal[False] = False, **options: Unpack[RaggedAttentionOptions],
+) -> jax.Array: ...  # fmt: skip
 
 
 @overload
 def ragged_paged_attention(
-    q: jax.Array,
-    kv_pages: jax.Array,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[RaggedAttentionOptions],
-) -> tuple[jax.Array, jax.Array]: ...
+    q: jax.Array, kv_pages: jax.Array, kv_lens: jax.Array, page_indices: jax.Array,
+    cu_q_lens: jax.Array, num_seqs: jax.Array, *,
+    return_lse: Literal[True], **options: Unpack[RaggedAttentionOptions],
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 
 
 @names_arguments

@@ -143,25 +143,15 @@ def paged_rope_write(
     of the heads of queries and keys (optional), rotary embedding (RoFormer, section 3.2.2, with the
     pairs ``x[i], x[i + D / 2]`` of Hugging Face), and `paged_write`. On GPUs they are one launch,
     which reads the projection once. Differentiable in the pools, projection, rotations and norms,
-    unless the pools are quantised.
+    unless the pools are quantised. The arguments are those of `paged_write`, except:
 
-    Args:
-      k_pool: see `paged_write`.
-      v_pool: see `paged_write`.
-      qkv: ``[N, K, G + 2, D]`` floating point: the G queries, the key and the value of each KV
-        head. This order can be sharded over KV heads. D is even. Computed in float32.
-      cos: f32 ``[N, D / 2]``, cosine of the rotation angle of each pair.
-      sin: f32 ``[N, D / 2]``, sine of the rotation angle of each pair.
-      blocks: see `paged_write`.
-      offsets: see `paged_write`.
-      layer: see `paged_write`.
-      k_scale: see `paged_write`.
-      v_scale: see `paged_write`.
-      q_norm: ``[D]``, weight of the RMS norm of queries, as in Qwen3; None for no norms.
-      k_norm: ``[D]``, weight of the RMS norm of keys.
-      norm_eps: added to the mean square of a head (static).
-      backend: see `paged_write`.
-      interpret: see `paged_write`.
+    - `qkv` instead of `k` and `v`: ``[N, K, G + 2, D]`` floating point, the G queries, the key and
+      the value of each KV head. This order can be sharded over KV heads. D is even. Computed in
+      float32.
+    - `cos`, `sin`: f32 ``[N, D / 2]``, cosine and sine of the rotation angle of each pair.
+    - `q_norm`, `k_norm`: ``[D]``, weights of the RMS norms of queries and keys, as in Qwen3; None
+      for no norms.
+    - `norm_eps`: added to the mean square of a head (static).
 
     Returns:
       ``(q, pools)``: the queries ``[N, H, D]`` of all tokens, in the dtype of the pools or bfloat16
@@ -221,17 +211,11 @@ def copy_blocks(
 
     Each copied block is read and written once. The pools and scales have derivatives of any order,
     in forward and reverse mode. The gradient of a target is added to the gradient of its source.
+    The arguments are those of `paged_write`, except:
 
-    Args:
-      k_pool: see `paged_write`.
-      v_pool: see `paged_write`.
-      sources: integer ``[N]``, blocks to copy.
-      targets: integer ``[N]``, distinct blocks that are overwritten; none is also a source. Pairs
-        are ignored if one of the blocks is not in 0..P - 1.
-      k_scale: see `paged_write`.
-      v_scale: see `paged_write`.
-      backend: see `paged_write`.
-      interpret: see `paged_write`.
+    - `sources`: integer ``[N]``, blocks to copy.
+    - `targets`: integer ``[N]``, distinct blocks that are overwritten; none is also a source. Pairs
+      are ignored if either block is not in 0..P - 1.
 
     Returns:
       The new `Pools`.
