@@ -1,4 +1,4 @@
-"""The kernels for CPUs: when they are chosen, and what the contract of attention does not say."""
+"""The C++ kernels for CPUs: matmuls, exact batch invariance, choice of the backend, processes."""
 
 import dataclasses
 import functools
@@ -45,37 +45,37 @@ def as_float64(w) -> np.ndarray:
     return np.asarray(w, np.float64)
 
 
-# Whole steps of vectors, less than one, and one number more; rows of weights that blocks of them
-# do not divide, and parts of the work.
+# Inputs that fill whole vector steps, less than a step, or a step and a number more. Numbers of
+# weight rows that are no multiple of a block or of a part of the work.
 SHAPES = [(1, 1), (7, 5), (33, 65), (130, 96), (13, 1031), (2003, 64)]
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16, INT8], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_linear_matches_float64_and_rows_do_not_see_each_other(shape, dtype) -> None:
-    """Bitwise: with any number of others, and whatever they are."""
+def test_linear_matches_float64_and_does_not_depend_on_other_rows(shape, dtype) -> None:
+    """The result of a row has the same bits in batches of any size."""
     w, x = weights_and_rows(*shape, 64, dtype)
     together = np.asarray(LINEAR(x, w))
     rounded = x.astype(dtype) if dtype == BF16 else x
     exact = np.asarray(rounded, np.float64) @ as_float64(w).T
     scale = np.abs(x.astype(np.float64)) @ np.abs(as_float64(w)).T
-    # Some units in the last place of float32, of what is added.
+    # A few units in the last place of float32, relative to the terms of the sum.
     assert (np.abs(together - exact) <= 1e-6 * scale).all()
     for num_rows in (1, 2, 5, 6, 7, 13, 18):
         np.testing.assert_array_equal(LINEAR(x[-num_rows:], w), together[-num_rows:])
     assert "paged_jax_linear" in LINEAR.lower(x, w).as_text()
 
 
-def test_linear_rounds_to_bfloat16_as_jax_does() -> None:
-    """Ties, what is just above one, what becomes infinite, and numbers that are none."""
+def test_linear_rounds_to_bfloat16_like_jax() -> None:
+    """Ties, numbers just above a tie, overflow to infinity, infinity and NaN."""
     bits = [0x3F808000, 0x3F818000, 0x3F808001, 0xBF808000, 0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF]
     values = np.resize(np.array(bits, np.uint32), 48).view(np.float32)
     got = LINEAR(np.diag(values), jnp.eye(48, dtype=BF16))
     np.testing.assert_array_equal(np.diagonal(got), values.astype(BF16).astype(np.float32))
 
 
-def test_linear_reads_nothing_past_a_row() -> None:
-    """Where a row ends within a vector, the next one begins."""
+def test_linear_reads_nothing_past_the_end_of_a_row() -> None:
+    """Each row ends within a vector of the processor, and the next row follows in memory."""
     w, x = weights_and_rows(5, 37, 3)
     expected = np.asarray(LINEAR(x, w))
     w = w.at[3].set(jnp.nan)
@@ -84,8 +84,8 @@ def test_linear_reads_nothing_past_a_row() -> None:
     assert np.isnan(got[:, 3]).all()
 
 
-def test_linear_does_not_compute_rows_of_zeros() -> None:
-    """Else NaN among the weights would show in them."""
+def test_linear_skips_rows_of_zeros() -> None:
+    """Their results would be NaN if they were multiplied by the weights."""
     w, x = weights_and_rows(9, 40, 12)
     w = w.at[3].set(jnp.nan)
     is_zero = np.isin(np.arange(12), [0, 5, 6, 11])
@@ -95,7 +95,7 @@ def test_linear_does_not_compute_rows_of_zeros() -> None:
     np.testing.assert_array_equal(LINEAR(np.zeros_like(x), w), 0)
 
 
-def test_linear_leaves_other_products_to_xla() -> None:
+def test_linear_uses_xla_for_many_rows_no_rows_or_backend_xla() -> None:
     w, x = weights_and_rows(8, 16, 257)
     calls = [
         LINEAR.lower(x, w),
@@ -106,7 +106,7 @@ def test_linear_leaves_other_products_to_xla() -> None:
 
 
 @pytest.mark.parametrize("dtype", [F16, INT8], ids=str)
-def test_linear_takes_any_number_of_rows_where_xla_would_copy_the_weights(dtype) -> None:
+def test_linear_takes_any_number_of_rows_if_xla_would_copy_the_weights(dtype) -> None:
     w, x = weights_and_rows(8, 40, 100, dtype)
     assert "paged_jax_linear" in LINEAR.lower(x, w).as_text()
     np.testing.assert_allclose(LINEAR(x, w), x @ as_float64(w).T, rtol=1e-5, atol=1e-5)
@@ -114,8 +114,8 @@ def test_linear_takes_any_number_of_rows_where_xla_would_copy_the_weights(dtype)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, INT8], ids=str)
-def test_linear_reads_weights_in_the_stack_of_all_layers(dtype) -> None:
-    """Bitwise what each gives alone; nothing is copied, and gradients are those of layers."""
+def test_linear_reads_weights_from_the_stack_of_all_layers(dtype) -> None:
+    """Results are the same bits as without a stack, no weight is copied, gradients are right."""
     alone, rows = zip(*(weights_and_rows(40, 56, 3, dtype) for _ in range(2)), strict=True)
     weights = [w if isinstance(w, Weight) else Weight(w) for w in alone]
     weights[1] = jax.tree.map(lambda x: (x * 0.5).astype(x.dtype), weights[1])
@@ -146,8 +146,8 @@ def test_linear_reads_weights_in_the_stack_of_all_layers(dtype) -> None:
         np.testing.assert_allclose((losses[0] - losses[1]) / 2, (slope * step).sum(), rtol=1e-2)
 
 
-def test_linear_converts_every_number_of_float16() -> None:
-    """Subnormal ones, infinities and those that are not numbers too."""
+def test_linear_converts_every_float16_number() -> None:
+    """All 65,536 bit patterns, including subnormal numbers, infinities and NaN."""
     numbers = np.arange(2**16, dtype=np.uint16).view(np.float16).reshape(-1, 64)
     one = np.zeros((64, 64), np.float32)
     np.fill_diagonal(one, 1)
@@ -160,7 +160,7 @@ def test_linear_converts_every_number_of_float16() -> None:
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_linear_has_the_gradients_of_the_plain_product(dtype) -> None:
+def test_linear_has_the_gradients_of_xla(dtype) -> None:
     w, x = weights_and_rows(6, 24, 4, dtype)
 
     def loss(x, w, backend):
@@ -185,7 +185,7 @@ def test_linear_under_vmap() -> None:
 
 @pytest.mark.parametrize("dtype", library.ELEMENTS, ids=str)
 def test_decode_of_a_sequence_does_not_depend_on_the_batch(dtype) -> None:
-    """Bitwise: alone and among others, in another pool. Contexts of several segments."""
+    """The same bits alone and in a batch, also for contexts of several segments."""
     lengths = [600, 256, 257, 0, 33, 1]
     batch = PagedBatch.random(lengths, dtype=dtype)
     q = queries((len(lengths), 6, 16))
@@ -198,8 +198,8 @@ def test_decode_of_a_sequence_does_not_depend_on_the_batch(dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [F32, INT8], ids=str)
-def test_prefill_of_a_sequence_does_not_depend_on_the_batch_or_on_chunks(dtype) -> None:
-    """Bitwise: alone and among others, at once and in pieces; the diagonal cuts tiles anywhere."""
+def test_prefill_of_a_sequence_does_not_depend_on_the_batch_or_chunks(dtype) -> None:
+    """The same bits alone and in a batch, in one chunk and in several."""
     lengths, num_queries = [150, 64, 33, 0, 1], [70, 64, 1, 0, 1]
     batch = PagedBatch.random(lengths, dtype=dtype)
     q = queries((len(lengths), 70, 6, 16))
@@ -213,7 +213,7 @@ def test_prefill_of_a_sequence_does_not_depend_on_the_batch_or_on_chunks(dtype) 
         assert np.isfinite(whole[0]).all()
 
 
-def test_prefill_of_more_heads_than_a_part_has_rows() -> None:
+def test_prefill_with_more_heads_than_rows_in_a_part() -> None:
     batch, q = PagedBatch.random([9, 40], K=1), queries((2, 12, 70, 16))
     got, want = batch.prefill(q, [9, 12], backend="cpu"), batch.expected_prefill(q, [9, 12])
     for a, exact in zip(got, want, strict=True):
@@ -248,7 +248,7 @@ def problem(**changes) -> Problem:
     return Problem(**fields | changes)
 
 
-def test_choose_backend_says_why() -> None:
+def test_choose_backend_gives_reasons() -> None:
     assert choose_backend(problem(), "cpu").backend == "cpu"
     assert choose_backend(problem(op="prefill"), "cpu").backend == "cpu"
     choice = choose_backend(problem(op="write"), "cpu")
@@ -258,7 +258,7 @@ def test_choose_backend_says_why() -> None:
     assert choose_backend(wide, "cpu") == ("xla", reason)
 
 
-def test_backend_none_takes_the_kernel_where_the_program_is_for_a_cpu() -> None:
+def test_backend_none_uses_the_kernel_in_programs_for_cpus() -> None:
     batch, q = PagedBatch.random([9, 20]), queries((2, 4, 16))
     arrays = batch.pools.k, batch.pools.v, batch.block_tables, batch.lengths
     traced = jax.jit(lambda q: paged_attention(q, *arrays)).trace(q)
@@ -296,8 +296,8 @@ def test_load_cpu_kernels_lets_another_process_run_an_executable(tmp_path) -> No
         load_cpu_kernels(b"paged_jax_decode_float32_0123456789abcdef")
 
 
-def test_kernels_from_several_threads() -> None:
-    """Each with calls and results of its own."""
+def test_kernels_can_be_called_by_several_threads() -> None:
+    """Each thread makes its own calls and gets its own results."""
     batch = PagedBatch.random([300, 40, 0, 7], K=2, D=64)
     w, x = weights_and_rows(700, 300, 8)
     q = queries((4, 6, 64))
@@ -318,7 +318,7 @@ def test_kernels_from_several_threads() -> None:
         assert all(threads.map(run, range(4)))
 
 
-# On two devices that are parts of one core.
+# Runs on two CPU devices of JAX, with a single core for both.
 _ON_ONE_CORE = """
 import os
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -352,7 +352,7 @@ for got, want in zip(batch.decode(q, backend="cpu"), batch.expected_decode(q)):
 
 
 def test_kernels_on_one_core_and_on_several_devices(monkeypatch, tmp_path) -> None:
-    """Programs that XLA divides are left to it. The second process reads them from the cache."""
+    """XLA replaces the kernel in programs that it partitions. The second run uses JAX's cache."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")

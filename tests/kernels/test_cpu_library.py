@@ -1,4 +1,4 @@
-"""Compilation, cache and loading of the kernels for CPUs, and machine faults in each step."""
+"""Compilation, cache and loading of the C++ kernels, and failures of each step."""
 
 import ctypes
 import functools
@@ -39,7 +39,7 @@ PROBLEM = Problem(
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """An empty cache folder, and a process that has not loaded any kernel."""
+    """Use an empty cache folder, as in a process that has not loaded any kernel."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     forgetful = functools.cache(library._load.__wrapped__)
     monkeypatch.setattr(library, "_load", forgetful)
@@ -50,13 +50,13 @@ def fresh(monkeypatch, tmp_path):
 
 @pytest.fixture
 def unregistered(fresh, monkeypatch):
-    """Give the kernels new targets, which XLA does not know, by a made-up processor."""
+    """Pretend to have another processor, so that the kernels get targets unknown to XLA."""
     monkeypatch.setattr(library, "_processor", lambda: str(fresh))
 
 
 @pytest.fixture(scope="module")
 def machine_code(tmp_path_factory) -> bytes:
-    """Content of the compiled library of one kernel."""
+    """Content of the compiled library of a kernel."""
     path = tmp_path_factory.mktemp("kernel") / "linear.so"
     library._compile(library._command(LINEAR), path)
     return path.read_bytes()
@@ -64,7 +64,7 @@ def machine_code(tmp_path_factory) -> bytes:
 
 @pytest.fixture
 def compiled(fresh, monkeypatch, machine_code) -> list[Path]:
-    """Paths written by a fake compiler, which copies machine code that exists already."""
+    """Paths written by a fake compiler, which only copies existing machine code."""
     paths = []
 
     def write(command: list[str], path: Path) -> None:
@@ -100,7 +100,7 @@ def kept_files(folder: Path) -> list[Path]:
         ("PATH", "/nowhere", "there is no C\\+\\+ compiler: install g\\+\\+ or clang\\+\\+", 1),
     ],
 )
-def test_without_kernels_xla_does_the_work(
+def test_load_without_a_compiler_leaves_the_work_to_xla(
     fresh, monkeypatch, caplog, variable, value, reason, warnings
 ) -> None:
     monkeypatch.delenv("CXX", raising=False)
@@ -109,7 +109,7 @@ def test_without_kernels_xla_does_the_work(
         assert "custom_call" not in run_fresh(21)
         library.load(library.Kernel("prefill", F32))
     assert len(caplog.records) == warnings
-    # Programs without a kernel that failed are not kept for later processes.
+    # After a failure, lowered programs are not kept for later processes.
     assert library.is_any_missing() == (variable != library.SWITCH)
     choice = choose_backend(PROBLEM, "cpu")
     assert choice.backend == "xla" and re.match("cpu cannot: " + reason, choice.reason)
@@ -118,8 +118,8 @@ def test_without_kernels_xla_does_the_work(
         batch.decode(queries((1, 2, 16)), backend="cpu", scale=0.7)
 
 
-def test_a_kernel_that_is_wrong_is_not_used(fresh, monkeypatch, caplog) -> None:
-    """The sources contain an error that a compiler does not see."""
+def test_load_rejects_a_kernel_with_wrong_results(fresh, monkeypatch, caplog) -> None:
+    """The sources contain an error that the compiler does not detect."""
     broken = shutil.copytree(library._SOURCE, fresh / "source")
     products = broken / "products.h"
     text, right, wrong = (
@@ -134,11 +134,11 @@ def test_a_kernel_that_is_wrong_is_not_used(fresh, monkeypatch, caplog) -> None:
         assert "custom_call" not in run_fresh(23)
     [record] = caplog.records
     assert "are replaced by XLA: its self-test failed: it is off by " in record.getMessage()
-    assert not list(fresh.glob("paged_jax/kernels/*")), "it is not kept"
+    assert not list(fresh.glob("paged_jax/kernels/*")), "a wrong kernel must not be kept"
 
 
-def test_a_kernel_is_compiled_once(fresh, monkeypatch) -> None:
-    """It is kept for later processes, under a digest of everything that it depends on."""
+def test_load_compiles_a_kernel_once(fresh, monkeypatch) -> None:
+    """The library is kept for later processes under a digest of everything that it depends on."""
     assert "paged_jax_linear_float32" in run_fresh(24)
     [kept] = fresh.glob("paged_jax/kernels/*")
     library._load.cache_clear()
@@ -150,13 +150,13 @@ def test_a_kernel_is_compiled_once(fresh, monkeypatch) -> None:
     assert "custom_call" not in run_fresh(26)
 
 
-def test_a_folder_that_cannot_be_written_is_no_obstacle(fresh, monkeypatch) -> None:
+def test_load_works_without_a_writable_cache_folder(fresh, monkeypatch) -> None:
     (fresh / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / "file"))
     assert "paged_jax_linear_float32" in run_fresh(27)
 
 
-def test_load_ignores_a_blank_name_of_a_compiler(fresh, monkeypatch) -> None:
+def test_load_ignores_a_blank_compiler_name(fresh, monkeypatch) -> None:
     monkeypatch.setenv("CXX", " \t ")
     assert "paged_jax_linear_float32" in run_fresh(28)
 
@@ -171,7 +171,7 @@ exit 1
 
 
 def test_load_reports_an_error_of_the_compiler_once(fresh, monkeypatch, caplog) -> None:
-    """In any encoding, and without the names of files, which differ between kernels."""
+    """The message may have any encoding. File names are removed, as they differ between kernels."""
     script = fresh / "compiler"
     script.write_text(_FAILING_COMPILER)
     script.chmod(0o700)
@@ -187,7 +187,7 @@ def test_load_reports_an_error_of_the_compiler_once(fresh, monkeypatch, caplog) 
 
 
 def test_load_without_sources_leaves_the_work_to_xla(fresh, monkeypatch, caplog) -> None:
-    """Tools that bundle only Python files omit the sources."""
+    """Tools that bundle only Python files omit the C++ sources."""
     monkeypatch.setattr(library, "_SOURCE", fresh / "source")
     with caplog.at_level(logging.WARNING, "paged_jax"):
         assert "custom_call" not in run_fresh(29)
@@ -196,7 +196,7 @@ def test_load_without_sources_leaves_the_work_to_xla(fresh, monkeypatch, caplog)
     assert library.targets() == []
 
 
-def test_load_tests_a_kept_kernel_in_each_process(fresh, compiled, monkeypatch) -> None:
+def test_load_runs_the_self_test_in_each_process(fresh, compiled, monkeypatch) -> None:
     """An undamaged file may compute wrong results on another machine or with another XLA."""
     assert library.load(LINEAR).target
     library._load.cache_clear()
@@ -215,7 +215,7 @@ HARMS = {
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_load_compiles_a_damaged_kernel_again(fresh, machine_code, compiled, caplog, harm) -> None:
-    """No warning is logged, and it is compiled once, because the file is replaced."""
+    """No warning is logged. The kernel is compiled only once, because the file is replaced."""
     assert library.load(LINEAR).target
     [kept] = kept_files(fresh)
     kept.unlink()  # this process may have mapped it
@@ -256,7 +256,7 @@ def newer_interface(fresh, monkeypatch) -> Path:
     return headers
 
 
-def test_load_of_another_interface_leaves_the_work_to_xla(
+def test_load_with_an_unsupported_interface_leaves_the_work_to_xla(
     fresh, unregistered, newer_interface, monkeypatch, caplog
 ) -> None:
     monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(newer_interface))
@@ -268,10 +268,10 @@ def test_load_of_another_interface_leaves_the_work_to_xla(
     assert not kept_files(fresh)
 
 
-def test_load_compiles_again_what_is_whole_but_cannot_be_loaded(
+def test_load_compiles_an_undamaged_kernel_again_if_it_cannot_be_loaded(
     fresh, unregistered, newer_interface, caplog
 ) -> None:
-    """Containers with different systems may share the cache folder."""
+    """Containers with different operating systems may share the cache folder."""
     command = library._command(LINEAR)
     target = library._prefix(LINEAR) + library._digest(command)
     own, other = f"-I{jax.ffi.include_dir()}", f"-I{newer_interface}"
@@ -289,8 +289,8 @@ def refuse(*args: object, **kwargs: object) -> None:
     raise FileNotFoundError("No usable temporary directory found in ['/tmp']")
 
 
-def test_load_takes_a_temporary_folder_only_to_compile(fresh, monkeypatch) -> None:
-    """A container with a read-only root has none. The compiler's own files use the same folder."""
+def test_load_needs_a_temporary_folder_only_to_compile(fresh, monkeypatch) -> None:
+    """A container with a read-only root has none. The compiler's temporary files also go there."""
     monkeypatch.setattr(tempfile, "gettempdir", refuse)
     monkeypatch.delenv("TMPDIR", raising=False)
     seen, run = [], library.subprocess.run
@@ -339,8 +339,8 @@ def test_load_works_if_one_folder_forbids_execution(
         assert [path.suffix for path in kept_files(fresh)] == [".so", ".so"]
 
 
-def test_load_works_if_the_cache_folder_takes_no_file(fresh, compiled, monkeypatch) -> None:
-    """A full or read-only disk."""
+def test_load_works_if_the_cache_folder_accepts_no_file(fresh, compiled, monkeypatch) -> None:
+    """The disk is full or read-only."""
     monkeypatch.setattr(os, "replace", refuse)
     for _ in range(2):
         library._load.cache_clear()

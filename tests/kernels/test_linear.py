@@ -194,8 +194,7 @@ def test_find_tile_assigns_each_row_to_one_tile(sizes) -> None:
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("shape", [(2880, 5760), (2048, 768), (4096, 28672)])
 def test_kernel_for_tpus_fetches_each_weight_with_rows_once(sizes, shape) -> None:
-    """Megablox derives its grid steps from the sizes of groups. It does not fetch a block again if
-    the next step needs the same block."""
+    """Megablox does not fetch a block again if the next grid step needs the same block."""
     sizes, others = SIZES[sizes]
     num_rows = sum(sizes) + others
     rows, inputs, outputs = choose_grouped_tiling(num_rows, *shape, jnp.bfloat16)
