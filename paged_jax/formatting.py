@@ -1,4 +1,4 @@
-"""Short texts: a `repr` for classes with arrays and long lists, and sizes in bytes."""
+"""Short texts: a `repr` for classes with arrays and long lists, sizes in bytes, line ends."""
 
 import dataclasses
 import reprlib
@@ -8,6 +8,9 @@ import numpy as np
 
 # Two lines of 100 columns.
 _MAX_CHARS = 200
+
+LINE_ENDS = {end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+"""Unicode line ends that JSON does not escape, and their escapes. `str.splitlines` splits there."""
 
 C = TypeVar("C")
 

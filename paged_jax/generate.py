@@ -20,7 +20,7 @@ from paged_jax.command_line import (
     join_processes,
 )
 from paged_jax.engine.request_factory import Prompt
-from paged_jax.formatting import format_bytes
+from paged_jax.formatting import LINE_ENDS, format_bytes
 from paged_jax.llm import LLM
 from paged_jax.monitoring import Status, check_profile_folder, profiled
 from paged_jax.sampling.params import NUMBERS, SamplingParams
@@ -30,8 +30,6 @@ _MAX_NUM_SEQS = 16
 _MAX_TOKENS = 128
 # Number of events that --show-blocks prints.
 _MAX_EVENTS = 50
-# Unicode line ends that JSON does not escape. `str.splitlines` would split an object there.
-_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -328,7 +326,7 @@ def _write_json(output: RequestOutput, llm: LLM) -> None:
             "num_blocks": llm.num_blocks,
         },
     }
-    print(json.dumps(record, ensure_ascii=False).translate(_LINE_ENDS), flush=True)
+    print(json.dumps(record, ensure_ascii=False).translate(str.maketrans(LINE_ENDS)), flush=True)
 
 
 class _BlockPictures:

@@ -3,6 +3,7 @@
 from array import array
 
 from paged_jax.models.text.tokenizer import Detokenizer, Tokenizer
+from paged_jax.models.text.tools import overlap
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.outputs import Logprob
 
@@ -197,21 +198,8 @@ class Completion:
         num_final = len(self._text)
         if self._stops and self.finish_reason is None:
             tail = self._text[max(self._num_final, num_final - self._most_held) :]
-            num_final -= max([_overlap(tail, stop) for stop in self._stops])
+            num_final -= max([overlap(tail, stop) for stop in self._stops])
         self._num_final = max(self._num_final, num_final)
-
-
-def _overlap(tail: str, stop: str) -> int:
-    """Return the length of the longest suffix of `tail` that is a proper prefix of `stop`.
-
-    `tail` must not contain `stop`.
-    """
-    at = tail.find(stop[0])
-    while at >= 0:
-        if stop.startswith(tail[at:]):
-            return len(tail) - at
-        at = tail.find(stop[0], at + 1)
-    return 0
 
 
 def _meet(some: frozenset[int], token_ids: list[int]) -> bool:

@@ -8,6 +8,7 @@ from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
 from paged_jax.arguments import ArgumentError
+from paged_jax.formatting import LINE_ENDS
 
 JsonDict = dict[str, Any]
 """A JSON object in the form of one of the models in `schemas`, without being an instance of it."""
@@ -23,9 +24,9 @@ _ERROR_TYPES = {
 }
 # Maximum characters of an error message, which may quote text from the client.
 _MAX_CHARS = 500
-# Unicode line ends that JSON does not escape, and their escapes. Clients that read a stream with
-# `str.splitlines`, such as `httpx.Response.iter_lines`, would split an event at these characters.
-_LINE_ENDS = {end.encode(): b"\\u%04x" % ord(end) for end in "\x85\u2028\u2029"}
+# Clients that read a stream with `str.splitlines`, such as `httpx.Response.iter_lines`, would split
+# an event at these characters.
+_LINE_ENDS = {end.encode(): escape.encode() for end, escape in LINE_ENDS.items()}
 
 
 def json_response(answer: BaseModel | JsonDict, status: int = 200) -> Response:

@@ -258,7 +258,7 @@ class ToolReader:
         if found:
             self._place = "head"
             return self._content(before, after)
-        held = 0 if is_last else _overlap(self._buffer, opening)
+        held = 0 if is_last else overlap(self._buffer, opening)
         end = len(self._buffer) - held
         return self._content(self._buffer[:end], self._buffer[end:])
 
@@ -287,7 +287,7 @@ class ToolReader:
         elif is_last:
             at = rest = len(self._buffer)  # cut short
         else:
-            at = rest = len(self._buffer) - _overlap(self._buffer, closing)
+            at = rest = len(self._buffer) - overlap(self._buffer, closing)
         text, self._buffer = self._buffer[:at], self._buffer[rest:]
         self._arguments += text
         return [ToolDelta("arguments", text)]
@@ -318,10 +318,19 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _overlap(buffer: str, text: str) -> int:
-    """Return the length of the longest suffix of `buffer` that is a prefix of `text`."""
-    longest = min(len(text), len(buffer))
-    return next((n for n in range(longest, 0, -1) if buffer.endswith(text[:n])), 0)
+def overlap(text: str, marker: str) -> int:
+    """Return the length of the longest suffix of `text` that is a prefix of `marker`.
+
+    Example:
+      >>> overlap("a </tool", "</tool_call>")
+      6
+    """
+    at = text.find(marker[0])
+    while at >= 0:
+        if marker.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(marker[0], at + 1)
+    return 0
 
 
 class ToolGrammars:
