@@ -150,8 +150,8 @@ class EngineConfig:
     _: dataclasses.KW_ONLY
     tokenizer: str | Path | Tokenizer | None = option(
         None,
-        "folder with a tokenizer.json; in Python also a Tokenizer; without one, prompts must be "
-        "token ids and outputs have no text",
+        "folder with a tokenizer.json; in Python also a Tokenizer; without a tokenizer, prompts "
+        "must be token ids and outputs have no text",
         default_help="the tokenizer in the model's folder",
         metavar="DIR",
     )
@@ -215,8 +215,8 @@ class EngineConfig:
     )
     steps_per_dispatch: int = option(
         8,
-        "maximum number of decode steps that the device runs before it reports their tokens; fewer "
-        "let streams come evenly and new requests join sooner, more leave the host more time",
+        "maximum number of decode steps that the device runs before it reports their tokens; with "
+        "fewer, streams are smoother and new requests join sooner; with more, the host costs less",
         bounds=POSITIVE,
         vllm="num_scheduler_steps",
     )
@@ -249,9 +249,9 @@ class EngineConfig:
     )
     cascade_attention: bool | None = option(
         None,
-        "whether decoding reads the blocks that all running sequences begin with once for all of "
-        "them",
-        default_help="on CPUs, with prefix caching, for models with full attention",
+        "whether a decode step reads the common prefix of all running sequences once, instead of "
+        "once per sequence",
+        default_help="yes on CPUs, with prefix caching, for models with full attention",
         bounds=SWITCH,
         vllm="disable_cascade_attn",
     )

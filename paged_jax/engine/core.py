@@ -250,7 +250,7 @@ class EngineCore:
         Raises:
           ValueError: the request could never run, or its id is taken.
         """
-        self.requests.check(request)
+        self.scheduler.check(request.sequences)
         with self.guard.change():
             self.requests.add(request)
 

@@ -79,7 +79,7 @@ class RequestFactory:
         salt = prompt.get("cache_salt", "")
         _check_options(salt, priority, arrival_time, timeout, client)
         if not is_int(sample_offset) or not 0 <= sample_offset < 2**31 - params.n:
-            raise _refusal(
+            raise _error(
                 f"must be an integer in [0, 2**31), got {sample_offset!r}.", "sample_offset"
             )
         self._check_params(params)
@@ -128,7 +128,7 @@ class RequestFactory:
         longest = self.max_model_len - min(most, 1)
         if num_prompt_tokens > longest:
             why = f"to leave room in the context of {self.max_model_len}" if most else "the context"
-            raise _refusal(
+            raise _error(
                 f"the prompt must have at most {longest} tokens, {why}, got {num_prompt_tokens}."
             )
         return min(most, self.max_model_len - num_prompt_tokens)
@@ -141,13 +141,13 @@ class RequestFactory:
         text = prompt.get("prompt")
         token_ids = prompt.get("prompt_token_ids")
         if (text is None) == (token_ids is None):
-            raise _refusal(
+            raise _error(
                 "a prompt must be a text or a dict with either prompt or prompt_token_ids, got the "
                 f"keys {sorted(map(str, prompt))}."
             )
         if unknown := prompt.keys() - _PROMPT_KEYS:
             # A misspelt cache_salt would let tenants share blocks.
-            raise _refusal(
+            raise _error(
                 f"a prompt must have no keys but {', '.join(_PROMPT_KEYS)}, got "
                 f"{', '.join(sorted(map(str, unknown)))}."
             )
@@ -155,20 +155,20 @@ class RequestFactory:
             token_ids = self._encode_text(text)
         token_ids = _as_list(token_ids)
         if not token_ids:
-            raise _refusal("must hold at least one token, got [].", "prompt_token_ids")
+            raise _error("must hold at least one token, got [].", "prompt_token_ids")
         self._check_token_ids("prompt_token_ids", token_ids)
         return text, list(map(int, token_ids))
 
     def _encode_text(self, text: Any) -> list[int]:
         if self.tokenizer is None:
-            raise _refusal(
+            raise _error(
                 "the model must have a tokenizer for text prompts, got none. Put a tokenizer.json "
                 "into its folder, or pass tokenizer= or prompt_token_ids."
             )
         if not isinstance(text, str) or not text:
-            raise _refusal(f"must be a text of at least one character, got {text!r}.", "prompt")
+            raise _error(f"must be a text of at least one character, got {text!r}.", "prompt")
         if not _is_unicode(text):
-            raise _refusal(
+            raise _error(
                 f"must be valid Unicode text, got {text[:40]!r}. Decode its bytes by their right "
                 "encoding.",
                 "prompt",
@@ -177,18 +177,18 @@ class RequestFactory:
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.stop and self.tokenizer is None:
-            raise _refusal(
+            raise _error(
                 f"must be empty as the model has no tokenizer, got {params.stop}. Use "
                 "stop_token_ids.",
                 "stop",
             )
         bias, stop_token_ids = params.logit_bias or {}, params.stop_token_ids or ()
         if len(bias) > MAX_LOGIT_BIAS:
-            raise _refusal(
+            raise _error(
                 f"must have at most {MAX_LOGIT_BIAS} entries, got {len(bias)}.", "logit_bias"
             )
         if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise _refusal(
+            raise _error(
                 f"must be at most {MAX_STOP_TOKEN_IDS}, got {len(stop_token_ids)}.",
                 "stop_token_ids",
             )
@@ -205,37 +205,37 @@ class RequestFactory:
             return
         for token_id in token_ids:
             if not is_int(token_id) or not 0 <= token_id < self.vocab_size:
-                raise _refusal(
+                raise _error(
                     f"must hold integers in 0..{self.vocab_size - 1}, got {token_id!r}.", name
                 )
 
 
 def _check_options(salt: Any, priority: Any, arrival_time: Any, timeout: Any, client: Any) -> None:
     """Check the types of the arguments that come with a prompt."""
-    if not isinstance(salt, str):
-        raise _refusal(f"must be a text, got {salt!r}.", "cache_salt")
-    if not isinstance(client, str):
-        raise _refusal(f"must be a text, got {client!r}.", "client")
-    if not is_int(priority):
-        raise _refusal(f"must be an integer, got {priority!r}.", "priority")
-    if not is_real(arrival_time):
-        raise _refusal(f"must be seconds or None, got {arrival_time!r}.", "arrival_time")
-    if timeout is not None and not (is_real(timeout) and timeout > 0):
-        raise _refusal(f"must be seconds > 0 or None, got {timeout!r}.", "timeout")
+    is_timeout = timeout is None or (is_real(timeout) and timeout > 0)
+    for name, value, is_valid, rule in (
+        ("cache_salt", salt, isinstance(salt, str), "a text"),
+        ("client", client, isinstance(client, str), "a text"),
+        ("priority", priority, is_int(priority), "an integer"),
+        ("arrival_time", arrival_time, is_real(arrival_time), "seconds or None"),
+        ("timeout", timeout, is_timeout, "seconds > 0 or None"),
+    ):
+        if not is_valid:
+            raise _error(f"must be {rule}, got {value!r}.", name)
 
 
 def _as_mapping(prompt: Any) -> Mapping[str, Any]:
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if not isinstance(prompt, Mapping):
-        raise _refusal(
+        raise _error(
             "a prompt must be a text or a dict with either prompt or prompt_token_ids, got "
             f"{prompt!r}."
         )
     return prompt
 
 
-def _refusal(problem: str, field: str | None = None) -> ArgumentError:
+def _error(problem: str, field: str | None = None) -> ArgumentError:
     return ArgumentError("request", problem, field)
 
 
@@ -244,14 +244,14 @@ def _as_list(token_ids: Any) -> list[Any]:
     if hasattr(token_ids, "__array__"):  # iterating over a JAX array would make arrays
         array = np.asarray(token_ids)
         if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise _refusal(
+            raise _error(
                 f"must be one row of integers, got an array of shape {array.shape} and dtype "
                 f"{array.dtype}.",
                 "prompt_token_ids",
             )
         return array.tolist()
     if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Iterable):
-        raise _refusal(f"must be a list of integers, got {token_ids!r}.", "prompt_token_ids")
+        raise _error(f"must be a list of integers, got {token_ids!r}.", "prompt_token_ids")
     return list(token_ids)
 
 

@@ -48,16 +48,8 @@ class RequestTable:
         numbers = itertools.count(self.num_added)
         return next(name for i in numbers if (name := str(i)) not in self.unfinished)
 
-    def check(self, request: Request) -> None:
-        """Check that a new request can be queued.
-
-        Raises:
-          ValueError: the request could never run, or its id is taken.
-        """
-        self._scheduler.check(request.sequences)
-
     def add(self, request: Request) -> None:
-        """Queue a request that passed `check`."""
+        """Queue a request that `Scheduler.check` has accepted."""
         # If this is cut short, `restart` forgets a request that is not in the table yet.
         self._set_chains(request)
         self._scheduler.add(request.sequences)
