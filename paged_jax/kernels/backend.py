@@ -253,6 +253,7 @@ class CopyArgs(NamedTuple):
     targets: jax.Array
 
 
+@short_repr
 class Stack(NamedTuple):
     """The stacked weights of all layers, for kernels that read one layer of them in place.
 
