@@ -136,8 +136,7 @@ class Executor:
         self._is_new = True
         self._num_free: int | None = self.num_blocks
         self._others_free = [] if self._state is None else self._read_others()
-        # For each program of `run_unchecked` since the last check: whether there were enough
-        # blocks.
+        # Whether there were enough blocks, for each `run_unchecked` since the last check.
         self._oks: list[jax.Array] = []
 
     def _new_state(self) -> DecodeState:
@@ -287,8 +286,7 @@ class Executor:
             self.run(call)
         self._compiled |= {_ASSIGNMENT, _TOKEN_MASKS}  # warmup reports no compilation of these
         self.write_token_masks(TokenMasks.create(self.sizes, self.vocab_size))
-        # An assignment must write to a slot. There are two programs: for 1 row, and for several
-        # rows.
+        # An assignment must write to a slot. Compile the programs for 1 row and for several rows.
         first = Assignment(0, SamplingParams(), [0], num_prompt_tokens=1, seed=0, max_length=2)
         for count in (1, 2):
             self.assign([first] * count)
@@ -427,7 +425,7 @@ class CallThread:
         settings = _settings()
 
         def call() -> Any:
-            with _under(settings):
+            with _with_settings(settings):
                 return function()
 
         return self._thread.submit(call)
@@ -449,7 +447,7 @@ def _settings() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _under(settings: dict[str, Any]) -> Iterator[None]:
+def _with_settings(settings: dict[str, Any]) -> Iterator[None]:
     """Return a context that gives this thread the settings of another one."""
     with contextlib.ExitStack() as stack:
         for name, own in _settings().items():
@@ -462,8 +460,7 @@ def give_back_freed_memory() -> None:
     """Return freed memory of the process to the operating system, if the C library can.
 
     XLA needs hundreds of MB to compile a program of a model, and frees them in small pieces. glibc
-    keeps them for the process: more than 200 MB for two programs of a 135M model. This takes a few
-    ms.
+    keeps them for the process: more than 200 MB for two programs of a 135M model. Takes a few ms.
     """
     trim = _malloc_trim()
     if trim is not None:

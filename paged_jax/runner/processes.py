@@ -29,8 +29,7 @@ from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import Call
 from paged_jax.sampling.params import SamplingParams, TokenBias
 
-# Messages per folder of the store. A folder is deleted when all processes have received it, so the
-# store has at most two folders.
+# Messages per folder of the store. A folder is deleted when all processes have received it.
 _FOLDER = 256
 # Timeout of a read in ms, so that interrupts are noticed. A new message ends the wait earlier.
 _PATIENCE = 1000

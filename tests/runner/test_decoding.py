@@ -9,165 +9,46 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from paged_jax.cache import contents, paged_cache
 from paged_jax.cache.blocks import check_invariants
-from paged_jax.cache.paged_cache import PagedCache
-from paged_jax.kernels import Pools
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.llama import Llama
 from paged_jax.runner import decode_state
-from paged_jax.runner.compiler import jit_for
-from paged_jax.runner.decode_state import Assignment, DecodeState
+from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import decode_steps, verify_steps
 from paged_jax.sampling.params import SamplingParams
-from paged_jax.sampling.sample import sample
-from paged_jax.sampling.state import SlotSampling, write_slot
+from tests.support.decode_sequences import (
+    BIASED,
+    FORK,
+    GREEDY,
+    LENGTH,
+    NUM_TOP,
+    PENALISED,
+    PLAIN,
+    PROMPTS,
+    RELEASE,
+    SEEDED,
+    WIDTH,
+    C,
+    N,
+    P,
+    S,
+    Sequence,
+    T,
+    V,
+    assert_as_if_stepped,
+    assert_same,
+    cut,
+    drawn,
+    empty_cache,
+    expected,
+    free_run,
+    mixed,
+    run,
+    start,
+    start_short_of_blocks,
+    verify,
+)
 from tests.support.decode_step import DecodeLoop
-from tests.support.tiny_model import BOS, CONFIG, EOS
-
-V = CONFIG.vocab_size
-# All tests share these sizes, and so their compiled programs.
-S, N, C = 4, 8, 4
-WIDTH = 8  # of a block table
-P = 16  # fewer blocks than the slots could use
-NUM_TOP = 3
-PROMPT = 12  # tokens at most
-LENGTH = 32  # tokens in a sequence at most
-
-GREEDY = SamplingParams(temperature=0)
-SEEDED = SamplingParams(temperature=1)
-FILTERED = SamplingParams(temperature=1.5, top_k=20, top_p=0.9, min_p=0.01)
-PENALISED = SamplingParams(
-    temperature=0.9, presence_penalty=0.7, frequency_penalty=0.9, repetition_penalty=1.3
-)
-# Token 5 would always be drawn, were it not held back.
-BIASED = SamplingParams(
-    temperature=1, logit_bias={5: 99.0, 9: 3.0}, stop_token_ids=[5], min_tokens=N + 1
-)
-PARAMS = {
-    "greedy": GREEDY,
-    "seeded": SEEDED,
-    "filtered": FILTERED,
-    "penalised": PENALISED,
-    "biased": BIASED,
-}
-PROMPTS = [[BOS, 5, 6, 7, 8, 9], [BOS, 20, 3], [BOS], [BOS, 4, 11, 4, 30, 12, 9]]
-
-RUN = jax.jit(decode_steps, donate_argnames="state", static_argnames=("max_steps", "num_top"))
-VERIFY = jax.jit(verify_steps, donate_argnames="state", static_argnames="num_top")
-PREFILL = jax.jit(Llama.prefill, donate_argnames="cache")
-FORK = jax.jit(paged_cache.fork, donate_argnames="cache")
-RESERVE = jax.jit(
-    functools.partial(paged_cache.reserve, max_tokens=WIDTH * C), donate_argnames="cache"
-)
-RELEASE = jax.jit(paged_cache.release, donate_argnames="cache")
-PLAIN = jax.jit(Llama.__call__)
-SAMPLE = jax.jit(sample)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model) -> Llama:
-    return tiny_model
-
-
-@dataclasses.dataclass(frozen=True)
-class Sequence:
-    """A sequence of a test: its known tokens, and its sampling parameters."""
-
-    token_ids: list[int]
-    params: SamplingParams = GREEDY
-    seed: int = 0
-    sample_index: int = 0
-    max_length: int = LENGTH
-    eos_token_ids: tuple[int, ...] = ()
-    num_prompt_tokens: int | None = None
-
-    def assign(self, state: DecodeState, slot: int) -> DecodeState:
-        return decode_state.assign(state, [self.assignment(slot)])
-
-    def assignment(self, slot: int) -> Assignment:
-        return Assignment(
-            slot,
-            self.params,
-            token_ids=self.token_ids,
-            num_prompt_tokens=self.num_prompt_tokens or len(self.token_ids),
-            seed=self.seed,
-            sample_index=self.sample_index,
-            eos_token_ids=self.eos_token_ids,
-            max_length=self.max_length,
-        )
-
-
-def empty_cache(model) -> PagedCache:
-    return model.create_cache(num_slots=S, max_length=WIDTH * C, num_blocks=P, block_size=C)
-
-
-def start(model: Llama, sequences: list[Sequence]) -> DecodeState:
-    """Return a state with each sequence in its slot; unwritten tokens in the pools are NaN."""
-    cache = empty_cache(model)
-    nan = jnp.full_like(cache.k, jnp.nan)
-    cache = cache.replace_pools(Pools(nan, nan + 0))
-    token_ids, num_tokens = np.zeros((S, PROMPT), np.int32), np.zeros(S, np.int32)
-    for slot, sequence in enumerate(sequences):
-        num_tokens[slot] = len(sequence.token_ids) - 1
-        token_ids[slot, : num_tokens[slot]] = sequence.token_ids[:-1]
-    _, cache, ok = PREFILL(model, cache, token_ids, jnp.arange(S, dtype=jnp.int32), num_tokens)
-    assert ok
-    state = DecodeState.create(cache, V)
-    for slot, sequence in enumerate(sequences):
-        state = sequence.assign(state, slot)
-    return state
-
-
-def run(model, state, slots=range(S), *, num_steps=N, leave_on_stop=False, with_top=True):
-    """Call `decode_steps` with rows padded to S, like the host does."""
-    slots = jnp.array([*slots, *[-1] * (S - len(slots))], jnp.int32)
-    limits = np.int32(num_steps), np.bool_(leave_on_stop), np.bool_(with_top)
-    return RUN(model, state, slots, *limits, max_steps=N, num_top=NUM_TOP)
-
-
-def drawn(tokens) -> list[list[int]]:
-    return [tokens.token_ids[:n, row].tolist() for row, n in enumerate(tokens.num_new.tolist())]
-
-
-def expected(model: Llama, sequence: Sequence, num_tokens=N) -> list[int]:
-    """Draw tokens in a loop on the host, from the plain forward over the whole sequence."""
-    state = write_slot(
-        SlotSampling.create(1, V),
-        0,
-        sequence.params,
-        seed=sequence.seed,
-        sample_index=sequence.sample_index,
-        prompt_token_ids=sequence.token_ids,
-        eos_token_ids=sequence.eos_token_ids,
-    )
-    token_ids = list(sequence.token_ids)
-    for _ in range(num_tokens):
-        padded = np.zeros((1, LENGTH), np.int32)
-        padded[0, : len(token_ids)] = token_ids
-        logits = PLAIN(model, padded)[:, len(token_ids) - 1]
-        position = jnp.array([len(token_ids)], jnp.int32)
-        draws, state = SAMPLE(logits, state, position, jnp.array([True]))
-        token_ids.append(int(draws.token_ids[0]))
-    return token_ids[len(sequence.token_ids) :]
-
-
-def assert_same(a, b) -> None:
-    """Check that arrays have equal bits; NaN equals itself."""
-    for (path, left), right in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(left, right, err_msg=jax.tree_util.keystr(path))
-
-
-def mixed() -> list[Sequence]:
-    """Return four sequences with different sampling parameters."""
-    params = (GREEDY, SEEDED, FILTERED, PENALISED)
-    return [
-        Sequence(prompt, params, seed=7, sample_index=index)
-        for index, (prompt, params) in enumerate(zip(PROMPTS, params, strict=True))
-    ]
-
-
-# Drawn tokens
+from tests.support.tiny_model import EOS
 
 
 def test_decode_steps_draws_the_tokens_of_a_host_loop(model) -> None:
@@ -308,18 +189,6 @@ def test_decode_steps_reports_no_top_tokens_with_num_top_0(model) -> None:
     assert (draws.top_ids.shape, draws.top_logprobs.shape) == ((N, S, 0), (N, S, 0))
 
 
-# Stopping
-
-
-@functools.cache
-def free_run(model) -> list[list[int]]:
-    return drawn(run(model, start(model, mixed()))[0])
-
-
-def cut(ids: list[int], stop: int) -> list[int]:
-    return ids[: ids.index(stop) + 1] if stop in ids else ids
-
-
 def test_decode_steps_stops_rows_at_stop_tokens_and_lengths(model) -> None:
     free = free_run(model)
     never = next(token_id for token_id in range(V) if token_id not in free[1])
@@ -423,14 +292,6 @@ def test_stop_tokens_without_room_do_not_stop_on_the_device(model) -> None:
         assert tokens.num_new.tolist()[0] == num_new
 
 
-def start_short_of_blocks(model) -> DecodeState:
-    """Return a state with three sequences and 8 free blocks; another slot holds the rest."""
-    state = start(model, mixed()[:3])
-    cache, ok = RESERVE(state.cache, jnp.array([0, 0, 0, WIDTH * C], jnp.int32))
-    assert ok
-    return dataclasses.replace(state, cache=cache)
-
-
 def test_decode_steps_ends_when_blocks_run_out(model) -> None:
     # 5, 2 and 0 tokens are in the cache. There are blocks for 7 steps: 12, 9 and 7 tokens need
     # 3 + 3 + 2 blocks.
@@ -454,149 +315,6 @@ def test_decode_steps_with_an_unknown_slot_changes_nothing(model) -> None:
     assert (bool(tokens.ok), tokens.num_new.tolist()) == (False, [0] * S)
     assert_same(before, state)
 
-
-# Drafts
-
-
-T = 3
-
-
-def drafts_of(free: list[int], kind: str) -> tuple[list[int], int]:
-    """Return drafts and their numbers. Drafts past the number are right, but must not be used."""
-    right, wrong = free[:T], [(token_id + 1) % V for token_id in free[:T]]
-    return {
-        "right": (right, T),
-        "wrong": (wrong, T),
-        "partly": ([right[0], *wrong[1:]], T),
-        "mended": ([right[0], wrong[1], *right[2:]], T),
-        "short": (right, 1),
-        "none": (right, 0),
-    }[kind]
-
-
-NUM_ACCEPTED = {"right": 3, "wrong": 0, "partly": 1, "mended": 1, "short": 1, "none": 0}
-
-
-def verify(model, state, drafts: list[tuple[list[int], int]], slots=range(S), with_top=True):
-    """Call `verify_steps` with rows padded to S, like the host does."""
-    padded, num_drafts = np.zeros((S, T), np.int32), np.zeros(S, np.int32)
-    for row, (draft, num_used) in enumerate(drafts):
-        padded[row], num_drafts[row] = draft, num_used
-    slots = np.array([*slots, *[-1] * (S - len(slots))], np.int32)
-    return VERIFY(model, state, padded, num_drafts, slots, np.bool_(with_top), num_top=NUM_TOP)
-
-
-def step_each(model, state, num_new: list[int]) -> DecodeState:
-    """Run the given number of decode steps for each slot, without drafts."""
-    for i in range(max(num_new)):
-        _, state = run(
-            model, state, [s if i < n else -1 for s, n in enumerate(num_new)], num_steps=1
-        )
-    return state
-
-
-def assert_as_if_stepped(state: DecodeState, plain: DecodeState) -> None:
-    """Check that states are equal except for block ids, unused bytes, and rounding."""
-    check_invariants(state.cache.tables)
-    assert_same(state.sampling, plain.sampling)
-    assert state.token_ids.tolist() == plain.token_ids.tolist()
-    assert state.cache.lengths.tolist() == plain.cache.lengths.tolist()
-    assert int(state.cache.tables.pool.num_free) == int(plain.cache.tables.pool.num_free)
-    for slot in range(S):
-        for ours, theirs in zip(
-            contents.gather(state.cache, slot, layer=1),
-            contents.gather(plain.cache, slot, layer=1),
-            strict=True,
-        ):
-            np.testing.assert_allclose(ours, theirs, atol=1e-4)
-
-
-@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
-def test_verify_steps_draws_the_tokens_of_decode_steps(model, params) -> None:
-    sequences = [Sequence(prompt, params, seed=4) for prompt in PROMPTS]
-    free = drawn(run(model, start(model, sequences))[0])
-    for kinds in (("right", "wrong", "partly", "short"), ("none", "mended", "right", "right")):
-        drafts = [drafts_of(ids, kind) for ids, kind in zip(free, kinds, strict=True)]
-        tokens, state = verify(model, start(model, sequences), drafts)
-        num_new = [NUM_ACCEPTED[kind] + 1 for kind in kinds]
-        assert drawn(tokens) == [ids[:n] for ids, n in zip(free, num_new, strict=True)]
-        assert (int(tokens.num_steps), bool(tokens.ok)) == (max(num_new), True)
-        assert int(tokens.num_free) == int(state.cache.tables.pool.num_free)
-        assert_as_if_stepped(state, step_each(model, start(model, sequences), num_new))
-        # Decoding continues as without drafts.
-        rest, _ = run(model, state, num_steps=N - 4)
-        assert drawn(rest) == [ids[n : n + N - 4] for ids, n in zip(free, num_new, strict=True)]
-
-
-def test_verify_steps_reports_the_logprobs_of_decode_steps(model) -> None:
-    free = free_run(model)
-    plain, _ = run(model, start(model, mixed()), num_steps=T + 1)
-    tokens, _ = verify(model, start(model, mixed()), [drafts_of(ids, "right") for ids in free])
-    assert tokens.num_new.tolist() == [T + 1] * S
-    np.testing.assert_array_equal(tokens.draws.ranks, plain.draws.ranks[: T + 1])
-    np.testing.assert_array_equal(tokens.draws.top_ids, plain.draws.top_ids[: T + 1])
-    np.testing.assert_allclose(tokens.draws.logprobs, plain.draws.logprobs[: T + 1], atol=1e-5)
-    np.testing.assert_allclose(
-        tokens.draws.top_logprobs, plain.draws.top_logprobs[: T + 1], atol=1e-5
-    )
-
-
-def test_verify_steps_stops_within_drafts(model) -> None:
-    free = free_run(model)
-    sequences = mixed()
-    sequences[0] = dataclasses.replace(
-        sequences[0], params=dataclasses.replace(GREEDY, stop_token_ids=[free[0][1]])
-    )
-    sequences[1] = dataclasses.replace(sequences[1], max_length=len(PROMPTS[1]) + 3)
-    sequences[2] = dataclasses.replace(sequences[2], max_length=len(PROMPTS[2]) + 1)
-    tokens, state = verify(
-        model, start(model, sequences), [drafts_of(ids, "right") for ids in free]
-    )
-    wanted = [cut(free[0], free[0][1]), free[1][:3], free[2][:1], free[3][: T + 1]]
-    assert drawn(tokens) == wanted
-    num_new = [len(ids) for ids in wanted]
-    assert num_new[0] < T + 1
-    assert_as_if_stepped(state, step_each(model, start(model, mixed()), num_new))
-
-
-def test_verify_steps_at_the_end_of_a_table_needs_no_room_for_drafts(model) -> None:
-    # One more token fills the table: no draft may be written.
-    sequence = Sequence(PROMPTS[0], max_length=WIDTH * C + 1)
-    tokens, state = run(model, start(model, [sequence]), [0], num_steps=N)
-    for _ in range(2):
-        tokens, state = run(model, state, [0], num_steps=N)
-    tokens, state = run(model, state, [0], num_steps=2)
-    assert int(state.cache.lengths[0]) == WIDTH * C - 1
-    tokens, state = verify(model, state, [([3, 4, 5], T)], [0])
-    assert (bool(tokens.ok), tokens.num_new.tolist()) == (True, [1, 0, 0, 0])
-    assert int(state.cache.lengths[0]) == WIDTH * C
-
-
-def test_verify_steps_of_forked_slots(model) -> None:
-    samples = [Sequence(PROMPTS[0], SEEDED, seed=1, sample_index=i) for i in range(2)]
-    free = drawn(run(model, start(model, samples), [0, 1])[0])
-    state = start(model, samples[:1])
-    cache, _ = FORK(state.cache, jnp.array([-1, 0, -1, -1], jnp.int32))
-    state = samples[1].assign(dataclasses.replace(state, cache=cache), 1)
-    tokens, state = verify(model, state, [drafts_of(free[0], "right")] * 2, [0, 1])
-    assert tokens.num_new[0] == T + 1 > tokens.num_new[1]
-    assert drawn(tokens)[1] == free[1][: int(tokens.num_new[1])]
-    check_invariants(state.cache.tables)
-
-
-def test_verify_steps_out_of_blocks_changes_nothing(model) -> None:
-    _, state = run(model, start_short_of_blocks(model), [0, 1, 2], num_steps=6)
-    before = jax.tree.map(np.array, state)
-    drafts = [drafts_of(ids[-T:], "right") for ids in free_run(model)[:3]]
-    tokens, state = verify(model, state, drafts, [0, 1, 2])
-    assert (bool(tokens.ok), tokens.num_new.tolist(), int(tokens.num_steps)) == (False, [0] * S, 0)
-    assert int(tokens.num_free) == 1
-    assert_same(before, state)
-    tokens, _ = run(model, state, [0, 1, 2], num_steps=1)
-    assert drawn(tokens) == [*(ids[6:7] for ids in free_run(model)[:3]), []]
-
-
-# Memory
 
 WIDE = LlamaConfig(
     vocab_size=256,
@@ -641,19 +359,6 @@ def test_decode_steps_copies_neither_pools_nor_weights(loop) -> None:
     assert memory.alias_size_in_bytes >= pools
 
 
-# Errors
-
-
-def test_assign_rejects_invalid_sequences(model) -> None:
-    state = start(model, [])
-    for changes, message in (
-        ({"num_prompt_tokens": 3}, r"num_prompt_tokens must be in \[1, 2\].*got 3"),
-        ({"max_length": 2}, "max_length must be above 2, the number of token_ids.*got 2"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            dataclasses.replace(Sequence([BOS, 5]), **changes).assign(state, 0)
-
-
 def test_decode_steps_rejects_wrong_shapes(model) -> None:
     state = start(model, [])
     with pytest.raises(ValueError, match="max_steps must be a positive integer"):
@@ -668,30 +373,3 @@ def test_decode_steps_rejects_wrong_shapes(model) -> None:
         verify_steps(
             model, state, jnp.zeros((2, 3), jnp.int32), jnp.zeros(3, jnp.int32), jnp.arange(2)
         )
-
-
-def test_assign_compiles_one_program_for_one_and_one_for_several(model, monkeypatch) -> None:
-    monkeypatch.setattr(decode_state, "_WIDTH", 2)
-    sequences = [
-        Sequence(prompt, PENALISED if slot % 2 else GREEDY, seed=slot, sample_index=slot)
-        for slot, prompt in enumerate(PROMPTS)
-    ]
-    assert len(sequences) == S == 4
-
-    def assigned(*counts: int) -> DecodeState:
-        state, first = start(model, []), 0
-        for count in counts:
-            pairs = list(enumerate(sequences))[first : first + count]
-            state = decode_state.assign(state, [each.assignment(slot) for slot, each in pairs])
-            first += count
-        return state
-
-    expected = assigned(1, 1, 1, 1)
-    assert expected.token_ids.tolist() == [prompt[-1] for prompt in PROMPTS]
-    assigned(2, 2)
-    write = jit_for("cpu", decode_state._write_rows, donate_argnums=0)
-    before = write._cache_size()
-    # All slots in a call; some slots, the last in a call of its own; no slot.
-    jax.tree.map(np.testing.assert_array_equal, assigned(4), expected)
-    jax.tree.map(np.testing.assert_array_equal, assigned(1, 0, 3), expected)
-    assert write._cache_size() == before > 0

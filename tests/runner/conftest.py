@@ -1,0 +1,11 @@
+"""Fixtures of the tests of `paged_jax.runner`."""
+
+import pytest
+
+from paged_jax.models.llama import Llama
+
+
+@pytest.fixture(scope="package")
+def model(tiny_model: Llama) -> Llama:
+    """Return the model of all tests of decoding, which share its compiled programs."""
+    return tiny_model
