@@ -133,7 +133,7 @@ def test_load_rejects_a_kernel_with_wrong_results(fresh, monkeypatch, caplog) ->
     with caplog.at_level(logging.WARNING, "paged_jax"):
         assert "custom_call" not in run_fresh(23)
     [record] = caplog.records
-    assert "are replaced by XLA: its self-test failed: it is off by " in record.getMessage()
+    assert "are replaced by XLA: a self-test failed: the error is " in record.getMessage()
     assert not list(fresh.glob("paged_jax/kernels/*")), "a wrong kernel must not be kept"
 
 
@@ -264,7 +264,7 @@ def test_load_with_an_unsupported_interface_leaves_the_work_to_xla(
         assert "custom_call" not in run_fresh(30)
         library.load(library.Kernel("decode", F32))
     [record] = caplog.records
-    assert "XLA does not accept it: " in record.getMessage() and "0.99" in record.getMessage()
+    assert "XLA does not accept a kernel: " in record.getMessage() and "0.99" in record.getMessage()
     assert not kept_files(fresh)
 
 
@@ -311,7 +311,7 @@ def test_load_needs_a_temporary_folder_only_to_compile(fresh, monkeypatch) -> No
     kept.unlink()
     library._load.cache_clear()
     why_not = library.load(LINEAR).why_not
-    assert why_not == "there is no folder to compile them in: make /tmp writable, or set TMPDIR"
+    assert why_not == "there is no folder to compile in: make /tmp writable, or set TMPDIR"
 
 
 @pytest.mark.parametrize("noexec", ["temporary folder", "cache folder", "both"])

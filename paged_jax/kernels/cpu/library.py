@@ -113,10 +113,10 @@ def is_any_missing() -> bool:
 
 
 def load_target(target: str) -> bool:
-    """Load the kernel that has a target; return whether this machine has such a kernel.
+    """Load the kernel that has a target; return whether this machine has it.
 
-    It has if the source, the compiler's options, the processor and jaxlib are the same as in the
-    process that the target comes from.
+    Otherwise the target is from a process with another source, compiler option, processor or
+    jaxlib.
     """
     asked = (kernel for kernel in _kernels() if target.startswith(_prefix(kernel)))
     return any(load(kernel).target == target for kernel in asked)
@@ -213,11 +213,11 @@ def _kept_name(target: str, content: bytes) -> str:
 
 
 def _build_folder(cache_folder: Path | None) -> "tempfile.TemporaryDirectory[str]":
-    """Create a temporary folder to compile in; inside the cache folder if there is no other."""
+    """Create a temporary folder to compile in; if /tmp is not usable, in the cache folder."""
     for parent in (None, cache_folder):
         with contextlib.suppress(OSError):
             return _temporary_folder(parent)
-    raise _Unavailable("there is no folder to compile them in: make /tmp writable, or set TMPDIR")
+    raise _Unavailable("there is no folder to compile in: make /tmp writable, or set TMPDIR")
 
 
 def _temporary_folder(parent: Path | None) -> "tempfile.TemporaryDirectory[str]":
@@ -319,12 +319,12 @@ def _register(kernel: Kernel, target: str, path: Path) -> None:
         function = getattr(ctypes.CDLL(str(path)), f"paged_jax_{kernel.op}")
     except (OSError, AttributeError) as error:
         text = str(error).replace(str(path), "the file")
-        raise _Unavailable(f"it could not be loaded: {text}") from error
+        raise _Unavailable(f"a library could not be loaded: {text}") from error
     try:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
     except Exception as error:  # for example another version of the interface
-        text = str(error).replace(target, "it")
-        raise _Unavailable(f"XLA does not accept it: {text}") from error
+        text = str(error).replace(target, "the kernel")
+        raise _Unavailable(f"XLA does not accept a kernel: {text}") from error
     _REGISTERED.add(target)
 
 
@@ -342,14 +342,14 @@ def _find_failure(kernel: Kernel, target: str) -> str | None:
     try:
         device = jax.devices("cpu")[0]
     except RuntimeError:
-        return "there is no CPU device to test it on"
+        return "there is no CPU device for the self-test"
     try:
         with jax.default_device(device):
             got, want = _SELF_TESTS[kernel.op](target, kernel.dtype)
     except Exception as error:  # after any error, XLA replaces the kernel
-        return f"its self-test failed: {error}"
+        return f"a self-test failed: {error}"
     if not np.allclose(got, want, rtol=1e-4, atol=1e-4):
-        return f"its self-test failed: it is off by {np.abs(got - want).max():.2g}"
+        return f"a self-test failed: the error is {np.abs(got - want).max():.2g}"
     return None
 
 
