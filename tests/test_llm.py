@@ -456,7 +456,9 @@ def test_generate_may_use_the_whole_pool(small) -> None:
     assert [len(completion.token_ids) for completion in output.outputs] == [45] * 3
     assert small.stats.peak_num_blocks == 12
     check_empty(small)
-    with pytest.raises(ValueError, match="pool of 12 blocks of 4 tokens.*46 new ones.* need 13"):
+    with pytest.raises(
+        ValueError, match="pool of 12 blocks of 4 tokens.*46 tokens to generate.* need 13"
+    ):
         generate(small, prompt, dataclasses.replace(params, max_tokens=46))
     check_empty(small)
 

@@ -1,11 +1,11 @@
-"""Number of KV blocks that sequences hold and will need, and the cache as the scheduler sees it.
+"""Block counts of sequences, and the scheduler's interface to the KV cache.
 
 Layers with the same kind of attention form a group with its own blocks. The scheduler counts only
 the first group, which keeps the most tokens, because no other group can run out of blocks earlier.
 If the first group has P blocks, another group has ``min(P, S * w)``, where w is the maximum number
 of its blocks that one slot holds. ``S * w`` blocks suffice for all slots. P blocks suffice as well:
 a slot holds no more blocks there than in the first group, and slots that share blocks in the first
-group share them in the others, because blocks that are found together were published together.
+group share them in the others, because all groups publish and look up blocks together.
 
 `BlockBudget` counts for models with a group that keeps all tokens. If all layers have a sliding
 window, `WindowBlockBudget` counts the blocks of the largest window.
@@ -27,7 +27,7 @@ from paged_jax.scheduler.request import Sequence
 
 
 class BlockMemory(Protocol):
-    """The cache as the scheduler uses it, without arrays and block ids.
+    """Interface of the scheduler to the KV cache: counts of blocks, no arrays or block ids.
 
     Each call takes effect immediately.
     """
@@ -40,7 +40,7 @@ class BlockMemory(Protocol):
     def attach(self, sequence: Sequence) -> int:
         """Fill the empty slot of a sequence with the longest cached prefix of its tokens.
 
-        Only full blocks of the tokens before the last are looked up: ``(len(token_ids) - 1) // C``.
+        Only the ``(len(token_ids) - 1) // C`` full blocks before the last token are looked up.
 
         Returns:
           Number of tokens found.
@@ -75,9 +75,10 @@ def make_block_budget(
 
 
 def num_swapped_blocks(num_tokens: int, block_size: int, groups: Items[LayerGroup]) -> int:
-    """Return the number of blocks that swapping a sequence copies, in blocks of all layers.
+    """Return the number of blocks that swapping a sequence copies.
 
-    Groups with a window copy only the blocks inside the window. The sum is rounded up.
+    The unit is a block in all layers: a block of one group counts as the group's fraction of the
+    layers. Groups with a window copy only the blocks inside the window. The sum is rounded up.
 
     Example:
       >>> groups = LayerGroup(None, (3,)), LayerGroup(8, (0, 1, 2))
@@ -95,7 +96,7 @@ def num_swapped_blocks(num_tokens: int, block_size: int, groups: Items[LayerGrou
 class BlockBudget:
     """Block counts of sequences in a model where some layers keep all tokens.
 
-    The number of blocks of a sequence follows from its length. The cache reports the free blocks.
+    The number of blocks of a sequence depends only on its length.
 
     Args:
       num_blocks: P, number of blocks of the first group.
@@ -108,7 +109,7 @@ class BlockBudget:
         self.block_size = block_size
         self._groups = groups
 
-    # One sequence alone
+    # Counts for a single sequence
 
     @property
     def max_length(self) -> int | None:
@@ -116,11 +117,11 @@ class BlockBudget:
         return length_with_cached_tokens(self.num_blocks * self.block_size)
 
     def num_required(self, num_tokens: int) -> int:
-        """Return the minimum number of blocks for a sequence to reach `num_tokens` tokens."""
+        """Return the minimum number of blocks for a sequence of `num_tokens` tokens."""
         return num_blocks_needed(num_tokens, self.block_size)
 
     def num_wanted(self, num_tokens: int) -> int:
-        """Return the number of blocks to reach `num_tokens` tokens with chunks of full size."""
+        """Return the number of blocks for `num_tokens` tokens with chunks of full size."""
         return num_blocks_needed(num_tokens, self.block_size)
 
     def num_shared(self, num_tokens: int) -> int:
@@ -128,17 +129,22 @@ class BlockBudget:
         return num_tokens // self.block_size
 
     def num_in_row(self, num_tokens: int, program_start: int) -> int:
-        """Return the number of blocks in the row of a slot; see `Sequence.program_start`."""
+        """Return the number of blocks in a slot's row of the block table.
+
+        Args:
+          num_tokens: number of tokens in the cache.
+          program_start: see `Sequence.program_start`.
+        """
         return num_blocks_needed(num_tokens, self.block_size)
 
     def num_swapped(self, num_tokens: int) -> int:
         """Return the number of blocks that swapping a sequence copies."""
         return num_swapped_blocks(num_tokens, self.block_size, self._groups)
 
-    # Sequences while a step is planned
+    # Counts for sequences while a step is planned
 
     def planning_memory(self, memory: BlockMemory, running: list[Sequence]) -> BlockMemory:
-        """Return the memory with free blocks counted as the scheduler needs for planning."""
+        """Return the memory to plan with. It may count free blocks differently."""
         return memory
 
     def num_for_admission(self, num_tokens: int) -> int:
@@ -146,17 +152,17 @@ class BlockBudget:
         return self.num_wanted(num_tokens)
 
     def num_freed_next(self, sequence: Sequence) -> int:
-        """Return the number of blocks that the next program frees before it allocates others."""
+        """Return the number of blocks that the next program frees before it allocates."""
         return 0
 
     def num_claimed(self, sequence: Sequence) -> int:
-        """Return the number of blocks that a running sequence still takes to decode once."""
+        """Return the number of blocks that a running sequence still needs to decode once."""
         size = self.block_size  # a local name: this runs for every sequence in every step
         num_blocks = num_blocks_needed(len(sequence.token_ids), size)
         return num_blocks - num_blocks_needed(sequence.num_computed, size)
 
     num_for_decode = num_claimed
-    """Number of blocks that the sequence's next decode step adds; negative if it frees more."""
+    """Return the number of blocks that the next decode step adds; negative if it frees more."""
 
     def num_for_fork(self, leader: Sequence) -> int:
         """Return the number of blocks that a fork takes in the step that creates it."""
@@ -172,11 +178,11 @@ class WindowBlockBudget(BlockBudget):
     """Block counts of sequences in a model where every layer has a sliding window.
 
     A sequence holds a bounded number of blocks, so a long prompt runs in few blocks. Each program
-    of a sequence first frees the blocks that have left the window. A shared block becomes free only
-    when all of its sequences free it, which the host does not know. The budget therefore counts the
-    row of each sequence as if no block was shared. The pool never uses more blocks than that, so a
-    plan within P blocks always fits. The cost: sequences that share a prompt wait for as many
-    blocks as other sequences, at most w each.
+    of a sequence (a prefill chunk or a dispatch of decode steps) first frees the blocks that have
+    left the window. A shared block becomes free only when all of its sequences free it, which the
+    host does not know. The budget therefore counts the row of each sequence as if no block was
+    shared. The pool never uses more blocks than that, so a plan within P blocks always fits. The
+    cost: sequences that share a prompt wait for as many blocks as other sequences, at most w each.
 
     Counting shared blocks would need the reference counts of the device: either a copy on the host
     that follows forks, block copies and prefix hits, or waiting for the device in every step. The
@@ -211,24 +217,24 @@ class WindowBlockBudget(BlockBudget):
         return None if self.num_blocks >= self._most_decoding else super().max_length
 
     def num_required(self, num_tokens: int) -> int:
-        """Return at most the blocks of a window: a prompt can be read one token at a time."""
+        """Return the minimum number of blocks: at most a window, as chunks can be short."""
         return min(self._most_decoding, super().num_required(num_tokens))
 
     def num_wanted(self, num_tokens: int) -> int:
-        """Return at most the blocks of a window and a chunk."""
+        """Return the number of blocks for chunks of full size: at most a window and a chunk."""
         return min(self._most, super().num_wanted(num_tokens))
 
     def num_shared(self, num_tokens: int) -> int:
-        """Return 0: a shared block is freed once the windows of all slots have moved past it."""
+        """Return 0, because this budget counts no block as shared."""
         return 0
 
     def num_in_row(self, num_tokens: int, program_start: int) -> int:
-        """Return the number of blocks from the first that was kept when the last program began."""
+        """Return the number of blocks from the first block that the last program kept."""
         num_blocks = num_blocks_needed(num_tokens, self.block_size)
         return num_blocks - self._first_kept(program_start)
 
     def planning_memory(self, memory: BlockMemory, running: list[Sequence]) -> BlockMemory:
-        """Return the memory with all rows counted as if no block was shared."""
+        """Return a memory that counts each row as if no block was shared."""
         return UnsharedMemory(memory, self, running)
 
     def num_for_admission(self, num_tokens: int) -> int:
@@ -244,14 +250,14 @@ class WindowBlockBudget(BlockBudget):
         return super().num_claimed(sequence) - self.num_freed_next(sequence)
 
     def num_claimed(self, sequence: Sequence) -> int:
-        """Return the number of blocks that a running sequence still takes to decode once."""
+        """Return the number of blocks that a running sequence still needs to decode once."""
         if not sequence.num_prefill:
             return max(0, self.num_for_decode(sequence))
         num_held = self.num_in_row(sequence.num_computed, sequence.program_start)
         return max(0, self.num_for_admission(len(sequence.token_ids)) - num_held)
 
     def num_for_fork(self, leader: Sequence) -> int:
-        """Return the number of blocks of the whole row after the first decode step."""
+        """Return the number of blocks of the fork's whole row after its first decode step."""
         length = len(leader.token_ids)
         return self.num_in_row(length, num_cached_tokens_at(length))
 
@@ -271,7 +277,7 @@ class UnsharedMemory(BlockMemory):
     It reports at most as many free blocks as there are.
 
     Args:
-      memory: the memory.
+      memory: the wrapped memory.
       block_budget: counts the blocks of each row.
       running: the sequences with a slot. The list may change later.
     """
@@ -287,7 +293,7 @@ class UnsharedMemory(BlockMemory):
 
     @property
     def num_free(self) -> int:
-        """Number of blocks in no row. Negative if rows that share blocks exceed the pool."""
+        """Number of blocks outside all rows; negative if rows that share blocks exceed the pool."""
         num_held, newcomer = self.num_held(self._running), self._newcomer
         if newcomer is not None and newcomer not in self._running:
             num_held += self.num_held([newcomer])

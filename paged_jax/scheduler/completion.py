@@ -18,8 +18,8 @@ class Completion:
 
     Args:
       params: the sampling parameters of the request.
-      tokenizer: turns tokens into text. The text stays empty if it is None, or if the parameters
-        say so.
+      tokenizer: turns tokens into text. The text stays empty if it is None, or if
+        ``params.detokenize`` is False.
       continues_text: whether the prompt contains text, see `Tokenizer.decode`.
 
     Attributes:
@@ -49,7 +49,7 @@ class Completion:
                 continues_text=continues_text,
             )
         self._text = ""
-        self._num_final = 0  # characters before any possible stop string
+        self._num_final = 0  # length of the final part of `_text`
 
     def snapshot(self) -> CompletionSnapshot:
         """Return the whole state, for `restore`."""
@@ -194,7 +194,7 @@ class Completion:
             self.finish_reason, self.stop_reason = "stop", stop
 
     def _release_text(self) -> None:
-        """Make the text final, up to the last possible beginning of a stop string."""
+        """Make the text final up to the last suffix that may be the beginning of a stop string."""
         num_final = len(self._text)
         if self._stops and self.finish_reason is None:
             tail = self._text[max(self._num_final, num_final - self._most_held) :]

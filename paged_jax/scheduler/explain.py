@@ -1,4 +1,4 @@
-"""Record of why a request waited or was preempted, and sentences that describe the reasons.
+"""Record of why a request waited or was preempted, with sentences for the reasons.
 
 The scheduler records a reason, numbers and ids of other requests. They become English when an
 output is made. The server makes the sentences again if it must hide the ids of other requests.
@@ -100,7 +100,7 @@ def _until(wait: Wait, now: float) -> Wait:
 
 
 def name_request(request_id: str) -> str:
-    """Return the name of a request for a sentence, made of its id."""
+    """Return the name of a request for a sentence, made from its id."""
     return f"request {request_id}"
 
 
@@ -145,7 +145,7 @@ def describe_wait(wait: Wait, name: Callable[[str], str] = name_request) -> str:
 
 
 def describe_preemption(note: PreemptionNote, name: Callable[[str], str] = name_request) -> str:
-    """Return a sentence about a preemption: its cause, and the reason for choosing this sample.
+    """Return a sentence about a preemption: its cause, and why this sample was chosen.
 
     Args:
       note: the preemption. Its `detail` is ignored.

@@ -5,10 +5,11 @@ from typing import Literal
 
 from paged_jax.formatting import short_repr
 
-# Why a sequence does not run. "turn": others stand before it in the queue. "fork": another sample
-# computes the prompt for it. "same prefix": a running sequence computes a block of its prefix.
+# Why a sequence does not run. "turn": other sequences are before it in the queue. "fork": another
+# sample computes the prompt for it. "same prefix": a running sequence computes a block of its
+# prefix.
 WaitReason = Literal["", "turn", "slots", "blocks", "budget", "same prefix", "fork", "preempted"]
-# Why blocks were taken away, and why the second choice was spared.
+# Why a sample was preempted, and why the next candidate was not.
 PreemptionReason = Literal["decode", "prefill", "priority"]
 PreemptionAdvantage = Literal["priority", "progress", "cost", "arrival", "index"]
 
@@ -102,14 +103,14 @@ class PreemptionNote:
       kind: ``"recompute"`` if the blocks were released, ``"swap"`` if they were copied to host
         memory.
       num_tokens: number of tokens in these blocks.
-      detail: a sentence that says why blocks were needed, and why this sample lost its blocks.
+      detail: a sentence that says why blocks were needed, and why this sample was chosen.
       sample: index of the sample.
-      reason: the need for blocks: the next tokens of running samples (``"decode"``), prompts
-        that were being computed (``"prefill"``), or a request of better ``"priority"``.
+      reason: the need for blocks: the next tokens of running samples (``"decode"``), prompts that
+        were being computed (``"prefill"``), or a request of better ``"priority"``.
       numbers: the numbers of the sentence by name.
       other_request: id of the request of better priority; None for other reasons.
-      spared_request: id of the request of the second choice; None if there was none.
-      advantage: why the second choice was spared: better ``"priority"``, no ``"progress"`` since
+      spared_request: id of the request of the next candidate; None if there was no other candidate.
+      advantage: why the next candidate was spared: better ``"priority"``, no ``"progress"`` since
         it resumed, higher ``"cost"``, earlier ``"arrival"``, or lower ``"index"`` of the sample.
     """
 

@@ -8,9 +8,9 @@ from paged_jax.scheduler.outputs import PreemptionAdvantage
 from paged_jax.scheduler.request import Sequence
 
 Preemption = Literal["auto", "recompute", "swap"]
-"""How to take blocks away; ``"auto"`` chooses the cheaper way."""
+"""What happens to the blocks of a preempted sequence. ``"auto"`` chooses the cheaper way."""
 
-# Why one sequence is spared and not another, in the order of `PreemptionPolicy.rank`.
+# Reasons to spare a candidate, in the order of `PreemptionPolicy.rank`.
 _ADVANTAGES: tuple[PreemptionAdvantage, ...] = (
     "priority",
     "progress",
@@ -38,10 +38,10 @@ class PreemptionCosts:
 
 @dataclass(frozen=True)
 class PreemptionPolicy:
-    """Rules for choosing a victim. It changes no state.
+    """Choice of the sequence to preempt. It changes no state.
 
     Attributes:
-      preemption: the allowed way to take blocks away.
+      preemption: ``"recompute"``, ``"swap"`` or ``"auto"``.
       costs: costs of both ways.
       block_budget: counts blocks.
       num_swapped_blocks: number of blocks in host memory.
@@ -53,14 +53,15 @@ class PreemptionPolicy:
     num_swapped_blocks: int
 
     def victim(self, candidates: list[Sequence]) -> Sequence:
-        """Return the sequence to preempt: worst priority, then lowest cost, then newest."""
+        """Return the sequence to preempt: the candidate of lowest `rank`."""
         return min(candidates, key=self.rank)
 
     def rank(self, sequence: Sequence) -> tuple[int, bool, float, int, int]:
-        """Return the rank of a sequence. The lowest rank is preempted first.
+        """Return the rank of a sequence. The sequence of lowest rank is preempted first.
 
-        A sequence that resumed and has gained no token since is spared if there is another.
-        Otherwise two sequences could preempt each other again and again.
+        The order is: worst priority, progress since it resumed, lowest cost, latest arrival. A
+        sequence that has gained no token since it resumed is spared if another has the same
+        priority. Otherwise two sequences could preempt each other again and again.
         """
         has_progressed = len(sequence.token_ids) > sequence.length_before
         priority, arrival, index = sequence.seniority
@@ -79,7 +80,7 @@ class PreemptionPolicy:
     def advantage(
         self, victim: Sequence, candidates: list[Sequence]
     ) -> tuple[Sequence, PreemptionAdvantage] | None:
-        """Return the second choice among the candidates, and why it is spared.
+        """Return the next candidate after the victim, and why it is spared.
 
         Returns None if the victim is the only candidate.
         """

@@ -52,16 +52,16 @@ class SchedulerStats:
 class FairQueue:
     """Waiting sequences, ordered so that clients take turns.
 
-    The turn of a sequence is the number of sequences of the same client that run or stand before
-    it. Lower priorities come first, then earlier turns, then earlier arrivals:
+    The turn of a sequence is the number of sequences of the same client that run or are queued
+    before it. Lower priorities come first, then earlier turns, then earlier arrivals:
 
         client a    runs a1 a2, waits a3 a4      turns 2, 3
         client b    runs none, waits b1 b2       turns 0, 1        order: b1 b2 a3 a4
 
     A free slot goes to the client with the fewest running sequences, no matter how many sequences
     other clients have queued. A single client is served in order of arrival. No sequence waits
-    forever: its turn decreases with each sequence of its client that ends, and a new sequence
-    stands behind older sequences of the same turn.
+    forever: its turn decreases with each sequence of its client that ends, and a new sequence is
+    ordered after older sequences of the same turn.
 
     Args:
       running: the sequences in slots. The list may change later.
@@ -84,10 +84,10 @@ class FairQueue:
             [own] = self._by_client.values()
             return iter(own.copy())
         num_running = collections.Counter(s.request.client for s in self._running)
-        lines = [
+        ranked = [
             _with_ranks(own.copy(), num_running[client]) for client, own in self._by_client.items()
         ]
-        return (sequence for _, sequence in heapq.merge(*lines))
+        return (sequence for _, sequence in heapq.merge(*ranked))
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence."""
@@ -103,9 +103,9 @@ class FairQueue:
             del self._by_client[client]
 
 
-def _with_ranks(line: list[Sequence], num_running: int) -> Iterator[tuple[_Rank, Sequence]]:
-    """Yield the sequences of one client, each with its rank among the sequences of all clients."""
-    for turn, sequence in enumerate(line, num_running):
+def _with_ranks(own: list[Sequence], num_running: int) -> Iterator[tuple[_Rank, Sequence]]:
+    """Yield the sequences of one client, each with its rank in the whole queue."""
+    for turn, sequence in enumerate(own, num_running):
         priority, arrival, index = sequence.seniority
         yield (priority, turn, arrival, index), sequence
 
@@ -137,7 +137,7 @@ class Deadlines:
         return due
 
     def keep_only(self, arrivals: Mapping[str, int]) -> None:
-        """Remove the deadlines of all requests except the given ids with their arrivals."""
+        """Keep only the deadlines of the given requests: arrival numbers by request id."""
         self._heap = [entry for entry in self._heap if arrivals.get(entry[2]) == entry[1]]
         heapq.heapify(self._heap)
 
@@ -211,7 +211,7 @@ class Queue:
             )
 
     def drop(self, sequence: Sequence) -> None:
-        """Remove a finished sequence, waiting or running. Its siblings join the queue."""
+        """Remove an ended sequence, waiting or running. Its siblings join the queue."""
         # A strong reference: the queue may hold the last other reference to the request.
         request = sequence.request
         if sequence.slot is not None:

@@ -82,7 +82,7 @@ class Request:
         self.metrics = dataclasses.replace(self.metrics, **new)
 
     def output(self) -> RequestOutput:
-        """Return the output so far, with final text only."""
+        """Return the output so far. The text excludes characters that later tokens may change."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -113,8 +113,9 @@ class Sequence:
       chain: computes the digests of full blocks for the prefix cache; None if they are not cached.
       grammar: position in the grammar, updated by `active_grammar`; None without a grammar.
       num_computed: number of tokens in the cache, or in its copy in host memory.
-      program_start: value of `num_computed` before the last program that added tokens. Layers with
-        a sliding window may still hold the blocks that this program read.
+      program_start: value of `num_computed` before the last program (prefill chunk or dispatch of
+        decode steps) that added tokens. Layers with a sliding window may still hold the blocks that
+        this program read.
       slot: row of the block tables; None unless the sequence runs.
       is_swapped: whether the blocks are in host memory.
       host_blocks: blocks that `BlockMemory` keeps in host memory, freed with the sequence.
@@ -123,7 +124,8 @@ class Sequence:
       num_preemptions: number of times that the sequence was preempted.
       siblings: samples that become forks of this sequence when its prompt has been computed.
       num_wanted: free blocks that it needed at the last attempt to admit it; 0 if unknown.
-      num_lost: tokens that the last preemption removed from the cache for good.
+      num_lost: value of `num_computed` when the last preemption released the blocks. Some of these
+        tokens may still be in the prefix cache.
       length_before: number of tokens at the last preemption.
     """
 
@@ -203,7 +205,7 @@ class Sequence:
         return [] if self.chain is None else self.chain.digests(self.token_ids)
 
     def active_grammar(self) -> GrammarCursor | None:
-        """Return the grammar after all tokens; None if none restricts the next token."""
+        """Return the grammar after all tokens; None if the next token is unrestricted."""
         grammar = self.grammar
         if grammar is None:
             return None
@@ -299,7 +301,7 @@ class Sequence:
             self.grammar.reset()
 
     def output(self) -> CompletionOutput:
-        """Return the output so far, with final text only."""
+        """Return the output so far. The text excludes characters that later tokens may change."""
         completion = self.completion
         return CompletionOutput(
             index=self.index,

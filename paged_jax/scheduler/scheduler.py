@@ -54,8 +54,8 @@ class Scheduler:
       max_steps: maximum number of decode steps on the device at a time.
       runs_ahead: whether to plan steps ahead, see `Lookahead`.
       enable_prefix_caching: whether prompts are looked up in the prefix cache.
-      preemption: how blocks are taken away. ``"recompute"`` releases them, ``"swap"`` copies them
-        to host memory, ``"auto"`` chooses the cheaper way.
+      preemption: what happens to the blocks of a preempted sequence. ``"recompute"`` releases them,
+        ``"swap"`` copies them to host memory, ``"auto"`` chooses the cheaper way.
       costs: costs of both ways. The caller may change them at any time.
       groups: groups of layers that keep the same tokens, see `LlamaConfig.layer_groups`. The first
         group keeps the most tokens. By default all layers keep all tokens.
@@ -66,7 +66,8 @@ class Scheduler:
       lookahead: plans steps before the tokens of the last step are known.
 
     Raises:
-      ValueError: a size is not positive, or max_num_batched_tokens is below num_slots.
+      ValueError: a size is not positive, max_num_batched_tokens is below num_slots, or preemption
+        is unknown.
     """
 
     def __init__(
@@ -145,14 +146,15 @@ class Scheduler:
         """Check that the samples of a new request can be queued.
 
         Raises:
-          ValueError: a sequence does not fit the pool, or the request_id is taken.
+          ValueError: a sequence has no tokens, more than its max_length, or does not fit the pool;
+            or the request_id is taken.
         """
         self._queue.check_is_new(sequences)
         for sequence in sequences:
             _check_fits(sequence, self.block_budget)
 
     def finish(self, memory: BlockMemory, sequence: Sequence) -> None:
-        """Release a complete sequence, unless its request was aborted before."""
+        """Release a complete sequence. Does nothing if its request was aborted before."""
         if sequence in self._queue.unfinished:
             self._drop(memory, sequence)
             self.stats.num_finished += 1
@@ -166,7 +168,7 @@ class Scheduler:
         return sequences
 
     def restart(self, sequences: list[Sequence]) -> None:
-        """Queue these sequences with their tokens, for a memory that has become empty.
+        """Queue these sequences again, to be computed from their tokens in an empty cache.
 
         All other sequences are forgotten. Nothing stays running, swapped or planned. `stats` are
         kept.
@@ -377,7 +379,7 @@ def _check_fits(sequence: Sequence, block_budget: BlockBudget) -> None:
             f"{sequence.max_length}, got {num_tokens}.",
             "token_ids",
         )
-    # With no token to generate, admission still needs blocks for all tokens.
+    # A sequence that generates no tokens still needs blocks for all its tokens to be admitted.
     most = max(num_tokens, num_cached_tokens_at(sequence.max_length))
     needed = block_budget.num_required(most)
     if needed > block_budget.num_blocks:
@@ -385,6 +387,6 @@ def _check_fits(sequence: Sequence, block_budget: BlockBudget) -> None:
             "Scheduler.add",
             f"a sequence must fit the pool of {block_budget.num_blocks} blocks of "
             f"{block_budget.block_size} tokens, got {num_tokens} prompt tokens and "
-            f"{sequence.max_length - num_tokens} new ones, which need {needed}. "
+            f"{sequence.max_length - num_tokens} tokens to generate, which need {needed}. "
             "Use fewer tokens or more blocks.",
         )

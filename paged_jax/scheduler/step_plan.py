@@ -39,9 +39,9 @@ class Lookahead:
     """Plans of further decode steps while the device still runs the previous plan.
 
     The device knows the last token of each sequence and stops sequences itself. It can therefore
-    run a second plan of decode steps without waiting until the host has read the tokens of the
-    first. If a sequence ends in the first plan, its row draws nothing in the second, or draws
-    tokens that the host drops.
+    run a second plan of decode steps before the host has read the tokens of the first. If a
+    sequence ends in the first plan, its row draws nothing in the second, or draws tokens that the
+    host drops.
 
     Lookahead stops when a request arrives or expires, when a sequence ends while others wait, when
     blocks run out, and while a sequence follows a grammar. Then the host reads all tokens, and the
@@ -49,8 +49,8 @@ class Lookahead:
 
     Args:
       queue: the waiting sequences and the slots.
-      max_steps: maximum number of decode steps on the device at a time. With lookahead, each of
-        two plans has half of them, so a new request waits no longer than without lookahead.
+      max_steps: maximum number of decode steps on the device at a time. With lookahead, each of two
+        plans has half of them, rounded up. A new request then waits at most one step longer.
       is_used: whether to plan ahead.
     """
 
@@ -66,7 +66,7 @@ class Lookahead:
         return -(-self._max_steps // 2) if self._is_open else self._max_steps
 
     def open(self, plan: StepPlan, may_admit_next: bool) -> None:
-        """Start to plan ahead, if all running sequences decode in a plan and none can join them.
+        """Allow planning ahead if all running sequences decode in `plan` and none can join them.
 
         Args:
           plan: the plan that the scheduler has just made.

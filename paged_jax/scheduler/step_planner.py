@@ -115,11 +115,10 @@ class StepPlanner:
     def add_chunk(self, sequence: Sequence) -> None:
         """Prefill as many tokens of a sequence as blocks and budget allow.
 
-        If this completes the prefill, the sequence also decodes, or is complete if it generates no
-        tokens.
+        If this completes the prefill, the sequence also decodes, or ends if it generates no tokens.
         """
         start = sequence.num_computed
-        # Blocks that the program frees can be used again, so they count as held.
+        # Blocks that the program frees before it allocates are available to it.
         num_before = num_blocks_needed(start, self._block_size)
         num_known = num_before + self._block_budget.num_freed_next(sequence)
         fits = max(0, (num_known + self.num_free) * self._block_size - start)
@@ -151,11 +150,12 @@ class StepPlanner:
     def _add_forks(self, leader: Sequence) -> None:
         """Start the other samples of a prompt just before the leader generates its first token.
 
-        Each fork takes one block in this step: for its token, or for its copy of the block that
-        all samples write to. (The last sample need not copy that block. The leader counts as this
-        sample.) All samples write in this step, so no partly filled block stays shared. A sample
-        without a slot or blocks joins the queue and will find the prompt in the prefix cache. If
-        the block budget does not count sharing, a fork takes a whole row.
+        The leader is the sample that computed the prompt. Each fork takes one block in this step:
+        for its token, or for its copy of the partly filled block that all samples write to. (One of
+        the samples writes to the original block; this is counted as the leader.) All samples write
+        in this step, so no partly filled block stays shared. A sample without a slot or blocks
+        joins the queue and will find the prompt in the prefix cache. If the block budget counts no
+        block as shared, a fork takes a whole row.
         """
         if not leader.siblings:
             return
@@ -249,11 +249,11 @@ class Admission:
         return is_brief and bool(queue.free_slots)
 
     def try_to_start(self, planner: StepPlanner, sequence: Sequence) -> bool:
-        """Let a sequence run if there are blocks for its whole prefill and first decode.
+        """Start a sequence if there are blocks for its whole prefill and first decode.
 
-        Its cached prefix is known only after it was attached. To avoid attaching a waiting sequence
-        in every step, the number of blocks that it needed is kept. It is tried again when that many
-        blocks are free, when other sequences have prefilled, or when no sequence runs.
+        The length of its cached prefix is known only after `attach`. To avoid attaching a waiting
+        sequence in every step, the number of blocks that it needed is kept. It is tried again when
+        that many blocks are free, when other sequences have prefilled, or when no sequence runs.
 
         Returns:
           Whether the sequence runs. If not, nothing has changed.
@@ -292,7 +292,7 @@ class Admission:
         return True
 
     def retry_deferred(self) -> None:
-        """Retry deferred sequences in the next step.
+        """Let the next step try deferred sequences again.
 
         Their prefix may be cached by then, because other sequences prefill in this step.
         """
@@ -320,7 +320,7 @@ class Admission:
         return not computing.isdisjoint(sequence.digests[: self._num_cacheable(sequence)])
 
     def _num_cacheable(self, sequence: Sequence) -> int:
-        """Return the number of full blocks before the last token, which the cache may have."""
+        """Return the number of full blocks before the last token; 0 without prefix caching."""
         if not self._enable_prefix_caching or sequence.chain is None:
             return 0
         return (len(sequence.token_ids) - 1) // self._block_budget.block_size
@@ -370,7 +370,7 @@ class Admission:
         num_wanted = sequence.num_wanted
         if num_wanted:
             return {"num_wanted": num_wanted, "num_free": num_free, "num_kept": num_kept}
-        # Without a spare block the prefix was not looked up, so this is an upper bound.
+        # Without spare blocks the prefix was not looked up, so this is an upper bound.
         most = self._block_budget.num_for_admission(len(sequence.token_ids))
         return {"most_wanted": most, "num_free": num_free, "num_kept": num_kept}
 

@@ -43,7 +43,9 @@ def test_scheduler_rejects_invalid_sizes(sizes, message):
 def test_add_rejects_sequences_that_do_not_fit_the_pool():
     engine = make_engine(num_blocks=5)
     add(engine, 0, length=1, max_tokens=20)  # 5 blocks: the last token is never written
-    message = "pool of 5 blocks of 4 tokens, got 7 prompt tokens and 15 new ones, which need 6"
+    message = (
+        "pool of 5 blocks of 4 tokens, got 7 prompt tokens and 15 tokens to generate, which need 6"
+    )
     with pytest.raises(ValueError, match=message):
         add(engine, 1, length=7, max_tokens=15, num_samples=2)
     with pytest.raises(ValueError, match="at most max_length = 3, got 4"):
