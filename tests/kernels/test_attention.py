@@ -1,8 +1,8 @@
-"""One contract for all attention backends, against float64 on the values that the pool holds.
+"""Tests of the attention ops on all backends, against float64 on the stored values of the pool.
 
-Nearly all the time is compiling, so that tests share programs: those of one backend and the same
-options take batches of one shape, `standard_batch`, and differ in what the batch holds. Decode and
-prefill are one program, see `tests.support.paged_batch`.
+Most of the time is spent on compilation, so tests share programs. Tests with the same backend and
+options use batches with the shapes of `standard_batch` and different values. Decode and prefill are
+in the same program, see `tests.support.paged_batch`.
 """
 
 import functools
@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from paged_jax.kernels import merge_attention, paged_attention, paged_prefill_attention
+from paged_jax.kernels import paged_attention, paged_prefill_attention
 from paged_jax.kernels.dispatch import backends_of
 from tests.support.compiler import needs_compiler
 from tests.support.covering import all_pairs, take_turns
@@ -32,12 +32,12 @@ from tests.support.paged_batch import (
 IS_KERNEL = {"cpu": False, "reference": False, "xla": False, "triton": True, "mosaic_tpu": True}
 
 
-def test_every_backend_is_tested() -> None:
+def test_backends_are_all_tested() -> None:
     assert set(BACKENDS) == set(backends_of("decode")) == set(backends_of("prefill"))
 
 
 def slow_kernels(name: str, *others: Any, is_slow: bool = False, is_quick: bool = False) -> Any:
-    """A case of a backend, slow if it interprets a kernel, which takes seconds to compile."""
+    """Return a case of a backend, marked slow if it interprets a kernel, which compiles slowly."""
     is_slow = is_slow or IS_KERNEL[name] and not is_quick
     marks = [pytest.mark.slow] if is_slow else []
     marks += [needs_compiler] if name == "cpu" else []
@@ -50,7 +50,7 @@ def backend(request) -> dict:
 
 
 def check(batch: PagedBatch, q, query_lens, backend, *, rtol=0.0, atol=1e-5, **options) -> None:
-    """Decode with the first queries and prefill with all: results and their log-sum-exp."""
+    """Check outputs and log-sum-exp of a decode with the first queries and a prefill with all."""
     got = batch.attend(q, query_lens, **backend, **options)
     want = batch.expected(q, query_lens, **options)
     assert got[0][0].dtype == got[1][0].dtype == q.dtype
@@ -61,7 +61,7 @@ def check(batch: PagedBatch, q, query_lens, backend, *, rtol=0.0, atol=1e-5, **o
 
 
 SINKS = np.array([0.3, -1.0, 2.5, 0.0, 4.0, -3.0], np.float32)
-# Windows, caps and sinks: each two of them occur together, and each without the other.
+# Each pair of window, cap and sinks occurs together, and each of them without the other.
 OPTIONS = {
     "plain": {},
     "window-of-one": {"sliding_window": 1, "sinks": SINKS},
@@ -69,8 +69,8 @@ OPTIONS = {
     "cap": {"scale": 0.5, "soft_cap": 5.0, "sinks": SINKS},
 }
 
-# Around the ends of blocks and of tiles; the longest sequence fills its table. Chunks alone, after
-# context, of one token, longer than a tile of queries, and none.
+# Lengths around the ends of blocks and tiles; the longest sequence fills its table. Chunks without
+# context and after context, empty, of a single token, and longer than a tile of queries.
 LENGTHS = [0, 1, 7, 8, 9, 200, 33, 129, 128, 150, 304]
 QUERY_LENS = [0, 1, 3, 8, 0, 130, 33, 2, 1, 17, 130]
 
@@ -104,7 +104,7 @@ def test_paged_attention_matches_float64(name, options) -> None:
     "name", [slow_kernels(name, is_quick=name == "triton") for name in BACKENDS]
 )
 def test_paged_attention_of_logits_far_below_zero_matches_float64(name) -> None:
-    """Every second token ties for the largest logit, which is between -1e31 and -1e36."""
+    """Every second token has the largest logit, which is between -1e31 and -1e36."""
     backend, batch = BACKENDS[name], standard_batch(BACKENDS[name])
     q = np.full_like(standard_queries(), 2.0**40)
     sizes = 2.0 ** np.linspace(60, 76, len(LENGTHS)).round()
@@ -116,8 +116,8 @@ def test_paged_attention_of_logits_far_below_zero_matches_float64(name) -> None:
     check(batch, q, QUERY_LENS, backend, rtol=1e-6)
 
 
-def test_paged_attention_rows_do_not_see_each_other(backend) -> None:
-    """Bitwise: where they lie in the batch, what the others hold, and when it is computed again."""
+def test_paged_attention_rows_are_independent(backend) -> None:
+    """Results are equal bit for bit in another order, with other values in the other rows."""
     batch, q, query_lens = standard_batch(backend), standard_queries(), np.array(QUERY_LENS)
     together = batch.attend(q, query_lens, **backend)
     backwards = np.arange(len(LENGTHS))[::-1]
@@ -142,14 +142,14 @@ def test_paged_attention_blocks_may_be_shared(backend) -> None:
         np.testing.assert_array_equal(lse[row], lse[5])
 
 
-def test_paged_attention_negative_entries_are_not_read(backend) -> None:
+def test_paged_attention_ignores_negative_entries(backend) -> None:
     batch = standard_batch(backend)
     batch.block_tables[batch.block_tables == OUT_OF_RANGE] = -7
     check(batch, standard_queries(), QUERY_LENS, backend)
 
 
-def test_paged_attention_shows_nan_of_real_tokens(backend) -> None:
-    """What is wrong must not come out as a number."""
+def test_paged_attention_returns_nan_of_real_tokens(backend) -> None:
+    """NaN in a real token must not become a finite output."""
     batch = standard_batch(backend)
     row = LENGTHS.index(304)
     batch.pools.k[LAYER, batch.block_tables[row, 20], :, 1] = np.nan
@@ -159,8 +159,8 @@ def test_paged_attention_shows_nan_of_real_tokens(backend) -> None:
         assert not np.isnan(np.delete(lse, row, axis=0)).any()
 
 
-def test_paged_attention_cuts_lengths_to_what_there_can_be(backend) -> None:
-    """More tokens than the table holds, and more queries than the chunk or the sequence."""
+def test_paged_attention_clips_lengths(backend) -> None:
+    """Lengths exceed the table; numbers of queries exceed the chunk or the sequence."""
     whole, q = standard_batch(backend), standard_queries()
     want = whole.expected(q, [0, 1, 7, *QUERY_LENS[3:]])
     for length in (305, 2**31 - 1):
@@ -172,8 +172,8 @@ def test_paged_attention_cuts_lengths_to_what_there_can_be(backend) -> None:
 
 
 @pytest.mark.parametrize("layer", [-1, 2])
-def test_paged_attention_in_a_traced_layer_that_is_none(backend, layer) -> None:
-    """As if all sequences were empty."""
+def test_paged_attention_of_a_traced_layer_out_of_range(backend, layer) -> None:
+    """The results equal the results of empty sequences."""
     batch = standard_batch(backend)
     options = OPTIONS["window-of-one"]
     (out, lse), (prefill_out, prefill_lse) = batch.attend(
@@ -185,8 +185,8 @@ def test_paged_attention_in_a_traced_layer_that_is_none(backend, layer) -> None:
 
 
 @pytest.mark.parametrize("name", [slow_kernels(name) for name in BACKENDS if IS_KERNEL[name]])
-def test_paged_attention_wide_tables(name) -> None:
-    """Contexts that a kernel divides among programs: all parts count, a NaN in one of them too."""
+def test_paged_attention_with_wide_tables(name) -> None:
+    """Kernels split such contexts into parts. Each part counts, also if it contains NaN."""
     backend = BACKENDS[name]
     batch = PagedBatch.random([300, 300, 9], extra_width=500, lanes=lanes_for(backend, 16))
     q = queries((3, 2, 4, 16))
@@ -197,7 +197,8 @@ def test_paged_attention_wide_tables(name) -> None:
     assert np.isfinite(out[1:]).all() and np.isfinite(lse[1:]).all()
 
 
-# Values that take the same way through a kernel stand in for one another, in turn.
+# Each tuple has values with the same code path in a kernel. Cases take the values of a tuple in
+# turn.
 FACTORS = {
     "D": [(8,), (64, 32, 128, 256), (80, 96)],
     "dtypes": [
@@ -214,7 +215,7 @@ FACTORS = {
 }
 
 
-# Lanes of TPUs are padded, and they do not multiply float16: what is left of the sizes is less.
+# On TPUs the last dimension is padded, and float16 is not supported.
 TPU_FACTORS = FACTORS | {
     "D": [(80, 8, 64, 96, 32, 128), (256,)],
     "dtypes": [(("float32", "float32"), ("bfloat16", "bfloat16")), *FACTORS["dtypes"][2:]],
@@ -223,7 +224,7 @@ TPU_FACTORS = FACTORS | {
 }
 
 
-# Blocks of one token are tested with each kernel for GPUs by itself.
+# Blocks with a single token are tested in the files of the GPU kernels.
 XLA_FACTORS = FACTORS | {"C": [(1,), *FACTORS["C"]]}
 
 
@@ -235,15 +236,16 @@ def factors_of(name: str) -> dict[str, Any]:
 
 @functools.cache
 def shapes(name: str) -> list[dict[str, Any]]:
-    """Sizes, types and variants for a backend: every way occurs, of kernels every pair of ways.
+    """Return rows of sizes, dtypes and variants for a backend.
 
-    What depends on sizes in `reference` and `xla` are their tiles alone.
+    For kernels, every pair of code paths occurs. For the others each code path occurs, because in
+    `reference` and `xla` only the tiles depend on the sizes.
     """
     return take_turns((all_pairs if IS_KERNEL[name] else all_once)(factors_of(name)))
 
 
 def all_once(factors: dict[str, Any]) -> list[dict[str, Any]]:
-    """As few rows as there can be in which every way occurs."""
+    """Return the fewest rows that use every tuple of values."""
     num_rows = max(map(len, factors.values()))
     return [
         {name: ways[row % len(ways)] for name, ways in factors.items()} for row in range(num_rows)
@@ -251,8 +253,8 @@ def all_once(factors: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_every_size_and_type_of_the_contract_occurs(name) -> None:
-    """Of kernels each value, of other backends one of each way."""
+def test_shapes_contain_every_size_and_dtype(name) -> None:
+    """For kernels every value occurs, for the others a value of every tuple."""
     for factor, ways in factors_of(name).items():
         values = {row[factor] for row in shapes(name)}
         assert all(values & set(way) for way in ways), factor
@@ -278,16 +280,16 @@ def test_paged_attention_any_shape(name, index) -> None:
     if row["variant"] == "all":
         sinks = np.linspace(-2, 2, H).astype(np.float32)
         options = {"sliding_window": 20, "soft_cap": 5.0, "sinks": sinks}
-    # Stored values are exact; the result, and in kernels with matrix units the softmax weights, are
-    # rounded to the type of the queries: half a unit in the last place of each.
+    # Stored values are exact. The output, and the softmax weights in kernels with matrix units, are
+    # rounded to the dtype of the queries, which adds half a unit in the last place each.
     if q_dtype != jnp.float32:
         options |= {"rtol": 2**-8, "atol": 2**-7 if dtype.itemsize == 1 else 2**-8}
     q = queries((len(lengths), 6, H, D), q_dtype)
     check(batch, q, [min(n, 5) for n in lengths], backend, **options)
 
 
-def test_paged_attention_large_batch() -> None:
-    """Where sequences take turns in a loop step, longest first: the kernels have no such groups."""
+def test_paged_attention_of_a_large_batch() -> None:
+    """In `xla`, groups of sequences share a loop step, longest first. Kernels have no groups."""
     lengths = np.random.default_rng(3).integers(0, 90, 64)
     lengths[[5, 50]] = 0, 3000
     batch, q = PagedBatch.random(lengths), queries((64, 4, 16))
@@ -297,15 +299,15 @@ def test_paged_attention_large_batch() -> None:
 
 @pytest.mark.parametrize("num_sequences", [0, 2])
 @pytest.mark.parametrize("width", [0, 3])
-def test_paged_attention_of_nothing(backend, num_sequences, width) -> None:
-    """No sequences, no blocks in the tables, or no queries in the chunks."""
+def test_paged_attention_of_empty_arrays(backend, num_sequences, width) -> None:
+    """There are no sequences, no table entries, or no queries in the chunks."""
     pool = np.ones((1, 4, 2, 8, lanes_for(backend, 16)), np.float32)
     tables = np.zeros((num_sequences, width), np.int32)
     lengths = np.zeros(num_sequences, np.int32)
     sinks = np.array([1.0, 2.0, 3.0, 4.0], np.float32)
     options = dict(sinks=sinks, return_lse=True, **backend)
     q = queries((num_sequences, 2, 4, 16))
-    if num_sequences and width:  # tables of blocks without a token: in the standard batch
+    if num_sequences and width:  # the standard batch has empty sequences with table entries
         q = q[:, :0]
     else:
         out, lse = paged_attention(q[:, 0], pool, pool, tables, lengths, **options)
@@ -316,7 +318,7 @@ def test_paged_attention_of_nothing(backend, num_sequences, width) -> None:
     np.testing.assert_array_equal(lse, np.full(q.shape[:3], -np.inf))
 
 
-# What a user may have set, and what must then change neither a type nor a value.
+# Settings of JAX that must not change a dtype or a value.
 SETTINGS = {
     "x64": lambda: jax.enable_x64(True),
     "strict-promotion": lambda: jax.numpy_dtype_promotion("strict"),
@@ -332,10 +334,10 @@ SETTINGS = {
         )
     ],
 )
-def test_paged_attention_has_the_same_types_under_settings_of_jax(
+def test_paged_attention_has_the_same_dtypes_under_settings_of_jax(
     options, setting, pool_dtype
 ) -> None:
-    """With the branches of all platforms traced, the kernels' own programs among them."""
+    """The branches of all platforms are traced, including the kernels."""
     batch = PagedBatch.random([0, 9, 20], dtype=jnp.dtype(pool_dtype), lanes=128)
     q, query_lens = queries((3, 4, 6, 16)), np.array([0, 4, 3], np.int32)
     pools, arrays = batch.pools, (batch.block_tables, batch.lengths)
@@ -354,10 +356,10 @@ def test_paged_attention_has_the_same_types_under_settings_of_jax(
 
 
 @pytest.mark.parametrize("name", [slow_kernels("triton"), slow_kernels("mosaic_tpu"), "None"])
-def test_paged_attention_has_the_same_values_where_numbers_have_64_bits(name) -> None:
-    """Strict promotion changes no value: it raises, or does nothing.
+def test_paged_attention_has_the_same_values_under_x64(name) -> None:
+    """Sinks have half precision. With backend None the branches of all platforms are traced.
 
-    Sinks may be of half precision. None has every branch traced that the platforms may choose.
+    Strict promotion is not tested here, because it raises an error or does nothing.
     """
     backend = BACKENDS.get(name, {})
     batch = PagedBatch.random([9, 20], lanes=lanes_for(backend or BACKENDS["xla"], 16))
@@ -366,7 +368,7 @@ def test_paged_attention_has_the_same_values_where_numbers_have_64_bits(name) ->
         check(batch, queries((2, 3, 6, 16)), [3, 2], backend, **options)
 
 
-def test_paged_attention_options_are_static_numbers_of_any_type() -> None:
+def test_paged_attention_options_may_be_numpy_or_jax_scalars() -> None:
     batch, q = PagedBatch.random([9, 20]), queries((2, 4, 16))
     arrays = q, batch.pools.k, batch.pools.v, batch.block_tables, batch.lengths
     names = ("scale", "sliding_window", "soft_cap")
@@ -394,7 +396,7 @@ def test_paged_attention_refuses_explicit_axes() -> None:
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a device for a kernel")
-def test_paged_attention_names_the_device_that_a_kernel_needs() -> None:
+def test_paged_attention_names_the_platform_of_a_backend() -> None:
     batch, q = PagedBatch.random([9, 20]), queries((2, 4, 16))
     arrays = batch.pools.k, batch.pools.v, batch.block_tables, batch.lengths
     message = "'triton' runs on gpu only, got a device of cpu. .* backend=None .* interpret=True"
@@ -406,9 +408,9 @@ def test_paged_attention_names_the_device_that_a_kernel_needs() -> None:
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])
 def test_paged_attention_tables_may_be_narrow(dtype) -> None:
-    """Row numbers of the pool are larger than the block ids that they are made from.
+    """Row indices of the pool exceed the range of the table's dtype.
 
-    All backends get tables of int32, which `paged_attention` makes.
+    `paged_attention` converts the tables to int32 for all backends.
     """
     batch = PagedBatch.random([900, 700], K=4, D=8)
     batch.block_tables[batch.block_tables == OUT_OF_RANGE] = 255
@@ -418,11 +420,8 @@ def test_paged_attention_tables_may_be_narrow(dtype) -> None:
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-def test_paged_attention_cost_follows_the_tokens() -> None:
-    """Counted, not timed: the loop makes one step per tile that holds tokens.
-
-    A table of 100 times the width must not make the compiled program gather more at a time.
-    """
+def test_paged_attention_memory_does_not_depend_on_the_table() -> None:
+    """A table of 100 times the width must not make the compiled program gather more at a time."""
     costs = []
     for extra_width in (64, 6400):
         batch = PagedBatch.random([9, 20], extra_width=extra_width)
@@ -434,48 +433,6 @@ def test_paged_attention_cost_follows_the_tokens() -> None:
         costs.append(compiled.memory_analysis().temp_size_in_bytes)
     table_bytes = 2 * 6400 * 4
     assert costs[1] - costs[0] <= 2 * table_bytes
-
-
-MERGE = jax.jit(merge_attention)
-
-
-def test_merge_attention_of_a_shared_prefix() -> None:
-    """Two sequences read 24 shared tokens once, as one row of queries, then each its own."""
-    prefix = PagedBatch.random([24, 0]).rows(np.array([0, 0]))
-    rest = PagedBatch.random([17, 0], seed=5)  # of the same shapes
-    q = queries((2, 4, 16))
-    parts = (*prefix.decode(q, backend="xla"), *rest.decode(q, backend="xla"))
-    out, lse = MERGE(*parts)
-
-    whole = PagedBatch.random([41, 24])
-    whole.k = [np.concatenate([prefix.k[0], k]) for k in rest.k]
-    whole.v = [np.concatenate([prefix.v[0], v]) for v in rest.v]
-    want_out, want_lse = whole.expected_decode(q)
-    np.testing.assert_allclose(out, want_out, atol=1e-5)
-    np.testing.assert_allclose(lse, want_lse, atol=1e-5)
-
-
-def test_merge_attention_of_nothing_is_nothing() -> None:
-    nothing = np.zeros((1, 4), np.float32), np.full(1, -np.inf, np.float32)
-    out, lse = MERGE(*nothing, *nothing)
-    assert out.tolist() == [[0, 0, 0, 0]] and lse.tolist() == [-np.inf]
-    out, lse = MERGE(*nothing, np.ones((1, 4), np.float32), np.array([2.0], np.float32))
-    assert out.tolist() == [[1, 1, 1, 1]] and lse.tolist() == [2]
-
-
-def test_merge_attention_of_logits_far_below_zero() -> None:
-    """Expected values: one softmax in float64."""
-    out, lse = np.float32([[1.0], [2.0], [4.0]]), np.float32([-1e31, -1e31, -3e38])
-    merged = MERGE(out[:2], lse[:2], out[[1, 2]], lse[[1, 2]])
-    np.testing.assert_allclose(merged[0], [[1.5], [2.0]])
-    np.testing.assert_allclose(merged[1], [-1e31, -1e31])
-    merged = MERGE(out[2:], lse[2:], np.zeros((1, 1), np.float32), np.full(1, -np.inf, np.float32))
-    assert merged[0].tolist() == [[4.0]] and merged[1] == lse[2]
-
-
-def test_merge_attention_refuses_other_shapes() -> None:
-    with pytest.raises(ValueError, match=r"shapes \[..., D\], \[...\]"):
-        merge_attention(np.ones((2, 4)), np.ones(3), np.ones((2, 4)), np.ones(3))
 
 
 SCALE = np.ones((2, 4, 2, 8), np.float32)
@@ -518,7 +475,7 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
-def test_paged_attention_refuses(change, message) -> None:
+def test_paged_attention_refuses_wrong_arguments(change, message) -> None:
     pool = np.zeros((2, 4, 2, 8, 16), np.float32)
     arguments = {
         "q": np.zeros((2, 4, 16), np.float32),

@@ -1,4 +1,4 @@
-"""Shared blocks that are read once give what they give when every sequence reads them."""
+"""Tests of `cascade_attention`, `num_shared_blocks` and `merge_attention`."""
 
 import functools
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_jax.kernels import cascade_attention, num_shared_blocks
+from paged_jax.kernels import cascade_attention, merge_attention, num_shared_blocks
 from tests.support.paged_batch import BACKENDS, LAYER, PagedBatch, queries
 
 C = 8
@@ -33,8 +33,8 @@ def run(batch: PagedBatch, q, num_shared, sinks=None, **static) -> np.ndarray:
     ("backend", "dtype", "G"),
     [("xla", np.float32, 3), ("xla", np.int8, 1), ("reference", FLOAT8, 3)],
 )
-def test_cascade_matches_float64(backend, dtype, G) -> None:
-    """Some sequences end with the last shared block, one has no tokens, all else is NaN."""
+def test_cascade_attention_matches_float64(backend, dtype, G) -> None:
+    """Two sequences end with the last shared block, and another is empty. Unused blocks are NaN."""
     batch = PagedBatch.random([0, 24, 41, 24, 300, 31], C=C, dtype=dtype).sharing(3)
     q = queries((6, 2 * G, 16))
     want, _ = batch.expected_decode(q)
@@ -42,22 +42,22 @@ def test_cascade_matches_float64(backend, dtype, G) -> None:
         np.testing.assert_allclose(run(batch, q, num_shared, backend=backend), want, atol=1e-5)
 
 
-def test_cascade_of_nothing_shared_is_paged_attention_bit_for_bit() -> None:
+def test_cascade_attention_without_shared_blocks_equals_paged_attention() -> None:
     batch = PagedBatch.random([17, 0, 90], C=C)
     q = queries((3, 4, 16))
     want, _ = batch.decode(q, backend="xla")
     np.testing.assert_array_equal(run(batch, q, 0, backend="xla"), want)
 
 
-def test_cascade_with_a_soft_cap_and_sinks() -> None:
+def test_cascade_attention_with_a_soft_cap_and_sinks() -> None:
     batch = PagedBatch.random([17, 16, 90], C=C).sharing(2)
     q, sinks = queries((3, 4, 16)), queries((4,), seed=2)
     want, _ = batch.expected_decode(q, sinks=sinks, soft_cap=2.0, scale=0.7)
-    out = run(batch, q, 2, sinks=sinks, soft_cap=2.0, scale=0.7)  # whatever the platform
+    out = run(batch, q, 2, sinks=sinks, soft_cap=2.0, scale=0.7)
     np.testing.assert_allclose(out, want, atol=1e-5)
 
 
-def test_cascade_cuts_lengths_to_the_table() -> None:
+def test_cascade_attention_clips_lengths_to_the_table() -> None:
     batch = PagedBatch.random([96, 17, 96], C=C, extra_width=0).sharing(2)
     q = queries((3, 4, 16))
     want, _ = batch.expected_decode(q)
@@ -65,7 +65,7 @@ def test_cascade_cuts_lengths_to_the_table() -> None:
     np.testing.assert_allclose(run(batch, q, 2, backend="xla"), want, atol=1e-5)
 
 
-def test_cascade_names_missing_lengths() -> None:
+def test_cascade_attention_names_missing_lengths() -> None:
     batch = PagedBatch.random([24], C=C)
     with pytest.raises(ValueError, match=r"cascade_attention: context_lens .* got None\."):
         cascade_attention(queries((1, 4, 16)), *batch.pools[:2], batch.block_tables, None, 0)
@@ -73,8 +73,11 @@ def test_cascade_names_missing_lengths() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "copies"), [("triton", 1), ("triton", 4), ("mosaic_tpu", 1)])
-def test_cascade_through_kernels(name, copies) -> None:
-    """The kernels take the queries of all sequences as query heads of one, in slices if many."""
+def test_cascade_attention_in_kernels_matches_float64(name, copies) -> None:
+    """The kernels get the queries of all sequences as query heads of a single sequence.
+
+    With four copies of the batch, the GPU kernel cuts this group of heads into slices.
+    """
     lanes = 128 if name == "mosaic_tpu" else None
     batch = PagedBatch.random(copies * [40, 25, 24, 0, 61], C=C, lanes=lanes).sharing(3)
     q = queries((5 * copies, 4, 16))
@@ -97,7 +100,7 @@ count_by_program = jax.jit(num_shared_blocks, static_argnums=2)
 
 
 @given(data=st.data())
-def test_num_shared_blocks_counts_full_common_blocks(data) -> None:
+def test_num_shared_blocks_counts_full_shared_blocks(data) -> None:
     B, M, block_size = 3, 4, 256
     integers = st.integers(0, M * block_size)
     lens = np.array(data.draw(st.lists(integers, min_size=B, max_size=B)), np.int32)
@@ -107,3 +110,45 @@ def test_num_shared_blocks_counts_full_common_blocks(data) -> None:
         tables[:] = tables[0]
     got = count_by_program(tables, lens, block_size)
     assert int(got) == count_shared(tables, lens, block_size)
+
+
+MERGE = jax.jit(merge_attention)
+
+
+def test_merge_attention_of_a_shared_prefix() -> None:
+    """Two sequences attend to 24 shared tokens, then each to its own tokens."""
+    prefix = PagedBatch.random([24, 0]).rows(np.array([0, 0]))
+    rest = PagedBatch.random([17, 0], seed=5)  # with the shapes of `prefix`
+    q = queries((2, 4, 16))
+    parts = (*prefix.decode(q, backend="xla"), *rest.decode(q, backend="xla"))
+    out, lse = MERGE(*parts)
+
+    whole = PagedBatch.random([41, 24])
+    whole.k = [np.concatenate([prefix.k[0], k]) for k in rest.k]
+    whole.v = [np.concatenate([prefix.v[0], v]) for v in rest.v]
+    want_out, want_lse = whole.expected_decode(q)
+    np.testing.assert_allclose(out, want_out, atol=1e-5)
+    np.testing.assert_allclose(lse, want_lse, atol=1e-5)
+
+
+def test_merge_attention_of_empty_results_is_empty() -> None:
+    nothing = np.zeros((1, 4), np.float32), np.full(1, -np.inf, np.float32)
+    out, lse = MERGE(*nothing, *nothing)
+    assert out.tolist() == [[0, 0, 0, 0]] and lse.tolist() == [-np.inf]
+    out, lse = MERGE(*nothing, np.ones((1, 4), np.float32), np.array([2.0], np.float32))
+    assert out.tolist() == [[1, 1, 1, 1]] and lse.tolist() == [2]
+
+
+def test_merge_attention_of_logits_far_below_zero() -> None:
+    """The expected values are from a softmax in float64."""
+    out, lse = np.float32([[1.0], [2.0], [4.0]]), np.float32([-1e31, -1e31, -3e38])
+    merged = MERGE(out[:2], lse[:2], out[[1, 2]], lse[[1, 2]])
+    np.testing.assert_allclose(merged[0], [[1.5], [2.0]])
+    np.testing.assert_allclose(merged[1], [-1e31, -1e31])
+    merged = MERGE(out[2:], lse[2:], np.zeros((1, 1), np.float32), np.full(1, -np.inf, np.float32))
+    assert merged[0].tolist() == [[4.0]] and merged[1] == lse[2]
+
+
+def test_merge_attention_refuses_mismatched_shapes() -> None:
+    with pytest.raises(ValueError, match=r"shapes \[..., D\], \[...\]"):
+        merge_attention(np.ones((2, 4)), np.ones(3), np.ones((2, 4)), np.ones(3))

@@ -1,7 +1,7 @@
-"""Gradients of paged attention against those of dense attention in float64.
+"""Gradients of paged attention, against gradients of dense attention in float64.
 
-Tables are shuffled, sequences share blocks, entries past a sequence's end are out of range or
-blocks of others, and every byte of the pool that belongs to no token is NaN.
+Tables are shuffled, and sequences share blocks. Entries past the end of a sequence are out of range
+or blocks of other sequences. The pool is NaN outside of the tokens.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ NUM_LAYERS = 3
 
 @dataclasses.dataclass
 class Batch:
-    """Sequences of given lengths in a poisoned pool, of which the first two share blocks."""
+    """Sequences in a pool with NaN in unused places. The first two sequences share blocks."""
 
     k: list[np.ndarray]  # each [length, K, D]
     v: list[np.ndarray]
@@ -37,7 +37,7 @@ class Batch:
     context_lens: np.ndarray
 
     def in_pool(self, tokens: list[np.ndarray]) -> np.ndarray:
-        """Sums of something of every token, each ``[length, K, D]``, where its block lies."""
+        """Add values per token, each ``[length, K, D]``, at the places of the tokens in a pool."""
         total = np.zeros(self.pools.k.shape)
         C = total.shape[3]
         for table, sequence in zip(self.block_tables, tokens, strict=True):
@@ -47,7 +47,7 @@ class Batch:
 
 
 def attend(backend, *args):
-    """Attend with the fields of `AttentionArgs` and the options, so that gradients go through."""
+    """Call `attend_differentiably` with the fields of `AttentionArgs` and the options."""
     *args, options = args
     return attend_differentiably(backend, AttentionArgs(*args), options)
 
@@ -79,7 +79,7 @@ def normal(shape, seed: int) -> np.ndarray:
 
 
 def expected_gradients(batch: Batch, q, query_lens, sinks, options: Options, out_bar, lse_bar):
-    """In float64: of q, the k pool, the v pool and sinks."""
+    """Return the gradients in q, the k pool, the v pool and the sinks, in float64."""
     q_bar, k_bar, v_bar = np.zeros(q.shape), [], []
     sinks_bar = np.zeros(q.shape[2])
     for b, n in enumerate(query_lens):
@@ -139,7 +139,7 @@ VARIANTS = {
 }
 
 
-# Batches of these sizes share a program. Some sequences have more tokens than a tile.
+# Batches with these sizes share a program. Some sequences have more tokens than a tile.
 LENGTHS, QUERY_LENS = [9, 12, 0, 300, 7, 140], [4, 12, 0, 150, 0, 140]
 SHAPE = (6, 150, 4, 8)
 DECODE_LENGTHS = [9, 12, 0, 300, 7, 1, 140]
@@ -184,7 +184,7 @@ def test_gradients_any_shape(C, K, G, D, lanes, soft_cap) -> None:
 
 @pytest.mark.slow
 def test_gradients_of_many_sequences() -> None:
-    """Short chunks share a tile of queries; the last tile is not full."""
+    """Short chunks share a tile of queries. The last tile is not full."""
     num_sequences = 45
     batch = lay_out([6 + i % 11 for i in range(num_sequences)], K=1)
     shape = (num_sequences, 3, 2, 8)
@@ -212,7 +212,7 @@ def test_gradients_match_finite_differences() -> None:
 
 
 def test_gradients_ignore_padding() -> None:
-    """Neither what padding rows hold nor the gradients in them reach anything."""
+    """Padding rows and their output gradients are NaN."""
     batch, query_lens, shape = lay_out(LENGTHS), QUERY_LENS, SHAPE
     q, out_bar, lse_bar = normal(shape, 1), normal(shape, 2), normal(shape[:3], 3)
     sinks, (options, _) = normal((4,), 4), VARIANTS["window"]
@@ -225,8 +225,8 @@ def test_gradients_ignore_padding() -> None:
 
 
 @pytest.mark.slow
-def test_gradients_of_sequences_do_not_meet() -> None:
-    """A sequence gone bad spoils its own tokens only, though its table names others' blocks."""
+def test_gradients_of_sequences_are_independent() -> None:
+    """NaN queries of a sequence affect only its own tokens, although its table has other blocks."""
     batch, shape = lay_out(LENGTHS, shared_blocks=0), SHAPE
     batch.block_tables[1, 3:] = batch.block_tables[0, 0]
     q, out_bar, lse_bar = normal(shape, 1), normal(shape, 2), normal(shape[:3], 3)
@@ -258,7 +258,7 @@ def test_gradients_of_bfloat16_are_rounded_once() -> None:
     arguments = q, query_lens, None, options, out_bar, lse_bar
     actual = prefill_gradients(batch, *arguments)
     assert [x.dtype for x in actual] == [jnp.bfloat16] * 3
-    # Besides the result, the forward pass's output, of which all queries take part, is rounded.
+    # The gradients are rounded, and also the output of the forward pass, which they depend on.
     for a, e in zip(actual, expected_gradients(batch, *arguments), strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), e, rtol=2**-8, atol=2**-7)
 
@@ -267,12 +267,12 @@ QUANTISE = jax.jit(quantise, static_argnums=1)
 
 
 def loss(out, lse, out_bar, lse_bar):
-    # Where there is no softmax, lse is a constant -inf.
+    # In rows without a softmax, lse is the constant -inf.
     return jnp.sum(out * out_bar) + jnp.sum(jnp.where(lse == -jnp.inf, 0, lse * lse_bar))
 
 
 def quantised(batch: Batch, dtype) -> tuple[Batch, Pools]:
-    """The batch as the quantised pools hold it, and these pools."""
+    """Quantise the pools; return a batch with the stored values of its tokens, and the pools."""
     (k, k_scale), (v, v_scale) = (QUANTISE(pool, dtype) for pool in batch.pools[:2])
     C = k.shape[3]
 
@@ -292,7 +292,7 @@ QUANTISED = pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=
 
 @pytest.mark.slow
 @QUANTISED
-def test_gradients_of_quantised_pools_are_those_of_what_they_hold(dtype) -> None:
+def test_gradients_over_quantised_pools_match_float64(dtype) -> None:
     batch, pools = quantised(lay_out([9, 12, 30]), dtype)
     shape = (3, 5, 4, 8)
     q, out_bar, lse_bar = normal(shape, 1), normal(shape, 2), normal(shape[:3], 3)
@@ -312,7 +312,7 @@ def test_gradients_of_quantised_pools_are_those_of_what_they_hold(dtype) -> None
 
 
 @QUANTISED
-def test_gradients_refuse_quantised_pools(dtype) -> None:
+def test_gradients_in_quantised_pools_are_refused(dtype) -> None:
     batch, pools = quantised(lay_out([9, 12]), dtype)
 
     def total(pools):
@@ -328,8 +328,8 @@ def test_gradients_refuse_quantised_pools(dtype) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_flow_through_merge() -> None:
-    """Two parts of the keys, merged by their log-sum-exp, are as one."""
+def test_gradients_through_merge_attention_match_float64() -> None:
+    """Attention over two parts of the keys is merged with `merge_attention`."""
     whole = lay_out([11], shared_blocks=0)
     q, out_bar, lse_bar = normal((1, 4, 8), 1), normal((1, 4, 8), 2), normal((1, 4), 3)
     sinks, options = normal((4,), 4), PLAIN
@@ -350,7 +350,7 @@ def test_gradients_flow_through_merge() -> None:
 
 
 def trained_layer(q, k, v, pools, layer, batch: Batch):
-    """Write all tokens of a batch of equal lengths, then attend with all of them."""
+    """Write all tokens of sequences of equal lengths, then attend with all of them."""
     B, N = k.shape[:2]
     C = pools.k.shape[3]
     blocks = jnp.asarray(batch.block_tables)[:, np.arange(N) // C].reshape(-1)
@@ -365,7 +365,7 @@ def trained_layer(q, k, v, pools, layer, batch: Batch):
 
 
 def dense_layer(q, k, v):
-    """Causal attention of whole sequences of T tokens, without a cache."""
+    """Compute causal attention of whole sequences without a cache."""
     T, G = q.shape[1], q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, G, axis=2) for x in (k, v))
     logits = jnp.einsum("bthd,bnhd->bhtn", q, k, precision="highest") * PLAIN.scale
@@ -374,7 +374,7 @@ def dense_layer(q, k, v):
 
 
 @pytest.mark.slow
-def test_gradients_of_writing_and_attending_are_those_of_dense_causal_attention() -> None:
+def test_gradients_through_paged_write_match_dense_attention() -> None:
     batch = lay_out([10, 10], shared_blocks=0)
     q, k, v = normal((2, 10, 4, 8), 1), normal((2, 10, 2, 8), 2), normal((2, 10, 2, 8), 3)
     out_bar = normal(q.shape, 4)
@@ -392,8 +392,8 @@ def test_gradients_of_writing_and_attending_are_those_of_dense_causal_attention(
 
 
 @pytest.mark.slow
-def test_gradients_flow_through_a_scan_over_rematerialised_layers() -> None:
-    """A model whose layers write to one pool, the carry, and attend to what they wrote."""
+def test_gradients_through_a_scan_over_rematerialised_layers() -> None:
+    """Each layer of the model writes to the pools, which are the carry, and then reads them."""
     batch = lay_out([10, 10], shared_blocks=0)
     x = normal((2, 10, 4, 8), 1)
     k_weights, v_weights = (0.3 * normal((NUM_LAYERS, 4, 2), i) for i in (2, 3))
@@ -428,7 +428,7 @@ def test_gradients_flow_through_a_scan_over_rematerialised_layers() -> None:
 
 
 @pytest.mark.slow
-def test_gradients_may_be_vmapped() -> None:
+def test_gradients_under_vmap() -> None:
     batch, B = lay_out(DECODE_LENGTHS), len(DECODE_LENGTHS)
     q, out_bar, lse_bar = normal((3, B, 4, 8), 1), normal((B, 4, 8), 2), normal((B, 4), 3)
 
@@ -444,7 +444,7 @@ def test_gradients_may_be_vmapped() -> None:
 
 @functools.cache
 def memory(argnums, num_layers: int, num_blocks: int = 4096, width: int = 8):
-    """What the compiled gradient of a decode takes, and the bytes of one pool."""
+    """Return the memory of the compiled gradient of a decode, and the bytes of a pool."""
     shape = (num_layers, num_blocks, 2, 4, 8)
     pools = Pools(*(jax.ShapeDtypeStruct(shape, jnp.float32),) * 2)
 
@@ -471,15 +471,15 @@ def test_gradients_in_queries_alone_allocate_no_pool() -> None:
     assert usage.temp_size_in_bytes + usage.output_size_in_bytes < 0.1 * pool_bytes
 
 
-def test_gradients_in_pools_allocate_one_layer_more() -> None:
-    """The sums of K and of V, and a copy of the layer that they are computed from."""
+def test_gradients_in_pools_need_temporary_memory_for_one_layer() -> None:
+    """Temporary memory has the gradients in K and V of a layer, and a copy of the layer."""
     usage, pool_bytes = memory((0, 1), num_layers=16)
     assert usage.temp_size_in_bytes < 4.1 * pool_bytes / 16
     assert usage.output_size_in_bytes < 2.1 * pool_bytes
 
 
-def test_gradients_cost_follows_the_tokens() -> None:
-    """A table of 100 times the width must not make a loop step gather more."""
+def test_gradients_memory_does_not_depend_on_the_table() -> None:
+    """With a table of 100 times the width, a loop step must not gather more."""
     narrow, wide = (memory(0, num_layers=1, width=width)[0] for width in (64, 6400))
     table_bytes = 2 * 6400 * 4
     assert wide.temp_size_in_bytes - narrow.temp_size_in_bytes <= 2 * table_bytes

@@ -1,9 +1,9 @@
-"""What is particular to the TPU kernels; `test_attention.py` holds the contract of all backends.
+"""Tests of the TPU kernels, in addition to the tests of all backends in `test_attention.py`.
 
-The plain interpreter runs copies at once, so that a forgotten wait would not show. Pallas has one
-that imitates a TPU, memory by memory: in "on_wait" mode a copy happens when it is waited for, in
-"eager" mode when it is started, and there races are detected. Only a race is printed, and a wait
-for a copy that was never started does not end: both run in a process of their own, with a deadline.
+Pallas' plain interpreter copies immediately, so a missing wait has no effect. Its TPU interpreter
+simulates the memories of a TPU: in "on_wait" mode a copy happens when the kernel waits for it, in
+"eager" mode when it starts, with detection of races. A race is only printed, and waiting for a copy
+that was never started hangs, so both modes run in another process with a deadline.
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ INTERPRETERS = {
 }
 DEADLINE = 600  # seconds
 
-# With 8 heads of 256 lanes and 17 queries each, a tile has 128 keys and 16 query tokens. More than
-# 16 rows also keep the loop over heads rolled, which is quicker to compile.
+# With 8 heads of 256 lanes and groups of 17 queries, a tile has 128 keys and 16 query tokens. With
+# more than 16 rows the loop over heads is not unrolled, so it compiles faster.
 GROUP = 17
 WIDE = {"K": 8, "C": 16, "D": 136, "lanes": 256}
 LENGTHS = [0, 300, 1, 0, 129, 0]
@@ -75,7 +75,7 @@ def check_both(batch: PagedBatch, query_lens=QUERY_LENS, **options) -> None:
 
 
 def check_core_set(interpret: Any) -> None:
-    """Several tiles of keys and of queries, empty sequences first, last and between, variants."""
+    """Check several tiles of keys and queries, empty sequences at any place, and options."""
     batch = PagedBatch.random(LENGTHS, **WIDE)
     check_decode(batch, interpret)
     check_prefill(batch, interpret, **OPTIONS["all"])
@@ -83,7 +83,7 @@ def check_core_set(interpret: Any) -> None:
     check_decode(PagedBatch.random([0], lanes=128), interpret)
 
 
-def test_core_set_has_several_tiles() -> None:
+def test_choose_tiling_gives_the_core_set_several_tiles() -> None:
     batch = PagedBatch.random(LENGTHS, **WIDE)
     tiling = choose_tiling(max(QUERY_LENS) + 1, GROUP, batch.block_tables.shape[1], batch.pools.k)
     assert (tiling.keys, tiling.queries, tiling.num_query_tiles) == (128, 16, 3)
@@ -91,18 +91,18 @@ def test_core_set_has_several_tiles() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_several_tiles_match_float64(options) -> None:
+def test_attention_of_several_tiles_matches_float64(options) -> None:
     check_both(PagedBatch.random(LENGTHS, **WIDE), **options)
 
 
 @pytest.mark.slow
-def test_several_tiles_of_a_quantised_pool_match_float64() -> None:
+def test_attention_of_quantised_tiles_matches_float64() -> None:
     check_both(PagedBatch.random(LENGTHS, dtype=jnp.int8, **WIDE), soft_cap=5.0, sinks=SINKS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", INTERPRETERS)
-def test_copies_are_waited_for(mode) -> None:
+def test_attention_waits_for_its_copies(mode) -> None:
     run = subprocess.run(
         [sys.executable, "-m", __name__, mode],
         timeout=DEADLINE,
@@ -115,8 +115,8 @@ def test_copies_are_waited_for(mode) -> None:
 
 
 @pytest.mark.slow
-def test_first_and_last_program_may_be_empty() -> None:
-    """And be the same one; the core set has a single sequence without a token."""
+def test_attention_with_empty_first_or_last_sequences() -> None:
+    """A launch with a single, empty sequence is in `check_core_set`."""
     check_decode(PagedBatch.random([16], lanes=128), FAST)
     batch = PagedBatch.random([40, 16, 24], lanes=128)
     for lengths in ([0, 0, 0], [40, 0, 0], [0, 0, 24], [0, 16, 0]):
@@ -125,8 +125,8 @@ def test_first_and_last_program_may_be_empty() -> None:
 
 
 @pytest.mark.slow
-def test_tokens_before_the_window_may_be_gone() -> None:
-    """Blocks that all windows have passed may be in other hands, whole or in part."""
+def test_attention_does_not_read_before_the_window() -> None:
+    """Blocks before the window may be freed, and the first part of a block may be overwritten."""
     batch = PagedBatch.random([300, 90], **WIDE)
     for b, first in ((0, 300 - 70), (1, 90 - 70)):
         batch.block_tables[b, : first // 16] = -1
@@ -136,14 +136,14 @@ def test_tokens_before_the_window_may_be_gone() -> None:
 
 
 @pytest.mark.slow
-def test_tables_larger_than_scalar_memory_are_divided() -> None:
+def test_attention_splits_tables_larger_than_scalar_memory() -> None:
     batch = PagedBatch.random([20, 0, 33], lanes=128, extra_width=100_000)
     check_decode(batch, FAST)
 
 
 @pytest.mark.slow
-def test_bfloat16_values_do_not_round_the_weights() -> None:
-    """Only the result is rounded: half a unit in its last place."""
+def test_attention_does_not_round_weights_to_bfloat16() -> None:
+    """Only the output is rounded, by half a unit in the last place."""
     batch = PagedBatch.random([700, 300], D=128, dtype=jnp.bfloat16)
     q = queries((2, 4, 128), jnp.bfloat16)
     got = batch.decode(q, backend="mosaic_tpu", interpret=FAST)
@@ -160,7 +160,7 @@ PROBLEM = Problem(
     lanes=128,
 )
 REFUSED = {
-    "lanes": ({"lanes": 80}, "last axis of 80 at every call; .* lanes padded to 128"),
+    "lanes": ({"lanes": 80}, "last dimension of 80 at every call; .* last dimension of 128, a"),
     "block size": ({"sizes": (("C", 4), ("M", 8))}, "power of two from 8, got 4"),
     "block size 24": ({"sizes": (("C", 24), ("M", 8))}, "power of two from 8, got 24"),
     "table": ({"sizes": (("C", 16), ("M", 10**6))}, "scalar memory, 253952 entries, got 1000000"),
@@ -170,13 +170,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
-def test_refusal_names_the_numbers(change, message) -> None:
+def test_refusal_says_why(change, message) -> None:
     assert refusal(PROBLEM) is None
     why_not = refusal(dataclasses.replace(PROBLEM, **change))
     assert why_not is not None and re.search(message, why_not), why_not
 
 
-def test_choose_backend_names_the_tpu_that_is_too_old() -> None:
+def test_choose_backend_names_an_unsupported_tpu() -> None:
     old = AbstractDevice("TPU v4", 1, "tpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=old)):
         name, why = choose_backend(PROBLEM, "tpu")
@@ -184,14 +184,14 @@ def test_choose_backend_names_the_tpu_that_is_too_old() -> None:
     assert choose_backend(PROBLEM, "tpu").backend == "mosaic_tpu"
 
 
-def test_refused_call_says_what_to_do() -> None:
+def test_attention_with_an_unpadded_pool_says_what_to_do() -> None:
     batch = PagedBatch.random([5], D=80)
-    with pytest.raises(NotImplementedError, match="mosaic_tpu .* lanes padded to 128"):
+    with pytest.raises(NotImplementedError, match="mosaic_tpu .* cache with a last dim"):
         check_decode(batch, FAST)
 
 
 @pytest.mark.parametrize("op", ["decode", "prefill"])
-def test_one_kernel_a_call(op) -> None:
+def test_attention_lowers_to_one_kernel(op) -> None:
     case = Case(op, backend="mosaic_tpu")
     lowered = lower(case.function(), *case.shapes(), platform="tpu")
     assert lowered.as_text().count("@tpu_custom_call") == 1
