@@ -188,7 +188,7 @@ class AsyncEngine:
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:
-                command.refuse(self._closed())
+                command.fail(self._closed())
         streams = dict(self._streams)
         if self._failure is not None:
             # First, because a failed engine may not even be able to end its requests.
@@ -331,11 +331,11 @@ class _Command:
         try:
             result = self._function(*self._args)
         except Exception as error:
-            self.refuse(error)
+            self.fail(error)
         else:
             self._answer("set_result", result)
 
-    def refuse(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         self._answer("set_exception", error)
 
     def _answer(self, method: str, value: Any) -> None:

@@ -16,7 +16,7 @@ from paged_jax.engine.core import EngineCore
 from paged_jax.engine.request_factory import Prompt
 from paged_jax.engine.requests import Delivery, own_transfers
 from paged_jax.engine.stats import EngineStats, GroupUse
-from paged_jax.engine.weight_swap import TAGS, load_like
+from paged_jax.engine.weight_swap import TAGS, load_weights_for
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.conversion import NameMap
 from paged_jax.models.paged_model import PagedModel
@@ -330,7 +330,7 @@ class Engine:
           ValueError: the folder holds another model, or its files are damaged.
           OSError: files are missing or cannot be read.
         """
-        return load_like(self.core.executor.weights.layout_model, folder)
+        return load_weights_for(self.core.executor.weights.layout_model, folder)
 
     @own_transfers()
     def reset_prefix_cache(self) -> None:

@@ -38,7 +38,7 @@ _IRRELEVANT = {
 }
 
 
-def load_like(model: PagedModel, folder: str | Path) -> Llama:
+def load_weights_for(model: PagedModel, folder: str | Path) -> Llama:
     """Load weights for a model into host memory.
 
     Args:
