@@ -70,8 +70,8 @@ def load_checkpoint(
 ) -> Model:
     """Load a checkpoint of `save_checkpoint`, each parameter directly to its devices.
 
-    If the checkpoint has the other layout of layers, loading needs additional memory for one kind
-    of parameter of all layers.
+    Converting between stacked and separate layers needs additional memory for a single parameter,
+    such as ``qkv_proj``, of all layers.
 
     Args:
       model_class: class of the model, such as `Llama`.

@@ -80,7 +80,7 @@ def named_arrays(params: Any) -> dict[str, Any]:
     """Return the arrays of a tree by their dotted paths, such as ``"layers.0.qkv_proj"``.
 
     Args:
-      params: an `nnx.Module`, whose parameters are meant, an `nnx.State`, or any tree of arrays.
+      params: an `nnx.Module` (only its `nnx.Param`), an `nnx.State`, or any tree of arrays.
 
     Returns:
       The leaves of the tree, in the order of `jax.tree.leaves`.
