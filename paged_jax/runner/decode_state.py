@@ -140,9 +140,8 @@ def assign(state: DecodeState, assignments: list[Assignment]) -> DecodeState:
       ValueError: a number is out of range, or there are more biases or more stop tokens with
         ``min_tokens`` than the state has room for.
 
-    Cost: 5 * V bytes are copied to the device for each row of a call. A call has 1 or `_WIDTH`
-      rows,
-    so there are two compiled programs.
+    For each row of a call, 5 * V bytes are copied to the device. A call has 1 or `_WIDTH` rows, so
+    there are two compiled programs.
     """
     # Prepare all rows before the first write: on CPUs, a small program makes its caller wait for
     # running programs, which can run while rows are prepared.

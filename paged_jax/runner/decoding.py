@@ -108,7 +108,7 @@ def decode_steps(
       ValueError: `max_steps` is not positive, `num_top` is out of range, `slots` is not i32[B] or,
         outside of `jit`, contains a slot twice.
 
-    Cost: a pass of the model for each decode step. Pools and sampling state are updated in place.
+    Each decode step is a pass of the model. Pools and sampling state are updated in place.
 
     Example:
       >>> from flax import nnx
@@ -203,9 +203,8 @@ def verify_steps(
     Raises:
       ValueError: `num_top` is out of range, or the shapes do not fit together.
 
-    Cost: one pass over B * (T + 1) tokens with logits f32[B, T + 1, V], and one draw for each token
-      of
-    the row that draws the most.
+    The cost is a pass over B * (T + 1) tokens with logits f32[B, T + 1, V], and one draw for each
+    token of the row that draws the most.
     """
     slots = _as_slots("verify_steps", slots)
     sizes = bind(
