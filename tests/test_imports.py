@@ -4,6 +4,7 @@
 """
 
 import ast
+import functools
 import importlib
 import pickle
 import pkgutil
@@ -54,6 +55,7 @@ def floor_of(path: Path) -> int:
     return index
 
 
+@functools.cache
 def imported_files(path: Path) -> set[Path]:
     """Return the files of the package that a file imports, at its top or inside functions."""
     names: set[str] = set()
@@ -89,6 +91,26 @@ def test_a_backend_is_imported_only_by_its_own_files(folder: Path) -> None:
         if path.parent != folder and path != DISPATCH:
             backends = [each for each in imported_files(path) if each.parent == folder]
             assert not backends, f"{path} must call the op instead of importing {backends}"
+
+
+USE_BACKENDS = """
+import sys
+import jax.numpy as jnp
+from paged_jax.kernels import BACKENDS, paged_attention
+pool = jnp.ones((1, 1, 1, 4, 8))
+for backend in (None, "reference", "xla"):
+    if backend:
+        q, table, length = jnp.ones((1, 1, 8)), jnp.zeros((1, 1), int), jnp.ones(1, int)
+        paged_attention(q, pool, pool, table, length, backend=backend)
+    print(*(name for name in BACKENDS if f"paged_jax.kernels.{name}" in sys.modules))
+"""
+
+
+def test_a_backend_is_imported_when_it_is_first_used() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", USE_BACKENDS], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == ["", "reference", "reference xla"]
 
 
 def imported_roots(path: Path) -> set[str]:
