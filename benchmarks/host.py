@@ -2,18 +2,14 @@
 
     python -m benchmarks.host [--json host.json]
 
-Scheduler, runner, detokenizer, stop strings and outputs belong to a real engine. Only the
-programs
+Scheduler, runner, detokenizer, stop strings and outputs belong to a real engine. Only the programs
 are replaced: an empty program is called with as many arrays as a model of 32 layers has, and the
 generated tokens come from a prepared text. The time of a step is therefore the time of the host.
-The
-simulated device runs on the same cores.
+The simulated device runs on the same cores.
 
 A second measurement simulates a device that takes `--step-ms` for each decode step (4.5: an 8B
-model on an
-H200; 0.5: a 135M model), and that blocks the caller until the loop has ended, as GPUs do. The
-result is
-the fraction of the time in which the device is idle.
+model on an H200; 0.5: a 135M model), and that blocks the caller until the loop has ended, as GPUs
+do. The result is the fraction of the time in which the device is idle.
 """
 
 import argparse

@@ -11,18 +11,15 @@ All requests start at the same time. Every round runs, in turns:
     whole         the same without streaming
 
 Ratios are computed within a round, and figures are medians over rounds. Lengths are equal in all
-runs.
-Prompts differ, so that the prefix cache finds none of them. In the warm-up all three serve the same
-prompts and must give the same tokens.
+runs. Prompts differ, so that the prefix cache finds none of them. In the warm-up all three serve
+the same prompts and must give the same tokens.
 
 The clients are one process, separate from the server. On few cores their CPU time reduces the speed
-of
-the engine, so they only store the received bytes with the time, and parse them after the run.
+of the engine, so they only store the received bytes with the time, and parse them after the run.
 
 CPU time is the time of the engine's process or, over HTTP, the time of the server and the clients.
-The
-time of the server alone is shown as well, because clients usually run on other machines. CPU time
-describes the experience of users less than elapsed time, but hardly depends on other load.
+The time of the server alone is shown as well, because clients usually run on other machines. CPU
+time describes the experience of users less than elapsed time, but hardly depends on other load.
 """
 
 import argparse

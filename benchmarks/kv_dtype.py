@@ -4,10 +4,8 @@
 
 Every token of the text is scored through the paged cache, in windows of the context length of the
 model. Keys and values are written in the dtype of the cache, quantised for int8 and fp8, and
-attention
-reads them back. The difference in loss is therefore due to the cache. Without a text, the model
-scores
-text that it has generated.
+attention reads them back. The difference in loss is therefore due to the cache. Without a text, the
+model scores text that it has generated.
 """
 
 import argparse

@@ -3,8 +3,7 @@
     python docs/make_pictures.py              # writes docs/pictures/*.png
 
 A token is a word here, and its key contains its letters, so the words in the pools are read from
-the pools.
-The steps come from an engine with a small random model.
+the pools. The steps come from an engine with a small random model.
 """
 
 import argparse

@@ -32,8 +32,7 @@ collect_ignore = ["support/aot_gpu.py", "support/aot_parallel.py", "support/aot_
 
 
 # Linux limits a process to 65,530 memory maps (vm.max_map_count). A compiled program uses several,
-# and XLA
-# crashes at the limit.
+# and XLA crashes at the limit.
 _MAX_MAPS = 30_000
 _MAPS = Path("/proc/self/maps")
 _TESTS = itertools.count(1)
@@ -41,8 +40,7 @@ _TESTS = itertools.count(1)
 # Key of the run's cache folder in pytest's configuration.
 _CACHE = pytest.StashKey[str]()
 # Processes may read entries that are incomplete because another process writes them or was killed.
-# JAX
-# compiles such programs again, so no test or program needs to warn.
+# JAX compiles such programs again, so no test or program needs to warn.
 _UNREADABLE = "ignore:Error reading persistent compilation cache entry"
 
 
@@ -59,8 +57,7 @@ def _compile_in_less_time() -> None:
     jax.config.update("jax_disable_most_optimizations", True)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     # XLA's older fusion emitters take half as long as the MLIR emitters; jax 0.11 no longer has
-    # them. XLA reads
-    # this variable when the first array is created.
+    # them. XLA reads this variable when the first array is created.
     if jax.__version_info__ < (0, 11):
         flags = os.environ.get("XLA_FLAGS", ""), "--xla_cpu_use_fusion_emitters=false"
         os.environ["XLA_FLAGS"] = " ".join(flags).strip()
@@ -70,8 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Share compiled programs between all processes of this run, but not with other runs.
 
     An environment variable passes the cache to the workers of pytest-xdist, which start later, and
-    to
-    processes that tests start. If the environment already names a cache, it is used and kept.
+    to processes that tests start. If the environment already names a cache, it is used and kept.
     """
     config.addinivalue_line("filterwarnings", _UNREADABLE)
     if hasattr(config, "workerinput"):
@@ -122,8 +118,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Clear compiled programs before this process reaches the limit of memory maps.
 
     This happens between two files, because files share few programs. Counting maps takes
-    milliseconds, so it
-    happens rarely.
+    milliseconds, so it happens rarely.
     """
     yield
     is_last = nextitem is None or nextitem.path != item.path

@@ -52,8 +52,7 @@ SKEW = 128
 # last-level cache, 50 MB on an H100 or H200.
 _ROTATED_BYTES = 128 << 20
 # Maximum number of layers, because all layers are compiled into one program. Only the smallest
-# cases
-# reach this limit and fit into the cache, such as one sequence of 1K tokens of a small model.
+# cases reach this limit and fit into the cache, such as one sequence of 1K tokens of a small model.
 _MOST_LAYERS = 64
 
 

@@ -2,8 +2,8 @@
 
 vLLM has two kernels (V1 and V2 of its paged attention). V1 uses one program instance per sequence
 and head. V2 divides sequences into parts of 512 tokens and merges them in a second launch.
-`benchmarks.schedule` predicts which is faster, and
-``python -m benchmarks.attention --divisions`` measures it.
+`benchmarks.schedule` predicts which is faster, and ``python -m benchmarks.attention --divisions``
+measures it.
 """
 
 from collections.abc import Callable, Mapping

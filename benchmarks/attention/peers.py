@@ -86,9 +86,8 @@ def peer_of_file(path: Path) -> Peer:
 
     The file defines ``make(case, inputs)``, which returns functions by their settings:
     ``op(q, layer, (pools, block_tables, context_lens))`` returns the result of `paged_attention`
-    with
-    a scale of 1, and raises an exception for unsupported cases. The file may import files next to
-    it.
+    with a scale of 1, and raises an exception for unsupported cases. The file may import files next
+    to it.
 
     Alternatively it defines only ``decode(q, k_pool, v_pool, block_tables, context_lens, *,
     num_splits, layer)`` with a scale of 1. It is tried with several numbers of parts of a sequence.

@@ -11,9 +11,8 @@ multiplication. All kernels read the same random blocks. Their results are compa
 timed, and their runs are interleaved. Figures are medians, and ratios are computed within the run.
 
 A default run varies one axis at a time from a common case. `--full` measures all combinations.
-Cases
-that do not fit into memory are skipped, and `--budget` ends the run in time; the output reports
-both. Results are saved after every case. On a CPU the XLA backend runs at small sizes.
+Cases that do not fit into memory are skipped, and `--budget` ends the run in time; the output
+reports both. Results are saved after every case. On a CPU the XLA backend runs at small sizes.
 """
 
 import argparse

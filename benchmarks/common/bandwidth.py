@@ -26,8 +26,7 @@ def read_bandwidth(nbytes: int = 512 << 20, repeats: int = 15) -> float:
     Each thread reduces its own contiguous part, in one numpy call that releases the interpreter
     lock. On x86 servers this reaches the rate of sums and dot products in torch and XLA, without
     their thread pools. Use an array of the size of the weights, several times the last-level cache;
-    a
-    smaller array measures the cache.
+    a smaller array measures the cache.
 
     Raises:
         ValueError: if `nbytes` is less than 8 for each core, or `repeats` is not positive.

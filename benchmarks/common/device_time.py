@@ -46,12 +46,9 @@ def chained(op: Callable, num_calls: int, num_layers: int, unroll: int) -> Calla
     """Return a function of ``(q, arrays)`` that calls ``q = op(q, layer, arrays)`` repeatedly.
 
     Every result is the query of the next call, so no call can be removed or overlap another. The
-    calls
-    cycle through the layers, so that the cache does not contain the data of a call. The body of the
-    loop
-    has `unroll` calls, which must divide `num_calls`. If `num_layers` divides `unroll`, the layers
-    are
-    Python numbers, because computing a layer would need an additional launch.
+    calls cycle through the layers, so that the cache does not contain the data of a call. The body
+    of the loop has `unroll` calls, which must divide `num_calls`. If `num_layers` divides `unroll`,
+    the layers are Python numbers, because computing a layer would need an additional launch.
     """
 
     def run(q, arrays):

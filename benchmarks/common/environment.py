@@ -1,8 +1,7 @@
 """Description of the machine and software of a benchmark, to store with its figures.
 
 The commit comes from git. If the sources are not a repository or git is not installed, it comes
-from
-PAGED_JAX_COMMIT.
+from PAGED_JAX_COMMIT.
 """
 
 import importlib.metadata

@@ -1,9 +1,8 @@
 """Model shapes for the benchmarks, and folders of random weights with these shapes.
 
 Speed does not depend on the values of weights, so the benchmarks download nothing: a folder with
-the
-right shapes and small random values replaces the real checkpoint. The folder has the Hugging Face
-format, so paged_jax and its peers read the same weights.
+the right shapes and small random values replaces the real checkpoint. The folder has the Hugging
+Face format, so paged_jax and its peers read the same weights.
 
     python -m benchmarks.common.shapes 135M models/135M --dtype bfloat16
 """
@@ -115,11 +114,9 @@ def write_random_model(
 
     Embeddings are normal with deviation 0.02, linear weights with deviation `in ** -0.5`, and norm
     weights are 1. (With 0.02 everywhere, the tied embeddings dominate and the model repeats its
-    last
-    token, whatever attention computes. Equal output of two engines would then prove nothing.) The
-    same
-    seed gives the same float32 values; bfloat16 weights are these values, rounded. There is no
-    tokenizer.
+    last token, whatever attention computes. Equal output of two engines would then prove nothing.)
+    The same seed gives the same float32 values; bfloat16 weights are these values, rounded. There
+    is no tokenizer.
 
     Args:
         shape_name: a key of `SHAPES`.

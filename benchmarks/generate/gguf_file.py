@@ -24,8 +24,7 @@ def write_gguf(folder: str | Path, path: str | Path, dtype: str) -> None:
     """Convert a Hugging Face Llama folder into a GGUF file without vocabulary.
 
     Only one tensor at a time is in memory, so that the conversion does not increase the peak memory
-    of
-    the process. Norm weights are float32, as llama.cpp requires.
+    of the process. Norm weights are float32, as llama.cpp requires.
 
     Raises:
         PeerUnavailable: if gguf is missing.

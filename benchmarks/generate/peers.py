@@ -7,16 +7,14 @@ changes over time, so only ratios within a short period are meaningful.
     python -m benchmarks.generate.peers --peer transformers-dynamic --dtype float32 --batch 1
 
 measures one peer in a separate process, which is necessary to measure its peak memory, and prints
-one
-JSON line.
+one JSON line.
 
 A peer uses all cores through its own thread pool, and its threads may spin for a moment after a
-step.
-Interleave runs of several steps and drop the first step of each run, as `timed_steps` does.
-Otherwise a
-peer suffers from the spinning threads of another peer, and from its weights in the cache. If other
-jobs share the cores, set OMP_WAIT_POLICY=passive before the start. Otherwise a spinning thread can
-block the thread that it waits for, and torch and llama.cpp can become ten times slower.
+step. Interleave runs of several steps and drop the first step of each run, as `timed_steps` does.
+Otherwise a peer suffers from the spinning threads of another peer, and from its weights in the
+cache. If other jobs share the cores, set OMP_WAIT_POLICY=passive before the start. Otherwise a
+spinning thread can block the thread that it waits for, and torch and llama.cpp can become ten times
+slower.
 """
 
 import argparse
@@ -63,9 +61,8 @@ def measure(
     """Measure one peer in this process, for JSON. The process should have done nothing else.
 
     Each decode step is timed, starting with `prompt_len` cached tokens. Prefill is timed five times
-    with
-    a prompt of 512 tokens, after a warm-up. "best" is the shortest time: the speed of the engine
-    without other load.
+    with a prompt of 512 tokens, after a warm-up. "best" is the shortest time: the speed of the
+    engine without other load.
 
     Raises:
         PeerUnavailable: if packages of the peer are missing.

@@ -4,16 +4,12 @@
     python -m benchmarks.generate --shapes 135M --dtypes bfloat16 --json results.json
 
 All engines read the same random weights and decode greedily. They run in turns of some steps, so
-that
-slow changes of the machine affect all of them. Figures are medians, and ratios are computed within
-the
-run. The bound of batch 1 is the time to read the weights once per step, at the read bandwidth of
-the
-same run. Peak memory is measured in a separate process, without its imports.
+that slow changes of the machine affect all of them. Figures are medians, and ratios are computed
+within the run. The bound of batch 1 is the time to read the weights once per step, at the read
+bandwidth of the same run. Peak memory is measured in a separate process, without its imports.
 
 "contiguous" is the decode step of paged_jax with contiguous K and V for each sequence, which shows
-the
-cost of paging. An engine that is not installed is skipped with a message.
+the cost of paging. An engine that is not installed is skipped with a message.
 """
 
 import argparse

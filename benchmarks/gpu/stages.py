@@ -21,8 +21,7 @@ _STACKS_AFTER_SECONDS = 120
 _TUNED = ("--models", "Llama-3 8B", "TinyLlama", "--block-sizes", "16")
 
 # These tests compile the kernels on a GPU and interpret them elsewhere. Each file runs in a
-# separate
-# process, so that all of them run at the same time.
+# separate process, so that all of them run at the same time.
 _KERNEL_TESTS = {
     "tests/kernels/test_triton_decode.py": (),
     "tests/kernels/test_triton_prefill.py": (),

@@ -137,8 +137,7 @@ def measure_utilisation(batches: tuple[int, ...], num_draws: int, seed: int) -> 
     """Return contiguous and paged utilisation of batches, by formula and in the allocator.
 
     Every batch is drawn `num_draws` times, and figures are for all draws together. The last record
-    has
-    log-normal lengths: another distribution with about the same mean.
+    has log-normal lengths: another distribution with about the same mean.
     """
     largest = batches[-1]
     cases = [("uniform", uniform_lengths, batch) for batch in batches]
@@ -187,8 +186,7 @@ def measure_block_sizes(
     mean = float(lengths.mean())
     served = {size: serve(lengths, num_slots, size) for size in block_sizes}
     # Timed steps start with these lengths. Every slot gets one token in each step, and lengths
-    # differ, so
-    # about one slot in C begins a block in every step.
+    # differ, so about one slot in C begins a block in every step.
     seconds: dict[int, list[float]] = {size: [] for size in block_sizes}
     for _ in range(num_rounds):
         for size, tables in served.items():

@@ -6,8 +6,8 @@
 
 It measures the fraction of the memory that holds tokens, the effect of the block size, the cost of
 a shared prompt, the number of sequences in a memory budget, and the blocks that samples and beams
-of a prompt share. It runs the allocator of the library under jit; see
-`allocator.py` and `sharing.py`. A full run reports whether each goal is met.
+of a prompt share. It runs the allocator of the library under jit; see `allocator.py` and
+`sharing.py`. A full run reports whether each goal is met.
 
 Only the times depend on the machine: counts depend only on the seed. (Beams come from a model, so
 rounding on another device may lead to other beams.)

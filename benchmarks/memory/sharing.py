@@ -1,16 +1,14 @@
 """Blocks saved by sharing: several samples of one prompt, and beam search.
 
-The metric is from Kwon et al., "Efficient Memory Management for Large Language Model Serving
-with PagedAttention" (SOSP 2023), section 6.3: saved blocks relative to blocks without sharing. Both
-are counted in every decode step, after the step has allocated blocks for its tokens, and summed
-over
+The metric is from Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+PagedAttention" (SOSP 2023), section 6.3: saved blocks relative to blocks without sharing. Both are
+counted in every decode step, after the step has allocated blocks for its tokens, and summed over
 all steps of all requests. All requests start in the first step, and leave when they are complete.
 
 Samples share the blocks that `fork` shares, until they write. Beams come from a real beam search
-with
-a model and a paged cache: in every step `reorder` makes each beam a continuation of one of the best
-beams, and `decode` copies on write. Every request generates a given number of tokens; the end token
-is never chosen.
+with a model and a paged cache: in every step `reorder` makes each beam a continuation of one of the
+best beams, and `decode` copies on write. Every request generates a given number of tokens; the end
+token is never chosen.
 """
 
 from functools import partial
@@ -28,8 +26,7 @@ from paged_jax.models.llama import Llama
 from paged_jax.rollouts import rollout
 
 # Means of the Alpaca trace, section 6.1 of the paper. The paper does not state the spread of
-# lengths;
-# these values are assumptions, see `saved_by_spread`.
+# lengths; these values are assumptions, see `saved_by_spread`.
 MEAN_PROMPT, MEAN_OUTPUT = 19.31, 58.45
 SPREAD_PROMPT, SPREAD_OUTPUT = 0.6, 0.8
 
@@ -309,8 +306,8 @@ def recount(requests: Requests, parents: np.ndarray, block_size: int) -> Usage:
     """Count blocks without an allocator, only from `parents` i32[N, R, W].
 
     A beam that writes into a block becomes its only owner. So each written block gets a new name,
-    beams
-    that continue another beam inherit its names, and the count is the number of different names.
+    beams that continue another beam inherit its names, and the count is the number of different
+    names.
     """
     num_steps, num_requests, width = parents.shape
     shared, unshared = np.zeros((2, num_steps), np.int64)

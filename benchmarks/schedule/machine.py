@@ -19,14 +19,11 @@ class Machine(NamedTuple):
       programs_per_core: maximum number of program instances on an SM.
       memory_rate: memory bandwidth in bytes per second: nine tenths of the data sheet's 4.8 TB/s.
       core_rate: maximum bytes per second of an SM: 420 instructions of four warps for 32 KB, at
-        about
-        0.65 instructions per cycle of each scheduler and 1.85 GHz.
+        about 0.65 instructions per cycle of each scheduler and 1.85 GHz.
       program_rate: bytes per second of a program instance that is alone on an SM: two steps of 32
-        KB in
-        flight, a microsecond each.
+        KB in flight, a microsecond each.
       start: seconds from the start of an instance to its first bytes of K and V. It reads its
-        length,
-        its block ids and then K and V.
+        length, its block ids and then K and V.
       search: seconds in which an instance finds its part, if it must.
       idle: seconds of an instance that has nothing to read.
       launch: seconds from the end of a kernel to the start of the next kernel in a CUDA graph.

@@ -1,10 +1,9 @@
 """Rules that divide a batch of sequences among the program instances of a call.
 
 A rule determines which tokens each program instance of a KV head reads, in the order of their
-start. All
-heads have the same instances, which start together. The last instance of a sequence merges its
-parts, as
-in the current kernel, or a second launch does, as in the previous kernel and in vLLM.
+start. All heads have the same instances, which start together. The last instance of a sequence
+merges its parts, as in the current kernel, or a second launch does, as in the previous kernel and
+in vLLM.
 """
 
 import math

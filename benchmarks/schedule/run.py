@@ -5,19 +5,14 @@
     python -m benchmarks.schedule --json schedule.json --plot schedule.png
 
 The program instances of a decode call of Llama 3 8B run on the SMs of an H200, which share the
-memory
-bandwidth (`machine.py`; its constants are estimates). The parts come from the kernel's own
-function,
-`paged_jax.kernels.triton.split_kv`, and are compared with the previous rule, which used the width
-of the
-table. Mixes of lengths are synthetic, or drawn from traces of production services if their folder
-is
-given or found.
+memory bandwidth (`machine.py`; its constants are estimates). The parts come from the kernel's own
+function, `paged_jax.kernels.triton.split_kv`, and are compared with the previous rule, which used
+the width of the table. Mixes of lengths are synthetic, or drawn from traces of production services
+if their folder is given or found.
 
 A study of even batches compares vLLM's two kernels (V1 and V2 of its paged attention): when should
 sequences be divided into parts of 512 tokens instead of one program instance each? Both are
-simulated
-with the kernel of this library.
+simulated with the kernel of this library.
 """
 
 import argparse

@@ -46,8 +46,7 @@ def make_engine(model: Llama, sizes: EngineSizes, variant: str) -> Engine:
     """Create an engine for one of the VARIANTS, without compiling.
 
     "contiguous" is the same engine with blocks of `max_model_len` tokens: every sequence has one
-    block,
-    reserved when it is admitted, and attention reads the whole block.
+    block, reserved when it is admitted, and attention reads the whole block.
     """
     is_paged, has_prefix_cache = VARIANTS[variant]
     block_size = sizes.block_size if is_paged else sizes.max_model_len
@@ -55,8 +54,8 @@ def make_engine(model: Llama, sizes: EngineSizes, variant: str) -> Engine:
     if not is_paged:
         max_num_seqs = min(max_num_seqs, num_blocks)
         # The scheduler reserves one more block for each running sequence, although a second block
-        # is never
-        # needed here. Without these additional blocks, only half as many sequences would run.
+        # is never needed here. Without these additional blocks, only half as many sequences would
+        # run.
         num_blocks += max_num_seqs
     optional = {}
     if sizes.max_num_batched_tokens is not None:

@@ -7,10 +7,10 @@ necessary to measure the peak memory of an engine. `measure` writes such files a
 processes.
 
 transformers is used as in its own `generate_batch`: one manager with a separate thread, and
-requests
-in the same order. The difference is that each request has its own number of new tokens, which
-`generate_batch` does not support. "as it comes" leaves all sizes to transformers, which then uses a
-share of the machine's memory. "sized" sets the number of blocks and the batch for this workload.
+requests in the same order. The difference is that each request has its own number of new tokens,
+which `generate_batch` does not support. "as it comes" leaves all sizes to transformers, which then
+uses a share of the machine's memory. "sized" sets the number of blocks and the batch for this
+workload.
 """
 
 import json

@@ -13,11 +13,10 @@ generates the same number of tokens for each request:
     online           the same, requests arrive in a Poisson process    (engines.py)
 
 The last two run with paged K and V, with and without a prefix cache, and with contiguous K and V,
-all
-in the same memory. The engines run in turns in every round, and ratios are computed within a round.
-Figures are medians over rounds. The prefix cache is empty at the start of a run. transformers'
-continuous batching runs in a separate process, and so does paged_jax for that comparison
-(peers.py).
+all in the same memory. The engines run in turns in every round, and ratios are computed within a
+round. Figures are medians over rounds. The prefix cache is empty at the start of a run.
+transformers' continuous batching runs in a separate process, and so does paged_jax for that
+comparison (peers.py).
 
 With --trace-file the requests of a trace are served instead, at their times (`--speed`), with
 their lengths scaled to the model's context (`--length-scale`). Scaling also shrinks the blocks of
@@ -90,12 +89,10 @@ def measure_all(
 
     Args:
       runs: functions that serve a list of requests, by name. Names that begin with ONLINE get
-        requests
-        with arrival times.
+        requests with arrival times.
       draw_round: returns the requests of a round, by its number.
       load: arrival rate, as a multiple of the rate of OFFLINE + BEST in the last warm-up round,
-        which
-        must be among the runs if any is online.
+        which must be among the runs if any is online.
       num_warmup: number of warm-up rounds, at least one.
       num_rounds: number of measured rounds.
 
@@ -158,8 +155,7 @@ def make_runs(
     """Return the functions of the modes, compiled for the requests of `draw_round`.
 
     Baselines run `unrolled`, the same model with one module per layer, because their K and V are a
-    pair of
-    arrays per layer. The default is `model` itself.
+    pair of arrays per layer. The default is `model` itself.
     """
     runs: dict[str, Serve] = {}
     # As many rows as fit into the memory of the pools if each has the maximum length.

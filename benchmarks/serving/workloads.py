@@ -177,8 +177,7 @@ def fitting_scale(rows: list[TraceRow], max_len: int) -> Scale:
     """Return the scale (at most 1) that fits prompts into 3/4 of a sequence, outputs into 1/4.
 
     Prompts of today's services are tens of times longer than their outputs. With a common factor, a
-    small
-    model would have almost nothing to generate.
+    small model would have almost nothing to generate.
     """
     longest = max(row.prompt_len for row in rows), max(row.new_len for row in rows)
     room = max_len - max_len // 4, max_len // 4
@@ -191,8 +190,7 @@ def from_trace(
     """Return requests with the lengths, times and common prefixes of a trace.
 
     Each named block is a run of tokens drawn with its name as the seed, so blocks with the same
-    name are
-    equal. A prompt without names has independent tokens.
+    name are equal. A prompt without names has independent tokens.
 
     Args:
       rows: see `read_trace`.

@@ -2,8 +2,7 @@
 
 These are the programs that `LLM`, `AsyncEngine` and the server run: the executor of an engine with
 its programs for decode steps and prompt chunks, and donated state. Variants change one setting of
-the
-same steps.
+the same steps.
 """
 
 import contextlib

@@ -39,9 +39,8 @@ SMALL = Machine(
         ([30, 40, 70], 2 + 1 + 1 + 40 / 40),
         ([0, 0, 0, 0], 2 + 0.25),
         # The fifth starts when another has found nothing: it reads at 30 instead of 40 while four
-        # share the
-        # memory, from 3.25 to 4.45 s, at 10/3 until the instances on the other SM are done, and
-        # then at full rate.
+        # share the memory, from 3.25 to 4.45 s, at 10/3 until the instances on the other SM are
+        # done, and then at full rate.
         ([0, 40, 40, 40, 40], 4.45 + 2.5 / 30 + (10 - 10 / 3) / 40),
     ],
 )

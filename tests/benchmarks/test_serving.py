@@ -292,8 +292,7 @@ def test_runs_find_nothing_cached_that_an_earlier_one_left(model) -> None:
     runs = serving.make_runs(model, modes, ENGINE_SIZES, lambda _: requests()[:2])
     cached = [run(requests()[:2]).details["num_cached_tokens"] for run in runs.values()]
     # The second request of a run finds the full block of the shared prefix. It would find more if
-    # the
-    # prompts of the previous run were cached. Only the first variant has a prefix cache.
+    # the prompts of the previous run were cached. Only the first variant has a prefix cache.
     assert cached == [4, 0, 0] * 2
 
 

@@ -125,8 +125,7 @@ def test_a_bench_reads_random_numbers_in_blocks_that_lie_anywhere(tiny) -> None:
     assert cache.k.dtype == jnp.int8 and len(np.unique(np.asarray(cache.k))) > 200
     assert cache.v_scale is not None and float(jnp.std(cache.v_scale)) > 0
     # Variants change the engine's settings: queries of int8 pools are bfloat16, and one kernel
-    # rotates
-    # and writes.
+    # rotates and writes.
     for name, has_casts, is_fused in (
         (ENGINE, True, True),
         ("float32 queries", False, True),

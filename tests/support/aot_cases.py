@@ -215,8 +215,7 @@ GPU_FAMILIES: Mapping[str, EngineStep] = {
 }
 
 # Without a GPU for autotuning, XLA splits matrix multiplications with few rows (split-K). Each
-# split adds a
-# kernel that sums the parts.
+# split adds a kernel that sums the parts.
 GPU_COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "step, products undivided": {"xla_gpu_experimental_force_split_k": 1},
 }
@@ -308,8 +307,7 @@ TPU_STEPS: Mapping[str, Mapping[str, DecodeStep]] = {
 }
 
 # 70B in bfloat16 does not fit on eight chips of 16 GB, and sixteen are more than its KV heads. Few
-# sequences,
-# because sampling for 64 sequences takes 242 MB on every chip (jax 0.12.0.1).
+# sequences, because sampling for 64 sequences takes 242 MB on every chip (jax 0.12.0.1).
 TPU_PARALLEL: Mapping[str, Mapping[str, EngineStep]] = {
     "v5e": {
         "parallel step of Llama 3 70B": EngineStep(
@@ -335,8 +333,7 @@ TPU_PARALLEL: Mapping[str, Mapping[str, EngineStep]] = {
 }
 
 # One KV head per chip, and a KV head that two chips share, with a head dimension of half the lanes.
-# The chips
-# divide the experts.
+# The chips divide the experts.
 TPU_FAMILIES: Mapping[str, Mapping[str, EngineStep]] = {
     "v5e": {
         f"families: {name}": EngineStep(
@@ -415,8 +412,7 @@ def parameters(cases: Mapping[str, Any]) -> list[Any]:
     """Return pytest parameters for the names of cases.
 
     Calls that differ from others only in the head dimension and block size are slow tests: the
-    quick tests show
-    whether a version of JAX compiles the kernels for all dtypes and variants.
+    quick tests show whether a version of JAX compiles the kernels for all dtypes and variants.
     """
     sizes = (_LLAMA.C, _LLAMA.D, _LLAMA.G)
     return [

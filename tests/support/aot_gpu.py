@@ -5,12 +5,9 @@
     python -m tests.support.aot_gpu --gpu l4 decode  # for another GPU, see `gpus`; only ops
 
 Requires the extra "aot". XLA compiles for the description of a GPU. ptxas, run again on the PTX of
-this
-library's kernels, reports registers and spills, and nvdisasm the instructions of loops. Nothing
-runs. This
-shows that programs compile and their registers, shared memory, copies, instructions and launches.
-It does
-not show correctness or speed.
+this library's kernels, reports registers and spills, and nvdisasm the instructions of loops.
+Nothing runs. This shows that programs compile and their registers, shared memory, copies,
+instructions and launches. It does not show correctness or speed.
 
 It is a script because JAX reads its settings from the environment when it is imported.
 """
@@ -110,8 +107,7 @@ def read_launches() -> tuple[list[dict[str, Any]], int]:
     """Return everything that XLA launches on the GPU, in order; launches in a loop count once.
 
     Each launch comes with its surroundings, outermost first: the ``"body"`` or ``"condition"`` of a
-    loop, or a
-    branch of a conditional. Also returns the number of conditionals.
+    loop, or a branch of a conditional. Also returns the number of conditionals.
     """
     listings = list(DUMP.glob("*.thunk_sequence.txt"))
     if len(listings) != 1:

@@ -5,10 +5,8 @@
     python -m tests.support.aot_parallel v6e:2x4 70B --program prefill
 
 Requires the extra "aot". The pool has the number of blocks that `paged_jax.plan` computes, so a
-compiler
-that enforces the memory limit of its device, as the TPU compiler does, also checks the plan.
-Nothing runs.
-This shows that programs compile, their memory and their communication.
+compiler that enforces the memory limit of its device, as the TPU compiler does, also checks the
+plan. Nothing runs. This shows that programs compile, their memory and their communication.
 
 It is a script because JAX and libtpu read their settings from the environment when they are
 imported.
@@ -29,7 +27,7 @@ aot_environment.set_for_tpus()
 import jax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 
-from paged_jax.engine.memory_plan import DEVICES, MemoryPlan, collectives, make_plan  # noqa: E402  # noqa: E402
+from paged_jax.engine.memory_plan import DEVICES, MemoryPlan, collectives, make_plan  # noqa: E402
 from tests.support.aot_cases import count_collectives  # noqa: E402
 from tests.support.decode_step import LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B  # noqa: E402
 from tests.support.engine_step import EngineStep  # noqa: E402

@@ -4,10 +4,8 @@
     python -m tests.support.aot_tpu v6e decode       # cases with names that start with this word
 
 Requires the extra "aot". The compiler in libtpu enforces the limits of the chip: alignment of
-tiles, the sizes
-of VMEM and HBM, supported operations. Nothing runs. This shows that programs compile and their
-memory. It does
-not show correctness or speed.
+tiles, the sizes of VMEM and HBM, supported operations. Nothing runs. This shows that programs
+compile and their memory. It does not show correctness or speed.
 
 It is a script because JAX and libtpu read their settings from the environment when they are
 imported.

@@ -1,8 +1,7 @@
 """Block allocator in plain Python: it serves slots one at a time, with lists and a queue.
 
 The oracle of `tests/cache/test_histories.py`. It also keeps the content of every slot as a list of
-tokens,
-independent of shared and copied blocks.
+tokens, independent of shared and copied blocks.
 """
 
 import copy

@@ -1,8 +1,8 @@
 """Covering arrays: few rows that contain every pair of values of every two factors.
 
 Nearly all defects of a kernel depend on a single size, dtype or variant, or on two of them (Kuhn et
-al.,
-2004, "Software Fault Interactions"). All pairs need tens of rows, and all combinations thousands.
+al., 2004, "Software Fault Interactions"). All pairs need tens of rows, and all combinations
+thousands.
 """
 
 import itertools

@@ -1,12 +1,9 @@
 """Cost of each test file: recorded by pytest, stored in tests/README.md, and limited by a budget.
 
-This is a pytest plugin. `--durations-json FILE` records a run. `python -m tests.support.durations
-FILE`
-writes the recorded costs to the table. `--check-durations` fails a run if a file costs much more
-than its
-line. CPU-seconds count the test process and the child processes that it waited for, so other load
-has
-little influence.
+This is a pytest plugin. `--durations-json FILE` records a run.
+`python -m tests.support.durations FILE` writes the recorded costs to the table. `--check-durations`
+fails a run if a file costs much more than its line. CPU-seconds count the test process and the
+child processes that it waited for, so other load has little influence.
 """
 
 import json
@@ -27,8 +24,7 @@ _ROW = re.compile(r"^\| `(?P<file>[^`]+)` \| (?P<tests>\S+) \| (?P<before>\S+) \
 _MARK = "<!-- durations -->\n"
 
 # A file may cost this factor times its line plus these CPU-seconds. The first file that needs a
-# program pays
-# for it; the programs of an engine take about 30 CPU-seconds.
+# program pays for it; the programs of an engine take about 30 CPU-seconds.
 _FACTOR, _SLACK = 1.5, 40.0
 # Minimum CPU-seconds of lines that determine the speed of the machine.
 _LONG = 2.0
@@ -61,8 +57,7 @@ def over_budget(
     """Return a message for each file that costs too much or has no line.
 
     If most files cost more than their lines, the machine is slower than the machine of the table,
-    and all
-    lines are scaled by the median ratio.
+    and all lines are scaled by the median ratio.
     """
     lines = {file: line.now for file, line in table.items()}
     ratios = [

@@ -1,8 +1,7 @@
 """Cache of KV blocks in plain Python, and a runner of plans, to test the scheduler without arrays.
 
 Blocks contain tokens instead of K and V. The runner computes each next token from the tokens that
-it reads
-there, so wrong blocks lead to wrong tokens. `expected_tokens` returns the right tokens.
+it reads there, so wrong blocks lead to wrong tokens. `expected_tokens` returns the right tokens.
 """
 
 import collections

@@ -1,10 +1,8 @@
 """Tiny checkpoints of every family, created and saved by transformers.
 
 An entry of `CASES` tests a family: its logits, and the output of engines with two backends. Each
-case has a
-layer of each kind, and a window that is shorter than its sequences. All weights are random,
-including norms
-and biases.
+case has a layer of each kind, and a window that is shorter than its sequences. All weights are
+random, including norms and biases.
 """
 
 import dataclasses

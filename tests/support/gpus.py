@@ -9,8 +9,7 @@ class Gpu(NamedTuple):
     """Description of a GPU for XLA.
 
     Limits come from the CUDA C++ Programming Guide, "Technical Specifications per Compute
-    Capability". The other
-    figures come from NVIDIA's white papers and data sheets.
+    Capability". The other figures come from NVIDIA's white papers and data sheets.
 
     Attributes:
       device: the device for which kernels choose their launch parameters.

@@ -1,8 +1,7 @@
 """Sequences of random keys and values in a poisoned pool, and the expected attention.
 
 Everything except the op is NumPy, which compiles nothing. The op is compiled once for all batches
-with the same
-shapes and options.
+with the same shapes and options.
 """
 
 import dataclasses
@@ -22,8 +21,7 @@ OUT_OF_RANGE = 10**6
 LAYER = 1
 
 # Backends of attention with their arguments on this machine: kernels for GPUs and TPUs run on them
-# if there are
-# any, otherwise in Pallas' interpreter.
+# if there are any, otherwise in Pallas' interpreter.
 BACKENDS: dict[str, dict[str, Any]] = {
     "cpu": {"backend": "cpu"},
     "reference": {"backend": "reference"},
@@ -43,8 +41,7 @@ class PagedBatch:
     """Sequences of given lengths in a pool of two layers; only `LAYER` contains them.
 
     Tables are shuffled, entries after the end of a sequence are out of range, and every value of
-    the pool outside the
-    tokens is NaN, or the largest integer with a scale of NaN.
+    the pool outside the tokens is NaN, or the largest integer with a scale of NaN.
     """
 
     k: list[np.ndarray]  # each [length, K, D], the values after rounding to the dtype of the pool

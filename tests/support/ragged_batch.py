@@ -24,8 +24,8 @@ class RaggedBatch:
     """Sequences in shuffled pages, followed by rows without a sequence.
 
     Table entries after the end of a sequence are out of range, lengths of rows without a sequence
-    are invalid, and
-    their queries are NaN. All values of the pages outside the tokens are NaN, or 99.
+    are invalid, and their queries are NaN. All values of the pages outside the tokens are NaN, or
+    99.
     """
 
     q: np.ndarray

@@ -20,8 +20,7 @@ _VOCAB = ["<s>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz .,:!?'\n"]
 _VOCAB += [left + right for left, right in _MERGES]
 
 # Common sizes of all test engines, so that they share compiled programs, with fewer blocks than the
-# slots could
-# use.
+# slots could use.
 SIZES = {"block_size": 4, "num_blocks": 20, "max_num_seqs": 4, "max_chunk": 16}
 
 CONFIG = LlamaConfig(
