@@ -348,7 +348,7 @@ class _Comparison:
             waits = isinstance(sample, WaitingSample)
             if self._is_preempted(sample) or (waits and key in self._old_running):
                 block_ids = self._old_blocks(key)
-                text = f"{_name(sample)} lost its slot" + _counted(block_ids, " and {}")
+                text = f"{_name(sample)} lost its slot" + _insert_count(block_ids, " and {}")
                 if waits and sample.is_swapped and block_ids:
                     text += ", which went to host memory"
                 events.append(CacheEvent("preempt", sample.request_id, block_ids, text))
@@ -356,10 +356,10 @@ class _Comparison:
 
     def admissions(self) -> list[CacheEvent]:
         def event(sample: RunningSample) -> CacheEvent:
-            text = f"{_name(sample)} got slot {sample.slot}" + self._origin(sample)
+            text = f"{_name(sample)} got slot {sample.slot}" + self._describe_origin(sample)
             return CacheEvent("admit", sample.request_id, sample.block_ids, text)
 
-        return [event(sample) for sample in self._newcomers()]
+        return [event(sample) for sample in self._samples_with_new_slot()]
 
     def evictions(self) -> list[CacheEvent]:
         if self._before.num_cache_resets != self._after.num_cache_resets:
@@ -372,23 +372,23 @@ class _Comparison:
         events = []
         for request_id, block_ids in evicted.items():
             beneficiary = "" if request_id is None else f" for request {request_id}"
-            text = _counted(block_ids, "the cache evicted {}") + beneficiary
+            text = _insert_count(block_ids, "the cache evicted {}") + beneficiary
             events.append(CacheEvent("evict", request_id, block_ids, text))
         return events
 
     def copies_on_write(self) -> list[CacheEvent]:
-        forked = dict.fromkeys(s.request_id for s in self._newcomers() if s.is_fork)
+        forked = dict.fromkeys(s.request_id for s in self._samples_with_new_slot() if s.is_fork)
         return [event for request_id in forked for event in self._copies_of(request_id)]
 
     def ends(self) -> list[CacheEvent]:
         def event(key: tuple[str, int], sample: _Sample) -> CacheEvent:
             block_ids = self._old_blocks(key)
-            text = f"{_name(sample)} finished" + _counted(block_ids, " and released {}")
+            text = f"{_name(sample)} finished" + _insert_count(block_ids, " and released {}")
             return CacheEvent("finish", sample.request_id, block_ids, text)
 
         return [event(key, old) for key, old in self._old.items() if key not in self._new]
 
-    def _origin(self, sample: RunningSample) -> str:
+    def _describe_origin(self, sample: RunningSample) -> str:
         """Return words for the origin of the first blocks of a sample that got a slot."""
         old = self._old.get(_key(sample))
         if sample.is_fork:
@@ -396,7 +396,7 @@ class _Comparison:
         if isinstance(old, WaitingSample) and old.is_swapped:
             return ", with its blocks from host memory"
         found = [block for block in sample.block_ids if self._is_kept(block)]
-        return _counted(found, " and found {} in the cache")
+        return _insert_count(found, " and found {} in the cache")
 
     def _copies_of(self, request_id: str) -> list[CacheEvent]:
         """Return the copies of blocks that the samples of a request got when they were forked.
@@ -438,7 +438,7 @@ class _Comparison:
         index = column - num_blocks + len(sample.block_ids)
         return sample.block_ids[index : index + 1] if index >= 0 else []
 
-    def _newcomers(self) -> list[RunningSample]:
+    def _samples_with_new_slot(self) -> list[RunningSample]:
         """Return the samples with a slot that had no slot at some time since `before`."""
         return [
             sample
@@ -468,7 +468,7 @@ def _name(sample: _Sample) -> str:
     return f"sample {sample.sample} of request {sample.request_id}"
 
 
-def _counted(block_ids: list[int], text: str) -> str:
+def _insert_count(block_ids: list[int], text: str) -> str:
     """Insert the number of blocks into a text; return "" if there are none."""
     count = len(block_ids)
     return text.format(f"{count} block{'s' * (count > 1)}") if count else ""

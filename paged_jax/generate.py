@@ -157,7 +157,7 @@ def _complete(
         bar if len(prompts) > 1 else contextlib.nullcontext(),
         contextlib.closing(llm.stream(prompts, params)) as outputs,
     ):
-        observed = _observed(outputs, lambda num: status.advance(num, note), pictures)
+        observed = _with_progress(outputs, lambda num: status.advance(num, note), pictures)
         for output in _in_order(observed, partial=is_stream):
             status.clear()
             _raise_error(output)
@@ -252,7 +252,7 @@ def _raise_error(output: RequestOutput) -> None:
             raise FloatingPointError(completion.stop_reason)
 
 
-def _observed(
+def _with_progress(
     outputs: Iterator[tuple[int, RequestOutput]],
     advance: Callable[[int], None],
     pictures: "_BlockPictures | None",

@@ -217,7 +217,7 @@ def _groups(plan: MemoryPlan) -> list[dict[str, Any]]:
             "num_layers": group.num_layers,
             "num_blocks": size,
             "block_bytes": group.block,
-            "most_blocks_of_a_sequence": group.most_in_slot,
+            "most_blocks_of_a_sequence": group.max_blocks_per_slot,
         }
         for group, size in zip(plan.footprint.groups, sizes, strict=True)
     ]
@@ -311,7 +311,8 @@ def _layers(plan: MemoryPlan, group: GroupFootprint) -> str:
     layers = f"{group.num_layers} of {plan.config.num_hidden_layers} layers"
     if group.window is None:
         return f"{layers} that keep all tokens"
-    return f"{layers} with a window of {group.window:,}, at most {group.most_in_slot} a sequence"
+    most = group.max_blocks_per_slot
+    return f"{layers} with a window of {group.window:,}, at most {most} a sequence"
 
 
 def _table(plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None) -> Iterator[str]:

@@ -83,7 +83,7 @@ def test_plan_equals_the_memory_of_an_engine(layers, num_blocks, kv_dtype) -> No
 
 
 def test_blocks_fill_the_memory_for_any_groups() -> None:
-    full = GroupFootprint(None, 1, 7, 1, most_in_slot=99, most=990)
+    full = GroupFootprint(None, 1, 7, 1, max_blocks_per_slot=99, max_blocks=990)
     groups = full, GroupFootprint(90, 4, 29, 1, 9, 90), GroupFootprint(30, 2, 14, 1, 3, 30)
     footprint = Footprint(100, 10, {"decode": 5}, groups)
     for memory in (100, 168, 169, 1700, 1850, 5500, 5540, 9000):

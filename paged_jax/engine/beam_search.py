@@ -138,7 +138,7 @@ class BeamChoice:
       max_tokens: maximum number of tokens to generate: `params.max_tokens`, or less by the context.
       params: parameters of the search.
       end_ids: token ids that complete a sequence.
-      most_bias: the largest bias that is added to a log-probability, at least 0.
+      max_bias: the largest bias that is added to a log-probability, at least 0.
 
     Attributes:
       beams: beams that continue, the best first.
@@ -150,13 +150,13 @@ class BeamChoice:
         max_tokens: int,
         params: BeamSearchParams,
         end_ids: frozenset[int],
-        most_bias: float = 0.0,
+        max_bias: float = 0.0,
     ):
         self.params = params
         self.prompt_token_ids = list(prompt_token_ids)
         self.max_tokens = max_tokens
         self._end_ids = end_ids
-        self._most_bias = most_bias
+        self._max_bias = max_bias
         self.beams = [Beam((), 0.0)]
         self._completed: list[Beam] = []  # the best W, the best first
 
@@ -216,7 +216,7 @@ class BeamChoice:
             return False
         # A token lowers the sum unless its bias is positive. The score is monotonic in the length.
         num_prompt, num_left = len(self.prompt_token_ids), self.max_tokens - self.num_generated
-        best = self.beams[0].cum_logprob + num_left * self._most_bias
+        best = self.beams[0].cum_logprob + num_left * self._max_bias
         lengths = self.num_tokens, num_prompt + self.max_tokens
         hope = max(best / length**self.params.length_penalty for length in lengths)
         return hope <= self._score(self._completed[-1])
@@ -296,9 +296,9 @@ def beam_search(
     if isinstance(prompts, str | Mapping):
         prompts = [prompts]
     end_ids = frozenset() if params.ignore_eos else core.loaded.eos_token_ids
-    most_bias = max((0.0, *core.loaded.token_bias.values))
+    max_bias = max((0.0, *core.loaded.token_bias.values))
     searches = [
-        _Search(_as_request(core, number, prompt, params), params, end_ids, most_bias)
+        _Search(_as_request(core, number, prompt, params), params, end_ids, max_bias)
         for number, prompt in enumerate(prompts)
     ]
     for search in searches:
@@ -326,7 +326,7 @@ def _check_fits(core: EngineCore, search: "_Search") -> None:
         raise ValueError(
             f"beam_search: beam_width must be at most max_num_seqs, {num_slots} slots, got {width}."
         )
-    num_blocks = search.most_blocks(core.scheduler.block_budget)
+    num_blocks = search.max_blocks(core.scheduler.block_budget)
     if num_blocks > core.num_blocks:
         raise ValueError(
             f"beam_search: {width} beams of {num_tokens} prompt tokens and {search.max_tokens} new "
@@ -343,13 +343,13 @@ class _Search(BeamChoice):
         request: Request,
         params: BeamSearchParams,
         end_ids: frozenset[int],
-        most_bias: float,
+        max_bias: float,
     ):
-        super().__init__(request.prompt_token_ids, request.max_tokens, params, end_ids, most_bias)
+        super().__init__(request.prompt_token_ids, request.max_tokens, params, end_ids, max_bias)
         self.request = request
         self.slot_users: list[SlotUser] = []  # of beam 0, 1, ...
 
-    def most_blocks(self, block_budget: BlockBudget) -> int:
+    def max_blocks(self, block_budget: BlockBudget) -> int:
         """Return the maximum number of blocks of all beams: they share the full prompt blocks."""
         num_prompt = len(self.prompt_token_ids)
         num_common = block_budget.num_shared(num_prompt)
@@ -389,7 +389,7 @@ class _SearchBatch:
 
     def _has_room(self, search: _Search) -> bool:
         searches = (*self._running, search)
-        num_blocks = sum(s.most_blocks(self._block_budget) for s in searches)
+        num_blocks = sum(s.max_blocks(self._block_budget) for s in searches)
         return len(self._free_slots) >= self._width and num_blocks <= self._core.num_blocks
 
     def _admit(self, search: _Search) -> None:

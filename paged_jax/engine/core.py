@@ -362,7 +362,7 @@ def _make_scheduler(
         max_steps=options.steps_per_dispatch,
         runs_ahead=not options.num_speculative_tokens,  # drafts need the tokens before them
         enable_prefix_caching=options.enable_prefix_caching,
-        preemption=_preemption(options, is_over_processes),
+        preemption=_preemption_mode(options, is_over_processes),
         costs=PreemptionCosts(
             seconds_per_block=memory.block / HOST_BYTES_PER_SECOND,
             max_swapped_blocks=int(options.swap_space * 2**30) // memory.block,
@@ -371,7 +371,7 @@ def _make_scheduler(
     )
 
 
-def _preemption(options: EngineConfig, is_over_processes: bool) -> Preemption:
+def _preemption_mode(options: EngineConfig, is_over_processes: bool) -> Preemption:
     """Return the way of preemption: with several processes always recomputation.
 
     Raises:

@@ -88,20 +88,20 @@ class GroupFootprint(NamedTuple):
       num_layers: number of layers in the group.
       block: bytes of K and V of a block in these layers, including scales.
       overhead: further bytes that a block takes.
-      most_in_slot: maximum number of blocks that a slot holds.
-      most: maximum number of blocks that all slots hold.
+      max_blocks_per_slot: maximum number of blocks that a slot holds.
+      max_blocks: maximum number of blocks that all slots hold.
     """
 
     window: int | None
     num_layers: int
     block: int
     overhead: int
-    most_in_slot: int
-    most: int
+    max_blocks_per_slot: int
+    max_blocks: int
 
     def num_held(self, length: int, block_size: int) -> int:
         """Return the maximum number of blocks that a sequence of `length` tokens holds."""
-        return min(self.most_in_slot, num_blocks_needed(length, block_size))
+        return min(self.max_blocks_per_slot, num_blocks_needed(length, block_size))
 
 
 class Footprint(NamedTuple):
@@ -140,13 +140,13 @@ class Footprint(NamedTuple):
         return self.weights + self.state + self.step
 
     @property
-    def most_blocks(self) -> int:
+    def max_blocks(self) -> int:
         """Number of blocks of the first group that all slots can use; more serve only as cache."""
-        return self.groups[0].most
+        return self.groups[0].max_blocks
 
     def group_sizes(self, num_blocks: int) -> tuple[int, ...]:
         """Return the number of blocks of each group if the first has `num_blocks`."""
-        others = (min(num_blocks, group.most) for group in self.groups[1:])
+        others = (min(num_blocks, group.max_blocks) for group in self.groups[1:])
         return num_blocks, *others
 
     def pool_bytes(self, num_blocks: int, *, with_overhead: bool = False) -> int:
@@ -158,7 +158,7 @@ class Footprint(NamedTuple):
         """Return how many blocks of the first group fit in a memory, next to everything else.
 
         Example:
-          >>> group = GroupFootprint(None, 2, 90, 10, most_in_slot=4, most=8)
+          >>> group = GroupFootprint(None, 2, 90, 10, max_blocks_per_slot=4, max_blocks=8)
           >>> Footprint(700, 100, {"decode": 200}, (group,)).num_blocks(1250)
           2
         """
@@ -168,20 +168,20 @@ class Footprint(NamedTuple):
         """Return how many blocks of the first group fit in `num_bytes`, see `pool_bytes`.
 
         Example:
-          >>> whole = GroupFootprint(None, 1, 10, 0, most_in_slot=100, most=200)
-          >>> window = GroupFootprint(64, 5, 50, 0, most_in_slot=8, most=16)
+          >>> whole = GroupFootprint(None, 1, 10, 0, max_blocks_per_slot=100, max_blocks=200)
+          >>> window = GroupFootprint(64, 5, 50, 0, max_blocks_per_slot=8, max_blocks=16)
           >>> footprint = Footprint(0, 0, {}, (whole, window))
           >>> footprint.num_fitting(1810), footprint.pool_bytes(101), footprint.num_fitting(600)
           (101, 1810, 10)
         """
         first, *others = self.groups
         # A group stops growing when all slots have enough blocks, the smallest group first.
-        others = sorted(others, key=lambda group: group.most)
+        others = sorted(others, key=lambda group: group.max_blocks)
         growing = [group.block + with_overhead * group.overhead for group in (first, *others)]
         for group, size in zip(others, growing[1:], strict=True):
-            if num_bytes // sum(growing) <= group.most:
+            if num_bytes // sum(growing) <= group.max_blocks:
                 break
-            num_bytes -= group.most * size
+            num_bytes -= group.max_blocks * size
             growing.remove(size)
         return max(0, num_bytes // sum(growing))
 

@@ -100,7 +100,7 @@ class MemoryPlan:
     @property
     def num_engine_blocks(self) -> int:
         """Number of blocks in an engine's pool: at most what all slots at full length use."""
-        return min(self.num_blocks, self.footprint.most_blocks)
+        return min(self.num_blocks, self.footprint.max_blocks)
 
     @property
     def has_windows(self) -> bool:

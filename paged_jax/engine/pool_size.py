@@ -39,7 +39,7 @@ def choose_num_blocks(
             num_fitting = _num_fitting_free_memory(device, sizes, footprint)
         else:
             num_fitting = _num_fitting_fraction(device, footprint, memory_fraction)
-        num_blocks = min(footprint.most_blocks, num_fitting)
+        num_blocks = min(footprint.max_blocks, num_fitting)
     _check_host_holds(device, footprint, num_blocks)
     return num_blocks
 

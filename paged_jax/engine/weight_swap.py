@@ -77,8 +77,8 @@ class NewWeights(NamedTuple):
 
     Attributes:
       arrays: the new weights on the engine's devices, in the layout of the caller.
-      convert: program ``(arrays, room)`` that returns the leaves of the engine's model. It donates
-        `room`, arrays of the same shapes, and writes the leaves into their memory.
+      convert: program ``(arrays, buffers)`` that returns the leaves of the engine's model. It
+        donates `buffers`, arrays with the shapes of the leaves, and reuses their memory.
     """
 
     arrays: Any
@@ -117,7 +117,7 @@ class WeightSwap:
         if isinstance(params, PagedModel):
             params = nnx.state(params)
         if isinstance(params, nnx.State):
-            params = _in_layout(params, _names_of(state))
+            params = _leaves_by_name(params, _names_of(state))
         elif not isinstance(params, list | tuple):
             raise ValueError(
                 "update_params: params must be a model, its nnx.state, or a list of its leaves, "
@@ -125,8 +125,8 @@ class WeightSwap:
             )
         new, layout = jax.tree.leaves(params), self._executor.weights.layout
         _check_shapes([jnp.shape(x) for x in new], [x.shape for x in layout])
-        arrays = [_bring(x, y.sharding) for x, y in zip(new, layout, strict=True)]
-        return NewWeights(arrays, _copying(*_kinds(layout)))
+        arrays = [_to_devices(x, y.sharding) for x, y in zip(new, layout, strict=True)]
+        return NewWeights(arrays, _copying(*_dtypes_and_shardings(layout)))
 
     def _prepare_other(self, model: PagedModel, params: Any, mapping: NameMap) -> NewWeights:
         if not isinstance(model, Llama):
@@ -141,11 +141,16 @@ class WeightSwap:
         sources = find_sources("update_params", model.config, matrices, shapes, mapping)
         place = layout[0].sharding
         used = {source.name for source in sources.values()}
-        near = {name: _bring(arrays[name], _part(shapes[name], place)) for name in sorted(used)}
+        near = {
+            name: _to_devices(arrays[name], _divided_sharding(shapes[name], place))
+            for name in sorted(used)
+        }
         if model.config.tie_word_embeddings and HEAD in sources:
             _check_tied_head(model.config, near, sources)
         rules = tuple(sources.items())
-        return NewWeights(near, _assembling(model.config, names, rules, *_kinds(layout)))
+        return NewWeights(
+            near, _assembling(model.config, names, rules, *_dtypes_and_shardings(layout))
+        )
 
     def replace(self, new: NewWeights) -> None:
         """Replace the engine's weights. The old arrays are deleted unless others hold them."""
@@ -153,8 +158,8 @@ class WeightSwap:
         is_own = any(id(x) in ours for x in jax.tree.leaves(new.arrays))
         if self._are_shared or is_own or not ours:
             layout = self._executor.weights.layout
-            room = _allocating(tuple(x.shape for x in layout), *_kinds(layout))
-            self._executor.update_weights(lambda old: new.convert(new.arrays, room()))
+            buffers = _allocating(tuple(x.shape for x in layout), *_dtypes_and_shardings(layout))
+            self._executor.update_weights(lambda old: new.convert(new.arrays, buffers()))
         else:
             self._executor.update_weights(lambda old: new.convert(new.arrays, old))
         self._are_shared = False
@@ -175,11 +180,13 @@ def _check_tied_head(
         )
 
 
-def _kinds(layout: list[jax.ShapeDtypeStruct]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _dtypes_and_shardings(
+    layout: list[jax.ShapeDtypeStruct],
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return tuple(x.dtype for x in layout), tuple(x.sharding for x in layout)
 
 
-def _bring(array: Any, place: Sharding) -> jax.Array:
+def _to_devices(array: Any, place: Sharding) -> jax.Array:
     """Return an array on the devices of `place`, with any sharding over them."""
     if not isinstance(array, jax.Array):
         with own_transfers():
@@ -189,7 +196,7 @@ def _bring(array: Any, place: Sharding) -> jax.Array:
     return jax.device_put(array, place)
 
 
-def _part(shape: tuple[int, ...], place: Sharding) -> Sharding:
+def _divided_sharding(shape: tuple[int, ...], place: Sharding) -> Sharding:
     """Return a sharding for an array of another layout: divided over the devices if possible."""
     if not isinstance(place, NamedSharding):
         return place
@@ -206,7 +213,7 @@ def _part(shape: tuple[int, ...], place: Sharding) -> Sharding:
 
 @functools.lru_cache(maxsize=16)
 def _copying(dtypes: tuple[Any, ...], places: tuple[Any, ...]) -> Callable[..., list[jax.Array]]:
-    def copy(arrays: list[jax.Array], room: list[jax.Array]) -> list[jax.Array]:
+    def copy(arrays: list[jax.Array], buffers: list[jax.Array]) -> list[jax.Array]:
         return [jnp.copy(x).astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 
     return _writing(copy, places)
@@ -222,7 +229,7 @@ def _assembling(
 ) -> Callable[..., list[jax.Array]]:
     sources = dict(rules)
 
-    def assemble_all(arrays: dict[str, jax.Array], room: list[jax.Array]) -> list[jax.Array]:
+    def assemble_all(arrays: dict[str, jax.Array], buffers: list[jax.Array]) -> list[jax.Array]:
         new: dict[str, jax.Array] = {}
         for name, dtype in zip(names, dtypes, strict=True):
             if name.endswith(SCALE):
@@ -236,7 +243,7 @@ def _assembling(
 
 
 def _writing(function: Callable[..., Any], places: tuple[Any, ...]) -> Callable[..., Any]:
-    # `room` is not read: its memory is reused for the results.
+    # `buffers` is not read: its memory is reused for the results.
     return jax.jit(function, donate_argnums=1, keep_unused=True, out_shardings=list(places))
 
 
@@ -268,7 +275,7 @@ def _names_of(state: nnx.State) -> list[str]:
     return [name.removesuffix(".value") for name in names]
 
 
-def _in_layout(params: nnx.State, own: list[str]) -> list[jax.Array]:
+def _leaves_by_name(params: nnx.State, own: list[str]) -> list[jax.Array]:
     """Return the leaves in the order of `own`; stacks or unstacks layers if needed."""
     arrays = dict(zip(_names_of(params), jax.tree.leaves(params), strict=True))
     for kind in {name.split(".")[-1] for name in own if name.startswith("layers.")}:

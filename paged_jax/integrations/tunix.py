@@ -143,7 +143,7 @@ class PagedRollout(base_rollout.BaseRollout):
         self._temperature = rollout_config.temperature
         num_tokens = rollout_config.max_prompt_length + rollout_config.max_tokens_to_generate
         max_model_len = max(rollout_config.kv_cache_size, num_tokens)
-        options = {"max_model_len": max_model_len, "seed": _as_int(rollout_config.seed)}
+        options = {"max_model_len": max_model_len, "seed": _seed_as_int(rollout_config.seed)}
         options |= engine_options
         if config is None:
             config = config_of(
@@ -151,7 +151,7 @@ class PagedRollout(base_rollout.BaseRollout):
                 max_position_embeddings=max(options["max_model_len"], _NUM_COMPARED),
                 eos_token_ids=(self.eos_id(),),
             )
-        self.llm = _engine(config, rollout_actor, mapping, mesh, options)
+        self.llm = _make_engine(config, rollout_actor, mapping, mesh, options)
         if tolerance is None:
             tolerance = 1e-3 if config.dtype == "float32" else 0.05
         self.comparison = self._compare(rollout_actor, tolerance)
@@ -167,7 +167,7 @@ class PagedRollout(base_rollout.BaseRollout):
             stacklevel=2,
         )
         del self.llm  # frees its memory before the next engine allocates as much
-        self.llm = _engine(self.comparison.config, rollout_actor, mapping, mesh, options)
+        self.llm = _make_engine(self.comparison.config, rollout_actor, mapping, mesh, options)
 
     def _compare(self, actor: nnx.Module, tolerance: float) -> Comparison:
         special = {self.pad_id(), self.eos_id()}
@@ -272,7 +272,7 @@ class PagedRollout(base_rollout.BaseRollout):
         )
 
 
-def _engine(
+def _make_engine(
     config: LlamaConfig,
     actor: nnx.Module,
     mapping: NameMap,
@@ -298,7 +298,7 @@ def _engine(
     return llm
 
 
-def _as_int(seed: jax.Array | int | None) -> int:
+def _seed_as_int(seed: jax.Array | int | None) -> int:
     """Return the seed of the engine as an integer."""
     if seed is None:
         return 0

@@ -74,7 +74,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       UnsupportedConfigError, ValueError: see `LlamaConfig.from_dict`.
     """
-    config = own_part(config)
+    config = text_config(config)
     model_type = _model_type(config)
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}
@@ -159,7 +159,7 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     return written
 
 
-def own_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config of the text model, which may be a part of a model with images."""
     for model_type, (architecture, key) in PARTS.items():
         architectures = config.get("architectures")

@@ -163,7 +163,7 @@ class Layer(nnx.Module):
 
         normed = self._norm("input_norm", x)
         qkv = linear(normed, weight("qkv_proj"), backend=backend)
-        out, carry = attend(index, self._heads(qkv, cos, sin), carry)
+        out, carry = attend(index, self._attention_input(qkv, cos, sin), carry)
         out = linear(out.reshape(*x.shape[:-1], -1), weight("o_proj"), backend=backend)
         if self.config.norm_placement == "parallel":
             # One sum over the devices for both.
@@ -229,7 +229,9 @@ class Layer(nnx.Module):
     def _all_reduce(self, out: jax.Array) -> jax.Array:
         return out if self.shard is None else self.shard.all_reduce_sum(out)
 
-    def _heads(self, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> Projection | Heads:
+    def _attention_input(
+        self, qkv: jax.Array, cos: jax.Array, sin: jax.Array
+    ) -> Projection | Heads:
         """Return the input of attention.
 
         It is the projection, which some kernels normalise, rotate and write in one launch. Only

@@ -119,13 +119,13 @@ def _nested(folder: Path, names: list[str]) -> str:
             continue
         kind = " is the root of a Hugging Face cache" if "snapshots" in pattern else ""
         kind = kind or " contains other folders with models"
-        return f" The folder{kind}. Give the model's own folder, such as {_current(found)}."
+        return f" The folder{kind}. Give the model's own folder, such as {_choose_snapshot(found)}."
     if any(name.startswith("models--") for name in names) or {"blobs", "refs"} <= {*names}:
         return " The folder is the root of a Hugging Face cache without a whole model. Fetch it."
     return ""
 
 
-def _current(snapshots: list[Path]) -> Path:
+def _choose_snapshot(snapshots: list[Path]) -> Path:
     """Return the snapshot that a branch points to, or else the last snapshot."""
     for snapshot in snapshots:
         main = snapshot.parent.parent / "refs" / "main"

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from paged_jax.kernels.linear import reads_stacked_weights
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.config_json import own_part
+from paged_jax.models.config_json import text_config
 from paged_jax.models.loading.huggingface import load_weights, untie_if_different
 from paged_jax.models.loading.orbax import is_checkpoint, load_checkpoint
 from paged_jax.models.loading.parameters import Model, WeightsError
@@ -74,7 +74,7 @@ def read_config(folder: str | Path) -> LlamaConfig:
         tensors = list_tensors(folder)
     except WeightsError:  # loading reports the reason; a plan needs no weights
         return LlamaConfig.from_dict(content)
-    part = own_part(content)
+    part = text_config(content)
     check_names(tensor.name for tensor in tensors)
     num_layers = part.get("num_hidden_layers")
     if isinstance(num_layers, int):
