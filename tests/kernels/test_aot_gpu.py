@@ -1,6 +1,6 @@
-"""Every Triton kernel, and the whole step, compiled for an H200 by the real compilers.
+"""Tests of all Triton kernels and whole steps, compiled ahead of time for an H200.
 
-`tests.support.aot_gpu` compiles, in a process of its own; here is what its figures must be.
+`tests.support.aot_gpu` compiles in another process and reports figures, which are checked here.
 """
 
 import itertools
@@ -32,7 +32,7 @@ from tests.support.aot_cases import (
 from tests.support.decode_step import PrefillStep
 from tests.support.kernel_cases import Case
 
-# What one block may have on compute capability 9.0 (CUDA C++ Programming Guide).
+# Maximum per thread block on compute capability 9.0 (CUDA C++ Programming Guide).
 MAX_SHARED_MEMORY_BYTES = 227 * 1024
 
 pytestmark = pytest.mark.skipif(
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def results(request) -> dict[str, Any]:
-    """What the script says of the cases: of the ops in one process, of whole steps in another."""
+    """Figures of the cases. One process compiles the ops, and another the whole steps."""
     steps = {**GPU_STEPS, **GPU_SINGLE, **GPU_PARALLEL, **GPU_FAMILIES}.keys()
     names = asked_for(request, "name")
     parts = names - steps, names & steps
@@ -55,8 +55,8 @@ def results(request) -> dict[str, Any]:
 
 def assert_fits(program: dict[str, Any], spilled_bytes: int = 16) -> None:
     for kernel in program["kernels"]:
-        # The assembler may put a number or two aside around a loop, which costs nothing, to be left
-        # with registers for one program more on a multiprocessor.
+        # The assembler may spill a few values around a loop, at no cost, so that another program
+        # instance fits an SM.
         assert kernel["spills_in_loops"] == 0, kernel
         assert kernel["spilled_bytes"] <= spilled_bytes, kernel
     for launch in program["launches"]:
@@ -64,12 +64,12 @@ def assert_fits(program: dict[str, Any], spilled_bytes: int = 16) -> None:
 
 
 def assert_reads_well(program: dict[str, Any], case: Case) -> None:
-    """K and V come through the pipeline of asynchronous copies, and meet on the tensor cores."""
+    """Check that K and V are loaded by asynchronous copies, and multiplied by tensor cores."""
     [attend] = program["kernels"]
     if case.pool_dtype is None:
         assert set(attend["async_copies"]) == {"16 bytes"}, attend
     else:
-        # Scales come 4 bytes at a time, and Triton splits V where it turns into another layout.
+        # Scales are copied 4 bytes at a time, and Triton splits copies of V to change its layout.
         assert attend["async_copies"]["16 bytes"] > 0, attend
     # Tensor cores would round float32 to TF32.
     assert (attend["tensor_core_products"] > 0) == (case.dtype != "float32"), attend
@@ -78,28 +78,28 @@ def assert_reads_well(program: dict[str, Any], case: Case) -> None:
 @pytest.mark.parametrize("name", parameters(GPU_DECODE))
 def test_decode_compiles_for_h200(results, name) -> None:
     program = compiled(results, name)
-    # Before it, what programs count in is made zero, for all layers of a step at once.
+    # An earlier launch sets the counters of all layers of a step to zero.
     assert [launch["name"] for launch in program["launches"]][-1:] == ["paged_decode"]
     assert len(program["launches"]) <= 2, program["launches"]
-    # A few numbers of its part, too, which the merge behind the loop needs.
+    # Values that the merge after the loop needs may be spilled too.
     assert_fits(program, spilled_bytes=40)
     assert_reads_well(program, GPU_DECODE[name])
-    # Partial results of the parts; never anything of the size of the context.
+    # The partial results of the parts. Nothing has the size of the context.
     assert program["temporary_bytes"] <= 0.001 * GPU_DECODE[name].pool_bytes
 
 
 @pytest.mark.parametrize("name", ["decode", "decode of one sequence of 128K", "decode, int8"])
-def test_parts_are_written_before_they_are_counted_and_read_after_on_h200(results, name) -> None:
-    """By all threads of a program for those of another one, through the memory of the device."""
+def test_decode_stores_parts_before_it_counts_them_on_h200(results, name) -> None:
+    """All threads of a program instance store the part, and all threads of another may load it."""
     [attend] = compiled(results, name)["kernels"]
     assert attend["counting"] == [
         "STG",
-        "BAR.SYNC",  # all threads have written
-        "MEMBAR.ALL.GPU",  # and the whole device sees it,
-        "ATOMG.E.ADD.STRONG.GPU",  # before one thread counts
-        "CCTL.IVALL",  # and forgets what the first cache holds,
+        "BAR.SYNC",  # all threads have stored
+        "MEMBAR.ALL.GPU",  # and the whole GPU sees it,
+        "ATOMG.E.ADD.STRONG.GPU",  # before a thread counts
+        "CCTL.IVALL",  # and invalidates the L1 cache,
         "BAR.SYNC",  # before any thread
-        "LDG",  # reads what the others have written
+        "LDG",  # loads what the others have stored
     ], attend
 
 
@@ -113,39 +113,39 @@ def test_prefill_compiles_for_h200(results, name) -> None:
 
 
 @pytest.mark.parametrize("name", parameters(GPU_RAGGED))
-def test_ragged_batch_reads_pages_where_they_lie_on_h200(results, name) -> None:
-    """As kernels over pools do: the layout changes no instruction that reads them."""
+def test_ragged_batch_copies_no_pages_on_h200(results, name) -> None:
+    """Kernels read pages with the same instructions as pools."""
     program, case = compiled(results, name), GPU_RAGGED[name]
     kernels = {kernel["name"]: kernel for kernel in program["kernels"]}
     assert kernels.keys() == {"paged_decode", "paged_prefill"}
     for kernel in kernels.values():
-        # What a program puts aside before its loop, once.
+        # Values that are spilled once, before the loop.
         assert kernel["spills_in_loops"] == 0 and kernel["spilled_bytes"] <= 64, kernel
     for name in ("paged_decode", "paged_prefill"):
         assert set(kernels[name]["async_copies"]) == {"16 bytes"}, kernels[name]
         assert (kernels[name]["tensor_core_products"] > 0) == (case.dtype != "float32"), name
-    # Besides: where chunks begin and end, queries of decode, and the rows of both made one.
+    # The other launches compute the chunks, gather the queries of decode, and combine the rows.
     assert len(program["launches"]) <= 8, program["launches"]
     assert program["temporary_bytes"] <= 0.001 * case.pool_bytes
 
 
 @pytest.mark.parametrize("name", ["prefill of one chunk of 2048"])
-def test_chunks_take_few_instructions_on_h200(results, name) -> None:
-    """Beside the products of 128 rows and 64 tokens, which keep tensor cores busy 512 cycles."""
+def test_prefill_takes_few_instructions_on_h200(results, name) -> None:
+    """The matmuls of 128 rows and 64 tokens keep the tensor cores busy for 512 cycles."""
     [kernel] = compiled(results, name)["kernels"]
     whole, masked = sorted(kernel["loop_instructions"])
     assert whole <= 340 * 2, "128 tokens"
     assert masked <= 430 * 2
 
 
-# Instructions of a warp for 64 tokens of one KV head. A multiprocessor gets 64 tokens of 1 byte in
-# about 960 cycles (4.3 TB/s for 132 of them at 1.85 GHz), and its four schedulers issue at most one
-# instruction a cycle, each for one of the four warps of a program.
+# Instructions per warp for 64 tokens of a KV head. An SM reads 64 tokens of 1-byte elements in
+# about 960 cycles (4.3 TB/s for 132 SMs at 1.85 GHz). Each of its four schedulers issues at most an
+# instruction per cycle, for one of the four warps of a program instance.
 @pytest.mark.parametrize(
     ("name", "step_tokens", "most"),
     [
         ("decode", 64, 420),
-        # Here the registers leave room for more programs, at the price of instructions.
+        # This kernel uses fewer registers and more instructions, so more program instances fit.
         ("decode of one sequence of 128K", 64, 440),
         ("decode, int8", 128, 440),
         ("decode, fp8", 128, 380),
@@ -157,7 +157,7 @@ def test_decode_takes_few_instructions_on_h200(results, name, step_tokens, most)
     # The other loop merges parts.
     whole, _ = attend["loop_instructions"]
     assert whole <= most * step_tokens / 64
-    # Three programs of 4 warps at least share a multiprocessor, of 65,536 registers and 228 KB.
+    # At least three program instances of 4 warps fit an SM with 65,536 registers and 228 KB.
     assert 3 * 4 * 32 * attend["registers"] <= 65_536
     [launch] = [x for x in program["launches"] if x["name"] == attend["name"]]
     assert 3 * (launch["shared_memory_bytes"] + 1024) <= 228 * 1024
@@ -165,7 +165,7 @@ def test_decode_takes_few_instructions_on_h200(results, name, step_tokens, most)
 
 @pytest.mark.parametrize("name", parameters(GPU_DECODE))
 def test_programs_per_core_fit_an_h200(results, name) -> None:
-    """What the division of a batch counts on: registers by warp in units of 256, shared memory."""
+    """The split of a batch relies on it. Registers are allocated per warp in units of 256."""
     case, program = GPU_DECODE[name], compiled(results, name)
     pool_dtype = case.pool_dtype or case.dtype
     shape = tuning.Shape(case.D, case.G, case.C, case.dtype, pool_dtype)
@@ -177,7 +177,7 @@ def test_programs_per_core_fit_an_h200(results, name) -> None:
     registers = params.num_warps * -(-32 * attend["registers"] // 256) * 256
     fitting = min(65_536 // registers, 228 * 1024 // (launch["shared_memory_bytes"] + 1024))
     assert counted <= fitting
-    assert counted == fitting or fitting > 3, "rooms that the division leaves empty"
+    assert counted == fitting or fitting > 3, "an SM has room for more program instances"
 
 
 @pytest.mark.parametrize("name", parameters(GPU_UPDATES))
@@ -185,9 +185,9 @@ def test_update_is_one_launch_in_place_for_h200(results, name) -> None:
     program = compiled(results, name)
     assert len(program["launches"]) == 1, program["launches"]
     assert_fits(program)
-    # Triton's division by a constant is approximate; XLA multiplies by the reciprocal.
+    # Triton's division by a constant is approximate. XLA multiplies by the reciprocal.
     assert [kernel["divisions_by_constants"] for kernel in program["kernels"]] == [[]]
-    # XLA's own table of the buffers of a result.
+    # XLA's table of the output buffers.
     assert program["temporary_bytes"] <= 64
     assert program["aliased_bytes"] == GPU_UPDATES[name].pool_bytes
 
@@ -195,26 +195,26 @@ def test_update_is_one_launch_in_place_for_h200(results, name) -> None:
 @pytest.mark.parametrize(
     "name", parameters({**GPU_DECODE, **GPU_PREFILL, **GPU_RAGGED, **GPU_UPDATES})
 )
-def test_kernels_wait_for_the_one_before_ahead_of_memory_on_h200(results, name) -> None:
+def test_kernels_wait_for_the_previous_kernel_on_h200(results, name) -> None:
     """A kernel may be launched while the kernel that writes its operands still runs."""
     kernels = compiled(results, name)["kernels"]
     assert kernels and all(kernel["waits_first"] is True for kernel in kernels), kernels
 
 
 @pytest.mark.parametrize("name", EXPERTS)
-def test_experts_are_two_products_of_what_was_chosen_on_h200(results, name) -> None:
-    """No weight is copied, and no product is XLA's, which would be one with all experts."""
+def test_experts_are_two_grouped_matmuls_on_h200(results, name) -> None:
+    """No weight is copied, and XLA computes no matmul, which would be with all experts."""
     program, case = compiled(results, name), EXPERTS[name]
     launches = Counter(launch["name"] for launch in program["launches"])
     assert sum(n for launch, n in launches.items() if launch.startswith("grouped_linear")) == 2
     assert not [launch for launch in launches if "gemm" in launch or "dot" in launch]
-    # Choosing, sorting and adding up beside them; of many rows XLA's sort.
+    # The other launches choose, sort and add. Many rows are sorted by XLA.
     is_sorted = case.num_tokens * case.num_chosen > 1024
     assert launches.total() <= (14 if is_sorted else 11), launches
     assert_fits(program)
     for kernel in program["kernels"]:
         assert (kernel["tensor_core_products"] > 0) == (case.dtype != "float32"), kernel
-        # With many rows for each expert, in products of a whole warpgroup.
+        # With many rows per expert, the kernel uses warpgroup matmuls.
         many = case.num_tokens * case.num_chosen >= 32 * case.num_experts
         assert (kernel["warpgroup_products"] > 0) == many, kernel
         assert set(kernel["async_copies"]) == {"16 bytes"}, kernel
@@ -223,7 +223,7 @@ def test_experts_are_two_products_of_what_was_chosen_on_h200(results, name) -> N
 
 @pytest.mark.parametrize("name", GPU_STEPS)
 def test_step_attends_on_tensor_cores_of_h200(results, name) -> None:
-    """The kernels as the model calls them, not as a test of the op does."""
+    """Here a model calls the kernels."""
     program, is_chunk = compiled(results, name), isinstance(GPU_STEPS[name], PrefillStep)
     attention = "paged_prefill" if is_chunk else "paged_decode"
     launches = [launch["name"] for launch in program["launches"]]
@@ -231,34 +231,34 @@ def test_step_attends_on_tensor_cores_of_h200(results, name) -> None:
     kernels = {kernel["name"]: kernel for kernel in program["kernels"]}
     assert_fits(program)
     assert kernels[attention]["tensor_core_products"] > 0, kernels[attention]
-    # A chunk has rows enough for the products of a whole warpgroup, which alone are fast.
+    # A chunk has enough rows for warpgroup matmuls, which are faster.
     assert (kernels[attention]["warpgroup_products"] > 0) == is_chunk, kernels[attention]
-    # The projection, when the parts of its product are added up, is split, rotated, quantised and
-    # written in one launch. (Between those of one layer, XLA may put what the step does besides.)
+    # After the split-K sum of its matmul, the projection is split, rotated, quantised and written
+    # in one launch. XLA may put other operations of the step between the launches of a layer.
     assert min(preparations(launches, attention), key=len) == ["paged_rope_write"]
 
 
 @pytest.mark.parametrize("name", GPU_PARALLEL)
-def test_parallel_step_sends_two_sums_a_layer_and_copies_no_pool_on_h200(results, name) -> None:
-    """Of an engine, on each of several GPUs, by the kernels of one."""
+def test_parallel_step_has_two_all_reduces_per_layer_on_h200(results, name) -> None:
+    """The step is from an engine on several GPUs, each of which runs the same kernels."""
     program, step = compiled(results, name), GPU_PARALLEL[name]
     pool_bytes = step.pool_gigabytes * 10**9
     num_layers = step.config.num_hidden_layers
     assert program["collectives"] == {"all-reduce": 2 * num_layers + 1, "all-gather": 1}
     kernels = {kernel["name"] for kernel in program["kernels"]}
     assert kernels == {"paged_rope_write", "paged_decode", "copy_blocks"}
-    # A pool has a whole number of blocks.
+    # The pool is rounded down to whole blocks.
     assert program["aliased_bytes"] > 0.99 * pool_bytes
     assert program["temporary_bytes"] < 0.01 * pool_bytes
 
 
 @pytest.mark.parametrize("name", GPU_FAMILIES)
-def test_step_of_layers_that_differ_fills_an_h200(results, name) -> None:
-    """Of an engine, with pools for each kind of layers, all of them updated in place."""
+def test_step_of_different_layers_fills_an_h200(results, name) -> None:
+    """The step is from an engine with pools for each kind of layer, all updated in place."""
     program, step = compiled(results, name), GPU_FAMILIES[name]
     pool_bytes = step.pool_gigabytes * 10**9
     assert program["aliased_bytes"] > 0.99 * pool_bytes
-    # A copy of the weights of a layer's experts would take as much.
+    # A copy of the expert weights of a layer would exceed this.
     assert program["temporary_bytes"] < 0.01 * pool_bytes
     layers = step.config.sliding_windows
     for number, window in enumerate(layers):
@@ -267,16 +267,16 @@ def test_step_of_layers_that_differ_fills_an_h200(results, name) -> None:
         assert attend["tensor_core_products"] > 0 and attend["async_copies"], (window, attend)
     launches = [launch["name"] for launch in program["launches"]]
     assert not [name for name in launches if "remat" in name]
-    # Of a layer: queries, keys and values, the output, gate and up, down or the router; the logits.
+    # Matmuls of a layer: QKV, output, gate and up, and down or router; and one for the logits.
     products = [name for name in launches if "gemm" in name]
     has_experts = step.config.num_experts > 0
     assert len(products) == (3 if has_experts else 4) * len(layers) + 1, products
     if has_experts:
-        # From one layer's write to the next one's. The router is a product that XLA, without a GPU
-        # to time it on, divides: two paddings, and a sum of its parts.
+        # Launches from the write of a layer to the write of the next layer. Without a GPU to
+        # measure on, XLA splits the matmul of the router, which adds two paddings and a sum.
         begin, end = (launches.index(variant("paged_rope_write", number)) for number in (0, 1))
         assert end - begin <= 24, launches[begin:end]
-    # The experts' weights are multiplied by the rows that chose them, and nowhere else.
+    # Expert weights are multiplied only by the rows that chose them.
     grouped = [x for x in program["kernels"] if x["name"].startswith("grouped_linear")]
     assert len([x for x in launches if x.startswith("grouped_linear")]) == (
         2 * len(layers) * has_experts
@@ -287,12 +287,12 @@ def test_step_of_layers_that_differ_fills_an_h200(results, name) -> None:
 
 
 def variant(kernel: str, number: int) -> str:
-    """The name that Triton gives to the second form of a kernel in a program, and so on."""
+    """Return Triton's name of variant `number` of a kernel in a program."""
     return f"{kernel}__{number}" if number else kernel
 
 
 def preparations(launches: list[str], attention: str) -> list[list[str]]:
-    """What each layer launches between a product, the sums of its parts left out, and attention."""
+    """Return the launches of each layer from a matmul (without its split-K sum) to attention."""
     layers = []
     for end in (i for i, launch in enumerate(launches) if launch == attention):
         product = max(i for i, launch in enumerate(launches[:end]) if "gemm" in launch)
@@ -301,14 +301,14 @@ def preparations(launches: list[str], attention: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", ["engine with full pools"])
-def test_engine_computes_nothing_twice_where_pools_fill_an_h200(results, name) -> None:
+def test_engine_rematerialises_nothing_if_pools_fill_an_h200(results, name) -> None:
     launches = [x["name"] for x in compiled(results, name)["launches"]]
     assert not [name for name in launches if "remat" in name]
 
 
-# Two norms, four products, silu, `paged_rope_write` and attention. Where products are divided, the
-# sums of three of them, which add the residual stream too; else it is added up in the norms, and by
-# a kernel of its own after several layers.
+# Two norms, four matmuls, silu, `paged_rope_write` and attention. If matmuls are split, there are
+# three sums, which also add the residual stream. Otherwise the norms add it, and another kernel
+# adds it after several layers.
 @pytest.mark.parametrize(
     ("name", "fewest", "usual"),
     [("engine with full pools", 12, 12), ("step, products undivided", 9, 10)],
@@ -317,7 +317,7 @@ def test_layer_of_a_decode_step_has_few_launches_on_h200(results, name, fewest, 
     launches = [launch["name"] for launch in compiled(results, name)["launches"]]
     layers = [i for i, launch in enumerate(launches) if launch == "paged_rope_write"]
     assert len(layers) == GPU_STEPS[name].config.num_hidden_layers
-    # From one layer's write to the next one's.
+    # From the write of a layer to the write of the next layer.
     numbers = [end - begin for begin, end in itertools.pairwise(layers)]
     assert min(numbers) <= fewest and statistics.median_low(numbers) <= usual
 
@@ -328,29 +328,29 @@ def test_step_of_one_sequence_has_few_launches_on_h200(results, name) -> None:
     layers = [i for i, launch in enumerate(launches) if launch == "paged_rope_write"]
     assert len(layers) == GPU_SINGLE[name].config.num_hidden_layers
     assert max(end - begin for begin, end in itertools.pairwise(layers)) <= 11
-    # What parts are counted in, made zero for all layers at once.
+    # One launch sets the counters of all layers to zero.
     assert len([launch for launch in launches if "broadcast" in launch]) == 1, launches
 
 
 @pytest.mark.parametrize("name", ["engine with full pools"])
-def test_step_of_an_engine_launches_little_beside_its_layers_on_h200(results, name) -> None:
-    """Nothing is allocated in the loop over tokens, and few conditions keep the host waiting."""
+def test_step_of_an_engine_has_few_launches_besides_its_layers_on_h200(results, name) -> None:
+    """Nothing is allocated in the loop over tokens, and the host waits for few conditions."""
     program = compiled(results, name)
     loop = [x for x in program["launches"] if x["within"][:1] == ["body"]]
     step = [launch["name"] for launch in loop if len(launch["within"]) == 1]
     products = [i for i, name in enumerate(step) if "gemm" in name]
-    # Embeddings, rotations, places of tokens; the first norm, product and its sum.
+    # Embeddings, rotations, places of tokens; the first norm, matmul and sum.
     assert step.index("paged_rope_write") <= 6
-    # Two passes over the logits; what was drawn is counted, noted and looked at.
+    # Two passes over the logits. Sampled tokens are counted, stored and checked.
     assert len(step) - 1 - products[-1] <= 14
-    # Of the two branches, greedy rows take the short one.
+    # Greedy rows take the shorter of the two branches.
     in_branches = Counter(launch["within"][1] for launch in loop if len(launch["within"]) > 1)
     assert len(in_branches) == 2 and min(in_branches.values()) == 1
-    # Besides greedy or not: which filters, and whether the most probable tokens are reported.
+    # The conditionals are for greedy sampling, filters, and reported log-probabilities.
     assert program["num_conditionals"] <= 3
-    # Before and behind the loop: blocks are planned and taken, rows gathered and put back.
+    # Launches before and after the loop reserve blocks, and gather and scatter rows.
     assert sum(not launch["within"] for launch in program["launches"]) <= 48
-    # Whether the loop goes on is known from the step before.
+    # The previous step decides whether the loop continues.
     assert not [x for x in program["launches"] if x["within"][:1] == ["condition"]]
 
 
@@ -359,7 +359,7 @@ def test_step_copies_no_pool_on_h200(results, name) -> None:
     program, step = compiled(results, name), GPU_STEPS[name]
     pool_bytes = step.pool_gigabytes * 10**9
     assert program["aliased_bytes"] >= 0.99 * pool_bytes
-    # A chunk needs activations besides, those of the gate and up projections the most.
+    # A chunk also needs activations, mostly of the gate and up projections.
     rows = step.chunk if isinstance(step, PrefillStep) else 0
     activation_bytes = 8 * rows * 2 * step.config.intermediate_size
     assert program["temporary_bytes"] < 0.01 * pool_bytes + activation_bytes

@@ -38,7 +38,7 @@ def compilations(request) -> dict[str, Any]:
 
 
 def query_bytes(case: Case) -> int:
-    """Return the bytes of bfloat16 queries and outputs, whose layout a compiler may change."""
+    """Return the bytes of bfloat16 queries and outputs. A compiler may change their layout."""
     return 4 * case.B * case.T * case.K * case.G * case.D
 
 

@@ -1,6 +1,6 @@
-"""Every Mosaic kernel, and the whole step, compiled for TPUs by the real compiler.
+"""Tests of all Mosaic kernels and whole steps, compiled ahead of time for TPUs.
 
-`tests.support.aot_tpu` compiles, in a process of its own; here is what its figures must be.
+`tests.support.aot_tpu` compiles in another process and reports figures, which are checked here.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# What compiles for one is refused by the other seldom, for the lack of memory.
+# A program that compiles for one generation rarely fails for the other (lack of memory).
 @pytest.fixture(scope="module", params=["v5e", pytest.param("v6e", marks=pytest.mark.slow)])
 def generation(request) -> str:
     return request.param
@@ -39,7 +39,7 @@ def generation(request) -> str:
 
 @pytest.fixture(scope="module")
 def compilations(request) -> dict[str, Any]:
-    """What the script says of the cases and of all steps, of generations in a process each."""
+    """Figures of the cases and of all steps. There is a process for each generation."""
     names, generations = (asked_for(request, what) for what in ("name", "generation"))
 
     def compile_for(generation: str) -> dict[str, Any]:
@@ -60,15 +60,15 @@ def test_attention_compiles_for_tpu(results, name) -> None:
     program = compiled(results, name)
     assert program["kernels"] == 1
     assert program["multiplied_types"] == ["f32" if "float32" in name else "bf16"]
-    # The pool is read where it lies: XLA lays no part of it out anew for the kernel.
+    # XLA copies no part of the pool to change its layout.
     assert program["temporary_bytes"] < 0.01 * TPU_ATTENTION[name].pool_bytes
 
 
 @pytest.mark.parametrize("name", parameters(TPU_RAGGED))
-def test_ragged_batch_reads_pages_where_they_lie_on_tpu(results, name) -> None:
+def test_ragged_batch_copies_no_pages_on_tpu(results, name) -> None:
     program = compiled(results, name)
     assert program["kernels"] == 1
-    # None of the pages is laid out anew. Queries or outputs may be, in another type too.
+    # XLA copies no pages. It may change the layout or the dtype of queries and outputs.
     case = TPU_RAGGED[name]
     query_bytes = 4 * case.B * case.T * case.K * case.G * case.D
     assert program["temporary_bytes"] < 0.01 * case.pool_bytes + query_bytes
@@ -83,14 +83,14 @@ def test_update_is_in_place_on_tpu(results, name) -> None:
 
 
 @pytest.mark.parametrize("name", EXPERTS)
-def test_experts_are_two_products_of_what_was_chosen_on_tpu(results, name) -> None:
-    """No weight is copied, and XLA multiplies nothing, which would be by all experts."""
+def test_experts_are_two_grouped_matmuls_on_tpu(results, name) -> None:
+    """No weight is copied, and XLA computes no matmul, which would be with all experts."""
     program, case = compiled(results, name), EXPERTS[name]
-    # Each in a kernel, which knows its tiles from no more than the sizes of groups.
+    # Two kernels, each of which computes its tiles from the group sizes.
     assert program["kernels"] == 2
     assert program["multiplied_types"] == ["f32" if case.dtype == "float32" else "bf16"]
     assert program["temporary_bytes"] < 1.5 * case.activation_bytes + 0.01 * case.weight_bytes
-    # As the kernels count, by rows of whole tiles; products of XLA would come on top.
+    # The kernels count the rows of whole tiles. Matmuls of XLA would be counted in addition.
     rows = -(-case.num_tokens * case.num_chosen // 16) * 16
     padded = case.num_products * rows / (case.num_tokens * case.num_chosen)
     assert program["flops"] < 1.2 * 2 * padded
@@ -104,47 +104,45 @@ def test_step_copies_no_pool_on_tpu(results, generation) -> None:
         assert program["multiplied_types"] == ["bf16"]
         pool_bytes = step.pool_gigabytes * 10**9
         assert program["aliased_bytes"] > 0.99 * pool_bytes
-        # A chunk needs activations besides, those of the gate and up projections the most.
+        # A chunk also needs activations, mostly of the gate and up projections.
         rows = step.chunk if isinstance(step, PrefillStep) else 0
         activation_bytes = 8 * rows * 2 * step.config.intermediate_size
         assert program["temporary_bytes"] < 0.01 * pool_bytes + activation_bytes, name
 
 
-def test_parallel_step_sends_two_sums_a_layer_and_copies_no_pool_on_tpu(
-    results, generation
-) -> None:
-    """Of an engine, on each of several chips; it fits their memory, which the compiler enforces."""
+def test_parallel_step_has_two_all_reduces_per_layer_on_tpu(results, generation) -> None:
+    """The step is from an engine on several TPUs. The compiler checks that it fits their memory."""
     [(name, step)] = TPU_PARALLEL[generation].items()
     program, pool_bytes = compiled(results, name), step.pool_gigabytes * 10**9
-    assert program["kernels"] == 1  # in the body of the scan over layers, as are the two sums
+    assert program["kernels"] == 1  # in the scan over layers, like two of the all-reduces
     assert program["collectives"] == {"all-reduce": 2 + 1, "all-gather": 1}
-    # A pool has a whole number of blocks.
+    # The pool is rounded down to whole blocks.
     assert program["aliased_bytes"] > 0.99 * pool_bytes
     assert program["temporary_bytes"] < 0.01 * pool_bytes
 
 
-def test_step_of_layers_that_differ_fills_a_tpu(results, generation) -> None:
-    """Of an engine, on each of several chips, with pools for each kind of layers."""
+def test_step_of_different_layers_fills_a_tpu(results, generation) -> None:
+    """The steps are from an engine on several TPUs, with pools for each kind of layer."""
     for name, step in TPU_FAMILIES[generation].items():
         program, pool_bytes = compiled(results, name), step.pool_gigabytes * 10**9
         num_layers, has_experts = len(step.config.sliding_windows), step.config.num_experts > 0
-        # In each layer attention, and both products of the experts; layers are not scanned.
+        # Attention and two matmuls of experts per layer. Layers are not scanned.
         assert program["kernels"] == num_layers * (1 + 2 * has_experts), name
         assert program["multiplied_types"] == ["bf16"]
         assert program["collectives"] == {"all-reduce": 2 * num_layers + 1, "all-gather": 1}
         assert program["aliased_bytes"] > 0.99 * pool_bytes
-        # A copy of gpt-oss' embedding, whose rows fill no whole registers of lanes, would be more.
+        # A copy of the embedding of gpt-oss, which is no multiple of 128 lanes, would exceed this.
         assert program["temporary_bytes"] < 0.005 * pool_bytes, name
 
 
-def test_plan_of_several_devices_is_what_is_compiled() -> None:
+def test_plan_of_several_devices_matches_the_compiled_step() -> None:
     program = compiled(run_script("aot_parallel", "v5e:2x2", "8B", "--layers", "2"), "decode")
     planned = program["planned"]
-    # Beside weights and pool: the state, and the blocks' records.
+    # The other arguments are the decode state and the block pool.
     rest = program["argument_bytes"] - planned["weights"] - planned["pool"]
     assert 0 < rest < 0.05 * planned["pool"]
     assert program["aliased_bytes"] > planned["pool"]
     assert planned["step"] / 3 < program["temporary_bytes"] < planned["step"]
-    # Of the layers, which are scanned, the body of the loop stands in the program.
+    # The layers are scanned, so the program contains the all-reduces of a single layer.
     all_reduces = planned["collectives"]["num_all_reduces"] - 2 * (2 - 1)
     assert program["collectives"] == {"all-reduce": all_reduces, "all-gather": 1}

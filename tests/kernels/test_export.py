@@ -100,7 +100,7 @@ def exported(function, arrays, platforms) -> export.Exported:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_one_module_is_for_all_platforms(name) -> None:
+def test_export_of_an_op_for_all_platforms(name) -> None:
     """The module contains the kernels of GPUs and TPUs, and returns correct results on a CPU."""
     function, arrays, expected = PROGRAMS[name]
     module = exported(function, arrays, ("cpu", "cuda", "tpu"))
@@ -113,7 +113,7 @@ def test_one_module_is_for_all_platforms(name) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_reserve_is_exported_for_all_platforms() -> None:
+def test_export_of_reserve_for_all_platforms() -> None:
     def grow(lengths):
         cache = paged.PagedCache.create(
             num_layers=L, num_blocks=P, num_kv_heads=K, block_size=C, head_dim=D,
@@ -126,12 +126,12 @@ def test_reserve_is_exported_for_all_platforms() -> None:
     assert ok and tables.tolist() == [[0, 1], [2, P], [P, P]]
 
 
-def test_ragged_paged_attention_is_exported_for_a_tpu_that_is_not_here() -> None:
+def test_export_of_ragged_paged_attention_for_a_tpu() -> None:
     text = exported(ragged, RAGGED, ("tpu",)).mlir_module()
     assert "tpu_custom_call" in text and "triton" not in text
 
 
-def test_symbolic_sizes_are_refused_by_name() -> None:
+def test_export_with_symbolic_sizes_is_refused() -> None:
     """Any symbolic size is named in one sentence, before JAX fails to compare it."""
     sizes = export.symbolic_shape("b, t, n, p")
     b, t, n, p = sizes
@@ -162,7 +162,7 @@ def test_symbolic_sizes_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["decode", "prefill", "ragged", "grouped"])
-def test_a_second_derivative_is_refused_by_name(name) -> None:
+def test_second_derivative_is_refused(name) -> None:
     function, (x, *arrays), _ = PROGRAMS[name]
 
     def gradient(x):

@@ -1,7 +1,7 @@
-"""Every supported configuration is lowered for GPU, TPU and CPU, whatever machine this is.
+"""Tests that every supported configuration can be lowered for GPU, TPU and CPU, on any machine.
 
-Interpret mode hides what the lowering of Pallas refuses. What comes out here is compiled in
-`test_aot_gpu.py` and `test_aot_tpu.py`, at fewer shapes.
+Interpreted kernels may use operations that Pallas cannot lower. `test_aot_gpu.py` and
+`test_aot_tpu.py` compile the lowered programs for fewer shapes.
 """
 
 import itertools
@@ -24,19 +24,19 @@ from tests.support.processes import run_on_devices
 
 LANES = 128
 
-# Sizes of one kind take the same way through a kernel and stand in for one another, in turn.
+# Values with the same code path in a kernel. Cases take the values of a kind in turn.
 Kind = tuple[Any, ...]
 
 
 def each(*values: Any) -> list[Kind]:
-    """Values that are each of a kind of their own."""
+    """Return a kind for each value."""
     return [(value,) for value in values]
 
 
-# Of queries, or of what is written, and of pools. TPUs do not multiply float16.
+# Dtypes of queries or of what is written, and of pools. TPUs do not support float16.
 DTYPES = each("bfloat16", "float32", "float16")
 POOL_DTYPES = each("bfloat16", "float32", "int8", "float8_e4m3fn", "float16")
-# Powers of two, less than what a matrix unit takes, and others.
+# Powers of two, sizes below the minimum of a matrix unit, and other sizes.
 BLOCK_SIZES: list[Kind] = [(16, 8, 32, 64, 128), (1, 4), (12,)]
 HEAD_DIMS: list[Kind] = [(128, 32, 64, 256), (8,), (20,), (80, 96)]
 VARIANTS = {
@@ -55,10 +55,10 @@ ATTENTION: dict[Any, list[Kind]] = {
     "K": [(2, 8), (1,), (3,)],
     "variant": each(*VARIANTS),
     "is_padded": each(False, True),
-    # Sequences and blocks of each: in decode few and long ones are divided among programs.
+    # Sequences, and blocks of each. Decode splits long sequences of small batches into parts.
     ("B", "M"): each((3, 6), (1, 1), (1, 700), (70, 700)),
 }
-# Tiles of registers have 8, 16 or 32 rows, by the type, and 128 lanes.
+# Registers have 8, 16 or 32 rows, which depends on the dtype, and 128 lanes.
 ON_TPU: dict[Any, list[Kind]] = {
     "dtype": DTYPES[:2],
     "pool_dtype": POOL_DTYPES[:4],
@@ -67,14 +67,14 @@ ON_TPU: dict[Any, list[Kind]] = {
     "is_padded": each(True),
 }
 CHUNKS: dict[Any, list[Kind]] = {"T": [(5, 3), (1,), (100, 300)]}
-# Pages have no scales, no padding, and queries no sinks.
+# Ragged batches have no scales, padding or sinks.
 RAGGED: dict[Any, list[Kind]] = ATTENTION | {
     "T": [(5, 32), (1,)],
     "variant": each("plain", "window", "cap"),
     "is_padded": each(False),
     ("B", "M"): each((3, 6), (1, 1), (70, 700)),
 }
-# JAX's kernel: types no wider than that of the queries, and whole registers of heads.
+# JAX's kernel needs pages that are not wider than the queries, and heads that fill registers.
 RAGGED_ON_TPU: dict[Any, list[Kind]] = {
     "dtype": each("float32", "bfloat16"),
     "pool_dtype": each("bfloat16", "float8_e4m3fn"),
@@ -93,15 +93,15 @@ WRITING: dict[Any, list[Kind]] = {
     "is_padded": each(False, True),
 }
 
-# What the two kinds of heads in a projection, and weights of norms, add to a write.
+# Additional factors of a write from a projection.
 PROJECTED: dict[Any, list[Kind]] = WRITING | {
     "G": [(4, 2, 8), (1,), (3, 5, 7, 12)],
     "has_norms": each(False, True),
 }
 
-# What a kernel is called in a lowered program.
+# Names of kernels in a lowered program.
 KERNEL = {"cuda": "__gpu$xla.gpu.triton", "tpu": "@tpu_custom_call", "cpu": "@paged_jax_decode_"}
-# Platform, backend, op, and what it may meet.
+# Platform, backend, op, and factors.
 SUPPORTED = [
     ("cuda", "triton", "decode", ATTENTION),
     ("cuda", "triton", "prefill", ATTENTION | CHUNKS),
@@ -120,7 +120,7 @@ NUM_QUICK = 6
 
 
 def make_case(op: str, backend: str, row: Mapping[Any, Any]) -> Case:
-    """The call that a row of factors describes."""
+    """Return the case of a row of factors."""
     lanes = row["D"]
     if row["is_padded"]:
         lanes = -(-row["D"] // LANES) * LANES
@@ -135,7 +135,7 @@ def make_case(op: str, backend: str, row: Mapping[Any, Any]) -> Case:
 
 
 def supported(rows_of: Callable[[Mapping[Any, Any]], Iterable[Mapping[Any, Any]]]) -> list[Any]:
-    """Rows of the factors of each supported op: the platform to lower for, and the case."""
+    """Return parameters (platform, case) for rows of the factors of each supported op."""
     parameters = []
     for platform, backend, op, factors in SUPPORTED:
         for index, row in enumerate(rows_of(factors)):
@@ -148,16 +148,16 @@ def supported(rows_of: Callable[[Mapping[Any, Any]], Iterable[Mapping[Any, Any]]
 
 
 def all_kinds(factors: Mapping[Any, list[Kind]]) -> list[dict[Any, Any]]:
-    """Every pair of kinds, and every value of each."""
+    """Return rows with every pair of kinds, and every value."""
     return take_turns(all_pairs(factors))
 
 
 def all_sizes(factors: Mapping[Any, list[Kind]]) -> Iterator[Mapping[Any, Any]]:
-    """All combinations of pool type, block size and head dimension, others drawn from a seed."""
+    """Yield all combinations of pool dtype, block size and head dimension; others are random."""
     crossed = ("pool_dtype", "C", "D")
     factors = {name: list(itertools.chain(*kinds)) for name, kinds in factors.items()}
     others = {name: values for name, values in factors.items() if name not in crossed}
-    # Not in turn: factors with as many values, or multiples of them, would keep step.
+    # Random, because factors with the same number of values taken in turn would be correlated.
     draws = random.Random(0)
     for values in itertools.product(*(factors[name] for name in crossed)):
         drawn = {name: draws.choice(x) for name, x in others.items()}
@@ -166,13 +166,13 @@ def all_sizes(factors: Mapping[Any, list[Kind]]) -> Iterator[Mapping[Any, Any]]:
 
 def check_lowers_to_one_kernel(platform: str, case: Case) -> None:
     text = case.lower(platform).as_text()
-    # Single queries and chunks of a ragged batch have a kernel each on GPUs.
+    # On GPUs a ragged batch has a kernel for single queries and another for chunks.
     is_mixed = (case.op, platform) == ("ragged", "cuda")
     assert text.count(KERNEL[platform]) == 1 + is_mixed
 
 
 @pytest.mark.parametrize("factors", [row[-1] for row in SUPPORTED])
-def test_every_value_is_lowered(factors) -> None:
+def test_all_kinds_contains_every_value(factors) -> None:
     rows = all_kinds(factors)
     for name, kinds in factors.items():
         assert {row[name] for row in rows} == set(itertools.chain(*kinds))
@@ -180,7 +180,7 @@ def test_every_value_is_lowered(factors) -> None:
 
 @pytest.mark.parametrize(("platform", "case"), supported(all_kinds))
 def test_op_lowers_to_one_kernel(platform, case) -> None:
-    """Every pair of types, kinds of sizes and variants occurs."""
+    """Every pair of dtypes, kinds of sizes and variants occurs."""
     check_lowers_to_one_kernel(platform, case)
 
 
@@ -192,9 +192,9 @@ def test_op_lowers_to_one_kernel_in_any_combination(platform, case) -> None:
 
 
 @pytest.mark.parametrize("M", [1, 700])
-def test_decode_of_one_sequence_is_divided_where_its_table_is_long(M) -> None:
+def test_decode_of_one_sequence_is_split_if_its_table_is_long(M) -> None:
     text = Case("decode", "triton", B=1, M=M).lower("cuda").as_text()
-    # Its parts are counted, in zeros that the kernel writes over.
+    # The counters of the parts are zeros that the kernel updates in place.
     assert ("output_operand_alias<" in text) == (M > 1)
 
 
@@ -219,14 +219,14 @@ def test_backend_none_lowers_to_the_kernel_of_the_platform(platform, op) -> None
         pytest.param("cpu", Case("decode", D=520), id="cpu wide head"),
     ],
 )
-def test_backend_none_lowers_what_kernels_refuse(platform, case) -> None:
+def test_backend_none_lowers_what_kernels_do_not_support(platform, case) -> None:
     assert KERNEL[platform] not in case.lower(platform).as_text()
 
 
 @pytest.mark.parametrize(
     ("kind", "is_kernel"), [("TPU v3", False), ("TPU v4", False), ("TPU v5", True), ("TPU7x", True)]
 )
-def test_tpus_without_a_gather_over_sublanes_are_left_to_xla(kind, is_kernel) -> None:
+def test_backend_none_is_xla_on_tpus_without_a_gather_over_sublanes(kind, is_kernel) -> None:
     """Mosaic says "Sublane gather not supported by this TPU generation" for v4."""
     case, tpu = Case("decode", D=128), AbstractDevice(kind, 1, "tpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=tpu)):
@@ -239,7 +239,7 @@ T4 = tuning.GpuInfo("Tesla T4", 40, (7, 5))
 @pytest.mark.parametrize(
     "op", ["decode", "prefill", "ragged", "write", "rope_write", "copy_blocks"]
 )
-def test_gpus_that_triton_does_not_compile_for_are_left_to_xla(op) -> None:
+def test_backend_none_is_xla_on_gpus_that_triton_does_not_support(op) -> None:
     """XLA says "Triton support is only enabled for Ampere GPUs (compute capability 8.0) and up"."""
     case = Case(op, B=7, T=3, P=13)
     assert KERNEL["cuda"] not in case.lower("cuda", gpu=T4).as_text()
@@ -251,14 +251,14 @@ def test_gpus_that_triton_does_not_compile_for_are_left_to_xla(op) -> None:
 @pytest.mark.parametrize(
     "op", ["decode", "prefill", "ragged", "write", "rope_write", "copy_blocks"]
 )
-def test_kernels_lower_for_a_gpu_that_nothing_names(op) -> None:
-    """JAX asks since 0.11 which one it is. No other test has these sizes: traces are kept."""
+def test_kernels_lower_for_an_unknown_gpu(op) -> None:
+    """Since 0.11 JAX needs to know the GPU. The sizes are unique, because traces are cached."""
     case = Case(op, "triton", B=5, T=7, P=11)
     lowered = jax.jit(case.function()).trace(*case.shapes()).lower(lowering_platforms=("cuda",))
     assert KERNEL["cuda"] in lowered.as_text()
 
 
-# A finder of modules that does not find Pallas' Triton backend, as in a jax to come.
+# Simulates a future version of JAX without Pallas' Triton backend.
 WITHOUT_TRITON = """
 import sys
 
@@ -280,7 +280,7 @@ except NotImplementedError as error:
 """
 
 
-def test_a_jax_without_triton_leaves_gpus_to_xla() -> None:
+def test_backend_none_is_xla_without_triton_in_jax() -> None:
     [decode, copy_blocks, refused] = run_on_devices(WITHOUT_TRITON, num_devices=1).splitlines()
     assert (decode, copy_blocks) == ("False", "False")
     assert refused.endswith("has no Triton backend of Pallas")
@@ -294,8 +294,8 @@ def test_decode_step_lowers_to_the_kernels_of_the_platform(platform) -> None:
 @pytest.mark.parametrize(
     ("backend", "is_kernel"), [(None, True), ("reference", True), ("xla", False)]
 )
-def test_a_model_writes_with_the_backend_that_is_asked_for(backend, is_kernel) -> None:
-    """Or, where that one does not write, with the platform's."""
+def test_prefill_writes_with_the_requested_backend(backend, is_kernel) -> None:
+    """If the backend has no writes, the best backend of the platform writes."""
     step = _small_step()
 
     def prefill(model, cache, token_ids, slots):

@@ -1,6 +1,6 @@
-"""Ragged batches over interleaved pages: every backend against float64, and against JAX's own op.
+"""Tests of `ragged_paged_attention` on all backends, against float64 and against JAX's own op.
 
-Programs are shared as in `test_attention.py`: batches of one shape differ in what they hold.
+Programs are shared as in `test_attention.py`: batches of the same shapes have different values.
 """
 
 import functools
@@ -26,12 +26,12 @@ from tests.support.compiler import needs_compiler
 from tests.support.paged_batch import BACKENDS
 from tests.support.ragged_batch import RaggedBatch, attend
 
-# JAX's kernel for TPUs cannot be interpreted: see the tests of what it is handed.
+# JAX's kernel for TPUs cannot be interpreted. Other tests check the arguments that it gets.
 INTERPRETED = "mosaic_tpu"
 
 
 def marked(name: str, *others: Any, is_slow: bool = False) -> Any:
-    """A case of a backend; slow where a kernel is interpreted, which takes seconds to compile."""
+    """Return a case of a backend, marked slow if it interprets a kernel, which compiles slowly."""
     marks = [pytest.mark.slow] if is_slow else []
     marks += [needs_compiler] if name == "cpu" else []
     return pytest.param(name, *others, marks=marks, id="-".join(map(str, (name, *others))))
@@ -39,7 +39,7 @@ def marked(name: str, *others: Any, is_slow: bool = False) -> Any:
 
 NAMES = [name for name in BACKENDS if name != INTERPRETED]
 
-# Queries and tokens: single queries among chunks, around the ends of pages and of tiles; no
+# Queries and tokens of each sequence: single queries, chunks around the ends of pages and tiles, no
 # queries, no tokens, and more queries than tokens.
 LENGTHS = [(1, 1), (1, 200), (0, 7), (5, 18), (130, 150), (33, 33), (3, 2), (1, 0), (8, 8), (1, 9)]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -49,7 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 SINKS = np.linspace(-2, 3, 6, dtype=np.float32)  # one for each query head of a batch
 
 
-def test_every_backend_has_ragged_batches() -> None:
+def test_backends_all_have_ragged_batches() -> None:
     assert set(BACKENDS) == set(backends_of("ragged"))
 
 
@@ -66,7 +66,7 @@ def test_ragged_attention_matches_float64(name, options) -> None:
     got, want = batch.attend(**BACKENDS[name], **options), batch.expected(**options)
     assert got.dtype == batch.q.dtype
     np.testing.assert_allclose(got, want, atol=1e-5)
-    # Where there are fewer tokens than queries, and behind the last sequence.
+    # Rows with fewer tokens than queries, and rows after the last sequence.
     assert not got[batch.cu_q_lens[6]].any() and not got[batch.num_rows :].any()
 
 
@@ -118,7 +118,7 @@ def test_ragged_attention_takes_scales_as_arrays(name) -> None:
         np.testing.assert_allclose(grad, (above - below) / (2 * step), rtol=1e-4)
 
 
-# Every type, and sizes that are no powers of two; each kernel has its own ways through most.
+# Every dtype, and sizes that are not powers of two. Kernels have separate code for most of them.
 SHAPES: dict[str, dict[str, Any]] = {
     "bfloat16": {"q_dtype": jnp.bfloat16, "dtype": jnp.bfloat16, "C": 16, "D": 32},
     "int8": {"q_dtype": jnp.bfloat16, "dtype": jnp.int8, "C": 16, "D": 64, "K": 1, "G": 4},
@@ -141,7 +141,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_ragged_attention_of_any_shape(name, shape) -> None:
     batch = RaggedBatch.random([(1, 40), (9, 30), (2, 2), (1, 3)], **SHAPES[shape])
     options = {"sm_scale": 0.2, "k_scale": 0.25, "v_scale": 0.5}
-    # Half a unit in the last place of the type of the result, and of the weights of a softmax.
+    # Half a unit in the last place of the output, and of the softmax weights.
     unit = float(jnp.finfo(batch.q.dtype).eps)
     largest = np.abs(batch.expected(**options)).max()
     np.testing.assert_allclose(
@@ -152,8 +152,8 @@ def test_ragged_attention_of_any_shape(name, shape) -> None:
     )
 
 
-# The batches of JAX's tests of its kernel (tests/pallas/tpu_ragged_paged_attention_test.py), of
-# fewer heads and shorter: by kinds of lengths, variants and types.
+# Batches of JAX's tests of its kernel (tests/pallas/tpu_ragged_paged_attention_test.py), but
+# shorter and with fewer heads.
 MIXED = [(5, 18), (1, 29), (20, 37)]
 JAX_CASES: dict[str, dict[str, Any]] = {
     "mixed": {"lengths": MIXED},
@@ -168,7 +168,7 @@ JAX_CASES: dict[str, dict[str, Any]] = {
     ("name", "case"),
     [marked(name, case) for case in JAX_CASES for name in ("cpu", "xla")],
 )
-def test_ragged_attention_means_what_jax_means(name, case) -> None:
+def test_ragged_attention_matches_jax(name, case) -> None:
     options = dict(JAX_CASES[case])
     batch = RaggedBatch.random(options.pop("lengths"), extra_rows=0)
     got = batch.attend(**BACKENDS[name], **options)
@@ -177,10 +177,10 @@ def test_ragged_attention_means_what_jax_means(name, case) -> None:
 
 @functools.cache
 def what_jax_says(case: str) -> Any:
-    """JAX's own definition, of one of its cases."""
+    """Compute a case with JAX's reference implementation."""
     options = dict(JAX_CASES[case])
     batch = RaggedBatch.random(options.pop("lengths"), extra_rows=0)
-    # It asks for lengths in rows that are none, and reads what is past the end of a table.
+    # It needs lengths in unused rows, and reads past the end of a table.
     batch.kv_lens[len(MIXED) :], batch.page_indices = 0, batch.page_indices % len(batch.kv_pages)
     arrays = [jnp.asarray(x) for x in batch.arrays]
     dynamic_validate_inputs(*arrays)
@@ -188,24 +188,24 @@ def what_jax_says(case: str) -> Any:
 
 
 def jax_reference(*arrays: Any, **options: Any) -> Any:
-    """JAX's own definition, in float32."""
+    """Call JAX's reference implementation in float32."""
     with jax.default_matmul_precision("highest"):
         return ref_ragged_paged_attention(*arrays, **options)
 
 
-def test_ragged_attention_rows_do_not_see_each_other() -> None:
-    """Bitwise, with the sequences' places in the batch and the nonsense in other rows changed."""
+def test_ragged_attention_rows_are_independent() -> None:
+    """Results are equal bit for bit in another order, with other values in unused rows."""
     batch = RaggedBatch.random(LENGTHS)
     before = batch.attend(backend="xla")
     batch.kv_lens[len(LENGTHS) :], batch.page_indices[len(LENGTHS) :] = 40, 1
     batch.cu_q_lens[len(LENGTHS) + 1 :], batch.q[batch.num_rows :] = 2**31 - 1, 3.0
-    batch.kv_lens[0] = 0  # of the first sequence nothing is left
+    batch.kv_lens[0] = 0  # the first sequence is empty now
     after = batch.attend(backend="xla")
     np.testing.assert_array_equal(before[1:], after[1:])
     assert not after[0].any()
 
 
-def test_ragged_attention_shows_nan_of_real_tokens() -> None:
+def test_ragged_attention_returns_nan_of_real_tokens() -> None:
     batch = RaggedBatch.random(LENGTHS)
     batch.kv_pages[batch.page_indices[3, 1], 1] = np.nan  # token 9 of a chunk of tokens 13 to 17
     rows = slice(*batch.cu_q_lens[3:5])
@@ -224,7 +224,7 @@ def test_ragged_attention_of_few_sequences(num_seqs) -> None:
 
 
 @pytest.mark.parametrize(("N", "S", "M"), [(0, 2, 3), (4, 0, 3), (4, 2, 0)])
-def test_ragged_attention_of_nothing(N, S, M) -> None:
+def test_ragged_attention_of_empty_arrays(N, S, M) -> None:
     q, pages = np.ones((N, 4, 16), np.float32), np.ones((3, 8, 4, 16), np.float32)
     ints = np.zeros(S, np.int32), np.zeros((S, M), np.int32), np.zeros(S + 1, np.int32)
     out = ragged_paged_attention(q, pages, *ints, np.zeros(1, np.int32))
@@ -290,7 +290,7 @@ def check_gradients(batch: RaggedBatch, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("num_queries", [1, 4, 16])
-def test_cut_into_tiles_names_each_query_once_and_nothing_else(num_queries) -> None:
+def test_cut_into_tiles_contains_each_query_once(num_queries) -> None:
     """Gradients are scattered to these rows. A row in two tiles would get an arbitrary value."""
     batch = RaggedBatch.random(LENGTHS)
     q, pages, *rest, num_seqs = map(jnp.asarray, batch.arrays)
@@ -326,8 +326,8 @@ def test_ragged_attention_refuses_a_gradient_in_quantised_pages() -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_what_jax_is_handed_on_tpu_means_the_same(monkeypatch, options) -> None:
-    """Its kernel's place is taken by its definition, and what the kernel hangs on is refused."""
+def test_ragged_attention_on_tpu_passes_equivalent_arguments_to_jax(monkeypatch, options) -> None:
+    """JAX's reference implementation replaces its kernel, and checks for arguments that hang it."""
 
     def definition(q, pages, kv_lens, page_indices, cu_q_lens, num_seqs, **options):
         del options["vmem_limit_bytes"]
@@ -342,7 +342,7 @@ def test_what_jax_is_handed_on_tpu_means_the_same(monkeypatch, options) -> None:
     monkeypatch.setattr(
         jax_kernels, "jax_attention", SimpleNamespace(ragged_paged_attention=definition)
     )
-    # Behind the last queries are a sequence without any and rows that are no sequence.
+    # After the last queries come a sequence without queries, and unused rows.
     batch = RaggedBatch.random([(1, 1), (1, 20), (0, 7), (5, 18), (0, 0), (9, 9), (0, 4)])
     options = OPTIONS[options]
     args = RaggedArgs(
@@ -392,7 +392,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
-def test_ragged_attention_refuses(change, message) -> None:
+def test_ragged_attention_refuses_wrong_arguments(change, message) -> None:
     arguments = {
         "q": np.zeros((5, 4, 16), np.float32),
         "kv_pages": PAGES,
@@ -417,7 +417,7 @@ TPU = {"D": 128, "q_dtype": jnp.bfloat16, "dtype": jnp.bfloat16}
         ({"K": 3}, "keys and values of 3 heads do not fill registers of bfloat16"),
     ],
 )
-def test_jax_is_not_asked_for_what_it_cannot(sizes, reason) -> None:
+def test_ragged_attention_on_tpu_refuses_what_jax_does_not_support(sizes, reason) -> None:
     batch = RaggedBatch.random([(1, 3)], **(TPU | sizes))
     with pytest.raises(NotImplementedError, match=f"mosaic_tpu cannot: {reason}"):
         ragged_paged_attention(*batch.arrays, backend="mosaic_tpu")
@@ -430,15 +430,15 @@ def test_jax_is_not_asked_for_what_it_cannot(sizes, reason) -> None:
         ({"sinks": SINKS}, "JAX's kernel has no attention sinks"),
     ],
 )
-def test_sinks_and_lse_are_refused_on_tpu(options, reason) -> None:
+def test_ragged_attention_on_tpu_refuses_sinks_and_lse(options, reason) -> None:
     batch = RaggedBatch.random([(1, 3)], **TPU)
     with pytest.raises(NotImplementedError, match=f"mosaic_tpu cannot: {reason}"):
         ragged_paged_attention(*batch.arrays, backend="mosaic_tpu", **options)
 
 
 @pytest.mark.parametrize("setting", ["x64", "strict"])
-def test_ragged_attention_has_the_same_type_under_settings_of_jax(setting) -> None:
-    """With the branches of all platforms traced."""
+def test_ragged_attention_has_the_same_dtype_under_settings_of_jax(setting) -> None:
+    """The branches of all platforms are traced."""
     batch = RaggedBatch.random([(1, 3), (4, 9)], D=128)
     x64 = jax.enable_x64(True) if setting == "x64" else jax.numpy_dtype_promotion("strict")
     with x64:

@@ -1,7 +1,6 @@
-"""From the projection to the pools: one contract for all backends, against numpy in float64.
+"""Tests of `paged_rope_write` on all backends, against NumPy in float64.
 
-Pools are NaN, or 77 where there is no NaN, wherever a test has not put anything: what is touched
-and should not be, shows.
+Unused places of the pools are NaN, or 77 in int8 pools, so that wrong reads and writes are visible.
 """
 
 import functools
@@ -31,13 +30,13 @@ from tests.kernels.test_writing import (
 
 L, P, H, K, C, D = 2, 5, 4, 2, 4, 8
 LAYER, EPS = 1, 1e-3
-# As many as the pool has places for: tests of one type write them with one program.
+# The number of places in the pool. Tests with the same dtype share a program.
 N = P * C
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request) -> dict:
-    """Keywords that choose a backend, and make it run anywhere."""
+    """Keyword arguments of a backend that runs on any platform."""
     return {"backend": request.param} | BACKENDS[request.param]
 
 
@@ -47,7 +46,7 @@ def dtype(request):
 
 
 class New(NamedTuple):
-    """What a layer computes for some tokens, and its weights of norms."""
+    """Projection and rotations of some tokens, and weights of norms."""
 
     qkv: Any
     cos: Any
@@ -75,19 +74,19 @@ PROGRAM = jax.jit(run, static_argnames=("backend", "interpret"))
 
 
 def rope_write(pools: Pools, new: New, places, *, layer: int = LAYER, **backend):
-    """As `run`, by one program for all calls of the same shapes, whatever the layer."""
+    """Call `run` in a program that calls with the same shapes share, for any layer."""
     return PROGRAM(pools, new, *places, layer=np.int32(layer), **backend)
 
 
 def ungrouped(qkv) -> list[Any]:
-    """Heads of queries in their order, of keys, of values, from one projection."""
+    """Return the heads of queries, keys and values of a projection."""
     kv_heads = range(qkv.shape[1])
     queries = jnp.concatenate([qkv[:, kv_head, :-2] for kv_head in kv_heads], axis=1)
     return [queries, *(jnp.stack([qkv[:, i, j] for i in kv_heads], axis=1) for j in (-2, -1))]
 
 
 def split(new: New) -> list[np.ndarray]:
-    """q, k and v in float64, normed and rotated, as the interface says."""
+    """Return q, k and v in float64, normalised and rotated."""
     half = new.cos.shape[1]
     heads = [np.asarray(x, np.float64) for x in ungrouped(np.asarray(new.qkv))]
     cos, sin = (x[:, None].astype(np.float64) for x in (new.cos, new.sin))
@@ -101,14 +100,14 @@ def split(new: New) -> list[np.ndarray]:
 
 
 def assert_close(got, expected: np.ndarray) -> None:
-    """Equal up to float32's rounding of a few operations, and one rounding to the type of `got`."""
+    """Check equality up to float32 errors of a few operations and the rounding of `got`."""
     half_step = float(jnp.finfo(got.dtype).eps) / 2
     tolerance = half_step * np.abs(expected) + 3e-6 * (1 + np.abs(expected))
     assert (np.abs(np.asarray(got, np.float64) - expected) <= tolerance).all()
 
 
 def check(pools: Pools, new: New, places, **backend) -> None:
-    """Run the op, and look at all that it returns."""
+    """Run the op and check all of its results."""
     (L, P, _, C, _), D, dtype = pools.k.shape, new.qkv.shape[-1], pools.k.dtype
     blocks, offsets = places
     q, written = rope_write(pools, new, places, **backend)
@@ -122,14 +121,14 @@ def check(pools: Pools, new: New, places, **backend) -> None:
     if is_quantised(dtype):
         scale = np.asarray(written.k_scale, np.float64)[LAYER, block, :, offset][..., None]
         error = np.abs(keys.astype(np.float64) * scale - expected_k[is_kept])
-        # Half a level of int8; of fp8 half of its last of 3 bits, or of its smallest number.
+        # Half a level of int8. For fp8, half of the last of its 3 bits, or of its smallest number.
         fp8 = np.maximum(np.abs(expected_k[is_kept]) / 16, scale / 1024)
         assert (error <= (scale / 2 if dtype == jnp.int8 else fp8) + 3e-6).all()
         assert (np.abs(keys.astype(np.float64)).max(-1) == QUANTISED[dtype]).all()
     else:
         assert_close(keys, expected_k[is_kept])
 
-    # Values are as from `paged_write` to the last bit; where nothing was written is what was there.
+    # Values have the bits that `paged_write` gives. Other places of the pools are unchanged.
     exact_v = expected_write(pools, 0 * expected_k, np.asarray(new.qkv)[:, :, -1], *places)
     for got, expected in ((written.v, exact_v.v), (written.v_scale, exact_v.v_scale)):
         if got is not None:
@@ -142,12 +141,12 @@ def check(pools: Pools, new: New, places, **backend) -> None:
             assert got.tobytes() == before.tobytes()
 
 
-def test_paged_rope_write_is_what_numpy_computes(backend, dtype):
+def test_paged_rope_write_matches_numpy(backend, dtype):
     check(poisoned(dtype, (L, P, K, C, D)), make_new(), make_places(N), **backend)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["float32", "int8"])
-def test_paged_rope_write_norms_heads_of_queries_and_keys(backend, dtype):
+def test_paged_rope_write_normalises_queries_and_keys(backend, dtype):
     pools = poisoned(jnp.dtype(dtype), (L, P, K, C, D))
     check(pools, make_new(has_norms=True), make_places(N), **backend)
 
@@ -168,7 +167,7 @@ SHAPES = [
     [*(("triton", *shape) for shape in SHAPES), *(("xla", *shape) for shape in SHAPES[1:3])],
 )
 def test_paged_rope_write_any_shape(name, N, H, K, C, D, dtype, pool_dtype, lanes, has_norms):
-    """The kernel cuts tokens and lanes into tiles; XLA is given them whole."""
+    """The kernel has tiles of tokens and lanes, XLA has none."""
     num_blocks = N // C + 2
     pools = poisoned(jnp.dtype(pool_dtype), (L, num_blocks, K, C, lanes))
     new = make_new(N, H, K, D, dtype, has_norms=has_norms)
@@ -176,8 +175,8 @@ def test_paged_rope_write_any_shape(name, N, H, K, C, D, dtype, pool_dtype, lane
     check(pools, new, places, backend=name, **BACKENDS[name])
 
 
-def test_paged_rope_write_rounds_as_paged_write(backend, dtype):
-    """To the last bit: what is turned by no angle stays what it is."""
+def test_paged_rope_write_rounds_like_paged_write(backend, dtype):
+    """With angles of 0, results are equal to `paged_write` bit for bit."""
     new, pools, places = make_new(), poisoned(dtype, (L, P, K, C, D)), make_places(N)
     new = new._replace(cos=np.ones_like(new.cos), sin=np.zeros_like(new.sin))
     q, written = rope_write(pools, new, places, **backend)
@@ -188,7 +187,7 @@ def test_paged_rope_write_rounds_as_paged_write(backend, dtype):
 
 @jax.jit
 def one_by_one(pools: Pools, new: New, blocks, offsets) -> tuple[jax.Array, Pools]:
-    """What the op stands for, of other functions of this package."""
+    """Compute the op with other functions of this package."""
     q, k, v = ungrouped(new.qkv)
     q = rms_norm(q, new.q_norm, EPS, num_heads=H)
     k = rms_norm(k, new.k_norm, EPS, num_heads=K)
@@ -200,7 +199,7 @@ def one_by_one(pools: Pools, new: New, blocks, offsets) -> tuple[jax.Array, Pool
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["float32", "int8"])
-def test_paged_rope_write_of_xla_is_one_op_after_the_other(dtype):
+def test_paged_rope_write_by_xla_equals_separate_ops(dtype):
     pools = poisoned(jnp.dtype(dtype), (L, P, K, C, D))
     new, places = make_new(has_norms=True), make_places(N)
     got, expected = rope_write(pools, new, places, backend="xla"), one_by_one(pools, new, *places)
@@ -208,8 +207,8 @@ def test_paged_rope_write_of_xla_is_one_op_after_the_other(dtype):
     assert_same_bits(got[1], expected[1])
 
 
-def test_paged_rope_write_drops_what_lies_outside_the_pool(backend):
-    """Keys and values; queries are those of all tokens, who may attend to what others wrote."""
+def test_paged_rope_write_drops_tokens_out_of_range(backend):
+    """Keys and values are dropped, but the op returns the queries of all tokens."""
     pools, new = poisoned(jnp.dtype(jnp.int8), (L, P, K, C, D)), make_new()
     blocks = np.array([P, P + 1, -1, 2**30, -(2**31), 0, 0, 2**31 - 1], np.int32)
     offsets = np.array([0, 0, 0, 0, 0, C, -1, 3], np.int32)
@@ -224,7 +223,7 @@ def test_paged_rope_write_drops_what_lies_outside_the_pool(backend):
         assert_close(q, split(new)[0])
 
 
-def test_paged_rope_write_layer_may_be_the_index_of_a_scan(backend):
+def test_paged_rope_write_in_a_scan_over_layers(backend):
     pools, new = poisoned(jnp.dtype(jnp.int8), (L, P, K, C, D)), make_new(6)
     places = make_places(6)
 
@@ -240,15 +239,15 @@ def test_paged_rope_write_layer_may_be_the_index_of_a_scan(backend):
     assert_same_bits(Pools(written.v, written.v), Pools(expected.v, expected.v))
 
 
-def test_paged_rope_write_of_nothing(backend):
+def test_paged_rope_write_of_no_tokens(backend):
     pools, new = poisoned(jnp.dtype(jnp.int8), (L, P, K, C, D)), make_new(0)
     q, written = run(pools, new, *make_places(0), **backend)
     assert q.shape == (0, H, D) and q.dtype == jnp.bfloat16
     assert_same_bits(written, pools)
 
 
-def test_paged_rope_write_passes_gradients_on(backend):
-    """To the projection, the rotations, the norms and the pools: those of one op after another."""
+def test_paged_rope_write_has_the_gradients_of_separate_ops(backend):
+    """The gradients in projection, rotations, norms and pools equal gradients of `one_by_one`."""
     pools = Pools(*np.random.default_rng(1).normal(size=(2, L, P, K, C, D)).astype(np.float32))
     new, places = make_new(6, has_norms=True), make_places(6)
 
@@ -277,8 +276,8 @@ def test_paged_rope_write_refuses_gradients_through_quantised_pools(backend, dty
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["float32", "int8"])
-def test_donated_pools_are_updated_in_place(dtype):
-    """Two layers of a pool so large that a copy shows; compiling takes no memory."""
+def test_paged_rope_write_updates_donated_pools_in_place(dtype):
+    """Two layers write to large pools. The program is compiled, but not run."""
     pool = jax.ShapeDtypeStruct((4, 4096, K, 16, D), dtype)
     scale = jax.ShapeDtypeStruct(pool.shape[:4], jnp.float32) if is_quantised(dtype) else None
     pools = Pools(pool, pool, scale, scale)
@@ -332,7 +331,7 @@ def test_paged_rope_write_refuses_explicit_axes():
         run(Pools(pool, pool), make_new(2), *make_places(2))
 
 
-def test_heads_whose_halves_are_odd_are_left_to_xla_in_pools_of_bytes():
+def test_paged_rope_write_of_odd_halves_in_quantised_pools_uses_xla():
     pools, new = poisoned(jnp.dtype(jnp.int8), (L, P, K, C, 10)), make_new(3, D=10)
     with pytest.raises(NotImplementedError, match="triton cannot: it writes halves of heads in"):
         run(pools, new, *make_places(3), backend="triton", interpret=True)

@@ -1,4 +1,4 @@
-"""The GPU decode kernel in the interpreter against float64, with small steps and in parts."""
+"""Tests of the GPU decode kernel in the interpreter, against float64, with small steps."""
 
 import dataclasses
 import importlib
@@ -19,7 +19,8 @@ from tests.support.paged_batch import LAYER, OUT_OF_RANGE, PagedBatch, queries
 
 INTERPRET = jax.default_backend() != "gpu"
 
-# Small steps, so that short sequences take several; C of 8 and of 128 are on either side of them.
+# Small steps, so that short sequences take several. Blocks of 8 and 128 tokens are smaller and
+# larger.
 SMALL_STEPS = DecodeParams(step_tokens=16, num_warps=4, num_stages=3)
 
 
@@ -76,11 +77,12 @@ LENGTHS = [0, 1, 15, 16, 17, 130, 64]
 
 
 def standard() -> tuple[PagedBatch, np.ndarray]:
-    """A batch and its queries, of one shape and so of one program for the same options."""
+    """Return a batch and queries. Tests that use them with the same options share a program."""
     return PagedBatch.random(LENGTHS), queries((len(LENGTHS), 6, 16))
 
 
-# Parts of two steps, sequences that are not divided, and parts of one step with programs to spare.
+# Parts of two steps, sequences that are not split, and parts of one step with unused program
+# instances.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_parts"), [*((name, 9) for name in VARIANTS), ("all", 0), ("sinks", 40)]
@@ -94,7 +96,7 @@ def test_decode_matches_float64(name, num_parts) -> None:
     ("C", "K", "G", "D", "lanes"), [(1, 1, 1, 8, None), (12, 1, 3, 20, 128), (128, 2, 4, 256, None)]
 )
 def test_decode_any_shape(C, K, G, D, lanes) -> None:
-    """Blocks smaller and larger than a step; the contract suite has sizes between."""
+    """Blocks are smaller and larger than a step. `test_attention.py` has the sizes in between."""
     lengths = [0, 1, C - 1, C, C + 1, 40]
     batch = PagedBatch.random(lengths, K=K, C=C, D=D, lanes=lanes)
     check(batch, queries((len(lengths), K * G, D)), num_parts=6)
@@ -103,8 +105,8 @@ def test_decode_any_shape(C, K, G, D, lanes) -> None:
 @pytest.mark.parametrize(
     ("pool_dtype", "G", "num_parts"), [("float32", 40, 0), ("float32", 40, 7), ("int8", 17, 7)]
 )
-def test_decode_of_groups_that_are_cut_into_slices(pool_dtype, G, num_parts) -> None:
-    """Slices of 14 and 9 heads; the last slice is shorter. Each slice merges its own parts."""
+def test_decode_of_large_groups_in_slices(pool_dtype, G, num_parts) -> None:
+    """Slices have 14 and 9 heads, and the last slice fewer. Each slice merges its parts."""
     batch = PagedBatch.random([0, 1, 40], dtype=jnp.dtype(pool_dtype))
     sinks = np.linspace(-2, 2, 2 * G, dtype=np.float32)
     check(batch, queries((3, 2 * G, 16)), num_parts=num_parts, sinks=sinks, sliding_window=37)
@@ -114,7 +116,7 @@ def test_decode_of_groups_that_are_cut_into_slices(pool_dtype, G, num_parts) -> 
     ("G", "pool_dtype", "num_slices"),
     [(32, "bfloat16", 1), (71, "bfloat16", 3), (1024, "bfloat16", 32), (32, "float32", 2)],
 )
-def test_decode_has_programs_for_each_slice_of_a_group(G, pool_dtype, num_slices) -> None:
+def test_decode_has_program_instances_for_each_slice_of_a_group(G, pool_dtype, num_slices) -> None:
     """The tile of a whole group of 1024 does not fit the shared memory of any GPU."""
     case = Case("decode", "triton", G=G, dtype=pool_dtype)
     with lowering_for("cuda"):
@@ -128,7 +130,7 @@ def test_decode_has_programs_for_each_slice_of_a_group(G, pool_dtype, num_slices
     ("pool_dtype", "D", "lanes", "num_parts"),
     [("int8", 16, None, 0), ("float8_e4m3fn", 80, 128, 4)],
 )
-def test_decode_quantised_pools(pool_dtype, D, lanes, num_parts) -> None:
+def test_decode_of_quantised_pools(pool_dtype, D, lanes, num_parts) -> None:
     batch = PagedBatch.random([0, 1, 40, 16], D=D, dtype=jnp.dtype(pool_dtype), lanes=lanes)
     check(batch, queries((4, 6, D)), num_parts=num_parts, **VARIANTS["all"])
 
@@ -146,7 +148,7 @@ def test_decode_quantised_pools(pool_dtype, D, lanes, num_parts) -> None:
     ],
 )
 def test_decode_rounds_only_the_result(dtype, pool_dtype) -> None:
-    """Weights are not rounded to the type of the values: half a unit in the result's last place."""
+    """The error is half a unit in the last place, because weights are not rounded."""
     batch = PagedBatch.random([5, 130, 64], dtype=jnp.dtype(pool_dtype))
     q = queries((3, 4, 16), jnp.dtype(dtype))
     rtol = 0.0 if dtype == "float32" else float(jnp.finfo(dtype).eps)
@@ -154,7 +156,7 @@ def test_decode_rounds_only_the_result(dtype, pool_dtype) -> None:
 
 
 @pytest.mark.slow
-def test_decode_scales_may_be_too_small_for_float16() -> None:
+def test_decode_with_scales_too_small_for_float16() -> None:
     batch = PagedBatch.random([5, 130, 64], dtype=jnp.int8)
     factor = np.float32(1e-3)
     pools = batch.pools
@@ -164,12 +166,12 @@ def test_decode_scales_may_be_too_small_for_float16() -> None:
         v=[factor * v for v in batch.v],
         pools=pools._replace(v_scale=factor * pools.v_scale),
     )
-    # Half a unit in the result's last place, which is that of a subnormal number for some.
+    # Half a unit in the last place; some results are subnormal numbers.
     check(tiny, queries((3, 4, 16), np.float16), rtol=2**-10, atol=2**-25, num_parts=6)
 
 
 def scaled(batch: PagedBatch, k_exponents: list[np.ndarray], v_exponents: list[np.ndarray]):
-    """A batch of quantised values whose tokens are multiplied by powers of two, each ``[N, K]``."""
+    """Multiply quantised tokens by powers of two, given as exponents ``[N, K]`` per sequence."""
     pools, values = batch.pools, {}
     for name, exponents in {"k": k_exponents, "v": v_exponents}.items():
         scale = getattr(pools, f"{name}_scale").copy()
@@ -185,8 +187,8 @@ def scaled(batch: PagedBatch, k_exponents: list[np.ndarray], v_exponents: list[n
     return dataclasses.replace(batch, pools=pools, **values)
 
 
-def test_decode_with_every_option_over_scales_that_grow() -> None:
-    """Coarsely what slower tests show one by one: parts, some without a token, and all there is."""
+def test_decode_with_all_options_and_growing_scales() -> None:
+    """A fast test with larger tolerances of all that the slower tests check separately."""
     lengths = [5, 136, 64, 0]
     batch = PagedBatch.random(lengths, dtype=jnp.float8_e4m3fn, extra_width=0)
     flat = [np.zeros((n, 2)) for n in lengths]
@@ -199,8 +201,8 @@ def test_decode_with_every_option_over_scales_that_grow() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pool_dtype", ["int8", "float8_e4m3fn"])
-def test_decode_quantised_pools_take_queries_and_scales_of_any_size(pool_dtype) -> None:
-    """Beyond the range of float16, in which they are multiplied, and each in its own."""
+def test_decode_of_quantised_pools_with_queries_and_scales_of_any_size(pool_dtype) -> None:
+    """Queries and scales exceed the range of float16, the dtype of the matmuls."""
     lengths = [5, 130, 64]
     batch = PagedBatch.random(lengths, dtype=jnp.dtype(pool_dtype))
     rng = np.random.default_rng(2)
@@ -208,14 +210,15 @@ def test_decode_quantised_pools_take_queries_and_scales_of_any_size(pool_dtype) 
         [rng.integers(-20, 20, (n, 2)).astype(float) - shift for n in lengths] for shift in (20, 0)
     )
     batch = scaled(batch, k_exponents, v_exponents)
-    # Rows, and the numbers in each.
+    # Powers of two per row, and then per element.
     q = queries((3, 4, 16)) * 2.0 ** np.array([-70, -10, 0, 14])[:, None]
     q = (q * 2.0 ** rng.integers(-12, 1, (3, 4, 16))).astype(jnp.bfloat16)
     out, lse = run(batch, q, num_parts=6)
     expected, expected_lse = batch.expected_decode(q)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=1e-5)
     for b, v in enumerate(batch.v):
-        # Half a unit in the last place of bfloat16, and float32 sums of the largest values.
+        # Half a unit in the last place of bfloat16, and errors of float32 sums of the largest
+        # values.
         np.testing.assert_allclose(
             out[b].astype(np.float64), expected[b], rtol=2**-8, atol=2**-20 * np.abs(v).max()
         )
@@ -228,11 +231,11 @@ def test_decode_quantised_pools_take_queries_and_scales_of_any_size(pool_dtype) 
 
 
 @pytest.mark.slow
-def test_decode_quantised_pools_keep_small_weights_of_large_values() -> None:
-    """Every token counts for as much, with weights far below the smallest of float16."""
+def test_decode_of_quantised_pools_keeps_small_weights_of_large_values() -> None:
+    """Each token contributes equally, with softmax weights below the smallest float16 number."""
     lengths = [5, 130, 64]
     batch = PagedBatch.random(lengths, dtype=jnp.int8)
-    # One query head for each two, whose scores span many powers of two.
+    # Pairs of equal query heads. Their scores span many powers of two.
     q = np.repeat(30 * queries((3, 2, 16)), 2, axis=1).astype(jnp.bfloat16)
     exponents = []
     for row, k in zip(q.astype(np.float64), batch.k, strict=True):
@@ -253,26 +256,26 @@ def test_decode_any_step(step_tokens, C) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", [-1, 10**9])
-def test_decode_does_not_trust_entries_past_the_end(entry) -> None:
+def test_decode_ignores_entries_past_the_end(entry) -> None:
     batch, q = standard()
     batch.block_tables[batch.block_tables == OUT_OF_RANGE] = entry
     check(batch, q, num_parts=9)
 
 
 @pytest.mark.slow
-def test_decode_large_scores_do_not_overflow() -> None:
+def test_decode_of_large_scores_does_not_overflow() -> None:
     batch, q = standard()
     q *= 1e4
     out, lse = run(batch, q, num_parts=9)
     _, expected_lse = batch.expected_decode(q)
-    # The terms of a small score are as large as those of the largest.
+    # The terms of a small score are as large as the terms of the largest score.
     largest = np.abs(expected_lse[np.isfinite(expected_lse)]).max()
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=2**-24 * largest)
     assert np.isfinite(out).all()
 
 
 @pytest.mark.slow
-def test_decode_is_the_same_bits_twice_and_wherever_a_row_lies() -> None:
+def test_decode_is_deterministic_and_rows_are_independent() -> None:
     batch, q = standard()
     backwards = np.arange(len(LENGTHS))[::-1]
     together = run(batch, q, num_parts=9)
@@ -284,8 +287,8 @@ def test_decode_is_the_same_bits_twice_and_wherever_a_row_lies() -> None:
 
 
 @pytest.mark.parametrize("step", [-1, 4])
-def test_decode_merges_whoever_is_last(monkeypatch, step) -> None:
-    """On a device programs end in any order; the interpreter runs them one after another."""
+def test_decode_merges_the_same_bits_in_any_order(monkeypatch, step) -> None:
+    """On a GPU program instances end in any order. Here they run sequentially in another order."""
     batch, q = standard()
     expected = run(batch, q, num_parts=9)
     module = importlib.import_module("paged_jax.kernels.triton.decode")
@@ -295,7 +298,7 @@ def test_decode_merges_whoever_is_last(monkeypatch, step) -> None:
         return program_id(0) if axis == 0 else (step * program_id(1)) % pl.num_programs(1)
 
     monkeypatch.setattr(pl, "program_id", turned)
-    # What was traced with the usual order is not to be found.
+    # Bypass the jit cache, which has the program of the usual order.
     monkeypatch.setattr(module, "_decode", module._decode.__wrapped__)
     found = run(batch, q, num_parts=9, program=decode)
     for first, second in zip(expected, found, strict=True):
@@ -303,7 +306,7 @@ def test_decode_merges_whoever_is_last(monkeypatch, step) -> None:
 
 
 @pytest.mark.slow
-def test_decode_of_a_whole_sequence_is_the_same_bits_in_any_batch() -> None:
+def test_decode_without_parts_has_the_same_bits_in_any_batch() -> None:
     batch, q = standard()
     together = run(batch, q, num_parts=0)
     alone = run(batch.rows(np.arange(5, 6)), q[5:6], num_parts=0)
@@ -346,7 +349,7 @@ def test_refusal_of_fp8_depends_on_the_gpu() -> None:
         assert refusal(fp8, interpret=True) is None
 
 
-def test_refusal_of_gpus_before_ampere_names_them() -> None:
+def test_refusal_names_gpus_before_ampere() -> None:
     with tuning.assume(tuning.GpuInfo("Tesla T4", 40, (7, 5))):
         choice = choose_backend(problem(), "cuda")
         assert choice.backend == "xla"
@@ -358,6 +361,6 @@ def test_refusal_of_gpus_before_ampere_names_them() -> None:
         assert refusal(problem(), interpret=True) is None
 
 
-def test_refusal_is_none_for_what_works() -> None:
+def test_refusal_is_none_for_supported_dtypes() -> None:
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.float8_e4m3fn):
         assert refusal(problem(pool_dtype=dtype)) is None

@@ -1,7 +1,7 @@
-"""What the GPU kernels compute with, compiled and interpreted, says the same of every number.
+"""Tests of the instructions of the GPU kernels: PTX and its interpreted form give equal results.
 
-The assembly cannot run here. Of the few instructions that it is made of, each does what NVIDIA's
-manual (PTX ISA 8) says of it, over numpy arrays of registers.
+PTX cannot run here. A small interpreter executes the few instructions on NumPy arrays of registers,
+as NVIDIA's manual (PTX ISA 8) defines them.
 """
 
 import re
@@ -16,13 +16,13 @@ TYPES = pytest.mark.parametrize("pool_dtype", [jnp.int8, jnp.float8_e4m3fn], ids
 
 
 def all_pairs(pool_dtype) -> np.ndarray:
-    """Every two numbers side by side, also what no rounding gives: the lowest int8, NaN, -0."""
+    """Return all pairs of bytes as numbers, including -128, NaN and -0 (no results of rounding)."""
     pairs = np.stack(np.meshgrid(*2 * [np.arange(256, dtype=np.uint8)]), axis=-1)
     return pairs.reshape(-1).view(pool_dtype)
 
 
 @TYPES
-def test_split_words_tells_every_byte(pool_dtype) -> None:
+def test_interpreted_split_words_converts_every_byte(pool_dtype) -> None:
     pool = all_pairs(pool_dtype)
     words = tiles.as_words(jnp.asarray(pool))
     even, odd = pallas.choose_instructions(True).split_words(words, jnp.dtype(pool_dtype))
@@ -32,9 +32,9 @@ def test_split_words_tells_every_byte(pool_dtype) -> None:
 
 
 @TYPES
-def test_assembly_tells_every_byte(pool_dtype) -> None:
+def test_compiled_split_words_converts_every_byte(pool_dtype) -> None:
     pool = all_pairs(pool_dtype)
-    # A register has two words of a pair each; the first is the low one.
+    # A register has two words of a pair each. The first word is the low half.
     registers = pool.view(np.uint32)
     code = pallas._INT8 if pool_dtype == jnp.int8 else pallas._FLOAT8
     for turn, half in enumerate(code):
@@ -43,7 +43,7 @@ def test_assembly_tells_every_byte(pool_dtype) -> None:
 
 
 def execute(code: str, argument: np.ndarray) -> np.ndarray:
-    """What assembly leaves in ``$0`` for the u32 numbers of ``$1``."""
+    """Execute PTX with u32 numbers in ``$1``, and return ``$0``."""
     values = {"$1": argument.astype(np.uint32)}
 
     def read(name: str):
@@ -83,7 +83,7 @@ def prmt(a, b, selector):
 
 
 def sub_f16x2(a, b):
-    # By parts: each half of a register is a number.
+    # Each half of a register is a number.
     a, b = (np.broadcast_to(x, np.shape(a)).astype(np.uint32) for x in (a, b))
     return (a.view(np.float16) - b.copy().view(np.float16)).view(np.uint32)
 

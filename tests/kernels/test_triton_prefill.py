@@ -1,7 +1,7 @@
-"""The Triton kernel of prompt chunks, in Pallas' interpreter against float64.
+"""Tests of the GPU prefill kernel in the interpreter, against float64.
 
-The contract suite runs it through the public op with tiles that hold most of its sequences. Here
-tiles and steps are small, so that chunks span many of both.
+`test_attention.py` runs it with tiles that are larger than most of the sequences. Here tiles and
+steps are small, so that chunks have many of them.
 """
 
 import itertools
@@ -28,7 +28,7 @@ PROGRAM = jax.jit(prefill, static_argnames=("options", "interpret", "params"))
 
 
 def attend(batch: PagedBatch, q, query_lens, *, params=SMALL, sinks=None, **options):
-    """Run the kernel in the interpreter: ``(out, lse)``."""
+    """Run the kernel in the interpreter and return ``(out, lse)``."""
     args = AttentionArgs(
         q, batch.pools, batch.block_tables, batch.lengths, np.asarray(query_lens, np.int32), sinks,
         np.int32(LAYER),
@@ -54,12 +54,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cap": {"soft_cap": 2.0, "sinks": SINKS},
     "window-of-many-steps": {"scale": 0.5, "sliding_window": 100, "sinks": SINKS},
 }
-# Chunks alone, after context, of one token, shorter than a tile, longer, and none.
+# Chunks without and after context: empty, with a single token, shorter and longer than a tile.
 LENGTHS, QUERY_LENS = [0, 1, 40, 200, 150, 16], [0, 1, 40, 53, 0, 7]
 
 
 def standard() -> tuple[PagedBatch, np.ndarray, list[int]]:
-    """A batch, queries and lengths of one shape, and so of one program for the same options."""
+    """Return a batch, queries and chunk lengths. Tests with the same options share a program."""
     return PagedBatch.random(LENGTHS), queries((6, 53, 6, 16)), QUERY_LENS
 
 
@@ -75,7 +75,7 @@ def test_prefill_matches_float64(options) -> None:
     [(1, 1, 1, 8, 3, None), (12, 1, 4, 20, 20, 128), (128, 2, 7, 16, 6, None)],
 )
 def test_prefill_any_shape(C, K, G, D, T, lanes) -> None:
-    """Blocks smaller and larger than a step; the contract suite has sizes between."""
+    """Blocks are smaller and larger than a step. `test_attention.py` has the sizes in between."""
     lengths = [0, 1, C + 1, 90]
     batch = PagedBatch.random(lengths, K=K, C=C, D=D, lanes=lanes)
     check(batch, queries((4, T, K * G, D)), [min(n, T) for n in lengths])
@@ -94,15 +94,15 @@ def test_prefill_any_tile(params) -> None:
     check(batch, queries((2, 30, 6, 16)), [30, 21], params=params)
 
 
-# Weights are rounded to the type of the queries, and so is the result: half a unit in the last
-# place of each. Other types are in the contract suite.
+# Weights and outputs are rounded to the dtype of the queries, by half a unit in the last place
+# each. `test_attention.py` has the other dtypes.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "q_dtype", "exponents"),
     [
         (jnp.int8, jnp.float16, [0] * 6),
         (FLOAT8, jnp.float16, [0] * 6),
-        # Beyond the range of float16, in which they are multiplied.
+        # The queries exceed the range of float16, the dtype of the matmuls.
         (jnp.int8, jnp.bfloat16, [-70, -30, -10, 0, 4, 17]),
     ],
 )
@@ -115,8 +115,8 @@ def test_prefill_of_half_precision_queries_over_quantised_pools(dtype, q_dtype, 
         np.testing.assert_allclose(a.astype(np.float64), b, *tolerance)
 
 
-def test_prefill_with_every_option_over_a_quantised_pool() -> None:
-    """Coarsely what slower tests show one by one."""
+def test_prefill_with_all_options_over_a_quantised_pool() -> None:
+    """A fast test with larger tolerances of all that the slower tests check separately."""
     batch = PagedBatch.random([0, 33, 200], dtype=jnp.int8, extra_width=0)
     batch.lengths[2] = 2**31 - 1  # more than its table holds
     q = (8 * queries((3, 53, 6, 16))).astype(jnp.bfloat16)
@@ -128,15 +128,15 @@ def test_prefill_with_every_option_over_a_quantised_pool() -> None:
 
 
 @pytest.mark.slow
-def test_prefill_of_a_wider_pool_uses_its_precision() -> None:
+def test_prefill_of_a_float32_pool_uses_its_precision() -> None:
     batch = PagedBatch.random([50], dtype=np.float32)
     q = queries((1, 8, 6, 16), jnp.bfloat16)
     check(batch, q, [8], rtol=2**-8)
 
 
 @pytest.mark.slow
-def test_prefill_float16_queries_keep_small_quantised_values() -> None:
-    """A weight times the scale of such values is no float16 number."""
+def test_prefill_of_float16_queries_keeps_small_quantised_values() -> None:
+    """A weight times the scale of such values is too small for float16."""
     batch = PagedBatch.random([64, 0, 33], dtype=jnp.int8)
     shrink = np.float32(1e-6)
     assert batch.pools.v_scale is not None
@@ -145,13 +145,13 @@ def test_prefill_float16_queries_keep_small_quantised_values() -> None:
     q = queries((3, 8, 6, 16), jnp.float16)
     out, _ = attend(batch, q, [8, 0, 5])
     want, _ = batch.expected_prefill(q, [8, 0, 5])
-    # The result itself is float16: below its smallest normal number, in steps of 2**-24.
+    # The output is float16. Subnormal numbers have steps of 2**-24.
     np.testing.assert_allclose(out.astype(np.float64), want, rtol=2**-8, atol=2**-24)
 
 
 @pytest.mark.slow
 def test_prefill_does_not_read_before_the_window() -> None:
-    """Blocks that no query of the chunk sees may have been given back."""
+    """Blocks that no query of the chunk sees may have been freed."""
     batch, q, query_lens = standard()
     row = LENGTHS.index(200)
     first_seen = 200 - query_lens[row] + 1 - WINDOW_WITHIN_A_STEP["sliding_window"]
@@ -163,8 +163,8 @@ def test_prefill_does_not_read_before_the_window() -> None:
 
 
 @pytest.mark.slow
-def test_prefill_rows_do_not_see_each_other() -> None:
-    """Bitwise: alone or in a batch, and in a chunk of any padding."""
+def test_prefill_rows_are_independent() -> None:
+    """Results are equal bit for bit alone and in a batch, and with NaN in the padding."""
     batch, q, query_lens = standard()
     out, lse = attend(batch, q, query_lens)
     alone = attend(batch.rows(np.array([3])), q[3:4], [53])
@@ -175,7 +175,7 @@ def test_prefill_rows_do_not_see_each_other() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 17, 40, 200])
-def test_separate_masked_steps_masks_exactly_the_steps_that_need_it(window) -> None:
+def test_separate_masked_steps_masks_only_the_necessary_steps(window) -> None:
     N = 8
     for first, rows in itertools.product([0, 1, 6, 7, 8, 30, 63, 64, 100], [1, 2, 9, 40]):
         last = first + rows - 1

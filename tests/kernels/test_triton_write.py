@@ -1,6 +1,6 @@
-"""What the Triton kernels that write refuse, and how they round.
+"""Tests of the GPU kernels for writing: unsupported problems, and rounding.
 
-What they write is tested in `test_writing`, that they lower in `test_lowering`.
+`test_writing.py` tests their results, and `test_lowering.py` their lowering.
 """
 
 import functools
@@ -27,8 +27,8 @@ def lowered(case: Case) -> str:
 
 @pytest.mark.parametrize("op", ["write", "copy_blocks"])
 @pytest.mark.parametrize("pool_dtype", ["int8", "float8_e4m3fn"])
-def test_pools_of_2_to_4_gib_are_no_arrays_of_bytes(op, pool_dtype):
-    """Pallas would compute their addresses in 32 bits, signed: they would wrap."""
+def test_write_and_copy_blocks_see_large_pools_as_words(op, pool_dtype):
+    """Pallas computes addresses of bytes in signed 32-bit integers, which would overflow."""
     case = Case(op, "triton", L=32, P=6000, K=8, pool_dtype=pool_dtype)
     [call] = [line for line in lowered(case).splitlines() if "xla.gpu.triton" in line]
     types = call.rpartition(" : ")[2]
@@ -45,7 +45,7 @@ def problem(pool_dtype: str, op: str = "write", **sizes: int) -> Problem:
     )  # fmt: skip
 
 
-def test_what_triton_refuses_goes_to_xla():
+def test_choose_backend_gives_xla_what_triton_does_not_support():
     assert choose_backend(problem("bfloat16"), "cuda").backend == "triton"
     for refused, reason in (
         (problem("float64"), "not float64"),
@@ -56,7 +56,7 @@ def test_what_triton_refuses_goes_to_xla():
         assert choice.backend == "xla" and reason in choice.reason
 
 
-def test_of_two_backends_for_a_platform_the_first_that_can_is_chosen(monkeypatch):
+def test_choose_backend_takes_the_first_backend_that_supports_the_problem(monkeypatch):
     class First(Triton):
         def refusal(self, problem):
             return None if problem.q_dtype == jnp.bfloat16 else "it takes bfloat16 only"
@@ -69,7 +69,7 @@ def test_of_two_backends_for_a_platform_the_first_that_can_is_chosen(monkeypatch
     assert neither.reason.startswith("first cannot: it takes bfloat16 only; triton cannot: ")
 
 
-def test_asking_for_what_triton_refuses_is_an_error():
+def test_paged_write_with_unsupported_triton_is_an_error():
     pool, scale = np.zeros((1, 1, 1, 4, 17), np.int8), np.zeros((1, 1, 1, 4), np.float32)
     new, places = np.zeros((2, 1, 17), np.float32), np.arange(2)
     write = functools.partial(
@@ -80,7 +80,7 @@ def test_asking_for_what_triton_refuses_is_an_error():
     assert write().k_scale[0, 0, 0].tolist() == [1, 1, 0, 0]
 
 
-def test_round_half_to_even_is_jnp_round():
+def test_round_half_to_even_equals_jnp_round():
     halves = np.arange(-260, 261, dtype=np.float32) / 2
     x = np.concatenate(
         [halves, np.nextafter(halves, np.float32(np.inf)), np.nextafter(halves, -np.float32(9e9))]
@@ -100,7 +100,7 @@ def test_round_half_to_even_is_jnp_round():
     ids=str,
 )
 def test_kernels_divide_no_float_by_a_constant(case):
-    """Triton's division by a constant is approximate; XLA multiplies by the reciprocal."""
+    """Triton's division by a constant is approximate. XLA multiplies by the reciprocal."""
     with lowering_for("cuda"):
         program = jax.make_jaxpr(case.function())(*case.shapes())
     divisions = [x for x in equations(program.jaxpr) if x.primitive.name == "div"]
@@ -121,7 +121,7 @@ def test_quantise_multiplies_the_peak_by_the_reciprocal(dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-def test_kernel_quantises_bitwise_as_the_interface_says(dtype):
+def test_write_quantises_like_quantise_bit_for_bit(dtype):
     rng = np.random.default_rng(0)
     magnitude = 10.0 ** rng.uniform(-30, 30, size=(256, 2, 1))
     k, v = (rng.normal(size=(2, 256, 2, 64)) * magnitude).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Launch parameters: a sound table, sane answers beyond it, and the tuner that writes it."""
+"""Tests of the launch parameters of the Triton kernels, and of the tuner that measures them."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ def table(entry=ENTRY, op="decode", shape=str(SHAPE)) -> str:
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Put a table in the place of the shipped one."""
+    """Return a function that replaces the table of measurements."""
     return lambda text: monkeypatch.setattr(tuning, "_measured", lambda: tuning.parse(text))
 
 
@@ -35,12 +35,12 @@ def decode_params(kind="NVIDIA H200", **changes) -> DecodeParams:
     return tuning.decode_params(kind, SHAPE._replace(**changes))
 
 
-def test_shipped_table_is_sound() -> None:
+def test_parse_accepts_the_shipped_table() -> None:
     devices = tuning.parse(tune_kernels.TABLE.read_text())
     assert all(kind.startswith("NVIDIA") for kind in devices)
 
 
-def test_params_are_the_measured_ones(measured) -> None:
+def test_params_are_measured_parameters(measured) -> None:
     measured(table())
     assert decode_params() == DecodeParams(32, 2, 4)
     measured(table(ENTRY | {"query_rows": 64}, "prefill"))
@@ -51,7 +51,7 @@ def test_params_are_the_measured_ones(measured) -> None:
     "unlike",
     [{"kind": "NVIDIA H100"}, {"head_dim": 64}, {"q_dtype": "float32"}, {"pool_dtype": "int8"}],
 )
-def test_params_of_another_tile_follow_the_rule(measured, unlike) -> None:
+def test_params_of_other_tiles_follow_the_rules(measured, unlike) -> None:
     measured("{}")
     rule = decode_params(**unlike)
     measured(table())
@@ -77,7 +77,7 @@ def test_params_by_rule_fit_shared_memory(measured, head_dim, pool_dtype) -> Non
         params = choose("", shape)
         staged = params.num_stages * params.step_tokens * tuning.token_bytes(shape)
         assert staged <= 227 * 1024
-        assert params.step_tokens >= 16  # the least that a Triton dot takes
+        assert params.step_tokens >= 16  # the minimum of a Triton matmul
 
 
 @pytest.mark.parametrize("is_ragged", [False, True])
@@ -158,7 +158,7 @@ def set_platforms():
 
 
 @pytest.mark.parametrize(("plugins", "platforms"), [([], None), ([Plugin], "cpu")])
-def test_device_asks_jax_only_where_a_gpu_can_be(
+def test_device_asks_jax_only_if_there_may_be_a_gpu(
     monkeypatch, set_platforms, plugins, platforms
 ) -> None:
     monkeypatch.setattr(tuning.importlib.metadata, "entry_points", lambda group: plugins)
@@ -231,7 +231,7 @@ def test_device_is_the_abstract_gpu() -> None:
         ("NVIDIA GB10", (12, 1)),
     ],
 )
-def test_capability_of_names_is_that_of_nvidias_list(kind, capability) -> None:
+def test_capability_of_matches_nvidias_list(kind, capability) -> None:
     assert tuning.capability_of(kind) == capability
 
 
@@ -273,7 +273,7 @@ def test_device_inside_shard_map_has_its_own_capability(
     assert seen == [(GpuInfo(kind, 40, expected), backend)]
 
 
-def test_device_is_assumed_where_jax_has_none(monkeypatch) -> None:
+def test_is_assumed_if_jax_knows_no_gpu(monkeypatch) -> None:
     assert tuning.is_assumed()
     monkeypatch.setattr(tuning, "_first_gpu", lambda: GpuInfo("NVIDIA H200", 132))
     assert not tuning.is_assumed()
@@ -281,7 +281,7 @@ def test_device_is_assumed_where_jax_has_none(monkeypatch) -> None:
         assert tuning.is_assumed()
 
 
-def test_candidates_begin_with_those_in_use() -> None:
+def test_make_candidates_begins_with_the_current_parameters() -> None:
     for op, kind in tuning.OPS.items():
         candidates = tune_kernels.make_candidates("", op, SHAPE)
         assert candidates[0] == tune_kernels.current_params("", op, SHAPE)
@@ -289,19 +289,19 @@ def test_candidates_begin_with_those_in_use() -> None:
         assert all(isinstance(params, kind) for params in candidates)
 
 
-def test_candidates_are_left_out_for_the_bytes_that_they_load() -> None:
-    """Of 227 KB, two steps of 256 tokens of bfloat16 are 256 KB, and of int8 half of it."""
+def test_make_candidates_omits_candidates_that_exceed_shared_memory() -> None:
+    """Two steps of 256 bfloat16 tokens take 256 KB, which is more than 227 KB; int8 takes half."""
     wide, wider = DecodeParams(256, 8, 2), DecodeParams(256, 8, 3)
     assert tune_kernels.fits(SHAPE, wide) and not tune_kernels.fits(SHAPE, wider)
     for name in ("int8", "float8_e4m3fn"):
         candidates = tune_kernels.make_candidates("", "decode", SHAPE._replace(pool_dtype=name))
         assert {wide, wider} <= set(candidates)
-    # 128 rows on 4 warps spill, and the 128 KB of two such steps leave room for their queries.
+    # 128 rows on 4 warps spill registers. Two steps take 128 KB, so the queries fit too.
     chunks = tune_kernels.make_candidates("", "prefill", SHAPE)
     assert PrefillParams(128, 128, 8, 2) in chunks and PrefillParams(128, 128, 4, 2) not in chunks
 
 
-def test_decode_is_tuned_on_one_short_sequence_and_on_a_ragged_batch() -> None:
+def test_make_jobs_has_a_short_sequence_and_a_mixed_batch_for_decode() -> None:
     [job] = tune_kernels.make_jobs(["decode"], ["Llama-3 8B"], [16], ["int8"])
     kinds = {(case.batch, case.context, case.is_ragged) for case in job.cases}
     assert {(1, 1024, False), (64, 8192, True), (1, 32768, False)} <= kinds
@@ -324,7 +324,7 @@ def tiny_jobs(monkeypatch) -> list[tune_kernels.Job]:
 
 
 @pytest.mark.slow
-def test_tune_times_what_agrees(tiny_jobs, capsys) -> None:
+def test_tune_measures_candidates_with_correct_results(tiny_jobs, capsys) -> None:
     candidates = {
         "decode": [DecodeParams(16, 1, 1), DecodeParams(0, 1, 1)],
         "prefill": [PrefillParams(16, 16, 1, 1)],
@@ -338,7 +338,7 @@ def test_tune_times_what_agrees(tiny_jobs, capsys) -> None:
 
 
 @pytest.mark.slow
-def test_tune_drops_wrong_results(tiny_jobs, capsys) -> None:
+def test_tune_drops_candidates_with_wrong_results(tiny_jobs, capsys) -> None:
     wrong = Options(scale=3.0)
     params: list[tuning.Params] = [DecodeParams(16, 1, 1)]
     assert tune_kernels.tune(tiny_jobs[0], params, Rates(1.0, 1.0), wrong, True) == {}
@@ -360,7 +360,7 @@ def test_run_writes_a_new_table_and_ends_in_time(tmp_path, monkeypatch, capsys) 
     monkeypatch.setattr(tune_kernels.tuning, "device", lambda: GpuInfo("NVIDIA H200", 132))
     monkeypatch.setattr(tune_kernels.time, "monotonic", lambda: now[0])
     path, times = tmp_path / "new" / "tuning.json", tmp_path / "times.json"
-    # After 90 seconds a fourth of 30 would end later.
+    # Three jobs take 90 seconds. A fourth job of 30 seconds would exceed the limit.
     tune_kernels.run(jobs, path, 110, times)
     found = tuning.parse(path.read_text())["NVIDIA H200"]["decode"]
     assert found == {jobs[0].shape: params, jobs[2].shape: params}
@@ -370,7 +370,7 @@ def test_run_writes_a_new_table_and_ends_in_time(tmp_path, monkeypatch, capsys) 
     assert "1 shapes not reached in time" in capsys.readouterr().out
 
 
-def test_a_table_of_ones_own_takes_the_place_of_the_shipped_one(tmp_path, monkeypatch) -> None:
+def test_table_variable_replaces_the_shipped_table(tmp_path, monkeypatch) -> None:
     path = tmp_path / "own.json"
     path.write_text(table())
     monkeypatch.setenv("PAGED_JAX_TUNING", str(path))
@@ -402,13 +402,13 @@ def test_write_entries_merges(tmp_path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["tuning.json"]
 
 
-def test_tuner_says_that_there_is_no_gpu(capsys) -> None:
+def test_run_says_that_there_is_no_gpu(capsys) -> None:
     assert tune_kernels.main([]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "needs an NVIDIA GPU" in line
 
 
-def test_tuner_dry_run_prints_candidates(capsys) -> None:
+def test_run_with_dry_run_prints_candidates(capsys) -> None:
     arguments = ["--dry-run", "--models", "TinyLlama", "--dtypes", "int8", "--block-sizes", "16"]
     assert tune_kernels.main(arguments) == 0
     out = capsys.readouterr().out

@@ -1,7 +1,6 @@
-"""One contract for all backends that write to the pools, against plain numpy, bit for bit.
+"""Tests of `paged_write` and `copy_blocks` on all backends, against NumPy, bit for bit.
 
-Pools are NaN, or 77 where there is no NaN, wherever a test has not put anything: what is touched
-and should not be, shows.
+Unused places of the pools are NaN, or 77 in int8 pools, so that wrong reads and writes are visible.
 """
 
 import functools
@@ -19,7 +18,7 @@ from paged_jax.kernels.writing import copy_blocks, paged_write
 
 L, P, K, C, D = 2, 5, 3, 4, 8
 LAYER = 1
-# As many as the pool has places for: tests of one type write them with one program.
+# The number of places in the pool. Tests with the same dtype share a program.
 N = P * C
 FLOATING = [jnp.float32, jnp.float16, jnp.bfloat16]
 DTYPES = [*FLOATING, *QUANTISED]
@@ -28,7 +27,7 @@ BACKENDS = {"xla": {}, "triton": {"interpret": jax.default_backend() != "gpu"}}
 
 @pytest.fixture(params=BACKENDS)
 def backend(request) -> dict:
-    """Keywords that choose a backend, and make it run anywhere."""
+    """Keyword arguments of a backend that runs on any platform."""
     return {"backend": request.param} | BACKENDS[request.param]
 
 
@@ -61,22 +60,22 @@ def program(function):
 
 
 def write(pools: Pools, k, v, blocks, offsets, *, layer: int = LAYER, **backend) -> Pools:
-    """As `run_write`, by one program for all calls of the same shapes, whatever the layer."""
+    """Call `run_write` in a program that calls with the same shapes share, for any layer."""
     return program(run_write)(pools, k, v, blocks, offsets, layer=np.int32(layer), **backend)
 
 
 def copy(pools: Pools, sources, targets, **backend) -> Pools:
-    """As `run_copy`, by one program for all calls of the same shapes."""
+    """Call `run_copy` in a program that calls with the same shapes share."""
     return program(run_copy)(pools, sources, targets, **backend)
 
 
 def make_tokens(num_tokens: int, dtype=np.float32, K=K, D=D) -> np.ndarray:
-    """K and V of some tokens, ``[2, N, K, D]``."""
+    """Return random K and V, ``[2, N, K, D]``."""
     return np.random.default_rng(0).normal(size=(2, num_tokens, K, D)).astype(dtype)
 
 
 def make_places(num_tokens: int, P=P, C=C) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct places in a shuffled order; every fifth token has none."""
+    """Return different places in random order. Every fifth token has a block out of range."""
     places = np.random.default_rng(1).permutation(P * C)[:num_tokens]
     blocks = np.where(np.arange(num_tokens) % 5 == 3, 10**6, places // C)
     return blocks.astype(np.int32), (places % C).astype(np.int32)
@@ -100,7 +99,7 @@ def expected_write(pools: Pools, k, v, blocks, offsets, layer=LAYER) -> Pools:
 
 
 def assert_same_bits(pools: Pools, expected: Pools, head_dim: int | None = None) -> None:
-    """Equal bit for bit; of padded pools only the first lanes count."""
+    """Check that pools are equal bit for bit; if `head_dim` is given, only in the first lanes."""
     for got, want in zip(jax.tree.leaves(pools), jax.tree.leaves(expected), strict=True):
         assert got.dtype == want.dtype and got.shape == want.shape
         lanes = slice(head_dim if got.ndim == 5 else None)
@@ -109,7 +108,7 @@ def assert_same_bits(pools: Pools, expected: Pools, head_dim: int | None = None)
         np.testing.assert_array_equal(got, want)
 
 
-def test_paged_write_puts_each_token_in_its_place(backend, dtype):
+def test_paged_write_matches_numpy(backend, dtype):
     pools, (k, v), places = poisoned(dtype), make_tokens(N), make_places(N)
     written = write(pools, k, v, *places, **backend)
     assert_same_bits(written, expected_write(pools, k, v, *places))
@@ -142,13 +141,13 @@ def test_paged_write_any_shape(name, K, C, D, num_tokens, dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8], ids=["bfloat16", "int8"])
-def test_paged_write_pools_may_have_padded_lanes(backend, dtype):
+def test_paged_write_to_padded_pools(backend, dtype):
     pools, (k, v), places = poisoned(dtype, (L, P, K, C, 128)), make_tokens(N), make_places(N)
     written = write(pools, k, v, *places, **backend)
     assert_same_bits(written, expected_write(pools, k, v, *places), head_dim=D)
 
 
-def test_paged_write_drops_what_lies_outside_the_pool(backend, dtype):
+def test_paged_write_drops_tokens_out_of_range(backend, dtype):
     pools, (k, v) = poisoned(dtype), make_tokens(N)
     blocks = np.array([P, P + 1, -1, 2**30, -(2**31), 0, 0, 2**31 - 1], np.int32)
     offsets = np.array([0, 0, 0, 0, 0, C, -1, 3], np.int32)
@@ -163,7 +162,7 @@ def test_paged_write_drops_what_lies_outside_the_pool(backend, dtype):
         assert_same_bits(written, pools)
 
 
-def test_paged_write_layer_may_be_the_index_of_a_scan(backend):
+def test_paged_write_in_a_scan_over_layers(backend):
     pools, (k, v), places = poisoned(jnp.dtype(jnp.int8)), make_tokens(6), make_places(6)
 
     def body(pools, layer):
@@ -175,14 +174,14 @@ def test_paged_write_layer_may_be_the_index_of_a_scan(backend):
     assert_same_bits(pools_then, expected_write(expected, -k, -v, *places, layer=1))
 
 
-def test_paged_write_and_copy_blocks_of_nothing(backend):
+def test_paged_write_and_copy_blocks_of_empty_arrays(backend):
     pools, (k, v), places = poisoned(jnp.dtype(jnp.float32)), make_tokens(0), make_places(0)
     assert_same_bits(run_write(pools, k, v, *places, **backend), pools)
     assert_same_bits(run_copy(pools, *places, **backend), pools)
 
 
 @pytest.mark.parametrize("index_dtype", [np.uint8, np.int64])
-def test_paged_write_places_may_be_of_any_integer(backend, index_dtype):
+def test_paged_write_takes_any_integer_dtype(backend, index_dtype):
     """Row numbers of the pool are larger than the block ids that they are made from."""
     pools, (k, v) = poisoned(jnp.dtype(jnp.float32), (L, 200, K, C, D)), make_tokens(2)
     blocks, offsets = np.array([199, 150], index_dtype), np.array([3, 1], index_dtype)
@@ -207,7 +206,7 @@ def test_paged_write_rounds_int8_to_the_nearest_level(backend):
 
 
 @pytest.mark.parametrize("dtype", QUANTISED, ids=lambda dtype: dtype.name)
-def test_paged_write_quantises_each_token_and_head_by_itself(backend, dtype):
+def test_paged_write_quantises_each_token_and_head_separately(backend, dtype):
     k, v = make_tokens(N) * np.float32(10) ** np.arange(-10, 10)[:, None, None]
     blocks, offsets = np.divmod(np.arange(N, dtype=np.int32), C)
     pools = write(poisoned(dtype), k, v, blocks, offsets, **backend)
@@ -239,7 +238,7 @@ def without(array: np.ndarray, *place) -> np.ndarray:
     [*(("xla", dtype) for dtype in FLOATING), ("triton", jnp.bfloat16)],
     ids=["xla-float32", "xla-float16", "xla-bfloat16", "triton-bfloat16"],
 )
-def test_paged_write_passes_gradients_on(name, dtype):
+def test_paged_write_has_gradients(name, dtype):
     """Alike for both backends, but for the types that XLA moves as bits on CPUs."""
     pools, new, places = ones(dtype)
 
@@ -254,7 +253,7 @@ def test_paged_write_passes_gradients_on(name, dtype):
         np.testing.assert_array_equal(d_new, without((new * factor).astype(dtype), 1))
 
 
-def test_paged_write_passes_gradients_on_whatever_the_platform():
+def test_paged_write_has_gradients_with_backend_none():
     pools, new, places = ones()
     d_k = jax.jit(jax.grad(lambda k: run_write(pools, k, new, *places).k.sum()))(new)
     np.testing.assert_array_equal(d_k, without(new, 1))
@@ -291,7 +290,7 @@ def plain_copy(pools: Pools, sources, targets) -> Pools:
     return pools
 
 
-def test_copy_blocks_passes_gradients_on(backend):
+def test_copy_blocks_has_gradients(backend):
     """Some sources have several targets, and some pairs are dropped."""
     rng = np.random.default_rng(0)
     pools = Pools(*rng.normal(size=(2, L, P, K, C, D)).astype(np.float32))
@@ -322,7 +321,7 @@ def test_copy_blocks_passes_gradients_on(backend):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, *QUANTISED], ids=lambda x: jnp.dtype(x).name)
-def test_copy_blocks_passes_gradients_on_whatever_the_dtype(backend, dtype):
+def test_copy_blocks_has_gradients_for_any_dtype(backend, dtype):
     """int8 pools have no gradient, but their scales do."""
     pools = jax.tree.map(np.zeros_like, poisoned(jnp.dtype(dtype)))
     places = np.array([3], np.int32), np.array([1], np.int32)
@@ -379,7 +378,7 @@ def nbytes(tree) -> int:
 
 
 @pytest.mark.parametrize(("dtype", "K"), [(jnp.float32, 4), (jnp.float16, 1), (jnp.int8, 4)])
-def test_donated_pools_are_updated_in_place(dtype, K):
+def test_paged_write_updates_donated_pools_in_place(dtype, K):
     pools = abstract_pools(dtype, K)
     new = jax.ShapeDtypeStruct((16, K, 64), jnp.float32)
     write = jax.jit(functools.partial(write_layers, num_layers=2), donate_argnums=0)
@@ -393,19 +392,19 @@ def test_donated_pools_are_updated_in_place(dtype, K):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
-def test_writes_that_cpus_do_not_do_in_place_cost_one_copy_however_many(dtype):
+def test_paged_write_on_cpus_copies_pools_once_for_several_writes(dtype):
     pools = abstract_pools(dtype)
     for num_layers in (1, 2):
         write = jax.jit(functools.partial(write_layers, num_layers=num_layers), donate_argnums=0)
         compiled = write.lower(pools, NEW, NEW, PLACES, PLACES).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < 2.01 * nbytes(pools.k)
-        # A pass into bits, a pass back, and nothing in a wider type.
+        # The pools are cast to integers and back once, and never to a wider dtype.
         for wider in ("f16", "f32"):
             assert f" {wider}[{pools.k.size // 64},64]" not in compiled.as_text()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
-def test_writes_elsewhere_scatter_the_pools_as_they_are(dtype):
+def test_paged_write_on_other_platforms_scatters_without_casts(dtype):
     pools = abstract_pools(dtype)
     write = functools.partial(run_write, layer=0, backend="xla")
     traced = jax.jit(write).trace(pools, NEW, NEW, PLACES, PLACES)
@@ -464,7 +463,7 @@ def test_paged_write_and_copy_blocks_refuse_explicit_axes():
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a device for a kernel")
-def test_paged_write_and_copy_blocks_name_the_device_that_a_kernel_needs():
+def test_paged_write_and_copy_blocks_name_the_platform_of_a_backend():
     new, places = np.zeros((2, K, D), np.float32), np.zeros(2, np.int32)
     message = "'triton' runs on gpu only, got a device of cpu"
     with pytest.raises(ValueError, match=f"paged_write: backend {message}"):
