@@ -35,7 +35,7 @@ from paged_jax.runner.decoding import decode_steps
 from paged_jax.sampling.filters import Constraints
 from paged_jax.sampling.params import NO_BIAS, NUMBERS, TokenBias
 from paged_jax.sampling.sample import Draws
-from paged_jax.sampling.state import SlotSampling, settle
+from paged_jax.sampling.state import SlotSampling, to_device_values
 
 # Number of tokens per row after which blocks that have left their window are freed. This is small
 # compared to the windows of models, and large enough that the cost of freeing does not matter.
@@ -366,7 +366,7 @@ def _sampling(
     fields = {name: row for name, row in rows.items() if name != "seed"}
     fields = {name: row.astype(getattr(state, name).dtype) for name, row in fields.items()}
     state = dataclasses.replace(state, **fields, **bias, keys=keys)
-    return jax.vmap(settle)(state, jnp.arange(num_rows, dtype=jnp.uint32))
+    return jax.vmap(to_device_values)(state, jnp.arange(num_rows, dtype=jnp.uint32))
 
 
 def _per_row(name: str, value: jax.Array, B: int, num_samples: int) -> jax.Array:

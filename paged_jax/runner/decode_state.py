@@ -15,7 +15,7 @@ from paged_jax.dims import bind
 from paged_jax.formatting import short_repr
 from paged_jax.runner.compiler import jit_for
 from paged_jax.runner.sizes import Sizes, no_slots
-from paged_jax.sampling.filters import Constraints, num_words
+from paged_jax.sampling.filters import Constraints, num_mask_words
 from paged_jax.sampling.params import NO_BIAS, SamplingParams, TokenBias
 from paged_jax.sampling.state import SlotSampling, fold_in, slot_row, write_rows
 from paged_jax.scheduler.request import Sequence
@@ -301,7 +301,7 @@ class TokenMasks(NamedTuple):
             starts=np.zeros(S, np.int32),
             num_forced=np.zeros(S, np.int32),
             forced_ids=np.zeros((S, sizes.max_forced), np.int32),
-            masks=np.zeros((S, num_words(vocab_size)), np.int32),
+            masks=np.zeros((S, num_mask_words(vocab_size)), np.int32),
         )
 
 

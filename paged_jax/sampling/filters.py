@@ -14,7 +14,7 @@ from paged_jax.formatting import short_repr
 from paged_jax.sampling.state import SlotSampling
 
 
-def change(
+def adjust_logits(
     logits: jax.Array,
     rows: SlotSampling,
     positions: jax.Array,
@@ -23,8 +23,8 @@ def change(
 ) -> jax.Array:
     """Return logits f32[B, V] with biases, held-back stop tokens and penalties applied.
 
-    With neutral values every line returns its input bit for bit. A row without these settings
-    therefore does not depend on the settings of other rows.
+    Neutral settings change no bit of a row. A row therefore does not depend on the settings of
+    other rows.
     """
     vocab_size = logits.shape[1]
     is_held = active & (positions < rows.held_until)
@@ -45,8 +45,11 @@ def change(
 
 
 def filter_drawn(z: jax.Array, rows: SlotSampling, is_drawn: jax.Array) -> jax.Array:
-    """Return `filter_logits` for the rows that are drawn, f32[B, V]. Other rows are undefined."""
-    # Other rows are greedy: neutral values avoid a search for their cut-offs.
+    """Return `filter_logits` for the rows that sample randomly, f32[B, V].
+
+    Other rows are undefined.
+    """
+    # The other rows are greedy. Neutral values avoid a search for their cut-offs.
     return filter_logits(
         z,
         temperature=jnp.where(is_drawn, rows.temperature, 1.0),
@@ -96,9 +99,10 @@ def filter_logits(
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
     # Subtracting the largest before the division prevents overflow at any temperature.
     scaled = (z - largest) / temperature[:, None]
-    # Logarithms are exact at the ends: log(1) = 0 keeps the largest, log(0) = -inf keeps all.
+    # Compare logarithms, because they are exact for both extremes of min_p: log(1) = 0 keeps only
+    # the largest logit, and log(0) = -inf keeps all.
     z = jnp.where(scaled >= jnp.log(min_p)[:, None], z, -jnp.inf)
-    # Search the cuts among the logits before division by the temperature, because its rounding
+    # Search the cut-offs among the logits before division by the temperature, because its rounding
     # could make neighbouring values equal.
     cuts = (_no_cut, _top_k_cut, _top_p_cut, _both_cuts)
     has_k, has_p = (jnp.any(x).astype(jnp.int32) for x in (top_k > 0, top_p < 1))
@@ -107,7 +111,7 @@ def filter_logits(
 
 
 class _Cut(NamedTuple):
-    """Entries that each row keeps: all above a logit, and the first ones equal to it.
+    """Cut-off of each row: entries above a logit are kept, and the first entries equal to it.
 
     Attributes:
       logit: f32[S]; -inf keeps all.
@@ -132,14 +136,14 @@ def _no_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array)
 
 
 def _top_k_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> _Cut:
-    """Return the cut that keeps the top_k largest entries of each row, or all if top_k is 0."""
+    """Return the cut-off that keeps the top_k largest entries of a row, or all if top_k is 0."""
     logit = jnp.where(top_k > 0, _highest_cut(z, None, top_k), -jnp.inf)
-    num_ties = top_k - count(z > logit[:, None])
-    return _Cut(logit, _place_of(z == logit[:, None], num_ties))
+    num_ties = top_k - count_true(z > logit[:, None])
+    return _Cut(logit, _nth_true(z == logit[:, None], num_ties))
 
 
 def _top_p_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> _Cut:
-    """Return the cut that keeps the smallest set of mass top_p, or all if top_p is 1."""
+    """Return the cut-off that keeps the smallest set of mass top_p, or all if top_p is 1."""
     weights = jnp.where(z == -jnp.inf, 0.0, jnp.exp(scaled))
     goal = top_p * jnp.sum(weights, axis=1)
     logit = _highest_cut(z, weights, goal)
@@ -147,16 +151,16 @@ def _top_p_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Arr
     logit = jnp.minimum(logit, jnp.max(z, axis=1))
     logit = jnp.where(top_p < 1, logit, -jnp.inf)
     is_tie = z == logit[:, None]
-    # Equal logits have equal weights, so a division gives the number of ties to keep.
+    # Entries with equal logits have equal weights, so a division gives the number of them to keep.
     weight = jnp.max(jnp.where(is_tie, weights, 0.0), axis=1)
-    above = jnp.sum(_above(z > logit[:, None], weights), axis=1)
+    above = jnp.sum(_weights_above(z > logit[:, None], weights), axis=1)
     missing = jnp.ceil((goal - above) / jnp.where(weight > 0, weight, 1.0))
     num_ties = jnp.maximum(missing, 1.0).astype(jnp.int32)
-    return _Cut(logit, _place_of(is_tie, num_ties))
+    return _Cut(logit, _nth_true(is_tie, num_ties))
 
 
 def _both_cuts(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> _Cut:
-    """Return the cut that applies top_p to the entries kept by top_k."""
+    """Return the cut-off that applies top_p to the entries kept by top_k."""
     by_k = _top_k_cut(z, scaled, top_k, top_p)
     by_p = _top_p_cut(jnp.where(by_k.is_kept(z), z, -jnp.inf), scaled, top_k, top_p)
     is_cut = by_p.logit > -jnp.inf
@@ -164,16 +168,16 @@ def _both_cuts(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Arr
 
 
 def _highest_cut(z: jax.Array, weights: jax.Array | None, goal: jax.Array) -> jax.Array:
-    """Return the highest cut f32[S] such that the entries >= cut weigh at least `goal`.
+    """Return the highest cut-off f32[S] at which the kept entries weigh at least `goal`.
 
-    The cut is -inf for rows with a smaller total weight.
+    Entries >= the cut-off are kept. It is -inf for rows with a smaller total weight.
 
     This searches the bit patterns of float32. The search is exact, because sums are computed in a
     fixed order and rounded sums of non-negative values are monotone. On CPUs it is a binary search
-    with 32 passes over the row. On GPUs and TPUs, where starting a pass takes as long as the pass,
-    8 passes try 15 cuts each. Measured on 2 CPU cores at S = 16, V = 49152: binary search 3 to
-    6 ms, jnp.sort 143 ms. lax.top_k takes 1.1 ms for k = 20 and 2.7 ms for k = 256, but it needs a
-    static bound for k, and top_p has none.
+    with 32 passes over the row. On GPUs and TPUs, where launching a pass takes as long as the pass
+    itself, 8 passes try 15 cut-offs each. Measured on 2 CPU cores at S = 16, V = 49152: binary
+    search 3 to 6 ms, jnp.sort 143 ms. lax.top_k takes 1.1 ms for k = 20 and 2.7 ms for k = 256, but
+    it needs a static bound for k, and top_p has none.
 
     Args:
       z: f32[S, V].
@@ -188,21 +192,22 @@ def _highest_cut(z: jax.Array, weights: jax.Array | None, goal: jax.Array) -> ja
     )
 
 
-# Bounds of the floats as unsigned integers in the order of their values; NaNs are outside.
+# -inf and +inf as unsigned integers that are ordered like the floats. NaNs are outside of this
+# range.
 _MINUS_INFINITY, _INFINITY = np.uint32(0x007FFFFF), np.uint32(0xFF800000)
 # Number of entries that a thread block of a GPU sums.
 _GROUP = 2048
-# Size of the groups in `_place_of`. Most vocabulary sizes are multiples of it.
+# Size of the groups in `_nth_true`. Most vocabulary sizes are multiples of it.
 _TIE_GROUP = 256
 
 
 def search_cut(
     z: jax.Array, goal: jax.Array, weights: jax.Array | None = None, *, num_bits: int
 ) -> jax.Array:
-    """Return `_highest_cut`, trying 2**num_bits - 1 cuts in each of 32 / num_bits passes."""
+    """Return `_highest_cut`, trying 2**num_bits - 1 cut-offs in each of 32 / num_bits passes."""
     num_rows, vocab_size = z.shape
     num_cuts = 2**num_bits - 1
-    # With several cuts, a first kernel sums groups and a second kernel adds their sums.
+    # With several cut-offs, a first kernel sums groups and a second kernel adds their sums.
     group = _GROUP if num_cuts > 1 else vocab_size
     widths = ((0, 0), (0, -vocab_size % group))
     z = jnp.pad(z, widths, constant_values=-jnp.inf).reshape(num_rows, -1, group)
@@ -218,9 +223,9 @@ def search_cut(
         width = jnp.uint32(1) << (32 - num_bits * (i + 1)).astype(jnp.uint32)
         cuts = low[None] + width * jnp.arange(1, num_cuts + 1, dtype=jnp.uint32)[:, None]
         floats = as_float(cuts)[:, :, None, None]
-        parts = [_sum(_above(z >= floats[i], weights)) for i in range(num_cuts)]
+        parts = [_sum(_weights_above(z >= floats[i], weights)) for i in range(num_cuts)]
         is_reached = _sum(jnp.stack(parts)) >= goal[None]
-        # Cuts that overflow the unsigned integers wrap around to 0: ignore them.
+        # Cut-offs that overflow the unsigned integers wrap around to 0: ignore them.
         is_reached &= (cuts > low[None]) & (cuts < _INFINITY)
         return low + width * jnp.sum(is_reached, axis=0, dtype=jnp.uint32)
 
@@ -229,46 +234,52 @@ def search_cut(
 
 
 def _sum(x: jax.Array) -> jax.Array:
-    # Keep 32 bits, also if x64 is enabled.
+    # The dtype is given, because sums of integers would have 64 bits if x64 is enabled.
     return jnp.sum(x, axis=2, dtype=x.dtype)
 
 
-def _above(is_above: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """Return the weights of the entries above a cut, 1 each without weights; 0 elsewhere."""
+def _weights_above(is_above: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """Return the weights (1 if None) of the entries with `is_above`; 0 for other entries."""
     return is_above.astype(jnp.int32) if weights is None else jnp.where(is_above, weights, 0.0)
 
 
-def _place_of(mask: jax.Array, number: jax.Array) -> jax.Array:
+def _nth_true(mask: jax.Array, number: jax.Array) -> jax.Array:
     """Return the id of the `number`-th True of each row of bool[S, V], i32[S].
 
-    The id is at least V if there are fewer. First the group of ids is found, then the place in the
-    group: a cumulative sum over whole rows would take as long as the search for the cut.
+    The id is at least V if there are fewer. The function first finds the group of ids, then the
+    place in the group: a cumulative sum over whole rows would take as long as the search for the
+    cut-off.
     """
     num_rows, vocab_size = mask.shape
     groups = jnp.pad(mask, ((0, 0), (0, -vocab_size % _TIE_GROUP)))
     groups = groups.reshape(num_rows, -1, _TIE_GROUP)
     number = number[:, None]
     ends = jnp.cumsum(jnp.sum(groups, axis=2, dtype=jnp.int32), axis=1, dtype=jnp.int32)
-    group = count(ends < number)
+    group = count_true(ends < number)
     num_before = jnp.max(jnp.where(ends < number, ends, 0), axis=1, keepdims=True)
     members = jnp.take_along_axis(groups, group[:, None, None], axis=1, mode="clip")[:, 0]
     ends = num_before + jnp.cumsum(members, axis=1, dtype=jnp.int32)
-    return group * _TIE_GROUP + count(ends < number)
+    return group * _TIE_GROUP + count_true(ends < number)
 
 
-def when(
+def apply_if(
     is_needed: jax.Array, function: Callable[[jax.Array], jax.Array], x: jax.Array
 ) -> jax.Array:
-    """Return function(x), and skip the function at run time if it is not needed.
+    """Return ``function(x)``. Skip the call at run time unless it is needed.
 
-    On GPUs the function always runs, because the host waits for each condition longer than these
-    functions take. function(x) must equal x if it is not needed.
+    If `is_needed` is false, ``function(x)`` must equal x. On GPUs the function always runs, because
+    the host waits for each condition longer than these functions take.
+
+    Args:
+      is_needed: bool[].
+      function: function of an array that returns an array of the same shape and dtype.
+      x: its argument.
     """
     is_cheap = lax.platform_dependent(cuda=lambda: True, rocm=lambda: True, default=lambda: False)
     return lax.cond(is_needed | is_cheap, function, lambda x: x, x)
 
 
-def count(mask: jax.Array) -> jax.Array:
+def count_true(mask: jax.Array) -> jax.Array:
     """Return the number of True entries of each row, i32[S]."""
     return jnp.sum(mask, axis=1, dtype=jnp.int32)
 
@@ -282,9 +293,9 @@ class Constraints:
     Before a step the host writes, for each slot with a grammar, the tokens that must come next and
     a mask for the position after them:
 
-        position      start         start + 1     start + 2             start + 3
-                      forced_ids[0] forced_ids[1] drawn with the mask   unknown: the program
-                                                                        stops before it
+        position      start         start + 1     start + 2               start + 3
+                      forced_ids[0] forced_ids[1] sampled with the mask   unknown: the program
+                                                                          stops before it
 
     Attributes:
       starts: i32[S], position of the first restricted token; -1 without a grammar.
@@ -314,12 +325,12 @@ class Constraints:
             starts=jnp.full(num_slots, -1, jnp.int32),
             num_forced=jnp.zeros(num_slots, jnp.int32),
             forced_ids=jnp.zeros((num_slots, max_forced), jnp.int32),
-            masks=jnp.zeros((num_slots, num_words(vocab_size)), jnp.int32),
+            masks=jnp.zeros((num_slots, num_mask_words(vocab_size)), jnp.int32),
         )
 
     @property
     def can_bind(self) -> bool:
-        """Whether the arrays have room for masks."""
+        """Whether the arrays have room for masks, so that slots may have a grammar."""
         return self.masks.shape[1] > 0
 
     def of_rows(self, slots: jax.Array) -> "Constraints":
@@ -342,8 +353,8 @@ class Constraints:
     ) -> "Constraints":
         """Replace the constraints of some slots.
 
-        `slots` is i32[S]; rows with negative slots are ignored. The other arguments have S rows and
-        are described above.
+        `slots` is i32[S]; rows with a negative slot are ignored. The other arguments have S rows
+        and are described in the class.
         """
         num_slots = self.starts.shape[0]
         slots = jnp.where(slots >= 0, slots, num_slots)
@@ -351,7 +362,7 @@ class Constraints:
         return jax.tree.map(lambda old, x: old.at[slots].set(x, mode="drop"), self, new)
 
     def is_masked(self, positions: jax.Array) -> jax.Array:
-        """Return which rows draw with a mask at these positions i32[B], bool[B]."""
+        """Return bool[B], which rows sample with a mask at these positions i32[B]."""
         return (self.starts >= 0) & (positions == self.starts + self.num_forced)
 
     def mask(
@@ -370,7 +381,7 @@ class Constraints:
         return jnp.where((active & self.is_masked(positions))[:, None], bound, logits)
 
     def force(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """Return token ids i32[B] with drawn tokens replaced by forced tokens."""
+        """Return token ids i32[B] with sampled tokens replaced by forced tokens."""
         place = positions - self.starts
         is_forced = (self.starts >= 0) & (place >= 0) & (place < self.num_forced)
         place = jnp.clip(place, 0, self.forced_ids.shape[1] - 1)
@@ -378,11 +389,11 @@ class Constraints:
         return jnp.where(is_forced, known, token_ids)
 
 
-def num_words(vocab_size: int) -> int:
+def num_mask_words(vocab_size: int) -> int:
     """Return the number of 32-bit words of a mask with one bit for each token.
 
     Example:
-      >>> num_words(64), num_words(65)
+      >>> num_mask_words(64), num_mask_words(65)
       (2, 3)
     """
     return -(-vocab_size // 32)

@@ -109,7 +109,7 @@ class StructuredOutputError(RuntimeError):
 @short_repr
 @dataclasses.dataclass(frozen=True)
 class StructuredOutputsParams:
-    """Required form of a generated text, with the names of vLLM. Exactly one field must be set.
+    """Constraint on a generated text, with the names of vLLM. Exactly one field must be set.
 
     Attributes:
       json: a JSON schema as text or as parsed data; stored as text.
@@ -173,7 +173,8 @@ def _texts(value: Any) -> tuple[str, ...] | None:
     return tuple(value) if is_good and value else None
 
 
-# For each form: a function that returns the value to store, or None for a bad value; and the rule.
+# For each field: a function that returns the value to store, or None for an invalid value; and the
+# rule for an error message.
 _FORMS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "json": (_schema, "be a JSON schema, as a dict or as text"),
     "regex": (_text, "be a non-empty text"),
@@ -239,7 +240,7 @@ class SamplingParams:
       stop_token_ids: tokens that end the output; stored as a tuple.
       max_tokens: maximum number of tokens to generate; None for the longest context. With 0 the
         prompt is only computed, for `prompt_logprobs` or for the prefix cache.
-      min_tokens: number of tokens to generate before a stop token may appear.
+      min_tokens: number of tokens to generate before a stop token or stop string may end the text.
       ignore_eos: continue after the model's end-of-sequence token.
       logprobs: number of most probable tokens to report at each position, in addition to the
         chosen token; None reports nothing.

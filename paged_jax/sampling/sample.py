@@ -60,7 +60,7 @@ class Draws(NamedTuple):
     top_logprobs: jax.Array
 
     def pack(self) -> jax.Array:
-        """Pack all fields into i32[B, 3 + 2 * N], which one kernel writes instead of five."""
+        """Pack all fields into i32[B, 3 + 2 * N], written by one kernel instead of five."""
         columns = [x if x.ndim > 1 else x[:, None] for x in self]
         bits = [lax.bitcast_convert_type(x, jnp.int32) for x in columns]
         return jnp.concatenate(bits, axis=1)
@@ -69,7 +69,8 @@ class Draws(NamedTuple):
     def unpack(cls, packed: jax.Array) -> "Draws":
         """Return the draws packed in i32[..., B, 3 + 2 * N].
 
-        The fields have the same leading dimensions. They are views of a NumPy array.
+        The fields have the same leading dimensions. If `packed` is a NumPy array, they are views of
+        it.
         """
         token_ids, logprobs, ranks = (packed[..., i] for i in range(3))
         num_top = (packed.shape[-1] - 3) // 2
@@ -95,13 +96,13 @@ def sample(
       logits: [B, V], any float dtype; converted to float32.
       rows: the sampling state of each row: the state of S slots, or `rows_of` it.
       positions: i32[B], the index of the new token in its sequence, which is the number of tokens
-        before it. It seeds the draw.
+        before it. Together with the row's key it determines the random draw.
       active: bool[B]. The logits of inactive rows are ignored.
       slots: i32[B], the distinct slots of the active rows; any value for inactive rows. None if
         B = S and row i is slot i.
       with_top: bool[], whether to compute ranks and the most probable tokens.
-      constraints: tokens that grammars allow in each row, see `Constraints.of_rows`; None if no
-        row has a grammar.
+      constraints: tokens that grammars allow in each row, see `Constraints.of_rows`; None if no row
+        has a grammar.
       num_top: N, number of most probable tokens (static); with 0, ranks are not computed either.
 
     Returns:
@@ -137,18 +138,18 @@ def sample(
     is_drawn = active & (rows.temperature > 0)
     is_reported = jnp.any(active) & with_top if num_top else jnp.zeros((), jnp.bool_)
 
-    def change(z):
-        z = filters.change(z, rows, positions, active, slots)
+    def adjust(z):
+        z = filters.adjust_logits(z, rows, positions, active, slots)
         return z if constraints is None else constraints.mask(z, positions, active, slots)
 
-    def settle(tokens):
+    def force(tokens):
         tokens = tokens if constraints is None else constraints.force(tokens, positions)
         return jnp.where(active, tokens, 0)
 
     def choose(raw, tokens):
-        z = _finite_or_dropped(filters.when(jnp.any(is_changed), change, raw))
+        z = _finite_or_dropped(filters.apply_if(jnp.any(is_changed), adjust, raw))
         draw = functools.partial(_draw, z, rows, positions, is_drawn)
-        tokens = settle(_choose(z, tokens, is_changed, is_drawn, draw))
+        tokens = force(_choose(z, tokens, is_changed, is_drawn, draw))
         if not num_top:
             return unreported(raw, tokens)
         return lax.cond(is_reported, report, unreported, raw, tokens)
@@ -162,15 +163,15 @@ def sample(
     # Two passes over the logits compute the largest logit, its first id and the denominator.
     finite = _finite_or_dropped(raw)
     largest = jnp.max(finite, axis=1, keepdims=True)
-    greedy = settle(_first(finite == largest))
-    # One branch for everything: each cond that returns logits copies them, and on GPUs the host
-    # waits for each condition.
+    greedy = force(_first(finite == largest))
+    # One cond covers all special cases, because each cond that returns logits copies them, and on
+    # GPUs the host waits for each condition.
     is_special = jnp.any(is_changed | is_drawn) | is_reported
     chosen = lax.cond(is_special, choose, unreported, raw, greedy)
     draws = Draws.unpack(chosen)
     tokens = draws.token_ids
     logprobs = jnp.where(active, _at(raw, tokens) - log_sum_exp(raw, largest)[:, 0], 0.0)
-    # Inactive rows get slot S, which is out of range and dropped.
+    # Inactive rows get slot S, which is out of range, so they are skipped.
     counted = jnp.where(active, slots, rows.output_counts.shape[0])
     counts = rows.output_counts.at[counted, tokens].add(1, mode="drop")
     draws = draws._replace(logprobs=logprobs)
@@ -207,14 +208,19 @@ def _choose(
     is_drawn: jax.Array,
     draw: Callable[[], jax.Array],
 ) -> jax.Array:
-    """Return draws for rows with `is_drawn`, otherwise ids of the largest logits, i32[B].
+    """Return sampled tokens if `is_drawn`, else the ids of the largest logits, i32[B].
 
-    `greedy` has the ids of the largest logits before some rows were changed to `z`.
+    Args:
+      z: f32[B, V], the logits after bias, penalties and masks.
+      greedy: i32[B], the ids of the largest logits before these changes.
+      is_changed: bool[B], rows whose logits were changed.
+      is_drawn: bool[B], rows that sample randomly.
+      draw: function that returns i32[B], tokens sampled from `z`.
     """
-    tokens = filters.when(
+    tokens = filters.apply_if(
         jnp.any(is_changed), lambda tokens: jnp.where(is_changed, _argmax(z), tokens), greedy
     )
-    return filters.when(
+    return filters.apply_if(
         jnp.any(is_drawn), lambda tokens: jnp.where(is_drawn, draw(), tokens), tokens
     )
 
@@ -323,11 +329,11 @@ def ranks(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
       >>> ranks(jnp.array([[0.2, 0.7, 0.1]]), jnp.array([0])).tolist()
       [2]
     """
-    return 1 + filters.count(logits > _at(logits, token_ids)[:, None])
+    return 1 + filters.count_true(logits > _at(logits, token_ids)[:, None])
 
 
 def _finite_or_dropped(z: jax.Array) -> jax.Array:
-    """Replace bad logits as described at the top of the file."""
+    """Return logits without NaN and +inf, replaced as described at the top of the file."""
     return jnp.nan_to_num(z, nan=-jnp.inf, posinf=jnp.finfo(jnp.float32).max, neginf=-jnp.inf)
 
 
@@ -349,7 +355,7 @@ def _first(mask: jax.Array) -> jax.Array:
 def _draw(
     z: jax.Array, state: SlotSampling, positions: jax.Array, is_drawn: jax.Array
 ) -> jax.Array:
-    """Draw from the filtered distribution, i32[S]. Rows outside of is_drawn are undefined."""
+    """Sample from the filtered distribution, i32[S]. Rows without `is_drawn` are undefined."""
     log_weights = filters.filter_drawn(z, state, is_drawn)
     return _categorical(log_weights, jax.vmap(fold_in)(state.keys, positions))
 

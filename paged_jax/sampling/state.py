@@ -1,4 +1,4 @@
-"""Sampling state of every slot on the device, and the functions that write it from the host."""
+"""Sampling state of every slot on the device, and functions that the host writes it with."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def as_key(key_data: jax.Array) -> jax.Array:
 
 
 def fold_in(key_data: jax.Array, number: jax.typing.ArrayLike) -> jax.Array:
-    """Return the data of a new random key derived from key data and a number."""
+    """Return the key data of a new random key, derived from key data and a number."""
     return jax.random.key_data(jax.random.fold_in(as_key(key_data), number))
 
 
@@ -53,7 +53,7 @@ class SlotSampling:
       held_ids: i32[S, max_stop_ids], stop tokens that may not appear yet, padded with V.
       held_until: i32[S], the first position at which they may appear.
       changed_until: i32[S], the first position at which no bias, penalty or held-back token
-        changes the logits. `settle` computes it from the fields above.
+        changes the logits. `to_device_values` computes it from the fields above.
       prompt_mask: bool[S, V], whether a token is in the prompt.
       output_counts: i32[S, V], number of times that each token was generated.
 
@@ -133,8 +133,8 @@ class SlotRow(NamedTuple):
     Attributes:
       slot: i32[], the slot to write.
       sample_index: u32[], index of the sample in its request.
-      values: arrays of a `SlotSampling` without their first dimension, with the numbers of
-        `SamplingParams`.
+      values: fields of `SlotSampling` without their first dimension, with the values of
+        `SamplingParams`. Not yet converted by `to_device_values`.
     """
 
     slot: jax.typing.ArrayLike
@@ -154,14 +154,14 @@ def slot_row(
     eos_token_ids: Sequence[int] = (),
     token_bias: TokenBias = NO_BIAS,
 ) -> SlotRow:
-    """Return the row that lets a slot sample as a request needs, for `write_rows`.
+    """Return the row that configures a slot for a request, to be written by `write_rows`.
 
     Args:
       state: the state to change; only its shapes are used.
       slot: the slot to write, 0 <= slot < S.
       params: sampling parameters of the request.
-      seed: seed of the random draws, 0 to 2**63 - 1. ``params.seed`` is ignored, because it may
-        be None.
+      seed: seed of the random draws, 0 to 2**63 - 1. ``params.seed`` is ignored, because it may be
+        None.
       sample_index: index of the sample in its request.
       prompt_token_ids: tokens of the prompt, for the repetition penalty.
       output_token_ids: tokens already generated, if a preempted request resumes.
@@ -170,8 +170,8 @@ def slot_row(
       token_bias: biases that are added to the biases of ``params.logit_bias``.
 
     Raises:
-      ValueError: the slot, the seed or a token id is out of range, or the state has no
-        room for all biases or held-back stop tokens.
+      ValueError: the slot, the seed or a token id is out of range, or the state has no room for all
+        biases or held-back stop tokens.
 
     Cost: 5 * V bytes, independent of the length of the prompt.
     """
@@ -187,7 +187,7 @@ def slot_row(
                 f"Pass a {name} in that range."
             )
     own = params.logit_bias or {}
-    # Biases of a request are clipped to finite values. Biases of the model may be -inf.
+    # Biases of a request are clipped to finite values. The model's own biases may be -inf.
     bias_values = [token_bias.values_at(0), _to_float32(list(own.values()))]
     bias_values = np.concatenate(bias_values).astype(np.float32)
     # With structured outputs the grammar mask already controls when the text may end.
@@ -227,7 +227,7 @@ def write_rows(state: SlotSampling, rows: SlotRow) -> SlotSampling:
       state: the state to change.
       rows: stacked rows of `slot_row`. A row with slot S, which does not exist, writes nothing.
     """
-    values = jax.vmap(settle)(rows.values, rows.sample_index)
+    values = jax.vmap(to_device_values)(rows.values, rows.sample_index)
     return jax.tree.map(lambda x, new: x.at[rows.slot].set(new, mode="drop"), state, values)
 
 
@@ -255,12 +255,12 @@ def write_slot(
 _write_rows = jax.jit(write_rows, donate_argnums=0)
 
 
-def settle(row: SlotSampling, sample_index: jax.typing.ArrayLike) -> SlotSampling:
-    """Convert the row of a request to the values that `sample` reads.
+def to_device_values(row: SlotSampling, sample_index: jax.typing.ArrayLike) -> SlotSampling:
+    """Convert the values of `slot_row` to the values that `sample` reads.
 
     Args:
-      row: arrays of a `SlotSampling` without their first dimension, with the numbers of
-        `SamplingParams` and the key of the seed.
+      row: fields of `SlotSampling` without their first dimension, with the values of
+        `SamplingParams`; `keys` has the seed.
       sample_index: u32[], index of the sample in its request.
     """
     is_greedy = row.temperature < SMALLEST_TEMPERATURE
