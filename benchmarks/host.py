@@ -71,10 +71,10 @@ class InstantDevice(Executor):
         self._drawn = 0
 
     @property
-    def num_free(self) -> int:
-        """Number of free blocks in the pool."""
+    def free_blocks(self) -> list[int]:
+        """Number of free blocks in the pool, of the only group."""
         self._join()
-        return self.num_blocks - int((-(-self._lengths // self.sizes.block_size)).sum())
+        return [self.num_blocks - int((-(-self._lengths // self.sizes.block_size)).sum())]
 
     def _call(self, call: Call) -> Any:
         """Answer for a program."""
@@ -110,7 +110,7 @@ class InstantDevice(Executor):
             "drawn": drawn,
             "num_new": np.where(is_row, steps, 0).astype(np.int32),
             "num_steps": np.int32(steps),
-            "num_free": np.int32(self.num_blocks - num_held),
+            "free_blocks": (np.int32(self.num_blocks - num_held),),
             "ok": np.True_,
         }
         while (left := start + steps * self.step_seconds - time.perf_counter()) > 0:

@@ -167,6 +167,11 @@ class PagedCache:
         return self.tables.lengths
 
     @property
+    def num_free_blocks(self) -> tuple[jax.Array, ...]:
+        """Number of free blocks in the pool of each group, i32[] each."""
+        return tuple(group.tables.pool.num_free for group in self.groups)
+
+    @property
     def num_layers(self) -> int:
         """Number of layers of all groups."""
         return len(self.layers)

@@ -455,7 +455,7 @@ class _SearchBatch:
             for search in self._running
         )
         self._core.stats.num_steps += 1
-        self._core.block_meter.count(num_unshared, self._runner.slots.num_free)
+        self._core.block_meter.count(num_unshared, self._runner.slots.free_blocks)
 
     def _release(self, search: _Search) -> None:
         for user in search.slot_users:

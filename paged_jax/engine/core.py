@@ -286,16 +286,11 @@ class EngineCore:
 
     def group_use(self) -> list[GroupUse]:
         """Return the number of used blocks of each group of layers, without waiting."""
-        num_free = self.num_blocks - self.num_used_blocks()  # first: it updates `others_free`
         source = self.block_meter if self.is_ahead else self.runner.slots
+        groups = self.loaded.config.layer_groups
         return [
             GroupUse(group.sliding_window, len(group.layers), size, size - free)
-            for group, size, free in zip(
-                self.loaded.config.layer_groups,
-                self.group_sizes,
-                [num_free, *source.others_free],
-                strict=True,
-            )
+            for group, size, free in zip(groups, self.group_sizes, source.free_blocks, strict=True)
         ]
 
     def replace_weights(self, new: NewWeights) -> None:

@@ -208,7 +208,7 @@ class BlockMeter:
 
     Attributes:
       num_held: number of held blocks at the last count.
-      others_free: number of free blocks at that time, of each group of layers after the first.
+      free_blocks: number of free blocks of each group of layers at the last count.
     """
 
     def __init__(self, stats: EngineStats, scheduler: Scheduler, runner: ModelRunner):
@@ -216,7 +216,7 @@ class BlockMeter:
         self._scheduler = scheduler
         self._runner = runner
         self.num_held = 0
-        self.others_free = runner.slots.others_free
+        self.free_blocks = runner.slots.free_blocks
         self._num_saved = 0  # both are sums over steps
         self._num_unshared = 0
 
@@ -233,14 +233,17 @@ class BlockMeter:
             num_drawn = num_new.get(sequence, 0)
             start = sequence.num_computed if num_drawn else sequence.program_start
             starts.append((sequence.num_computed + num_drawn, start))
-        # The present number is unknown while the device runs the next step.
-        num_free = self._runner.slots.num_free if tokens is None else int(tokens.num_free)
-        self.count(sum(row(length, start) for length, start in starts), num_free)
+        # The present numbers are unknown while the device runs the next step.
+        if tokens is None:
+            free_blocks = self._runner.slots.free_blocks
+        else:
+            free_blocks = [int(num_free) for num_free in tokens.free_blocks]
+        self.count(sum(row(length, start) for length, start in starts), free_blocks)
 
-    def count(self, num_unshared: int, num_free: int) -> None:
+    def count(self, num_unshared: int, free_blocks: list[int]) -> None:
         """Count held blocks, and the blocks that sequences would hold without sharing."""
-        self.num_held = self._scheduler.num_blocks - num_free
-        self.others_free = self._runner.slots.others_free
+        self.free_blocks = free_blocks
+        self.num_held = self._scheduler.num_blocks - free_blocks[0]
         self._stats.peak_num_blocks = max(self._stats.peak_num_blocks, self.num_held)
         self._num_saved += num_unshared - self.num_held
         self._num_unshared += num_unshared

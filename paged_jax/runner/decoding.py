@@ -48,14 +48,18 @@ class StepTokens(NamedTuple):
     drawn: jax.Array  # i32 [N, B, 3 + 2 * num_top], packed by `Draws.pack`
     num_new: jax.Array  # i32 [B], number of drawn tokens
     num_steps: jax.Array  # i32 [], number of decode steps: the maximum of num_new
-    num_free: jax.Array  # i32 [], free blocks in the pool of the first group
+    free_blocks: tuple[jax.Array, ...]  # i32 [] each, free blocks of each group of layers
     ok: jax.Array  # bool [], False if a decode step was left out because of too few free blocks
-    others_free: tuple[jax.Array, ...] = ()  # i32 [], free blocks of each further group of layers
 
     @property
     def draws(self) -> Draws:
         """The drawn tokens with their log-probabilities; on the host, views of one array."""
         return Draws.unpack(self.drawn)
+
+    @property
+    def num_free(self) -> jax.Array:
+        """Number of free blocks of the first group of layers, i32 []."""
+        return self.free_blocks[0]
 
     @property
     def token_ids(self) -> jax.Array:
@@ -327,15 +331,8 @@ class _Batch:
             sampling=dataclasses.replace(state.sampling, output_counts=self.sampling.output_counts),
             token_ids=state.token_ids.at[self.slots].set(self.token_ids, mode="drop"),
         )
-        num_free = cache.tables.pool.num_free
-        num_new = self.lengths - starts
-        others = num_free_in_others(cache)
-        return StepTokens(self.drawn, num_new, self.num_steps, num_free, ok, others), new_state
-
-
-def num_free_in_others(cache: PagedCache) -> tuple[jax.Array, ...]:
-    """Return the free blocks of each group of layers except the first, i32 [] each."""
-    return tuple(group.tables.pool.num_free for group in cache.groups[1:])
+        num_new, free_blocks = self.lengths - starts, cache.num_free_blocks
+        return StepTokens(self.drawn, num_new, self.num_steps, free_blocks, ok), new_state
 
 
 def _drop(slots: jax.Array, cache: PagedCache) -> jax.Array:

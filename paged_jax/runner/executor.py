@@ -16,7 +16,6 @@ from paged_jax.models.paged_model import create_cache
 from paged_jax.runner import decode_state
 from paged_jax.runner.compiler import jit_for
 from paged_jax.runner.decode_state import Assignment, DecodeState, TokenMasks
-from paged_jax.runner.decoding import num_free_in_others
 from paged_jax.runner.lowered import LoweredPrograms
 from paged_jax.runner.programs import (
     Call,
@@ -124,7 +123,7 @@ class Executor:
         self._call_thread = CallThread()
         # The last call that is queued ahead, until it is known to have been made.
         self._ahead: concurrent.futures.Future[Any] | None = None
-        self._latest: QueuedResult | None = None  # its `num_free` is the current one
+        self._latest: QueuedResult | None = None  # its `free_blocks` are the current ones
         self.reset()
 
     def reset(self) -> None:
@@ -133,9 +132,9 @@ class Executor:
         self._state = None  # free the memory before the new state is allocated
         if not self.is_asleep:
             self._state = self._new_state()
+            self._pool_sizes = [group.num_blocks for group in self._state.cache.groups]
         self._is_new = True
-        self._num_free: int | None = self.num_blocks
-        self._others_free = [] if self._state is None else self._read_others()
+        self._free_blocks: list[int] | None = self._pool_sizes
         # Whether there were enough blocks, for each `run_unchecked` since the last check.
         self._oks: list[jax.Array] = []
 
@@ -164,26 +163,17 @@ class Executor:
         self.weights.update(update)
 
     @property
-    def num_free(self) -> int:
-        """Number of free blocks in the pool of the first group, cached ones included."""
-        if self._num_free is None:
+    def free_blocks(self) -> list[int]:
+        """Number of free blocks in the pool of each group of layers, including cached blocks."""
+        if self._free_blocks is None:
             self.check()
-            self._num_free = int(self.state.cache.tables.pool.num_free)
-            self._others_free = self._read_others()
-        return self._num_free
-
-    @property
-    def others_free(self) -> list[int]:
-        """Numbers of free blocks in the other groups, as of the last `num_free`."""
-        return self._others_free
-
-    def _read_others(self) -> list[int]:
-        return [int(num_free) for num_free in num_free_in_others(self.state.cache)]
+            self._free_blocks = [int(num_free) for num_free in self.state.cache.num_free_blocks]
+        return self._free_blocks
 
     def run(self, call: Call) -> Any:
         """Queue a program, and return its result, which the device may still be computing."""
         self._join()
-        self._num_free = self._latest = None
+        self._free_blocks = self._latest = None
         return self._call(call)
 
     def run_unchecked(self, call: Call) -> None:
@@ -191,7 +181,7 @@ class Executor:
         self._oks.append(self.run(call))
 
     def queue(self, call: Call) -> QueuedResult:
-        """Queue a program with `num_free` in its result, which is read later."""
+        """Queue a program with `free_blocks` in its result, which is read later."""
         self._latest = QueuedResult(self.run(call))
         return self._latest
 
@@ -202,7 +192,7 @@ class Executor:
                 self.run(call)
             return self.queue(calls[-1])
         self._ahead = self._call_thread.submit(lambda: [self._call(call) for call in calls][-1])
-        self._num_free, self._latest = None, QueuedResult(self._ahead)
+        self._free_blocks, self._latest = None, QueuedResult(self._ahead)
         return self._latest
 
     def read(self, pending: QueuedResult) -> Any:
@@ -217,12 +207,11 @@ class Executor:
         if self._ahead is pending.result:
             self._ahead = None
         if self._latest is pending:
-            self._num_free = int(result.num_free)
-            self._others_free = [int(num_free) for num_free in result.others_free]
+            self._free_blocks = [int(num_free) for num_free in result.free_blocks]
         return result
 
     def fetch(self, call: Call) -> Any:
-        """Run a program with `num_free` in its result, and copy the result to the host."""
+        """Run a program with `free_blocks` in its result, and copy the result to the host."""
         return self.read(self.queue(call))
 
     def _call(self, call: Call) -> Any:

@@ -63,9 +63,8 @@ class BeamTokens(NamedTuple):
 
     top_ids: jax.Array  # i32 [B, N], the N most probable tokens in descending order
     top_logprobs: jax.Array  # f32 [B, N]
-    num_free: jax.Array  # i32 [], free blocks in the pool
+    free_blocks: tuple[jax.Array, ...]  # i32 [] each, free blocks of each group of layers
     ok: jax.Array  # bool [], False if there were too few free blocks
-    others_free: tuple[jax.Array, ...] = ()  # i32 [], free blocks of each further group of layers
 
 
 class Call(NamedTuple):
@@ -279,9 +278,7 @@ def _beam(key, weights, state, parents, token_ids, slots, bias_ids, bias_values,
     )
     bias = (bias_ids, bias_values) if bias_ids.size else None
     logprobs_of_top, top_ids = top_logprobs(logits, num_top, bias)
-    num_free = cache.tables.pool.num_free
-    others = decoding.num_free_in_others(cache)
-    tokens = BeamTokens(top_ids, logprobs_of_top, num_free, ok & are_slots, others)
+    tokens = BeamTokens(top_ids, logprobs_of_top, cache.num_free_blocks, ok & are_slots)
     return replace(state, cache=cache), tokens
 
 

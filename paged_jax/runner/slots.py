@@ -78,15 +78,15 @@ class Slots:
 
     @property
     def num_free(self) -> int:
-        """Number of free blocks, cached ones included."""
-        if self._to_release:
-            self.flush()
-        return self._executor.num_free
+        """Number of free blocks of the first group of layers, including cached blocks."""
+        return self.free_blocks[0]
 
     @property
-    def others_free(self) -> list[int]:
-        """Numbers of free blocks in the other groups, as of the last `num_free`."""
-        return self._executor.others_free
+    def free_blocks(self) -> list[int]:
+        """Number of free blocks of each group of layers, including cached blocks."""
+        if self._to_release:
+            self.flush()
+        return self._executor.free_blocks
 
     def attach(self, sequence: Sequence) -> int:
         """Start the slot of a sequence with its cached prefix; return the number of tokens."""
