@@ -103,7 +103,7 @@ WRITES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("dtype", WRITES)
-def test_write_kv_pages_writes_the_rounded_tokens_alone(dtype) -> None:
+def test_write_kv_pages_matches_numpy(dtype) -> None:
     """Compare with NumPy. Tokens out of range are dropped, and large values saturate."""
     rng, scales = np.random.default_rng(3), WRITES[dtype]
     before = rng.normal(size=(4, 8, 4, 16)).astype(jnp.dtype(dtype))
@@ -135,7 +135,7 @@ def test_write_kv_pages_copies_no_pages(dtype) -> None:
     assert memory.alias_size_in_bytes == memory.output_size_in_bytes
 
 
-def test_write_kv_pages_passes_gradients_of_floating_pages_alone() -> None:
+def test_write_kv_pages_has_gradients_for_floating_point_pages() -> None:
     pages, new = jnp.ones((2, 4, 2, 8)), jnp.ones((2, 1, 8))
     bar = np.random.default_rng(0).normal(size=pages.shape).astype(np.float32)
 
@@ -171,7 +171,7 @@ def test_write_kv_pages_refuses_more_rows_than_int32_counts() -> None:
         ({"k_scale": jnp.ones(8)}, r"k_scale must be one number, got float32 \[8\]"),
     ],
 )
-def test_write_kv_pages_refuses(change, message) -> None:
+def test_write_kv_pages_refuses_wrong_arguments(change, message) -> None:
     new, place = np.zeros((2, 1, 8), np.float32), np.zeros(2, np.int32)
     arguments = {"kv_pages": np.zeros((2, 4, 2, 8), np.float32), "k": new, "v": new}
     arguments |= {"pages": place, "offsets": place}

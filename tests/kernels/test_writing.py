@@ -182,7 +182,7 @@ def test_paged_write_and_copy_blocks_of_empty_arrays(backend):
 
 @pytest.mark.parametrize("index_dtype", [np.uint8, np.int64])
 def test_paged_write_takes_any_integer_dtype(backend, index_dtype):
-    """Row numbers of the pool are larger than the block ids that they are made from."""
+    """Row indices of the pool exceed the range of the dtype of the block ids."""
     pools, (k, v) = poisoned(jnp.dtype(jnp.float32), (L, 200, K, C, D)), make_tokens(2)
     blocks, offsets = np.array([199, 150], index_dtype), np.array([3, 1], index_dtype)
     written = run_write(pools, k, v, blocks, offsets, layer=LAYER, **backend)
@@ -190,7 +190,7 @@ def test_paged_write_takes_any_integer_dtype(backend, index_dtype):
 
 
 def test_paged_write_rounds_int8_to_the_nearest_level(backend):
-    """Ties to even, as the largest magnitude of 127 makes the scale 1."""
+    """The largest magnitude is 127, so the scale is 1. Ties are rounded to even."""
     numbers = np.array(
         [0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.49999997, 0.50000006, -0.50000006, 63.5, 64.5,
          -126.5, -125.5, 126.49999, 0.0], np.float32
@@ -214,20 +214,21 @@ def test_paged_write_quantises_each_token_and_head_separately(backend, dtype):
         values = np.asarray(pool, np.float64)[LAYER, blocks, :, offsets]
         scale = np.asarray(scale, np.float64)[LAYER, blocks, :, offsets][..., None]
         np.testing.assert_array_equal(np.abs(values).max(-1), QUANTISED[dtype])
-        # Half a level of int8; of fp8 half of its last of 3 bits, or of its smallest number, 2**-9.
+        # Half a level of int8. For fp8, half of the last of its 3 bits, or of 2**-9, its smallest
+        # number.
         bound = scale / 2 if dtype == jnp.int8 else np.maximum(np.abs(new) / 16, scale / 1024)
         assert (np.abs(values * scale - new) <= bound * (1 + 1e-5)).all()
 
 
 def ones(dtype=np.float32) -> tuple[Pools, np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """Pools, two tokens that are K and V alike, and their places, of which one is nowhere."""
+    """Return pools of ones, two tokens of ones, and their places; the second is out of range."""
     pool = np.ones((L, P, K, C, D), dtype)
     places = np.array([3, P], np.int32), np.array([2, 0], np.int32)
     return Pools(pool, pool), np.ones((2, K, D), dtype), places
 
 
 def without(array: np.ndarray, *place) -> np.ndarray:
-    """A copy that is 0 there."""
+    """Return a copy with zeros at `place`."""
     array = array.copy()
     array[place] = 0
     return array
@@ -239,7 +240,7 @@ def without(array: np.ndarray, *place) -> np.ndarray:
     ids=["xla-float32", "xla-float16", "xla-bfloat16", "triton-bfloat16"],
 )
 def test_paged_write_has_gradients(name, dtype):
-    """Alike for both backends, but for the types that XLA moves as bits on CPUs."""
+    """Triton is tested with a single dtype. On CPUs, XLA moves some dtypes as integers."""
     pools, new, places = ones(dtype)
 
     def loss(pools, k, v):
@@ -348,7 +349,7 @@ def test_copy_blocks_has_gradients_for_any_dtype(backend, dtype):
     ],
 )
 def test_copy_blocks_any_shape(name, K, C, D):
-    """Blocks of more, and of fewer, than the words that a program takes at a time."""
+    """Blocks have more and fewer words than a program instance copies at a time."""
     shape = (L, 3, K, C, D)
     pools = Pools(*np.random.default_rng(0).normal(size=(2, *shape)).astype(np.float32))
     copied = copy(pools, np.array([2]), np.array([0]), backend=name, **BACKENDS[name])
@@ -357,7 +358,7 @@ def test_copy_blocks_any_shape(name, K, C, D):
 
 
 def abstract_pools(dtype, K: int = 4) -> Pools:
-    """The shapes of larger pools; compiling for them takes no memory."""
+    """Return the shapes of large pools, for programs that are compiled but not run."""
     pool = jax.ShapeDtypeStruct((4, 4096, K, 16, 64), dtype)
     scale = jax.ShapeDtypeStruct(pool.shape[:4], jnp.float32) if is_quantised(dtype) else None
     return Pools(pool, pool, scale, scale)
