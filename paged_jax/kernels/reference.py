@@ -35,36 +35,26 @@ class Reference:
         del problem
         return None
 
+    @functools.partial(jax.jit, static_argnums=(0, 2))
     def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """Decode or prefill."""
-        return attend(args, options)
+        """Decode or prefill. A decode is a prefill with single-token chunks."""
+        if args.query_lens is not None:
+            return _prefill(args, options)
+        out, lse = _prefill(args.as_prefill(), options)
+        return out[:, 0], lse[:, 0]
 
+    @functools.partial(jax.jit, static_argnums=(0, 2))
     def attend_ragged(
         self, args: RaggedArgs, options: RaggedOptions
     ) -> tuple[jax.Array, jax.Array]:
-        """Attend to a ragged batch."""
-        return attend_ragged(args, options)
-
-
-@functools.partial(jax.jit, static_argnames="options")
-def attend_ragged(args: RaggedArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-    """Attend to a ragged batch: decode each query as the last token of its own sequence."""
-    chunks = find_chunks(args)
-    rows = find_rows(args, chunks)
-    before = args.context_lens - chunks.lens
-    context_lens = jnp.where(rows.is_query, before[rows.sequence] + rows.token + 1, 0)
-    tables = args.block_tables[rows.sequence]
-    flat = AttentionArgs(args.q, args.pages, tables, context_lens, None, args.sinks, 0)
-    return rows.mask(*attend(flat, options))
-
-
-@functools.partial(jax.jit, static_argnames="options")
-def attend(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-    """Decode or prefill. A decode is a prefill with chunks of one token."""
-    if args.query_lens is not None:
-        return _prefill(args, options)
-    out, lse = _prefill(args.as_prefill(), options)
-    return out[:, 0], lse[:, 0]
+        """Decode each query of a ragged batch as the last token of a sequence."""
+        chunks = find_chunks(args)
+        rows = find_rows(args, chunks)
+        before = args.context_lens - chunks.lens
+        context_lens = jnp.where(rows.is_query, before[rows.sequence] + rows.token + 1, 0)
+        tables = args.block_tables[rows.sequence]
+        flat = AttentionArgs(args.q, args.pages, tables, context_lens, None, args.sinks, 0)
+        return rows.mask(*self.attend(flat, options))
 
 
 def _prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:

@@ -50,7 +50,7 @@ _MERGE_STEPS = 6
 # One in this many of the resident program instances saturates the memory bandwidth.
 _SATURATING = 6
 
-# Steps of a sequence that may run on while all others have ended: the cost of a few merges.
+# Maximum steps that a sequence may run on after all others have ended: the cost of a few merges.
 _LONG_STEPS = 16
 
 # Maximum batch size: each program instance holds the lengths of all sequences in registers.
