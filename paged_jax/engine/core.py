@@ -33,7 +33,7 @@ from paged_jax.engine.stats import BlockMeter, EngineStats, GroupUse, StepClock
 from paged_jax.engine.step_runner import PendingStep, StepRunner
 from paged_jax.engine.weight_swap import NewWeights, Sleep, WeightSwap
 from paged_jax.kernels import check_backend_runs_on
-from paged_jax.models.text.grammar import Grammars
+from paged_jax.models.text.grammar import GrammarCompiler
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.processes import (
     Channel,
@@ -152,7 +152,7 @@ class EngineCore:
         max_model_len = executor.sizes.max_model_len
         self.max_length = min(max_model_len, scheduler.block_budget.max_length or max_model_len)
         backend = None if loaded.tokenizer is None else loaded.tokenizer.backend
-        self.grammars = Grammars(backend, loaded.config.vocab_size, loaded.eos_token_ids)
+        self.grammars = GrammarCompiler(backend, loaded.config.vocab_size, loaded.eos_token_ids)
         self.request_factory = RequestFactory(
             tokenizer=loaded.tokenizer,
             vocab_size=loaded.config.vocab_size,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from paged_jax.arguments import ArgumentError, is_int, is_real
-from paged_jax.models.text.grammar import GrammarCursor, Grammars
+from paged_jax.models.text.grammar import GrammarCompiler, GrammarCursor
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.completion import Completion
@@ -43,7 +43,7 @@ class RequestFactory:
     max_model_len: int
     max_length: int
     seed: int
-    grammars: Grammars
+    grammars: GrammarCompiler
 
     def make_request(
         self,

@@ -15,7 +15,7 @@ from tokenizers import Regex, normalizers
 from paged_jax import SamplingParams, StructuredOutputsParams, Tokenizer
 from paged_jax.arguments import ArgumentError
 from paged_jax.models.loading.pretrained import bundled_folder
-from paged_jax.models.text.grammar import GrammarCursor, Grammars
+from paged_jax.models.text.grammar import GrammarCompiler, GrammarCursor
 from paged_jax.models.text.grammar_source import split_labels
 from tests.support.structured import PERSON
 from tests.support.tiny_model import EOS
@@ -29,8 +29,8 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def grammars(tokenizer) -> Grammars:
-    return Grammars(tokenizer.backend, V, [EOS])
+def grammars(tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer.backend, V, [EOS])
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,9 @@ def test_objects_have_only_named_properties(start, tokenizer, schema, is_closed)
 
 
 def test_mask_allows_all_end_tokens(tokenizer) -> None:
-    cursor = GrammarCursor(Grammars(tokenizer.backend, V, [EOS, 77]).compile(_form(regex="a+")))
+    cursor = GrammarCursor(
+        GrammarCompiler(tokenizer.backend, V, [EOS, 77]).compile(_form(regex="a+"))
+    )
     cursor.follow(tokenizer.encode("a", add_special_tokens=False), 0)
     assert {EOS, 77} < set(allowed(cursor))
 
@@ -283,7 +285,7 @@ def test_texts_follow_the_form_if_the_tokenizer_changes_texts(
     backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
     backend.normalizer = normalizer
     changed = Tokenizer(backend)
-    grammar = Grammars(changed.backend, V, [EOS]).compile(_form(**form))
+    grammar = GrammarCompiler(changed.backend, V, [EOS]).compile(_form(**form))
     for seed in range(3):
         cursor = GrammarCursor(grammar)
         assert is_good(changed.decode(walk(cursor, np.random.default_rng(seed))))
@@ -348,7 +350,7 @@ def test_compile_rejects_forms_that_are_too_large(grammars, form, reason) -> Non
 
 
 def test_compile_keeps_long_forms_while_they_are_used(tokenizer) -> None:
-    grammars = Grammars(tokenizer.backend, V, [EOS])
+    grammars = GrammarCompiler(tokenizer.backend, V, [EOS])
     forms = [_form(regex="a" * 5000 + str(index)) for index in range(12)]
     used = grammars.compile(forms[0])
     kept = [weakref.ref(grammars.compile(form)) for form in forms]
@@ -361,14 +363,14 @@ def test_compile_keeps_long_forms_while_they_are_used(tokenizer) -> None:
 def test_compile_rejects_models_without_support(tokenizer, tiny_folder, monkeypatch) -> None:
     form = _form(regex="a")
     with pytest.raises(ArgumentError, match="no tokenizer"):
-        Grammars(None, V, [EOS]).compile(form)
+        GrammarCompiler(None, V, [EOS]).compile(form)
     with pytest.raises(ArgumentError, match="no end-of-sequence token"):
-        Grammars(tokenizer.backend, V, []).compile(form)
+        GrammarCompiler(tokenizer.backend, V, []).compile(form)
     with pytest.raises(ArgumentError, match="cannot read the model's tokenizer"):
-        Grammars(Tokenizer.from_folder(tiny_folder).backend, 42, [EOS]).compile(form)
+        GrammarCompiler(Tokenizer.from_folder(tiny_folder).backend, 42, [EOS]).compile(form)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ArgumentError, match=r'pip install "paged-jax\[structured\]"'):
-        Grammars(tokenizer.backend, V, [EOS]).compile(form)
+        GrammarCompiler(tokenizer.backend, V, [EOS]).compile(form)
 
 
 def _form(**form) -> StructuredOutputsParams:

@@ -168,13 +168,16 @@ def test_from_folder_ignores_truncation_and_padding(tmp_path):
 
 
 def test_from_folder_rejects_folders_without_a_tokenizer(tmp_path):
-    with pytest.raises(TokenizerError, match="no tokenizer.json there"):
+    with pytest.raises(TokenizerError, match="must contain a tokenizer.json, got none"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"")
     with pytest.raises(TokenizerError, match="Convert tokenizer.model"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(TokenizerError, match="tokenizer.json: not a tokenizer"):
+    message = "tokenizer.json: must be a file of the tokenizers library"
+    with pytest.raises(TokenizerError, match=message):
+        TokenizerError, match="tokenizer.json: must be a file of the tokenizers library"
+    ):
         Tokenizer.from_folder(tmp_path)
     _write(tmp_path, generation_config={"eos_token_id": "</s>"})
     with pytest.raises(ValueError, match="eos_token_id must be token ids"):

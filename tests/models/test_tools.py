@@ -15,7 +15,7 @@ from paged_jax import StructuredOutputsParams, Tokenizer
 from paged_jax.arguments import ArgumentError
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.models.text.chat_template import ChatTemplate
-from paged_jax.models.text.grammar import GrammarCursor, Grammars
+from paged_jax.models.text.grammar import GrammarCompiler, GrammarCursor
 from paged_jax.models.text.tools import (
     HERMES,
     LLAMA3,
@@ -221,7 +221,7 @@ def tokenizer() -> Tokenizer:
 @pytest.mark.parametrize("choice", ["required", "weather"])
 def test_random_answers_are_calls_of_the_functions(tokenizer, format, choice) -> None:
     form = StructuredOutputsParams(grammar=format.grammar(TOOLS, choice))
-    grammar = Grammars(tokenizer.backend, V, [EOS]).compile(form)
+    grammar = GrammarCompiler(tokenizer.backend, V, [EOS]).compile(form)
     rng, seen = np.random.default_rng(0), set()
     for _ in range(10):
         calls = read(format, tokenizer.decode(walk(GrammarCursor(grammar), rng)))
@@ -243,7 +243,7 @@ def test_random_answers_are_calls_of_the_functions(tokenizer, format, choice) ->
 @pytest.mark.parametrize("is_parallel", [True, False])
 def test_grammar_allows_text_before_a_call(tokenizer, format, text, is_parallel) -> None:
     form = StructuredOutputsParams(grammar=format.grammar(TOOLS, "auto", is_parallel=is_parallel))
-    cursor = GrammarCursor(Grammars(tokenizer.backend, V, [EOS]).compile(form))
+    cursor = GrammarCursor(GrammarCompiler(tokenizer.backend, V, [EOS]).compile(form))
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     cursor.follow(token_ids[:-1], 0)
     assert not cursor.forced, "any token may come"
@@ -252,8 +252,8 @@ def test_grammar_allows_text_before_a_call(tokenizer, format, text, is_parallel)
 
 
 @pytest.fixture(scope="module")
-def compiler(tokenizer) -> Grammars:
-    return Grammars(tokenizer.backend, V, [EOS])
+def compiler(tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer.backend, V, [EOS])
 
 
 @pytest.fixture(scope="module")
@@ -401,4 +401,4 @@ def test_form_drops_the_largest_schemas(grammars, compiler, tokenizer) -> None:
 
 def test_form_rejects_models_without_grammars(tokenizer) -> None:
     with pytest.raises(ArgumentError, match="tools must be None .* no end-of-sequence token"):
-        ToolGrammars(Grammars(tokenizer.backend, V, [])).form(HERMES, [tool({})], "auto")
+        ToolGrammars(GrammarCompiler(tokenizer.backend, V, [])).form(HERMES, [tool({})], "auto")

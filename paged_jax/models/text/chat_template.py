@@ -22,11 +22,11 @@ _RESERVED_VARIABLES = frozenset(
         "tokenize", "tools", "bos_token", "eos_token", "unk_token", "pad_token",
     )
 )  # fmt: skip
-# Texts that no template contains.
+# Texts to search for in rendered chats. No template contains them.
 _PROBE = "which form of content"
 _ROLE_PROBE = "probed text"
 _USER, _ASSISTANT = ({"role": role, "content": "Probe."} for role in ("user", "assistant"))
-# Roles that are not checked: templates write them, or the server checks tools separately.
+# Roles that are not checked, because templates write them, or because the server checks tools.
 _PLAIN_ROLES = ("user", "assistant", "tool")
 
 
@@ -91,13 +91,13 @@ class ChatTemplate:
         """Return a chat as the text that the model was trained to continue.
 
         Args:
-          messages: dicts with ``"role"`` and usually ``"content"``, oldest first, or objects of
-            pydantic, such as the messages that openai's client returns. The content is a text or
-            a list of parts such as ``{"type": "text", "text": "Hi"}``. Fields that are None are
+          messages: dicts with ``"role"`` and usually ``"content"``, oldest first, or pydantic
+            objects, such as the messages that openai's client returns. The content is a text or a
+            list of parts such as ``{"type": "text", "text": "Hi"}``. Fields that are None are
             omitted. The arguments of a tool call are an object or its JSON text.
           add_generation_prompt: whether the text ends with the opening of an answer.
           **variables: further variables of the template, such as `tools`. None fields of tools and
-            of their functions are omitted.
+          of their functions are omitted.
 
         Raises:
           ChatTemplateError: the messages are malformed, or the template rejects them.
@@ -109,10 +109,11 @@ class ChatTemplate:
         template = self._tool_template if tools else self._template
         try:
             return template.render(messages=chat, **variables)
-        # Expressions in templates raise errors of any type.
+        # Catch any exception, because expressions in templates raise errors of any type.
         except Exception as error:
             reason = " ".join(str(error).split())
-        # Some templates concatenate the content of every message, even if a message has none.
+        # Try again with empty contents: some templates concatenate the content of every message,
+        # even if a message has none.
         if any("content" not in message for message in chat):
             chat = [{"content": "", **message} for message in chat]
             with contextlib.suppress(Exception):
@@ -135,15 +136,13 @@ class ChatTemplate:
     def with_known_roles(
         self, messages: Sequence[Mapping[str, object]]
     ) -> list[Mapping[str, object]]:
-        """Check that the template writes the role of each message; many omit other roles.
+        """Return the messages after checking that the template writes the role of each message.
 
-        OpenAI's role "developer" becomes "system" if the template does not know it.
+        Many templates omit messages of roles that they do not know. OpenAI's role "developer"
+        becomes "system" if the template does not know it.
 
         Args:
           messages: see `render`.
-
-        Returns:
-          The messages.
 
         Raises:
           ChatTemplateError: the template omits messages of a role.
@@ -235,9 +234,10 @@ def check_variables(variables: object) -> Mapping[str, object]:
 
 
 class _Arguments(dict[str, Any]):
-    """Arguments of a tool call, given as JSON text.
+    """Arguments of a tool call: the parsed object, which also acts as its original JSON text.
 
-    Most templates read an object. Other templates concatenate texts and get the text unchanged.
+    Most templates read an object. Other templates concatenate the arguments with text, and then get
+    the original JSON text.
     """
 
     def __init__(self, arguments: Mapping[str, object], text: str):
@@ -268,7 +268,7 @@ def _as_templates_expect(given: Any, takes_parts: bool) -> dict[str, Any]:
         )
     message = {key: value for key, value in message.items() if value is not None}
     if not message.get("tool_calls", True):
-        del message["tool_calls"]  # an empty list, which clients send for no calls
+        del message["tool_calls"]  # clients send an empty list if there are no calls
     if isinstance(calls := message.get("tool_calls"), list):
         message["tool_calls"] = [_with_arguments(call) for call in calls]
     texts = _texts_of(message["content"]) if "content" in message else []
@@ -282,7 +282,7 @@ def _as_templates_expect(given: Any, takes_parts: bool) -> dict[str, Any]:
 
 
 def as_data(value: Any) -> Any:
-    """Convert mappings, tuples, dataclasses and pydantic's objects to dicts and lists.
+    """Convert mappings, tuples, dataclasses and pydantic objects to dicts and lists.
 
     Example:
       >>> as_data(({"a": (1, 2)},))
@@ -331,7 +331,8 @@ def _with_arguments(call: Any) -> Any:
     )
 
 
-# Names of the field for the reasoning before a message. A template reads one of them.
+# Names of the message field that contains the reasoning before the text. Each template reads one of
+# them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -367,9 +368,10 @@ def _text_of_part(part: object) -> str:
 
 
 class _Generation(ext.Extension):
-    """Block ``{% generation %}``, which marks the model's text for training, as plain text.
+    """Jinja block ``{% generation %}``, which marks the model's text for training.
 
-    Variables that are set inside are unknown after the block, as in transformers.
+    The block has no effect here. Variables that are set inside are unknown after the block, as in
+    transformers.
     """
 
     tags = {"generation"}

@@ -16,7 +16,7 @@ from paged_jax.sampling.params import NUMBERS, Number, SamplingParams, TokenBias
 
 FILE_NAME = "generation_config.json"
 DRAWING_OPTIONS = frozenset({"temperature", "top_p", "top_k", "min_p"})
-"""Names of the options that control sampling."""
+"""Options that control random sampling."""
 
 _COUNT = Number(int, {"ge": 1, "lt": 2**31}, "be an integer >= 1", "Remove it for no limit.")
 _LEAST = Number(int, {"ge": 0, "lt": 2**31}, "be an integer >= 0", "Use 0 for none.")
@@ -56,7 +56,7 @@ class GenerationConfig:
       path: the file that was read; None if the folder has no such file.
       eos_token_ids: tokens that end a text.
       sampling_defaults: recommended values by the names of `SamplingParams`. They contain no
-        `DRAWING_OPTIONS` if the authors do not say whether to sample.
+        `DRAWING_OPTIONS` if the file does not say how to sample.
       suppress_tokens: tokens that are never generated.
       begin_suppress_tokens: tokens that must not be the first generated token.
       bad_words_ids: tokens that are never generated, unless they are end tokens.
@@ -73,7 +73,7 @@ class GenerationConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "GenerationConfig":
-        """Read the file of a model's folder, if it has one.
+        """Read ``generation_config.json`` of a model's folder, if there is one.
 
         Raises:
           ValueError: the file is not JSON, an option is invalid, or an option that changes the
@@ -87,7 +87,7 @@ class GenerationConfig:
 
         Args:
           given: fields that the caller has set.
-          otherwise: fields to use if the authors do not say how to sample.
+          otherwise: fields to use if neither the file nor `given` says how to sample.
         """
         fields = {**self.sampling_defaults, **given}
         if not DRAWING_OPTIONS & self.sampling_defaults.keys():
@@ -150,8 +150,8 @@ class _Reader:
         given["stop"] = self._stop_strings()
         defaults = {name: value for name, value in given.items() if value is not None}
         if defaults.get("min_tokens", 0) > defaults.get("max_tokens", _COUNT.bounds["lt"]):
-            most = defaults["max_tokens"]
-            self._fail("min_new_tokens", f"must be at most max_new_tokens, got more than {most}.")
+            least, most = defaults["min_tokens"], defaults["max_tokens"]
+            self._fail("min_new_tokens", f"must be at most max_new_tokens ({most}), got {least}.")
         if do_sample is False:
             defaults = {k: v for k, v in defaults.items() if k not in DRAWING_OPTIONS}
             return {"temperature": 0.0, **defaults}
@@ -198,7 +198,7 @@ class _Reader:
             self._fail(name, f"must be a list like [[[5], -2.0]], got {pairs!r}.")
         for _, value in pairs:
             if not (is_real(value) or value == -math.inf):
-                self._fail(name, f"must have numbers for biases, got {value!r}.")
+                self._fail(name, f"must have numbers as biases, got {value!r}.")
         return {self._one_token(name, word): float(value) for word, value in pairs}
 
     def _one_token(self, name: str, word: list[Any]) -> int:

@@ -1,7 +1,8 @@
-"""Grammars over tokens, for texts that must have a form.
+"""Grammars over tokens, for structured outputs.
 
-llguidance, of the extra ``structured``, compiles grammars and computes the allowed tokens. This
-module follows sequences of tokens with its matchers.
+A *form* is the format that a request requires: a `StructuredOutputsParams`. llguidance, from the
+extra ``structured``, compiles a form to a grammar and computes the allowed tokens. This module
+follows sequences of tokens with llguidance's matchers.
 """
 
 import functools
@@ -31,24 +32,25 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Number of grammars kept for later requests, and how many of them may have a source of more than
-# _LONG characters: such a grammar can take a hundred megabytes.
+# Maximum number of grammars kept for later requests, and maximum number of these with a source of
+# more than _LONG characters. Such a grammar can take a hundred megabytes.
 _NUM_KEPT, _NUM_LONG, _LONG = 64, 8, 4096
 # Maximum number of characters of a form. llguidance recurses for nested rules and references, with
 # up to 500 bytes of stack per character, and aborts the process when the stack overflows.
 _MAX_CHARS = 2**17
 _STACK_PER_CHAR, _LEAST_STACK = 2048, 2**24
-# A twentieth of llguidance's default: 10,000 optional letters in a row take 200 MB.
+# Limit on llguidance's work to build a lexer ("fuel"), a twentieth of its default. With the
+# default, 10,000 optional letters in a row take 200 MB.
 _LEXER_FUEL = 50_000
 _PLAIN = SamplingParams()
 _STACK_LOCK = threading.Lock()
 
 
-class Grammars:
-    """Compiler and cache of grammars. Several threads may use it.
+class GrammarCompiler:
+    """Compiler of forms to grammars, with a cache. Several threads may use it.
 
     Args:
-      backend: the model's tokenizer, see `Tokenizer.backend`. None rejects every form.
+      backend: the model's tokenizer, see `Tokenizer.backend`. If None, every form is rejected.
       vocab_size: V, number of tokens of the model.
       eos_token_ids: tokens that end a text.
     """
@@ -64,7 +66,7 @@ class Grammars:
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._kept: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
-        # Also find grammars that requests still use after they left `_kept`.
+        # Includes grammars that left `_kept` while requests still use them.
         self._alive = weakref.WeakValueDictionary[StructuredOutputsParams, Grammar]()
 
     def compile(self, form: StructuredOutputsParams) -> "Grammar":
@@ -78,14 +80,14 @@ class Grammars:
         """
         grammar = self._alive.get(form)
         if grammar is None:
-            # Without the lock, because compiling can take seconds.
+            # Not under the lock, because compiling can take seconds.
             grammar = self._compile(form)
         with self._lock:
             self._keep(form, grammar)
         return grammar
 
     def check(self, form: StructuredOutputsParams) -> None:
-        """Compile a form to check that it can be expressed. The grammar is not kept.
+        """Check that a form compiles. The grammar is not kept.
 
         Raises:
           ArgumentError: see `compile`.
@@ -206,7 +208,7 @@ class GrammarCursor:
     If the grammar determines the next text, its tokens are forced. llguidance chooses them; they
     depend only on the tokens before them. A tokenizer that changes texts, for example by removing
     spaces, may have no tokens that spell the forced text. From then on no tokens are forced, and
-    the tokens of determined texts are drawn like others.
+    the model chooses all tokens.
 
     Args:
       grammar: the grammar.
@@ -252,7 +254,8 @@ class GrammarCursor:
     def _take(self, token_id: int) -> None:
         self.is_over = token_id in self._grammar.eos_token_ids
         if self.forced:
-            assert token_id == self.forced.pop(0), "the token must be the forced token"
+            expected = self.forced.pop(0)
+            assert token_id == expected, "the token must be the forced token"
         elif not self.is_over:  # the matcher has consumed forced tokens already
             self._matcher.consume_token(token_id)
             self._consumed.append(token_id)
@@ -280,7 +283,7 @@ class GrammarCursor:
             self.forced.append(self._grammar.eos_token_ids[0])
 
     def _stop_forcing(self) -> None:
-        """Continue with a matcher that lets the model choose the tokens of determined texts."""
+        """Continue with a matcher that forces no tokens, so that the model chooses all of them."""
         self._is_forced = False
         try:
             self._matcher = self._grammar.start_unforced()
@@ -330,8 +333,8 @@ class GrammarCursor:
 def _matcher(tokenizer: "LLTokenizer", form: StructuredOutputsParams) -> "LLMatcher":
     """Return a matcher of the form, positioned before the first token.
 
-    Labels get fuel beyond the limit, as their cost is linear. The rest of the form must be within
-    the limit without them.
+    Labels (see `grammar_source`) get fuel beyond `_LEXER_FUEL`, because their cost is linear. The
+    rest of the form must stay within `_LEXER_FUEL`.
 
     Raises:
       ValueError: llguidance rejects the form, or the form is too large.
@@ -344,7 +347,7 @@ def _matcher(tokenizer: "LLTokenizer", form: StructuredOutputsParams) -> "LLMatc
 
 
 def _unforced_matcher(tokenizer: "LLTokenizer", form: StructuredOutputsParams) -> "LLMatcher":
-    """Return a matcher of the form that forces no tokens; it may have an error."""
+    """Return a matcher of the form that forces no tokens. The caller must check `is_error`."""
     text = form_text(form)
     labels, _ = split_labels(form, text)
     source = unforced_source(form_source(form, text))
@@ -352,7 +355,11 @@ def _unforced_matcher(tokenizer: "LLTokenizer", form: StructuredOutputsParams) -
 
 
 def _compiled(tokenizer: "LLTokenizer", source: str, fuel: int) -> "LLMatcher":
-    """Return a matcher of llguidance's source; raise ValueError if it cannot compute a mask."""
+    """Return a matcher of llguidance's source, after computing a first mask to find errors.
+
+    Raises:
+      ValueError: llguidance rejects the source, or cannot compute the mask.
+    """
     matcher = _new_matcher(tokenizer, source, fuel)
     first = matcher
     if not matcher.is_error():  # some errors appear only when the first mask is computed
@@ -370,7 +377,7 @@ def _compiled(tokenizer: "LLTokenizer", source: str, fuel: int) -> "LLMatcher":
 
 
 def _new_matcher(tokenizer: "LLTokenizer", source: str, fuel: int) -> "LLMatcher":
-    """Return a matcher before the first token; it may have an error."""
+    """Return a matcher before the first token. The caller must check `is_error`."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(initial_lexer_fuel=fuel)
@@ -392,7 +399,7 @@ def _forced_tokens(tokenizer: "LLTokenizer", matcher: "LLMatcher") -> list[int] 
 def _with_stack(size: int, function: Callable[[], T]) -> T:
     """Return ``function()``, called in a thread with a stack of `size` bytes.
 
-    The stack reserves addresses; memory is allocated only for the part in use.
+    The stack reserves address space; memory is allocated only for the part in use.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -417,7 +424,7 @@ def _with_stack(size: int, function: Callable[[], T]) -> T:
 
 
 def _bits(token_ids: Iterable[int], size: int) -> np.ndarray:
-    """Return the mask of some tokens, i32[size]."""
+    """Return the mask with the bits of some tokens set, i32[size]."""
     words = np.zeros(size, np.uint32)
     for token_id in token_ids:
         words[token_id // 32] |= np.uint32(1 << token_id % 32)

@@ -1,4 +1,9 @@
-"""Sources of grammars for llguidance: forms of structured outputs, and JSON schemas."""
+"""Sources of grammars for llguidance, from structured outputs and JSON schemas.
+
+A *label* is one of the alternative constants of a choice: an item of ``choice`` or of a schema's
+``enum``, or a ``const`` in a union such as ``anyOf``. *Fuel* is llguidance's unit for the work to
+build a lexer; a grammar that needs more than its limit is rejected.
+"""
 
 import json
 import re
@@ -8,11 +13,12 @@ from typing import Any, NamedTuple
 from paged_jax.sampling.params import StructuredOutputsParams
 
 MANY_LABELS = 1000
-"""Number of labels above which an enum gets extra fuel."""
+"""Minimum number of labels for extra fuel."""
 _LABELS = re.compile(r'"(enum|anyOf|oneOf)"\s*:\s*(?=\[)')
-# The keys of a label with a description: {"const": "a", "title": "The first"}.
+# The keys of a label in a union: {"const": "a", "title": "The first"}.
 _LABEL_KEYS = {"const", "type", "title", "description"}
-# Limit of characters read for unions without labels, as a multiple of the text's length.
+# Maximum number of characters to read of unions that contain no labels, as a multiple of the text's
+# length.
 _MAX_WASTE = 8
 # Characters that JSON escapes.
 _ESCAPED = re.compile(r'["\\\x00-\x1f\x7f]')
@@ -21,7 +27,7 @@ LAYOUT: Any = {
     "key_separator": ": ",
     "whitespace_flexible": False,
 }
-"""Layout of JSON unless the schema has "x-guidance": one line, as Python writes it.
+"""Layout of JSON unless the schema has "x-guidance": on one line, as ``json.dumps`` writes it.
 
 The names of properties are then forced, and a model cannot fill the context with white space.
 """
@@ -30,7 +36,7 @@ _ANNOTATIONS = frozenset({
     "$comment", "$schema", "default", "deprecated", "description", "example", "examples",
     "readOnly", "title", "writeOnly",
 })  # fmt: skip
-# Keys that restrict further properties of an object, and keys that combine several schemas.
+# Keys that say which further properties an object may have, and keys that combine several schemas.
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 _JOINED = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSchemas")
 
@@ -61,7 +67,7 @@ class _SchemaKeys(NamedTuple):
         return new
 
 
-# Keys with schemas that can be closed, and all keys with schemas.
+# Keys with inner schemas that `close` closes as well, and all keys with inner schemas.
 _CLOSABLE = _SchemaKeys(
     ("properties", "patternProperties", "$defs", "definitions"),
     ("anyOf", "oneOf", "prefixItems"),
@@ -96,11 +102,11 @@ def close(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Forbid properties that objects do not name, unless the schema says otherwise.
 
     Frameworks usually generate schemas that allow further properties, and an unsure model would
-    write further properties until the context is full. Every text that follows the closed schema
-    follows the given schema.
+    write further properties until the context is full. Every text that matches the closed schema
+    matches the given schema.
 
-    A schema is left unchanged if it restricts further properties itself, or if it combines several
-    descriptions of an object, because these could exclude each other when closed.
+    A schema is left unchanged if it says which further properties are allowed, or if it combines
+    several descriptions of an object. These could contradict each other when closed.
 
     Example:
       >>> close({"type": "object", "properties": {"a": {"type": "null"}}})
@@ -134,7 +140,7 @@ def _closed(schema: Any) -> Any:
 def form_text(form: StructuredOutputsParams) -> str:
     """Return the form as a regular expression, a Lark grammar or a JSON schema."""
     if form.choice is not None:
-        # A single terminal, because a rule may have at most 2,000 alternatives.
+        # A single terminal, because llguidance allows at most 2,000 alternatives in a rule.
         return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, form.choice))}"
     if form.regex is not None or form.grammar is not None:
         return str(form.regex or form.grammar)
@@ -144,7 +150,7 @@ def form_text(form: StructuredOutputsParams) -> str:
 
 
 def form_source(form: StructuredOutputsParams, text: str) -> str:
-    """Return llguidance's source for a text of the form."""
+    """Return llguidance's source of a form, given the result of `form_text`."""
     from llguidance import LLMatcher
 
     if form.regex is not None:
@@ -155,9 +161,9 @@ def form_source(form: StructuredOutputsParams, text: str) -> str:
 
 
 def unforced_source(source: str) -> str:
-    """Return a source with which llguidance allows every token that continues a forced text.
+    """Return a source that allows all tokens that spell a forced text, not only one spelling.
 
-    By default its masks allow only the token that the tokenizer would choose.
+    By default llguidance's masks allow only the token that the tokenizer would choose.
     """
     text = source
     if source.startswith('{"grammars"'):
@@ -167,7 +173,7 @@ def unforced_source(source: str) -> str:
 
 
 def without_descriptions(form: StructuredOutputsParams) -> StructuredOutputsParams:
-    """Return the form with a schema without annotations, which can be most of a schema."""
+    """Return a JSON form without the annotations of its schema."""
     try:
         schema = json.dumps(without_annotations(json.loads(str(form.json))))
     except RecursionError:
@@ -176,16 +182,17 @@ def without_descriptions(form: StructuredOutputsParams) -> StructuredOutputsPara
 
 
 def split_labels(form: StructuredOutputsParams, text: str) -> tuple[Sequence[Any], str]:
-    """Return the labels of a form, and its text with only one label in each enum."""
+    """Return the labels of a form, and its text with only one label per choice or enum."""
     if form.choice is not None:
         return form.choice, text
     labels: list[Any] = []
     shorter, end, num_wasted = "", 0, 0
     for match in _LABELS.finditer(text):
         start = match.end()
-        if start < end:  # within the labels of another enum
+        if start < end:  # inside another enum that was read already
             continue
-        # In hostile schemas with nested unions, every outer union reads the inner unions again.
+        # Stop reading unions after a while: in a hostile schema with nested unions, each outer
+        # union would read the inner unions again.
         if match[1] != "enum" and num_wasted > _MAX_WASTE * len(text):
             continue
         try:
@@ -205,7 +212,10 @@ def split_labels(form: StructuredOutputsParams, text: str) -> tuple[Sequence[Any
 
 
 def label_fuel(labels: Sequence[Any]) -> int:
-    """Return fuel for labels. Measured: each needs 13, plus 75 for each escaped character."""
+    """Return the additional fuel for labels.
+
+    Measured: each label needs 13, plus 75 for each escaped character.
+    """
     if len(labels) <= MANY_LABELS:
         return 0
     num_escapes = sum(len(_ESCAPED.findall(str(label))) for label in labels)

@@ -18,7 +18,7 @@ from tokenizers import processors
 
 from paged_jax.models.model_folder import read_json
 
-# Standard names, in the order in which the tokens get ids. A model may have more names: each key
+# Standard names, in the order in which their tokens get ids. A model may have more names: each key
 # that ends in "_token".
 _NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
@@ -39,7 +39,7 @@ _NAMES_OF_CLASS = {
 }
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _CONFIG = "tokenizer_config.json"
-# The key in tokenizer.json, which precedes the vocabulary.
+# Finds the key in tokenizer.json, which precedes the vocabulary.
 _ADDED_TOKENS = re.compile(r'(?<!\\)"added_tokens"\s*:\s*')
 
 
@@ -121,7 +121,7 @@ def _check_ids(
 def set_post_processor(
     backend: tokenizers.Tokenizer, config: Mapping[str, object], special_tokens: Mapping[str, str]
 ) -> None:
-    """Add BOS and EOS to texts as ``tokenizer_config.json`` says, if it does.
+    """Make the tokenizer add or omit BOS and EOS as ``tokenizer_config.json`` says.
 
     If BOS and EOS are the same token, ``tokenizer.json`` decides, as in transformers, because the
     added token may be either of them.
@@ -139,7 +139,7 @@ def set_post_processor(
     places = (at for at in range(len(whole)) if text and whole[at : at + len(text)] == text)
     at = next(places, len(whole))
     before, after = whole[:at], whole[at + len(text) :]
-    # Keep other special tokens, such as the prefix of GLM.
+    # Keep special tokens other than BOS and EOS, such as the prefix of GLM.
     if _must_add(backend, bos, before, config.get("add_bos_token")):
         before = [bos, *before]
     elif config.get("add_bos_token") is False:
@@ -164,7 +164,7 @@ def _must_add(
 
 
 def read_optional(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; return an empty one if there is no file."""
+    """Return the JSON object in a file; an empty dict if there is no file."""
     return read_json(path) if path.is_file() else {}
 
 
@@ -187,7 +187,7 @@ class _SpecialTokens(NamedTuple):
 def _with_names_of_class(
     backend: tokenizers.Tokenizer, config: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Return the settings with the names that the tokenizer's class has by default."""
+    """Return the config with the default special tokens of its tokenizer class."""
     name = str(config.get("tokenizer_class")).removesuffix("Fast")
     defaults = _NAMES_OF_CLASS.get(name, {})
     known = {

@@ -1,4 +1,4 @@
-"""Conversion between text and token ids, for whole texts and for streams of generated tokens."""
+"""Conversion between text and token ids, for whole texts and for token streams."""
 
 import functools
 import itertools
@@ -39,9 +39,10 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def _bytes_by_char() -> dict[str, int]:
-    """Return the byte of each character in the names of byte-level tokens.
+    """Return the byte that each character in the name of a byte-level token stands for.
 
-    Printable bytes of Latin-1 are the same character. Other bytes are characters from 256 on.
+    Printable Latin-1 bytes are written as the same character. Other bytes are written as characters
+    from 256 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -159,9 +160,9 @@ class Tokenizer:
 
     @functools.cached_property
     def max_token_chars(self) -> int:
-        """Maximum number of characters of a text that a token can represent."""
+        """Maximum number of characters of text that one token can stand for."""
         longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
-        # Unicode's normal form C combines at most three characters.
+        # A normalizer to Unicode's form C combines at most three characters.
         return longest * (1 if self.backend.normalizer is None else 3)
 
     @functools.cached_property
@@ -190,7 +191,7 @@ class Tokenizer:
         return encoded.ids
 
     def offsets(self, text: str, *, add_special_tokens: bool = True) -> list[tuple[int, int]]:
-        """Return the start and end of each token's characters in a text.
+        """Return the start and end of each token in a text, in characters.
 
         Args:
           text: see `encode`.
@@ -294,13 +295,13 @@ class Tokenizer:
         return self._chat_template
 
     def spell(self, token_ids: Iterable[int]) -> list[str]:
-        """Return the names of tokens in the vocabulary; empty for ids outside of it."""
+        """Return the names of tokens in the vocabulary; an empty text for unknown ids."""
         return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to a text, which may be part of a character.
 
-        The bytes of all tokens of a text are the text in UTF-8.
+        The joined bytes of the tokens of a text are the text in UTF-8.
         """
         text = self.decode([token_id], skip_special_tokens=False, continues_text=True)
         if _REPLACEMENT in text:
@@ -331,14 +332,14 @@ class Tokenizer:
     ) -> str:
         if not continues_text:
             return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        # After an anchor token, decoding drops no leading space from the text of these tokens.
+        # Put an anchor token before the tokens, so that decoding keeps their leading space.
         text = self.backend.decode(
             [self._anchor_id, *token_ids], skip_special_tokens=skip_special_tokens
         )
         return text[self._anchor_length :]
 
     def _find_anchor(self) -> tuple[int, int]:
-        """Return a token that replaces earlier text in `_decode`, and the length of its text."""
+        """Return a token to put before other tokens in `_decode`, and the length of its text."""
         letters = map(self.backend.token_to_id, string.ascii_letters)
         # It must be a word: bytes could combine with later bytes, and spaces could be dropped.
         for token_id in itertools.chain(letters, range(self.vocab_size)):
@@ -452,12 +453,15 @@ class Detokenizer:
 def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
-        hint = " Convert tokenizer.model." if (folder / "tokenizer.model").is_file() else ""
-        raise TokenizerError(f"{folder}: no tokenizer.json there.{hint}")
+        has_model = (folder / "tokenizer.model").is_file()
+        hint = " Convert tokenizer.model with transformers." if has_model else ""
+        raise TokenizerError(f"{folder}: must contain a tokenizer.json, got none.{hint}")
     try:
         text = path.read_text(encoding="utf-8")
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises no more specific error
-        raise TokenizerError(f"{path}: not a tokenizer: {error}.") from None
+        raise TokenizerError(
+            f"{path}: must be a file of the tokenizers library: {error}."
+        ) from None
     check_added_tokens(backend, path, text)
     return backend

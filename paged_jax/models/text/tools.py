@@ -1,4 +1,4 @@
-"""Tool calls in the text of chat models: formats, grammars that enforce them, and a parser.
+"""Tool calls in the text of chat models: formats, grammars, and a parser.
 
 Two formats are known, which many models use:
 
@@ -21,21 +21,22 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from paged_jax.arguments import ArgumentError
-from paged_jax.models.text.grammar import Grammars
+from paged_jax.models.text.grammar import GrammarCompiler
 from paged_jax.models.text.grammar_source import LAYOUT, close, without_annotations
 from paged_jax.sampling.params import StructuredOutputsParams
 
 Tool = Mapping[str, Any]
 
-# The beginning of a call. `ToolReader` relies on the layout of the grammar.
+# The beginning of a call in the layout that the grammar enforces.
 _HEAD = re.compile(r'\s*\{"name": ("(?:[^"\\]|\\.)*"), "(?:arguments|parameters)": ')
-# Number of sets of tools whose grammars are kept, because a chat sends its tools with each request.
+# Number of sets of tools whose forms are kept, because a chat sends its tools with each request.
 _NUM_KEPT = 32
-# Maximum number of schemas compiled separately to find unsupported schemas: milliseconds each.
+# Maximum number of schemas compiled separately to find unsupported schemas. Each takes
+# milliseconds.
 _MAX_CHECKS = 512
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
-# Keys of schemas that the schema of an argument may refer to.
+# Keys of a schema with definitions that its arguments may refer to.
 _DEFINITIONS = ("$defs", "definitions")
 
 
@@ -44,7 +45,7 @@ class ToolFormat:
     """Format of tool calls in the text of a model.
 
     Attributes:
-      opening: text that begins a call anywhere in the answer. If empty, a call is a whole answer.
+      opening: text before each call. If empty, an answer is either text or a single call.
       before: text between the opening and the JSON of the call.
       after: text after the JSON.
       arguments: key of the arguments in the JSON.
@@ -87,7 +88,8 @@ class ToolFormat:
     def _rule(self, name: str, function: Mapping[str, Any]) -> str:
         head = f'{{"name": {json.dumps(function["name"])}, "{self.arguments}": '
         schema = _arguments(function.get("parameters"))
-        # A schema is a hint unless it is strict: llguidance ignores parts that it does not support.
+        # A schema is a hint unless it is strict: in lenient mode llguidance ignores unsupported
+        # parts.
         options = {**LAYOUT, "lenient": not function.get("strict")}
         schema = {**close(schema), "x-guidance": options}
         return f'{name}: {_quoted(head)} %json {json.dumps(schema)} "}}"'
@@ -95,7 +97,7 @@ class ToolFormat:
 
 HERMES = ToolFormat("<tool_call>", "\n", "\n</tool_call>", "arguments")
 LLAMA3 = ToolFormat("", "", "", "parameters")
-# The format for checks of a single tool; any format works.
+# Format used to check the schema of a single tool. Any format would do.
 _BARE = ToolFormat("", "", "", "arguments")
 
 
@@ -114,8 +116,8 @@ class ToolSupport:
     format: ToolFormat | None = None
 
 
-# A chat with parts that can be found in the rendered text. Some templates need a description of
-# everything, and ids of nine letters or digits.
+# A known chat, with texts that can be found in the rendered chat. Some templates need a description
+# of everything, and ids of nine letters or digits.
 _NAME, _VALUE, _TEXT = "probed_function", "probed value", "\N{SNOWMAN}"
 _ARGUMENTS = {"k": _VALUE, "n": 2}
 _QUESTION = {"role": "user", "content": "Probe?"}
@@ -163,7 +165,7 @@ def find_support(render: Callable[..., str]) -> ToolSupport:
         try:
             return render([_QUESTION, *answer], tools=[_TOOL], add_generation_prompt=not answer)
         except ValueError:
-            return None  # a real chat like this gets the error of the template
+            return None  # counts as supported: a real chat then gets the template's own error
 
     asked = rendered()
     text = rendered({"role": "assistant", "content": _TEXT})
@@ -176,11 +178,11 @@ def find_support(render: Callable[..., str]) -> ToolSupport:
 
 
 def _recognise(called: str, text: str) -> ToolFormat | None:
-    """Return the format of a call. The same chat with a text shows where the call begins.
+    """Return the format of a call; None if it is unknown.
 
     Args:
-      called: a chat that ends with a call.
-      text: the same chat with `_TEXT` instead.
+      called: a rendered chat that ends with a call.
+      text: the same chat with `_TEXT` instead, which shows where the call begins.
     """
     found = _WRITTEN.search(called)
     if found is None:
@@ -199,10 +201,10 @@ def _recognise(called: str, text: str) -> ToolFormat | None:
 
 
 class ToolDelta(NamedTuple):
-    """New part of an answer: text outside of calls, the start of a call, or arguments of a call.
+    """New part of an answer: text, the start of a call, or arguments of a call.
 
     Attributes:
-      kind: kind of the part.
+      kind: ``"content"`` for text outside of calls, ``"call"`` or ``"arguments"``.
       text: the text, the name of the function, or a part of the JSON of the arguments.
     """
 
@@ -293,7 +295,7 @@ class ToolReader:
         return [ToolDelta("arguments", text)]
 
     def _find_end(self, is_last: bool) -> int:
-        """Return where arguments without a closing text end; -1 if the call is incomplete."""
+        """Return the index at which arguments without a closing text end; -1 if incomplete."""
         if not (is_last and self._buffer.endswith("}")):
             return -1
         try:
@@ -311,7 +313,7 @@ def _arguments(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
     kind = schema.get("type", "object")
     if kind == "object" or isinstance(kind, list) and "object" in kind:
         return {**schema, "type": "object"}
-    return {"allOf": [schema, {"type": "object"}]}  # llguidance rejects it: no value is both
+    return {"allOf": [schema, {"type": "object"}]}  # unsatisfiable, so llguidance rejects it
 
 
 def _quoted(text: str) -> str:
@@ -334,7 +336,7 @@ def overlap(text: str, marker: str) -> int:
 
 
 class ToolGrammars:
-    """Grammars for answers that call tools. Several threads may use it.
+    """Forms of answers that call tools, with a cache. Several threads may use it.
 
     The schema of a tool with ``strict: true`` is enforced completely, or rejected. Without
     ``strict`` a schema is a hint: the grammar enforces the parts that llguidance supports, and
@@ -344,7 +346,7 @@ class ToolGrammars:
       grammars: compiles the grammars.
     """
 
-    def __init__(self, grammars: Grammars):
+    def __init__(self, grammars: GrammarCompiler):
         self._grammars = grammars
         self._lock = threading.Lock()
         self._kept: OrderedDict[StructuredOutputsParams, StructuredOutputsParams] = OrderedDict()
@@ -361,7 +363,7 @@ class ToolGrammars:
           is_parallel: see `ToolFormat.grammar`.
 
         Raises:
-          ArgumentError: the schema of a strict tool is not supported, or no grammars are available
+          ArgumentError: the schema of a strict tool is not supported, or grammars are not available
             for the model.
         """
         if choice not in ("auto", "required"):
@@ -446,7 +448,7 @@ class ToolGrammars:
     def _supported_argument(
         self, tool: Tool, name: str, schema: Any, shared: Mapping[str, Any]
     ) -> Any:
-        """Return the schema of an argument, or only its type if the schema is not supported."""
+        """Return the schema of an argument; only its type if the schema is not supported."""
         alone = {"type": "object", "properties": {name: schema}, **shared}
         if self._tool_failure(_with_parameters(tool, alone)) is None:
             return schema
@@ -470,7 +472,7 @@ def _failure(
 
 
 def _strict_error(tool: Tool, error: ArgumentError) -> ArgumentError:
-    # llguidance's reason, without the source of the grammar.
+    # Keep llguidance's reason only, without the source of the grammar.
     reason = error.problem.rpartition("JSON schema: ")[2].partition(" 1 | ")[0].rstrip(".")
     name = tool["function"]["name"]
     return ArgumentError(
