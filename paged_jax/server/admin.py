@@ -1,7 +1,8 @@
 """Routes for the operator: sleep, weights, prefix cache and profiles, with vLLM's names.
 
-(``/update_weights_from_disk`` is SGLang's, because vLLM has no such route.) They need the admin key
-as a bearer token. A browser would send it as a password to requests of any web site.
+(``/update_weights_from_disk`` is SGLang's, because vLLM has no such route.) The routes require the
+admin key as a bearer token. A password would not be safe: browsers send a stored password with
+requests that other web sites cause.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ class WeightsBody(Body):
 
 
 def routes(service: Service) -> list[Route]:
-    """Return the routes that change the engine. Without an admin key they are closed."""
+    """Return the routes that change the engine. They are disabled without an admin key."""
 
     def route(path: str, endpoint: _Endpoint, method: str = "POST") -> Route:
         async def for_admins(request: Request) -> Response:
@@ -108,7 +109,7 @@ async def _update_weights(service: Service, request: Request) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise ApiError(400, str(error), param="model_path", code="weights_not_loaded") from None
     await _change(service, request, lambda engine: engine.update_params(params))
-    return {"success": True, "message": f"The weights are those of {body.model_path}."}
+    return {"success": True, "message": f"The weights were loaded from {body.model_path}."}
 
 
 async def _start_profile(service: Service, request: Request) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Prefix affinity: a key that lets a router send requests with equal prompt prefixes together.
+"""Prefix affinity: a key by which a router groups requests with equal prompt prefixes.
 
 Each server has its own prefix cache, so a router should send all requests with the same
 `prompt_key` to the same server. The key needs no tokenizer: texts that begin with the same
@@ -9,7 +9,7 @@ import hashlib
 import json
 from typing import Any
 
-# Characters of a block of 16 tokens, approximately, in English.
+# Approximate number of characters in a block of 16 tokens of English.
 BLOCK_CHARS = 64
 # Number of blocks in a key. More blocks distinguish prompts that share a long prefix, such as the
 # instructions of an application, and distribute them over servers. But a conversation only stays on
@@ -63,7 +63,7 @@ def prompt_key(
 
 
 def _load(body: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body; empty if it is none and the server will reject it."""
+    """Return the JSON object of a body; empty for other bodies, which the server will reject."""
     try:
         data = json.loads(body)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""`Answer`: how an endpoint reads a request body and writes its response, whole or as a stream."""
+"""`Answer`: how an endpoint reads a request body and writes its response or its stream."""
 
 import dataclasses
 import re
@@ -22,9 +22,9 @@ from paged_jax.server.service import Client, Service
 # Log-probability that OpenAI reports for impossible tokens, because JSON has no infinity.
 _LOWEST = -9999.0
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
-# Body fields that contain the prompt, and fields that require a form of the text.
+# Body fields that contain the prompt, and body fields that constrain the text.
 _PROMPT_FIELDS = ("messages", "prompt_token_ids", "prompt")
-_FORM_FIELDS = ("structured_outputs", "tools", "response_format")
+_CONSTRAINT_FIELDS = ("structured_outputs", "tools", "response_format")
 # Body fields that are also fields of `SamplingParams`, with the same meaning.
 _PARAMS = [
     field.name
@@ -114,7 +114,7 @@ class Answer(ABC):
     Attributes:
       prefix: prefix of the response's id.
       id: id of the response.
-      name: unique name of the request in the engine.
+      name: unique id of the request in the engine, without the index of the prompt.
       fallback_params: fields of `SamplingParams` for models without recommended values.
     """
 
@@ -135,7 +135,7 @@ class Answer(ABC):
 
     @abstractmethod
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts as text or token ids. Called in a thread, because it may be slow."""
+        """Return the prompts as text or token ids. May run in a tokenizing thread."""
 
     @property
     def prompt_field(self) -> str:
@@ -153,14 +153,14 @@ class Answer(ABC):
         """Characters of the longest prompt, without the text of a chat template."""
 
     @property
-    def has_form(self) -> bool:
-        """Whether the text must have a form, which may take long to compile."""
+    def is_constrained(self) -> bool:
+        """Whether a schema or grammar, which takes time to compile, constrains the text."""
         return self.body.structured_outputs is not None
 
     @property
-    def form_field(self) -> str:
-        """Name of the body field that requires a form of the text."""
-        return self._first_given(_FORM_FIELDS)
+    def constraint_field(self) -> str:
+        """Name of the body field that constrains the text."""
+        return self._first_given(_CONSTRAINT_FIELDS)
 
     @property
     def num_samples(self) -> int:
@@ -245,34 +245,36 @@ class OpenAiAnswer(Answer):
         return bool(self.body.use_beam_search)
 
     def params(self) -> dict[str, Any]:
-        """Return the sampling parameters, including log-probabilities of the prompt and a form."""
+        """Return the sampling parameters, with `prompt_logprobs` and `response_format`."""
         params, body = super().params(), self.body
         if body.prompt_logprobs is not None:
             if body.stream:
                 raise ApiError(
                     400,
-                    "prompt_logprobs must be null in a stream. Ask for the whole answer.",
+                    "prompt_logprobs must be null in a stream. Set stream to false.",
                     param="prompt_logprobs",
                 )
             params["prompt_logprobs"] = body.prompt_logprobs
         if body.length_penalty not in (None, 1) and not self.uses_beam_search:
             raise ApiError(
-                400, "length_penalty needs use_beam_search to be true.", param="length_penalty"
+                400,
+                "length_penalty must be null or 1 unless use_beam_search is true.",
+                param="length_penalty",
             )
         if body.response_format is not None and body.response_format.type != "text":
             if "structured_outputs" in params:
                 raise ApiError(
                     400,
-                    "give response_format or structured_outputs, not both.",
+                    "response_format must be null or text with structured_outputs.",
                     param="response_format",
                 )
             params["structured_outputs"] = _json_form(body.response_format)
         return params
 
     @property
-    def has_form(self) -> bool:
-        """Whether the text must have a form."""
-        return super().has_form or self.body.response_format is not None
+    def is_constrained(self) -> bool:
+        """Whether a schema or grammar constrains the text."""
+        return super().is_constrained or self.body.response_format is not None
 
     @property
     def head(self) -> dict[str, Any]:
@@ -329,7 +331,7 @@ class OpenAiAnswer(Answer):
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability that JSON can represent."""
+    """Return a log-probability that JSON can represent: at least -9999."""
     return max(logprob, _LOWEST)
 
 
@@ -426,5 +428,5 @@ def _json_form(format: bodies.ResponseFormat) -> StructuredOutputsParams:
 def _as_token_ids(bias: dict[str, float]) -> dict[int, float]:
     # int() alone would also accept "05" and digits of other scripts as duplicates of "5".
     if not all(map(_TOKEN_ID.fullmatch, bias)):
-        raise ApiError(400, "logit_bias must have token ids for keys.", param="logit_bias")
+        raise ApiError(400, "logit_bias must have token ids as keys.", param="logit_bias")
     return {int(token_id): value for token_id, value in bias.items()}

@@ -1,4 +1,4 @@
-"""The ASGI application: its routes, its error handlers, and `Startup`, which serves it later."""
+"""The ASGI application: routes, error handlers, and `Startup`, which serves it later."""
 
 import asyncio
 import concurrent.futures
@@ -66,7 +66,7 @@ def create_app(service: Service) -> Starlette:
         route("/tokenize", tokenize, "POST"),
         route("/detokenize", detokenize, "POST"),
         route("/tokenizer_info", tokenizer_info),
-        # For SGLang's router, whose versions use two names for each path.
+        # SGLang's router requests two paths for the same data, depending on its version.
         constant("/get_model_info", model_info),
         constant("/model_info", model_info),
         constant("/get_server_info", server_info),
@@ -102,7 +102,7 @@ def create_app(service: Service) -> Starlette:
 
 
 async def _live(service: Service, request: Request) -> Response:
-    """Report whether the process can still serve. After an engine failure, it must be restarted."""
+    """Report whether the process can still serve. It must be restarted if the engine failed."""
     has_failed = service.engine.failure is not None
     status = "failed" if has_failed else "ok"
     return json_response(schemas.Probe(status=status), 503 if has_failed else 200)
@@ -184,7 +184,7 @@ def _router_infos(service: Service) -> tuple[schemas.ModelInfo, schemas.ServerIn
         max_context_length=service.max_model_len,
         vocab_size=service.vocab_size,
     )
-    # Without `model_path`, because the router would load a tokenizer from there.
+    # The router would load a tokenizer from `model_path`, so it is not given.
     server = schemas.ServerInfo(
         served_model_name=name,
         version=__version__,
@@ -209,7 +209,7 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    # `request.url` would parse the Host header, which may be any text.
+    # Do not use `request.url`, which parses the Host header and fails for some values.
     place = f"{request.method} {request.scope['path'][:100]}"
     message = {
         404: f"There is no {place}. See /openapi.json for all routes.",
@@ -236,11 +236,12 @@ class Startup:
     Until then ``/live`` returns 200, and all other paths return 503 with the progress.
 
     Args:
-      make: function that creates the service. Called in a thread, with a function that reports a
-        line about the progress.
+      make: function that creates the service. Called in a thread, with a function that it may call
+        with a line about the progress.
 
     Attributes:
       service: the engine and its settings; None until `make` has returned.
+      detail: the last line about the progress.
       on_failure: function that is called in the event loop if `make` raises.
 
     Example:
@@ -271,7 +272,7 @@ class Startup:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an event of the lifespan or a request."""
         if scope["type"] == "lifespan":
-            await self._live(receive, send)
+            await self._run_lifespan(receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -291,7 +292,7 @@ class Startup:
             ).response()
         await response(scope, receive, send)
 
-    async def _live(self, receive: Receive, send: Send) -> None:
+    async def _run_lifespan(self, receive: Receive, send: Send) -> None:
         """Handle the ASGI lifespan: create the service in a thread, and run its engine."""
         await receive()
         # The thread is a daemon, because a running compiler must not keep the process alive.
@@ -317,7 +318,8 @@ class Startup:
 
     async def _serve(self) -> None:
         try:
-            # Shielded, because the thread sets the result even after this task was cancelled.
+            # Shielded, because cancelling this task must not cancel the future that the thread
+            # sets.
             service = await asyncio.shield(asyncio.wrap_future(self._made))
         except Exception:
             self.on_failure()

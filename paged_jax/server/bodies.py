@@ -23,8 +23,8 @@ from paged_jax.server.limits import MAX_PROMPTS
 
 T = TypeVar("T")
 
-# Validation of a list stops at the first mistake: a million of them would block the server for
-# seconds.
+# List that stops its validation at the first error. Collecting a million errors would block the
+# server for seconds.
 Items = Annotated[list[T], Field(fail_fast=True)]
 
 
@@ -129,11 +129,12 @@ class Body(BaseModel):
 
 
 class LenientBody(Body):
-    """A JSON object within a request, such as a message. Unknown fields are ignored."""
+    """A JSON object within a request, such as a message. Unknown fields are accepted."""
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
 
-    # Unknown fields cannot change the response, because no chat template reads them.
+    # Accepted, because clients send back extra fields of responses. Unknown fields of messages and
+    # functions reach the chat template; those of other objects are dropped.
     ignores = staticmethod(lambda name, value: True)
 
 
@@ -169,7 +170,7 @@ def _add_neutral(schema: dict[str, Any]) -> None:
 
 
 class StructuredOutputs(Body):
-    """The form that the text must have. Exactly one field must be given."""
+    """A constraint on the text. Exactly one field must be given."""
 
     # The alias is needed because Pydantic's models have a method `json`.
     json_schema_: str | dict[str, Any] | None = Field(
@@ -305,7 +306,7 @@ class TextPart(LenientBody):
 
 
 class RefusalPart(LenientBody):
-    """Refusal of an earlier request by the model, as part of a message's content."""
+    """The model's refusal of an earlier request, as part of a message's content."""
 
     type: Literal["refusal"]
     refusal: str
@@ -356,9 +357,9 @@ class ToolChoice(Body):
 
 
 class MessageParam(LenientBody):
-    """A message of a chat. Messages with tool calls may lack content.
+    """A message of a chat. All fields are passed to the chat template, which may ignore them.
 
-    All fields are passed to the chat template, which may ignore them.
+    `content` may be missing if the message has tool calls, a refusal or reasoning.
     """
 
     model_config = ConfigDict(
@@ -382,7 +383,10 @@ class MessageParam(LenientBody):
     def _says_something(self) -> Self:
         said = self.tool_calls or self.refusal or self.reasoning_content or self.reasoning
         if "content" not in self.model_fields_set and not said:
-            raise PydanticCustomError("content", "content or tool_calls must be given")
+            raise PydanticCustomError(
+                "content",
+                "content must be given, unless there are tool_calls, a refusal or reasoning",
+            )
         return self
 
 

@@ -20,8 +20,8 @@ _FILES = {
     "cache.js": "text/javascript; charset=utf-8",
     "cache.css": "text/css; charset=utf-8",
 }
-# The page shows the prompts of all clients, so it loads nothing from other sites, and no site can
-# frame it.
+# The page shows the prompts of all clients. It therefore loads nothing from other sites, and no
+# site may show it in a frame.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -46,7 +46,7 @@ def routes(service: Service) -> list[Route]:
         route("/cache", _file, name="cache.html"),
         *(route(f"/cache/{name}", _file, name=name) for name in _FILES if name != "cache.html"),
         route("/cache/state", _state),
-        route("/cache/recent", _recent),
+        route("/cache/recent", _history),
         route("/cache/blocks/{block}", _block),
     ]
 
@@ -84,8 +84,8 @@ async def _state(service: Service, request: Request) -> Response:
     return await asyncio.to_thread(render)
 
 
-async def _recent(service: Service, request: Request) -> Response:
-    """Return counts of the last minutes, for the curves of a page that was just opened."""
+async def _history(service: Service, request: Request) -> Response:
+    """Return counts of the last two minutes, for the curves of a page that was just opened."""
     now = time.perf_counter()
     samples = [
         {
@@ -105,7 +105,7 @@ async def _block(service: Service, request: Request) -> Response:
     """Return the text in a block, for each sequence that holds it."""
     name = request.path_params["block"]
     if not _is_number(name) or int(name) >= service.num_blocks:
-        raise ApiError(404, f"There are {service.num_blocks} blocks, no block {name[:20]}.")
+        raise ApiError(404, f"The block must be in 0..{service.num_blocks - 1}, got {name[:20]}.")
     holders = await service.call_engine(
         request.receive, lambda engine: block_text(engine, int(name))
     )

@@ -1,4 +1,4 @@
-"""Responses of ``POST /v1/chat/completions``, messages for the chat template, and tool calls."""
+"""Responses of ``POST /v1/chat/completions``, with chat templates and tool calls."""
 
 import functools
 import secrets
@@ -27,7 +27,9 @@ class ChatAnswer(OpenAiAnswer):
         body, tokenizer = self.body, self.service.tokenizer
         is_asked = body.tool_choice not in (None, "none", "auto")
         if is_asked and not body.tools:
-            raise ApiError(400, "tool_choice needs tools.", param="tool_choice")
+            raise ApiError(
+                400, "tool_choice must be null, none or auto without tools.", param="tool_choice"
+            )
         if tokenizer is None or not body.tools or body.tool_choice == "none":
             return None
         return ToolUse(body, tokenizer)
@@ -36,7 +38,7 @@ class ChatAnswer(OpenAiAnswer):
         """Return the messages as a prompt, rendered by the model's chat template."""
         tokenizer = self.service.tokenizer
         if tokenizer is None:
-            raise ApiError(400, "the model has no tokenizer, which chats need.")
+            raise ApiError(400, "Chats need a tokenizer, but the model has none.")
         check_calls(self.body.messages, tokenizer)
         return [
             tokenizer.encode_chat(
@@ -48,9 +50,9 @@ class ChatAnswer(OpenAiAnswer):
         ]
 
     @property
-    def has_form(self) -> bool:
-        """Whether the text must have a form."""
-        return super().has_form or bool(self.body.tools)
+    def is_constrained(self) -> bool:
+        """Whether a schema or grammar constrains the text."""
+        return super().is_constrained or bool(self.body.tools)
 
     @property
     def num_chars(self) -> int:
@@ -64,16 +66,23 @@ class ChatAnswer(OpenAiAnswer):
         return self.body.max_tokens if newer is None else newer
 
     def params(self) -> dict[str, Any]:
-        """Return the sampling parameters, including log-probabilities and the form of calls."""
-        # By default a chat may fill the context, so `max_tokens` is always given.
+        """Return the sampling parameters, with log-probabilities and the grammar of tool calls."""
+        # `max_tokens` is always included: None lets a chat fill the context, unlike the default of
+        # `SamplingParams`.
         body, params = self.body, {**super().params(), "max_tokens": self.max_tokens}
         if body.top_logprobs and not body.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")
+            raise ApiError(
+                400, "top_logprobs must be null or 0 unless logprobs is true.", param="top_logprobs"
+            )
         if body.logprobs:
             params["logprobs"] = body.top_logprobs or 0
         if self._tool_use is not None:
             if "structured_outputs" in params:
-                raise ApiError(400, "give tools or another form, not both.", param="tools")
+                raise ApiError(
+                    400,
+                    "tools must be null with response_format or structured_outputs.",
+                    param="tools",
+                )
             params["structured_outputs"] = self._tool_use.form(self.service.tool_grammars)
         return params
 
@@ -108,7 +117,7 @@ class ChatAnswer(OpenAiAnswer):
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
     ) -> list[JsonDict]:
-        """Return an event for each sample with new text."""
+        """Return an event for each sample with new tokens or a finish reason."""
         return [self._next_chunk(output, each) for each in deltas]
 
     def _next_chunk(self, output: RequestOutput, delta: SampleDelta) -> JsonDict:
@@ -148,7 +157,8 @@ class ChatAnswer(OpenAiAnswer):
         return {"content": (self._token_logprob(token_id, row) for token_id, row in rows)}
 
     def _token_logprob(self, token_id: int, row: dict[int, Logprob]) -> schemas.TokenLogprob:
-        # The row always contains the generated token, even if it is not among the most probable.
+        # The candidates always include the generated token, even if it is not among the most
+        # probable.
         top = sorted(row, key=lambda each: row[each].rank)[: self.body.top_logprobs or 0]
         others = [self._top_logprob(each, row[each]) for each in top]
         return {**self._top_logprob(token_id, row[token_id]), "top_logprobs": others}
@@ -164,7 +174,8 @@ class ChatAnswer(OpenAiAnswer):
 
 @functools.lru_cache(maxsize=2**14)
 def _bytes_of(tokenizer: Tokenizer, token_id: int) -> list[int]:
-    # Creating these lists would take longer than the rest of the response. They are never modified.
+    # Cached, because creating these lists would take longer than the rest of the response. They are
+    # never modified.
     return list(tokenizer.token_bytes(token_id))
 
 
@@ -258,7 +269,7 @@ class ToolUse:
         self._streams: dict[int, _ToolStream] = {}
 
     def form(self, grammars: ToolGrammars) -> StructuredOutputsParams:
-        """Return the form that the text must have so that its calls can be parsed.
+        """Return the constraint on the text with which its calls can be parsed.
 
         Raises:
           ArgumentError: see `ToolGrammars.form`.
@@ -275,12 +286,15 @@ class ToolUse:
         return schemas.ChatMessage(content=found.content, tool_calls=calls or None)
 
     def delta(self, delta: SampleDelta) -> schemas.ChatDelta:
-        """Return the new part of a sample's message; empty while the text is ambiguous."""
+        """Return the new part of a sample's message; empty while it may be text or a call."""
         stream = self._streams.setdefault(delta.sample.index, _ToolStream(ToolReader(self._format)))
         return stream.push(delta.text, is_last=delta.sample.finish_reason is not None)
 
     def finish_reason(self, delta: SampleDelta, has_calls: bool) -> str | None:
-        """Return OpenAI's finish reason: ``"tool_calls"`` if the model chose to call a tool."""
+        """Return OpenAI's finish reason: ``"tool_calls"`` if the model chose to call a tool.
+
+        If the request names the function to call, OpenAI's reason is ``"stop"``.
+        """
         reason = delta.sample.finish_reason
         return "tool_calls" if reason == "stop" and has_calls and not self._is_named else reason
 
@@ -304,7 +318,8 @@ class _ToolStream:
             if each.kind == "call":
                 calls.append(self._begin(each.text))
             elif each.kind == "arguments" and calls:
-                calls[-1].function.arguments += each.text  # each call has one entry per event
+                # an event has at most one entry for each call
+                calls[-1].function.arguments += each.text
             elif each.kind == "arguments":
                 function = schemas.CalledFunction(arguments=each.text)
                 calls.append(schemas.ToolCallDelta(index=self.num_calls - 1, function=function))

@@ -1,4 +1,4 @@
-"""Responses of ``POST /generate`` and ``POST /v1/completions``, and the text of each token."""
+"""Responses of ``POST /generate`` and ``POST /v1/completions``, and texts of tokens."""
 
 import dataclasses
 import itertools
@@ -35,7 +35,7 @@ class GenerateAnswer(Answer):
         """Return the prompt as text or token ids."""
         text, token_ids = self.body.prompt, self.body.prompt_token_ids
         if (text is None) == (token_ids is None):
-            raise ApiError(400, "prompt or prompt_token_ids must be given, and not both.")
+            raise ApiError(400, "Exactly one of prompt and prompt_token_ids must be given.")
         return [text if text is not None else token_ids or []]
 
     @property
@@ -102,7 +102,8 @@ class CompletionAnswer(OpenAiAnswer):
         self, service: Service, body: bodies.CompletionBody, client: Client, record: RequestRecord
     ):
         super().__init__(service, body, client, record)
-        # By prompt and sample, once something was sent: characters so far, and text per token.
+        # By the indices of prompt and sample, from the first event on: number of characters sent,
+        # and the texts of the tokens.
         self._offsets: dict[tuple[int, int], int] = {}
         self._texts: dict[tuple[int, int], TokenTexts] = {}
 
@@ -158,7 +159,7 @@ class CompletionAnswer(OpenAiAnswer):
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
     ) -> list[JsonDict]:
-        """Return an event for each sample with new text."""
+        """Return an event for each sample with new tokens or a finish reason."""
         return [
             self.event([self._choice(prompt, output, each)], usage=self.usage_so_far(output, each))
             for each in deltas
@@ -198,7 +199,8 @@ class CompletionAnswer(OpenAiAnswer):
             rows = zip(self._prompt_texts(key[0], output), ids, asked, strict=True)
             rows = ((text, each, keep_top(each, row, count)) for text, each, row in rows)
             offset = self._add_tokens(logprobs, rows, offset)
-        # The event's text may be shorter, because the beginning of a stop string is held back.
+        # The event's text may be shorter than these tokens, because a possible beginning of a stop
+        # string is held back.
         new_texts = map(texts.push, delta.token_ids)
         rows = zip(new_texts, delta.token_ids, delta.logprobs, strict=True)
         self._offsets[key] = self._add_tokens(logprobs, rows, offset)

@@ -1,4 +1,4 @@
-"""`CompletionEndpoint`: answers a request for generated text, whole or as a stream of events."""
+"""`CompletionEndpoint`: answers a request for generated text, whole or as a stream."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ from paged_jax.server.service import Client, ClientGone, Service
 B = TypeVar("B", bound=bodies.SamplingBody)
 AnswerType = Callable[[Service, B, Client, RequestRecord], Answer]
 
-# The event that ends a stream, and the message that starts it.
+# The last event of a stream, and the ASGI message that starts the response.
 _DONE = b"data: [DONE]\n\n"
 _STREAM_START: Message = {
     "type": "http.response.start",
@@ -39,8 +39,8 @@ class CompletionEndpoint(Generic[B]):
     """ASGI endpoint for generated text.
 
     A request takes these steps: `receive_body` parses it, an `Answer` interprets the fields of its
-    endpoint, `check_request` applies the limits, `Service.admit` counts it, `make_job` tokenizes
-    the prompts, `run` yields the engine's outputs, and the `Answer` turns them into JSON.
+    endpoint, `check_request` applies the limits, `Service.admit` counts its samples, `make_job`
+    tokenizes the prompts, `run` yields the engine's outputs, and the `Answer` turns them into JSON.
     """
 
     def __init__(self, service: Service, body_type: type[B], answer_type: AnswerType[B]):
@@ -118,7 +118,7 @@ async def _events(answer: Answer) -> AsyncGenerator[bytes]:
             )
             if output.finished:
                 finished[index] = output
-            # The last events are sent together with the closing events.
+            # The events of the last output are sent together with the closing events.
             if data and len(finished) < len(job.prompts):
                 yield data
                 data = b""

@@ -31,7 +31,7 @@ from paged_jax.server.service import Service
 
 T = TypeVar("T")
 
-# Parameters that beam search supports, or that have no effect without random sampling.
+# Parameters that beam search supports, or that have no effect on it.
 _BEAM_PARAMS = frozenset(
     {"n", "max_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "seed"}
 )
@@ -46,7 +46,8 @@ class Job:
       params: sampling parameters of all prompts.
       cache_salt: salt of the client's API key, joined to the request's own salt.
       options: further keyword arguments of `AsyncEngine.generate`.
-      grammar: grammar of the required form. The engine finds it in a cache while it is referenced.
+      grammar: grammar of the structured outputs. This reference keeps it in the cache, where the
+        engine finds it.
     """
 
     prompts: list[list[int]]
@@ -87,7 +88,7 @@ async def make_job(answer: Answer) -> Job:
     Raises:
       ApiError: the body is invalid or exceeds a limit.
     """
-    num_chars = math.inf if answer.has_form else answer.record.size(answer.num_chars)
+    num_chars = math.inf if answer.is_constrained else answer.record.size(answer.num_chars)
     return await answer.service.encode(num_chars, functools.partial(_make_job, answer))
 
 
@@ -107,15 +108,15 @@ def _make_job(answer: Answer) -> Job:
         if body.priority < 0 and service.settings.api_keys:
             raise ApiError(
                 400,
-                "priority must be at least 0, as a lower one would delay the requests of other "
-                f"tenants, got {body.priority}.",
+                "priority must be at least 0, because lower values would delay the requests of "
+                f"other tenants, got {body.priority}.",
                 param="priority",
             )
         options["priority"] = body.priority
     if body.timeout is not None:
         options["timeout"] = body.timeout
     salt, own = answer.client.salt, body.cache_salt or ""
-    # The separator makes the joined salts of different pairs differ.
+    # The separator keeps different pairs of salts different.
     return Job(token_ids, params, f"{salt}:{own}" if salt else own, options, grammar)
 
 
@@ -123,7 +124,7 @@ def _compile(answer: Answer, form: StructuredOutputsParams) -> Grammar:
     try:
         return answer.service.grammars.compile(form)
     except ArgumentError as error:
-        raise ArgumentError(error.function, error.problem, answer.form_field) from None
+        raise ArgumentError(error.function, error.problem, answer.constraint_field) from None
 
 
 def _too_long(answer: Answer, found: str) -> ApiError:
@@ -144,7 +145,8 @@ def _sampling_params(answer: Answer) -> SamplingParams:
     for name in ("logprobs", "prompt_logprobs"):
         service.limits.check("max_logprobs", params.get(name), name)
     recommended = service.generation_config
-    # Chats always give `max_tokens`. If it is None, the model's recommendation applies.
+    # For chats, None means that the request gives no limit: use the model's recommendation if there
+    # is one.
     if params.get("max_tokens", 0) is None and "max_tokens" in recommended.sampling_defaults:
         del params["max_tokens"]
     return SamplingParams(**recommended.fill_in(params, answer.fallback_params))
@@ -153,7 +155,7 @@ def _sampling_params(answer: Answer) -> SamplingParams:
 def _limit_tokens(
     service: Service, params: SamplingParams, prompts: list[list[int]]
 ) -> SamplingParams:
-    """Check the number of log-probabilities, and give `max_tokens` a default within the limit."""
+    """Check the number of log-probabilities. If `max_tokens` is None, choose one that fits."""
     limits = service.limits
     room = [max(1, service.max_length - len(prompt)) for prompt in prompts]
     per_token = params.n * _num_logprobs(params.logprobs)
@@ -170,7 +172,7 @@ def _limit_tokens(
 
 
 def _num_logprobs(asked: int | None) -> int:
-    """Return the number of log-probabilities reported per token, including its own."""
+    """Return the number of log-probabilities per token, including the token's own."""
     return 0 if asked is None else asked + 1
 
 
@@ -178,7 +180,7 @@ def _tokenize(answer: Answer, prompt: str | list[int]) -> list[int]:
     service = answer.service
     if isinstance(prompt, str):
         if service.tokenizer is None:
-            raise ApiError(400, "the model has no tokenizer. Send token ids.")
+            raise ApiError(400, "The model has no tokenizer. Send token ids instead of text.")
         adds = answer.body.add_special_tokens is not False
         prompt = service.tokenizer.encode(prompt, add_special_tokens=adds)
     limits, last = service.limits, service.vocab_size - 1
@@ -247,8 +249,8 @@ def _record(answer: Answer, index: int, output: RequestOutput) -> RequestOutput:
 
 async def _merge(streams: list[AsyncGenerator[T]]) -> AsyncGenerator[T]:
     """Yield the items of several streams as they arrive. The first error ends all streams."""
-    # The queue is short, so a slow client receives the newest output of a prompt, which includes
-    # the previous outputs.
+    # A queue of one item: while a slow client is served, each stream keeps only the newest output
+    # of its prompt, which includes the previous outputs.
     queue: asyncio.Queue[T | Exception | None] = asyncio.Queue(1)
 
     async def forward(stream: AsyncGenerator[T]) -> None:
@@ -288,7 +290,7 @@ def _check_beam_search(answer: Answer) -> None:
     for name, value in answer.params().items():
         neutral = getattr(plain, name)
         if name not in _BEAM_PARAMS and value != neutral:
-            name = answer.form_field if name == "structured_outputs" else name
+            name = answer.constraint_field if name == "structured_outputs" else name
             raise _unsupported(name, "null" if neutral in (None, ()) else f"null or {neutral}")
     for name in ("stream", "timeout", "explain"):
         if getattr(answer.body, name):

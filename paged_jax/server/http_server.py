@@ -94,10 +94,10 @@ class Server(uvicorn.Server):
         """Listen on the sockets and log their addresses."""
         await super().startup(sockets)
         for each in sockets or []:
-            _logger.info("listening on %s, and getting ready", url_of(each))
+            _logger.info("listening on %s, not ready yet", url_of(each))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for the connections to end, and close connections that outlast the service."""
+        """Wait for the connections to end. Close them when the service has stopped."""
         closing = asyncio.create_task(self._close_connections())
         await super().shutdown(sockets)
         closing.cancel()
@@ -123,12 +123,13 @@ class Connection(H11Protocol):
     """HTTP connection of a client, with limits on time and size. Errors are OpenAI's JSON.
 
     Three timers close a connection: uvicorn's timer for idle connections, `_deadline` for a client
-    that has sent a part of a request, and `_unread` for a client that does not read its response.
+    that has sent only part of a request, and `_unread` for a client that does not read its
+    response.
 
     Args:
       limits: limits on headers, bodies and connections.
-      on_rejection: function that is called with the status of each error that is sent without a
-        complete request.
+      on_rejection: function that is called with the status of each error that is sent without
+        passing a request to the application.
       **options: the arguments that uvicorn gives each connection.
     """
 
@@ -145,7 +146,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer for idle connections, and reject connections beyond the limit."""
         super().connection_made(transport)
-        # `pause_writing` is called as soon as the kernel does not accept all data.
+        # Call `pause_writing` as soon as the kernel does not accept all data.
         transport.set_write_buffer_limits(high=0)
         # uvicorn starts this timer only after the first response.
         self.timeout_keep_alive_task = self.loop.call_later(
@@ -164,7 +165,7 @@ class Connection(H11Protocol):
         self._watch_request()
 
     def on_response_complete(self) -> None:
-        """Start or stop the timer for the rest of the client's request."""
+        """Update the timer for a client that is still sending its request."""
         super().on_response_complete()
         self._watch_request()
 
@@ -196,7 +197,7 @@ class Connection(H11Protocol):
         return self._ambiguity() is not None
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        """Reject a request that a proxy in front could interpret differently."""
+        """Reject a request that a proxy in front of the server could interpret differently."""
         self._reject(ApiError(400, self._ambiguity() or "", code="invalid_http"))
 
     def _ambiguity(self) -> str | None:
@@ -227,7 +228,7 @@ class Connection(H11Protocol):
         has_begun = self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
         return is_answered and not has_begun and not self.transport.is_closing()
 
-    # Clients that send too slowly
+    # Timer for clients that send too slowly
 
     def _watch_request(self) -> None:
         seconds = self._seconds_to_send()
@@ -240,7 +241,8 @@ class Connection(H11Protocol):
         state, is_answered = self.conn.their_state, self.conn.our_state is h11.DONE
         if state is h11.IDLE and self.conn.trailing_data[0]:
             return self._limits.header_timeout
-        if state is h11.SEND_BODY and is_answered:  # the rest of the body is ignored
+        # the response is complete, and the rest of the body is ignored
+        if state is h11.SEND_BODY and is_answered:
             return self._limits.body_timeout
         return None
 
@@ -258,7 +260,7 @@ class Connection(H11Protocol):
         self._deadline = _cancelled(self._deadline)
         if self.transport.is_closing():
             return
-        _logger.info("refused", extra={"fields": {"status": error.status, "error": str(error)}})
+        _logger.info("rejected", extra={"fields": {"status": error.status, "error": str(error)}})
         self._on_rejection(error.status)
         # A response that has begun cannot be replaced.
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -282,7 +284,7 @@ class Connection(H11Protocol):
         ):
             self.transport.write(self.conn.send(event) or b"")
 
-    # Clients that do not read
+    # Timer for clients that do not read
 
     def pause_writing(self) -> None:
         """Start the timer for a client that does not read."""
@@ -306,7 +308,7 @@ class Connection(H11Protocol):
 
 
 class _Framing(h11.Connection):
-    """h11 connection with absolute request targets and faster streams.
+    """h11 connection that accepts absolute request targets and encodes streams faster.
 
     A data event of a stream does not change h11's state, so it bypasses the state machine: 0.3 us
     instead of 20 us per event.
@@ -315,7 +317,7 @@ class _Framing(h11.Connection):
     _is_stream = False
 
     def next_event(self) -> Any:
-        """Return the next event. Requests have their target in origin form."""
+        """Return the next event. Absolute request targets are converted to path and Host."""
         event = super().next_event()
         return _in_origin_form(event) if isinstance(event, h11.Request) else event
 

@@ -13,8 +13,8 @@ from typing import Any
 from paged_jax.sampling.params import MAX_LOGPROBS, MAX_N
 from paged_jax.server.responses import ApiError
 
-# The request schema enforces this bound, so a list of a million prompts is rejected without being
-# parsed completely.
+# The body's schema enforces this bound, so that a list of a million prompts is not parsed
+# completely.
 MAX_PROMPTS = 4096
 # Default maximum size of a body: bytes per token of the context, and a minimum. English text has 4
 # bytes per token; a character that JSON escapes takes 6 or 12 bytes. Models with a small context
@@ -45,11 +45,14 @@ class Limits:
     # Most systems limit a process to 1024 open files.
     max_connections: int = _limit(900, "open connections, including idle connections")
     max_prompts: int = _limit(64, "prompts per request")
-    max_prompt_tokens: int = _limit(2**20, "tokens per prompt, in addition to the model's context")
+    max_prompt_tokens: int = _limit(
+        2**20, "tokens per prompt; the model's context limits them as well"
+    )
     max_n: int = _limit(16, "samples per prompt")
     max_logprobs: int = _limit(MAX_LOGPROBS, "most probable tokens reported at each position")
-    # Each needs up to 100 bytes. Their number is n * (number of tokens, also of the prompt if
-    # requested) * (1 + number of most probable tokens). A chat without `max_tokens` ends at it.
+    # Each takes up to 100 bytes. Their number is n * (number of tokens, including the prompt's if
+    # requested) * (1 + number of most probable tokens). Without `max_tokens` a chat ends before it
+    # exceeds this limit.
     max_answer_logprobs: int = _limit(2**17, "log-probabilities in a response")
     max_stop: int = _limit(16, "stop strings per request")
     max_stop_chars: int = _limit(256, "characters per stop string")
@@ -112,14 +115,14 @@ class Limits:
 class FairQuota:
     """Quota that many clients share, and that no client can use up for all others.
 
-    A client may take any places that are free. When none are free, each client may still take its
-    fair share, which is ``most`` divided by the number of clients. With n clients at most
-    ``1 + 1/2 + ... + 1/n`` times `most` places are taken.
+    A client may take all free places. When none are free, each client may still take its fair
+    share: `most` divided by the number of clients that hold places, including itself. With n
+    clients at most ``1 + 1/2 + ... + 1/n`` times `most` places are taken.
 
     Args:
       things: plural noun of the counted things, for error messages.
       limit: name of the limit.
-      most: number of places that a single client may take.
+      most: number of places, all of which a single client may take.
 
     Attributes:
       total: number of places taken.

@@ -127,9 +127,10 @@ class Metrics:
                 ("generation_tokens", "Tokens generated."),
             )
         )
-        # Time of the newest tokens and number of tokens, by the id of each running request.
+        # Time of the newest tokens and number of generated tokens, by the id of each running
+        # request.
         self._progress: dict[str, tuple[float, int]] = {}
-        # The names of the library for FastAPI that vLLM's server uses.
+        # Names of prometheus-fastapi-instrumentator, which vLLM's server uses.
         self._http_responses = self._counter(
             "http_requests",
             "Requests by method, status and handler.",

@@ -17,7 +17,7 @@ B = TypeVar("B", bound=BaseModel)
 
 # Maximum bytes of a body that is parsed in the event loop: at most ten milliseconds.
 _SMALL = 2**15
-# Maximum number of mistakes that are examined to find the best message.
+# Maximum number of validation errors that are examined to find the best message.
 _MAX_MISTAKES = 100
 # Rules of fields that are accepted only with values that change nothing.
 _NO_AUDIO = "as this server does not support audio"
@@ -54,7 +54,7 @@ async def receive_body(service: Service, request: Request, body_type: type[B]) -
     try:
         if len(content) <= _SMALL:
             return body_type.model_validate_json(content)
-        # In a thread, because streams wait while many large bodies are parsed.
+        # In an encoding thread: parsed here, many large bodies would delay the streams.
         async with service.while_connected(request.receive):
             return await service.encode(
                 len(content), lambda: body_type.model_validate_json(content)
@@ -66,7 +66,8 @@ async def receive_body(service: Service, request: Request, body_type: type[B]) -
 async def _read(service: Service, request: Request) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # Web pages of other sites may not send JSON without asking, so this keeps them out as well.
+        # Browsers send JSON to other sites only with permission of the server, which this server
+        # does not give. So web pages of other sites cannot send requests.
         raise ApiError(415, f"The Content-Type must be application/json, got {kind[:100]!r}.")
     limits = service.limits
     declared = request.headers.get("content-length", "")
@@ -90,7 +91,7 @@ async def _read(service: Service, request: Request) -> bytes:
 
 
 def _invalid_body(error: ValidationError) -> ApiError:
-    """Return the error for an invalid body. It names the first mistake."""
+    """Return the error for an invalid body. It names the first invalid field."""
     if error.error_count() > _MAX_MISTAKES:
         return ApiError(
             400, f"The body has {error.error_count()} mistakes.", code="too_many_mistakes"
@@ -99,7 +100,7 @@ def _invalid_body(error: ValidationError) -> ApiError:
     first = errors[0]
     if first["type"] == UNKNOWN_FIELD:
         return _unknown_field(first)
-    # Combine the mistakes of all types of the same field.
+    # Combine the errors of all types of the same field.
     same = [each for each in errors if each["loc"][:1] == first["loc"][:1]]
     places = zip(*(filter(_is_place, each["loc"]) for each in same), strict=False)
     place = [parts[0] for parts in itertools.takewhile(lambda parts: len({*parts}) == 1, places)]

@@ -1,9 +1,9 @@
-"""The log of requests: an id, a log line, a metric and an OpenTelemetry span for each request.
+"""Log of requests: an id, a log line, a metric and a trace span for each request.
 
 `RequestLogMiddleware` surrounds all other middleware and keeps a `RequestRecord` in the ASGI scope.
 
-Three parts are written here although libraries for them exist, because of their cost per request
-(CPU time, medians of interleaved runs):
+Three parts are implemented here although libraries for them exist, because of their cost per
+request (CPU time, medians of interleaved runs):
 
 - Spans use OpenTelemetry's API directly: 36 us for a stream of 64 events, and 0 without an SDK.
   OpenTelemetry's own ASGI middleware takes 126 us, and 70 us without an SDK.
@@ -39,13 +39,13 @@ RECORD = "paged_jax.record"
 
 LogFormat = Literal["text", "json"]
 
-# Request ids that are accepted from clients. They appear in logs and name the request's blocks.
+# Request ids that are accepted from clients. They appear in logs and in the engine's request ids.
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 # Ids need not be secret, and the system's random numbers would cost a system call per request.
 _RANDOM = random.Random()
-# Maximum bytes of a small body. Its cost can be estimated from the characters of its texts.
+# Maximum bytes of a small body, whose cost can be estimated from the characters of its texts.
 _SMALL_BODY = 2**12
-# Methods that metrics distinguish, because a client may send any word.
+# Methods that metrics distinguish. Others are counted together, because a client may send any word.
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 # Paths that are requested every few seconds and would flood the log. Probes are logged at debug
 # level, the others too unless they fail.
@@ -59,7 +59,7 @@ _USAGE_ATTRIBUTES = {
     "queued_seconds": "gen_ai.latency.time_in_queue",
     "first_token_seconds": "gen_ai.latency.time_to_first_token",
 }
-# Values that a text line shows without quotes: visible ASCII except quotation mark and equals sign.
+# Values that a text line shows without quotes: visible ASCII characters except " and =.
 _PLAIN = re.compile(r"[!#-<>-~]*")
 
 _logger = logging.getLogger("paged_jax.server")
@@ -71,7 +71,7 @@ class RequestRecord:
 
     Attributes:
       request_id: the client's ``X-Request-ID`` if it is valid, otherwise a new id.
-      is_given: whether the id is the client's, which may use it for several requests.
+      is_given: whether the client chose the id. It may use the id for several requests.
       method: HTTP method; ``"other"`` for unknown methods.
       path: path of the URL.
       handler: the route's path pattern; ``"none"`` if no route matches.
@@ -109,7 +109,7 @@ class RequestRecord:
         return cls(name, is_given, method, path)
 
     def size(self, num_chars: int) -> int:
-        """Return the amount of text to tokenize: `num_chars`, or the body's bytes if it is large.
+        """Return the characters to tokenize; at least the number of bytes of a large body.
 
         A body with thousands of empty messages has few characters but is slow to process.
         """
@@ -235,8 +235,8 @@ def _log(record: RequestRecord) -> None:
 def _span(record: RequestRecord, scope: Scope, model_name: str) -> Iterator[None]:
     """Wrap a request in an OpenTelemetry span that continues the client's trace.
 
-    Does nothing unless OpenTelemetry's API is installed and an SDK collects spans. The record must
-    be complete when the context exits.
+    Does nothing unless OpenTelemetry's API is installed and an SDK collects spans. The record is
+    read when the context exits, so it must be complete by then.
     """
     if trace is None or propagate is None:
         yield
@@ -308,7 +308,7 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the line without a traceback."""
+        """Return the line with the fields, without a traceback."""
         fields = _fields(record).items()
         return " ".join([super().formatMessage(record), *(f"{k}={_quote(v)}" for k, v in fields)])
 

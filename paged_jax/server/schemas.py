@@ -227,7 +227,7 @@ class GeneratedSample(TypedDict):
 
 
 class GenerateResponse(BaseModel):
-    """Response of `POST /generate`, and each event of its stream, with only new text and tokens."""
+    """Response of `POST /generate`, and each event of its stream, which has only new parts."""
 
     request_id: str
     text: list[str]

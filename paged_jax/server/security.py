@@ -19,7 +19,7 @@ _PROBES = ("/health", "/live", "/ready")
 
 
 class Security:
-    """ASGI middleware that rejects requests without permission.
+    """ASGI middleware that checks the Host header and the API key of each request.
 
     Each API key has its own cache salt. Otherwise response times would tell the holder of a key
     which prompts other clients have sent, because cached prompts are faster.
@@ -58,8 +58,8 @@ class Security:
             raise wrong_key()
 
     def _check_host(self, host: str) -> None:
-        # The name of a web site can be resolved to 127.0.0.1, so that its pages send requests here
-        # ("DNS rebinding"). But pages cannot choose the Host header.
+        # In an attack by DNS rebinding, the name of a web site resolves to 127.0.0.1, so that its
+        # pages can send requests here. But pages cannot choose the Host header.
         allowed = self._service.settings.allowed_hosts
         if allowed is None:
             return
@@ -96,7 +96,7 @@ def wrong_key() -> ApiError:
         401,
         "The API key is missing or wrong. Send it as Authorization: Bearer KEY.",
         code="invalid_api_key",
-        # Browsers then show a dialog for a name and a password, which is the key.
+        # Browsers then ask for a user name and a password. The password is the key.
         headers={"WWW-Authenticate": 'Basic realm="paged_jax", Bearer'},
     )
 

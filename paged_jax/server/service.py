@@ -29,8 +29,8 @@ T = TypeVar("T")
 _LAST_STEP = 10.0
 # Seconds between checks for unfinished requests during shutdown.
 _POLL = 0.05
-# Maximum characters of a text that is tokenized in about ten milliseconds, and of a text that is
-# tokenized in less time than a thread switch takes.
+# Maximum characters of a text that takes about ten milliseconds to tokenize, and of a text that
+# takes less time than a thread switch.
 _SHORT, _TINY = 2**14, 2**8
 # Maximum tokens and log-probabilities of a response that is built in the event loop, where each
 # takes a few microseconds.
@@ -83,12 +83,12 @@ class Settings:
 
 
 class Service:
-    """An engine, which the service owns from now on, and the requests that it serves."""
+    """The engine and its settings, and the requests in progress. The service owns the engine."""
 
     def __init__(self, engine: Engine, settings: Settings):
         self.settings = settings
         self.limits = settings.limits.for_context(engine.max_model_len)
-        # Constant facts about the engine, which belongs to another thread.
+        # Constant facts about the engine, which may be read from this thread.
         self.tokenizer: Tokenizer | None = engine.tokenizer
         self.grammars = engine.grammars
         self.tool_grammars = ToolGrammars(self.grammars)
@@ -191,7 +191,7 @@ class Service:
     # Shutdown. A signal handler may call `drain` and `stop`.
 
     def drain(self, timeout: float, grace: float, then: Callable[[], None]) -> None:
-        """Refuse new requests, and let the requests in progress finish.
+        """Reject new requests, and let the requests in progress finish.
 
         Args:
           timeout: maximum seconds for requests to finish.
@@ -251,8 +251,8 @@ class Service:
         if num_samples > self._max_samples:
             raise ApiError(
                 400,
-                f"prompts times n must be at most {self._max_samples} (max_queue and the batch), "
-                f"got {num_samples}.",
+                f"prompts times n must be at most {self._max_samples} (max_queue plus "
+                f"max_num_seqs), got {num_samples}.",
                 code="max_queue_exceeded",
             )
         self._samples.check(client.name, num_samples)
@@ -271,7 +271,7 @@ class Service:
             yield
 
     def while_connected(self, receive: Receive) -> "CancelOnDisconnect":
-        """Return an async context that is cancelled when the client leaves or the server stops.
+        """Return an async context whose work ends when the client leaves or the server stops.
 
         The context manager raises `ClientGone` or, if the server stops, an `ApiError`.
 
@@ -302,8 +302,8 @@ class Service:
     async def encode(self, num_chars: float, function: Callable[[], T]) -> T:
         """Return ``function()``, which tokenizes text.
 
-        Texts of some length are tokenized in one of two threads: short texts do not wait for long
-        texts.
+        Tiny texts are tokenized in the event loop. Other texts are tokenized in one of two threads,
+        so that short texts do not wait for long texts.
 
         Args:
           num_chars: characters of the text; infinity for other work that may take long.

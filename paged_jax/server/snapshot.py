@@ -1,4 +1,4 @@
-"""Snapshots of the engine for other threads: counts, stall detection, history, cache changes.
+"""Snapshots of the engine for other threads: counts, stalls, history, cache changes.
 
 The engine's thread takes an `EngineSnapshot` after each step. Probes, metrics and the cache page
 read the newest snapshot without waiting for the engine.
@@ -19,13 +19,13 @@ from paged_jax.engine.engine import Engine
 from paged_jax.engine.stats import EngineStats, GroupUse
 from paged_jax.scheduler.outputs import WaitReason
 
-# The history has one snapshot per interval and covers the last two minutes, both in seconds.
+# Seconds between two snapshots of the history, and seconds that the history covers.
 _INTERVAL, _HISTORY_SECONDS = 0.5, 120.0
 # Maximum number of cache events kept for pages that poll them.
 _MAX_EVENTS = 1000
-# Maximum seconds of a cache snapshot that is taken after every step. Snapshots of a large cache
-# take longer and delay all requests. They then use at most a fifth of the time, and miss changes
-# that are undone between two snapshots.
+# Maximum seconds that a cache snapshot may take to be taken after every step. Slower snapshots, of
+# a large cache, are taken less often, so that they use at most a fifth of the time. They miss
+# changes that are undone between two snapshots.
 _QUICK = 0.01
 # Seconds after its last request at which a cache page counts as closed.
 _OPEN_SECONDS = 3.0
@@ -105,7 +105,7 @@ class StallDetector:
 
     @contextlib.contextmanager
     def arrival(self) -> Iterator[None]:
-        """Count a request as work from its submission to its first output."""
+        """Count a request as work while the context is active: from submission to first output."""
         if not self._has_work:
             self._last_progress = time.perf_counter()
         self._num_arriving += 1
@@ -151,7 +151,7 @@ class History:
             self._kept.append(snapshot)
 
     def snapshots(self, now: float) -> list[EngineSnapshot]:
-        """Return the snapshots of the last two minutes, and finally the latest with time `now`."""
+        """Return the snapshots of the last two minutes; the last is the newest, with time `now`."""
         with self._lock:
             kept = [*self._kept, self._latest, dataclasses.replace(self._latest, time=now)]
         # Rates divide by the time between two snapshots, so times must be distinct.
@@ -160,7 +160,7 @@ class History:
 
 
 class CacheRecorder:
-    """Records changes of the cache between steps as events, while a cache page is open."""
+    """Recorder of changes of the cache between steps as events, while a cache page is open."""
 
     def __init__(self) -> None:
         self._last: CacheMap | None = None
@@ -172,7 +172,10 @@ class CacheRecorder:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Keep recording while a page waits for its response, which a long step may delay."""
+        """Keep recording while the context is active: while a page waits for its response.
+
+        A long step may delay the response.
+        """
         self._num_asking += 1
         try:
             yield

@@ -33,7 +33,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     body = await receive_body(service, request, bodies.TokenizeBody)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "prompt or messages must be given, and not both.")
+        raise ApiError(400, "Exactly one of prompt and messages must be given.")
     if body.tools and body.messages is None:
         raise ApiError(400, "tools must be null with a prompt.", param="tools")
     tools = template_tools(body.tools or (), tokenizer) or None
@@ -103,12 +103,12 @@ async def tokenizer_info(service: Service, request: Request) -> Response:
 
 def _tokenizer(service: Service) -> Tokenizer:
     if service.tokenizer is None:
-        raise ApiError(400, "the model has no tokenizer.")
+        raise ApiError(400, "The model has no tokenizer.")
     return service.tokenizer
 
 
 async def _encode(service: Service, request: Request, size: int, function: Callable[[], T]) -> T:
-    """Call `function` in a tokenizing thread. The request counts as a sample."""
+    """Return ``function()``, called in a tokenizing thread. It counts as a sample in progress."""
     size = request.scope[RECORD].size(size)
     with service.admit(1, request.scope[CLIENT], is_stream=False):
         try:

@@ -176,8 +176,6 @@ def test_from_folder_rejects_folders_without_a_tokenizer(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
     message = "tokenizer.json: must be a file of the tokenizers library"
     with pytest.raises(TokenizerError, match=message):
-        TokenizerError, match="tokenizer.json: must be a file of the tokenizers library"
-    ):
         Tokenizer.from_folder(tmp_path)
     _write(tmp_path, generation_config={"eos_token_id": "</s>"})
     with pytest.raises(ValueError, match="eos_token_id must be token ids"):

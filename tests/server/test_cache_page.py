@@ -97,7 +97,8 @@ def test_block_reports_its_tokens(server) -> None:
     assert entry["request_id"] is None and len(entry["token_ids"]) == SIZES["block_size"]
     assert entry["text"]
     response = server.get(f"/cache/blocks/{SIZES['num_blocks']}")
-    assert response.status_code == 404 and "no block 20" in response.json()["error"]["message"]
+    message = response.json()["error"]["message"]
+    assert (response.status_code, message) == (404, "The block must be in 0..19, got 20.")
     assert server.get("/cache/state?since=x").status_code == 400
 
 

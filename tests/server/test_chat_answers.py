@@ -221,7 +221,11 @@ def test_pydantic_ai_receives_objects_by_tools(server) -> None:
 @pytest.mark.parametrize(
     ("change", "param", "message"),
     [
-        ({"tool_choice": "required", "tools": []}, "tool_choice", "tool_choice needs tools."),
+        (
+            {"tool_choice": "required", "tools": []},
+            "tool_choice",
+            "tool_choice must be null, none or auto without tools.",
+        ),
         (
             {"tool_choice": {"type": "function", "function": {"name": "x"}}},
             "tool_choice",
@@ -230,7 +234,7 @@ def test_pydantic_ai_receives_objects_by_tools(server) -> None:
         (
             {"response_format": {"type": "json_object"}},
             "tools",
-            "give tools or another form, not both.",
+            "tools must be null with response_format or structured_outputs.",
         ),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},
@@ -240,7 +244,7 @@ def test_pydantic_ai_receives_objects_by_tools(server) -> None:
         (
             {"messages": [{"role": "assistant"}]},
             "messages.0",
-            "content or tool_calls must be given",
+            "content must be given, unless there are tool_calls, a refusal or reasoning",
         ),
     ],
 )

@@ -161,13 +161,21 @@ def test_tokenize_and_detokenize_are_inverse(server) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("/tokenize", {}, "prompt or messages must be given, and not both"),
-        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "not both"),
+        ("/tokenize", {}, "Exactly one of prompt and messages must be given."),
+        (
+            "/tokenize",
+            {"prompt": "a", "messages": [{"role": "user", "content": "a"}]},
+            "Exactly one of prompt and messages must be given.",
+        ),
         ("/tokenize", {"prompt": "a", "model": "gpt"}, "does not exist"),
         ("/tokenize", {"prompt": "a", "mesages": 1}, "Did you mean messages"),
         ("/detokenize", {"tokens": [3, 43]}, "must hold integers in 0..42, got 43"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),
-        ("/v1/completions", {"prompt": "a", "max_tokens": 0, "n": 2}, "n must be 1"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "max_tokens": 0, "n": 2},
+            "n must be 1 if max_tokens is 0, because nothing is generated, got 2. Use 1.",
+        ),
         ("/v1/completions", {"prompt": [5] * 65, "max_tokens": 0}, "at most 64, got 65"),
         ("/v1/completions", {"prompt": [5] * 64, "max_tokens": 1}, "at most 63, to leave room"),
     ],

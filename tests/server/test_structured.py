@@ -169,7 +169,7 @@ def test_structured_outputs_accept_all_forms_of_vllm(server, form, texts) -> Non
         (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
             "response_format",
-            "give response_format or structured_outputs, not both.",
+            "response_format must be null or text with structured_outputs.",
         ),
     ],
 )
