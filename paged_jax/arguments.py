@@ -93,8 +93,8 @@ def check_positive(function: str, **sizes: object) -> None:
             raise ArgumentError(function, rule, name)
 
 
-# Each line begins with a name of this library. The other names mean the same in other libraries.
-# First the parameters of sampling, which are fields of `SamplingParams`.
+# Each line has a name of this library, followed by the names for the same in other libraries.
+# This table has the sampling parameters, which are fields of `SamplingParams`.
 _SAMPLING = """
 max_tokens max_new_tokens max_length max_completion_tokens max_output_tokens max_gen_toks
 max_tokens max_gen_len
@@ -210,24 +210,26 @@ max_blocks_per_slot max_pages_per_seq max_blocks_per_seq pages_per_seq
 
 
 def _read(table: str) -> list[list[str]]:
-    """Return the lines of a table as lists: first the name here, then the other names."""
+    """Return the names in each line of a table; the first is the name in this library."""
     return [line.split() for line in table.split("\n") if line]
 
 
 _LINES = _read(_SAMPLING + _OTHERS)
-# Fields of `SamplingParams`, by the names of sampling parameters in any library.
+# Fields of `SamplingParams`, by their names in this and in other libraries.
 _SAMPLING_NAMES = {name: line[0] for line in _read(_SAMPLING) for name in line}
 
 
 def suggest(
     name: str, known: Collection[str], synonyms: Mapping[str, str] | None = None
 ) -> str | None:
-    """Return the name among `known` that a user of another library means by `name`, if any.
+    """Return the name in `known` that the user probably meant by `name`; None if there is none.
+
+    It has this meaning in another library, or a similar spelling.
 
     Args:
       name: the name that the user wrote.
-      known: the names that exist here.
-      synonyms: names of another library, with the names here.
+      known: the names that exist in this library.
+      synonyms: names of this library by the names of another library; searched first.
 
     Example:
       >>> suggest("max_new_tokens", ["max_tokens", "min_tokens"])
@@ -256,7 +258,7 @@ def refuse_unknown(
       function: the name that the error begins with.
       known: the arguments of the function.
       unknown: the unknown arguments that were passed.
-      synonyms: names of another library, with the names here.
+      synonyms: see `suggest`.
 
     Raises:
       TypeError: `unknown` is not empty.
@@ -264,10 +266,10 @@ def refuse_unknown(
     Example:
       >>> refuse_unknown("Engine", ["memory_fraction"], ["mem_fraction_static"])
       Traceback (most recent call last):
-      TypeError: Engine: mem_fraction_static is no argument. Did you mean memory_fraction?
+      TypeError: Engine: mem_fraction_static is not an argument. Did you mean memory_fraction?
     """
     for name in unknown:
-        raise TypeError(f"{function}: {name} is no argument.{_hint(name, known, synonyms)}")
+        raise TypeError(f"{function}: {name} is not an argument.{_hint(name, known, synonyms)}")
 
 
 def _hint(name: str, known: Collection[str], synonyms: Mapping[str, str] | None = None) -> str:
@@ -279,18 +281,19 @@ def _hint(name: str, known: Collection[str], synonyms: Mapping[str, str] | None 
 
 
 def names_arguments(function: T, forwards_to: Callable[..., Any] | None = None) -> T:
-    """Decorate a function or class, so that unknown arguments raise `refuse_unknown`'s error.
+    """Decorate a function or class, so that unknown arguments raise an error with a hint.
 
     Args:
       function: the function or class.
-      forwards_to: the function that gets its ``**options``; None if it has no such parameter.
+      forwards_to: the function to which `function` passes its ``**options``, so that these
+        names are known; None if it has no such parameter.
 
     Example:
       >>> @names_arguments
       ... def attend(q, *, sliding_window=None): ...
       >>> attend(0, window=4)
       Traceback (most recent call last):
-      TypeError: attend: window is no argument. Did you mean sliding_window?
+      TypeError: attend: window is not an argument. Did you mean sliding_window?
     """
     if isinstance(function, type):
         made: Any = function

@@ -21,7 +21,7 @@ from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.scheduler.request import Request
 
-# Attempts at a step, because memory may be short for a moment.
+# Maximum number of attempts at a step. A step may fail because memory is short for a moment.
 _MAX_ATTEMPTS = 3
 
 _logger = logging.getLogger(__name__)
@@ -63,11 +63,11 @@ class AsyncEngine:
         self._engine = engine
         self._on_step = on_step
         self._is_on_step_reported = False
-        # Calls for the thread to make between two steps; None stops the thread.
+        # Commands that the thread runs between two steps; None stops the thread.
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._thread: threading.Thread | None = None
-        # Held to send a command, so that none is sent after the thread stops reading.
+        # Held while a command is sent, so that no command is sent after the thread has stopped.
         self._lock = threading.Lock()
         self._is_running = False
         self._failure: BaseException | None = None
@@ -175,7 +175,7 @@ class AsyncEngine:
         error.__cause__ = self._failure
         return error
 
-    # In the thread
+    # Methods that run in the engine's thread
 
     def _run_thread(self) -> None:
         try:
@@ -191,7 +191,7 @@ class AsyncEngine:
                 command.fail(self._closed())
         streams = dict(self._streams)
         if self._failure is not None:
-            # First, because a failed engine may not even be able to end its requests.
+            # Tell the tasks first: a failed engine may be unable to end its requests below.
             for stream in streams.values():
                 _call_in(stream.loop, functools.partial(stream.set, self._closed()))
             self._streams.clear()
@@ -245,7 +245,7 @@ class AsyncEngine:
     def _cancel(self, stream: "_Stream") -> None:
         """End the request of a task that takes no more outputs.
 
-        The request may not be added yet, or may have ended and left its id to a newer request.
+        The request may not be added yet, or may have ended; then a newer request may have its id.
         """
         stream.is_cancelled = True
         if stream.request_id is not None and self._streams.get(stream.request_id) is stream:
@@ -284,14 +284,14 @@ class _Stream:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, is_final_only: bool):
-        self.is_done = False  # whether the task has the last output
+        self.is_done = False  # whether the task got the last output or an exception
         self.is_final_only = is_final_only
-        # Used by the thread only:
+        # Only the engine's thread uses these two:
         self.is_cancelled = False
         self.request_id: str | None = None
         self.loop = loop
         self._newest: RequestOutput | Exception | None = None
-        self._news: asyncio.Future[None] | None = None  # the task waits for it
+        self._news: asyncio.Future[None] | None = None  # set when there is a new output
 
     def set(self, item: RequestOutput | Exception) -> None:
         """Store the newest output or the final exception. Runs in the loop's thread."""
@@ -314,7 +314,7 @@ class _Stream:
 
 
 class _Command:
-    """Call for the thread to make, with the future of the task that waits for it, if any."""
+    """Function for the engine's thread to call, and the future of a task that waits for it."""
 
     def __init__(
         self,

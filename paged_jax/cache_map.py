@@ -3,7 +3,7 @@
 `snapshot` returns the current state, `changes` compares two states, and `block_text` returns the
 content of a block. `dataclasses.asdict` converts the results to JSON types. Call these functions
 between two steps, in the thread that runs the engine: with `AsyncEngine.call` or in `on_step`.
-Beam searches are not included, because they are no requests of the engine.
+Beam searches are not included, because they do not use the requests of the engine.
 """
 
 from dataclasses import dataclass
@@ -389,7 +389,7 @@ class _Comparison:
         return [event(key, old) for key, old in self._old.items() if key not in self._new]
 
     def _describe_origin(self, sample: RunningSample) -> str:
-        """Return words for the origin of the first blocks of a sample that got a slot."""
+        """Return words for the origin of a new sample's blocks: a fork, swapping or the cache."""
         old = self._old.get(_key(sample))
         if sample.is_fork:
             return " as a copy of another sample's"
@@ -399,11 +399,11 @@ class _Comparison:
         return _insert_count(found, " and found {} in the cache")
 
     def _copies_of(self, request_id: str) -> list[CacheEvent]:
-        """Return the copies of blocks that the samples of a request got when they were forked.
+        """Return the events of copies that the samples of a request got when they were forked.
 
-        Each sample computes the last token of the prompt in the step of the fork. Unless that
-        token is the first of a block, all samples write into the same block, and all except the
-        sample in the last slot get a copy.
+        In the step of the fork, each sample computes the last token of the prompt and writes it
+        into the cache. Unless that token starts a new block, all samples share its block. Then
+        the sample in the last slot keeps the block, and the others get a copy.
         """
         present = [s for s in self._new.values() if s.request_id == request_id]
         settled = [s for s in present if not self._is_preempted(s)]
@@ -413,7 +413,7 @@ class _Comparison:
         if not offset:
             return []
         found = [self._blocks_at(writer, column) for writer in writers]
-        if not all(found):  # freed already
+        if not all(found):  # a sample has freed this block already
             return []
         blocks = [block for [block] in found]
         shared: list[int] = []
@@ -433,13 +433,13 @@ class _Comparison:
         return events
 
     def _blocks_at(self, sample: RunningSample, column: int) -> list[int]:
-        """Return the block in a column of a sample's row; [] if it was freed."""
+        """Return the block in a column of a sample's block table, in a list; [] if it was freed."""
         num_blocks = num_blocks_needed(sample.num_computed, self._after.block_size)
         index = column - num_blocks + len(sample.block_ids)
         return sample.block_ids[index : index + 1] if index >= 0 else []
 
     def _samples_with_new_slot(self) -> list[RunningSample]:
-        """Return the samples with a slot that had no slot at some time since `before`."""
+        """Return the samples that got their slot between the two states."""
         return [
             sample
             for sample in self._after.sequences
@@ -469,6 +469,6 @@ def _name(sample: _Sample) -> str:
 
 
 def _insert_count(block_ids: list[int], text: str) -> str:
-    """Insert the number of blocks into a text; return "" if there are none."""
+    """Return `text` with the number of blocks in its ``{}``; "" if there are no blocks."""
     count = len(block_ids)
     return text.format(f"{count} block{'s' * (count > 1)}") if count else ""

@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
             sys.stdout.flush()
             return 0
         except BrokenPipeError:
-            # The reader has closed the pipe, like `head`. Python flushes once more at exit.
+            # The reader, such as `head`, has closed the pipe. Python flushes once more at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return _BROKEN_PIPE
         except EXPECTED_ERRORS as error:
@@ -186,7 +186,8 @@ def _contiguous_options(options: Mapping[str, Any]) -> dict[str, Any]:
         if name in options:
             flag = name.replace("_", "-")
             raise ValueError(
-                f"--contiguous must be given without --{flag}: a block is a whole sequence."
+                f"--contiguous must be given without --{flag}, because each block holds a whole "
+                "sequence."
             )
     length = options.get("max_model_len")
     if length is None:
@@ -242,8 +243,8 @@ def join_processes(args: argparse.Namespace) -> None:
         return
     if None in address and not args.distributed:
         raise ValueError(
-            "--coordinator-address, --num-processes and --process-id must be given together, or "
-            "--distributed, which finds them."
+            "--coordinator-address, --num-processes and --process-id must be given together. On a "
+            "cluster, give --distributed instead, which finds them."
         )
     try:
         seconds = args.heartbeat_timeout
@@ -256,7 +257,8 @@ def join_processes(args: argparse.Namespace) -> None:
             raise
         raise ValueError(
             "--distributed must be given on a cluster that JAX knows: Cloud TPU, Slurm, Open MPI "
-            f"or Kubernetes. Here name the processes by --coordinator-address. ({one_line(error)})"
+            "or Kubernetes. Elsewhere, give --coordinator-address, --num-processes and "
+            f"--process-id. ({one_line(error)})"
         ) from None
     _redirect_cpp_stdout()
     if args.tensor_parallel_size is None:

@@ -115,7 +115,7 @@ class _Watch:
             self.reporter.communicate(b"stop\n")
 
     def end(self) -> None:
-        """Shut down in order: process 0 last, because the coordinator runs in it."""
+        """Leave the group of processes. Process 0 waits for the others: it runs the coordinator."""
         self._is_ending.set()
         try:
             self._client.wait_at_barrier(_BARRIER, 1000 * self._timeout)

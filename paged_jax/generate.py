@@ -135,7 +135,7 @@ def _run(args: argparse.Namespace, status: Status) -> None:
         _complete(llm, prompts, params, write, pictures, status)
     if pictures is not None:
         pictures.finish()
-    summary = _summary(llm)  # may compile a program and show that in the status line
+    summary = _summary(llm)  # may compile a program, which the status line shows
     status.clear()
     print(summary, file=sys.stderr)
 
@@ -148,7 +148,7 @@ def _complete(
     pictures: "_BlockPictures | None",
     status: Status,
 ) -> None:
-    """Complete the prompts; write each output when it is complete, or a stream as it grows."""
+    """Complete the prompts; write each output when it is finished, or stream a single one."""
     is_stream = isinstance(write, _Streamer)
     # On a terminal, several prompts have a progress bar. The text of a single prompt is streamed.
     bar = status.bar("requests", unit="req", total=len(prompts))
@@ -257,7 +257,7 @@ def _with_progress(
     advance: Callable[[int], None],
     pictures: "_BlockPictures | None",
 ) -> Iterator[tuple[int, RequestOutput]]:
-    """Yield the outputs; advance the progress bar and update the pictures for each."""
+    """Yield the outputs. For each, advance the progress bar and update the pictures."""
     for index, output in outputs:
         if pictures is not None:
             pictures.update()

@@ -52,7 +52,7 @@ class LLM(Engine):
             ``cache_salt`` in a dict, a prompt shares cached blocks only with prompts of that salt.
           sampling_params: parameters for all prompts, or a list with an entry for each prompt;
             `get_default_sampling_params` by default.
-          priority: rank of each prompt; lower is served first.
+          priority: priority of each prompt; lower values are served first.
           explain: whether outputs have an `Explanation` of what they waited for.
           use_tqdm: whether to show a progress bar on a terminal or in a notebook.
 
@@ -91,8 +91,8 @@ class LLM(Engine):
           num_tokens: integer [B], number of tokens in each prompt, 1 to T.
           sampling_params: parameters for all prompts, or a list with an entry of the same `n` for
             each prompt; `get_default_sampling_params` by default. The `n` samples of a prompt are
-            consecutive rows. Row b of the result is sample b of its seed, so rows with the same
-            prompt differ. `logprobs` and `prompt_logprobs` are ignored.
+            consecutive rows. Row b draws the random numbers of sample b of its seed, so rows with
+            the same prompt differ. `logprobs` and `prompt_logprobs` are ignored.
           use_tqdm: whether to show a progress bar on a terminal or in a notebook.
 
         Returns:
@@ -270,8 +270,8 @@ class LLM(Engine):
     ) -> "_RequestGroup":
         """Queue all prompts. If a prompt is invalid, queue nothing.
 
-        Prompts with the same seed draw the same tokens, unless `shares_seeds` is set: then all
-        their samples are numbered in one sequence.
+        Equal prompts with the same seed draw the same tokens. With `shares_seeds`, they draw
+        different tokens: samples are numbered over all prompts instead of within each prompt.
         """
         prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         count = len(prompts)
@@ -314,7 +314,7 @@ class LLM(Engine):
 
 
 class _RequestGroup:
-    """Iterator over the requests of a call: yields each when it has new tokens."""
+    """Iterator over the requests of a call. It yields a request whenever it has new tokens."""
 
     def __init__(self, engine: Engine, requests: list[Request]):
         self.requests = {request.request_id: request for request in requests}
@@ -395,7 +395,7 @@ def _check_count(function: str, name: str, values: Sequence[Any], count: int) ->
 
 
 def _without_text(params: SamplingParams) -> SamplingParams:
-    """Return parameters without log-probabilities, and without text unless `stop` needs it."""
+    """Return parameters without log-probabilities, and without text unless `stop` is set."""
     return dataclasses.replace(
         params, logprobs=None, prompt_logprobs=None, detokenize=bool(params.stop)
     )

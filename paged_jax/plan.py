@@ -34,7 +34,7 @@ _OPTIONS = [each for each in option_specs() if each.decides_memory]
 _UNITS = {"": 1}
 _UNITS |= {f"{letter}ib": 1024**i for i, letter in enumerate("kmgt", 1)}
 _UNITS |= {f"{letter}b": 1000**i for i, letter in enumerate("kmgt", 1)}
-# A letter alone is decimal, as in vLLM and Kubernetes.
+# A single letter is a decimal unit, as in vLLM and Kubernetes.
 _UNITS |= {letter: 1000**i for i, letter in enumerate("kmgt", 1)}
 _PLATFORMS = ("cpu", "gpu", "tpu")
 _LENGTHS = (512, 2048, 8192, 32768, 131072)
@@ -258,7 +258,7 @@ def as_text(plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None = No
 
 
 def _rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
-    """Return the name, bytes and a note for each use of memory, and for the bytes sent."""
+    """Return name, bytes and a note for each use of memory, and for the bytes sent per step."""
     footprint, sizes, num_devices = plan.footprint, plan.sizes, plan.num_devices
     program = max(footprint.steps, key=lambda name: footprint.steps[name])
     parameters = f"{plan.num_parameters:,} parameters in {plan.dtype}"
@@ -285,7 +285,7 @@ def _rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
 
 
 def _block_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
-    """Return rows for the blocks of each group of layers, a block and a sequence."""
+    """Return rows for all blocks of each group of layers, for one block and one sequence."""
     footprint, block_size, kv_dtype = plan.footprint, plan.sizes.block_size, plan.kv_dtype
     rows = []
     for group, size in zip(footprint.groups, footprint.group_sizes(plan.num_blocks), strict=True):

@@ -102,8 +102,8 @@ def rollout(
       seed: integers from 0 to 2**32 - 1 or keys of ``jax.random.key``, for all prompts or for each
         prompt [B]; may be traced, for example the number of the training step. A raw key of
         ``jax.random.PRNGKey`` is rejected, because it looks like the seeds of two or four prompts:
-        pass ``jax.random.wrap_key_data(key)``. Row b draws as sample number b of its seed, so rows
-        with the same prompt differ, and draws do not depend on the other rows.
+        pass ``jax.random.wrap_key_data(key)``. Row b draws the random numbers of sample b of its
+        seed, so rows with the same prompt differ, and a row does not depend on other rows.
       stop_token_ids: tokens that end a row (static). The default None means
         ``model.config.eos_token_ids``; () means no tokens.
       token_bias: biases of tokens in all rows (static), such as
@@ -241,7 +241,8 @@ def _num_blocks(T: int, max_tokens: int, num_samples: int, block_size: int) -> i
         return shared + num_samples * (whole - shared)
 
     # The longest prompt does not always need the most blocks: if it fills its last block, samples
-    # need no copy of that block. Lengths vary within one block; shorter prompts need fewer blocks.
+    # need no copy of that block. So try all lengths that end in the last block; shorter prompts
+    # never need more blocks.
     return max(blocks(length) for length in range(max(1, T - block_size + 1), T + 1))
 
 
@@ -254,7 +255,7 @@ def _prefill(
     tokens_per_pass: int,
     backend: str | None,
 ) -> PagedCache:
-    """Fill the empty cache with all tokens of the prompts except the last, shared by samples."""
+    """Fill the empty cache with each prompt except its last token. Its samples share blocks."""
     T = prompt_token_ids.shape[1]
     if T == 1:
         return cache
@@ -352,7 +353,7 @@ def _check_numbers(values: dict[str, ArrayLike]) -> None:
 def _sampling(
     num_rows: int, vocab_size: int, rows: dict[str, jax.Array], token_bias: TokenBias
 ) -> SlotSampling:
-    """Return the sampling state of all rows, as `write_rows` would write it for known values."""
+    """Return the state that `write_rows` would write, but for values that may be traced."""
     num_biases = len(token_bias.all_ids)
     state = SlotSampling.create(num_rows, vocab_size, max_logit_bias=num_biases, max_stop_ids=0)
     shape = num_rows, num_biases

@@ -77,7 +77,7 @@ def _serve(args: argparse.Namespace) -> None:
         timeout_keep_alive=args.keep_alive,
         root_path=args.root_path,
         log_config=None,
-        access_log=False,  # `Observer` logs requests
+        access_log=False,  # `RequestLogMiddleware` logs requests
     )
     with logs_on_stderr(args.log_level, args.log_format):
         server.run([listener])

@@ -54,7 +54,7 @@ def test_names_arguments_suggests_the_right_name(name, given, meant) -> None:
     function = function.__func__ if inspect.ismethod(function) else function
     arguments = [None] if "." in name else []
     [wrong] = given
-    with pytest.raises(TypeError, match=f": {wrong} is no argument. Did you mean {meant}\\?$"):
+    with pytest.raises(TypeError, match=f": {wrong} is not an argument. Did you mean {meant}\\?$"):
         function(*arguments, **given)
 
 
@@ -80,7 +80,7 @@ def test_public_functions_and_classes_reject_unknown_arguments(name) -> None:
     }
     if name in returned:
         return
-    with pytest.raises(TypeError, match="unheard_of is no argument"):
+    with pytest.raises(TypeError, match="unheard_of is not an argument"):
         made(unheard_of=1)
 
 

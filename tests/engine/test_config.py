@@ -73,7 +73,7 @@ def test_an_engine_takes_the_fields_of_the_config(engine) -> None:
     assert {name: each.default for name, each in parameters.items()} == {
         name: each.default for name, each in OPTIONS.items()
     }
-    with pytest.raises(TypeError, match="gpu_memory_utilization is no argument. Did you mean"):
+    with pytest.raises(TypeError, match="gpu_memory_utilization is not an argument. Did you mean"):
         engine(gpu_memory_utilization=0.9)
     with pytest.raises(ArgumentError, match="Engine: max_chunk must be a positive integer"):
         engine(max_chunk=0)
@@ -140,9 +140,9 @@ def test_engine_rejects_bad_options(tiny_model, options, message) -> None:
 def test_engine_suggests_names_for_unknown_options(tiny_model) -> None:
     guesses = {"gpu_memory_utilization": "memory_fraction", "num_block": "num_blocks"}
     for name, meant in guesses.items():
-        with pytest.raises(TypeError, match=f"Engine: {name} is no argument. Did you mean {meant}"):
+        with pytest.raises(TypeError, match=f"Engine: {name} is not an argument. Did you mean {meant}"):
             Engine(tiny_model, **{name: 1})
-    with pytest.raises(TypeError, match="enforce_eager is no argument.$"):
+    with pytest.raises(TypeError, match="enforce_eager is not an argument.$"):
         Engine(tiny_model, **{"enforce_eager": True})
 
 
