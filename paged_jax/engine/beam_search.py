@@ -126,7 +126,7 @@ class Beam(NamedTuple):
 
     token_ids: tuple[int, ...]  # generated
     cum_logprob: float
-    parent: int = 0  # the rank, a step ago, of the beam that it continues
+    parent: int = 0  # index of the beam that it continues, among the beams of the previous step
     is_complete: bool = False
 
 
@@ -135,7 +135,7 @@ class BeamChoice:
 
     Args:
       prompt_token_ids: the prompt.
-      max_tokens: maximum number of tokens to generate: `params.max_tokens`, or less by the context.
+      max_tokens: maximum number of tokens to generate: `params.max_tokens`, limited by the context.
       params: parameters of the search.
       end_ids: token ids that complete a sequence.
       max_bias: the largest bias that is added to a log-probability, at least 0.
@@ -214,7 +214,8 @@ class BeamChoice:
             return True
         if len(self._completed) < self.params.beam_width:
             return False
-        # A token lowers the sum unless its bias is positive. The score is monotonic in the length.
+        # Each further token adds at most `max_bias` to the sum of log-probabilities. For a fixed
+        # sum, the score is monotonic in the length, so the two extreme lengths bound it.
         num_prompt, num_left = len(self.prompt_token_ids), self.max_tokens - self.num_generated
         best = self.beams[0].cum_logprob + num_left * self._max_bias
         lengths = self.num_tokens, num_prompt + self.max_tokens
@@ -255,9 +256,9 @@ class BeamChoice:
 
 
 def num_candidates(width: int, num_end_ids: int) -> int:
-    """Return the number of candidates that each of W beams needs, so that W beams can continue.
+    """Return the number of next tokens to consider per beam, so that W beams can continue.
 
-    All end-of-sequence tokens may be among the candidates. The minimum is 2 W.
+    All end-of-sequence tokens may be among them, so W more are needed. The minimum is 2 W.
     """
     return width + max(width, num_end_ids)
 
@@ -324,7 +325,7 @@ def _check_fits(core: EngineCore, search: "_Search") -> None:
     num_slots, block_size = core.options.max_num_seqs, core.options.block_size
     if width > num_slots:
         raise ValueError(
-            f"beam_search: beam_width must be at most max_num_seqs, {num_slots} slots, got {width}."
+            f"beam_search: beam_width must be at most max_num_seqs = {num_slots}, got {width}."
         )
     num_blocks = search.max_blocks(core.scheduler.block_budget)
     if num_blocks > core.num_blocks:
@@ -347,10 +348,10 @@ class _Search(BeamChoice):
     ):
         super().__init__(request.prompt_token_ids, request.max_tokens, params, end_ids, max_bias)
         self.request = request
-        self.slot_users: list[SlotUser] = []  # of beam 0, 1, ...
+        self.slot_users: list[SlotUser] = []  # one per beam
 
     def max_blocks(self, block_budget: BlockBudget) -> int:
-        """Return the maximum number of blocks of all beams: they share the full prompt blocks."""
+        """Return the maximum number of blocks of all beams, which share full prompt blocks."""
         num_prompt = len(self.prompt_token_ids)
         num_common = block_budget.num_shared(num_prompt)
         num_each = block_budget.num_wanted(num_cached_tokens_at(num_prompt + self.max_tokens))

@@ -62,7 +62,7 @@ class Bounds(NamedTuple):
     """Values that an option accepts. A default of None is accepted as well.
 
     Attributes:
-      words: the rule, as it continues "must be".
+      words: the rule in an error message, after "must be".
       contains: function that returns whether a value is accepted.
       choices: the accepted names; empty if the values are not names.
     """
@@ -80,7 +80,7 @@ class Bounds(NamedTuple):
 
 
 def one_of(*choices: str) -> Bounds:
-    """Return the bounds of an option with named values."""
+    """Return the bounds of an option that accepts only these names."""
     return Bounds(f"one of {', '.join(choices)}", lambda value: value in choices, choices)
 
 
@@ -107,9 +107,9 @@ def option(
 ) -> Any:
     """Declare a field of `EngineConfig`.
 
-    The arguments become the attributes of an `OptionSpec`. By default, the help shows `default`,
-    `choices` come from the bounds, the flag is the name of the field with dashes, and vLLM uses the
-    same name. None stands for no flag or no name.
+    The arguments become the attributes of an `OptionSpec`. Defaults: the help shows `default`,
+    `choices` are those of the bounds, `flag` is the name of the field with dashes, and `vllm` is
+    the same name. With None, the option has no flag, or no counterpart in vLLM.
     """
     metadata = {
         "help": help,
@@ -349,7 +349,9 @@ class EngineConfig:
         )
 
     def uses_cascade(self, model_config: LlamaConfig, platform: str) -> bool:
-        """Return whether decoding reads the common blocks of all sequences once.
+        """Return whether decoding uses cascade attention.
+
+        Cascade attention reads the blocks that all sequences share only once.
 
         Args:
           model_config: the configuration of the model.
@@ -422,7 +424,7 @@ def _read_option(field: dataclasses.Field[Any]) -> OptionSpec:
     return OptionSpec(field.name, value_type, field.default, **metadata)
 
 
-# Names of the options in vLLM, with the names here.
+# Names of options, by the names of the same options in vLLM.
 VLLM_NAMES = {each.vllm: each.name for each in option_specs() if each.vllm is not None}
 
 
@@ -433,7 +435,7 @@ def check_options(
 
     Args:
       function: the name that errors begin with.
-      options: values by the names of the fields; a missing one is the default.
+      options: values by name of the field; missing options have their defaults.
       config: the class with the fields.
 
     Raises:

@@ -46,7 +46,7 @@ from paged_jax.scheduler.preemption import Preemption, PreemptionCosts
 from paged_jax.scheduler.request import Request
 from paged_jax.scheduler.scheduler import Scheduler
 
-# Speed of copies between host and device until the first swap is measured.
+# Assumed speed of copies between host and device, until the first swap is measured.
 HOST_BYTES_PER_SECOND = 1e10
 
 
@@ -179,7 +179,7 @@ class EngineCore:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the next step is queued before the tokens of this step are processed."""
+        """Whether the device already has the next step, planned without the latest tokens."""
         return self._ahead is not None
 
     @property
@@ -210,7 +210,7 @@ class EngineCore:
                     self._ahead = self.step_runner.queue(next_plan)
                 tokens = self.step_runner.read(pending)
             if tokens is not None and not tokens.ok:
-                self.scheduler.lookahead.close()  # no free blocks: the scheduler must preempt
+                self.scheduler.lookahead.close()  # free blocks ran out: the scheduler must preempt
             with clock.postprocessing:
                 self.block_meter.count_step(plan, tokens)
                 touched = self.postprocessor.postprocess(plan, tokens)
@@ -296,7 +296,7 @@ class EngineCore:
     def replace_weights(self, new: NewWeights) -> None:
         """Continue with new weights, which `weight_swap.prepare` has checked."""
         with self.guard.change():
-            # First, so that nothing computed with the old weights is found from here on.
+            # First, so that the prefix cache finds no block of the old weights from here on.
             has_unfinished = self.requests.note_new_weights()
             self.weight_swap.replace(new)
             self.sleep.weights_replaced()
@@ -316,15 +316,15 @@ class EngineCore:
         self.requests.check_idle(function)
 
     def check_leads(self, function: str) -> None:
-        """Check that this process schedules.
+        """Check that this process is process 0, which schedules.
 
         Raises:
-          RuntimeError: this process follows another one.
+          RuntimeError: this process follows process 0.
         """
         if not self.is_leader:
             raise RuntimeError(
-                f"Engine.{function}: this process must be the one that schedules, process 0, got "
-                "one that follows. Call follow here."
+                f"Engine.{function}: the caller must be process 0, which schedules, got another "
+                "process. Call follow in this process."
             )
 
     def check_one_process(self, function: str) -> None:
@@ -335,8 +335,8 @@ class EngineCore:
         """
         if self.channel is not None:
             raise RuntimeError(
-                f"Engine.{function}: all devices of the engine must be of this process, got those "
-                "of several. Make a new engine in each."
+                f"Engine.{function}: all devices of the engine must belong to this process, got "
+                "devices of several processes. Make a new engine in each process."
             )
 
 
@@ -367,7 +367,7 @@ def _make_scheduler(
 
 
 def _preemption_mode(options: EngineConfig, is_over_processes: bool) -> Preemption:
-    """Return the way of preemption: with several processes always recomputation.
+    """Return the preemption mode. With several processes it is always recomputation.
 
     Raises:
       ValueError: the option is ``"swap"``, but each process has only a part of each block.

@@ -67,7 +67,8 @@ class Drafter:
           max_tokens: maximum number of tokens in all drafts together.
 
         Returns:
-          A list of tokens for each sequence; None if verifying them is not worthwhile.
+          One list of draft tokens per sequence. None if this step should decode without drafts:
+          they are turned off, too few to make the step faster, or more than `max_tokens`.
         """
         if not self._max_drafts:
             return None
@@ -77,7 +78,7 @@ class Drafter:
 
     def _draft(self, sequence: Sequence) -> list[int]:
         if (grammar := sequence.active_grammar()) is not None:
-            # Other drafts would need a grammar mask after every drafted token.
+            # Only tokens that the grammar forces: others would need a mask after each draft token.
             return grammar.forced[: self._max_drafts]
         index = self._indices.setdefault(sequence, NgramIndex())
         index.extend(sequence.token_ids)

@@ -39,7 +39,7 @@ class Engine:
 
     Attributes:
       core: the parts of the engine; not a stable interface.
-      delivery: hands on requests that have new tokens.
+      delivery: hands requests with new tokens to the calls that wait for them.
       tokenizer: the tokenizer, if there is one.
       config: the configuration of the model.
       generation_config: generation defaults of the model's authors.
@@ -118,7 +118,7 @@ class Engine:
             in a dict, the request shares cached blocks only with requests of the same salt.
           params: how tokens are chosen; `get_default_sampling_params` by default.
           request_id: an id that no unfinished request has; a number by default.
-          priority: rank of the request; lower is served first.
+          priority: priority of the request; lower values are served first.
           arrival_time: time of arrival on the clock of `time.perf_counter`; now by default.
           timeout: seconds after arrival at which the request ends with its tokens so far.
           explain: whether the output has an `Explanation` of what the request waited for.
@@ -230,13 +230,13 @@ class Engine:
             self.delivery.drop(kept)
             return outputs
         except BaseException:
-            # Ended requests have left the table: keep them for the next step.
+            # Ended requests have left the table of requests: keep them for the next call.
             self.delivery.deliver(touched)
             self.delivery.keep(kept)
             raise
 
     def advance(self) -> list[Request]:
-        """Run one step like `step`, but return all touched requests, without making outputs."""
+        """Run one step and return the requests that got tokens or ended, without outputs."""
         return self.core.step()
 
     def when_idle(self, action: Callable[[], None]) -> None:
@@ -255,7 +255,8 @@ class Engine:
         """
         if self.core.channel is None or self.core.is_leader:
             raise RuntimeError(
-                "Engine.follow: this process must be one that follows, got the leader."
+                "Engine.follow: the caller must not be process 0, which schedules, or the only "
+                "process. Call generate or add_request instead."
             )
         follow(self.core.executor, self.core.channel)
 
@@ -294,12 +295,13 @@ class Engine:
           params: a `Llama`, its ``nnx.state``, or a list of the leaves of that state in order, with
             the structure and shapes of the engine's model. With a `mapping`, the parameters of any
             definition of the same model: a module, its state, or a tree of arrays. Arrays may be on
-            other devices; they are copied in the dtypes and to the places of the old weights.
-          mapping: Hugging Face names by dotted paths of the arrays. A ``*`` is the number of a
-            layer: ``{"layers.*.norm1.w": "model.layers.*.input_layernorm.weight"}``; only in the
-            second name, it is the first axis of the array. ``(name, axes)`` transposes the array
-            first. An array may divide an axis, as ``[H, D, E]`` for ``[H * D, E]``. Arrays outside
-            the mapping must have their Hugging Face names.
+            other devices. They are converted to the dtypes and shardings of the old weights.
+          mapping: Hugging Face names of the arrays, by their dotted paths. A ``*`` is the number of
+            a layer: ``{"layers.*.norm1.w": "model.layers.*.input_layernorm.weight"}``. If only the
+            Hugging Face name has a ``*``, the array holds all layers along its first axis. With
+            ``(name, axes)``, the array is transposed first. It may have an axis split in two, such
+            as ``[H, D, E]`` for ``[H * D, E]``. Arrays outside of the mapping must have their
+            Hugging Face names.
 
         Raises:
           ValueError: structure, names or shapes differ. Nothing has changed then.
@@ -334,7 +336,7 @@ class Engine:
 
     @own_transfers()
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache: later requests find no block of earlier ones."""
+        """Empty the prefix cache, so that new requests find no blocks of earlier requests."""
         if not self.is_sleeping:  # a sleeping engine has no cache
             self.core.runner.slots.reset_prefix_cache()
 
@@ -352,11 +354,11 @@ class Engine:
         """Free the memory of the device until `wake_up`, for example for a training step.
 
         The pool is freed with everything cached. Unfinished requests keep their tokens and
-        continue after `wake_up`; until then nothing runs, and new requests are refused.
+        continue after `wake_up`. Until then nothing runs, and new requests are rejected.
 
         Args:
-          level: 1 keeps the weights in host memory; 2 drops them, and `update_params` must bring
-            others. Arrays of a `Llama` that the engine was made from stay with its owner.
+          level: 1 keeps the weights in host memory. 2 drops them, and `update_params` must provide
+            new weights. If the engine was made from a `Llama`, the arrays of this `Llama` are kept.
 
         Raises:
           ValueError: the level is neither 1 nor 2.
@@ -379,14 +381,15 @@ class Engine:
         """End a `sleep`. Nothing is compiled again, and the cache is empty.
 
         Args:
-          tags: ``"weights"``, ``"kv_cache"`` or, by default, both. It sleeps until it has both.
+          tags: the parts to bring back, ``"weights"`` or ``"kv_cache"``; both by default. The
+            engine sleeps until it has both.
 
         Raises:
           ValueError: a tag is neither of them.
           RuntimeError: the engine would wake without weights.
         """
         if isinstance(tags, str) or not set(tags or ()) <= set(TAGS):
-            rule = f"must be of {' and '.join(TAGS)}, got {tags!r}."
+            rule = f"must be a list with names from {' and '.join(TAGS)}, got {tags!r}."
             raise ArgumentError("Engine.wake_up", rule, "tags")
         if self.is_sleeping:
             with self.core.guard.change():
@@ -442,7 +445,7 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """Totals since the engine was built, up to now."""
+        """Totals since the engine was built."""
         return self.core.total_stats()
 
     @property
@@ -468,7 +471,7 @@ class Engine:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """The unfinished samples, the most senior first, for reading only.
+        """The unfinished samples, the oldest of the highest priority first, for reading only.
 
         Samples with a ``slot`` run; the others wait. Valid until the next step.
         """

@@ -7,7 +7,8 @@
                of the block tables
     step       temporary memory of a program: the maximum over all programs
     block      K and V of C tokens in all layers of a group, with scales if they are quantised
-    overhead   the allocator's data about a block
+    overhead   the allocator's data about a block; for bfloat16 and float8 pools on CPUs also the
+               copies that XLA makes of the pools
     group      layers that keep the same tokens; most models have one group. The first has P blocks,
                the others ``min(P, S * w)``, where w is the maximum that a slot holds of its window
 
@@ -19,16 +20,17 @@ bytes, for N tokens in the program::
     score      N = min(128, max_chunk)       activations(N) + 8 N V
     decode     N = S                         activations(N) + 40 S V
     verify     N = S (T + 1), T drafts       activations(N) + 40 S V + 4 S T V
-    swap       48 blocks: 16 are copied, in two copies and a little more
-    tables     40 S M
+    swap       48 blocks: room for two copies of 16 blocks, and a margin
+    tables     8 S M in each group
 
     activations(N) = 4 N (max(3 F + k (3 Fx + 3 E), 4 (H + 2 K) D) + R E) + 4 MiB
 
 An MLP holds gate, up and their product; so do the k experts of a token, plus their inputs and
 outputs. Attention holds q, k and v as projected, rotated, and in the layout of the kernel. The
 residual stream has R = 4 arrays, but L + 1 on CPUs, where XLA keeps the output of every layer and
-adds them at the end. Attention reads the pool in tiles (the 4 MiB). Where XLA multiplies by expert
-weights, on CPUs without our kernels, it copies the weights of one expert at a time.
+adds them at the end. Attention reads the pool in tiles (the 4 MiB). On CPUs, each program may also
+copy the gate and up weights of one expert twice in float32, and, without our kernels, the weights
+of the whole model.
 
 Sampling takes the logits, copies of them, and a copy of 5 * V bytes of each slot's state. The
 tests compile programs for CPUs; `tests.support.aot_parallel` compiles programs for GPUs and TPUs
@@ -63,7 +65,7 @@ from paged_jax.runner.sizes import Sizes
 from paged_jax.sampling.filters import Constraints
 from paged_jax.sampling.state import SlotSampling
 
-# Bytes of the tiles of attention, see above.
+# Bytes of the tiles of attention, see the docstring of the module.
 _TILE_BYTES = 4 << 20
 # Arrays of the residual stream, except on CPUs. Measured, in addition to the largest array of a
 # layer: 3.3 on an H200, none on TPUs (jax 0.12.0).
@@ -141,7 +143,7 @@ class Footprint(NamedTuple):
 
     @property
     def max_blocks(self) -> int:
-        """Number of blocks of the first group that all slots can use; more serve only as cache."""
+        """Maximum number of used blocks of the first group; further blocks serve as cache."""
         return self.groups[0].max_blocks
 
     def group_sizes(self, num_blocks: int) -> tuple[int, ...]:
@@ -155,7 +157,7 @@ class Footprint(NamedTuple):
         return sum(size * (group.block + with_overhead * group.overhead) for group, size in sizes)
 
     def num_blocks(self, memory: int) -> int:
-        """Return how many blocks of the first group fit in a memory, next to everything else.
+        """Return the number of blocks of the first group that fit in a memory beside the rest.
 
         Example:
           >>> group = GroupFootprint(None, 2, 90, 10, max_blocks_per_slot=4, max_blocks=8)
@@ -165,7 +167,9 @@ class Footprint(NamedTuple):
         return self.num_fitting(memory - self.fixed, with_overhead=True)
 
     def num_fitting(self, num_bytes: int, *, with_overhead: bool = False) -> int:
-        """Return how many blocks of the first group fit in `num_bytes`, see `pool_bytes`.
+        """Return the number of blocks of the first group that fit in `num_bytes`.
+
+        The other groups grow with the first group, see `pool_bytes`.
 
         Example:
           >>> whole = GroupFootprint(None, 1, 10, 0, max_blocks_per_slot=100, max_blocks=200)
@@ -175,7 +179,7 @@ class Footprint(NamedTuple):
           (101, 1810, 10)
         """
         first, *others = self.groups
-        # A group stops growing when all slots have enough blocks, the smallest group first.
+        # Each group stops growing at its `max_blocks`, the group with the smallest number first.
         others = sorted(others, key=lambda group: group.max_blocks)
         growing = [group.block + with_overhead * group.overhead for group in (first, *others)]
         for group, size in zip(others, growing[1:], strict=True):
@@ -348,7 +352,7 @@ def state_bytes(vocab_size: int, sizes: Sizes, windows: Sequence[int | None] = (
 def _step_bytes(
     config: LlamaConfig, vocab_size: int, sizes: Sizes, block: int, platform: str
 ) -> dict[str, int]:
-    """Return the temporary memory of each kind of program, see the top of the file."""
+    """Return the temporary bytes of each kind of program, see the docstring of the module."""
     S, T, V = sizes.num_slots, sizes.num_drafts, vocab_size
     activations = functools.partial(_activation_bytes, config, platform)
     steps = {

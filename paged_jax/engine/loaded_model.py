@@ -148,7 +148,7 @@ def load_tokenizer(
     if isinstance(model, nnx.Module) and not isinstance(model, PagedModel):
         raise ValueError(
             "Engine: model must be a folder or a PagedModel, got a module of "
-            f"{type(model).__name__}. See 'A model of somebody else' in docs/embedding.md."
+            f"{type(model).__name__}. See 'A model of another package' in docs/embedding.md."
         )
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
@@ -187,5 +187,5 @@ def find_eos_token_ids(
     """Return the end tokens of the configuration, the tokenizer and the generation defaults."""
     token_ids = {*config.eos_token_ids, *generation_config.eos_token_ids}
     token_ids |= set(tokenizer.eos_token_ids if tokenizer else ())
-    # A tokenizer may have tokens that the model does not.
+    # A tokenizer may have tokens outside of the model's vocabulary.
     return frozenset(token_id for token_id in token_ids if 0 <= token_id < config.vocab_size)

@@ -60,14 +60,14 @@ def _num_fitting_free_memory(device: Any, sizes: Sizes, footprint: Footprint) ->
 
 
 def _num_fitting_fraction(device: Any, footprint: Footprint, memory_fraction: float) -> int:
-    """Return how many blocks fit in a fraction of the memory, next to weights and steps."""
+    """Return the number of blocks that fit in a fraction of the memory beside the rest."""
     memory = device_memory(device)
     if memory is None:
         raise ValueError(
             "Engine: memory_fraction must be None on a device that does not report its memory, got "
             f"{memory_fraction}. Set num_blocks instead."
         )
-    # Memory of others, such as a training loop in this process, is not free.
+    # Memory that others use, such as a training loop in this process, is not available.
     free = memory.total - max(0, memory.in_use - footprint.weights)
     budget = min(int(memory_fraction * memory.total), free)
     footprint.check_fits(f"Engine: memory_fraction {memory_fraction}", budget)

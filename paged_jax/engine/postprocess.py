@@ -76,7 +76,7 @@ class Postprocessor:
         """
         touched = dict.fromkeys(self._requests.ended)
         for sequence in plan.expired:
-            touched[sequence.request] = None  # first: the scheduler no longer holds the request
+            touched[sequence.request] = None  # the scheduler has already dropped the request
             sequence.completion.end("abort", "deadline")
             self._requests.finish(sequence)
         for sequence in plan.computed:
@@ -92,7 +92,7 @@ class Postprocessor:
                     continue
                 touched[sequence.request] = None
                 self.take_row(sequence, row, now)
-        # Before they leave the table, because a step may be cut short anywhere.
+        # Set before the requests leave the table, so that an interrupt in between loses none.
         self._requests.ended = [request for request in touched if request.is_finished]
         for request in self._requests.ended:
             self._requests.remove(request)
@@ -102,7 +102,7 @@ class Postprocessor:
         """Append a row of tokens to a sequence, and finish the sequence if it stops."""
         request = sequence.request
         if sequence.is_finished:
-            return  # another sample of the request ended all of them
+            return  # the model gave NaN for another sample, which ended the whole request
         if sequence.grammar is not None and sequence.grammar.failure is not None:
             # End only this sample; other samples of the request continue.
             sequence.completion.end("error", sequence.grammar.failure)

@@ -50,7 +50,7 @@ class RequestTable:
 
     def add(self, request: Request) -> None:
         """Queue a request that `Scheduler.check` has accepted."""
-        # If this is cut short, `restart` forgets a request that is not in the table yet.
+        # The table comes last: if this is cut short before, `restart` forgets the request.
         self._set_chains(request)
         self._scheduler.add(request.sequences)
         self.unfinished[request.request_id] = request
@@ -119,12 +119,12 @@ class RequestTable:
 
     def prefix_chain(self, request: Request) -> PrefixChain:
         """Return the digests under which the prefix cache finds the blocks of a prompt."""
-        # The root keeps other weights and other tenants apart.
+        # Different weights or salts have different roots, so they share no blocks.
         root = root_digest(self.weights_version.to_bytes(8, "little"), request.cache_salt)
         return PrefixChain(root, self._scheduler.block_size)
 
     def _set_chains(self, request: Request) -> None:
-        """Let the samples of a request use the prefix cache, under the present weights."""
+        """Let the samples of a request use the prefix cache, for the current weights."""
         # Prompt log-probabilities need every prompt token computed.
         is_cached = self._scheduler.enable_prefix_caching and request.prompt_logprobs is None
         for sequence in request.sequences:
@@ -146,7 +146,7 @@ class Delivery:
 
     def __init__(self) -> None:
         self._receivers: dict[str, Callable[[Request], None]] = {}
-        # Not by id: a request that has ended and a newer one with its id may both be here.
+        # Keys are requests, because an ended request and a newer request may have the same id.
         self._kept: dict[Request, None] = {}
 
     def subscribe(self, request_id: str, receive: Callable[[Request], None]) -> None:
@@ -176,7 +176,7 @@ class Delivery:
         return list(self._kept)
 
     def keep(self, requests: Iterable[Request]) -> None:
-        """Keep requests again that were dropped."""
+        """Keep requests without a subscriber, such as requests that were dropped too early."""
         self._kept |= dict.fromkeys(requests)
 
     def drop(self, requests: Iterable[Request]) -> None:
@@ -192,7 +192,7 @@ class ChangeGuard:
     as well, it restarts before the next change.
 
     Args:
-      restart: function that brings the device into a known state, from the state of the host.
+      restart: function that brings the device into a known state, from the requests on the host.
     """
 
     def __init__(self, restart: Callable[[], None]):
@@ -203,7 +203,7 @@ class ChangeGuard:
 
     @property
     def _is_changing(self) -> bool:
-        # Ask the generator of the change: an interrupted change could leave a flag behind.
+        # Inspect the generator of the change. An interrupt could leave a flag set forever.
         latest = self._latest()
         return latest is not None and latest.gi_frame is not None
 
@@ -237,7 +237,7 @@ class ChangeGuard:
             self._is_broken = False
 
     def recover(self) -> None:
-        """Restart from the state of the host."""
+        """Restart the engine from the requests on the host."""
         self._is_broken = True
         self._restart()
         self._is_broken = False

@@ -217,7 +217,7 @@ class BlockMeter:
         self._runner = runner
         self.num_held = 0
         self.free_blocks = runner.slots.free_blocks
-        self._num_saved = 0  # both are sums over steps
+        self._num_saved = 0  # this and the next are sums over all steps
         self._num_unshared = 0
 
     def count_step(self, plan: StepPlan, tokens: StepTokens | None) -> None:
@@ -233,7 +233,7 @@ class BlockMeter:
             num_drawn = num_new.get(sequence, 0)
             start = sequence.num_computed if num_drawn else sequence.program_start
             starts.append((sequence.num_computed + num_drawn, start))
-        # The present numbers are unknown while the device runs the next step.
+        # Use the numbers at the end of this step: the device may already run the next step.
         if tokens is None:
             free_blocks = self._runner.slots.free_blocks
         else:

@@ -59,7 +59,7 @@ class StepRunner:
 
     def queue(self, plan: StepPlan) -> PendingStep:
         """Queue the programs of a plan."""
-        if not plan.is_ahead:  # sequences of a plan ahead run already
+        if not plan.is_ahead:  # otherwise, all sequences have been scheduled before
             self._note_start(plan)
         with self._clock.prefilling:
             self._prefill(plan)
@@ -68,7 +68,7 @@ class StepRunner:
             return PendingStep(plan, self._decode(plan) if plan.decodes else None)
 
     def read(self, pending: PendingStep) -> StepTokens | None:
-        """Wait for the tokens of a step, one row per decoding sequence; None without any.
+        """Wait for the tokens of a step, one row per decoding sequence; None if nothing decodes.
 
         Raises:
           RuntimeError: free blocks did not suffice for the plan.
@@ -144,5 +144,5 @@ class StepRunner:
 
 
 def _is_scored(sequence: Sequence) -> bool:
-    """Return whether a sequence must get prompt log-probabilities: the first sample gets them."""
+    """Return whether a sequence computes the prompt log-probabilities of its request."""
     return sequence.request.prompt_logprobs is not None and sequence.index == 0

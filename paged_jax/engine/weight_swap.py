@@ -93,7 +93,7 @@ class WeightSwap:
 
     Args:
       executor: has the weights.
-      are_shared: whether others hold the arrays that it has now, which must then stay as they are.
+      are_shared: whether the caller also holds the current arrays, which must then be kept.
     """
 
     def __init__(self, executor: Executor, *, are_shared: bool):
@@ -131,8 +131,8 @@ class WeightSwap:
     def _prepare_other(self, model: PagedModel, params: Any, mapping: NameMap) -> NewWeights:
         if not isinstance(model, Llama):
             raise ValueError(
-                "update_params: mapping must be None where the engine's model is no Llama, got one "
-                f"for {type(model).__name__}. Pass weights in its own names."
+                "update_params: mapping must be None unless the engine's model is a Llama, got a "
+                f"mapping for {type(model).__name__}. Pass weights with the names of that model."
             )
         arrays, layout = named_arrays(params), self._executor.weights.layout
         names = tuple(_names_of(nnx.state(model)))
@@ -153,7 +153,7 @@ class WeightSwap:
         )
 
     def replace(self, new: NewWeights) -> None:
-        """Replace the engine's weights. The old arrays are deleted unless others hold them."""
+        """Replace the engine's weights. The old arrays are deleted unless they are shared."""
         ours = {id(x) for x in self._executor.weights.arrays}
         is_own = any(id(x) in ours for x in jax.tree.leaves(new.arrays))
         if self._are_shared or is_own or not ours:
@@ -175,8 +175,8 @@ def _check_tied_head(
         is_same = bool(_comparing(pair, (config.vocab_size, config.hidden_size))(given))
     if not is_same:
         raise ValueError(
-            f"update_params: {HEAD} must equal the embeddings, as the engine's model ties both, "
-            "got other values. Make the engine with a model that is not tied."
+            f"update_params: {HEAD} must equal the embeddings, because the engine's model ties "
+            "them, got other values. Make the engine with a model that is not tied."
         )
 
 
@@ -187,7 +187,7 @@ def _dtypes_and_shardings(
 
 
 def _to_devices(array: Any, place: Sharding) -> jax.Array:
-    """Return an array on the devices of `place`, with any sharding over them."""
+    """Return an array on the devices of `place`. Its sharding over them may differ."""
     if not isinstance(array, jax.Array):
         with own_transfers():
             return jax.device_put(array, place)
@@ -197,7 +197,7 @@ def _to_devices(array: Any, place: Sharding) -> jax.Array:
 
 
 def _divided_sharding(shape: tuple[int, ...], place: Sharding) -> Sharding:
-    """Return a sharding for an array of another layout: divided over the devices if possible."""
+    """Return a sharding that divides the first possible axis over the devices of `place`."""
     if not isinstance(place, NamedSharding):
         return place
     axes = [None] * len(shape)
@@ -207,8 +207,8 @@ def _divided_sharding(shape: tuple[int, ...], place: Sharding) -> Sharding:
     return NamedSharding(place.mesh, PartitionSpec())
 
 
-# Programs, shared by engines of the same structure. Unlike `jax.device_put`, they cause no transfer
-# if the arrays are on the devices already.
+# The following programs are shared between engines of the same structure. Unlike
+# `jax.device_put`, they transfer nothing if the arrays are already on the devices.
 
 
 @functools.lru_cache(maxsize=16)
@@ -276,7 +276,7 @@ def _names_of(state: nnx.State) -> list[str]:
 
 
 def _leaves_by_name(params: nnx.State, own: list[str]) -> list[jax.Array]:
-    """Return the leaves in the order of `own`; stacks or unstacks layers if needed."""
+    """Return the leaves in the order of the names `own`. Stack or unstack layers if needed."""
     arrays = dict(zip(_names_of(params), jax.tree.leaves(params), strict=True))
     for kind in {name.split(".")[-1] for name in own if name.startswith("layers.")}:
         stack = f"layers.{kind}"
@@ -294,8 +294,9 @@ def _check_names(names: list[str], own: list[str]) -> None:
     if names != own:
         differing = sorted(set(names) ^ set(own))[:3]
         raise ValueError(
-            "update_params: params must have the names of the model's, got others: "
-            f"{', '.join(differing)}. Pass a mapping for other definitions of the model."
+            "update_params: params must have the parameter names of the engine's model, got a "
+            f"difference in {', '.join(differing)}. Pass a mapping for other definitions of the "
+            "model."
         )
 
 
@@ -318,10 +319,10 @@ class EngineAsleepError(RuntimeError):
 
 
 class Sleep:
-    """State of an engine's sleep, and the weights in host memory meanwhile.
+    """State of an engine's sleep, and its weights in host memory.
 
         awake --begin(1)--> weights on the host --end--> awake
-        awake --begin(2)--> no weights --replaced--> weights on the device --end--> awake
+        awake --begin(2)--> no weights --update_params--> weights on the device --end--> awake
 
     Args:
       executor: has the weights and the pool.
@@ -341,7 +342,7 @@ class Sleep:
         return bool(self._executor.weights.arrays)
 
     def begin(self, level: int) -> None:
-        """Take the weights from the device; the pool goes with the next `ModelRunner.reset`."""
+        """Free the weights on the device. The next `ModelRunner.reset` frees the pool."""
         if level == 1 and self.has_weights:
             self._on_host = jax.device_get(self._executor.weights.originals)
         if level == 2:
@@ -351,22 +352,22 @@ class Sleep:
         self._executor.weights.replace([])
 
     def notice_lost_weights(self) -> None:
-        """Sleep without weights if they are gone: new ones were cut short on their way."""
+        """Sleep at level 2 if the weights are lost: an interrupted update has deleted them."""
         if any(array.is_deleted() for array in self._executor.weights.arrays):
             self.begin(2)
 
     def weights_replaced(self) -> None:
-        """Forget what waits on the host: the device has other weights."""
+        """Drop the weights in host memory, because the device has new weights."""
         self._on_host = None
 
     def end(self, tags: Collection[str]) -> None:
-        """Bring the weights back, then the pool with the next `ModelRunner.reset`.
+        """Bring the weights back. The next `ModelRunner.reset` allocates the pool.
 
         Args:
-          tags: of `TAGS`, which of the two.
+          tags: the parts to bring back, from `TAGS`.
 
         Raises:
-          RuntimeError: the pool is asked for, and there are no weights to run with.
+          RuntimeError: the pool is requested, but the engine has no weights.
         """
         if "weights" in tags and self._on_host is not None:
             weights = self._executor.weights
@@ -377,17 +378,17 @@ class Sleep:
             return
         if not self.has_weights:
             raise RuntimeError(
-                "Engine.wake_up: the engine must have weights, and those of before were given up "
-                "(level 2) or are not asked for. Call update_params first, or wake_up()."
+                "Engine.wake_up: the engine must have weights, but sleep(level=2) dropped them, or "
+                "tags leaves them out. Call update_params first, or wake_up() without tags."
             )
         self._executor.is_asleep = False
         self.level = 0
 
     def check_awake(self, function: str) -> None:
-        """Refuse a call while the engine sleeps.
+        """Check that the engine is awake.
 
         Raises:
-          EngineAsleepError: it does.
+          EngineAsleepError: the engine sleeps.
         """
         if self.level:
             raise EngineAsleepError(

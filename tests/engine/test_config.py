@@ -140,7 +140,9 @@ def test_engine_rejects_bad_options(tiny_model, options, message) -> None:
 def test_engine_suggests_names_for_unknown_options(tiny_model) -> None:
     guesses = {"gpu_memory_utilization": "memory_fraction", "num_block": "num_blocks"}
     for name, meant in guesses.items():
-        with pytest.raises(TypeError, match=f"Engine: {name} is not an argument. Did you mean {meant}"):
+        with pytest.raises(
+            TypeError, match=f"Engine: {name} is not an argument. Did you mean {meant}"
+        ):
             Engine(tiny_model, **{name: 1})
     with pytest.raises(TypeError, match="enforce_eager is not an argument.$"):
         Engine(tiny_model, **{"enforce_eager": True})
