@@ -160,7 +160,7 @@ def reserve_places(
     """
     num_slots, lengths = cache.num_slots, cache.lengths
     is_row = slots >= 0
-    # A negative index would mean the last slots, so use an index past the end, which is dropped.
+    # A negative index would count from the end, so use an index past the end, which is dropped.
     rows = jnp.where(is_row, slots, num_slots)
     starts = take_or_fill(lengths, rows)
     requested = jnp.zeros(num_slots, jnp.int32)
@@ -259,7 +259,7 @@ def decode_attention(
     cascade: bool,
     backend: str | None,
 ) -> Attend[GroupPools]:
-    """Return the attention of a decode step: a new token per row. See `PagedModel.decode`.
+    """Return the attention function of a decode step, with one new token per row.
 
     Args:
       places: places of the tokens.
@@ -297,7 +297,7 @@ def decode_attention(
 def prefill_attention(
     places: BatchPlaces, B: int, T: int, sliding_windows: Sequence[int | None], backend: str | None
 ) -> Attend[GroupPools]:
-    """Return the attention of B chunks with up to T tokens. See `PagedModel.prefill`.
+    """Return the attention function of a prefill step, with B chunks of up to T tokens.
 
     Args:
       places: places of the ``B * T`` tokens.

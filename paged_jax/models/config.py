@@ -21,7 +21,7 @@ from paged_jax.models.layer_groups import (
 from paged_jax.models.model_folder import read_config_json
 from paged_jax.models.rope import Rope, RopeScaling
 
-# Allowed values of fields that are names.
+# Allowed values of fields that select one of several options by name.
 _CHOICES = {
     "qk_norm_scope": ("head", "projection"),
     "norm_placement": ("pre", "sandwich", "post", "parallel"),

@@ -37,14 +37,14 @@ _NEUTRAL: Mapping[str, Any] = {
     "logits_scaling": 1,
     "logit_scale": 1,
 }
-# The same for families with experts.
+# Further keys of families with experts, with the value that has no effect.
 _NEUTRAL_EXPERTS: Mapping[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
     "clip_qkv": None,
     "qkv_bias": True,
 }
-# Keys that describe quantised weights. MLX writes the first.
+# Keys that describe quantised weights. MLX writes the first one.
 _QUANTISATION = ("quantization", "quantization_config", "compression_config")
 
 # Fields of `LlamaConfig` that `write_fields` copies.
@@ -57,9 +57,9 @@ _SAME_NAMES = (
 _SHARED_KEYS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
 
 _EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-# transformers writes the number of experts under either name.
+# transformers uses either key for the number of experts.
 _NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts")
-# Check and name of the type of each further field of experts.
+# Fields of experts that are not integers: a check of the value, and its type in words.
 _EXPERT_TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "norm_topk_prob": (lambda value: isinstance(value, bool), "true or false"),
     "shared_expert_intermediate_size": (is_int, "an integer"),
@@ -148,7 +148,7 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     for scale in family.scales:
         if scale.key not in written:
             factor = fields[scale.field]
-            # None is the default of the attention multiplier.
+            # Only the attention multiplier can be None; this is its default.
             written[scale.key] = scale.write(
                 fields["head_dim"] ** -0.5 if factor is None else factor
             )
@@ -160,7 +160,7 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the text model, which may be a part of a model with images."""
+    """Return the config of the text model. In models with images, it is an entry of `config`."""
     for model_type, (architecture, key) in PARTS.items():
         architectures = config.get("architectures")
         if config.get("model_type") == model_type or architectures == [architecture]:
@@ -276,7 +276,7 @@ def _read_switches(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     switches |= {cap: _number(config, cap) for cap in family.caps if config.get(cap) is not None}
     for scale in family.scales:
         number = _number(config, scale.key)
-        # The reciprocal of a smaller number is not a float.
+        # The reciprocal of a smaller number would overflow.
         if not sys.float_info.min < number < math.inf:
             raise ValueError(f"LlamaConfig: {scale.key} must be positive, got {number!r}.")
         switches[scale.field] = scale.read(number)
@@ -290,7 +290,7 @@ def _read_experts(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if family.experts is None:
         return {}
     _check_neutral(config, family, _NEUTRAL_EXPERTS)
-    # The family's own key always has a default, so the other name takes precedence.
+    # The family's own key always has a value, its default. So the other key takes precedence.
     own = family.key("num_experts")
     other = [config[name] for name in _NUM_EXPERTS_KEYS if name in config and name != own]
     config = {**config, own: other[0]} if other else config
@@ -417,7 +417,7 @@ def _number(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> fl
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"LlamaConfig: {key} must be a number of float64's range.") from None
+        raise ValueError(f"LlamaConfig: {key} must be in the range of float64.") from None
 
 
 def _boolean(config: Mapping[str, Any], key: str, default: bool) -> bool:

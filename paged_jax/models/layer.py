@@ -166,7 +166,7 @@ class Layer(nnx.Module):
         out, carry = attend(index, self._attention_input(qkv, cos, sin), carry)
         out = linear(out.reshape(*x.shape[:-1], -1), weight("o_proj"), backend=backend)
         if self.config.norm_placement == "parallel":
-            # One sum over the devices for both.
+            # Add both outputs first, so that one all-reduce is enough.
             out = self._all_reduce(out + self._mlp(normed, weight, is_token, backend))
             return x + self._scale(self._with_bias(out)), carry
         out = self._with_bias(self._all_reduce(out))
@@ -189,7 +189,7 @@ class Layer(nnx.Module):
         is_token: jax.Array | None,
         backend: str | None,
     ) -> jax.Array:
-        """Run the MLP, or the experts. With a shard, the sum over the devices is the output."""
+        """Run the MLP, or the experts. With a shard, the outputs of all devices must be added."""
         config = self.config
         if not config.num_experts:
             return gated_mlp(config, x, weight("gate_up_proj"), weight("down_proj"), backend)
@@ -232,10 +232,10 @@ class Layer(nnx.Module):
     def _attention_input(
         self, qkv: jax.Array, cos: jax.Array, sin: jax.Array
     ) -> Projection | Heads:
-        """Return the input of attention.
+        """Return queries, keys and values for the attention.
 
-        It is the projection, which some kernels normalise, rotate and write in one launch. Only
-        norms over all heads are computed here.
+        The result is a `Projection`, which some kernels normalise, rotate and write in one launch.
+        With norms over all heads of a token, it is `Heads`, normalised and rotated here.
         """
         config = self.config
         if config.qkv_bias:
@@ -307,7 +307,7 @@ def _norm_and_split(
     q = qkv[..., : width - 2, :].reshape(*rows, -1)
     k = qkv[..., width - 2, :].reshape(*rows, -1)
     q_mean, k_mean = mean_square(q), mean_square(k)
-    if shard is not None:  # all devices have the same number of heads
+    if shard is not None:  # a mean of means, because all devices have the same number of heads
         means = shard.all_reduce_mean(jnp.concatenate([q_mean, k_mean], axis=-1))
         q_mean, k_mean = means[..., :1], means[..., 1:]
     q = scale_by(q, q_mean, q_weight.reshape(-1), eps)

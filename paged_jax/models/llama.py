@@ -68,8 +68,8 @@ class Llama(PagedModel):
     ):
         if scan_layers and not config.can_scan_layers:
             raise ValueError(
-                "Llama: scan_layers must be False for layers that differ, as with and without "
-                "a sliding window, or in how they rotate."
+                "Llama: scan_layers must be False for layers that differ in their sliding windows "
+                "or rotations, got True."
             )
         normal = nnx.initializers.normal(config.initializer_range)
         self.config = config

@@ -133,7 +133,7 @@ def _take_bits(table: jax.Array, token_ids: jax.Array) -> jax.Array:
 
     For a plain gather, XLA's CPU backend converts the whole table to float32, and the output head
     of a tied model then reads that copy. A gather of integers avoids this, but has no gradient. On
-    TPU it would be the integers that copy the table.
+    TPU, the integer gather would copy the table instead.
     """
     rows = lax.bitcast_convert_type(table, jnp.uint16)[token_ids]
     return lax.bitcast_convert_type(rows, jnp.bfloat16).astype(jnp.float32)
@@ -142,11 +142,11 @@ def _take_bits(table: jax.Array, token_ids: jax.Array) -> jax.Array:
 def _take_from_lanes(table: jax.Array, token_ids: jax.Array) -> jax.Array:
     """Take rows of a bfloat16 table on TPU.
 
-    If E is no multiple of 128, XLA stores the table with V along the lanes, which needs less
+    If E is not a multiple of 128, XLA stores the table with V along the lanes, which needs less
     padding, and copies the whole table for a gather (gpt-oss 20B on 16 v5e chips: 74 MB, jax 0.10.2
-    to 0.12.0). Instead, this reads for each token the 128 rows that share its registers, provided
-    that they are not more than the table. A layout constraint on the slice is what prevents the
-    copy. One on the table does not.
+    to 0.12.0). Instead, this reads for each token the 128 rows that share its registers, unless
+    that is more than the whole table. A layout constraint on the slice prevents the copy. A
+    constraint on the table does not.
     """
     (V, E), (N,) = table.shape, token_ids.shape
     if E % _TPU_LANES == 0 or N * _TPU_LANES > V:

@@ -57,7 +57,8 @@ class Routes(NamedTuple):
     """Experts of each token.
 
     Attributes:
-      experts: i32 ``[N, k]``, distinct for each token; X (the number of experts) for none.
+      experts: i32 ``[N, k]``, distinct for each token; X, the number of experts on this device,
+        means no expert.
       weights: float32 ``[N, k]``, factors of the experts' outputs.
     """
 
@@ -111,7 +112,8 @@ def routed_experts(
       backend: see `grouped_linear`.
 
     Returns:
-      float32 ``[..., E]``. If the experts are divided, the sum over the devices is the output.
+      float32 ``[..., E]``. If the experts are divided over devices, the outputs of all devices must
+      be added.
     """
     num_local = weights.down_proj.values.shape[0]
     routes = route(
@@ -164,7 +166,8 @@ def route(
       renormalise: whether the weights are a softmax over the chosen experts, or over all.
       is_token: bool ``[N]``, False for padding rows, which use no expert; None for no padding.
       local_experts: index of the first expert on this device and their number, or None for all.
-        Experts are then counted from the first, and others are replaced by none.
+        Experts are then numbered from this first expert, and experts on other devices become
+        "no expert", see `Routes`.
 
     Example:
       >>> routes = route(jnp.log(jnp.array([[0.1, 0.4, 0.3, 0.2]])), 2, renormalise=False)
@@ -266,7 +269,7 @@ def sort_by_expert(experts: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _sum_in_order(x: jax.Array) -> jax.Array:
-    """Sum over the second dimension, in an order that does not depend on the first."""
+    """Sum over the second dimension, in an order that does not depend on the batch size."""
     return functools.reduce(operator.add, (x[:, i] for i in range(x.shape[1])))
 
 

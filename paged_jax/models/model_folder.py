@@ -126,7 +126,7 @@ def _nested(folder: Path, names: list[str]) -> str:
 
 
 def _choose_snapshot(snapshots: list[Path]) -> Path:
-    """Return the snapshot that a branch points to, or else the last snapshot."""
+    """Return the snapshot of the branch main in a Hugging Face cache, or the last snapshot."""
     for snapshot in snapshots:
         main = snapshot.parent.parent / "refs" / "main"
         if main.is_file() and main.read_text(encoding="utf-8").strip() == snapshot.name:

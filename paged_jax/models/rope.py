@@ -71,7 +71,9 @@ class RopeScaling:
     long_factor: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.rope_type not in tuple(SCALING_FIELDS):  # a tuple, as it may not be hashable
+        if self.rope_type not in tuple(
+            SCALING_FIELDS
+        ):  # a tuple, because a value from JSON may not be hashable
             raise UnsupportedConfigError(
                 f"LlamaConfig: rope_type {self.rope_type!r} is not supported, only 'default', "
                 f"{', '.join(map(repr, SCALING_FIELDS))}."
@@ -173,8 +175,9 @@ class Rope:
         angles = positions[..., None].astype(jnp.float32) * self.frequencies().reshape(lead)
         if self.scaling is None or self.scaling.rope_type != "dynamic":
             return angles
-        # The base becomes theta * s ** (R / (R - 2)). Each frequency is a power of the base, so
-        # the last frequency is divided by s, and the first does not change.
+        # With R = rotary_dim, and n = position + 1 above the original context, the base becomes
+        # theta * s ** (R / (R - 2)) for s = 1 + factor * (n / original - 1). Each frequency is a
+        # power of the base: the last one is divided by s, and the first does not change.
         original = self.scaling.original_max_position_embeddings
         past = jnp.maximum(positions + 1 - original, 0).astype(jnp.float32) / original
         stretch = self._exponents() * self.rotary_dim / max(self.rotary_dim - 2, 1)
@@ -205,15 +208,22 @@ def _scale(frequencies: np.ndarray, scaling: RopeScaling, rope: Rope) -> np.ndar
 
 
 def _kept_by_llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Return 1 for wavelengths well inside the original context, 0 for longer ones."""
-    # Between the two the frequency changes linearly in the number of turns per context.
+    """Return the fraction of each frequency that is not scaled, 0 to 1.
+
+    It is 1 for pairs with at least `high_freq_factor` turns in the original context, 0 for pairs
+    with at most `low_freq_factor` turns, and linear in the number of turns between them.
+    """
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
     return np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
 
 
 def _kept_by_yarn(rope: Rope, scaling: RopeScaling) -> np.ndarray:
-    """Return 1 for pairs that turn often in the original context, 0 for slow pairs."""
+    """Return the fraction of each frequency that is not scaled, 0 to 1.
+
+    It is 1 for pairs with at least `beta_fast` turns in the original context, 0 for pairs with at
+    most `beta_slow` turns, and linear in the index of the pair between them.
+    """
 
     def find_pair(turns: float) -> float:
         """Return the fractional index of the pair with this number of turns."""
@@ -256,7 +266,7 @@ def rotations(
 def all_rotations(
     positions: jax.Array, ropes: Iterable[Rope | None], head_dim: int
 ) -> dict[Rope | None, tuple[jax.Array, jax.Array]]:
-    """Return the `rotations` for each of several layers' ropes, computed once if equal."""
+    """Return the `rotations` of each rope. Equal ropes of several layers are computed once."""
     return {rope: rotations(positions, rope, head_dim) for rope in dict.fromkeys(ropes)}
 
 

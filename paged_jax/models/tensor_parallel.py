@@ -48,9 +48,9 @@ _DIVIDED = {
     "lm_head": 2,
     "lm_head_scale": 1,
 }
-# For parameters that are divided by KV heads: the number of rows of the next dimension that every
-# device with this head holds, which are the key and the value; None for all rows. The other rows,
-# the queries of the head, are divided further.
+# Parameters that are divided by KV heads. If several devices have the same head, each keeps this
+# number of its rows (the key and the value), or all rows if None. The other rows, the queries of
+# the head, are divided between these devices. Rows are along the dimension after the heads.
 _OF_HEADS = {"qkv_proj": 2, "qkv_proj_scale": 2, "qkv_bias": 2, "q_norm": 0, "k_norm": None}
 _OF_VOCABULARY = ("embed_tokens", "embed_tokens_scale", "lm_head", "lm_head_scale")
 
@@ -181,7 +181,7 @@ class TensorParallel:
     Parameters have two layouts. In the model layout they have the shapes of the whole model, and
     are loaded in this way. In the program layout they are passed to programs. Both are the same
     arrays, unless keys and values must be copied (fewer KV heads than devices) or the vocabulary
-    must be padded (no multiple of the devices). Such parameters exist twice while they are
+    must be padded (not a multiple of N). Such parameters exist twice while they are
     converted, for example when an engine starts or receives new weights.
 
     Attributes:
@@ -311,15 +311,15 @@ def _divide(rank: int, axis: int, name: str) -> PartitionSpec:
     return PartitionSpec(*(name if i == axis else None for i in range(rank)))
 
 
-# Each of the following conversions is one compiled program per shape.
+# The following functions return conversions, each compiled once per shape.
 
 
 @functools.lru_cache
 def _widener(mesh: Mesh, axis: int, num_kept: int | None) -> Convert:
     """Return a program from ``[K, G + kept, ...]`` to ``[N, G / copies + kept, ...]``.
 
-    Keys and values are kept by each copy of the head, the queries are divided. No device sends
-    anything, because each already holds the whole head.
+    Each device keeps the keys and values of its head and takes its share of the queries. Nothing
+    is communicated, because each device already holds the whole head.
     """
 
     def widen(x: jax.Array) -> jax.Array:
@@ -337,7 +337,7 @@ def _widener(mesh: Mesh, axis: int, num_kept: int | None) -> Convert:
 
 @functools.lru_cache
 def _narrower(mesh: Mesh, axis: int, num_kept: int | None) -> Convert:
-    """Return the inverse of `_widener`."""
+    """Return a program with the inverse of the conversion of `_widener`."""
 
     def narrow(x: jax.Array) -> jax.Array:
         if num_kept is None:

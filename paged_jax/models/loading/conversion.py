@@ -1,4 +1,4 @@
-"""Convert the parameters of another definition of the same model, such as a trainer's.
+r"""Convert the parameters of another definition of the same model, such as a trainer's.
 
     trainer                     Hugging Face                               paged_jax
     layers.3.attn.q_proj.w  ->  model.layers.3.self_attn.q_proj.weight \
@@ -24,8 +24,8 @@ from paged_jax.models.loading.tensor_map import (
     map_to_available,
 )
 
-# From array names of the other definition to tensor names of Hugging Face, or to pairs of such a
-# name and the order of axes that gives the array the tensor's layout. A * stands for the number of
+# Hugging Face tensor name of each array of the other definition, by the name of the array. Instead
+# of a name, a pair of the name and a permutation of the array's axes. A * stands for the number of
 # a layer.
 NameMap = Mapping[str, str | tuple[str, tuple[int, ...]]]
 
@@ -141,7 +141,7 @@ def _join(boxes: list[tuple[TensorMapping, jax.Array]], axis: int = 0) -> jax.Ar
 
 
 def _sources_of(name: str, rules: NameMap, num_layers: int) -> Iterable[tuple[str, TensorSource]]:
-    """Return the tensor in an array, or one tensor per layer."""
+    """Return name and source of the tensor in an array, or of one tensor per layer."""
     for pattern, target in rules.items():
         tensor, axes = (target, None) if isinstance(target, str) else target
         found = re.fullmatch(re.escape(pattern).replace(r"\*", r"(\d+)"), name)

@@ -305,7 +305,7 @@ def _read_box(
 def _read_tensor(
     tensor: StoredTensor, mapping: TensorMapping, part: Index, out: np.ndarray
 ) -> None:
-    """Fill `out` with a part of the mapping's box."""
+    """Fill `out` with the part of the mapping's box that `part` selects."""
     if mapping.axes is not None:
         _read_transposed(tensor, mapping, part, out)
         return
@@ -375,7 +375,7 @@ def _to_tensor(parameter: jax.Array, mappings: list[TensorMapping]) -> np.ndarra
 def _split_into_files(
     tensors: list[tuple[str, list[TensorMapping]]], max_elements: int
 ) -> list[list[tuple[str, list[TensorMapping]]]]:
-    """Divide tensors, each given as its parameter and its mappings, among files."""
+    """Distribute tensors over files. Each is given as its parameter and its mappings."""
     files: list[list[tuple[str, list[TensorMapping]]]] = [[]]
     size = 0
     for name, mappings in tensors:
@@ -389,6 +389,6 @@ def _split_into_files(
 
 
 def _umask() -> int:
-    mask = os.umask(0)  # the mask can only be read by setting it
+    mask = os.umask(0)  # the umask can only be read by setting it
     os.umask(mask)
     return mask

@@ -91,14 +91,14 @@ def bundled_folder() -> Path:
 
 
 def _is_scanning_faster(config: LlamaConfig, sharding: Sharding) -> bool:
-    """Return whether stacked layers are faster than separate ones.
+    """Return whether stacked layers are faster than separate layers.
 
-    XLA copies layers out of a stack on CPU and GPU.
+    On CPU and GPU they are slower with XLA's operations, which copy each layer out of the stack.
     """
     device = _device(config, sharding)
     if device.platform == "tpu":
-        # XLA copies the weights of experts out of a stack, for the kernel that reads them. On 7x it
-        # changes the layout of all stacked weights in each step.
+        # XLA copies the weights of experts out of a stack for the kernel that reads them. On TPU 7x
+        # it changes the layout of all stacked weights in each step.
         return not config.num_experts and "7x" not in device.device_kind
     # The CPU kernels read weights in the stack, except in programs with several devices.
     return sharding is None and reads_stacked_weights(device.platform)
@@ -107,5 +107,7 @@ def _is_scanning_faster(config: LlamaConfig, sharding: Sharding) -> bool:
 def _device(config: LlamaConfig, sharding: Sharding) -> Any:
     if callable(sharding):
         sharding = sharding("embed_tokens", (config.vocab_size, config.hidden_size))
-    placement = sharding or jax.device_put(np.zeros(())).sharding  # compiles no program
+    placement = (
+        sharding or jax.device_put(np.zeros(())).sharding
+    )  # unlike jnp.zeros, this compiles nothing
     return next(iter(placement.device_set))
