@@ -36,7 +36,7 @@ class PagedAttention(qwen3.Attention):
         attn_mask: Any,
         segment_ids: Any = None,
     ) -> tuple[Any, jax.Array]:
-        """Compute the layer for tokens [1, N, E]; `cache` is an `Attention` function."""
+        """Compute the layer for tokens [1, N, E]. Instead of a cache, get an `Attention`."""
         del attn_mask, segment_ids
         rotate = functools.partial(qwen3.apply_rope, positions=segment_pos, head_dim=self.head_dim)
         q, k = rotate(self.q_norm(self.q_proj(x))), rotate(self.k_norm(self.k_proj(x)))

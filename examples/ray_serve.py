@@ -248,7 +248,7 @@ def _application(args: argparse.Namespace) -> serve.Application:
         resources["resources"] = {"TPU": args.tpus}
     replica = serve.deployment(Replica).options(
         num_replicas=args.replicas,
-        # A full batch, and as many requests that wait. Other requests go to the next replica.
+        # A full batch, and the same number of waiting requests. Others go to the next replica.
         max_ongoing_requests=2 * (args.max_num_seqs or 16),
         max_queued_requests=args.max_queue,
         request_router_config=_router(args.router),

@@ -184,7 +184,7 @@ def make_evaluate(graphdef: Any, corpus: Corpus, args: argparse.Namespace) -> Ca
     """Return a function from params to nats per token of the held-out text."""
     length = min(args.sequence_length, len(corpus.held_out))
     starts = np.arange(0, len(corpus.held_out), length)
-    # The last window begins earlier; tokens that the window before has already do not count.
+    # The last window begins earlier. Tokens that are also in the window before do not count.
     overlap = np.maximum(starts + length - len(corpus.held_out), 0)
     held_out = jnp.asarray(corpus.held_out)
 

@@ -1,1 +1,1 @@
-"""Other people's frameworks that take their samples from the engine, each behind an extra."""
+"""Integrations of training frameworks that sample with the engine, each with its own extra."""

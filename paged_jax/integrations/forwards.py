@@ -120,7 +120,7 @@ def _with_config(model: Llama, config: LlamaConfig) -> Llama:
 
 
 def _where(difference: np.ndarray, tolerance: float) -> str:
-    """Describe the position of the first difference, which suggests the reason."""
+    """Describe the first token at which the two differ, and what to compare."""
     is_off = difference > tolerance
     if is_off[:, 0].any():
         return (

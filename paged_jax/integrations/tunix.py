@@ -166,7 +166,7 @@ class PagedRollout(base_rollout.BaseRollout):
             f"PagedRollout: {self.comparison.explanation} The engine uses the trainer's value.",
             stacklevel=2,
         )
-        del self.llm  # frees its memory before the next engine allocates as much
+        del self.llm  # free its memory before the next engine is built
         self.llm = _make_engine(self.comparison.config, rollout_actor, mapping, mesh, options)
 
     def _compare(self, actor: nnx.Module, tolerance: float) -> Comparison:
@@ -279,11 +279,13 @@ def _make_engine(
     mesh: jax.sharding.Mesh,
     options: dict[str, Any],
 ) -> LLM:
-    """Build an engine with the weights of a trainer's model."""
+    """Build an engine with zeros as weights, then copy the weights of a trainer's model."""
     device = mesh.devices.flat[0]
     if mesh.size > 1:
         options = {"mesh": mesh, **options}
-        device = jax.local_devices(backend="cpu")[0]  # one device may lack memory for all zeros
+        device = jax.local_devices(backend="cpu")[
+            0
+        ]  # one device may be too small for the whole model
     graphdef, state = nnx.split(
         nnx.eval_shape(lambda: Llama(config, dtype=config.dtype, rngs=nnx.Rngs(0)))
     )
@@ -292,14 +294,14 @@ def _make_engine(
     state = jax.device_put(state, device)
     llm = LLM(nnx.merge(graphdef, state), **options)
     del state
-    llm.sleep(level=2)  # frees the zeros before the weights are copied
+    llm.sleep(level=2)  # free the zeros before the weights are copied
     llm.update_params(nnx.state(actor, nnx.Param), mapping=mapping)
     llm.wake_up()
     return llm
 
 
 def _seed_as_int(seed: jax.Array | int | None) -> int:
-    """Return the seed of the engine as an integer."""
+    """Return a seed as an integer: the last word of a JAX key, 0 for None."""
     if seed is None:
         return 0
     if isinstance(seed, int):
@@ -310,7 +312,10 @@ def _seed_as_int(seed: jax.Array | int | None) -> int:
 
 
 def _padded(ids: Sequence[list[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pad prompts at their end, to `width` or a power of two; return i32 [B, T] and lengths."""
+    """Pad prompts at their end. Return i32 [B, T] and the lengths.
+
+    T is `width`. If a prompt is longer, T is the next power of two.
+    """
     lengths = np.array([len(row) for row in ids], np.int32)
     longest = int(lengths.max())
     width = width if longest <= width else 1 << (longest - 1).bit_length()
@@ -321,7 +326,7 @@ def _padded(ids: Sequence[list[int]], width: int, pad_id: int) -> tuple[np.ndarr
 
 
 def _left_padded(padded: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the same prompts, padded at their beginning."""
+    """Move the padding of prompts from their end to their beginning."""
     columns = np.arange(padded.shape[1])[None, :] + lengths[:, None]
     return np.take_along_axis(padded, columns % padded.shape[1], axis=1)
 
