@@ -255,8 +255,7 @@ class Engine:
         """
         if self.core.channel is None or self.core.is_leader:
             raise RuntimeError(
-                "Engine.follow: the caller must not be process 0, which schedules, or the only "
-                "process. Call generate or add_request instead."
+                "Engine.follow: this process must not be process 0 or the only process."
             )
         follow(self.core.executor, self.core.channel)
 
@@ -298,10 +297,9 @@ class Engine:
             other devices. They are converted to the dtypes and shardings of the old weights.
           mapping: Hugging Face names of the arrays, by their dotted paths. A ``*`` is the number of
             a layer: ``{"layers.*.norm1.w": "model.layers.*.input_layernorm.weight"}``. If only the
-            Hugging Face name has a ``*``, the array holds all layers along its first axis. With
-            ``(name, axes)``, the array is transposed first. It may have an axis split in two, such
-            as ``[H, D, E]`` for ``[H * D, E]``. Arrays outside of the mapping must have their
-            Hugging Face names.
+            Hugging Face name has a ``*``, the array stacks all layers. ``(name, axes)`` transposes
+            the array first. It may have an axis split in two, as ``[H, D, E]`` for ``[H * D, E]``.
+            Arrays without an entry must have their Hugging Face names.
 
         Raises:
           ValueError: structure, names or shapes differ. Nothing has changed then.
@@ -381,8 +379,7 @@ class Engine:
         """End a `sleep`. Nothing is compiled again, and the cache is empty.
 
         Args:
-          tags: the parts to bring back, ``"weights"`` or ``"kv_cache"``; both by default. The
-            engine sleeps until it has both.
+          tags: ``"weights"``, ``"kv_cache"`` or both (the default). It sleeps until it has both.
 
         Raises:
           ValueError: a tag is neither of them.
