@@ -121,7 +121,7 @@ def _hold_free(pool: BlockPool, blocks: jax.Array, num_taken: jax.Array) -> Bloc
 
 
 def _ranks(mask: jax.Array) -> jax.Array:
-    """Return the number of True values up to each position, in row-major order, as i32."""
+    """Return the number of True values up to and including each position, row-major, as i32."""
     return jnp.cumsum(mask.reshape(-1), dtype=jnp.int32).reshape(mask.shape)
 
 
@@ -186,10 +186,12 @@ def revive(pool: BlockPool, blocks: jax.Array) -> BlockPool:
 def find(pool: BlockPool, digests: jax.Array, is_wanted: jax.Array) -> jax.Array:
     """Return the block cached under each of `digests` u32[N, 8], as i32[N].
 
-    The result is P if no block is cached under the digest, or if `is_wanted` bool[N] is False. Each
-    block of the pool looks up its own digest: a table maps the first bits of a digest to one wanted
-    digest to compare with. If several wanted digests have the same first bits, each needs another
-    round. That is rare, so the cost is proportional to N + P.
+    The result is P if no block is cached under the digest, or if `is_wanted` bool[N] is False.
+
+    This is a hash join. The wanted digests are put into a table by their first bits, one per
+    bucket. Then each block of the pool compares its own digest with the entry of its bucket. Wanted
+    digests that share a bucket with another one are searched in further rounds. That is rare, so
+    the cost is proportional to N + P.
     """
     num_wanted = len(digests)
     index = jnp.arange(num_wanted, dtype=jnp.int32)
@@ -205,7 +207,7 @@ def find(pool: BlockPool, digests: jax.Array, is_wanted: jax.Array) -> jax.Array
         entries = table[pool_buckets]
         is_match = jnp.all(digests.at[entries].get(mode="clip") == pool.digests, axis=1)
         is_match &= pool.is_cached & (entries < num_wanted)
-        # Distinct, because no two blocks are cached under the same digest.
+        # These entries are distinct, because no two blocks are cached under the same digest.
         entries = jnp.where(is_match, entries, num_wanted)
         ids = jnp.arange(pool.num_blocks, dtype=jnp.int32)
         return blocks.at[entries].set(ids, mode="drop"), is_open & (table[buckets] != index)
@@ -218,11 +220,11 @@ def find(pool: BlockPool, digests: jax.Array, is_wanted: jax.Array) -> jax.Array
 def remember(
     pool: BlockPool, blocks: jax.Array, digests: jax.Array, token_ids: jax.Array
 ) -> BlockPool:
-    """Cache `blocks` i32[N], distinct, P for none.
+    """Add blocks to the prefix cache.
 
     Args:
       pool: the pool.
-      blocks: i32[N].
+      blocks: i32[N], distinct block ids, or P for none.
       digests: u32[N, 8], the digest of each block.
       token_ids: i32[N, C], the tokens in each block.
     """

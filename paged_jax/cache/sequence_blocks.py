@@ -29,10 +29,10 @@ def num_blocks_needed(num_tokens, block_size: int):
 def first_kept_column(num_tokens, window: int, block_size: int):
     """Return the first column of the block table that a sliding window still needs.
 
-    With n tokens in the cache, the next token attends to the positions ``n - window + 1 .. n``.
-    Kept are all blocks that the first token of its block attends to, position ``n // C * C``. So a
-    slot never holds more than at the beginning of a block, and after its release the prefix cache
-    has all blocks that a continuation of its full blocks needs.
+    With n tokens in the cache, the next token has position n and attends to the positions
+    ``n - window + 1 .. n``. Its block begins at position ``n // C * C``. All blocks that this first
+    position attends to are kept, not only those that position n attends to. So after the release
+    of a slot, the prefix cache has all blocks that a continuation of its full blocks needs.
 
     Args:
       num_tokens: number of tokens in the cache, an integer or an array of integers.
@@ -48,7 +48,9 @@ def first_kept_column(num_tokens, window: int, block_size: int):
 
 
 def num_kept_blocks(num_tokens: int, window: int | None, block_size: int) -> int:
-    """Return the number of blocks of a sequence that are kept: all, or only those in the window.
+    """Return the number of blocks that a sequence with `num_tokens` tokens keeps.
+
+    These are all of its blocks or, with a window, those from `first_kept_column` on.
 
     Example:
       >>> num_kept_blocks(40, None, 16), num_kept_blocks(40, 8, 16)

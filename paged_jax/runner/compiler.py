@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 # Options by `jax.Device.platform`. On GPUs XLA counts donated pools twice, as arguments and as
-# results. It then takes the memory for full, and would recompute positions and rotary angles in
+# results. It would then assume that the memory is full, and recompute positions and rotary angles in
 # every layer to save memory.
 COMPILER_OPTIONS: Mapping[str, dict[str, str]] = {
     "gpu": {"xla_disable_hlo_passes": "rematerialization"}

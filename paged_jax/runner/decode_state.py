@@ -169,7 +169,10 @@ _WIDTH = 8
 
 
 class _Parts(NamedTuple):
-    """Arrays of a state that an assignment writes; for a row, without the slot dimension."""
+    """Arrays of a state that `assign` writes.
+
+    The values of a single assignment have the same structure, without the slot dimension.
+    """
 
     sampling: Any
     token_ids: Any

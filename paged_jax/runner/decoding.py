@@ -84,12 +84,12 @@ def decode_steps(
 
     A row stops when it draws one of its `stop_ids` or reaches its `max_lengths`. It keeps its
     blocks, and draws nothing in later calls either, so the host may queue a call before it has read
-    the tokens of the previous call. The loop ends after `num_steps` decode steps, when all rows
-    have stopped, before a step for which there are too few blocks if no row stopped, or, with
-    `leave_on_stop`, when any row has stopped.
+    the tokens of the previous call.
 
-    Blocks are planned for all steps together, as far as there are free blocks. Blocks that stopped
-    rows do not use are not taken.
+    Before the loop, blocks are planned for all steps together, as if no row stopped. The loop ends
+    after `num_steps` decode steps, or after fewer steps if there are too few free blocks, if all
+    rows have stopped or, with `leave_on_stop`, if any row has stopped. Planned blocks that are not
+    used stay free.
 
     Args:
       model: the model.

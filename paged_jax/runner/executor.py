@@ -51,8 +51,8 @@ class QueuedResult(NamedTuple):
 class Executor:
     """Runs programs one after another; each gets the state that the previous one returned.
 
-    All methods must be called by one thread. If `calls_wait`, a second thread makes the calls that
-    are queued ahead, and methods that need the state wait for it.
+    All methods must be called by one thread. If the attribute `calls_wait` is True, a second thread
+    makes the calls of `queue_ahead`, and methods that need the state wait for that thread.
 
     Args:
       weights: the weights, and their division over devices.
@@ -121,7 +121,7 @@ class Executor:
         # The copies need memory, so programs are compiled while the pool is freed.
         self._compiles_without_state = self._device.platform == "gpu"
         self._call_thread = CallThread()
-        # The last call that is queued ahead, until it is known to have been made.
+        # Future of the last `queue_ahead`, or None after its calls have been made.
         self._ahead: concurrent.futures.Future[Any] | None = None
         self._latest: QueuedResult | None = None  # its `free_blocks` are the current ones
         self.reset()
@@ -135,7 +135,7 @@ class Executor:
             self._pool_sizes = [group.num_blocks for group in self._state.cache.groups]
         self._is_new = True
         self._free_blocks: list[int] | None = self._pool_sizes
-        # Whether there were enough blocks, for each `run_unchecked` since the last check.
+        # Results of the calls of `run_unchecked` since the last `check`: bool[], enough blocks.
         self._oks: list[jax.Array] = []
 
     def _new_state(self) -> DecodeState:
@@ -181,7 +181,7 @@ class Executor:
         self._oks.append(self.run(call))
 
     def queue(self, call: Call) -> QueuedResult:
-        """Queue a program with `free_blocks` in its result, which is read later."""
+        """Queue a program with `free_blocks` in its result, for a later call of `read`."""
         self._latest = QueuedResult(self.run(call))
         return self._latest
 

@@ -10,7 +10,8 @@ output of `jax.export`, under a key of everything that tracing depends on:
 Tracing also registers kernels with XLA; reading a file does that too. The process that writes a
 file compiles the exported program as well, so that all processes compile the same program.
 
-Only for a single CPU device: on other devices tracing depends on more than the key contains.
+Programs are stored only for a single CPU device: on other devices tracing depends on more than the
+key contains.
 """
 
 import functools
@@ -44,9 +45,10 @@ from paged_jax.runner.programs import (
 )
 
 _PACKAGE = Path(__file__).parents[1]
-# Files that are newer may differ from the imported ones. Imports before this one take 1 to 2 s.
+# A file that was changed after this time may differ from the imported module. Other modules of the
+# package are imported 1 to 2 s before this one.
 _IMPORTED = time.time() - 5
-# Types of arguments and results besides tuples and lists. The state is passed as a list.
+# `jax.export` must know the types of arguments and results. The state is passed as a list.
 for _type in (Pools, StepTokens, Scores, BeamTokens):
     export.register_namedtuple_serialization(_type, serialized_name=f"paged_jax.{_type.__name__}")
 
@@ -101,7 +103,7 @@ class LoweredPrograms:
         used = set(exported.module_kept_var_idx)
 
         def program(weights: list[jax.Array], state: DecodeState, *args: Any) -> Any:
-            # `jit` then drops the arguments that the program does not read.
+            # Replace unused weights by zeros, so that `jit` drops these arguments.
             weights = [x if i in used else jnp.zeros_like(x) for i, x in enumerate(weights)]
             leaves, tree = jax.tree.flatten(state)
             leaves, result = exported.call(weights, leaves, args)
@@ -118,7 +120,7 @@ def _lower(call: Call, weights: list[jax.Array], state: DecodeState) -> export.E
 
     def program(weights: list[jax.Array], leaves: list[jax.Array], args: Any) -> Any:
         state = jax.tree.unflatten(tree, leaves)
-        # Unwrapped, because a nested program cannot have compiler options.
+        # Call the unwrapped function, because a nested `jit` cannot have compiler options.
         state, result = call.program.__wrapped__(weights, state, *args, **call.static)
         assert jax.tree.structure(state) == tree
         return jax.tree.leaves(state), result

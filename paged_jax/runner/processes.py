@@ -142,7 +142,7 @@ def channel_between(devices: Iterable[Any]) -> Channel | None:
 
 
 def least_of_processes(number: int) -> int:
-    """Return the minimum of the numbers that all processes pass."""
+    """Return the minimum of `number` over all processes; each process must call this."""
     return int(np.min(multihost_utils.process_allgather(np.int64(number))))
 
 

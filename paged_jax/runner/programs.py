@@ -166,7 +166,7 @@ class ProgramKey(NamedTuple):
     is_scanned: bool = False
 
     def model(self, weights: list[jax.Array]) -> PagedModel:
-        """Return the model with weights."""
+        """Return the model with these weights."""
         return Graph.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights))
 
 

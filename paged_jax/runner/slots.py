@@ -130,7 +130,10 @@ class Slots:
         self._published = {words.astype("<u4").tobytes() for words in digests}
 
     def num_held(self, sequences: list[Sequence]) -> int:
-        """Return the number of blocks that only these sequences hold. Waits for the device."""
+        """Return the number of blocks that would be free without these sequences.
+
+        This waits for the device.
+        """
         self.flush()
         tables = self._executor.state.cache.tables
         rows, ref_counts = jax.device_get((tables.block_tables, tables.pool.ref_counts))

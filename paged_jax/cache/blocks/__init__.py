@@ -16,10 +16,11 @@ allocated again. Blocks that are not cached are allocated first. See `paged_jax.
 
 Every operation returns new state. It processes all slots together, with cumulative sums and ranks
 instead of loops. The result is the same as processing the slots in the order of their indices. Work
-that is long for few slots and short for most is done in pieces, so it costs what slots actually
-hold. If an operation is impossible for any slot, it changes nothing and returns `ok=False`. This is
-decided *before* the updates, which are then masked. Selecting between the old and the new state
-afterwards would keep both alive, and donated buffers could not be updated in place.
+on all blocks of a slot is done in pieces of a fixed size, so that the cost is proportional to the
+blocks that slots actually hold. If an operation is impossible for any slot, it changes nothing and
+returns `ok=False`. This is decided *before* the updates, which are then masked. Selecting between
+the old and the new state afterwards would keep both alive, and donated buffers could not be updated
+in place.
 
 Tables with a sliding *window* hold only the blocks that the next token attends to, and the blocks
 that the last program appended; see `paged_jax.cache.blocks.tables`. Groups of layers with different

@@ -15,7 +15,7 @@ from paged_jax.cache.sequence_blocks import first_kept_column
 from paged_jax.dims import bind
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill, without_index_checks
 
-# The tables of several groups of layers, over the same slots with the same lengths.
+# Tables of several groups of layers. They have the same slots, with the same lengths.
 Groups = tuple[BlockTables, ...]
 
 
@@ -66,8 +66,8 @@ def attach_groups(
 ) -> tuple[Groups, jax.Array]:
     """Attach a prefix of the same length in several groups of layers; see `attach`.
 
-    A group with a window needs only the blocks of the prefix that the next token attends to. So the
-    prefix may end at a block that only the first group holds together with all earlier blocks.
+    A group without a window needs all blocks of the prefix. A group with a window needs only the
+    blocks that the next token attends to; its earlier blocks may have been evicted.
     """
     first = groups[0]
     digests, token_ids = _as_contents("attach", first, digests, token_ids)
@@ -93,9 +93,14 @@ def attach_groups(
 def _start_slot(
     tables: BlockTables, slot: jax.Array, blocks: jax.Array, num_found: jax.Array
 ) -> BlockTables:
-    """Start a slot, i32[], with the first `num_found` of `blocks` i32[N] that its group keeps.
+    """Start a slot with a cached prefix. Nothing changes if the slot is past the last slot.
 
-    Nothing changes if the slot is past the last slot.
+    Args:
+      tables: the tables of a group.
+      slot: i32[], an empty slot.
+      blocks: i32[N], the cached blocks of a sequence. With a window, the slot gets only the blocks
+        from `first_kept_column` on.
+      num_found: i32[], the number of blocks in the prefix.
     """
     columns = jnp.arange(len(blocks), dtype=jnp.int32)
     is_taken = columns < num_found
@@ -206,8 +211,8 @@ def _publish_alike(
     is_cached &= jnp.all(after.pool.digests[leading] == digests, axis=1)
     is_new = is_cached & ~before.pool.is_cached[leading]
     blocks, is_held = _full_blocks(tables, slots, columns)
-    # A block cached here under a digest that is new in the first group belongs to a block that the
-    # first group has reused.
+    # If a digest is new in the first group but already cached in this group, the first group has
+    # evicted its older copy of the block, so the copy in this group is stale.
     stale = block_pool.find(tables.pool, digests, is_new)
     stale = jnp.where(is_held & (stale == blocks), tables.num_blocks, stale)
     is_stale = put_or_drop(jnp.zeros(tables.num_blocks, bool), stale, True)

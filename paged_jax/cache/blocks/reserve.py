@@ -105,7 +105,11 @@ def restore(
 
 
 class Reservation(NamedTuple):
-    """A prepared `reserve` of a group. It takes effect only if it is possible in all groups."""
+    """A prepared `reserve` in one group of layers.
+
+    The caller passes it to `finish_reserve` after it has prepared all groups, because `reserve`
+    changes nothing unless it is possible in all of them.
+    """
 
     tables: BlockTables  # after blocks that left the windows were freed
     end: jax.Array  # i32[S], the lengths afterwards
@@ -118,7 +122,10 @@ class Reservation(NamedTuple):
 def begin_reserve(
     tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int, function: str = "reserve"
 ) -> Reservation:
-    """Decide whether and how `reserve` is possible; `function` is its name in error messages."""
+    """Prepare `reserve` and check whether it is possible.
+
+    The arguments are those of `reserve`; `function` is the name in error messages.
+    """
     num_tokens = as_slot_values(function, "num_tokens", num_tokens, jnp.int32, tables)
     check_positive(function, max_tokens=max_tokens)
     if tables.window is not None:
@@ -139,7 +146,11 @@ def begin_reserve(
 def finish_reserve(
     reservation: Reservation, ok: jax.Array
 ) -> tuple[BlockTables, BlockCopies, jax.Array]:
-    """Make a reservation if `ok` bool[], which implies that it is possible.
+    """Apply a reservation, or change nothing.
+
+    Args:
+      reservation: the result of `begin_reserve`.
+      ok: bool[], whether to apply it: True only if it is possible in all groups.
 
     Returns:
       See `reserve`.
@@ -162,7 +173,7 @@ def finish_reserve(
 
 
 def begin_restore(tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int) -> Reservation:
-    """Decide whether and how `restore` is possible."""
+    """Prepare `restore` and check whether it is possible; see `begin_reserve`."""
     num_tokens = as_slot_values("restore", "num_tokens", num_tokens, jnp.int32, tables)
     check_positive("restore", max_tokens=max_tokens)
     is_refused = (num_tokens > max_tokens) | ((num_tokens > 0) & (tables.lengths > 0))
@@ -186,7 +197,10 @@ def begin_restore(tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int
 def finish_restore(
     before: BlockTables, reservation: Reservation, ok: jax.Array
 ) -> tuple[BlockTables, BlockCopies, jax.Array]:
-    """Make a reservation for `restore` if `ok` bool[]; `before` are the tables before it."""
+    """Apply a reservation of `begin_restore`, or change nothing; see `finish_reserve`.
+
+    `before` are the tables that were passed to `begin_restore`.
+    """
     tables, copies, ok = finish_reserve(reservation, ok)
     if tables.first_columns is None or before.first_columns is None:
         return tables, copies, ok
@@ -239,7 +253,8 @@ def plan_shared_writes(tables: BlockTables, is_writer: jax.Array) -> SharedWrite
     num_writers = jnp.sum(is_same_SS, axis=0, dtype=jnp.int32)
     last_writer = jnp.max(jnp.where(is_same_SS, slots[:, None], -1), axis=0)
     is_last = is_shared & (last_writer == slots)
-    # If all holders write, the last one keeps the block. Else the block would leak.
+    # If all holders write, the last one keeps the block. Otherwise nobody would hold the block, and
+    # it would not be in the free queue either.
     is_kept = num_writers == refs
     is_copy = is_shared & ~(is_last & is_kept)
     return SharedWrites(
@@ -279,7 +294,8 @@ class ReservePlan:
     """Planned blocks of slots. In the tables these blocks are still free.
 
     Attributes:
-      num_tokens: i32[], the number of tokens each slot has room for, if its own limit is not lower.
+      num_tokens: i32[], the number of tokens that each slot has room for; slots with a lower limit
+        have room for their limit.
       block_tables: i32[S, M], the tables with the planned blocks.
       copies: block copies that must be made before K and V are written.
       columns: i32[S, W], the columns of the tables that may change.
@@ -307,7 +323,7 @@ def plan(
       tables: the state; with a window, after `slide`.
       limits: i32[S], the maximum number of tokens of each slot, at least 0; 0 leaves a slot
         unchanged.
-      most: i32[], the maximum number of tokens of all slots.
+      most: i32[], a maximum number of tokens per slot that applies to all slots.
       max_tokens: N, upper bound on `most` (static). The cost is proportional to S * N.
 
     Raises:
@@ -350,7 +366,10 @@ def plan(
 
 
 def num_possible(tables: BlockTables, limits: jax.Array, *, max_tokens: int) -> jax.Array:
-    """Return the maximum number of tokens up to `max_tokens` that `plan` has blocks for, i32[]."""
+    """Return the number of tokens per slot that `plan` has blocks for, at most `max_tokens`.
+
+    The arguments are those of `plan`.
+    """
     max_tokens = min(max_tokens, tables.max_blocks_per_slot * tables.block_size)
     return _num_possible(tables, limits, plan_shared_writes(tables, limits > 0), max_tokens)
 
@@ -361,7 +380,7 @@ def commit(tables: BlockTables, planned: ReservePlan, lengths: jax.Array) -> Blo
     Args:
       tables: the state that the plan was made for; may be donated.
       planned: the plan. If its `num_tokens` is above 0, each slot with a limit above 0 must have
-          got at least one token.
+          received at least one token.
       lengths: i32[S], the new number of tokens in each slot, within the plan.
 
     Raises:
@@ -384,7 +403,7 @@ def commit(tables: BlockTables, planned: ReservePlan, lengths: jax.Array) -> Blo
 def _num_possible(
     tables: BlockTables, limits: jax.Array, writes: SharedWrites, max_tokens: int
 ) -> jax.Array:
-    """Return the largest number of tokens up to `max_tokens` with blocks for all slots, i32[]."""
+    """Return the number of tokens per slot for which there are blocks, at most `max_tokens`."""
     tokens_N1 = jnp.arange(1, max_tokens + 1, dtype=jnp.int32)[:, None]
     ends_NS = tables.lengths[None, :] + jnp.minimum(tokens_N1, limits[None, :])
     blocks_NS = num_blocks_needed(ends_NS, tables.block_size)

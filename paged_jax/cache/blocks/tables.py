@@ -289,9 +289,9 @@ def slide(tables: BlockTables, mask: jax.Array) -> BlockTables:
 
 
 def shortest_lengths(tables: BlockTables) -> jax.Array | int:
-    """Return the shortest lengths i32[S] of slots that still hold everything in their windows.
+    """Return the shortest length to which each slot can be truncated, i32[S]; 0 without a window.
 
-    They are at most the current lengths, and 0 without a window.
+    A shorter slot would lack blocks that its next token attends to, because they were freed.
     """
     if (state := tables.window_state) is None:
         return 0
