@@ -77,7 +77,7 @@ class InstantDevice(Executor):
         return [self.num_blocks - int((-(-self._lengths // self.sizes.block_size)).sum())]
 
     def _call(self, call: Call) -> Any:
-        """Answer for a program."""
+        """Return the result of a program without running it."""
         self._carry = self._nothing(self._arrays, self._carry, call.args[0])
         program = call.program.__name__
         if program == "decode":
@@ -202,7 +202,8 @@ def _idle(engine: Engine, device: InstantDevice, step_ms: float, num_dispatches:
     idle, start = device.waited
     for _ in range(num_dispatches):
         engine.step()
-    idle_later, end = device.waited  # by the clock of the device, which may run ahead of the steps
+    # The device may be ahead of the steps of the engine, so divide by the time that it measured.
+    idle_later, end = device.waited
     return (idle_later - idle) / (end - start)
 
 
@@ -214,7 +215,7 @@ def _seconds(function: Any) -> float:
 
 GOALS = [
     Goal(
-        f"a device of 4.5 ms a step waits at most 3% of the time for the host of {n} sequences",
+        f"{n} sequences: a device with 4.5 ms per step is idle for at most 3% of the time",
         lambda report, n=n: {
             f"{row['num_sequences']} x {row['steps_per_dispatch']}": row["idle"]["4.5 ms"]
             for row in report["rows"]
@@ -228,21 +229,23 @@ GOALS = [
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    parser = argparse.ArgumentParser(description="The host's time for a step of the engine.")
+    parser = argparse.ArgumentParser(description="Time the host's work in a step of the engine.")
     parser.add_argument("--sequences", type=int, nargs="+", default=list(NUM_SEQUENCES))
     parser.add_argument("--steps", type=int, nargs="+", default=list(STEPS_PER_DISPATCH))
     parser.add_argument("--step-ms", type=float, nargs="*", default=list(STEP_MS))
-    parser.add_argument("--dispatches", type=int, default=40, help="that are timed, of each kind")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument(
+        "--dispatches", type=int, default=40, help="number of timed dispatches for each size"
+    )
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(argv)
     cases = itertools.product(args.sequences, args.steps)
     rows = [measure(n, steps, args.dispatches, args.step_ms) for n, steps in cases]
     report = {**environment(), "rows": rows}
     print(
-        "Microseconds. A token step is the shortest that the host keeps up with; a dispatch is one"
+        "Microseconds. dispatch: host time of a dispatch, without its outputs; token step: the same"
     )
-    print("of those that are queued at once, without its outputs.")
-    print(f"{'sequences x steps':>18}{'a token step':>14}{'a dispatch':>12}", end="")
+    print("divided by the number of its decode steps.")
+    print(f"{'sequences x steps':>18}{'token step':>14}{'dispatch':>12}", end="")
     print(f"{'schedule':>10}{'run':>8}{'postprocess':>13}{'outputs':>9}  device idle")
     for row in rows:
         name = f"{row['num_sequences']} x {row['steps_per_dispatch']}"

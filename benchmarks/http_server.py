@@ -185,7 +185,7 @@ def _tokens(parts: Parts, is_stream: bool) -> tuple[list[int], list[float]]:
     times: list[float] = []
     head, _, rest = b"".join(data for _, data in parts).partition(b"\r\n\r\n")
     if b" 200 " not in head or (is_stream and not rest.endswith(b"data: [DONE]\n\n")):
-        raise ValueError(f"the server must answer in full, got {rest[-200:]!r}.")
+        raise ValueError(f"the server must send a complete answer, got {rest[-200:]!r}.")
     if not is_stream:
         token_ids = json.loads(rest)["outputs"][0]["token_ids"]
         return token_ids, [parts[-1][0]] * len(token_ids)
@@ -212,7 +212,7 @@ async def measure_all(
         requests = draw(sizes, vocab_size, number)
         tokens = {name: (await run(requests)).token_ids for name, run in runs.items()}
         if any(each != tokens[ENGINE] for each in tokens.values()):
-            raise ValueError("all must generate the same tokens, got others.")
+            raise ValueError("all runs must generate the same tokens, got different ones.")
     outcomes: dict[str, list[Outcome]] = {name: [] for name in runs}
     seed = num_warmup
     for number in range(num_rounds):
@@ -257,7 +257,7 @@ def server_process(arguments: list[str]) -> Iterator[str]:
                     yield found[1]
                     break
             else:
-                raise ValueError(f"the server must get ready, got: {log[-500:]}")
+                raise ValueError(f"the server must become ready, got: {log[-500:]}")
         finally:
             process.terminate()
 
@@ -373,21 +373,21 @@ def goal_lines(report: dict[str, Any]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="What the HTTP server costs.",
+        description="Measure the overhead of the HTTP server.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add_model_options(parser)
-    add("--num-requests", type=int, default=64, help="of a round")
+    add("--num-requests", type=int, default=64, help="requests in a round")
     add("--prefix-len", type=int, default=128, help="tokens that all prompts share")
     add("--prompt-lens", type=int, nargs=2, default=[16, 64], help="tokens after the prefix")
     add("--new-tokens", type=int, nargs=2, default=[16, 96], help="tokens to generate")
-    add("--warmup-runs", type=int, default=1, help="rounds that do not count")
-    add("--runs", type=int, default=5, help="rounds that do")
-    add("--max-num-seqs", type=int, default=16, help="sequences that run at once")
-    add("--num-blocks", type=int, default=512, help="in the pool")
-    add("--steps-per-dispatch", type=int, default=8, help="decode steps before the host looks")
-    add("--json", type=Path, metavar="FILE", help="write the results there")
+    add("--warmup-runs", type=int, default=1, help="warm-up rounds")
+    add("--runs", type=int, default=5, help="measured rounds")
+    add("--max-num-seqs", type=int, default=16, help="maximum number of running sequences")
+    add("--num-blocks", type=int, default=512, help="blocks in the pool")
+    add("--steps-per-dispatch", type=int, default=8, help="decode steps per dispatch")
+    add("--json", type=Path, metavar="FILE", help="write the results to this file")
     return parser
 
 

@@ -256,7 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("plots: this needs matplotlib. Run `pip install matplotlib`.", file=sys.stderr)
         return 2
     for file in options.files or sorted(RESULTS.glob("*.json")):
-        print(draw(pyplot, file, options.out) or f"{file.name}: nothing draws such a file")
+        print(draw(pyplot, file, options.out) or f"{file.name}: there is no plot for this file")
     return 0
 
 

@@ -23,7 +23,7 @@ from paged_jax.kernels.backend import AttentionArgs, Options
 def _divided(num_parts: Callable[[Case], int]) -> Peer:
     def make(case: Case, inputs: Inputs) -> Variants:
         if case.chunk:
-            raise PeerUnavailable("chunks of prompt are not divided")
+            raise PeerUnavailable("prompt chunks are not divided")
         count = num_parts(case)
 
         def op(q: jax.Array, layer: Any, inputs: Inputs) -> jax.Array:

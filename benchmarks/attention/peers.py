@@ -54,7 +54,7 @@ def make_peers(
     Args:
       case: the call to compute.
       inputs: arrays of the case.
-      free_bytes: memory that is left for layouts of peers; peers may share it.
+      free_bytes: memory in which all peers together may store K and V in their own layouts.
       chosen: the peers; `KNOWN` if None. See `peer_of_file` for others.
 
     Returns:
@@ -119,7 +119,7 @@ def peer_of_file(path: Path) -> Peer:
 
 def _decodes(decode: Callable[..., Any], case: Case, inputs: Inputs) -> dict[str, Any]:
     if case.chunk or case.is_quantised:
-        raise PeerUnavailable("it is given decoding over unquantised pools only")
+        raise PeerUnavailable("only decoding over unquantised pools is measured")
 
     def variant(num_splits: int) -> Callable[..., Any]:
         def op(q, layer, arrays):
@@ -144,7 +144,9 @@ def _gathered(pool, scale, layer, tables, dtype):
 def _gather(implementation: Literal["xla", "cudnn"]) -> Make:
     def make(case: Case, inputs: Inputs) -> Variants:
         if case.chunk and (case.is_ragged or case.context != case.chunk):
-            raise PeerUnavailable("only a chunk that is the whole sequence needs no mask")
+            raise PeerUnavailable(
+                "it has no mask, so only chunks that are whole sequences are measured"
+            )
 
         def op(q, layer, arrays):
             # Make the tables depend on the query. Otherwise XLA may gather one layer once, before
@@ -181,7 +183,7 @@ def jax_kernel() -> ModuleType:
 def _jax_pallas(case: Case, inputs: Inputs) -> Variants:
     """Return `jax.experimental.pallas.ops.gpu.paged_attention`, over pools ``[K, L * P, C, D]``."""
     if case.chunk:
-        raise PeerUnavailable("it has one query token a sequence")
+        raise PeerUnavailable("it supports only one query token per sequence")
     theirs = jax_kernel()
     L, P, K, C, D = inputs.pools.k.shape
 
@@ -226,12 +228,13 @@ def _cudnn_paged(case: Case, inputs: Inputs) -> Variants:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     if case.chunk or case.pool_dtype != "bfloat16":
-        raise PeerUnavailable("it is given decoding over bfloat16 pools only")
+        raise PeerUnavailable("only decoding over bfloat16 pools is measured")
     if case.is_skewed:
-        raise PeerUnavailable("it wants as many blocks as the tables have entries")
+        raise PeerUnavailable("it requires pools with as many blocks as the tables have entries")
     L, P, K, C, D = inputs.pools.k.shape
     ones = jnp.ones_like(inputs.context_lens)
-    # It requires as many blocks as entries in the tables, so the tables are padded to all layers.
+    # cuDNN requires as many blocks in the pool as entries in the tables. The pool has the blocks of
+    # all layers, so the tables are padded to L times their width.
     padding = ((0, 0), (0, (L - 1) * case.blocks_per_sequence))
     tables = tuple(
         jnp.pad(inputs.block_tables + layer * P, padding)[:, None, :, None] for layer in range(L)
@@ -263,7 +266,7 @@ def _torch_sdpa(case: Case, inputs: Inputs) -> Variants:
     torch = torch_on_gpu()
     is_even = not case.is_ragged and not case.is_skewed
     if not is_even or case.is_quantised or (case.chunk and case.context != case.chunk):
-        raise PeerUnavailable("it is given even, unquantised batches without a mask only")
+        raise PeerUnavailable("only even, unquantised batches without a mask are measured")
 
     @jax.jit
     def gather(pool: jax.Array, layer: jax.Array) -> jax.Array:
@@ -294,7 +297,7 @@ def _flashinfer(case: Case, inputs: Inputs) -> Variants:
     except ImportError as error:
         raise PeerUnavailable("flashinfer is not installed") from error
     if case.chunk or case.is_quantised:
-        raise PeerUnavailable("it is given decoding over unquantised pools only")
+        raise PeerUnavailable("only decoding over unquantised pools is measured")
     num_heads, num_kv_heads, head_dim = case.heads
     counts = -(-case.lengths // case.block_size)
     tables = np.asarray(inputs.block_tables)

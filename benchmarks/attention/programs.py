@@ -12,8 +12,7 @@ from benchmarks.common.device_time import Program, Rates, chained
 from benchmarks.common.process import PeerUnavailable
 from paged_jax.kernels import paged_attention, paged_prefill_attention
 
-# Maximum relative error of an equal result. Rounding of bfloat16 weights and values causes 0.003 to
-# 0.01.
+# Maximum relative error of a correct result. Rounding to bfloat16 causes errors of 0.003 to 0.01.
 TOLERANCE = 0.02
 
 # Minimum number of calls in the body of a loop.
@@ -47,7 +46,7 @@ class Plan(NamedTuple):
 
 
 def plan_calls(case: Case, rates: Rates, turn_seconds: float) -> Plan:
-    """Return a plan with calls for about `turn_seconds`, at the bound of the device."""
+    """Return a plan with as many calls as the device could make in `turn_seconds` at its rates."""
     bound = case.num_bytes / rates.memory / 1e9 + case.flops / rates.matmul / 1e12
     # XLA launches loop bodies with several calls as one CUDA graph. On a CPU unrolling has no
     # effect.

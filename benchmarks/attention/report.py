@@ -125,7 +125,7 @@ GOALS = (
     Goal("1.3x JAX's own kernel, batch 1 or ragged", _in_cases(_over_jax_alone), low=1.3),
     Goal("2x JAX's own kernel, int8 and fp8 pools", _in_cases(_over_jax_quantised), low=2.0),
     Goal("int8 and fp8 pools: 1.75x bfloat16 of 0.5 GB or more", _in_cases(_quantised), low=1.75),
-    Goal("chunks of 2K tokens: 55% of the matrix product's rate", _in_cases(_chunks), low=0.55),
+    Goal("chunks of 2K tokens: 55% of the matmul rate", _in_cases(_chunks), low=0.55),
     Goal(
         "one sequence of 128K among 63 of 1K: 85% of the copy rate",
         _in_cases(_large_skewed),

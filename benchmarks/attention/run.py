@@ -68,7 +68,7 @@ def measure(
       case: the call to time.
       rates: rates of the device.
       num_rounds: number of turns of each kernel.
-      turn_seconds: seconds of a turn at the bound of the device.
+      turn_seconds: seconds of a turn of a kernel that reaches the rates of the device.
       peers: other kernels to time.
     """
     inputs = make_inputs(case)
@@ -114,10 +114,14 @@ def _drop_different(
     errors = {key: relative_error(ready.once(), expected) for key, ready in prepared.items()}
     different = {key: error for key, error in errors.items() if not error <= TOLERANCE}
     if (OURS, "") in different:
-        raise RuntimeError(f"our result is wrong by {different[OURS, '']:.3g}")
+        raise RuntimeError(
+            f"the result of paged_jax has a relative error of {different[OURS, '']:.3g}"
+        )
     for key in different:
         del prepared[key]
-    return {key: f"differs from what it must be by {error:.3g}" for key, error in different.items()}
+    return {
+        key: f"the result has a relative error of {error:.3g}" for key, error in different.items()
+    }
 
 
 def _fastest_settings(prepared: dict[tuple[str, str], Prepared]) -> dict[str, str]:
@@ -176,13 +180,13 @@ def run(
     }
     print(report["accelerator"] or report["device"], report["versions"], rates, sep="\n")
     skipped: dict[str, list[str]] = {
-        "do not fit the memory": [],
+        "do not fit into memory": [],
         "not reached in time": [],
         "failed": [],
     }
     for case in cases:
         if 2 * case.num_layers * case.layer_bytes > memory_limit():
-            skipped["do not fit the memory"].append(str(case))
+            skipped["do not fit into memory"].append(str(case))
         elif time.monotonic() - start > budget:
             skipped["not reached in time"].append(str(case))
         else:
@@ -232,26 +236,28 @@ def _chosen_peers(options: argparse.Namespace) -> Mapping[str, Peer]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Attention over blocks, beside other kernels.")
+    parser = argparse.ArgumentParser(
+        description="Time attention over blocks, compared with other kernels."
+    )
     sweep = parser.add_mutually_exclusive_group()
     sweep.add_argument("--quick", action="store_true", help="a few small cases")
-    sweep.add_argument("--full", action="store_true", help="the product of all axes")
-    parser.add_argument("--models", nargs="+", help="only these")
-    parser.add_argument("--batches", nargs="+", type=int, help="only these")
-    parser.add_argument("--contexts", nargs="+", type=int, help="only these")
-    parser.add_argument("--dtypes", nargs="+", help="only pools of these types")
-    parser.add_argument("--budget", type=float, default=240, metavar="SECONDS", help="default 240")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each kernel, default 5")
-    parser.add_argument("--no-peers", action="store_true", help="no kernels of others")
+    sweep.add_argument("--full", action="store_true", help="all combinations of sizes")
+    parser.add_argument("--models", nargs="+", help="measure only these")
+    parser.add_argument("--batches", nargs="+", type=int, help="measure only these")
+    parser.add_argument("--contexts", nargs="+", type=int, help="measure only these")
+    parser.add_argument("--dtypes", nargs="+", help="measure only pools of these dtypes")
+    parser.add_argument("--budget", type=float, default=240, metavar="SECONDS", help="default: 240")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each kernel; default: 5")
+    parser.add_argument("--no-peers", action="store_true", help="time only the kernel of paged_jax")
     parser.add_argument(
         "--divisions",
         action="store_true",
-        help="our GPU kernel with batches divided otherwise, too",
+        help="also time our GPU kernel with other divisions of a batch",
     )
     parser.add_argument(
-        "--peer", type=Path, metavar="FILE", help="Python with a kernel of your own, see peers.py"
+        "--peer", type=Path, metavar="FILE", help="also time the kernel of this file, see peers.py"
     )
-    parser.add_argument("--goals", action="store_true", help="say which goals are met")
+    parser.add_argument("--goals", action="store_true", help="report which goals are met")
     add_outputs(parser)
     return parser
 
@@ -266,7 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
         cases = (cpu_cases if is_cpu else gpu_cases)(options.full)
     cases = [case for case in cases if _chosen(case, options)]
     if not cases:
-        print("decode_attention: no case is left by these options.", file=sys.stderr)
+        print("benchmarks.attention: these options exclude all cases.", file=sys.stderr)
         return 2
     report = run(
         cases,

@@ -328,9 +328,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--block-sizes", nargs="+", type=int, default=list(BLOCK_SIZES))
     parser.add_argument("--dtypes", nargs="+", choices=POOL_DTYPES, default=list(POOL_DTYPES))
-    parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="default 540")
-    parser.add_argument("--table", type=Path, default=TABLE, metavar="FILE", help="to write")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all times there")
+    parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="default: 540")
+    parser.add_argument("--table", type=Path, default=TABLE, metavar="FILE", help="table to write")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all times to this file")
     parser.add_argument("--dry-run", action="store_true", help="print the candidates")
     return parser
 
@@ -350,7 +350,7 @@ def main(arguments: list[str] | None = None) -> int:
         platform = jax.devices()[0].platform
         print(
             f"benchmarks.attention.tune: needs an NVIDIA GPU, JAX has a {platform} here. "
-            "`--dry-run` prints what would be timed.",
+            "`--dry-run` lists the candidates.",
             file=sys.stderr,
         )
         return 2

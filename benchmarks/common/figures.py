@@ -27,9 +27,9 @@ def plotter() -> Any:
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Add the options --json and --plot. --plot is an error if matplotlib is missing."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     parser.add_argument(
-        "--plot", type=_picture, metavar="FILE", help="draw them there, as PNG or SVG"
+        "--plot", type=_picture, metavar="FILE", help="draw the results, as PNG or SVG"
     )
 
 

@@ -14,8 +14,10 @@ from paged_jax.models.loading.pretrained import bundled_folder
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--model`` and ``--shape``."""
     weights = parser.add_mutually_exclusive_group()
-    weights.add_argument("--model", type=Path, metavar="FOLDER", help="default: the bundled model")
-    weights.add_argument("--shape", choices=SHAPES, help="random weights of that shape")
+    weights.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="model; default: the bundled one"
+    )
+    weights.add_argument("--shape", choices=SHAPES, help="random weights with this shape")
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ def write_gguf(folder: str | Path, path: str | Path, dtype: str) -> None:
             target = name_map.get_name(name, try_suffixes=(".weight",))
             if target is None:
                 raise ValueError(
-                    f"write_gguf: tensors must be those of a plain Llama, got {name}. "
+                    f"write_gguf: tensors must belong to a plain Llama, got {name}. "
                     "Remove it or use another model."
                 )
             shape = tensors.get_slice(name).get_shape()

@@ -57,8 +57,8 @@ class LlamaCppPeer:
         self._model = llama.llama_model_load_from_file(str(path).encode(), parameters)
         if not self._model:
             raise RuntimeError(
-                f"LlamaCppPeer: {folder} must be a model that llama.cpp reads. "
-                "Check that its config is a plain Llama."
+                f"LlamaCppPeer: {folder} must be a model that llama.cpp can load. "
+                "Check that it is a plain Llama."
             )
         self._context: Any = None
         self._batch: Any = None

@@ -99,17 +99,17 @@ def measure(
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure one peer and print one JSON line."""
-    parser = argparse.ArgumentParser(description="Measure one other engine on the CPU.")
+    parser = argparse.ArgumentParser(description="Measure one peer on the CPU.")
     parser.add_argument("--peer", choices=PEERS, required=True)
     parser.add_argument("--shape", choices=SHAPES, default="135M")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--prompt-len", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--folder", type=Path, help="a model folder to use instead of --shape")
+    parser.add_argument("--folder", type=Path, help="model folder, instead of --shape")
     options = parser.parse_args(arguments)
     if options.folder is not None and not (options.folder / "config.json").is_file():
-        parser.error(f"--folder must hold a config.json, got {options.folder}")
+        parser.error(f"--folder must contain a config.json, got {options.folder}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder
         if folder is None:

@@ -324,11 +324,15 @@ def show(record: dict[str, Any]) -> None:
 
 def main() -> int:
     """Measure, print tables, and optionally write JSON."""
-    parser = argparse.ArgumentParser(description="Text generation on a CPU, beside its peers.")
+    parser = argparse.ArgumentParser(
+        description="Time text generation on a CPU, compared with other engines."
+    )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the results to this file"
+    )
     parser.add_argument("--memory", nargs=3, help=argparse.SUPPRESS)  # memory of one child process
     options = parser.parse_args()
     if options.memory:

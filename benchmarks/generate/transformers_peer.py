@@ -52,7 +52,7 @@ class TransformersPeer:
         if compile and cache != "static":
             raise ValueError(
                 f"TransformersPeer: cache must be 'static' when compiled, got {cache!r}. "
-                "A growing cache would compile each step anew."
+                "A growing cache would compile every step again."
             )
         self.name = f"transformers ({cache}{', compiled' if compile else ''})"
         self._torch, self._transformers, self._model = torch, transformers, model

@@ -192,14 +192,16 @@ def _print_stages(stages: dict[str, Stage], out: Path, is_quick: bool) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run stages, or print their commands."""
-    parser = argparse.ArgumentParser(description="Half an hour on a rented GPU, in stages.")
+    parser = argparse.ArgumentParser(
+        description="Run tests and benchmarks for half an hour on a GPU, in stages."
+    )
     parser.add_argument("--stage", nargs="+", choices=STAGES, default=list(STAGES), metavar="NAME",
-                        help=f"only these, of: {', '.join(STAGES)}")  # fmt: skip
+                        help=f"run only these stages: {', '.join(STAGES)}")  # fmt: skip
     parser.add_argument("--out", type=Path, default=ROOT / "gpu-results", metavar="FOLDER")
     parser.add_argument(
-        "--peer", type=Path, metavar="FILE", help="one more stage, with a kernel of your own"
+        "--peer", type=Path, metavar="FILE", help="add a stage that times the kernel of this file"
     )
-    parser.add_argument("--quick", action="store_true", help="small sizes, on a CPU")
+    parser.add_argument("--quick", action="store_true", help="run small sizes, on a CPU")
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
     options = parser.parse_args(arguments)
     # The working directory of the processes is not the current directory.

@@ -175,7 +175,7 @@ def peer_stage(file: Path) -> Stage:
         arguments = ("--peer", file.resolve(), "--json", results, *extra)
         return [Command(_module("benchmarks.attention", *arguments), "peer")]
 
-    return Stage("a kernel of one's own, over the same pools", commands, 300)
+    return Stage("another kernel, over the same pools", commands, 300)
 
 
 # Several processes share the memory of the GPU.
@@ -195,7 +195,9 @@ STAGES: dict[str, Stage] = {
         environment=_SINGLE_ALLOCATIONS,
     ),
     "tune": Stage("launch parameters of the usual shapes, into tuning.json", _tune, is_tuned=False),
-    "goals": Stage("attention and its goals, beside JAX's own kernel and PyTorch's", _goals),
+    "goals": Stage(
+        "attention and its goals, compared with JAX's kernel, cuDNN and PyTorch", _goals
+    ),
     "step": Stage("whole decode steps and prompt chunks", _step, environment=_ALL_MEMORY),
     "divisions": Stage(
         "decode with batches divided in other ways, by batch and context", _divisions

@@ -44,7 +44,7 @@ class Held(NamedTuple):
         return self.num_tokens / (self.num_blocks * self.block_size)
 
     @classmethod
-    def of(cls, tables: BlockTables) -> "Held":
+    def from_tables(cls, tables: BlockTables) -> "Held":
         """Count the tokens, and the blocks that have left the free queue."""
         num_held = tables.num_blocks - int(tables.pool.num_free)
         return cls(int(tables.lengths.sum()), num_held, tables.block_size)
@@ -129,7 +129,9 @@ def serve(lengths: np.ndarray, num_slots: int, block_size: int) -> BlockTables:
     tables, _, has_prompts = _reserve(tables, jnp.asarray(targets // 2), max_tokens=MAX_LENGTH)
     tables, ok = grow(tables, jnp.asarray(targets))
     if not (has_prompts and ok):
-        raise RuntimeError(f"serve: {len(lengths)} sequences do not fit {tables.num_blocks} blocks")
+        raise RuntimeError(
+            f"serve: {len(lengths)} sequences do not fit into {tables.num_blocks} blocks"
+        )
     return tables
 
 
@@ -152,8 +154,8 @@ def _measure_batch(
 ) -> Record:
     """Return a record. All batches share a program for `num_slots`, the largest batch size."""
     draws = [draw(batch, [seed, batch, i]) for i in range(num_draws)]
-    paged = [Held.of(serve(lengths, num_slots, BLOCK_SIZE)) for lengths in draws]
-    contiguous = [Held.of(serve(lengths, num_slots, MAX_LENGTH)) for lengths in draws]
+    paged = [Held.from_tables(serve(lengths, num_slots, BLOCK_SIZE)) for lengths in draws]
+    contiguous = [Held.from_tables(serve(lengths, num_slots, MAX_LENGTH)) for lengths in draws]
     lengths = np.concatenate(draws)
     mean = float(lengths.mean())
     return {
@@ -193,7 +195,7 @@ def measure_block_sizes(
             seconds[size].append(_time_steps(tables))
     records = []
     for size, tables in served.items():
-        held = Held.of(tables)
+        held = Held.from_tables(tables)
         records.append(
             {
                 "block_size": size,
@@ -239,11 +241,11 @@ def measure_shared_prompt(num_requests: int = 10, num_tokens: int = 200) -> Reco
         "num_requests": num_requests,
         "num_tokens": num_tokens,
         "block_size": BLOCK_SIZE,
-        "blocks_unshared": Held.of(alone).num_blocks,
-        "blocks_shared": Held.of(shared).num_blocks,
-        "blocks_one_diverged": Held.of(one).num_blocks,
+        "blocks_unshared": Held.from_tables(alone).num_blocks,
+        "blocks_shared": Held.from_tables(shared).num_blocks,
+        "blocks_one_diverged": Held.from_tables(one).num_blocks,
         "copies_one_diverged": int(jnp.sum(copies.source < one.num_blocks)),
-        "blocks_all_diverged": Held.of(everyone).num_blocks,
+        "blocks_all_diverged": Held.from_tables(everyone).num_blocks,
     }
 
 

@@ -25,7 +25,7 @@ PUBLISHED = {
 }
 """Blocks saved on the Alpaca trace by OPT-13B: Kwon et al. 2023, section 6.3 and figure 15."""
 
-# Bytes of K and V of a token in Llama-3 8B: two, in 32 layers of 8 heads of 128 bfloat16 values.
+# Bytes of a token in Llama-3 8B: K and V, in 32 layers with 8 heads of 128 bfloat16 values.
 _LLAMA3_8B_BYTES = 2 * 32 * 8 * 128 * 2
 
 
@@ -74,23 +74,24 @@ def _saved(kind: str, width: int) -> Callable[[Report], float | None]:
 
 GOALS = (
     # Tolerance for sums in another order.
-    Goal("the allocator holds what the formulas say, to rounding", _largest_difference,
+    Goal("the allocator agrees with the formulas, except for rounding", _largest_difference,
          high=1e-12, form=".1g"),
-    Goal("contiguous: 24% of the memory holds tokens, 1 point more or less",
+    Goal("contiguous: 23 to 25% of the memory holds tokens",
          _total("contiguous_blocks", "max_length"), low=0.23, high=0.25, form=".1%"),
     Goal("paged: 98.5%, rounded", _total("paged_blocks", "block_size"), low=0.9845, form=".2%"),
     Goal("paged: at most 4% waste with blocks of 16", _waste, high=0.04, form=".1%"),
     Goal("10 requests with 200 tokens in common: 130 blocks unshared",
          _shared("blocks_unshared"), low=130, high=130, form="d"),
     Goal("shared, 13 blocks", _shared("blocks_shared"), low=13, high=13, form="d"),
-    Goal("14 when one of them writes", _shared("blocks_one_diverged"), low=14, high=14, form="d"),
-    Goal("9x as many sequences as contiguous, 200 of 2048 tokens held", _ratio, low=9.0,
+    Goal("14 blocks after one of them has written", _shared("blocks_one_diverged"), low=14, high=14,
+         form="d"),
+    Goal("9x as many sequences as contiguous, each with 200 of 2048 tokens", _ratio, low=9.0,
          form=".2f"),
     *(Goal(f"{kind}, {width}: at least {saved:.1%} of the blocks saved", _saved(kind, width),
            low=saved, form=".1%")
       for (kind, width), saved in PUBLISHED.items()),
 )  # fmt: skip
-"""Consequences of the mean length, and the published figures of Kwon et al. for sharing."""
+"""Goals, computed from the mean length or published by Kwon et al. (sharing)."""
 
 
 def goal_lines(report: Report) -> list[str]:
@@ -124,10 +125,10 @@ def utilisation_lines(report: Report) -> list[str]:
         )
     return [
         *lines,
-        "Expected: mean / 2048, and mean / (mean + 7.5), whatever the distribution. So goals of "
+        "Expected: mean / 2048, and mean / (mean + 7.5), for any distribution. Goals of "
         "24% and 98.5%",
-        f"both say that the mean length is {from_contiguous:.0f} ({from_contiguous} from the "
-        f"first, {from_paged} from the second); uniform lengths are of 1 to 983.",
+        f"both imply a mean length of {from_contiguous:.0f} ({from_contiguous} from the "
+        f"first, {from_paged} from the second); uniform lengths are 1 to 983.",
     ]
 
 
@@ -135,7 +136,7 @@ def block_size_lines(report: Report) -> list[str]:
     """Return the effect of the block size."""
     lines = [
         f"Block size, {report['sizes']['num_slots']} sequences of uniform lengths. "
-        "A step gives each of them a token; many steps are one program.",
+        "A step appends a token to each; one program makes many steps.",
         f"{'C':>4s}{'waste: expected':>17s}{'formula':>9s}{'allocator':>11s}{'row of table':>14s}"
         f"{'tables':>12s}{'pool':>12s}{'step, median':>14s}{'fastest':>10s}",
     ]
@@ -156,11 +157,11 @@ def shared_prompt_lines(report: Report) -> list[str]:
     return [
         f"A prompt of {record['num_tokens']} tokens that {record['num_requests']} requests share, "
         f"blocks of {record['block_size']}.",
-        f"{'each its own':36s}{record['blocks_unshared']:5d} blocks",
+        f"{'unshared':36s}{record['blocks_unshared']:5d} blocks",
         f"{'shared by fork':36s}{record['blocks_shared']:5d}",
-        f"{'one has written its first token':36s}{record['blocks_one_diverged']:5d}"
+        f"{'after one has written a token':36s}{record['blocks_one_diverged']:5d}"
         f"  ({record['copies_one_diverged']} copied)",
-        f"{'all have':36s}{record['blocks_all_diverged']:5d}",
+        f"{'after all have written':36s}{record['blocks_all_diverged']:5d}",
     ]
 
 
@@ -185,11 +186,12 @@ def sharing_lines(report: Report) -> list[str]:
     """Return the blocks that samples and beams share, and the effect of the length spread."""
     requests = report["requests"]
     lines = [
-        f"Blocks saved by sharing, over blocks without it: {requests['num_requests']} requests, "
+        "Blocks saved by sharing, relative to blocks without sharing: "
+        f"{requests['num_requests']} requests, "
         f"prompts of {requests['mean_prompt']:.1f} tokens on average and outputs of "
         f"{requests['mean_output']:.1f};",
         f"log-normal, sigma {requests['spread_prompt']} and {requests['spread_output']} (assumed). "
-        "Beams are those of the bundled model, published ones those of OPT-13B.",
+        "Beams are from the bundled model, and published beams from OPT-13B.",
         f"{'':20s}{'allocator':>10s}{'recounted':>11s}{'published':>11s}{'blocks':>10s}"
         f"{'unshared':>10s}",
     ]
@@ -204,7 +206,7 @@ def sharing_lines(report: Report) -> list[str]:
     width = report["saved_by_spread"][0]["width"]
     spreads = sorted({record["spread_output"] for record in report["saved_by_spread"]})
     lines += [
-        f"With other spreads, {SAMPLES}, {width}, by formula:",
+        f"With other spreads of lengths, {SAMPLES}, {width}, by formula:",
         f"{'prompt':>8s}  output {'  '.join(f'{spread:5.1f}' for spread in spreads)}",
     ]
     for prompt in spreads:

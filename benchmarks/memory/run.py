@@ -105,9 +105,11 @@ def run(sizes: Sizes, model: Llama, seed: int) -> Report:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="KV memory, contiguous and paged.")
-    parser.add_argument("--quick", action="store_true", help="little of everything, no goals")
-    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn, default 0")
+    parser = argparse.ArgumentParser(
+        description="Measure how much KV memory holds tokens, contiguous and paged."
+    )
+    parser.add_argument("--quick", action="store_true", help="run small sizes, without goals")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random values; default: 0")
     add_outputs(parser)
     return parser
 

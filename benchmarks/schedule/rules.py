@@ -100,7 +100,7 @@ def by_lengths(call: Call, machine: Machine) -> Programs:
 def by_table(call: Call, machine: Machine) -> Programs:
     """Return the previous rule: the table width gives the number of parts per sequence."""
     num_splits = _num_splits(len(call.lengths), call.kv_heads, call.max_steps, machine.num_cores)
-    # All first parts start first.
+    # The first parts of all sequences start first, then the second parts, and so on.
     cuts = [_cut(call.lengths, turn, num_splits) for turn in range(num_splits + 1)]
     tokens = np.stack(cuts[1:]) - np.stack(cuts[:-1])
     return Programs(tokens.T.reshape(-1), merge=_launched_merge(num_splits, machine))

@@ -113,14 +113,16 @@ def _default_traces() -> Path:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Divisions of a batch, simulated.")
+    parser = argparse.ArgumentParser(
+        description="Simulate decode attention with different divisions of a batch."
+    )
     parser.add_argument("--quick", action="store_true", help="few batches")
     parser.add_argument(
         "--traces", type=Path, metavar="FOLDER", default=_default_traces(),
-        help="of recorded traffic; default: traces in PAGED_JAX_TEST_DATA",
+        help="folder of recorded traces; default: traces in PAGED_JAX_TEST_DATA",
     )  # fmt: skip
     parser.add_argument("--memory-rate", type=float, default=Machine().memory_rate / 1e9,
-                        metavar="GB/S", help="of the memory, default %(default)g")  # fmt: skip
+                        metavar="GB/S", help="memory bandwidth; default: %(default)g")  # fmt: skip
     add_outputs(parser)
     return parser
 

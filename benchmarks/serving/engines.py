@@ -144,7 +144,6 @@ def _numbers(stats: Any) -> dict[str, float]:
         field.name: value
         for field in dataclasses.fields(stats)
         if isinstance(value := getattr(stats, field.name), int | float)
-        # The first is the time of the engine's first request, and the second a ratio: neither has
-        # differences.
+        # Differences of these two have no meaning: a time of the first request, and a ratio.
         and field.name not in ("first_token_seconds", "sharing")
     }

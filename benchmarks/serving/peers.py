@@ -70,7 +70,7 @@ def measure(
     """
     if engine == PEERS[0] and _available_memory() < _SHARE_OF_MEMORY:
         raise PeerUnavailable(
-            f"{engine}: takes 60% of the machine's memory, and {_available_memory():.0%} of it is "
+            f"{engine}: needs 60% of the machine's memory, of which {_available_memory():.0%} is "
             "available"
         )
     job = {

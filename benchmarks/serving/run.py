@@ -192,7 +192,7 @@ def measure_peers(
     warmup = [Request(r.prompt_token_ids, _PEER_WARMUP_TOKENS) for r in unseen]
     found: dict[str, dict[str, Any]] = {}
     for name in (OURS, *PEERS):
-        _say(f"in a process of its own: {name}")
+        _say(f"in a separate process: {name}")
         try:
             found[name] = measure(
                 name,
@@ -261,9 +261,7 @@ def _mistake(options: argparse.Namespace, sizes: Sizes, engine_sizes: EngineSize
             "--prefix-len, --prompt-lens or --new-tokens, or raise --max-model-len."
         )
     if engine_sizes.pool_tokens < limit:
-        return (
-            f"--pool-tokens must hold a sequence of {limit} tokens, got {engine_sizes.pool_tokens}."
-        )
+        return f"--pool-tokens must be at least {limit}, got {engine_sizes.pool_tokens}."
     positive = [options.speed, options.load, *(options.length_scale or ())]
     if min(positive) <= 0:
         return "--speed, --load and --length-scale must be positive."
@@ -273,7 +271,7 @@ def _mistake(options: argparse.Namespace, sizes: Sizes, engine_sizes: EngineSize
     if options.warmup_runs < 1 or options.runs < 1:
         return "--warmup-runs and --runs must be at least 1."
     if "online" in options.modes and "offline" not in options.modes:
-        return "--modes online needs offline too, which says what rate of arrivals is a load."
+        return "--modes online also requires offline, which determines the arrival rate."
     return None
 
 
@@ -354,26 +352,26 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Serving with continuous batching, beside serving without.",
+        description="Time continuous batching, compared with simpler schedules.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add_model_options(parser)
-    add("--dtype", choices=DTYPES, default="float32", help="of the weights")
+    add("--dtype", choices=DTYPES, default="float32", help="dtype of the weights")
     add("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE", help=str(MODES))
-    add("--num-requests", type=int, default=64, help="of a round, or first ones of a trace")
+    add("--num-requests", type=int, default=64, help="requests in a round or from a trace")
     add("--prefix-len", type=int, default=128, help="tokens that all prompts share")
     add("--prompt-lens", type=int, nargs=2, default=[16, 64], help="tokens after the prefix")
     add("--new-tokens", type=int, nargs=2, default=[16, 96], help="tokens to generate")
-    add("--load", type=float, default=2.0, help="online arrivals, as multiple of the offline rate")
-    add("--warmup-runs", type=int, default=1, help="rounds that do not count")
-    add("--runs", type=int, default=3, help="rounds that do")
-    add("--max-num-seqs", type=int, default=64, help="sequences that run at once")
-    add("--max-model-len", type=int, help="longest sequence; default: the context, at most 512")
-    add("--pool-tokens", type=int, help="tokens that K and V have room for; default: half of all")
+    add("--load", type=float, default=2.0, help="online arrival rate / offline rate")
+    add("--warmup-runs", type=int, default=1, help="warm-up rounds")
+    add("--runs", type=int, default=3, help="measured rounds")
+    add("--max-num-seqs", type=int, default=64, help="maximum number of running sequences")
+    add("--max-model-len", type=int, help="default: the model's context, at most 512")
+    add("--pool-tokens", type=int, help="tokens in the pool; default: half of the maximum")
     add("--block-size", type=int, default=16, help="tokens in a block")
-    add("--max-num-batched-tokens", type=int, help="of a step; default: the engine's own")
-    add("--steps-per-dispatch", type=int, default=8, help="decode steps before the host looks")
+    add("--max-num-batched-tokens", type=int, help="default: the default of the engine")
+    add("--steps-per-dispatch", type=int, default=8, help="decode steps per dispatch")
     add("--trace", type=Path, metavar="DIR", help="write a jax.profiler trace of an offline run")
     add("--trace-file", type=Path, metavar="FILE", help="serve an Azure .csv or Mooncake .jsonl")
     add(
@@ -381,10 +379,10 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         nargs=2,
         metavar=("PROMPTS", "OUTPUTS"),
-        help="of a trace; default: so that the longest fit",
+        help="factors for the lengths of a trace; default: the longest requests fit",
     )
-    add("--speed", type=float, default=1.0, help="by what the times of a trace are divided")
-    add("--json", type=Path, metavar="FILE", help="write the results there")
+    add("--speed", type=float, default=1.0, help="divisor of the times of a trace")
+    add("--json", type=Path, metavar="FILE", help="write the results to this file")
     return parser
 
 

@@ -100,7 +100,7 @@ VARIANTS: dict[str, Variant] = {
     "sampled, top-k and top-p": Variant(sampling=_SAMPLED, is_for=_decodes),
     "bare step": Variant(is_bare=True, is_for=_decodes),
     "without command buffers": Variant(compiler_options=_command_buffers(""), is_for=_on_gpu),
-    # Otherwise the host reads the predicates of the dispatch's loop and of sampling.
+    # Without them, the host reads the conditions of the decode loop and of sampling.
     "loops in command buffers": Variant(
         compiler_options=_command_buffers(
             "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
@@ -236,7 +236,7 @@ class Bench:
         seconds = time.perf_counter() - start
         grown = np.asarray(self._executor.state.cache.lengths) - self.case.context
         if not all(bool(ok) for ok in jax.device_get(results)) or np.any(grown != taken):
-            raise RuntimeError(f"{name}: it was to append {taken} tokens, got {grown.tolist()}")
+            raise RuntimeError(f"{name}: must append {taken} tokens per slot, got {grown.tolist()}")
         if VARIANTS[name].sampling is not _GREEDY:
             self._choose_tokens(_GREEDY)
         return seconds / self.num_steps

@@ -14,13 +14,16 @@ def record_line(record: Record) -> str:
     """Return one line: time, bound, and the times of variants relative to the engine's."""
     others = "  ".join(f"{name} {ratio:.2f}x" for name, ratio in record["over_engine"].items())
     return (
-        f"{record['name']:48s} {record['ms'][ENGINE]:9.3f} ms, {record['of_bound']:4.0%} of what "
-        f"{record['bound_by']} allow ({record['bound_ms']:.3f} ms)  {others}"
+        f"{record['name']:48s} {record['ms'][ENGINE]:9.3f} ms, {record['of_bound']:4.0%} of the "
+        f"bound by {record['bound_by']} ({record['bound_ms']:.3f} ms)  {others}"
     )
 
 
 def _of(model: str, figure: str, *, batch: int = 1, chunk: int = 0) -> Callable[..., Figure]:
-    """Return a figure of the cases of a goal, in bfloat16; empty for reports of a CPU."""
+    """Return a function that reads a figure of some cases from a report; see `Goal.figure`.
+
+    It reads the cases in bfloat16 with this model, batch and chunk, from reports of accelerators.
+    """
 
     def figures(report: dict[str, Any]) -> Figure:
         wanted = {"model": model, "batch": batch, "chunk": chunk, "dtype": "bfloat16"}
@@ -38,18 +41,18 @@ def _of(model: str, figure: str, *, batch: int = 1, chunk: int = 0) -> Callable[
 
 GOALS = (
     Goal(
-        "8B, batch 1: 80% of (weights / copy rate), K and V apart",
+        "8B, batch 1: 80% of (weights / copy rate), without K and V",
         _of("8B", "weights_of_memory_rate"),
         low=0.80,
     ),
     Goal(
-        "8B, batch 64: 84% of (weights / copy rate), K and V apart",
+        "8B, batch 64: 84% of (weights / copy rate), without K and V",
         _of("8B", "weights_of_memory_rate", batch=64),
         low=0.84,
     ),
     Goal("135M, batch 1: a step in 0.45 ms", _of("135M", "ms"), high=0.45),
     Goal(
-        "8B, prompt chunks of 2K: 55% of the matrix product's rate",
+        "8B, prompt chunks of 2K: 55% of the matmul rate",
         _of("8B", "of_matmul_rate", chunk=2048),
         low=0.55,
     ),
@@ -74,7 +77,7 @@ def plot(pyplot: Any, report: dict[str, Any], path: Path) -> None:
     for row, record in zip(rows, records, strict=True):
         left.text(record["ms"][ENGINE], row, f" {record['of_bound']:.0%}", va="center", fontsize=8)
     left.set_yticks(rows, [record["name"] for record in records], fontsize=8)
-    left.set(xscale="log", xlabel="ms", title="Steps, and what bytes and operations allow")
+    left.set(xscale="log", xlabel="ms", title="Steps, and their bounds by bytes and operations")
     left.set_xlim(
         min(record["bound_ms"] for record in records) / 2,
         max(record["ms"][ENGINE] for record in records) * 2,
@@ -90,7 +93,7 @@ def plot(pyplot: Any, report: dict[str, Any], path: Path) -> None:
     right.bar_label(drawn, fmt="{:.2f}", padding=3, fontsize=8)
     right.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=7)
     right.axvline(1, color="black", linewidth=1)
-    right.set(xlabel="time over that of the engine's own way", title="One thing changed")
+    right.set(xlabel="time relative to the engine's default", title="One thing changed")
     right.margins(x=0.1)
     right.invert_yaxis()
     device = report["accelerator"] or report["device"]

@@ -145,7 +145,8 @@ def make_record(
         "bound_ms": round(1e3 * bound, 4),
         "bound_by": "operations" if computing > reading else "bytes",
         "of_bound": round(bound / ours, 3),
-        # Subtract the time of K and V at the rate of a copy; attention's additional time counts.
+        # Without the time to read K and V at the rate of a copy. If attention takes longer, the
+        # additional time counts as time of the step.
         "weights_of_memory_rate": round(weights_alone / max(ours - kv_seconds, 1e-9), 3),
         "of_matmul_rate": round(computing / ours, 3),
         "over_engine": {name: round(s / ours, 3) for name, s in seconds.items() if name != ENGINE},
@@ -225,20 +226,22 @@ def make_jobs(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Whole steps of an engine's device.")
+    parser = argparse.ArgumentParser(description="Time whole steps of an engine on the device.")
     parser.add_argument("--quick", action="store_true", help="a few small cases")
-    parser.add_argument("--models", nargs="+", choices=MODELS, help="only these")
-    parser.add_argument("--batches", nargs="+", type=int, help="only decode steps of these")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="measure only these")
+    parser.add_argument(
+        "--batches", nargs="+", type=int, help="measure only decode steps of these sizes"
+    )
     parser.add_argument(
         "--variants", nargs="*", choices=[*VARIANTS], metavar="NAME",
-        help=f"only these, of: {', '.join(VARIANTS)}",
+        help=f"measure only these variants: {', '.join(VARIANTS)}",
     )  # fmt: skip
-    parser.add_argument("--budget", type=float, default=420, metavar="SECONDS", help="default 420")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant, default 5")
-    parser.add_argument("--goals", action="store_true", help="say which goals are met")
+    parser.add_argument("--budget", type=float, default=420, metavar="SECONDS", help="default: 420")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant; default: 5")
+    parser.add_argument("--goals", action="store_true", help="report which goals are met")
     add_outputs(parser)
     parser.add_argument(
-        "--profile", type=Path, metavar="FOLDER", help="JAX's traces of varied cases"
+        "--profile", type=Path, metavar="FOLDER", help="write JAX profiles of cases with variants"
     )
     return parser
 
@@ -261,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
     platform = jax.default_backend()
     cases = list(_cases(options, platform == "cpu"))
     if not cases:
-        print("benchmarks.step: no case is left by these options.", file=sys.stderr)
+        print("benchmarks.step: these options exclude all cases.", file=sys.stderr)
         return 2
 
     def save(report: Report) -> None:

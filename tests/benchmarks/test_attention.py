@@ -247,7 +247,7 @@ def test_measure_drops_kernels_with_other_results(tiny) -> None:
     record = measure(Case(tiny, 2, 24, 8, "float32"), peers)
     assert list(record["us"]) == ["paged_jax"]
     assert record["left_out"]["fails"] == "no such thing"
-    assert record["left_out"]["wrong"].startswith("differs from what it must be by")
+    assert record["left_out"]["wrong"].startswith("the result has a relative error of")
 
 
 PROTOTYPE = """
@@ -305,13 +305,13 @@ def test_a_function_that_decodes_is_timed_with_several_numbers_of_parts(
     assert decoded["settings"]["prototype"] in {"num_splits=1", "num_splits=2", "num_splits=4"}
     for case in (Case(tiny, 2, 24, 8, "float32", chunk=24), Case(tiny, 2, 24, 8, "int8")):
         _, left_out = attention_peers.make_peers(case, make_inputs(case), 0, others)
-        assert left_out == {"prototype": "it is given decoding over unquantised pools only"}
+        assert left_out == {"prototype": "only decoding over unquantised pools is measured"}
 
 
 def test_measure_refuses_a_wrong_result_of_ours(tiny, monkeypatch) -> None:
     expected = expected_result
     monkeypatch.setattr(decode_attention, "expected_result", lambda inputs: 2 * expected(inputs))
-    with pytest.raises(RuntimeError, match="our result is wrong by 0.5"):
+    with pytest.raises(RuntimeError, match="the result of paged_jax has a relative error of 0.5"):
         measure(Case(tiny, 2, 24, 8, "float32"))
 
 
@@ -325,7 +325,7 @@ def test_run_saves_and_says_what_it_left_out(tiny, monkeypatch, tmp_path, capsys
     report = decode_attention.run(cases, budget=60, save=save, **options)
     assert json.loads(path.read_text()) == report
     assert [record["name"] for record in report["results"]] == [str(cases[0])]
-    assert report["skipped"]["do not fit the memory"] == [str(cases[1])]
+    assert report["skipped"]["do not fit into memory"] == [str(cases[1])]
     late = decode_attention.run(cases[:1], budget=-1, save=save, **options)
     assert late["skipped"]["not reached in time"] == [str(cases[0])]
     assert "1 cases not reached in time" in capsys.readouterr().out
@@ -421,4 +421,4 @@ def test_plot_draws_a_report(tmp_path) -> None:
 
 def test_main_needs_a_case(capsys) -> None:
     assert decode_attention.main(["--quick", "--models", "none"]) == 2
-    assert "no case is left" in capsys.readouterr().err
+    assert "these options exclude all cases" in capsys.readouterr().err

@@ -71,8 +71,8 @@ def test_serve_fills_the_blocks_of_the_formula(short) -> None:
     lengths = np.array([1, 8, 32])
     tables = memory_allocator.serve(lengths, num_slots=4, block_size=4)
     assert tables.lengths.tolist() == [1, 8, 32, 0]
-    assert memory_allocator.Held.of(tables) == (41, 1 + 2 + 8, 4)
-    contiguous = memory_allocator.Held.of(memory_allocator.serve(lengths, 4, 32))
+    assert memory_allocator.Held.from_tables(tables) == (41, 1 + 2 + 8, 4)
+    contiguous = memory_allocator.Held.from_tables(memory_allocator.serve(lengths, 4, 32))
     assert contiguous == (41, 3, 32)
     assert contiguous.utilisation == 41 / 96
 

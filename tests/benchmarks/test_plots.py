@@ -61,7 +61,7 @@ def test_main_says_what_it_cannot_draw(tmp_path: Path, capsys) -> None:
     file = tmp_path / "weather.json"
     file.write_text("{}")
     assert plots.main([str(file), "--out", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "weather.json: nothing draws such a file\n"
+    assert capsys.readouterr().out == "weather.json: there is no plot for this file\n"
     assert list(tmp_path.iterdir()) == [file]
 
 

@@ -427,11 +427,11 @@ def test_measure_leaves_memory_to_others(tmp_path, monkeypatch) -> None:
     ("arguments", "message"),
     [
         (["--prefix-len", "400"], "must fit the 512 tokens"),
-        (["--pool-tokens", "100"], "--pool-tokens must hold a sequence"),
+        (["--pool-tokens", "100"], "--pool-tokens must be at least"),
         (["--prompt-lens", "5", "4"], "ascending"),
         (["--runs", "0"], "at least 1"),
         (["--speed", "0"], "must be positive"),
-        (["--modes", "online"], "needs offline"),
+        (["--modes", "online"], "also requires offline"),
         (["--trace-file", "nothing.csv"], "nothing.csv"),
         (["--model", "nowhere"], "nowhere"),
     ],

@@ -102,7 +102,7 @@ def test_measure_times_the_programs_of_an_engine(tiny, monkeypatch) -> None:
     found = measure(tiny, names)
     assert list(found["ms"]) == [ENGINE, *names[:3]]
     assert list(found["failed"]) == ["too few"]
-    assert "it was to append 16 tokens, got [8, 8]" in found["failed"]["too few"]
+    assert "must append 16 tokens per slot, got [8, 8]" in found["failed"]["too few"]
     assert min(found["ms"].values()) > 0
     assert str(tiny) in report.record_line(found)
 
@@ -201,4 +201,4 @@ def test_plot_draws_a_report(tmp_path) -> None:
 
 def test_main_needs_a_case(capsys) -> None:
     assert run.main(["--quick", "--models", "8B"]) == 2
-    assert "no case is left" in capsys.readouterr().err
+    assert "these options exclude all cases" in capsys.readouterr().err

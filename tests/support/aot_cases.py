@@ -46,7 +46,7 @@ GPU_DECODE: Mapping[str, Case] = {
     "decode, group of 1": _gpu("decode", G=1),
     "decode, group of 7": _gpu("decode", K=4, G=7),
     "decode, group of 12": _gpu("decode", G=12),
-    # Falcon 7B, and 256 sequences of Llama 3 8B with a common prefix.
+    # Groups of 71 as in Falcon 7B, and of 1024 as in a common prefix of 256 sequences (Llama 3 8B).
     "decode, group of 71": _gpu("decode", K=1, G=71, D=64, P=65536),
     "decode, group of 1024": _gpu("decode", B=1, G=1024),
     "decode, D 64": _gpu("decode", K=4, G=8, D=64),
@@ -160,7 +160,7 @@ def _layers_of(
 
 GPU_STEPS: Mapping[str, DecodeStep | EngineStep] = {
     "step of Llama 3 8B": DecodeStep(LLAMA_3_8B, pool_gigabytes=40, scan_layers=False),
-    # Bytes of the pools on a GPU with 141 GB, 3 GB of them weights.
+    # Pools that fill a GPU with 141 GB; the weights of 4 layers take 3 GB.
     "engine with full pools": _layers_of(LLAMA_3_8B, EngineStep, num_layers=4, pool_gigabytes=110),
     "step, products undivided": _layers_of(LLAMA_3_8B, DecodeStep, num_layers=4),
     "step, int8": _layers_of(LLAMA_3_8B, DecodeStep, pool_dtype="int8"),
