@@ -30,14 +30,14 @@ test: $(VENV)/.test lint
 	$(BIN)/python -m pytest $(PARALLEL) $(TEST_OPTIONS) -m "not optimised" --unoptimised
 	$(BIN)/python -m pytest $(PARALLEL) $(TEST_OPTIONS) -m optimised
 
-# What was compiled is kept for the next time. (Not for `test`, which shows what a stranger sees.)
+# Compiled programs are kept for the next run, but not for `test`, which runs as in a fresh clone.
 quick: export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/.jax_cache
 quick: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
 quick: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 quick: $(VENV)/.test
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" --unoptimised
 
-# What each file of tests costs, into the table of tests/README.md.
+# Measure the cost of each test file, and write it to the table in tests/README.md.
 durations:
 	rm -f durations.json
 	$(MAKE) test TEST_OPTIONS="--durations-json=durations.json"
@@ -48,7 +48,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# The reference from the docstrings, and all pictures; what comes out is committed.
+# Generate the API reference from docstrings, and all pictures. The results are committed.
 docs: $(VENV)/.test
 	JAX_PLATFORMS=cpu $(BIN)/python docs/make_reference.py
 	JAX_PLATFORMS=cpu $(BIN)/python docs/make_pictures.py
@@ -69,8 +69,8 @@ bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.serving
 	$(BIN)/python -m benchmarks.http_server
 
-# Half an hour on a lent GPU, from these sources with the Python that is there: nothing is installed
-# or fetched. `make gpu-STAGE` runs one stage (`make gpu-list` names them).
+# Half an hour on a GPU, with the installed Python: nothing is installed or downloaded. `make gpu-STAGE`
+# runs one stage; `make gpu-list` lists the stages.
 GPU_OUT ?= gpu-results
 
 gpu:
@@ -85,7 +85,7 @@ gpu-%:
 clean:
 	rm -rf $(VENV) $(AOT_VENV) .jax_cache build dist *.egg-info
 
-# The pip that comes with Python 3.11 takes twice as long to find out what goes together.
+# The pip of Python 3.11 takes twice as long to resolve the dependencies.
 $(BIN)/python:
 	$(PYTHON) -m venv --upgrade-deps $(VENV)
 
