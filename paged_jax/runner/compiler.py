@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 # Options by `jax.Device.platform`. On GPUs XLA counts donated pools twice, as arguments and as
-# results. It would then assume that the memory is full, and recompute positions and rotary angles in
-# every layer to save memory.
+# results. It would then assume that the memory is full, and recompute positions and rotary angles
+# in every layer to save memory.
 COMPILER_OPTIONS: Mapping[str, dict[str, str]] = {
     "gpu": {"xla_disable_hlo_passes": "rematerialization"}
 }
