@@ -134,7 +134,7 @@ class AsyncEngine:
           EngineClosedError: the engine is closed or has failed.
         """
         stream = _Stream(asyncio.get_running_loop(), is_final_only=final_only)
-        # The request also waits until the thread adds it.
+        # The request arrives now, so that the wait until the thread adds it counts too.
         options.setdefault("arrival_time", time.perf_counter())
         try:
             await self._call(self._add, stream, prompt, sampling_params, options)

@@ -131,7 +131,7 @@ class MemoryPlan:
     def num_paged(self, length: int) -> int:
         """Return the number of sequences of `length` tokens that fit if none share blocks.
 
-        It assumes as many slots, because pools of layers with a window grow with the slots.
+        It assumes one slot per sequence, because pools of layers with a window grow with the slots.
         """
         footprint, block_size = self.footprint, self.sizes.block_size
         taken = sum(

@@ -227,7 +227,7 @@ class BlockMeter:
             num_new = dict(zip(plan.decodes, tokens.num_new.tolist(), strict=False))
         # Sequences that ended after the step was queued still held their blocks in it.
         ended = [sequence for sequence in plan.decodes if sequence.slot is None]
-        # A sequence that has drawn tokens holds the blocks from the start of the program.
+        # Blocks that leave a window while a program draws tokens are freed by a later program.
         row, starts = self._scheduler.block_budget.num_in_row, []
         for sequence in [*self._scheduler.running, *ended]:
             num_drawn = num_new.get(sequence, 0)

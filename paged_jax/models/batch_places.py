@@ -49,7 +49,7 @@ from paged_jax.models.layer_attention import Attend, Heads, Projection, sliding_
 
 # Pools of each group of layers.
 GroupPools = tuple[Pools, ...]
-# Token ids i32 [B, T] or [B], slots i32 [B], number of tokens i32 [B].
+# Arguments of a step: token ids i32 [B, T] or [B], slots i32 [B], numbers of tokens i32 [B].
 StepArrays = tuple[jax.Array, jax.Array, jax.Array]
 
 

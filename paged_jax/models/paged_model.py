@@ -309,7 +309,7 @@ class PagedModel(nnx.Module):
     def _run_chunks(
         self, cache: PagedCache, step: StepArrays, backend: str | None
     ) -> tuple[jax.Array, PagedCache, jax.Array, jax.Array]:
-        """Append chunks.
+        """Append a chunk to each of several slots, and run the layers over the chunks.
 
         Returns:
           The hidden states ``[B, T, E]``, the new cache, ``ok``, and the number of tokens that were
