@@ -145,7 +145,7 @@ def _group(function: str, cache: PagedCache, group: int) -> CacheGroup:
 
 @partial(without_index_checks, static_argnums=(3,))
 def _held_blocks(group: CacheGroup, slot: ArrayLike, first: ArrayLike, width: int) -> jax.Array:
-    """Return `width` blocks of a slot, i32[width], see `read_blocks`; P if it does not hold one."""
+    """Return blocks of a slot, i32[width], see `read_blocks`; P for blocks it does not hold."""
     columns = jnp.asarray(first, jnp.int32) + jnp.arange(width, dtype=jnp.int32)
     window = group.tables.window
     if window is not None:

@@ -49,7 +49,7 @@ class QueuedResult(NamedTuple):
 
 
 class Executor:
-    """Runs programs one after another; each gets the state that the previous one returned.
+    """Execution of programs; each program gets the state that the previous one returned.
 
     All methods must be called by one thread. If the attribute `calls_wait` is True, a second thread
     makes the calls of `queue_ahead`, and methods that need the state wait for that thread.

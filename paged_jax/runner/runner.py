@@ -21,7 +21,7 @@ from paged_jax.scheduler.request import Sequence
 
 
 class ModelRunner:
-    """Calls the programs for sequences.
+    """Execution of programs for sequences.
 
     Args:
       executor: runs the programs.
