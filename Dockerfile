@@ -2,7 +2,7 @@
 # docker build --tag paged-jax --build-arg EXTRAS=serve,cuda13 .    for NVIDIA GPUs
 FROM python:3.12-slim
 
-# The kernels for CPUs are compiled on the machine that runs them.
+# The server compiles the kernels for CPUs when it first runs.
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 
 ARG EXTRAS=serve
@@ -14,7 +14,7 @@ RUN pip install --no-cache-dir ".[$EXTRAS]" && rm -rf /build
 RUN useradd --uid 10001 --create-home paged && install --directory --owner paged /cache
 USER paged
 WORKDIR /home/paged
-# Compiled programs; a volume here makes the second start short.
+# Folder of compiled programs. With a volume, later starts of the server are fast.
 ENV XDG_CACHE_HOME=/cache
 VOLUME /cache
 EXPOSE 5000

@@ -1,22 +1,22 @@
-# Everything here works on a fresh machine: a target makes the environment that it needs.
+# Every target creates the environment that it needs, so all targets work on a fresh machine.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-# Tests are run by as many processes as there are cores; a few, since each of them holds about 2 GB.
-# Whole files, because the tests of a file share engines, servers, and what is traced; the dearest
-# first (tests/support/durations.py), so that the processes end together.
+# One test process per core, at most 8, because each takes about 2 GB. A process runs whole files,
+# because the tests of a file share engines, servers and traced programs. The most expensive files
+# run first (tests/support/durations.py), so that all processes end at about the same time.
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-# More of them for `test`, such as --check-durations.
+# Additional options of pytest for `test`, such as --check-durations.
 TEST_OPTIONS ?=
 
-# The compilers for GPU and TPU live apart: beside them plain `import jax` looks for the devices.
+# The compilers for GPUs and TPUs have their own environment, in which `import jax` looks for devices.
 AOT_VENV ?= .venv-aot
-# Which jax they come with, such as jax==0.10.2, and the tests that run beside them.
+# The version of jax in that environment, such as jax==0.10.2, and the tests that run there.
 AOT_JAX ?= jax
 AOT_TESTS ?= tests/kernels/test_aot_gpu.py tests/kernels/test_aot_other_gpus.py \
 	tests/kernels/test_aot_tpu.py tests/kernels/test_aot_other_tpus.py
-# More for pytest, such as -m "not slow": every kind of kernel, in fewer sizes.
+# Additional options of pytest for `aot`, such as -m "not slow": all kernels, in fewer sizes.
 AOT_OPTIONS ?=
 
 .PHONY: demo test quick durations lint docs aot bench gpu gpu-list clean
@@ -24,8 +24,8 @@ AOT_OPTIONS ?=
 demo: $(VENV)/.demo
 	$(BIN)/python -m paged_jax.generate --prompt "It is a truth universally acknowledged" --max-tokens 100
 
-# Most of the time goes into compiling, so only what proves something of machine code is compiled as
-# for users, in a run of its own; the rest is in a third of the time.
+# Most of the time is compilation. Only tests of machine code compile with the default options, in a
+# separate run. All others use --unoptimised, which takes a third of the time.
 test: $(VENV)/.test lint
 	$(BIN)/python -m pytest $(PARALLEL) $(TEST_OPTIONS) -m "not optimised" --unoptimised
 	$(BIN)/python -m pytest $(PARALLEL) $(TEST_OPTIONS) -m optimised
@@ -96,7 +96,7 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
-# Tests that compare with transformers skip unless the extra "peers" is installed too; it is large.
+# Comparisons with transformers skip unless the extra "peers", which is large, is installed.
 $(VENV)/.test: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable ".[test]"
 	touch $@ $(VENV)/.demo
