@@ -128,10 +128,10 @@ def plot_kv_dtype(pyplot: Any, report: Report) -> Any:
     figure, (size, loss) = pyplot.subplots(1, 2, figsize=(10, 3), layout="constrained")
     rows, colors = report["rows"], [OURS] * len(report["rows"])
     _bars(size, [row["kv_dtype"] for row in rows], [row["bytes_per_token"] for row in rows], colors)
-    size.set(title="Bytes of K and V a token", xlabel="bytes")
+    size.set(title="Bytes of K and V per token", xlabel="bytes")
     changes = [1e3 * row["loss_change"] for row in rows]
     _bars(loss, [row["kv_dtype"] for row in rows], changes, colors, "{:+.2f}")
-    loss.set(title="Change of the loss", xlabel="10⁻³ nats a token")
+    loss.set(title="Change of the loss", xlabel="10⁻³ nats per token")
     loss.axvline(0, color="black", linewidth=1)
     figure.suptitle(f"The bundled model on {report['num_tokens']} tokens of text")
     return figure

@@ -93,7 +93,7 @@ def plot(pyplot: Any, report: dict[str, Any], path: Path) -> None:
     right.bar_label(drawn, fmt="{:.2f}", padding=3, fontsize=8)
     right.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=7)
     right.axvline(1, color="black", linewidth=1)
-    right.set(xlabel="time relative to the engine's default", title="One thing changed")
+    right.set(xlabel="time relative to the engine's default", title="Variants")
     right.margins(x=0.1)
     right.invert_yaxis()
     device = report["accelerator"] or report["device"]

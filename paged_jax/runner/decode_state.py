@@ -192,7 +192,7 @@ def _row(state: DecodeState, assignment: Assignment) -> _Parts:
     if not num_tokens < assignment.max_length < 2**31:
         raise ValueError(
             f"assign: max_length must be above {num_tokens}, the number of token_ids, and below "
-            f"2**31, got {assignment.max_length}. A complete sequence needs no slot."
+            f"2**31, got {assignment.max_length}. Do not assign complete sequences."
         )
     eos_token_ids = () if params.ignore_eos else tuple(assignment.eos_token_ids)
     row = slot_row(

@@ -260,15 +260,15 @@ def _plan_steps(
 class _Batch:
     """Running sequences as rows of a batch, with their drawn tokens: the carry of the loops."""
 
-    sampling: SlotSampling  # of the rows, see `sampling.rows_of`
-    constraints: Constraints | None  # of the rows
-    slots: jax.Array  # i32 [B], out of range where there is no row
+    sampling: SlotSampling  # sampling state of the rows, see `sampling.rows_of`
+    constraints: Constraints | None  # constraints of the rows
+    slots: jax.Array  # i32 [B], the slot of each row; out of range for padding
     token_ids: jax.Array  # i32 [B], the last known token of each row
-    stop_ids: jax.Array  # i32 [B, X]
-    max_lengths: jax.Array  # i32 [B]
-    lengths: jax.Array  # i32 [B], tokens in the cache, all that are known but the last
-    is_running: jax.Array  # bool [B]
-    num_steps: jax.Array  # i32 []
+    stop_ids: jax.Array  # i32 [B, X], as in `DecodeState`
+    max_lengths: jax.Array  # i32 [B], as in `DecodeState`
+    lengths: jax.Array  # i32 [B], tokens in the cache: all known tokens except the last
+    is_running: jax.Array  # bool [B], whether the row draws further tokens
+    num_steps: jax.Array  # i32 [], decode steps so far
     drawn: jax.Array  # i32 [N, B, ...], the drawn tokens, packed by `Draws.pack`
 
     @classmethod

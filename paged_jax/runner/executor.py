@@ -377,7 +377,8 @@ def _check_replicas(division: Division, program: str, result: Any) -> Any:
     if not ok:
         raise ReplicaError(
             f"Engine: all {division.mesh.size} devices must have the same tokens and tables after "
-            f"{program}, got different ones. A device computes wrong or random results."
+            f"{program}, got different ones. A device is defective, or a program is not "
+            "deterministic."
         )
     return result
 

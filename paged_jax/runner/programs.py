@@ -85,7 +85,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """A program of the list. It is compiled once for each shape of its arguments.
+    """A jitted function of an engine. It is compiled once for each shape of its arguments.
 
     Attributes:
       label: format string for the names of calls, with the arguments as fields.

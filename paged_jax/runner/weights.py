@@ -266,7 +266,7 @@ def _one_device(arrays: list[jax.Array]) -> Any:
     device, *others = set().union(*(x.devices() for x in arrays))
     if others:
         raise ValueError(
-            f"Engine: weights must lie on one device, got {1 + len(others)}. Pass mesh= to divide "
-            "them, and the cache, over several."
+            f"Engine: weights must be on one device, got {1 + len(others)}. Pass mesh= to divide "
+            "weights and cache over several devices."
         )
     return device

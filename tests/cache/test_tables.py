@@ -89,7 +89,10 @@ def call_publish(tables, *, slots=None, columns=None) -> None:
         (lambda t: call_attach(t, words=7), r"attach: digests must have shape \[N, 8\]"),
         (lambda t: call_attach(t, block_size=C + 1), "attach: token_ids must have C"),
         (lambda t: call_attach(t, num_tokens=3), "attach: token_ids must have N"),
-        (lambda t: call_attach(t, count=M + 1), "attach: digests must be at most M = 4, got 5"),
+        (
+            lambda t: call_attach(t, count=M + 1),
+            "attach: digests must have at most M = 4 rows, got 5",
+        ),
         (lambda t: call_attach(t, dtype=jnp.int32), "attach: digests must be uint32"),
         (lambda t: call_publish(t, slots=i32([0])), "publish: slots must have N"),
         (lambda t: call_publish(t, columns=jnp.zeros(2)), "publish: columns must be int32"),

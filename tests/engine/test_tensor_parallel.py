@@ -269,7 +269,7 @@ assert "must be 1 if mesh is given" in refusal(model, mesh=mesh, tensor_parallel
 assert "intermediate_size of 50, got 4" in refusal(
     make_model(intermediate_size=50), tensor_parallel_size=4)
 spread = jax.device_put(model, jax.NamedSharding(mesh, jax.P()))
-assert "must lie on one device, got 2. Pass mesh=" in refusal(spread)
+assert "must be on one device, got 2. Pass mesh=" in refusal(spread)
 """
 
 _HEAD = """

@@ -41,7 +41,8 @@ class Cost(NamedTuple):
 class Line(NamedTuple):
     """A line of the table.
 
-    Fields:
+    Attributes:
+      num_tests: number of tests in the file.
       before: cost before files shared programs, as text.
       now: CPU-seconds.
     """

@@ -73,8 +73,8 @@ def attach_groups(
     digests, token_ids = _as_contents("attach", first, digests, token_ids)
     if len(digests) > first.max_blocks_per_slot:
         raise ValueError(
-            f"attach: digests must be at most M = {first.max_blocks_per_slot}, got "
-            f"{len(digests)}. Leave out what a slot cannot hold."
+            f"attach: digests must have at most M = {first.max_blocks_per_slot} rows, got "
+            f"{len(digests)}. Pass only as many blocks as fit into a slot."
         )
     slot, num_blocks = jnp.asarray(slot, jnp.int32), jnp.asarray(num_blocks, jnp.int32)
     length = take_or_fill(first.lengths, slot, fill_value=-1)
