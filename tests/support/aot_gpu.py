@@ -111,7 +111,7 @@ def read_launches() -> tuple[list[dict[str, Any]], int]:
     """
     listings = list(DUMP.glob("*.thunk_sequence.txt"))
     if len(listings) != 1:
-        raise RuntimeError(f"XLA was to dump one sequence of launches, got {listings}.")
+        raise RuntimeError(f"XLA must dump exactly one sequence of launches, got {listings}.")
     thunk = re.compile(r" *\d+: k(\w+) +\[[^]]*\] *(\w*)(.*)")
     launches, num_conditionals = [], 0
     parts: list[tuple[int, str]] = []  # the surroundings of the next line, and their indentation

@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--memory-fraction", type=float, default=1.0)
-    parser.add_argument("--layers", type=int, help="of the model, in place of all of them")
+    parser.add_argument("--layers", type=int, help="number of layers; default: all")
     args = parser.parse_args()
     name, _, shape = args.devices.partition(":")
     devices, device = find_devices(name, shape), DEVICES[name]

@@ -73,9 +73,9 @@ def over_budget(
             messages.append(f"{file} has no line; it takes {cost.cpu_seconds:.1f} CPU-seconds")
         elif cost.cpu_seconds > (limit := _FACTOR * slowness * lines[file] + slack):
             messages.append(
-                f"{file} takes {cost.cpu_seconds:.1f} CPU-seconds, allowed are {limit:.1f}: "
-                f"{_FACTOR} times its line ({lines[file]:.1f}), as slow as this machine is "
-                f"({slowness:.2f}), and {slack:.0f}"
+                f"{file} takes {cost.cpu_seconds:.1f} CPU-seconds, the limit is {limit:.1f}: "
+                f"{_FACTOR} * {slowness:.2f} (slowness of this machine) * {lines[file]:.1f} (its "
+                f"line) + {slack:.0f}"
             )
     return messages
 

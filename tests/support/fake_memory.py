@@ -151,7 +151,9 @@ class FakeMemory:
         self.tables[slot], start = [NO_BLOCK] * first, first * self.block_size
         self.lengths[slot] = start
         num_tokens = len(sequence.host_blocks) - start
-        assert self.reserve({slot: num_tokens}, gives_back=False), "no blocks to swap in to"
+        assert self.reserve({slot: num_tokens}, gives_back=False), (
+            "there must be enough blocks for the swap"
+        )
         self.write(slot, start, sequence.host_blocks[start:])
         sequence.host_blocks = None
 
@@ -172,7 +174,7 @@ class FakeMemory:
         self.tables[slot], self.lengths[slot] = [], 0
 
     def fork(self, parent: int, child: int) -> None:
-        assert not self.tables[child], "only into an empty slot"
+        assert not self.tables[child], "only an empty slot can become a copy"
         for block in self._held(parent):
             self._hold(block)
         self.tables[child] = list(self.tables[parent])
@@ -310,12 +312,12 @@ class FakeEngine:
         """Run until all requests are finished."""
         while self.scheduler.has_unfinished:
             self.step()
-            assert self.num_steps <= most_steps, "it should have finished by now"
+            assert self.num_steps <= most_steps, "all requests must finish in time"
 
     def prefill(self, sequence: Sequence, num_tokens: int) -> None:
         slot, start = _slot(sequence), sequence.num_computed
         assert self.memory.lengths[slot] == start
-        assert self.memory.reserve({slot: num_tokens}), "the plan has counted the blocks"
+        assert self.memory.reserve({slot: num_tokens}), "planned prefills must have enough blocks"
         self.memory.write(slot, start, sequence.token_ids[start : start + num_tokens])
         sequence.advance(num_tokens)
         self.memory.publish(sequence)
@@ -371,12 +373,14 @@ class FakeEngine:
         assert len(chunks) == len(plan.chunks) and len(decodes) == len(plan.decodes)
         assert all(s.num_prefill == chunks.get(s, 0) for s in decodes)
         for parent, children in plan.forks:
-            assert {parent, *children} <= decodes, "all who share a block write it in this step"
+            assert {parent, *children} <= decodes, (
+                "all forks of a block must decode in the same step"
+            )
             assert all(not memory.tables[_slot(child)] for child in children)
         assert (plan.num_steps > 0) == bool(decodes)
         assert plan.num_steps <= scheduler.max_steps
         if plan.num_steps > 1:
-            assert decodes == set(running), "no other could have gone on"
+            assert decodes == set(running), "several steps are only for all running sequences"
         assert not decodes & set(plan.computed)
         assert decodes or chunks or plan.computed or not scheduler.has_unfinished, "no progress"
         num_swapped = 0

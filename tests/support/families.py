@@ -163,7 +163,7 @@ _LLAMA3_ROPE = {
 
 # Other options of a config.json of these families.
 VARIANTS = {
-    "llama with a head a query": Case("llama", {"num_key_value_heads": 4}),
+    "llama with a KV head per query head": Case("llama", {"num_key_value_heads": 4}),
     "llama tied, with llama3 rope": Case(
         "llama", {"tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE}
     ),
@@ -191,7 +191,7 @@ VARIANTS = {
             "hidden_activation": "silu",
         },
     ),
-    "gemma3 with layers of both kinds": Case(
+    "gemma3 with and without windows": Case(
         "gemma3_text",
         {
             "head_dim": 24,
@@ -204,11 +204,13 @@ VARIANTS = {
         "gemma3_text",
         {"head_dim": 16, "sliding_window": WINDOW, "tie_word_embeddings": False},
     ),
-    "phi3 of which half of a head rotates, without a window": Case(
+    "phi3 with partial rotation, without a window": Case(
         "phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
     ),
-    "olmo2 with a head a query": Case("olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
-    "olmo3 with windows alone": Case("olmo3", {"sliding_window": WINDOW}),
+    "olmo2 with a KV head per query head": Case(
+        "olmo2", {"num_key_value_heads": 4, "attention_bias": True}
+    ),
+    "olmo3 with windows in all layers": Case("olmo3", {"sliding_window": WINDOW}),
     "smollm3 with windows": Case(
         "smollm3",
         {

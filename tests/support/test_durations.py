@@ -33,7 +33,7 @@ def test_over_budget_is_quiet_where_files_cost_what_they_did() -> None:
 def test_over_budget_names_a_file_that_costs_much_more() -> None:
     assert over_budget(costs(a=40, b=34.9, c=10, d=1), TABLE, slack=5.0) == []
     [message] = over_budget(costs(a=40, b=35.1, c=10, d=1), TABLE, slack=5.0)
-    assert message.startswith("tests/test_b.py takes 35.1 CPU-seconds, allowed are 35.0")
+    assert message.startswith("tests/test_b.py takes 35.1 CPU-seconds, the limit is 35.0")
 
 
 def test_over_budget_lets_small_files_compile_what_others_compiled() -> None:
