@@ -1,19 +1,21 @@
-"""Places of a step's tokens in a paged cache, and attention over the cache.
+"""Where the tokens of a step go in a paged cache, and attention over the cache.
 
-A step appends up to T tokens to each of B sequences, N = B * T rows in all. `BatchPlaces` says in
-which blocks their keys and values are written, and what their attention reads. `decode_attention`
-and `prefill_attention` make the function that a model calls in each layer::
+A step appends up to T tokens to each of B sequences: N = B * T rows of queries, keys and values.
+`BatchPlaces` holds the block and the offset to which the keys and values of each row are written,
+and the block tables and lengths for attention. `decode_attention` and `prefill_attention` return
+the function that a model calls in each layer::
 
     layer i:    output, carry = attend(i, heads, carry)
 
     attend      write K and V of the new tokens into the pools of the layer's group
                 attend to the blocks in the block tables
 
-The carry is the tuple of pools, one for each group of layers.
+`heads` holds the queries, keys and values of the layer. `carry` is a tuple of K and V pools, one
+entry for each group of layers.
 
-Arguments are checked for shapes and dtypes always, and for values outside of `jit`. Inside `jit`
-values are unknown. There, a token id outside of the vocabulary is clamped, and rows with the same
-slot overwrite each other's tokens.
+Shapes and dtypes of arguments are always checked. Values are checked outside of `jit` only, because
+they are unknown inside. Inside `jit`, a token id outside of the vocabulary is clamped, and rows
+with the same slot overwrite each other's tokens.
 """
 
 from collections.abc import Sequence
@@ -47,19 +49,20 @@ from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
 from paged_jax.kernels.pool_format import query_dtype
 from paged_jax.models.layer_attention import Attend, Heads, Projection, sliding_window_of
 
-# Pools of each group of layers.
+# K and V pools of each group of layers.
 GroupPools = tuple[Pools, ...]
 # Arguments of a step: token ids i32 [B, T] or [B], slots i32 [B], numbers of tokens i32 [B].
 StepArrays = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class GroupPlaces(NamedTuple):
-    """Places of a step's tokens in one group of layers.
+    """Blocks of a step's tokens in one group of layers.
 
     Attributes:
       block_tables: i32 ``[B, M]``, block tables of the rows.
-      blocks: i32 ``[N]``, block of each token; P for rows that write nothing.
-      window: number of last tokens that the cache keeps, or None for all.
+      blocks: i32 ``[N]``, block of each token; P, the number of blocks, for padding, which is not
+        written.
+      window: number of last tokens of a sequence that the group keeps, or None for all.
     """
 
     block_tables: jax.Array
@@ -70,15 +73,16 @@ class GroupPlaces(NamedTuple):
 @short_repr
 @dataclass(frozen=True)
 class BatchPlaces:
-    """Places of a step's tokens in the cache.
+    """Blocks and offsets of a step's tokens in the cache.
 
     Attributes:
-      lengths: i32 ``[B]``, sequence lengths with the new tokens; 0 in rows left out.
+      lengths: i32 ``[B]``, sequence lengths, including the new tokens; 0 in rows left out (rows
+        with a negative slot, or all rows if there are not enough blocks).
       num_tokens: i32 ``[B]``, number of new tokens; 0 in rows left out.
       positions: i32 ``[N]``, position of each token in its sequence; -1 for padding.
       offsets: i32 ``[N]``, offset of each token in its block.
-      groups: places in each group of layers.
-      layers: group of each layer, see `PagedCache`.
+      groups: blocks in each group of layers.
+      layers: group of each layer and the layer's index in the group.
       block_size: tokens per block (C).
     """
 
@@ -149,14 +153,18 @@ class BatchPlaces:
 def reserve_places(
     cache: PagedCache, slots: jax.Array, num_tokens: jax.Array, T: int, backend: str | None
 ) -> tuple[PagedCache, jax.Array, BatchPlaces]:
-    """Reserve blocks for new tokens, and return the cache, ``ok`` and their places.
+    """Reserve blocks for new tokens, and return where they go in the cache.
 
     Args:
       cache: the cache.
       slots: i32 ``[B]``, distinct; rows with a negative slot are left out.
       num_tokens: i32 ``[B]``, number of new tokens, at most T.
       T: maximum number of new tokens per row.
-      backend: see `paged_cache.reserve`.
+      backend: backend of block copies, see `paged_cache.reserve`.
+
+    Returns:
+      The new cache; ``ok``, bool ``[]``, False if there were not enough blocks or a slot does not
+      exist; and the places of the tokens. If ``ok`` is False, all rows are left out.
     """
     num_slots, lengths = cache.num_slots, cache.lengths
     is_row = slots >= 0
@@ -165,7 +173,7 @@ def reserve_places(
     starts = take_or_fill(lengths, rows)
     requested = jnp.zeros(num_slots, jnp.int32)
     requested = put_or_drop(requested, rows, num_tokens.astype(jnp.int32))
-    # A slot that does not exist makes the whole step fail, as a negative number of tokens does.
+    # A slot that does not exist must make the whole step fail. `reserve` fails for -1 tokens.
     requested = jnp.where(jnp.all(slots < num_slots), requested, -1)
     cache, ok = paged_cache.reserve(cache, requested, max_tokens=T, backend=backend)
     num_tokens = jnp.where(is_row & ok, num_tokens, 0)
@@ -203,7 +211,7 @@ def next_places(
       cache: the cache that has these blocks.
       block_tables: i32 ``[B, M]``, block tables of the rows, for each group of the cache.
       lengths: i32 ``[B]``, sequence lengths without the next token.
-      active: bool ``[B]``.
+      active: bool ``[B]``, False for rows that get no token.
     """
     block_size = cache.block_size
     column = (lengths // block_size)[:, None]
@@ -264,7 +272,8 @@ def decode_attention(
     Args:
       places: places of the tokens.
       sliding_windows: sliding window of each layer of the model.
-      cascade: whether to read blocks that all sequences share only once.
+      cascade: whether to read the blocks that all sequences share once per step, instead of once
+        per sequence, see `cascade_attention`.
       backend: backend of the attention, see `paged_attention`.
     """
     # Shared blocks are counted once per group, not in each layer.

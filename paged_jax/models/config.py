@@ -47,7 +47,8 @@ _OPTIONAL = (
     "final_logit_softcapping",
     "swiglu_limit",
 )
-_MAX_HEAD_DIM = 1 << 16  # far above any model, so that a typing error does not exhaust the memory
+# far above any real model: a mistyped size fails here, before it exhausts the memory
+_MAX_HEAD_DIM = 1 << 16
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -65,7 +66,7 @@ _SIZES = (
 class LlamaConfig:
     """Sizes and switches of a Llama-family decoder.
 
-    Fields have the names of Hugging Face's ``config.json`` where it has them.
+    Fields that exist in Hugging Face's ``config.json`` have the same names.
 
     Attributes:
       vocab_size, hidden_size: vocabulary size (V), and width of the residual stream (E).
@@ -79,19 +80,22 @@ class LlamaConfig:
       rope_local_base_freq: base for layers with a sliding window, without scaling; None if they
         rotate like the other layers.
       rope_layers: whether each layer rotates queries and keys; empty if all do.
-      partial_rotary_factor: part of each head that rotates: its first elements.
+      partial_rotary_factor: fraction of each head's elements that rotates, 0 to 1. The first
+        elements rotate.
       rope_interleaved: whether the elements of a rotated pair are neighbours in checkpoints.
         Otherwise their distance is half of the rotated part.
       tie_word_embeddings: whether the embedding table is also the output head.
       qkv_bias, o_bias: whether the attention projections have biases.
       qk_norm: whether queries and keys are normalised.
-      qk_norm_scope: extent of these norms: each ``"head"``, or the whole ``"projection"``.
+      qk_norm_scope: ``"head"`` normalises each head separately, ``"projection"`` all heads of a
+        token together.
       norm_placement: ``"pre"``: norms before attention and the MLP; ``"sandwich"``: before and
         after; ``"post"``: after; ``"parallel"``: one norm before both, which run in parallel.
       norm_type: ``"rms"`` or ``"layer"``.
       norm_offset: norms multiply by ``norm_offset + weight``.
       hidden_act: activation of the gate: ``"silu"``, ``"gelu"`` or ``"gelu_pytorch_tanh"``.
-      embedding_multiplier: factor of the embeddings, rounded to the dtype of the weights.
+      embedding_multiplier: factor of the embeddings. The factor itself is rounded to the dtype of
+        the weights.
       attention_multiplier: factor of the attention scores; None for ``head_dim ** -0.5``.
       residual_multiplier: factor of the outputs of attention and the MLP.
       logit_scale: factor of the logits.
@@ -334,7 +338,7 @@ class LlamaConfig:
 
     @functools.cached_property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """Groups of layers with the same sliding window. The first group keeps most tokens.
+        """Groups of layers with the same sliding window. The first group keeps the most tokens.
 
         Example:
           >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,

@@ -1,7 +1,7 @@
 """Read and write the fields of a `LlamaConfig` as a Hugging Face ``config.json``.
 
-Every entry that changes the computation is either understood or rejected by name. Entries about
-rotary embeddings are in `rope_json`.
+An entry that changes the computation is either read, or rejected with an error that names it.
+Entries about rotary embeddings are in `rope_json`.
 """
 
 import math
@@ -24,7 +24,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "is_causal": True,
     "use_bidirectional_attention": False,
     "use_qk_norm": False,
-    # In Cohere's files only. transformers does not read them.
+    # Only Cohere's files have the next three keys. transformers does not read them.
     "use_parallel_block": True,
     "use_gated_activation": True,
     "rotary_pct": 1,
@@ -181,7 +181,8 @@ def _text_part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
             f"transformers ignores it, got {part['final_logit_softcapping']!r}."
         )
     shared = {name: config[name] for name in _SHARED_KEYS if config.get(name) is not None}
-    # The head belongs to the whole model. There, the default of tie_word_embeddings is true.
+    # The output head is part of the whole model, in whose config tie_word_embeddings defaults to
+    # true.
     tied = config.get("tie_word_embeddings", True) or False
     return {**part, **shared, "tie_word_embeddings": tied, "architectures": None}
 
@@ -290,7 +291,8 @@ def _read_experts(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if family.experts is None:
         return {}
     _check_neutral(config, family, _NEUTRAL_EXPERTS)
-    # The family's own key always has a value, its default. So the other key takes precedence.
+    # `family.defaults` always contains the family's own key. So if the file has the other key, use
+    # that.
     own = family.key("num_experts")
     other = [config[name] for name in _NUM_EXPERTS_KEYS if name in config and name != own]
     config = {**config, own: other[0]} if other else config

@@ -51,7 +51,7 @@ class Family:
 
     Attributes:
       architecture: class in transformers.
-      defaults: values that transformers uses for missing keys of ``config.json``.
+      defaults: values that transformers uses for keys that are missing in ``config.json``.
       fixed: fields of `LlamaConfig` with the same value in the whole family.
       sliding_layers: which layers have a sliding window. ``"none"``: no layer; ``"all"``: all
         layers if `sliding_window` is set; ``"switched"``: if `use_sliding_window` is true, the
@@ -70,11 +70,12 @@ class Family:
       is_mxfp4: whether checkpoints may store experts in MXFP4, see `Mxfp4Tensor`.
       scales: factors to read from ``config.json``.
       caps: soft caps to read from ``config.json``.
-      keys: keys of fields in ``config.json`` that differ from the field names.
-      tensors: tensor names of a layer that differ from those in `tensor_map`, by parameter. If the
-        parameter is fused, it is one tensor. A * stands for the number of an expert.
-      prefixes: prefixes of tensor names and their replacements; None for tensors of other parts of
-        a larger model, which are not read.
+      keys: key in ``config.json`` of each `LlamaConfig` field whose key differs from its name.
+      tensors: tensor names of a layer that differ from those in `tensor_map`, by parameter. A fused
+        parameter such as ``qkv_proj`` is one tensor in the files if it is listed here. A * stands
+        for the number of an expert.
+      prefixes: prefixes of tensor names and their replacements; None if the tensors belong to
+        another part of a larger model and are not read.
     """
 
     architecture: str

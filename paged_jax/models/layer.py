@@ -17,8 +17,9 @@ from paged_jax.models.matrices import add_matrix, float_type, get_matrix
 from paged_jax.models.mlp import ExpertWeights, gated_mlp, routed_experts
 from paged_jax.models.tensor_parallel import DeviceShard
 
-# Norms of a layer by `norm_placement`: before attention and the MLP, and after them, before their
-# outputs are added to the residual stream.
+# Names of a layer's norms, by `norm_placement`. `input_norm` and `post_attention_norm` normalise
+# the inputs of attention and of the MLP. `attention_out_norm` and `mlp_out_norm` normalise their
+# outputs before these are added to the residual stream.
 NORMS = {
     "pre": ("input_norm", "post_attention_norm"),
     "sandwich": ("input_norm", "attention_out_norm", "post_attention_norm", "mlp_out_norm"),
@@ -38,9 +39,10 @@ class Layer(nnx.Module):
 
     or, in parallel, ``x + attention(normed) + mlp(normed)``.
 
-    Weights are ``[out, in]``, where `out` may be several dimensions. Fused matrices mean fewer and
-    larger multiplications, and the activations are read once. Each matrix can be divided over any
-    number of devices along one dimension: K, F, or the experts X::
+    Weights are ``[out, in]``, where `out` may be several dimensions. Projections of the same input
+    are fused into one matrix, so that multiplications are fewer and larger, and activations are
+    read once. For tensor parallelism, each matrix can be divided along its heads, its features F,
+    or its experts X. `dims` defines the letters::
 
         qkv_proj              [K, G + 2, D, E]   for each KV head its queries, key and value
         o_proj                [E, H * D]         H = K * G, in the same order
@@ -147,11 +149,12 @@ class Layer(nnx.Module):
           cos: float32 ``[..., D / 2]``, cosines of the rotation angles of each token.
           sin: float32 ``[..., D / 2]``, sines of the same angles.
           attend: attention of the layer, see `Attend`.
-          carry: argument of `attend`.
+          carry: state that is passed to `attend`, such as the K and V pools.
           is_token: bool ``[...]``, False for padding rows, which use no expert; None if all rows
             are tokens.
           stack: all layers in one module, stacked along the first dimension, if this layer is a
-            slice of them; None otherwise. Some kernels read the weights there.
+            slice of them; None otherwise. Some kernels read the weights from the stack, because a
+            slice would be a copy.
           backend: backend of the matrix multiplications, see `linear`.
 
         Returns:
@@ -189,7 +192,7 @@ class Layer(nnx.Module):
         is_token: jax.Array | None,
         backend: str | None,
     ) -> jax.Array:
-        """Run the MLP, or the experts. With a shard, the outputs of all devices must be added."""
+        """Run the MLP or the experts. With a shard, the result is this device's part of a sum."""
         config = self.config
         if not config.num_experts:
             return gated_mlp(config, x, weight("gate_up_proj"), weight("down_proj"), backend)
@@ -232,10 +235,19 @@ class Layer(nnx.Module):
     def _attention_input(
         self, qkv: jax.Array, cos: jax.Array, sin: jax.Array
     ) -> Projection | Heads:
-        """Return queries, keys and values for the attention.
+        """Return queries, keys and values in the form that `attend` takes.
 
-        The result is a `Projection`, which some kernels normalise, rotate and write in one launch.
-        With norms over all heads of a token, it is `Heads`, normalised and rotated here.
+        Usually this is a `Projection`: `attend` normalises and rotates it, because some kernels do
+        this
+        while they write into the cache. They do not support norms over all heads of a token
+        (`qk_norm_scope` is ``"projection"``). Queries and keys are then normalised and rotated
+        here, and
+        returned as `Heads`.
+
+        Args:
+          qkv: float32 ``[..., K, G + 2, D]``, before biases are added.
+          cos: float32 ``[..., D / 2]``, cosines of the rotation angles.
+          sin: float32 ``[..., D / 2]``, sines of the rotation angles.
         """
         config = self.config
         if config.qkv_bias:
@@ -291,12 +303,12 @@ def _effective_weight(config: LlamaConfig, weight: jax.Array) -> jax.Array:
 def _norm_and_split(
     qkv: jax.Array, q_weight: jax.Array, k_weight: jax.Array, eps: float, shard: DeviceShard | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Normalise all heads of a token together.
+    """Normalise queries and keys, each over all heads of a token, and split off the values.
 
     Args:
       qkv: float32 ``[..., K, G + 2, D]``.
-      q_weight: ``[K, G, D]``.
-      k_weight: ``[K, D]``.
+      q_weight: floating point ``[K, G, D]``, weight of the norm of queries.
+      k_weight: floating point ``[K, D]``, weight of the norm of keys.
       eps: constant added to the mean square.
       shard: this device's share of the heads, or None.
 
@@ -307,7 +319,8 @@ def _norm_and_split(
     q = qkv[..., : width - 2, :].reshape(*rows, -1)
     k = qkv[..., width - 2, :].reshape(*rows, -1)
     q_mean, k_mean = mean_square(q), mean_square(k)
-    if shard is not None:  # a mean of means, because all devices have the same number of heads
+    # The mean of the devices' means is the mean over all heads, as each device has equally many.
+    if shard is not None:
         means = shard.all_reduce_mean(jnp.concatenate([q_mean, k_mean], axis=-1))
         q_mean, k_mean = means[..., :1], means[..., 1:]
     q = scale_by(q, q_mean, q_weight.reshape(-1), eps)

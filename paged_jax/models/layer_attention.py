@@ -48,7 +48,7 @@ class Heads(NamedTuple):
 
     Attributes:
       q: ``[N, H, D]``, floating point.
-      k: ``[N, K, D]``. Query heads ``g * H / K`` and following share KV head ``g``.
+      k: ``[N, K, D]``. Query heads ``g * H / K`` to ``(g + 1) * H / K - 1`` share KV head ``g``.
       v: ``[N, K, D]``.
       sm_scale, soft_cap, sinks: see `Projection`.
     """
@@ -65,7 +65,7 @@ class Heads(NamedTuple):
         return self.q, self.k, self.v
 
 
-# State that the layers pass on: the K and V pools, or nothing. The caller chooses its type.
+# State that each layer passes to the next: the K and V pools, or nothing without a cache.
 Carry = TypeVar("Carry")
 
 # Attention of a layer: (layer index, projection or heads, carry) -> (output ``[..., H, D]``,

@@ -11,7 +11,8 @@ from paged_jax.arguments import check_positive
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 LAYER_TYPES = (FULL, SLIDING)
-_MAX_LAYERS = 10_000  # far above any model, so that a typing error does not exhaust the memory
+# far above any real model: a mistyped number fails here, before it exhausts the memory
+_MAX_LAYERS = 10_000
 
 
 class LayerGroup(NamedTuple):

@@ -41,8 +41,9 @@ class Llama(PagedModel):
       dtype: dtype of the weights. With int8, only matrices are int8, with a scale per row; other
         parameters have ``config.dtype``. Activations and logits are float32.
       scan_layers: whether to stack the layers along a leading dimension ``L`` and scan over them.
-        This compiles fastest and suits TPUs, and CPUs with our kernels, which read weights in the
-        stack. On GPUs, XLA copies the weights out of the stack, so separate layers are faster.
+        Stacked layers compile fastest. They suit TPUs, and CPUs with this library's kernels, which
+        read weights directly from the stack. On GPUs, XLA copies each layer's weights out of the
+        stack, so separate layers are faster.
       shard: this device's share of a tensor-parallel model, within `jax.shard_map`, or None.
       rngs: random keys for the initial weights.
 
@@ -76,7 +77,8 @@ class Llama(PagedModel):
         self.scan_layers = scan_layers
         self.shard = shard
         table, floats = (config.vocab_size, config.hidden_size), float_type(dtype, config.dtype)
-        # An embedding that is not the output head stays floating point: a step reads few rows.
+        # With int8, an embedding table that is not also the output head stays floating point,
+        # because a step reads only a few of its rows.
         embedding_dtype = dtype if config.tie_word_embeddings else floats
         add_matrix(self, "embed_tokens", normal(rngs.params(), table, floats), embedding_dtype)
         layer = functools.partial(Layer, config, dtype=dtype, shard=shard)
@@ -98,7 +100,8 @@ class Llama(PagedModel):
         """Return the logits of whole sequences, without a cache. Differentiable in the weights.
 
         Args:
-          token_ids: i32 ``[B, T]``. Right padding does not change the logits before it.
+          token_ids: i32 ``[B, T]``. Padding at the end of a row does not change the logits of the
+            tokens before it.
 
         Returns:
           float32 ``[B, T, V]``.
@@ -133,8 +136,8 @@ class Llama(PagedModel):
           folder: a folder with ``config.json`` and safetensors, or a checkpoint; None for the small
             model that comes with this library.
           dtype: float32, bfloat16, float16 or int8; ``"auto"`` is the dtype of the files.
-          scan_layers: see `Llama`; None for true on TPUs and on CPUs with our kernels, if the
-            layers are equal.
+          scan_layers: see `Llama`; None for whichever is faster on the device that holds the
+            weights.
           sharding: one `jax.sharding.Sharding` for all parameters, or a function of a parameter's
             name (``"layers.0.qkv_proj"``, or ``"layers.qkv_proj"`` if stacked) and shape; None for
             the default device.
@@ -165,7 +168,7 @@ class Llama(PagedModel):
         save_weights(self, folder)
 
     def make_shard(self, parallel: TensorParallel) -> "Llama":
-        """Return the model, without weights, that each device runs on its share of the weights."""
+        """Return the model that each device runs on its share of the weights. It has no weights."""
         return nnx.eval_shape(
             lambda: Llama(
                 parallel.device_config,
@@ -184,15 +187,16 @@ class Llama(PagedModel):
         carry: Carry,
         backend: str | None = None,
     ) -> tuple[jax.Array, Carry]:
-        """Run the layers, see `PagedModel`."""
+        """Run the layers, see `PagedModel.hidden_states`."""
         find = look_up if self.shard is None else self.shard.look_up
         x = self._scale_embeddings(find(self._table("embed_tokens"), token_ids))
-        # Padding starts as zeros, and without biases stays zero. The CPU kernels use this.
+        # Set the embeddings of padding rows (position -1) to zero. In models without biases, all
+        # activations of these rows then stay zero, and the CPU kernels skip rows of zeros.
         x = jnp.where(positions[..., None] < 0, 0, x)
         return self._run_layers(x, positions, attend, carry, backend)
 
     def logits(self, x: jax.Array, backend: str | None = None) -> jax.Array:
-        """Return the logits for rows of hidden states, see `PagedModel`."""
+        """Return the logits for rows of hidden states, see `PagedModel.logits`."""
         head = self._table("embed_tokens" if self.config.tie_word_embeddings else "lm_head")
         logits = linear(apply_norm(self.config, x, self.norm[...]), head, backend=backend)
         if self.shard is not None:
@@ -220,7 +224,8 @@ class Llama(PagedModel):
         factor = self.config.embedding_multiplier
         if factor == 1:
             return embeddings
-        # Gemma was trained with its factor in bfloat16.
+        # Round the factor to the dtype of the weights, because Gemma was trained with a bfloat16
+        # factor.
         return embeddings * jnp.asarray(factor, self.float_dtype).astype(jnp.float32)
 
     def _run_layers(
@@ -244,7 +249,7 @@ class Llama(PagedModel):
         stack = self.layers
         graphdef, stacked = nnx.split(stack)
 
-        # The pools are the carry. As scanned input and output they would be copied.
+        # The pools are part of the scan's carry. XLA would copy them if they were scanned over.
         def body(
             state: tuple[jax.Array, Carry], layer_and_index: Any
         ) -> tuple[tuple[jax.Array, Carry], None]:

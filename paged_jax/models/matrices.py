@@ -45,8 +45,8 @@ def quantise(w: Array) -> tuple[Array, Array]:
       ([[50, -127], [0, 0]], '0.020')
     """
     xp = w.__array_namespace__()
-    # Multiply by reciprocals, as XLA does on its own, so that NumPy and JAX give equal bits. The
-    # lower bound keeps the reciprocal finite.
+    # Multiply by reciprocals, as XLA does for a division, so that NumPy and JAX give equal bits.
+    # The lower bound of the scales keeps the reciprocal finite.
     scales = xp.maximum(xp.abs(w).max(-1) * np.float32(1 / 127), xp.finfo(xp.float32).tiny)
     return xp.rint(w * (1 / scales)[..., None]).astype(xp.int8), scales
 
@@ -85,12 +85,12 @@ def get_matrix(
     stack: nnx.Module | None = None,
     layer: jax.Array | int | None = None,
 ) -> Weight:
-    """Return a matrix of a module.
+    """Return a matrix of a module, with its scales if it is int8.
 
     Args:
       module: the module.
       name: name of the parameter.
-      dtype: floating-point dtype of the model.
+      dtype: dtype of the floating-point parameters of the model.
       stack: stacked modules that contain `module` as a slice, or None.
       layer: index of `module` in the stack, i32 ``[]``.
     """
@@ -110,7 +110,8 @@ def _parameters(module: nnx.Module, name: str) -> tuple[jax.Array, jax.Array | N
 def look_up(table: Weight, token_ids: jax.Array) -> jax.Array:
     """Return the embeddings float32 ``[N, E]`` of token ids i32 ``[N]`` from a table ``[V, E]``.
 
-    No program copies the table. For steps with a cache only: a bfloat16 table gets no gradient.
+    The compiled program does not copy the table. A bfloat16 table may get no gradient, so training
+    must use `look_up_differentiably`.
     """
     if table.values.dtype != jnp.bfloat16:
         return look_up_differentiably(table, token_ids)

@@ -8,8 +8,8 @@ each expert multiplies consecutive rows. Weights of experts that no token chose 
     rows          a | b  b  b | d  d             [N k, E], sorted by expert
     of tokens     1   0  1  2   0  2
 
-Rows of padding come last and use no expert. With tensor parallelism, so do the rows of experts on
-other devices.
+Rows of padding come last and use no expert. With tensor parallelism, the same holds for rows whose
+experts are on other devices.
 """
 
 import functools
@@ -29,8 +29,8 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
-# Maximum number of comparisons that replace a sort. This is enough for 64 tokens with 128 experts,
-# or for 64 tokens with 16 choices each.
+# `route` and `sort_by_expert` compare all pairs instead of sorting, if this takes at most so many
+# comparisons: enough for 64 tokens with 128 experts, or for 64 tokens with 16 choices each.
 _MAX_COMPARISONS = 1 << 20
 
 # Function of gates and ups, both float32 ``[..., F]``.
@@ -57,8 +57,8 @@ class Routes(NamedTuple):
     """Experts of each token.
 
     Attributes:
-      experts: i32 ``[N, k]``, distinct for each token; X, the number of experts on this device,
-        means no expert.
+      experts: i32 ``[N, k]``, indices of the experts of each token, distinct; X, the number of
+        experts on this device, means no expert.
       weights: float32 ``[N, k]``, factors of the experts' outputs.
     """
 
@@ -76,7 +76,7 @@ def gated_mlp(
     """Run a dense MLP.
 
     Args:
-      config: has the activation.
+      config: configuration of the layer, which names the activation.
       x: float32 ``[..., E]``, normalised.
       gate_up_proj: ``[2, F, E]``.
       down_proj: ``[E, F]``.
@@ -138,8 +138,8 @@ def clamped_swiglu(gate: jax.Array, up: jax.Array, *, alpha: float, limit: float
     """Compute the activation of gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``.
 
     Args:
-      gate: floating point, clamped to at most `limit`.
-      up: floating point, clamped to ``[-limit, limit]``.
+      gate: floating point ``[..., F]``. Values above `limit` are clamped.
+      up: floating point ``[..., F]``. Values are clamped to ``[-limit, limit]``.
       alpha: factor inside the sigmoid.
       limit: bound of the inputs.
     """
@@ -157,13 +157,14 @@ def route(
 ) -> Routes:
     """Choose the experts with the largest logits. Ties go to the lower index.
 
-    For few tokens, every expert is compared with all others to count its rank. XLA can fuse this
-    with the surrounding operations, unlike `jax.lax.top_k`, which sorts.
+    For few tokens, the rank of an expert is found by comparing it with all others. XLA can fuse
+    this with the surrounding operations, unlike `jax.lax.top_k`, which sorts.
 
     Args:
       logits: float32 ``[N, X]``.
       num_chosen: number of experts per token (k).
-      renormalise: whether the weights are a softmax over the chosen experts, or over all.
+      renormalise: True if the weights are a softmax over the chosen experts; False for a softmax
+        over all experts.
       is_token: bool ``[N]``, False for padding rows, which use no expert; None for no padding.
       local_experts: index of the first expert on this device and their number, or None for all.
         Experts are then numbered from this first expert, and experts on other devices become
@@ -215,11 +216,11 @@ def apply_experts(
       x: float32 ``[N, E]``.
       routes: result of `route`.
       weights: X experts.
-      activation: function of gates and ups.
+      activation: function of gates and ups, each float32 ``[rows, F]``.
       backend: see `grouped_linear`.
 
     Returns:
-      float32 ``[N, E]``, 0 for tokens without an expert here. Such tokens cost nothing.
+      float32 ``[N, E]``, 0 for tokens without an expert on this device. Such tokens cost nothing.
     """
     k = routes.experts.shape[1]
     X = weights.gate_up_proj.values.shape[0]
@@ -274,7 +275,17 @@ def _sum_in_order(x: jax.Array) -> jax.Array:
 
 
 def _grouped_linear(x: jax.Array, w: Weight, sizes: jax.Array, backend: str | None) -> jax.Array:
-    """Multiply rows ``[R, in]``, sorted by expert, by ``[X, *out, in]``, to ``[R, *out]``."""
+    """Multiply each row by the weights of its expert.
+
+    Args:
+      x: float32 ``[R, in]``, sorted by expert.
+      w: weights ``[X, *out, in]``.
+      sizes: i32 ``[X]``, number of rows of each expert.
+      backend: see `grouped_linear`.
+
+    Returns:
+      float32 ``[R, *out]``.
+    """
     X, *out, num_inputs = w.values.shape
     stack = None
     if w.stack is not None:

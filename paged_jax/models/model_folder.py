@@ -21,7 +21,7 @@ _OTHER_FORMATS = {
     "zero_to_fp32.py": "a checkpoint of DeepSpeed",
     "model_index.json": "a pipeline of diffusers",
 }
-# Patterns of model folders below a folder that users give by mistake.
+# Patterns that find model folders below a parent folder, which users often give by mistake.
 _NESTED = (
     "snapshots/*",
     "models--*/snapshots/*",

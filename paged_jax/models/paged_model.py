@@ -45,9 +45,9 @@ class PagedModel(nnx.Module):
 
     Attributes:
       config: sizes of the model. The cache uses the number of layers, KV heads, head dimension,
-        sliding windows and vocabulary size. `max_position_embeddings` limits sequences,
-        `eos_token_ids` end them, and memory planning uses the hidden sizes. The other fields matter
-        only to the subclass.
+        sliding windows and vocabulary size. `max_position_embeddings` limits the length of
+        sequences, `eos_token_ids` end them, and memory planning uses the hidden sizes. The other
+        fields matter only to the subclass.
 
     Example:
       >>> from paged_jax import Heads, LlamaConfig
@@ -86,11 +86,12 @@ class PagedModel(nnx.Module):
         Args:
           token_ids: i32 ``[N]``. Some rows may be padding.
           positions: i32 ``[N]``, position of each token in its sequence; -1 for padding.
-          attend: attention. A function of the layer's index, `Heads` ``[N, ...]`` and the carry,
-            which returns the output ``[N, H, D]`` and the new carry. Each layer calls it once, in
-            order. In a scan the index may be traced, if all layers have the same window.
-          carry: argument of the first call of `attend`. It holds the cache's pools: pass it on as
-            the carry of a scan.
+          attend: function that computes the attention of a layer. It takes the layer's index,
+            `Heads` ``[N, ...]`` and the carry, and returns the output ``[N, H, D]`` and the new
+            carry. Each layer calls it once, in order. In a scan the index may be traced, if all
+            layers have the same window.
+          carry: the pools of the cache, for the first call of `attend`. In a scan over the layers,
+            make it part of the scan's carry.
           backend: backend that the user asked for; None for the best one.
 
         Returns:
@@ -161,7 +162,7 @@ class PagedModel(nnx.Module):
         """Append a chunk of a prompt to each of several slots, and return the next-token logits.
 
         The function is pure. Call it in `jit` and donate the cache. It reserves the blocks that it
-        needs. If there are not enough, or a slot does not exist, it changes nothing and ``ok`` is
+        needs. If there are not enough, or a slot does not exist, nothing is appended and ``ok`` is
         false.
 
         Args:
@@ -172,8 +173,8 @@ class PagedModel(nnx.Module):
           backend: backend of the attention, see `paged_attention`, and of other ops of the model.
 
         Returns:
-          Logits float32 ``[B, V]`` after the last token of each row, the new cache, and ``ok``,
-          bool ``[]``.
+          Logits float32 ``[B, V]`` after the last token of each row (arbitrary in rows left out),
+          the new cache, and ``ok``, bool ``[]``.
 
         Raises:
           ValueError: shapes or dtypes do not fit together or, outside of `jit`, a slot appears
@@ -225,15 +226,15 @@ class PagedModel(nnx.Module):
         """Append one token to each of several slots, and return the next-token logits.
 
         The function is pure. Call it in `jit` and donate the cache. It reserves a block for a slot
-        that starts a new block or writes into a shared one. If there are not enough blocks, it
-        changes nothing and ``ok`` is false.
+        that starts a new block or writes into a shared one. If there are not enough blocks, nothing
+        is appended and ``ok`` is false.
 
         Args:
           cache: the cache.
           token_ids: i32 ``[B]``.
           slots: i32 ``[B]``, slots of the rows, distinct; rows with a negative slot are left out.
-          cascade: whether to read the blocks at the beginning that all slots share only once, in
-            layers without a sliding window, see `cascade_attention` (static).
+          cascade: whether layers without a sliding window read the first blocks, if all slots share
+            them, once per step instead of once per slot, see `cascade_attention` (static).
           backend: backend of the attention, see `paged_attention`, and of other ops of the model.
 
         Returns:
@@ -338,27 +339,29 @@ def create_cache(
     dtype: DTypeLike = jnp.float32,
     platform: str | None = None,
 ) -> PagedCache:
-    """Return an empty cache for models with a config.
+    """Return an empty cache for a model configuration.
 
-    Layers with the same sliding window form a group of the cache. They keep only the window of a
-    sequence, and the tokens that were appended last.
+    Layers with the same sliding window form a group of the cache. Each group has its own blocks. A
+    group with a window keeps only the blocks of the window, and of the tokens that the last program
+    appended.
 
     Args:
       config: configuration of the model.
       num_slots: number of slots (S), the maximum number of sequences in the cache.
       max_length: maximum number of tokens of a sequence.
-      num_blocks: number of blocks (P) of the group that keeps most tokens, shared by all slots;
-        None for enough blocks for all slots at full length. Other groups have the same number, or
-        fewer if that is enough for all slots.
+      num_blocks: number of blocks (P) of the group that keeps the most tokens, shared by all slots;
+        None for enough blocks for all slots at full length. Another group has ``min(P, S * w)``
+        blocks, where w is the maximum number of its blocks that a slot holds.
       block_size: tokens per block (C).
-      max_tokens: maximum number of tokens that a program appends to a slot. A program may append
-        more if other slots hold less. None for `max_length`; then windows save no memory.
+      max_tokens: maximum number of tokens that a program (a call of `prefill`, for example) appends
+        to a slot. It determines w. A program may append more if other slots hold fewer blocks. None
+        for `max_length`, with which windows save no memory.
       dtype: dtype of K and V. int8 and float8_e4m3fn quantise them, see `PagedCache.create`.
       platform: platform of the cache; None for `jax.default_backend()`. On TPUs the last dimension
         of the pools is padded, see `kernels.padded_head_dim`.
 
     Raises:
-      ValueError: a size is not a positive integer, or the pool has more rows than int32 counts.
+      ValueError: a size is not a positive integer, or a pool has more rows than int32 can count.
 
     Example:
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,

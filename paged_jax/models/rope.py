@@ -38,7 +38,7 @@ SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
 class RopeScaling:
     """Scaling of rotary frequencies for contexts longer than the training context.
 
-    Each ``rope_type`` uses `factor` and the fields that are named with it:
+    Each ``rope_type`` uses `factor` and the fields that its description names:
 
     - ``"linear"`` divides all frequencies by `factor` (Chen et al., arXiv 2306.15595).
     - ``"llama3"`` divides only low frequencies, with a smooth transition (Llama 3.1 model card):
@@ -271,7 +271,7 @@ def all_rotations(
 
 
 def head_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> tuple[int, ...] | None:
-    """Return the checkpoint's index of each element of a head, or None if the order is the same.
+    """Return each element's index in the checkpoint's head, or None if the order is the same.
 
     A head becomes ``[first of each pair, half of the rest, second of each pair, the rest]``, so
     that ``(x[i], x[i + D/2])`` is a pair and the whole head rotates.

@@ -55,7 +55,8 @@ def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """
     rope_scaling: RopeScaling | None = fields["rope_scaling"]
     scaling = None if rope_scaling is None else write_scaling(rope_scaling)
-    if scaling is None and "rope_parameters" in family.defaults:  # null would select the default
+    # null would select the family's default scaling
+    if scaling is None and "rope_parameters" in family.defaults:
         scaling = {"rope_type": "default"}
     theta, local_theta = fields["rope_theta"], fields["rope_local_base_freq"]
     written: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
@@ -86,7 +87,7 @@ def read_scaling(
 
     Args:
       rope: the JSON object.
-      max_position_embeddings: value of the same config.
+      max_position_embeddings: maximum length of a sequence in the same config.
       original: the config's own ``original_max_position_embeddings`` (Phi-3), or None.
 
     Returns:
@@ -118,7 +119,7 @@ def read_scaling(
     if rope.get("factor") is not None or rope_type in ("linear", "dynamic", "llama3"):
         fields["factor"] = _required_number(rope, "factor")
     else:
-        # Phi-3 and DeepSeek have the two context lengths instead.
+        # Phi-3 and DeepSeek give the two context lengths instead of the factor.
         fields["factor"] = max_position_embeddings / fields["original_max_position_embeddings"]
     for key in ("beta_fast", "beta_slow"):
         if key in used and rope.get(key):  # transformers treats null and 0 as the default
@@ -236,7 +237,7 @@ def _split_by_layer_type(
 
 def _read_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
     original = config.get("original_max_position_embeddings")
-    # Early Phi-3 files have the original names of longrope.
+    # Early Phi-3 files call longrope "su" or "yarn".
     if config.get("model_type") == "phi3" and rope.get("type", rope.get("rope_type")) in (
         "su",
         "yarn",

@@ -48,9 +48,10 @@ _DIVIDED = {
     "lm_head": 2,
     "lm_head_scale": 1,
 }
-# Parameters that are divided by KV heads. If several devices have the same head, each keeps this
-# number of its rows (the key and the value), or all rows if None. The other rows, the queries of
-# the head, are divided between these devices. Rows are along the dimension after the heads.
+# Parameters that are divided by KV heads. If there are fewer KV heads than devices, several devices
+# have a copy of a head. The value is the number of rows of the head that each copy keeps: 2 are the
+# key and the value. The other rows, the queries, are divided between the copies. None: each copy
+# keeps all rows. Rows are along the dimension after the heads.
 _OF_HEADS = {"qkv_proj": 2, "qkv_proj_scale": 2, "qkv_bias": 2, "q_norm": 0, "k_norm": None}
 _OF_VOCABULARY = ("embed_tokens", "embed_tokens_scale", "lm_head", "lm_head_scale")
 
@@ -63,7 +64,8 @@ class DeviceShard:
 
     A layer needs two sums over the devices, one after each projection into the residual stream, or
     one if attention and MLP run in parallel. The embedding needs one more sum, and the logits are
-    gathered. Norms over all heads of a token also need the mean of two numbers.
+    gathered. Norms over all heads of a token also need the mean over the devices of two numbers per
+    token.
 
     Attributes:
       axis_name: mesh axis of the devices.
@@ -89,7 +91,7 @@ class DeviceShard:
         return lax.pmean(x, self.axis_name)
 
     def look_up(self, table: Weight, token_ids: jax.Array) -> jax.Array:
-        """Look up embeddings as `matrices.look_up`, in this device's equal share of the rows."""
+        """Look up embeddings as `matrices.look_up`. Each device has some rows of the table."""
         num_rows = jax.tree.leaves(table)[0].shape[0]
         first = self.index * num_rows
         rows = jnp.clip(token_ids, 0, self.vocab_size - 1) - first
@@ -104,7 +106,7 @@ class DeviceShard:
 
 
 def widen_config(config: LlamaConfig, num_devices: int) -> LlamaConfig:
-    """Return the config with at least as many KV heads as devices.
+    """Return the config, with KV heads repeated until there is at least one per device.
 
     The additional heads are copies, so the model computes the same function.
 
@@ -149,7 +151,7 @@ def shard_config(function: str, config: LlamaConfig, num_devices: int) -> LlamaC
     return dataclasses.replace(
         wide,
         vocab_size=-(-wide.vocab_size // num_devices),
-        # With experts, no layer has a dense MLP of this size.
+        # Not divided if there are experts: no layer has a dense MLP of this size.
         intermediate_size=wide.intermediate_size // (1 if config.num_experts else num_devices),
         shared_expert_intermediate_size=wide.shared_expert_intermediate_size // num_devices,
         num_attention_heads=wide.num_attention_heads // num_devices,
@@ -178,10 +180,10 @@ def _check_divides(function: str, config: LlamaConfig, num_devices: int) -> None
 class TensorParallel:
     """Placement of a model's parameters on the devices of a mesh.
 
-    Parameters have two layouts. In the model layout they have the shapes of the whole model, and
-    are loaded in this way. In the program layout they are passed to programs. Both are the same
-    arrays, unless keys and values must be copied (fewer KV heads than devices) or the vocabulary
-    must be padded (not a multiple of N). Such parameters exist twice while they are
+    Parameters have two layouts. In the model layout, in which they are loaded, they have the shapes
+    of the whole model. In the program layout they are passed to compiled programs. Both layouts
+    have the same arrays, unless keys and values must be copied (fewer KV heads than devices) or the
+    vocabulary must be padded (not a multiple of N). Such parameters exist twice while they are
     converted, for example when an engine starts or receives new weights.
 
     Attributes:
@@ -194,11 +196,11 @@ class TensorParallel:
 
     @classmethod
     def create(cls, function: str, mesh: Mesh, config: LlamaConfig) -> "TensorParallel":
-        """Divide a model over all devices of a mesh with any axes.
+        """Divide a model over all devices of a mesh.
 
         Args:
           function: function name for error messages.
-          mesh: the devices.
+          mesh: the devices. Its shape and the names of its axes do not matter.
           config: configuration of the model.
 
         Raises:
@@ -225,7 +227,7 @@ class TensorParallel:
 
     @property
     def shard(self) -> DeviceShard:
-        """Share of each device."""
+        """Shard for the model that each device runs. It is the same on all devices."""
         return DeviceShard(AXIS, self.config.vocab_size, self.num_devices)
 
     def model_sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
@@ -248,7 +250,7 @@ class TensorParallel:
         return NamedSharding(self.mesh, self.program_spec(name, rank))
 
     def program_spec(self, name: str, rank: int) -> PartitionSpec:
-        """Return the partition of a parameter in the program layout."""
+        """Return the partition of a parameter with `rank` dimensions in the program layout."""
         kind = _kind(name)
         if not self._is_divided(kind):
             return PartitionSpec()
@@ -258,7 +260,9 @@ class TensorParallel:
         """Convert a parameter from the model layout, with any sharding, to the program layout."""
         kind = _kind(name)
         sharding = self.model_sharding(name, x.shape)
-        if x.sharding != sharding:  # an alias made by device_put could not be donated later
+        # With an equal sharding, device_put would return an alias, which could not be donated
+        # later.
+        if x.sharding != sharding:
             x = jax.device_put(x, sharding)
         if self._is_copied(kind):
             axis = x.ndim - _DIVIDED[kind]
@@ -298,7 +302,7 @@ class TensorParallel:
 
     @property
     def _mesh_of_heads(self) -> Mesh:
-        """Mesh of the same devices; along the second axis, devices share a KV head."""
+        """Mesh with the axes heads and copies. Devices of a row have copies of the same head."""
         devices = np.asarray(self.mesh.devices).reshape(-1, self._num_copies)
         return Mesh(devices, ("heads", "copies"), axis_types=(AxisType.Auto,) * 2)
 
@@ -316,9 +320,10 @@ def _divide(rank: int, axis: int, name: str) -> PartitionSpec:
 
 @functools.lru_cache
 def _widener(mesh: Mesh, axis: int, num_kept: int | None) -> Convert:
-    """Return a program from ``[K, G + kept, ...]`` to ``[N, G / copies + kept, ...]``.
+    """Return a conversion from ``[K, G + kept, ...]`` to ``[N, G / copies + kept, ...]``.
 
-    Each device keeps the keys and values of its head and takes its share of the queries. Nothing
+    It is used if a KV head has copies on several devices. `kept` is `num_kept`, see `_OF_HEADS`.
+    Each device keeps the key and the value of its head and takes its share of the queries. Nothing
     is communicated, because each device already holds the whole head.
     """
 
@@ -337,7 +342,7 @@ def _widener(mesh: Mesh, axis: int, num_kept: int | None) -> Convert:
 
 @functools.lru_cache
 def _narrower(mesh: Mesh, axis: int, num_kept: int | None) -> Convert:
-    """Return a program with the inverse of the conversion of `_widener`."""
+    """Return the inverse of the conversion of `_widener`."""
 
     def narrow(x: jax.Array) -> jax.Array:
         if num_kept is None:

@@ -130,8 +130,8 @@ def test_save_pretrained_is_inverse_for_gpt_oss(tmp_path) -> None:
     ("change", "message"),
     [
         (lambda blocks, scales: (blocks, np.full_like(scales, 255)), "is not finite as bfloat16"),
-        (lambda blocks, scales: (blocks[:, :-1], scales), "must be bytes"),
-        (lambda blocks, scales: (blocks, scales.astype(np.float32)), "must be bytes"),
+        (lambda blocks, scales: (blocks[:, :-1], scales), "must be uint8"),
+        (lambda blocks, scales: (blocks, scales.astype(np.float32)), "must be uint8"),
         (lambda blocks, scales: (blocks, None), "down_proj is missing"),
     ],
     ids=["not a number", "shape", "type", "no scales"],

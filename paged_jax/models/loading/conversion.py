@@ -24,9 +24,9 @@ from paged_jax.models.loading.tensor_map import (
     map_to_available,
 )
 
-# Hugging Face tensor name of each array of the other definition, by the name of the array. Instead
-# of a name, a pair of the name and a permutation of the array's axes. A * stands for the number of
-# a layer.
+# Hugging Face tensor name of each array of the other definition, by the name of the array. If axes
+# must be permuted, the value is a pair of the tensor name and the permutation of the array's axes.
+# A * stands for the number of a layer.
 NameMap = Mapping[str, str | tuple[str, tuple[int, ...]]]
 
 
@@ -130,7 +130,10 @@ def assemble(
 
 
 def _join(boxes: list[tuple[TensorMapping, jax.Array]], axis: int = 0) -> jax.Array:
-    """Concatenate boxes that fill a parameter, along `axis` and the axes after it."""
+    """Concatenate boxes that fill a parameter, along `axis` and the axes after it.
+
+    A box is a rectangular part of the parameter, see `TensorMapping`.
+    """
     if len(boxes) == 1:
         return boxes[0][1]
     by_start: dict[int, list[tuple[TensorMapping, jax.Array]]] = {}

@@ -43,7 +43,8 @@ from paged_jax.models.matrices import SCALE, Sharding, quantise
 from paged_jax.models.model_folder import find_adapters
 from paged_jax.models.paged_model import PagedModel
 
-# Elements per read: 8 or 16 MB. A model is much larger, and opening a file is much cheaper.
+# Elements per read: 8 or 16 MB. This is little memory compared with a model, but so much that
+# opening the file for each read costs little.
 _READ_ELEMENTS = 1 << 22
 _COMPARED_ROWS = 4096
 _ROTARY_BUFFERS = tuple(
@@ -375,7 +376,7 @@ def _to_tensor(parameter: jax.Array, mappings: list[TensorMapping]) -> np.ndarra
 def _split_into_files(
     tensors: list[tuple[str, list[TensorMapping]]], max_elements: int
 ) -> list[list[tuple[str, list[TensorMapping]]]]:
-    """Distribute tensors over files. Each is given as its parameter and its mappings."""
+    """Distribute tensors over files. Each tensor is its parameter's name and its mappings."""
     files: list[list[tuple[str, list[TensorMapping]]]] = [[]]
     size = 0
     for name, mappings in tensors:

@@ -48,7 +48,7 @@ def save_checkpoint(model: PagedModel, path: str | Path) -> None:
 
     Raises:
       FileExistsError: the folder already holds a checkpoint. It is never replaced, because a save
-        that fails half-way would leave neither.
+        that fails half-way would leave neither the old nor the new checkpoint.
     """
     path = Path(path).resolve()
     if is_checkpoint(path):
@@ -191,7 +191,10 @@ def _damaged(path: Path, error: Exception) -> WeightsError:
 def _convert(
     path: Path, stored: Mapping[str, Shape], targets: Targets, num_layers: int
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Restore the other layout of layers, one kind of parameter after the other."""
+    """Restore parameters of layers that were saved in the other layout (stacked or separate).
+
+    One kind of parameter, such as ``qkv_proj``, is converted after the other, to save memory.
+    """
     outside = {name: target for name, target in targets.items() if name in stored}
     yield from _restore(path, stored, outside).items()
     for kind in sorted({name.split(".")[-1] for name in targets.keys() - outside.keys()}):

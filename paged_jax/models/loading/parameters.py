@@ -1,6 +1,7 @@
 """Parameters of a model by name, and construction of a model from loaded arrays.
 
-Loaders receive the model class as an argument, because `Llama.from_pretrained` imports them.
+Loaders receive the model class as an argument. They cannot import `Llama`, because
+`Llama.from_pretrained` imports them.
 """
 
 import dataclasses
@@ -57,7 +58,7 @@ class ModelSpec(Generic[Model]):
         return self.sharding(name, shape) if callable(self.sharding) else self.sharding
 
     def build(self, make: Callable[[str, tuple[int, ...]], jax.Array]) -> Model:
-        """Build the model with parameters from ``make(name, shape)``. Nothing is initialised."""
+        """Build the model with parameters from ``make(name, shape)``, without initial weights."""
         config = dataclasses.replace(
             self.config, dtype=float_type(self.dtype, self.config.dtype).name
         )

@@ -93,12 +93,13 @@ def bundled_folder() -> Path:
 def _is_scanning_faster(config: LlamaConfig, sharding: Sharding) -> bool:
     """Return whether stacked layers are faster than separate layers.
 
-    On CPU and GPU they are slower with XLA's operations, which copy each layer out of the stack.
+    On CPU and GPU, XLA's operations copy each layer out of the stack, so separate layers are faster
+    there, unless the kernels of this library are used, which read the stack.
     """
     device = _device(config, sharding)
     if device.platform == "tpu":
-        # XLA copies the weights of experts out of a stack for the kernel that reads them. On TPU 7x
-        # it changes the layout of all stacked weights in each step.
+        # XLA copies the weights of experts out of a stack for the kernel that reads them. On TPU
+        # 7x, XLA changes the layout of all stacked weights in each step.
         return not config.num_experts and "7x" not in device.device_kind
     # The CPU kernels read weights in the stack, except in programs with several devices.
     return sharding is None and reads_stacked_weights(device.platform)

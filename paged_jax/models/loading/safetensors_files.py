@@ -99,7 +99,7 @@ def check_names(names: Iterable[str]) -> None:
     """Check that no tensor belongs to a wrapped model, an adapter or unsupported quantisation.
 
     Raises:
-      WeightsError: one does. The message names the cause and says what to do.
+      WeightsError: a tensor does. The message names the cause and says what to do.
     """
     for name in names:
         if _ADAPTERS.search(name):

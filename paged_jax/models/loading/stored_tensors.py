@@ -80,8 +80,8 @@ class Mxfp4Tensor(StoredTensor):
     """Matrices in MXFP4, the format of the experts of gpt-oss, see `expand_mxfp4`.
 
     The files have two tensors: uint8 blocks ``[..., out, in / 32, 16]`` and uint8 scales
-    ``[..., out, in / 32]``. As one tensor its shape is ``[..., in, out]``, and `read` takes slices
-    of all dimensions but the last two.
+    ``[..., out, in / 32]``. The combined tensor has the shape ``[..., in, out]``. `read` can slice
+    only the dimensions before the last two.
 
     Attributes:
       scales: the tensor of scales. The other attributes describe the blocks.
@@ -99,8 +99,9 @@ class Mxfp4Tensor(StoredTensor):
         expected = (*scales.shape, MXFP4_BLOCK_BYTES)
         if blocks.shape != expected or {blocks.dtype, scales.dtype} != {"U8"}:
             raise WeightsError(
-                f"load_weights: {blocks.name} must be bytes {list(expected)}, as {scales.name} has "
-                f"one scale per block, got {blocks.dtype} {list(blocks.shape)}."
+                f"load_weights: {blocks.name} must be uint8 {list(expected)} and {scales.name} "
+                f"uint8 {list(scales.shape)}, one scale per block, got {blocks.dtype} "
+                f"{list(blocks.shape)} and {scales.dtype}."
             )
         *experts, num_outputs, num_blocks = scales.shape
         shape = (*experts, num_blocks * MXFP4_BLOCK, num_outputs)

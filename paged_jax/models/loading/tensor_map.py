@@ -51,8 +51,8 @@ class TensorMapping:
       box_shape: shape of the box. It has the rank of the parameter.
       box_start: index of the first element of the box in the parameter.
       first_row: first row of the tensor in this box. Other boxes may hold the other rows.
-      row_order: tensor row of each index of the last dimension that counts rows; None if the order
-        is the same.
+      row_order: permutation of the last dimension that counts rows: index i of the box holds index
+        ``row_order[i]`` of the tensor. None if the order is the same.
       axes: permutation of the tensor's axes, if the checkpoint stores it transposed. The first
         axis stays first.
       split_shape: with `axes`, shape of the tensor before the permutation, with some dimensions
@@ -158,7 +158,7 @@ def map_parameter(
 def map_to_available(
     config: LlamaConfig, name: str, tensors: Container[str]
 ) -> list[TensorMapping]:
-    """Return the tensors of a parameter, with fused experts only if `tensors` has that form.
+    """Return the mappings of a parameter, for fused experts if only these are available.
 
     Args:
       config: configuration of the model.
@@ -186,7 +186,7 @@ def standard_name(config: LlamaConfig, name_in_file: str) -> str | None:
     for prefix, replacement in prefixes.items():
         if name_in_file.startswith(prefix):
             return replacement and replacement + name_in_file.removeprefix(prefix)
-    # Models saved without a head lack the prefix.
+    # Checkpoints of a model without its output head lack the prefix ``model.``.
     return f"model.{name_in_file}" if name_in_file.startswith(_INNER) else name_in_file
 
 
@@ -246,7 +246,14 @@ def _family_tensors(config: LlamaConfig) -> Mapping[str, str]:
 def _qkv_mappings(
     config: LlamaConfig, kind: str, row_order: tuple[int, ...] | None, fused_tensor: str | None
 ) -> Mappings:
-    """Map queries, keys and values ``[K, G + 2, D, ...]``, from one fused or three tensors."""
+    """Return the mappings of ``qkv_proj`` or ``qkv_bias``, to one fused tensor or to three tensors.
+
+    Args:
+      config: configuration of the model.
+      kind: ``"weight"`` or ``"bias"``.
+      row_order: order of the elements of query and key heads, see `head_order`.
+      fused_tensor: name of the fused tensor; None for three tensors.
+    """
     D, H, K = config.head_dim, config.num_attention_heads, config.num_key_value_heads
     columns = (config.hidden_size,) if kind == "weight" else ()
     mappings, row = [], 0
@@ -271,7 +278,7 @@ def _qkv_mappings(
 
 
 def _expert_mappings(config: LlamaConfig) -> dict[str, Mappings]:
-    """Map the router and the experts of a layer."""
+    """Return the mappings of the router and the experts of a layer."""
     E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
     names = {**_EXPERTS, **_family_tensors(config)}
     shared = config.shared_expert_intermediate_size
@@ -300,7 +307,7 @@ def _expert_mappings(config: LlamaConfig) -> dict[str, Mappings]:
 
 
 def _fused_expert_mappings(config: LlamaConfig) -> dict[str, Mappings]:
-    """Map the fused expert tensors that transformers 5 has in memory."""
+    """Return the mappings of the fused expert tensors that transformers 5 has in memory."""
     E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
     gate_up, down = (X, 2 * F, E), (X, E, F)
     return {
@@ -318,7 +325,10 @@ def _fused_expert_mappings(config: LlamaConfig) -> dict[str, Mappings]:
 def _interleaved_expert_mappings(
     config: LlamaConfig, names: Mapping[str, str]
 ) -> dict[str, Mappings]:
-    """Map the experts of gpt-oss: ``[in, out]`` with interleaved gate and up columns."""
+    """Return the mappings of the experts of gpt-oss.
+
+    Their matrices are ``[in, out]``, and gate and up columns alternate.
+    """
     E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
     return {
         "router_bias": (_map(names["router_bias"], (X,)),),

@@ -26,7 +26,7 @@ _RESERVED_VARIABLES = frozenset(
 _PROBE = "which form of content"
 _ROLE_PROBE = "probed text"
 _USER, _ASSISTANT = ({"role": role, "content": "Probe."} for role in ("user", "assistant"))
-# Roles that are not checked, because templates write them, or because the server checks tools.
+# Roles that are not checked: templates write user and assistant, and `tool_support` covers tools.
 _PLAIN_ROLES = ("user", "assistant", "tool")
 
 
@@ -96,8 +96,8 @@ class ChatTemplate:
             list of parts such as ``{"type": "text", "text": "Hi"}``. Fields that are None are
             omitted. The arguments of a tool call are an object or its JSON text.
           add_generation_prompt: whether the text ends with the opening of an answer.
-          **variables: further variables of the template, such as `tools`. None fields of tools and
-          of their functions are omitted.
+          **variables: further variables of the template, such as `tools`. Fields of tools and of
+            their functions that are None are omitted.
 
         Raises:
           ChatTemplateError: the messages are malformed, or the template rejects them.

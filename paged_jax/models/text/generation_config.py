@@ -87,7 +87,8 @@ class GenerationConfig:
 
         Args:
           given: fields that the caller has set.
-          otherwise: fields to use if neither the file nor `given` says how to sample.
+          otherwise: fields that apply, unless `given` has them, if the file does not say how to
+            sample.
         """
         fields = {**self.sampling_defaults, **given}
         if not DRAWING_OPTIONS & self.sampling_defaults.keys():
@@ -98,7 +99,7 @@ class GenerationConfig:
         return fields
 
     def token_bias(self, eos_token_ids: Collection[int], vocab_size: int) -> TokenBias:
-        """Return the biases for a model.
+        """Return the token biases for a model.
 
         Args:
           eos_token_ids: the model's end tokens.
