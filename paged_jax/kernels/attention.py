@@ -5,9 +5,9 @@ Both compute the following, which `paged_jax.kernels.reference` implements direc
     out[b, h] = softmax(scale * q[b, h] . k[0:length[b]]) v[0:length[b]]
 
 Token ``t`` of sequence ``b`` is in block ``block_tables[b, t // C]`` of the pool, at offset
-``t % C``. Query heads ``[g * G, (g + 1) * G)`` share KV head ``g``. The output of a sequence does
-not depend on pool contents outside of the sequence, such as NaN, or on table entries past its
-length.
+``t % C``. Query heads ``g * G`` to ``(g + 1) * G - 1`` share KV head ``g``, where G is H // K. The
+output of a sequence does not depend on pool contents outside of the sequence, which may be NaN, or
+on table entries past its length.
 
 All backends treat values out of range alike. Lengths are clipped: a sequence has at most M * C
 tokens, and a chunk at most T queries and at most the tokens of its sequence. If a traced layer
@@ -86,7 +86,7 @@ def paged_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attend with a single query token per sequence (decode).
 
-    The first reverse-mode derivative (`jax.grad`) exists in `q`, `sinks` and floating-point pools.
+    `jax.grad` can differentiate this op once, in `q`, `sinks` and floating-point pools.
 
     Args:
       q: ``[B, H, D]`` floating point, the query of the last token of each sequence.
@@ -94,19 +94,19 @@ def paged_attention(
         int8 or float8_e4m3fn with scales. The last dimension may be padded to a multiple of 128,
         as TPUs need it. The padding may hold anything.
       v_pool: values, of the same shape and dtype as `k_pool`.
-      block_tables: integer ``[B, M]``, block ids of each sequence in order. Entries past the length
-        may hold anything.
+      block_tables: integer ``[B, M]``, block ids of each sequence in order. Entries past the end of
+        a sequence may hold anything.
       context_lens: integer ``[B]``, tokens in each sequence, including the query's token. The
-      output
-        of an empty sequence is 0.
+        output of an empty sequence is 0.
       layer: index of the layer to read, a Python int or a traced scalar.
       scale: factor of the scores, ``D ** -0.5`` if None (static).
-      sliding_window: number of tokens that a query sees, itself included; None for all (static).
+      sliding_window: number of tokens that a query sees, including its own; None for all (static).
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)`` (Gemma 2, section 2; static).
       k_scale: f32 ``[L, P, K, C]``, factors of the keys of a quantised pool; None for other pools.
       v_scale: factors of the values, like `k_scale`.
-      sinks: floating point ``[H]``, one more logit in the softmax of each head. It has no value,
-        and is neither scaled nor capped (gpt-oss model card, section 2.2).
+      sinks: floating point ``[H]``, one more logit in the softmax denominator of each head. It has
+        no value vector. `scale` and `soft_cap` do not apply to it (gpt-oss model card, section
+        2.2). None for no sinks.
       return_lse: also return the log-sum-exp (static), see `merge_attention`.
       backend: a name in `paged_jax.kernels.BACKENDS`, such as ``"triton"`` (GPU) or ``"xla"``; None
         for the best backend of the platform that the program is lowered for (static).
@@ -123,7 +123,7 @@ def paged_attention(
         not run on the device of the arrays.
       NotImplementedError: `backend` does not support the arguments; the message says why.
 
-    Cost: proportional to the number of tokens in the batch. The width of the table does not matter.
+    Cost: proportional to the number of tokens in the batch, not to the width of the block table.
 
     Example:
       >>> k_pool = v_pool = jnp.ones((1, 4, 2, 8, 16))       # 4 blocks of 8 tokens, 2 KV heads
@@ -185,12 +185,12 @@ def paged_prefill_attention(
     """Attend causally with a chunk of tokens per sequence (prefill).
 
     The chunk is the end of its sequence: query ``i`` of sequence ``b`` is token
-    ``context_lens[b] - query_lens[b] + i``, and sees the tokens up to itself. Shorter chunks are
-    padded to ``T`` rows, and nothing is computed for the padding. Differentiable like
-    `paged_attention`, and with the same arguments, except:
+    ``context_lens[b] - query_lens[b] + i``, and sees this token and all tokens before it. Shorter
+    chunks are padded to ``T`` rows, and nothing is computed for the padding. The op is
+    differentiable like `paged_attention`, and has the same arguments, except:
 
     - `q`: ``[B, T, H, D]`` floating point.
-    - `k_pool` and `v_pool`: they already have the keys and values of the chunk.
+    - `k_pool` and `v_pool` must already contain the keys and values of the chunk.
     - `context_lens`: integer ``[B]``, tokens in each sequence, including the chunk.
     - `query_lens`: integer ``[B]``, tokens in each chunk, at most T and at most `context_lens`.
 
@@ -209,7 +209,7 @@ def paged_prefill_attention(
       >>> out.shape
       (1, 3, 4, 16)
     """
-    # Checked here: `attend` takes None for a decode.
+    # `query_lens` is checked here, because `attend` runs a decode if it is None.
     lens = as_arrays("paged_prefill_attention", query_lens=query_lens)["query_lens"]
     pools = Pools(k_pool, v_pool, k_scale, v_scale)
     args = AttentionArgs(q, pools, block_tables, context_lens, lens, sinks, layer)
@@ -237,8 +237,8 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Check the arguments of an attention op, choose a backend, run it, and return ``(out, lse)``.
 
-    `function` is the name of the op in error messages. The other arguments are as the user passed
-    them; it is a decode if ``args.query_lens`` is None.
+    `function` is the name of the op in error messages. The other arguments are those of the user.
+    If ``args.query_lens`` is None, the op is a decode, else a prefill.
     """
     args, sizes = _checked(function, args)
     default_scale: float = sizes["D"] ** -0.5
@@ -255,13 +255,16 @@ def attend(
     if args.q.size == 0 or sizes["M"] == 0:
         return _attend_to_nothing(args)
     args = args._replace(layer=jnp.clip(args.layer, 0, sizes["L"] - 1))
-    if backend == "reference":  # JAX differentiates it to any order, in forward and reverse mode
+    if backend == "reference":  # JAX can differentiate this backend to any order
         return ops.attend(args, options)
     return attend_differentiably(ops, args, options)
 
 
 def _checked(function: str, args: AttentionArgs) -> tuple[AttentionArgs, dict[str, int]]:
-    """Return the arguments as arrays, integers as int32, and the size of each dimension letter."""
+    """Check the arguments, and return them as arrays, with the size of each dimension letter.
+
+    Integers are converted to int32.
+    """
     is_decode = args.query_lens is None
     letters = {"q": "BHD" if is_decode else "BTHD", "block_tables": "BM", "context_lens": "B"}
     if not is_decode:
@@ -295,7 +298,7 @@ def _checked(function: str, args: AttentionArgs) -> tuple[AttentionArgs, dict[st
 
 
 def _bounded(args: AttentionArgs, sizes: Mapping[str, int]) -> AttentionArgs:
-    """Clip the lengths to the table and the chunk, and to 0 if there is no such layer."""
+    """Clip the lengths to the table and the chunk; to 0 if the layer is out of range."""
     is_layer = (args.layer >= 0) & (args.layer < sizes["L"])
     longest = jnp.where(is_layer, sizes["M"] * sizes["C"], 0)
     context_lens = jnp.clip(args.context_lens, 0, longest)
@@ -306,7 +309,7 @@ def _bounded(args: AttentionArgs, sizes: Mapping[str, int]) -> AttentionArgs:
 
 
 def _attend_to_nothing(args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
-    """Return the result if there are no queries, or if block tables have no entries."""
+    """Return ``(out, lse)`` of a call without queries, or with block tables without columns."""
     lse = jnp.full(args.q.shape[:-1], -jnp.inf, jnp.float32)
     if args.query_lens is None and args.sinks is not None:
         lse = jnp.broadcast_to(args.sinks.astype(lse.dtype)[None], lse.shape)

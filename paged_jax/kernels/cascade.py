@@ -17,13 +17,13 @@ from paged_jax.kernels.backend import AttentionArgs, Interpret, Pools
 from paged_jax.kernels.checks import as_arrays, as_int32, check_sharding, pool_letters
 from paged_jax.kernels.pool_format import wider_dtype
 
-# Minimum number of token reads that sharing must save. The second pass costs about 0.06 ms
-# (measured on 2 CPU cores).
+# Minimum number of token reads that sharing must save to pay for a second pass, over the shared
+# blocks, of about 0.06 ms (measured on 2 CPU cores).
 _MIN_SAVED_TOKENS = 512
 
 
 def is_sharing_possible(batch: int, max_blocks: int, block_size: int) -> bool:
-    """Return whether sharing can pay off with block tables of this size.
+    """Return whether block tables of this size can share enough blocks to make sharing pay off.
 
     Args:
       batch: number of sequences (B).
@@ -85,8 +85,8 @@ def cascade_attention(
     The result equals `paged_attention` up to rounding. The last bits of a row may depend on whether
     the other rows share its blocks. The arguments are those of `paged_attention`, except:
 
-    - `block_tables`: integer ``[B, M]``. The first `num_shared` columns are full blocks, and equal
-      in all rows with tokens.
+    - `block_tables`: integer ``[B, M]``. The first `num_shared` columns are full blocks, and are
+      the same for all sequences that have tokens.
     - `num_shared`: i32 ``[]``, at most the result of `num_shared_blocks`; may be traced.
     - No `sliding_window`, because windows start at a different token in each sequence.
 
@@ -132,7 +132,7 @@ def cascade_attention(
     is_used = context_lens > 0
     num_shared = jnp.asarray(num_shared, jnp.int32)
     num_shared_tokens = num_shared * C
-    # Clipped here, because `checkify.index_checks` ignores the mode of `jnp.take`.
+    # Clip the columns here, because `checkify.index_checks` ignores the mode of `jnp.take`.
     columns = jnp.clip(num_shared + jnp.arange(M, dtype=jnp.int32), 0, M - 1)
     rest = jnp.take(block_tables, columns, axis=1, mode="clip")
     num_own_tokens = jnp.where(is_used, context_lens - num_shared_tokens, 0)
@@ -178,7 +178,7 @@ def merge_attention(
 
     Args:
       out_a: ``[..., D]``, output over the first set.
-      lse_a: f32 ``[...]``, log-sum-exp over the first set; -inf if it has no key.
+      lse_a: f32 ``[...]``, log-sum-exp over the first set; -inf if the set has no keys.
       out_b: ``[..., D]``, output over the second set.
       lse_b: f32 ``[...]``, log-sum-exp over the second set.
 

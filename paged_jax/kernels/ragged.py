@@ -1,14 +1,15 @@
 """Attention of ragged batches over interleaved pages, and helpers for its backends.
 
 `ragged_paged_attention` has the signature and the page layout of JAX's kernel for TPUs, which
-Levanter, EasyDeL and sglang-jax use. It also runs on GPUs and CPUs, and reads the pages in place.
+Levanter, EasyDeL and sglang-jax use. Unlike that kernel, this op also runs on GPUs and CPUs. It
+reads the pages in place.
 
 The chunks of all sequences are concatenated in an array of queries. A chunk with a single token is
 a decode. Backends use their decode kernel for single queries, because it splits long contexts, and
 another kernel with larger matmuls for longer chunks, see `attend_in_parts`::
 
     q  [N, H, D]    | a a a a | b | c | d d d d d d d | (rows without a sequence) |
-    decode  [B, H, D]     -     b   c         -         one row per sequence; others are empty
+    decode  [B, H, D]     -     b   c         -         one row per sequence, empty for a and d
     chunks  [N, H, D]  a a a a  -   -  d d d d d d d    tiles of one sequence each
 """
 
@@ -115,40 +116,45 @@ def ragged_paged_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attend causally with chunks of one or more tokens, concatenated in one array.
 
-    This op takes the arguments of ``jax.experimental.pallas.ops.tpu.ragged_paged_attention``, which
-    runs on TPUs only. It also runs on GPUs and CPUs, and adds `sinks` and `return_lse`.
+    This op takes the arguments of ``jax.experimental.pallas.ops.tpu.ragged_paged_attention``, and
+    also `sinks` and `return_lse`. JAX's kernel runs on TPUs only; this op also runs on GPUs and
+    CPUs.
 
     The queries of sequence ``s`` are rows ``cu_q_lens[s]`` to ``cu_q_lens[s + 1] - 1`` of `q`. They
     are the last tokens of the sequence. Their keys and values must already be in the pages, see
     `write_kv_pages`.
 
-    The first reverse-mode derivative (`jax.grad`) exists in `q`, `sinks`, pages of 16 bits or more,
-    and factors that are arrays. The backward pass computes the attention again.
+    `jax.grad` can differentiate this op once, in `q`, `sinks`, and `sm_scale`, `k_scale` and
+    `v_scale` if they are JAX arrays. It can also differentiate in `kv_pages` if their elements have
+    16 bits or more. The backward pass computes the attention again.
 
     Args:
       q: ``[N, H, D]`` floating point.
       kv_pages: ``[P, C, 2 * K, D]``, floating point or int8. For each token: the key of head 0, its
-        value, the key of head 1, and so on. On TPUs JAX's kernel is used if `D` is 128, else XLA.
-      kv_lens: integer ``[S]``, tokens in each sequence, including its queries. Larger lengths than
-        M * C count as M * C. If a sequence has fewer tokens than queries, its first queries are
-        ignored.
-      page_indices: integer ``[S, M]``, pages of each sequence in order. Entries past the length may
-        hold anything.
-      cu_q_lens: integer ``[S + 1]``, ascending from 0 to at most N.
-      num_seqs: integer ``[1]`` or ``[]``, number of sequences. They are the first of the S rows;
-        later rows may hold anything.
+        value, the key of head 1, and so on. On TPUs, JAX's kernel requires that `D` is 128; XLA
+        computes other head dimensions.
+      kv_lens: integer ``[S]``, tokens in each sequence, including its queries. Lengths above M * C
+        are clipped to M * C. If a sequence has fewer tokens than queries, its first queries are
+        ignored, and their output is 0.
+      page_indices: integer ``[S, M]``, pages of each sequence in order. Entries past the end of a
+        sequence may hold anything.
+      cu_q_lens: integer ``[S + 1]``, first row of each sequence in `q`, and the end of the last
+        sequence; ascending from 0 to at most N.
+      num_seqs: integer ``[1]`` or ``[]``, number of sequences. They are the first rows of `kv_lens`
+        and `page_indices`. Later rows may hold anything.
       sm_scale: factor of the scores; 1 by default, not ``D ** -0.5``. A Python number becomes part
         of the program. A JAX array, traced or not, is multiplied into `q`, and the result is
         rounded to the dtype of `q`.
-      sliding_window: number of tokens that a query sees, itself included (static); None for all.
+      sliding_window: number of tokens that a query sees, including its own (static); None for all.
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)`` (static).
-      mask_value: accepted for compatibility. Tokens that a query does not see have weight 0.
+      mask_value: ignored; accepted for compatibility. Tokens that a query does not see have
+        weight 0.
       k_scale: factor of all keys, a number or an array like `sm_scale`; None for 1. The scaled keys
         are not rounded to the dtype of `q`.
       v_scale: factor of all values, like `k_scale`.
-      sinks: floating point ``[H]``, an additional logit in the softmax of each head, which has no
-        value; None for no sinks. On TPUs XLA computes batches with sinks.
-      return_lse: also return the log-sum-exp (static). On TPUs XLA then computes the batch.
+      sinks: floating point ``[H]``, one more logit in the softmax denominator of each head. It has
+        no value vector. None for no sinks. On TPUs, XLA computes batches with sinks.
+      return_lse: also return the log-sum-exp (static). On TPUs, XLA then computes the batch.
       num_kv_pages_per_block: pages in a tile of keys of JAX's kernel on TPUs (static). The other
         backends choose their own tiles.
       num_queries_per_block: query tokens in a tile of JAX's kernel (static).
@@ -158,8 +164,8 @@ def ragged_paged_attention(
 
     Returns:
       ``[N, H, D]`` in the dtype of `q`; 0 in rows without a sequence. Softmax and accumulation are
-      in float32. With `return_lse`, ``(out, lse)``: `lse`, f32 ``[N, H]``, is the logarithm of each
-      softmax denominator, including sinks; -inf in rows without a sequence.
+      in float32. With `return_lse`, ``(out, lse)``: `lse`, f32 ``[N, H]``, is the natural logarithm
+      of each softmax denominator, including sinks; -inf in rows without a sequence.
 
     Raises:
       ValueError: see `paged_attention`.
@@ -217,28 +223,28 @@ def ragged_paged_attention(
 
 
 def _scale_queries(args: RaggedArgs, factors: dict[str, jax.Array]) -> RaggedArgs:
-    """Multiply `sm_scale` and `k_scale` into the queries, if they are arrays."""
+    """Multiply `sm_scale` and `k_scale` into the queries, if they are JAX arrays."""
     check_sharding(_FUNCTION, factors)
     names = [name for name in ("sm_scale", "k_scale") if name in factors]
     if not names:
         return args
     dtype = wider_dtype(args.q.dtype, jnp.float32)
     factor = math.prod(as_scalar(_FUNCTION, name, factors[name], dtype) for name in names)
-    # Unused rows may hold NaN, which would reach the gradient of the factor.
+    # Rows of `q` without a sequence may hold NaN, which would reach the gradient in the factor.
     is_query = find_rows(args, find_chunks(args)).is_query[:, None, None]
     q = jnp.where(is_query, args.q, 0).astype(dtype) * factor
     return args._replace(q=q.astype(args.q.dtype))
 
 
 def _multiply(x: jax.Array, name: str, factor: jax.Array) -> jax.Array:
-    """Return `x` times a factor that is an array, in the dtype of `x`."""
+    """Multiply `x` by a scale that is a JAX array, and return the dtype of `x`."""
     dtype = wider_dtype(x.dtype, jnp.float32)
     factor = as_scalar(_FUNCTION, name, factor, dtype)
     return (x.astype(dtype) * factor).astype(x.dtype)
 
 
 def _factor(name: str, scale: float | None) -> float:
-    """Return a static factor as a Python number."""
+    """Return a static scale as a finite Python float; None means 1."""
     if scale is None and name == "sm_scale":
         raise ValueError(f"{_FUNCTION}: sm_scale must be a number, got None. Pass D ** -0.5.")
     factor = static(_FUNCTION, name, 1.0 if scale is None else scale, float)
@@ -319,9 +325,10 @@ def _forward(ops: Dispatch, options: RaggedOptions, primals: Any):
 
 
 def _backward(ops: Dispatch, options: RaggedOptions, residuals: _RaggedResiduals, bars: Any):
-    """Compute the gradients on tiles of equal length, after computing their attention again.
+    """Compute the gradients on tiles of equal length.
 
-    The saved results are not used, because JAX's kernel for TPUs returns no log-sum-exp.
+    The output and the log-sum-exp of each tile are computed again by the general backend, because
+    JAX's kernel for TPUs returns no log-sum-exp.
     """
     del ops
     residuals, bars = differentiable_once(_FUNCTION, (residuals, bars))
@@ -334,7 +341,8 @@ def _backward(ops: Dispatch, options: RaggedOptions, residuals: _RaggedResiduals
     )
     # Tiles of about the average chunk length have few padding rows.
     tiles, rows_BT = cut_into_tiles(args, min(_MAX_QUERIES, 1 << (max(N // S, 1) - 1).bit_length()))
-    # The factor of the values is also the factor of the output and of its gradient.
+    # The output is `value_scale` times the output of the call without a scale, whose gradient is
+    # therefore `value_scale * out_bar`.
     unscaled = dataclasses.replace(options, value_scale=1.0)
     bar_BTHD = take_or_fill(out_bar * options.value_scale, rows_BT)
     lse_bar_BTH = take_or_fill(lse_bar, rows_BT)
@@ -356,12 +364,11 @@ _attend.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 class Chunks(NamedTuple):
-    """Queries of each sequence.
+    """The queries of each sequence, which are its last tokens.
 
     Attributes:
-      starts: i32 ``[B]``, row of the first query.
-      lens: i32 ``[B]``, number of queries, at most the length of the sequence. They are its last
-        tokens.
+      starts: i32 ``[B]``, row of the first query in the array of queries.
+      lens: i32 ``[B]``, number of queries, at most the length of the sequence.
     """
 
     starts: jax.Array
@@ -371,7 +378,7 @@ class Chunks(NamedTuple):
 def find_chunks(args: RaggedArgs) -> Chunks:
     """Return the queries of each sequence.
 
-    If there are more queries than tokens, the first queries are left out.
+    If a sequence has more queries than tokens, its first queries are left out.
     """
     ends = args.cu_query_lens[1:]
     lens = jnp.clip(ends - args.cu_query_lens[:-1], 0, args.context_lens)
@@ -386,13 +393,14 @@ def attend_in_parts(
     """Attend with single queries by `decode`, and with longer chunks by `attend_to_chunks`.
 
     Args:
-      decode: attends with one query per sequence, like the decode of a backend.
-      attend_to_chunks: attends with the queries of the given chunks, and returns the output
-        ``[N, H, D]`` and the log-sum-exp ``[N, H]``. Other rows of its results are ignored.
+      decode: attends with one query per sequence; returns ``[B, H, D]`` and ``[B, H]``.
+      attend_to_chunks: attends with the queries of the given chunks; returns ``[N, H, D]`` and
+        ``[N, H]``. Rows outside of the chunks are ignored.
       args: the batch.
 
     Returns:
-      ``(out, lse)``: ``[N, H, D]`` and ``[N, H]``, 0 and -inf in rows that are not queries.
+      ``(out, lse)``: output ``[N, H, D]`` and log-sum-exp ``[N, H]``; 0 and -inf in rows that are
+      not queries.
     """
     chunks = find_chunks(args)
     is_single = chunks.lens == 1
@@ -417,12 +425,13 @@ def attend_in_parts(
 
 
 class QueryRows(NamedTuple):
-    """Rows of the queries.
+    """Sequence and token of each row of the concatenated queries.
 
     Attributes:
-      sequence: i32 ``[N]``, sequence of the row.
-      token: i32 ``[N]``, index among the queries of its sequence.
-      is_query: bool ``[N]``; if False, the other fields of the row are meaningless.
+      sequence: i32 ``[N]``, row of the sequence in the block table.
+      token: i32 ``[N]``, index among the queries of the sequence.
+      is_query: bool ``[N]``, False in rows without a sequence. The other fields are meaningless
+        there.
     """
 
     sequence: jax.Array
@@ -436,9 +445,10 @@ class QueryRows(NamedTuple):
 
 
 def find_rows(args: RaggedArgs, chunks: Chunks) -> QueryRows:
-    """Return the sequence and the token of each row of the queries."""
+    """Return the sequence and the token of each row of the concatenated queries."""
     rows = jnp.arange(args.q.shape[0], dtype=jnp.int32)
-    # If several sequences start at the same row, only the last of them has queries.
+    # A row belongs to the last sequence that starts at or before it. If several sequences start at
+    # the same row, only the last of them has queries.
     starts = args.cu_query_lens[None, :-1]
     sequence = jnp.sum(starts <= rows[:, None], axis=1, dtype=jnp.int32) - 1
     sequence = jnp.maximum(sequence, 0)
@@ -454,8 +464,8 @@ def cut_into_tiles(args: RaggedArgs, num_queries: int) -> tuple[AttentionArgs, j
       num_queries: queries in a tile (T). The last tile of a chunk is padded.
 
     Returns:
-      ``(tiles, rows)``: the arguments of a prefill with the maximum number of tiles, and the row of
-      each of their queries in the batch, i32 ``[B', T]``, N in padding.
+      ``(tiles, rows)``: the arguments of a prefill with one tile per sequence, for the maximum
+      number of tiles B'; and i32 ``[B', T]``, the row of each query in ``args.q``, N in padding.
     """
     N = args.q.shape[0]
     whole = find_chunks(args)

@@ -1,7 +1,7 @@
 """Backend ``"reference"``: the definition of paged attention. Gather all tokens, mask, softmax.
 
-It is simple and slow. Tests compare the other backends with it, and it with float64. JAX
-differentiates it without custom rules.
+It is simple and slow. Tests compare the other backends with this one, and this one with float64. It
+needs no custom derivative rules.
 """
 
 import functools
@@ -37,7 +37,7 @@ class Reference:
 
     @functools.partial(jax.jit, static_argnums=(0, 2))
     def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """Decode or prefill. A decode is a prefill with single-token chunks."""
+        """Run a decode or a prefill. A decode is a prefill with single-token chunks."""
         if args.query_lens is not None:
             return _prefill(args, options)
         out, lse = _prefill(args.as_prefill(), options)
@@ -47,7 +47,7 @@ class Reference:
     def attend_ragged(
         self, args: RaggedArgs, options: RaggedOptions
     ) -> tuple[jax.Array, jax.Array]:
-        """Decode each query of a ragged batch as the last token of a sequence."""
+        """Run a decode in which each query is the last token of a sequence of its own."""
         chunks = find_chunks(args)
         rows = find_rows(args, chunks)
         before = args.context_lens - chunks.lens
@@ -72,7 +72,8 @@ def _prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Arra
     if options.sliding_window is not None:
         seen_BTN &= key_positions > query_positions - options.sliding_window
 
-    # Tokens that no query sees may be NaN, which a weight or gradient of zero does not remove.
+    # Tokens that no query sees may be NaN. They are set to 0, because 0 * NaN is NaN, also in the
+    # gradient.
     is_seen = seen_BTN.any(axis=1)[:, :, None, None]
     k_BNKD, v_BNKD = (
         jnp.where(is_seen, tokens[..., :D], 0)
@@ -102,8 +103,8 @@ def _prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Arra
 def _gather(
     pools: Pools | Pages, layer: int | jax.Array, tables: jax.Array, dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """Gather K and V of each sequence, ``[B, M * C, K, D]``; entries out of range give NaN."""
-    # The index is clipped and NaN set later, because int8 has no NaN to fill with.
+    """Gather K and V of each sequence, ``[B, M * C, K, D]``; blocks out of range give NaN."""
+    # Table entries are clipped, and NaN is set after the conversion, because int8 has no NaN.
     P = pools.num_blocks
     is_block = ((tables >= 0) & (tables < P))[:, :, None, None, None]
     rows = jnp.clip(tables, 0, P - 1)

@@ -13,19 +13,20 @@ Each program instance computes its part from the lengths of the batch, in regist
 parts is stored in memory, and none is computed before the launch. `find_part` is plain `jnp`, so
 it also runs outside of a kernel.
 
-If a sequence has several parts, each program instance stores a partial result and then increments a
-counter. The last to do so merges all partial results in order, so the result does not depend on
-which is last. No program instance waits for another::
+If a sequence has several parts, each of their program instances stores a partial result and then
+increments a counter. The program instance that increments it last merges all partial results in
+their order, so the result does not depend on which one is last. No program instance waits for
+another::
 
     part 0   reads K and V ....... stores, count is 1
     part 1   reads K and V .............. stores, count is 3: merges all, stores the result
     part 2   reads K and V ......... stores, count is 2
 
 The last program instance sees all partial results, because the counter is an atomic addition with
-acquire and release semantics on the whole GPU. One thread does it for its program instance, between
-two barriers: all threads have stored before the first barrier, and none reads before the second,
-where Triton passes the count to all threads. (PTX ISA, Memory Consistency Model, "Causality
-Order".)
+acquire and release semantics on the whole GPU. One thread of a program instance executes the
+addition, between two barriers: all threads have stored before the first barrier, and none reads
+before the second, where Triton passes the count to all threads. (PTX ISA, Memory Consistency Model,
+"Causality Order".)
 """
 
 import math
@@ -47,10 +48,11 @@ _WAVES = 3
 # Cost of counting and merging, in loop steps of a program instance that has an SM for itself.
 _MERGE_STEPS = 6
 
-# One in this many of the resident program instances saturates the memory bandwidth.
+# One sixth of the program instances that the GPU runs at a time saturates the memory bandwidth.
 _SATURATING = 6
 
-# Maximum steps that a sequence may run on after all others have ended: the cost of a few merges.
+# Maximum loop steps of a sequence that is not split. One sequence may run alone for so long, after
+# all others have ended; this costs as much as a few merges.
 _LONG_STEPS = 16
 
 # Maximum batch size: each program instance holds the lengths of all sequences in registers.
@@ -84,8 +86,9 @@ class KVSplit(NamedTuple):
     def num_programs(self) -> int:
         """Number of program instances per KV head: the maximum number of parts of a batch.
 
-        With n steps per part, a sequence has ``ceil(steps / n) < steps / n + 1`` parts, and the sum
-        of ``steps / n`` over the batch is at most `num_parts`.
+        With n steps per part, a sequence has ``ceil(steps / n) < steps / n + 1`` parts. The sum of
+        ``steps / n`` over the batch is at most `num_parts`, so there are at most ``num_parts +
+        batch - 1`` parts.
         """
         if self.num_parts == 0:
             return self.batch
@@ -96,13 +99,13 @@ class KVPart(NamedTuple):
     """The part of a sequence that one program instance reads, as i32 scalars.
 
     Attributes:
-      is_there: bool, whether the program instance has a part; if not, it has no steps.
+      is_there: bool, False if the program instance has no part. It then has no loop steps.
       sequence: row of the sequence in the batch.
       index: index of the part in its sequence.
       count: number of parts of the sequence.
       first: position of the first token that the query sees.
       length: length of the sequence.
-      begin: first loop step, counted from `first`.
+      begin: first loop step of the part. Step 0 of a sequence starts at token `first`.
       end: end of the loop steps (exclusive).
     """
 
@@ -123,9 +126,9 @@ def choose_num_parts(batch: int, kv_heads: int, max_steps: int, resident: int) -
     parts of a small batch run at the same time. A large batch has several parts per resident
     program instance.
 
-    Splitting costs a merge. It pays off if the batch ends that much earlier, or if one sequence can
-    be so long that it runs on after all others have ended. Whole sequences that saturate the
-    bandwidth do not end earlier when they are split.
+    Splitting costs a merge. It pays off if the batch ends earlier by more than that, or if one
+    sequence can be so long that it runs on after all others have ended. Splitting does not help if
+    whole sequences already saturate the bandwidth.
 
     Args:
       batch: number of sequences (B).
@@ -149,7 +152,10 @@ def choose_num_parts(batch: int, kv_heads: int, max_steps: int, resident: int) -
 
 
 def load_lengths(split: KVSplit, lens_ref: Any) -> jax.Array:
-    """Load the lengths that `find_part` takes, from a ref of i32 ``[B]``."""
+    """Load the lengths of the sequences from a ref of i32 ``[B]``, for `find_part`.
+
+    The result is i32 with B rounded up to a power of two; the additional elements are 0.
+    """
     rows = jnp.arange(pl.next_power_of_2(split.batch), dtype=jnp.int32)
     return plgpu.load(lens_ref.at[rows], mask=rows < split.batch, other=0)
 
@@ -159,7 +165,7 @@ def find_part(split: KVSplit, lengths: jax.Array, program: jax.Array) -> KVPart:
 
     Args:
       split: how the batch is split; `num_parts` is not 0.
-      lengths: i32 ``[R]``, lengths of the sequences; elements from B on are ignored.
+      lengths: i32 ``[R]``, lengths of the B sequences; the other elements must be 0.
       program: i32 scalar below ``split.num_programs``.
 
     Example:
@@ -172,7 +178,8 @@ def find_part(split: KVSplit, lengths: jax.Array, program: jax.Array) -> KVPart:
     is_before = ends <= program
     sequence = jnp.sum(is_before, dtype=jnp.int32)
     start = jnp.max(jnp.where(is_before, ends, 0))
-    # The length is 0 if there is no part, because `sequence` is then past the batch.
+    # Without a part, `sequence` is B, and `lengths` has 0 or no element there. The length is then
+    # 0.
     rows = jnp.arange(lengths.size, dtype=jnp.int32)
     length = jnp.sum(jnp.where(rows == sequence, lengths, 0), dtype=jnp.int32)
     count = _count_parts(_count_steps(split, length), max_steps)
@@ -187,7 +194,10 @@ def take_part(
     count: jax.Array | int,
     length: jax.Array,
 ) -> KVPart:
-    """Return part `index` of `count` parts of a sequence, which differ by at most one step."""
+    """Return part `index` of a sequence that is split into `count` parts.
+
+    The parts of a sequence differ by at most one loop step.
+    """
     length, first = _visible(split, length)
     num_steps = _count_steps(split, length)
     index, count = (jnp.asarray(x, jnp.int32) for x in (index, count))
@@ -218,20 +228,22 @@ def _count_steps(split: KVSplit, length: jax.Array) -> jax.Array:
 
 def _visible(split: KVSplit, length: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the length of a sequence, and the position of the first token that its query sees."""
-    # Bounded by the table: on a GPU an address past the end of an array raises no error.
+    # The length is clipped to the table: on a GPU an address past the end of an array raises no
+    # error.
     length = jnp.clip(length, 0, split.capacity)
     if split.window is None:
         return length, jnp.zeros_like(length)
     return length, jnp.maximum(length - split.window, 0)
 
 
-# Elements that a program instance loads at a time: 64 for each of 128 threads, or 16 parts of 4
-# heads of 128 lanes. Wider heads and float32 load half as many. Their sums take more registers, and
-# with more elements only two program instances, not three, would fit an SM.
+# Elements of partial outputs that a merge loads at a time: 64 for each of 128 threads, which are 16
+# parts of 4 heads of 128 lanes. For heads wider than 128 lanes, and for float32, a merge loads half
+# as many, because the sums take more registers. With more elements only two program instances, not
+# three, would fit an SM.
 _MERGE_TILE = 8192
 _WIDE = 128
 
-# Finite, so that the state before the first part gives 0 * 0, not NaN.
+# Initial peak of a merge. With -inf, exp(peak - new_peak) would be NaN if no part has tokens.
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -241,11 +253,11 @@ def is_last_part(
     count: jax.Array,
     instructions: Instructions,
 ) -> jax.Array:
-    """Count this program instance, which has stored its part; return whether it is the last.
+    """Count a part that this program instance has stored; return whether it is the last.
 
     Args:
       counts_ref: i32 counters, zero when the kernel starts; updated.
-      place: scalar indices of the counter of this sequence and head.
+      place: scalar indices of the counter: the sequence, and the slice of query heads.
       count: number of parts of the sequence.
       instructions: instructions of the kernel.
     """
@@ -264,11 +276,12 @@ def merge_parts(
     """Merge the partial results of a sequence.
 
     Args:
-      partial_refs: f32 ``[N, H, D]`` and ``[N, H]``, output and log-sum-exp by program instance.
+      partial_refs: refs of f32 ``[N, H, D]`` and ``[N, H]``, the output and the log-sum-exp that
+        each program instance has stored.
       heads: i32 ``[R]``, the query head of each row.
       is_row: bool ``[R]``, False for rows without a query head.
-      start: the first program instance of the sequence.
-      count: number of parts of the sequence.
+      start: i32 scalar, the first program instance of the sequence.
+      count: i32 scalar, number of parts of the sequence.
       dtype: dtype of the operands of the kernel's matmuls.
 
     Returns:

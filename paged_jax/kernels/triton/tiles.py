@@ -1,9 +1,8 @@
 r"""Tiles of the pool and the online softmax, shared by the decode and prefill kernels.
 
-Except for `refusal` and `as_words`, everything here runs inside a kernel. Triton's arrays have
-sizes that are powers of two, so the head dimension is padded to lanes, and the query heads of a
-group to rows. Padding is masked when it is loaded, and never stored. A loop step reads a tile of K
-and of V::
+Triton's arrays have sizes that are powers of two. The head dimension is therefore padded to
+`num_lanes`, and the query heads of a group are padded to `num_rows`. Padding is masked when it is
+loaded, and never stored. A loop step of a kernel reads a tile of K and a tile of V::
 
     block_tables[b]   7   2   9   4  ...        i32, one entry per block
                       |   |
@@ -12,9 +11,10 @@ and of V::
                       \       |       /
                     tile [step_tokens, lanes]   a gather of rows from several blocks
 
-A tile may be a tuple of two arrays with the even and the odd lanes. Their products with the queries
-are added, and each array of V has its own sums. Scores are in units of log2, so that a weight is
-one `exp2`.
+Instead of an array, a tile may be a tuple of two arrays, with the even and the odd lanes. `score`
+adds the products of the two arrays of K with the queries. Each array of V has its own output array.
+
+Scores are in units of log2: they are multiplied by log2(e), so that a softmax weight is one `exp2`.
 """
 
 import functools
@@ -40,19 +40,23 @@ _MAX_LANES = 256
 
 FLOATING = ("float32", "bfloat16", "float16")
 
-# Finite, so that a row that has seen no token gives exp2(0), not NaN. Its weights are 0.
+# Initial peak of the softmax. An initial peak of -inf would give exp2(-inf - (-inf)), which is NaN,
+# in rows that have seen no token. With a finite one, `fold` computes weights of exp2(-inf) = 0
+# there.
 _LOWEST = float(np.finfo(np.float32).min)
 
 
 class OnlineSoftmax(NamedTuple):
-    """State of the online softmax, over the tokens seen so far.
+    """State of the online softmax, over the tokens seen so far. Scores are in units of log2.
 
     Attributes:
-      peak: f32 ``[R]``, about the largest score of each query row, in log2.
+      peak: f32 ``[R]``, subtracted from the scores of each query row: about the largest score so
+        far, lower by `_LIFT` if the matmuls are in float16.
       total: f32 ``[R]``, sum of ``exp2(score - peak)``.
-      out: f32 ``[R, lanes]``, sum of ``exp2(score - peak) * value / unit``; or a tuple, as values.
-      unit: f32 scalar, the largest scale of a value rounded down to a power of two; None if values
-        have no scales.
+      out: f32 ``[R, lanes]``, sum of ``exp2(score - peak) * value / unit``; a tuple of such arrays
+        if tiles are tuples.
+      unit: f32 scalar, the largest scale of a value so far, rounded down to a power of two; None if
+        values have no scales.
     """
 
     peak: jax.Array
@@ -84,9 +88,10 @@ def num_lanes(head_dim: int) -> int:
 def operand_dtype(q_dtype: Any, pool_dtype: Any) -> Any:
     """Return the dtype of the operands of the matmuls.
 
-    It is `matmul_dtype`, except that it is float16 for quantised pools with queries of half
-    precision. float16 represents int8 and e4m3 exactly, keeps 11 bits of a weight, and the
-    conversion takes the fewest instructions. `fit_queries` and `fold` keep operands in its range.
+    It is `matmul_dtype`, except for quantised pools with queries of half precision, where it is
+    float16. float16 represents int8 and e4m3 exactly, keeps 11 bits of a softmax weight, and the
+    conversion takes the fewest instructions. `fit_queries` and `fold` keep operands in the range of
+    float16.
     """
     if is_quantised(pool_dtype) and jnp.dtype(q_dtype) != jnp.float32:
         return jnp.dtype(jnp.float16)
@@ -96,16 +101,16 @@ def operand_dtype(q_dtype: Any, pool_dtype: Any) -> Any:
 def as_words(pool: jax.Array) -> jax.Array:
     """Bitcast a pool of 1-byte elements to int16 words of two; return other pools unchanged.
 
-    Called outside of the kernel; the compiler makes no copy. There are two reasons. Tensor cores
-    read V from shared memory with an instruction (ldmatrix.trans) that moves 2 bytes at a time. And
-    JAX (0.10 to 0.12) indexes arrays of up to 4 GiB with signed 32-bit integers, which overflow if
-    elements have 1 byte.
+    Call it outside of the kernel. The compiler makes no copy. There are two reasons for it. Tensor
+    cores read V from shared memory with an instruction (ldmatrix.trans) that moves elements of 2
+    bytes. And JAX (0.10 to 0.12) indexes arrays of up to 4 GiB with signed 32-bit integers, which
+    overflow in an array of 2 to 4 GiB with 1-byte elements.
     """
     return pool if pool.dtype.itemsize > 1 else to_words(pool, jnp.int16)
 
 
 def to_words(x: jax.Array, word: Any) -> jax.Array:
-    """Bitcast groups of elements of the last dimension to words, which makes it shorter."""
+    """Bitcast each group of neighbours in the last dimension to one word of dtype `word`."""
     elements = jnp.dtype(word).itemsize // x.dtype.itemsize
     if elements > 1:
         x = x.reshape(*x.shape[:-1], -1, elements)
@@ -113,13 +118,13 @@ def to_words(x: jax.Array, word: Any) -> jax.Array:
 
 
 class KVHead(NamedTuple):
-    """Keys and values of one KV head of one sequence. Methods gather N of its tokens.
+    """Keys and values of one KV head of one sequence. Each method gathers N of its tokens.
 
     Attributes:
-      pools: refs of the pools, as returned by `as_words`.
-      pool_dtype: dtype of the elements; a word holds two of 1 byte.
+      pools: refs of `Pools` or `Pages`, with keys and values as returned by `as_words`.
+      pool_dtype: dtype of the pool before `as_words`.
       tables_ref: i32 ``[B, M]``, ref of the block tables.
-      sequence: scalar, row of the sequence.
+      sequence: scalar, row of the sequence in the block tables.
       layer: scalar, layer of the pools.
       head: scalar, the KV head.
       head_dim: head dimension (D).
@@ -136,12 +141,12 @@ class KVHead(NamedTuple):
     def load_block_ids(self, positions: jax.Array, is_read: jax.Array) -> jax.Array:
         """Load the block id of each token, i32 ``[N]``.
 
-        Load them one loop step ahead. If the block table is read in the same step as the pool,
-        Triton pipelines at most two loads of the pool.
+        Call it one loop step before `load_tile`. If the block table is read in the same step as the
+        pool, Triton pipelines at most two loads of the pool.
 
         Args:
           positions: i32 ``[N]``, positions of the tokens in the sequence.
-          is_read: bool ``[N]``; the id of other tokens is 0.
+          is_read: bool ``[N]``, whether to load the id of a token; other ids are 0.
         """
         place = self.sequence, divide(positions, self.pools.block_size)
         return plgpu.load(self.tables_ref.at[place], mask=is_read, other=0)
@@ -149,13 +154,14 @@ class KVHead(NamedTuple):
     def load_tile(
         self, half: Half, block_ids: jax.Array, positions: jax.Array, is_read: jax.Array
     ) -> jax.Array:
-        """Load a tile of K or V: ``[N, lanes]`` elements, or words of a pool of words.
+        """Load a tile of K or V, ``[N, lanes]``; lanes are int16 words if elements have 1 byte.
 
         Args:
           half: whether to load keys or values.
           block_ids: i32 ``[N]``, from `load_block_ids`.
           positions: i32 ``[N]``, positions of the tokens in the sequence.
-          is_read: bool ``[N]``; rows of other tokens are 0. Lanes that are padding are 0 too.
+          is_read: bool ``[N]``, whether to load a token; other rows are 0. Lanes that are padding
+            are 0 too.
         """
         width = self.head_dim // 2 if self.pool_dtype.itemsize == 1 else self.head_dim
         lanes = jnp.arange(num_lanes(width), dtype=jnp.int32)[None]
@@ -181,11 +187,12 @@ class KVHead(NamedTuple):
 
 
 def fit_queries(q: Any, dtype: Any) -> tuple[Any, jax.Array | None]:
-    """Convert queries to the dtype of the matmuls, scaled by a power of two per row if necessary.
+    """Convert queries to the dtype of the matmuls.
 
-    bfloat16 has a larger range than float16. Each row is therefore multiplied by a power of two, so
-    that its largest magnitude is at least 2**15. bfloat16 elements are then exact if they are at
-    least 2**-32 times the largest of their row. Others have an error of at most 2**-40 times it.
+    bfloat16 has a larger range than float16. If bfloat16 queries become float16, each row is
+    multiplied by a power of two, so that its largest magnitude is at least 2**15. Elements are then
+    exact if they are at least 2**-32 times the largest magnitude of their row. Other elements have
+    an error of at most 2**-40 times that magnitude.
 
     Args:
       q: ``[R, lanes]``, or a tuple of arrays that each have some of the lanes.
@@ -193,7 +200,7 @@ def fit_queries(q: Any, dtype: Any) -> tuple[Any, jax.Array | None]:
 
     Returns:
       ``(q, unit)``: `q` in `dtype`, such that ``q * unit[:, None]`` are the queries. The unit is
-      f32 ``[R]``, or None if it is 1.
+      f32 ``[R]``, or None if the queries were not multiplied.
     """
     if dtype != jnp.float16 or jax.tree.leaves(q)[0].dtype == jnp.float16:
         return jax.tree.map(lambda q: q.astype(dtype), q), None
@@ -204,21 +211,21 @@ def fit_queries(q: Any, dtype: Any) -> tuple[Any, jax.Array | None]:
     return jax.tree.map(lambda q: (q * factor[:, None]).astype(dtype), q), unit * 2.0**-15
 
 
-# The exponent bits of a float32, and the bits of the smallest and the largest power of two that
-# `_power_of_two` returns. It returns the smallest for zero. Results do not underflow with it, and
-# the inverses of both are normal numbers.
+# Bits of float32 numbers, as integers: the mask of the exponent, and the limits of the results of
+# `_power_of_two`, 2**-100 and 2**126. For zero it returns 2**-100, with which results do not
+# underflow. The inverses of both limits are normal numbers.
 _EXPONENT, _LEAST, _GREATEST = (
     int(np.float32(x).view(np.int32)) for x in (np.inf, 2.0**-100, 2.0**126)
 )
 
 
 def _exponent(x: jax.Array) -> jax.Array:
-    """Return the exponent bits of f32 numbers, as i32, which compare like the magnitudes."""
+    """Return the exponent bits of f32 numbers, as i32, which are ordered like the magnitudes."""
     return lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(_EXPONENT)
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """Return the f32 power of two with these exponent bits, at least 2**-100."""
+    """Return the f32 power of two with these exponent bits, limited to 2**-100 to 2**126."""
     bits = jnp.clip(exponent, jnp.int32(_LEAST), jnp.int32(_GREATEST))
     return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -238,19 +245,20 @@ def score(
     is_seen: jax.Array,
     options: Options,
 ) -> tuple[jax.Array, float | jax.Array]:
-    """Compute the scores of a tile of keys, without a positive factor that `fold` multiplies in.
+    """Compute the scores of a tile of keys, divided by a positive factor that `fold` multiplies in.
 
     Args:
-      q: ``[R, lanes]``, or a tuple. Not scaled, because scaling would round it again.
+      q: ``[R, lanes]``, or a tuple; from `fit_queries`. They are not multiplied by
+        ``options.scale``, which would round them again.
       unit: f32 ``[R]`` or None, from `fit_queries`.
       k: ``[N, lanes]``, or a tuple if `q` is a tuple. It is converted to the dtype of `q`.
-      k_scale: f32 ``[N]`` or None.
-      is_seen: bool ``[R, N]`` or ``[1, N]``.
+      k_scale: f32 ``[N]``, scales of the keys, or None.
+      is_seen: bool ``[R, N]`` or ``[1, N]``, whether a query row sees a token.
       options: scale and soft cap.
 
     Returns:
-      ``(scores, factor)``: f32 ``[R, N]``, -inf if not seen; and a number or f32 ``[R]``.
-      ``scores * factor`` are the scores in log2.
+      ``(scores, factor)``: f32 ``[R, N]``, -inf for tokens that are not seen; and a Python float,
+      or f32 ``[R]`` with a factor per row. The scores times the factor are in units of log2.
     """
     products = jax.tree.map(lambda q, k: dot(q, k.astype(q.dtype).T), q, k)
     scores = functools.reduce(jnp.add, jax.tree.leaves(products))
@@ -274,9 +282,9 @@ def start_softmax(
 
     Args:
       rows: number of rows (R).
-      lanes: number of lanes; a tuple if values are a tuple.
-      sinks: ``[R]`` or None, natural logits that count in the total and have no value; -inf for a
-        row without a sink.
+      lanes: number of lanes of a tile of V; a tuple of numbers if tiles are tuples.
+      sinks: ``[R]`` or None, logits (not in log2) that count in the total and have no value; -inf
+        for a row without a sink.
       has_scales: whether values have scales.
     """
     unit = _power_of_two(jnp.int32(0)) if has_scales else None
@@ -289,10 +297,12 @@ def start_softmax(
     return OnlineSoftmax(peak, (sinks > -jnp.inf).astype(jnp.float32), out, unit)
 
 
-# log2 of the largest softmax weight in float16, which ends at 65504. A scale is up to 2 times
-# its unit, and rounding errors of scores up to 2**25 add a factor of 4. A weight that is the sum of
-# two float16 numbers has an error of 2**-23 of its value, or 2**-37 of the largest weight if that
-# is more, times the largest scale so far. 131,072 such errors add up to 2**-20.
+# log2 of the largest softmax weight in float16. This keeps operands below 65504, the largest
+# float16 number: weights are at most 2**12, a value's scale adds a factor of up to 2 (relative to
+# the unit), and rounding errors of scores up to 2**25 add a factor of up to 4.
+# In `weigh_exactly` a weight is the sum of two float16 numbers. Its error is at most 2**-23 of its
+# value, or 2**-37 of the largest weight if that is more, times the largest scale so far. 131,072
+# errors of 2**-37 add up to 2**-20.
 _LIFT = 12.0
 
 
@@ -305,14 +315,14 @@ def fold(
     weigh: Callable[[jax.Array, jax.Array], jax.Array],
     instructions: Instructions,
 ) -> OnlineSoftmax:
-    """Fold a tile of tokens into a softmax (Milakov and Gimelshein, 2018).
+    """Fold a tile of N tokens into a softmax (Milakov and Gimelshein, 2018).
 
     Args:
       softmax: state of R rows.
       scores: from `score`.
       factor: from `score`.
       v: ``[N, lanes]`` in the dtype of the matmuls, or a tuple.
-      v_scale: f32 ``[N]`` or None.
+      v_scale: f32 ``[N]``, scales of the values, or None.
       weigh: multiplies weights f32 ``[R, N]`` by `v`, such as `weigh_rounded` or `weigh_exactly`.
       instructions: instructions of the kernel.
     """
@@ -334,7 +344,10 @@ def fold(
 
 
 def finish(softmax: OnlineSoftmax, options: Options) -> tuple[Any, jax.Array]:
-    """Return output f32 ``[R, lanes]`` and log-sum-exp f32 ``[R]``; 0 and -inf if no token."""
+    """Return the output, f32 ``[R, lanes]``, and the log-sum-exp, f32 ``[R]`` (natural).
+
+    Rows that have seen no token get 0 and -inf. The output is a tuple if tiles are tuples.
+    """
     is_empty = softmax.total == 0
     total = jnp.where(is_empty, 1.0, softmax.total)
     lse = softmax.peak * math.log(2) + jnp.log(total)
@@ -349,9 +362,10 @@ def weigh_rounded(weights: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def weigh_exactly(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """Multiply float32 weights by values of any dtype.
+    """Multiply float32 weights by values of any dtype, without rounding the weights to it.
 
-    Rounding to half precision keeps 8 or 11 bits of a weight. A second matmul adds the next bits.
+    One matmul in half precision would keep 8 bits (bfloat16) or 11 bits (float16) of a weight. A
+    second matmul multiplies the rounding errors of the weights by the values.
     """
     if v.dtype == jnp.float32:
         return dot(weights, v)
@@ -359,11 +373,14 @@ def weigh_exactly(weights: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def weigh_by_copies(is_rest: jax.Array, weights: jax.Array, v: jax.Array) -> jax.Array:
-    """Compute `weigh_exactly` in one matmul with pairs of rows; the caller adds their results.
+    """Compute `weigh_exactly` in one matmul, in which each row has two copies.
+
+    One copy has the rounded weights, the other has their rounding errors. The caller adds the
+    results of the two copies.
 
     Args:
-      is_rest: bool ``[R]``: whether the row uses the next bits of its weights, not the first bits.
-      weights: f32 ``[R, N]``, the same in both rows of a pair.
+      is_rest: bool ``[R]``, True for copies with the rounding errors.
+      weights: f32 ``[R, N]``, the same in both copies of a row.
       v: ``[N, lanes]``, values.
     """
     weights = jnp.where(is_rest[:, None], _rest(weights, v.dtype), weights)
@@ -383,9 +400,10 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def divide(x: jax.Array, divisor: int) -> jax.Array:
-    """Return ``x // divisor`` of i32 numbers that are not negative; `//` would test their signs.
+    """Return ``x // divisor`` of non-negative i32 numbers, without the tests of signs of `//`.
 
-    The divisor is i32, because a Python integer would be 64 bits wide under jax_enable_x64.
+    The divisor is converted to i32, because a Python integer would be 64 bits wide under
+    jax_enable_x64.
     """
     if divisor & (divisor - 1):
         return lax.div(x, jnp.full_like(x, divisor))
@@ -393,7 +411,7 @@ def divide(x: jax.Array, divisor: int) -> jax.Array:
 
 
 def remainder(x: jax.Array, divisor: int) -> jax.Array:
-    """Return ``x % divisor`` of i32 numbers that are not negative, like `divide`."""
+    """Return ``x % divisor`` of non-negative i32 numbers, like `divide`."""
     if divisor & (divisor - 1):
         return lax.rem(x, jnp.full_like(x, divisor))
     return x & (divisor - 1)
