@@ -1,8 +1,8 @@
 """The paged KV cache: immutable state, and pure functions that return new state.
 
-`blocks` is the allocator alone: reference counts, free blocks and block tables, without K and V.
+`blocks` is the allocator: reference counts, free blocks and block tables, without K and V.
 `PagedCache` adds the pools, for one or more groups of layers. The functions of this package have
-the names of those in `blocks` and also change the pools.
+the same names as the functions in `blocks`. They change the tables and, where needed, the pools.
 """
 
 from paged_jax.cache import blocks

@@ -1,16 +1,17 @@
-"""Block pool: the free blocks, the reference counts of the others, and their digests.
+"""Block pool: reference counts, the queue of free blocks, and digests of cached blocks.
 
-A block is free or held. In both states it can be *cached*: its tokens are known by a digest, so
-sequences with the same prefix can share it (`paged_jax.blocks.attach`). A cached block stays cached
-after it is freed, until it is allocated again. Blocks that are not cached are at the head of the
-free queue, the last freed first. Cached blocks follow, the least recently used first.
+A block is *free*, or it is *in use*: entries of block tables refer to it. In both states it can be
+*cached*: its tokens are stored under a digest, so that sequences with the same prefix can share it
+(`paged_jax.blocks.attach`). A freed block stays cached until it is allocated again. In the free
+queue, blocks that are not cached come first, the last freed at the head. Cached blocks follow, the
+least recently used first.
 
-    ref_counts  [0 2 0 2 0 0]        held: 1 and 3, each by two slots
+    ref_counts  [0 2 0 2 0 0]        blocks 1 and 3 are in use, each by two slots
     is_cached   [1 1 0 1 0 0]
-    free blocks  5 4 2 | 0           5 is allocated first; allocating 0 evicts its content
+    free queue   5 4 2 | 0           5 is allocated first; allocating 0 evicts its content
 
-`paged_jax.blocks` is built from these functions. They do not check their arguments. P, the number
-of blocks, stands for "no block".
+`paged_jax.blocks` is built from these functions. They do not check their arguments. In arrays of
+block ids, P (the number of blocks) stands for "no block" and is ignored.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from paged_jax.kernels.opaque_call import without_index_checks
 # Length of a SHA-256 digest in 32-bit words.
 NUM_DIGEST_WORDS = 8
 
-# `find` has 2**16 buckets: far more than a sequence has blocks, and only 256 KiB.
+# The hash table of `find` has 2**16 buckets: far more than the blocks of a sequence, and 256 KiB.
 _BUCKET_BITS = 16
 
 
@@ -76,7 +77,11 @@ class BlockPool:
 
 
 def peek(pool: BlockPool, is_wanted: jax.Array) -> jax.Array:
-    """Return the blocks that `take` would allocate: one per True, in order; elsewhere P."""
+    """Return the blocks that `take` would allocate, without allocating them.
+
+    Each True in `is_wanted` gets the next block of the free queue, in row-major order. The result
+    has the shape of `is_wanted` and is P where it is False.
+    """
     rank = _ranks(is_wanted)
     heads = pool.free_queue[(pool.head + rank - 1) % pool.num_blocks]
     return jnp.where(is_wanted, heads, pool.num_blocks)
@@ -84,9 +89,12 @@ def peek(pool: BlockPool, is_wanted: jax.Array) -> jax.Array:
 
 @without_index_checks
 def take(pool: BlockPool, is_taken: jax.Array) -> tuple[BlockPool, jax.Array]:
-    """Allocate a block from the head of the free queue for each True, in order; elsewhere return P.
+    """Allocate a block from the head of the free queue for each True in `is_taken`.
 
     The caller checks that there are enough free blocks. Allocated blocks are no longer cached.
+
+    Returns:
+      `(pool, blocks)`. `blocks` has the shape of `is_taken` and is P where it is False.
     """
     blocks = peek(pool, is_taken)
     return _hold_free(pool, blocks, jnp.sum(is_taken, dtype=jnp.int32)), blocks
@@ -94,11 +102,11 @@ def take(pool: BlockPool, is_taken: jax.Array) -> tuple[BlockPool, jax.Array]:
 
 @without_index_checks
 def take_some(pool: BlockPool, blocks: jax.Array, is_taken: jax.Array) -> BlockPool:
-    """Allocate some of the `blocks` that `peek` returned; the others keep their order.
+    """Allocate some of the `blocks` that `peek` returned. The others stay first in the queue.
 
     Args:
       pool: the pool.
-      blocks: the blocks that `peek` returned, P for none.
+      blocks: i32, the result of `peek`.
       is_taken: bool of the same shape, the blocks to allocate.
     """
     is_left = ~is_taken & (blocks < pool.num_blocks)
@@ -110,7 +118,7 @@ def take_some(pool: BlockPool, blocks: jax.Array, is_taken: jax.Array) -> BlockP
 
 
 def _hold_free(pool: BlockPool, blocks: jax.Array, num_taken: jax.Array) -> BlockPool:
-    """Remove the first `num_taken` blocks from the queue; `blocks` lists them, with P for none."""
+    """Allocate the first `num_taken` blocks of the free queue; `blocks` are their ids, or P."""
     return replace(
         pool,
         ref_counts=pool.ref_counts.at[blocks].set(1, mode="drop"),
@@ -127,21 +135,31 @@ def _ranks(mask: jax.Array) -> jax.Array:
 
 @without_index_checks
 def hold(pool: BlockPool, entries: jax.Array) -> BlockPool:
-    """Add a reference for each of `entries` i32[N]: held blocks, or P for none."""
+    """Add a reference to a block for each entry.
+
+    Args:
+      pool: the pool.
+      entries: i32[N], ids of blocks that are in use, possibly repeated; P is ignored.
+    """
     blocks, counts, _ = tally(entries, pool.num_blocks)
     return replace(pool, ref_counts=pool.ref_counts.at[blocks].add(counts, mode="drop"))
 
 
 @without_index_checks
 def give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
-    """Remove a reference for each of `entries` i32[N], P for none, and queue the freed blocks.
+    """Remove a reference to a block for each entry, and queue the blocks that become free.
 
-    Freed blocks are queued in the order of the entries: cached blocks at the tail, others at the
-    head.
+    Cached blocks join the tail of the free queue, other blocks the head. They join in the order of
+    the entries. If an id is repeated, its last entry counts.
+
+    Args:
+      pool: the pool.
+      entries: i32[N], ids of blocks that are in use, possibly repeated; P is ignored.
     """
     blocks, counts, positions = tally(entries, pool.num_blocks)
     refs = pool.ref_counts.at[blocks].get(mode="fill", fill_value=-1)
-    # `tally` sorts by block, but blocks are queued in the order of the entries.
+    # `tally` sorts by block. Scatter its results back to the order of `entries`, because blocks are
+    # queued in this order.
     is_freed = jnp.zeros(entries.shape, bool).at[positions].set(refs == counts)
     is_cached = pool.is_cached.at[entries].get(mode="fill", fill_value=False)
     cached_rank = jnp.cumsum(is_freed & is_cached, dtype=jnp.int32)
@@ -152,8 +170,8 @@ def give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
     place = jnp.where(is_freed, place % pool.num_blocks, pool.num_blocks)
     return replace(
         pool,
-        # `set` instead of `add`: in a loop, XLA needs no copy of an array if the written values
-        # depend on the values read.
+        # Use `set` instead of `add`, so that XLA copies no array in a loop: it needs no copy if the
+        # written values depend on the values read.
         ref_counts=pool.ref_counts.at[blocks].set(refs - counts, mode="drop"),
         free_queue=pool.free_queue.at[place].set(entries, mode="drop"),
         head=(pool.head - other_rank[-1]) % pool.num_blocks,
@@ -163,9 +181,13 @@ def give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
 
 @without_index_checks
 def revive(pool: BlockPool, blocks: jax.Array) -> BlockPool:
-    """Add a reference to each of `blocks` i32[N], free or held, distinct, P for none.
+    """Add a reference to each of `blocks`, and remove free blocks from the free queue.
 
-    Free blocks leave the middle of the free queue, so this is a pass over all P entries.
+    Free blocks may be anywhere in the queue, so this is a pass over all P entries.
+
+    Args:
+      pool: the pool.
+      blocks: i32[N], distinct ids of blocks, free or in use; P is ignored.
     """
     is_revived = jnp.zeros(pool.num_blocks, bool).at[blocks].set(True, mode="drop")
     index = jnp.arange(pool.num_blocks, dtype=jnp.int32)
@@ -182,16 +204,16 @@ def revive(pool: BlockPool, blocks: jax.Array) -> BlockPool:
 
 
 @without_index_checks
-@jax.jit  # eager calls then compile the loop only once
+@jax.jit  # without `jit`, each eager call would compile the loop again
 def find(pool: BlockPool, digests: jax.Array, is_wanted: jax.Array) -> jax.Array:
     """Return the block cached under each of `digests` u32[N, 8], as i32[N].
 
     The result is P if no block is cached under the digest, or if `is_wanted` bool[N] is False.
 
-    This is a hash join. The wanted digests are put into a table by their first bits, one per
-    bucket. Then each block of the pool compares its own digest with the entry of its bucket. Wanted
-    digests that share a bucket with another one are searched in further rounds. That is rare, so
-    the cost is proportional to N + P.
+    This is a hash join. The first 16 bits of a digest select a bucket of a table, and each bucket
+    has room for one wanted digest. Each block of the pool compares its own digest with the digest
+    in its bucket. Wanted digests that find their bucket taken are searched in further rounds. That
+    is rare, so the cost is proportional to N + P.
     """
     num_wanted = len(digests)
     index = jnp.arange(num_wanted, dtype=jnp.int32)
@@ -238,15 +260,19 @@ def remember(
 
 @without_index_checks
 def forget(pool: BlockPool, blocks: jax.Array) -> BlockPool:
-    """Remove `blocks`, i32 of any shape, held blocks or P, from the prefix cache."""
+    """Remove blocks that are in use from the prefix cache.
+
+    `blocks` are their ids, i32 of any shape; P is ignored.
+    """
     return replace(pool, is_cached=pool.is_cached.at[blocks].set(False, mode="drop"))
 
 
 @without_index_checks
 def forget_marked(pool: BlockPool, is_forgotten: jax.Array) -> BlockPool:
-    """Remove the blocks of `is_forgotten` bool[P], free or held, from the prefix cache.
+    """Remove the blocks that `is_forgotten` bool[P] marks from the prefix cache.
 
-    Free blocks move to the end of the uncached part of the free queue: a pass over all P entries.
+    The blocks may be free or in use. Free blocks move to the end of the uncached part of the free
+    queue, so this is a pass over all P entries.
     """
     is_cached = pool.is_cached & ~is_forgotten
     index = jnp.arange(pool.num_blocks, dtype=jnp.int32)
@@ -261,10 +287,10 @@ def forget_marked(pool: BlockPool, is_forgotten: jax.Array) -> BlockPool:
 
 
 def tally(entries: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Count how often each block occurs in `entries` i32[N]; P counts as none.
+    """Count how often each block occurs in `entries` i32[N]; P is ignored.
 
-    A scatter to the returned blocks writes each block once. A scatter-add of all entries would be
-    slow if many of them refer to the same block.
+    With the result, a scatter writes each block once. A scatter-add of all entries would be slow if
+    many of them refer to the same block.
 
     Returns:
       `(blocks, counts, positions)`, all i32[N], sorted by block. Each block that occurs is listed

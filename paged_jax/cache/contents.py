@@ -34,21 +34,21 @@ def read_blocks(
 ) -> Pools:
     """Copy blocks of a slot out of the pools, in all layers of a group.
 
-    With one `width`, several calls copy sequences of any length, and one program per group of
-    layers is compiled. In a group with a window, only the blocks that the next token attends to are
-    copied.
+    Call it repeatedly with the same `width` to copy a whole sequence: then only one program per
+    group of layers is compiled. In a group with a window, only the blocks that the next token
+    attends to are copied.
 
     Args:
       cache: the cache. It is only read, so do not donate it.
       slot: i32[], the slot.
-      first: i32[], the first block of the slot to copy. In a group with a window, block 0 is the
-        block in column `first_kept_column`.
+      first: i32[], the index of the first block to copy. Index 0 is the first block of the slot or,
+        in a group with a window, the block in column `first_kept_column`.
       width: number of blocks to copy (static).
       group: index of the group to read (static).
 
     Returns:
       `Pools` with copies of the blocks: K and V [L, width, K, C, D] and, if the pools are
-      quantised, scales [L, width, K, C]. Blocks that the slot does not hold are 0.
+      quantised, scales [L, width, K, C]. They are 0 at indices for which the slot has no block.
 
     Raises:
       ValueError: `width` is not a positive integer, or there is no such group.
@@ -75,8 +75,8 @@ def read_blocks(
     rows_LN = layers_L1 * chosen.num_blocks + jnp.where(is_held, blocks, 0)[None, :]
 
     def read(pool: jax.Array) -> jax.Array:
-        # Read rows: `pool[:, blocks]` makes XLA change the layout of the scales on TPUs, where P is
-        # the minor dimension.
+        # Read rows of the reshaped pool, because `pool[:, blocks]` makes XLA change the layout of
+        # the scales on TPUs, where P is the minor dimension.
         values = pool.reshape(-1, *pool.shape[2:])[rows_LN]
         return jnp.where(is_held.reshape(1, -1, *[1] * (pool.ndim - 2)), values, 0)
 
@@ -90,13 +90,15 @@ def write_blocks(
 
     Args:
       cache: the cache. Donate it, or its pools are copied.
-      slot: i32[], the slot, with room from `restore`. Shared blocks change for all slots.
+      slot: i32[], a slot for which `restore` has allocated blocks. If a block is shared, it changes
+        for all slots that share it.
       first: see `read_blocks`.
       group: see `read_blocks`.
-      values: the blocks. Blocks that the slot does not hold are ignored.
+      values: the blocks. Blocks for which the slot has no block are ignored.
 
     Raises:
-      ValueError: `values` are not blocks of such pools, or there is no such group.
+      ValueError: `values` do not have the shapes and dtypes of the pools, or there is no such
+        group.
     """
     new = _write_blocks(_group("write_blocks", cache, group), slot, first, values)
     groups = cache.groups
@@ -113,8 +115,8 @@ def _write_blocks(
     layers_L1 = jnp.arange(num_layers, dtype=jnp.int32)[:, None]
     columns = jnp.arange(width, dtype=jnp.int32)
     is_held = blocks < num_blocks
-    # Each dropped block gets its own row past the end: the rows must be distinct, and P itself
-    # would be a row of the next layer.
+    # Each dropped block gets its own row past the end of the pool: the rows must be distinct, and
+    # row P of a layer would be a row of the next layer.
     past_LN = num_layers * num_blocks + layers_L1 * width + columns[None, :]
     rows_LN = jnp.where(is_held[None, :], layers_L1 * num_blocks + blocks[None, :], past_LN)
 
@@ -124,8 +126,8 @@ def _write_blocks(
 
     @without_index_checks
     def put_scale(scale: jax.Array, new: jax.Array) -> jax.Array:
-        # Write single values: with rows, XLA would change the layout on TPUs, where P is the minor
-        # dimension.
+        # Write single values, because writing rows would make XLA change the layout on TPUs, where
+        # P is the minor dimension.
         L, _, K, C = scale.shape
         layers, _, heads, offsets = (x.astype(jnp.int32) for x in jnp.ogrid[:L, :1, :K, :C])
         places = jnp.where(is_held, blocks, num_blocks + columns)[None, :, None, None]
@@ -145,7 +147,7 @@ def _group(function: str, cache: PagedCache, group: int) -> CacheGroup:
 
 @partial(without_index_checks, static_argnums=(3,))
 def _held_blocks(group: CacheGroup, slot: ArrayLike, first: ArrayLike, width: int) -> jax.Array:
-    """Return blocks of a slot, i32[width], see `read_blocks`; P for blocks it does not hold."""
+    """Return the ids of the blocks that `read_blocks` copies, i32[width]; P for no block."""
     columns = jnp.asarray(first, jnp.int32) + jnp.arange(width, dtype=jnp.int32)
     window = group.tables.window
     if window is not None:
@@ -181,7 +183,7 @@ def _check_values(pools: Pools, values: Pools) -> int:
 def gather(
     cache: PagedCache, slot: int | jax.Array, *, layer: int | jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the K and V of a slot in the order of its tokens, for references and tests.
+    """Return the K and V of a slot in the order of its tokens. For tests and debugging.
 
     Args:
       cache: the cache.
@@ -239,7 +241,7 @@ def _to_state_dict(cache: Any) -> dict[str, Any]:
 
 
 def _from_state_dict(target: Any, state: dict[str, Any]) -> Any:
-    """Return `target` with the arrays of `state`; raise ValueError if their sizes differ."""
+    """Return `target` with the arrays of `state`; raise ValueError if fields or sizes differ."""
     name = type(target).__name__
     expected = {field.name for field in fields(target)}
     if expected != set(state):

@@ -65,10 +65,10 @@ class CacheGroup:
           num_kv_heads: K.
           block_size: C, tokens per block.
           head_dim: D.
-          num_slots: S, sequences that the cache can hold at once.
+          num_slots: S, maximum number of sequences in the cache at once.
           max_blocks_per_slot: M, maximum number of blocks of a sequence.
           dtype: dtype of K and V. int8 and float8_e4m3fn quantise them with one float32 scale per
-            token and head, which costs ``4 / D`` bytes per number.
+            token and head, which costs ``4 / D`` bytes per value.
           window: sliding window of the layers, in tokens. Slots free the blocks that no later token
             attends to, see `BlockTables`. None keeps all tokens.
 
@@ -99,7 +99,7 @@ class CacheGroup:
 
     @property
     def block_tables(self) -> jax.Array:
-        """i32[S, M], the blocks of each slot, then P."""
+        """Block ids of each slot in the order of its tokens, i32[S, M], padded with P."""
         return self.tables.block_tables
 
     @property

@@ -60,7 +60,7 @@ from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.dispatch import backend_for
 from paged_jax.kernels.writing import copy_blocks
 
-# For each layer of a model: the index of its group, and the index of the layer in the group.
+# For each layer of a model: the index of its group, and the index of the layer in that group.
 LayerPlaces = tuple[tuple[int, int], ...]
 
 
@@ -74,7 +74,8 @@ class PagedCache:
 
     Attributes:
       groups: the groups. The first one keeps the most tokens.
-      layers: for each layer of the model, the index of its group and its index there (static).
+      layers: for each layer of the model, the index of its group and its index in that group
+        (static).
 
     Example:
       >>> sizes = dict(num_kv_heads=1, block_size=4, head_dim=8, num_slots=2,
@@ -149,22 +150,22 @@ class PagedCache:
 
     @property
     def group_pools(self) -> tuple[Pools, ...]:
-        """The pools of each group: the carry of a loop over layers."""
+        """The pools of each group. A loop over layers carries them."""
         return tuple(group.pools for group in self.groups)
 
     @property
     def tables(self) -> BlockTables:
-        """The tables of the first group. Its free blocks are the free blocks of the cache."""
+        """The block tables of the first group. Its free blocks limit the whole cache."""
         return self.groups[0].tables
 
     @property
     def block_tables(self) -> jax.Array:
-        """i32[S, M], the blocks of each slot in the first group, then P."""
+        """Block ids of each slot in the first group, i32[S, M], padded with P."""
         return self.tables.block_tables
 
     @property
     def lengths(self) -> jax.Array:
-        """i32[S], the number of tokens in each slot, the same in all groups."""
+        """Number of tokens in each slot, i32[S], the same in all groups."""
         return self.tables.lengths
 
     @property
@@ -244,11 +245,11 @@ class PagedCache:
 
 
 def find_layer(layers: LayerPlaces, layer: Any) -> tuple[int, Any]:
-    """Return the index of a layer's group, and the index of the layer in the group.
+    """Return the index of a layer's group, and the index of the layer in that group.
 
     Args:
       layers: see `PagedCache`.
-      layer: the layer, a Python integer; i32[] may be traced if there is one group.
+      layer: index of the layer in the model, a Python integer or, with one group, a traced i32[].
 
     Raises:
       ValueError: `layer` is traced and there are several groups.
@@ -304,7 +305,7 @@ def restore(
 
     This is `paged_jax.blocks.restore` in all groups. Groups with a window allocate only the blocks
     inside the window. `num_tokens` i32[S] is the number of tokens of each slot; 0 leaves a slot
-    unchanged. The other arguments and the result are those of `reserve`.
+    unchanged. See `reserve` for the other arguments and the result.
     """
     tables = [group.tables for group in cache.groups]
     begun = [begin_restore(each, num_tokens, max_tokens=max_tokens) for each in tables]
@@ -319,7 +320,7 @@ def plan(
     """Plan blocks for tokens, and copy shared blocks; see `paged_jax.blocks.plan`.
 
     Slots with a limit above 0 first free the blocks that left their windows. `commit` must be the
-    next operation on the tables. The backend of the copies is that of `reserve`.
+    next operation on the tables. See `reserve` for `backend`.
 
     Returns:
       The cache, and one plan per group, all for the same number of tokens.
@@ -334,7 +335,10 @@ def plan(
 
 
 def commit(cache: PagedCache, planned: Sequence[ReservePlan], lengths: jax.Array) -> PagedCache:
-    """Take the planned blocks used up to `lengths` i32[S]; see `paged_jax.blocks.commit`."""
+    """Allocate the planned blocks that are used if slots have `lengths` i32[S].
+
+    See `paged_jax.blocks.commit`.
+    """
     pairs = zip(cache.groups, planned, strict=True)
     return cache.replace_tables(allocator.commit(g.tables, each, lengths) for g, each in pairs)
 
@@ -354,7 +358,7 @@ def _take(
     done: Iterable[tuple[BlockTables, BlockCopies, jax.Array]],
     backend: str | None,
 ) -> PagedCache:
-    """Return the cache with new tables per group, after the block copies that belong to them."""
+    """Make the block copies of each group, and return the cache with the new tables."""
     groups = [
         replace(_copy(group, copies, backend), tables=tables)
         for group, (tables, copies, _) in zip(cache.groups, done, strict=True)
@@ -376,7 +380,7 @@ def _copy(group: CacheGroup, copies: BlockCopies, backend: str | None) -> CacheG
 def fork(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Array]:
     """Make slots copies of other slots that share all blocks; see `paged_jax.blocks.fork`."""
     done = [allocator.fork(group.tables, parents) for group in cache.groups]
-    # All groups have the same `ok`: it depends on slots and lengths, which are the same.
+    # All groups return the same `ok`: it depends on slots and lengths, which all groups share.
     return cache.replace_tables(tables for tables, _ in done), done[0][1]
 
 
@@ -395,7 +399,8 @@ def truncate(cache: PagedCache, lengths: jax.Array, *, max_tokens: int) -> Paged
     """Shorten slots to `lengths` i32[S]; see `paged_jax.blocks.truncate`."""
     tables = [group.tables for group in cache.groups]
     for each in tables:
-        if each.window is not None:  # no group can be cut to tokens that another one has freed
+        # all groups have the same lengths, so the window of one group limits the cut of all groups
+        if each.window is not None:
             lengths = jnp.maximum(lengths, shortest_lengths(each))
     return cache.replace_tables(
         allocator.truncate(each, lengths, max_tokens=max_tokens) for each in tables
@@ -411,7 +416,7 @@ def attach(
 ) -> tuple[PagedCache, jax.Array]:
     """Start an empty slot with the cached prefix of its tokens; see `paged_jax.blocks.attach`.
 
-    Groups with a window need only the blocks of the prefix that the next token attends to.
+    In groups with a window, only the blocks that the next token attends to must be cached.
     """
     before = tuple(group.tables for group in cache.groups)
     tables, num_found = attach_groups(before, slot, digests, token_ids, num_blocks)
@@ -427,7 +432,7 @@ def publish(
 ) -> PagedCache:
     """Add full blocks to the prefix cache; see `paged_jax.blocks.publish`.
 
-    A digest identifies the block in all groups that hold it.
+    A block has the same digest in all groups.
     """
     before = tuple(group.tables for group in cache.groups)
     return cache.replace_tables(publish_groups(before, slots, columns, digests, token_ids))

@@ -1,9 +1,11 @@
 """Blocks of one sequence, computed on the host: their number and their digests. Imports no jax.
 
 The K and V of a token depend on all tokens before it, so the digest of a full block covers the
-tokens of the block and the digest of the previous block. Blocks that are not full have no digest.
+tokens of the block and the digest of the previous block, its parent. The parent of the first block
+is the root. Blocks that are not full have no digest.
 
-    root = sha256(weights, cache_salt)      link = sha256(parent, tokens as little-endian int32)
+    root   = sha256(weights, cache_salt)
+    digest = sha256(parent, tokens as little-endian int32)
 
 Equal digests mean equal prefixes with equal weights and an equal salt. So requests cannot hit
 blocks of another tenant, or blocks that were computed with older weights.
@@ -30,13 +32,14 @@ def first_kept_column(num_tokens, window: int, block_size: int):
     """Return the first column of the block table that a sliding window still needs.
 
     With n tokens in the cache, the next token has position n and attends to the positions
-    ``n - window + 1 .. n``. Its block begins at position ``n // C * C``. All blocks that this first
-    position attends to are kept, not only those that position n attends to. So after the release
-    of a slot, the prefix cache has all blocks that a continuation of its full blocks needs.
+    ``n - window + 1 .. n``. Its block begins at position ``n // C * C``. All blocks that the first
+    position of this block attends to are kept, not only those that position n attends to. So after
+    the release of a slot, the prefix cache has all blocks that a continuation of its full blocks
+    needs.
 
     Args:
       num_tokens: number of tokens in the cache, an integer or an array of integers.
-      window: number of last tokens that are attended to, the query itself included.
+      window: number of last tokens that are attended to, including the query itself.
       block_size: C.
 
     Example:
@@ -133,7 +136,8 @@ def root_digest(weights: bytes, cache_salt: str = "") -> bytes:
       >>> root_digest(b"v1") == root_digest(b"v1", "tenant")
       False
     """
-    # The length separates the two: without it (b"ab", "c") and (b"a", "bc") would be equal.
+    # Hash the length of `weights` too: otherwise (b"ab", "c") and (b"a", "bc") would have the same
+    # digest.
     parts = struct.pack("<q", len(weights)), weights, cache_salt.encode()
     return hashlib.sha256(b"".join(parts)).digest()
 

@@ -10,7 +10,7 @@ _ROW = 64  # blocks per line
 
 
 def check_invariants(tables: BlockTables) -> None:
-    """Check on the host that every block is either free or held as often as the tables say.
+    """Check on the host that every block is either free or used as often as the tables say.
 
     For tests and debugging. It copies the state to the host and cannot be called inside `jit`.
 
@@ -43,10 +43,10 @@ def check_invariants(tables: BlockTables) -> None:
 
 
 def _checked_first_columns(tables: BlockTables, lengths: np.ndarray) -> np.ndarray:
-    """Return the first column that each slot holds, after checking it against the window.
+    """Return the first column that each slot has not freed, after checking it against the window.
 
-    It is at most the first column in the window of the next token. How much lower it is depends on
-    the last program, so there is no lower bound.
+    It must be at most `first_kept_column`. It may be any lower column, because blocks are freed
+    only when the slot grows.
     """
     if tables.window is None:
         _require(tables.first_columns is None, "first_columns", "be None", tables.first_columns)

@@ -29,14 +29,14 @@ def attach(
     """Start an empty slot with the cached prefix of its tokens.
 
     The slot gets the longest prefix of the given blocks that are all cached with the same digests
-    and tokens. Held blocks become shared; free blocks are held again. The cost is a pass over the
-    digests of the pool and one over the free queue.
+    and tokens. Blocks that are in use become shared; free blocks leave the free queue. The cost is
+    a pass over the digests of the pool and one over the free queue.
 
     Args:
       tables: the state; may be donated.
       slot: i32[], the slot. Nothing changes if it is not empty or does not exist.
       digests: u32[N, 8], the digests of the full blocks of a sequence, N at most M. The digest of a
-          block must identify all tokens from the beginning of the sequence to the end of the block.
+        block must identify all tokens from the beginning of the sequence to the end of the block.
       token_ids: i32[N, C], the tokens in each block.
       num_blocks: i32[], the number of blocks to look up; the others are padding.
 
@@ -177,12 +177,12 @@ def publish_groups(
     digests: jax.Array,
     token_ids: jax.Array,
 ) -> Groups:
-    """Publish blocks in several groups of layers; the first group decides which.
+    """Publish blocks in several groups of layers. The first group decides which blocks.
 
     In the other groups a block is cached only if the block at the same slot and column is cached in
-    the first group. So slots that share a block in the first group share it in all groups that hold
-    it, and no group uses more blocks than the first. Otherwise a group could run out before the
-    first one.
+    the first group. So slots that share a block in the first group share it in all groups that have
+    it, and no group uses more blocks than the first. Otherwise another group could run out of
+    blocks before the first one.
     """
     first, *others = groups
     after = publish(first, slots, columns, digests, token_ids)
@@ -203,8 +203,8 @@ def _publish_alike(
 ) -> BlockTables:
     """Cache the blocks that the first group has cached.
 
-    `tables` belong to a further group. `before` and `after` are the tables of the first group
-    before and after `publish`, whose other arguments are passed too.
+    `tables` belong to another group. `before` and `after` are the tables of the first group before
+    and after `publish`. The other arguments are those of `publish`.
     """
     leading, is_full = _full_blocks(after, slots, columns)
     is_cached = is_full & after.pool.is_cached[leading]

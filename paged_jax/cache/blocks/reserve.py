@@ -1,7 +1,8 @@
 """Room for more tokens, with copy on write for shared blocks.
 
-`reserve` allocates blocks for a known number of tokens. `plan` and `commit` do it for a number that
-is known only afterwards: blocks are planned for the maximum, and the used ones are taken.
+`reserve` allocates blocks for a known number of tokens. `plan` and `commit` are for decode loops,
+in which the number is known only afterwards: `plan` chooses blocks for the maximum number of
+tokens, and `commit` allocates the blocks that were used.
 """
 
 from dataclasses import dataclass, replace
@@ -40,10 +41,10 @@ def reserve(
     """Append room for more tokens to every slot, and add the tokens to the lengths.
 
     An empty slot gets room for a prompt, a running slot for new tokens. If the tokens start in a
-    partly filled block that other slots hold too, the slot gets a new block instead, and the copy
-    is reported. If all holders of such a block write, the last of them keeps the block. A block
-    that is written to is removed from the prefix cache (a partly filled block can be cached after
-    `truncate`).
+    partly filled block that other slots share, the slot gets a new block instead, and the caller
+    must copy the old block to it. If all slots that share such a block write to it, the last of
+    them keeps it. A block that is written to is removed from the prefix cache (a partly filled
+    block can be cached after `truncate`).
 
     With a window, slots that grow first free the blocks that left the window, even if `ok` is False
     afterwards, because these blocks are never read again. See `slide`.
@@ -52,12 +53,12 @@ def reserve(
       tables: the state; may be donated.
       num_tokens: i32[S], the number of tokens to append to each slot; 0 leaves a slot unchanged.
       max_tokens: upper bound on `num_tokens` (static). The cost is proportional to
-          S * ceil(max_tokens / C), plus one S x S comparison. It does not depend on M and P.
+        S * ceil(max_tokens / C), plus one S x S comparison. It does not depend on M and P.
 
     Returns:
-      `(tables, copies, ok)`. `ok`, bool[], is False, the state unchanged and `copies` empty if
-      there are not enough free blocks for all slots together, if a slot would exceed its M * C
-      tokens, or if a `num_tokens` is negative or above `max_tokens`.
+      `(tables, copies, ok)`. `ok`, bool[], is False if there are not enough free blocks for all
+      slots together, if a slot would exceed its M * C tokens, or if a `num_tokens` is negative or
+      above `max_tokens`. Then the state is unchanged and `copies` are empty.
 
     Raises:
       ValueError: `num_tokens` is not i32[S] or `max_tokens` is not a positive integer.
@@ -115,8 +116,8 @@ class Reservation(NamedTuple):
     end: jax.Array  # i32[S], the lengths afterwards
     writes: "SharedWrites"
     columns: jax.Array  # i32[S, W], see `plan_columns`
-    is_taken: jax.Array  # bool[S, W]
-    is_possible: jax.Array  # bool[]
+    is_taken: jax.Array  # bool[S, W], whether a column gets a new block
+    is_possible: jax.Array  # bool[], whether all slots have room
 
 
 def begin_reserve(
@@ -189,7 +190,7 @@ def begin_restore(tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int
     tables = replace(
         tables, first_columns=first_columns, lengths=jnp.where(is_new, num_left, tables.lengths)
     )
-    # The window may begin inside a block, and the last block may have more tokens after its first.
+    # At most window + 2 * C tokens are appended: the window, and less than a block on each side.
     most = min(max_tokens, window + 2 * tables.block_size)
     return begin_reserve(tables, num_tokens - num_left, max_tokens=most, function="restore")
 
@@ -230,7 +231,7 @@ class SharedWrites:
     refs_left: jax.Array
 
     def note(self, pool: BlockPool, ok: jax.Array) -> BlockPool:
-        """Apply these writes to the references and the prefix cache of the pool if `ok` bool[]."""
+        """Update reference counts and the prefix cache for these writes if `ok` bool[] is True."""
         shared = jnp.where(self.is_last & ok, self.block, pool.num_blocks)
         ref_counts = put_or_drop(pool.ref_counts, shared, self.refs_left)
         pool = replace(pool, ref_counts=ref_counts)
@@ -240,7 +241,8 @@ class SharedWrites:
 def plan_shared_writes(tables: BlockTables, is_writer: jax.Array) -> SharedWrites:
     """Decide for each slot of `is_writer` bool[S] whether it must copy its last block."""
     num_blocks, slots = tables.num_blocks, jnp.arange(tables.num_slots, dtype=jnp.int32)
-    # The block of the next token: partly filled, or P with no references if a new block begins.
+    # The block that the next token is written to. If the token begins a new block, this is P, which
+    # has no references.
     columns = tables.lengths // tables.block_size
     last = take_or_fill(tables.block_tables, (slots, columns), fill_value=num_blocks)
     refs = take_or_fill(tables.pool.ref_counts, last)
@@ -253,8 +255,8 @@ def plan_shared_writes(tables: BlockTables, is_writer: jax.Array) -> SharedWrite
     num_writers = jnp.sum(is_same_SS, axis=0, dtype=jnp.int32)
     last_writer = jnp.max(jnp.where(is_same_SS, slots[:, None], -1), axis=0)
     is_last = is_shared & (last_writer == slots)
-    # If all holders write, the last one keeps the block. Otherwise nobody would hold the block, and
-    # it would not be in the free queue either.
+    # If all slots that share a block write, the last one keeps it. Otherwise the block would have
+    # no references and would not be in the free queue either.
     is_kept = num_writers == refs
     is_copy = is_shared & ~(is_last & is_kept)
     return SharedWrites(
@@ -278,7 +280,8 @@ def plan_columns(
     Returns:
       i32[S, W] and bool[S, W].
     """
-    # W. Only the first column can belong to a partly filled block: max_tokens = 1 gives W = 1.
+    # The number of columns, W. Only the first column can belong to a partly filled block, so
+    # max_tokens = 1 gives W = 1.
     width = 1 + num_blocks_needed(max_tokens - 1, tables.block_size)
     ahead = jnp.arange(min(width, tables.max_blocks_per_slot), dtype=jnp.int32)
     columns_SW = (tables.lengths // tables.block_size)[:, None] + ahead[None, :]
@@ -375,12 +378,12 @@ def num_possible(tables: BlockTables, limits: jax.Array, *, max_tokens: int) -> 
 
 
 def commit(tables: BlockTables, planned: ReservePlan, lengths: jax.Array) -> BlockTables:
-    """Take the planned blocks that were used; the others stay free.
+    """Allocate the planned blocks that were used; the others stay free.
 
     Args:
       tables: the state that the plan was made for; may be donated.
       planned: the plan. If its `num_tokens` is above 0, each slot with a limit above 0 must have
-          received at least one token.
+        received at least one token.
       lengths: i32[S], the new number of tokens in each slot, within the plan.
 
     Raises:
@@ -411,5 +414,6 @@ def _num_possible(
     new_NS = blocks_NS - num_held[None, :] + writes.is_copy.astype(jnp.int32)[None, :]
     num_taken = jnp.sum(new_NS, axis=1, dtype=jnp.int32)
     is_in_bounds = jnp.all(blocks_NS <= tables.max_blocks_per_slot, axis=1)
-    # Fewer tokens never need more blocks, so the count of possible numbers is the largest one.
+    # If n tokens per slot are possible, all smaller numbers are too. So the count of possible
+    # numbers is the largest one.
     return jnp.sum(is_in_bounds & (num_taken <= tables.pool.num_free), dtype=jnp.int32)

@@ -8,9 +8,8 @@ token of the last block is 16; it attends to tokens 11 to 16, so columns 0 and 1
     tokens  0..3   4..7   8..11   12..15   16           17 is next
     row       P      P      7        2      0           first_columns 2
 
-Blocks are freed *lazily*, when the slot is about to grow. Until then the slot still holds
-everything the last program appended, so these blocks can be published, or truncated if their tokens
-were rejected guesses.
+Blocks are freed *lazily*, when the slot is about to grow. Until then the slot keeps all blocks that
+the last program appended to, so that they can be published, or truncated if drafts were rejected.
 """
 
 from collections.abc import Callable
@@ -41,14 +40,15 @@ class BlockTables:
 
     Attributes:
       pool: the `BlockPool`.
-      block_tables: i32[S, M], the blocks of each slot in the order of its tokens, then P.
+      block_tables: i32[S, M], the block ids of each slot in the order of its tokens, padded with P
+        (the number of blocks).
       lengths: i32[S], the number of tokens in each slot; 0 if it is empty.
       block_size: C, the number of tokens in a block (static).
-      window: the number of last tokens that are attended to, the query included (static); None for
-          all. When a slot grows, it frees the blocks that no later token attends to. Their columns
-          become P.
-      first_columns: i32[S], the first column that is still held, at most `first_kept_column`; None
-          without a window.
+      window: the number of last tokens that are attended to, including the query (static); None for
+        all tokens. When a slot grows, it frees the blocks that no later token attends to. Their
+        columns become P.
+      first_columns: i32[S], the first column of each slot that is not freed yet, at most
+        `first_kept_column`; None without a window.
 
     Example:
       >>> from paged_jax.cache.blocks import reserve
@@ -136,7 +136,7 @@ class BlockTables:
 def as_slot_values(
     function: str, name: str, values: ArrayLike, dtype: DTypeLike, tables: BlockTables
 ) -> jax.Array:
-    """Return an argument `[S]` as an array; raise ValueError if its shape or dtype is wrong."""
+    """Return an argument with one value per slot as an array [S], or raise ValueError."""
     values = jnp.asarray(values)
     bind(function, block_tables=(tables.block_tables, "SM"), **{name: (values, "S")})
     return check_dtype(function, name, values, dtype)
@@ -176,19 +176,20 @@ def describe_use(tables: BlockTables) -> str | None:
     )
 
 
-# Table entries per piece: more than most slots hold, and fast to sort.
+# Number of table entries that `_in_pieces` processes at once: more than most slots have blocks, and
+# fast to sort.
 _PIECE = 512
 
 Update = Callable[[BlockTables, jax.Array, jax.Array], BlockTables]
 
 
 def hold_slots(tables: BlockTables, mask: jax.Array) -> BlockTables:
-    """Add a reference to each block of the slots of `mask` bool[S]."""
+    """Add a reference to each block of the slots that `mask` bool[S] marks."""
     return _update_slots(_hold_piece, tables, mask)
 
 
 def empty_slots(tables: BlockTables, mask: jax.Array) -> BlockTables:
-    """Empty the slots of `mask` bool[S]. The last block of each slot is freed first."""
+    """Empty the slots that `mask` bool[S] marks. The last block of each slot is freed first."""
     tables = _update_slots(_empty_piece, tables, mask)
     lengths = jnp.where(mask, 0, tables.lengths)
     if tables.first_columns is None:
@@ -203,8 +204,8 @@ def _hold_piece(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> Blo
 
 def _empty_piece(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> BlockTables:
     entries = _entries(tables, rows, columns)
-    # This drops no further writes, but XLA needs no copy of an array if the written positions
-    # depend on the values read.
+    # Skip entries that are P already. This does not change the result, but makes the written
+    # positions depend on the values read, so that XLA needs no copy of the table.
     columns = jnp.where(entries < tables.num_blocks, columns, tables.max_blocks_per_slot)
     return replace(
         tables,
@@ -219,9 +220,9 @@ def _entries(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> jax.Ar
 
 
 @partial(without_index_checks, static_argnums=(0,))
-@partial(jax.jit, static_argnums=0)  # eager calls then compile the loop only once
+@partial(jax.jit, static_argnums=0)  # without `jit`, each eager call would compile the loop again
 def _update_slots(update: Update, tables: BlockTables, mask: jax.Array) -> BlockTables:
-    """Apply `update(tables, rows, columns)` to the blocks of the slots of `mask` bool[S]."""
+    """Apply `update(tables, rows, columns)` to all blocks of the slots in `mask` bool[S]."""
     held = jnp.where(mask, num_blocks_needed(tables.lengths, tables.block_size), 0)
     if tables.first_columns is None:
         return _in_pieces(update, tables, held)
@@ -241,9 +242,10 @@ def _in_pieces(
 ) -> BlockTables:
     """Apply `update` to `counts` i32[S] positions of each slot, starting at column `begins` or 0.
 
-    Slots are processed in order, the last block of each first. A piece has i32[_PIECE] positions;
-    the last piece is padded with positions past the table. So the cost is proportional to the
-    blocks that the slots hold, not to their capacity.
+    `update` is called with `tables`, `rows` and `columns` for pieces of `_PIECE` positions. Slots
+    are processed in order, the last block of each slot first. The last piece is padded with
+    positions outside the table. So the cost is proportional to the number of blocks, not to the
+    size of the table.
     """
     num_slots, width = tables.block_tables.shape
     ends = jnp.cumsum(counts, dtype=jnp.int32)
@@ -262,11 +264,11 @@ def _in_pieces(
 
 
 def slide(tables: BlockTables, mask: jax.Array) -> BlockTables:
-    """Free the blocks of the slots of `mask` bool[S] that have left their windows.
+    """Free the blocks that have left the windows of the slots that `mask` bool[S] marks.
 
     Freed blocks stay cached until they are allocated again. Without a window nothing changes.
-    `reserve` calls this for slots that grow. Callers of `plan`, which changes no table, must call
-    it first. The cost is proportional to the freed blocks.
+    `reserve` calls this function for slots that grow. `plan` changes no tables, so its callers must
+    call this function first. The cost is proportional to the freed blocks.
 
     Args:
       tables: the state; may be donated.
@@ -448,7 +450,10 @@ def truncate(tables: BlockTables, lengths: jax.Array, *, max_tokens: int) -> Blo
 
 
 def _follow(tables: BlockTables, parents: jax.Array) -> BlockTables:
-    """Return tables in which each slot equals its parent i32[S], before references are counted."""
+    """Return tables in which each slot has the row of its parent; `parents` is i32[S].
+
+    Reference counts are not updated.
+    """
     after = replace(
         tables, block_tables=tables.block_tables[parents], lengths=tables.lengths[parents]
     )
