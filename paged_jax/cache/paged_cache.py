@@ -399,7 +399,7 @@ def truncate(cache: PagedCache, lengths: jax.Array, *, max_tokens: int) -> Paged
     """Shorten slots to `lengths` i32[S]; see `paged_jax.blocks.truncate`."""
     tables = [group.tables for group in cache.groups]
     for each in tables:
-        # all groups have the same lengths, so the window of one group limits the cut of all groups
+        # All groups have the same lengths, so the window of one group limits the cut of all.
         if each.window is not None:
             lengths = jnp.maximum(lengths, shortest_lengths(each))
     return cache.replace_tables(

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-# Options by `jax.Device.platform`. On GPUs XLA counts donated pools twice, as arguments and as
-# results. It would then assume that the memory is full, and recompute positions and rotary angles
-# in every layer to save memory.
+# Options by `jax.Device.platform`. On GPUs rematerialization is disabled: XLA counts donated pools
+# twice, as arguments and as results, assumes that the memory is full, and would recompute positions
+# and rotary angles in every layer to save memory.
 COMPILER_OPTIONS: Mapping[str, dict[str, str]] = {
     "gpu": {"xla_disable_hlo_passes": "rematerialization"}
 }
@@ -19,10 +19,11 @@ _HAS_OLDER_EMITTERS = jax.__version_info__ < (0, 11)
 def compiler_options(platform: str, *, is_unrolled: bool = False) -> Any:
     """Return the compiler options of a program, or None.
 
-    On CPUs, XLA's fusion emitters keep more than 1 MB per kernel until a program is compiled: 230
-    MB for the 190 kernels of sampling. The older emitters take 30 MB and a sixth less time for code
-    of the same speed (0.98 to 1.04 times for a step, 0.97 to 0.99 for a prompt). With unrolled
-    layers they compile more slowly. They were removed in jax 0.11.
+    On CPUs the options select XLA's older emitters, unless layers are unrolled. (jax 0.11 removed
+    them.) The fusion emitters keep more than 1 MB per kernel until a program is compiled: 230 MB
+    for the 190 kernels of sampling. The older emitters take 30 MB and a sixth less time for code of
+    the same speed (0.98 to 1.04 times for a step, 0.97 to 0.99 for a prompt). With unrolled layers
+    they compile more slowly.
 
     Args:
       platform: `jax.Device.platform`.

@@ -32,7 +32,7 @@ class DecodeState:
       sampling: sampling parameters and state of each slot.
       token_ids: i32[S], the last known token of each slot, the input of the next decode step.
       stop_ids: i32[S, X], tokens that end the sequence, padded with V, which is no token.
-      max_lengths: i32[S], number of tokens (prompt and generated) of a complete sequence.
+      max_lengths: i32[S], maximum number of tokens of each sequence, prompt included.
       constraints: tokens that grammars allow next in each slot.
 
     Example:
@@ -107,7 +107,7 @@ class Assignment(NamedTuple):
       token_ids: all known tokens: the prompt and, if the sequence was preempted, generated tokens.
       num_prompt_tokens: number of prompt tokens in `token_ids`.
       seed: seed of the random draws, see `slot_row`.
-      max_length: number of tokens of the complete sequence.
+      max_length: maximum number of tokens of the sequence, prompt included.
       sample_index: index of the sample in its request; it is part of the seed.
       eos_token_ids: end-of-sequence tokens of the model; ignored with ``params.ignore_eos``.
       token_bias: biases in addition to the `logit_bias` of ``params``.
@@ -125,7 +125,9 @@ class Assignment(NamedTuple):
 
 
 def assign(state: DecodeState, assignments: list[Assignment]) -> DecodeState:
-    """Assign sequences to slots. Call it from the host; the caller updates the cache.
+    """Assign sequences to slots. Call it from the host.
+
+    The cache does not change: the caller fills it with the K and V of the sequences.
 
     Args:
       state: the state to change; everything except its cache is donated.
@@ -143,8 +145,8 @@ def assign(state: DecodeState, assignments: list[Assignment]) -> DecodeState:
     For each row of a call, 5 * V bytes are copied to the device. A call has 1 or `_WIDTH` rows, so
     there are two compiled programs.
     """
-    # Prepare all rows before the first write: on CPUs, a small program makes its caller wait for
-    # running programs, which can run while rows are prepared.
+    # Prepare all rows before the first write. On CPUs, the call of a small program blocks until
+    # running programs have ended, so do the host's work first, while they run.
     rows = [_row(state, each) for each in assignments]
     parts = _Parts(
         state.sampling, state.token_ids, state.stop_ids, state.max_lengths, state.constraints.starts
@@ -163,8 +165,8 @@ def assign(state: DecodeState, assignments: list[Assignment]) -> DecodeState:
     )
 
 
-# Maximum number of assignments per call. A call takes 0.1 ms on the host, during which the device
-# is idle, so 64 new sequences should need 8 calls instead of 64.
+# Maximum number of assignments per call. A call takes 0.1 ms on the host while the device is idle.
+# So 64 new sequences are assigned in 8 calls instead of 64.
 _WIDTH = 8
 
 
@@ -229,7 +231,7 @@ def _write_rows(parts: _Parts, rows: _Parts) -> _Parts:
 
 
 def write_token_masks(state: DecodeState, masks: "TokenMasks") -> DecodeState:
-    """Write which tokens grammars allow next in some slots. Call it from the host.
+    """Write the tokens that grammars allow next in some slots. Call it from the host.
 
     Args:
       state: the state to change; its constraints are donated.
@@ -250,8 +252,8 @@ def fork(
 ) -> tuple[DecodeState, jax.Array]:
     """Make empty slots copies of running slots that continue with other random draws.
 
-    For tree search: blocks are shared until a slot writes to them, see `paged_jax.blocks.fork`.
-    Pure; donate the state.
+    Use it for tree search. The copies share blocks until they write to them, see
+    `paged_jax.blocks.fork`. The function is pure; donate the state.
 
     Args:
       state: the state to change.
@@ -279,14 +281,14 @@ def fork(
 
 
 class TokenMasks(NamedTuple):
-    """Arguments of `Constraints.write`. Each slot has a row; rows with slot -1 are padding.
+    """Arguments of `Constraints.write`: a row for each slot with a grammar, padded to S rows.
 
     Attributes:
-      slots: i32[S], slots with a grammar.
-      starts: i32[S], the positions of their next tokens.
-      num_forced: i32[S], the number of tokens from there on that the grammar fixes.
-      forced_ids: i32[S, N], the fixed tokens.
-      masks: i32[S, ceil(V / 32)], bits of the tokens that may follow the fixed tokens.
+      slots: i32[S], the slot of each row; -1 for padding.
+      starts: i32[S], the position of the next token of the slot.
+      num_forced: i32[S], the number of tokens from this position on that the grammar forces.
+      forced_ids: i32[S, N], the forced tokens.
+      masks: i32[S, ceil(V / 32)], one bit for each token that may follow the forced tokens.
     """
 
     slots: np.ndarray
@@ -328,8 +330,9 @@ def find_token_masks(
         assert sequence.slot is not None
         masks.slots[row], masks.starts[row] = sequence.slot, len(sequence.token_ids)
         masks.num_forced[row], masks.forced_ids[row, : len(forced)] = len(forced), forced
-        # After the grammar has ended, the row stays until the slot gets another sequence, so its
-        # mask must allow every token.
+        # The mask is used if the forced tokens do not fill the dispatch. It is also needed if the
+        # grammar ends: the row stays in the state until the slot gets another sequence, so its mask
+        # must then allow every token.
         if len(grammar.forced) < num_steps or grammar.ends:
             grammar.write_mask(masks.masks[row])
     return masks

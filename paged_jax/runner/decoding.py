@@ -218,11 +218,12 @@ def verify_steps(
     with_top = jnp.asarray(with_top, jnp.bool_)
     first = _Batch.take(state, slots, T + 1, num_top)
     starts = first.lengths
-    # starts + 1 tokens are known, and the last token of a sequence is never in the cache.
+    # At most max_lengths - starts - 2 drafts are useful: starts + 1 tokens are known, and the model
+    # draws one token more than there are confirmed drafts.
     num_drafts = jnp.clip(num_drafts, 0, jnp.clip(first.max_lengths - starts - 2, 0, T))
     fed = jnp.concatenate([first.token_ids[:, None], drafts.astype(jnp.int32)], axis=1)
     logits, cache, ok = model.score(state.cache, fed, slots, num_drafts + 1, backend=backend)
-    # Pad with -1, which is no token, because the position after the last draft is compared too.
+    # Pad with -1, which equals no token: the token after the last draft is compared too.
     drafts = jnp.pad(drafts.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=-1)
 
     def draw_next(batch: _Batch) -> _Batch:
@@ -241,15 +242,15 @@ def verify_steps(
 def _plan_steps(
     cache: PagedCache, batch: "_Batch", num_steps: jax.Array, max_steps: int, backend: str | None
 ) -> tuple[PagedCache, tuple[ReservePlan, ...]]:
-    """Plan blocks for `num_steps` decode steps, i32[], as far as there are free blocks.
+    """Plan blocks for up to `num_steps` decode steps, i32[], as far as there are free blocks.
 
-    All steps are planned together. A decode step then allocates nothing, which would take dozens of
-    small kernels, or copies of the allocator's arrays.
+    All steps are planned together, so that a decode step allocates nothing. Allocation in each step
+    would take dozens of small kernels, or copies of the allocator's arrays.
     """
     limits = jnp.where(batch.is_running, batch.max_lengths - 1 - batch.lengths, 0)
     num_slots = cache.num_slots
     limits = jnp.zeros(num_slots, jnp.int32).at[batch.slots].set(limits, mode="drop")
-    # Padding has an index past the last slot too, so check only running rows.
+    # Padding rows have an index past the last slot as well, so check only running rows.
     is_valid = jnp.all((batch.slots < num_slots) | ~batch.is_running)
     most = jnp.where(is_valid, num_steps, 0)
     return paged_cache.plan(cache, limits, most, max_tokens=max_steps, backend=backend)
@@ -311,13 +312,14 @@ class _Batch:
     def _is_stop(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
         """Return whether a token of each row, at these positions, ends its sequence."""
         is_stop = jnp.any(token_ids[:, None] == self.stop_ids, axis=1)
-        # Ignore stops at positions where they are not allowed yet: with logits of only -inf, token
-        # 0 is drawn. The last token of a prompt is not a stop either.
+        # Ignore stop tokens before `held_until`: their logits are -inf there, but if all logits of
+        # a row are -inf, token 0 is drawn, which may be a stop token. The last token of a prompt
+        # does not stop a row either.
         is_stop &= positions >= self.sampling.held_until
         return is_stop | ((positions + 1 >= self.max_lengths) & (positions >= 0))
 
     def lengths_in(self, cache: PagedCache) -> jax.Array:
-        """Return the lengths of all slots, with the new lengths of the rows."""
+        """Return the lengths of all slots, i32[S], with the new lengths of the rows."""
         return cache.lengths.at[self.slots].set(self.lengths, mode="drop")
 
     def put_back(
@@ -336,7 +338,7 @@ class _Batch:
 
 
 def _drop(slots: jax.Array, cache: PagedCache) -> jax.Array:
-    """Return slots as indices; padding is one past the last, because -1 would be the last slot."""
+    """Return slots as indices. Padding becomes S, because -1 would mean the last slot."""
     return jnp.where(slots >= 0, slots, cache.num_slots)
 
 

@@ -32,9 +32,10 @@ from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
 _ASSIGNMENT = "choice of tokens"
 _TOKEN_MASKS = "choice of tokens by grammars"
 # Maximum seconds that the reader of a result waits for the thread that makes the next call. A call
-# holds the GIL for 0.15 to 0.35 ms. If the reader takes the GIL first, the call, and so the device,
-# may wait for 5 ms. Measured with `python -m benchmarks.host` on 2 busy cores and a device with 4.5
-# ms per step: the device waits 0.6 to 1.8 ms per dispatch without this, 0.5 to 0.6 ms with it.
+# needs the GIL for 0.15 to 0.35 ms. If the reader takes the GIL first, the call may wait for 5 ms,
+# and the device with it. Measured with `python -m benchmarks.host` on 2 busy cores and a device
+# with 4.5 ms per step: the device waits 0.6 to 1.8 ms per dispatch without this, 0.5 to 0.6 ms with
+# it.
 _HEAD_START = 3e-4
 
 
@@ -117,25 +118,27 @@ class Executor:
         self._state: DecodeState | None = None
         self.is_asleep = False
         self.calls_wait = self._device.platform == "gpu"
-        # While it compiles for GPUs, XLA times matrix multiplications on copies of their operands.
+        # While XLA compiles for GPUs, it times matrix multiplications on copies of their operands.
         # The copies need memory, so programs are compiled while the pool is freed.
         self._compiles_without_state = self._device.platform == "gpu"
         self._call_thread = CallThread()
         # Future of the last `queue_ahead`, or None after its calls have been made.
         self._ahead: concurrent.futures.Future[Any] | None = None
-        self._latest: QueuedResult | None = None  # its `free_blocks` are the current ones
+        # The last result with `free_blocks`; None if they are out of date.
+        self._latest: QueuedResult | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Replace the state by an empty state or, if asleep, by none."""
-        self._settle()  # calls that are queued ahead hold the old state
+        """Replace the state by an empty state or, if the engine sleeps, by None."""
+        self._settle()  # calls that are queued ahead use the old state
         self._state = None  # free the memory before the new state is allocated
         if not self.is_asleep:
             self._state = self._new_state()
             self._pool_sizes = [group.num_blocks for group in self._state.cache.groups]
         self._is_new = True
         self._free_blocks: list[int] | None = self._pool_sizes
-        # Results of the calls of `run_unchecked` since the last `check`: bool[], enough blocks.
+        # Results of the calls of `run_unchecked` since the last `check`: bool[] each, whether there
+        # were enough blocks.
         self._oks: list[jax.Array] = []
 
     def _new_state(self) -> DecodeState:
@@ -152,7 +155,7 @@ class Executor:
 
     @property
     def state(self) -> DecodeState:
-        """The current state. The next program donates it: copy what must be kept."""
+        """The current state. The next program donates it: copy arrays to keep them."""
         self._join()
         assert self._state is not None
         return self._state
@@ -171,17 +174,17 @@ class Executor:
         return self._free_blocks
 
     def run(self, call: Call) -> Any:
-        """Queue a program, and return its result, which the device may still be computing."""
+        """Queue a program and return its result, which the device may still be computing."""
         self._join()
         self._free_blocks = self._latest = None
         return self._call(call)
 
     def run_unchecked(self, call: Call) -> None:
-        """Queue a program that needs blocks. The next `check` tests if there were enough."""
+        """Queue a program that needs blocks. The next `check` tests whether there were enough."""
         self._oks.append(self.run(call))
 
     def queue(self, call: Call) -> QueuedResult:
-        """Queue a program with `free_blocks` in its result, for a later call of `read`."""
+        """Queue a program whose result has `free_blocks`. Call `read` later to get the result."""
         self._latest = QueuedResult(self.run(call))
         return self._latest
 
@@ -197,7 +200,7 @@ class Executor:
 
     def read(self, pending: QueuedResult) -> Any:
         """Wait for a result, and copy it to the host."""
-        self.check()  # after the next call is queued, so the device continues with it
+        self.check()  # this waits, but the next call is already queued, so the device stays busy
         result = pending.result
         if isinstance(result, concurrent.futures.Future):
             result = result.result()
@@ -240,7 +243,8 @@ class Executor:
         """Wait for the programs of `run_unchecked`, and check that there were enough blocks.
 
         Raises:
-          RuntimeError: there were not, so the state is not the state that the host assumes.
+          RuntimeError: there were too few blocks, so the device's state differs from the state that
+            the host assumes.
         """
         if not self._oks:
             return
@@ -289,7 +293,8 @@ class Executor:
           report: see `warmup`.
         """
         start = time.perf_counter()
-        # Arrays with parts in other processes cannot be copied to the host.
+        # Blocks are swapped only if all arrays belong to this process: others cannot be copied to
+        # the host.
         has_swap = all(x.is_fully_addressable for x in self.weights.arrays)
         with self._state_to_compile_for() as state:
             calls = list_calls(
@@ -305,7 +310,10 @@ class Executor:
 
     @contextlib.contextmanager
     def _state_to_compile_for(self) -> Iterator[DecodeState]:
-        """Yield the state. If it is new, free it, yield its shapes, and create it again."""
+        """Yield the state to compile for. On GPUs, free a new state and yield its shapes.
+
+        The new state is created again afterwards.
+        """
         if not (self._compiles_without_state and self._is_new):
             yield self.state
             return
@@ -317,7 +325,7 @@ class Executor:
 
     @contextlib.contextmanager
     def showing_compilation(self, show: Callable[[str], None]) -> Iterator[None]:
-        """Return a context in which `show` is called like `on_compile`, unless that is set."""
+        """Return a context in which `show` replaces `on_compile` if that is None."""
         if self._on_compile is not None:
             yield
             return
@@ -393,7 +401,7 @@ def require_blocks(*oks: Any) -> None:
 
 
 class CallThread:
-    """A thread that makes calls in the order of submission. It ends with its last reference.
+    """A thread that makes calls in the order of submission. It ends when the object is deleted.
 
     JAX usually queues a program and returns. On GPUs, a program with a data-dependent loop returns
     only after the loop, because the host fetches the loop condition after each iteration. Calls
@@ -450,7 +458,8 @@ def give_back_freed_memory() -> None:
     """Return freed memory of the process to the operating system, if the C library can.
 
     XLA needs hundreds of MB to compile a program of a model, and frees them in small pieces. glibc
-    keeps them for the process: more than 200 MB for two programs of a 135M model. Takes a few ms.
+    keeps them for the process: more than 200 MB for two programs of a 135M model. The call takes a
+    few ms.
     """
     trim = _malloc_trim()
     if trim is not None:

@@ -1,8 +1,8 @@
 """Cache of lowered programs, so that the next process needs no tracing.
 
 JAX's compilation cache finds a program by its lowered text, so a process must trace and lower each
-program first. For a small model that is most of the second start. This module therefore stores the
-output of `jax.export`, under a key of everything that tracing depends on:
+program first. For a small model this takes most of the time of a second start. This module
+therefore stores the output of `jax.export`, under a key of everything that tracing depends on:
 
     the files of this package, the versions of its dependencies, JAX's settings, PAGED_JAX_*
     variables; the program key, the static arguments, the shapes and dtypes of all arguments.
@@ -45,16 +45,17 @@ from paged_jax.runner.programs import (
 )
 
 _PACKAGE = Path(__file__).parents[1]
-# A file that was changed after this time may differ from the imported module. Other modules of the
-# package are imported 1 to 2 s before this one.
+# A file that was changed after this time may differ from the imported module. The margin of 5 s is
+# for modules of the package that are imported before this one (1 to 2 s earlier).
 _IMPORTED = time.time() - 5
-# `jax.export` must know the types of arguments and results. The state is passed as a list.
+# `jax.export` must know the types of arguments and results. `DecodeState` needs no entry, because
+# the state is passed as a list of arrays.
 for _type in (Pools, StepTokens, Scores, BeamTokens):
     export.register_namedtuple_serialization(_type, serialized_name=f"paged_jax.{_type.__name__}")
 
 
 class LoweredPrograms:
-    """Programs of an engine from files, or written to files.
+    """Programs of an engine that are read from files or written to files.
 
     Nothing is stored if `user_cache.keep_compiled_programs` was not called, or if the key would be
     incomplete: with several devices, on other devices than CPUs, with modules from outside of this
@@ -78,7 +79,7 @@ class LoweredPrograms:
         self._programs: dict[str, Any] = {}
 
     def resolve(self, call: Call, weights: list[jax.Array], state: DecodeState) -> Call:
-        """Return the call with a stored program, which may have to be stored first.
+        """Return the call with the program of a file. If there is no file, write it first.
 
         Returns the call itself if programs are not stored.
 
@@ -175,12 +176,15 @@ def _key(program_key: ProgramKey, call: Call, weights: list[jax.Array], state: D
 
 @functools.cache
 def _source() -> str | None:
-    """Return a digest of this package; None if a file has changed since it was imported."""
+    """Return a digest of this package and its dependencies' versions.
+
+    Returns None if a file of this package has changed since it was imported.
+    """
     versions = (sys.version, *(x.__version__ for x in (jax, jaxlib.version, flax, np)))
     digest = hashlib.sha256(repr(versions).encode())
     for path in sorted(_PACKAGE.rglob("*")):
         if path.is_file() and path.parent.name != "__pycache__":
-            # The time of the inode: tools that copy files change the modification time.
+            # Use the inode change time: tools that copy files set the modification time.
             if path.stat().st_ctime > _IMPORTED:
                 return None
             content = hashlib.sha256(path.read_bytes()).hexdigest()

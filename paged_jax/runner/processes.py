@@ -31,7 +31,8 @@ from paged_jax.sampling.params import SamplingParams, TokenBias
 
 # Messages per folder of the store. A folder is deleted when all processes have received it.
 _FOLDER = 256
-# Timeout of a read in ms, so that interrupts are noticed. A new message ends the wait earlier.
+# Timeout of a read in ms. A read is repeated until a message arrives, so that interrupts are
+# noticed in between.
 _PATIENCE = 1000
 _HEADER = "header"
 
@@ -71,7 +72,7 @@ class Message(NamedTuple):
 
 
 class Channel:
-    """Messages from process 0 to all others of `jax.distributed`, in order and without loss.
+    """Messages from process 0 to all other processes of `jax.distributed`, in order, without loss.
 
     Args:
       name: name of the channel, unique, and the same in all processes.
@@ -90,7 +91,7 @@ class Channel:
         """Wait for the next message.
 
         Raises:
-          JaxRuntimeError: process 0 is gone.
+          JaxRuntimeError: process 0 has ended.
         """
         key = self._next_key()
         while True:
@@ -117,7 +118,8 @@ class Channel:
             self._client.key_value_delete(f"{self._name}/received/{folder}")
 
 
-# All processes create their engines in the same order, so the numbers agree.
+# Numbers in the names of channels. All processes create their engines in the same order, so they
+# count alike.
 _engine_numbers = itertools.count()
 
 
@@ -166,13 +168,14 @@ class LeadingExecutor(Executor):
     It sends a message before each action.
 
     Args:
-      arguments: see `Executor`.
+      arguments: positional arguments of `Executor`.
       channel: channel to the other processes.
-      options: see `Executor`.
+      options: keyword arguments of `Executor`.
     """
 
     def __init__(self, *arguments: Any, channel: Channel, **options: Any):
-        self._channel: Channel | None = None  # the others create their first state themselves
+        # Send nothing yet: the other processes create their first state themselves.
+        self._channel: Channel | None = None
         super().__init__(*arguments, **options)
         self._channel = channel
         # Send "end" once: when this executor is deleted or, at the latest, before JAX shuts down.
@@ -214,7 +217,7 @@ class LeadingExecutor(Executor):
 
 
 def _numbers(assignment: Assignment) -> dict[str, Any]:
-    """Return the fields of an assignment for JSON: all except the tokens."""
+    """Return the fields of an assignment that JSON can represent: all except the tokens."""
     numbers = assignment._asdict()
     del numbers["token_ids"]
     params = assignment.params
@@ -225,7 +228,7 @@ def _numbers(assignment: Assignment) -> dict[str, Any]:
 
 
 def follow(executor: Executor, channel: Channel) -> None:
-    """Do the same as the executor of process 0 until it ends.
+    """Repeat the actions of process 0's executor until it ends.
 
     Args:
       executor: an executor with the same arguments as in process 0.

@@ -3,8 +3,8 @@
 The state, a `DecodeState`, is donated. The weights are a flat list of arrays: flattening a Flax
 module, or hashing its graph, in each call would take longer than a step of a small model.
 
-Sizes are padded to a few buckets, so `list_calls` can compile all programs before the first
-request:
+B rows of T tokens are padded to a few sizes, so `list_calls` can compile all programs before the
+first request:
 
     prefill          T: powers of two from 16 to max_chunk;  B: 1, 4, 16, ..., B * T <= max_chunk,
                      and at most half of it from B = 16 on
@@ -105,7 +105,8 @@ class Program:
 class Programs(NamedTuple):
     """All programs of an engine.
 
-    Negative slots are padding. Arguments after weights and state, and the result:
+    Each entry lists the arguments after weights and state, and the result. Negative slots are
+    padding. ``ok``, bool[], is False if the program could not run, for example for lack of blocks.
 
     prefill: ``(token_ids i32[B, T], slots i32[B], num_tokens i32[B])`` to ``ok``.
     score: ``(token_ids i32[1, T], slots i32[1], num_tokens i32[1], targets i32[T])`` to
@@ -153,8 +154,8 @@ class ProgramKey(NamedTuple):
       backend: backend of the attention, see `paged_attention`.
       division: execution on several devices; None for a single device.
       platform: `jax.Device.platform` of the devices.
-      is_scanned: whether the layers are a loop. Then most kernels of a decode program are for
-        sampling.
+      is_scanned: whether the model loops over its layers instead of unrolling them, see
+        `compiler_options`.
     """
 
     graphdef: Any
@@ -176,7 +177,7 @@ def list_programs(key: ProgramKey, sizes: Sizes, num_top: int, *, num_groups: in
     Args:
       key: see `ProgramKey`.
       sizes: sizes that the programs of this engine depend on.
-      num_top: number of most probable tokens that requests can ask for.
+      num_top: maximum number of most probable tokens that requests can ask for.
       num_groups: number of groups of layers. Blocks of each group are copied separately.
     """
     blocks = "blocks" if num_groups == 1 else "blocks of group {group}"
@@ -327,14 +328,7 @@ _MAX_COMPILERS = 8
 def list_calls(
     programs: Programs, sizes: Sizes, pools: Sequence[Pools], *, has_swap: bool = True
 ) -> list[Call]:
-    """Return a call of each program and shape. The calls have only padding and change nothing.
-
-    Args:
-      programs: the programs of the engine.
-      sizes: sizes that the programs depend on.
-      pools: the pools of each group of layers, for shapes and dtypes.
-      has_swap: whether blocks may be copied to the host.
-    """
+    """Return one call per shape of each program except beam search; padding, changes nothing."""
     S, C, M, W = sizes.num_slots, sizes.block_size, sizes.max_blocks_per_slot, PUBLISH_WIDTH
     zero = np.int32(0)
     return [

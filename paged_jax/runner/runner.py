@@ -1,8 +1,8 @@
 """Model execution for the sequences of a plan: prefill, scores, decode steps and verification.
 
-The `Executor` has the weights, the device state and the programs. `Slots` is the memory of the
-scheduler. `ModelRunner` turns sequences into padded arrays, and keeps the order: updates that
-`Slots` has collected are made before every program.
+The `Executor` has the weights, the device state and the programs. `Slots` implements the
+scheduler's interface to the KV cache, and collects updates of it. `ModelRunner` turns sequences
+into padded arrays. Before every program it applies the updates that `Slots` has collected.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -42,13 +42,13 @@ class ModelRunner:
         self._token_bias = token_bias
 
     def reset(self) -> None:
-        """Discard all slots and the prefix cache. While the engine sleeps, free their memory."""
+        """Discard all slots and the prefix cache. If the engine sleeps, their memory is freed."""
         self.executor.reset()
         self.slots.reset()
 
     @property
     def state(self) -> DecodeState:
-        """The current device state. The next program donates it: copy what must be kept."""
+        """The current device state. The next program donates it: copy arrays to keep them."""
         self.slots.flush()
         return self.executor.state
 
@@ -106,8 +106,9 @@ class ModelRunner:
           num_steps: see `decode_steps`.
           leave_on_stop: see `decode_steps`.
           with_top: see `decode_steps`.
-          is_ahead: whether the tokens of the last call may be unread. The sequences must be a part
-            of the sequences of that call; those that it stopped draw nothing.
+          is_ahead: whether to queue the steps before the tokens of the last call have been read.
+            The sequences must then be a subset of the sequences of that call. Sequences that
+            stopped in that call draw nothing.
         """
         slots = self._decode_slots(sequences, num_steps)
         limits = np.int32(num_steps), np.bool_(leave_on_stop), np.bool_(with_top)

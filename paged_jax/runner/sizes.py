@@ -9,11 +9,13 @@ from paged_jax.cache.sequence_blocks import num_blocks_needed
 
 # Prompt tokens per scoring call. Scores are rarely requested, so there is only one program.
 SCORE_WIDTH = 128
-# Blocks copied to or from the host per call. A call per block would cost more than the padding.
+# Blocks copied to or from the host per call. A call per block would cost more than the padding of
+# the last call.
 SWAP_WIDTH = 16
 # Blocks published per call, for the same reason.
 PUBLISH_WIDTH = 32
-# All limits of decode steps up to this number share a program. It costs a few KB of memory.
+# Minimum number of decode steps that a compiled program has room for. Engines with a smaller
+# `max_steps` then share a program. The room takes a few KB of memory.
 MIN_DISPATCH_CAPACITY = 8
 
 
@@ -92,7 +94,7 @@ def pack(counts: Sequence[int], max_chunk: int, num_slots: int) -> list[tuple[in
     """Arrange chunks with `counts` tokens in batches.
 
     Returns:
-      ``(T, B, indices of the chunks)`` of each batch.
+      ``(T, B, indices)`` of each batch: tokens per row, number of rows, and the chunks in it.
 
     Example:
       >>> pack([500, 12, 9, 16], max_chunk=512, num_slots=8)
@@ -113,12 +115,12 @@ def pack(counts: Sequence[int], max_chunk: int, num_slots: int) -> list[tuple[in
 
 
 def chunk_bucket(count: int, max_chunk: int) -> int:
-    """Return T for a chunk of `count` tokens: a power of two, at least 16, or `max_chunk`."""
+    """Return the padded length T of a chunk: a power of two, at least 16, or `max_chunk`."""
     return min(max_chunk, max(MIN_CHUNK, 1 << (count - 1).bit_length()))
 
 
 def chunk_buckets(max_chunk: int) -> list[int]:
-    """Return all values of T.
+    """Return all padded lengths T of chunks.
 
     Example:
       >>> chunk_buckets(100)
@@ -130,8 +132,8 @@ def chunk_buckets(max_chunk: int) -> list[int]:
 def prefill_rows(width: int, max_chunk: int, num_slots: int) -> list[int]:
     """Return all batch sizes B for chunks of `width` tokens.
 
-    Batches of 16 and more rows have at most half of `max_chunk` tokens. If each of four calls has
-    enough tokens, a single call is not faster: 16 x 32 tokens took 1.2 to 1.7 times as long as four
+    Batches of 16 and more rows have at most half of `max_chunk` tokens. Larger batches are not
+    faster than several calls: a call with 16 x 32 tokens took 1.2 to 1.7 times as long as four
     calls with 4 x 32 on 2 CPU cores.
 
     Example:
@@ -150,8 +152,9 @@ def prefill_rows(width: int, max_chunk: int, num_slots: int) -> list[int]:
 def row_bucket(count: int, num_slots: int) -> int:
     """Return the batch size B for decoding `count` sequences: 1, or a power of two from 4.
 
-    On a CPU, two rows in a batch of four take 5 to 10% longer than in a batch of two. A further
-    program to compile at every start would cost more.
+    There is no batch size 2, because one more program to compile at every start would cost more
+    than it gains: on a CPU, two rows in a batch of four take 5 to 10% longer than in a batch of
+    two.
     """
     return 1 if count == 1 else min(num_slots, max(4, 1 << (count - 1).bit_length()))
 
@@ -167,5 +170,5 @@ def row_buckets(num_slots: int) -> list[int]:
 
 
 def no_slots(count: int) -> np.ndarray:
-    """Return the slots of a batch of padding rows: -1, i32[count]."""
+    """Return the slots of `count` padding rows: -1, i32[count]."""
     return np.full(count, -1, np.int32)

@@ -21,8 +21,8 @@ from paged_jax.sampling.params import NO_BIAS, TokenBias
 from paged_jax.scheduler.block_budget import num_swapped_blocks
 from paged_jax.scheduler.request import Sequence
 
-# Maximum number of digests that the host keeps, per block of the pool. If there are more, it reads
-# from the device which of them are still cached.
+# Maximum number of digests that the host keeps, per block of the pool. If there are more, the host
+# reads the cached digests from the device and drops all others.
 _MAX_PUBLISHED = 4
 
 
@@ -42,7 +42,7 @@ class Slots:
 
     Attributes:
       swap_seconds: total seconds of copies between device and host, without compilation.
-      num_swapped_blocks: number of blocks, of all layers, that were copied in that time.
+      num_swapped_blocks: number of blocks copied in that time, see `num_swapped_blocks`.
       num_resets: number of times that the whole prefix cache was discarded.
     """
 
@@ -63,12 +63,12 @@ class Slots:
         self.reset()
 
     def reset(self) -> None:
-        """Start with a new state of the executor: empty slots and an empty prefix cache."""
+        """Forget all slots and cached blocks, for a new and empty state of the executor."""
         self.num_resets += 1
         # For each slot: the sequence that was assigned to it, and the number of published blocks.
         self._owners: list[Sequence | None] = [None] * self._sizes.num_slots
         self._num_published = [0] * self._sizes.num_slots
-        # All cached digests, and some that were evicted. Other digests need no look-up.
+        # All digests in the prefix cache, and some that were evicted. Other digests are not cached.
         self._published: set[bytes] = set()
         # Updates collected for the next program, so that a step needs few calls for them.
         self._to_publish: list[tuple[int, int, bytes, list[int]]] = []
@@ -92,7 +92,7 @@ class Slots:
         """Start the slot of a sequence with its cached prefix; return the number of tokens."""
         C, M = self._sizes.block_size, self._sizes.max_blocks_per_slot
         self._drop_evicted()
-        count = (len(sequence.token_ids) - 1) // C  # its last token is always computed
+        count = (len(sequence.token_ids) - 1) // C  # the last token is always computed
         known = self._may_be_cached(sequence.digests[:count])
         if not known:
             return 0
@@ -118,9 +118,10 @@ class Slots:
         return digests[:count]
 
     def _drop_evicted(self) -> None:
-        """Limit the number of known digests: keep only digests that are cached on the device.
+        """Drop digests of evicted blocks if the host keeps too many digests.
 
-        The first group of layers decides. Without its blocks, blocks of other groups are useless.
+        Only digests that are cached in the first group of layers are kept: without a block of the
+        first group, the blocks of other groups are useless.
         """
         if len(self._published) <= _MAX_PUBLISHED * self._executor.num_blocks:
             return
@@ -130,7 +131,7 @@ class Slots:
         self._published = {words.astype("<u4").tobytes() for words in digests}
 
     def num_held(self, sequences: list[Sequence]) -> int:
-        """Return the number of blocks that would be free without these sequences.
+        """Return the number of blocks that releasing these sequences would free.
 
         This waits for the device.
         """
@@ -186,7 +187,7 @@ class Slots:
             self.num_swapped_blocks += num_swapped_blocks(num_tokens, C, self._groups)
 
     def _swap_copies(self, sequence: Sequence) -> list[tuple[int, np.int32]]:
-        """Return the copies of a swap: group of layers, and first block."""
+        """Return ``(group, first)`` of each copy of a swap: the arguments of `read_blocks`."""
         C, width = self._sizes.block_size, self._sizes.swap_width
         return [
             (number, np.int32(first))
@@ -211,7 +212,7 @@ class Slots:
         self._executor.run_unchecked(self._executor.programs.fork.call(parents))
 
     def assign(self, sequences: Iterable[Sequence]) -> None:
-        """Assign new sequences to their slots on the device."""
+        """Assign sequences to their slots on the device, unless they are already assigned."""
         new = [each for each in sequences if self._owners[slot_of(each)] is not each]
         if not new:
             return
@@ -254,7 +255,7 @@ class Slots:
         self._num_published = [0] * self._sizes.num_slots
 
     def flush(self) -> None:
-        """Make the collected updates: publish, then release. Call it before every program."""
+        """Apply the collected updates: publish, then release. Call it before every program."""
         for call in self.take_calls():
             self._executor.run(call)
 

@@ -1,6 +1,6 @@
 """Weights of a model in the layout of the programs, on one device or divided over several.
 
-With several devices, each runs the whole program on its part (`jax.shard_map`): a part of the
+With several devices, each device runs the whole program (`jax.shard_map`). It has a part of the
 weights, K and V of its heads, and a copy of everything else. So every device runs the allocator,
 the prefix cache and the sampling, with the same results. The model contains the communication.
 """
@@ -23,7 +23,7 @@ from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.tensor_parallel import AXIS, TensorParallel
 from paged_jax.runner.decode_state import DecodeState
 
-# Odd, so that multiplying by it is invertible modulo 2**32.
+# Multiplier of `_digest`. It is odd, so that the multiplication is invertible modulo 2**32.
 _FACTOR = np.uint32(0x9E3779B1)
 
 
@@ -51,15 +51,15 @@ def _digest(tree: object) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Return each value as a uint32."""
+    """Return the bits of each value as a uint32."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x.astype(jnp.uint32)
     unsigned = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
     return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
 
-# Partitions: replicated, or divided over KV heads, for pools [L, P, K, C, D], their scales
-# [L, P, K, C], and blocks in these shapes.
+# Partitions of arguments and results. WHOLE: every device has a copy. OF_HEADS: the KV heads are
+# divided over devices, for pools [L, P, K, C, D], their scales [L, P, K, C], and copies of blocks.
 WHOLE = PartitionSpec()
 OF_HEADS = PartitionSpec(None, None, AXIS)
 
@@ -227,7 +227,10 @@ class Weights:
             self.arrays = [self._parallel.to_program_layout(name, x) for name, x in named]
 
     def update(self, function: Callable[[list[jax.Array]], list[jax.Array]]) -> None:
-        """Replace the weights by `function(weights)`, in the model layout; it may donate them."""
+        """Replace the weights by `function(weights)`, in the model layout.
+
+        The function may donate its argument.
+        """
         self.replace(function(self.originals))
 
     @property
