@@ -13,7 +13,7 @@ QUANTISED: dict[Any, float] = {
     jnp.dtype(jnp.float8_e4m3fn): 448.0,
 }
 
-# TPUs move 128 lanes at a time.
+# Elements of the last dimension that a TPU moves at a time, called lanes.
 LANES = 128
 
 
@@ -44,7 +44,7 @@ def matmul_dtype(q_dtype: DTypeLike, pool_dtype: DTypeLike) -> Any:
     """Return the dtype of the matmul of queries and keys.
 
     It is the wider dtype of the two. For a quantised pool it is `q_dtype`, because bfloat16 and
-    float16 represent int8 and e4m3 numbers exactly.
+    float16 represent int8 and e4m3 values exactly.
     """
     if is_quantised(pool_dtype):
         return jnp.dtype(q_dtype)

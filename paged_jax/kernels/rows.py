@@ -22,19 +22,20 @@ _Index = jax.Array | tuple[jax.Array, ...]
 def set_rows(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
     """Set rows of an array. Indices past the end are dropped.
 
-    XLA's CPU backend converts the whole array for each bfloat16 scatter or `dynamic_update_slice`
-    to float32 and back, and for fp8 to float16. Here the bits are scattered as integers. That
-    leaves one pass over the array before the first write of a program and one after the last,
-    because the casts between writes cancel. Remove it when XLA scatters these dtypes in place.
+    For each scatter or `dynamic_update_slice`, XLA's CPU backend converts a whole bfloat16 array to
+    float32 and back, and a whole fp8 array to float16 and back. This function scatters the bits as
+    integers instead. The casts between the writes of a program cancel, so that one pass over the
+    array before the first write and one after the last remain. Remove this function when XLA
+    scatters these dtypes in place.
 
     Args:
       rows: the array.
-      index: i32 ``[N]`` for each indexed axis; the indices must be distinct.
+      index: i32 ``[N]``, or a tuple of them, one per indexed dimension. Indices must be distinct.
       new: ``[N, ...]``, the new rows.
     """
     if rows.dtype not in BITS:
         return _set_rows_as_is(rows, index, new)
-    # Other platforms scatter these dtypes in place; there the casts would be the copies.
+    # Other platforms scatter these dtypes in place. There, the casts would add copies.
     return lax.platform_dependent(rows, index, new, cpu=_set_rows_as_bits, default=_set_rows_as_is)
 
 

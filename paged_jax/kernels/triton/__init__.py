@@ -1,7 +1,7 @@
 """Backend ``"triton"`` for NVIDIA GPUs: Pallas kernels, compiled through Triton.
 
-JAX has deprecated Pallas' Triton backend since 0.11. If it is missing, this backend supports no
-problem, and XLA computes the ops instead.
+JAX deprecated Pallas' Triton backend in 0.11. If it is missing, this backend supports no problem,
+and XLA computes the ops instead.
 """
 
 import functools
@@ -65,7 +65,7 @@ class Triton:
     def attend_ragged(
         self, args: RaggedArgs, options: RaggedOptions
     ) -> tuple[jax.Array, jax.Array]:
-        """Attend with single queries by the decode kernel, with chunks by the prefill kernel."""
+        """Run single queries in the decode kernel, and longer chunks in the prefill kernel."""
         return attend_in_parts(
             functools.partial(decode, options=options, interpret=self.interpret),
             functools.partial(attend_to_chunks, options=options, interpret=self.interpret),

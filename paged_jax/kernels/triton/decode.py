@@ -1,7 +1,7 @@
 r"""Decode attention on NVIDIA GPUs.
 
-Flash-decoding (Dao et al., 2023) over the paged pool. A program instance computes one query group,
-which shares one read of K and V, over one part of one sequence::
+Flash-decoding (Dao et al., 2023) over the paged pool. A program instance attends with one group of
+query heads, which share one read of K and V, to one part of one sequence::
 
     sequence a           |step step step|  |step step step|    b   |step step|   visible tokens
                                 |                 |                     |
@@ -16,8 +16,8 @@ A large group is cut into slices that fit the registers of a program instance. F
 group of a shared prefix has the query heads of all sequences. Each slice reads K and V again,
 mostly from the L2 cache.
 
-`split_kv` describes how sequences are split into parts and how the results are merged. If no
-sequence can be split, the kernel has no counters and no partial results.
+`split_kv` describes how sequences are split into parts and how the results are merged. If the batch
+is not split, the kernel has no counters and no partial results.
 """
 
 import functools
@@ -157,11 +157,11 @@ def _decode(
 def _zeros(args: AttentionArgs, num_slices: int) -> jax.Array:
     """Return zeroed counters, i32 ``[B, num_slices]``, for the parts of each sequence and slice.
 
-    Plain zeros would be one constant for all layers, which XLA copies for each layer in a launch of
-    its own. These zeros depend on the layer (no length is negative), so XLA computes the counters
-    of all layers in one kernel. They also depend on the block tables, because XLA makes one kernel
-    only for arrays that are computed from the same array, and not if that is a single number, as
-    the length of a single sequence is.
+    XLA would make a constant of plain zeros, and copy it for each layer in a launch of its own.
+    These zeros are computed from the layer, so XLA computes the counters of all layers in one
+    kernel. The result is zero because no length equals ``-1 - layer``. They are also computed from
+    the block tables: XLA makes one kernel only for arrays that are computed from the same array,
+    and only if that array has more than one element. The lengths of a single sequence have one.
     """
     number = -1 - jnp.asarray(args.layer, jnp.int32)
     is_one = (args.context_lens == number) & (args.block_tables[:, 0] == number)
@@ -281,17 +281,18 @@ _MMA_ROWS = 16
 
 
 def _choose_rows(group: int, dtype: Any) -> tuple[int, int]:
-    """Return the rows of a tile for the query heads of a group, and the number of copies of them.
+    """Return the number of rows for a group of query heads, and the number of copies of each row.
 
-    A weight of half precision keeps 8 or 11 bits, so the rounding error of the weights is
-    multiplied by the values too. That takes a second matmul, which converts or reads the values
-    again, or rows of the same matmul that would otherwise be padding. In the second case, the rows
-    have two copies with different weights, and their results are added.
+    A softmax weight in half precision keeps only 8 or 11 bits, so the values are multiplied by the
+    rounding errors of the weights too. For large groups, a second matmul does this, and converts or
+    reads the values again (`tiles.weigh_exactly`). For small groups, rows that would be padding of
+    the first matmul do it: each row has two copies, one with the rounded weights and one with the
+    errors. The results of the copies are added (`tiles.weigh_by_copies`).
     """
     num_rows = tiles.num_rows(group)
     if dtype == jnp.float32 or 2 * num_rows > _MMA_ROWS:
         return num_rows, 1
-    # Fewer rows would be padded by copying registers for each matmul.
+    # With fewer than 16 rows, each matmul would pad them by copying registers.
     return _MMA_ROWS // 2, 2
 
 
@@ -323,8 +324,8 @@ def _fold_part(
 ) -> tiles.OnlineSoftmax:
     """Compute the softmax of queries over the tokens of a part.
 
-    `q` is not scaled. `is_rest`, bool ``[R]`` or None, is True for the second copies of rows, see
-    `_choose_rows`.
+    `q` is not multiplied by ``options.scale``. `is_rest`, bool ``[R]`` or None, is True for the
+    second copies of rows, see `_choose_rows`.
     """
     dtype = tiles.operand_dtype(q[0].dtype, kv.pool_dtype)
     q, unit = tiles.fit_queries(q, dtype)

@@ -1,16 +1,17 @@
 """Grouped matrix multiplication on NVIDIA GPUs, for the experts of mixture-of-experts layers.
 
 Rows of `x` are sorted by group, and each group is split into tiles of rows. The last tile of a
-group may be short. A program instance multiplies one tile by some outputs of its group's weight::
+group may be short. A program instance multiplies one tile by some rows (outputs) of the weight of
+its group::
 
-    rows of x            a a a a a | b b | d d d d d d d . .     groups a, b, d; two rows without
+    rows of x            a a a a a | b b | d d d d d d d . .     group c has no rows, . no group
     tiles                0 0 0 0 1   2 2   3 3 3 3 4 4 4         weights of c are not read
     program instances    (tile, outputs)
 
 As in `split_kv`, each program instance computes its tile from the group sizes, in registers. No
 list of tiles is stored in memory. The grid has the maximum number of tiles; program instances
-without a tile end immediately. Consecutive program instances have consecutive tiles. If these are
-of one group, they read the same outputs of its weight, from the L2 cache.
+without a tile end immediately. Consecutive program instances have consecutive tiles. Tiles of the
+same group read the same rows of its weight, which are then in the L2 cache.
 """
 
 import functools
@@ -25,7 +26,7 @@ from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.triton import pallas, tiles, tuning
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 
-# Offsets are int32.
+# Maximum elements of an array: the kernel computes offsets in int32.
 _MAX_ELEMENTS = 2**31 - 1
 
 
@@ -94,7 +95,7 @@ def grouped_linear(
     (R, _), (X, N, _) = x.shape, w.shape
     if tiling is None:
         tiling = choose_tiling(R, X, N, w.dtype)
-    # At most one short tile per group that has rows, counting rows without a group as a group.
+    # Each group has at most one short tile. Rows without a group count as one more group.
     num_tiles = R // tiling.rows + min(R, X + 1)
     call = pallas_call(
         functools.partial(_kernel, tiling=tiling),
@@ -145,7 +146,7 @@ def find_tile(
     """Return the group and the rows of a tile.
 
     Args:
-      sizes: i32 ``[X]``, number of rows of each group.
+      sizes: i32 ``[X]``, number of rows of each group; rows of `x` are sorted by group.
       tile: i32 ``[]``, index of the tile.
       tile_rows: rows in a tile.
 

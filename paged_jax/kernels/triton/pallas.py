@@ -1,12 +1,12 @@
 """Pallas' Triton backend: calls of kernels, and PTX instructions with an interpreted form.
 
-JAX has deprecated the backend since 0.11. If it is missing, `refusal` says so, and XLA computes the
-ops instead.
+JAX deprecated this backend in 0.11. If it is missing, `refusal` returns the reason, and XLA
+computes the ops instead.
 
-Since JAX 0.11 the lowering of a Triton kernel needs to know the GPU: a GPU of this process, or the
-device of the abstract mesh (`jax.sharding.use_abstract_mesh`) under which the kernel was traced.
-Without a GPU, `pallas_call` therefore traces kernels under a mesh that names the GPU of
-`tuning.device`.
+Since JAX 0.11, the lowering of a Triton kernel needs to know the GPU. It takes a GPU of this
+process, or the device of the abstract mesh (`jax.sharding.use_abstract_mesh`) under which the
+kernel was traced. Without a GPU, `pallas_call` therefore traces kernels under a mesh that names the
+GPU of `tuning.device`.
 """
 
 from collections.abc import Callable
@@ -55,14 +55,14 @@ def gpu_refusal() -> str | None:
 def pallas_call(
     kernel: Callable, out_shape: Any, *, interpret: Interpret, **options: Any
 ) -> Callable:
-    """Return `pl.pallas_call` of a kernel for the GPU of `tuning.device`."""
+    """Return `pl.pallas_call` of a kernel for the GPU of `tuning.device`, or in the interpreter."""
     if interpret:
         return pl.pallas_call(kernel, out_shape, interpret=interpret, **options)
     mesh = _mesh_of_device()
     if mesh is None:
         return partial(only_on, "cuda", pl.pallas_call(kernel, out_shape, **options))
-    # The result types are made here, under the current mesh. Types made under the other mesh would
-    # not equal the types of other arrays, and functions of the results would be traced again.
+    # Make the result types here, under the current mesh. Types made under `mesh` would not equal
+    # the types of other arrays, and functions of the results would be traced again.
     out_types = jax.tree.map(lambda out: ShapedArray(out.shape, out.dtype), out_shape)
     call = pl.pallas_call(kernel, out_types, **options)
 
@@ -84,19 +84,21 @@ def _mesh_of_device() -> AbstractMesh | None:
 
 
 class Instructions(NamedTuple):
-    """Operations that a compiled kernel writes in PTX, and an interpreted one in `jnp`.
+    """Operations that a compiled kernel writes in PTX, and an interpreted kernel in `jnp`.
 
     Attributes:
-      exp2: ``2 ** (x * factor - shift)`` of f32 `x` and `shift`. The factor is a number, or an
-        array that broadcasts to `x`, as `shift` does. In PTX it takes two instructions per element.
-        `jnp.exp2` takes three more, to compute results below 1e-38, which are 0 here, and the
-        compiler does not fuse it with the multiplication and subtraction.
-      split_words: the even and the odd lanes of a tile of words (`tiles.as_words`) of int8 or
-        float8_e4m3fn numbers, in float16, which represents them exactly. In PTX it converts two
-        numbers at a time, with 1.25 instructions per int8 and 0.75 per float8_e4m3fn number. The
-        compiler's own conversions take three or more.
-      barrier: wait until all threads of the program instance get here; each then sees what the
-        others have stored. An interpreted program instance has one thread.
+      exp2: a function of f32 `x`, `factor` and f32 `shift` that returns ``2 ** (x * factor -
+        shift)``. The factor is a Python number, or an array; `factor` and `shift` broadcast to `x`.
+        The PTX takes two instructions per element, and gives 0 for results below 1e-38. `jnp.exp2`
+        takes three more to compute such results, and the compiler does not fuse it with the
+        multiplication and the subtraction.
+      split_words: a function of a tile of words (`tiles.as_words`) and the dtype of the pool, int8
+        or float8_e4m3fn. It returns the even and the odd lanes in float16, which represents them
+        exactly. The PTX converts two elements at a time, with 1.25 instructions per int8 and 0.75
+        per float8_e4m3fn element. The compiler's own conversions take three or more.
+      barrier: a function that waits until all threads of the program instance have called it. Each
+        thread then sees what the others have stored. An interpreted program instance has one
+        thread.
     """
 
     exp2: Callable[[jax.Array, float | jax.Array, jax.Array], jax.Array]
@@ -130,7 +132,7 @@ def _compiled_exp2(x: jax.Array, factor: float | jax.Array, shift: jax.Array) ->
 
 
 def _interpreted_split_words(words: jax.Array, pool_dtype: Any) -> tuple[jax.Array, jax.Array]:
-    # The first of two numbers is the low byte: GPUs are little-endian.
+    # The first element of a word is the low byte: GPUs are little-endian.
     low, high = words, lax.shift_right_logical(words, jnp.int16(8))
     even, odd = (
         lax.bitcast_convert_type(x.astype(jnp.int8), pool_dtype).astype(jnp.float16)
@@ -139,16 +141,18 @@ def _interpreted_split_words(words: jax.Array, pool_dtype: Any) -> tuple[jax.Arr
     return even, odd
 
 
-# A register holds the bytes b0 to b3 of two words. 0x6400 is 1024 in float16, and adding a byte to
-# its low bits adds the byte's value. Flipping the sign bit of an int8 adds 128 to it, so 0x6480
-# (1152) is subtracted. lop3 0x6a is ``(a & b) ^ c``.
+# PTX that converts the even and the odd elements of int8 words to float16. A register holds two
+# words, with the bytes b0 to b3. 0x6400 is 1024 in float16, and adding a byte to its low bits adds
+# the byte's value. Flipping the sign bit of an int8 adds 128 to it, so 0x6480 (1152) is subtracted.
+# lop3 0x6a computes ``(a & b) ^ c``.
 _INT8 = (
     "{ .reg .b32 c; mov.b32 c, 0x64806480;"
     " lop3.b32 $0, $1, 0x00FF00FF, c, 0x6a; sub.rn.f16x2 $0, $0, c; }",
     "{ .reg .b32 c, t; mov.b32 c, 0x64806480; shr.u32 t, $1, 8;"
     " lop3.b32 $0, t, 0x00FF00FF, c, 0x6a; sub.rn.f16x2 $0, $0, c; }",
 )
-# `prmt` reorders the bytes to b0, b2, b1, b3. The assembler merges the two equal permutations.
+# The same for float8_e4m3fn. `prmt` reorders the bytes to b0, b2, b1, b3. The assembler merges the
+# two equal permutations.
 _FLOAT8 = tuple(
     "{ .reg .b16 even, odd; .reg .b32 t; prmt.b32 t, $1, 0, 0x3120; mov.b32 {even, odd}, t;"
     f" cvt.rn.f16x2.e4m3x2 $0, {turn}; }}"
@@ -167,7 +171,7 @@ def _compiled_barrier() -> None:
 
 
 def _run(code: str, arrays: list[jax.Array], dtype: Any, pack: int = 1) -> jax.Array:
-    """Run PTX with one result on `pack` elements at a time, which fill registers of 32 bits."""
+    """Run PTX with one result on `pack` elements at a time, which fill a register of 32 bits."""
     kind = "f" if arrays[0].dtype == jnp.float32 else "r"
     # Inline assembly with two results fails to lower in JAX 0.11.2.
     [result] = plgpu.elementwise_inline_asm(

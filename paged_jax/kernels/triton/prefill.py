@@ -111,8 +111,9 @@ def _prefill(
 ) -> tuple[jax.Array, jax.Array]:
     """Run the kernel.
 
-    The queries are ``[B, T, H, D]`` and `starts` is None, or a ragged batch ``[N, H, D]``, where
-    `starts`, i32 ``[B]``, is the row of the first query of each chunk.
+    If `starts` is None, the queries are padded chunks, ``[B, T, H, D]``. Otherwise they are a
+    ragged batch, ``[N, H, D]``, and `starts`, i32 ``[B]``, has the row of the first query of each
+    chunk.
     """
     q, pools, block_tables, context_lens, query_lens, sinks, layer = args
     (longest, H, _), B, K = q.shape[-3:], len(block_tables), pools.num_kv_heads
@@ -150,10 +151,11 @@ class _ChunkTile(NamedTuple):
 
     Attributes:
       sequence: row of the sequence in the batch.
-      query_len: queries in the chunk.
+      query_len: number of queries in the chunk.
       start: row of the chunk's first query; None if the batch is not ragged.
-      first_row: first row of the tile in the chunk. Rows are pairs of a token and a head.
-      num_written: tokens of the chunk whose output is stored, including padding.
+      first_row: index of the tile's first row in the chunk, which has G rows per token.
+      num_written: number of tokens of the chunk whose output is stored: T in padded chunks,
+        including the padding; `query_len` in ragged batches.
     """
 
     sequence: jax.Array
@@ -191,6 +193,7 @@ def _tile_of_ragged(
     def of_sequence(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(index == sequence, x, 0), dtype=jnp.int32)
 
+    # Tiles of a sequence are computed from its last to its first.
     last = jnp.maximum(of_sequence(ends) - 1, program)
     sequence, query_len = jnp.minimum(sequence, B - 1), of_sequence(lens)
     return _ChunkTile(
@@ -231,7 +234,7 @@ def _attend_kernel(
     else:
         tile = _tile_of_ragged(query_lens_ref, starts_ref, G, query_rows)
     sequence, first_row = tile.sequence, tile.first_row
-    # Lengths are clipped: on a GPU an address past the end of an array raises no error.
+    # Clip lengths, because on a GPU an address past the end of an array raises no error.
     capacity = tables_ref.shape[1] * pools.block_size
     context_len = jnp.minimum(context_lens_ref[sequence], capacity)
     query_len = jnp.minimum(tile.query_len, context_len)
@@ -275,7 +278,7 @@ def _attend_kernel(
             instructions,
         )
         out, lse = tiles.finish(softmax, options)
-        # Padding rows have seen tokens too.
+        # Rows of padding have seen tokens too, so their results are replaced.
         write(jnp.where(is_query[:, None], out, 0.0), jnp.where(is_query, lse, -jnp.inf))
 
 
@@ -332,9 +335,10 @@ def _fold_keys(
 def _separate_masked_steps(
     first: jax.Array, last: jax.Array, step_tokens: int, window: int | None
 ) -> list[_StepRange]:
-    """Separate the steps that need no masks, because all queries of a tile see all their tokens.
+    """Return the loop steps over the keys in order, with and without masks.
 
-    `first` and `last` are the positions of the first and the last query of the tile.
+    A step needs no masks if all queries of the tile see all of its tokens. `first` and `last` are
+    the positions of the first and the last query of the tile.
     """
     begin = full_begin = jnp.int32(0)
     full_end, end = tiles.divide(first + 1, step_tokens), tiles.divide(last, step_tokens) + 1
@@ -358,8 +362,8 @@ def _load_tile(
     tile = kv.load_tile(half, *place)
     if kv.pool_dtype.itemsize > 1:
         return tile.astype(dtype)
-    # One matmul over all lanes needs fewer registers than two over the even and the odd lanes,
-    # which spill at 128 rows and D = 128. The pairs are joined in registers.
+    # One matmul over all lanes needs fewer registers than one over the even and one over the odd
+    # lanes, which spill at 128 rows and D = 128. The lanes are therefore joined in registers.
     pairs = jnp.stack(instructions.split_words(tile, kv.pool_dtype), axis=-1)
     return pairs.reshape(tile.shape[0], -1).astype(dtype)
 

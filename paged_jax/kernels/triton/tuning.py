@@ -118,9 +118,9 @@ _assumed: contextvars.ContextVar[GpuInfo | None] = contextvars.ContextVar("_assu
 
 @contextlib.contextmanager
 def assume(device: GpuInfo) -> Iterator[None]:
-    """Build kernels for this GPU, to compile for it ahead of time.
+    """Build kernels for this GPU instead of the GPU of the process, to compile ahead of time.
 
-    The context must be active when a kernel is traced. `jax.jit` does not trace again functions
+    The context must be active when a kernel is traced. `jax.jit` does not trace a function again
     that it has traced before.
 
     Example:
@@ -197,7 +197,7 @@ def capability_of(kind: str) -> tuple[int, int] | None:
 
 
 def is_assumed() -> bool:
-    """Return whether kernels are built for a GPU that neither JAX nor this process has."""
+    """Return whether kernels are built for the GPU of `assume` or for `DEFAULT`."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     is_known = abstract is not None and abstract.platform == "gpu"
     return _assumed.get() is not None or not is_known and not _first_gpu().kind
@@ -250,12 +250,12 @@ def prefill_params(device_kind: str, shape: Shape, *, is_ragged: bool = False) -
 
 
 def _lanes(shape: Shape) -> int:
-    # Sizes of Triton's tiles are powers of two: a head dimension of 80 or 96 takes 128 lanes.
+    # Sizes of Triton's arrays are powers of two: a head dimension of 80 or 96 takes 128 lanes.
     return 1 << (shape.head_dim - 1).bit_length()
 
 
 def token_bytes(shape: Shape) -> int:
-    """Return the bytes of K and V of a token, in the dtype of the matmuls."""
+    """Return the bytes of K and V of a token in one KV head, in the dtype of the matmuls."""
     return 2 * _lanes(shape) * matmul_dtype(shape.q_dtype, shape.pool_dtype).itemsize
 
 
@@ -274,11 +274,11 @@ def _decode_rule(shape: Shape) -> DecodeParams:
     max_tokens = 128 if _lanes(shape) >= 64 else 64
     step_tokens = _STEP_BYTES // token_bytes(shape)
     if is_quantised(shape.pool_dtype) and not _is_exact(shape) and shape.group <= 8:
-        # Shared memory holds the dtype of the pool, with half as many bytes. Larger groups take
-        # more registers.
+        # Elements in shared memory have the dtype of the pool, with half as many bytes as in a
+        # matmul. A step can therefore have twice as many tokens. Larger groups take more registers.
         step_tokens *= 2
     step_tokens = min(max(step_tokens, 16), max_tokens)
-    # Operands of float32 matmuls are in registers, and 8 warps have twice as many.
+    # Operands of float32 matmuls are in registers. 8 warps have twice as many registers as 4.
     return DecodeParams(step_tokens, num_warps=8 if _is_exact(shape) else 4, num_stages=3)
 
 
@@ -298,9 +298,10 @@ def slice_size(shape: Shape) -> int:
     return math.ceil(shape.group / num_slices)
 
 
-# Program instances that fit the registers of an SM: in half precision, ptxas gives each thread of 4
-# warps up to 168 registers, in float32 each thread of 8 warps 64. Tiles of 32 rows take more
-# registers and shared memory.
+# Maximum program instances per SM: for most groups, and for groups of more than 16 query heads.
+# They must fit the registers. In half precision, ptxas gives each thread of 4 warps up to 168
+# registers; in float32, each thread of 8 warps 64. Tiles of 32 rows take more registers and shared
+# memory.
 _MAX_PROGRAMS = 3
 _MAX_LARGE_PROGRAMS = 2
 
@@ -344,12 +345,12 @@ def _prefill_rule(shape: Shape, device: GpuInfo, is_ragged: bool) -> PrefillPara
     architecture = device.compute_capability[0]
     is_large = architecture in _LARGE_ARCHITECTURES
     if is_large and _lanes(shape) <= 128 and not is_quantised(shape.pool_dtype):
-        # At 128 lanes, steps of 128 tokens take 254 registers and 319 instructions per warp and 64
-        # tokens. Steps of 64 tokens take 410 instructions (SASS for compute capability 9.0). The
-        # conversion of a quantised pool would spill registers.
+        # At 128 lanes, steps of 128 tokens take 254 registers per thread, and 319 instructions per
+        # warp for 64 tokens. Steps of 64 tokens take 410 instructions (SASS for compute capability
+        # 9.0). The conversion of a quantised pool would spill registers.
         return PrefillParams(128, 128, num_warps=8, num_stages=2)
     if not is_quantised(shape.pool_dtype):
-        # From code compiled for compute capability 8.0, 8.6, 8.9 and 12.0.
+        # These sizes are chosen from code compiled for compute capability 8.0, 8.6, 8.9 and 12.0.
         if _lanes(shape) > 128 and _shared_kilobytes(device) <= 100:
             # A third stage exceeds 99 KB by 1 KB.
             return PrefillParams(64, 32, num_warps=8, num_stages=2)
@@ -363,7 +364,10 @@ def _prefill_rule(shape: Shape, device: GpuInfo, is_ragged: bool) -> PrefillPara
 
 
 def _nearest(table: Table, device_kind: str, op: str, shape: Shape) -> Params | None:
-    """Return the entry of this shape, or of the nearest shape with the same tiles, or None."""
+    """Return the entry of this shape, or of the nearest shape, or None.
+
+    The nearest shape has the same head dimension and dtypes, so its tiles have the same size.
+    """
     entries = table.get(device_kind, {}).get(op, {})
 
     def has_same_tiles(other: Shape) -> bool:

@@ -22,19 +22,19 @@ two halves with the same index are a pair that is rotated::
             v               v               v
          q [N, H, D]        rows of the pools
 
-XLA would use four kernels per layer for this, three of which read the projection. In a decode step
-they are so small that the launches dominate their time.
+XLA would use four kernels per layer for this, three of which read `qkv`. In a decode step these
+kernels are so small that the launches dominate their time.
 
 `copy_blocks`: program instance (i, l) copies pair i in layer l, where a block is one contiguous
 range of ``K * C * D`` elements. Most pairs are usually unused.
 
-The pools are aliased with the outputs. If they are donated, nothing else of them is read, written
-or copied. In a quantised pool the program instance also computes the scale of each row.
+The pools are aliased with the outputs. If they are donated, the rest of the pools is not read,
+written or copied. For quantised pools, the program instance also computes the scale of each row.
 
 Pallas computes addresses in signed 32-bit integers, unless the array exceeds 2**32 bytes (jax
 0.10.2 to 0.12, `_compute_offsets_from_indices` in `jax/_src/pallas/triton/lowering.py`). For an
-array of 2 to 4 GiB with 1-byte elements this overflows. Pools of bytes are therefore bitcast to
-16-bit words, which are pairs of neighbours. XLA does not copy for this.
+array of 2 to 4 GiB with 1-byte elements this overflows. Pools of 1-byte elements are therefore
+bitcast to 16-bit words of two neighbouring elements. XLA makes no copy for this.
 """
 
 import functools
@@ -61,10 +61,11 @@ from paged_jax.kernels.pool_format import QUANTISED, query_dtype, scale_of_peak
 from paged_jax.kernels.triton import tiles
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 
-# Elements of K, and of V, in a program instance of a write: 16 rows of 128. For a decode step of
-# 128 sequences with 8 heads there are 64 program instances, with 4 loads of 16 bytes in flight per
-# thread. In a rope_write, elements of the projection: 16 tokens of one head of 128. For a decode
-# step of 64 sequences with 32 + 2 * 8 heads there are 192 program instances.
+# Elements that a program instance writes. In a `write`, these are elements of K, and as many of V:
+# 16 rows of 128. For a decode step of 128 sequences with 8 heads there are 64 program instances,
+# with 4 loads of 16 bytes in flight per thread. In a `rope_write`, they are elements of `qkv`: 16
+# tokens of one head of 128. For a decode step of 64 sequences with 32 + 2 * 8 heads there are 192
+# program instances.
 _TILE = 2048
 _WRITE_WARPS = 4
 # 32-bit words that a program instance of a copy moves at a time, 32 per thread: a block of 16
@@ -189,9 +190,9 @@ def _store_rows(
       row: i32 ``[R]``, from `_find_rows`.
       is_kept: bool ``[R]``, from `_find_rows`.
       parts: the rows, floating point ``[R, lanes]``: one array, or several with an equal share of
-        the D elements each. Lanes past them are 0.
+        the D elements each. Lanes past the elements are 0.
       head_dim: head dimension (D).
-      pool_dtype: dtype of the pool's elements; a word holds two of 1 byte.
+      pool_dtype: dtype of the pool before `_as_rows`.
     """
     part_dim, lanes = head_dim // len(parts), parts[0].shape[1]
     if scale_ref is not None:
@@ -208,7 +209,7 @@ def _store_rows(
 
 
 def _quantise(parts: Sequence[jax.Array], dtype: Any) -> tuple[list[jax.Array], jax.Array]:
-    """Quantise rows as `paged_jax.kernels.quantise` does, without `jnp.round` (does not lower)."""
+    """Quantise rows like `paged_jax.kernels.quantise`; Triton does not lower its `jnp.round`."""
     largest = QUANTISED[jnp.dtype(dtype)]
     parts = [part.astype(jnp.float32) for part in parts]
     peaks = [jnp.max(jnp.abs(part), axis=1) for part in parts]
@@ -357,7 +358,7 @@ def _normed(
 ) -> tuple[jax.Array, jax.Array]:
     """Apply `paged_jax.kernels.norm_rope.rms_norm` to heads in two halves."""
     total = jnp.sum(first * first, axis=1) + jnp.sum(second * second, axis=1)
-    # Like XLA, multiply by the reciprocal: Triton's division is approximate.
+    # Like XLA, multiply by 1 / D instead of dividing: Triton's division is approximate.
     factor = lax.rsqrt(total * np.float32(1 / (2 * half)) + eps)[:, None]
     w_first, w_second = (
         plgpu.load(norm_ref.at[start + lane], mask=lane < half, other=0.0).astype(jnp.float32)
