@@ -23,7 +23,8 @@ class ArgumentError(ValueError):
 
     Args:
       function: the function or class that was called.
-      problem: the rule and the value. With a field, it continues the sentence after its name.
+      problem: the rule and the value. If `field` is given, the text continues the sentence after
+        its name.
       field: the name of the argument; None if several arguments are involved.
 
     Example:
@@ -224,7 +225,7 @@ def suggest(
 ) -> str | None:
     """Return the name in `known` that the user probably meant by `name`; None if there is none.
 
-    It has this meaning in another library, or a similar spelling.
+    `name` has the same meaning in another library, or a similar spelling.
 
     Args:
       name: the name that the user wrote.

@@ -1,4 +1,4 @@
-"""`AsyncEngine`: runs an engine for asyncio; many tasks share it, and each streams its requests.
+"""`AsyncEngine`: runs an engine in a thread, for asyncio tasks that each stream their outputs.
 
 One thread runs the engine, and no other thread touches it. Tasks send commands to this thread and
 get outputs through their own event loops.
@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 
 
 class EngineClosedError(RuntimeError):
-    """The engine takes no requests: it was closed, or it has failed; then `__cause__` says why."""
+    """The engine takes no requests: it was closed, or it failed with the error in `__cause__`."""
 
 
 @names_arguments

@@ -219,8 +219,8 @@ def snapshot(engine: "Engine") -> CacheMap:
 def block_text(engine: "Engine", block_id: int) -> list[BlockText]:
     """Return the content of a block, with an entry for each sample that uses it.
 
-    A block that is cached but unused has one entry, and a block that is neither has none. Makes
-    one transfer from the device.
+    An unused block has one entry if it is cached, and no entry otherwise. Makes one transfer from
+    the device.
 
     Args:
       engine: the engine.

@@ -59,7 +59,8 @@ class Parser(argparse.ArgumentParser):
             sys.stdout.flush()
             return 0
         except BrokenPipeError:
-            # The reader, such as `head`, has closed the pipe. Python flushes once more at exit.
+            # The reader, such as `head`, has closed the pipe. Python flushes stdout once more at
+            # exit, so redirect it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return _BROKEN_PIPE
         except EXPECTED_ERRORS as error:

@@ -27,7 +27,7 @@ DIMS: Mapping[str, str] = {
     "Q": "tiles of queries that cover the T tokens of a sequence",
     "R": "rows of a tile of queries: pairs of a token and a head of the group",
     "W": "columns of the block table that a step may change, at most M",
-    "X": "maximum number of stop tokens of a request",
+    "X": "experts; maximum number of stop tokens of a request",
 }
 
 

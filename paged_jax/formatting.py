@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-# Two lines of 100 columns.
+# Maximum length of a short text: two lines of a terminal with 100 columns.
 _MAX_CHARS = 200
 
 LINE_ENDS = {end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}

@@ -82,7 +82,8 @@ def _serve(args: argparse.Namespace) -> None:
     with logs_on_stderr(args.log_level, args.log_format):
         server.run([listener])
     if startup.is_making:
-        # No request has been accepted, and Python could not exit while a program is compiled.
+        # The model is still loading, so no request has been accepted. Exit at once, because Python
+        # could not exit while a program is compiled.
         sys.stderr.flush()
         os._exit(0)
     startup.check()
@@ -96,7 +97,7 @@ def _make_service(
     Args:
       args: the options of the command line.
       settings: settings of the service.
-      hint: the last line of the log.
+      hint: line to log when the engine is ready.
       note: function that is called with each line of progress, in addition to the log.
     """
 

@@ -2,10 +2,11 @@
 
 Layers with the same kind of attention form a group with its own blocks. The scheduler counts only
 the first group, which keeps the most tokens, because no other group can run out of blocks earlier.
-If the first group has P blocks, another group has ``min(P, S * w)``, where w is the maximum number
-of its blocks that one slot holds. ``S * w`` blocks suffice for all slots. P blocks suffice as well:
-a slot holds no more blocks there than in the first group, and slots that share blocks in the first
-group share them in the others, because all groups publish and look up blocks together.
+With P blocks in the first group and S slots, another group has ``min(P, S * w)`` blocks, where w is
+the maximum number of its blocks that one slot holds. ``S * w`` blocks suffice for all slots. P
+blocks suffice as well: a slot holds no more blocks there than in the first group, and slots that
+share blocks in the first group share them in the others, because all groups publish and look up
+blocks together.
 
 `BlockBudget` counts for models with a group that keeps all tokens. If all layers have a sliding
 window, `WindowBlockBudget` counts the blocks of the largest window.
@@ -77,8 +78,9 @@ def make_block_budget(
 def num_swapped_blocks(num_tokens: int, block_size: int, groups: Items[LayerGroup]) -> int:
     """Return the number of blocks that swapping a sequence copies.
 
-    The unit is a block in all layers: a block of one group counts as the group's fraction of the
-    layers. Groups with a window copy only the blocks inside the window. The sum is rounded up.
+    The unit is one block of all layers. A block of a group counts as a fraction: the group's number
+    of layers, divided by the number of all layers. Groups with a window copy only the blocks inside
+    the window. The sum is rounded up.
 
     Example:
       >>> groups = LayerGroup(None, (3,)), LayerGroup(8, (0, 1, 2))
@@ -121,7 +123,7 @@ class BlockBudget:
         return num_blocks_needed(num_tokens, self.block_size)
 
     def num_wanted(self, num_tokens: int) -> int:
-        """Return the number of blocks for `num_tokens` tokens with chunks of full size."""
+        """Return the number of blocks of a sequence that is prefilled in chunks of full size."""
         return num_blocks_needed(num_tokens, self.block_size)
 
     def num_shared(self, num_tokens: int) -> int:
@@ -152,7 +154,7 @@ class BlockBudget:
         return self.num_wanted(num_tokens)
 
     def num_freed_next(self, sequence: Sequence) -> int:
-        """Return the number of blocks that the next program frees before it allocates."""
+        """Return the number of blocks that a sequence's next program frees before it allocates."""
         return 0
 
     def num_claimed(self, sequence: Sequence) -> int:
@@ -165,7 +167,7 @@ class BlockBudget:
     """Return the number of blocks that the next decode step adds; negative if it frees more."""
 
     def num_for_fork(self, leader: Sequence) -> int:
-        """Return the number of blocks that a fork takes in the step that creates it."""
+        """Return the number of blocks that a fork of `leader` takes in the step that creates it."""
         return 1
 
     def can_grow(self, sequence: Sequence) -> bool:
@@ -179,10 +181,11 @@ class WindowBlockBudget(BlockBudget):
 
     A sequence holds a bounded number of blocks, so a long prompt runs in few blocks. Each program
     of a sequence (a prefill chunk or a dispatch of decode steps) first frees the blocks that have
-    left the window. A shared block becomes free only when all of its sequences free it, which the
-    host does not know. The budget therefore counts the row of each sequence as if no block was
-    shared. The pool never uses more blocks than that, so a plan within P blocks always fits. The
-    cost: sequences that share a prompt wait for as many blocks as other sequences, at most w each.
+    left the window. A shared block becomes free only when all of its sequences free it, and the
+    host does not know when that happens. The budget therefore counts the row of each sequence as if
+    no block was shared. The pool never uses more blocks than that, so a plan within P blocks always
+    fits. The cost: sequences that share a prompt wait for as many blocks as other sequences, which
+    is at most a window and a chunk each.
 
     Counting shared blocks would need the reference counts of the device: either a copy on the host
     that follows forks, block copies and prefix hits, or waiting for the device in every step. The
@@ -229,7 +232,7 @@ class WindowBlockBudget(BlockBudget):
         return 0
 
     def num_in_row(self, num_tokens: int, program_start: int) -> int:
-        """Return the number of blocks from the first block that the last program kept."""
+        """Return the number of blocks in the row from the first that the last program kept."""
         num_blocks = num_blocks_needed(num_tokens, self.block_size)
         return num_blocks - self._first_kept(program_start)
 

@@ -97,7 +97,7 @@ class Completion:
         eos_token_ids: frozenset[int],
         candidates: dict[int, Logprob] | None = None,
     ) -> None:
-        """Append a token. Finish if it is a stop token, completes a stop string, or is the last.
+        """Append a token. End if it is a stop token, completes a stop string, or is the last.
 
         Args:
           token_id: the token.
@@ -136,7 +136,7 @@ class Completion:
     def extend(
         self, token_ids: list[int], logprobs: list[float], *, eos_token_ids: frozenset[int]
     ) -> bool:
-        """Append several tokens with the same result as `append`, if none of them can finish it.
+        """Append several tokens as `append` does, if none of them can end the sample.
 
         Args:
           token_ids: the tokens. None of them is the last allowed token.
@@ -171,7 +171,12 @@ class Completion:
         return True
 
     def end(self, finish_reason: str, stop_reason: str | None = None) -> None:
-        """Finish for a reason other than the tokens, unless the completion has finished."""
+        """End the sample for an outside reason, such as an abort. Do nothing if it has ended.
+
+        Args:
+          finish_reason: see `CompletionOutput`.
+          stop_reason: see `CompletionOutput`.
+        """
         if self.finish_reason is not None:
             return
         before = self.snapshot()
@@ -194,7 +199,7 @@ class Completion:
             self.finish_reason, self.stop_reason = "stop", stop
 
     def _release_text(self) -> None:
-        """Make the text final up to the last suffix that may be the beginning of a stop string."""
+        """Make the text final, except for a suffix that may be the beginning of a stop string."""
         num_final = len(self._text)
         if self._stops and self.finish_reason is None:
             tail = self._text[max(self._num_final, num_final - self._most_held) :]

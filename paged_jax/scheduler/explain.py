@@ -1,7 +1,7 @@
 """Record of why a request waited or was preempted, with sentences for the reasons.
 
-The scheduler records a reason, numbers and ids of other requests. They become English when an
-output is made. The server makes the sentences again if it must hide the ids of other requests.
+The scheduler records a reason, numbers and ids of other requests. Sentences are written when an
+output is made. The server writes them again to hide the ids of other requests.
 """
 
 import dataclasses

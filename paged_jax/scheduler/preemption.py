@@ -60,8 +60,9 @@ class PreemptionPolicy:
         """Return the rank of a sequence. The sequence of lowest rank is preempted first.
 
         The order is: worst priority, progress since it resumed, lowest cost, latest arrival. A
-        sequence that has gained no token since it resumed is spared if another has the same
-        priority. Otherwise two sequences could preempt each other again and again.
+        sequence that has gained no token since it resumed is spared if another candidate of the
+        same priority has gained one. Otherwise two sequences could preempt each other again and
+        again.
         """
         has_progressed = len(sequence.token_ids) > sequence.length_before
         priority, arrival, index = sequence.seniority

@@ -137,7 +137,11 @@ class Deadlines:
         return due
 
     def keep_only(self, arrivals: Mapping[str, int]) -> None:
-        """Keep only the deadlines of the given requests: arrival numbers by request id."""
+        """Remove the deadlines of all requests except the given ones.
+
+        Args:
+          arrivals: arrival numbers of the requests to keep, by request id.
+        """
         self._heap = [entry for entry in self._heap if arrivals.get(entry[2]) == entry[1]]
         heapq.heapify(self._heap)
 

@@ -1,4 +1,4 @@
-"""A running request and its sequences, one for each sample. Plain Python, no arrays."""
+"""A request and its sequences, one for each sample. Plain Python, no arrays."""
 
 import dataclasses
 import weakref
@@ -123,7 +123,8 @@ class Sequence:
       waits_for: why the sequence does not run; empty if it runs.
       num_preemptions: number of times that the sequence was preempted.
       siblings: samples that become forks of this sequence when its prompt has been computed.
-      num_wanted: free blocks that it needed at the last attempt to admit it; 0 if unknown.
+      num_wanted: number of free blocks that the sequence needed at the last attempt to admit it; 0
+        if unknown.
       num_lost: value of `num_computed` when the last preemption released the blocks. Some of these
         tokens may still be in the prefix cache.
       length_before: number of tokens at the last preemption.
@@ -205,7 +206,7 @@ class Sequence:
         return [] if self.chain is None else self.chain.digests(self.token_ids)
 
     def active_grammar(self) -> GrammarCursor | None:
-        """Return the grammar after all tokens; None if the next token is unrestricted."""
+        """Return the grammar's position after all tokens; None if any token may come next."""
         grammar = self.grammar
         if grammar is None:
             return None

@@ -1,8 +1,8 @@
 """Scheduler for continuous batching. Imports no jax.
 
-The scheduler is policy. It knows requests, numbers of blocks and numbers of tokens, but no arrays
-and no block ids. A `BlockMemory` carries out its decisions about memory immediately. A step of the
-engine is:
+The scheduler only makes decisions. It knows requests, numbers of blocks and numbers of tokens, but
+no arrays and no block ids. A `BlockMemory` carries out its decisions about memory immediately. A
+step of the engine is:
 
     plan = scheduler.schedule(memory, now)
     run plan.chunks, then plan.forks, then plan.decodes for up to plan.num_steps steps
@@ -231,7 +231,7 @@ class Scheduler:
             self._preempt(memory, self.running[1:], PreemptionNote(reason="prefill"))
             planner, is_calm = self._planner(memory, plan), False
             planner.add_chunks()
-        # Admit none after a preemption: it would take the blocks that were just freed.
+        # Admit no sequence after a preemption: it would take the blocks that were just freed.
         may_admit_next = bool(self._queue.waiting)
         if is_calm:
             may_admit_next = self._admission.admit(planner)

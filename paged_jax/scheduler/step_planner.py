@@ -182,9 +182,9 @@ class StepPlanner:
 class Admission:
     """Gives slots to waiting sequences, in the order of the queue.
 
-    A sequence waits while a running sequence computes a prefix that it can share. Comparing one
-    block is enough: its digest covers its position and all blocks before it, so sequences that
-    share any later block share this block as well.
+    A sequence waits while a running sequence computes a prefix that both share. It is enough to
+    compare the block that the running sequence computes next: its digest covers its position and
+    all blocks before it, so sequences that share any later block share this block as well.
 
     Args:
       queue: the waiting sequences and the slots.

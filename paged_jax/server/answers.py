@@ -150,7 +150,7 @@ class Answer(ABC):
     @property
     @abstractmethod
     def num_chars(self) -> int:
-        """Characters of the longest prompt, without the text of a chat template."""
+        """Number of characters of the longest prompt, without the text of a chat template."""
 
     @property
     def is_constrained(self) -> bool:
@@ -179,7 +179,7 @@ class Answer(ABC):
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Maximum tokens of a prompt. It may fill the context if `max_tokens` is 0."""
+        """Maximum tokens of a prompt: the context, less one token unless `max_tokens` is 0."""
         return self.service.max_model_len - (self.max_tokens != 0)
 
     def _first_given(self, names: Sequence[str]) -> str:
@@ -291,7 +291,7 @@ class OpenAiAnswer(Answer):
         return options is not None and bool(options.include_usage)
 
     def usage_so_far(self, output: RequestOutput, delta: SampleDelta) -> schemas.Usage | None:
-        """Return the usage of a sample, for streams with the usage in each event."""
+        """Return the usage of a sample if each event must contain it; None otherwise."""
         options = self.body.stream_options
         if not (self._sends_usage and options and options.continuous_usage_stats):
             return None
@@ -311,7 +311,7 @@ class OpenAiAnswer(Answer):
         return to_json_dict(self.chunk_type, **self.head, choices=choices, **fields)
 
     def end(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return the fields at the end of a whole response."""
+        """Return the usage and the explanations, which are fields of a whole response."""
         explanations = [explanation(output) for output in outputs] if self.body.explain else None
         return {"usage": usage(outputs), "explanations": explanations}
 

@@ -1,4 +1,4 @@
-"""The ASGI application: routes, error handlers, and `Startup`, which serves it later."""
+"""The ASGI application: routes, error handlers, and `Startup` for probes while the model loads."""
 
 import asyncio
 import concurrent.futures
@@ -184,7 +184,7 @@ def _router_infos(service: Service) -> tuple[schemas.ModelInfo, schemas.ServerIn
         max_context_length=service.max_model_len,
         vocab_size=service.vocab_size,
     )
-    # The router would load a tokenizer from `model_path`, so it is not given.
+    # The router would load a tokenizer from `model_path`, so `ServerInfo` does not have this field.
     server = schemas.ServerInfo(
         served_model_name=name,
         version=__version__,
@@ -236,8 +236,8 @@ class Startup:
     Until then ``/live`` returns 200, and all other paths return 503 with the progress.
 
     Args:
-      make: function that creates the service. Called in a thread, with a function that it may call
-        with a line about the progress.
+      make: function that creates the service. It is called in a thread. Its argument is a function
+        that it may call with a line of text about its progress.
 
     Attributes:
       service: the engine and its settings; None until `make` has returned.

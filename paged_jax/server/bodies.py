@@ -183,7 +183,10 @@ class StructuredOutputs(Body):
 
 
 class SamplingBody(_SamplingNumbers):
-    """Fields of all endpoints. Null means the default of the model or of the endpoint."""
+    """Fields of the bodies of all endpoints that generate text.
+
+    Null means the default of the model or of the endpoint.
+    """
 
     model_config = ConfigDict(json_schema_extra=_add_neutral)
 

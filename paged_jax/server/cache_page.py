@@ -113,5 +113,5 @@ async def _block(service: Service, request: Request) -> Response:
 
 
 def _is_number(text: str) -> bool:
-    # int() may refuse longer texts.
+    # Limit the length, because int() rejects texts with thousands of digits.
     return text.isascii() and text.isdecimal() and len(text) < 16

@@ -269,7 +269,7 @@ class ToolUse:
         self._streams: dict[int, _ToolStream] = {}
 
     def form(self, grammars: ToolGrammars) -> StructuredOutputsParams:
-        """Return the constraint on the text with which its calls can be parsed.
+        """Return a constraint on the generated text, so that tool calls in it can be parsed.
 
         Raises:
           ArgumentError: see `ToolGrammars.form`.
@@ -286,7 +286,7 @@ class ToolUse:
         return schemas.ChatMessage(content=found.content, tool_calls=calls or None)
 
     def delta(self, delta: SampleDelta) -> schemas.ChatDelta:
-        """Return the new part of a sample's message; empty while it may be text or a call."""
+        """Return the new part of a sample's message; empty while it may still become a call."""
         stream = self._streams.setdefault(delta.sample.index, _ToolStream(ToolReader(self._format)))
         return stream.push(delta.text, is_last=delta.sample.finish_reason is not None)
 

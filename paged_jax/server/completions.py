@@ -80,8 +80,8 @@ async def _respond(answer: Answer) -> Response:
 async def _stream(answer: Answer, receive: Receive, send: Send) -> None:
     """Generate all samples and send their text as events.
 
-    The response starts with its first event, so that an earlier error has its own status. A later
-    error becomes the last event.
+    The response starts with its first event, so that an error before this event has its own HTTP
+    status. A later error becomes the last event.
     """
     is_started, ending = False, b""
     async with contextlib.aclosing(_events(answer)) as events:

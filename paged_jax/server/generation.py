@@ -155,7 +155,7 @@ def _sampling_params(answer: Answer) -> SamplingParams:
 def _limit_tokens(
     service: Service, params: SamplingParams, prompts: list[list[int]]
 ) -> SamplingParams:
-    """Check the number of log-probabilities. If `max_tokens` is None, choose one that fits."""
+    """Check the number of log-probabilities, and replace `max_tokens` None by one that fits."""
     limits = service.limits
     room = [max(1, service.max_length - len(prompt)) for prompt in prompts]
     per_token = params.n * _num_logprobs(params.logprobs)

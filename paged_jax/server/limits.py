@@ -50,9 +50,9 @@ class Limits:
     )
     max_n: int = _limit(16, "samples per prompt")
     max_logprobs: int = _limit(MAX_LOGPROBS, "most probable tokens reported at each position")
-    # Each takes up to 100 bytes. Their number is n * (number of tokens, including the prompt's if
-    # requested) * (1 + number of most probable tokens). Without `max_tokens` a chat ends before it
-    # exceeds this limit.
+    # A log-probability takes up to 100 bytes of a response. Their number is n * (number of tokens,
+    # including the prompt's if requested) * (1 + number of most probable tokens). Without
+    # `max_tokens` a chat ends before it exceeds this limit.
     max_answer_logprobs: int = _limit(2**17, "log-probabilities in a response")
     max_stop: int = _limit(16, "stop strings per request")
     max_stop_chars: int = _limit(256, "characters per stop string")
@@ -116,8 +116,8 @@ class FairQuota:
     """Quota that many clients share, and that no client can use up for all others.
 
     A client may take all free places. When none are free, each client may still take its fair
-    share: `most` divided by the number of clients that hold places, including itself. With n
-    clients at most ``1 + 1/2 + ... + 1/n`` times `most` places are taken.
+    share: `most` divided by the number of clients that hold places, including itself. Together, n
+    clients hold at most ``1 + 1/2 + ... + 1/n`` times `most` places.
 
     Args:
       things: plural noun of the counted things, for error messages.

@@ -170,7 +170,7 @@ class Metrics:
         before, self.snapshot = self.snapshot.stats, snapshot
         num_tokens = snapshot.stats.num_prompt_tokens - before.num_prompt_tokens
         num_tokens += snapshot.stats.num_generated_tokens - before.num_generated_tokens
-        if snapshot.stats.num_steps > before.num_steps:  # otherwise a request was aborted
+        if snapshot.stats.num_steps > before.num_steps:  # no new step if this call follows an abort
             self._histograms["iteration_tokens_total"].observe(num_tokens)
         num_generated = 0  # counted once per step, because each count takes a lock
         for request in requests:

@@ -54,7 +54,7 @@ async def receive_body(service: Service, request: Request, body_type: type[B]) -
     try:
         if len(content) <= _SMALL:
             return body_type.model_validate_json(content)
-        # In an encoding thread: parsed here, many large bodies would delay the streams.
+        # Parse large bodies in an encoding thread. In the event loop, they would delay the streams.
         async with service.while_connected(request.receive):
             return await service.encode(
                 len(content), lambda: body_type.model_validate_json(content)

@@ -109,9 +109,10 @@ class RequestRecord:
         return cls(name, is_given, method, path)
 
     def size(self, num_chars: int) -> int:
-        """Return the characters to tokenize; at least the number of bytes of a large body.
+        """Return the number of characters to tokenize; for a large body, at least its bytes.
 
-        A body with thousands of empty messages has few characters but is slow to process.
+        The result is an estimate of the cost. A body with thousands of empty messages has few
+        characters but is slow to process.
         """
         return num_chars if self.num_bytes <= _SMALL_BODY else max(num_chars, self.num_bytes)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, NotRequired
 
 from pydantic import BaseModel, Field
-from typing_extensions import TypedDict  # before Python 3.12, pydantic accepts no other
+from typing_extensions import TypedDict  # pydantic rejects typing.TypedDict before Python 3.12
 
 
 def _is_none(value: object) -> bool:
@@ -46,7 +46,7 @@ class CompletionLogprobs(TypedDict):
 
 
 class WaitEntry(TypedDict):
-    """A wait of a sample, in seconds since the request's arrival, and the reason."""
+    """A wait of a sample: its reason, start (seconds after the request's arrival) and duration."""
 
     reason: str
     start: float

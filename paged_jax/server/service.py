@@ -43,10 +43,10 @@ class Client(NamedTuple):
     Attributes:
       name: identity for quotas: a hash of the API key, or the address if no key is needed.
       salt: cache salt of the API key; empty without keys.
-      is_known: whether it has a valid key, or needs none.
-      is_admin: whether it may read the prompts of all clients.
-      may_change: whether it may change the engine. It must have sent the admin key as a bearer
-        token, which browsers never send unasked.
+      is_known: whether the client has a valid key, or needs none.
+      is_admin: whether the client may read the prompts of all clients.
+      may_change: whether the client may change the engine. For this, it must have sent the admin
+        key as a bearer token, which browsers never send unasked.
     """
 
     name: str = ""
@@ -66,7 +66,7 @@ class Settings:
       api_keys: accepted API keys. All routes except the probes require one; if empty, none is
         needed.
       admin_key: key of the cache page and of routes that change the engine. If None, the page is
-        open without API keys and closed with them.
+        open if there are no API keys, and closed otherwise.
       allowed_hosts: accepted names in the ``Host`` header; None accepts any name.
       stall_seconds: seconds without a finished step, despite work, after which ``/health`` reports
         a stalled engine.
@@ -286,7 +286,7 @@ class Service:
         """Return ``function(engine)``, called between two steps.
 
         Raises:
-          ClientGone: the client has left before.
+          ClientGone: the client left before the call.
           ApiError: the engine sleeps or has stopped, or the server stops.
         """
         try:
@@ -371,7 +371,7 @@ class CancelOnDisconnect:
                 raise self._reason from None
 
     def end(self, reason: Exception) -> None:
-        """Cancel the work and raise `reason` from the context, unless it has been cancelled."""
+        """Cancel the work and raise `reason` from the context, unless `end` was called before."""
         if self._reason is None:
             self._reason = reason
             self._task.cancel()

@@ -23,9 +23,9 @@ from paged_jax.scheduler.outputs import WaitReason
 _INTERVAL, _HISTORY_SECONDS = 0.5, 120.0
 # Maximum number of cache events kept for pages that poll them.
 _MAX_EVENTS = 1000
-# Maximum seconds that a cache snapshot may take to be taken after every step. Slower snapshots, of
-# a large cache, are taken less often, so that they use at most a fifth of the time. They miss
-# changes that are undone between two snapshots.
+# If a cache snapshot takes fewer seconds than this, one is taken after every step. Snapshots of a
+# large cache are slower, and are taken less often, so that they use at most a fifth of the time.
+# Changes that are undone between two snapshots are then missed.
 _QUICK = 0.01
 # Seconds after its last request at which a cache page counts as closed.
 _OPEN_SECONDS = 3.0
@@ -172,9 +172,9 @@ class CacheRecorder:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Keep recording while the context is active: while a page waits for its response.
+        """Keep recording while the context is active, which is while a page waits for its response.
 
-        A long step may delay the response.
+        The page then counts as open even if a long step delays the response.
         """
         self._num_asking += 1
         try:

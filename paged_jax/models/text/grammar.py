@@ -2,7 +2,7 @@
 
 A *form* is the format that a request requires: a `StructuredOutputsParams`. llguidance, from the
 extra ``structured``, compiles a form to a grammar and computes the allowed tokens. This module
-follows sequences of tokens with llguidance's matchers.
+follows sequences of tokens with llguidance's matchers. A matcher holds a position in a grammar.
 """
 
 import functools
@@ -66,7 +66,8 @@ class GrammarCompiler:
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._kept: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
-        # Includes grammars that left `_kept` while requests still use them.
+        # All grammars in use: the grammars in `_kept`, and evicted grammars that requests still
+        # hold.
         self._alive = weakref.WeakValueDictionary[StructuredOutputsParams, Grammar]()
 
     def compile(self, form: StructuredOutputsParams) -> "Grammar":
@@ -168,7 +169,8 @@ class Grammar:
       matcher: llguidance's matcher before the first token.
       eos_token_ids: tokens that end a text.
       num_chars: number of characters of the source.
-      unforced: function that returns a matcher that forces no tokens.
+      unforced: function that returns a matcher of the same grammar that forces no tokens, see
+        `GrammarCursor`.
     """
 
     def __init__(
@@ -190,10 +192,10 @@ class Grammar:
         return self._matcher.deep_copy()
 
     def start_unforced(self) -> "LLMatcher":
-        """Return a new matcher that allows every spelling of the text.
+        """Return a new matcher that forces no tokens and allows every tokenization of a text.
 
         Raises:
-          ValueError: llguidance cannot compile it.
+          ValueError: llguidance cannot compile the grammar without forced tokens.
         """
         return self._unforced.deep_copy()
 
@@ -205,10 +207,11 @@ class Grammar:
 class GrammarCursor:
     """Position of a sequence of tokens in a grammar. Not thread-safe.
 
-    If the grammar determines the next text, its tokens are forced. llguidance chooses them; they
-    depend only on the tokens before them. A tokenizer that changes texts, for example by removing
-    spaces, may have no tokens that spell the forced text. From then on no tokens are forced, and
-    the model chooses all tokens.
+    If the grammar allows only one text to come next, the tokens of this text are forced: the model
+    does not choose them. llguidance chooses the tokens that spell the text. They depend only on the
+    tokens before them. A tokenizer that changes texts, for example by removing spaces, may have no
+    tokens that spell the forced text. From then on no tokens are forced, and the model chooses all
+    tokens.
 
     Args:
       grammar: the grammar.
@@ -237,11 +240,11 @@ class GrammarCursor:
         self._matcher = self._grammar.start()
 
     def follow(self, token_ids: Sequence[int], start: int) -> None:
-        """Follow the tokens that were generated since the last call.
+        """Advance over the tokens that were generated since the last call, and update `forced`.
 
         Args:
-          token_ids: all tokens of the sequence.
-          start: index of the first generated token.
+          token_ids: all tokens of the sequence, including the prompt.
+          start: index of the first generated token in `token_ids`.
         """
         if self._num_followed is None:
             self._find_forced()
@@ -301,7 +304,8 @@ class GrammarCursor:
         """Write the mask of the tokens that may follow the forced tokens.
 
         Args:
-          words: i32[ceil(V / 32)], the array to write. The lowest bit of the first word is token 0.
+          words: i32[ceil(V / 32)], the array to write. Bit ``t % 32`` of word ``t // 32`` is set if
+            token t may follow.
         """
         if self.ends:  # with ignore_eos, text after the end is not restricted
             words[:] = -1
@@ -387,7 +391,7 @@ def _new_matcher(tokenizer: "LLTokenizer", source: str, fuel: int) -> "LLMatcher
 def _forced_tokens(tokenizer: "LLTokenizer", matcher: "LLMatcher") -> list[int] | None:
     """Return the tokens of the text that must come next; None if they do not spell that text."""
     text = matcher.compute_ff_bytes()
-    # Check all of the text, because masks also depend on the tokens after the forced tokens.
+    # Check all of the text, not only the forced tokens: masks also depend on the text after them.
     if text and tokenizer.decode_bytes(tokenizer.tokenize_bytes(text)) != text:
         return None
     forced = matcher.compute_ff_tokens()

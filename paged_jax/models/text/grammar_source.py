@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from paged_jax.sampling.params import StructuredOutputsParams
 
 MANY_LABELS = 1000
-"""Minimum number of labels for extra fuel."""
+"""Number of labels above which a form gets extra fuel."""
 _LABELS = re.compile(r'"(enum|anyOf|oneOf)"\s*:\s*(?=\[)')
 # The keys of a label in a union: {"const": "a", "title": "The first"}.
 _LABEL_KEYS = {"const", "type", "title", "description"}
@@ -67,7 +67,8 @@ class _SchemaKeys(NamedTuple):
         return new
 
 
-# Keys with inner schemas that `close` closes as well, and all keys with inner schemas.
+# `_CLOSABLE` has the keys whose inner schemas `close` closes too. `_ALL` has all keys with inner
+# schemas.
 _CLOSABLE = _SchemaKeys(
     ("properties", "patternProperties", "$defs", "definitions"),
     ("anyOf", "oneOf", "prefixItems"),
@@ -99,7 +100,7 @@ def without_annotations(schema: Any) -> Any:
 
 
 def close(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Forbid properties that objects do not name, unless the schema says otherwise.
+    """Forbid properties that a schema does not name, unless the schema says otherwise.
 
     Frameworks usually generate schemas that allow further properties, and an unsure model would
     write further properties until the context is full. Every text that matches the closed schema
@@ -182,7 +183,10 @@ def without_descriptions(form: StructuredOutputsParams) -> StructuredOutputsPara
 
 
 def split_labels(form: StructuredOutputsParams, text: str) -> tuple[Sequence[Any], str]:
-    """Return the labels of a form, and its text with only one label per choice or enum."""
+    """Return the labels of a form, and its text with a single label per enum or union.
+
+    For a ``choice``, the text is returned unchanged.
+    """
     if form.choice is not None:
         return form.choice, text
     labels: list[Any] = []

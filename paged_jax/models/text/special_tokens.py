@@ -39,7 +39,7 @@ _NAMES_OF_CLASS = {
 }
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _CONFIG = "tokenizer_config.json"
-# Finds the key in tokenizer.json, which precedes the vocabulary.
+# Finds the start of the list `added_tokens` in tokenizer.json. It precedes the vocabulary.
 _ADDED_TOKENS = re.compile(r'(?<!\\)"added_tokens"\s*:\s*')
 
 
@@ -90,7 +90,7 @@ def add_special_tokens(
 def check_added_tokens(backend: tokenizers.Tokenizer, path: Path, text: str) -> None:
     """Check that the added tokens of a ``tokenizer.json`` have the ids that it states.
 
-    The library numbers them consecutively and ignores the ids in the file.
+    The library `tokenizers` numbers added tokens consecutively and ignores the ids in the file.
 
     Args:
       backend: the tokenizer that the library made of the file.

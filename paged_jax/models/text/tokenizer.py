@@ -162,7 +162,7 @@ class Tokenizer:
     def max_token_chars(self) -> int:
         """Maximum number of characters of text that one token can stand for."""
         longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
-        # A normalizer to Unicode's form C combines at most three characters.
+        # Normalisation to Unicode's form C combines at most three characters into one.
         return longest * (1 if self.backend.normalizer is None else 3)
 
     @functools.cached_property

@@ -279,7 +279,8 @@ class ToolReader:
         if not is_last:
             return []
         text, self._buffer, self._place = self._format.opening + self._buffer, "", "text"
-        return [ToolDelta("content", text)]  # cut short
+        # The answer was cut short, so the beginning of a call counts as text.
+        return [ToolDelta("content", text)]
 
     def _read_arguments(self, is_last: bool) -> list[ToolDelta]:
         closing = "}" + self._format.after
@@ -287,7 +288,7 @@ class ToolReader:
         if at >= 0:
             rest, self._place, self._skips_space = at + len(closing), "text", True
         elif is_last:
-            at = rest = len(self._buffer)  # cut short
+            at = rest = len(self._buffer)  # the answer was cut short
         else:
             at = rest = len(self._buffer) - overlap(self._buffer, closing)
         text, self._buffer = self._buffer[:at], self._buffer[rest:]
@@ -295,7 +296,10 @@ class ToolReader:
         return [ToolDelta("arguments", text)]
 
     def _find_end(self, is_last: bool) -> int:
-        """Return the index at which arguments without a closing text end; -1 if incomplete."""
+        """Return the index in the buffer at which arguments end, for formats without closing text.
+
+        It is -1 if the arguments are incomplete.
+        """
         if not (is_last and self._buffer.endswith("}")):
             return -1
         try:
