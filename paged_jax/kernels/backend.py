@@ -1,9 +1,9 @@
 """Interface of the backends: arrays, options and ops.
 
 A `Backend` is an object with ops: `AttentionOps`, `WritingOps`, `LinearOps`, `GroupedLinearOps`.
-Callers check the arguments first. In attention, ``layer`` is in 0..L - 1, ``context_lens`` in 0..M
-* C, ``query_lens`` in 0..T and at most ``context_lens``. In ragged batches ``cu_query_lens`` is in
-0..N.
+Backends can rely on arguments that are in range, because the public ops check and clip them. In
+attention, ``layer`` is in ``0..L - 1``, ``context_lens`` in ``0..M * C``, and ``query_lens`` in
+``0..T`` and at most ``context_lens``. In ragged batches, ``cu_query_lens`` is in ``0..N``.
 
 The arrays of a call and its `Options` determine its result. Whether a kernel is compiled or
 interpreted is a property of the backend, see `paged_jax.kernels.dispatch.PallasBackend`.
@@ -39,7 +39,8 @@ ATTENTION: tuple[Op, ...] = ("decode", "prefill", "ragged")
 # Keys or values.
 Half = Literal["k", "v"]
 
-# Whether to run a Pallas kernel in Pallas' interpreter; for kernels for TPUs also with parameters.
+# Whether to run a Pallas kernel in Pallas' interpreter. Kernels for TPUs also take parameters of
+# the interpreter.
 Interpret: TypeAlias = "bool | InterpretParams"
 
 
@@ -90,7 +91,7 @@ class Pools(NamedTuple):
         return self._replace(k=function(self.k), v=function(self.v))
 
     def place(self, half: Half, layer: Any, block: Any, head: Any, offset: Any) -> tuple[Any, Any]:
-        """Return the array with keys or values, and the index of tokens of a head in it."""
+        """Return the pool of keys or of values, and the index of the tokens at `offset` in it."""
         return getattr(self, half), (layer, block, head, offset)
 
 
@@ -104,7 +105,8 @@ class Pages(NamedTuple):
 
     kv: jax.Array
 
-    # Pages have no scales per token, only a factor of all keys and of all values in `Options`.
+    # Pages have no scale per token. `RaggedOptions` has one factor of all keys and one of all
+    # values.
     k_scale = None
     v_scale = None
     is_quantised = False
@@ -134,7 +136,7 @@ class Pages(NamedTuple):
         return Pages(function(self.kv))
 
     def place(self, half: Half, layer: Any, block: Any, head: Any, offset: Any) -> tuple[Any, Any]:
-        """Return the array, and the index of the keys or values of tokens of a head in it."""
+        """Return `kv`, and the index of the keys or values of the tokens at `offset` in it."""
         del layer  # pages have a single layer
         return self.kv, (block, offset, 2 * head + (1 if half == "v" else 0))
 
@@ -145,7 +147,7 @@ class AttentionArgs(NamedTuple):
     Attributes:
       q: floating point ``[B, H, D]`` in a decode, ``[B, T, H, D]`` in a prefill.
       pools: the pools of all layers; or pages, if the call is a part of a ragged batch.
-      block_tables: i32 ``[B, M]``.
+      block_tables: i32 ``[B, M]``, block ids of each sequence in order.
       context_lens: i32 ``[B]``, tokens in each sequence.
       query_lens: i32 ``[B]``, tokens in each chunk; None in a decode.
       sinks: floating point ``[H]``, or None.
@@ -176,10 +178,10 @@ class RaggedArgs(NamedTuple):
     Attributes:
       q: ``[N, H, D]``, floating point.
       pages: keys and values.
-      block_tables: i32 ``[B, M]``.
+      block_tables: i32 ``[B, M]``, page ids of each sequence in order.
       context_lens: i32 ``[B]``, tokens in each sequence; 0 in unused rows.
       cu_query_lens: i32 ``[B + 1]``, row of `q` at which each chunk starts, and the end of the last
-        chunk. Elements from `num_sequences` on are equal.
+        chunk. Elements from index `num_sequences` on are equal to that end.
       num_sequences: i32 ``[1]``, number of sequences, in 0..B.
       sinks: floating point ``[H]``, or None.
     """
@@ -200,8 +202,9 @@ class WriteArgs(NamedTuple):
       pools: the pools of all layers.
       k: ``[N, K, D]``, floating point.
       v: ``[N, K, D]``, floating point.
-      blocks: i32 ``[N]``, block of each token; tokens are dropped if it is out of range.
-      offsets: i32 ``[N]``, position of each token in its block.
+      blocks: i32 ``[N]``, block of each token. A token is dropped if its block is out of range.
+      offsets: i32 ``[N]``, position of each token in its block. A token is dropped if its offset is
+        out of range.
       layer: i32 ``[]``; nothing is written if it is out of range.
     """
 
@@ -243,9 +246,9 @@ class CopyArgs(NamedTuple):
 
     Attributes:
       pools: the pools of all layers.
-      sources: i32 ``[N]``.
-      targets: i32 ``[N]``, distinct blocks that are not sources. A pair is ignored if either block
-        is out of range.
+      sources: i32 ``[N]``, blocks to copy.
+      targets: i32 ``[N]``, distinct blocks that are overwritten; none is also a source. A pair of a
+        source and a target is ignored if either block is out of range.
     """
 
     pools: Pools
@@ -259,7 +262,7 @@ class Stack(NamedTuple):
 
     Attributes:
       values: ``[L, *out, in]``.
-      scales: None, or float32 ``[L, *out]``.
+      scales: float32 ``[L, *out]`` for int8 values, else None.
       layer: i32 ``[]``, the layer to read.
     """
 
@@ -272,13 +275,14 @@ class Stack(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Weight:
-    """A matrix: ``values``, or ``values * scales[..., None]`` if it is int8.
+    """A weight matrix: ``values``, or ``values * scales[..., None]`` if the values are int8.
 
     Attributes:
       values: ``[*out, in]``, floating point or int8.
-      scales: None, or float32 ``[*out]`` of an int8 matrix.
-      stack: None, or the stacked weights that `values` and `scales` are a slice of.
-      dtype: dtype that int8 is converted to on GPUs and TPUs: the dtype of the model's floats.
+      scales: float32 ``[*out]`` for int8 values, else None.
+      stack: the stacked weights of all layers if `values` and `scales` are slices of them, else
+        None.
+      dtype: dtype to which GPUs and TPUs convert int8 values: that of the model's other weights.
     """
 
     values: jax.Array
@@ -305,11 +309,11 @@ class GroupedArgs(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """Options of an op; hashable, a static argument of `jax.jit`.
+    """Options of an op. They are hashable, and a static argument of `jax.jit`.
 
     Attributes:
       scale: factor of the scores.
-      sliding_window: number of tokens that a query sees, itself included; None for all.
+      sliding_window: number of tokens that a query sees, including its own; None for all.
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``; None for no cap.
       norm_eps: added to the mean square of a head by RMS norms.
       value_scale: factor of all values.
@@ -341,11 +345,11 @@ class RaggedOptions(Options):
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes, dtypes and options of a call: all that decides whether a backend supports it.
+    """Sizes, dtypes and options of a call, which determine the backends that support it.
 
     Attributes:
       op: the op.
-      sizes: the size of each dimension letter, see `paged_jax.dims`.
+      sizes: pairs of a dimension letter and its size, see `paged_jax.dims`.
       q_dtype: dtype of the queries, of the new keys and values, or of the projection.
       pool_dtype: dtype of the pools.
       has_sinks: whether there are attention sinks.
@@ -388,11 +392,11 @@ class Problem:
 
 
 class Backend(Protocol):
-    """A backend. Hashable, and equal to backends that do the same.
+    """A backend. Instances are hashable, and equal if they behave the same.
 
     Attributes:
-      platform: JAX's name of the only platform that the backend supports, and on which it is
-        preferred; None if it supports all.
+      platform: JAX's name of the only platform that the backend supports, where it is preferred to
+        other backends; None if it supports all platforms.
     """
 
     platform: ClassVar[str | None]

@@ -17,7 +17,12 @@ from paged_jax.kernels.pool_format import check_pool_dtype, is_quantised, round_
 
 
 def pool_letters(pools: Pools, head_dim: int) -> dict[str, tuple[Any, str]]:
-    """Return the pools as arguments of `dims.bind`, without the padding of the last dimension."""
+    """Return the pools as arguments of `dims.bind`, without the padding of the last dimension.
+
+    Args:
+      pools: the pools, with or without scales.
+      head_dim: head dimension (D) of the call.
+    """
     letters: dict[str, tuple[Any, str]] = {
         "k_pool": (_without_padding(pools.k, head_dim), "LPKCD"),
         "v_pool": (_without_padding(pools.v, head_dim), "LPKCD"),
@@ -63,7 +68,7 @@ def check_pools(function: str, pools: Pools, layer: Any) -> None:
         raise ValueError(f"{function}: layer must be one integer, got {layer}.")
 
 
-# Hints for callers that pass no lengths.
+# Advice in errors about lengths that are None.
 _FULL = {
     "context_lens": " If all tables are full, pass jnp.full(B, M * C).",
     "query_lens": " If all chunks are full, pass jnp.full(B, T).",
@@ -175,7 +180,7 @@ def static(function: str, name: str, value: Any, convert: Callable[[Any], Any]) 
     """Convert a static argument to a Python number with `convert`, such as `float`; keep None.
 
     Raises:
-      ValueError: the number is traced, or cannot be converted.
+      ValueError: the argument is traced, or cannot be converted.
     """
     if value is None:
         return None

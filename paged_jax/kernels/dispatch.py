@@ -142,7 +142,7 @@ def backends_of(op: Op) -> tuple[str, ...]:
 
 
 def backend_for(op: Op, name: str | None) -> str | None:
-    """Return `name` if that backend has an op, else None, which is the best backend."""
+    """Return `name` if that backend has an op, else None, which selects the best backend."""
     backend = BACKENDS.get(name or "")
     return name if backend is not None and has_op(backend, op) else None
 
@@ -158,12 +158,12 @@ def cpu_backend() -> "Cpu":
 
 
 def linear_backend(name: str | None) -> LinearOps:
-    """Return the backend for matrix multiplication in a model that attends on backend `name`.
+    """Return the backend for matrix multiplication in a model whose attention backend is `name`.
 
     Args:
-      name: name of a backend, or None for the best one. That is the backend for CPUs, because its
-        calls become plain JAX in programs that are lowered for other platforms. If a backend does
-        not have these ops, the general backend is returned.
+      name: name of a backend, or None for the best one. The best one is the backend for CPUs,
+        because its calls become plain JAX in programs that are lowered for other platforms. For a
+        backend without these ops, the general backend is returned.
     """
     backend = BACKENDS.get(name or "cpu")
     return backend if isinstance(backend, LinearOps) else general_backend()
@@ -354,7 +354,10 @@ class Dispatch:
         return self._run(lambda each: _writing(each).copy_blocks, args)
 
     def _run(self, op_of: Callable[[Backend], Callable[[Args], Result]], args: Args) -> Result:
-        """Run an op, which `op_of` gets from a backend."""
+        """Run an op on the requested backend, or on the best one for each platform.
+
+        `op_of` takes a backend and returns the function that runs the op on it.
+        """
         if self.backend is not None:
             return op_of(self._requested(self.backend))(args)
         branches = {}

@@ -54,7 +54,7 @@ class Gradients(NamedTuple):
       k: ``[P, K, C, D]``, gradient in one layer of the pool of keys. At least float32, because it
         is a sum over many queries. None if not requested.
       v: gradient in the values, like `k`.
-      sinks: gradient in the sinks; None if there are none.
+      sinks: gradient in the sinks; None if the call has no sinks.
     """
 
     q: jax.Array
@@ -69,8 +69,7 @@ def attend_differentiably(
 ) -> tuple[jax.Array, jax.Array]:
     """Run the attention of a backend so that `jax.grad` can differentiate it.
 
-    The first reverse-mode derivative exists in `q`, `sinks` and floating-point pools, through both
-    results.
+    `jax.grad` can differentiate both results once, in `q`, `sinks` and floating-point pools.
 
     Args:
       ops: the backend, a static argument.
@@ -93,15 +92,16 @@ def attend_differentiably(
 )
 @dataclass(frozen=True)
 class _Residuals:
-    """Results of the forward pass that the backward pass needs.
+    """Arrays that the forward pass keeps for the backward pass.
 
     Attributes:
       args: arrays of the call. If a gradient in the pools is requested, the pools have only the
         layer that the call reads.
       out: output of the call.
       lse: log-sum-exp of the call.
-      layer: index of that layer in the whole pools.
-      num_layers: layers of the whole pools if a gradient in them is requested, else None.
+      layer: index in the whole pools of the layer that the call reads.
+      num_layers: number of layers of the whole pools; None if no gradient in the pools is
+        requested.
     """
 
     args: AttentionArgs
@@ -159,9 +159,10 @@ def _backward(ops: AttentionOps, options: Options, residuals: _Residuals, bars):
 def _only_layer(
     pool: jax.Array, bar: jax.Array, layer: int | jax.Array, num_layers: int
 ) -> jax.Array:
-    """Return a pool that is zero except for D lanes of a layer."""
+    """Return the gradient in a whole pool: zero except for the first D lanes of one layer."""
     bar = jnp.pad(bar, ((0, 0),) * 3 + ((0, pool.shape[-1] - bar.shape[-1]),)).astype(pool.dtype)
-    # Not an update of zeros, because XLA would create the zeros of K and V once and copy them.
+    # `jnp.where`, because for an update of zeros XLA would create the zeros once and copy them for
+    # K and V.
     is_layer = jnp.arange(num_layers, dtype=jnp.int32) == layer
     return jnp.where(jnp.expand_dims(is_layer, (1, 2, 3, 4)), bar[None], 0)
 
@@ -236,7 +237,7 @@ def attention_gradients(
     """
     if args.query_lens is not None:
         return _prefill_gradients(args, options, out, lse, out_bar, lse_bar, wants_pools)
-    # Empty sequences get no query here: its q may be NaN.
+    # An empty sequence gets no query, because its row of `q` may be NaN.
     chunks = args.as_prefill()._replace(query_lens=jnp.minimum(args.context_lens, 1))
     out, lse, out_bar, lse_bar = (x[:, None] for x in (out, lse, out_bar, lse_bar))
     gradients = _prefill_gradients(chunks, options, out, lse, out_bar, lse_bar, wants_pools)
@@ -270,12 +271,14 @@ def _prefill_gradients(
     if q.size == 0:
         return bars
 
-    # With bfloat16 queries the keys are usually bfloat16 too, and exact in the TF32 of GPUs.
+    # With bfloat16 queries the keys are usually bfloat16 too. GPUs multiply in TF32, which
+    # represents them exactly.
     precision = "highest" if jnp.finfo(q.dtype).bits >= 32 else "default"
     dot = functools.partial(jnp.einsum, precision=precision)
     chunks, queries = _tile_sizes(B, T)
     tiles_a_chunk = -(-T // queries)
-    # Chunks of similar lengths share a loop. Rows past the batch are read as zero, so as empty.
+    # Chunks of similar lengths share a tile. `order` is padded with B, for which `_read_rows` reads
+    # zeros, that is, an empty chunk.
     order = jnp.pad(jnp.argsort(context_lens), (0, -B % chunks), constant_values=B)
 
     def fold_queries(index: jax.Array, bars: Gradients) -> Gradients:
@@ -305,7 +308,7 @@ def _tile_sizes(batch: int, num_queries: int) -> tuple[int, int]:
 class _QueryTile(NamedTuple):
     """A tile of queries. Its R = T * G rows are pairs of a token and a head of the group."""
 
-    q: jax.Array  # [B, K, R, D], at least float32, like the others
+    q: jax.Array  # [B, K, R, D], at least float32, like out_bar, lse and shift
     out_bar: jax.Array  # [B, K, R, D]
     lse: jax.Array  # [B, K, R]
     shift: jax.Array  # [B, K, R]
@@ -377,7 +380,8 @@ def _fold_keys(
         columns_M = jnp.arange(tile_blocks, dtype=jnp.int32)
         entries_BM = ((begin_B + index) * tile_blocks)[:, None] + columns_M[None]
         blocks_BM = jnp.take_along_axis(tables_BM, entries_BM, axis=1, mode="clip")
-        # Entries past the tokens may be blocks of other sequences. P is no block.
+        # Entries past the last token may be blocks of other sequences. Replace them by P, which is
+        # out of range.
         blocks_BM = jnp.where(entries_BM * C <= last_B[:, None], blocks_BM, P)
         tokens_N = jnp.arange(tile, dtype=jnp.int32)
         positions_BN = ((begin_B + index) * tile)[:, None] + tokens_N[None]
@@ -385,7 +389,7 @@ def _fold_keys(
         if options.sliding_window is not None:
             window = options.sliding_window
             seen_BTN &= positions_BN[:, None] > rows.positions[..., None] - window
-        # Keys that no query sees may be NaN, which a weight of zero does not remove.
+        # Keys that no query sees may be NaN. Set them to 0, because 0 * NaN is NaN.
         is_seen = seen_BTN.any(axis=1)[:, None, :, None]
         k, v = (
             jnp.where(is_seen, tokens, 0) for tokens in _gather(pools, layer, blocks_BM, rows.q)
@@ -405,7 +409,7 @@ def _fold_keys(
 def _weights(
     rows: _QueryTile, k: jax.Array, v: jax.Array, seen: jax.Array, options: Options, dot: Callable
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the softmax weights ``[B, K, R, N]``, and the gradient in q . k."""
+    """Return the softmax weights and the gradient in ``q . k``, both ``[B, K, R, N]``."""
     capped = options.scale * dot("bkrd,bknd->bkrn", rows.q, k)
     if options.soft_cap is not None:
         capped = options.soft_cap * jnp.tanh(capped / options.soft_cap)
@@ -426,9 +430,9 @@ def _gather(
     pools: Pools | Pages,
     layer: int | jax.Array,
     blocks_BM: jax.Array,
-    like: jax.Array,  # for its head dimension and dtype
+    like: jax.Array,  # gives the head dimension and the dtype of the result
 ) -> list[jax.Array]:
-    """Gather blocks of K and V, ``[B, K, M * C, D]`` each; ids out of range give any block."""
+    """Gather blocks of K and V, ``[B, K, M * C, D]`` each; ids out of range are clipped."""
     (B, M), K, D = blocks_BM.shape, pools.num_kv_heads, like.shape[-1]
     if isinstance(pools, Pages):
         tokens = pools.kv.at[blocks_BM].get(mode="clip").astype(like.dtype)

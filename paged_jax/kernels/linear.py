@@ -1,8 +1,8 @@
 """Matrix multiplication with the weights of a model, and sums over rows.
 
-On GPUs and TPUs, `linear` and `sum_rows` are plain JAX. CPUs have C++ kernels for a few rows, which
-read the weights in place. The result of a row does not depend on the other rows then.
-`grouped_linear` has kernels for CPUs, NVIDIA GPUs and TPUs.
+On GPUs and TPUs, `linear` and `sum_rows` are plain JAX. For a few rows of activations, CPUs have
+C++ kernels, which read the weights in place. With these kernels, the result of a row does not
+depend on the other rows. `grouped_linear` has kernels for CPUs, NVIDIA GPUs and TPUs.
 """
 
 import functools
@@ -33,7 +33,7 @@ __all__ = [
     "sum_rows",
 ]
 
-# Maximum tokens that `sum_rows` sums by the kernel for CPUs. XLA is faster for more tokens.
+# Maximum tokens for which `sum_rows` uses the kernel for CPUs. XLA is faster for more tokens.
 _MAX_DECODE_TOKENS = 64
 
 # Dtypes of grouped weights.
@@ -47,8 +47,8 @@ def linear(x: jax.Array, w: jax.Array | Weight, *, backend: str | None = None) -
       x: floating point ``[..., in]``; may be rounded to the dtype of the weight.
       w: float32, bfloat16 or float16 ``[*out, in]``, or a `Weight`, which may also be int8.
       backend: the backend of attention, see `paged_attention`. None and ``"cpu"`` use the C++
-        kernels if the program is lowered for a CPU that has them. They take few rows, or any number
-        if XLA would convert all of the weight first.
+        kernels if the program is lowered for a CPU that has them. These kernels multiply up to 256
+        rows, or any number of rows if XLA would first convert the whole weight to float32.
 
     Returns:
       float32 ``[..., *out]``, accumulated in float32.
@@ -61,8 +61,8 @@ def linear(x: jax.Array, w: jax.Array | Weight, *, backend: str | None = None) -
 def sum_rows(x: jax.Array, *, rows_per_token: int = 1) -> jax.Array:
     """Sum float32 ``[..., N]`` over the last dimension, to ``[..., 1]``.
 
-    XLA's order of summation depends on the shape. The order of the kernel for CPUs does not: it
-    sums the rows of up to 64 tokens, so that decoding gives the same sums in batches of any size.
+    XLA's order of summation depends on the shape. The kernel for CPUs has a fixed order. It sums
+    the rows of up to 64 tokens, so that decoding gives the same sums in batches of any size.
 
     Args:
       x: float32 ``[..., N]``.
@@ -79,7 +79,7 @@ def copies_weights(platform: str, dtype: DTypeLike, *, has_experts: bool) -> boo
     Args:
       platform: ``"cpu"`` (the CPU of this machine), ``"gpu"`` or ``"tpu"``.
       dtype: dtype of the weights.
-      has_experts: whether the model has experts.
+      has_experts: whether the model is a mixture of experts.
     """
     if platform != "cpu":
         return False

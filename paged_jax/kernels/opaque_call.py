@@ -105,7 +105,7 @@ def _bind_tree(program: ClosedJaxpr, shapes: Any, args: Any, platform: str | Non
 def _bind(program: ClosedJaxpr, operands: Sequence[Any], platform: str | None) -> list[Any]:
     jaxpr, consts = program.jaxpr, program.consts
     if consts:
-        # Constants may be traced arrays of an outer function, so they are operands too.
+        # Constants may be traced arrays of an outer function, so they become operands too.
         jaxpr = jaxpr.replace(
             constvars=[],
             invars=[*jaxpr.constvars, *jaxpr.invars],
@@ -193,8 +193,9 @@ def _transposed(cotangents: Any, *operands: Any, program: ClosedJaxpr, platform:
     return [next(pulled) if i in linear else None for i in range(len(operands))]
 
 
-# Since JAX 0.12, some functions of `jax.numpy` use primitives of hijax, which JAX would lower by
-# another rule of this primitive. It needs none, because operands and results are plain arrays.
+# Since JAX 0.12, some functions of `jax.numpy` use primitives of hijax. JAX would lower a call that
+# contains them by another rule, which this primitive does not need: its operands and results are
+# plain arrays.
 _call_p.is_high = lambda *operands, **params: False  # type: ignore[method-assign]
 _call_p.def_impl(_run)
 _call_p.def_effectful_abstract_eval(_abstract)

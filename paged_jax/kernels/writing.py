@@ -36,7 +36,7 @@ from paged_jax.kernels.opaque_call import without_index_checks
 from paged_jax.kernels.pool_format import query_dtype, wider_dtype
 from paged_jax.kernels.rows import set_rows
 
-# Row indices are int32, including the indices past the end of the pool that mean "no row".
+# Maximum index of a row. Indices are int32, including those past the end that mean "no row".
 _MAX_ROWS = 2**31 - 1
 
 
@@ -66,9 +66,10 @@ def paged_write(
       k: ``[N, K, D]`` floating point, cast to the dtype of the pool. For quantised pools it is
         rounded with one scale per token and head, see `quantise`.
       v: ``[N, K, D]``, like `k`.
-      blocks: integer ``[N]``, block of each token. Tokens are dropped if it is not in 0..P - 1.
-      offsets: integer ``[N]``, position of each token in its block, below C. Written tokens must
-        have different positions.
+      blocks: integer ``[N]``, block of each token. A token is dropped if its block is not in
+        0..P - 1.
+      offsets: integer ``[N]``, position of each token in its block. A token is dropped if its
+        offset is not in 0..C - 1. Written tokens must have different positions.
       layer: index of the layer to write, a Python int or a traced scalar. Nothing is written if a
         traced index is out of range.
       k_scale: f32 ``[L, P, K, C]``, scales of a quantised pool of keys; None for other pools.
@@ -146,8 +147,8 @@ def paged_rope_write(
     unless the pools are quantised. The arguments are those of `paged_write`, except:
 
     - `qkv` instead of `k` and `v`: ``[N, K, G + 2, D]`` floating point, the G queries, the key and
-      the value of each KV head. This order can be sharded over KV heads. D is even. Computed in
-      float32.
+      the value of each KV head. This order can be sharded over KV heads. D must be even. The op
+      computes in float32.
     - `cos`, `sin`: f32 ``[N, D / 2]``, cosine and sine of the rotation angle of each pair.
     - `q_norm`, `k_norm`: ``[D]``, weights of the RMS norms of queries and keys, as in Qwen3; None
       for no norms.
@@ -209,9 +210,10 @@ def copy_blocks(
 ) -> Pools:
     """Copy blocks to other blocks, in all layers; in place if the pools are donated.
 
-    Each copied block is read and written once. The pools and scales have derivatives of any order,
-    in forward and reverse mode. The gradient of a target is added to the gradient of its source.
-    The arguments are those of `paged_write`, except:
+    Each copied block is read and written once. The op is differentiable in the pools and scales, to
+    any order, in forward and reverse mode. In reverse mode, the gradient in a target is added to
+    the gradient in its source. The pools, `k_scale`, `v_scale`, `backend` and `interpret` are as in
+    `paged_write`. The other arguments are:
 
     - `sources`: integer ``[N]``, blocks to copy.
     - `targets`: integer ``[N]``, distinct blocks that are overwritten; none is also a source. Pairs
@@ -306,8 +308,9 @@ def write_kv_pages(
       v_scale: factor of the values, like `k_scale`.
 
     Returns:
-      The pages. Values are rounded to integers for int8; int8 and float8 saturate. Differentiable
-      in `kv_pages`, `k` and `v`, unless the pages are int8 or float8.
+      The new pages. For int8 pages, keys and values are rounded to integers. Keys and values
+      outside of the range of int8 or float8 pages become its ends. The op is differentiable in
+      `kv_pages`, `k` and `v`, unless the pages are int8 or float8.
 
     Raises:
       ValueError: shapes or dtypes do not fit together.
@@ -349,7 +352,7 @@ def write_kv_pages(
 
 
 def _to_page_dtype(function: str, x: jax.Array, dtype: Any) -> jax.Array:
-    """Cast keys or values to the dtype of the pages; int8 and float8 saturate."""
+    """Cast keys or values to the dtype of the pages, clipped to the range of int8 or float8."""
     if dtype.itemsize > 1:
         return x.astype(dtype)
     x = _without_gradient(function, x)
