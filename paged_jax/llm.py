@@ -63,8 +63,8 @@ class LLM(Engine):
           ValueError: a prompt is empty, exceeds the context or the pool, or holds tokens out of
             range; a parameter does not suit the model. Nothing has been run then.
           FloatingPointError: the model gave NaN for every prompt. If it gave NaN for some prompts,
-            their outputs have the finish_reason ``"error"``. So have samples that could not follow
-            `structured_outputs`, with the reason and the text so far.
+            their outputs have the finish_reason ``"error"``. Samples that could not follow
+            `structured_outputs` have it too, with the reason and the text so far.
         """
         group = self._add(prompts, sampling_params, priority, explain)
         requests = self._finish(group, use_tqdm=use_tqdm)
@@ -174,8 +174,8 @@ class LLM(Engine):
           use_tqdm: see `generate`.
 
         Raises:
-          ValueError: the model has no tokenizer or no chat template; the template has no tools but
-            some are given; the template rejects the messages or variables; or see `generate`.
+          ValueError: the model has no tokenizer or no chat template; the template cannot show
+            the given tools, or rejects the messages or variables; or see `generate`.
         """
         is_one = bool(messages) and not isinstance(messages[0], list | tuple)
         conversations = cast(
@@ -202,8 +202,8 @@ class LLM(Engine):
           tools: see `chat`.
 
         Raises:
-          ValueError: the model has no tokenizer or no chat template; the template has no tools but
-            some are given; or the template rejects the messages or variables.
+          ValueError: the model has no tokenizer or no chat template; the template cannot show
+            the given tools, or rejects the messages or variables.
         """
         if self.tokenizer is None:
             raise ValueError(
@@ -224,9 +224,9 @@ class LLM(Engine):
     ) -> "Stream":
         """Complete prompts like `generate`, but yield ``(index, output)`` at each new token.
 
-        Yielded text is final: text that may be part of a stop string, or half a character, is held
-        back. With ``steps_per_dispatch=1``, each token is yielded immediately. Closing the iterator
-        ends the requests and frees their blocks.
+        Yielded text is final: text that may be part of a stop string is kept back, and so is an
+        incomplete character. With ``steps_per_dispatch=1``, each token is yielded immediately.
+        Closing the iterator ends the requests and frees their blocks.
         """
         return Stream(self._add(prompts, sampling_params, priority, explain))
 
@@ -354,7 +354,7 @@ class _RequestGroup:
             self._engine.end(request_id)
 
     def drop(self) -> None:
-        """Close now or, if Python collects the stream during a step, after the step."""
+        """Close now or, during a step, after it: Python may collect a stream at any time."""
         self._engine.when_idle(self.close)
 
 
@@ -367,7 +367,7 @@ class Stream:
 
     def __init__(self, group: _RequestGroup):
         self._group = group
-        # Not __del__, which would also run at interpreter exit.
+        # Use no __del__, because it would also run at interpreter exit.
         weakref.finalize(self, group.drop).atexit = False
 
     def __iter__(self) -> Iterator[tuple[int, RequestOutput]]:

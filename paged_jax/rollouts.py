@@ -144,7 +144,7 @@ def rollout(
     num_tokens = jnp.asarray(num_tokens).astype(jnp.int32)
     B, T = prompts.shape
     _check_fits(model, T, max_tokens)
-    # jax.grad cannot differentiate a loop without a static bound.
+    # Stop gradients: jax.grad cannot differentiate the decode loop, which has no static bound.
     model = jax.tree.map(lax.stop_gradient, model)
     num_tokens = jnp.clip(num_tokens, 1, T)
     num_rows = B * num_samples
@@ -199,7 +199,8 @@ def _decode(
     Blocks that have left their window are freed between two passes.
 
     Returns:
-      The draws, and the number of tokens in each row.
+      The draws, with leading dimensions [N, B] for `max_tokens` and rows, and i32[B], the number of
+      tokens in each row.
     """
     decode = functools.partial(decode_steps, max_steps=steps, backend=backend)
     if steps == max_tokens:
@@ -255,7 +256,10 @@ def _prefill(
     tokens_per_pass: int,
     backend: str | None,
 ) -> PagedCache:
-    """Fill the empty cache with each prompt except its last token. Its samples share blocks."""
+    """Fill the empty cache with each prompt except its last token.
+
+    The samples of a prompt share its blocks.
+    """
     T = prompt_token_ids.shape[1]
     if T == 1:
         return cache
@@ -339,7 +343,7 @@ def _stop_ids(model: PagedModel, stop_token_ids: Sequence[int] | None) -> jax.Ar
 
 
 def _check_numbers(values: dict[str, ArrayLike]) -> None:
-    """Check concrete numbers as `SamplingParams` does. Traced numbers are not checked."""
+    """Check concrete numbers like `SamplingParams`. Traced numbers are not checked."""
     for name, value in values.items():
         if isinstance(value, Tracer):
             continue
@@ -353,7 +357,16 @@ def _check_numbers(values: dict[str, ArrayLike]) -> None:
 def _sampling(
     num_rows: int, vocab_size: int, rows: dict[str, jax.Array], token_bias: TokenBias
 ) -> SlotSampling:
-    """Return the state that `write_rows` would write, but for values that may be traced."""
+    """Return the sampling state of all rows.
+
+    It equals the state that `write_rows` writes for an engine, but its values may be traced.
+
+    Args:
+      num_rows: number of rows, each in a slot of its own.
+      vocab_size: V.
+      rows: a value for each row, by the name of the field of `SlotSampling`; also "seed", the keys.
+      token_bias: biases of tokens in all rows.
+    """
     num_biases = len(token_bias.all_ids)
     state = SlotSampling.create(num_rows, vocab_size, max_logit_bias=num_biases, max_stop_ids=0)
     shape = num_rows, num_biases
@@ -402,7 +415,7 @@ def _keys(seed: ArrayLike) -> jax.Array:
             f"{list(seed.shape)}. Pass jax.random.key(number) or jax.random.wrap_key_data(seed), "
             "or int32 numbers as one seed for each prompt."
         )
-    # astype before jnp.asarray, which would truncate 64-bit integers of NumPy to int32.
+    # Cast before `jnp.asarray`, which would convert 64-bit integers of NumPy to int32.
     low = jnp.asarray(seed.astype(np.uint32))
     return jax.random.wrap_key_data(
         jnp.stack([jnp.zeros_like(low), low], axis=-1), impl="threefry2x32"

@@ -40,7 +40,8 @@ from paged_jax.scheduler.completion import Completion
 from paged_jax.scheduler.request import Request
 from paged_jax.scheduler.request import Sequence as SlotUser
 
-# Lengths to this power stay far within the range of float.
+# Maximum absolute value of `length_penalty`. Lengths to this power stay far within the range of
+# float.
 _MAX_LENGTH_PENALTY = 10.0
 
 
@@ -124,14 +125,14 @@ class BeamSearchOutput:
 class Beam(NamedTuple):
     """A continuation of a prompt."""
 
-    token_ids: tuple[int, ...]  # generated
+    token_ids: tuple[int, ...]  # the generated tokens
     cum_logprob: float
     parent: int = 0  # index of the beam that it continues, among the beams of the previous step
     is_complete: bool = False
 
 
 class BeamChoice:
-    """Beams of a prompt.
+    """Beams of a prompt, and the choice of the beams that continue.
 
     Args:
       prompt_token_ids: the prompt.
@@ -158,7 +159,7 @@ class BeamChoice:
         self._end_ids = end_ids
         self._max_bias = max_bias
         self.beams = [Beam((), 0.0)]
-        self._completed: list[Beam] = []  # the best W, the best first
+        self._completed: list[Beam] = []  # the best W complete beams, the best first
 
     @property
     def num_generated(self) -> int:
@@ -258,7 +259,8 @@ class BeamChoice:
 def num_candidates(width: int, num_end_ids: int) -> int:
     """Return the number of next tokens to consider per beam, so that W beams can continue.
 
-    All end-of-sequence tokens may be among them, so W more are needed. The minimum is 2 W.
+    W of them must not be end-of-sequence tokens, so this is W plus the number of end-of-sequence
+    tokens, at least 2 W.
     """
     return width + max(width, num_end_ids)
 
@@ -273,8 +275,9 @@ def beam_search(
 ) -> list[BeamSearchOutput]:
     """Find the most probable continuations of prompts; several prompts run together if they fit.
 
-    A prompt starts when slots for all its beams are free, and blocks for all tokens that they may
-    generate, so beams are never preempted. Its blocks are shared through the prefix cache.
+    A prompt starts when there are enough free slots for all its beams, and enough blocks for all
+    tokens that they may generate. So beams are never preempted. Prompts share blocks through the
+    prefix cache.
 
     Args:
       core: core of an engine without unfinished requests. It is empty again afterwards.
@@ -449,7 +452,7 @@ class _SearchBatch:
             start = end
 
     def _note_blocks(self) -> None:
-        """Count held blocks, and the blocks that beams would hold without sharing."""
+        """Count the used blocks, and the blocks that beams would use without sharing."""
         row = self._block_budget.num_in_row
         num_unshared = sum(
             len(search.beams) * row(search.num_tokens, num_cached_tokens_at(search.num_tokens))

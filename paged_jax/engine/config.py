@@ -1,8 +1,9 @@
 """`EngineConfig`: every option of an engine, described once.
 
 Each field carries its help text, bounds, command-line flag and vLLM's name as metadata.
-`option_specs` reads it. Argument checks, command-line flags, the memory planner and the table in
-the documentation are derived from it, so a new option is a field here and the code that uses it.
+`option_specs` reads the metadata. Argument checks, command-line flags, the memory planner and the
+table in the documentation are derived from it, so a new option is a field here and the code that
+uses it.
 """
 
 import dataclasses
@@ -54,12 +55,12 @@ def resolve_kv_dtype(kv_dtype: str, weights_dtype: DTypeLike, platform: str) -> 
     """
     if kv_dtype != "auto":
         return jnp.dtype(KV_DTYPES[kv_dtype])
-    # XLA's CPU backend scatters into a bfloat16 pool through a float32 copy of all of it.
+    # On CPUs the default is float32: to write to a bfloat16 pool, XLA copies all of it to float32.
     return jnp.dtype(jnp.float32 if platform == "cpu" else weights_dtype)
 
 
 class Bounds(NamedTuple):
-    """Values that an option accepts. A default of None is accepted as well.
+    """Values that an option accepts. None is accepted too if it is the default of the option.
 
     Attributes:
       words: the rule in an error message, after "must be".
@@ -107,9 +108,10 @@ def option(
 ) -> Any:
     """Declare a field of `EngineConfig`.
 
-    The arguments become the attributes of an `OptionSpec`. Defaults: the help shows `default`,
-    `choices` are those of the bounds, `flag` is the name of the field with dashes, and `vllm` is
-    the same name. With None, the option has no flag, or no counterpart in vLLM.
+    The arguments become the attributes of an `OptionSpec`. By default, the help shows `default`,
+    `choices` are the choices of `bounds`, `flag` is the name of the field with dashes, and `vllm`
+    is the name of the field. If `flag` is None, the option has no flag. If `vllm` is None, vLLM has
+    no such option.
     """
     metadata = {
         "help": help,
@@ -344,7 +346,7 @@ class EngineConfig:
             max_steps=self.steps_per_dispatch,
             num_drafts=self.num_speculative_tokens,
             max_logit_bias=MAX_LOGIT_BIAS + num_token_biases,
-            # Rounded up, so that models with slightly different end tokens share programs.
+            # Round up, so that models with slightly different numbers of end tokens share programs.
             max_stop_ids=-(-(num_eos_token_ids + MAX_STOP_TOKEN_IDS) // 8) * 8,
         )
 

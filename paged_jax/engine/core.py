@@ -64,10 +64,10 @@ class EngineCore:
       max_length: maximum number of tokens in a sequence that fits the context and the pool.
       channel: messages to the other processes; None if this process has all devices.
       is_leader: whether this process schedules; the others follow it.
-      grammars: compiled grammars of structured outputs. Other threads may compile some.
+      grammars: compiled grammars of structured outputs. Other threads may compile more.
       request_factory: makes requests from prompts.
       requests: the unfinished requests.
-      guard: allows one change at a time, and restarts after one that is cut short.
+      guard: allows one change at a time, and restarts the engine after an interrupted change.
       stats: totals that the engine itself counts; see `total_stats`.
       clock: measures the phases of a step.
       block_meter: counts blocks after each step.
@@ -184,7 +184,7 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request waits or runs, or has ended in a step that was cut short."""
+        """Whether a request is unfinished, or ended in a step that was cut short."""
         return bool(self.requests.unfinished or self.requests.ended)
 
     def step(self) -> list[Request]:
@@ -279,13 +279,13 @@ class EngineCore:
 
     @own_transfers()
     def num_used_blocks(self) -> int:
-        """Return the number of blocks of the first group that requests hold, without waiting."""
+        """Return the number of blocks of the first group that requests use. Does not wait."""
         if self.is_ahead:
             return self.block_meter.num_held
         return self.num_blocks - self.runner.slots.num_free
 
     def group_use(self) -> list[GroupUse]:
-        """Return the number of used blocks of each group of layers, without waiting."""
+        """Return the number of used blocks of each group of layers. Does not wait."""
         source = self.block_meter if self.is_ahead else self.runner.slots
         groups = self.loaded.config.layer_groups
         return [
@@ -296,7 +296,8 @@ class EngineCore:
     def replace_weights(self, new: NewWeights) -> None:
         """Continue with new weights, which `weight_swap.prepare` has checked."""
         with self.guard.change():
-            # First, so that the prefix cache finds no block of the old weights from here on.
+            # Do this first, so that the prefix cache finds no block of the old weights from here
+            # on.
             has_unfinished = self.requests.note_new_weights()
             self.weight_swap.replace(new)
             self.sleep.weights_replaced()
@@ -355,7 +356,7 @@ def _make_scheduler(
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_chunk=executor.sizes.max_chunk,
         max_steps=options.steps_per_dispatch,
-        runs_ahead=not options.num_speculative_tokens,  # drafts need the tokens before them
+        runs_ahead=not options.num_speculative_tokens,  # drafts need the latest tokens
         enable_prefix_caching=options.enable_prefix_caching,
         preemption=_preemption_mode(options, is_over_processes),
         costs=PreemptionCosts(

@@ -1,7 +1,7 @@
 """Drafts of the next tokens by n-gram lookup, for speculative decoding.
 
 Prompt lookup (Saxena, 2023): text often repeats earlier text, above all in summaries, edits and
-code. It needs no draft model, and a wrong draft costs only its share of a verification.
+code. The lookup needs no draft model, and a wrong draft costs only its share of a verification.
 """
 
 from collections.abc import Sequence as Row
@@ -26,7 +26,8 @@ class NgramIndex:
     def __init__(self, max_size: int = 4, min_size: int = 2):
         self._sizes = range(max_size, min_size - 1, -1)
         self._token_ids: list[int] = []
-        # For each n-gram, the position after its last occurrence that has a next token.
+        # For each n-gram, the position after its last occurrence. Occurrences at the end of the
+        # sequence, without a next token, do not count.
         self._after: dict[tuple[int, ...], int] = {}
 
     def extend(self, token_ids: Row[int]) -> None:
@@ -78,7 +79,8 @@ class Drafter:
 
     def _draft(self, sequence: Sequence) -> list[int]:
         if (grammar := sequence.active_grammar()) is not None:
-            # Only tokens that the grammar forces: others would need a mask after each draft token.
+            # Draft only tokens that the grammar forces: others would need a mask after each draft
+            # token.
             return grammar.forced[: self._max_drafts]
         index = self._indices.setdefault(sequence, NgramIndex())
         index.extend(sequence.token_ids)

@@ -38,17 +38,17 @@ class Engine:
       config: the options, passed as keyword arguments; `EngineConfig` describes them.
 
     Attributes:
-      core: the parts of the engine; not a stable interface.
+      core: scheduler, runner and requests of the engine; not a stable interface.
       delivery: hands requests with new tokens to the calls that wait for them.
-      tokenizer: the tokenizer, if there is one.
+      tokenizer: the tokenizer; None if there is none.
       config: the configuration of the model.
-      generation_config: generation defaults of the model's authors.
+      generation_config: sampling defaults that come with the model, see `GenerationConfig`.
       eos_token_ids, token_bias: tokens that end a sequence; biases that apply to every request.
       num_blocks: P, number of blocks in the pool of the first group of layers.
       block_size, max_num_seqs, enable_prefix_caching: see `EngineConfig`.
       max_model_len: maximum number of tokens in a sequence, prompt included.
-      max_length: the same, or less if the pool does not hold as many.
-      grammars: compiled grammars of structured outputs. Other threads may compile some.
+      max_length: `max_model_len`, or fewer tokens if the pool has no room for them.
+      grammars: compiled grammars of structured outputs. Other threads may compile more.
 
     Raises:
       ValueError: an option is out of bounds. The message names it.
@@ -123,8 +123,8 @@ class Engine:
           timeout: seconds after arrival at which the request ends with its tokens so far.
           explain: whether the output has an `Explanation` of what the request waited for.
           client: name of the client. Clients of equal priority take turns for slots.
-          sample_offset: number of its first sample among all samples of its seed. Requests with
-            the same prompt and seed draw the same tokens unless this differs.
+          sample_offset: index of the request's first sample among all samples of its seed. Requests
+            with the same prompt and seed draw the same tokens unless it differs.
 
         Raises:
           ValueError: the prompt is empty, too long, or holds tokens out of range; a parameter does
@@ -199,7 +199,7 @@ class Engine:
     def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
         """Return the sampling parameters that the model's authors recommend.
 
-        They come from ``generation_config.json``. Decoding is greedy unless it turns sampling on.
+        They come from ``generation_config.json``: greedy unless this file enables sampling.
 
         Args:
           **changes: fields of `SamplingParams` that get other values.
@@ -298,7 +298,7 @@ class Engine:
           mapping: Hugging Face names of the arrays, by their dotted paths. A ``*`` is the number of
             a layer: ``{"layers.*.norm1.w": "model.layers.*.input_layernorm.weight"}``. If only the
             Hugging Face name has a ``*``, the array stacks all layers. ``(name, axes)`` transposes
-            the array first. It may have an axis split in two, as ``[H, D, E]`` for ``[H * D, E]``.
+            the array first. An array may split an axis: ``[H, D, E]`` instead of ``[H * D, E]``.
             Arrays without an entry must have their Hugging Face names.
 
         Raises:
@@ -324,7 +324,7 @@ class Engine:
         Another thread may call this while the engine runs, because the engine does not change.
 
         Args:
-          folder: a Hugging Face folder or a checkpoint, with the structure of the engine's model.
+          folder: a Hugging Face folder or Orbax checkpoint, with the engine's model structure.
 
         Raises:
           ValueError: the folder holds another model, or its files are damaged.
@@ -379,7 +379,7 @@ class Engine:
         """End a `sleep`. Nothing is compiled again, and the cache is empty.
 
         Args:
-          tags: ``"weights"``, ``"kv_cache"`` or both (the default). It sleeps until it has both.
+          tags: ``"weights"``, ``"kv_cache"`` or both (default). The engine wakes when it has both.
 
         Raises:
           ValueError: a tag is neither of them.
@@ -454,7 +454,7 @@ class Engine:
     def cache_use(self) -> float:
         """The fraction of blocks that requests hold, 0 to 1; blocks that are only cached are free.
 
-        Does not wait: while the device works ahead, it is the value of the last step.
+        Does not wait for the device: while it works ahead, this is the value of the last step.
         """
         return self.core.num_used_blocks() / self.num_blocks
 

@@ -128,7 +128,7 @@ class Footprint(NamedTuple):
 
     @property
     def block_overhead(self) -> int:
-        """Further bytes that a block takes in all layers."""
+        """Further bytes that a block takes in all layers, see `GroupFootprint`."""
         return sum(group.overhead for group in self.groups)
 
     @property
@@ -157,7 +157,9 @@ class Footprint(NamedTuple):
         return sum(size * (group.block + with_overhead * group.overhead) for group, size in sizes)
 
     def num_blocks(self, memory: int) -> int:
-        """Return the number of blocks of the first group that fit in a memory beside the rest.
+        """Return the number of blocks of the first group that fit in `memory` bytes.
+
+        The memory also holds everything else: weights, state and steps.
 
         Example:
           >>> group = GroupFootprint(None, 2, 90, 10, max_blocks_per_slot=4, max_blocks=8)
@@ -167,9 +169,9 @@ class Footprint(NamedTuple):
         return self.num_fitting(memory - self.fixed, with_overhead=True)
 
     def num_fitting(self, num_bytes: int, *, with_overhead: bool = False) -> int:
-        """Return the number of blocks of the first group that fit in `num_bytes`.
+        """Return the number of blocks of the first group whose pools fit in `num_bytes`.
 
-        The other groups grow with the first group, see `pool_bytes`.
+        The pools of the other groups grow with the first group and must fit too, see `pool_bytes`.
 
         Example:
           >>> whole = GroupFootprint(None, 1, 10, 0, max_blocks_per_slot=100, max_blocks=200)
@@ -190,7 +192,7 @@ class Footprint(NamedTuple):
         return max(0, num_bytes // sum(growing))
 
     def check_fits(self, field: str, memory: int) -> None:
-        """Check that at least one block fits in a memory.
+        """Check that at least one block fits in a memory, together with everything else.
 
         Args:
           field: the beginning of the error message.
@@ -328,12 +330,12 @@ def record_bytes(block_size: int) -> int:
 
 
 def state_bytes(vocab_size: int, sizes: Sizes, windows: Sequence[int | None] = (None,)) -> int:
-    """Return the bytes of a `DecodeState` without the data of blocks.
+    """Return the bytes of a `DecodeState` without the pools and the allocator's data of blocks.
 
     Args:
       vocab_size: V.
       sizes: sizes of the engine's programs.
-      windows: the sliding window of each group of layers, because each group has tables.
+      windows: the sliding window of each group of layers, because each group has its own tables.
     """
     slot = jax.eval_shape(
         lambda: (

@@ -1,4 +1,4 @@
-"""A model on its devices, with its tokenizer and the defaults of its authors."""
+"""Loading of an engine's model, tokenizer and generation defaults."""
 
 import dataclasses
 import functools
@@ -22,16 +22,16 @@ from paged_jax.sampling.params import TokenBias
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A model on its devices, with its tokenizer and the defaults of its authors.
+    """A model on its devices, with its tokenizer and its generation defaults.
 
     Attributes:
       weights: the weights on the devices.
       device_config: configuration of a device's shard of the model; None for a single device.
-      tokenizer: the tokenizer, if there is one.
-      generation_config: generation defaults of the model's authors.
+      tokenizer: the tokenizer; None if there is none.
+      generation_config: sampling defaults that come with the model, see `GenerationConfig`.
       eos_token_ids: tokens that end a sequence.
       token_bias: biases that apply to every request.
-      is_shared: whether the caller holds the arrays of the weights too.
+      is_shared: whether the caller also uses the arrays of the weights, so that they must be kept.
     """
 
     weights: Weights
@@ -42,7 +42,7 @@ class LoadedModel:
     token_bias: TokenBias
     is_shared: bool
 
-    @functools.cached_property  # a step reads it, and building the model would take 60 us
+    @functools.cached_property  # each step reads it, and `layout_model` takes 60 us
     def config(self) -> LlamaConfig:
         """Configuration of the whole model."""
         return self.weights.layout_model.config
@@ -72,15 +72,15 @@ class LoadedModel:
 
 
 def load_weights(options: EngineConfig) -> tuple[Weights, TensorParallel | None]:
-    """Load weights onto one device, or divide them over several.
+    """Load weights onto one device, or divide them over several devices.
 
-    Each device reads only its part of the files.
+    Each device then reads only its part of the files.
 
     Returns:
       The weights, and how they are divided; None for a single device.
 
     Raises:
-      ValueError: the model cannot be divided over the devices, or see `Llama.from_pretrained`.
+      ValueError: the model cannot be divided over the devices; or see `Llama.from_pretrained`.
       OSError: files are missing or cannot be read.
     """
     model, backend = options.model, options.backend
@@ -95,7 +95,8 @@ def load_weights(options: EngineConfig) -> tuple[Weights, TensorParallel | None]
         return Weights(model, parallel, check_replicas=options.check_replicas), parallel
     folder = bundled_folder() if model is None else Path(model)
     if mesh is None or not folder.is_dir():  # `from_pretrained` reports a missing folder
-        # On CPUs, all backends but "cpu" would copy weights out of stacked layers.
+        # On CPUs, all backends except "cpu" would copy weights out of stacked layers, so do not
+        # stack layers for them.
         is_copied = backend not in (None, "cpu") and jax.default_backend() == "cpu"
         scan_layers = False if is_copied else None
         return Weights(
@@ -130,7 +131,7 @@ def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:
             f"Engine: tensor_parallel_size must be at most {len(devices)}, the number of "
             f"{devices[0].platform} devices that JAX finds, got {tensor_parallel_size}."
         )
-    # With all devices, JAX orders them by their links; with fewer, take them by number.
+    # If all devices are used, JAX orders them by their links. Otherwise use the first ones.
     is_all = tensor_parallel_size == len(devices)
     return jax.make_mesh(
         (tensor_parallel_size,), ("tp",), devices=None if is_all else devices[:tensor_parallel_size]
@@ -140,7 +141,9 @@ def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:
 def load_tokenizer(
     model: str | Path | PagedModel | None, tokenizer: str | Path | Tokenizer | None
 ) -> Tokenizer | None:
-    """Return the tokenizer that is given, of the given folder, or of the model's folder.
+    """Return the given tokenizer, or load it from the given folder or the model's folder.
+
+    Returns None if no tokenizer is given, and the model is a module or has no tokenizer.json.
 
     Raises:
       ValueError: the model is a module of another kind than `PagedModel`.
@@ -184,7 +187,7 @@ def load_generation_config(
 def find_eos_token_ids(
     config: LlamaConfig, tokenizer: Tokenizer | None, generation_config: GenerationConfig
 ) -> frozenset[int]:
-    """Return the end tokens of the configuration, the tokenizer and the generation defaults."""
+    """Return the end-of-sequence tokens of the model, its tokenizer and its generation defaults."""
     token_ids = {*config.eos_token_ids, *generation_config.eos_token_ids}
     token_ids |= set(tokenizer.eos_token_ids if tokenizer else ())
     # A tokenizer may have tokens outside of the model's vocabulary.

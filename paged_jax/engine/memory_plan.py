@@ -1,7 +1,7 @@
-"""Plans of an engine before anything is loaded: its memory, and the least time of a step.
+"""Memory and speed of an engine, computed before anything is loaded.
 
-Memory is computed as for an engine with ``memory_fraction``, see `paged_jax.engine.footprint`. The
-least time of a decode step follows from sizes and published figures of a device::
+Memory is computed as for an engine with ``memory_fraction``, see `paged_jax.engine.footprint`. A
+lower bound for the time of a decode step follows from sizes and published figures of a device::
 
     seconds >= max(bytes / memory_rate, operations / operation_rate) + sent / link_rate
 
@@ -14,9 +14,9 @@ least time of a decode step follows from sizes and published figures of a device
                  such as NVLink SHARP, halve an all-reduce.
 
 A step has 2 L + 1 all-reduces of ``[B, E]`` in float32 (two per layer and one for the embedding)
-and an all-gather of the logits ``[B, V]``. Layers that run attention and MLP in parallel have one,
-and norms over all heads add one of two numbers per token. The latency of a collective is
-microseconds; it is not published and not counted.
+and an all-gather of the logits ``[B, V]``. A layer that runs attention and MLP in parallel has only
+one all-reduce. A layer with norms of q and k over all heads has another all-reduce, of two values
+per token. The latency of a collective is microseconds; it is not published and not counted.
 
 If each token uses k of X experts, B tokens read X (1 - (1 - k / X)^B) experts if the router chooses
 uniformly. That is an expected value, not a bound.
@@ -99,7 +99,7 @@ class MemoryPlan:
 
     @property
     def num_engine_blocks(self) -> int:
-        """Number of blocks in an engine's pool: at most what all slots at full length use."""
+        """Number of blocks in an engine's pool: as many as fit, at most what all slots can use."""
         return min(self.num_blocks, self.footprint.max_blocks)
 
     @property
@@ -125,7 +125,7 @@ class MemoryPlan:
 
     @property
     def num_copies(self) -> int:
-        """Number of devices that hold the same KV heads: above 1 if there are fewer heads."""
+        """Number of devices that store the same KV heads; above 1 with more devices than heads."""
         return self.num_devices * self.shard.num_key_value_heads // self.config.num_key_value_heads
 
     def num_paged(self, length: int) -> int:
@@ -295,7 +295,7 @@ def collectives(plan: MemoryPlan, batch: int) -> Collectives:
 
 
 def _layer_sums(config: LlamaConfig) -> list[int]:
-    """Return the size per token of each all-reduce of a layer."""
+    """Return the number of values per token in each all-reduce of a layer."""
     num_outputs = 1 if config.norm_placement == "parallel" else 2
     has_norms = config.qk_norm and config.qk_norm_scope == "projection"
     return [config.hidden_size] * num_outputs + [2] * has_norms

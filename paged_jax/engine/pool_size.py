@@ -60,7 +60,7 @@ def _num_fitting_free_memory(device: Any, sizes: Sizes, footprint: Footprint) ->
 
 
 def _num_fitting_fraction(device: Any, footprint: Footprint, memory_fraction: float) -> int:
-    """Return the number of blocks that fit in a fraction of the memory beside the rest."""
+    """Return the number of blocks that fit in a fraction of the memory, with weights and steps."""
     memory = device_memory(device)
     if memory is None:
         raise ValueError(
@@ -98,7 +98,7 @@ class DeviceMemory(NamedTuple):
 
 
 def device_memory(device: Any) -> DeviceMemory | None:
-    """Return the memory of a `jax.Device` (of a CPU: the host's); None if it is not reported."""
+    """Return the memory of a `jax.Device` (CPU: of the host); None if it is not reported."""
     statistics = device.memory_stats()
     if statistics and "bytes_limit" in statistics:
         return DeviceMemory(statistics["bytes_limit"], statistics["bytes_in_use"])

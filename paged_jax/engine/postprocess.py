@@ -22,7 +22,8 @@ class Row(NamedTuple):
       token_ids: the tokens.
       logprobs: their log-probabilities, in nats.
       index: row of the sequence in `draws`.
-      draws: draws of all sequences, by decode steps.
+      draws: draws of all sequences. The first dimension of each array is the decode step, the
+        second is the row.
     """
 
     token_ids: list[int]
@@ -32,7 +33,7 @@ class Row(NamedTuple):
 
 
 def rows_of(tokens: StepTokens) -> list[Row]:
-    """Return the rows of a step in Python numbers, which are much faster than NumPy scalars."""
+    """Return the rows of a step in Python numbers, which are faster than NumPy scalars."""
     draws = tokens.draws
     parts = (draws.token_ids.T, draws.logprobs.T, tokens.num_new)
     rows = zip(*(part.tolist() for part in parts), strict=True)
@@ -87,7 +88,7 @@ class Postprocessor:
         if tokens is not None:
             now = time.perf_counter()
             for row, sequence in zip(rows_of(tokens), plan.decodes, strict=False):
-                # In a step that was queued ahead, sequences may have ended meanwhile.
+                # If the step was queued ahead, sequences may have ended since then.
                 if sequence.slot is None or not row.token_ids:
                     continue
                 touched[sequence.request] = None
@@ -166,18 +167,19 @@ class Postprocessor:
     def append_prompt_logprobs(
         self, request: Request, scores: Scores, *, start: int, count: int
     ) -> None:
-        """Append the log-probabilities that a chunk of the prompt gives for the tokens after it.
+        """Append the prompt log-probabilities that a chunk of the prompt gives.
 
         Args:
           request: a request with `prompt_logprobs`.
-          scores: scores of the next token, one row per token of the chunk.
+          scores: scores of the next tokens, one row per token of the chunk.
           start: position of the first token of the chunk.
           count: number of tokens in the chunk.
         """
         assert request.prompt_logprobs is not None and request.params.prompt_logprobs is not None
         for row in range(count):
             position = start + row + 1
-            # After a preemption, chunks are computed again and include generated tokens.
+            # Skip tokens that have been scored before, and generated tokens: after a preemption,
+            # chunks are computed again and include them.
             if position == len(request.prompt_logprobs) < len(request.prompt_token_ids):
                 token_id = request.prompt_token_ids[position]
                 request.prompt_logprobs.append(
@@ -192,7 +194,7 @@ class Postprocessor:
     def _candidates(
         self, chosen: tuple[int, Any, Any], top_ids: Any, top_logprobs: Any, count: int
     ) -> dict[int, Logprob]:
-        """Return a token and the `count` most probable tokens, with log-probability and rank."""
+        """Return log-probability and rank of the chosen and the `count` most probable tokens."""
         top = zip(top_ids, top_logprobs, range(1, count + 1), strict=False)
         return {
             int(token_id): Logprob(float(logprob), int(rank), self._decode_token(int(token_id)))

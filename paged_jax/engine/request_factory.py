@@ -30,10 +30,11 @@ class RequestFactory:
     """Makes requests from prompts and parameters.
 
     Attributes:
-      tokenizer: the tokenizer; without one, prompts must be token ids.
+      tokenizer: the tokenizer; if it is None, prompts must be token ids.
       vocab_size: V, number of tokens in the vocabulary.
       max_model_len: maximum number of tokens in a sequence, prompt included.
-      max_length: the same for requests without `max_tokens`, limited by the pool.
+      max_length: maximum number of tokens in a sequence that also fits the pool; limits requests
+        without `max_tokens`.
       seed: the engine's seed, for requests without one.
       grammars: compiled grammars of structured outputs.
     """
@@ -146,7 +147,7 @@ class RequestFactory:
                 f"keys {sorted(map(str, prompt))}."
             )
         if unknown := prompt.keys() - _PROMPT_KEYS:
-            # A misspelt cache_salt would let tenants share blocks.
+            # Reject unknown keys, because a misspelt cache_salt would let tenants share blocks.
             raise _error(
                 f"a prompt must have no keys but {', '.join(_PROMPT_KEYS)}, got "
                 f"{', '.join(sorted(map(str, unknown)))}."
@@ -241,7 +242,8 @@ def _error(problem: str, field: str | None = None) -> ArgumentError:
 
 def _as_list(token_ids: Any) -> list[Any]:
     """Return token ids as a list, from a list or an array of NumPy, JAX or PyTorch."""
-    if hasattr(token_ids, "__array__"):  # iterating over a JAX array would make arrays
+    # Convert the whole array: iterating over it would create a JAX array per token.
+    if hasattr(token_ids, "__array__"):
         array = np.asarray(token_ids)
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise _error(

@@ -21,10 +21,10 @@ from paged_jax.scheduler.scheduler import Scheduler
 
 
 class RequestTable:
-    """Requests from their arrival to their end.
+    """Table of the unfinished requests.
 
     Args:
-      scheduler, runner, drafter: parts that must forget a request when it ends.
+      scheduler, runner, drafter: objects that must forget a request when it ends.
 
     Attributes:
       unfinished: unfinished requests by id.
@@ -50,7 +50,7 @@ class RequestTable:
 
     def add(self, request: Request) -> None:
         """Queue a request that `Scheduler.check` has accepted."""
-        # The table comes last: if this is cut short before, `restart` forgets the request.
+        # Add it to the table last: if this is interrupted earlier, `restart` forgets the request.
         self._set_chains(request)
         self._scheduler.add(request.sequences)
         self.unfinished[request.request_id] = request
@@ -118,14 +118,15 @@ class RequestTable:
             )
 
     def prefix_chain(self, request: Request) -> PrefixChain:
-        """Return the digests under which the prefix cache finds the blocks of a prompt."""
+        """Return the digests under which the prefix cache finds the blocks of a request."""
         # Different weights or salts have different roots, so they share no blocks.
         root = root_digest(self.weights_version.to_bytes(8, "little"), request.cache_salt)
         return PrefixChain(root, self._scheduler.block_size)
 
     def _set_chains(self, request: Request) -> None:
         """Let the samples of a request use the prefix cache, for the current weights."""
-        # Prompt log-probabilities need every prompt token computed.
+        # Prompt log-probabilities need every prompt token to be computed, so these requests look up
+        # no cached blocks.
         is_cached = self._scheduler.enable_prefix_caching and request.prompt_logprobs is None
         for sequence in request.sequences:
             sequence.chain = self.prefix_chain(request) if is_cached else None

@@ -143,7 +143,7 @@ class StepClock:
     def __init__(self, stats: EngineStats, runner: ModelRunner):
         self._stats = stats
         self._runner = runner
-        self._num_prefilled = 0  # number of tokens behind prefill_seconds
+        self._num_prefilled = 0  # number of tokens prefilled in `prefill_seconds`
         self.scheduling = Stopwatch(runner.executor, "schedule")
         self.running = Stopwatch(runner.executor, "run")
         self.prefilling = Stopwatch(runner.executor, "prefill")
@@ -217,7 +217,7 @@ class BlockMeter:
         self._runner = runner
         self.num_held = 0
         self.free_blocks = runner.slots.free_blocks
-        self._num_saved = 0  # this and the next are sums over all steps
+        self._num_saved = 0  # `_num_saved` and `_num_unshared` are sums over all steps
         self._num_unshared = 0
 
     def count_step(self, plan: StepPlan, tokens: StepTokens | None) -> None:
@@ -225,9 +225,10 @@ class BlockMeter:
         num_new: dict[Sequence, int] = {}
         if tokens is not None:
             num_new = dict(zip(plan.decodes, tokens.num_new.tolist(), strict=False))
-        # Sequences that ended after the step was queued still held their blocks in it.
+        # Sequences that ended after the step was queued still used their blocks in it.
         ended = [sequence for sequence in plan.decodes if sequence.slot is None]
-        # Blocks that leave a window while a program draws tokens are freed by a later program.
+        # Blocks that leave a window while a program draws tokens are freed by a later program. So
+        # count from the position at which the last program began.
         row, starts = self._scheduler.block_budget.num_in_row, []
         for sequence in [*self._scheduler.running, *ended]:
             num_drawn = num_new.get(sequence, 0)
@@ -241,7 +242,12 @@ class BlockMeter:
         self.count(sum(row(length, start) for length, start in starts), free_blocks)
 
     def count(self, num_unshared: int, free_blocks: list[int]) -> None:
-        """Count held blocks, and the blocks that sequences would hold without sharing."""
+        """Update the totals with the blocks after a step.
+
+        Args:
+          num_unshared: number of blocks that the sequences would use without sharing.
+          free_blocks: number of free blocks of each group of layers.
+        """
         self.free_blocks = free_blocks
         self.num_held = self._scheduler.num_blocks - free_blocks[0]
         self._stats.peak_num_blocks = max(self._stats.peak_num_blocks, self.num_held)

@@ -22,7 +22,8 @@ class PendingStep(NamedTuple):
 
     Attributes:
       plan: the plan of the step.
-      drawn: the future tokens, or tokens that were read early; None if nothing decodes.
+      drawn: the queued result, or the tokens of a verification, which are already on the host; None
+        if nothing decodes.
     """
 
     plan: StepPlan
@@ -59,7 +60,7 @@ class StepRunner:
 
     def queue(self, plan: StepPlan) -> PendingStep:
         """Queue the programs of a plan."""
-        if not plan.is_ahead:  # otherwise, all sequences have been scheduled before
+        if not plan.is_ahead:  # if it is ahead, all sequences have been scheduled before
             self._note_start(plan)
         with self._clock.prefilling:
             self._prefill(plan)

@@ -1,4 +1,4 @@
-"""Weights of a running engine that change: new weights, and sleep without weights on the device."""
+"""Replacement of the weights of a running engine, and sleep without weights on the device."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ def load_weights_for(model: PagedModel, folder: str | Path) -> Llama:
 
     Args:
       model: the model that the weights are for; only its structure and dtypes are read.
-      folder: a Hugging Face folder or a checkpoint.
+      folder: a Hugging Face folder or an Orbax checkpoint.
 
     Raises:
       ValueError: the model is not a `Llama`, or the folder holds another model. The message names
@@ -86,14 +86,14 @@ class NewWeights(NamedTuple):
 
 
 class WeightSwap:
-    """Writes new weights over an engine's weights in one program.
+    """Replacement of an engine's weights by one program.
 
-    The program renames, transposes and fuses the new weights, and donates the old ones. So there is
-    never a third copy of the weights.
+    The program renames, transposes and fuses the new weights, and donates the old ones. So it
+    needs no memory for another copy, unless the old arrays must be kept.
 
     Args:
       executor: has the weights.
-      are_shared: whether the caller also holds the current arrays, which must then be kept.
+      are_shared: whether the caller also uses the current arrays, which must then be kept.
     """
 
     def __init__(self, executor: Executor, *, are_shared: bool):
