@@ -1,6 +1,6 @@
 """Paged attention for JAX: block tables, attention kernels, a paged Llama and text generation.
 
-Each part can be used without the parts above it:
+Each part can be used without the parts that follow it:
 
 - Ops over pools of KV blocks: `paged_attention`, `paged_prefill_attention`,
   `ragged_paged_attention`, `paged_rope_write`, `paged_write`, `write_kv_pages`, `copy_blocks`.

@@ -96,7 +96,8 @@ class _Watch:
     def _watch(self) -> None:
         while not self._is_ending.wait(self._timeout / 10):
             try:
-                # Returns when each process has called it, or has no heartbeat for the timeout.
+                # `get_live_nodes` returns when each process has called it or has sent no heartbeat
+                # for the timeout.
                 alive = self._client.get_live_nodes(self._all)
             except jax.errors.JaxRuntimeError:
                 alive = {jax.process_index(): 0}  # the coordinator does not answer

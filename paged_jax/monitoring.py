@@ -103,7 +103,7 @@ class Status:
         self._is_muted = True
 
     def unmute(self) -> None:
-        """Show lines again."""
+        """Show status lines again."""
         self._is_muted = False
 
     def leave_line(self) -> None:

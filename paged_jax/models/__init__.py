@@ -1,1 +1,1 @@
-"""Models that read and write a paged cache, how their weights are loaded, and their text."""
+"""Models with a paged KV cache, loading of their weights, and their tokenizers."""

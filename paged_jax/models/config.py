@@ -47,7 +47,7 @@ _OPTIONAL = (
     "final_logit_softcapping",
     "swiglu_limit",
 )
-# far above any real model: a mistyped size fails here, before it exhausts the memory
+# Far above any real model: a mistyped size fails here, before it exhausts the memory.
 _MAX_HEAD_DIM = 1 << 16
 _SIZES = (
     "vocab_size",

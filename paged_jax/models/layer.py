@@ -192,7 +192,7 @@ class Layer(nnx.Module):
         is_token: jax.Array | None,
         backend: str | None,
     ) -> jax.Array:
-        """Run the MLP or the experts. With a shard, the result is this device's part of a sum."""
+        """Run the MLP or experts. With a shard, return this device's part of a sum over devices."""
         config = self.config
         if not config.num_experts:
             return gated_mlp(config, x, weight("gate_up_proj"), weight("down_proj"), backend)
@@ -238,11 +238,9 @@ class Layer(nnx.Module):
         """Return queries, keys and values in the form that `attend` takes.
 
         Usually this is a `Projection`: `attend` normalises and rotates it, because some kernels do
-        this
-        while they write into the cache. They do not support norms over all heads of a token
+        this while they write into the cache. They do not support norms over all heads of a token
         (`qk_norm_scope` is ``"projection"``). Queries and keys are then normalised and rotated
-        here, and
-        returned as `Heads`.
+        here, and returned as `Heads`.
 
         Args:
           qkv: float32 ``[..., K, G + 2, D]``, before biases are added.
@@ -265,7 +263,7 @@ class Layer(nnx.Module):
 
 
 def initial_norm_weight(config: LlamaConfig, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-    """Return the weight of a norm that multiplies by 1."""
+    """Return the initial weight of a norm, which multiplies by 1."""
     return jnp.full(shape, 1 - config.norm_offset, dtype)
 
 

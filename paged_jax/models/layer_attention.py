@@ -82,7 +82,7 @@ def sliding_window_of(sliding_windows: Sequence[int | None], index: int | jax.Ar
 
 
 def causal_attention(sliding_windows: Sequence[int | None]) -> Attend[Carry]:
-    """Return causal attention over whole sequences ``[B, T, ...]``, without a cache.
+    """Return an `Attend` function: causal attention over sequences ``[B, T, ...]``, no cache.
 
     Args:
       sliding_windows: sliding window of each layer, see `LlamaConfig`.

@@ -11,7 +11,7 @@ from paged_jax.arguments import check_positive
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 LAYER_TYPES = (FULL, SLIDING)
-# far above any real model: a mistyped number fails here, before it exhausts the memory
+# Far above any real model: a mistyped number fails here, before it exhausts the memory.
 _MAX_LAYERS = 10_000
 
 
@@ -29,7 +29,7 @@ class LayerGroup(NamedTuple):
 
 
 def group_layers(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
-    """Group layers by sliding window, with the group that keeps most tokens first.
+    """Group layers by sliding window, with the group that keeps the most tokens first.
 
     Args:
       windows: sliding window of each layer in tokens; None for layers that attend to all tokens.

@@ -38,7 +38,7 @@ GatedActivation = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class ExpertWeights(NamedTuple):
-    """The experts of a layer, or those on one device.
+    """Weights of the experts of a layer, or of the experts on one device.
 
     Attributes:
       gate_up_proj: floating point ``[X, 2, F, E]``.

@@ -276,7 +276,7 @@ class PagedModel(nnx.Module):
         cascade: bool = False,
         backend: str | None = None,
     ) -> tuple[jax.Array, GroupPools]:
-        """Decode as `decode`, but the blocks of the new tokens are already reserved.
+        """Decode like `decode`, for new tokens whose blocks are already reserved.
 
         Args:
           pools: the pools of each group of the cache; donate them.

@@ -146,7 +146,7 @@ class BlockBudget:
     # Counts for sequences while a step is planned
 
     def planning_memory(self, memory: BlockMemory, running: list[Sequence]) -> BlockMemory:
-        """Return the memory to plan with. It may count free blocks differently."""
+        """Return the memory for planning, which may be a wrapper that counts differently."""
         return memory
 
     def num_for_admission(self, num_tokens: int) -> int:
@@ -171,7 +171,7 @@ class BlockBudget:
         return 1
 
     def can_grow(self, sequence: Sequence) -> bool:
-        """Return whether a sequence may need more blocks than for its known tokens."""
+        """Return whether a sequence may need more blocks than its known tokens need."""
         most = num_blocks_needed(num_cached_tokens_at(sequence.max_length), self.block_size)
         return most > num_blocks_needed(len(sequence.token_ids), self.block_size)
 

@@ -97,7 +97,7 @@ class Completion:
         eos_token_ids: frozenset[int],
         candidates: dict[int, Logprob] | None = None,
     ) -> None:
-        """Append a token. End if it is a stop token, completes a stop string, or is the last.
+        """Append a token, and end the sample if the token stops it or is the last allowed one.
 
         Args:
           token_id: the token.

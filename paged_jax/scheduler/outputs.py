@@ -77,10 +77,10 @@ class Wait:
       reason: why it waited: ``"turn"``, ``"slots"``, ``"blocks"``, ``"budget"``,
         ``"same prefix"``, ``"fork"`` or ``"preempted"``.
       start: start in seconds after the arrival of the request.
-      seconds: duration, so far if the wait has not ended.
+      seconds: duration; the time until now if the wait has not ended.
       detail: the reason as a sentence, with its numbers.
       sample: index of the sample.
-      numbers: the numbers of the sentence by name, at the start of the wait.
+      numbers: the numbers in `detail` by name, at the start of the wait.
       other_request: id of the request that computes the same prefix; None if no other request
         does.
     """
@@ -107,7 +107,7 @@ class PreemptionNote:
       sample: index of the sample.
       reason: the need for blocks: the next tokens of running samples (``"decode"``), prompts that
         were being computed (``"prefill"``), or a request of better ``"priority"``.
-      numbers: the numbers of the sentence by name.
+      numbers: the numbers in `detail` by name.
       other_request: id of the request of better priority; None for other reasons.
       spared_request: id of the request of the next candidate; None if there was no other candidate.
       advantage: why the next candidate was spared: better ``"priority"``, no ``"progress"`` since

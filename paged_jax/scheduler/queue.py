@@ -53,7 +53,7 @@ class FairQueue:
     """Waiting sequences, ordered so that clients take turns.
 
     The turn of a sequence is the number of sequences of the same client that run or are queued
-    before it. Lower priorities come first, then earlier turns, then earlier arrivals:
+    before it. Lower priority values come first, then earlier turns, then earlier arrivals:
 
         client a    runs a1 a2, waits a3 a4      turns 2, 3
         client b    runs none, waits b1 b2       turns 0, 1        order: b1 b2 a3 a4
@@ -111,7 +111,7 @@ def _with_ranks(own: list[Sequence], num_running: int) -> Iterator[tuple[_Rank, 
 
 
 class Deadlines:
-    """Heap of the times at which requests expire. It may contain requests that are gone."""
+    """Heap of the times at which requests expire. It may still contain requests that have ended."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, str]] = []
@@ -215,7 +215,7 @@ class Queue:
             )
 
     def drop(self, sequence: Sequence) -> None:
-        """Remove an ended sequence, waiting or running. Its siblings join the queue."""
+        """Remove a sequence that has ended. The samples in its `siblings` join the queue."""
         # A strong reference: the queue may hold the last other reference to the request.
         request = sequence.request
         if sequence.slot is not None:

@@ -214,7 +214,7 @@ class Scheduler:
         The whole plan must be run before the next call.
 
         Args:
-          memory: the blocks.
+          memory: interface to the blocks of the KV cache.
           now: current time in seconds, on the clock of the deadlines.
         """
         memory = self.block_budget.planning_memory(memory, self.running)
@@ -299,7 +299,8 @@ class Scheduler:
     def _free_blocks_for_decode(self, memory: BlockMemory) -> None:
         """Preempt sequences until all decoding sequences have blocks for one step.
 
-        Decodes come before prefills, because they will free their blocks sooner.
+        Decoding sequences take precedence over prefilling sequences, because they end and free
+        their blocks sooner.
         """
         while True:
             claims = [

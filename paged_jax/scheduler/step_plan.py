@@ -37,7 +37,7 @@ class StepPlan:
 
 
 class Lookahead:
-    """Plans of further decode steps while the device still runs the previous plan.
+    """Planner of further decode steps while the device still runs the previous plan.
 
     The device knows the last token of each sequence and stops sequences itself. It can therefore
     run a second plan of decode steps before the host has read the tokens of the first. If a
@@ -77,7 +77,7 @@ class Lookahead:
         is_full = bool(plan.decodes) and len(plan.decodes) == len(queue.running)
         # The host needs the tokens of a sequence to compute its next grammar mask.
         is_free = all(sequence.active_grammar() is None for sequence in plan.decodes)
-        # A chunk may fill prefix blocks that let a waiting sequence run with fewer new blocks.
+        # A chunk may fill prefix blocks. With these, a waiting sequence may fit into the next step.
         may_admit_next |= bool(plan.chunks and queue.waiting and queue.free_slots)
         self._is_open = self._is_used and is_full and is_free and not may_admit_next
 

@@ -65,7 +65,7 @@ class StepPlanner:
         self._num_growing += self._block_budget.can_grow(sequence)
 
     def _take(self, num_tokens: int, num_blocks: int) -> None:
-        """Use tokens, and blocks that were promised."""
+        """Subtract tokens and promised blocks from the numbers that are left."""
         self.num_tokens -= num_tokens
         self.num_free -= num_blocks
         self._num_promised -= num_blocks
@@ -78,8 +78,8 @@ class StepPlanner:
     def num_steps(self, max_steps: int, may_admit_next: bool) -> int:
         """Return the number of decode steps of the plan.
 
-        It is 1 if the next step may do anything but decode the same sequences. Otherwise it is
-        `max_steps`, limited by the longest sequence and by the tokens that grammars force.
+        It is 1 if the next step may do something other than decode the same sequences. Otherwise it
+        is `max_steps`, limited by the longest sequence and by the tokens that grammars force.
 
         Args:
           max_steps: maximum number of decode steps in one plan.
@@ -180,7 +180,7 @@ class StepPlanner:
 
 
 class Admission:
-    """Gives slots to waiting sequences, in the order of the queue.
+    """Admission of waiting sequences to slots, in the order of the queue.
 
     A sequence waits while a running sequence computes a prefix that both share. It is enough to
     compare the block that the running sequence computes next: its digest covers its position and
@@ -251,9 +251,10 @@ class Admission:
     def try_to_start(self, planner: StepPlanner, sequence: Sequence) -> bool:
         """Start a sequence if there are blocks for its whole prefill and first decode.
 
-        The length of its cached prefix is known only after `attach`. To avoid attaching a waiting
-        sequence in every step, the number of blocks that it needed is kept. It is tried again when
-        that many blocks are free, when other sequences have prefilled, or when no sequence runs.
+        The length of its cached prefix is known only after `attach`. To avoid calling `attach` for
+        a waiting sequence in every step, `num_wanted` keeps the number of blocks that the sequence
+        needed. The sequence is tried again when that many blocks are free, when other sequences
+        have prefilled, or when no sequence runs.
 
         Returns:
           Whether the sequence runs. If not, nothing has changed.

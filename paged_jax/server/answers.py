@@ -35,7 +35,7 @@ _PARAMS = [
 
 @dataclasses.dataclass(frozen=True)
 class SampleDelta:
-    """New part of a sample since the previous event; the whole sample if there was none.
+    """New part of a sample since the previous event, or the whole sample in the first event.
 
     Attributes:
       sample: the whole sample so far.
@@ -79,7 +79,7 @@ def num_entries(output: RequestOutput, deltas: Sequence[SampleDelta]) -> int:
 
 
 class DeltaTracker:
-    """Tracks how much of each sample a stream has sent."""
+    """Record of how much of each sample a stream has sent."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple[int, int], tuple[int, int, bool]] = {}

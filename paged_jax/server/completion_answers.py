@@ -271,7 +271,7 @@ def _best_samples(output: RequestOutput, count: int) -> RequestOutput:
 
 
 class TokenTexts:
-    """Splits the text of a sample into the texts of its tokens.
+    """Splitter of the text of a sample into the texts of its tokens.
 
     A character that spans several tokens belongs to the last of them. Special tokens that the text
     leaves out have an empty text.

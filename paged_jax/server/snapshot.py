@@ -78,7 +78,7 @@ class EngineSnapshot:
 
 
 class StallDetector:
-    """Detects an engine that has work but makes no progress, for ``/health``.
+    """Detector of an engine that has work but makes no progress, for ``/health``.
 
     Args:
       snapshot: snapshot taken before the first step.

@@ -1,1 +1,1 @@
-"""Weights between files and models: Hugging Face folders and Orbax checkpoints."""
+"""Loading and saving of weights: Hugging Face folders and Orbax checkpoints."""

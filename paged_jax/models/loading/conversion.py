@@ -37,7 +37,8 @@ class TensorSource:
     Attributes:
       name: name of the array.
       axes: permutation of its axes; None to leave them.
-      layer: index into the first axis after transposition, if the array stacks all layers.
+      layer: index into the first axis after transposition, if the array stacks all layers; None
+        otherwise.
     """
 
     name: str
@@ -144,7 +145,7 @@ def _join(boxes: list[tuple[TensorMapping, jax.Array]], axis: int = 0) -> jax.Ar
 
 
 def _sources_of(name: str, rules: NameMap, num_layers: int) -> Iterable[tuple[str, TensorSource]]:
-    """Return name and source of the tensor in an array, or of one tensor per layer."""
+    """Return the tensors in an array, each with its source: one tensor, or one tensor per layer."""
     for pattern, target in rules.items():
         tensor, axes = (target, None) if isinstance(target, str) else target
         found = re.fullmatch(re.escape(pattern).replace(r"\*", r"(\d+)"), name)

@@ -158,7 +158,8 @@ def save_weights(model: PagedModel, folder: str | Path, *, max_file_bytes: int =
         file = SINGLE_FILE if is_single else f"model-{number:05}-of-{len(files):05}.safetensors"
         weight_map |= {mappings[0].tensor: file for _, mappings in tensors}
         partial = folder / (file + ".partial")
-        # Renamed when complete, so that an interrupted save leaves no incomplete file behind.
+        # The file is renamed when it is complete, so that an interrupted save leaves no incomplete
+        # file behind.
         save_file(
             {
                 mappings[0].tensor: _to_tensor(parameters[name], mappings)
@@ -167,7 +168,8 @@ def save_weights(model: PagedModel, folder: str | Path, *, max_file_bytes: int =
             partial,
             metadata={"format": "pt"},  # required by transformers
         )
-        # safetensors makes its files private. These get the mode of any other new file.
+        # safetensors creates files that only their owner can read. Give them the usual mode of new
+        # files.
         partial.chmod(0o666 & ~_umask())
         os.replace(partial, folder / file)
     written = set(weight_map.values())
@@ -312,7 +314,7 @@ def _read_tensor(
         return
     columns = part[mapping.num_row_axes :]
     rows = mapping.rows[part[: mapping.num_row_axes]]
-    # Sorted by row in the file, so that consecutive rows become one read despite `row_order`.
+    # Sort by row in the file, so that consecutive rows become one read despite `row_order`.
     places = np.argsort(rows, axis=None)
     rows_in_file = rows.ravel()[places]
     max_rows = max(1, _READ_ELEMENTS // math.prod(out.shape[mapping.num_row_axes :]))

@@ -72,7 +72,7 @@ def read_config(folder: str | Path) -> LlamaConfig:
     content = read_config_json(folder)
     try:
         tensors = list_tensors(folder)
-    except WeightsError:  # loading reports the reason; a plan needs no weights
+    except WeightsError:  # `load_weights` reports the reason; `paged_jax.plan` needs no weights
         return LlamaConfig.from_dict(content)
     part = text_config(content)
     check_names(tensor.name for tensor in tensors)

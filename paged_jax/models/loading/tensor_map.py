@@ -53,8 +53,8 @@ class TensorMapping:
       first_row: first row of the tensor in this box. Other boxes may hold the other rows.
       row_order: permutation of the last dimension that counts rows: index i of the box holds index
         ``row_order[i]`` of the tensor. None if the order is the same.
-      axes: permutation of the tensor's axes, if the checkpoint stores it transposed. The first
-        axis stays first.
+      axes: permutation of the tensor's axes, if the checkpoint stores it transposed; None
+        otherwise. The first axis stays first.
       split_shape: with `axes`, shape of the tensor before the permutation, with some dimensions
         split in two; None for `shape`.
     """
@@ -119,7 +119,7 @@ Mappings = tuple[TensorMapping, ...]
 def map_parameter(
     config: LlamaConfig, name: str, *, has_fused_experts: bool = False
 ) -> Iterator[TensorMapping]:
-    """Yield the tensors of a parameter. Their boxes fill the parameter without overlap.
+    """Yield a parameter's mappings to its tensors. Their boxes fill it without overlap.
 
     Args:
       config: configuration of the model.

@@ -47,7 +47,7 @@ _STACK_LOCK = threading.Lock()
 
 
 class GrammarCompiler:
-    """Compiler of forms to grammars, with a cache. Several threads may use it.
+    """Compiler of forms (`StructuredOutputsParams`) to grammars, with a cache. It is thread-safe.
 
     Args:
       backend: the model's tokenizer, see `Tokenizer.backend`. If None, every form is rejected.
@@ -81,7 +81,7 @@ class GrammarCompiler:
         """
         grammar = self._alive.get(form)
         if grammar is None:
-            # Not under the lock, because compiling can take seconds.
+            # Compile without the lock, because compiling can take seconds.
             grammar = self._compile(form)
         with self._lock:
             self._keep(form, grammar)

@@ -185,7 +185,7 @@ def without_descriptions(form: StructuredOutputsParams) -> StructuredOutputsPara
 def split_labels(form: StructuredOutputsParams, text: str) -> tuple[Sequence[Any], str]:
     """Return the labels of a form, and its text with a single label per enum or union.
 
-    For a ``choice``, the text is returned unchanged.
+    For a ``choice``, the text is returned unchanged. The module docstring defines labels.
     """
     if form.choice is not None:
         return form.choice, text
@@ -216,7 +216,7 @@ def split_labels(form: StructuredOutputsParams, text: str) -> tuple[Sequence[Any
 
 
 def label_fuel(labels: Sequence[Any]) -> int:
-    """Return the additional fuel for labels.
+    """Return the fuel that a form gets for its labels, in addition to the usual limit.
 
     Measured: each label needs 13, plus 75 for each escaped character.
     """

@@ -341,7 +341,8 @@ class Tokenizer:
     def _find_anchor(self) -> tuple[int, int]:
         """Return a token to put before other tokens in `_decode`, and the length of its text."""
         letters = map(self.backend.token_to_id, string.ascii_letters)
-        # It must be a word: bytes could combine with later bytes, and spaces could be dropped.
+        # The anchor must be a word: bytes could combine with later bytes, and spaces could be
+        # dropped.
         for token_id in itertools.chain(letters, range(self.vocab_size)):
             if token_id is not None and (text := self.backend.decode([token_id])).isalnum():
                 return token_id, len(text)
@@ -351,10 +352,10 @@ class Tokenizer:
 class Detokenizer:
     """Incremental conversion of generated tokens to text.
 
-    Text is returned once later tokens cannot change it. All returned text equals the result of
-    `Tokenizer.decode` for all tokens. (`tokenizers.DecodeStream` stops working after invalid UTF-8
-    bytes, and never returns the last of them.) The cost of a token does not depend on the tokens
-    before it.
+    Text is returned once later tokens cannot change it. The returned texts, joined, equal the
+    result of `Tokenizer.decode` for all tokens. (`tokenizers.DecodeStream` stops working after
+    invalid UTF-8 bytes, and never returns the last of them.) The cost of a token does not depend on
+    the tokens before it.
 
     Args:
       tokenizer: the tokenizer.

@@ -340,7 +340,7 @@ def overlap(text: str, marker: str) -> int:
 
 
 class ToolGrammars:
-    """Forms of answers that call tools, with a cache. Several threads may use it.
+    """Constraints on the text of answers that call tools, with a cache. It is thread-safe.
 
     The schema of a tool with ``strict: true`` is enforced completely, or rejected. Without
     ``strict`` a schema is a hint: the grammar enforces the parts that llguidance supports, and
@@ -358,7 +358,7 @@ class ToolGrammars:
     def form(
         self, format: ToolFormat, tools: Sequence[Tool], choice: str, *, is_parallel: bool = True
     ) -> StructuredOutputsParams:
-        """Return the form of an answer. Its grammar is known to compile.
+        """Return the constraint on an answer. Its grammar is known to compile.
 
         Args:
           format: format of the calls.
