@@ -105,8 +105,7 @@ class Pages(NamedTuple):
 
     kv: jax.Array
 
-    # Pages have no scale per token. `RaggedOptions` has one factor of all keys and one of all
-    # values.
+    # Pages have no scale per token, only one factor of all keys and one of all values (`Options`).
     k_scale = None
     v_scale = None
     is_quantised = False

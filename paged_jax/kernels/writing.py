@@ -36,7 +36,7 @@ from paged_jax.kernels.opaque_call import without_index_checks
 from paged_jax.kernels.pool_format import query_dtype, wider_dtype
 from paged_jax.kernels.rows import set_rows
 
-# Maximum index of a row. Indices are int32, including those past the end that mean "no row".
+# Maximum number of rows. Row indices are int32, including indices past the end for "no row".
 _MAX_ROWS = 2**31 - 1
 
 

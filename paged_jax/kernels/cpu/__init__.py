@@ -1,13 +1,14 @@
 """Backend for CPUs: C++ kernels that are compiled on the machine that runs them.
 
 XLA's CPU backend has no matmul that takes rows by index, so it copies K and V of each tile out of
-the pool. It reads few rows of bfloat16 at a third of the memory's speed. The kernels in `source/`
-read both in place, on XLA's own threads, through its foreign function interface.
+the pool. When it multiplies few rows, it reads bfloat16 weights at a third of the memory's speed.
+The kernels in `source/` read both the pool and the weights in place. They run on XLA's own threads,
+through its foreign function interface.
 
 Each call is a JAX primitive with an equivalent function in plain JAX. When a program is lowered for
 a single CPU of this machine, the primitive becomes a custom call of the kernel, which `library`
-compiles. If that fails, on other platforms, in exported programs and in programs that XLA
-partitions over devices, it becomes the plain function.
+compiles. The primitive becomes the plain function if that fails, on other platforms, in exported
+programs, and in programs that XLA partitions over devices.
 """
 
 import contextlib
@@ -46,15 +47,18 @@ from paged_jax.kernels.ragged import attend_in_parts
 
 # Static parameters of a kernel, by name.
 Attributes = tuple[tuple[str, np.generic], ...]
-# A function in plain JAX, hashable. Programs that differ only in unequal functions compile twice.
+# A function in plain JAX. It is hashable, as a parameter of the primitive: a program with an
+# unequal function would be compiled again.
 PlainFunction = Callable[..., Sequence[jax.Array]]
 Arrays = tuple[jax.Array, ...]
 
-# Size of arrays on the stack of the attention kernels (MAX_D in `source/decode.cc`).
+# Maximum head dimension: the size of arrays on the stack of the attention kernels (MAX_D in
+# `source/decode.cc`).
 _MAX_HEAD_DIM = 512
 
-# Maximum rows for float32 and bfloat16 weights. XLA is up to a tenth faster if all rows are tokens,
-# but a fourth of the rows in a batch of prompts is padding, which the kernel skips.
+# Maximum rows for float32 and bfloat16 weights. For more rows XLA is up to a tenth faster if all
+# rows are tokens. But in a batch of prompts a fourth of the rows is padding, which the kernel
+# skips.
 _MAX_ROWS = 256
 
 # Weight types that the kernel multiplies by any number of rows, because XLA would convert all of
@@ -179,11 +183,11 @@ def _multiply(plain: PlainFunction, x: jax.Array, weight: Arrays, stacked: Array
     """Multiply by `source/linear.cc`. Differentiable like `plain`.
 
     Args:
-      plain: the same in plain JAX, a function of `x` and the arrays of `weight`.
-      x: floating point ``[..., in]``, rounded to bfloat16 if the weights are.
-      weight: values ``[out, in]``, and float32 scales ``[out]`` if they are int8.
+      plain: the same multiplication in plain JAX, a function of `x` and the arrays of `weight`.
+      x: floating point ``[..., in]``, rounded to bfloat16 if the weights are bfloat16.
+      weight: values ``[out, in]``, and float32 scales ``[out]`` if the values are int8.
       stacked: arrays that the kernel reads instead of `weight`: values ``[L, out, in]``, i32 ``[]``
-        layer, and float32 scales ``[L, out]`` if they are int8.
+        layer, and float32 scales ``[L, out]`` if the values are int8.
 
     Returns:
       float32 ``[..., out]``.
@@ -256,7 +260,7 @@ def _call(
 
     Args:
       kernel: the kernel.
-      plain: the function.
+      plain: the equivalent function.
       operands: arguments of the kernel.
       attributes: static parameters of the kernel.
       plain_operands: arguments of `plain`, by default `operands`. XLA does not compute them in a
@@ -305,7 +309,7 @@ def _lower_for_cpu(
     return _lower_plain(ctx, *operands, num_plain=num_plain, **rest)
 
 
-# Whether exported programs will be compiled on this machine.
+# Whether exported programs will be compiled and run on this machine.
 _IS_FOR_HERE: contextvars.ContextVar[bool] = contextvars.ContextVar("is_for_here", default=False)
 
 
@@ -320,7 +324,7 @@ def _exporting_for_here() -> Iterator[None]:
 
 
 def _is_for_one_device_here(context: mlir.ModuleContext) -> bool:
-    """Return whether XLA will run the program unpartitioned in this process."""
+    """Return whether XLA will run the program in this process on one device, not partitioned."""
     if context.lowering_parameters.for_export and not _IS_FOR_HERE.get():
         return False
     axes = context.axis_context

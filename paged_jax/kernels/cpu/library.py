@@ -115,8 +115,7 @@ def is_any_missing() -> bool:
 def load_target(target: str) -> bool:
     """Load the kernel that has a target; return whether this machine has it.
 
-    Otherwise the target is from a process with another source, compiler option, processor or
-    jaxlib.
+    If not, the target is from a process with another source, compiler option, processor or jaxlib.
     """
     asked = (kernel for kernel in _kernels() if target.startswith(_prefix(kernel)))
     return any(load(kernel).target == target for kernel in asked)
@@ -225,7 +224,7 @@ def _temporary_folder(parent: Path | None) -> "tempfile.TemporaryDirectory[str]"
 
 
 def _register_new(kernel: Kernel, target: str, path: Path, cache_folder: Path | None) -> None:
-    """Register a new library; if it cannot be loaded, try again from the cache folder.
+    """Register a new library. If it cannot be loaded, try again with a copy in the cache folder.
 
     Many systems mount /tmp with noexec, which forbids loading libraries from it.
     """
@@ -259,7 +258,7 @@ def _command(kernel: Kernel) -> list[str]:
 
 
 def _digest(command: list[str]) -> str:
-    """Return a digest of sources, compiler options, jaxlib and processor."""
+    """Return a digest of the sources, compiler command, version of jaxlib, and processor."""
     parts = [path.read_bytes() for path in sorted(_SOURCE.iterdir())]
     parts += [text.encode() for text in (*command, jaxlib.version.__version__, _processor())]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]

@@ -21,10 +21,11 @@ A copy is one block with all of its heads, which are contiguous in the pool. The
 tile are pairs of a token and a head of the group, so the query heads of a group share one matmul,
 and a group may have any size. The online softmax (Milakov and Gimelshein, 2018) is float32.
 
-The kernel gets the whole pool and the layer index, and the pool is not copied. This needs a last
-dimension that is a multiple of 128 lanes. Otherwise XLA makes the blocks the innermost dimension,
-and copies the whole pool before every call (compilers for v5e and v6e of jax 0.10.2 and 0.12.0).
-XLA gathers the scales of quantised pools, and may copy the scales of one layer for that.
+The kernel gets the whole pool and the layer index. For XLA to pass the pool without a copy, its
+last dimension must be a multiple of 128 lanes. Otherwise XLA makes the blocks the innermost
+dimension, and copies the whole pool before every call (compilers for v5e and v6e of jax 0.10.2 and
+0.12.0). Before the kernel, XLA gathers the scales of quantised pools. For that it may copy the
+scales of one layer.
 """
 
 from dataclasses import dataclass

@@ -23,7 +23,7 @@ from paged_jax.kernels.mosaic_tpu.kernel import (
 from paged_jax.kernels.opaque_call import only_on
 from paged_jax.kernels.pool_format import LANES, round_up_to_lanes
 
-# Entries of the block tables in one kernel call. Scalar memory has 2**18 words.
+# Maximum entries of the block tables in one kernel call. Scalar memory has 2**18 words.
 MAX_TABLE_ENTRIES = (1 << 18) - (1 << 13)
 
 # Mosaic cannot compile the attention kernels for these TPUs: they have no gather over sublanes.
@@ -36,7 +36,7 @@ _POOL_DTYPES = (*_Q_DTYPES, "int8", "float8_e4m3fn")
 def device_refusal() -> str | None:
     """Return why the TPU of this program cannot run these kernels, or None if it can.
 
-    This is the TPU of the current mesh, else the first TPU of this process. A program that is
+    The TPU is that of the current mesh, or else the first TPU of this process. A program that is
     lowered on a machine without a TPU is never rejected, because its TPU is unknown.
     """
     abstract = jax.sharding.get_abstract_mesh().abstract_device
@@ -52,7 +52,7 @@ def device_refusal() -> str | None:
 @functools.cache
 def _first_tpu_kind() -> str:
     """Return the device kind of the first TPU of this process; "" if there is none."""
-    # `jax.local_devices` starts all backends of JAX, so it is called only if one may be a TPU.
+    # `jax.local_devices` starts all backends of JAX. It is called only if one of them may be a TPU.
     platforms = jax.config.jax_platforms or "tpu"  # pyright: ignore[reportAttributeAccessIssue]
     if "tpu" not in platforms.split(",") or importlib.util.find_spec("libtpu") is None:
         return ""
@@ -102,7 +102,7 @@ def _prefill(
 ) -> tuple[jax.Array, jax.Array]:
     """Call the kernel; several times if the block tables exceed scalar memory."""
     B, M = args.block_tables.shape
-    step = max(MAX_TABLE_ENTRIES // (M + 2), 1)  # each sequence has two lengths there too
+    step = max(MAX_TABLE_ENTRIES // (M + 2), 1)  # scalar memory also has two lengths per sequence
     if B <= step:
         return _call_kernel(args, options, interpret)
     parts = []
@@ -157,7 +157,7 @@ def _call_kernel(
             ),
         ),
         compiler_params=pltpu.CompilerParams(
-            # In order, because each grid step fetches the first tile of the next one.
+            # Run grid steps in order, because each fetches the first tile of the next one.
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=VMEM_BYTES,
         ),
@@ -177,7 +177,7 @@ def _call_kernel(
 
 
 def _query_tile(num_query_tiles: int, *shape: int) -> pl.BlockSpec:
-    """Return the block of an array ``[B, query tiles, *shape]`` that a grid step uses."""
+    """Return the block spec of an array ``[B, Q, *shape]``, of which a grid step uses a tile."""
 
     def query_tile_index_map(grid_step, *_):
         b = div(grid_step, num_query_tiles)
@@ -187,7 +187,7 @@ def _query_tile(num_query_tiles: int, *shape: int) -> pl.BlockSpec:
 
 
 def _to_rows(q: jax.Array, K: int, tiling: AttentionTiling) -> jax.Array:
-    """Cut ``[B, T, H, D]`` into tiles, ``[B, query tiles, K, R, D]``."""
+    """Cut ``[B, T, H, D]`` into tiles of queries, ``[B, Q, K, R, D]``."""
     B, T, _, D = q.shape
     num_tiles, queries, G = tiling.num_query_tiles, tiling.queries, tiling.G
     q = jnp.pad(q, ((0, 0), (0, num_tiles * queries - T), (0, 0), (0, 0)))
@@ -196,7 +196,7 @@ def _to_rows(q: jax.Array, K: int, tiling: AttentionTiling) -> jax.Array:
 
 
 def _from_rows(x: jax.Array, T: int, tiling: AttentionTiling) -> jax.Array:
-    """Undo `_to_rows`, for outputs and for arrays without the last dimension."""
+    """Undo `_to_rows` for an array ``[B, Q, K, R, ...]``; return ``[B, T, H, ...]``."""
     B, num_tiles, K, _, *D = x.shape
     x = jnp.moveaxis(x.reshape(B, num_tiles, K, tiling.queries, tiling.G, *D), 2, 3)
     return x.reshape(B, num_tiles * tiling.queries, K * tiling.G, *D)[:, :T]
@@ -214,13 +214,13 @@ def _gather_scales(
 ) -> jax.Array:
     """Gather the scales of each sequence, ``[B, K, M * C]``, padded to a multiple of a key tile.
 
-    Tokens are the lanes of a tile of scores, and a copy must start at a multiple of 128 lanes. A
-    block has fewer tokens, so XLA gathers the scales before the kernel.
+    In a tile of scores, tokens are lanes, and a copy must start at a multiple of 128 lanes. A block
+    usually has fewer tokens than that, so XLA gathers the scales before the kernel runs.
     """
     _, P, K, C = scale.shape
     B, M = block_tables.shape
-    # XLA changes the layout, so that the scales of a block are one row. Slicing the layer first
-    # limits this copy to one layer.
+    # XLA changes the layout for this reshape, which makes the scales of a block one row. Slicing
+    # the layer first limits that copy to one layer.
     own = lax.dynamic_index_in_dim(scale, layer, keepdims=False).reshape(P, K * C)
     rows = jnp.clip(block_tables, 0, P - 1)
     gathered = own.at[rows].get(mode="promise_in_bounds")

@@ -42,17 +42,18 @@ except (ImportError, AttributeError):
 _Q_DTYPES = ("bfloat16", "float32")
 _PAGE_DTYPES = (*_Q_DTYPES, "float8_e4m3fn", "float8_e5m2")
 
-# Words of scalar memory for tables and lengths. A TPU has 2**18.
+# Maximum words of scalar memory for tables and lengths. A TPU has 2**18 words.
 _MAX_SCALARS = (1 << 18) - (1 << 13)
 
-# Tile sizes of JAX's attention kernel: tokens in a tile of queries (the default of the kernel), and
-# bytes of a tile of keys and values (VMEM holds two tiles). They are always set, because the kernel
-# queries the local TPU for its defaults.
+# Tile sizes of JAX's attention kernel: tokens in a tile of queries (its default), and bytes of a
+# tile of keys and values (VMEM holds two tiles). They are always passed to the kernel, because it
+# queries the local TPU to find its defaults.
 _TILE_QUERIES = 32
 _TILE_BYTES = 4 << 20
 
-# Tile sizes of the grouped matmul. Rows of `x`: a multiple of 16, the rows of a register of the
-# narrowest dtype. Bytes of a tile of weights, and of `x`: VMEM has 16 MB and holds two of each.
+# Tile sizes of the grouped matmul. Rows of `x` are a multiple of 16, because a register of the
+# narrowest dtype has 16 rows. A tile of weights and a tile of `x` have at most 2 MiB each, because
+# VMEM has 16 MiB and holds two of each.
 _GROUPED_ROWS, _MAX_GROUPED_ROWS = 16, 128
 _GROUPED_TILE_BYTES = 2 << 20
 
@@ -89,9 +90,10 @@ def ragged_refusal(problem: Problem) -> str | None:
 
 @functools.partial(jax.jit, static_argnames="options")
 def attend_ragged(args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
-    """Attend to a ragged batch. The log-sum-exp is NaN, see `ragged_refusal`."""
+    """Run a ragged batch in JAX's kernel. The log-sum-exp is NaN, see `ragged_refusal`."""
     chunks = find_chunks(args)
-    # Leave out the sequences after the last sequence with queries, and give each sequence a token.
+    # Work around the defects of JAX's kernel: leave out the sequences after the last sequence with
+    # queries, and give each sequence at least one token.
     index = jnp.arange(len(chunks.lens), dtype=jnp.int32)
     num_sequences = jnp.max(jnp.where(chunks.lens > 0, index + 1, 0), keepdims=True)
 
@@ -113,7 +115,7 @@ def _call_jax(args: RaggedArgs, options: RaggedOptions) -> jax.Array:
     num_blocks = options.num_kv_pages_per_block
     if num_blocks is None:
         num_blocks = max(_TILE_BYTES // (C * K2 * D * pages.dtype.itemsize), 1)
-    # With a scale, the kernel converts the pages to the dtype of the queries.
+    # If it gets a scale, JAX's kernel converts the pages to the dtype of the queries.
     convert = None if pages.dtype == args.q.dtype else 1.0
     attend = functools.partial(
         jax_attention.ragged_paged_attention,
@@ -131,7 +133,7 @@ def _call_jax(args: RaggedArgs, options: RaggedOptions) -> jax.Array:
 
 
 def _on_some_tpu(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Return `function` under a mesh that names a TPU, if neither JAX nor the mesh has one.
+    """Return `function` under a mesh with a TPU, if this process and the mesh have none.
 
     Pallas needs the TPU generation when it lowers the kernel. "TPU v5 lite" is the oldest supported
     generation, and the kernel uses no feature that it lacks.
@@ -176,7 +178,7 @@ def grouped_linear(
         if not interpret:
             multiply = functools.partial(only_on, "tpu", multiply)
         out = multiply(jnp.pad(x.astype(w.dtype), ((0, padding), (0, 0))), w, group_sizes)
-    # The kernel leaves rows without a group uninitialised.
+    # The kernel does not initialise rows without a group.
     is_of_group = jnp.arange(R, dtype=jnp.int32) < jnp.sum(group_sizes)
     return jnp.where(is_of_group[:, None], out[:R], 0)
 
@@ -186,9 +188,9 @@ def choose_grouped_tiling(
 ) -> tuple[int, int, int]:
     """Choose the tile of a grid step: rows of `x`, inputs, and outputs.
 
-    The grid steps of a group are consecutive for each tile of outputs. If a tile has all inputs, a
-    group's weights are fetched once, else once for each tile of rows of `x`. Weights of groups
-    without rows are never fetched.
+    For each tile of outputs, the grid steps of a group are consecutive. If the tile has all inputs,
+    the weights of a group are therefore fetched once. Otherwise they are fetched once for each tile
+    of rows of `x`. Weights of groups without rows are never fetched.
 
     Args:
       num_rows: rows of `x`.

@@ -21,16 +21,18 @@ from paged_jax.kernels.pool_format import LANES
 # VMEM for a kernel. TPUs v5e to 7x have at least 64 MiB; the compiler's default is 16 MiB.
 VMEM_BYTES = 48 << 20
 
-# Bytes of keys, and of values, that are copied while a tile is computed. A TPU v6e reads each in
-# about half a microsecond (1.6 TB/s), and a copy takes about one microsecond to arrive.
+# Bytes of a tile of keys, and of a tile of values, which are copied while another tile is computed.
+# A TPU v6e reads each in about half a microsecond (1.6 TB/s), and a copy takes about one
+# microsecond to arrive.
 _TILE_BYTES = 1 << 20
 # Maximum tokens in a tile of keys. Longer tiles waste more on short contexts.
 _MAX_KEYS = 512
-# Maximum rows in a tile of queries. Each byte of a bfloat16 pool takes as many operations as there
-# are rows. In the time to read that byte a TPU v6e can do 560, and a v5e 240.
+# Maximum rows in a tile of queries. For each byte of a bfloat16 pool, the matmuls take as many
+# operations as there are rows. In the time to read a byte, a TPU v6e can do 560 operations, and a
+# v5e 240.
 _MAX_ROWS = 512
-# Maximum bytes of float32 outputs in a tile of queries. Besides keys and values, VMEM holds the
-# queries and outputs of this and the next grid step, and the sums.
+# Maximum bytes of float32 outputs in a tile of queries. VMEM holds the keys and values, the queries
+# and outputs of this and the next grid step, and the state of the softmax.
 _ACCUMULATOR_BYTES = 2 << 20
 
 # Score of a masked token, and lower bound of the peak of a row. The peak is finite, so that
@@ -96,7 +98,7 @@ def choose_tiling(T: int, G: int, M: int, k_pool: Any) -> AttentionTiling:
 
 
 class PoolRefs(NamedTuple):
-    """K, V and their scales, which are None if not quantised: refs in HBM, or VMEM buffers."""
+    """Refs of keys, values and scales (None if not quantised): in HBM, or buffers in VMEM."""
 
     k: Any  # [L, P, K, C, lanes]; as buffer [2, K, N, lanes]
     v: Any
@@ -226,9 +228,9 @@ def _tile(span: _Span, index, tiling: AttentionTiling) -> _KeyTile:
 
 
 def div(a, b: int):
-    """Return ``a // b`` of numbers that are not negative.
+    """Return ``a // b`` of non-negative numbers.
 
-    Python's operator computes signs. Mosaic's lowering of a sign queries the local TPU, even on a
+    Python's operator computes signs. To lower a sign, Mosaic queries the local TPU, even on a
     machine without one (jax 0.10.2).
     """
     return lax.div(a, np.int32(b))  # a Python int would be 64 bits wide under jax_enable_x64
@@ -257,7 +259,7 @@ def _copy_tile(
     semaphores,
     tiling: AttentionTiling,
 ) -> None:
-    """Call `act` on all copies of a tile: start them, or wait for them."""
+    """Call `act` on each copy of a tile from HBM to buffer `slot`: start it, or wait for it."""
     C, N = tiling.C, tiling.keys
     last_block = sources.k.shape[1] - 1
 
@@ -338,7 +340,7 @@ def _fold(
             weights_RN *= jnp.where(is_token, buffers.v_scale[slot, pl.ds(h, 1)], 0)
         softmax.out[h] = softmax.out[h] * rescale + _weighted_sum(weights_RN, v)
 
-    # Decode has few rows, which leave units idle. Unrolled, its heads overlap.
+    # With few rows, as in decode, one head leaves units idle. Unrolled iterations overlap.
     lax.fori_loop(0, K, fold_head, None, unroll=R <= 16)
 
 
@@ -389,8 +391,8 @@ def _weighted_sum(weights_RN: jax.Array, v: jax.Array) -> jax.Array:
     """Return float32 weights times values ``[N, D]``, without rounding the weights to bfloat16."""
     if v.dtype == jnp.float32:
         return _dot(weights_RN, v, contract=0)
-    # Two bfloat16 numbers hold 16 bits of a weight. As rows of one matmul they share the loading of
-    # the values, which dominates the cost of a matmul with few rows.
+    # Two bfloat16 numbers represent 16 bits of a weight. As rows of one matmul, both load the
+    # values only once, which dominates the cost of a matmul with few rows.
     R = weights_RN.shape[0]
     high = weights_RN.astype(jnp.bfloat16)
     low = (weights_RN - high.astype(jnp.float32)).astype(jnp.bfloat16)

@@ -1,6 +1,6 @@
 """Backend in plain JAX, which XLA compiles for every platform.
 
-It has every op. Other backends leave it the calls for which they have no kernel.
+It has every op. It runs the calls that other backends have no kernels for.
 """
 
 import functools

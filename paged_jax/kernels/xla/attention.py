@@ -40,7 +40,8 @@ _STEP_BYTES = 768 * 1024
 # Maximum sequences that share a step of the decode loop.
 _MAX_SEQUENCES = 16
 
-# Finite, so that exp(score - peak) is never NaN in a row without tokens. Its weights are masked.
+# Score of masked tokens and initial peak. It is finite, because -inf - (-inf) would make exp(score
+# - peak) NaN in rows without tokens. `_fold` sets the weights of masked tokens to 0.
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -98,7 +99,7 @@ def decode(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]
 
 
 class _DecodeBatch(NamedTuple):
-    """Sequences sorted by their number of tiles, padded with empty ones to whole loop steps."""
+    """Sequences sorted by number of tiles, padded with empty sequences to whole loop steps."""
 
     starts: jax.Array  # i32 [B], position of the first visible token
     ends: jax.Array  # i32 [B]
@@ -110,10 +111,11 @@ class _DecodeBatch(NamedTuple):
 def _sort_by_length(
     args: AttentionArgs, options: Options, rows: int, tile: int
 ) -> tuple[_DecodeBatch, jax.Array]:
-    """Sort the sequences so that those with tiles left are always the first rows.
+    """Sort the sequences so that sequences with tiles left are always the first rows.
 
     Returns:
-      ``(batch, order)``: the batch, and the sequence in each of its rows, which is B in padding.
+      ``(batch, order)``: the batch, and i32 ``[B]``, the sequence in each of its rows, which is the
+      number of sequences in padding.
     """
     B, H, D = args.q.shape
     K = args.pools.num_kv_heads
@@ -130,7 +132,7 @@ def _sort_by_length(
 
 
 def _step_sizes(batch: int, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
-    """Return the number of sequences in a decode loop step, and of tokens of each of them."""
+    """Return the number of sequences in a decode loop step, and the number of tokens of each."""
     num_tokens = max(_STEP_BYTES // (num_kv_heads * head_dim * 4), TILE // 2)
     most = min(batch, _MAX_SEQUENCES, num_tokens // (TILE // 2))
     rows = _ceil_div(batch, _ceil_div(batch, most))  # equal steps have the fewest rows of padding
@@ -182,8 +184,9 @@ def attend_to_chunks(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with the queries of all chunks of a ragged batch.
 
-    A tile may reach beyond its chunk. Tiles are computed in order, so the rows that it writes there
-    are overwritten by the next chunks. There are as many loop steps as the chunks have tiles.
+    A tile may reach beyond the end of its chunk. The rows that it writes there are overwritten by
+    the tiles of later chunks, because tiles are computed in order. The number of loop steps is the
+    number of tiles of all chunks.
 
     Returns:
       ``(out, lse)``: ``[N, H, D]`` and f32 ``[N, H]``. Rows outside the chunks may hold anything.
@@ -238,8 +241,8 @@ def _attend_to_tile(
     Args:
       args: the arrays of the call.
       options: the options of the call.
-      b: i32 ``[]``, the sequence.
-      q_KRD: f32, the scaled queries: one row for each token and head of the group.
+      b: i32 ``[]``, row of the sequence in the block tables.
+      q_KRD: f32, the queries times ``options.scale``: one row for each token and head of the group.
       query_positions: i32 ``[T]``, positions of the queries in the sequence, -1 in padding.
       start: i32 ``[]``, position of the first query.
       num_queries: i32 ``[]``, number of queries in the tile without the padding.
@@ -360,7 +363,7 @@ def _fold(
     k: jax.Array,  # f32 [..., K, N, D]
     v: jax.Array,  # f32 [..., K, N, D]
     seen: jax.Array,  # bool [..., 1, R or 1, N]: the query attends to the token
-    valid: jax.Array,  # bool [..., 1, N]: at least one query does, so its value is finite
+    valid: jax.Array,  # bool [..., 1, N]: at least one query attends to it, so its value is finite
     soft_cap: float | None,
 ) -> _RunningSoftmax:
     """Fold a tile of N tokens into a softmax."""
@@ -371,7 +374,7 @@ def _fold(
     peak = jnp.maximum(softmax.peak, jnp.max(scores, axis=-1))
     weights = jnp.where(seen, jnp.exp(scores - peak[..., None]), 0.0)
     rescale = jnp.exp(softmax.peak - peak)
-    # A weight of zero would not remove a NaN beyond the sequence's tokens.
+    # Values of tokens that are not valid may be NaN. Set them to 0, because 0 * NaN is NaN.
     v = jnp.where(valid[..., None], v, 0.0)
     return _RunningSoftmax(
         peak,
@@ -382,7 +385,7 @@ def _fold(
 
 
 def _finish(softmax: _RunningSoftmax, value_scale: float) -> tuple[jax.Array, jax.Array]:
-    """Return the result and the log-sum-exp: 0 and -inf for rows without tokens."""
+    """Return the output and the log-sum-exp: 0 and -inf for rows without tokens."""
     is_empty = softmax.total == 0
     total = jnp.where(is_empty, 1.0, softmax.total)
     lse = jnp.where(is_empty, -jnp.inf, softmax.peak + jnp.log(total))

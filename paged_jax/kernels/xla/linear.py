@@ -1,8 +1,9 @@
 """Matrix multiplication in plain JAX, for weights stored as ``[out, in]``.
 
 GPUs and TPUs use one matmul for all shapes. CPUs without the C++ kernels use other forms for few
-rows, because XLA's matmul takes up to ten times as long. GB/s of weights read, measured on 2 cores
-with AVX-512 (jax 0.10.2) for weights of 3072 x 576 and 576 x 1536::
+rows, because XLA's matmul takes up to ten times as long. This table has GB/s of weights read,
+measured on 2 cores with AVX-512 (jax 0.10.2) for weights of 3072 x 576 and 576 x 1536. "In halves"
+is `_matmul_in_halves`, and "multiply and sum" is `_multiply_sum`::
 
     rows    float32: matmul, in halves   bfloat16: matmul, multiply and sum
     1            31      29                    1.5    16
@@ -70,7 +71,7 @@ def _has_halves(w: jax.Array) -> bool:
 
 
 def _matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    # GPUs would otherwise round float32 to TF32, and TPUs to bfloat16.
+    # By default GPUs would round float32 operands to TF32, and TPUs to bfloat16.
     precision = lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
     return lax.dot_general(
         x.astype(w.dtype),
@@ -91,7 +92,7 @@ def _matmul_in_halves(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _multiply_sum(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Multiply a single row; a matmul on CPUs would convert the whole weight to float32."""
+    """Multiply a single row; on CPUs a matmul would convert the whole weight to float32."""
     row = x.astype(jnp.float32).reshape(1, -1)
     out = jnp.sum(w.astype(jnp.float32) * row, axis=-1)
     return out.reshape(*x.shape[:-1], w.shape[0])
@@ -146,7 +147,7 @@ def grouped_gradients(
 def _ragged_gradients(
     x: jax.Array, w: jax.Array, group_sizes: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute the gradients with `lax.ragged_dot_general`; on TPUs XLA runs it group by group."""
+    """Compute the gradients by `lax.ragged_dot_general`; XLA for TPUs runs it group by group."""
     _, transpose = jax.vjp(functools.partial(_ragged_dot, group_sizes=group_sizes), x, w)
     rows = jnp.arange(cotangent.shape[0], dtype=jnp.int32)
     is_of_group = (rows < jnp.sum(group_sizes))[:, None]

@@ -36,8 +36,9 @@ def write(args: WriteArgs) -> Pools:
 
     @without_index_checks
     def put_scale(scale: jax.Array, new: jax.Array) -> jax.Array:
-        # Not flattened like the pools: on TPUs, where P is the fastest axis of the scales, that
-        # would change their layout. Each dropped token gets its own index past the end.
+        # The scales are not flattened like the pools. On TPUs, P is the innermost dimension of
+        # their layout, so flattening would change the layout. Each dropped token gets its own index
+        # past the end.
         past = P + jnp.arange(blocks.size, dtype=jnp.int32)
         place = scale.at[layer, jnp.where(is_kept, blocks, past), :, offsets]
         return place.set(new, mode="drop", unique_indices=True)
@@ -55,10 +56,10 @@ def write(args: WriteArgs) -> Pools:
 
 @jax.jit
 def copy_blocks(args: CopyArgs) -> Pools:
-    """Copy blocks in all layers, one pair at a time, so that temporaries are small.
+    """Copy blocks in all layers, one pair at a time, so that temporary arrays are small.
 
-    The loop runs once for each valid pair. A single scatter would touch S blocks in each decode
-    step, although most steps copy no block.
+    The loop runs once for each valid pair. A single scatter would write as many blocks as there are
+    pairs in each decode step, although most steps copy no block.
     """
     pools, sources, targets = args
     L, P, K, C, _ = pools.k.shape
@@ -117,7 +118,8 @@ def _token_rows(
     heads = jnp.arange(K, dtype=jnp.int32)
     first_heads = (layer * P + jnp.where(is_kept, blocks, 0)) * K
     rows_NK = (first_heads[:, None] + heads[None, :]) * C + offsets[:, None]
-    # Block P would be in the next layer, so dropped rows are past the end of the whole pool. They
-    # are distinct, because JAX only differentiates a scatter with unique indices.
+    # Dropped rows get indices past the end of the whole pool, because block P would be in the next
+    # layer. The indices are distinct, because JAX only differentiates a scatter with unique
+    # indices.
     past_NK = L * P * K * C + jnp.arange(rows_NK.size, dtype=jnp.int32).reshape(rows_NK.shape)
     return jnp.where(is_kept[:, None], rows_NK, past_NK).reshape(-1)
