@@ -80,7 +80,7 @@ def peek(pool: BlockPool, is_wanted: jax.Array) -> jax.Array:
     """Return the blocks that `take` would allocate, without allocating them.
 
     Each True in `is_wanted` gets the next block of the free queue, in row-major order. The result
-    has the shape of `is_wanted` and is P where it is False.
+    is i32 in the shape of `is_wanted`, with P for each False.
     """
     rank = _ranks(is_wanted)
     heads = pool.free_queue[(pool.head + rank - 1) % pool.num_blocks]
@@ -94,7 +94,7 @@ def take(pool: BlockPool, is_taken: jax.Array) -> tuple[BlockPool, jax.Array]:
     The caller checks that there are enough free blocks. Allocated blocks are no longer cached.
 
     Returns:
-      `(pool, blocks)`. `blocks` has the shape of `is_taken` and is P where it is False.
+      `(pool, blocks)`. `blocks` is i32 in the shape of `is_taken`, with P for each False.
     """
     blocks = peek(pool, is_taken)
     return _hold_free(pool, blocks, jnp.sum(is_taken, dtype=jnp.int32)), blocks

@@ -6,9 +6,10 @@ Each of the W beams of a prompt has a slot, and the beams share the blocks of th
                   \- dog -- ran         slot 1   [ 3  1  4 ]     blocks 3 and 1 have 3 references
                          \- is          slot 2   [ 3  1  2 ]
 
-A step on the device is one program. Each slot gets the table of the slot of its beam's parent and
-appends the beam's last token, after a copy of the block if it is still shared. The program returns
-the most probable next tokens. The host then chooses among the continuations of all beams:
+A step on the device is one program. Each slot gets the block table of its beam's parent, and the
+last token of the beam is appended. If the last block is still shared, it is copied first. The
+program returns the most probable next tokens. The host then chooses among the continuations of all
+beams:
 
     each beam has at least 2 W candidates, its most probable continuations
     candidates that end with an end-of-sequence token are complete; the best W others continue

@@ -70,7 +70,7 @@ class EngineCore:
       guard: allows one change at a time, and restarts the engine after an interrupted change.
       stats: totals that the engine itself counts; see `total_stats`.
       clock: measures the phases of a step.
-      block_meter: counts blocks after each step.
+      block_meter: counts used blocks after each step.
       postprocessor: appends tokens to samples.
       step_runner: runs plans of the scheduler.
       weight_swap: replaces the weights.

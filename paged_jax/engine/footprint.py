@@ -10,7 +10,7 @@
     overhead   the allocator's data about a block; for bfloat16 and float8 pools on CPUs also the
                copies that XLA makes of the pools
     group      layers that keep the same tokens; most models have one group. The first has P blocks,
-               the others ``min(P, S * w)``, where w is the maximum that a slot holds of its window
+               the others ``min(P, S * w)`` if a slot needs at most w blocks for its window
 
 `Engine` and `python -m paged_jax.plan` use the same numbers. Weights, state and blocks are exact.
 The step is an upper bound. Tests compare it with the temporary memory of compiled programs. In
@@ -25,12 +25,12 @@ bytes, for N tokens in the program::
 
     activations(N) = 4 N (max(3 F + k (3 Fx + 3 E), 4 (H + 2 K) D) + R E) + 4 MiB
 
-An MLP holds gate, up and their product; so do the k experts of a token, plus their inputs and
-outputs. Attention holds q, k and v as projected, rotated, and in the layout of the kernel. The
-residual stream has R = 4 arrays, but L + 1 on CPUs, where XLA keeps the output of every layer and
-adds them at the end. Attention reads the pool in tiles (the 4 MiB). On CPUs, each program may also
-copy the gate and up weights of one expert twice in float32, and, without our kernels, the weights
-of the whole model.
+An MLP needs memory for gate, up and their product. The k experts of a token need the same, and
+memory for their inputs and outputs. Attention needs q, k and v as projected, rotated, and in the
+layout of the kernel. The residual stream has R = 4 arrays. On CPUs it has L + 1, because XLA keeps
+the output of every layer and adds them at the end. Attention reads the pool in tiles (the 4 MiB).
+On CPUs, each program may also copy the gate and up weights of one expert twice in float32. Without
+the CPU kernels of this package, it may also copy the weights of the whole model.
 
 Sampling takes the logits, copies of them, and a copy of 5 * V bytes of each slot's state. The
 tests compile programs for CPUs; `tests.support.aot_parallel` compiles programs for GPUs and TPUs
@@ -77,7 +77,8 @@ _TABLE_BYTES = 8
 # Bytes per block in programs that look up blocks by content. Measured: 25.
 _SEARCH_BYTES = 28
 # XLA's CPU backend updates pools of these dtypes through a copy in the same dtype and a copy in
-# float32. They do not exist at the same time: 1.4 to 1.5 times the pools were measured.
+# float32. The two copies do not exist at the same time: together they take 1.4 to 1.5 times the
+# memory of the pools (measured).
 _COPIED_ON_CPU = (jnp.bfloat16, jnp.float8_e4m3fn)
 
 

@@ -116,7 +116,7 @@ def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:
       tensor_parallel_size: the option `tensor_parallel_size` of the engine.
 
     Raises:
-      ValueError: there are fewer devices, or both options are given.
+      ValueError: there are fewer devices than `tensor_parallel_size`, or both options are given.
     """
     if tensor_parallel_size == 1:
         return mesh

@@ -217,7 +217,7 @@ class DeviceSpec:
 
     Attributes:
       platform: ``"gpu"`` or ``"tpu"``.
-      memory: bytes, where a GB is 10^9; slightly less than the device has.
+      memory: published memory in bytes. A GB is counted as 10^9 bytes; devices have slightly more.
       memory_rate: bytes per second that it reads from its memory.
       link_rate: bytes per second that it sends to others of its kind, over all links.
       operation_rate: operations per second in bfloat16, without sparsity.

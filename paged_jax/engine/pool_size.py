@@ -75,7 +75,7 @@ def _num_fitting_fraction(device: Any, footprint: Footprint, memory_fraction: fl
 
 
 def _check_host_holds(device: Any, footprint: Footprint, num_blocks: int) -> None:
-    """Check that the host can hold the pool; else the system would kill the process."""
+    """Check that the pool fits in host memory: otherwise the system would kill the process."""
     total = host_memory()
     num_bytes = footprint.pool_bytes(num_blocks)
     if device.platform == "cpu" and total is not None and num_bytes > total:

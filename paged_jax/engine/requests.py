@@ -135,9 +135,9 @@ class RequestTable:
 class Delivery:
     """Hands requests with new tokens to the calls that wait for them.
 
-    Requests share steps, so a step that one call runs may bring tokens for the request of another
-    call. That call subscribes to its request. Requests without a subscriber are kept until they are
-    taken.
+    Requests share steps, so a step that one call runs may draw tokens for requests of other calls.
+    Each call therefore subscribes to its requests. Requests without a subscriber are kept until
+    they are taken.
 
     Example:
       >>> delivery = Delivery()

@@ -97,7 +97,7 @@ class Stopwatch:
 
     Attributes:
       seconds: seconds of the blocks since `reset`, without blocks that compiled a program.
-      waited: seconds that the host waited for prefilling.
+      waited: seconds that the host waited for queued programs in `Executor.check`.
       has_compiled: whether a program was compiled in a block.
     """
 

@@ -27,7 +27,7 @@ from paged_jax.models.matrices import SCALE, quantise
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner.executor import Executor
 
-# Fields of a config that do not change what a model computes.
+# Fields of a config that do not affect the outputs of a model.
 _IRRELEVANT = {
     "max_position_embeddings",
     "initializer_range",
@@ -319,7 +319,7 @@ class EngineAsleepError(RuntimeError):
 
 
 class Sleep:
-    """State of an engine's sleep, and its weights in host memory.
+    """Sleep state of an engine, and the weights that it keeps in host memory meanwhile.
 
         awake --begin(1)--> weights on the host --end--> awake
         awake --begin(2)--> no weights --update_params--> weights on the device --end--> awake

@@ -34,8 +34,8 @@ _TOKEN_MASKS = "choice of tokens by grammars"
 # Maximum seconds that the reader of a result waits for the thread that makes the next call. A call
 # needs the GIL for 0.15 to 0.35 ms. If the reader takes the GIL first, the call may wait for 5 ms,
 # and the device with it. Measured with `python -m benchmarks.host` on 2 busy cores and a device
-# with 4.5 ms per step: the device waits 0.6 to 1.8 ms per dispatch without this, 0.5 to 0.6 ms with
-# it.
+# with 4.5 ms per step: the device waits 0.6 to 1.8 ms per dispatch if the reader does not wait, 0.5
+# to 0.6 ms if it does.
 _HEAD_START = 3e-4
 
 

@@ -58,7 +58,7 @@ class ModelRunner:
         self.executor.warmup(report)
 
     def prefill(self, chunks: Collection[tuple[Sequence, int]]) -> None:
-        """Prefill chunks of sequences: ``(sequence, number of tokens)`` each."""
+        """Prefill chunks: pairs of a sequence and the number of its next tokens to prefill."""
         chunks, sizes = list(chunks), self._sizes
         counts = [count for _, count in chunks]
         for width, num_rows, indices in pack(counts, sizes.max_chunk, sizes.num_slots):
@@ -74,7 +74,10 @@ class ModelRunner:
             self.executor.run_unchecked(prefill.call(token_ids, slots, num_tokens))
 
     def score(self, sequence: Sequence, count: int) -> Scores:
-        """Prefill `count` tokens of a sequence, and return the probabilities of the next tokens."""
+        """Prefill `count` tokens of a sequence, and return the scores of the next tokens.
+
+        The arrays of the result are on the host and have `count` rows.
+        """
         self.slots.flush()
         width, end = self._sizes.score_width, sequence.num_computed + count
         slots, parts = np.array([slot_of(sequence)], np.int32), []

@@ -92,7 +92,7 @@ def _require(holds, name: str, rule: str, value) -> None:
 
 
 def draw_tables(tables: BlockTables, title: str) -> str:
-    """Draw the blocks of every sequence, and the pool with its free, held and shared blocks.
+    """Draw the blocks of every sequence, and the pool with its free, used and shared blocks.
 
     Args:
       tables: the block tables; they are copied to the host.
@@ -165,7 +165,7 @@ def _draw_slot(tables: BlockTables, slot: int, length: int, counts: np.ndarray) 
             f"    logical {logical:3d} -> physical {physical:4d}   {tokens:18s}"
             f"{last - first + 1:3d} of {size} places{sharing}"
         )
-    # Show the first held token, one in the middle, and the last one.
+    # Show the first token that is not freed, a token in the middle, and the last token.
     first = min(begin * size, length - 1)
     for position in sorted({first, max(length // 2, first), length - 1}):
         lines.append(f"    {locate_token(tables, slot, position)}")

@@ -204,7 +204,7 @@ def _publish_alike(
     """Cache the blocks that the first group has cached.
 
     `tables` belong to another group. `before` and `after` are the tables of the first group before
-    and after `publish`. The other arguments are those of `publish`.
+    and after `publish`. See `publish` for the other arguments.
     """
     leading, is_full = _full_blocks(after, slots, columns)
     is_cached = is_full & after.pool.is_cached[leading]

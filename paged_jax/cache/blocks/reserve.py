@@ -125,7 +125,7 @@ def begin_reserve(
 ) -> Reservation:
     """Prepare `reserve` and check whether it is possible.
 
-    The arguments are those of `reserve`; `function` is the name in error messages.
+    See `reserve` for the arguments. `function` is the name in error messages.
     """
     num_tokens = as_slot_values(function, "num_tokens", num_tokens, jnp.int32, tables)
     check_positive(function, max_tokens=max_tokens)
@@ -249,8 +249,8 @@ def plan_shared_writes(tables: BlockTables, is_writer: jax.Array) -> SharedWrite
     is_shared = is_writer & (refs > 1)
     block = jnp.where(is_shared, last, num_blocks)
 
-    # Compare all pairs of slots instead of a scatter, in which the writers of a block would
-    # contend. Reduce over the rows, because XLA vectorises that on a CPU.
+    # Compare all pairs of slots: in a scatter, the writers of a block would contend. Reduce over
+    # the rows, because XLA vectorises that on a CPU.
     is_same_SS = block[:, None] == block[None, :]
     num_writers = jnp.sum(is_same_SS, axis=0, dtype=jnp.int32)
     last_writer = jnp.max(jnp.where(is_same_SS, slots[:, None], -1), axis=0)
@@ -371,7 +371,7 @@ def plan(
 def num_possible(tables: BlockTables, limits: jax.Array, *, max_tokens: int) -> jax.Array:
     """Return the number of tokens per slot that `plan` has blocks for, at most `max_tokens`.
 
-    The arguments are those of `plan`.
+    See `plan` for the arguments.
     """
     max_tokens = min(max_tokens, tables.max_blocks_per_slot * tables.block_size)
     return _num_possible(tables, limits, plan_shared_writes(tables, limits > 0), max_tokens)

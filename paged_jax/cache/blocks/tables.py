@@ -380,7 +380,7 @@ def reorder(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.A
 
 
 def release(tables: BlockTables, mask: jax.Array) -> BlockTables:
-    """Empty slots and free the blocks that no other slot holds.
+    """Empty slots and free the blocks that no other slot uses.
 
     Cached blocks join the tail of the free queue, slot by slot. The end of a sequence is freed
     before its beginning, because other sequences are more likely to share the beginning. Other
@@ -450,7 +450,7 @@ def truncate(tables: BlockTables, lengths: jax.Array, *, max_tokens: int) -> Blo
 
 
 def _follow(tables: BlockTables, parents: jax.Array) -> BlockTables:
-    """Return tables in which each slot has the row of its parent; `parents` is i32[S].
+    """Return tables that give each slot the row of its parent; `parents` is i32[S].
 
     Reference counts are not updated.
     """
