@@ -125,8 +125,9 @@ def _forward(ops: AttentionOps, primals: AttentionArgs, options: Options):
             f"paged attention: pools must be floating point for a gradient in them, got "
             f"{pools.k.dtype}. Stop the gradient in pools and scales with jax.lax.stop_gradient."
         )
-    # Keep one layer only. Each layer of a model writes to the pools before it reads them, so each
-    # would otherwise keep its own version of the whole pools until the backward pass.
+    # Keep only the layer that the call reads. Each layer of a model writes to the pools before it
+    # reads them, so each layer would otherwise keep its own version of the whole pools until the
+    # backward pass.
     kept = Pools(*(lax.dynamic_index_in_dim(pool, layer, keepdims=True) for pool in pools[:2]))
     args = args._replace(pools=kept, layer=jnp.zeros_like(layer))
     return (out, lse), _Residuals(args, out, lse, layer, pools.k.shape[0])
@@ -151,7 +152,7 @@ def _backward(ops: AttentionOps, options: Options, residuals: _Residuals, bars):
             for pool, bar in zip(args.pools[:2], (gradients.k, gradients.v), strict=True)
         )
         pools_bar = Pools(k_bar, v_bar)
-    # None means no gradient: for integers, missing sinks, and pools if not requested.
+    # None means no gradient: for integers, for sinks that are None, and for pools if not requested.
     args_bar: Any = AttentionArgs(gradients.q, pools_bar, None, None, None, gradients.sinks, None)  # type: ignore
     return (args_bar,)
 
@@ -161,8 +162,8 @@ def _only_layer(
 ) -> jax.Array:
     """Return the gradient in a whole pool: zero except for the first D lanes of one layer."""
     bar = jnp.pad(bar, ((0, 0),) * 3 + ((0, pool.shape[-1] - bar.shape[-1]),)).astype(pool.dtype)
-    # `jnp.where`, because for an update of zeros XLA would create the zeros once and copy them for
-    # K and V.
+    # Do not update an array of zeros: XLA would create the zeros once and copy them for K and for
+    # V.
     is_layer = jnp.arange(num_layers, dtype=jnp.int32) == layer
     return jnp.where(jnp.expand_dims(is_layer, (1, 2, 3, 4)), bar[None], 0)
 
@@ -271,8 +272,8 @@ def _prefill_gradients(
     if q.size == 0:
         return bars
 
-    # With bfloat16 queries the keys are usually bfloat16 too. GPUs multiply in TF32, which
-    # represents them exactly.
+    # With bfloat16 queries the keys are usually bfloat16 too. The default precision of GPUs, TF32,
+    # represents bfloat16 exactly.
     precision = "highest" if jnp.finfo(q.dtype).bits >= 32 else "default"
     dot = functools.partial(jnp.einsum, precision=precision)
     chunks, queries = _tile_sizes(B, T)
@@ -422,7 +423,7 @@ def _weights(
 
 
 def _blocks_and_heads(blocks_BM: jax.Array, num_kv_heads: int) -> tuple[jax.Array, jax.Array]:
-    """Return the index of ``[P, K, ...]`` that gives ``[B, K, M, ...]``."""
+    """Return the index that gathers ``[B, K, M, ...]`` from an array ``[P, K, ...]``."""
     return blocks_BM[:, None], jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
 
 

@@ -134,7 +134,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, platform: str | None, 
     if platform is not None:
         module = ctx.module_context
         if tuple(module.platforms) != (platform,):
-            # The caches hold functions that were lowered for all platforms of the module.
+            # Use empty caches: those of the module hold functions lowered for all of its platforms.
             caches = {"lowering_cache": {}, "cached_primitive_lowerings": {}}
             module = module.replace(platforms=(platform,), **caches)
         ctx = ctx.replace(module_context=module, platforms=None)

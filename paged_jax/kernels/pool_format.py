@@ -13,7 +13,7 @@ QUANTISED: dict[Any, float] = {
     jnp.dtype(jnp.float8_e4m3fn): 448.0,
 }
 
-# Elements of the last dimension that a TPU moves at a time, called lanes.
+# Lanes of a TPU register: elements of the last dimension that a TPU moves at a time.
 LANES = 128
 
 

@@ -72,8 +72,8 @@ def _take_rows_as_is(matrix: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _take_rows_as_bits(matrix: jax.Array, rows: jax.Array) -> jax.Array:
-    # The barrier keeps the cast in the loop step of the caller, fused with the gather. Before
-    # the loop, it would be a copy of the whole matrix.
+    # The barrier keeps the cast in the caller's loop step, fused with the gather. XLA would
+    # otherwise move it in front of the loop, where it would copy the whole matrix.
     matrix, rows = lax.optimization_barrier((matrix, rows))
     bits = lax.bitcast_convert_type(matrix, BITS[matrix.dtype])
     return lax.bitcast_convert_type(_take_rows_as_is(bits, rows), matrix.dtype)

@@ -401,7 +401,7 @@ def _without_gradient(function: str, new: jax.Array) -> jax.Array:
 
 
 def _refuse_gradient(function, primals, tangents):
-    # Rounding has no useful derivative, and a silent zero would look like one.
+    # Rounding has no useful derivative. A derivative of zero without an error would hide this.
     if not isinstance(tangents[0], SymbolicZero):
         raise NotImplementedError(
             f"{function}: the pools must be floating point for a gradient in what is written, got "

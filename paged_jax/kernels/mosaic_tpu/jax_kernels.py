@@ -1,9 +1,9 @@
 """Kernels that JAX ships for TPUs: ragged paged attention and megablox's grouped matmul.
 
 Ragged batches use pages with interleaved keys and values, the layout of JAX's kernel. Reading them
-needs special loads, which that kernel has and its authors tune. `attend_ragged` works around its
-defects: it hangs or gives wrong results if a sequence has no tokens, or if the last sequences have
-no queries; and it leaves rows without a sequence uninitialised.
+needs special loads, which that kernel has and its authors tune. `attend_ragged` works around the
+defects of the kernel. The kernel hangs or gives wrong results if a sequence has no tokens, or if
+the last sequences have no queries. It also leaves rows without a sequence uninitialised.
 
 The grouped matmul is megablox, after MegaBlocks (Gale et al., 2022, arXiv 2211.15841). XLA's own
 `jax.lax.ragged_dot` copies weights of the layout ``[X, out, in]``, and with fewer than 8 rows it

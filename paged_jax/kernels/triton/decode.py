@@ -367,7 +367,7 @@ def _load_tile(
     dtype: Any,
     instructions: Instructions,
 ) -> tuple[jax.Array, ...]:
-    """Load a tile of K or V: one array, or the even and the odd lanes of a pool of words."""
+    """Load a tile of K or V: one array, or for quantised pools the even and the odd lanes."""
     tile = kv.load_tile(half, *tokens)
     if is_quantised(kv.pool_dtype):
         return tuple(x.astype(dtype) for x in instructions.split_words(tile, kv.pool_dtype))

@@ -76,7 +76,7 @@ def pallas_call(
 def _mesh_of_device() -> AbstractMesh | None:
     """Return a mesh without axes on the GPU of `tuning.device`, or None if JAX knows the GPU."""
     if not (tuning.is_assumed() and get_abstract_mesh().empty):
-        # A mesh with axes must stay: the arrays are sharded over it.
+        # Keep a mesh with axes, because the arrays are sharded over it.
         return None
     device = tuning.device()
     gpu = AbstractDevice(device.kind or "NVIDIA H100", device.num_cores, "gpu")

@@ -295,8 +295,9 @@ def _fold_keys(
 ) -> tiles.OnlineSoftmax:
     """Fold the tokens that a tile of R rows sees into its softmax.
 
-    `q` is ``[R, lanes]`` and not scaled. `positions`, i32 ``[R]``, are the positions of the queries
-    in their sequence. `first` and `last` are the smallest and largest of them, without padding.
+    `q` is ``[R, lanes]``, not multiplied by ``options.scale``. `positions`, i32 ``[R]``, are the
+    positions of the queries in their sequence. `first` and `last` are the smallest and the largest
+    position, without padding.
     """
     dtype = tiles.operand_dtype(q.dtype, kv.pool_dtype)
     q, unit = tiles.fit_queries(q, dtype)

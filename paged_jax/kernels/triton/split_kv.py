@@ -45,14 +45,14 @@ from paged_jax.kernels.triton.pallas import Instructions, plgpu
 # later fill the gaps.
 _WAVES = 3
 
-# Cost of counting and merging, in loop steps of a program instance that has an SM for itself.
+# Cost of counting and merging, in loop steps of a program instance that runs alone on its SM.
 _MERGE_STEPS = 6
 
 # One sixth of the program instances that the GPU runs at a time saturates the memory bandwidth.
 _SATURATING = 6
 
-# Maximum loop steps of a sequence that is not split. One sequence may run alone for so long, after
-# all others have ended; this costs as much as a few merges.
+# A batch is split if a sequence can have more loop steps than this. Such a sequence could run on
+# after all others have ended, for longer than a few merges take.
 _LONG_STEPS = 16
 
 # Maximum batch size: each program instance holds the lengths of all sequences in registers.
@@ -253,7 +253,9 @@ def is_last_part(
     count: jax.Array,
     instructions: Instructions,
 ) -> jax.Array:
-    """Count a part that this program instance has stored; return whether it is the last.
+    """Increment the counter of a sequence; return whether this part is the last one.
+
+    The program instance must have stored its partial result.
 
     Args:
       counts_ref: i32 counters, zero when the kernel starts; updated.

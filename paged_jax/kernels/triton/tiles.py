@@ -40,9 +40,8 @@ _MAX_LANES = 256
 
 FLOATING = ("float32", "bfloat16", "float16")
 
-# Initial peak of the softmax. An initial peak of -inf would give exp2(-inf - (-inf)), which is NaN,
-# in rows that have seen no token. With a finite one, `fold` computes weights of exp2(-inf) = 0
-# there.
+# Initial peak of the softmax. It is finite, because -inf - (-inf) would give NaN in rows that have
+# seen no token. With this peak, all softmax weights of these rows are exp2(-inf) = 0.
 _LOWEST = float(np.finfo(np.float32).min)
 
 

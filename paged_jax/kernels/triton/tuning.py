@@ -270,7 +270,8 @@ _STEP_BYTES = 32 * 1024
 
 
 def _decode_rule(shape: Shape) -> DecodeParams:
-    # 128 tokens of 32 lanes spill registers with groups of 12 query heads and an fp8 pool.
+    # With 32 lanes, steps of 128 tokens spill registers for groups of 12 query heads and an fp8
+    # pool.
     max_tokens = 128 if _lanes(shape) >= 64 else 64
     step_tokens = _STEP_BYTES // token_bytes(shape)
     if is_quantised(shape.pool_dtype) and not _is_exact(shape) and shape.group <= 8:
@@ -339,7 +340,7 @@ _LARGE_ARCHITECTURES = (9, 10)
 
 def _prefill_rule(shape: Shape, device: GpuInfo, is_ragged: bool) -> PrefillParams:
     if _is_exact(shape):
-        # The conversion of a quantised pool needs more registers.
+        # A quantised pool has fewer rows, because its conversion needs more registers.
         query_rows = 32 if shape.pool_dtype == "float32" else 16
         return PrefillParams(query_rows, step_tokens=16, num_warps=8, num_stages=3)
     architecture = device.compute_capability[0]
@@ -355,7 +356,7 @@ def _prefill_rule(shape: Shape, device: GpuInfo, is_ragged: bool) -> PrefillPara
             # A third stage exceeds 99 KB by 1 KB.
             return PrefillParams(64, 32, num_warps=8, num_stages=2)
         if is_ragged and architecture == 8 and _lanes(shape) == 128:
-            # Steps of 64 tokens spill in the loop, because a ragged tile takes more registers.
+            # Steps of 64 tokens spill registers, because a ragged tile takes more of them.
             return PrefillParams(128, 32, num_warps=8, num_stages=3)
     step_tokens = min(max(_STEP_BYTES // token_bytes(shape), 16), 64)
     # With these sizes the float32 accumulator (rows x lanes) takes 64 registers per thread.

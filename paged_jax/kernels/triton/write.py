@@ -114,7 +114,7 @@ def _write(interpret: Interpret, args: WriteArgs) -> Pools:
 
 @_write.defjvp
 def _write_jvp(interpret, primals, tangents):
-    # The derivative of a write is a scatter.
+    # Differentiate the same write in plain JAX, because JAX cannot differentiate the kernel.
     _, out_dot = jax.jvp(general_backend().write, primals, tangents)
     return _write(interpret, *primals), out_dot
 
@@ -225,9 +225,9 @@ def _quantise(parts: Sequence[jax.Array], dtype: Any) -> tuple[list[jax.Array], 
 
 
 def _round_half_to_even(x: jax.Array) -> jax.Array:
-    """Return `jnp.round` of numbers in the range of int32, as i32.
+    """Round numbers in the range of int32 like `jnp.round`, and return them as i32.
 
-    The usual trick is to add and subtract 1.5 * 2**23, but compilers remove both.
+    The usual trick is to add and subtract 1.5 * 2**23, but compilers remove both operations.
     """
     whole = jnp.abs(x).astype(jnp.int32)
     rest = jnp.abs(x) - whole.astype(x.dtype)  # exact
@@ -308,7 +308,7 @@ def _rope_write_kernel(
     q_ref, k_pool_ref, v_pool_ref, *scale_refs = refs[num_pools:]  # the outputs
     k_scale_ref, v_scale_ref = scale_refs or (None, None)
 
-    # Consecutive program instances read consecutive heads of the same tokens.
+    # Consecutive program instances read consecutive heads of the same tile of tokens.
     head = lax.rem(pl.program_id(0), jnp.int32(num_heads))
     kv_head, place = lax.div(head, jnp.int32(G + 2)), lax.rem(head, jnp.int32(G + 2))
     token = lax.div(pl.program_id(0), jnp.int32(num_heads)) * rows
@@ -387,7 +387,7 @@ def copy_blocks(args: CopyArgs, interpret: Interpret = False) -> Pools:
 
 def _copy_kernel(sources_ref, targets_ref, *pool_refs, num_blocks):
     pair, layer = pl.program_id(0), pl.program_id(1)
-    # No target is a source, so the order of the program instances does not matter.
+    # No target is also a source, so the order of the program instances does not matter.
     source, target = sources_ref[pair], targets_ref[pair]
     is_copy = (source >= 0) & (source < num_blocks) & (target >= 0) & (target < num_blocks)
 

@@ -25,7 +25,8 @@ from paged_jax.kernels.backend import Weight
 # Limits for splitting a matmul into two with half of the weight each. For more rows, packing the
 # weight is a small part of the work. For more inputs, the batched matmul of XLA's CPU library reads
 # outside of its buffers and may crash the process (jax 0.10.2: from 2048 inputs and 24 rows, or
-# 4096 inputs and 2 rows; never seen for fewer inputs and up to 32 rows). A test runs the limits.
+# 4096 inputs and 2 rows; never seen for fewer inputs and up to 32 rows). A test runs matmuls at
+# these limits.
 _HALVES_MAX_ROWS = 16
 _HALVES_MAX_INPUTS = 1536
 
