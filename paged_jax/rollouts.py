@@ -81,7 +81,7 @@ def rollout(
     The weights are an ordinary argument, so changed weights need no loading and no copy. Gradients
     do not flow through a rollout. Score the tokens with `model` to get gradients.
 
-    The cache has blocks for the full length of every prompt and sample, T and N tokens, even if
+    The cache has blocks for T tokens of every prompt and N tokens of every sample, even if
     prompts are short or rows stop early. An `Engine` allocates blocks as sequences grow, and
     stores common prefixes of prompts once; `LLM.rollout` generates the same tokens with an engine.
 
@@ -335,7 +335,7 @@ def _stop_ids(model: PagedModel, stop_token_ids: Sequence[int] | None) -> jax.Ar
     """Return the tokens that end a row, i32[1, X]."""
     if stop_token_ids is None:
         stop_token_ids = model.config.eos_token_ids
-    for token_id in stop_token_ids:  # may exceed the vocabulary: a tokenizer may have more tokens
+    for token_id in stop_token_ids:  # a tokenizer may have more tokens than the model
         if not is_int(token_id) or not 0 <= token_id < 2**31:
             rule = f"must hold token ids >= 0 and < 2**31, got {token_id!r}. Pass () for none."
             raise ArgumentError("rollout", rule, "stop_token_ids")

@@ -1,8 +1,9 @@
 """The paged KV cache: K and V of every token in blocks, and the block tables of the sequences.
 
 A cache is a list of groups. The layers of a group keep the same tokens, so they share block tables
-and pools. Most models have one group. Models with sliding windows in some layers have two: full
-attention layers keep all tokens, layers with a window free the blocks that leave it and need fewer.
+and pools. Most models have one group. Models with sliding windows in some layers have two groups:
+layers with full attention keep all tokens; layers with a window free the blocks that leave the
+window, so they need fewer blocks.
 The slots of all groups are the same, and so are their lengths::
 
     layers  0  1  2  3  4  5          groups[0]  all tokens      layers 5 and 11

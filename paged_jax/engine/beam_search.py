@@ -194,7 +194,7 @@ class BeamChoice:
                 (beam.cum_logprob + logprob, parent, token_id)
                 for parent, beam in enumerate(self.beams)
                 for token_id, logprob in zip(top_ids[parent], top_logprobs[parent], strict=True)
-                if logprob > -math.inf  # a suppressed token
+                if logprob > -math.inf  # skip suppressed tokens
             ),
             # Stable sort: for equal scores, the continuation of the better beam comes first.
             key=lambda candidate: -candidate[0],
@@ -260,8 +260,8 @@ class BeamChoice:
 def num_candidates(width: int, num_end_ids: int) -> int:
     """Return the number of next tokens to consider per beam, so that W beams can continue.
 
-    W of them must not be end-of-sequence tokens, so this is W plus the number of end-of-sequence
-    tokens, at least 2 W.
+    At least W of them must not be end-of-sequence tokens, so this is W plus the number of
+    end-of-sequence tokens, at least 2 W.
     """
     return width + max(width, num_end_ids)
 

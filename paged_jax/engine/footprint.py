@@ -67,8 +67,8 @@ from paged_jax.sampling.state import SlotSampling
 
 # Bytes of the tiles of attention, see the docstring of the module.
 _TILE_BYTES = 4 << 20
-# Arrays of the residual stream, except on CPUs. Measured, in addition to the largest array of a
-# layer: 3.3 on an H200, none on TPUs (jax 0.12.0).
+# Number of arrays of the residual stream (R), except on CPUs. Measured in addition to the largest
+# array of a layer: 3.3 arrays on an H200, none on TPUs (jax 0.12.0).
 _RESIDUALS = 4
 # Bytes per logit of a step that samples. Measured: 8.7 arrays of 4 bytes (jax 0.10.2).
 _CHOICE_BYTES = 40
@@ -285,7 +285,7 @@ def weight_layout(
       num_devices: number of devices that compute the model together.
     """
     shard = DeviceShard("", config.vocab_size, num_devices) if num_devices > 1 else None
-    # Stacked layers, if the model allows them, are traced once instead of L times.
+    # Stack the layers if the model allows it: then a layer is traced once instead of L times.
     model_class = functools.partial(Llama, shard=shard)
     return ModelSpec(model_class, config, dtype, config.can_scan_layers).parameters()
 

@@ -131,7 +131,7 @@ def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:
             f"Engine: tensor_parallel_size must be at most {len(devices)}, the number of "
             f"{devices[0].platform} devices that JAX finds, got {tensor_parallel_size}."
         )
-    # If all devices are used, JAX orders them by their links. Otherwise use the first ones.
+    # If all devices are used, JAX orders them by their links. Otherwise use the first devices.
     is_all = tensor_parallel_size == len(devices)
     return jax.make_mesh(
         (tensor_parallel_size,), ("tp",), devices=None if is_all else devices[:tensor_parallel_size]

@@ -126,7 +126,7 @@ def _cgroup_limits() -> list[int]:
         if controllers not in ("", "memory"):
             continue
         root, name = _CGROUPS, "memory.max"
-        if controllers:  # version 1
+        if controllers:  # control groups, version 1
             root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
         path = root / group.lstrip("/")
         limits += [_read_limit(folder / name) for folder in (path, *path.parents)]

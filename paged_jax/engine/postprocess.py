@@ -167,7 +167,7 @@ class Postprocessor:
     def append_prompt_logprobs(
         self, request: Request, scores: Scores, *, start: int, count: int
     ) -> None:
-        """Append the prompt log-probabilities that a chunk of the prompt gives.
+        """Append the log-probabilities of the prompt tokens that follow the tokens of a chunk.
 
         Args:
           request: a request with `prompt_logprobs`.

@@ -167,11 +167,12 @@ class StepClock:
         """
         stats, running = self._stats, self.running
         prefill_seconds = decode_seconds = 0.0
-        # Prefilling only queues programs; the host waits for them during `decoding`.
+        # Prefilling only queues programs. The host waits for them during `decoding`, so move this
+        # waiting time from decoding to prefilling.
         if plan.chunks and not running.has_compiled:
             prefill_seconds = self.prefilling.seconds + running.waited
             self._num_prefilled += sum(count for _, count in plan.chunks)
-        # After a compilation, the decoding time alone is not known.
+        # If a program was compiled, the decoding time alone is not known, so it is not counted.
         if tokens is not None and not self.decoding.has_compiled:
             decode_seconds = self.decoding.seconds - running.waited
             stats.num_decode_tokens += int(tokens.num_new.sum())

@@ -243,7 +243,7 @@ def _assembling(
 
 
 def _writing(function: Callable[..., Any], places: tuple[Any, ...]) -> Callable[..., Any]:
-    # `buffers` is not read: its memory is reused for the results.
+    # The program does not read `buffers`, which are donated so that the results use their memory.
     return jax.jit(function, donate_argnums=1, keep_unused=True, out_shardings=list(places))
 
 

@@ -153,8 +153,8 @@ def decode_steps(
 
     def decode_step(carry: tuple[Any, _Batch, jax.Array]) -> tuple[Any, _Batch, jax.Array]:
         pools, batch, _ = carry
-        # The barrier keeps operations on weights in the loop. Otherwise XLA moves them out: on CPU
-        # the conversion of all bfloat16 weights to float32, in every dispatch.
+        # The barrier keeps operations on weights in the loop. If XLA moved them before the loop,
+        # every dispatch on CPUs would first convert all bfloat16 weights to float32.
         weights, active = lax.optimization_barrier((model, batch.is_running))
         places = next_places(cache, block_tables, batch.lengths, active)
         logits, pools = weights.decode_at(
@@ -274,7 +274,7 @@ class _Batch:
 
     @classmethod
     def take(cls, state: DecodeState, slots: jax.Array, max_steps: int, num_top: int) -> "_Batch":
-        """Return the rows of some slots, without drawn tokens."""
+        """Return a batch of `slots` i32[B], without drawn tokens; negative slots are padding."""
         rows = _drop(slots, state.cache)
         parts = (state.token_ids, state.stop_ids, state.max_lengths)
         batch = cls(

@@ -277,7 +277,7 @@ class Executor:
         start, compiled = time.perf_counter(), self.compile_seconds
         for call in self.compile_all(report):
             self.run(call)
-        self._compiled |= {_ASSIGNMENT, _TOKEN_MASKS}  # warmup reports no compilation of these
+        self._compiled |= {_ASSIGNMENT, _TOKEN_MASKS}  # do not report the compilation of these
         self.write_token_masks(TokenMasks.create(self.sizes, self.vocab_size))
         # An assignment must write to a slot. Compile the programs for 1 row and for several rows.
         first = Assignment(0, SamplingParams(), [0], num_prompt_tokens=1, seed=0, max_length=2)
@@ -354,7 +354,7 @@ class Executor:
         self.compile_seconds += time.perf_counter() - start
 
 
-# Jitted as a whole. Otherwise a separate program would be compiled and kept for each array.
+# Jit this function as a whole. Otherwise a program would be compiled and kept for each array.
 def _empty_state(
     config: LlamaConfig, sizes: Sizes, num_blocks: int, cache_dtype: DTypeLike, platform: str
 ) -> DecodeState:

@@ -54,7 +54,7 @@ class Scores(NamedTuple):
     logprobs: jax.Array  # f32 [T]
     ranks: jax.Array  # i32 [T], 1 is the most probable token
     top_ids: jax.Array  # i32 [T, N], the N most probable tokens
-    top_logprobs: jax.Array  # f32 [T, N]
+    top_logprobs: jax.Array  # f32 [T, N], log-probabilities of `top_ids`
 
 
 @short_repr
@@ -62,7 +62,7 @@ class BeamTokens(NamedTuple):
     """Candidate tokens of each beam; fetched in one transfer."""
 
     top_ids: jax.Array  # i32 [B, N], the N most probable tokens in descending order
-    top_logprobs: jax.Array  # f32 [B, N]
+    top_logprobs: jax.Array  # f32 [B, N], log-probabilities of `top_ids`
     free_blocks: tuple[jax.Array, ...]  # i32 [] each, free blocks of each group of layers
     ok: jax.Array  # bool [], False if there were too few free blocks
 
@@ -380,7 +380,7 @@ def _zeros(*shape: int) -> np.ndarray:
 
 
 def shapes_of(state: DecodeState) -> Any:
-    """Return the shapes, dtypes and shardings of the state, to compile programs without it."""
+    """Return shapes, dtypes and shardings of the state, to compile while the state is freed."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )

@@ -86,7 +86,7 @@ class Sizes(NamedTuple):
         return min(SWAP_WIDTH, self.max_blocks_per_slot)
 
 
-# Chunks are padded to powers of two from this number on.
+# Minimum length to which chunks are padded. Larger lengths are powers of two.
 MIN_CHUNK = 16
 
 

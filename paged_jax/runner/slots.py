@@ -63,7 +63,7 @@ class Slots:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all slots and cached blocks, for a new and empty state of the executor."""
+        """Forget all slots and cached blocks, because the executor has a new, empty state."""
         self.num_resets += 1
         # For each slot: the sequence that was assigned to it, and the number of published blocks.
         self._owners: list[Sequence | None] = [None] * self._sizes.num_slots
@@ -108,7 +108,7 @@ class Slots:
         return num_found * C
 
     def _may_be_cached(self, digests: list[bytes]) -> list[bytes]:
-        """Return the digests to look up: up to the first that is certainly not cached."""
+        """Return the first digests of a sequence, without those that are certainly not cached."""
         if self._groups[0].sliding_window is None:
             return list(itertools.takewhile(self._published.__contains__, digests))
         # Windows need only the last blocks of a prefix: look up to the last that may be cached.

@@ -253,7 +253,7 @@ class Weights:
 
     @property
     def device(self) -> Any:
-        """The `jax.Device` of the weights, or one of several."""
+        """The `jax.Device` of the weights; one of the devices if there are several."""
         return next(iter(self.layout[0].sharding.addressable_devices))
 
     def bytes_on(self, device: Any) -> int:

@@ -227,7 +227,7 @@ def _publish_alike(
 def _full_blocks(
     tables: BlockTables, slots: jax.Array, columns: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the blocks at positions of the table, i32[N], and whether each is held and full."""
+    """Return the blocks at positions of the table, i32[N], and whether each exists and is full."""
     is_slot = (slots >= 0) & (slots < tables.num_slots)
     slots = jnp.where(is_slot, slots, 0)
     is_full = is_slot & (columns >= 0) & (columns < tables.lengths[slots] // tables.block_size)

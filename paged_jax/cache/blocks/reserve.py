@@ -278,7 +278,7 @@ def plan_columns(
     length `end` gets a new block.
 
     Returns:
-      i32[S, W] and bool[S, W].
+      i32[S, W], the columns, and bool[S, W], whether each column gets a new block.
     """
     # The number of columns, W. Only the first column can belong to a partly filled block, so
     # max_tokens = 1 gives W = 1.
