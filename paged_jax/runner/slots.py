@@ -108,7 +108,7 @@ class Slots:
         return num_found * C
 
     def _may_be_cached(self, digests: list[bytes]) -> list[bytes]:
-        """Return the first digests of a sequence, without those that are certainly not cached."""
+        """Return the longest prefix of `digests` that the device may have cached, to look it up."""
         if self._groups[0].sliding_window is None:
             return list(itertools.takewhile(self._published.__contains__, digests))
         # Windows need only the last blocks of a prefix: look up to the last that may be cached.
