@@ -74,7 +74,7 @@ class CompiledBackend(Backend, Protocol):
     """
 
     def unavailable(self, problem: Problem) -> str | None:
-        """Compile the kernel for a problem, or return why this machine cannot."""
+        """Compile the kernel for a problem; return why this machine cannot, or None if it can."""
         ...
 
 

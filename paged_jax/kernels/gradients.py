@@ -336,7 +336,7 @@ def _read_rows(
     def read(x: jax.Array) -> jax.Array:
         x = x.at[chunk_B[:, None], token_T[None]].get(mode="fill", fill_value=0)
         x = x.astype(wider_dtype(x.dtype, jnp.float32))
-        # Padding may be NaN, which a weight of zero does not remove from a sum over queries.
+        # Padding may be NaN. Set it to 0, because 0 * NaN would be NaN in sums over queries.
         x = jnp.where(jnp.expand_dims(is_query_BT, range(2, x.ndim)), x, 0)
         B, T, H, *D = x.shape
         x = x.reshape(B, T, num_kv_heads, H // num_kv_heads, *D)

@@ -168,7 +168,7 @@ def _plain_sum_rows(x: jax.Array, ones: jax.Array) -> list[jax.Array]:
 
 @dataclass(frozen=True)
 class _PlainLinear:
-    """The matmul in plain JAX."""
+    """The matmul in plain JAX, as a function of `x` and the arrays of a weight."""
 
     dtype: Any
 
@@ -360,7 +360,7 @@ class Cpu:
     is_any_missing = staticmethod(library.is_any_missing)
 
     def unavailable(self, problem: Problem) -> str | None:
-        """Compile the kernel for a problem, or return why this machine cannot."""
+        """Compile the kernel for a problem; return why this machine cannot, or None if it can."""
         op = "prefill" if problem.op == "prefill" else "decode"
         return load(Kernel(op, jnp.dtype(problem.pool_dtype))).why_not
 

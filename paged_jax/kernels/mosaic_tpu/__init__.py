@@ -71,7 +71,7 @@ class MosaicTpu:
         return MosaicTpu(interpret)
 
     def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """Decode or prefill."""
+        """Run a decode or a prefill."""
         return attend(args, options, self.interpret)
 
     def attend_ragged(

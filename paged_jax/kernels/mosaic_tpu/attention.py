@@ -90,7 +90,7 @@ def refusal(problem: Problem) -> str | None:
 def attend(
     args: AttentionArgs, options: Options, interpret: Interpret = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Decode or prefill. A decode is a prefill with chunks of one token."""
+    """Run a decode or a prefill. A decode is a prefill with chunks of one token."""
     if args.query_lens is not None:
         return _prefill(args, options, interpret)
     out, lse = _prefill(args.as_prefill(), options, interpret)

@@ -25,7 +25,7 @@ VMEM_BYTES = 48 << 20
 # A TPU v6e reads each in about half a microsecond (1.6 TB/s), and a copy takes about one
 # microsecond to arrive.
 _TILE_BYTES = 1 << 20
-# Maximum tokens in a tile of keys. Longer tiles waste more on short contexts.
+# Maximum tokens in a tile of keys. Longer tiles waste more work on short contexts.
 _MAX_KEYS = 512
 # Maximum rows in a tile of queries. For each byte of a bfloat16 pool, the matmuls take as many
 # operations as there are rows. In the time to read a byte, a TPU v6e can do 560 operations, and a

@@ -58,7 +58,7 @@ class Triton:
         return Triton(interpret)
 
     def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """Decode or prefill, in one launch."""
+        """Run a decode or a prefill, in one launch."""
         kernel = decode if args.query_lens is None else prefill
         return kernel(args, options, interpret=self.interpret)
 

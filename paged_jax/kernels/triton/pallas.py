@@ -41,7 +41,7 @@ def refusal() -> str | None:
 
 
 def gpu_refusal() -> str | None:
-    """Return why no kernel can be compiled for the GPU of `tuning.device`, or None."""
+    """Return why kernels cannot be compiled for the GPU of `tuning.device`, or None."""
     gpu = tuning.device()
     if gpu.compute_capability < _LEAST_CAPABILITY:
         needed, found = (".".join(map(str, x)) for x in (_LEAST_CAPABILITY, gpu.compute_capability))

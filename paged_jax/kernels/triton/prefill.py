@@ -278,7 +278,7 @@ def _attend_kernel(
             instructions,
         )
         out, lse = tiles.finish(softmax, options)
-        # Rows of padding have seen tokens too, so their results are replaced.
+        # Rows of padding have seen tokens too. Replace their results by 0 and -inf.
         write(jnp.where(is_query[:, None], out, 0.0), jnp.where(is_query, lse, -jnp.inf))
 
 

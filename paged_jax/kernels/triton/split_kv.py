@@ -143,7 +143,8 @@ def choose_num_parts(batch: int, kv_heads: int, max_steps: int, resident: int) -
     at_once = resident // kv_heads
     is_small = 2 * batch <= at_once
     num_parts = at_once - batch + 1 if is_small else max(_WAVES * resident // kv_heads, 1)
-    # Lower bounds of the time: one by bandwidth, one by the longest program instance.
+    # Two lower bounds of the time, in loop steps: `least_steps` from the bandwidth, and `longest`
+    # from the program instance with the most steps.
     least_steps = _SATURATING * batch * kv_heads * max_steps / resident
     longest = math.ceil(max_steps * batch / num_parts)
     saved_steps = max(max_steps, least_steps) - max(longest, least_steps)

@@ -323,7 +323,7 @@ def programs_per_core(shape: Shape, params: DecodeParams, device: GpuInfo) -> in
     step_bytes = params.step_tokens * (
         2 * lanes * jnp.dtype(shape.pool_dtype).itemsize + scale_bytes
     )
-    # All stages except the current one, and 8 KB for communication between threads.
+    # Shared memory has all stages except the current one, and 8 KB for communication of threads.
     shared_bytes = (params.num_stages - 1) * step_bytes + 8 * 1024
     limit = _MAX_LARGE_PROGRAMS if shape.group > 16 else _MAX_PROGRAMS
     return min(max(_shared_kilobytes(device) * 1024 // shared_bytes, 1), limit)

@@ -27,7 +27,7 @@ from paged_jax.kernels.opaque_call import take_or_fill
 from paged_jax.kernels.ragged import Chunks
 from paged_jax.kernels.rows import take_rows
 
-# Maximum tokens of a sequence in a loop step. Longer tiles waste more on short contexts.
+# Maximum tokens of a sequence in a loop step. Longer tiles waste more work on short contexts.
 TILE = 128
 
 # Maximum queries of a chunk in a tile.
@@ -363,7 +363,7 @@ def _fold(
     k: jax.Array,  # f32 [..., K, N, D]
     v: jax.Array,  # f32 [..., K, N, D]
     seen: jax.Array,  # bool [..., 1, R or 1, N]: the query attends to the token
-    valid: jax.Array,  # bool [..., 1, N]: at least one query attends to it, so its value is finite
+    valid: jax.Array,  # bool [..., 1, N]: some query attends to the token, so its value is finite
     soft_cap: float | None,
 ) -> _RunningSoftmax:
     """Fold a tile of N tokens into a softmax."""
