@@ -130,7 +130,7 @@ class EngineStep:
         return low
 
     def _pool_bytes(self, num_blocks: int, platform: str) -> int:
-        pools = self._cache(num_blocks, platform).pools
+        pools = self._cache(num_blocks, platform).group_pools
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pools)) // self.num_devices
 
     def _cache(self, num_blocks: int, platform: str) -> Any:
