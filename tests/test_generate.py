@@ -311,13 +311,12 @@ def test_usage_errors_are_a_single_line(run, args, message) -> None:
 
 
 def test_distributed_needs_a_cluster_that_jax_knows(run, monkeypatch) -> None:
-    def initialize(
-        *args, **kwargs
-    ):  # raises the error of JAX, which cannot be called after JAX was used
+    # JAX raises this error, but cannot be initialised here after its first use.
+    def initialize(*args, **kwargs):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(distributed, "initialize", initialize)
-    message = "cluster that JAX knows.*by --coordinator-address.*should be defined"
+    message = "cluster that JAX knows.*give --coordinator-address.*should be defined"
     check_mistake(run("--prompt", "ab", "--distributed"), message)
 
 

@@ -144,7 +144,7 @@ def test_add_request_changes_nothing_if_it_raises(engine, prompt, options, messa
 
 def test_add_request_rejects_requests_larger_than_the_pool(tiny_model) -> None:
     engine = Engine(tiny_model, **{**SIZES, "num_blocks": 12, "max_num_seqs": 2})
-    match = "pool of 12 blocks of 4 tokens, got 8 .* 42 new .* need 13"
+    match = "pool of 12 blocks of 4 tokens, got 8 .* 42 tokens to generate, which need 13"
     with pytest.raises(ValueError, match=match):
         engine.add_request(OTHER, dataclasses.replace(GREEDY, max_tokens=42))
     assert not engine.has_unfinished

@@ -374,7 +374,9 @@ def test_cache_groups_and_cache_map_show_all_groups(models, forward, jobs, kind)
         assert [line.split('window="')[1].split('"')[0] for line in lines] == ["all", str(WINDOW)]
 
     # Beam search finds the prompt in the cache and reports right log-probabilities.
-    [found] = beam_search(engine, [jobs[0].prompt], BeamSearchParams(beam_width=3, max_tokens=9))
+    [found] = beam_search(
+        engine.core, [jobs[0].prompt], BeamSearchParams(beam_width=3, max_tokens=9)
+    )
     for sequence in found.sequences:
         logprobs = forward(model, sequence.tokens)
         each = [logprobs[i - 1, sequence.tokens[i]] for i in range(90, 99)]
