@@ -77,7 +77,7 @@ class RequestTable:
             del self.unfinished[request.request_id]
 
     def take_ended(self, request_id: str) -> Request | None:
-        """Take a request that ended in a step that was cut short; None if there is none."""
+        """Remove and return a request that ended in an interrupted step; None if there is none."""
         for index, request in enumerate(self.ended):
             if request.request_id == request_id:
                 return self.ended.pop(index)

@@ -301,7 +301,7 @@ def _prefill_gradients(
 
 
 def _tile_sizes(batch: int, num_queries: int) -> tuple[int, int]:
-    """Return the number of chunks in a tile, and the number of queries of each."""
+    """Return the number of chunks in a tile, and the number of queries of each chunk."""
     queries = min(num_queries, QUERIES)
     return min(batch, QUERIES // queries), queries
 

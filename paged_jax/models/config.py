@@ -309,7 +309,7 @@ class LlamaConfig:
             if value != expected and not _are_close(value, expected):
                 raise ValueError(
                     f"LlamaConfig: {name} must be {expected!r} for model_type "
-                    f"{self.model_type!r} with all other fields as they are, got {value!r}."
+                    f"{self.model_type!r} with the other fields of this config, got {value!r}."
                 )
         return written
 

@@ -409,7 +409,7 @@ def compile_calls(
 
     def compile_call(call: Call) -> None:
         call = resolve(call, weights, state)
-        # JAX finds this executable when it lowers the same program for the same shapes again.
+        # JAX caches the executable. A later call with the same shapes does not compile again.
         call.program.lower(weights, state, *call.args, **call.static).compile()
 
     with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:

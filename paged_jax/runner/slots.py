@@ -42,7 +42,7 @@ class Slots:
 
     Attributes:
       swap_seconds: total seconds of copies between device and host, without compilation.
-      num_swapped_blocks: number of blocks copied in that time, see `num_swapped_blocks`.
+      num_swapped_blocks: number of blocks copied during `swap_seconds`.
       num_resets: number of times that the whole prefix cache was discarded.
     """
 

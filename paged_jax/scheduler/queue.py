@@ -216,7 +216,8 @@ class Queue:
 
     def drop(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended. The samples in its `siblings` join the queue."""
-        # A strong reference: the queue may hold the last other reference to the request.
+        # Keep the request alive until this method returns: sequences reference it weakly, and the
+        # queue may hold its last strong reference.
         request = sequence.request
         if sequence.slot is not None:
             self.free_slot(sequence)

@@ -214,7 +214,7 @@ class Answer(ABC):
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
     ) -> list[JsonDict]:
-        """Return the events of a stream for new parts of a prompt's samples.
+        """Return the stream events with the new text of the samples of a prompt.
 
         `prompt` is the index of the prompt in its request.
         """

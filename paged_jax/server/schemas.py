@@ -106,7 +106,7 @@ PromptLogprobs = list[dict[int, Candidate] | None]
 
 
 class CompletionChoice(Choice):
-    """A sample of a completion. An event of a stream has only its new text and tokens."""
+    """A sample of a completion. In a stream, each event has only the new text and tokens."""
 
     text: str
     logprobs: CompletionLogprobs | None = None

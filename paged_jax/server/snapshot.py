@@ -105,7 +105,7 @@ class StallDetector:
 
     @contextlib.contextmanager
     def arrival(self) -> Iterator[None]:
-        """Count a request as work while the context is active: from submission to first output."""
+        """Return a context in which the engine counts as busy, from submission to first output."""
         if not self._has_work:
             self._last_progress = time.perf_counter()
         self._num_arriving += 1

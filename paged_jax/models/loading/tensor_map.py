@@ -20,7 +20,7 @@ from paged_jax.models.rope import head_order
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _INNER = ("layers.", "embed_tokens.", "norm.")  # names that follow the prefix ``model.``
 
-# Parameters ``[E]`` of a layer and their tensors, unless the family has other names.
+# Tensor name of each one-dimensional parameter of a layer. A family may use other names.
 _VECTORS = {
     "input_norm": "input_layernorm.weight",
     "post_attention_norm": "post_attention_layernorm.weight",
