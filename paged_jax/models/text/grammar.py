@@ -137,19 +137,15 @@ class GrammarCompiler:
     @functools.cached_property
     def _ll_tokenizer(self) -> "LLTokenizer":
         if self._backend is None:
-            raise _error(
-                "must be None because the model has no tokenizer, got a schema or grammar."
-            )
+            raise _error("must be None because the model has no tokenizer, got a schema.")
         if not self._eos_token_ids:
-            raise _error(
-                "must be None because the model has no end-of-sequence token, got a schema or grammar."
-            )
+            raise _error("must be None because the model has no end token, got a schema.")
         try:
             from llguidance import LLTokenizer
         except ImportError:
             raise _error(
-                "must be None because llguidance is not installed, got a schema or grammar. Run: pip install "
-                '"paged-jax[structured]".'
+                "must be None because llguidance is not installed, got a schema. Run: "
+                'pip install "paged-jax[structured]".'
             ) from None
         num_tokens = self._backend.get_vocab_size(with_added_tokens=True)
         try:
