@@ -139,7 +139,9 @@ class GrammarCompiler:
         if self._backend is None:
             raise _error("must be None because the model has no tokenizer, got a schema.")
         if not self._eos_token_ids:
-            raise _error("must be None because the model has no end token, got a schema.")
+            raise _error(
+                "must be None because the model has no end-of-sequence token, got a schema."
+            )
         try:
             from llguidance import LLTokenizer
         except ImportError:
