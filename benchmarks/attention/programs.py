@@ -25,7 +25,7 @@ class Prepared(NamedTuple):
     """A compiled op.
 
     Attributes:
-      once: returns the result of one call for layer 0.
+      once: returns the result of a call for layer 0.
       program: the program to time.
     """
 

@@ -16,7 +16,7 @@ _QUANTISED = ("int8", "float8_e4m3fn")
 
 
 def record_line(record: Record) -> str:
-    """Return one line: time, bytes, rates, and the times of other kernels relative to this one."""
+    """Return one line: time, bytes, rates, and the relative times of other kernels."""
     if record["op"] == "prefill":
         rate = f"{record['tflop_s']:7.2f} TFLOP/s {record['of_matmul_rate']:4.0%} of matmul"
     else:

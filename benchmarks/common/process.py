@@ -40,7 +40,7 @@ def resident_bytes() -> tuple[int, int]:
 
         unit = 1 if sys.platform == "darwin" else 1024
         return 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    # ru_maxrss would be wrong: on Linux it includes the size of the process that started this one.
+    # ru_maxrss would be wrong: on Linux it includes the size of the parent process.
     fields = dict(line.split(":", 1) for line in lines)
     now, peak = (int(fields[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
     return now, peak

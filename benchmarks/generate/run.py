@@ -333,7 +333,7 @@ def main() -> int:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the results to this file"
     )
-    parser.add_argument("--memory", nargs=3, help=argparse.SUPPRESS)  # memory of one child process
+    parser.add_argument("--memory", nargs=3, help=argparse.SUPPRESS)  # memory of a child process
     options = parser.parse_args()
     if options.memory:
         folder, dtype, batch = options.memory

@@ -61,7 +61,7 @@ class Call(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """The program instances of one KV head.
+    """The program instances of a KV head.
 
     Attributes:
       tokens: number of tokens of each instance, in order; 0 for an instance without a part.

@@ -15,7 +15,7 @@ class Outcome:
       seconds: time until the last token was on the host.
       token_ids: generated tokens of each request.
       arrivals: arrival time of each request.
-      token_times: time at which each token of each request was on the host. Tokens of one dispatch
+      token_times: time at which each token of each request was on the host. Tokens of a dispatch
         arrive together.
       step_seconds: time of each decode step, or the mean per sequence or batch if steps are not
         timed individually.
@@ -36,7 +36,7 @@ class Outcome:
 
 
 def summary(outcome: Outcome) -> dict[str, float]:
-    """Return the figures of one run, rounded, for JSON.
+    """Return the rounded figures of a run, for JSON.
 
     ``ttft`` is the time from the arrival of a request to its first token, ``tpot`` the mean time of
     each further token of a request, ``gap`` the time between two deliveries of tokens to a request.

@@ -58,7 +58,7 @@ class Case:
       model: a key of `MODELS`.
       batch: number of sequences of a decode step.
       context: number of cached tokens of each sequence before the step.
-      chunk: number of prompt tokens of one sequence; 0 for a decode step.
+      chunk: number of prompt tokens of a sequence; 0 for a decode step.
       dtype: dtype of the weights.
       kv_dtype: dtype of K and V, as in `Engine`.
     """
