@@ -4,33 +4,25 @@ import functools
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
 from paged_jax import Engine, SamplingParams
-from paged_jax.cache.blocks import check_invariants
 from paged_jax.server import Limits, Settings, schemas
 from paged_jax.server.completion_answers import CompletionAnswer
 from tests.support.live_server import (
-    CHAT_TEMPLATE,
     GREEDY,
     LiveServer,
     error_of,
     events,
     wait_until,
 )
-from tests.support.tiny_model import BOS, SIZES, save_tiny_model
+from tests.support.tiny_model import BOS, SIZES
 
 PROMPTS = ["the cat sat", "in the house", "ab"]
 LIMITS = Limits(max_answer_logprobs=2000)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("serve"), chat_template=CHAT_TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -38,20 +30,6 @@ def shared_server(folder):
     engine = Engine(folder, **SIZES, steps_per_dispatch=2)
     with LiveServer(engine, Settings(model_name="tiny", limits=LIMITS)) as server:
         yield server
-
-
-@pytest.fixture
-def server(shared_server):
-    """Server that must have no running request and no leaked block after the test."""
-    yield shared_server
-    shared_server.wait_until_idle()
-    check_invariants(shared_server.engine.cache.tables)
-
-
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
-        yield client
 
 
 def offline(folder, prompt, **params) -> list[list[int]]:

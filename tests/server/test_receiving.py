@@ -5,7 +5,6 @@ import json
 import re
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import httpx
 import openai
@@ -16,7 +15,6 @@ from paged_jax.cache.blocks import check_invariants
 from paged_jax.server import Limits, Settings, bodies, service
 from tests.support.hostile_clients import answered_at_once, post, streams_beside
 from tests.support.live_server import (
-    CHAT_TEMPLATE,
     GREEDY,
     LiveServer,
     check_error,
@@ -37,29 +35,10 @@ LIMITS = Limits(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("serve"), chat_template=CHAT_TEMPLATE)
-
-
-@pytest.fixture(scope="module")
 def shared_server(folder):
     engine = Engine(folder, **SIZES, steps_per_dispatch=2)
     with LiveServer(engine, Settings(model_name="tiny", limits=LIMITS)) as server:
         yield server
-
-
-@pytest.fixture
-def server(shared_server):
-    """Server that must have no running request and no leaked block after the test."""
-    yield shared_server
-    shared_server.wait_until_idle()
-    check_invariants(shared_server.engine.cache.tables)
-
-
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
