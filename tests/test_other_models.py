@@ -171,7 +171,7 @@ def test_engine_runs_qwen3_of_tunix(example, capsys) -> None:
     with jax.numpy_rank_promotion("allow"):  # Tunix needs implicit broadcasting
         example.main()
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and all(line.endswith("forward: True") for line in lines)
+    assert len(lines) == 2 and all(line.endswith("forward pass: True") for line in lines)
 
 
 @pytest.mark.slow
