@@ -1,0 +1,258 @@
+"""Formats of weight matrices: plain floats, and 8-bit or 4-bit values with scales.
+
+A quantised matrix ``[*out, in]`` is divided into groups of consecutive inputs. An element is::
+
+    w[o, i] = number(values[o, i]) * scales[o, i // group_size] + mins[o, i // group_size]
+
+The minima are optional. The number of an 8-bit value is the value itself, int8 or float8_e4m3fn.
+The number of a 4-bit value is an entry of one of the tables in `CODES`. Two 4-bit values share a
+byte of `values`, uint8 ``[*out, in / 2]``: byte j of the 16 bytes for 32 inputs holds input j in
+its low bits, and input 16 + j in its high bits (the order of GGUF)::
+
+    inputs 32 b ... 32 b + 31        bytes 16 b ... 16 b + 15
+    0  1  2 ... 15                   | 16:0 | 17:1 | 18:2 | ... | 31:15 |    (high:low)
+
+Some tools reorder the inputs before they form groups. Then `order` lists the input of each column:
+column j of the stored matrix multiplies ``x[order[j]]``.
+
+The functions take and return arrays of NumPy or JAX.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+# Inputs whose 4-bit values are packed together, and their bytes.
+PACKED_INPUTS = 32
+PACKED_BYTES = PACKED_INPUTS // 2
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Quantiles of the normal distribution (QLoRA, arXiv 2305.14314, appendix E).
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
+_FP4 = (0.0, 0.0052083333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
+
+# The numbers of 4-bit values, by the name of the code.
+CODES: Mapping[str, np.ndarray] = {
+    "int4": np.arange(-8, 8, dtype=np.float32),
+    "uint4": np.arange(16, dtype=np.float32),
+    "e2m1": np.array([*_E2M1, *(-x for x in _E2M1)], np.float32),  # FP4 of the OCP MX formats
+    "nf4": np.array(_NF4, np.float32),  # of bitsandbytes
+    "fp4": np.array([*_FP4, *(-x for x in _FP4)], np.float32),  # of bitsandbytes
+}
+# Codes of one byte per value, with scales.
+BYTE_CODES = ("int8", "float8_e4m3fn")
+FLOAT_CODES = ("float32", "bfloat16", "float16")
+
+# Codes whose values are integers after multiplication by the factor. They fit in int8.
+_INTEGER_FACTORS = {"int4": 1, "uint4": 1, "e2m1": 2, "int8": 1}
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """Format of a matrix.
+
+    Attributes:
+      code: a name of `FLOAT_CODES`, `BYTE_CODES` or `CODES`.
+      group_size: inputs that share a scale, a divisor of the number of inputs; None for all inputs
+        of a row.
+      scale_dtype: float dtype of the scales; None for plain floats, which have no scales.
+      min_dtype: float dtype of the minima; None for no minima.
+      has_order: whether the inputs are reordered.
+    """
+
+    code: str
+    group_size: int | None = None
+    scale_dtype: str | None = None
+    min_dtype: str | None = None
+    has_order: bool = False
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the matrix has scales."""
+        return self.code not in FLOAT_CODES
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether two values share a byte."""
+        return self.code in CODES
+
+    @property
+    def value_dtype(self) -> np.dtype:
+        """Dtype of the array of values."""
+        return jnp.dtype("uint8" if self.is_packed else self.code)
+
+    def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Return shape and dtype of each array of a matrix, by its field of `WeightArrays`.
+
+        Args:
+          shape: shape of the matrix, ``[*out, in]``.
+        """
+        *rows, num_inputs = shape
+        columns = num_inputs // 2 if self.is_packed else num_inputs
+        arrays = {"values": ((*rows, columns), self.value_dtype)}
+        groups = (*rows, num_inputs // (self.group_size or num_inputs))
+        if self.scale_dtype is not None:
+            arrays["scales"] = groups, jnp.dtype(self.scale_dtype)
+        if self.min_dtype is not None:
+            arrays["mins"] = groups, jnp.dtype(self.min_dtype)
+        if self.has_order:
+            arrays["order"] = (num_inputs,), np.dtype(np.int32)
+        return arrays
+
+    def num_bytes(self, shape: tuple[int, ...]) -> int:
+        """Return the bytes of a matrix of a shape ``[*out, in]``."""
+        arrays = self.shapes(shape).values()
+        return sum(math.prod(each) * dtype.itemsize for each, dtype in arrays)
+
+
+class WeightArrays(NamedTuple):
+    """The arrays of a matrix ``[*out, in]``.
+
+    Attributes:
+      values: floats or 8-bit values ``[*out, in]``, or 4-bit values, uint8 ``[*out, in / 2]``.
+      scales: floats ``[*out, in / group_size]``; None for plain floats.
+      mins: floats ``[*out, in / group_size]``; None for no minima.
+      order: i32 ``[in]``, the input of each column; None for the original order.
+    """
+
+    values: Any
+    scales: Any = None
+    mins: Any = None
+    order: Any = None
+
+
+def pack(values: Any) -> Any:
+    """Pack 4-bit values uint8 ``[..., in]`` into uint8 ``[..., in / 2]``.
+
+    Example:
+      >>> pack(np.arange(32, dtype=np.uint8) % 16)[:3].tolist()
+      [0, 17, 34]
+    """
+    halves = values.reshape(*values.shape[:-1], -1, 2, PACKED_BYTES)
+    packed = halves[..., 0, :] | halves[..., 1, :] << 4
+    return packed.reshape(*values.shape[:-1], values.shape[-1] // 2)
+
+
+def unpack(packed: Any) -> Any:
+    """Return the 4-bit values uint8 ``[..., in]`` of packed values uint8 ``[..., in / 2]``."""
+    xp = packed.__array_namespace__()
+    blocks = packed.reshape(*packed.shape[:-1], -1, PACKED_BYTES)
+    values = xp.stack([blocks & 15, blocks >> 4], axis=-2)
+    return values.reshape(*packed.shape[:-1], packed.shape[-1] * 2)
+
+
+def numbers(values: Any, code: str) -> Any:
+    """Return the numbers float32 ``[..., in]`` of an array of values, see `CODES`."""
+    if code not in CODES:
+        return values.astype(np.float32)
+    if code == "uint4":
+        return unpack(values).astype(np.float32)
+    if code == "int4":
+        return unpack(values).astype(np.float32) - 8
+    xp = values.__array_namespace__()
+    return xp.asarray(CODES[code])[unpack(values)]
+
+
+def dequantise(arrays: WeightArrays, code: str) -> Any:
+    """Convert a matrix to float32 ``[*out, in]``, with the inputs in their original order.
+
+    Example:
+      >>> values = np.array([[2, -4, 1, 3]], np.int8)
+      >>> dequantise(WeightArrays(values, np.array([[0.5, 2]], np.float32)), "int8").tolist()
+      [[1.0, -2.0, 2.0, 6.0]]
+    """
+    w = numbers(arrays.values, code)
+    if arrays.scales is not None:
+        groups = w.reshape(*arrays.scales.shape, -1) * arrays.scales.astype(np.float32)[..., None]
+        if arrays.mins is not None:
+            groups = groups + arrays.mins.astype(np.float32)[..., None]
+        w = groups.reshape(w.shape)
+    if arrays.order is not None:
+        w = w[..., w.__array_namespace__().argsort(arrays.order)]
+    return w
+
+
+def common_format(formats: Iterable[WeightFormat], num_inputs: int) -> WeightFormat | None:
+    """Return the smallest format that holds matrices of all formats exactly; None if there is none.
+
+    Matrices that form one parameter, such as queries, keys and values, need a common format.
+
+    Args:
+      formats: formats of matrices with the same number of inputs.
+      num_inputs: that number.
+
+    Example:
+      >>> q4_0 = WeightFormat("int4", 32, "float16")
+      >>> q6_k = WeightFormat("int8", 16, "float32")
+      >>> common_format([q4_0, q6_k], 64) == q6_k
+      True
+    """
+    first, *others = dict.fromkeys(formats)
+    if not others:
+        return first
+    every = (first, *others)
+    codes = {each.code for each in every}
+    if len(codes) > 1 and not codes <= set(_INTEGER_FACTORS):
+        return None
+    if any(each.has_order for each in every) and not all(each.has_order for each in every):
+        return None
+    code = first.code if len(codes) == 1 else "int8"
+    group_size = math.gcd(*(each.group_size or num_inputs for each in every))
+    scales = {each.scale_dtype for each in every}
+    mins = {each.min_dtype for each in every} - {None}
+    return WeightFormat(
+        code,
+        None if group_size == num_inputs else group_size,
+        scales.pop() if len(scales) == 1 else "float32",
+        None if not mins else mins.pop() if len(mins) == 1 else "float32",
+        first.has_order,
+    )
+
+
+def convert(arrays: WeightArrays, source: WeightFormat, target: WeightFormat) -> WeightArrays:
+    """Convert a matrix from its format to the result of `common_format`, exactly.
+
+    Args:
+      arrays: the matrix.
+      source: its format.
+      target: the format to convert to.
+    """
+    values, scales, mins, order = arrays
+    if source == target:
+        return arrays
+    num_inputs = values.shape[-1] * (2 if source.is_packed else 1)
+    if source.code != target.code:
+        factor = _INTEGER_FACTORS[source.code]
+        values = (numbers(values, source.code) * factor).astype(np.int8)
+        scales = scales.astype(np.float32) / factor
+    repeats = num_inputs // (target.group_size or num_inputs) // scales.shape[-1]
+    scales = _repeat(scales, repeats, target.scale_dtype)
+    if target.min_dtype is not None:
+        mins = scales * 0 if mins is None else _repeat(mins, repeats, target.min_dtype)
+        mins = mins.astype(jnp.dtype(target.min_dtype))
+    return WeightArrays(values, scales, mins, order)
+
+
+def _repeat(groups: Any, repeats: int, dtype: str | None) -> Any:
+    return groups.__array_namespace__().repeat(groups, repeats, axis=-1).astype(jnp.dtype(dtype))
+
+
+def divide_groups(format: WeightFormat, num_inputs: int, parts: int) -> WeightFormat:
+    """Return the format with groups so small that each part of the inputs holds whole groups.
+
+    Args:
+      format: format of the matrix.
+      num_inputs: its number of inputs.
+      parts: number of equal parts, a divisor of `num_inputs`.
+    """
+    size = math.gcd(format.group_size or num_inputs, num_inputs // parts)
+    return replace(format, group_size=size)
