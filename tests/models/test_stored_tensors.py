@@ -9,11 +9,13 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from paged_jax.kernels.weight_formats import dequantise
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading import stored_tensors
 from paged_jax.models.loading.huggingface import save_weights
 from paged_jax.models.loading.parameters import WeightsError
+from paged_jax.models.loading.safetensors_files import find_tensors
 from paged_jax.models.loading.stored_tensors import expand_mxfp4
 from tests.support.random_model import random_llama
 
@@ -111,6 +113,18 @@ def test_from_pretrained_expands_mxfp4_experts_one_at_a_time(tmp_path, monkeypat
         layer.experts_down_proj[...].astype(jnp.float32),
         numbers[EXPERTS.format(1) + "down_proj"].swapaxes(1, 2),
     )
+
+
+def test_read_arrays_keeps_mxfp4_packed(tmp_path) -> None:
+    numbers = write_mxfp4(tmp_path)
+    tensors = find_tensors(tmp_path, CONFIG)
+    for name, want in numbers.items():
+        stored = tensors[name]
+        assert stored.format.num_bytes(want.shape) == want.size // 2 + want.size // 32 * 2
+        for expert in range(want.shape[0]):
+            arrays = stored.read_arrays(slice(expert, expert + 1))
+            found = dequantise(arrays, stored.format.code)
+            np.testing.assert_array_equal(found.swapaxes(1, 2), want[expert : expert + 1])
 
 
 def test_save_pretrained_is_inverse_for_gpt_oss(tmp_path) -> None:

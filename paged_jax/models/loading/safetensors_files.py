@@ -1,5 +1,6 @@
 """Safetensors files of a model folder: list their tensors and explain what is wrong with them."""
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -65,11 +66,14 @@ def list_tensors(folder: Path) -> list[StoredTensor]:
     weight_map = _weight_map(folder)
     for path in sorted({SINGLE_FILE} if weight_map is None else set(weight_map.values())):
         try:
-            with safe_open(folder / path, "numpy") as file:
+            with safe_open(folder / path, "numpy") as file:  # checks the whole header
+                offsets = _offsets(folder / path)
                 for name in file.keys():
                     view = file.get_slice(name)
-                    shape = tuple(view.get_shape())
-                    tensors.append(StoredTensor(folder / path, name, shape, view.get_dtype()))
+                    shape, dtype = tuple(view.get_shape()), view.get_dtype()
+                    tensors.append(
+                        StoredTensor(folder / path, name, shape, dtype, offset=offsets[name])
+                    )
         except (SafetensorError, OSError) as error:
             reason = _explain_damage(folder / path) or f"not a whole safetensors file ({error})"
             raise WeightsError(f"{folder / path}: {reason}. Fetch it again.") from None
@@ -148,6 +152,18 @@ def _check_count(key: str, wanted: int, found: list[int]) -> None:
             f"load_weights: {key} must be at most {max(found, default=0)}, the number in the "
             f"files, got {wanted}. Fetch the missing files, or correct config.json."
         )
+
+
+def _offsets(path: Path) -> dict[str, int]:
+    """Return the position of each tensor in a valid safetensors file.
+
+    The library does not tell the positions, and cannot read 8-bit floats as NumPy arrays.
+    """
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items()}
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:

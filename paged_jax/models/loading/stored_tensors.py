@@ -1,22 +1,35 @@
-"""Tensors in safetensors files, and their formats of floating-point numbers.
+"""Tensors of weight files, read a part at a time.
 
-`StoredTensor` reads plain floats. A quantised format, such as `Mxfp4Tensor`, combines several
-tensors of the files (values and scales) into one that is read as floats. To add a format, write
-such a subclass and let `combine_quantised` find its tensors.
+`StoredTensor` reads a tensor of a safetensors file. `QuantisedTensor` is the base class of matrices
+in a quantised format, which consist of several tensors, such as values and scales. The formats are
+in the folder `quantised`.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
+from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequantise, pack
 from paged_jax.models.loading.parameters import WeightsError
 
 # Dtype of the model for each dtype of a file. Models do not compute in float64.
 FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float32"}
+# Dtype of each name in safetensors. Tensors of other dtypes cannot be read.
+_NUMPY_DTYPES = {
+    name: jnp.dtype(dtype)
+    for name, dtype in {
+        "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+        "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu",
+        "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+        "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
+    }.items()
+}  # fmt: skip
 _EXPONENT_BITS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
+
 
 # MXFP4: two E2M1 numbers of 4 bits per byte, and one E8M0 scale of 8 bits per block.
 MXFP4_BLOCK = 32  # numbers per scale
@@ -37,17 +50,35 @@ class StoredTensor:
       name: name of the tensor in the file.
       shape: shape of the tensor.
       dtype: dtype, by its name in safetensors, or the name of a quantised format.
+      offset: position of the first byte in the file.
     """
 
     path: Path
     name: str
     shape: tuple[int, ...]
     dtype: str
+    offset: int = dataclasses.field(default=0, kw_only=True)
 
     @property
     def is_floating(self) -> bool:
         """Whether the tensor can be read as floating-point numbers."""
         return self.dtype in FLOAT_DTYPES
+
+    @property
+    def format(self) -> WeightFormat:
+        """Format in which `read_arrays` returns the tensor."""
+        return WeightFormat(FLOAT_DTYPES[self.dtype])
+
+    def read_arrays(self, rows: slice) -> WeightArrays:
+        """Read a part of the tensor in its `format`.
+
+        Args:
+          rows: slice of the first dimension.
+
+        Raises:
+          WeightsError: the file cannot be read, or a scale or number is not finite.
+        """
+        return WeightArrays(self.read((rows,), jnp.dtype(self.format.code)))
 
     def read(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
         """Read a part of the tensor as finite floats.
@@ -61,32 +92,109 @@ class StoredTensor:
         """
         with np.errstate(over="ignore"):  # infinity is reported below
             values = self._read(index).astype(dtype, copy=False)
-        if not _is_finite(values):
+        if not is_finite(values):
             raise WeightsError(f"load_weights: {self.name} is not finite as {dtype.name}.")
         return values
 
-    def _read(self, index: tuple[slice, ...]) -> np.ndarray:
+    def read_raw(self, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """Read a part of the tensor in the dtype of the file.
+
+        Args:
+          index: slices of the first dimensions.
+
+        Raises:
+          WeightsError: the file cannot be read, or the dtype is unknown.
+        """
+        if (dtype := _NUMPY_DTYPES.get(self.dtype)) is None:
+            raise WeightsError(f"load_weights: {self.name} must not be of dtype {self.dtype}.")
+        rows, columns = index[:1], index[1:]
+        full = self.shape[1 : len(index)]
+        if all(
+            part.indices(size) == (0, size, 1) for part, size in zip(columns, full, strict=True)
+        ):
+            return self._read_rows(rows[0] if rows else slice(None), dtype)
         try:
-            # The file is opened for each read. Pages that an open file has mapped count as memory
-            # in use, and would add up to a second copy of the weights.
-            with safe_open(self.path, "numpy") as file:
-                return file.get_slice(self.name)[index]
-        except (SafetensorError, OSError) as error:
+            # The mapping of the file ends with this function. Otherwise its pages would count as
+            # memory in use, and add up to a second copy of the weights.
+            return np.array(np.memmap(self.path, dtype, "r", self.offset, self.shape)[index])
+        except (OSError, ValueError) as error:
             raise WeightsError(f"load_weights: cannot read {self.name}: {error}.") from None
 
+    def _read_rows(self, rows: slice, dtype: np.dtype) -> np.ndarray:
+        start, stop, shape = 0, 1, self.shape
+        if self.shape:
+            start, stop, _ = rows.indices(self.shape[0])
+            shape = max(stop - start, 0), *self.shape[1:]
+        row_bytes = math.prod(self.shape[1:]) * dtype.itemsize
+        count = math.prod(shape)
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset + start * row_bytes)
+                values = np.fromfile(file, dtype, count)
+        except OSError as error:
+            raise WeightsError(f"load_weights: cannot read {self.name}: {error}.") from None
+        if values.size != count:
+            raise WeightsError(
+                f"load_weights: cannot read {self.name}: the file has become shorter."
+            )
+        return values.reshape(shape)
 
-@dataclasses.dataclass(frozen=True)
-class Mxfp4Tensor(StoredTensor):
+    def _read(self, index: tuple[slice, ...]) -> np.ndarray:
+        return self.read_raw(index)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantisedTensor(StoredTensor):
+    """A matrix ``[*out, in]`` in a quantised format.
+
+    A subclass defines `format` and `read_arrays`. It also overrides `_dequantise` if the tool that
+    defines the format computes weights with other roundings than `dequantise`.
+    """
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether the tensor can be read as floating-point numbers: always."""
+        return True
+
+    @property
+    def format(self) -> WeightFormat:
+        """Format in which `read_arrays` returns the matrix, equal for all parts."""
+        raise NotImplementedError
+
+    def read_arrays(self, rows: slice) -> WeightArrays:
+        """Read a part of the matrix in its `format`.
+
+        Args:
+          rows: slice of the first dimension.
+
+        Raises:
+          WeightsError: the file cannot be read, or a scale is not finite.
+        """
+        raise NotImplementedError
+
+    def _read(self, index: tuple[slice, ...]) -> np.ndarray:
+        rows, *others = index or (slice(None),)
+        return self._dequantise(rows)[(slice(None), *others)]
+
+    def _dequantise(self, rows: slice) -> np.ndarray:
+        """Return rows in float32, as the tool that defines the format computes them."""
+        return dequantise(self.read_arrays(rows), self.format.code)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mxfp4Tensor(QuantisedTensor):
     """Matrices in MXFP4, the format of the experts of gpt-oss, see `expand_mxfp4`.
 
     The files have two tensors: uint8 blocks ``[..., out, in / 32, 16]`` and uint8 scales
-    ``[..., out, in / 32]``. The combined tensor has the shape ``[..., in, out]``. `read` can slice
-    only the dimensions before the last two.
+    ``[..., out, in / 32]``. `read` returns floats ``[..., in, out]`` like an unquantised checkpoint
+    of gpt-oss, which is `shape`, and can slice only the dimensions before the last two.
+    `read_arrays` returns matrices ``[..., out, in]``.
 
     Attributes:
-      scales: the tensor of scales. The other attributes describe the blocks.
+      blocks, scales: the two tensors.
     """
 
+    blocks: StoredTensor
     scales: StoredTensor
 
     @classmethod
@@ -105,15 +213,25 @@ class Mxfp4Tensor(StoredTensor):
             )
         *experts, num_outputs, num_blocks = scales.shape
         shape = (*experts, num_blocks * MXFP4_BLOCK, num_outputs)
-        return cls(blocks.path, blocks.name, shape, "MXFP4", scales)
+        return cls(blocks.path, blocks.name, shape, "MXFP4", blocks, scales)
 
     @property
-    def is_floating(self) -> bool:
-        """Whether the tensor can be read as floating-point numbers: always."""
-        return True
+    def format(self) -> WeightFormat:
+        """Format of `read_arrays`."""
+        return WeightFormat("e2m1", MXFP4_BLOCK, "bfloat16")
+
+    def read_arrays(self, rows: slice) -> WeightArrays:
+        """Read matrices ``[..., out, in]``, see `StoredTensor.read_arrays`."""
+        blocks, exponents = self.blocks.read_raw((rows,)), self.scales.read_raw((rows,))
+        if (exponents == _E8M0_NAN).any():
+            raise WeightsError(f"load_weights: {self.scales.name} must be finite.")
+        values = np.stack([blocks & 15, blocks >> 4], axis=-1)
+        values = pack(values.reshape(*exponents.shape[:-1], -1))
+        return WeightArrays(values, _powers_of_two(exponents).astype(jnp.bfloat16))
 
     def _read(self, index: tuple[slice, ...]) -> np.ndarray:
-        return expand_mxfp4(super()._read(index), self.scales._read(index)).swapaxes(-1, -2)
+        blocks, scales = self.blocks.read_raw(index), self.scales.read_raw(index)
+        return expand_mxfp4(blocks, scales).swapaxes(-1, -2)
 
 
 def expand_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -139,12 +257,17 @@ def expand_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
       >>> expand_mxfp4(blocks, scales)[:3].tolist()
       [2.0, 12.0, 0.0]
     """
-    exponents = np.minimum(scales, _E8M0_NAN - 1).astype(np.int32) - _E8M0_BIAS
-    factors = np.ldexp(np.float32(1), exponents)
-    factors = np.where(scales == _E8M0_NAN, np.float32(np.nan), factors)
+    factors = _powers_of_two(scales)
     with np.errstate(over="ignore"):  # `StoredTensor.read` reports infinity
         numbers = _E2M1_PAIRS[blocks].reshape(*scales.shape, MXFP4_BLOCK) * factors[..., None]
     return numbers.reshape(*scales.shape[:-1], -1)
+
+
+def _powers_of_two(scales: np.ndarray) -> np.ndarray:
+    """Return E8M0 scales in float32."""
+    exponents = np.minimum(scales, _E8M0_NAN - 1).astype(np.int32) - _E8M0_BIAS
+    factors = np.ldexp(np.float32(1), exponents)
+    return np.where(scales == _E8M0_NAN, np.float32(np.nan), factors)
 
 
 def combine_quantised(
@@ -173,7 +296,8 @@ def find_dtype(tensors: Iterable[StoredTensor]) -> str | None:
     return next((FLOAT_DTYPES[x.dtype] for x in tensors if x.dtype in FLOAT_DTYPES), None)
 
 
-def _is_finite(values: np.ndarray) -> bool:
+def is_finite(values: np.ndarray) -> bool:
+    """Return whether all floats of an array are finite."""
     # Compare bits, because NumPy has no fast isfinite for bfloat16.
     bits = values.view(f"u{values.itemsize}")
     mask = bits.dtype.type(_EXPONENT_BITS[values.dtype.name])
