@@ -19,10 +19,14 @@ AOT_TESTS ?= tests/kernels/test_aot_gpu.py tests/kernels/test_aot_other_gpus.py 
 # Additional options of pytest for `aot`, such as -m "not slow": all kernels, in fewer sizes.
 AOT_OPTIONS ?=
 
-.PHONY: demo test quick durations lint docs aot bench gpu gpu-list clean
+.PHONY: demo demo-chat test quick durations lint docs aot bench gpu gpu-list clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m paged_jax.generate --prompt "It is a truth universally acknowledged" --max-tokens 100
+
+# The only target that downloads a model: 98 MB, into the user's cache folder.
+demo-chat: $(VENV)/.chat
+	$(BIN)/python -m paged_jax.chat --model "$$($(BIN)/python examples/fetch_smollm2.py)"
 
 # Most of the time is compilation. Only tests of machine code compile with the default options, in a
 # separate run. All others use --unoptimised, which takes a third of the time.
@@ -94,6 +98,10 @@ $(AOT_VENV)/bin/python:
 
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.chat: $(VENV)/.demo
+	$(BIN)/python -m pip install --quiet --editable ".[gguf]"
 	touch $@
 
 # Comparisons with transformers skip unless the extra "peers", which is large, is installed.

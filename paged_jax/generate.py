@@ -61,7 +61,11 @@ def _parser() -> Parser:
         help="file with a prompt in each line; in a .jsonl or .ndjson file, an object with prompt "
         "or prompt_token_ids in each line",
     )
-    _add_sampling_arguments(parser.add_argument_group("sampling"))
+    sampling = parser.add_argument_group("sampling")
+    add_sampling_arguments(sampling, default_max_tokens=_MAX_TOKENS)
+    sampling.add_argument(
+        "--n", type=int, default=1, metavar="N", help="samples for each prompt; default: 1"
+    )
     output = parser.add_argument_group("input and output")
     output.add_argument(
         "--chat", action="store_true", help="wrap each prompt in the model's chat template"
@@ -81,12 +85,19 @@ def _parser() -> Parser:
     return parser
 
 
-def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
+def add_sampling_arguments(sampling: argparse._ArgumentGroup, *, default_max_tokens: int) -> None:
+    """Add a flag for each sampling parameter that has one; `given_params` reads them.
+
+    Args:
+      sampling: a group of a parser.
+      default_max_tokens: default of ``--max-tokens`` for models that recommend none.
+    """
     sampling.add_argument(
         "--max-tokens",
         type=int,
         metavar="N",
-        help="maximum number of tokens to generate for each sample; default: the model's, or 128",
+        help="maximum number of tokens to generate for each sample; default: the model's, or "
+        f"{default_max_tokens}",
     )
     for name, number in NUMBERS.items():
         if number.help is not None:
@@ -100,9 +111,6 @@ def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
         "--seed", type=int, metavar="N", help="seed of the random draws; default: 0"
     )
     sampling.add_argument(
-        "--n", type=int, default=1, metavar="N", help="samples for each prompt; default: 1"
-    )
-    sampling.add_argument(
         "--stop", action="append", metavar="TEXT", help="text that ends a sample; may be repeated"
     )
 
@@ -111,7 +119,7 @@ def _run(args: argparse.Namespace, status: Status) -> None:
     join_processes(args)
     options = engine_options(args)
     prompts = _read_prompts(args)
-    given = _given_params(args)
+    given = given_params(args)
     SamplingParams(**given)  # checks the parameters before the model is loaded
     if args.profile is not None:
         check_profile_folder(args.profile)
@@ -127,7 +135,7 @@ def _run(args: argparse.Namespace, status: Status) -> None:
         return
     if args.chat:
         prompts = [_as_chat(llm, prompt) for prompt in prompts]
-    params = _recommended_params(llm, given)
+    params = recommended_params(llm, given, default_max_tokens=_MAX_TOKENS)
     write = _write_json if args.json else _Streamer() if is_stream else _write_text
     pictures = _BlockPictures(llm, status) if args.show_blocks else None
     status.clear()
@@ -135,7 +143,7 @@ def _run(args: argparse.Namespace, status: Status) -> None:
         _complete(llm, prompts, params, write, pictures, status)
     if pictures is not None:
         pictures.finish()
-    summary = _summary(llm)  # may compile a program, which the status line shows
+    summary = summarise(llm)  # may compile a program, which the status line shows
     status.clear()
     print(summary, file=sys.stderr)
 
@@ -167,9 +175,18 @@ def _complete(
     status.unmute()
 
 
-def _recommended_params(llm: LLM, given: dict[str, Any]) -> SamplingParams:
+def recommended_params(
+    llm: LLM, given: dict[str, Any], *, default_max_tokens: int
+) -> SamplingParams:
+    """Return the given parameters, completed by the defaults of the model.
+
+    Args:
+      llm: engine with the model.
+      given: see `given_params`.
+      default_max_tokens: maximum number of tokens if neither sets it.
+    """
     if "max_tokens" not in llm.generation_config.sampling_defaults:
-        given = {"max_tokens": _MAX_TOKENS, **given}
+        given = {"max_tokens": default_max_tokens, **given}
     try:
         return llm.get_default_sampling_params(**given)
     except ValueError as error:  # the user's own parameters were checked before
@@ -238,8 +255,8 @@ def _as_chat(llm: LLM, prompt: Prompt) -> Prompt:
     return {**chat, **others}
 
 
-def _given_params(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the sampling parameters that the user set; the model's defaults fill in the others."""
+def given_params(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the sampling parameters that the user set; `recommended_params` completes them."""
     names = {field.name for field in dataclasses.fields(SamplingParams)}
     return {
         name: value for name, value in vars(args).items() if name in names and value is not None
@@ -372,7 +389,8 @@ class _BlockPictures:
         print(f"\n{text}", file=sys.stderr)
 
 
-def _summary(llm: LLM) -> str:
+def summarise(llm: LLM) -> str:
+    """Return one line with the speed and the memory of all requests so far."""
     stats = llm.stats
     used = llm.cache.nbytes * stats.peak_num_blocks // llm.num_blocks
     first = stats.first_token_seconds

@@ -12,7 +12,9 @@ from pathlib import Path
 import hypothesis
 import jax
 import pytest
+from platformdirs import user_cache_path
 
+from examples import fetch_smollm2
 from paged_jax.models.llama import Llama
 from tests.support import ROOT
 from tests.support.tiny_model import save_tiny_model
@@ -36,6 +38,9 @@ collect_ignore = ["support/aot_gpu.py", "support/aot_parallel.py", "support/aot_
 _MAX_MAPS = 30_000
 _MAPS = Path("/proc/self/maps")
 _TESTS = itertools.count(1)
+
+# Variable that names the file of a real chat model, see `smollm2_file`.
+_SMOLLM2 = "PAGED_JAX_SMOLLM2"
 
 # Key of the run's cache folder in pytest's configuration.
 _CACHE = pytest.StashKey[str]()
@@ -80,6 +85,8 @@ def pytest_configure(config: pytest.Config) -> None:
         _compile_in_less_time()
     filters = [os.environ.get("PYTHONWARNINGS"), _UNREADABLE]
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, filters))
+    # Look for the model in the user's cache folder, which the lines below replace.
+    os.environ.setdefault(_SMOLLM2, str(user_cache_path("paged_jax", appauthor=False) / "models"))
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     config.stash[_CACHE] = tempfile.mkdtemp(prefix="paged_jax_tests_")
@@ -134,6 +141,16 @@ def data_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no test data at {folder}; set PAGED_JAX_TEST_DATA")
     return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_file() -> Path:
+    """Return the GGUF file of a real chat model, which `examples/fetch_smollm2.py` downloads."""
+    path = Path(os.environ[_SMOLLM2])
+    path = path / fetch_smollm2.NAME if path.is_dir() else path
+    if not fetch_smollm2.is_smollm2(path):
+        pytest.skip(f"no model at {path}; run examples/fetch_smollm2.py, or set {_SMOLLM2}")
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,186 @@
+"""Command line for a conversation in the terminal: ``python -m paged_jax.chat --model PATH``."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from paged_jax import distributed
+from paged_jax.command_line import (
+    Parser,
+    add_engine_arguments,
+    add_process_arguments,
+    engine_options,
+    join_processes,
+    one_line,
+)
+from paged_jax.generate import (
+    add_sampling_arguments,
+    given_params,
+    recommended_params,
+    summarise,
+)
+from paged_jax.llm import LLM
+from paged_jax.monitoring import Status
+from paged_jax.sampling.params import SamplingParams
+
+_MAX_TOKENS = 1024
+# Message that starts a new conversation.
+_CLEAR = "/clear"
+# At least this part of the context is free for an answer. Old messages are dropped to free it.
+_FREE_PART = 4
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit status; expected errors print one line."""
+    status = Status(has_lines=True)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    return parser.run(lambda: _run(args, status), clear=status.leave_line)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m paged_jax.chat",
+        description="Talk to a chat model. Each line of standard input is a message, and the "
+        f"answer is streamed to standard output. {_CLEAR} starts a new conversation, Ctrl-C stops "
+        "an answer, Ctrl-D ends the program.",
+    )
+    add_engine_arguments(parser, defaults={"max_num_seqs": "1", "steps_per_dispatch": "1"})
+    add_process_arguments(parser)
+    sampling = parser.add_argument_group("sampling")
+    add_sampling_arguments(sampling, default_max_tokens=_MAX_TOKENS)
+    parser.add_argument_group("conversation").add_argument(
+        "--system", metavar="TEXT", help="system message; default: from the chat template"
+    )
+    return parser
+
+
+def _run(args: Any, status: Status) -> None:
+    join_processes(args)
+    options = {"max_num_seqs": 1, "steps_per_dispatch": 1, **engine_options(args)}
+    given = given_params(args)
+    SamplingParams(**given)  # checks the parameters before the model is loaded
+    status.say("loading the model")
+    llm = LLM(**options, on_compile=status.say)
+    if not distributed.is_leader():
+        status.clear()
+        llm.follow()
+        return
+    params = recommended_params(llm, given, default_max_tokens=_MAX_TOKENS)
+    conversation = Conversation(llm, params, args.system)
+    status.clear()
+    for message in _read_messages():
+        if message == _CLEAR:
+            conversation.clear()
+            continue
+        _print_answer(conversation, message, status)
+    if llm.stats.num_prompt_tokens:
+        summary = summarise(llm)  # may compile a program, which the status line shows
+        status.clear()
+        print(summary, file=sys.stderr)
+
+
+def _read_messages() -> Iterator[str]:
+    """Yield the lines of standard input that are not empty. A terminal shows a prompt."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with contextlib.suppress(ImportError):  # Windows has no such module
+            import readline  # noqa: F401  (lets `input` edit the line)
+    while True:
+        try:
+            message = input("> " if is_terminal else "").strip()
+        except EOFError:
+            if is_terminal:
+                print()
+            return
+        if message:
+            yield message
+
+
+def _print_answer(conversation: "Conversation", message: str, status: Status) -> None:
+    """Stream an answer to standard output. Ctrl-C stops it and the conversation goes on."""
+    try:
+        for text in conversation.answer(message):
+            status.clear()
+            print(text, end="", flush=True)
+            status.mute()  # the terminal's current line now holds text
+        print(flush=True)
+    except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise
+        print(" [stopped]", flush=True)
+    except ValueError as error:
+        status.leave_line()
+        print(f"error: {one_line(error)}", file=sys.stderr)
+    finally:
+        status.unmute()
+
+
+class Conversation:
+    """A conversation with a chat model.
+
+    The prefix cache of the engine holds the previous messages, so that each answer computes only
+    the new ones.
+
+    Args:
+      llm: engine with a chat model.
+      params: parameters of each answer.
+      system: system message; None for the default of the chat template.
+
+    Raises:
+      ValueError: the model has no tokenizer or no chat template.
+
+    Attributes:
+      messages: the messages so far, in OpenAI's format.
+    """
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None):
+        self._llm = llm
+        self._params = params
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self.clear()
+        llm.chat_prompt([*self._system, {"role": "user", "content": "Hi"}])  # checks the template
+
+    def clear(self) -> None:
+        """Start a new conversation, with the same system message."""
+        self.messages = [*self._system]
+
+    def answer(self, message: str) -> Iterator[str]:
+        """Add a message of the user and yield the parts of the answer.
+
+        If the iterator is closed early, the conversation keeps the text so far. If the conversation
+        leaves less than a quarter of the context free, its oldest messages are dropped.
+
+        Raises:
+          ValueError: the message alone exceeds the context.
+          FloatingPointError: the model gave NaN.
+        """
+        self.messages.append({"role": "user", "content": message})
+        answer = ""
+        try:
+            outputs = self._llm.stream(self._next_prompt(), self._params)
+            with contextlib.closing(outputs):
+                for _, output in outputs:
+                    completion = output.outputs[0]
+                    if completion.finish_reason == "error":
+                        raise FloatingPointError(completion.stop_reason)
+                    text, answer = completion.text[len(answer) :], completion.text
+                    if text:
+                        yield text
+        finally:
+            self.messages.append({"role": "assistant", "content": answer})
+
+    def _next_prompt(self) -> Any:
+        """Return the prompt for the next answer, without the oldest messages if it is long."""
+        first, limit = len(self._system), self._llm.max_length
+        while True:
+            prompt: Any = self._llm.chat_prompt(self.messages)
+            is_short = len(prompt["prompt_token_ids"]) <= limit - limit // _FREE_PART
+            if is_short or len(self.messages) <= first + 1:
+                return prompt
+            del self.messages[first : first + 2]  # a message and its answer
+
+
+if __name__ == "__main__":
+    sys.exit(main())
