@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from paged_jax.formatting import short_repr
+from paged_jax.kernels.weight_formats import CODES, WeightArrays, WeightFormat
 
 if TYPE_CHECKING:
     from jax.experimental.pallas.tpu import InterpretParams
@@ -260,13 +261,11 @@ class Stack(NamedTuple):
     """The stacked weights of all layers, for kernels that read one layer of them in place.
 
     Attributes:
-      values: ``[L, *out, in]``.
-      scales: float32 ``[L, *out]`` for int8 values, else None.
+      arrays: the arrays of a `Weight`, each with a first dimension ``L``.
       layer: i32 ``[]``, the layer to read.
     """
 
-    values: jax.Array
-    scales: jax.Array | None
+    arrays: WeightArrays
     layer: jax.Array | int
 
 
@@ -274,20 +273,52 @@ class Stack(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Weight:
-    """A weight matrix: ``values``, or ``values * scales[..., None]`` if the values are int8.
+    """A weight matrix in any format, see `weight_formats`; or the matrices of experts.
 
     Attributes:
-      values: ``[*out, in]``, floating point or int8.
-      scales: float32 ``[*out]`` for int8 values, else None.
-      stack: the stacked weights of all layers if `values` and `scales` are slices of them, else
-        None.
-      dtype: dtype to which GPUs and TPUs convert int8 values: that of the model's other weights.
+      values: ``[*out, in]`` floating point, int8 or float8_e4m3fn, or packed 4-bit values uint8
+        ``[*out, in / 2]``.
+      scales: floating point ``[*out, groups]``; None if the values are the elements.
+      mins: floating point ``[*out, groups]``, or None.
+      order: i32 ``[in]``, the input of each column, or None.
+      stack: the stacked weights of all layers if the other arrays are slices of them, else None.
+      code: name of the code of the values (static); None for the dtype of `values`.
+      dtype: float dtype of the model (static). Matmuls with quantised values round `x` to it.
     """
 
     values: jax.Array
     scales: jax.Array | None = None
+    mins: jax.Array | None = None
+    order: jax.Array | None = None
     stack: Stack | None = None
+    code: str | None = field(default=None, metadata={"static": True})
     dtype: Any = field(default=jnp.dtype(jnp.float32), metadata={"static": True})
+
+    @property
+    def arrays(self) -> WeightArrays:
+        """The arrays of the matrix."""
+        return WeightArrays(self.values, self.scales, self.mins, self.order)
+
+    @property
+    def format(self) -> WeightFormat:
+        """Format of the matrix."""
+        code = self.code or jnp.dtype(self.values.dtype).name
+        if self.scales is None:
+            return WeightFormat(code)
+        groups, inputs = self.scales.shape[-1], self.shape[-1]
+        return WeightFormat(
+            code,
+            None if groups == 1 else inputs // groups,
+            jnp.dtype(self.scales.dtype).name,
+            None if self.mins is None else jnp.dtype(self.mins.dtype).name,
+            self.order is not None,
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix, ``[*out, in]``."""
+        *out, columns = self.values.shape
+        return *out, columns * (2 if self.code in CODES else 1)
 
 
 class GroupedArgs(NamedTuple):
@@ -295,15 +326,13 @@ class GroupedArgs(NamedTuple):
 
     Attributes:
       x: floating point ``[R, in]``, with at least one row.
-      w: float32, bfloat16 or float16 ``[X, out, in]``.
+      w: ``[X, out, in]``.
       group_sizes: i32 ``[X]``, number of rows in each group.
-      stack: ``[L, X, out, in]`` and i32 ``[]``: the stacked weights, and the index of `w` in them.
     """
 
     x: jax.Array
-    w: jax.Array
+    w: Weight
     group_sizes: jax.Array
-    stack: tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ C++ kernels, which read the weights in place. With these kernels, the result of 
 depend on the other rows. `grouped_linear` has kernels for CPUs, NVIDIA GPUs and TPUs.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -45,7 +46,7 @@ def linear(x: jax.Array, w: jax.Array | Weight, *, backend: str | None = None) -
 
     Args:
       x: floating point ``[..., in]``; may be rounded to the dtype of the weight.
-      w: float32, bfloat16 or float16 ``[*out, in]``, or a `Weight`, which may also be int8.
+      w: float32, bfloat16 or float16 ``[*out, in]``, or a `Weight`, which may also be quantised.
       backend: the backend of attention, see `paged_attention`. None and ``"cpu"`` use the C++
         kernels if the program is lowered for a CPU that has them. These kernels multiply up to 256
         rows, or any number of rows if XLA would first convert the whole weight to float32.
@@ -94,10 +95,9 @@ def reads_stacked_weights(platform: str) -> bool:
 
 def grouped_linear(
     x: jax.Array,
-    w: jax.Array,
+    w: jax.Array | Weight,
     group_sizes: jax.Array,
     *,
-    stack: tuple[jax.Array, jax.Array] | None = None,
     backend: str | None = None,
     interpret: Interpret = False,
 ) -> jax.Array:
@@ -108,17 +108,16 @@ def grouped_linear(
     the weights of each group before it multiplies by them. With the kernel for CPUs, the result of
     a row does not depend on the other rows.
 
-    Differentiable in `x` and `w`, once and in reverse (`jax.grad`).
+    Differentiable in `x`, and in `w` if it is not quantised, once and in reverse (`jax.grad`). The
+    gradients of the arrays of a quantised weight are 0.
 
     Args:
       x: floating point ``[R, in]``, at least one row; rounded to the dtype of the weights. The
         first ``group_sizes[0]`` rows belong to group 0, the next ``group_sizes[1]`` to group 1, and
         so on. The rows after the last group belong to no group.
-      w: float32, bfloat16 or float16 ``[X, out, in]``.
+      w: float32, bfloat16 or float16 ``[X, out, in]``, or a `Weight` of this shape, which may also
+        be quantised, or a slice of stacked layers.
       group_sizes: i32 ``[X]``, number of rows in each group; the sum is at most R.
-      stack: None, or ``(stacked, layer)``, for the kernel for CPUs: weights ``[L, X, out, in]`` and
-        the i32 ``[]`` index of `w` in them. The kernel reads `stacked`, so XLA does not compute the
-        slice `w`.
       backend: ``"cpu"``, ``"triton"`` or ``"mosaic_tpu"``. None takes the best backend for the
         platform, all other names take XLA (static).
       interpret: whether to run the Pallas kernel of `backend` in the interpreter, on any platform
@@ -136,7 +135,8 @@ def grouped_linear(
       >>> grouped_linear(jnp.ones((5, 4)), w, jnp.array([1, 0, 3])).tolist()
       [[0.0, 0.0], [8.0, 8.0], [8.0, 8.0], [8.0, 8.0], [0.0, 0.0]]
     """
-    if w.ndim != 3 or x.ndim != 2 or x.shape[1] != w.shape[2] or not x.size:
+    w = w if isinstance(w, Weight) else Weight(w)
+    if len(w.shape) != 3 or x.ndim != 2 or x.shape[1] != w.shape[2] or not x.size:
         raise ValueError(
             "grouped_linear: x must be [R, in] with R > 0 and w [X, out, in], got "
             f"{x.shape} and {w.shape}."
@@ -145,15 +145,13 @@ def grouped_linear(
         raise ValueError(
             f"grouped_linear: group_sizes must have shape {w.shape[:1]}, got {group_sizes.shape}."
         )
-    if w.dtype not in _DTYPES:
+    if w.scales is None and w.values.dtype not in _DTYPES:
         raise ValueError(
-            f"grouped_linear: w must be float32, bfloat16 or float16, got {w.dtype}. Int8 is not "
-            "supported."
+            "grouped_linear: w must be float32, bfloat16 or float16, or a Weight with scales, got "
+            f"{w.values.dtype}."
         )
-    if stack is None:
-        stack = w[None], jnp.int32(0)
-    stack = lax.stop_gradient(stack)
-    args = GroupedArgs(x, w, group_sizes.astype(jnp.int32), stack)
+    w = dataclasses.replace(w, stack=lax.stop_gradient(w.stack))
+    args = GroupedArgs(x, w, group_sizes.astype(jnp.int32))
     return _grouped_linear(backend, interpret, args)
 
 
@@ -164,19 +162,22 @@ def _grouped_linear(backend: str | None, interpret: Interpret, args: GroupedArgs
 
 def _forward(
     backend: str | None, interpret: Interpret, args: GroupedArgs
-) -> tuple[Any, tuple[jax.Array, ...]]:
+) -> tuple[Any, GroupedArgs]:
     x, w = differentiable_once("grouped_linear", (args.x, args.w))
-    out = _grouped_linear(backend, interpret, args._replace(x=x, w=w))
-    return out, (x, w, args.group_sizes)
+    args = args._replace(x=x, w=w)
+    saved = args._replace(w=dataclasses.replace(w, stack=None))
+    return _grouped_linear(backend, interpret, args), saved
 
 
 def _backward(
-    backend: str | None, interpret: Interpret, saved: tuple[jax.Array, ...], cotangent: jax.Array
+    backend: str | None, interpret: Interpret, args: GroupedArgs, cotangent: jax.Array
 ) -> tuple[Any]:
     del backend, interpret
-    (x, w, group_sizes), cotangent = differentiable_once("grouped_linear", (saved, cotangent))
-    x_bar, w_bar = general_backend().grouped_gradients(x, w, group_sizes, cotangent)
-    return (GroupedArgs(x_bar, w_bar, None, None),)  # type: ignore[arg-type]
+    args, cotangent = differentiable_once("grouped_linear", (args, cotangent))
+    x_bar, values_bar = general_backend().grouped_gradients(args, cotangent)
+    no_arrays = {name: None for name in ("scales", "mins", "order", "stack")}
+    w_bar = dataclasses.replace(args.w, values=values_bar, **no_arrays)
+    return (GroupedArgs(x_bar, w_bar, None),)  # type: ignore[arg-type]
 
 
 _grouped_linear.defvjp(_forward, _backward)

@@ -1,8 +1,9 @@
 """Weight matrices of a model: floating point or int8 parameters, and embedding lookup.
 
-An int8 matrix is two parameters: int8 values, such as ``qkv_proj``, and ``qkv_proj_scale``, one
-float32 scale per row. An element is ``value * scale``. The largest value of a row is 127, so the
-rounding error is at most half a scale. Only weights are quantised, activations are not.
+A quantised matrix is several parameters: values, such as ``qkv_proj``, scales ``qkv_proj_scale``,
+and possibly ``qkv_proj_min`` and ``qkv_proj_order``, see `paged_jax.kernels.weight_formats`. An
+int8 matrix that was made by `quantise` has one float32 scale per row. The largest value of a row is
+127, so the rounding error is at most half a scale. Only weights are quantised, activations are not.
 """
 
 from collections.abc import Callable
@@ -17,8 +18,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.linear import Stack, Weight
+from paged_jax.kernels.weight_formats import WeightArrays, dequantise
 
-SCALE = "_scale"  # suffix of the parameter with the scales of a matrix
+# Suffixes of the parameters with the scales, minima and order of a matrix, see `WeightArrays`.
+SCALE, MIN, ORDER = SUFFIXES = "_scale", "_min", "_order"
 
 # Elements in a row of a TPU vector register.
 _TPU_LANES = 128
@@ -37,18 +40,19 @@ def quantise(w: Array) -> tuple[Array, Array]:
       w: float32 ``[..., in]``, an array of NumPy or JAX.
 
     Returns:
-      Values int8 ``[..., in]`` and scales float32 ``[...]``, arrays of the same library.
+      Values int8 ``[..., in]`` and scales float32 ``[..., 1]``, arrays of the same library.
 
     Example:
       >>> values, scales = quantise(np.array([[1.0, -2.54], [0.0, 0.0]], np.float32))
-      >>> values.tolist(), f"{scales[0]:.3f}"
+      >>> values.tolist(), f"{scales[0, 0]:.3f}"
       ([[50, -127], [0, 0]], '0.020')
     """
     xp = w.__array_namespace__()
     # Multiply by reciprocals, as XLA does for a division, so that NumPy and JAX give equal bits.
     # The lower bound of the scales keeps the reciprocal finite.
-    scales = xp.maximum(xp.abs(w).max(-1) * np.float32(1 / 127), xp.finfo(xp.float32).tiny)
-    return xp.rint(w * (1 / scales)[..., None]).astype(xp.int8), scales
+    largest = xp.abs(w).max(-1, keepdims=True)
+    scales = xp.maximum(largest * np.float32(1 / 127), xp.finfo(xp.float32).tiny)
+    return xp.rint(w * (1 / scales)).astype(xp.int8), scales
 
 
 def float_type(dtype: DTypeLike, config_dtype: DTypeLike) -> np.dtype:
@@ -85,7 +89,7 @@ def get_matrix(
     stack: nnx.Module | None = None,
     layer: jax.Array | int | None = None,
 ) -> Weight:
-    """Return a matrix of a module, with its scales if it is int8.
+    """Return a matrix of a module, with the other arrays of its format.
 
     Args:
       module: the module.
@@ -94,50 +98,61 @@ def get_matrix(
       stack: stacked modules that contain `module` as a slice, or None.
       layer: index of `module` in the stack, i32 ``[]``.
     """
-    values, scales = _parameters(module, name)
-    if stack is None or layer is None:
-        return Weight(values, scales, None, jnp.dtype(dtype))
-    # Gradients flow through the slice only.
-    whole = Stack(*jax.lax.stop_gradient(_parameters(stack, name)), layer)
-    return Weight(values, scales, whole, jnp.dtype(dtype))
+    whole = None
+    if stack is not None and layer is not None:
+        # Gradients flow through the slice only.
+        whole = Stack(lax.stop_gradient(_parameters(stack, name)), layer)
+    return Weight(*_parameters(module, name), stack=whole, dtype=jnp.dtype(dtype))
 
 
-def _parameters(module: nnx.Module, name: str) -> tuple[jax.Array, jax.Array | None]:
-    scales = getattr(module, name + SCALE, None)
-    return getattr(module, name)[...], None if scales is None else scales[...]
+def _parameters(module: nnx.Module, name: str) -> WeightArrays:
+    parameters = (getattr(module, name + suffix, None) for suffix in ("", *SUFFIXES))
+    return WeightArrays(*(None if each is None else each[...] for each in parameters))
 
 
 def look_up(table: Weight, token_ids: jax.Array) -> jax.Array:
     """Return the embeddings float32 ``[N, E]`` of token ids i32 ``[N]`` from a table ``[V, E]``.
 
-    The compiled program does not copy the table. A bfloat16 table may get no gradient, so training
-    must use `look_up_differentiably`.
+    The compiled program does not copy the table, and converts only the rows that it looks up. A
+    table may get no gradient, so training must use `look_up_differentiably`.
     """
-    if table.values.dtype != jnp.bfloat16:
-        return look_up_differentiably(table, token_ids)
-    forms = {"cpu": _take_bits, "tpu": _take_from_lanes, "default": _take}
-    return lax.platform_dependent(table.values, token_ids, **forms)
+    return _find_rows(table, lambda array: _look_up_rows(array, token_ids))
 
 
 def look_up_differentiably(table: Weight, token_ids: jax.Array) -> jax.Array:
     """Return embeddings as `look_up`, for token ids of any shape and with gradients."""
-    rows = _take(table.values, token_ids)
-    return rows if table.scales is None else rows * table.scales[token_ids][..., None]
+    return _find_rows(table, lambda array: array[token_ids])
+
+
+def _find_rows(table: Weight, take: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    arrays = jax.tree.map(take, table.arrays._replace(order=None))
+    return dequantise(arrays._replace(order=table.order), table.format.code)
+
+
+def _look_up_rows(array: jax.Array, token_ids: jax.Array) -> jax.Array:
+    dtype = array.dtype
+    if dtype == jnp.bfloat16:
+        forms = {"cpu": _take_bits, "tpu": _take_from_lanes, "default": _take}
+        return lax.platform_dependent(array, token_ids, **forms)
+    if dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating):
+        return lax.platform_dependent(array, token_ids, cpu=_take_bits, default=_take)
+    return _take(array, token_ids)
 
 
 def _take(table: jax.Array, token_ids: jax.Array) -> jax.Array:
-    return table[token_ids].astype(jnp.float32)
+    return table[token_ids]
 
 
 def _take_bits(table: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """Take rows of a bfloat16 table on CPU.
+    """Take rows of a bfloat16, float16 or float8 table on CPU.
 
     For a plain gather, XLA's CPU backend converts the whole table to float32, and the output head
     of a tied model then reads that copy. A gather of integers avoids this, but has no gradient. On
     TPU, the integer gather would copy the table instead.
     """
-    rows = lax.bitcast_convert_type(table, jnp.uint16)[token_ids]
-    return lax.bitcast_convert_type(rows, jnp.bfloat16).astype(jnp.float32)
+    bits = jnp.dtype(f"uint{8 * table.dtype.itemsize}")
+    rows = lax.bitcast_convert_type(table, bits)[token_ids]
+    return lax.bitcast_convert_type(rows, table.dtype)
 
 
 def _take_from_lanes(table: jax.Array, token_ids: jax.Array) -> jax.Array:
@@ -158,6 +173,6 @@ def _take_from_lanes(table: jax.Array, token_ids: jax.Array) -> jax.Array:
         rows = lax.dynamic_slice_in_dim(table, start, _TPU_LANES)
         rows = with_layout_constraint(rows, Layout(major_to_minor=(1, 0))).astype(jnp.float32)
         is_row = jnp.arange(_TPU_LANES, dtype=jnp.int32) == token_id - start
-        return jnp.sum(jnp.where(is_row[:, None], rows, 0), axis=0)
+        return jnp.sum(jnp.where(is_row[:, None], rows, 0), axis=0).astype(table.dtype)
 
     return lax.map(take, token_ids)

@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.kernels.linear import Weight, grouped_linear, linear, sum_rows
+from paged_jax.kernels.linear import Stack, Weight, grouped_linear, linear, sum_rows
+from paged_jax.kernels.weight_formats import WeightArrays
 from paged_jax.models.config import LlamaConfig
 
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
@@ -41,8 +42,8 @@ class ExpertWeights(NamedTuple):
     """Weights of the experts of a layer, or of the experts on one device.
 
     Attributes:
-      gate_up_proj: floating point ``[X, 2, F, E]``.
-      down_proj: floating point ``[X, E, F]``.
+      gate_up_proj: ``[X, 2, F, E]``.
+      down_proj: ``[X, E, F]``.
       gate_up_bias: ``[X, 2, F]`` or None.
       down_bias: ``[X, E]`` or None.
     """
@@ -286,11 +287,22 @@ def _grouped_linear(x: jax.Array, w: Weight, sizes: jax.Array, backend: str | No
     Returns:
       float32 ``[R, *out]``.
     """
-    X, *out, num_inputs = w.values.shape
-    stack = None
-    if w.stack is not None:
-        values = w.stack.values
-        layer = jnp.asarray(w.stack.layer, jnp.int32)
-        stack = values.reshape(values.shape[0], X, -1, num_inputs), layer
-    y = grouped_linear(x, w.values.reshape(X, -1, num_inputs), sizes, stack=stack, backend=backend)
+    X, *out, _ = w.shape
+
+    def merge(array: jax.Array | None, rank: int) -> jax.Array | None:
+        """Merge the dimensions of an expert's outputs, which follow the first `rank`."""
+        if array is None:
+            return None
+        return array.reshape(*array.shape[:rank], -1, array.shape[-1])
+
+    def merge_all(arrays: WeightArrays, rank: int) -> WeightArrays:
+        *others, order = arrays
+        return WeightArrays(*(merge(array, rank) for array in others), order)
+
+    stack = w.stack
+    if stack is not None:
+        layer = jnp.asarray(stack.layer, jnp.int32)
+        stack = Stack(merge_all(stack.arrays, 2), layer)
+    matrix = Weight(*merge_all(w.arrays, 1), stack=stack, code=w.code, dtype=w.dtype)
+    y = grouped_linear(x, matrix, sizes, backend=backend)
     return y.reshape(x.shape[0], *out)

@@ -30,13 +30,13 @@ AXIS = "tp"
 # single heads.
 _DIVIDED = {
     "qkv_proj": 4,
-    "qkv_proj_scale": 3,
+    "qkv_proj_scale": 4,
     "qkv_bias": 3,
     "q_norm": 3,
     "k_norm": 2,
     "o_proj": 1,
     "gate_up_proj": 2,
-    "gate_up_proj_scale": 1,
+    "gate_up_proj_scale": 2,
     "down_proj": 1,
     "experts_gate_up_proj": 4,
     "experts_gate_up_bias": 3,
@@ -44,9 +44,9 @@ _DIVIDED = {
     "experts_down_bias": 2,
     "sinks": 1,
     "embed_tokens": 2,
-    "embed_tokens_scale": 1,
+    "embed_tokens_scale": 2,
     "lm_head": 2,
-    "lm_head_scale": 1,
+    "lm_head_scale": 2,
 }
 # Parameters that are divided by KV heads. If there are fewer KV heads than devices, several devices
 # have a copy of a head. The value is the number of rows of the head that each copy keeps: 2 are the
@@ -92,7 +92,7 @@ class DeviceShard:
 
     def look_up(self, table: Weight, token_ids: jax.Array) -> jax.Array:
         """Look up embeddings as `matrices.look_up`. Each device has some rows of the table."""
-        num_rows = jax.tree.leaves(table)[0].shape[0]
+        num_rows = table.shape[0]
         first = self.index * num_rows
         rows = jnp.clip(token_ids, 0, self.vocab_size - 1) - first
         is_here = (rows >= 0) & (rows < num_rows)

@@ -41,7 +41,7 @@ def as_float64(w) -> np.ndarray:
     if isinstance(w, Weight) and w.scales is None:
         w = w.values
     if isinstance(w, Weight):
-        return np.asarray(w.values, np.float64) * np.asarray(w.scales, np.float64)[:, None]
+        return np.asarray(w.values, np.float64) * np.asarray(w.scales, np.float64)
     return np.asarray(w, np.float64)
 
 
@@ -124,7 +124,7 @@ def test_linear_reads_weights_from_the_stack_of_all_layers(dtype) -> None:
     def chain(x, stack):
         def body(x, part_and_layer):
             part, layer = part_and_layer
-            whole = jax.lax.stop_gradient(Stack(stack.values, stack.scales, layer))
+            whole = jax.lax.stop_gradient(Stack(stack.arrays, layer))
             y = linear(x, dataclasses.replace(part, stack=whole))
             return jnp.tanh(jnp.pad(y, ((0, 0), (0, 16)))), y
 

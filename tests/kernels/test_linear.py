@@ -17,11 +17,12 @@ import pytest
 from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 
 from paged_jax.kernels import dispatch
-from paged_jax.kernels.linear import grouped_linear, linear
+from paged_jax.kernels.linear import Stack, Weight, grouped_linear, linear
 from paged_jax.kernels.mosaic_tpu.jax_kernels import choose_grouped_tiling
 from paged_jax.kernels.triton import grouped_linear as triton_kernel
 from paged_jax.kernels.triton.grouped_linear import find_tile
 from paged_jax.kernels.triton.tuning import GpuInfo
+from paged_jax.kernels.weight_formats import WeightArrays
 from tests.support.compiler import needs_compiler
 from tests.support.covering import all_pairs
 from tests.support.families import InterpretedTriton
@@ -249,7 +250,8 @@ def test_grouped_linear_on_cpu_reads_weights_from_the_stack() -> None:
 
     @jax.jit
     def product(x, stack, layer):
-        return grouped_linear(x, stack[layer], group_sizes, stack=(stack, layer))
+        whole = Stack(WeightArrays(stack), layer)
+        return grouped_linear(x, Weight(stack[layer], stack=whole), group_sizes)
 
     compiled = product.lower(x, stack, jnp.int32(1)).compile()
     want = jax.jit(grouped_linear)(x, w, group_sizes)

@@ -44,6 +44,7 @@ from paged_jax.kernels.cpu import library
 from paged_jax.kernels.cpu.library import ELEMENTS, Kernel, attention_attributes, load
 from paged_jax.kernels.dispatch import general_backend
 from paged_jax.kernels.ragged import attend_in_parts
+from paged_jax.kernels.weight_formats import FLOAT_CODES, WeightArrays, WeightFormat
 
 # Static parameters of a kernel, by name.
 Attributes = tuple[tuple[str, np.generic], ...]
@@ -64,7 +65,8 @@ _MAX_ROWS = 256
 # Weight types that the kernel multiplies by any number of rows, because XLA would convert all of
 # the weight to float32 first.
 _ANY_ROWS = (jnp.float16, jnp.int8)
-_FEW_ROWS = (jnp.float32, jnp.bfloat16)
+# Formats of weights that `source/linear.cc` supports.
+_FORMATS = (*map(WeightFormat, FLOAT_CODES), WeightFormat("int8", None, "float32"))
 
 
 def _attention_refusal(problem: Problem) -> str | None:
@@ -126,20 +128,20 @@ def _linear(x: jax.Array, w: Weight) -> jax.Array:
     """
     if not _has_kernel_for(math.prod(x.shape[:-1]), w):
         return general_backend().linear(x, w)
-    stack = w.stack or Stack(w.values[None], None if w.scales is None else w.scales[None], 0)
-    L, num_inputs = stack.values.shape[0], stack.values.shape[-1]
+    stack = w.stack or Stack(jax.tree.map(lambda x: x[None], w.arrays), 0)
+    L, num_inputs = stack.arrays.values.shape[0], w.shape[-1]
     weight: Arrays = (w.values.reshape(-1, num_inputs),)
-    stacked = stack.values.reshape(L, -1, num_inputs), jnp.asarray(stack.layer, jnp.int32)
-    if w.scales is not None and stack.scales is not None:
-        weight += (w.scales.reshape(-1),)
-        stacked += (stack.scales.reshape(L, -1),)
+    stacked = stack.arrays.values.reshape(L, -1, num_inputs), jnp.asarray(stack.layer, jnp.int32)
+    if w.scales is not None:
+        weight += (w.scales.reshape(-1, 1),)
+        stacked += (stack.arrays.scales.reshape(L, -1),)
     y = _multiply(_PlainLinear(w.dtype), x, weight, stacked)
     return y.reshape(*x.shape[:-1], *w.values.shape[:-1])
 
 
 def _has_kernel_for(num_rows: int, w: Weight) -> bool:
     dtype = w.values.dtype
-    if w.values.size == 0 or num_rows == 0 or dtype not in _ANY_ROWS + _FEW_ROWS:
+    if w.values.size == 0 or num_rows == 0 or w.format not in _FORMATS:
         return False
     # XLA would convert a whole stack of bfloat16 weights to float32.
     is_copied = dtype in _ANY_ROWS or (dtype == jnp.bfloat16 and w.stack is not None)
@@ -175,7 +177,7 @@ class _PlainLinear:
     def __call__(
         self, x: jax.Array, values: jax.Array, scales: jax.Array | None = None
     ) -> list[jax.Array]:
-        return [general_backend().linear(x, Weight(values, scales, None, self.dtype))]
+        return [general_backend().linear(x, Weight(values, scales, dtype=self.dtype))]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -185,7 +187,7 @@ def _multiply(plain: PlainFunction, x: jax.Array, weight: Arrays, stacked: Array
     Args:
       plain: the same multiplication in plain JAX, a function of `x` and the arrays of `weight`.
       x: floating point ``[..., in]``, rounded to bfloat16 if the weights are bfloat16.
-      weight: values ``[out, in]``, and float32 scales ``[out]`` if the values are int8.
+      weight: values ``[out, in]``, and float32 scales ``[out, 1]`` if the values are int8.
       stacked: arrays that the kernel reads instead of `weight`: values ``[L, out, in]``, i32 ``[]``
         layer, and float32 scales ``[L, out]`` if the values are int8.
 
@@ -217,25 +219,25 @@ def _grouped_linear(args: GroupedArgs) -> jax.Array:
 
     The result of a row does not depend on the other rows. See `paged_jax.kernels.grouped_linear`.
     """
-    values, layer = args.stack
+    stack = args.w.stack or Stack(WeightArrays(args.w.values[None]), 0)
+    values = stack.arrays.values
     operands = (
         args.x.astype(jnp.float32),
         values,
         args.group_sizes,
-        jnp.asarray(layer, jnp.int32),
+        jnp.asarray(stack.layer, jnp.int32),
     )
     [out] = _call(
         Kernel("grouped_linear", values.dtype),
         _plain_grouped_linear,
         operands,
-        plain_operands=(operands[0], args.w, args.group_sizes),
+        plain_operands=(operands[0], args.w.values, args.group_sizes),
     )
     return out
 
 
 def _plain_grouped_linear(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> list[jax.Array]:
-    args = GroupedArgs(x, w, group_sizes, (w[None], jnp.int32(0)))
-    return [general_backend().grouped_linear(args)]
+    return [general_backend().grouped_linear(GroupedArgs(x, Weight(w), group_sizes))]
 
 
 def _copies_expert_weights(dtype: DTypeLike) -> bool:
@@ -379,6 +381,7 @@ class Cpu:
         )
 
     def grouped_refusal(self, args: GroupedArgs) -> str | None:
-        """Return None, because the kernel supports all arrays."""
-        del args
+        """Return why the kernel cannot multiply these arrays, or None if it can."""
+        if args.w.scales is not None:
+            return f"its weights are floating point, not {args.w.format.code} with scales"
         return None

@@ -88,10 +88,12 @@ class MosaicTpu:
 
     def grouped_refusal(self, args: GroupedArgs) -> str | None:
         """Return why JAX's kernel cannot multiply these arrays, or None if it can."""
-        return jax_kernels.grouped_refusal(args.w)
+        if args.w.scales is not None:
+            return f"its weights are floating point, not {args.w.format.code} with scales"
+        return jax_kernels.grouped_refusal(args.w.values)
 
     def grouped_linear(self, args: GroupedArgs) -> jax.Array:
         """Multiply rows by the weights of their groups, with JAX's own kernel."""
         return jax_kernels.grouped_linear(
-            args.x, args.w, args.group_sizes, interpret=self.interpret
+            args.x, args.w.values, args.group_sizes, interpret=self.interpret
         )

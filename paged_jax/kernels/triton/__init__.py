@@ -86,11 +86,15 @@ class Triton:
 
     def grouped_refusal(self, args: GroupedArgs) -> str | None:
         """Return why the kernel cannot multiply these arrays, or None if it can."""
-        return _grouped.refusal(args.x, args.w)
+        if args.w.scales is not None:
+            return f"its weights are floating point, not {args.w.format.code} with scales"
+        return _grouped.refusal(args.x, args.w.values)
 
     def grouped_linear(self, args: GroupedArgs) -> jax.Array:
         """Multiply rows by the weights of their groups, in one launch."""
-        return _grouped.grouped_linear(args.x, args.w, args.group_sizes, interpret=self.interpret)
+        return _grouped.grouped_linear(
+            args.x, args.w.values, args.group_sizes, interpret=self.interpret
+        )
 
 
 def refusal(problem: Problem, interpret: Interpret = False) -> str | None:

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from paged_jax.kernels.backend import (
     AttentionArgs,
-    GroupedArgs,
     Options,
     Pools,
     Problem,
@@ -37,6 +36,7 @@ class Xla:
     write = staticmethod(write)
     copy_blocks = staticmethod(copy_blocks)
     linear = staticmethod(linear)
+    grouped_linear = staticmethod(grouped_linear)
     grouped_gradients = staticmethod(grouped_gradients)
 
     def refusal(self, problem: Problem) -> str | None:
@@ -65,7 +65,3 @@ class Xla:
     def sum_rows(self, x: jax.Array) -> jax.Array:
         """Sum over the last dimension, in XLA's order."""
         return jnp.sum(x, axis=-1, keepdims=True)
-
-    def grouped_linear(self, args: GroupedArgs) -> jax.Array:
-        """Multiply rows by the weights of their groups, in a loop over tiles of rows."""
-        return grouped_linear(args.x, args.w, args.group_sizes)

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.kernels.backend import Weight
+from paged_jax.kernels.backend import GroupedArgs, Weight
+from paged_jax.kernels.weight_formats import BYTE_CODES, WeightArrays, dequantise
 
 # Limits for splitting a matmul into two with half of the weight each. For more rows, packing the
 # weight is a small part of the work. For more inputs, the batched matmul of XLA's CPU library reads
@@ -30,6 +31,9 @@ from paged_jax.kernels.backend import Weight
 _HALVES_MAX_ROWS = 16
 _HALVES_MAX_INPUTS = 1536
 
+# Maximum elements of a quantised weight that exist as floats at a time: 16 MB of float32.
+_MAX_TILE_ELEMENTS = 1 << 22
+
 # Maximum rows of a tile in a grouped matmul, and in its gradients.
 _MAX_TILE = 64
 _MAX_GRADIENT_TILE = 512
@@ -37,12 +41,25 @@ _MAX_GRADIENT_TILE = 512
 
 def linear(x: jax.Array, w: Weight) -> jax.Array:
     """Multiply the last dimension of `x` by a weight; see `paged_jax.kernels.linear.linear`."""
-    values = w.values.reshape(-1, w.values.shape[-1])
-    if w.scales is None:
-        y = _multiply_floats(x, values)
+    arrays, code = _as_matrix(w), w.format.code
+    if arrays.order is not None:
+        x, arrays = x[..., arrays.order], arrays._replace(order=None)
+    if arrays.scales is None:
+        y = _multiply_floats(x, arrays.values)
+    elif arrays.scales.shape[-1] == 1 and arrays.mins is None and code in BYTE_CODES:
+        y = _multiply_bytes(x, arrays, w.dtype)
     else:
-        y = _multiply_int8(x, values, w.scales.reshape(-1), w.dtype)
+        y = _multiply_in_tiles(x, arrays, code, w.dtype)
     return y.reshape(*x.shape[:-1], *w.values.shape[:-1])
+
+
+def _as_matrix(w: Weight) -> WeightArrays:
+    """Return the arrays with a single dimension for all outputs."""
+
+    def merge(array: jax.Array | None) -> jax.Array | None:
+        return None if array is None else array.reshape(-1, array.shape[-1])
+
+    return WeightArrays(merge(w.values), merge(w.scales), merge(w.mins), w.order)
 
 
 def _multiply_floats(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -54,17 +71,54 @@ def _multiply_floats(x: jax.Array, w: jax.Array) -> jax.Array:
     return _matmul(x, w)
 
 
-def _multiply_int8(x: jax.Array, w: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+def _multiply_bytes(x: jax.Array, w: WeightArrays, dtype: Any) -> jax.Array:
+    """Multiply by 8-bit values, and then by the scale of each row."""
+
     def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-        # Every float dtype of a model represents int8 exactly. XLA fuses the cast into the matmul.
+        # Every float dtype of a model represents int8 and float8_e4m3fn exactly. XLA fuses the
+        # cast into the matmul.
         return _matmul(x, w.astype(dtype))
 
     def on_cpu(x: jax.Array, w: jax.Array) -> jax.Array:
         is_one_row = math.prod(x.shape[:-1]) == 1
         return _multiply_sum(x, w) if is_one_row else _matmul(x, w.astype(jnp.float32))
 
-    out = lax.platform_dependent(x, w, cpu=on_cpu, default=matmul)
-    return out * scales.reshape((1,) * (out.ndim - 1) + (-1,))
+    out = lax.platform_dependent(x.astype(dtype), w.values, cpu=on_cpu, default=matmul)
+    return out * w.scales.astype(jnp.float32).reshape((1,) * (out.ndim - 1) + (-1,))
+
+
+def _multiply_in_tiles(x: jax.Array, w: WeightArrays, code: str, dtype: Any) -> jax.Array:
+    """Convert some rows of a quantised weight to floats, multiply, and continue with other rows.
+
+    A large weight is a loop over tiles, so that only one tile exists as floats. The last tile ends
+    at the last row, and may overlap the tile before it.
+    """
+    x = x.astype(dtype)
+    num_outputs, num_inputs = w.values.shape[0], x.shape[-1]
+    tile = max(1, _MAX_TILE_ELEMENTS // num_inputs)
+
+    def on_cpu(x: jax.Array, w: WeightArrays) -> jax.Array:
+        floats, x = dequantise(w, code), x.astype(jnp.float32)
+        return _multiply_sum(x, floats) if math.prod(x.shape[:-1]) == 1 else _matmul(x, floats)
+
+    def matmul(x: jax.Array, w: WeightArrays) -> jax.Array:
+        return _matmul(x, dequantise(w, code).astype(dtype))
+
+    def multiply(x: jax.Array, w: WeightArrays) -> jax.Array:
+        return lax.platform_dependent(x, w, cpu=on_cpu, default=matmul)
+
+    if tile >= num_outputs:
+        return multiply(x, w)
+
+    @jax.checkpoint  # the gradient converts a tile again, so that not all of them are kept
+    def step(x: jax.Array, w: WeightArrays, start: jax.Array) -> jax.Array:
+        return multiply(x, jax.tree.map(lambda y: lax.dynamic_slice_in_dim(y, start, tile), w))
+
+    num_tiles = -(-num_outputs // tile)
+    starts = jnp.minimum(jnp.arange(num_tiles, dtype=jnp.int32) * tile, num_outputs - tile)
+    _, tiles = lax.scan(lambda _, start: (None, step(x, w, start)), None, starts)
+    last = tiles[-1][..., num_tiles * tile - num_outputs :]
+    return jnp.concatenate([*tiles[:-1], last], axis=-1)
 
 
 def _has_halves(w: jax.Array) -> bool:
@@ -99,50 +153,78 @@ def _multiply_sum(x: jax.Array, w: jax.Array) -> jax.Array:
     return out.reshape(*x.shape[:-1], w.shape[0])
 
 
-def grouped_linear(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def grouped_linear(args: GroupedArgs) -> jax.Array:
     """Multiply rows by the weights of their groups; see `paged_jax.kernels.grouped_linear`.
 
     `jax.lax.ragged_dot` would be one line, but XLA multiplies all rows by all weights on CPUs and
     GPUs (jax 0.10.2 to 0.12.0), which takes 23 to 370 times as long as the kernel for CPUs. So this
     is a loop over tiles of rows, as in `triton.grouped_linear`. XLA copies the weight of each tile
-    out of the stack. On CPUs, it first converts all bfloat16 weights to float32.
+    out of the stack. On CPUs, it first converts all bfloat16 weights to float32. A quantised weight
+    is converted for each of its tiles.
     """
-    R, X = x.shape[0], w.shape[0]
+    x, w, group_sizes = args
+    x = _round_inputs(x if w.order is None else x[:, w.order], w)
+    return _multiply_groups(x, w, group_sizes, (1, 1))
+
+
+def _multiply_groups(
+    x: jax.Array, w: Weight, group_sizes: jax.Array, contracted: tuple[int, int]
+) -> jax.Array:
+    """Multiply tiles of rows by the weights ``[out, in]`` of their groups, see `_contract`."""
+    R, X, N = x.shape[0], w.shape[0], w.shape[2 - contracted[1]]
     tile = min(R, _MAX_TILE, max(8, math.ceil(2 * R / X)))
     begins = jnp.cumsum(group_sizes, dtype=jnp.int32) - group_sizes
     num_tiles = -(-group_sizes // tile)
     tile_ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
-    x = x.astype(w.dtype)
 
     def multiply(index: jax.Array, out: jax.Array) -> jax.Array:
         group = jnp.sum(tile_ends <= index, dtype=jnp.int32)
         first = begins[group] + (index - tile_ends[group] + num_tiles[group]) * tile
         start = jnp.minimum(first, R - tile)  # the last tile ends at the last row
-        weight = lax.dynamic_index_in_dim(w, group, keepdims=False)
-        new = _contract(lax.dynamic_slice_in_dim(x, start, tile), weight)
+        weight = _as_floats(w, group)
+        new = _contract(lax.dynamic_slice_in_dim(x, start, tile), weight, contracted)
         old = lax.dynamic_slice_in_dim(out, start, tile)
         rows = start + jnp.arange(tile, dtype=jnp.int32)
         is_mine = (rows >= first) & (rows < begins[group] + group_sizes[group])
         return lax.dynamic_update_slice_in_dim(out, jnp.where(is_mine[:, None], new, old), start, 0)
 
-    out = jnp.zeros((R, w.shape[1]), jnp.float32)
+    out = jnp.zeros((R, N), jnp.float32)
     return lax.fori_loop(0, tile_ends[-1], multiply, out)
 
 
+def _round_inputs(x: jax.Array, w: Weight) -> jax.Array:
+    """Round rows to the dtype of a weight; of a quantised weight, see `Weight.dtype`."""
+    if w.scales is None:
+        return x.astype(w.values.dtype)
+    return x.astype(w.dtype).astype(jnp.float32)
+
+
+def _as_floats(w: Weight, group: jax.Array) -> jax.Array:
+    """Return the weight of a group ``[out, in]``, as float32 if it is quantised."""
+    arrays = w.arrays._replace(order=None)
+    arrays = jax.tree.map(lambda y: lax.dynamic_index_in_dim(y, group, keepdims=False), arrays)
+    return arrays.values if w.scales is None else dequantise(arrays, w.format.code)
+
+
 def grouped_gradients(
-    x: jax.Array, w: jax.Array, group_sizes: jax.Array, cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the gradients of `grouped_linear` in `x` and `w`.
+    args: GroupedArgs, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the gradients of `grouped_linear` in `x` and in the values of `w`.
 
     Args:
-      x: floating point ``[R, in]``, the rows sorted by group.
-      w: ``[X, out, in]``.
-      group_sizes: i32 ``[X]``.
+      args: the arguments.
       cotangent: float32 ``[R, out]``, the gradient in the result.
+
+    Returns:
+      The gradients. The second is None if the weight is quantised.
     """
-    return lax.platform_dependent(
-        x, w, group_sizes, cotangent, tpu=_ragged_gradients, default=_looped_gradients
-    )
+    x, w, group_sizes = args
+    if w.scales is None:
+        return lax.platform_dependent(
+            x, w.values, group_sizes, cotangent, tpu=_ragged_gradients, default=_looped_gradients
+        )
+    dx = _multiply_groups(cotangent, w, group_sizes, (1, 0))
+    return (dx if w.order is None else dx[:, jnp.argsort(w.order)]).astype(x.dtype), None
 
 
 def _ragged_gradients(

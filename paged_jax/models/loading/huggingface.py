@@ -269,18 +269,19 @@ def _read_int8(
 ) -> np.ndarray:
     """Quantise a matrix of the given shape while reading it, some rows at a time.
 
-    `index` selects a part of the int8 matrix, or of its scales, which have one dimension less.
-    Whole rows are read even if the device holds only some columns, because the largest number of
-    the row determines its scale.
+    `index` selects a part of the int8 matrix, or of its scales, which have a single column. Whole
+    rows are read even if the device holds only some columns, because the largest number of the row
+    determines its scale.
     """
-    rows, columns = index[: len(shape) - 1], index[len(shape) - 1 :]
+    *rows, columns = index
     start, stop, _ = rows[0].indices(shape[0])
     step = max(1, _READ_ELEMENTS // math.prod(shape[1:]))
     for first in range(start, stop, step):
         last = min(first + step, stop)
         box = (slice(first, last), *rows[1:], slice(None))
         values, scales = quantise(_read_box(stored, mappings, shape, box, np.dtype(np.float32)))
-        out[first - start : last - start] = values[..., *columns] if columns else scales
+        part = values[..., columns] if out.dtype == np.int8 else scales
+        out[first - start : last - start] = part
     return out
 
 

@@ -1,0 +1,70 @@
+"""Random weights in every format, and their elements in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from paged_jax.kernels.linear import Weight
+from paged_jax.kernels.weight_formats import CODES, WeightArrays, WeightFormat, numbers, pack
+
+# Formats with the sizes of groups, dtypes of scales, minima and orders that files have.
+FORMATS = {
+    "int8 of a row": WeightFormat("int8", None, "float32"),
+    "fp8 of a row": WeightFormat("float8_e4m3fn", None, "bfloat16"),
+    "fp8 in groups": WeightFormat("float8_e4m3fn", 32, "float32"),
+    "q8_0": WeightFormat("int8", 32, "float16"),
+    "q6_k": WeightFormat("int8", 16, "float32"),
+    "q5_1": WeightFormat("int8", 32, "float16", "float16"),
+    "q4_0": WeightFormat("int4", 32, "float16"),
+    "q4_1": WeightFormat("uint4", 32, "float16", "float16"),
+    "q4_k": WeightFormat("uint4", 32, "float32", "float32"),
+    "awq": WeightFormat("int4", 64, "float16", "float32"),
+    "gptq": WeightFormat("int4", 64, "float16", "float32", has_order=True),
+    "int4 of a row": WeightFormat("int4", None, "bfloat16"),
+    "int8 with an order": WeightFormat("int8", None, "float32", has_order=True),
+    "mxfp4": WeightFormat("e2m1", 32, "bfloat16"),
+    "nvfp4": WeightFormat("e2m1", 16, "float32"),
+    "nf4": WeightFormat("nf4", 64, "float32"),
+}
+
+
+def random_arrays(
+    format: WeightFormat, shape: tuple[int, ...], rng: np.random.Generator
+) -> WeightArrays:
+    """Return random NumPy arrays of a format for a matrix of a shape ``[*out, in]``."""
+    shapes = format.shapes(shape)
+    scale, low = rng.uniform(0.5, 2, shapes["scales"][0]), rng.normal(size=shapes["scales"][0])
+    if format.is_packed:
+        values = pack(rng.integers(0, 16, shape).astype(np.uint8))
+    else:
+        values = rng.integers(-100, 100, shape).astype(np.float32).astype(format.value_dtype)
+        scale = scale / 16
+    return WeightArrays(
+        values,
+        scale.astype(shapes["scales"][1]),
+        low.astype(shapes["mins"][1]) if "mins" in shapes else None,
+        rng.permutation(shape[-1]).astype(np.int32) if format.has_order else None,
+    )
+
+
+def make_weight(arrays: WeightArrays, format: WeightFormat, dtype: str = "float32") -> Weight:
+    """Return the `Weight` of NumPy arrays."""
+    arrays = WeightArrays(*(None if each is None else jnp.asarray(each) for each in arrays))
+    code = format.code if format.code in CODES else None
+    return Weight(*arrays, code=code, dtype=jnp.dtype(dtype))
+
+
+def elements(arrays: WeightArrays, format: WeightFormat) -> np.ndarray:
+    """Return the elements of a matrix in float64, one group after the other."""
+    columns = numbers(np.asarray(arrays.values), format.code).astype(np.float64)
+    num_groups = arrays.scales.shape[-1]
+    size = columns.shape[-1] // num_groups
+    for group in range(num_groups):
+        part = columns[..., group * size : (group + 1) * size]
+        part *= np.asarray(arrays.scales, np.float64)[..., group, None]
+        if arrays.mins is not None:
+            part += np.asarray(arrays.mins, np.float64)[..., group, None]
+    if arrays.order is None:
+        return columns
+    w = np.empty_like(columns)
+    w[..., np.asarray(arrays.order)] = columns
+    return w
