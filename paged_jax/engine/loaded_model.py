@@ -10,8 +10,9 @@ from jax.sharding import Mesh
 
 from paged_jax.engine.config import EngineConfig
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.gguf_file import is_gguf
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading.pretrained import bundled_folder
+from paged_jax.models.loading.pretrained import bundled_folder, read_config
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.tensor_parallel import TensorParallel
 from paged_jax.models.text.generation_config import GenerationConfig
@@ -94,7 +95,7 @@ def load_weights(options: EngineConfig) -> tuple[Weights, TensorParallel | None]
         parallel = None if mesh is None else TensorParallel.create("Engine", mesh, model.config)
         return Weights(model, parallel, check_replicas=options.check_replicas), parallel
     folder = bundled_folder() if model is None else Path(model)
-    if mesh is None or not folder.is_dir():  # `from_pretrained` reports a missing folder
+    if mesh is None or not folder.exists():  # `from_pretrained` reports a missing folder
         # On CPUs, all backends except "cpu" would copy weights out of stacked layers, so do not
         # stack layers for them.
         is_copied = backend not in (None, "cpu") and jax.default_backend() == "cpu"
@@ -102,7 +103,7 @@ def load_weights(options: EngineConfig) -> tuple[Weights, TensorParallel | None]
         return Weights(
             Llama.from_pretrained(model, dtype=options.dtype, scan_layers=scan_layers)
         ), None
-    parallel = TensorParallel.create("Engine", mesh, LlamaConfig.from_file(folder))
+    parallel = TensorParallel.create("Engine", mesh, read_config(folder))
     placed = Llama.from_pretrained(folder, dtype=options.dtype, sharding=parallel.model_sharding)
     parallel = dataclasses.replace(parallel, config=placed.config)  # with the dtype of the weights
     return Weights(placed, parallel, check_replicas=options.check_replicas), parallel
@@ -141,7 +142,7 @@ def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:
 def load_tokenizer(
     model: str | Path | PagedModel | None, tokenizer: str | Path | Tokenizer | None
 ) -> Tokenizer | None:
-    """Return the given tokenizer, or load it from the given folder or the model's folder.
+    """Return the given tokenizer, or load it from the given path or the model's.
 
     Returns None if no tokenizer is given, and the model is a module or has no tokenizer.json.
 
@@ -160,7 +161,8 @@ def load_tokenizer(
     if isinstance(model, PagedModel):
         return None
     folder = bundled_folder() if model is None else Path(model)
-    return Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None
+    has_tokenizer = is_gguf(folder) or (folder / "tokenizer.json").exists()
+    return Tokenizer.from_folder(folder) if has_tokenizer else None
 
 
 def load_generation_config(

@@ -55,7 +55,7 @@ def load_weights_for(model: PagedModel, folder: str | Path) -> Llama:
             f"load_params: the engine's model must be a Llama, got {type(model).__name__}. Load "
             "weights into such a model, and pass that to update_params."
         )
-    if Path(folder).is_dir():  # `from_pretrained` reports a missing folder
+    if Path(folder).exists():  # `from_pretrained` reports a missing folder
         _check_config(read_config(folder), model.config)
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     return Llama.from_pretrained(

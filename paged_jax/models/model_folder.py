@@ -9,7 +9,6 @@ from typing import Any
 _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.safetensors")
 # Formats of weights, by a pattern of their files.
 _OTHER_FORMATS = {
-    "*.gguf": "weights of llama.cpp (GGUF)",
     "*.ggml": "weights of llama.cpp (GGML)",
     "tf_model*.h5": "weights of TensorFlow",
     "flax_model*.msgpack": "weights of Flax",
@@ -87,6 +86,7 @@ def describe_folder(folder: Path) -> str:
         _broken_links,
         _original_format,
         _shards,
+        _gguf,
         _other_formats,
         _other_safetensors,
     )
@@ -162,6 +162,11 @@ def _shards(folder: Path, names: list[str]) -> str:
         f" The folder contains {number} of {total} shards ({shards[0][0]}) without their index. "
         f"Fetch model.safetensors.index.json{rest}."
     )
+
+
+def _gguf(folder: Path, names: list[str]) -> str:
+    files = [name for name in names if name.endswith(".gguf")]
+    return f" The folder contains {files[0]}. Give this file itself." if files else ""
 
 
 def _other_formats(folder: Path, names: list[str]) -> str:

@@ -31,7 +31,7 @@ def fill(folder, files):
         ),
         ({"adapter_model.bin": ""}, "LoRA adapter, not a model"),
         ({"adapters.safetensors": "", "adapter_config.json": {"lora_layers": 4}}, "LoRA adapter"),
-        ({"q4_k_m.gguf": ""}, r"q4_k_m.gguf is weights of llama.cpp \(GGUF\)"),
+        ({"q4_k_m.gguf": ""}, r"contains q4_k_m.gguf. Give this file itself."),
         ({name: "" for name in _SHARDS}, "2 of 2 shards .*Fetch model.safetensors.index.json."),
         ({_SHARDS[1]: ""}, "1 of 2 shards .*index.json and the missing shards."),
         (
@@ -72,16 +72,16 @@ def test_from_pretrained_describes_folders_without_a_model(tmp_path, files, mess
 
 
 def test_from_pretrained_describes_files(tmp_path):
-    fill(tmp_path, {"model.gguf": "", "model.safetensors": ""})
-    with pytest.raises(OSError, match="model.gguf is weights of llama.cpp"):
-        from_pretrained(Llama, tmp_path / "model.gguf")
+    fill(tmp_path, {"model.onnx": "", "model.safetensors": ""})
+    with pytest.raises(OSError, match="model.onnx is a model in ONNX format"):
+        from_pretrained(Llama, tmp_path / "model.onnx")
     with pytest.raises(OSError, match="Give the folder that contains it"):
         from_pretrained(Llama, tmp_path / "model.safetensors")
 
 
 def test_plan_describes_wrong_paths(tmp_path, capsys):
-    fill(tmp_path, {"model.gguf": "", "adapter_config.json": _ADAPTER})
-    for path, message in ((tmp_path, "LoRA adapter"), (tmp_path / "model.gguf", "llama.cpp")):
+    fill(tmp_path, {"model.onnx": "", "adapter_config.json": _ADAPTER})
+    for path, message in ((tmp_path, "LoRA adapter"), (tmp_path / "model.onnx", "ONNX")):
         assert plan(["--model", str(path), "--memory", "1GiB"]) == 1
         error = capsys.readouterr().err
         assert message in error

@@ -16,6 +16,8 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.gguf_file import GgufFile, is_gguf
+from paged_jax.models.loading.gguf_names import find_gguf_tensors
 from paged_jax.models.loading.parameters import (
     Model,
     ModelSpec,
@@ -63,14 +65,14 @@ def load_weights(
     scan_layers: bool = False,
     sharding: Sharding = None,
 ) -> Model:
-    """Load a model from a folder with ``model.safetensors``, whole or in shards.
+    """Load a model from a folder with ``model.safetensors``, whole or in shards, or from GGUF.
 
     Each device reads only its part of each parameter from the files. Apart from the weights
     themselves, the host needs memory for a single parameter.
 
     Args:
       model_class: class of the model, such as `Llama`.
-      folder: folder of the safetensors.
+      folder: folder of the safetensors, or a GGUF file.
       config: configuration of the model. If it ties the head to the embeddings but the files
         contain a different head, the model is loaded untied, with a warning.
       dtype: float32, bfloat16, float16 or int8; ``"auto"`` is ``config.dtype``.
@@ -82,8 +84,11 @@ def load_weights(
         unexpected, of the wrong shape, not floating point, or not finite.
     """
     dtype = resolve_dtype("load_weights", dtype, config)
-    stored = find_tensors(Path(folder), config)
-    if adapters := find_adapters(os.listdir(folder)):
+    if is_gguf(folder):
+        stored: Mapping[str, StoredTensor] = find_gguf_tensors(GgufFile.open(folder), config)
+    else:
+        stored = find_tensors(Path(folder), config)
+    if Path(folder).is_dir() and (adapters := find_adapters(os.listdir(folder))):
         warnings.warn(
             f"{folder}: {adapters[0]} is an adapter, which is not applied. Merge it into the model "
             "(peft: merge_and_unload), or remove it.",

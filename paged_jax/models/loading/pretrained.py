@@ -1,4 +1,4 @@
-"""Load any model: a Hugging Face folder, an Orbax checkpoint, or the bundled model."""
+"""Load any model: a Hugging Face folder, an Orbax checkpoint, a GGUF file, or the bundled model."""
 
 from collections.abc import Callable
 from importlib import resources
@@ -12,6 +12,8 @@ from jax.typing import DTypeLike
 from paged_jax.kernels.linear import reads_stacked_weights
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.config_json import text_config
+from paged_jax.models.gguf_config import read_gguf_config
+from paged_jax.models.gguf_file import GgufFile, is_gguf
 from paged_jax.models.loading.huggingface import load_weights, untie_if_different
 from paged_jax.models.loading.orbax import is_checkpoint, load_checkpoint
 from paged_jax.models.loading.parameters import Model, WeightsError
@@ -41,7 +43,7 @@ def from_pretrained(
             f"from_pretrained: folder must exist, got {folder}. Nothing is downloaded: fetch it "
             "first, as with `hf download ORG/NAME --local-dir DIR`."
         )
-    if not folder.is_dir():
+    if not folder.is_dir() and not is_gguf(folder):
         raise NotADirectoryError(
             f"from_pretrained: folder must be a folder, got the file {folder}."
             f"{describe_folder(folder)}"
@@ -62,13 +64,15 @@ def read_config(folder: str | Path) -> LlamaConfig:
     untied. Without weights in the folder, only ``config.json`` counts.
 
     Args:
-      folder: a Hugging Face folder, or a checkpoint of `save_checkpoint`.
+      folder: a Hugging Face folder, a checkpoint of `save_checkpoint`, or a GGUF file.
 
     Raises:
       FileNotFoundError, UnsupportedConfigError, ValueError: see `LlamaConfig.from_file`.
       WeightsError: the files contain fewer layers than ``config.json`` has.
     """
     folder = Path(folder)
+    if is_gguf(folder):
+        return read_gguf_config(GgufFile.open(folder))
     content = read_config_json(folder)
     try:
         tensors = list_tensors(folder)

@@ -11,6 +11,7 @@ from pathlib import Path
 import tokenizers
 
 from paged_jax.arguments import names_arguments
+from paged_jax.models.gguf_file import GgufFile, is_gguf
 from paged_jax.models.text.chat_template import (
     ChatTemplate,
     ChatTemplateError,
@@ -19,6 +20,7 @@ from paged_jax.models.text.chat_template import (
     read_templates,
 )
 from paged_jax.models.text.generation_config import GenerationConfig
+from paged_jax.models.text.gguf_tokenizer import read_gguf_tokenizer
 from paged_jax.models.text.special_tokens import (
     TokenizerError,
     add_special_tokens,
@@ -122,7 +124,7 @@ class Tokenizer:
         ``generation_config.json`` has more stop tokens and sampling defaults.
 
         Args:
-          folder: the folder of the model.
+          folder: the folder of the model, or a GGUF file, which contains all of these.
 
         Raises:
           TokenizerError: there is no ``tokenizer.json``, it is damaged, or a special token does
@@ -131,6 +133,8 @@ class Tokenizer:
           ChatTemplateError: the chat template is not valid Jinja.
         """
         folder = Path(folder)
+        if is_gguf(folder):
+            return cls(**read_gguf_tokenizer(GgufFile.open(folder)))
         backend = _read_backend(folder)
         config = read_optional(folder / "tokenizer_config.json")
         special_tokens = add_special_tokens(backend, folder, config)

@@ -1,0 +1,314 @@
+"""GGUF files of llama.cpp: the header, which holds metadata and the list of tensors.
+
+    magic, version | number of tensors | number of entries
+    entries         key, type, value                    config, tokenizer and chat template
+    tensors         name, shape, type, offset           for each tensor
+    padding         up to a multiple of general.alignment
+    data            the tensors, in blocks of quantised values
+
+A file is not trusted. Every length is compared with the bytes that are left before anything is
+read or allocated. The `gguf` package gives the types of values and tensors. Its own reader is not
+used: it keeps an array for each string, which takes 4 to 20 s for a vocabulary, and reads counts
+without a check.
+"""
+
+import dataclasses
+import functools
+import math
+import mmap
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_DEFAULT_ALIGNMENT = 32
+_MAX_DIMS = 4
+# Keys and tensor names are short. Longer ones mean that the file is damaged.
+_MAX_NAME_BYTES = 65535
+# Bytes that an entry and a tensor take at least.
+_MIN_ENTRY_BYTES, _MIN_TENSOR_BYTES = 13, 24
+_LENGTH = struct.Struct("<Q")
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+class GgufError(ValueError):
+    """Error for a GGUF file that is damaged or not supported."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorEntry:
+    """A tensor of a GGUF file.
+
+    Attributes:
+      path: the file.
+      name: name of the tensor in the file, such as ``"blk.0.attn_q.weight"``.
+      shape: shape with the input dimension last, ``[..., out, in]``.
+      type: name of the type, such as ``"Q4_K"``.
+      offset: position of the first byte in the file.
+      num_bytes: number of bytes.
+    """
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    offset: int
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufFile:
+    """Header of a GGUF file.
+
+    Attributes:
+      path: the file; the first part of a model in several files.
+      metadata: values by key. Arrays of numbers are NumPy arrays, and arrays of texts are `Texts`.
+      tensors: tensors by name, of all parts of the model.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorEntry]
+
+    @classmethod
+    def open(cls, path: str | Path) -> "GgufFile":
+        """Read the header of a file, and of the other parts of a split model.
+
+        Raises:
+          GgufError: the package `gguf` is missing, a file is damaged or has an unsupported
+            version, or a part is missing.
+          OSError: the file cannot be read.
+        """
+        path = Path(path)
+        first = _open(path)
+        count = first.metadata.get("split.count", 1)
+        if not count or count == 1:
+            return first
+        match = _SPLIT.fullmatch(path.name)
+        if match is None or int(match[3]) != count or first.metadata.get("split.no") != 0:
+            raise GgufError(
+                f"{path}: must be the first of the {count} parts of a model, such as "
+                f"NAME-00001-of-{count:05}.gguf. Give that file, with the others next to it."
+            )
+        tensors = dict(first.tensors)
+        for number in range(2, count + 1):
+            part = _open(path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf"))
+            if part.metadata.get("split.no") != number - 1:
+                raise GgufError(f"{part.path}: split.no must be {number - 1}.")
+            if twice := tensors.keys() & part.tensors.keys():
+                raise GgufError(f"{part.path}: tensor {min(twice)} is in another part too.")
+            tensors |= part.tensors
+        return cls(path, first.metadata, tensors)
+
+
+class Texts(Sequence[str]):
+    """Texts of an array in a GGUF file. A text is decoded when it is used.
+
+    Args:
+      data: bytes of the array: each text is preceded by its length.
+      starts: position of each text in the data, int64 ``[n]``.
+      lengths: bytes of each text, int64 ``[n]``.
+    """
+
+    def __init__(self, data: bytes, starts: np.ndarray, lengths: np.ndarray):
+        self._data = data
+        self._starts = starts
+        self._lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        """Return a text, or a list of texts. Invalid UTF-8 is replaced."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        start = int(self._starts[index])
+        return self._data[start : start + int(self._lengths[index])].decode(errors="replace")
+
+    def __iter__(self) -> Iterator[str]:
+        data = self._data
+        for start, end in zip(
+            self._starts.tolist(), (self._starts + self._lengths).tolist(), strict=True
+        ):
+            yield data[start:end].decode(errors="replace")
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Return whether a path names a GGUF file, by its suffix."""
+    return Path(path).suffix.lower() == ".gguf"
+
+
+def _open(path: Path) -> GgufFile:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file.")
+    status = path.stat()
+    return _read(path.absolute(), status.st_size, status.st_mtime_ns)
+
+
+# Config, tokenizer and weights are read one after the other.
+@functools.lru_cache(maxsize=4)
+def _read(path: Path, num_bytes: int, _: int) -> GgufFile:
+    try:
+        import gguf
+    except ImportError:
+        raise GgufError(
+            f"{path}: the package gguf is needed to read this file. Install it: "
+            "pip install 'paged-jax[gguf]'."
+        ) from None
+    if not num_bytes:
+        raise GgufError(f"{path}: must be a GGUF file, got an empty file.")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _HeaderReader(path, data, gguf).read()
+
+
+class _HeaderReader:
+    """Reader of a header. It never reads beyond the end of the file.
+
+    Args:
+      path: the file, for error messages.
+      data: its bytes.
+      gguf: the module `gguf`.
+    """
+
+    def __init__(self, path: Path, data: mmap.mmap, gguf: Any):
+        self._path = path
+        self._data = data
+        self._gguf = gguf
+        self._place = 0
+
+    def read(self) -> GgufFile:
+        if self._take(4, "the magic number") != _MAGIC:
+            raise self._error("must be a GGUF file, but does not begin with GGUF")
+        version = self._number("<I", "the version")
+        if version & 0xFFFF == 0:
+            raise self._error("is a big-endian file, which is not supported")
+        if version not in _VERSIONS:
+            raise self._error(f"must have version 2 or 3 of GGUF, got {version}")
+        num_tensors = self._count("tensors", _MIN_TENSOR_BYTES)
+        num_entries = self._count("entries", _MIN_ENTRY_BYTES)
+        metadata: dict[str, Any] = {}
+        for _ in range(num_entries):
+            key = self._text("a key", _MAX_NAME_BYTES)
+            if key in metadata:
+                raise self._error(f"key {key!r} must occur once")
+            metadata[key] = self._value(key, self._number("<I", key))
+        infos = [self._tensor_info() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise self._error(f"general.alignment must be a power of two, got {alignment!r}")
+        data_start = -(-self._place // alignment) * alignment
+        tensors: dict[str, TensorEntry] = {}
+        for name, shape, kind, offset in infos:
+            if name in tensors:
+                raise self._error(f"tensor {name!r} must occur once")
+            tensors[name] = self._entry(name, shape, kind, data_start + offset)
+        return GgufFile(self._path, metadata, tensors)
+
+    def _entry(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> TensorEntry:
+        try:
+            known = self._gguf.GGMLQuantizationType(kind)
+        except ValueError:
+            raise self._error(f"tensor {name} has the unknown type {kind}") from None
+        block, block_bytes = self._gguf.GGML_QUANT_SIZES[known]
+        # llama.cpp omits dimensions of size 1 at the end, but the data has no other gaps.
+        if math.prod(shape) == 0 or shape[-1] % block:
+            raise self._error(
+                f"tensor {name} must have rows of a positive multiple of {block} values for "
+                f"{known.name}, got shape {list(shape)}"
+            )
+        num_bytes = math.prod(shape) // block * block_bytes
+        if offset + num_bytes > len(self._data):
+            raise self._error(
+                f"tensor {name} must lie in the file, got bytes {offset} to {offset + num_bytes} "
+                f"of {len(self._data)}. Fetch the whole file again"
+            )
+        return TensorEntry(self._path, name, shape, known.name, offset, num_bytes)
+
+    def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._text("the name of a tensor", _MAX_NAME_BYTES)
+        num_dims = self._number("<I", name)
+        if not 1 <= num_dims <= _MAX_DIMS:
+            raise self._error(f"tensor {name!r} must have 1 to {_MAX_DIMS} dims, got {num_dims}")
+        shape = struct.unpack(f"<{num_dims}Q", self._take(8 * num_dims, name))
+        return name, shape[::-1], self._number("<I", name), self._number("<Q", name)
+
+    def _value(self, key: str, kind: int) -> Any:
+        types = self._gguf.GGUFValueType
+        if kind == types.STRING:
+            return self._text(key)
+        if kind == types.ARRAY:
+            return self._array(key, self._number("<I", key))
+        [value] = self._numbers(key, kind, 1).tolist()
+        return value
+
+    def _array(self, key: str, kind: int) -> Any:
+        count = self._number("<Q", key)
+        if kind == self._gguf.GGUFValueType.STRING:
+            return self._texts(key, count)
+        return self._numbers(key, kind, count)
+
+    def _texts(self, key: str, count: int) -> Texts:
+        self._require(_LENGTH.size * count, f"the {count} texts of {key}")
+        first, place, end = self._place, self._place, len(self._data)
+        starts = np.empty(count, np.int64)
+        lengths = np.empty(count, np.int64)
+        unpack, data = _LENGTH.unpack_from, self._data
+        for index in range(count):
+            length = unpack(data, place)[0] if place + 8 <= end else end
+            starts[index], lengths[index] = place + 8 - first, min(length, end)
+            place += 8 + length
+            if place > end:
+                raise self._error(f"must hold the {count} texts of {key}, but ends before")
+        self._place = place
+        return Texts(data[first:place], starts, lengths)
+
+    def _numbers(self, key: str, kind: int, count: int) -> np.ndarray:
+        types = self._gguf.GGUFValueType
+        dtypes = {
+            types.UINT8: "<u1", types.INT8: "<i1", types.UINT16: "<u2", types.INT16: "<i2",
+            types.UINT32: "<u4", types.INT32: "<i4", types.UINT64: "<u8", types.INT64: "<i8",
+            types.FLOAT32: "<f4", types.FLOAT64: "<f8", types.BOOL: "?",
+        }  # fmt: skip
+        if kind not in dtypes:
+            raise self._error(f"{key} has a value of the unsupported type {kind}")
+        dtype = np.dtype(dtypes[kind])
+        return np.frombuffer(self._take(dtype.itemsize * count, key), dtype)
+
+    def _count(self, name: str, least_bytes: int) -> int:
+        count = self._number("<Q", f"the number of {name}")
+        left = len(self._data) - self._place
+        if count * least_bytes > left:
+            raise self._error(f"cannot hold {count} {name} in {left} bytes")
+        return count
+
+    def _number(self, form: str, name: str) -> int:
+        [number] = struct.unpack(form, self._take(struct.calcsize(form), name))
+        return number
+
+    def _text(self, name: str, limit: int | None = None) -> str:
+        length = self._number("<Q", name)
+        if limit is not None and length > limit:
+            raise self._error(f"{name} must have at most {limit} bytes, got {length}")
+        return self._take(length, name).decode(errors="replace")
+
+    def _take(self, num_bytes: int, name: str) -> bytes:
+        self._require(num_bytes, name)
+        self._place += num_bytes
+        return self._data[self._place - num_bytes : self._place]
+
+    def _require(self, num_bytes: int, name: str) -> None:
+        left = len(self._data) - self._place
+        if num_bytes > left:
+            raise self._error(f"must hold {num_bytes} bytes of {name}, got {left}")
+
+    def _error(self, problem: str) -> GgufError:
+        return GgufError(f"{self._path}: {problem}.")

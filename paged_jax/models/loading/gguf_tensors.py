@@ -1,0 +1,287 @@
+"""Tensors of GGUF files, and the formats of their blocks.
+
+Most types have blocks of 32 or 256 values with their scales. The byte order is little-endian, and
+``d`` and ``m`` are float16. ``u`` is an unsigned value of 4, 5 or 6 bits, and ``sc`` and ``mn`` are
+scales and minima of groups of 16 or 32 values:
+
+    Q8_0   d, 32 x int8                                          q * d
+    Q4_0   d, 16 bytes                                           (u - 8) * d
+    Q4_1   d, m, 16 bytes                                        u * d + m
+    Q5_0   d, 32 high bits, 16 bytes                             (u - 16) * d
+    Q5_1   d, m, 32 high bits, 16 bytes                          u * d + m
+    Q4_K   d, m, 12 bytes of sc and mn, 128 bytes                u * (d * sc) - m * mn
+    Q5_K   d, m, 12 bytes of sc and mn, 32 bytes, 128 bytes      u * (d * sc) - m * mn
+    Q6_K   128 bytes, 64 bytes, 16 x int8 sc, d                  (u - 32) * (d * sc)
+    MXFP4  e, 16 bytes                                           e2m1[u] * 2 ** (e - 127)
+
+In 16 bytes, the low bits are the first 16 values of a block, as in `weight_formats`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, pack
+from paged_jax.models.gguf_file import TensorEntry
+from paged_jax.models.loading.parameters import WeightsError
+from paged_jax.models.loading.stored_tensors import QuantisedTensor, is_finite
+
+_FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+FORMATS: Mapping[str, WeightFormat] = {
+    "F32": WeightFormat("float32"),
+    "F16": WeightFormat("float16"),
+    "BF16": WeightFormat("bfloat16"),
+    "Q8_0": WeightFormat("int8", 32, "float16"),
+    "Q4_0": WeightFormat("int4", 32, "float16"),
+    "Q4_1": WeightFormat("uint4", 32, "float16", "float16"),
+    "Q5_0": WeightFormat("int8", 32, "float16"),
+    "Q5_1": WeightFormat("int8", 32, "float16", "float16"),
+    "Q4_K": WeightFormat("uint4", 32, "float32", "float32"),
+    "Q5_K": WeightFormat("int8", 32, "float32", "float32"),
+    "Q6_K": WeightFormat("int8", 16, "float32"),
+    # Powers of two are exact in bfloat16.
+    "MXFP4": WeightFormat("e2m1", 32, "bfloat16"),
+}
+"""Format of each supported type of GGUF."""
+
+_E8M0_NAN = 0xFF
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GgufTensor(QuantisedTensor):
+    """A tensor of a GGUF file, or an index of its first dimension.
+
+    Attributes:
+      row_bytes: bytes of a row; of the whole tensor if it has one dimension.
+      num_rotated_heads: number of heads if the rows of each head are in the order of llama.cpp's
+        rotation, see `_file_rows`; otherwise 0.
+      is_one_added: whether the file stores the values plus 1.
+    """
+
+    row_bytes: int
+    num_rotated_heads: int = 0
+    is_one_added: bool = False
+
+    @classmethod
+    def of(
+        cls, entry: TensorEntry, *, num_rotated_heads: int = 0, is_one_added: bool = False
+    ) -> "GgufTensor":
+        """Return the tensor of an entry of a file.
+
+        Raises:
+          WeightsError: the type is not supported.
+        """
+        if entry.type not in FORMATS:
+            raise WeightsError(
+                f"{entry.path}: tensor {entry.name} has the type {entry.type}, which is not "
+                f"supported, only {', '.join(FORMATS)}."
+            )
+        num_rows = math.prod(entry.shape[:-1])
+        if entry.type not in _FLOATS and len(entry.shape) == 1:
+            raise WeightsError(
+                f"{entry.path}: tensor {entry.name} has one dimension and must be floating point, "
+                f"got {entry.type}."
+            )
+        if num_rotated_heads and entry.shape[0] % (2 * num_rotated_heads):
+            raise WeightsError(
+                f"{entry.path}: tensor {entry.name} must have an even number of rows for each of "
+                f"{num_rotated_heads} heads, got shape {list(entry.shape)}."
+            )
+        return cls(
+            entry.path,
+            entry.name,
+            entry.shape,
+            entry.type,
+            entry.num_bytes // num_rows,
+            num_rotated_heads,
+            is_one_added,
+            offset=entry.offset,
+        )
+
+    @property
+    def format(self) -> WeightFormat:
+        """Format of `read_arrays`."""
+        return FORMATS[self.dtype]
+
+    def part(self, index: int) -> "GgufTensor":
+        """Return an index of the first dimension, such as the matrix of an expert."""
+        num_bytes = math.prod(self.shape[1:-1]) * self.row_bytes
+        return dataclasses.replace(
+            self,
+            name=f"{self.name}[{index}]",
+            shape=self.shape[1:],
+            offset=self.offset + index * num_bytes,
+        )
+
+    def read_arrays(self, rows: slice) -> WeightArrays:
+        """Read rows of a matrix, see `StoredTensor.read_arrays`."""
+        if self.dtype in _FLOATS:
+            return WeightArrays(self.read((rows,), jnp.dtype(self.format.code)))
+        data = self._read_file_rows(rows)
+        block, read = _READERS[self.dtype]
+        num_blocks = self.shape[-1] // block
+        with np.errstate(invalid="ignore", over="ignore"):  # reported below
+            arrays = read(data.reshape(len(data), num_blocks, self.row_bytes // num_blocks))
+        values, *scales = (x.reshape(len(data), math.prod(x.shape[1:])) for x in arrays)
+        if not all(map(is_finite, scales)):
+            raise WeightsError(f"load_weights: {self.name} has a scale that is not finite.")
+        return WeightArrays(values, *scales)
+
+    def _read(self, index: tuple[slice, ...]) -> np.ndarray:
+        rows, *columns = index or (slice(None),)
+        if len(self.shape) == 1:
+            values = _as_floats(self._read_bytes(0, 1), self.dtype)[0]
+            values = values[self._file_rows(rows)]
+        elif self.dtype in _FLOATS:
+            values = _as_floats(self._read_file_rows(rows), self.dtype)
+        else:
+            values = self._dequantise(rows)
+        if self.is_one_added:
+            values = values.astype(np.float32) - 1
+        return values[(slice(None), *columns)]
+
+    def _read_file_rows(self, rows: slice) -> np.ndarray:
+        """Return the bytes of rows, uint8 ``[rows, row_bytes]``."""
+        places = self._file_rows(rows)
+        first = int(places.min())
+        data = self._read_bytes(first, int(places.max()) + 1)
+        return data[places - first] if self.num_rotated_heads else data
+
+    def _file_rows(self, rows: slice) -> np.ndarray:
+        """Return the row in the file of each of some rows.
+
+        llama.cpp rotates neighbours (0, 1), (2, 3) of a head where Hugging Face checkpoints rotate
+        elements at a distance of half a head: row i of the first half is row 2 i of the file.
+        """
+        places = np.arange(*rows.indices(self.shape[0]))
+        if not self.num_rotated_heads:
+            return places
+        head_dim = self.shape[0] // self.num_rotated_heads
+        head, row = np.divmod(places, head_dim)
+        half, pair = np.divmod(row, head_dim // 2)
+        return head * head_dim + 2 * pair + half
+
+    def _read_bytes(self, start: int, stop: int) -> np.ndarray:
+        """Return consecutive rows of the file, uint8 ``[stop - start, row_bytes]``."""
+        count = (stop - start) * self.row_bytes
+        try:
+            # Pages of a mapping would count as memory in use, and a mapped file that becomes
+            # shorter ends the process.
+            offset = self.offset + start * self.row_bytes
+            data = np.fromfile(self.path, np.uint8, count, offset=offset)
+        except OSError as error:
+            raise WeightsError(f"load_weights: cannot read {self.name}: {error}.") from None
+        if len(data) != count:
+            raise WeightsError(
+                f"load_weights: cannot read {self.name}: the file has become shorter."
+            )
+        return data.reshape(stop - start, self.row_bytes)
+
+
+def _as_floats(data: np.ndarray, kind: str) -> np.ndarray:
+    floats = data.view(_FLOATS[kind])
+    return floats.view(jnp.bfloat16) if kind == "BF16" else floats
+
+
+# The readers of blocks take uint8 ``[rows, blocks, block_bytes]``, and return the values and scales
+# of `WeightArrays`, with any shape behind the first dimension.
+_Arrays = tuple[np.ndarray, ...]
+
+
+def _half(blocks: np.ndarray, place: int) -> np.ndarray:
+    """Return the float16 at a place of each block."""
+    return np.ascontiguousarray(blocks[..., place : place + 2]).view("<f2")
+
+
+def _nibbles(data: np.ndarray) -> np.ndarray:
+    """Return low and high bits of bytes ``[..., n]``, uint8 ``[..., 2, n]``."""
+    return np.stack([data & 15, data >> 4], axis=-2)
+
+
+def _read_q8_0(blocks: np.ndarray) -> _Arrays:
+    return blocks[..., 2:].view(np.int8), _half(blocks, 0)
+
+
+def _read_q4_0(blocks: np.ndarray) -> _Arrays:
+    return blocks[..., 2:], _half(blocks, 0)
+
+
+def _read_q4_1(blocks: np.ndarray) -> _Arrays:
+    return blocks[..., 4:], _half(blocks, 0), _half(blocks, 2)
+
+
+def _fifth_bits(words: np.ndarray) -> np.ndarray:
+    """Return the bits of 4 bytes of each block as the fifth bits of 32 values."""
+    bits = np.unpackbits(words, axis=-1, bitorder="little")
+    return bits.reshape(*words.shape[:-1], 2, 16) << 4
+
+
+def _read_q5_0(blocks: np.ndarray) -> _Arrays:
+    values = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
+    return values.view(np.int8) - np.int8(16), _half(blocks, 0)
+
+
+def _read_q5_1(blocks: np.ndarray) -> _Arrays:
+    values = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
+    return values.view(np.int8), _half(blocks, 0), _half(blocks, 2)
+
+
+def _read_k_scales(blocks: np.ndarray) -> _Arrays:
+    """Return scales and minima of the 8 groups of each block of Q4_K and Q5_K.
+
+    The first four groups have 6 bits each in the bytes 0 to 3 (scales) and 4 to 7 (minima). The
+    others have 4 bits in the bytes 8 to 11, and 2 bits above those of the first groups.
+    """
+    scales, mins, rest = (blocks[..., 4 + i : 8 + i] for i in (0, 4, 8))
+    scales = np.concatenate([scales & 63, rest & 15 | scales >> 6 << 4], axis=-1)
+    mins = np.concatenate([mins & 63, rest >> 4 | mins >> 6 << 4], axis=-1)
+    factor, offset = _half(blocks, 0).astype(np.float32), _half(blocks, 2).astype(np.float32)
+    return factor * scales.astype(np.float32), -(offset * mins.astype(np.float32))
+
+
+def _read_q4_k(blocks: np.ndarray) -> _Arrays:
+    # 32 bytes hold two groups, and packed values hold one group in 16 bytes.
+    values = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 32))
+    return pack(values), *_read_k_scales(blocks)
+
+
+def _read_q5_k(blocks: np.ndarray) -> _Arrays:
+    values = _nibbles(blocks[..., 48:].reshape(*blocks.shape[:-1], 4, 32))
+    high = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    values = values.reshape(*blocks.shape[:-1], 8, 32) | high << 4
+    return values.view(np.int8), *_read_k_scales(blocks)
+
+
+def _read_q6_k(blocks: np.ndarray) -> _Arrays:
+    # Each half of a block has 64 bytes of low bits and 32 bytes of high bits for 4 x 32 values.
+    lead = blocks.shape[:-1]
+    low = _nibbles(blocks[..., :128].reshape(*lead, 2, 64)).reshape(*lead, 2, 4, 32)
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    high = blocks[..., 128:192].reshape(*lead, 2, 1, 32) >> shifts & 3
+    values = (low | high << 4).view(np.int8) - np.int8(32)
+    scales = blocks[..., 192:208].view(np.int8).astype(np.float32)
+    return values, _half(blocks, 208).astype(np.float32) * scales
+
+
+def _read_mxfp4(blocks: np.ndarray) -> _Arrays:
+    exponents = blocks[..., :1].astype(np.int32) - 127
+    scales = np.ldexp(np.float32(1), exponents)
+    scales = np.where(blocks[..., :1] == _E8M0_NAN, np.float32(np.nan), scales)
+    return blocks[..., 1:], scales.astype(jnp.bfloat16)
+
+
+# Values per block, and reader of blocks.
+_READERS: Mapping[str, tuple[int, Callable[[np.ndarray], _Arrays]]] = {
+    "Q8_0": (32, _read_q8_0),
+    "Q4_0": (32, _read_q4_0),
+    "Q4_1": (32, _read_q4_1),
+    "Q5_0": (32, _read_q5_0),
+    "Q5_1": (32, _read_q5_1),
+    "Q4_K": (256, _read_q4_k),
+    "Q5_K": (256, _read_q5_k),
+    "Q6_K": (256, _read_q6_k),
+    "MXFP4": (32, _read_mxfp4),
+}

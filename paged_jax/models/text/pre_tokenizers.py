@@ -1,0 +1,95 @@
+r"""Rules that split a text into words before byte pairs are merged, by their names in GGUF files.
+
+The rules are regular expressions of the tokenizers that the models were trained with. A rule may
+have several expressions: each splits the parts that the expressions before it have left.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from tokenizers import Regex, pre_tokenizers
+
+_SPACES = r"\s+(?!\S)|\s+"
+_GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
+_SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+
+
+def _cl100k(digits: str) -> str:
+    """Return the expression of GPT-4's tokenizer, with another number of digits per word."""
+    return (
+        rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+        rf"|\s*[\r\n]+|{_SPACES}"
+    )
+
+
+def _o200k(digits: str, suffixes: str) -> str:
+    """Return the expression of GPT-4o's tokenizer, which splits words before capital letters."""
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    lead = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        rf"{lead}{upper}*{lower}+{suffixes}|{lead}{upper}+{lower}*{suffixes}|{digits}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_SPACES}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PreTokenizer:
+    """How a kind of byte-level tokenizer splits texts.
+
+    Attributes:
+      expressions: regular expressions, applied one after the other.
+      ignores_merges: whether a word that is a token becomes this token, even if merges would not
+        lead to it.
+      adds_bos: whether texts start with BOS if the file does not say it.
+    """
+
+    expressions: tuple[str, ...]
+    ignores_merges: bool = False
+    adds_bos: bool = False
+
+    def build(self) -> pre_tokenizers.PreTokenizer:
+        """Return the pre-tokenizer of the `tokenizers` library."""
+        splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in self.expressions]
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([*splits, byte_level])
+
+
+_GPT2_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
+_LLAMA3 = PreTokenizer((_cl100k(r"\p{N}{1,3}"),), ignores_merges=True, adds_bos=True)
+_QWEN2 = PreTokenizer((_cl100k(r"\p{N}"),))
+_DEEPSEEK3_WORDS = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
+)
+_GPT4O = PreTokenizer((_o200k(r"\p{N}{1,3}", _SUFFIXES + "?"),))
+
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2": PreTokenizer((_GPT2,)),
+    "phi-2": PreTokenizer((_GPT2,)),
+    "olmo": PreTokenizer((_GPT2,)),
+    "smollm": _GPT2_DIGITS,
+    "starcoder": _GPT2_DIGITS,
+    "refact": _GPT2_DIGITS,
+    "command-r": _GPT2_DIGITS,
+    "codeshell": _GPT2_DIGITS,
+    "exaone": _GPT2_DIGITS,
+    "llama-bpe": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "pixtral": _LLAMA3,
+    "dbrx": PreTokenizer((_cl100k(r"\p{N}{1,3}"),)),
+    "smaug-bpe": PreTokenizer((_cl100k(r"\p{N}{1,3}"),)),
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "stablelm2": _QWEN2,
+    "gpt-4o": _GPT4O,
+    "llama4": _GPT4O,
+    "tekken": PreTokenizer((_o200k(r"\p{N}", ""),), ignores_merges=True, adds_bos=True),
+    "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3_WORDS)),
+    "deepseek-coder": PreTokenizer(
+        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+    ),
+}
+"""Supported rules by name."""

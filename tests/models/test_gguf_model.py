@@ -1,0 +1,263 @@
+"""Models in GGUF files: the fixtures of llama.cpp's tools, and tiny models of each architecture.
+
+The tiny models are saved as a Hugging Face folder, and as a GGUF file with the names of the package
+`gguf`. Both must give the same config and logits.
+"""
+
+import dataclasses
+
+import gguf
+import jax
+import numpy as np
+import pytest
+
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.family import UnsupportedConfigError
+from paged_jax.models.gguf_config import read_gguf_config
+from paged_jax.models.gguf_file import GgufError, GgufFile
+from paged_jax.models.llama import Llama
+from paged_jax.models.loading.gguf_names import find_gguf_tensors
+from paged_jax.models.loading.parameters import WeightsError
+from paged_jax.models.loading.pretrained import read_config
+from tests.support.gguf_files import SIZES, metadata_of, tensors_of, write
+from tests.support.random_model import random_llama
+
+FIXTURES = ("gguf-mixed", "gguf-q4_0", "gguf-k-quants")
+TOKENS = np.random.default_rng(0).integers(0, 64, (1, 20), np.int32)
+WINDOW = 8
+_WINDOWS = {"attention.sliding_window": WINDOW}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_YARN = {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+_YARN |= {"original_max_position_embeddings": 64, "rope_type": "yarn"}
+_YARN_KEYS = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 64,
+}
+# Architecture in GGUF, entries of config.json in addition to the common ones, and entries of GGUF.
+CASES = {
+    "llama": ("llama", {}, {}),
+    "llama with biases": ("llama", {"attention_bias": True, "tie_word_embeddings": True}, {}),
+    "llama with defaults": (
+        "llama",
+        {"num_key_value_heads": 4, "rope_theta": 1e4},
+        dict.fromkeys(
+            ("attention.head_count_kv", "attention.key_length", "attention.value_length",
+             "rope.freq_base", "rope.dimension_count"),
+        ),
+    ),
+    "linear": (
+        "llama",
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        {"rope.scaling.factor": 4.0},
+    ),
+    "mixtral": (
+        "llama",
+        {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+        {"expert_feed_forward_length": None},
+    ),
+    "qwen2": ("qwen2", {"model_type": "qwen2", "rope_scaling": _YARN}, _YARN_KEYS),
+    "qwen3": ("qwen3", {"model_type": "qwen3", "head_dim": 24}, {}),
+    "qwen3moe": ("qwen3moe", {"model_type": "qwen3_moe", "norm_topk_prob": True} | _EXPERTS, {}),
+    "gemma2": (
+        "gemma2",
+        {"model_type": "gemma2", "sliding_window": WINDOW, "query_pre_attn_scalar": 24},
+        _WINDOWS,
+    ),
+    "gemma3": (
+        "gemma3",
+        {
+            "model_type": "gemma3_text",
+            "sliding_window": WINDOW,
+            "num_hidden_layers": 7,
+            "query_pre_attn_scalar": 24,
+            "rope_theta": 1e6,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        _WINDOWS | {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+    ),
+    "phi3": (
+        "phi3",
+        {"model_type": "phi3", "sliding_window": WINDOW, "partial_rotary_factor": 0.5},
+        _WINDOWS,
+    ),
+}  # fmt: skip
+
+
+def config_of(changes) -> LlamaConfig:
+    if changes.get("model_type") in ("gemma2", "gemma3_text"):
+        changes = {"head_dim": 24, **changes}
+    return LlamaConfig.from_dict({**SIZES, "model_type": "llama", "eos_token_id": [], **changes})
+
+
+@pytest.fixture(scope="module")
+def logits():
+    return jax.jit(lambda model, tokens: model(tokens))
+
+
+def save(tmp_path, case, **changes):
+    """Save a case in both formats and return the paths."""
+    architecture, config_json, entries = CASES[case]
+    model = random_llama(config_of(config_json))
+    tensors = tensors_of(model, architecture, tmp_path / "folder")
+    metadata = metadata_of(model.config, architecture, **entries, **changes)
+    return tmp_path / "folder", write(tmp_path / "model.gguf", metadata, tensors)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gguf_and_folder_are_the_same_model(tmp_path, case):
+    folder, path = save(tmp_path, case)
+    expected = read_config(folder)
+    ends = {"bos_token_id": expected.bos_token_id, "eos_token_ids": expected.eos_token_ids}
+    assert dataclasses.replace(read_config(path), **ends) == expected
+    whole = Llama.from_pretrained(folder, scan_layers=False)
+    found = Llama.from_pretrained(path, scan_layers=False)
+    different = [
+        str(name)
+        for (name, x), (_, y) in zip(
+            jax.tree.leaves_with_path(whole), jax.tree.leaves_with_path(found), strict=True
+        )
+        if not np.allclose(x, y, rtol=0, atol=3e-7 if whole.config.norm_offset else 0)
+    ]
+    assert different == []
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_fixtures_give_the_reference_weights_and_logits(data_dir, logits, name):
+    path = data_dir / "quantised" / name / "model.gguf"
+    reference = np.load(path.with_name("reference.npz"))
+    tensors = find_gguf_tensors(GgufFile.open(path), read_config(path))
+    num_checked = 0
+    for key, weight in reference.items():
+        if key in tensors:
+            rows = slice(0, len(weight))
+            np.testing.assert_array_equal(tensors[key].read((rows,), np.dtype("f4")), weight)
+            num_checked += 1
+    assert num_checked >= 2
+    model = Llama.from_pretrained(path, dtype="float32")
+    found = np.asarray(logits(model, reference["input_ids"][None]))[0]
+    scale = np.abs(reference["logits"]).max()
+    assert np.abs(found - reference["logits"]).max() < 1e-4 * scale
+
+
+def test_llama3_factors_divide_the_frequencies(tmp_path):
+    """The tensor has the divisors that llama.cpp's converter computes from Llama 3.1's scaling."""
+    scaling = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }  # fmt: skip
+    config = config_of({"rope_scaling": scaling})
+    plain = dataclasses.replace(config, rope_scaling=None)
+    divisors = plain.ropes[0].frequencies() / config.ropes[0].frequencies()
+    tensors = tensors_of(random_llama(plain), "llama", tmp_path / "folder")
+    tensors["rope_freqs.weight"] = divisors.astype(np.float32)
+    path = write(tmp_path / "m.gguf", metadata_of(plain, "llama"), tensors)
+    np.testing.assert_allclose(
+        read_config(path).ropes[0].frequencies(), config.ropes[0].frequencies(), rtol=1e-6
+    )
+    tensors["rope_freqs.weight"] = divisors[:3].astype(np.float32)
+    path = write(tmp_path / "x.gguf", metadata_of(plain, "llama"), tensors)
+    with pytest.raises(GgufError, match=r"rope_freqs.weight must be F32 \[8\], got F32 \[3\]"):
+        read_config(path)
+
+
+def test_phi3_long_factors_are_read(tmp_path):
+    config = config_of({"model_type": "phi3", "original_max_position_embeddings": 64})
+    tensors = tensors_of(random_llama(config), "phi3", tmp_path / "folder")
+    factors = {kind: np.linspace(1, last, 8, dtype=np.float32) for kind, last in _FACTORS.items()}
+    tensors |= {f"rope_factors_{kind}.weight": each for kind, each in factors.items()}
+    scaling = {"rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.25}
+    path = write(tmp_path / "m.gguf", metadata_of(config, "phi3", **scaling), tensors)
+    rope = read_config(path).ropes[0]
+    np.testing.assert_allclose(
+        rope.frequencies(), config.ropes[0].frequencies() / factors["long"], rtol=1e-6
+    )
+    np.testing.assert_allclose(rope.scales(), 1.25)
+
+
+_FACTORS = {"short": 2, "long": 5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"general.architecture": "mamba"}, "architecture 'mamba' of GGUF is not supported, only"),
+        ({"general.type": "adapter"}, "general.type must be 'model', got 'adapter'"),
+        ({"llama.block_count": None}, "llama.block_count must be an integer, got nothing"),
+        ({"llama.block_count": 10**6}, "num_hidden_layers must be at most 10000"),
+        ({"llama.embedding_length": "wide"}, "embedding_length must be an integer, got 'wide'"),
+        ({"llama.attention.head_count": [4, 2]}, "attention.head_count that differs between lay"),
+        ({"llama.attention.value_length": 8}, "attention.value_length other than 16 is not supp"),
+        ({"llama.attention.scale": 0.5}, "llama.attention.scale = 0.5 is not supported"),
+        ({"llama.attention.sliding_window": 32}, "attention.sliding_window = 32 is not supported"),
+        ({"llama.rope.scaling.type": "other"}, "rope.scaling.type 'other' is not supported"),
+        ({"llama.rope.scaling.attn_factor": 2.0}, "rope.scaling.attn_factor with 'linear' is not"),
+        ({"llama.ssm.state_size": 16}, "llama.ssm.state_size = 16 is not supported"),
+        ({"llama.expert_shared_count": 2}, "llama.expert_shared_count = 2 is not supported"),
+        ({"llama.logit_scale": 0.5}, "llama.logit_scale = 0.5 is not supported"),
+    ],
+)
+def test_read_gguf_config_names_unsupported_entries(tmp_path, changes, message):
+    config = config_of({})
+    metadata = {**metadata_of(config, "llama"), **changes}
+    metadata = {key: value for key, value in metadata.items() if value is not None}
+    tensors = {"token_embd.weight": np.zeros((64, 64), np.float32)}
+    file = GgufFile.open(write(tmp_path / "m.gguf", metadata, tensors))
+    with pytest.raises(ValueError, match=message) as raised:
+        read_gguf_config(file)
+    assert "\n" not in str(raised.value)
+
+
+def test_neutral_and_foreign_entries_are_accepted(tmp_path):
+    entries = {
+        "vocab_size": 64, "expert_count": 0, "attention.causal": True, "rope.scaling.type": "none",
+        "rope.scaling.factor": 3.0, "attention.head_count_kv": [2, 2], "tensor_data_layout": "x",
+    }  # fmt: skip
+    config = config_of({})
+    metadata = metadata_of(config, "llama", **entries) | {"qwen2.attention.scale": 0.5}
+    tensors = {"token_embd.weight": np.zeros((64, 64), np.float32)}
+    found = read_gguf_config(GgufFile.open(write(tmp_path / "m.gguf", metadata, tensors)))
+    assert dataclasses.replace(found, tie_word_embeddings=False, bos_token_id=1) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("blk.1.attn_q.weight", None, "self_attn.q_proj.weight is missing"),
+        ("blk.1.attn_q.weight", np.zeros((8, 64), np.float32), "q_proj.weight must have shape"),
+        ("blk.1.ffn_up.weight", (np.zeros((96, 36), np.uint8), "Q4_0"), None),
+        ("blk.1.ffn_up.weight", (np.zeros((96, 36), np.uint8), "IQ4_NL"), "the type IQ4_NL, which"),
+        ("blk.1.attn_q_norm.weight", np.ones(16, np.float32), "self_attn.q_norm.weight is left"),
+        ("blk.0.attn_q_norm.weight", np.ones(16, np.float32), "tensor blk.0.attn_q_norm.weight is"),
+        ("blk.0.ffn_gate.bias", np.ones(96, np.float32), "mlp.gate_proj.bias is left over"),
+        ("mm.0.weight", np.ones(96, np.float32), "mm.0.weight is left over"),
+        ("output_norm.weight", np.full(64, np.nan, np.float32), "output_norm.weight is not finite"),
+    ],
+)
+def test_loading_names_wrong_tensors(tmp_path, name, tensor, message):
+    model = random_llama(config_of({}))
+    tensors = tensors_of(model, "llama", tmp_path / "folder") | {name: tensor}
+    tensors = {key: each for key, each in tensors.items() if each is not None}
+    path = write(tmp_path / "m.gguf", metadata_of(model.config, "llama"), tensors)
+    if message is None:
+        Llama.from_pretrained(path)
+        return
+    with pytest.raises((WeightsError, UnsupportedConfigError), match=message) as raised:
+        Llama.from_pretrained(path)
+    assert "\n" not in str(raised.value)
+
+
+def test_experts_may_have_a_tensor_each(tmp_path):
+    """Files of 2023 have a tensor for each expert of Mixtral."""
+    folder, path = save(tmp_path, "mixtral")
+    tensors = {}
+    for each in gguf.GGUFReader(path).tensors:
+        if "_exps" in each.name:
+            for index, matrix in enumerate(each.data):
+                tensors[each.name.replace("_exps", f".{index}")] = matrix
+        else:
+            tensors[each.name] = each.data
+    metadata = dict(GgufFile.open(path).metadata)
+    old = write(tmp_path / "old.gguf", {**metadata}, tensors)
+    new, old = (Llama.from_pretrained(each, scan_layers=False) for each in (path, old))
+    assert all(map(np.array_equal, jax.tree.leaves(new), jax.tree.leaves(old)))

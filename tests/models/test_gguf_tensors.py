@@ -1,0 +1,126 @@
+"""Tensors of GGUF files, compared with the dequantisation of the package gguf."""
+
+import gguf
+import numpy as np
+import pytest
+
+from paged_jax.kernels.weight_formats import dequantise
+from paged_jax.models.gguf_file import GgufFile
+from paged_jax.models.loading.gguf_tensors import FORMATS, GgufTensor
+from paged_jax.models.loading.parameters import WeightsError
+from tests.support.gguf_files import write
+
+_F32 = np.dtype(np.float32)
+QUANTISED = [name for name in FORMATS if name not in ("F32", "F16", "BF16")]
+NUM_ROWS, NUM_BLOCKS = 6, 3
+
+
+def random_blocks(kind: str) -> np.ndarray:
+    """Return random bytes for each block, with finite scales."""
+    block, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    data = np.random.default_rng(0).integers(0, 256, (NUM_ROWS, NUM_BLOCKS, num_bytes), np.uint8)
+    places = {"MXFP4": (), "Q6_K": (208,)}.get(kind, (0, 2) if kind in _WITH_MINIMA else (0,))
+    for place in places:
+        scales = np.random.default_rng(1).uniform(-2, 2, (NUM_ROWS, NUM_BLOCKS, 1))
+        data[..., place : place + 2] = scales.astype(np.float16).view(np.uint8)
+    if kind == "MXFP4":
+        data[..., 0] = data[..., 0] % 16 + 120
+    return data.reshape(NUM_ROWS, -1)
+
+
+_WITH_MINIMA = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    tensors = {kind: (random_blocks(kind), kind) for kind in QUANTISED}
+    rng = np.random.default_rng(2)
+    tensors["F32"] = rng.standard_normal((6, 8), np.float32)
+    tensors["F16"] = tensors["F32"].astype(np.float16)
+    bits = tensors["F32"].view(np.uint16)[:, 1::2]
+    tensors["BF16"] = (np.ascontiguousarray(bits).view(np.uint8), "BF16")
+    tensors["experts"] = (np.stack([random_blocks("Q4_K"), random_blocks("Q4_K")[::-1]]), "Q4_K")
+    tensors["norm"] = rng.standard_normal(8, np.float32)
+    tensors["IQ4_NL"] = (np.zeros((1, 18), np.uint8), "IQ4_NL")
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    return GgufFile.open(write(path, {"general.architecture": "llama"}, tensors))
+
+
+@pytest.fixture(scope="module")
+def expected(file):
+    return {
+        each.name: gguf.quants.dequantize(each.data, each.tensor_type)
+        for each in gguf.GGUFReader(file.path).tensors
+        if each.name != "IQ4_NL"
+    }
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_read_equals_the_reference_bit_for_bit(file, expected, kind):
+    tensor = GgufTensor.of(file.tensors[kind])
+    whole = tensor.read((slice(None),), _F32)
+    if kind == "MXFP4":  # the package has no negative zero
+        whole = whole + np.float32(0)
+    np.testing.assert_array_equal(whole.view(np.uint32), expected[kind].view(np.uint32))
+    part = tensor.read((slice(2, 5), slice(3, 7)), _F32)
+    np.testing.assert_array_equal(part, expected[kind][2:5, 3:7])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_read_arrays_keep_the_format_of_the_file(file, expected, kind):
+    tensor = GgufTensor.of(file.tensors[kind])
+    arrays = tensor.read_arrays(slice(1, 4))
+    shapes = tensor.format.shapes((3, tensor.shape[1]))
+    for field, array in arrays._asdict().items():
+        assert (None if array is None else (array.shape, array.dtype)) == shapes.get(field)
+    np.testing.assert_array_equal(dequantise(arrays, tensor.format.code), expected[kind][1:4])
+
+
+def test_part_is_the_matrix_of_an_expert(file, expected):
+    tensor = GgufTensor.of(file.tensors["experts"])
+    for index in range(2):
+        found = tensor.part(index).read((slice(1, 6),), _F32)
+        np.testing.assert_array_equal(found, expected["experts"][index, 1:6])
+
+
+def test_rows_of_rotated_heads_are_put_in_order(file, expected):
+    """Two heads of 3 rows are not possible, so the matrix has one head of 6 rows."""
+    tensor = GgufTensor.of(file.tensors["Q4_K"], num_rotated_heads=1)
+    ordered = expected["Q4_K"].reshape(1, 3, 2, -1).swapaxes(1, 2).reshape(6, -1)
+    np.testing.assert_array_equal(tensor.read((slice(None),), _F32), ordered)
+    np.testing.assert_array_equal(tensor.read((slice(1, 5),), _F32), ordered[1:5])
+    with pytest.raises(WeightsError, match="an even number of rows for each of 2 heads"):
+        GgufTensor.of(file.tensors["Q4_K"], num_rotated_heads=2)
+
+
+def test_one_dimension(file, expected):
+    tensor = GgufTensor.of(file.tensors["norm"], is_one_added=True)
+    np.testing.assert_array_equal(tensor.read((slice(2, 7),), _F32), (expected["norm"] - 1)[2:7])
+    tensor = GgufTensor.of(file.tensors["norm"], num_rotated_heads=2)
+    found = tensor.read((slice(None),), _F32)
+    np.testing.assert_array_equal(found, expected["norm"][[0, 2, 1, 3, 4, 6, 5, 7]])
+
+
+def test_unsupported_types_are_named(file):
+    with pytest.raises(WeightsError, match="IQ4_NL has the type IQ4_NL, which is not supported"):
+        GgufTensor.of(file.tensors["IQ4_NL"])
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_scales_that_are_not_finite_are_rejected(tmp_path, kind):
+    data = random_blocks(kind)
+    place = 208 if kind == "Q6_K" else 0
+    data[:, place : place + 2] = [0, 0x7C] if kind != "MXFP4" else [0xFF, 0]
+    path = write(tmp_path / "x.gguf", {"general.architecture": "llama"}, {"w": (data, kind)})
+    tensor = GgufTensor.of(GgufFile.open(path).tensors["w"])
+    with pytest.raises(WeightsError, match="w has a scale that is not finite"):
+        tensor.read_arrays(slice(None))
+
+
+def test_a_file_that_becomes_shorter_is_an_error(tmp_path):
+    tensors = {"w": np.ones((4, 8), np.float32)}
+    path = write(tmp_path / "x.gguf", {"general.architecture": "llama"}, tensors)
+    tensor = GgufTensor.of(GgufFile.open(path).tensors["w"])
+    path.write_bytes(path.read_bytes()[:-32])
+    with pytest.raises(WeightsError, match="the file has become shorter"):
+        tensor.read((slice(None),), _F32)

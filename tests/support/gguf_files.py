@@ -1,0 +1,136 @@
+"""Small GGUF files, written with the package `gguf`, and names from its own table of names."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.numpy import load_file
+
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.llama import Llama
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "torch_dtype": "float32",
+}
+# Values of a type for the writer, by the type in Python.
+_ADDERS = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string"}
+
+
+def add_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
+    """Add entries to a file. Lists and arrays become arrays."""
+    for key, value in metadata.items():
+        if isinstance(value, list | np.ndarray):
+            writer.add_array(key, list(value))
+        else:
+            getattr(writer, _ADDERS[type(value)])(key, value)
+
+
+def write(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Any], **options) -> Path:
+    """Write a GGUF file.
+
+    Args:
+      path: the file.
+      metadata: values by key, with ``"general.architecture"``.
+      tensors: an array for each tensor; or a pair of uint8 ``[..., row_bytes]`` and its type.
+      options: options of `GGUFWriter`.
+    """
+    writer = gguf.GGUFWriter(path, metadata["general.architecture"], **options)
+    add_metadata(writer, {k: v for k, v in metadata.items() if k != "general.architecture"})
+    for name, tensor in tensors.items():
+        if isinstance(tensor, tuple):
+            data, kind = tensor
+            writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
+        else:
+            writer.add_tensor(name, np.ascontiguousarray(tensor))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def metadata_of(config: LlamaConfig, architecture: str, **others: Any) -> dict[str, Any]:
+    """Return the entries of a model, without those that `others` maps to None."""
+    entries = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": config.rope_theta,
+        "rope.dimension_count": int(config.head_dim * config.partial_rotary_factor),
+    } | others
+    if config.num_experts:
+        entries |= {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+        }
+    metadata = {f"{architecture}.{key}": each for key, each in entries.items() if each is not None}
+    return {"general.architecture": architecture, **metadata}
+
+
+def tensors_of(model: Llama, architecture: str, folder: Path) -> dict[str, np.ndarray]:
+    """Return the tensors of a model as llama.cpp's converter names and changes them.
+
+    Args:
+      model: the model.
+      architecture: its architecture in GGUF.
+      folder: folder for a temporary Hugging Face checkpoint.
+    """
+    model.save_pretrained(folder)
+    config = model.config
+    [arch] = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    tensors: dict[str, np.ndarray] = {}
+    experts: dict[str, list[np.ndarray]] = {}
+    for name, tensor in sorted(load_file(folder / "model.safetensors").items(), key=_by_expert):
+        if architecture == "llama":
+            tensor = _rotate_in_pairs(config, name, tensor)
+        if config.norm_offset and name.endswith("norm.weight"):
+            tensor = tensor + np.float32(config.norm_offset)
+        parts = name.split(".")
+        if "experts" in parts and parts[parts.index("experts") + 1].isdigit():
+            del parts[parts.index("experts") + 1]
+            experts.setdefault(".".join(parts), []).append(tensor)
+            continue
+        tensors[_gguf_name(names, name)] = tensor
+    return tensors | {_gguf_name(names, name): np.stack(all_) for name, all_ in experts.items()}
+
+
+def _by_expert(item: tuple[str, np.ndarray]) -> tuple[int, str]:
+    numbers = [int(part) for part in item[0].split(".") if part.isdigit()]
+    return (numbers[1] if len(numbers) > 1 else -1), item[0]
+
+
+def _gguf_name(names: gguf.TensorNameMap, name: str) -> str:
+    found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    if found is None:
+        found = names.get_name(name)
+        assert found is not None, name
+        found += ".weight"
+    return found
+
+
+def _rotate_in_pairs(config: LlamaConfig, name: str, tensor: np.ndarray) -> np.ndarray:
+    for kind, heads in (
+        ("q_proj", config.num_attention_heads),
+        ("k_proj", config.num_key_value_heads),
+    ):
+        if f".{kind}." in name:
+            halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
+            return halves.swapaxes(1, 2).reshape(tensor.shape)
+    return tensor
