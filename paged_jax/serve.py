@@ -27,6 +27,7 @@ from paged_jax.command_line import (
 )
 from paged_jax.engine.engine import Engine
 from paged_jax.formatting import format_bytes
+from paged_jax.models.text.reasoning import FORMATS as REASONING_FORMATS
 from paged_jax.monitoring import check_profile_folder
 
 try:
@@ -221,6 +222,14 @@ def _add_access_arguments(server: argparse._ArgumentGroup) -> None:
         metavar="PATH",
         help="path under which a proxy serves this server, such as /llm",
     )
+    server.add_argument(
+        "--reasoning-format",
+        default="auto",
+        choices=("auto", "none", *REASONING_FORMATS),
+        help="marks of the reasoning that answers of chats report apart from their content; auto "
+        "detects them from the chat template, none leaves the reasoning in the content; default: "
+        "auto",
+    )
 
 
 def _add_process_arguments(server: argparse._ArgumentGroup) -> None:
@@ -373,6 +382,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         allowed_hosts=None if hosts is None else tuple(sorted({h.lower() for h in hosts})),
         stall_seconds=args.stall_seconds,
         profile_folder=args.profile,
+        reasoning_format=args.reasoning_format,
     )
 
 

@@ -3,7 +3,7 @@
 from array import array
 
 from paged_jax.models.text.tokenizer import Detokenizer, Tokenizer
-from paged_jax.models.text.tools import overlap
+from paged_jax.models.text.tool_reader import overlap
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.outputs import Logprob
 

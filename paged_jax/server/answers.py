@@ -295,13 +295,17 @@ class OpenAiAnswer(Answer):
         options = self.body.stream_options
         if not (self._sends_usage and options and options.continuous_usage_stats):
             return None
-        return usage([dataclasses.replace(output, outputs=[delta.sample])])
+        return self.usage([dataclasses.replace(output, outputs=[delta.sample])])
+
+    def usage(self, outputs: Sequence[RequestOutput]) -> schemas.Usage:
+        """Return the numbers of tokens of a request."""
+        return usage(outputs)
 
     def closing(self, outputs: Sequence[RequestOutput]) -> list[JsonDict]:
         """Return an event with the usage and the explanations, if either was requested."""
         end: dict[str, Any] = {}
         if self._sends_usage:
-            end["usage"] = usage(outputs)
+            end["usage"] = self.usage(outputs)
         if self.body.explain:
             end["explanations"] = [explanation(output) for output in outputs]
         return [self.event([], **end)] if end else []
@@ -313,7 +317,7 @@ class OpenAiAnswer(Answer):
     def end(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return the usage and the explanations, which are fields of a whole response."""
         explanations = [explanation(output) for output in outputs] if self.body.explain else None
-        return {"usage": usage(outputs), "explanations": explanations}
+        return {"usage": self.usage(outputs), "explanations": explanations}
 
     def prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
         """Return the token ids and log-probabilities of a prompt that were requested."""

@@ -437,3 +437,9 @@ class ChatBody(OpenAiBody):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
+    include_reasoning: bool | None = Field(
+        None, description="Whether responses contain the reasoning; by default true."
+    )
+    separate_reasoning: bool | None = Field(
+        None, description="If false, the reasoning remains a part of the content."
+    )

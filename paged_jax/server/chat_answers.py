@@ -1,29 +1,40 @@
-"""Responses of ``POST /v1/chat/completions``, with chat templates and tool calls."""
+"""Responses of ``POST /v1/chat/completions``, with chat templates, reasoning and tool calls."""
 
 import functools
 import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from paged_jax.models.text.grammar_source import form_rule
+from paged_jax.models.text.reasoning import AnswerReader, ReasoningFormat, Start
 from paged_jax.models.text.tokenizer import Tokenizer
-from paged_jax.models.text.tools import ToolGrammars, ToolReader
+from paged_jax.models.text.tool_formats import Tool, ToolFormat
+from paged_jax.models.text.tool_reader import AnswerDelta
 from paged_jax.sampling.params import StructuredOutputsParams
-from paged_jax.scheduler.outputs import Logprob, RequestOutput
+from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from paged_jax.server import bodies, schemas
-from paged_jax.server.answers import OpenAiAnswer, SampleDelta, finite, whole_samples
+from paged_jax.server.answers import OpenAiAnswer, SampleDelta, finite, usage, whole_samples
+from paged_jax.server.chat_messages import (
+    check_calls,
+    num_chars,
+    template_messages,
+    template_tools,
+    template_variables,
+)
 from paged_jax.server.responses import ApiError, JsonDict, to_json_dict
 
 
-class ChatAnswer(OpenAiAnswer):
-    """Response of ``POST /v1/chat/completions``."""
+class ChatRequest(OpenAiAnswer):
+    """Answer to a chat: its prompt, its grammar, and readers of its text.
 
-    prefix = "chatcmpl"
+    Subclasses write the answer in the format of an endpoint.
+    """
+
     body: bodies.ChatBody
-    chunk_type = schemas.ChatCompletionChunk
 
     @functools.cached_property
-    def _tool_use(self) -> "ToolUse | None":
-        """Tools of the request; None if it has none."""
+    def tools(self) -> list[Tool]:
+        """Tools that the model may call."""
         body, tokenizer = self.body, self.service.tokenizer
         is_asked = body.tool_choice not in (None, "none", "auto")
         if is_asked and not body.tools:
@@ -31,23 +42,52 @@ class ChatAnswer(OpenAiAnswer):
                 400, "tool_choice must be null, none or auto without tools.", param="tool_choice"
             )
         if tokenizer is None or not body.tools or body.tool_choice == "none":
-            return None
-        return ToolUse(body, tokenizer)
+            return []
+        tools: list[Tool] = [*template_tools(body.tools, tokenizer)]
+        if isinstance(body.tool_choice, bodies.ToolChoice):
+            if self.tool_choice not in [tool["function"]["name"] for tool in tools]:
+                raise ApiError(400, "tool_choice must name one of the tools.", param="tool_choice")
+        return tools
 
-    def prompts(self) -> list[str | list[int]]:
-        """Return the messages as a prompt, rendered by the model's chat template."""
+    @property
+    def tool_choice(self) -> str:
+        """``"auto"``, ``"required"`` or the name of the function to call."""
+        choice = self.body.tool_choice or "auto"
+        return choice.function.name if isinstance(choice, bodies.ToolChoice) else choice
+
+    @property
+    def _tool_format(self) -> ToolFormat | None:
+        assert self.service.tokenizer is not None
+        return self.service.tokenizer.tool_format if self.tools else None
+
+    @property
+    def _reasoning(self) -> ReasoningFormat | None:
+        return None if self.body.separate_reasoning is False else self.service.reasoning_format
+
+    @functools.cached_property
+    def _prompt(self) -> str:
+        """The prompt as text, rendered by the chat template."""
         tokenizer = self.service.tokenizer
         if tokenizer is None:
             raise ApiError(400, "Chats need a tokenizer, but the model has none.")
         check_calls(self.body.messages, tokenizer)
-        return [
-            tokenizer.encode_chat(
-                template_messages(self.body.messages),
-                template_variables(self.body),
-                tools=None if self._tool_use is None else self._tool_use.tools,
-                add_special_tokens=bool(self.body.add_special_tokens),
-            )
-        ]
+        return tokenizer.render_chat(
+            template_messages(self.body.messages),
+            template_variables(self.body),
+            tools=self.tools or None,
+        )
+
+    @functools.cached_property
+    def _start(self) -> Start:
+        """Where the answer begins: inside of the reasoning, after it, or either."""
+        return "answer" if self._reasoning is None else self._reasoning.start(self._prompt)
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the messages as a prompt, rendered by the model's chat template."""
+        prompt, tokenizer = self._prompt, self.service.tokenizer
+        assert tokenizer is not None
+        adds = bool(self.body.add_special_tokens)
+        return [tokenizer.encode(prompt, add_special_tokens=adds)]
 
     @property
     def is_constrained(self) -> bool:
@@ -76,15 +116,115 @@ class ChatAnswer(OpenAiAnswer):
             )
         if body.logprobs:
             params["logprobs"] = body.top_logprobs or 0
-        if self._tool_use is not None:
-            if "structured_outputs" in params:
-                raise ApiError(
-                    400,
-                    "tools must be null with response_format or structured_outputs.",
-                    param="tools",
-                )
-            params["structured_outputs"] = self._tool_use.form(self.service.tool_grammars)
+        form = self._form(params.get("structured_outputs"))
+        if form is not None:
+            params["structured_outputs"] = form
+        if self._has_special_marks:
+            params["skip_special_tokens"] = False
         return params
+
+    def _form(self, form: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+        """Return the constraint on the whole text, given the constraint on the answer."""
+        if (format := self._tool_format) is not None:
+            mark = self._reasoning.opening if self._reasoning and self._start == "either" else None
+            form = self.service.tool_grammars.form(
+                format,
+                self.tools,
+                self.tool_choice,
+                is_parallel=self.body.parallel_tool_calls is not False,
+                answer=None if form is None else self._answer_rule(form),
+                not_first=mark,
+            )
+        if form is None or self._reasoning is None:
+            return form
+        return self._reasoning.constrain(form, self._start)
+
+    def _answer_rule(self, form: StructuredOutputsParams) -> str:
+        self.service.grammars.check(form)  # its error names the form, not the tools
+        return form_rule(form)
+
+    @property
+    def _has_special_marks(self) -> bool:
+        """Whether marks in the text are special tokens, which texts leave out by default."""
+        tokenizer, reasoning = self.service.tokenizer, self._reasoning
+        if tokenizer is None:
+            return False
+        marks = () if reasoning is None else (reasoning.opening, reasoning.closing)
+        is_special = any(map(tokenizer.is_special_text, marks))
+        return is_special or bool(self._tool_format and self._tool_format.special_tokens)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the text of a sample is its content, without reasoning and calls."""
+        return self._reasoning is None and not self.tools
+
+    @functools.cached_property
+    def _readers(self) -> dict[int, AnswerReader]:
+        return {}
+
+    def parts(self, delta: SampleDelta, *, is_whole: bool = False) -> list[AnswerDelta]:
+        """Return the new parts of a sample: reasoning, content and calls.
+
+        Args:
+          delta: new part of a sample, or the whole sample.
+          is_whole: whether `delta` is the whole sample, not a part of a stream.
+        """
+        if self.is_plain:
+            return [AnswerDelta("content", delta.text)]
+        index = delta.sample.index
+        if is_whole or index not in self._readers:
+            self._readers[index] = AnswerReader(
+                self._reasoning, self._start, self._tool_format, self.tools
+            )
+        is_last = is_whole or delta.sample.finish_reason is not None
+        return self._readers[index].push(delta.text, is_last=is_last)
+
+    def num_reasoning_tokens(self, sample: CompletionOutput) -> int:
+        """Return the number of tokens up to the end of the reasoning."""
+        reader, tokenizer = self._readers.get(sample.index), self.service.tokenizer
+        if reader is None or not reader.has_reasoned or tokenizer is None:
+            return 0
+        assert self._reasoning is not None
+        low, high = 0, len(sample.token_ids)
+        if reader.is_inside:
+            return high
+        while low < high:  # the smallest number of tokens that contain the closing mark
+            middle = (low + high) // 2
+            text = tokenizer.decode(sample.token_ids[:middle], skip_special_tokens=False)
+            low, high = (low, middle) if self._reasoning.closing in text else (middle + 1, high)
+        return low
+
+    def finish_reason(self, sample: CompletionOutput, has_calls: bool) -> str | None:
+        """Return OpenAI's finish reason: ``"tool_calls"`` if the model chose to call a tool.
+
+        If the request names the function to call, OpenAI's reason is ``"stop"``.
+        """
+        is_named = isinstance(self.body.tool_choice, bodies.ToolChoice)
+        reason = sample.finish_reason
+        return "tool_calls" if reason == "stop" and has_calls and not is_named else reason
+
+
+class ChatAnswer(ChatRequest):
+    """Response of ``POST /v1/chat/completions``."""
+
+    prefix = "chatcmpl"
+    chunk_type = schemas.ChatCompletionChunk
+
+    @functools.cached_property
+    def _num_calls(self) -> dict[int, int]:
+        """Number of calls in the stream of each sample so far."""
+        return {}
+
+    def usage(self, outputs: Sequence[RequestOutput]) -> schemas.Usage:
+        """Return the usage, with the number of tokens of the reasoning."""
+        total = usage(outputs)
+        if self._reasoning is not None:
+            samples = [sample for output in outputs for sample in output.outputs]
+            count = sum(map(self.num_reasoning_tokens, samples))
+            total.completion_tokens_details = schemas.CompletionTokensDetails(
+                reasoning_tokens=count
+            )
+        return total
 
     def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
         """Return the whole response, with a message for each sample."""
@@ -94,20 +234,59 @@ class ChatAnswer(OpenAiAnswer):
         return to_json_dict(schemas.ChatCompletionResponse, **self.head, choices=choices, **end)
 
     def _choice(self, delta: SampleDelta) -> JsonDict:
-        message = schemas.ChatMessage(content=delta.text)
-        finish_reason = delta.sample.finish_reason
-        if self._tool_use is not None:
-            message = self._tool_use.message(delta)
-            finish_reason = self._tool_use.finish_reason(delta, bool(message.tool_calls))
+        found = self._delta(delta, is_whole=True)
+        calls = [
+            schemas.ToolCall(id=call.id or "", function=call.function)
+            for call in found.tool_calls or ()
+        ]
+        message = schemas.ChatMessage(
+            content=delta.text if self.is_plain else found.content,
+            reasoning=found.reasoning,
+            reasoning_content=found.reasoning_content,
+            tool_calls=calls or None,
+        )
         return to_json_dict(
             schemas.ChatChoice,
             index=delta.sample.index,
             message=message,
             logprobs=self._logprobs(delta),
-            finish_reason=finish_reason,
+            finish_reason=self.finish_reason(delta.sample, bool(calls)),
             stop_reason=delta.sample.stop_reason,
             token_ids=self.sample_token_ids(delta),
         )
+
+    def _delta(self, delta: SampleDelta, *, is_whole: bool = False) -> schemas.ChatDelta:
+        """Return the new parts of a message; empty while a text may still become a call."""
+        texts = {"reasoning": "", "content": ""}
+        index, calls = delta.sample.index, list[schemas.ToolCallDelta]()
+        for kind, text in self.parts(delta, is_whole=is_whole):
+            if kind == "call":
+                calls.append(self._begin_call(index, text))
+            elif kind == "arguments" and calls:
+                # an event has at most one entry for each call
+                calls[-1].function.arguments += text
+            elif kind == "arguments":
+                function = schemas.CalledFunction(arguments=text)
+                calls.append(
+                    schemas.ToolCallDelta(index=self._num_calls[index] - 1, function=function)
+                )
+            else:
+                texts[kind] += text
+        reasoning = texts["reasoning"] or None
+        reasoning = None if self.body.include_reasoning is False else reasoning
+        return schemas.ChatDelta(
+            content=texts["content"] or None,
+            reasoning=reasoning,
+            reasoning_content=reasoning,
+            tool_calls=calls or None,
+        )
+
+    def _begin_call(self, sample: int, name: str) -> schemas.ToolCallDelta:
+        index = self._num_calls.get(sample, 0)
+        self._num_calls[sample] = index + 1
+        function = schemas.CalledFunction(name=name, arguments="")
+        new_id = f"call_{secrets.token_hex(12)}"
+        return schemas.ToolCallDelta(index=index, id=new_id, type="function", function=function)
 
     def opening(self) -> list[JsonDict]:
         """Return an event for each sample with the assistant's role."""
@@ -122,18 +301,18 @@ class ChatAnswer(OpenAiAnswer):
 
     def _next_chunk(self, output: RequestOutput, delta: SampleDelta) -> JsonDict:
         message: JsonDict | schemas.ChatDelta
-        message = to_json_dict(schemas.ChatDelta, content=delta.text)
-        finish_reason = delta.sample.finish_reason
-        if self._tool_use is not None:
-            message = self._tool_use.delta(delta)
-            finish_reason = self._tool_use.finish_reason(delta, self._tool_use.has_called(delta))
+        if self.is_plain:
+            message = to_json_dict(schemas.ChatDelta, content=delta.text)
+        else:
+            message = self._delta(delta)
+        has_calls = self._num_calls.get(delta.sample.index, 0) > 0
         return self._chunk(
             delta.sample.index,
             message,
             usage=self.usage_so_far(output, delta),
             **(self.prompt_fields(output) if delta.start == 0 else {}),
             logprobs=self._logprobs(delta),
-            finish_reason=finish_reason,
+            finish_reason=self.finish_reason(delta.sample, has_calls),
             stop_reason=delta.sample.stop_reason,
             token_ids=self.sample_token_ids(delta),
         )
@@ -177,182 +356,3 @@ def _bytes_of(tokenizer: Tokenizer, token_id: int) -> list[int]:
     # Cached, because creating these lists would take longer than the rest of the response. They are
     # never modified.
     return list(tokenizer.token_bytes(token_id))
-
-
-# Messages
-
-
-def template_messages(messages: Sequence[bodies.MessageParam]) -> list[dict[str, Any]]:
-    """Return messages as `Tokenizer.encode_chat` accepts them."""
-    return [_template_message(message) for message in messages]
-
-
-def template_variables(body: bodies.ChatBody | bodies.TokenizeBody) -> dict[str, Any]:
-    """Return the variables that a request sets for the chat template."""
-    given = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    return {**given, **(body.chat_template_kwargs or {})}
-
-
-def num_chars(messages: Sequence[bodies.MessageParam]) -> int:
-    """Return the number of characters of all messages together."""
-    count = 0
-    for message in messages:
-        calls = [call.function.arguments for call in message.tool_calls or ()]
-        content = _content(message) or message.refusal or ""
-        parts = [content] if isinstance(content, str) else [part["text"] for part in content]
-        count += sum(len(text) for text in (*calls, *parts) if isinstance(text, str))
-    return count
-
-
-def _template_message(message: bodies.MessageParam) -> dict[str, Any]:
-    # All fields are kept, because a template may read any of them.
-    fields: dict[str, Any] = {
-        **(message.model_extra or {}),
-        "role": message.role,
-        "content": _content(message),
-        "refusal": message.refusal,
-        "name": message.name,
-        "tool_call_id": message.tool_call_id,
-        "tool_calls": [_template_call(call) for call in message.tool_calls or ()] or None,
-        "reasoning_content": message.reasoning_content,
-        "reasoning": message.reasoning,
-    }
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _content(message: bodies.MessageParam) -> str | list[dict[str, Any]] | None:
-    """Return the content of a message. Only the text of its parts is kept."""
-    if message.content is None or isinstance(message.content, str):
-        return message.content
-    parts = message.content
-    texts = [part.text if isinstance(part, bodies.TextPart) else part.refusal for part in parts]
-    return [{"type": "text", "text": text} for text in texts]
-
-
-def _template_call(call: bodies.ToolCallParam) -> dict[str, Any]:
-    """Return a tool call without the extra fields that clients add."""
-    function = {"name": call.function.name, "arguments": call.function.arguments}
-    given = {} if call.id is None else {"id": call.id}
-    return {**given, "type": call.type, "function": function}
-
-
-# Tools
-
-
-class ToolUse:
-    """Tools of a chat request, and the calls in its response.
-
-    Args:
-      body: request body with tools.
-      tokenizer: the model's tokenizer; its chat template determines the format of calls.
-
-    Attributes:
-      tools: the tools as the chat template accepts them.
-
-    Raises:
-      ApiError: the model's tool format is missing or unknown, or `tool_choice` names no tool.
-    """
-
-    def __init__(self, body: bodies.ChatBody, tokenizer: Tokenizer):
-        self.tools = template_tools(body.tools or (), tokenizer)
-        format = tokenizer.tool_format
-        assert format is not None
-        self._is_named = isinstance(body.tool_choice, bodies.ToolChoice)
-        choice = body.tool_choice or "auto"
-        if isinstance(choice, bodies.ToolChoice):
-            choice = choice.function.name
-            if choice not in [tool["function"]["name"] for tool in self.tools]:
-                raise ApiError(400, "tool_choice must name one of the tools.", param="tool_choice")
-        self._format = format
-        self._choice = str(choice)
-        self._is_parallel = body.parallel_tool_calls is not False
-        self._streams: dict[int, _ToolStream] = {}
-
-    def form(self, grammars: ToolGrammars) -> StructuredOutputsParams:
-        """Return a constraint on the generated text, so that tool calls in it can be parsed.
-
-        Raises:
-          ArgumentError: see `ToolGrammars.form`.
-        """
-        return grammars.form(self._format, self.tools, self._choice, is_parallel=self._is_parallel)
-
-    def message(self, delta: SampleDelta) -> schemas.ChatMessage:
-        """Return the message of a whole sample."""
-        found = _ToolStream(ToolReader(self._format)).push(delta.text, is_last=True)
-        calls = [
-            schemas.ToolCall(id=call.id or "", function=call.function)
-            for call in found.tool_calls or ()
-        ]
-        return schemas.ChatMessage(content=found.content, tool_calls=calls or None)
-
-    def delta(self, delta: SampleDelta) -> schemas.ChatDelta:
-        """Return the new part of a sample's message; empty while it may still become a call."""
-        stream = self._streams.setdefault(delta.sample.index, _ToolStream(ToolReader(self._format)))
-        return stream.push(delta.text, is_last=delta.sample.finish_reason is not None)
-
-    def finish_reason(self, delta: SampleDelta, has_calls: bool) -> str | None:
-        """Return OpenAI's finish reason: ``"tool_calls"`` if the model chose to call a tool.
-
-        If the request names the function to call, OpenAI's reason is ``"stop"``.
-        """
-        reason = delta.sample.finish_reason
-        return "tool_calls" if reason == "stop" and has_calls and not self._is_named else reason
-
-    def has_called(self, delta: SampleDelta) -> bool:
-        """Return whether the stream of a sample has contained a call."""
-        return self._streams[delta.sample.index].num_calls > 0
-
-
-class _ToolStream:
-    """Parser of the text and calls in one sample's stream."""
-
-    def __init__(self, reader: ToolReader):
-        self._reader = reader
-        self.num_calls = 0
-
-    def push(self, text: str, *, is_last: bool) -> schemas.ChatDelta:
-        found = self._reader.push(text, is_last=is_last)
-        content = "".join(each.text for each in found if each.kind == "content")
-        calls: list[schemas.ToolCallDelta] = []
-        for each in found:
-            if each.kind == "call":
-                calls.append(self._begin(each.text))
-            elif each.kind == "arguments" and calls:
-                # an event has at most one entry for each call
-                calls[-1].function.arguments += each.text
-            elif each.kind == "arguments":
-                function = schemas.CalledFunction(arguments=each.text)
-                calls.append(schemas.ToolCallDelta(index=self.num_calls - 1, function=function))
-        return schemas.ChatDelta(content=content or None, tool_calls=calls or None)
-
-    def _begin(self, name: str) -> schemas.ToolCallDelta:
-        index, self.num_calls = self.num_calls, self.num_calls + 1
-        function = schemas.CalledFunction(name=name, arguments="")
-        new_id = f"call_{secrets.token_hex(12)}"
-        return schemas.ToolCallDelta(index=index, id=new_id, type="function", function=function)
-
-
-def template_tools(tools: Sequence[bodies.ToolParam], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return tools as `Tokenizer.encode_chat` accepts them.
-
-    Raises:
-      ApiError: the model's chat template has no tools, or an unknown format of calls.
-    """
-    if tools and tokenizer.tool_format is None:
-        shows = tokenizer.tool_support.shows_tools
-        reason = "tool format is not supported" if shows else "chat template has no tools"
-        raise ApiError(400, f"tools must be null or empty, as the model's {reason}.", param="tools")
-    return [tool.model_dump(exclude_none=True, include={"type", "function"}) for tool in tools]
-
-
-def check_calls(messages: Sequence[bodies.MessageParam], tokenizer: Tokenizer) -> None:
-    """Check that the model sees the tool calls in a chat.
-
-    Raises:
-      ApiError: the chat contains calls, but the model's chat template leaves them out.
-    """
-    for index, message in enumerate(messages):
-        if message.tool_calls and not tokenizer.tool_support.writes_calls:
-            param = f"messages.{index}.tool_calls"
-            reason = "as the model's chat template leaves calls out"
-            raise ApiError(400, f"{param} must be null or empty, {reason}.", param=param)

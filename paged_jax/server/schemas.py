@@ -27,6 +27,12 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    """Number of generated tokens that are reasoning, including its closing mark."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     """Numbers of tokens in the prompts and in the generated samples."""
 
@@ -34,6 +40,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = _OMITTED
 
 
 class CompletionLogprobs(TypedDict):
@@ -168,10 +175,12 @@ class ToolCallDelta(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """The assistant's message in a chat response."""
+    """The assistant's message in a chat response. Clients read the reasoning by either name."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning: str | None = _OMITTED
+    reasoning_content: str | None = _OMITTED
     tool_calls: list[ToolCall] | None = _OMITTED
 
 
@@ -196,6 +205,8 @@ class ChatDelta(BaseModel):
 
     role: Literal["assistant"] | None = _OMITTED
     content: str | None = _OMITTED
+    reasoning: str | None = _OMITTED
+    reasoning_content: str | None = _OMITTED
     tool_calls: list[ToolCallDelta] | None = _OMITTED
 
 

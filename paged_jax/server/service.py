@@ -15,8 +15,9 @@ from starlette.types import Receive
 from paged_jax.async_engine import AsyncEngine, EngineClosedError
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.weight_swap import EngineAsleepError
+from paged_jax.models.text.reasoning import select_format
 from paged_jax.models.text.tokenizer import Tokenizer
-from paged_jax.models.text.tools import ToolGrammars
+from paged_jax.models.text.tool_grammars import ToolGrammars
 from paged_jax.scheduler.request import Request
 from paged_jax.server.limits import FairQuota, Limits
 from paged_jax.server.metrics import Metrics
@@ -71,6 +72,9 @@ class Settings:
       stall_seconds: seconds without a finished step, despite work, after which ``/health`` reports
         a stalled engine.
       profile_folder: folder for profiles; None closes the routes that record them.
+      reasoning_format: marks of the reasoning in answers to chats: ``"auto"`` to detect them from
+        the chat template, ``"none"`` to leave the reasoning in the content, or a name of
+        `reasoning.FORMATS`.
     """
 
     model_name: str
@@ -80,6 +84,7 @@ class Settings:
     allowed_hosts: tuple[str, ...] | None = None
     stall_seconds: float = 60.0
     profile_folder: str | None = None
+    reasoning_format: str = "auto"
 
 
 class Service:
@@ -92,6 +97,8 @@ class Service:
         self.tokenizer: Tokenizer | None = engine.tokenizer
         self.grammars = engine.grammars
         self.tool_grammars = ToolGrammars(self.grammars)
+        template = None if engine.tokenizer is None else engine.tokenizer.chat_template
+        self.reasoning_format = select_format(settings.reasoning_format, template)
         self.max_token_chars = (
             math.inf if engine.tokenizer is None else engine.tokenizer.max_token_chars
         )

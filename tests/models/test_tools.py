@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pydantic
@@ -16,15 +17,15 @@ from paged_jax.arguments import ArgumentError
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.models.text.chat_template import ChatTemplate
 from paged_jax.models.text.grammar import GrammarCompiler, GrammarCursor
-from paged_jax.models.text.tools import (
+from paged_jax.models.text.tool_formats import (
     HERMES,
     LLAMA3,
     ToolFormat,
-    ToolGrammars,
-    ToolReader,
     ToolSupport,
     find_support,
 )
+from paged_jax.models.text.tool_grammars import ToolGrammars, tool_grammar
+from paged_jax.models.text.tool_reader import ToolReader
 from tests.models.test_grammar import V, walk
 from tests.support.structured import TOOLS
 from tests.support.tiny_model import EOS
@@ -47,25 +48,43 @@ def template(call: str, before: str = "", after: str = "", between: str = "") ->
     return CHAT.replace("CALLS", before + calls + after)
 
 
-XML = (
-    "<tool_call>\n<function=NAME>\n{% for k, v in c.function.arguments.items() %}"
-    "<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
-)
 HERMES_CALL = '<tool_call>\n{"name": "NAME", "arguments": JSON}\n</tool_call>'
-KNOWN = {
-    "qwen 2.5": (template(HERMES_CALL, between="\n"), HERMES),
-    "on one line": (
-        template('<tool_call>{"name": "NAME", "arguments": JSON}</tool_call>'),
-        ToolFormat("<tool_call>", "", "</tool_call>", "arguments"),
-    ),
-    "after a line end": (template(HERMES_CALL, before="\n"), HERMES),
+
+
+def pairs(before: str, between: str, after: str) -> str:
+    """Return template source that writes arguments as keys and values in tags."""
+    loop = "{% for k, v in c.function.arguments.items() %}"
+    value = "{{ v if v is string else v | tojson }}"
+    return f"{loop}{before}{{{{ k }}}}{between}{value}{after}{{% endfor %}}"
+
+
+PYTHON = (
+    "NAME({% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}"
+    "{% if not loop.last %}, {% endif %}{% endfor %})"
+)
+LINE = "{{ '\\n' }}"  # Jinja removes a line end after a block
+BARE_HERMES = replace(HERMES, between="")
+# For each format of calls: a template, and the format if the test checks it.
+KNOWN: dict[str, tuple[str, ToolFormat | None]] = {
+    "qwen 2.5": (template(HERMES_CALL, between=LINE), HERMES),
+    "on one line": (template(HERMES_CALL.replace("\n", "")), None),
+    "after a line end": (template(HERMES_CALL, before="\n", between=LINE), HERMES),
     "thoughts": (
         template(HERMES_CALL).replace(
             "{{ m.content }}",
             "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}",
         ),
-        HERMES,
+        BARE_HERMES,
     ),
+    "other keys": (
+        template('<tool_call>\n{"function": "NAME", "args": JSON}\n</tool_call>'),
+        None,
+    ),
+    "lists": (
+        template('{"name": "NAME", "arguments": JSON}', "<tools>\n[", "]\n</tools>", ", "),
+        None,
+    ),
+    "tags within tags": (template(HERMES_CALL, "<tool_calls>\n", "\n</tool_calls>"), None),
     "llama 3": (template('{"name": "NAME", "parameters": JSON}'), LLAMA3),
     "another end token": (
         template('{"name": "NAME", "parameters": JSON}', after="<|eom|>").replace(
@@ -73,33 +92,103 @@ KNOWN = {
         ),
         LLAMA3,
     ),
+    "qwen 3 coder": (
+        template(
+            "<tool_call>\n<function=NAME>\n"
+            + pairs("<parameter=", ">\n", "\n</parameter>\n")
+            + "</function>\n</tool_call>",
+            between=LINE,
+        ),
+        ToolFormat(
+            "<tool_call>\n<function=",
+            ">\n",
+            "</function>\n</tool_call>",
+            "xml",
+            between="\n",
+            before_key="<parameter=",
+            after_key=">\n",
+            after_value="\n</parameter>\n",
+        ),
+    ),
+    "glm 4.5": (
+        template(
+            "<tool_call>NAME\n"
+            + pairs("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
+            + "</tool_call>",
+            between=LINE,
+        ),
+        None,
+    ),
+    "glm 4.7": (
+        template(
+            "<tool_call>NAME"
+            + pairs("<arg_key>", "</arg_key><arg_value>", "</arg_value>")
+            + "</tool_call>"
+        ),
+        None,
+    ),
+    "minimax m2": (
+        template(
+            '<invoke name="NAME">\n'
+            + pairs('<parameter name="', '">', "</parameter>\n")
+            + "</invoke>",
+            "<minimax:tool_call>\n",
+            "\n</minimax:tool_call>",
+            LINE,
+        ),
+        None,
+    ),
+    "llama 3.2": (template(PYTHON, "[", "]", ", "), None),
+    "llama 4": (template(PYTHON, "<|python_start|>[", "]<|python_end|>", ", "), None),
+    "mistral v3": (
+        template(
+            '{"name": "NAME", "arguments": JSON, "id": "{{ c.id }}"}', "[TOOL_CALLS][", "]", ", "
+        ),
+        None,
+    ),
+    "mistral v11": (template("[TOOL_CALLS]NAME[CALL_ID]{{ c.id }}[ARGS]JSON"), None),
+    "mistral v13": (template("[TOOL_CALLS]NAME[ARGS]JSON"), None),
+    "phi 4 mini": (
+        template('{"name": "NAME", "arguments": JSON}', "<|tool_call|>[", "]<|/tool_call|>", ", "),
+        None,
+    ),
+    "command r7b": (
+        template(
+            '    {"tool_call_id": "{{ loop.index0 }}", "tool_name": "NAME", "parameters": JSON}',
+            before="<|START_ACTION|>[\n",
+            after="\n]<|END_ACTION|>",
+            between="," + LINE,
+        ),
+        None,
+    ),
+    "deepseek v3": (
+        template(
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nJSON\n```"
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+            LINE,
+        ),
+        None,
+    ),
+    "deepseek v3.1": (
+        template(
+            "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>JSON<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+        ),
+        None,
+    ),
 }
 UNKNOWN = {
-    "qwen 3 coder": template(XML),
-    "command r7b": template(
-        '{"tool_call_id": "0", "tool_name": "NAME", "parameters": JSON}',
-        before="<|START_ACTION|>[\n",
-        after="\n]<|END_ACTION|>",
-    ),
-    "mistral v3": template(
-        '{"name": "NAME", "arguments": JSON, "id": "{{ c.id }}"}', "[TOOL_CALLS][", "]"
-    ),
-    "mistral v13": template("[TOOL_CALLS]NAME[ARGS]JSON"),
-    "lists": template('{"name": "NAME", "arguments": JSON}', "<tool_call>\n[", "]\n</tool_call>"),
-    "tags within tags": template(HERMES_CALL, "<tool_calls>\n", "\n</tool_calls>"),
-    "other tags": template('{"name": "NAME", "arguments": JSON}', "<tool_calls>", "</tool_calls>"),
-    "channels": template('<|channel|>call<|message|>{"name": "NAME", "parameters": JSON}'),
-    "a word after": template(HERMES_CALL, after="\nend"),
     "not where texts stand": template('{"name": "NAME", "parameters": JSON}').replace(
         "{{ m.content }}", "{% if not m.tool_calls %}<|text|>{{ m.content }}{% endif %}"
     ),
-    "a token before": template(HERMES_CALL, before="<|call|>"),
-    "other keys": template('<tool_call>\n{"function": "NAME", "args": JSON}\n</tool_call>'),
     "keys in another order": template(
         '<tool_call>\n{"arguments": JSON, "name": "NAME"}\n</tool_call>'
     ),
-    "glm": template("<tool_call>NAME\n<arg_key>k</arg_key>\nJSON</tool_call>"),
-    "no end": template('<tool_call>\n{"name": "NAME", "arguments": JSON}'),
+    "no mark": template("call NAME with JSON"),
+    "only values": template("<tool_call>NAME\n<value>{{ c.function.arguments.key_a }}</value>"),
 }
 
 
@@ -110,7 +199,9 @@ def support_of(source: str) -> ToolSupport:
 @pytest.mark.parametrize("family", KNOWN)
 def test_find_support_recognises_formats(family) -> None:
     source, format = KNOWN[family]
-    assert support_of(source) == ToolSupport(True, True, format)
+    support = support_of(source)
+    assert support.shows_tools and support.writes_calls and support.format is not None
+    assert format in (None, support.format)
 
 
 @pytest.mark.parametrize("family", UNKNOWN)
@@ -127,7 +218,7 @@ def test_find_support_returns_no_format_for_unknown_calls(family) -> None:
         (CHAT.replace("CALLS", ""), ToolSupport(shows_tools=True)),
         (
             template(HERMES_CALL).replace("{% if tools", "{% if xml_tools"),
-            ToolSupport(False, True, HERMES),
+            ToolSupport(False, True, BARE_HERMES),
         ),
         # A chat with tools gets the error of the template.
         ("{{ raise_exception('no') if tools }}", ToolSupport(True, True, None)),
@@ -146,11 +237,13 @@ def test_find_support_reports_what_a_template_shows(source, support) -> None:
 @pytest.mark.parametrize("family", KNOWN)
 def test_reader_reads_calls_written_by_transformers(family) -> None:
     transformers = pytest.importorskip("transformers")
-    source, format = KNOWN[family]
+    source, format = KNOWN[family][0], support_of(KNOWN[family][0]).format
+    assert format is not None
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=source)
-    arguments = {"city": "São {Paulo}", "days": [1, None]}
-    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    arguments = {"city": "São {Paulo}", "days": [1, 2]}
+    function = {"name": "weather", "arguments": arguments}
+    call = {"id": "abcdefgh1", "type": "function", "function": function}
     question = {"role": "user", "content": "Well?"}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     options = {"tools": TOOLS, "tokenize": False}
@@ -220,7 +313,7 @@ def tokenizer() -> Tokenizer:
 @pytest.mark.parametrize("format", [HERMES, LLAMA3], ids=["hermes", "llama3"])
 @pytest.mark.parametrize("choice", ["required", "weather"])
 def test_random_answers_are_calls_of_the_functions(tokenizer, format, choice) -> None:
-    form = StructuredOutputsParams(grammar=format.grammar(TOOLS, choice))
+    form = StructuredOutputsParams(grammar=tool_grammar(format, TOOLS, choice))
     grammar = GrammarCompiler(tokenizer.backend, V, [EOS]).compile(form)
     rng, seen = np.random.default_rng(0), set()
     for _ in range(10):
@@ -242,7 +335,9 @@ def test_random_answers_are_calls_of_the_functions(tokenizer, format, choice) ->
 )
 @pytest.mark.parametrize("is_parallel", [True, False])
 def test_grammar_allows_text_before_a_call(tokenizer, format, text, is_parallel) -> None:
-    form = StructuredOutputsParams(grammar=format.grammar(TOOLS, "auto", is_parallel=is_parallel))
+    form = StructuredOutputsParams(
+        grammar=tool_grammar(format, TOOLS, "auto", is_parallel=is_parallel)
+    )
     cursor = GrammarCursor(GrammarCompiler(tokenizer.backend, V, [EOS]).compile(form))
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     cursor.follow(token_ids[:-1], 0)

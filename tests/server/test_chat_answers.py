@@ -11,12 +11,20 @@ import tokenizers
 from paged_jax import Engine, Tokenizer
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.models.text.chat_template import ChatTemplate
+from paged_jax.models.text.reasoning import FORMATS, ReasoningFormat
 from paged_jax.server import Settings
 from paged_jax.server.bodies import ChatBody, ToolParam
-from paged_jax.server.chat_answers import ToolUse, check_calls, template_messages
+from paged_jax.server.chat_messages import check_calls, template_messages, template_tools
 from paged_jax.server.responses import ApiError
 from tests.support.live_server import LiveServer, error_of
-from tests.support.structured import HERMES_TEMPLATE, LLAMA3_TEMPLATE, SIZES, TOOLS, ask_pydantic_ai
+from tests.support.structured import (
+    HERMES_TEMPLATE,
+    LLAMA3_TEMPLATE,
+    PERSON,
+    SIZES,
+    TOOLS,
+    ask_pydantic_ai,
+)
 from tests.support.tiny_model import EOS
 
 MESSAGES = [{"role": "user", "content": "Well?"}]
@@ -232,11 +240,6 @@ def test_pydantic_ai_receives_objects_by_tools(server) -> None:
             "tool_choice must name one of the tools.",
         ),
         (
-            {"response_format": {"type": "json_object"}},
-            "tools",
-            "tools must be null with response_format or structured_outputs.",
-        ),
-        (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},
             "tools.0.function.name",
             "String should match pattern",
@@ -254,18 +257,126 @@ def test_invalid_tools_are_rejected(server, change, param, message) -> None:
     assert message in error["message"] and error["param"] == param
 
 
+def test_answer_with_tools_has_the_response_format_or_calls(client, server) -> None:
+    """The union of both grammars: logit biases choose between a call and an object."""
+    backend = server.service.tokenizer.backend
+    form = {"type": "json_schema", "json_schema": {"name": "trip", "schema": PERSON}}
+    marks = {backend.token_to_id(token): -100 for token in ("<", "{", "▁<", "▁{")}
+    for bias in ({}, {str(each): value for each, value in marks.items() if each is not None}):
+        answer = client.chat.completions.create(**ASK, response_format=form, logit_bias=bias)
+        message = answer.choices[0].message
+        if message.tool_calls:
+            for call in message.tool_calls:
+                check_call(call)
+        else:
+            assert set(json.loads(message.content)) == {"name", "is_old"}
+    answer = client.chat.completions.create(**ASK, response_format=form, tool_choice="required")
+    for call in answer.choices[0].message.tool_calls:
+        check_call(call)
+
+
 def test_unknown_tool_format_is_rejected() -> None:
     """A guessed format would force text that the model does not use for calls."""
-    source = HERMES_TEMPLATE.replace('"arguments"', '"args"')
-    body = ChatBody.model_validate({"messages": MESSAGES, "tools": TOOLS})
+    source = HERMES_TEMPLATE.replace("{{ call.function.arguments | tojson }}", "?")
+    tools = ChatBody.model_validate({"messages": MESSAGES, "tools": TOOLS}).tools
     with pytest.raises(ApiError, match="as the model's tool format is not supported.$") as error:
-        ToolUse(body, tokenizer_of(source))
+        template_tools(tools, tokenizer_of(source))
     assert error.value.status == 400 and error.value.param == "tools"
     # Earlier calls are shown to the model in any format.
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     told = {"role": "assistant", "content": None, "tool_calls": [call]}
     messages = ChatBody.model_validate({"messages": [*MESSAGES, told]}).messages
-    check_calls(messages, tokenizer_of(source))
+    check_calls(messages, tokenizer_of(HERMES_TEMPLATE.replace('"arguments"', '"args"')))
     without = "{{ tools }}{{ messages[0].content }}"
     with pytest.raises(ApiError, match="^messages.1.tool_calls must .* leaves calls out.$"):
         check_calls(messages, tokenizer_of(without))
+
+
+# Reasoning
+
+
+@pytest.fixture(scope="module")
+def thinking_server():
+    """Server of a model whose reasoning ends with the first "e", which it writes soon."""
+    tokenizer = tokenizer_of(
+        HERMES_TEMPLATE + "{% if enable_thinking | default(true) %}<t>{% endif %}"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FORMATS, "test", ReasoningFormat("<t>", "e"))
+        settings = Settings(model_name="bundled", reasoning_format="test")
+        with LiveServer(Engine(tokenizer=tokenizer, **SIZES), settings) as server:
+            yield server
+
+
+@pytest.fixture
+def thinker(thinking_server):
+    url = f"{thinking_server.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="any", max_retries=0) as client:
+        yield client
+
+
+THINK_ABOUT = {"model": "bundled", "messages": MESSAGES, "temperature": 1, "seed": 3}
+
+
+def test_reasoning_is_apart_from_the_content(thinker) -> None:
+    options = {**THINK_ABOUT, "max_tokens": 24, "n": 2}
+    text = thinker.chat.completions.create(**options, extra_body={"separate_reasoning": False})
+    answer = thinker.chat.completions.create(**options)
+    hidden = thinker.chat.completions.create(**options, extra_body={"include_reasoning": False})
+    for raw, choice, quiet in zip(text.choices, answer.choices, hidden.choices, strict=True):
+        reasoning, mark, content = raw.message.content.partition("e")
+        assert mark and choice.message.reasoning == choice.message.reasoning_content
+        assert choice.message.reasoning == reasoning.strip() and reasoning.strip()
+        assert choice.message.content == (content.lstrip() or None)
+        assert quiet.message.content == choice.message.content
+        assert not hasattr(quiet.message, "reasoning")
+    details = answer.usage.completion_tokens_details
+    assert 0 < details.reasoning_tokens < answer.usage.completion_tokens == 48
+    assert answer.usage == hidden.usage
+
+
+def test_stream_has_the_reasoning_before_the_content(thinker) -> None:
+    options = {**THINK_ABOUT, "max_tokens": 24}
+    message = thinker.chat.completions.create(**options).choices[0].message
+    usage = {"stream_options": {"include_usage": True}}
+    kinds, texts = [], {"reasoning": "", "content": ""}
+    for event in thinker.chat.completions.create(**options, stream=True, **usage):
+        for choice in event.choices:
+            for kind in ("reasoning", "content"):
+                if text := getattr(choice.delta, kind, None):
+                    kinds.append(kind)
+                    texts[kind] += text
+    assert texts == {"reasoning": message.reasoning, "content": message.content}
+    assert sorted(kinds, reverse=True) == kinds and set(kinds) == {"reasoning", "content"}
+    assert 0 < event.usage.completion_tokens_details.reasoning_tokens < 24
+
+
+def test_reasoning_that_is_cut_short_has_no_content(thinker) -> None:
+    answer = thinker.chat.completions.create(**THINK_ABOUT, max_tokens=1)
+    message = answer.choices[0].message
+    assert message.content is None and message.reasoning
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 1
+
+
+@pytest.mark.parametrize("effort", [None, "none"])
+def test_schema_applies_after_the_reasoning(thinker, effort) -> None:
+    """Effort "none" closes the reasoning in the prompt, so the object comes at once."""
+    answer = thinker.chat.completions.parse(
+        **THINK_ABOUT, response_format=Trip, reasoning_effort=effort
+    )
+    message = answer.choices[0].message
+    assert isinstance(message.parsed, Trip)
+    assert (getattr(message, "reasoning", None) is None) == (effort == "none")
+
+
+def test_calls_come_after_the_reasoning(thinker) -> None:
+    answer = thinker.chat.completions.create(**THINK_ABOUT, tools=TOOLS, tool_choice="required")
+    message = answer.choices[0].message
+    assert message.reasoning and answer.choices[0].finish_reason == "tool_calls"
+    for call in message.tool_calls:
+        check_call(call)
+    # The history has the reasoning under either name.
+    more = thinker.chat.completions.create(
+        model="bundled", messages=[*MESSAGES, message.model_dump(exclude_none=True)], max_tokens=1
+    )
+    assert more.choices[0].finish_reason == "length"

@@ -150,6 +150,30 @@ def form_text(form: StructuredOutputsParams) -> str:
     )
 
 
+def form_rule(form: StructuredOutputsParams) -> str:
+    r"""Return the right side of a rule of a Lark grammar that accepts the texts of a form.
+
+    Example:
+      >>> form_rule(StructuredOutputsParams(regex=r"a/b\/c"))
+      '/a\\/b\\/c/'
+    """
+    text = form_text(form)
+    if form.regex is not None:
+        escaped = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], text)
+        return f"/{escaped}/".replace("\n", "\\n")
+    if form.grammar is not None or form.choice is not None:
+        return f"%lark {{\n{text}\n}}"
+    schema = json.loads(text)
+    guidance = schema.get("x-guidance")
+    own = guidance if isinstance(guidance, Mapping) else {}
+    return "%json " + json.dumps({**schema, "x-guidance": {**LAYOUT, **own}})
+
+
+def quoted(text: str) -> str:
+    """Return a text as a string of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 def form_source(form: StructuredOutputsParams, text: str) -> str:
     """Return llguidance's source of a form, given the result of `form_text`."""
     from llguidance import LLMatcher

@@ -28,7 +28,7 @@ from paged_jax.models.text.special_tokens import (
     read_optional,
     set_post_processor,
 )
-from paged_jax.models.text.tools import ToolFormat, ToolSupport, find_support
+from paged_jax.models.text.tool_formats import ToolFormat, ToolSupport, find_support
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Maximum number of bytes of an incomplete UTF-8 character.
@@ -174,7 +174,9 @@ class Tokenizer:
         """Support for tools in the chat template."""
         if self._chat_template is None:
             return ToolSupport()
-        return find_support(self._chat_template.render)
+        return find_support(self._chat_template.render).with_special_tokens(
+            {self.spell([token_id])[0]: token_id for token_id in self._special_ids}
+        )
 
     @property
     def tool_format(self) -> ToolFormat | None:
@@ -278,17 +280,33 @@ class Tokenizer:
           ChatTemplateError: see `apply_chat_template`; or a variable must not be set by a caller,
             or the template does not show the tools or a message to the model.
         """
+        text = self.render_chat(
+            messages,
+            chat_template_kwargs,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+        )
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the text that `encode_chat` converts to token ids. See there for the arguments."""
         template = self._require_template()
         if tools and not self.tool_support.shows_tools:
             rule = "must be empty as the model's chat template has no tools, got some."
             raise ChatTemplateError("encode_chat", rule, "tools")
-        text = template.render(
+        return template.render(
             template.with_known_roles(as_data(messages)),
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             **check_variables(chat_template_kwargs),
         )
-        return self.encode(text, add_special_tokens=add_special_tokens)
 
     def _require_template(self) -> ChatTemplate:
         if self._chat_template is None:
@@ -327,6 +345,11 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Return whether the token is special, so that `decode` omits it."""
         return token_id in self._special_ids
+
+    def is_special_text(self, text: str) -> bool:
+        """Return whether a text is the name of a special token."""
+        token_id = self.backend.token_to_id(text)
+        return token_id is not None and self.is_special(token_id)
 
     def _is_known(self, token_id: int) -> bool:
         return self.backend.id_to_token(token_id) is not None

@@ -1,0 +1,338 @@
+r"""Formats of tool calls in the text of chat models, detected from their chat templates.
+
+A call consists of fixed texts around the name of the function and its arguments::
+
+    Hermes, Qwen     <tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>
+                     `-------before_name-----'       `after_name--'                `after_arguments'
+
+Texts around all calls of an answer are `opening` and `closing`, the text from one call to the next
+is `between`. The arguments are a JSON object, pairs of keys and values in tags ("xml"), or the
+arguments of a Python call ("python"). A format is found by rendering chats with known calls::
+
+    Llama 3          {"name": "weather", "parameters": {"city": "Oslo"}}
+    Qwen 3 Coder     <tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n...
+    Mistral          [TOOL_CALLS]weather[ARGS]{"city": "Oslo"}
+    Llama 4          [weather(city="Oslo")]
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+Tool = Mapping[str, Any]
+Kind = Literal["json", "xml", "python"]
+
+# Characters that stand for an id and for the number of a call in the texts around a call.
+ID, NUMBER = "\ue000", "\ue001"
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """Format of tool calls in the text of a model.
+
+    Attributes:
+      before_name: text before the name of a function.
+      after_name: text between the name and the arguments.
+      after_arguments: text after the arguments.
+      kind: form of the arguments: ``"json"``, ``"xml"`` or ``"python"``.
+      opening: text before the first call.
+      between: text between two calls; None if an answer has at most one call.
+      closing: text after the last call.
+      before_key: text before a key, for arguments in tags.
+      after_key: text between a key and its value, for arguments in tags.
+      after_value: text after a value, for arguments in tags.
+      separators: text between two items and text after a key of JSON.
+      special_tokens: ids of the special tokens in these texts.
+    """
+
+    before_name: str
+    after_name: str
+    after_arguments: str
+    kind: Kind = "json"
+    opening: str = ""
+    between: str | None = None
+    closing: str = ""
+    before_key: str = ""
+    after_key: str = ""
+    after_value: str = ""
+    separators: tuple[str, str] = (", ", ": ")
+    special_tokens: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def mark(self) -> str:
+        """Tag or special token that begins the first call; empty if there is none.
+
+        Without a mark, calls are recognised only at the start of an answer.
+        """
+        found = _MARK.match(self.opening + self.before_name)
+        return found[0] if found else ""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All texts around names, keys and values."""
+        return (
+            self.opening, self.before_name, self.after_name, self.before_key, self.after_key,
+            self.after_value, self.after_arguments, self.between or "", self.closing,
+        )  # fmt: skip
+
+
+HERMES = ToolFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n")
+LLAMA3 = ToolFormat('{"name": "', '", "parameters": ', "}")
+
+
+@dataclass(frozen=True)
+class ToolSupport:
+    """Support for tools in a chat template.
+
+    Attributes:
+      shows_tools: whether the model sees the functions that it may call.
+      writes_calls: whether the model sees its earlier calls.
+      format: format of the calls; None if it is unknown.
+    """
+
+    shows_tools: bool = False
+    writes_calls: bool = False
+    format: ToolFormat | None = None
+
+    def with_special_tokens(self, token_ids: Mapping[str, int]) -> "ToolSupport":
+        """Return the support with the ids of the special tokens that the format contains."""
+        if self.format is None:
+            return self
+        text = "\n".join(self.format.texts)
+        found = tuple(sorted((name, each) for name, each in token_ids.items() if name in text))
+        return replace(self, format=replace(self.format, special_tokens=found))
+
+
+# A known chat, with texts that can be found in the rendered chat. Some templates need a description
+# of everything, and ids of nine letters or digits.
+_NAMES = ("probed_function", "other_function")
+_KEYS = ("key_a", "key_b")
+_VALUE, _NUMBER, _TEXT = "probed value", 27182, "\N{SNOWMAN}"
+_ARGUMENTS = {_KEYS[0]: _VALUE, _KEYS[1]: _NUMBER}
+_PROBE_ID = "probe1234"
+_QUESTION = {"role": "user", "content": "Probe?"}
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Probe.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    _KEYS[0]: {"type": "string", "description": "A."},
+                    _KEYS[1]: {"type": "integer", "description": "B."},
+                },
+                "required": list(_KEYS),
+            },
+        },
+    }
+    for name in _NAMES
+]
+_MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
+# A special token may follow a call, in addition to the end of a message.
+_END = re.compile(r"\s*<[^<>]+>\s*")
+_JSON = re.compile(rf'\{{\s*"{_KEYS[0]}"(:\s*)"{_VALUE}"(,\s*)"{_KEYS[1]}":\s*{_NUMBER}\s*\}}')
+
+
+def find_support(render: Callable[..., str]) -> ToolSupport:
+    """Find out how a chat template handles tools, by rendering a chat with a known call.
+
+    Args:
+      render: see `ChatTemplate.render`.
+
+    Example:
+      >>> find_support(lambda messages, **variables: messages[-1]["content"])
+      ToolSupport(shows_tools=False, writes_calls=False, format=None)
+    """
+
+    def rendered(*answer: Mapping[str, Any]) -> str | None:
+        try:
+            return render([_QUESTION, *answer], tools=_TOOLS, add_generation_prompt=not answer)
+        except ValueError:
+            return None  # counts as supported: a real chat then gets the template's own error
+
+    asked = rendered()
+    text = rendered({"role": "assistant", "content": _TEXT})
+    called = rendered(_calling(1))
+    found = None
+    if text is not None and called is not None:
+        found = _find_format(text, called, rendered(_calling(2)))
+    return ToolSupport(
+        shows_tools=asked is None or _NAMES[0] in asked,
+        writes_calls=called is None or _VALUE in called,
+        format=found,
+    )
+
+
+def _calling(count: int) -> dict[str, Any]:
+    calls = [
+        {
+            "id": _PROBE_ID,
+            "type": "function",
+            "function": {"name": name, "arguments": _ARGUMENTS},
+        }
+        for name in _NAMES[:count]
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+class _Call(NamedTuple):
+    """A rendered call, divided at its name and arguments."""
+
+    before: str
+    after_name: str
+    arguments: str
+    after: str
+
+
+def _find_format(text: str, called: str, twice: str | None) -> ToolFormat | None:
+    """Return the format of a call; None if it is unknown.
+
+    Args:
+      text: a rendered chat whose last message is `_TEXT`.
+      called: the same chat with a call instead.
+      twice: the same chat with two calls; None if the template rejects it.
+    """
+    head, _, tail = text.rpartition(_TEXT)
+    if _TEXT not in text or not called.startswith(head.rstrip()):
+        return None
+    one = _divide(called[len(head.rstrip()) :], _NAMES[0])
+    if one is None:
+        return None
+    after = one.after.removesuffix(tail)
+    if after == one.after and tail.strip():
+        # The end of the message differs: a special token stands there instead.
+        after = re.sub(r"\s*<[^<>]+>\s*$", "", one.after)
+        end = one.after[len(after) :]
+        if not _END.fullmatch(end):
+            return None
+    found = _with_arguments(one._replace(after=after))
+    if found is None:
+        return None
+    return _with_affixes(found, _gap(called, twice, head), one.before)
+
+
+def _divide(written: str, name: str) -> _Call | None:
+    """Divide a text with a call at the name of the function, and at both ends of its arguments."""
+    before, found, rest = written.partition(name)
+    if not found:
+        return None
+    if match := _JSON.search(rest):
+        start, end = match.span()
+    else:
+        start, end = rest.find(_KEYS[0]), rest.find(str(_NUMBER)) + len(str(_NUMBER))
+        if start < 0 or end <= start:
+            return None
+    return _Call(before, rest[:start], rest[start:end], rest[end:])
+
+
+def _gap(called: str, twice: str | None, head: str) -> str | None:
+    """Return the text between the arguments of one call and the name of the next; None if unknown.
+
+    Args:
+      called: a rendered chat with one call.
+      twice: the same chat with two calls.
+      head: the text before the calls in both.
+    """
+    if twice is None or not twice.startswith(head.rstrip()):
+        return None
+    first = _divide(twice[len(head.rstrip()) :], _NAMES[0])
+    gap, found, _ = ("", "", "") if first is None else first.after.partition(_NAMES[1])
+    return gap if found and called != twice else None
+
+
+def _with_arguments(call: _Call) -> ToolFormat | None:
+    """Return the format of a call without the texts that depend on further calls."""
+    if found := _JSON.fullmatch(call.arguments):
+        return ToolFormat("", call.after_name, call.after, separators=(found[2], found[1]))
+    # after_name + before_key | key | after_key | value | after_value + before_key | key | after_key
+    pairs = re.fullmatch(
+        rf"{_KEYS[0]}(?P<after_key>.*?){_VALUE}(?P<between>.*?){_KEYS[1]}(.*?){_NUMBER}",
+        call.arguments,
+        re.DOTALL,
+    )
+    if pairs is None:
+        return None
+    after_key, between = pairs["after_key"], pairs["between"]
+    if after_key in ('="', "='") and re.fullmatch(r"[\"'],\s*", between) and pairs[3] == "=":
+        return ToolFormat("", call.after_name, call.after, "python")
+    after_value = _common_prefix(between, call.after)
+    before_key = _common_suffix(call.after_name, between[len(after_value) :])
+    if pairs[3] != after_key or between != after_value + before_key or not after_key.strip():
+        return None
+    return ToolFormat(
+        "",
+        call.after_name.removesuffix(before_key),
+        call.after[len(after_value) :],
+        "xml",
+        before_key=before_key,
+        after_key=after_key,
+        after_value=after_value,
+    )
+
+
+def _with_affixes(format: ToolFormat, gap: str | None, before: str) -> ToolFormat | None:
+    """Return the format with the texts around names and around all calls.
+
+    Args:
+      format: the format of the arguments of a call. All text after them is `after_arguments`.
+      gap: the text between the arguments of two calls and the name of the second one.
+      before: all text before the name of the first call.
+    """
+    before = before.lstrip()
+    if gap is None:
+        # Only a call that is marked, or that is JSON at the start of an answer, can be recognised.
+        found = replace(format, before_name=before)
+    else:
+        gap = gap.removeprefix(format.after_value)
+        after = _common_prefix(gap, format.after_arguments)
+        before_name = _common_suffix(before, gap[len(after) :])
+        found = replace(
+            format,
+            opening=before.removesuffix(before_name),
+            before_name=before_name,
+            after_arguments=after,
+            between=gap[len(after) :].removesuffix(before_name),
+            closing=format.after_arguments[len(after) :],
+        )
+    found = _with_ids(found)
+    if not found.mark and not (found.opening + found.before_name).startswith(("{", "[")):
+        return None
+    if not found.mark and found.kind == "json" and not found.opening:
+        found = replace(found, between=None)  # calls in text would not be recognised
+    return found
+
+
+def _with_ids(format: ToolFormat) -> ToolFormat:
+    """Return the format with placeholders for ids and for the numbers of calls."""
+    texts = {
+        name: value.replace(_PROBE_ID, ID) for name, value in vars(format).items()
+        if isinstance(value, str)
+    }  # fmt: skip
+    opening, between = texts["opening"], texts.get("between", "")
+    if opening.endswith("0") and between.endswith("1"):
+        texts |= {"opening": opening[:-1] + NUMBER, "between": between[:-1] + NUMBER}
+    return replace(format, **texts)  # type: ignore[arg-type]
+
+
+def _common_prefix(first: str, second: str) -> str:
+    """Return the longest common prefix of two texts that does not end within a tag."""
+    size = next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+        min(len(first), len(second)),
+    )
+    prefix = first[:size]
+    start = prefix.rfind("<")
+    return prefix[:start] if start > prefix.rfind(">") else prefix
+
+
+def _common_suffix(first: str, second: str) -> str:
+    """Return the longest common suffix of two texts that does not begin within a tag."""
+    size = 0
+    while size < min(len(first), len(second)) and first[-1 - size] == second[-1 - size]:
+        size += 1
+    suffix = first[len(first) - size :]
+    end, start = suffix.find(">"), suffix.find("<")
+    return suffix[end + 1 :] if 0 <= end and not 0 <= start < end else suffix

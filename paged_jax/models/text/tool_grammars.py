@@ -1,0 +1,387 @@
+"""Grammars of answers that call tools: they enforce the format of calls and their arguments."""
+
+import itertools
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from paged_jax.arguments import ArgumentError
+from paged_jax.models.text.grammar import GrammarCompiler
+from paged_jax.models.text.grammar_source import LAYOUT, close, quoted, without_annotations
+from paged_jax.models.text.tool_formats import HERMES, ID, NUMBER, Tool, ToolFormat
+from paged_jax.sampling.params import StructuredOutputsParams
+
+# Number of sets of tools whose forms are kept, because a chat sends its tools with each request.
+_NUM_KEPT = 32
+# Maximum number of schemas compiled separately to find unsupported schemas. Each takes
+# milliseconds.
+_MAX_CHECKS = 512
+# Maximum length of texts without quotes that grammars enforce. Longer bounds need a large lexer.
+_MAX_LENGTH = 256
+_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+# Keys of a schema with definitions that its arguments may refer to.
+_DEFINITIONS = ("$defs", "definitions")
+# Rules for the parts of texts around calls that vary: ids of nine letters or digits, and numbers.
+_HOLES = {ID: "call_id", NUMBER: "call_number"}
+_HOLE_RULES = {"call_id": "/[a-zA-Z0-9]{9}/", "call_number": "/[0-9]{1,3}/"}
+
+
+def tool_grammar(
+    format: ToolFormat,
+    tools: Sequence[Tool],
+    choice: str,
+    *,
+    is_parallel: bool = True,
+    answer: str | None = None,
+    not_first: str | None = None,
+) -> str:
+    """Return llguidance's grammar of an answer.
+
+    Args:
+      format: format of the calls.
+      tools: the functions, as OpenAI describes them.
+      choice: ``"auto"`` if the answer may contain calls, ``"required"`` if it must, or the name of
+        the function to call once.
+      is_parallel: whether the answer may contain several calls, if the format supports that.
+      answer: right side of a Lark rule for answers without calls, if the choice is ``"auto"``;
+        None for any text.
+      not_first: text with which an answer must not begin, such as a mark of reasoning.
+    """
+    functions = [tool["function"] for tool in tools]
+    if choice not in ("auto", "required"):
+        functions = [each for each in functions if each["name"] == choice]
+    writer = _Writer(format)
+    rules, mark = writer.start(choice, is_parallel, answer), format.mark
+    if choice == "auto" and answer is None:
+        others = "" if not_first is None else rf" & ~/{_escaped(not_first)}(.|\n)*/"
+        first = "" if mark else f"[^{re.escape((format.opening + format.before_name)[0])}]"
+        rules.append(rf"TEXT: /{first}(.|\n)*/{others}")
+        if mark in writer.special:
+            rules.append(f"head: TEXT {writer.literal(mark)}")
+        elif mark:
+            rules.append(rf"head[lazy]: /(.|\n)*{_escaped(mark)}/{others}")
+    elif answer is not None:
+        rules.append(f"answer: {answer}")
+    rules.append(f"call: {' | '.join(f'call_{index}' for index in range(len(functions)))}")
+    for index, function in enumerate(functions):
+        rules += writer.call(f"call_{index}", function)
+    text = "\n".join(rules)
+    holes = [f"{name}: {pattern}" for name, pattern in _HOLE_RULES.items() if name in text]
+    return "\n".join([text, *holes])
+
+
+class _Writer:
+    """Writer of Lark rules for calls in a format."""
+
+    def __init__(self, format: ToolFormat):
+        self._format = format
+        self.special = dict(format.special_tokens)
+        self._names = itertools.count()
+
+    def start(self, choice: str, is_parallel: bool, answer: str | None) -> list[str]:
+        """Return the rules of answers with one call or several calls."""
+        format, mark = self._format, self._format.mark
+        rest = (format.opening + format.before_name).removeprefix(mark)
+        calls = "call"
+        if is_parallel and format.between is not None and choice in ("auto", "required"):
+            calls = f"call ({self.literal(format.between + format.before_name)} call)*"
+        block = f"{self.literal(rest)} {calls} {self.literal(format.closing)}"
+        whole = f"{self.literal(mark)} block"
+        if choice != "auto":
+            start = whole
+        elif answer is not None:
+            start = f"{whole} | answer"
+        elif not mark:
+            start = "block | TEXT?"
+        else:
+            start = "(head block)* TEXT" if is_parallel else "head block | TEXT"
+        return [f"start: {start}", f"block: {block}"]
+
+    def literal(self, text: str) -> str:
+        """Return a Lark expression for a text, with its special tokens, ids and numbers."""
+        names = sorted(self.special, key=len, reverse=True)
+        splitter = "|".join(map(re.escape, (*names, *_HOLES)))
+        parts = []
+        for part in re.split(f"({splitter})", text):
+            if part in self.special:
+                parts.append(f"<[{self.special[part]}]>")
+            elif part:
+                parts.append(_HOLES.get(part) or quoted(part))
+        return " ".join(parts) or '""'
+
+    def call(self, rule: str, function: Mapping[str, Any]) -> list[str]:
+        """Return the rules of a call: the name of the function, its arguments, and the end."""
+        format = self._format
+        schema = close(_arguments(function.get("parameters")))
+        item, key = format.separators
+        # A schema is a hint unless it is strict: in lenient mode llguidance ignores unsupported
+        # parts.
+        options = {
+            **LAYOUT,
+            "item_separator": item,
+            "key_separator": key,
+            "lenient": not function.get("strict"),
+        }
+        head = self.literal(function["name"] + format.after_name)
+        end = self.literal(format.after_arguments)
+        if format.kind == "json":
+            return [f"{rule}: {head} {_json(schema, options)} {end}"]
+        pairs, rules = self._pairs(rule, schema, options)
+        return [f"{rule}: {head} {pairs} {end}", *rules]
+
+    def _pairs(
+        self, rule: str, schema: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> tuple[str, list[str]]:
+        """Return an expression for pairs of keys and values, and the rules that it needs."""
+        shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
+        properties, required = schema.get("properties") or {}, schema.get("required") or ()
+        parts: list[tuple[str, bool]] = []
+        rules: list[str] = []
+        for index, (name, inner) in enumerate(properties.items()):
+            inner = {**inner, **shared} if isinstance(inner, Mapping) else {}
+            value = f"{rule}_value_{index}"
+            rules.append(self._value(value, inner, options))
+            pair = f"{rule}_pair_{index}"
+            rules.append(f"{pair}: {self._key(name)} {value}")
+            parts.append((pair, name in required))
+        if self._format.kind == "python":
+            return _listed(parts, '", "'), rules
+        return " ".join(pair if is_required else f"{pair}?" for pair, is_required in parts), rules
+
+    def _key(self, name: str) -> str:
+        format = self._format
+        if format.kind == "python":
+            return quoted(name + "=")
+        return self.literal(format.before_key + name + format.after_key)
+
+    def _value(self, rule: str, schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+        """Return the rule of a value with the text after it."""
+        if self._format.kind == "python":
+            return f"{rule}: {_python(schema, options)}"
+        after = self._format.after_value
+        if is_text(schema) and "enum" not in schema and "const" not in schema:
+            most = schema.get("maxLength")
+            count = f"{{0,{most}}}" if isinstance(most, int) and 0 <= most <= _MAX_LENGTH else "*"
+            return rf"{rule}[lazy]: /(.|\n){count}{_escaped(after)}/"
+        labels = schema.get("enum") if is_text(schema) else None
+        if isinstance(labels, list) and all(isinstance(label, str) for label in labels):
+            return f"{rule}: ({' | '.join(map(quoted, labels))}) {self.literal(after)}"
+        return f"{rule}: {_json(schema, options)} {self.literal(after)}"
+
+
+def is_text(schema: Any) -> bool:
+    """Return whether a value of a schema is a text, which tags contain without quotes."""
+    return isinstance(schema, Mapping) and schema.get("type") == "string"
+
+
+def _json(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+
+
+def _python(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """Return a Lark expression for Python literals of a schema."""
+    kind = schema.get("type")
+    if kind == "boolean":
+        return '"True" | "False"'
+    if kind == "null":
+        return '"None"'
+    if kind in ("string", "integer", "number"):
+        return _json(schema, options)  # the same in JSON and in Python
+    # JSON without true, false and null is a Python literal.
+    scalar = {"type": ["string", "number"]}
+    inner = {"anyOf": [scalar, {"type": "array", "items": scalar}]}
+    if kind == "array":
+        return _json({"type": "array", "items": inner}, options)
+    if kind == "object":
+        return _json({"type": "object", "additionalProperties": inner}, options)
+    return f'"True" | "False" | "None" | {_json(inner, options)}'
+
+
+def _listed(parts: Sequence[tuple[str, bool]], separator: str) -> str:
+    """Return an expression for items in order, some of them optional, with separators."""
+    expression, is_optional = "", True
+    for item, is_required in reversed(parts):
+        if not expression:
+            expression, is_optional = item, not is_required
+            continue
+        rest = f"({separator} {expression})" + ("?" if is_optional else "")
+        if is_required:
+            expression, is_optional = f"{item} {rest}", False
+        elif is_optional:
+            expression = f"({item} {rest} | {expression})"
+        else:
+            expression = f"({item} {separator})? {expression}"
+    return f"({expression})?" if expression and is_optional else expression
+
+
+def _escaped(text: str) -> str:
+    """Return a text as a part of a regular expression of a Lark grammar."""
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
+
+
+def _arguments(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the schema of a function's arguments, which must be an object."""
+    if parameters is None:
+        return {"type": "object", "properties": {}}
+    schema = without_annotations(parameters)
+    kind = schema.get("type", "object")
+    if kind == "object" or isinstance(kind, list) and "object" in kind:
+        return {**schema, "type": "object"}
+    return {"allOf": [schema, {"type": "object"}]}  # unsatisfiable, so llguidance rejects it
+
+
+class ToolGrammars:
+    """Constraints on the text of answers that call tools, with a cache. It is thread-safe.
+
+    The schema of a tool with ``strict: true`` is enforced completely, or rejected. Without
+    ``strict`` a schema is a hint: the grammar enforces the parts that llguidance supports, and
+    arguments or tools with unsupported schemas may have any value.
+
+    Args:
+      grammars: compiles the grammars.
+    """
+
+    def __init__(self, grammars: GrammarCompiler):
+        self._grammars = grammars
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[StructuredOutputsParams, StructuredOutputsParams] = OrderedDict()
+
+    def form(
+        self, format: ToolFormat, tools: Sequence[Tool], choice: str, **options: Any
+    ) -> StructuredOutputsParams:
+        """Return the constraint on an answer. Its grammar is known to compile.
+
+        Args:
+          format: format of the calls.
+          tools: the functions, as OpenAI describes them.
+          choice: see `tool_grammar`.
+          **options: further arguments of `tool_grammar`.
+
+        Raises:
+          ArgumentError: the schema of a strict tool is not supported, or grammars are not available
+            for the model.
+        """
+        if choice not in ("auto", "required"):
+            tools = [tool for tool in tools if tool["function"]["name"] == choice]
+
+        def write(tools: Sequence[Tool]) -> StructuredOutputsParams:
+            grammar = tool_grammar(format, tools, choice, **options)
+            return StructuredOutputsParams(grammar=grammar)
+
+        asked = write(tools)
+        with self._lock:
+            form = self._kept.get(asked)
+        try:
+            self._grammars.check_available()
+            if form is None:
+                form = self._compiling(write, asked, tools)
+        except ArgumentError as error:
+            raise ArgumentError(error.function, error.problem, "tools") from None
+        with self._lock:
+            self._kept[asked] = form
+            self._kept.move_to_end(asked)
+            if len(self._kept) > _NUM_KEPT:
+                self._kept.popitem(last=False)
+        return form
+
+    def _compiling(
+        self,
+        write: Callable[[Sequence[Tool]], StructuredOutputsParams],
+        asked: StructuredOutputsParams,
+        tools: Sequence[Tool],
+    ) -> StructuredOutputsParams:
+        """Return a form that compiles, with as much of the schemas as possible."""
+        if _failure(self._grammars.compile, asked) is None:
+            return asked
+        tools = self._supported(tools)
+        form = write(tools)
+        # All schemas together may still be too large: drop the largest schemas first.
+        hints = [i for i, tool in enumerate(tools) if not tool["function"].get("strict")]
+        hints.sort(key=lambda i: -len(json.dumps(tools[i])))
+        count = 1
+        while (error := _failure(self._grammars.compile, form)) is not None:
+            if not hints:
+                raise error
+            for index in hints[:count]:
+                tools[index] = _with_parameters(tools[index], _ANY_OBJECT)
+            hints, count = hints[count:], 2 * count
+            form = write(tools)
+        return form
+
+    def _supported(self, tools: Sequence[Tool]) -> list[Tool]:
+        """Return the tools with the supported parts of their schemas.
+
+        Raises:
+          ArgumentError: the schema of a strict tool is not supported.
+        """
+        failing = []
+        for index, tool in enumerate(tools[:_MAX_CHECKS]):
+            if (error := self._tool_failure(tool)) is not None:
+                failing.append(index)
+                if tool["function"].get("strict"):
+                    raise _strict_error(tool, error)
+        found = list(tools)
+        for index in failing:
+            found[index] = self._loosened(tools[index], _MAX_CHECKS // len(failing))
+        return found
+
+    def _loosened(self, tool: Tool, max_checks: int) -> Tool:
+        """Return a tool with the supported parts of its unsupported schema."""
+        schema = tool["function"]["parameters"]
+        properties = schema.get("properties")
+        if isinstance(properties, Mapping) and len(properties) <= max_checks:
+            shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
+            bound = {
+                name: self._supported_argument(tool, name, argument, shared)
+                for name, argument in properties.items()
+            }
+            looser = _with_parameters(tool, {**schema, "properties": bound})
+            if self._tool_failure(looser) is None:
+                return looser
+        return _with_parameters(tool, _ANY_OBJECT)
+
+    def _supported_argument(
+        self, tool: Tool, name: str, schema: Any, shared: Mapping[str, Any]
+    ) -> Any:
+        """Return the schema of an argument; only its type if the schema is not supported."""
+        alone = {"type": "object", "properties": {name: schema}, **shared}
+        if self._tool_failure(_with_parameters(tool, alone)) is None:
+            return schema
+        kind = schema.get("type") if isinstance(schema, Mapping) else None
+        return {"type": kind} if kind in _TYPES else {}
+
+    def _tool_failure(self, tool: Tool) -> ArgumentError | None:
+        """Return the error for the schema of a tool; None if the schema is supported."""
+        rule = tool_grammar(HERMES, [tool], "required")
+        return _failure(self._grammars.check, StructuredOutputsParams(grammar=rule))
+
+
+def _failure(
+    compile: Callable[[StructuredOutputsParams], object], form: StructuredOutputsParams
+) -> ArgumentError | None:
+    try:
+        compile(form)
+    except ArgumentError as error:
+        return error
+    return None
+
+
+def _strict_error(tool: Tool, error: ArgumentError) -> ArgumentError:
+    # Keep llguidance's reason only, without the source of the grammar.
+    reason = error.problem.rpartition("JSON schema: ")[2]
+    reason = re.split(r" \d+ \| ", reason)[0].rstrip(".")
+    name = tool["function"]["name"]
+    return ArgumentError(
+        "request",
+        f"must have supported schemas if strict is true, got an unsupported schema for {name!r}: "
+        f"{reason}. Without strict a schema is a hint.",
+        "tools",
+    )
+
+
+def _with_parameters(tool: Tool, schema: Mapping[str, Any]) -> Tool:
+    return {**tool, "function": {**tool["function"], "parameters": schema}}

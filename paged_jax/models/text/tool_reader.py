@@ -1,0 +1,310 @@
+"""`ToolReader`: incremental parser of answers with tool calls, for all formats of calls."""
+
+import ast
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from paged_jax.models.text.tool_formats import ID, NUMBER, Tool, ToolFormat
+
+# Maximum number of characters between the mark of a call and its arguments. A longer text is no
+# call.
+_MAX_HEAD = 512
+_NAME = r"(?P<name>[a-zA-Z0-9_.\-]+)"
+_HOLES = {ID: r"[a-zA-Z0-9_\-]+", NUMBER: r"\d+"}
+
+
+class AnswerDelta(NamedTuple):
+    """New part of an answer: reasoning, text, the start of a call, or arguments of a call.
+
+    Attributes:
+      kind: ``"reasoning"``, ``"content"`` for text outside of calls, ``"call"`` or ``"arguments"``.
+      text: the text, the name of the function, or a part of the JSON of the arguments.
+    """
+
+    kind: Literal["reasoning", "content", "call", "arguments"]
+    text: str
+
+
+class ToolReader:
+    """Incremental parser of answers with tool calls.
+
+    Args:
+      format: format of the calls.
+      tools: the functions of the request. Their schemas tell texts from numbers where the format
+        writes both without quotes.
+
+    Example:
+      >>> from paged_jax.models.text.tool_formats import LLAMA3
+      >>> reader = ToolReader(LLAMA3)
+      >>> found = [*reader.push('{"name": "f", "parameters": {"a"'), *reader.push(": 1}}")]
+      >>> [tuple(delta) for delta in found]
+      [('call', 'f'), ('arguments', '{"a"'), ('arguments', ': 1}')]
+    """
+
+    def __init__(self, format: ToolFormat, tools: Sequence[Tool] = ()):
+        self._format = format
+        self._schemas = {
+            tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools
+        }
+        self._buffer = ""
+        # Position: in text, before the name of a call, in its arguments, or after them.
+        self._place: Literal["text", "head", "json", "xml", "python", "after"] = "text"
+        self._is_start = True
+        self._skips_space = False  # white space between two calls is not text
+        self._name = ""
+        self._num_pairs = 0
+        self._json = _JsonScanner()
+        mark = format.mark
+        self._start = mark or (format.opening + format.before_name)[:1]
+        rest = (format.opening + format.before_name).removeprefix(mark)
+        self._first = re.compile(rf"\s*{_pattern(rest)}{_NAME}{_pattern(format.after_name)}")
+        following = _pattern((format.between or "") + format.before_name)
+        self._next = re.compile(rf"\s*{following}{_NAME}{_pattern(format.after_name)}")
+        self._head = self._first
+        self._opened = ""  # text since the mark of the call that is being read
+        self._end = re.compile(rf"\s*{_pattern(format.after_arguments)}")
+
+    def push(self, text: str, *, is_last: bool = False) -> list[AnswerDelta]:
+        """Read more text of the answer, and return the parts that are complete enough to report.
+
+        Args:
+          text: the new text.
+          is_last: whether the answer is complete.
+        """
+        self._buffer += text
+        deltas: list[AnswerDelta] = []
+        while True:
+            before = self._place, self._buffer
+            deltas += getattr(self, f"_read_{self._place}")(is_last)
+            if before == (self._place, self._buffer):
+                return [delta for delta in deltas if delta.text]
+
+    def _read_text(self, is_last: bool) -> list[AnswerDelta]:
+        start = self._start
+        if not self._format.mark:
+            if self._is_start and self._buffer.startswith(start):
+                self._place, self._head, self._opened = "head", self._first, ""
+                return []
+            return self._content(self._buffer, "")
+        before, found, after = self._buffer.partition(start)
+        if found:
+            self._place, self._head, self._opened = "head", self._first, start
+            return self._content(before, after)
+        held = 0 if is_last else overlap(self._buffer, start)
+        end = len(self._buffer) - held
+        return self._content(self._buffer[:end], self._buffer[end:])
+
+    def _content(self, text: str, rest: str) -> list[AnswerDelta]:
+        self._buffer = rest
+        text = text.lstrip() if self._skips_space else text
+        self._skips_space &= not text
+        self._is_start &= not text
+        return [AnswerDelta("content", text)]
+
+    def _read_head(self, is_last: bool) -> list[AnswerDelta]:
+        if self._format.kind == "python":
+            self._place = "python"
+            return []
+        found = self._head.match(self._buffer)
+        # Without a text after it, a name is complete only when another character follows.
+        if found and (found.end() < len(self._buffer) or is_last or self._format.after_name):
+            self._buffer = self._buffer[found.end() :]
+            return self._begin(found["name"])
+        if not is_last and len(self._buffer) <= _MAX_HEAD:
+            return []
+        # The answer was cut short or is no call, so the beginning of the call counts as text.
+        text, self._buffer, self._place = self._opened + self._buffer, "", "text"
+        self._is_start = False
+        return [AnswerDelta("content", text)]
+
+    def _begin(self, name: str) -> list[AnswerDelta]:
+        self._place = "xml" if self._format.kind == "xml" else "json"
+        self._name, self._num_pairs, self._json = name, 0, _JsonScanner()
+        return [AnswerDelta("call", name)]
+
+    def _read_json(self, is_last: bool) -> list[AnswerDelta]:
+        if not self._json.has_begun:
+            self._buffer = self._buffer.lstrip()
+        end = self._json.push(self._buffer)
+        text = self._buffer if end < 0 else self._buffer[:end]
+        self._buffer = self._buffer[len(text) :]
+        if end >= 0:
+            self._place = "after"
+        return [AnswerDelta("arguments", text)]
+
+    def _read_xml(self, is_last: bool) -> list[AnswerDelta]:
+        format, text = self._format, self._buffer
+        rest = text.lstrip()
+        if rest.startswith(format.before_key.strip()):
+            key, found, value = rest[len(format.before_key.strip()) :].partition(format.after_key)
+            after = format.after_value.rstrip()
+            value, ended, rest = value.partition(after)
+            if found and ended:
+                self._buffer = rest
+                return [AnswerDelta("arguments", self._pair(key, value))]
+        elif self._end.match(text):
+            self._place = "after"
+            return [AnswerDelta("arguments", "}" if self._num_pairs else "{}")]
+        elif len(rest) > _MAX_HEAD:
+            self._place = "text"
+        if is_last:
+            self._buffer = ""  # a pair that was cut short
+        return []
+
+    def _pair(self, key: str, value: str) -> str:
+        """Return the JSON of a pair, with the text before it in the object."""
+        self._num_pairs += 1
+        properties = self._schemas.get(self._name, {}).get("properties") or {}
+        schema = properties.get(key)
+        found: Any = value
+        if not (isinstance(schema, Mapping) and schema.get("type") == "string"):
+            try:
+                found = json.loads(value)
+            except ValueError:
+                found = value
+        start = "{" if self._num_pairs == 1 else ", "
+        return f"{start}{json.dumps(key)}: {json.dumps(found, ensure_ascii=False)}"
+
+    def _read_after(self, is_last: bool) -> list[AnswerDelta]:
+        """Skip the text after the arguments, up to the next call or to the end of all calls."""
+        format, text = self._format, self._buffer
+        ended = self._end.match(text)
+        if ended is None:
+            return self._leave(is_last, _pattern(format.after_arguments))
+        rest = text[ended.end() :]
+        if not (format.closing or format.opening):
+            self._buffer = rest
+            return self._leave(True, "")
+        if format.between is not None and (found := self._next.match(rest)):
+            self._buffer = rest[found.end() :]
+            return self._begin(found["name"])
+        closed = re.match(rf"\s*{_pattern(format.closing)}", rest)
+        if closed and (format.closing or is_last):
+            self._buffer = rest[closed.end() :]
+            return self._leave(True, "")
+        return self._leave(is_last or len(rest) > _MAX_HEAD, "")
+
+    def _leave(self, is_over: bool, expected: str) -> list[AnswerDelta]:
+        """Return to the text after a call, if the call is over."""
+        if is_over:
+            self._place, self._skips_space = "text", True
+            if expected:
+                self._buffer = ""  # the answer was cut short within the text after a call
+        return []
+
+    def _read_python(self, is_last: bool) -> list[AnswerDelta]:
+        """Read a whole list of calls: Python's parser needs all of it."""
+        closing = self._format.closing.removeprefix("]")
+        end = _python_end(self._buffer)
+        after = self._buffer[end:]
+        if not is_last and (end < 0 or closing != after and closing.startswith(after)):
+            return []
+        source = self._buffer[:end] if end >= 0 else ""
+        calls = _python_calls(source)
+        if calls is None:
+            text, self._buffer, self._place = self._opened + self._buffer, "", "text"
+            self._is_start = False
+            return [AnswerDelta("content", text)]
+        self._buffer = after.removeprefix(closing)
+        self._place, self._skips_space, self._is_start = "text", True, False
+        return [delta for call in calls for delta in call]
+
+
+class _JsonScanner:
+    """Finder of the end of a JSON object in a text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_text = self._is_escaped = False
+        self.has_begun = False
+
+    def push(self, text: str) -> int:
+        """Return the index after the end of the object in a new piece; -1 if it goes on."""
+        self.has_begun |= bool(text)
+        for index, char in enumerate(text):
+            if self._in_text:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif char == "\\":
+                    self._is_escaped = True
+                elif char == '"':
+                    self._in_text = False
+            elif char == '"':
+                self._in_text = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return index + 1
+        return -1
+
+
+def overlap(text: str, marker: str) -> int:
+    """Return the length of the longest suffix of `text` that is a prefix of `marker`.
+
+    Example:
+      >>> overlap("a </tool", "</tool_call>")
+      6
+    """
+    at = text.find(marker[0])
+    while at >= 0:
+        if marker.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(marker[0], at + 1)
+    return 0
+
+
+def _pattern(text: str) -> str:
+    """Return a regular expression for a text of a format. The white space in it may differ."""
+    parts = []
+    for part in re.split(rf"(\s+|{ID}|{NUMBER})", text):
+        if part in _HOLES:
+            parts.append(_HOLES[part])
+        elif part.isspace():
+            parts.append(r"\s+" if part == text else r"\s*")
+        else:
+            parts.append(re.escape(part))
+    return "".join(parts)
+
+
+def _python_end(text: str) -> int:
+    """Return the index after the list of calls at the start of a text; -1 if it is incomplete."""
+    depth, quote, is_escaped = 0, "", False
+    for index, char in enumerate(text):
+        if quote:
+            if is_escaped:
+                is_escaped = False
+            elif char == "\\":
+                is_escaped = True
+            elif char == quote:
+                quote = ""
+        elif char in "\"'":
+            quote = char
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+            if depth <= 0:
+                return index + 1
+    return -1
+
+
+def _python_calls(source: str) -> list[list[AnswerDelta]] | None:
+    """Return the calls in a list of Python calls; None if the source is something else."""
+    try:
+        [listed] = ast.parse(source.strip()).body
+        assert isinstance(listed, ast.Expr) and isinstance(listed.value, ast.List)
+        calls = []
+        for call in listed.value.elts:
+            assert isinstance(call, ast.Call) and not call.args
+            arguments = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+            text = json.dumps(arguments, ensure_ascii=False)
+            calls.append(
+                [AnswerDelta("call", ast.unparse(call.func)), AnswerDelta("arguments", text)]
+            )
+    except (SyntaxError, ValueError, TypeError, AssertionError, RecursionError, MemoryError):
+        return None
+    return calls or None

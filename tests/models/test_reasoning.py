@@ -1,0 +1,170 @@
+"""Reasoning in the text of chat models: formats, constraints, and the reader of answers."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paged_jax import StructuredOutputsParams, Tokenizer
+from paged_jax.arguments import ArgumentError
+from paged_jax.models.loading.pretrained import bundled_folder
+from paged_jax.models.text.grammar import GrammarCompiler
+from paged_jax.models.text.grammar_source import form_rule
+from paged_jax.models.text.reasoning import FORMATS, THINK, AnswerReader, select_format
+from paged_jax.models.text.tool_formats import HERMES, LLAMA3
+from paged_jax.models.text.tool_grammars import tool_grammar
+from tests.models.test_grammar import V
+from tests.support.structured import TOOLS
+from tests.support.tiny_model import EOS
+
+CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+CALLED = [("call", "now"), ("arguments", "{}")]
+
+
+def two(reasoning: str, content: str) -> list[tuple[str, str]]:
+    return [("reasoning", reasoning), ("content", content)]
+
+
+READINGS = [
+    (THINK, "either", None, "Yes.", [("content", "Yes.")]),
+    (THINK, "either", None, "<thin", [("content", "<thin")]),
+    (
+        THINK,
+        "either",
+        None,
+        "\n<think>\nHm.\n</think>\n\nYes",
+        [("reasoning", "Hm."), ("content", "Yes")],
+    ),
+    (THINK, "either", None, "<think>\n\n</think>\n\nYes", [("content", "Yes")]),
+    (THINK, "reasoning", None, "So <b>\n it", [("reasoning", "So <b>\n it")]),
+    (
+        THINK,
+        "reasoning",
+        None,
+        "a\n</think>b</think>",
+        [("reasoning", "a"), ("content", "b</think>")],
+    ),
+    (THINK, "answer", None, "<think>x</think>", [("content", "<think>x</think>")]),
+    (THINK, "reasoning", HERMES, f"{CALL}</think>\n\n{CALL}", [("reasoning", CALL), *CALLED]),
+    (THINK, "either", HERMES, f"So: {CALL}", [("content", "So: "), *CALLED]),
+    (None, "answer", None, "<think>a</think>", [("content", "<think>a</think>")]),
+    (
+        FORMATS["cohere"],
+        "either",
+        None,
+        "<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>b<|END_RESPONSE|>",
+        two("a", "b"),
+    ),
+    (
+        FORMATS["mistral"],
+        "either",
+        None,
+        "[THINK]a[/THINK]b",
+        two("a", "b"),
+    ),
+]
+
+
+@given(st.sampled_from(READINGS), st.lists(st.integers(0, 90), max_size=6))
+def test_reader_does_not_depend_on_the_pieces(reading, cuts) -> None:
+    reasoning, start, tools, text, want = reading
+    reader, found = AnswerReader(reasoning, start, tools), []
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    for index, piece in enumerate(pieces, 1):
+        for kind, part in reader.push(piece, is_last=index == len(pieces)):
+            if found and found[-1][0] == kind:
+                found[-1] = (kind, found[-1][1] + part)
+            else:
+                found.append((kind, part))
+    assert found == want
+
+
+@pytest.mark.parametrize(
+    ("prompt", "start"),
+    [
+        ("assistant\n", "either"),
+        ("assistant\n<think>\n", "reasoning"),
+        ("assistant\n<think>\n\n</think>\n\n", "answer"),
+        ("<think>hm</think> Yes\nassistant\n", "either"),
+    ],
+)
+def test_start_follows_from_the_end_of_the_prompt(prompt, start) -> None:
+    assert THINK.start(prompt) == start
+
+
+def test_select_format_reads_the_template() -> None:
+    assert select_format("auto", "{{ m.content.split('</think>')[-1] }}") is THINK
+    assert select_format("auto", "{{ m.content }}") is None and select_format("auto", None) is None
+    assert select_format("none", "</think>") is None
+    assert select_format("mistral", None) is FORMATS["mistral"]
+    with pytest.raises(ArgumentError, match="reasoning_format must be one of auto, none, think"):
+        select_format("harmless", None)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(bundled_folder())
+
+
+@pytest.fixture(scope="module")
+def accepts(tokenizer):
+    """Return whether a grammar accepts a text, completely or as a beginning."""
+    compiler = GrammarCompiler(tokenizer.backend, V, [EOS])
+
+    def accepts(form: StructuredOutputsParams, text: str) -> bool:
+        matcher = compiler.compile(form).start()
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        if matcher.try_consume_tokens(token_ids) != len(token_ids):
+            return False
+        return matcher.is_accepting()
+
+    return accepts
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer"}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+FORMS = {
+    "json": (StructuredOutputsParams(json=SCHEMA), '{"n": 1}', '{"m": 1}'),
+    "object": (StructuredOutputsParams(json_object=True), "{}", "[]"),
+    "regex": (StructuredOutputsParams(regex="a/b|c"), "a/b", "b"),
+    "choice": (StructuredOutputsParams(choice=["yes", 'a "b"']), 'a "b"', "a"),
+    "grammar": (StructuredOutputsParams(grammar='start: x\nx: "u" | "v"'), "v", "w"),
+    "tools": (StructuredOutputsParams(grammar=tool_grammar(HERMES, TOOLS, "required")), CALL, "x"),
+}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_constrain_applies_the_form_to_the_answer(accepts, kind) -> None:
+    form, good, wrong = FORMS[kind]
+    assert THINK.constrain(form, "answer") is form
+    opened, either = THINK.constrain(form, "reasoning"), THINK.constrain(form, "either")
+    for thoughts in ("hm {<tool_call>", ""):
+        assert accepts(opened, f"{thoughts}</think>\n\n{good}")
+        assert accepts(either, f"<think>\n{thoughts}</think>\n\n{good}")
+        assert not accepts(opened, f"{thoughts}</think>\n\n{wrong}")
+        assert not accepts(either, f"<think>\n{thoughts}</think>\n\n{wrong}")
+    assert accepts(either, good) and not accepts(either, wrong) and not accepts(opened, good)
+
+
+@pytest.mark.parametrize("format", [HERMES, LLAMA3], ids=["hermes", "llama3"])
+def test_constrain_keeps_calls_out_of_the_reasoning(accepts, format) -> None:
+    """With tools, an answer may be text, unless it begins with the mark of reasoning."""
+    call = CALL if format is HERMES else '{"name": "now", "parameters": {}}'
+    grammar = tool_grammar(format, TOOLS, "auto", not_first="<think>")
+    form = THINK.constrain(StructuredOutputsParams(grammar=grammar), "either")
+    assert accepts(form, f"<think>a {call}\n</think>\n\n{call}") and accepts(form, call)
+    assert accepts(form, "<think>a <tool_call></think>Yes.") and accepts(form, "Yes.")
+    assert not accepts(form, "<think>a") and not accepts(form, call[:-8])
+
+
+def test_form_rule_can_be_part_of_a_grammar(accepts) -> None:
+    for form, good, wrong in FORMS.values():
+        rule = StructuredOutputsParams(grammar=f'start: "go: " rest\nrest: {form_rule(form)}')
+        assert accepts(rule, f"go: {good}") and not accepts(rule, f"go: {wrong}")
+    assert json.loads(form_rule(FORMS["json"][0]).removeprefix("%json "))["x-guidance"]
