@@ -5,89 +5,34 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from paged_jax.models.text.grammar_source import form_rule
-from paged_jax.models.text.reasoning import AnswerReader, ReasoningFormat, Start
 from paged_jax.models.text.tokenizer import Tokenizer
-from paged_jax.models.text.tool_formats import Tool, ToolFormat
-from paged_jax.models.text.tool_reader import AnswerDelta
-from paged_jax.sampling.params import StructuredOutputsParams
-from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
+from paged_jax.scheduler.outputs import Logprob, RequestOutput
 from paged_jax.server import bodies, schemas
 from paged_jax.server.answers import OpenAiAnswer, SampleDelta, finite, usage, whole_samples
-from paged_jax.server.chat_messages import (
-    check_calls,
-    num_chars,
-    template_messages,
-    template_tools,
-    template_variables,
-)
+from paged_jax.server.chat_messages import num_chars
+from paged_jax.server.chats import Chat
+from paged_jax.server.request_log import RequestRecord
 from paged_jax.server.responses import ApiError, JsonDict, to_json_dict
+from paged_jax.server.service import Client, Service
 
 
-class ChatRequest(OpenAiAnswer):
-    """Answer to a chat: its prompt, its grammar, and readers of its text.
+class ChatAnswer(OpenAiAnswer):
+    """Response of ``POST /v1/chat/completions``."""
 
-    Subclasses write the answer in the format of an endpoint.
-    """
-
+    prefix = "chatcmpl"
     body: bodies.ChatBody
+    chunk_type = schemas.ChatCompletionChunk
 
-    @functools.cached_property
-    def tools(self) -> list[Tool]:
-        """Tools that the model may call."""
-        body, tokenizer = self.body, self.service.tokenizer
-        is_asked = body.tool_choice not in (None, "none", "auto")
-        if is_asked and not body.tools:
-            raise ApiError(
-                400, "tool_choice must be null, none or auto without tools.", param="tool_choice"
-            )
-        if tokenizer is None or not body.tools or body.tool_choice == "none":
-            return []
-        tools: list[Tool] = [*template_tools(body.tools, tokenizer)]
-        if isinstance(body.tool_choice, bodies.ToolChoice):
-            if self.tool_choice not in [tool["function"]["name"] for tool in tools]:
-                raise ApiError(400, "tool_choice must name one of the tools.", param="tool_choice")
-        return tools
-
-    @property
-    def tool_choice(self) -> str:
-        """``"auto"``, ``"required"`` or the name of the function to call."""
-        choice = self.body.tool_choice or "auto"
-        return choice.function.name if isinstance(choice, bodies.ToolChoice) else choice
-
-    @property
-    def _tool_format(self) -> ToolFormat | None:
-        assert self.service.tokenizer is not None
-        return self.service.tokenizer.tool_format if self.tools else None
-
-    @property
-    def _reasoning(self) -> ReasoningFormat | None:
-        return None if self.body.separate_reasoning is False else self.service.reasoning_format
-
-    @functools.cached_property
-    def _prompt(self) -> str:
-        """The prompt as text, rendered by the chat template."""
-        tokenizer = self.service.tokenizer
-        if tokenizer is None:
-            raise ApiError(400, "Chats need a tokenizer, but the model has none.")
-        check_calls(self.body.messages, tokenizer)
-        return tokenizer.render_chat(
-            template_messages(self.body.messages),
-            template_variables(self.body),
-            tools=self.tools or None,
-        )
-
-    @functools.cached_property
-    def _start(self) -> Start:
-        """Where the answer begins: inside of the reasoning, after it, or either."""
-        return "answer" if self._reasoning is None else self._reasoning.start(self._prompt)
+    def __init__(
+        self, service: Service, body: bodies.ChatBody, client: Client, record: RequestRecord
+    ):
+        super().__init__(service, body, client, record)
+        self.chat = Chat(service, body)
+        self._num_calls: dict[int, int] = {}  # in the stream of each sample so far
 
     def prompts(self) -> list[str | list[int]]:
         """Return the messages as a prompt, rendered by the model's chat template."""
-        prompt, tokenizer = self._prompt, self.service.tokenizer
-        assert tokenizer is not None
-        adds = bool(self.body.add_special_tokens)
-        return [tokenizer.encode(prompt, add_special_tokens=adds)]
+        return [self.chat.token_ids()]
 
     @property
     def is_constrained(self) -> bool:
@@ -116,111 +61,14 @@ class ChatRequest(OpenAiAnswer):
             )
         if body.logprobs:
             params["logprobs"] = body.top_logprobs or 0
-        form = self._form(params.get("structured_outputs"))
-        if form is not None:
-            params["structured_outputs"] = form
-        if self._has_special_marks:
-            params["skip_special_tokens"] = False
-        return params
-
-    def _form(self, form: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """Return the constraint on the whole text, given the constraint on the answer."""
-        if (format := self._tool_format) is not None:
-            mark = self._reasoning.opening if self._reasoning and self._start == "either" else None
-            form = self.service.tool_grammars.form(
-                format,
-                self.tools,
-                self.tool_choice,
-                is_parallel=self.body.parallel_tool_calls is not False,
-                answer=None if form is None else self._answer_rule(form),
-                not_first=mark,
-            )
-        if form is None or self._reasoning is None:
-            return form
-        return self._reasoning.constrain(form, self._start)
-
-    def _answer_rule(self, form: StructuredOutputsParams) -> str:
-        self.service.grammars.check(form)  # its error names the form, not the tools
-        return form_rule(form)
-
-    @property
-    def _has_special_marks(self) -> bool:
-        """Whether marks in the text are special tokens, which texts leave out by default."""
-        tokenizer, reasoning = self.service.tokenizer, self._reasoning
-        if tokenizer is None:
-            return False
-        marks = () if reasoning is None else (reasoning.opening, reasoning.closing)
-        is_special = any(map(tokenizer.is_special_text, marks))
-        return is_special or bool(self._tool_format and self._tool_format.special_tokens)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the text of a sample is its content, without reasoning and calls."""
-        return self._reasoning is None and not self.tools
-
-    @functools.cached_property
-    def _readers(self) -> dict[int, AnswerReader]:
-        return {}
-
-    def parts(self, delta: SampleDelta, *, is_whole: bool = False) -> list[AnswerDelta]:
-        """Return the new parts of a sample: reasoning, content and calls.
-
-        Args:
-          delta: new part of a sample, or the whole sample.
-          is_whole: whether `delta` is the whole sample, not a part of a stream.
-        """
-        if self.is_plain:
-            return [AnswerDelta("content", delta.text)]
-        index = delta.sample.index
-        if is_whole or index not in self._readers:
-            self._readers[index] = AnswerReader(
-                self._reasoning, self._start, self._tool_format, self.tools
-            )
-        is_last = is_whole or delta.sample.finish_reason is not None
-        return self._readers[index].push(delta.text, is_last=is_last)
-
-    def num_reasoning_tokens(self, sample: CompletionOutput) -> int:
-        """Return the number of tokens up to the end of the reasoning."""
-        reader, tokenizer = self._readers.get(sample.index), self.service.tokenizer
-        if reader is None or not reader.has_reasoned or tokenizer is None:
-            return 0
-        assert self._reasoning is not None
-        low, high = 0, len(sample.token_ids)
-        if reader.is_inside:
-            return high
-        while low < high:  # the smallest number of tokens that contain the closing mark
-            middle = (low + high) // 2
-            text = tokenizer.decode(sample.token_ids[:middle], skip_special_tokens=False)
-            low, high = (low, middle) if self._reasoning.closing in text else (middle + 1, high)
-        return low
-
-    def finish_reason(self, sample: CompletionOutput, has_calls: bool) -> str | None:
-        """Return OpenAI's finish reason: ``"tool_calls"`` if the model chose to call a tool.
-
-        If the request names the function to call, OpenAI's reason is ``"stop"``.
-        """
-        is_named = isinstance(self.body.tool_choice, bodies.ToolChoice)
-        reason = sample.finish_reason
-        return "tool_calls" if reason == "stop" and has_calls and not is_named else reason
-
-
-class ChatAnswer(ChatRequest):
-    """Response of ``POST /v1/chat/completions``."""
-
-    prefix = "chatcmpl"
-    chunk_type = schemas.ChatCompletionChunk
-
-    @functools.cached_property
-    def _num_calls(self) -> dict[int, int]:
-        """Number of calls in the stream of each sample so far."""
-        return {}
+        return params | self.chat.params(params.get("structured_outputs"))
 
     def usage(self, outputs: Sequence[RequestOutput]) -> schemas.Usage:
         """Return the usage, with the number of tokens of the reasoning."""
         total = usage(outputs)
-        if self._reasoning is not None:
+        if self.chat.reasoning is not None:
             samples = [sample for output in outputs for sample in output.outputs]
-            count = sum(map(self.num_reasoning_tokens, samples))
+            count = sum(map(self.chat.num_reasoning_tokens, samples))
             total.completion_tokens_details = schemas.CompletionTokensDetails(
                 reasoning_tokens=count
             )
@@ -240,7 +88,7 @@ class ChatAnswer(ChatRequest):
             for call in found.tool_calls or ()
         ]
         message = schemas.ChatMessage(
-            content=delta.text if self.is_plain else found.content,
+            content=delta.text if self.chat.is_plain else found.content,
             reasoning=found.reasoning,
             reasoning_content=found.reasoning_content,
             tool_calls=calls or None,
@@ -250,7 +98,7 @@ class ChatAnswer(ChatRequest):
             index=delta.sample.index,
             message=message,
             logprobs=self._logprobs(delta),
-            finish_reason=self.finish_reason(delta.sample, bool(calls)),
+            finish_reason=self.chat.finish_reason(delta.sample, bool(calls)),
             stop_reason=delta.sample.stop_reason,
             token_ids=self.sample_token_ids(delta),
         )
@@ -259,7 +107,7 @@ class ChatAnswer(ChatRequest):
         """Return the new parts of a message; empty while a text may still become a call."""
         texts = {"reasoning": "", "content": ""}
         index, calls = delta.sample.index, list[schemas.ToolCallDelta]()
-        for kind, text in self.parts(delta, is_whole=is_whole):
+        for kind, text in self.chat.parts(delta, is_whole=is_whole):
             if kind == "call":
                 calls.append(self._begin_call(index, text))
             elif kind == "arguments" and calls:
@@ -301,7 +149,7 @@ class ChatAnswer(ChatRequest):
 
     def _next_chunk(self, output: RequestOutput, delta: SampleDelta) -> JsonDict:
         message: JsonDict | schemas.ChatDelta
-        if self.is_plain:
+        if self.chat.is_plain:
             message = to_json_dict(schemas.ChatDelta, content=delta.text)
         else:
             message = self._delta(delta)
@@ -312,7 +160,7 @@ class ChatAnswer(ChatRequest):
             usage=self.usage_so_far(output, delta),
             **(self.prompt_fields(output) if delta.start == 0 else {}),
             logprobs=self._logprobs(delta),
-            finish_reason=self.finish_reason(delta.sample, has_calls),
+            finish_reason=self.chat.finish_reason(delta.sample, has_calls),
             stop_reason=delta.sample.stop_reason,
             token_ids=self.sample_token_ids(delta),
         )

@@ -1,0 +1,181 @@
+"""`Chat`: prompt, constraint and parsed answer of a chat, for the endpoints of all APIs."""
+
+import functools
+from typing import Any
+
+from paged_jax.models.text.grammar_source import form_rule
+from paged_jax.models.text.reasoning import AnswerReader, ReasoningFormat, Start
+from paged_jax.models.text.tool_formats import Tool, ToolFormat
+from paged_jax.models.text.tool_reader import AnswerDelta
+from paged_jax.sampling.params import StructuredOutputsParams
+from paged_jax.scheduler.outputs import CompletionOutput
+from paged_jax.server import bodies
+from paged_jax.server.answers import SampleDelta
+from paged_jax.server.chat_messages import (
+    check_calls,
+    template_messages,
+    template_tools,
+    template_variables,
+)
+from paged_jax.server.responses import ApiError
+from paged_jax.server.service import Service
+
+
+class Chat:
+    """A chat to continue: its prompt, the constraint on its answer, and readers of the answer.
+
+    Args:
+      service: the engine and its settings.
+      body: the parsed request body.
+    """
+
+    def __init__(self, service: Service, body: bodies.ChatBody):
+        self.service = service
+        self.body = body
+        self._readers: dict[int, AnswerReader] = {}
+
+    @functools.cached_property
+    def tools(self) -> list[Tool]:
+        """Tools that the model may call."""
+        body, tokenizer = self.body, self.service.tokenizer
+        is_asked = body.tool_choice not in (None, "none", "auto")
+        if is_asked and not body.tools:
+            raise ApiError(
+                400, "tool_choice must be null, none or auto without tools.", param="tool_choice"
+            )
+        if tokenizer is None or not body.tools or body.tool_choice == "none":
+            return []
+        tools: list[Tool] = [*template_tools(body.tools, tokenizer)]
+        if isinstance(body.tool_choice, bodies.ToolChoice):
+            if self.tool_choice not in [tool["function"]["name"] for tool in tools]:
+                raise ApiError(400, "tool_choice must name one of the tools.", param="tool_choice")
+        return tools
+
+    @property
+    def tool_choice(self) -> str:
+        """``"auto"``, ``"required"`` or the name of the function to call."""
+        choice = self.body.tool_choice or "auto"
+        return choice.function.name if isinstance(choice, bodies.ToolChoice) else choice
+
+    @property
+    def _tool_format(self) -> ToolFormat | None:
+        assert self.service.tokenizer is not None
+        return self.service.tokenizer.tool_format if self.tools else None
+
+    @property
+    def reasoning(self) -> ReasoningFormat | None:
+        """Format of the reasoning; None if it is not separated from the content."""
+        return None if self.body.separate_reasoning is False else self.service.reasoning_format
+
+    @functools.cached_property
+    def _prompt(self) -> str:
+        """The prompt as text, rendered by the chat template."""
+        tokenizer = self.service.tokenizer
+        if tokenizer is None:
+            raise ApiError(400, "Chats need a tokenizer, but the model has none.")
+        check_calls(self.body.messages, tokenizer)
+        return tokenizer.render_chat(
+            template_messages(self.body.messages),
+            template_variables(self.body),
+            tools=self.tools or None,
+        )
+
+    @functools.cached_property
+    def _start(self) -> Start:
+        """Where the answer begins: inside of the reasoning, after it, or either."""
+        return "answer" if self.reasoning is None else self.reasoning.start(self._prompt)
+
+    def token_ids(self) -> list[int]:
+        """Return the token ids of the prompt."""
+        prompt, tokenizer = self._prompt, self.service.tokenizer
+        assert tokenizer is not None
+        return tokenizer.encode(prompt, add_special_tokens=bool(self.body.add_special_tokens))
+
+    def params(self, form: StructuredOutputsParams | None) -> dict[str, Any]:
+        """Return sampling parameters: the constraint on the text, and which tokens it shows.
+
+        Args:
+          form: constraint on an answer without calls; None if it may be any text.
+        """
+        params: dict[str, Any] = {}
+        if (form := self._form(form)) is not None:
+            params["structured_outputs"] = form
+        if self._has_special_marks:
+            params["skip_special_tokens"] = False
+        return params
+
+    def _form(self, form: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+        """Return the constraint on the whole text, given the constraint on the answer."""
+        if (format := self._tool_format) is not None:
+            mark = self.reasoning.opening if self.reasoning and self._start == "either" else None
+            form = self.service.tool_grammars.form(
+                format,
+                self.tools,
+                self.tool_choice,
+                is_parallel=self.body.parallel_tool_calls is not False,
+                answer=None if form is None else self._answer_rule(form),
+                not_first=mark,
+            )
+        if form is None or self.reasoning is None:
+            return form
+        return self.reasoning.constrain(form, self._start)
+
+    def _answer_rule(self, form: StructuredOutputsParams) -> str:
+        self.service.grammars.check(form)  # its error names the form, not the tools
+        return form_rule(form)
+
+    @property
+    def _has_special_marks(self) -> bool:
+        """Whether marks in the text are special tokens, which texts leave out by default."""
+        tokenizer, reasoning = self.service.tokenizer, self.reasoning
+        if tokenizer is None:
+            return False
+        marks = () if reasoning is None else (reasoning.opening, reasoning.closing)
+        is_special = any(map(tokenizer.is_special_text, marks))
+        return is_special or bool(self._tool_format and self._tool_format.special_tokens)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the text of a sample is its content, without reasoning and calls."""
+        return self.reasoning is None and not self.tools
+
+    def parts(self, delta: SampleDelta, *, is_whole: bool = False) -> list[AnswerDelta]:
+        """Return the new parts of a sample: reasoning, content and calls.
+
+        Args:
+          delta: new part of a sample, or the whole sample.
+          is_whole: whether `delta` is the whole sample, not a part of a stream.
+        """
+        if self.is_plain:
+            return [AnswerDelta("content", delta.text)]
+        index = delta.sample.index
+        if is_whole or index not in self._readers:
+            self._readers[index] = AnswerReader(
+                self.reasoning, self._start, self._tool_format, self.tools
+            )
+        is_last = is_whole or delta.sample.finish_reason is not None
+        return self._readers[index].push(delta.text, is_last=is_last)
+
+    def num_reasoning_tokens(self, sample: CompletionOutput) -> int:
+        """Return the number of tokens up to the end of the reasoning."""
+        reader, tokenizer = self._readers.get(sample.index), self.service.tokenizer
+        if reader is None or not reader.has_reasoned or tokenizer is None:
+            return 0
+        assert self.reasoning is not None
+        low, high = 0, len(sample.token_ids)
+        if reader.is_inside:
+            return high
+        while low < high:  # the smallest number of tokens that contain the closing mark
+            middle = (low + high) // 2
+            text = tokenizer.decode(sample.token_ids[:middle], skip_special_tokens=False)
+            low, high = (low, middle) if self.reasoning.closing in text else (middle + 1, high)
+        return low
+
+    def finish_reason(self, sample: CompletionOutput, has_calls: bool) -> str | None:
+        """Return OpenAI's finish reason: ``"tool_calls"`` if the model chose to call a tool.
+
+        If the request names the function to call, OpenAI's reason is ``"stop"``.
+        """
+        is_named = isinstance(self.body.tool_choice, bodies.ToolChoice)
+        reason = sample.finish_reason
+        return "tool_calls" if reason == "stop" and has_calls and not is_named else reason
