@@ -81,6 +81,19 @@ CASES = {
         {"model_type": "phi3", "sliding_window": WINDOW, "partial_rotary_factor": 0.5},
         _WINDOWS,
     ),
+    "gpt-oss": (
+        "gpt-oss",
+        {
+            "model_type": "gpt_oss",
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "rope_parameters": _YARN | {"truncate": False},
+        },
+        _WINDOWS | _YARN_KEYS,
+    ),
 }  # fmt: skip
 
 

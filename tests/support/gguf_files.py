@@ -102,6 +102,9 @@ def tensors_of(model: Llama, architecture: str, folder: Path) -> dict[str, np.nd
             tensor = _rotate_in_pairs(config, name, tensor)
         if config.norm_offset and name.endswith("norm.weight"):
             tensor = tensor + np.float32(config.norm_offset)
+        if architecture == "gpt-oss" and ".mlp.experts." in name:
+            tensors |= _separate(name, tensor)
+            continue
         parts = name.split(".")
         if "experts" in parts and parts[parts.index("experts") + 1].isdigit():
             del parts[parts.index("experts") + 1]
@@ -111,6 +114,17 @@ def tensors_of(model: Llama, architecture: str, folder: Path) -> dict[str, np.nd
     return tensors | {_gguf_name(names, name): np.stack(all_) for name, all_ in experts.items()}
 
 
+def _separate(name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
+    """Return gate and up, or down, of the experts of gpt-oss: ``[X, in, out]`` or a bias."""
+    layer, suffix = name.split(".")[2], "bias" if name.endswith("_bias") else "weight"
+    tensor = tensor if suffix == "bias" else tensor.swapaxes(1, 2)
+    if "down_proj" in name:
+        parts = {"down": tensor}
+    else:
+        parts = {"gate": tensor[:, ::2], "up": tensor[:, 1::2]}  # they alternate
+    return {f"blk.{layer}.ffn_{kind}_exps.{suffix}": each for kind, each in parts.items()}
+
+
 def _by_expert(item: tuple[str, np.ndarray]) -> tuple[int, str]:
     numbers = [int(part) for part in item[0].split(".") if part.isdigit()]
     return (numbers[1] if len(numbers) > 1 else -1), item[0]
@@ -118,11 +132,8 @@ def _by_expert(item: tuple[str, np.ndarray]) -> tuple[int, str]:
 
 def _gguf_name(names: gguf.TensorNameMap, name: str) -> str:
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-    if found is None:
-        found = names.get_name(name)
-        assert found is not None, name
-        found += ".weight"
-    return found
+    assert found is not None, name
+    return found if name.endswith((".weight", ".bias")) else found + ".weight"  # attn_sinks
 
 
 def _rotate_in_pairs(config: LlamaConfig, name: str, tensor: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Container, Iterator, Mapping
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args
 
 import jax
 import numpy as np
@@ -114,10 +114,13 @@ class TensorMapping:
 
 
 Mappings = tuple[TensorMapping, ...]
+# How files store experts: as the family does; all experts in one tensor, as transformers 5 keeps
+# them in memory; or gate, up and down of each expert in separate tensors.
+ExpertLayout = Literal["family", "fused", "separate"]
 
 
 def map_parameter(
-    config: LlamaConfig, name: str, *, has_fused_experts: bool = False
+    config: LlamaConfig, name: str, *, experts: ExpertLayout = "family"
 ) -> Iterator[TensorMapping]:
     """Yield a parameter's mappings to its tensors. Their boxes fill it without overlap.
 
@@ -125,8 +128,7 @@ def map_parameter(
       config: configuration of the model.
       name: name of the parameter, such as ``"layers.3.qkv_proj"``, or ``"layers.qkv_proj"`` if
         the layers are stacked.
-      has_fused_experts: whether one tensor holds all experts, as transformers 5 keeps them in
-        memory, although files of the family have one tensor per expert.
+      experts: how the tensors hold the experts.
 
     Example:
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
@@ -142,7 +144,7 @@ def map_parameter(
         return
     *index, kind = rest.split(".")  # ["3", "qkv_proj"], or ["qkv_proj"] for all layers
     for layer in [int(index[0])] if index else range(config.num_hidden_layers):
-        for mapping in _layer_mappings(config, has_fused_experts)[kind]:
+        for mapping in _layer_mappings(config, experts)[kind]:
             tensor = f"model.layers.{layer}.{mapping.tensor}"
             if index:
                 yield dataclasses.replace(mapping, tensor=tensor)
@@ -158,18 +160,20 @@ def map_parameter(
 def map_to_available(
     config: LlamaConfig, name: str, tensors: Container[str]
 ) -> list[TensorMapping]:
-    """Return the mappings of a parameter, for fused experts if only these are available.
+    """Return the mappings of a parameter, for the layout of experts that is available.
 
     Args:
       config: configuration of the model.
       name: name of the parameter.
       tensors: names of the available tensors.
     """
-    usual, fused = (
-        list(map_parameter(config, name, has_fused_experts=is_fused)) for is_fused in (False, True)
-    )
-    has_all = [all(mapping.tensor in tensors for mapping in form) for form in (usual, fused)]
-    return fused if has_all == [False, True] else usual
+    family: list[TensorMapping] = []
+    for layout in get_args(ExpertLayout):
+        mappings = list(map_parameter(config, name, experts=layout))
+        if all(mapping.tensor in tensors for mapping in mappings):
+            return mappings
+        family = family or mappings
+    return family
 
 
 def standard_name(config: LlamaConfig, name_in_file: str) -> str | None:
@@ -200,7 +204,7 @@ def _model_mappings(config: LlamaConfig) -> Mapping[str, Mappings]:
 
 
 @functools.lru_cache(maxsize=8)
-def _layer_mappings(config: LlamaConfig, has_fused_experts: bool) -> Mapping[str, Mappings]:
+def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, Mappings]:
     """Return the mappings of a layer. Tensor names lack the prefix ``model.layers.{index}.``."""
     E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
     H, K = config.num_attention_heads, config.num_key_value_heads
@@ -233,8 +237,8 @@ def _layer_mappings(config: LlamaConfig, has_fused_experts: bool) -> Mapping[str
         "sinks": (_map("self_attn.sinks", (H,)),),
     }
     if config.num_experts:
-        mappings |= _expert_mappings(config)
-        if has_fused_experts:
+        mappings |= _expert_mappings(config, experts)
+        if experts == "fused":
             mappings |= _fused_expert_mappings(config)
     return mappings
 
@@ -277,7 +281,7 @@ def _qkv_mappings(
     return tuple(mappings)
 
 
-def _expert_mappings(config: LlamaConfig) -> dict[str, Mappings]:
+def _expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Mappings]:
     """Return the mappings of the router and the experts of a layer."""
     E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
     names = {**_EXPERTS, **_family_tensors(config)}
@@ -291,8 +295,11 @@ def _expert_mappings(config: LlamaConfig) -> dict[str, Mappings]:
         ),
         "down_proj": (_map("mlp.shared_expert.down_proj.weight", (E, shared)),),
     }
-    if "experts_gate_up_proj" in names:
+    if "experts_gate_up_proj" in names and experts != "separate":
         return mappings | _interleaved_expert_mappings(config, names)
+    if "router_bias" in names:
+        mappings |= _expert_bias_mappings(config, names)
+        names = _EXPERTS
     return mappings | {
         "experts_gate_up_proj": tuple(
             _map(names[name].replace("*", str(x)), (F, E), (1, 1, F, E), (x, half, 0, 0))
@@ -302,6 +309,26 @@ def _expert_mappings(config: LlamaConfig) -> dict[str, Mappings]:
         "experts_down_proj": tuple(
             _map(names["experts_down_proj"].replace("*", str(x)), (E, F), (1, E, F), (x, 0, 0))
             for x in range(X)
+        ),
+    }
+
+
+def _expert_bias_mappings(config: LlamaConfig, names: Mapping[str, str]) -> dict[str, Mappings]:
+    """Return the mappings of the biases of experts with separate tensors, and of the router."""
+    E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
+    gate, up, down = (
+        _EXPERTS[f"experts_{kind}_proj"].replace("weight", "bias")
+        for kind in ("gate", "up", "down")
+    )
+    return {
+        "router_bias": (_map(names["router_bias"], (X,)),),
+        "experts_gate_up_bias": tuple(
+            _map(name.replace("*", str(x)), (F,), (1, 1, F), (x, half, 0))
+            for x in range(X)
+            for half, name in enumerate((gate, up))
+        ),
+        "experts_down_bias": tuple(
+            _map(down.replace("*", str(x)), (E,), (1, E), (x, 0)) for x in range(X)
         ),
     }
 

@@ -54,42 +54,57 @@ class PreTokenizer:
         return pre_tokenizers.Sequence([*splits, byte_level])
 
 
-_GPT2_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
-_LLAMA3 = PreTokenizer((_cl100k(r"\p{N}{1,3}"),), ignores_merges=True, adds_bos=True)
-_QWEN2 = PreTokenizer((_cl100k(r"\p{N}"),))
-_DEEPSEEK3_WORDS = (
+_DEEPSEEK_WORDS = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
 )
-_GPT4O = PreTokenizer((_o200k(r"\p{N}{1,3}", _SUFFIXES + "?"),))
+_QWEN35 = (
+    rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
+)
+_THREE_DIGITS = r"\p{N}{1,3}"
+_LLAMA3 = PreTokenizer((_cl100k(_THREE_DIGITS),), ignores_merges=True, adds_bos=True)
 
-PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
-    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2": PreTokenizer((_GPT2,)),
-    "phi-2": PreTokenizer((_GPT2,)),
-    "olmo": PreTokenizer((_GPT2,)),
-    "smollm": _GPT2_DIGITS,
-    "starcoder": _GPT2_DIGITS,
-    "refact": _GPT2_DIGITS,
-    "command-r": _GPT2_DIGITS,
-    "codeshell": _GPT2_DIGITS,
-    "exaone": _GPT2_DIGITS,
-    "llama-bpe": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "llama3": _LLAMA3,
-    "falcon3": _LLAMA3,
-    "pixtral": _LLAMA3,
-    "dbrx": PreTokenizer((_cl100k(r"\p{N}{1,3}"),)),
-    "smaug-bpe": PreTokenizer((_cl100k(r"\p{N}{1,3}"),)),
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "stablelm2": _QWEN2,
-    "gpt-4o": _GPT4O,
-    "llama4": _GPT4O,
-    "tekken": PreTokenizer((_o200k(r"\p{N}", ""),), ignores_merges=True, adds_bos=True),
-    "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3_WORDS)),
-    "deepseek-coder": PreTokenizer(
-        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+# Each rule with the names of the tokenizers that have it.
+_RULES: tuple[tuple[PreTokenizer, str], ...] = (
+    (
+        PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+        "default",
     ),
+    (
+        PreTokenizer((_GPT2,)),
+        "gpt-2 phi-2 olmo mpt jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum",
+    ),
+    (
+        PreTokenizer((r"\p{N}", _GPT2)),
+        "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
+    ),
+    (
+        _LLAMA3,
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
+    ),
+    (PreTokenizer((_cl100k(_THREE_DIGITS),)), "dbrx smaug-bpe chatglm-bpe"),
+    (PreTokenizer((_cl100k(_THREE_DIGITS),), ignores_merges=True), "glm4"),
+    (
+        PreTokenizer((_cl100k(r"\p{N}"),)),
+        "qwen2 deepseek-r1-qwen stablelm2 megrez kormo hunyuan grok-2 solar-open",
+    ),
+    (PreTokenizer((_QWEN35,)), "qwen35"),
+    (
+        PreTokenizer((_o200k(_THREE_DIGITS, _SUFFIXES + "?"),)),
+        "gpt-4o llama4 kanana2 minimax-m2",
+    ),
+    (PreTokenizer((_o200k(r"\p{N}", ""),), ignores_merges=True, adds_bos=True), "tekken"),
+    (
+        PreTokenizer((_THREE_DIGITS, "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK_WORDS)),
+        "deepseek-v3 hunyuan-dense joyai-llm",
+    ),
+    (
+        PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+        "deepseek-coder",
+    ),
+)
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    name: rule for rule, names in _RULES for name in names.split()
 }
 """Supported rules by name."""
