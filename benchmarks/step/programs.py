@@ -117,7 +117,7 @@ def random_model(case: Case) -> Llama:
     """Create a model with random weights on the default device."""
     key = jax.random.key(0)
 
-    def make(name: str, shape: tuple[int, ...]) -> jax.Array:
+    def make(name: str, shape: tuple[int, ...], _: np.dtype) -> jax.Array:
         if len(shape) == 1:
             return jnp.ones(shape, case.dtype)
         nonlocal key

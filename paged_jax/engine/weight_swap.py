@@ -236,7 +236,7 @@ def _assembling(
                 continue
             new[name] = assemble(config, name, arrays, sources)
             if dtype == jnp.int8:
-                new[name], new[name + SCALE] = quantise(new[name].astype(jnp.float32))
+                new[name], new[name + SCALE], *_ = quantise(new[name].astype(jnp.float32))
         return [jnp.copy(new[name]).astype(t) for name, t in zip(names, dtypes, strict=True)]
 
     return _writing(assemble_all, places)

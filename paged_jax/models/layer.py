@@ -13,7 +13,8 @@ from paged_jax.kernels.linear import Weight, linear, sum_rows
 from paged_jax.kernels.norm_rope import mean_square, rms_norm, rotate, scale_by
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_attention import Attend, Carry, Heads, Projection
-from paged_jax.models.matrices import add_matrix, float_type, get_matrix
+from paged_jax.models.matrices import add_matrix, get_matrix
+from paged_jax.models.matrix_formats import MatrixFormats
 from paged_jax.models.mlp import ExpertWeights, gated_mlp, routed_experts
 from paged_jax.models.tensor_parallel import DeviceShard
 
@@ -55,12 +56,10 @@ class Layer(nnx.Module):
 
     Args:
       config: sizes and switches. With a shard, the config of a single device.
-      dtype: dtype of the matrices.
+      dtype: dtype of the norms and biases, and of the model.
+      formats: formats of the matrices by their names in the layer.
       shard: this device's share of a tensor-parallel model, or None.
       rngs: random keys for the initial weights.
-
-    Raises:
-      ValueError: the dtype is int8, and the layer has experts.
     """
 
     def __init__(
@@ -68,53 +67,49 @@ class Layer(nnx.Module):
         config: LlamaConfig,
         *,
         dtype: DTypeLike,
+        formats: MatrixFormats,
         shard: DeviceShard | None = None,
         rngs: nnx.Rngs,
     ):
         E, D = config.hidden_size, config.head_dim
         H, K = config.num_attention_heads, config.num_key_value_heads
         qkv_heads = (K, H // K + 2, D)
-        float_dtype = float_type(dtype, config.dtype)
         deviation = config.initializer_range
         # Projections into the residual stream start smaller, so that its variance does not grow
         # with depth (GPT-2, section 2.3).
         residual_deviation = deviation / (2 * config.num_hidden_layers) ** 0.5
 
         def add(name: str, *shape: int, deviation: float = deviation) -> None:
-            initial = nnx.initializers.normal(deviation)(rngs.params(), shape, float_dtype)
-            add_matrix(self, name, initial, dtype)
+            initial = nnx.initializers.normal(deviation)(rngs.params(), shape, dtype)
+            add_matrix(self, name, initial, formats[name])
 
         self.config = config
+        self.formats = formats
         self.shard = shard
         for name in NORMS[config.norm_placement]:
-            setattr(self, name, nnx.Param(initial_norm_weight(config, (E,), float_dtype)))
+            setattr(self, name, nnx.Param(initial_norm_weight(config, (E,), dtype)))
         add("qkv_proj", *qkv_heads, E)
         add("o_proj", E, H * D, deviation=residual_deviation)
         if F := config.dense_intermediate_size:
             add("gate_up_proj", 2, F, E)
             add("down_proj", E, F, deviation=residual_deviation)
         if config.num_experts:
-            self._add_experts(add, residual_deviation, jnp.dtype(dtype))
+            self._add_experts(add, residual_deviation, dtype)
         if config.attention_sinks:
-            self.sinks = nnx.Param(jnp.zeros(H, float_dtype))
+            self.sinks = nnx.Param(jnp.zeros(H, dtype))
         if config.qkv_bias:
-            self.qkv_bias = nnx.Param(jnp.zeros(qkv_heads, float_dtype))
+            self.qkv_bias = nnx.Param(jnp.zeros(qkv_heads, dtype))
         if config.o_bias:
-            self.o_bias = nnx.Param(jnp.zeros(E, float_dtype))
+            self.o_bias = nnx.Param(jnp.zeros(E, dtype))
         if config.qk_norm:
             is_whole = config.qk_norm_scope == "projection"
             q_shape, k_shape = ((K, H // K, D), (K, D)) if is_whole else ((D,), (D,))
-            self.q_norm = nnx.Param(initial_norm_weight(config, q_shape, float_dtype))
-            self.k_norm = nnx.Param(initial_norm_weight(config, k_shape, float_dtype))
+            self.q_norm = nnx.Param(initial_norm_weight(config, q_shape, dtype))
+            self.k_norm = nnx.Param(initial_norm_weight(config, k_shape, dtype))
 
     def _add_experts(
-        self, add: Callable[..., None], residual_deviation: float, dtype: np.dtype
+        self, add: Callable[..., None], residual_deviation: float, dtype: DTypeLike
     ) -> None:
-        if dtype == jnp.int8:
-            raise ValueError(
-                "Llama: dtype must be float32, bfloat16 or float16 for a model with experts, got "
-                "int8."
-            )
         config = self.config
         E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
         num_local = X if self.shard is None else X // self.shard.num_devices
@@ -162,7 +157,7 @@ class Layer(nnx.Module):
         """
 
         def weight(name: str) -> Weight:
-            return get_matrix(self, name, self._float_dtype, stack, index)
+            return get_matrix(self, name, self.formats[name], self._float_dtype, stack, index)
 
         normed = self._norm("input_norm", x)
         qkv = linear(normed, weight("qkv_proj"), backend=backend)
@@ -204,7 +199,7 @@ class Layer(nnx.Module):
         weights = ExpertWeights(
             weight("experts_gate_up_proj"), weight("experts_down_proj"), *biases
         )
-        num_local = weights.down_proj.values.shape[0]
+        num_local = weights.down_proj.shape[0]
         out = routed_experts(
             config,
             x,

@@ -1,5 +1,6 @@
 """The Llama family as a Flax module, with and without a paged cache."""
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ from paged_jax.models.layer_attention import Attend, Carry, causal_attention
 from paged_jax.models.matrices import (
     Sharding,
     add_matrix,
-    float_type,
     get_matrix,
     look_up,
     look_up_differentiably,
 )
+from paged_jax.models.matrix_formats import MatrixFormats, float_type
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.rope import all_rotations
 from paged_jax.models.tensor_parallel import DeviceShard, TensorParallel
@@ -40,6 +41,7 @@ class Llama(PagedModel):
       config: sizes and switches. With a shard, the config of a single device.
       dtype: dtype of the weights. With int8, only matrices are int8, with a scale per row; other
         parameters have ``config.dtype``. Activations and logits are float32.
+      formats: formats of the matrices; None for the formats that `dtype` describes.
       scan_layers: whether to stack the layers along a leading dimension ``L`` and scan over them.
         Stacked layers compile fastest. They suit TPUs, and CPUs with this library's kernels, which
         read weights directly from the stack. On GPUs, XLA copies each layer's weights out of the
@@ -48,7 +50,7 @@ class Llama(PagedModel):
       rngs: random keys for the initial weights.
 
     Raises:
-      ValueError: `scan_layers` is true, and the layers of the config differ.
+      ValueError: `scan_layers` is true, and the layers differ in the config or in `formats`.
 
     Example:
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
@@ -63,6 +65,7 @@ class Llama(PagedModel):
         config: LlamaConfig,
         *,
         dtype: DTypeLike = jnp.float32,
+        formats: MatrixFormats | None = None,
         scan_layers: bool = False,
         shard: DeviceShard | None = None,
         rngs: nnx.Rngs,
@@ -72,29 +75,41 @@ class Llama(PagedModel):
                 "Llama: scan_layers must be False for layers that differ in their sliding windows "
                 "or rotations, got True."
             )
+        floats = float_type(dtype, config.dtype)
+        if formats is None:
+            config_of_floats = dataclasses.replace(config, dtype=floats.name)
+            formats = MatrixFormats.of_dtype(dtype, config_of_floats)
+        if scan_layers and not formats.can_stack:
+            raise ValueError(
+                "Llama: scan_layers must be False for layers with matrices in different formats, "
+                "got True."
+            )
         normal = nnx.initializers.normal(config.initializer_range)
         self.config = config
+        self.formats = formats
         self.scan_layers = scan_layers
         self.shard = shard
-        table, floats = (config.vocab_size, config.hidden_size), float_type(dtype, config.dtype)
-        # With int8, an embedding table that is not also the output head stays floating point,
-        # because a step reads only a few of its rows.
-        embedding_dtype = dtype if config.tie_word_embeddings else floats
-        add_matrix(self, "embed_tokens", normal(rngs.params(), table, floats), embedding_dtype)
-        layer = functools.partial(Layer, config, dtype=dtype, shard=shard)
+        table = config.vocab_size, config.hidden_size
+        initial = normal(rngs.params(), table, floats)
+        add_matrix(self, "embed_tokens", initial, formats["embed_tokens"])
+        layer = functools.partial(Layer, config, dtype=floats, shard=shard)
         if scan_layers:
 
             @nnx.split_rngs(splits=config.num_hidden_layers)
             @nnx.vmap(in_axes=0, out_axes=0)
             def stack(rngs: nnx.Rngs) -> Layer:
-                return layer(rngs=rngs)
+                return layer(formats=formats.of_layer(None), rngs=rngs)
 
             self.layers = stack(rngs)
         else:
-            self.layers = nnx.List(layer(rngs=rngs) for _ in range(config.num_hidden_layers))
+            self.layers = nnx.List(
+                layer(formats=formats.of_layer(index), rngs=rngs)
+                for index in range(config.num_hidden_layers)
+            )
         self.norm = nnx.Param(initial_norm_weight(config, (config.hidden_size,), floats))
         if not config.tie_word_embeddings:
-            add_matrix(self, "lm_head", normal(rngs.params(), table, floats), dtype)
+            initial = normal(rngs.params(), table, floats)
+            add_matrix(self, "lm_head", initial, formats["lm_head"])
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """Return the logits of whole sequences, without a cache. Differentiable in the weights.
@@ -127,6 +142,7 @@ class Llama(PagedModel):
         dtype: DTypeLike = "auto",
         scan_layers: bool | None = None,
         sharding: Sharding = None,
+        dequantise: bool = False,
     ) -> "Llama":
         """Load a Hugging Face folder, or a checkpoint of `save_checkpoint`.
 
@@ -135,12 +151,14 @@ class Llama(PagedModel):
         Args:
           folder: a folder with ``config.json`` and safetensors, or a checkpoint; None for the small
             model that comes with this library.
-          dtype: float32, bfloat16, float16 or int8; ``"auto"`` is the dtype of the files.
+          dtype: float32, bfloat16, float16 or int8; ``"auto"`` is the dtype of the files. Matrices
+            that the files store in a quantised format keep it, unless the dtype is int8.
           scan_layers: see `Llama`; None for whichever is faster on the device that holds the
             weights.
           sharding: one `jax.sharding.Sharding` for all parameters, or a function of a parameter's
             name (``"layers.0.qkv_proj"``, or ``"layers.qkv_proj"`` if stacked) and shape; None for
             the default device.
+          dequantise: whether to expand quantised matrices of the files to floats of `dtype`.
 
         Raises:
           FileNotFoundError: the folder, or its ``config.json``, does not exist.
@@ -155,7 +173,14 @@ class Llama(PagedModel):
         # Imported here, because a model without files needs neither orbax nor safetensors.
         from paged_jax.models.loading.pretrained import from_pretrained
 
-        return from_pretrained(cls, folder, dtype=dtype, scan_layers=scan_layers, sharding=sharding)
+        return from_pretrained(
+            cls,
+            folder,
+            dtype=dtype,
+            scan_layers=scan_layers,
+            sharding=sharding,
+            dequantise=dequantise,
+        )
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``config.json`` and safetensors, which transformers can load.
@@ -172,7 +197,8 @@ class Llama(PagedModel):
         return nnx.eval_shape(
             lambda: Llama(
                 parallel.device_config,
-                dtype=self.weight_dtype,
+                dtype=self.float_dtype,
+                formats=self.formats,
                 scan_layers=self.scan_layers,
                 shard=parallel.shard,
                 rngs=nnx.Rngs(0),
@@ -213,12 +239,12 @@ class Llama(PagedModel):
 
     @property
     def weight_dtype(self) -> np.dtype:
-        """Dtype of the matrices: `float_dtype` or int8."""
+        """Dtype of the values of the output head: `float_dtype`, or the dtype of a format."""
         head = "embed_tokens" if self.config.tie_word_embeddings else "lm_head"
         return getattr(self, head).dtype
 
     def _table(self, name: str) -> Weight:
-        return get_matrix(self, name, self.float_dtype)
+        return get_matrix(self, name, self.formats[name], self.float_dtype)
 
     def _scale_embeddings(self, embeddings: jax.Array) -> jax.Array:
         factor = self.config.embedding_multiplier

@@ -1,4 +1,4 @@
-"""Weight matrices of a model: floating point or int8 parameters, and embedding lookup.
+"""Weight matrices of a model: floating point or quantised parameters, and embedding lookup.
 
 A quantised matrix is several parameters: values, such as ``qkv_proj``, scales ``qkv_proj_scale``,
 and possibly ``qkv_proj_min`` and ``qkv_proj_order``, see `paged_jax.kernels.weight_formats`. An
@@ -18,10 +18,11 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.linear import Stack, Weight
-from paged_jax.kernels.weight_formats import WeightArrays, dequantise
+from paged_jax.kernels.weight_formats import CODES, WeightArrays, WeightFormat, dequantise, pack
+from paged_jax.models.matrix_formats import DTYPE_FORMATS
 
 # Suffixes of the parameters with the scales, minima and order of a matrix, see `WeightArrays`.
-SCALE, MIN, ORDER = SUFFIXES = "_scale", "_min", "_order"
+SUFFIXES = SCALE, MIN, ORDER = "_scale", "_min", "_order"
 
 # Elements in a row of a TPU vector register.
 _TPU_LANES = 128
@@ -33,58 +34,100 @@ Array = TypeVar("Array", np.ndarray, jax.Array)
 Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
 
 
-def quantise(w: Array) -> tuple[Array, Array]:
-    """Round a matrix to int8.
+def matrix_name(name: str) -> str:
+    """Return the name of the matrix that has a parameter: the name without one of `SUFFIXES`.
+
+    Example:
+      >>> [matrix_name(name) for name in ("layers.0.o_proj", "layers.0.o_proj_scale", "norm")]
+      ['layers.0.o_proj', 'layers.0.o_proj', 'norm']
+    """
+    suffix = next((each for each in SUFFIXES if name.endswith(each)), "")
+    return name.removesuffix(suffix)
+
+
+def quantise(w: Array, format: WeightFormat = DTYPE_FORMATS["int8"]) -> WeightArrays:
+    """Round a matrix to a quantised format.
+
+    The largest number of a group becomes the largest value of the format. With minima, the smallest
+    number of a group is its minimum. The inputs keep their order.
 
     Args:
       w: float32 ``[..., in]``, an array of NumPy or JAX.
+      format: the format; by default int8 with one scale per row.
 
     Returns:
-      Values int8 ``[..., in]`` and scales float32 ``[..., 1]``, arrays of the same library.
+      Arrays of the same library.
 
     Example:
-      >>> values, scales = quantise(np.array([[1.0, -2.54], [0.0, 0.0]], np.float32))
+      >>> values, scales, *_ = quantise(np.array([[1.0, -2.54], [0.0, 0.0]], np.float32))
       >>> values.tolist(), f"{scales[0, 0]:.3f}"
       ([[50, -127], [0, 0]], '0.020')
     """
     xp = w.__array_namespace__()
+    num_inputs = w.shape[-1]
+    groups = w.reshape(*w.shape[:-1], -1, format.group_size or num_inputs)
+    mins = None
+    if format.min_dtype is not None:
+        mins = groups.min(-1, keepdims=True).astype(jnp.dtype(format.min_dtype))
+        groups = groups - mins.astype(np.float32)
     # Multiply by reciprocals, as XLA does for a division, so that NumPy and JAX give equal bits.
     # The lower bound of the scales keeps the reciprocal finite.
-    largest = xp.abs(w).max(-1, keepdims=True)
-    scales = xp.maximum(largest * np.float32(1 / 127), xp.finfo(xp.float32).tiny)
-    return xp.rint(w * (1 / scales)).astype(xp.int8), scales
+    largest = xp.abs(groups).max(-1, keepdims=True)
+    dtype = jnp.dtype(format.scale_dtype)
+    scales = largest * np.float32(1 / _largest_number(format.code))
+    scales = xp.maximum(scales, jnp.finfo(dtype).tiny).astype(dtype)
+    numbers = groups * (1 / scales.astype(np.float32))
+    values = _nearest_values(numbers, format.code).reshape(w.shape)
+    return WeightArrays(
+        pack(values) if format.is_packed else values,
+        scales[..., 0],
+        None if mins is None else mins[..., 0],
+        xp.arange(num_inputs, dtype=np.int32) if format.has_order else None,
+    )
 
 
-def float_type(dtype: DTypeLike, config_dtype: DTypeLike) -> np.dtype:
-    """Return the dtype of parameters that are never quantised, such as norms and biases.
-
-    Args:
-      dtype: dtype of the matrices.
-      config_dtype: dtype of the config, used with int8 matrices.
-    """
-    return jnp.dtype(config_dtype if jnp.dtype(dtype) == jnp.int8 else dtype)
+def _largest_number(code: str) -> float:
+    if code in CODES:
+        return float(CODES[code].max())
+    return 127 if code == "int8" else float(jnp.finfo(code).max)
 
 
-def add_matrix(module: nnx.Module, name: str, w: jax.Array, dtype: DTypeLike) -> None:
-    """Add a matrix to a module: the parameter `name`, and its scales if it is int8.
+def _nearest_values(numbers: Array, code: str) -> Array:
+    """Return the values, not packed, with the nearest numbers of a code."""
+    xp = numbers.__array_namespace__()
+    if code == "int8":
+        return xp.clip(xp.rint(numbers), -127, 127).astype(np.int8)
+    if code not in CODES:
+        largest = _largest_number(code)
+        return xp.clip(numbers, -largest, largest).astype(jnp.dtype(code))
+    order = np.argsort(CODES[code], kind="stable").astype(np.uint8)
+    ascending = CODES[code][order]
+    middles = (ascending[1:] + ascending[:-1]) / 2
+    return xp.asarray(order)[xp.searchsorted(xp.asarray(middles), numbers)]
+
+
+def add_matrix(module: nnx.Module, name: str, w: jax.Array, format: WeightFormat) -> None:
+    """Add a matrix to a module: the parameter `name`, and the other arrays of its format.
 
     Args:
       module: the module.
       name: name of the parameter.
       w: floating point ``[..., in]``.
-      dtype: dtype of the parameter.
+      format: format of the matrix.
     """
-    if jnp.dtype(dtype) != jnp.int8:
-        setattr(module, name, nnx.Param(w.astype(dtype)))
+    if not format.is_quantised:
+        setattr(module, name, nnx.Param(w.astype(jnp.dtype(format.code))))
         return
-    values, scales = quantise(w.astype(jnp.float32))
-    setattr(module, name, nnx.Param(values))
-    setattr(module, name + SCALE, nnx.Param(scales))
+    arrays = quantise(w.astype(jnp.float32), format)
+    for suffix, array in zip(("", *SUFFIXES), arrays, strict=True):
+        if array is not None:
+            setattr(module, name + suffix, nnx.Param(array))
 
 
 def get_matrix(
     module: nnx.Module,
     name: str,
+    format: WeightFormat,
     dtype: DTypeLike,
     stack: nnx.Module | None = None,
     layer: jax.Array | int | None = None,
@@ -94,6 +137,7 @@ def get_matrix(
     Args:
       module: the module.
       name: name of the parameter.
+      format: format of the matrix.
       dtype: dtype of the floating-point parameters of the model.
       stack: stacked modules that contain `module` as a slice, or None.
       layer: index of `module` in the stack, i32 ``[]``.
@@ -102,7 +146,8 @@ def get_matrix(
     if stack is not None and layer is not None:
         # Gradients flow through the slice only.
         whole = Stack(lax.stop_gradient(_parameters(stack, name)), layer)
-    return Weight(*_parameters(module, name), stack=whole, dtype=jnp.dtype(dtype))
+    code = format.code if format.is_packed else None
+    return Weight(*_parameters(module, name), stack=whole, code=code, dtype=jnp.dtype(dtype))
 
 
 def _parameters(module: nnx.Module, name: str) -> WeightArrays:

@@ -116,7 +116,7 @@ def routed_experts(
       float32 ``[..., E]``. If the experts are divided over devices, the outputs of all devices must
       be added.
     """
-    num_local = weights.down_proj.values.shape[0]
+    num_local = weights.down_proj.shape[0]
     routes = route(
         logits.reshape(-1, logits.shape[-1]),
         config.num_experts_per_tok,
@@ -224,7 +224,7 @@ def apply_experts(
       float32 ``[N, E]``, 0 for tokens without an expert on this device. Such tokens cost nothing.
     """
     k = routes.experts.shape[1]
-    X = weights.gate_up_proj.values.shape[0]
+    X = weights.gate_up_proj.shape[0]
     order, places = sort_by_expert(routes.experts)
     numbers = jnp.arange(X, dtype=jnp.int32)[:, None, None]
     sizes = jnp.sum(routes.experts[None] == numbers, axis=(1, 2), dtype=jnp.int32)

@@ -9,7 +9,8 @@ fewer KV heads than devices, several devices hold the keys and values of the sam
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -19,24 +20,24 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from paged_jax.arguments import check_positive
 from paged_jax.kernels.linear import Weight
+from paged_jax.kernels.weight_formats import PACKED_INPUTS
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.matrices import look_up
+from paged_jax.models.matrices import MIN, ORDER, SCALE, look_up, matrix_name
+from paged_jax.models.matrix_formats import MatrixFormats, is_matrix
 
 # Name of the mesh axis of the devices.
 AXIS = "tp"
 
 # Divided dimension of each parameter, counted from the end, so that it does not depend on whether
-# the layers are stacked. All other parameters are whole on each device, and so are norms of
-# single heads.
+# the layers are stacked. Scales and minima of a matrix are divided like the matrix. All other
+# parameters are whole on each device, and so are norms of single heads.
 _DIVIDED = {
     "qkv_proj": 4,
-    "qkv_proj_scale": 4,
     "qkv_bias": 3,
     "q_norm": 3,
     "k_norm": 2,
     "o_proj": 1,
     "gate_up_proj": 2,
-    "gate_up_proj_scale": 2,
     "down_proj": 1,
     "experts_gate_up_proj": 4,
     "experts_gate_up_bias": 3,
@@ -44,16 +45,14 @@ _DIVIDED = {
     "experts_down_bias": 2,
     "sinks": 1,
     "embed_tokens": 2,
-    "embed_tokens_scale": 2,
     "lm_head": 2,
-    "lm_head_scale": 2,
 }
 # Parameters that are divided by KV heads. If there are fewer KV heads than devices, several devices
 # have a copy of a head. The value is the number of rows of the head that each copy keeps: 2 are the
 # key and the value. The other rows, the queries, are divided between the copies. None: each copy
 # keeps all rows. Rows are along the dimension after the heads.
-_OF_HEADS = {"qkv_proj": 2, "qkv_proj_scale": 2, "qkv_bias": 2, "q_norm": 0, "k_norm": None}
-_OF_VOCABULARY = ("embed_tokens", "embed_tokens_scale", "lm_head", "lm_head_scale")
+_OF_HEADS = {"qkv_proj": 2, "qkv_bias": 2, "q_norm": 0, "k_norm": None}
+_OF_VOCABULARY = ("embed_tokens", "lm_head")
 
 Convert = Callable[[jax.Array], jax.Array]
 
@@ -242,19 +241,54 @@ class TensorParallel:
         if self._is_copied(kind):
             spec = _divide(rank, rank - _DIVIDED[kind], "heads")
             return NamedSharding(self._mesh_of_heads, spec)
-        if kind in _OF_VOCABULARY and self._num_padding:
+        if kind in _OF_VOCABULARY and self._num_padding and not name.endswith(ORDER):
             # The vocabulary cannot be divided before it is padded, so divide another dimension.
-            if rank == 1 or shape[-1] % self.num_devices:
+            if shape[-1] % self.num_devices:
                 return NamedSharding(self.mesh, PartitionSpec())
             return NamedSharding(self.mesh, _divide(rank, rank - 1, AXIS))
-        return NamedSharding(self.mesh, self.program_spec(name, rank))
+        return NamedSharding(self.mesh, self.program_spec(name, shape))
 
-    def program_spec(self, name: str, rank: int) -> PartitionSpec:
-        """Return the partition of a parameter with `rank` dimensions in the program layout."""
-        kind = _kind(name)
-        if not self._is_divided(kind):
+    def program_spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+        """Return the partition of a parameter in the program layout.
+
+        Args:
+          name: name of the parameter.
+          shape: shape of the whole parameter, in either layout.
+        """
+        kind, rank = _kind(name), len(shape)
+        if not self._is_divided(kind) or name.endswith(ORDER):
             return PartitionSpec()
+        if name.endswith((SCALE, MIN)) and _DIVIDED[kind] == 1 and shape[-1] == 1:
+            return PartitionSpec()  # one scale for all inputs of a row, which are divided
         return _divide(rank, rank - _DIVIDED[kind], AXIS)
+
+    def check_formats(
+        self, function: str, formats: MatrixFormats, shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """Check that the inputs of quantised matrices can be divided.
+
+        Args:
+          function: function name for error messages.
+          formats: formats of the matrices.
+          shapes: shape of each parameter in the model layout.
+
+        Raises:
+          ValueError: a part of a matrix would not consist of whole groups of inputs, or its inputs
+            are reordered.
+        """
+        for name, shape in shapes.items():
+            format = formats[name]
+            if _DIVIDED.get(name.rpartition(".")[2]) != 1 or not is_matrix(name):
+                continue
+            num_inputs = shape[-1] * (2 if format.is_packed else 1)
+            unit = math.lcm(PACKED_INPUTS if format.is_packed else 1, format.group_size or 1)
+            if format.has_order or num_inputs // self.num_devices % unit:
+                has = "reordered" if format.has_order else f"in groups of {unit}"
+                raise ValueError(
+                    f"{function}: tensor_parallel_size must divide the {num_inputs} inputs of "
+                    f"{name}, which are {has}, got {self.num_devices}. Load the model from its "
+                    "files for these devices, or with dequantise=True."
+                )
 
     def to_program_layout(self, name: str, x: jax.Array) -> jax.Array:
         """Convert a parameter from the model layout, with any sharding, to the program layout."""
@@ -264,10 +298,12 @@ class TensorParallel:
         # later.
         if x.sharding != sharding:
             x = jax.device_put(x, sharding)
+        if name.endswith(ORDER):
+            return x
         if self._is_copied(kind):
             axis = x.ndim - _DIVIDED[kind]
             wide = _widener(self._mesh_of_heads, axis, _OF_HEADS[kind])(x)
-            return jax.device_put(wide, NamedSharding(self.mesh, self.program_spec(name, x.ndim)))
+            return jax.device_put(wide, NamedSharding(self.mesh, self.program_spec(name, x.shape)))
         if kind in _OF_VOCABULARY and self._num_padding:
             return _padder(self.mesh, self._num_padding)(x)
         return x
@@ -275,6 +311,8 @@ class TensorParallel:
     def to_model_layout(self, name: str, x: jax.Array) -> jax.Array:
         """Convert a parameter from the program layout to the model layout."""
         kind = _kind(name)
+        if name.endswith(ORDER):
+            return x
         if self._is_copied(kind):
             axis = x.ndim - _DIVIDED[kind]
             return _narrower(self._mesh_of_heads, axis, _OF_HEADS[kind])(x)
@@ -308,7 +346,8 @@ class TensorParallel:
 
 
 def _kind(name: str) -> str:
-    return name.rpartition(".")[2]
+    """Return the name of a parameter in its layer; of an array of a matrix, that of the matrix."""
+    return matrix_name(name).rpartition(".")[2]
 
 
 def _divide(rank: int, axis: int, name: str) -> PartitionSpec:

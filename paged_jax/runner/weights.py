@@ -54,7 +54,7 @@ def _bits(x: jax.Array) -> jax.Array:
     """Return the bits of each value as a uint32."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x.astype(jnp.uint32)
-    unsigned = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
     return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
 
@@ -207,7 +207,8 @@ class Weights:
             self.config = parallel.wide_config
             self.graphdef = nnx.graphdef(model.make_shard(parallel))
             named = list(zip(self._names, arrays, strict=True))
-            specs = tuple(parallel.program_spec(name, x.ndim) for name, x in named)
+            parallel.check_formats("Engine", model.formats, {name: x.shape for name, x in named})
+            specs = tuple(parallel.program_spec(name, x.shape) for name, x in named)
             self.division = Division(parallel.mesh, specs, check_replicas)
             places = [parallel.model_sharding(name, x.shape) for name, x in named]
         self.layout = [

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from paged_jax.kernels.linear import reads_stacked_weights
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading import huggingface, pretrained
+from paged_jax.models.loading import pretrained, stored_matrices
 from paged_jax.models.loading.huggingface import load_weights, save_weights
 from paged_jax.models.loading.parameters import WeightsError, named_arrays
 from tests.support.processes import run_on_devices
@@ -141,7 +141,7 @@ def test_load_weights_rounds_to_the_requested_dtype(folder):
 
 
 def test_load_weights_reads_large_tensors_in_parts(folder, monkeypatch):
-    monkeypatch.setattr(huggingface, "_READ_ELEMENTS", 50)
+    monkeypatch.setattr(stored_matrices, "READ_ELEMENTS", 50)
     _assert_same(load_weights(Llama, folder, _CONFIG), _model())
 
 

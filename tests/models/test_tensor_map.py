@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.families import FAMILIES
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading import conversion, huggingface
+from paged_jax.models.loading import conversion, huggingface, stored_matrices
 from paged_jax.models.loading.parameters import ModelSpec, named_arrays
 from paged_jax.models.loading.safetensors_files import find_tensors
 from paged_jax.models.loading.stored_tensors import (
@@ -201,7 +201,7 @@ def test_mapping_fills_any_part_of_a_parameter_and_is_invertible(tmp_path, name)
             # The mapping does not fill the rest of the parameter.
             inside = np.zeros(mapping.box_end, bool)
             inside[mapping.box] = True
-            got = huggingface._read_box(
+            got = stored_matrices.read_box(
                 stored, [mapping], mapping.box_end, index, np.dtype(np.float32)
             )
             inside = inside[index]

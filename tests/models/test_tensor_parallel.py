@@ -45,7 +45,7 @@ def divided_logits(model, num_devices):
     for name, x, y in zip(names, arrays, laid_out):
         same = parallel.to_model_layout(name, y)
         assert same.shape == x.shape and (same == x).all(), name
-    specs = [parallel.program_spec(name, x.ndim) for name, x in zip(names, arrays)]
+    specs = [parallel.program_spec(name, x.shape) for name, x in zip(names, arrays)]
     graphdef = nnx.graphdef(model.make_shard(parallel))
     run = lambda arrays: logits(nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays)), TOKENS)
     run = jax.jit(jax.shard_map(run, mesh=parallel.mesh, in_specs=(specs,),

@@ -171,7 +171,7 @@ class EngineStep:
         weights, treedef, _ = _split(whole)
         names = list(named_arrays(nnx.state(whole)))
         specs = tuple(
-            parallel.program_spec(name, x.ndim) for name, x in zip(names, weights, strict=True)
+            parallel.program_spec(name, x.shape) for name, x in zip(names, weights, strict=True)
         )
         graphdef = nnx.graphdef(self._model(self.config).make_shard(parallel))
         division = Division(parallel.mesh, specs)

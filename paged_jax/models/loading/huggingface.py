@@ -6,7 +6,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from paged_jax.models.loading.parameters import (
     named_arrays,
     resolve_dtype,
 )
+from paged_jax.models.loading.quantised_matrices import MatrixReader, choose_formats
 from paged_jax.models.loading.safetensors_files import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -33,6 +34,7 @@ from paged_jax.models.loading.safetensors_files import (
     check_names,
     find_tensors,
 )
+from paged_jax.models.loading.stored_matrices import StoredMatrix, read_box
 from paged_jax.models.loading.stored_tensors import StoredTensor
 from paged_jax.models.loading.tensor_map import (
     EMBEDDINGS,
@@ -41,19 +43,15 @@ from paged_jax.models.loading.tensor_map import (
     map_parameter,
     map_to_available,
 )
-from paged_jax.models.matrices import SCALE, Sharding, quantise
+from paged_jax.models.matrices import SCALE, Sharding
+from paged_jax.models.matrix_formats import MatrixFormats, float_type, is_matrix
 from paged_jax.models.model_folder import find_adapters
 from paged_jax.models.paged_model import PagedModel
 
-# Elements per read: 8 or 16 MB. This is little memory compared with a model, but so much that
-# opening the file for each read costs little.
-_READ_ELEMENTS = 1 << 22
 _COMPARED_ROWS = 4096
 _ROTARY_BUFFERS = tuple(
     f"rotary_emb.{name}" for name in ("inv_freq", "original_inv_freq", "cos_cached", "sin_cached")
 )
-
-Index = tuple[slice, ...]
 
 
 def load_weights(
@@ -64,6 +62,8 @@ def load_weights(
     dtype: DTypeLike = "auto",
     scan_layers: bool = False,
     sharding: Sharding = None,
+    dequantise: bool = False,
+    formats: MatrixFormats | None = None,
 ) -> Model:
     """Load a model from a folder with ``model.safetensors``, whole or in shards, or from GGUF.
 
@@ -75,9 +75,14 @@ def load_weights(
       folder: folder of the safetensors, or a GGUF file.
       config: configuration of the model. If it ties the head to the embeddings but the files
         contain a different head, the model is loaded untied, with a warning.
-      dtype: float32, bfloat16, float16 or int8; ``"auto"`` is ``config.dtype``.
-      scan_layers: whether to stack the layers, see `Llama`.
+      dtype: float32, bfloat16, float16 or int8; ``"auto"`` is ``config.dtype``. Matrices that the
+        files store in a quantised format keep it, unless the dtype is int8.
+      scan_layers: whether to stack the layers, see `Llama`. Layers with matrices in different
+        formats are not stacked.
       sharding: one sharding for all parameters, or a function of a parameter's name and shape.
+      dequantise: whether to expand quantised matrices of the files to floats.
+      formats: formats of the matrices of the model; None for the formats that `dtype` and the files
+        determine.
 
     Raises:
       WeightsError: the folder has no safetensors, a file is damaged, or a tensor is missing,
@@ -99,23 +104,30 @@ def load_weights(
         {name: x.shape for name, x in stored.items()}, config.num_hidden_layers, config.num_experts
     )
     config = untie_if_different(config, stored)
-    spec = ModelSpec(model_class, config, dtype, scan_layers, sharding)
-    parameters = spec.parameters()
-    mappings = {
-        name: map_to_available(config, name, stored)
-        for name in parameters
-        if not name.endswith(SCALE)
-    }
+    floats = float_type(dtype, config.dtype)
+    wide = ModelSpec(model_class, config, floats, config.can_scan_layers, sharding)
+    shapes = wide.separate_shapes()
+    mappings = {name: map_to_available(config, name, stored) for name in shapes}
     _check_tensors(stored, [each for some in mappings.values() for each in some], config)
+    if formats is None:
+        formats = choose_formats(wide, dtype, stored, mappings, dequantise=dequantise)
+    spec = dataclasses.replace(
+        wide,
+        scan_layers=scan_layers and formats.can_stack,
+        formats=formats if formats.is_quantised else None,
+    )
+    matrices = {
+        name: StoredMatrix(shape, formats[name], mappings[name], stored)
+        for name, shape in shapes.items()
+        if is_matrix(name) and formats[name].is_quantised
+    }
+    reader = MatrixReader(matrices)
 
-    def make(name: str, shape: tuple[int, ...]) -> jax.Array:
+    def make(name: str, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
         def read(index: Any) -> np.ndarray:
-            matrix = name.removesuffix(SCALE)
-            if matrix + SCALE in parameters:
-                matrix_shape = parameters[matrix].shape
-                out = _aligned_empty(_shape_of(shape, index), parameters[name].dtype)
-                return _read_int8(stored, mappings[matrix], matrix_shape, index, out)
-            return _read_box(stored, mappings[name], shape, index, parameters[name].dtype)
+            if reader.has(name):
+                return reader.read(name, index)
+            return read_box(stored, map_to_available(config, name, stored), shape, index, dtype)
 
         placement = spec.sharding_of(name, shape)
         if placement is None:
@@ -263,112 +275,6 @@ def _is_redundant(tensor: str, config: LlamaConfig) -> bool:
 def _enumerate(tensors: list[str]) -> str:
     others = f" and {len(tensors) - 1} others are" if len(tensors) > 1 else " is"
     return tensors[0] + others
-
-
-def _read_int8(
-    stored: Mapping[str, StoredTensor],
-    mappings: list[TensorMapping],
-    shape: tuple[int, ...],
-    index: Index,
-    out: np.ndarray,
-) -> np.ndarray:
-    """Quantise a matrix of the given shape while reading it, some rows at a time.
-
-    `index` selects a part of the int8 matrix, or of its scales, which have a single column. Whole
-    rows are read even if the device holds only some columns, because the largest number of the row
-    determines its scale.
-    """
-    *rows, columns = index
-    start, stop, _ = rows[0].indices(shape[0])
-    step = max(1, _READ_ELEMENTS // math.prod(shape[1:]))
-    for first in range(start, stop, step):
-        last = min(first + step, stop)
-        box = (slice(first, last), *rows[1:], slice(None))
-        values, scales = quantise(_read_box(stored, mappings, shape, box, np.dtype(np.float32)))
-        part = values[..., columns] if out.dtype == np.int8 else scales
-        out[first - start : last - start] = part
-    return out
-
-
-def _read_box(
-    stored: Mapping[str, StoredTensor],
-    mappings: list[TensorMapping],
-    shape: tuple[int, ...],
-    index: Index,
-    dtype: np.dtype,
-) -> np.ndarray:
-    """Read the part of a parameter of the given shape that `index` selects."""
-    starts, stops, _ = zip(*(s.indices(n) for s, n in zip(index, shape, strict=True)), strict=True)
-    out = _aligned_empty(tuple(np.subtract(stops, starts)), dtype)
-    for mapping in mappings:
-        low = tuple(map(max, starts, mapping.box_start))
-        high = tuple(map(min, stops, mapping.box_end))
-        if all(a < b for a, b in zip(low, high, strict=True)):
-            part = out[_slices(low, high, starts)]
-            _read_tensor(
-                stored[mapping.tensor], mapping, _slices(low, high, mapping.box_start), part
-            )
-    return out
-
-
-def _read_tensor(
-    tensor: StoredTensor, mapping: TensorMapping, part: Index, out: np.ndarray
-) -> None:
-    """Fill `out` with the part of the mapping's box that `part` selects."""
-    if mapping.axes is not None:
-        _read_transposed(tensor, mapping, part, out)
-        return
-    columns = part[mapping.num_row_axes :]
-    rows = mapping.rows[part[: mapping.num_row_axes]]
-    # Sort by row in the file, so that consecutive rows become one read despite `row_order`.
-    places = np.argsort(rows, axis=None)
-    rows_in_file = rows.ravel()[places]
-    max_rows = max(1, _READ_ELEMENTS // math.prod(out.shape[mapping.num_row_axes :]))
-    for start, stop in _consecutive_runs(rows_in_file, max_rows):
-        first, last = rows_in_file[[start, stop - 1]].tolist()
-        values = tensor.read((slice(first, last + 1), *columns), out.dtype)
-        out[np.unravel_index(places[start:stop], rows.shape)] = values
-
-
-def _read_transposed(
-    tensor: StoredTensor, mapping: TensorMapping, part: Index, out: np.ndarray
-) -> None:
-    """Fill `out` from a transposed tensor, one index of its first axis (an expert) at a time."""
-    assert mapping.axes is not None and mapping.axes[0] == 0
-    lead = len(mapping.box_shape) - len(mapping.axes)
-    one = dataclasses.replace(
-        mapping,
-        shape=(1, *mapping.shape[1:]),
-        split_shape=(1, *(mapping.split_shape or mapping.shape)[1:]),
-        box_shape=(1, *mapping.box_shape[lead + 1 :]),
-    )
-    for place, index in enumerate(range(part[lead].start, part[lead].stop)):
-        values = tensor.read((slice(index, index + 1),), out.dtype)
-        out[(0,) * lead + (place,)] = one.to_box(values)[0][part[lead + 1 :]]
-
-
-def _consecutive_runs(rows: np.ndarray, max_rows: int) -> Iterator[tuple[int, int]]:
-    """Yield start and end of runs of consecutive numbers, with at most `max_rows` each."""
-    gaps = (np.flatnonzero(np.diff(rows) != 1) + 1).tolist()
-    for begin, end in itertools.pairwise([0, *gaps, len(rows)]):
-        for start in range(begin, end, max_rows):
-            yield start, min(start + max_rows, end)
-
-
-def _slices(low: tuple[int, ...], high: tuple[int, ...], origin: tuple[int, ...]) -> Index:
-    return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
-
-
-def _shape_of(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
-    return np.broadcast_to(np.int8(0), shape)[index].shape
-
-
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    # XLA's CPU backend uses memory that is aligned to 64 bytes without copying it.
-    size = math.prod(shape) * dtype.itemsize
-    raw = np.empty(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def _to_tensor(parameter: jax.Array, mappings: list[TensorMapping]) -> np.ndarray:

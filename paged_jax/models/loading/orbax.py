@@ -1,13 +1,17 @@
 """Load and save Orbax checkpoints of a model: ``config.json`` and the arrays in ``weights/``.
 
-The arrays have the layout of the saved model: stacked layers or separate layers. A checkpoint of
-either layout can be loaded into either layout.
+``formats.json`` has the formats of the matrices if they are quantised. The arrays have the layout
+of the saved model: stacked layers or separate layers. A checkpoint of either layout can be loaded
+into either layout.
 """
 
 import dataclasses
+import functools
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +19,8 @@ import orbax.checkpoint.experimental.v1 as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat
+from paged_jax.kernels.weight_formats import dequantise as to_floats
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.parameters import (
     Model,
@@ -24,10 +30,17 @@ from paged_jax.models.loading.parameters import (
     named_arrays,
     resolve_dtype,
 )
-from paged_jax.models.matrices import SCALE, Sharding, quantise
-from paged_jax.models.paged_model import PagedModel
+from paged_jax.models.matrices import SUFFIXES, Sharding, matrix_name, quantise
+from paged_jax.models.matrix_formats import (
+    DTYPE_FORMATS,
+    MatrixFormats,
+    float_type,
+    is_matrix,
+    name_of,
+)
+from paged_jax.models.model_folder import read_json
 
-_WEIGHTS = "weights"
+_WEIGHTS, _FORMATS = "weights", "formats.json"
 
 Shape = tuple[int, ...]
 # Arrays to restore, by name: shape, dtype and placement.
@@ -39,7 +52,7 @@ def is_checkpoint(folder: str | Path) -> bool:
     return (Path(folder) / _WEIGHTS).is_dir()
 
 
-def save_checkpoint(model: PagedModel, path: str | Path) -> None:
+def save_checkpoint(model: Any, path: str | Path) -> None:
     """Write an Orbax checkpoint. Each device writes its part of the weights.
 
     Args:
@@ -53,9 +66,11 @@ def save_checkpoint(model: PagedModel, path: str | Path) -> None:
     path = Path(path).resolve()
     if is_checkpoint(path):
         raise FileExistsError(f"save_checkpoint: path must not hold a checkpoint, got {path}.")
-    config_json = config_text(model)
+    config_json, formats = config_text(model), model.formats
     path.mkdir(parents=True, exist_ok=True)
     ocp.save(str(path / _WEIGHTS), named_arrays(model))
+    if formats.is_quantised:
+        (path / _FORMATS).write_text(json.dumps(formats.to_dict(), indent=2) + "\n", "utf-8")
     (path / "config.json").write_text(config_json, encoding="utf-8")
 
 
@@ -67,6 +82,8 @@ def load_checkpoint(
     dtype: DTypeLike = "auto",
     scan_layers: bool = False,
     sharding: Sharding = None,
+    dequantise: bool = False,
+    formats: MatrixFormats | None = None,
 ) -> Model:
     """Load a checkpoint of `save_checkpoint`, each parameter directly to its devices.
 
@@ -77,43 +94,53 @@ def load_checkpoint(
       model_class: class of the model, such as `Llama`.
       path: folder of the checkpoint.
       config: content of its ``config.json``.
-      dtype: float32, bfloat16, float16 or int8; ``"auto"`` is the dtype of the checkpoint. Weights
-        saved as int8 can only be loaded as int8.
-      scan_layers: whether to stack the layers, see `Llama`.
+      dtype: float32, bfloat16, float16 or int8; ``"auto"`` is the dtype of the checkpoint.
+        Matrices that are quantised in the checkpoint keep their format, unless the dtype is int8.
+      scan_layers: whether to stack the layers, see `Llama`. Layers with matrices in different
+        formats are not stacked.
       sharding: see `load_weights`.
+      dequantise: whether to expand quantised matrices to floats.
+      formats: see `load_weights`.
 
     Raises:
-      ValueError: a floating-point dtype is requested, but the weights are int8.
       WeightsError: the arrays are damaged, or do not fit the config.
     """
     path = Path(path).resolve()
-    stored = _stored_shapes(path)
-    own_dtype = "int8" if any(name.endswith(SCALE) for name in stored) else config.dtype
-    dtype = resolve_dtype(
-        "load_checkpoint", own_dtype if dtype in ("auto", None) else dtype, config
-    )
-    if own_dtype == "int8" and dtype != jnp.int8:
-        raise ValueError(
-            f"load_checkpoint: dtype must be 'auto' or 'int8' where weights are int8, got {dtype}."
-        )
-    is_stacked = "layers.input_norm" in stored
-    saved = ModelSpec(model_class, config, own_dtype, is_stacked).parameters()
-    _check_shapes(stored, {name: x.shape for name, x in saved.items()})
+    stored, own = _stored_shapes(path), _read_formats(path, config)
+    dtype = resolve_dtype("load_checkpoint", dtype, config)
+    floats = float_type(dtype, config.dtype)
+    is_stacked = "layers.qkv_proj" in stored
+    saved = ModelSpec(model_class, config, config.dtype, is_stacked, formats=own)
+    _check_shapes(stored, {name: x.shape for name, x in saved.parameters().items()})
 
-    # Floats are restored as float32 before they are rounded to int8.
-    must_quantise = dtype == jnp.int8 and own_dtype != "int8"
-    spec = ModelSpec(model_class, config, dtype, scan_layers, sharding)
-    floats = dataclasses.replace(spec, dtype=jnp.float32) if must_quantise else spec
+    if formats is None and name_of(dtype) in DTYPE_FORMATS:
+        formats = MatrixFormats.of_dtype(dtype, config)
+    elif formats is None:
+        formats = own.with_floats(floats)
+        formats = formats if not dequantise else MatrixFormats(WeightFormat(floats.name))
+    scan_layers = scan_layers and formats.can_stack
+    spec = ModelSpec(model_class, config, floats, scan_layers, sharding, formats)
+    # Matrices that change their format are restored as they are saved, and then converted.
+    restored = dataclasses.replace(spec, formats=own.with_floats(floats))
+    targets, final = _targets(restored), _targets(spec)
     if is_stacked != scan_layers:
-        arrays = _convert(path, stored, _targets(floats), config.num_hidden_layers)
-    elif must_quantise:
-        arrays = _restore_layer_by_layer(path, stored, _targets(floats))
+        arrays = _convert(path, stored, targets, config.num_hidden_layers)
+    elif restored.formats != formats:
+        arrays = _restore_layer_by_layer(path, stored, targets)
     else:
-        arrays = _restore(path, stored, _targets(spec)).items()
-    if must_quantise:
-        arrays = _quantise(arrays, _targets(spec))
-    by_name = dict(arrays)
-    return spec.build(lambda name, _: by_name.pop(name))
+        arrays = _restore(path, stored, targets).items()
+    by_name = dict(_change_formats(arrays, restored.formats, formats, final))
+    return spec.build(lambda name, *_: by_name.pop(name))
+
+
+def _read_formats(path: Path, config: LlamaConfig) -> MatrixFormats:
+    """Return the formats of the matrices of a checkpoint."""
+    if not (path / _FORMATS).exists():
+        return MatrixFormats(WeightFormat(config.dtype))
+    try:
+        return MatrixFormats.from_dict(read_json(path / _FORMATS))
+    except (TypeError, KeyError, ValueError) as error:
+        raise _damaged(path, error) from None
 
 
 def _targets(spec: ModelSpec) -> Targets:
@@ -169,18 +196,52 @@ def _restore_layer_by_layer(
         yield from _restore(path, stored, {name: targets[name] for name in names}).items()
 
 
-def _quantise(
-    arrays: Iterable[tuple[str, jax.Array]], targets: Targets
+def _change_formats(
+    arrays: Iterable[tuple[str, jax.Array]],
+    source: MatrixFormats,
+    target: MatrixFormats,
+    targets: Targets,
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Convert float32 arrays to the dtypes of the targets. Matrices become int8 with scales."""
-    for name, floats in arrays:
-        if (scale := targets.get(name + SCALE)) is None:
-            yield name, floats.astype(targets[name].dtype)
-        else:
-            shardings = targets[name].sharding, scale.sharding
-            values, scales = jax.jit(quantise, out_shardings=shardings)(floats)
-            yield from ((name, values), (name + SCALE, scales))
-        del floats  # free the memory before the next array is read
+    """Convert the matrices whose format changes: dequantise them, and quantise them again.
+
+    Args:
+      arrays: names and arrays of all parameters; the arrays of a matrix follow each other, or
+        belong to the same kind of parameter.
+      source: formats of the arrays.
+      target: formats of the result.
+      targets: shapes, dtypes and placement of the result.
+    """
+    parts: dict[str, dict[str, jax.Array]] = {}
+    for name, array in arrays:
+        matrix = matrix_name(name)
+        if not is_matrix(matrix) or source[matrix] == target[matrix]:
+            yield name, array
+            continue
+        own = parts.setdefault(matrix, {})
+        own[name.removeprefix(matrix)] = array
+        if len(own) < len(source[matrix].shapes((1, 32))):
+            continue
+        del array
+        names = [matrix + suffix for suffix in ("", *SUFFIXES) if matrix + suffix in targets]
+        places = tuple(targets[each].sharding for each in names)
+        change = _changer(source[matrix], target[matrix], places)
+        given = parts.pop(matrix)
+        results = change(WeightArrays(*(given.get(suffix) for suffix in ("", *SUFFIXES))))
+        del given, own
+        yield from zip(names, results, strict=True)
+
+
+@functools.lru_cache(maxsize=16)
+def _changer(
+    source: WeightFormat, target: WeightFormat, places: tuple[jax.sharding.Sharding, ...]
+) -> Callable[[WeightArrays], list[jax.Array]]:
+    def change(arrays: WeightArrays) -> list[jax.Array]:
+        w = to_floats(arrays, source.code)
+        if not target.is_quantised:
+            return [w.astype(jnp.dtype(target.code))]
+        return [each for each in quantise(w, target) if each is not None]
+
+    return jax.jit(change, out_shardings=list(places))
 
 
 def _damaged(path: Path, error: Exception) -> WeightsError:

@@ -16,7 +16,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.matrices import Sharding, float_type
+from paged_jax.models.matrices import Sharding
+from paged_jax.models.matrix_formats import MatrixFormats, float_type
 from paged_jax.models.paged_model import PagedModel
 
 _DTYPES = ("float32", "bfloat16", "float16", "int8")
@@ -38,6 +39,7 @@ class ModelSpec(Generic[Model]):
       dtype: dtype of the weights.
       scan_layers: whether the layers are stacked, see `Llama`.
       sharding: placement of the parameters.
+      formats: formats of the matrices; None for the formats that `dtype` describes.
     """
 
     model_class: Callable[..., Model]
@@ -45,6 +47,7 @@ class ModelSpec(Generic[Model]):
     dtype: DTypeLike
     scan_layers: bool
     sharding: Sharding = None
+    formats: MatrixFormats | None = None
 
     def parameters(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return name, shape and dtype of every parameter. Nothing is allocated."""
@@ -53,26 +56,46 @@ class ModelSpec(Generic[Model]):
             for path, variable in nnx.to_flat_state(nnx.state(self._abstract_model()))
         }
 
+    def separate_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every parameter by its name in a model with separate layers."""
+        shapes = {}
+        for name, parameter in self.parameters().items():
+            _, _, kind = name.partition("layers.")
+            if self.scan_layers and kind:
+                num_layers, *shape = parameter.shape
+                shapes |= {f"layers.{i}.{kind}": tuple(shape) for i in range(num_layers)}
+            else:
+                shapes[name] = parameter.shape
+        return shapes
+
     def sharding_of(self, name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding | None:
         """Return the placement of a parameter; None is the default device."""
         return self.sharding(name, shape) if callable(self.sharding) else self.sharding
 
-    def build(self, make: Callable[[str, tuple[int, ...]], jax.Array]) -> Model:
-        """Build the model with parameters from ``make(name, shape)``, without initial weights."""
+    def build(self, make: Callable[[str, tuple[int, ...], np.dtype], jax.Array]) -> Model:
+        """Build the model with parameters from ``make(name, shape, dtype)``.
+
+        No initial weights are made. `make` is called for a matrix before its scales.
+        """
         config = dataclasses.replace(
             self.config, dtype=float_type(self.dtype, self.config.dtype).name
         )
         graphdef, state = nnx.split(dataclasses.replace(self, config=config)._abstract_model())
         parameters = [
-            (path, variable.replace(make(_name(path), variable.shape)))
+            (path, variable.replace(make(_name(path), variable.shape, variable.dtype)))
             for path, variable in nnx.to_flat_state(state)
         ]
         return nnx.merge(graphdef, nnx.from_flat_state(parameters))
 
     def _abstract_model(self) -> Model:
+        options = {} if self.formats is None else {"formats": self.formats}
         return nnx.eval_shape(
             lambda: self.model_class(
-                self.config, dtype=self.dtype, scan_layers=self.scan_layers, rngs=nnx.Rngs(0)
+                self.config,
+                dtype=self.dtype,
+                scan_layers=self.scan_layers,
+                rngs=nnx.Rngs(0),
+                **options,
             )
         )
 

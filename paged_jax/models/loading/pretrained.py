@@ -25,6 +25,7 @@ from paged_jax.models.loading.safetensors_files import (
 )
 from paged_jax.models.loading.stored_tensors import find_dtype
 from paged_jax.models.matrices import Sharding
+from paged_jax.models.matrix_formats import MatrixFormats
 from paged_jax.models.model_folder import describe_folder, read_config_json
 
 
@@ -35,8 +36,10 @@ def from_pretrained(
     dtype: DTypeLike = "auto",
     scan_layers: bool | None = None,
     sharding: Sharding = None,
+    dequantise: bool = False,
+    formats: MatrixFormats | None = None,
 ) -> Model:
-    """Load a model of a class, see `Llama.from_pretrained`."""
+    """Load a model of a class, see `Llama.from_pretrained` and, for `formats`, `load_weights`."""
     folder = bundled_folder() if folder is None else Path(folder)
     if not folder.exists():
         raise FileNotFoundError(
@@ -53,7 +56,14 @@ def from_pretrained(
         scan_layers = config.can_scan_layers and _is_scanning_faster(config, sharding)
     load = load_checkpoint if is_checkpoint(folder) else load_weights
     return load(
-        model_class, folder, config, dtype=dtype, scan_layers=scan_layers, sharding=sharding
+        model_class,
+        folder,
+        config,
+        dtype=dtype,
+        scan_layers=scan_layers,
+        sharding=sharding,
+        dequantise=dequantise,
+        formats=formats,
     )
 
 

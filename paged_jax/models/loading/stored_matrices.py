@@ -1,0 +1,314 @@
+"""Matrices of a model, read from the tensors of its files in the format of the parameter.
+
+A quantised matrix keeps the values of the file, or is expanded to floats, or is quantised while it
+is read::
+
+    tensor of the file         parameter         how
+    floats                     floats            `read_box`
+    quantised                  floats            `read_box`, which dequantises
+    quantised                  same or wider     `StoredMatrix`: the arrays of the file, converted
+    floats or quantised        quantised         `StoredMatrix`: dequantised, then quantised
+
+All functions read some rows at a time, so that little memory is needed besides the result.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from paged_jax.kernels.weight_formats import (
+    PACKED_INPUTS,
+    WeightArrays,
+    WeightFormat,
+    common_format,
+    convert,
+    divide_groups,
+)
+from paged_jax.models.loading.stored_tensors import StoredTensor
+from paged_jax.models.loading.tensor_map import TensorMapping
+from paged_jax.models.matrices import quantise
+
+# Elements per read: 8 or 16 MB. This is little memory compared with a model, but so much that
+# opening the file for each read costs little.
+READ_ELEMENTS = 1 << 22
+
+Index = tuple[slice, ...]
+Shape = tuple[int, ...]
+Stored = Mapping[str, StoredTensor]
+
+
+def is_quantised(tensor: StoredTensor) -> bool:
+    """Return whether the files store a tensor in a quantised format."""
+    return tensor.format.is_quantised
+
+
+def find_format(
+    stored: Stored, mappings: list[TensorMapping], num_inputs: int
+) -> WeightFormat | str:
+    """Return the format that keeps a matrix as its quantised tensors are stored.
+
+    Args:
+      stored: tensors of the files by name.
+      mappings: mappings of the matrix to its tensors, some of which are quantised.
+      num_inputs: number of inputs of the matrix.
+
+    Returns:
+      The format, or a phrase that says why there is none.
+    """
+    tensors = [stored[name] for name in dict.fromkeys(each.tensor for each in mappings)]
+    if not all(map(is_quantised, tensors)):
+        return "only some of its tensors are quantised"
+    formats = list(dict.fromkeys(tensor.format for tensor in tensors))
+    format = common_format(formats, num_inputs)
+    if format is None:
+        codes = sorted({each.code for each in formats})
+        return f"its tensors have different formats ({', '.join(codes)})"
+    if format.has_order and not _have_same_order(tensors):
+        return "its tensors have different orders of inputs"
+    return format
+
+
+def fit_format(format: WeightFormat, num_inputs: int, num_parts: int) -> WeightFormat | str:
+    """Return a format whose groups and packed values fit the inputs on each device.
+
+    Args:
+      format: format of a quantised matrix.
+      num_inputs: number of inputs of the matrix.
+      num_parts: number of devices over which the inputs are divided.
+
+    Returns:
+      The format, with smaller groups or wider values if necessary, or a phrase that says why there
+      is none.
+    """
+    if format.has_order and num_parts > 1:
+        return f"its reordered inputs cannot be divided over {num_parts} devices"
+    if format.is_packed and num_inputs // num_parts % PACKED_INPUTS:
+        int8 = WeightFormat("int8", None, "float32", None, format.has_order)
+        if (widened := common_format([format, int8], num_inputs)) is None:
+            return f"{num_inputs // num_parts} inputs are no multiple of {PACKED_INPUTS}"
+        format = widened
+    if format.group_size is not None:
+        format = divide_groups(format, num_inputs, num_parts)
+    return format
+
+
+def _have_same_order(tensors: Iterable[StoredTensor]) -> bool:
+    first, *others = (tensor.read_arrays(slice(0, 1)).order for tensor in tensors)
+    return all(np.array_equal(first, other) for other in others)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredMatrix:
+    """A quantised matrix of a model, and the tensors that it is read from.
+
+    Attributes:
+      shape: shape ``[*out, in]`` of the matrix.
+      format: format of the parameter.
+      mappings: mappings of the parameter to its tensors.
+      stored: tensors of the files by name.
+    """
+
+    shape: tuple[int, ...]
+    format: WeightFormat
+    mappings: list[TensorMapping]
+    stored: Stored
+
+    def read_into(self, out: WeightArrays, rows: Index, columns: slice) -> None:
+        """Read some rows of the arrays of the matrix.
+
+        Args:
+          out: arrays to fill.
+          rows: slices of all dimensions except the last.
+          columns: slice of the last dimension of the values. The other arrays are read whole.
+
+        Raises:
+          WeightsError: a file cannot be read, or a number is not finite.
+        """
+        starts, stops = _bounds(rows, self.shape[:-1])
+        read = self._keep if self._is_kept else self._quantise
+        for place, index, arrays in read(starts, stops):
+            out.values[place][index] = arrays.values[..., columns]
+            for whole, part in ((out.scales, arrays.scales), (out.mins, arrays.mins)):
+                if whole is not None:
+                    whole[place][index] = part
+            if out.order is not None:
+                out.order[...] = arrays.order
+
+    @functools.cached_property
+    def _is_kept(self) -> bool:
+        """Whether the arrays of the files are converted exactly, not dequantised and rounded."""
+        tensors = [self.stored[mapping.tensor] for mapping in self.mappings]
+        if not all(map(is_quantised, tensors)):
+            return False
+        if self.format.has_order and not _have_same_order(tensors):
+            return False
+        formats = [*(tensor.format for tensor in tensors), self.format]
+        return common_format(formats, self.shape[-1]) == self.format
+
+    def _keep(self, starts: Shape, stops: Shape) -> Iterator[tuple[Index, Any, WeightArrays]]:
+        """Yield arrays of the files in the format of the parameter.
+
+        Yields:
+          A part of the result, an index into this part, and the arrays that belong there.
+        """
+        for mapping, part, place in _overlaps(self.mappings, starts, stops):
+            tensor = self.stored[mapping.tensor]
+            read = _read_rows if mapping.axes is None else _read_transposed_rows
+            for index, arrays in read(tensor, mapping, part):
+                yield place, index, convert(arrays, tensor.format, self.format)
+
+    def _quantise(self, starts: Shape, stops: Shape) -> Iterator[tuple[Index, Any, WeightArrays]]:
+        """Yield floats of the files, rounded to the format, like `_keep`."""
+        step = max(1, READ_ELEMENTS // math.prod(self.shape[1:]))
+        for first in range(starts[0], stops[0], step):
+            last = min(first + step, stops[0])
+            rows = (slice(first, last), *map(slice, starts[1:], stops[1:]), slice(None))
+            floats = read_box(self.stored, self.mappings, self.shape, rows, np.dtype(np.float32))
+            place = (slice(first - starts[0], last - starts[0]),)
+            yield place, (), quantise(floats, self.format)
+
+
+def _read_rows(
+    tensor: StoredTensor, mapping: TensorMapping, part: Index
+) -> Iterator[tuple[Any, WeightArrays]]:
+    """Yield the arrays of the rows in a part of the mapping's box, and their index in the part."""
+    for rows, index in _runs_of_rows(mapping, part, tensor.shape[-1]):
+        yield index, tensor.read_arrays(rows)
+
+
+def _read_transposed_rows(
+    tensor: StoredTensor, mapping: TensorMapping, part: Index
+) -> Iterator[tuple[Any, WeightArrays]]:
+    """Yield arrays like `_read_rows`, of a mapping with axes, one expert at a time.
+
+    The arrays of the tensor are ``[X, out, ...]``, even if its shape is ``[X, in, out]``.
+    """
+    assert mapping.axes is not None and mapping.axes[0] == 0
+    split, (*row_axes, in_axis) = mapping.split_shape or mapping.shape, mapping.axes
+    kept = [axis for axis in range(len(split)) if axis != in_axis]
+    axes = [kept.index(axis) for axis in row_axes]
+    lead = len(mapping.box_shape) - len(mapping.axes)
+
+    def to_rows(array: np.ndarray | None) -> np.ndarray | None:
+        if array is None:
+            return None
+        array = array.reshape(1, *(split[axis] for axis in kept[1:]), array.shape[-1])
+        return array.transpose(*axes, len(axes))[0][part[lead + 1 :]]
+
+    for place, expert in enumerate(range(part[lead].start, part[lead].stop)):
+        *arrays, order = tensor.read_arrays(slice(expert, expert + 1))
+        yield (0,) * lead + (place,), WeightArrays(*map(to_rows, arrays), order)
+
+
+def read_box(
+    stored: Stored,
+    mappings: list[TensorMapping],
+    shape: Shape,
+    index: Index,
+    dtype: np.dtype,
+) -> np.ndarray:
+    """Read the part of a parameter of the given shape that `index` selects, as floats."""
+    starts, stops = _bounds(index, shape)
+    out = aligned_empty(tuple(np.subtract(stops, starts).tolist()), dtype)
+    for mapping, part, place in _overlaps(mappings, starts, stops):
+        _read_tensor(stored[mapping.tensor], mapping, part, out[place])
+    return out
+
+
+def _read_tensor(
+    tensor: StoredTensor, mapping: TensorMapping, part: Index, out: np.ndarray
+) -> None:
+    """Fill `out` with the part of the mapping's box that `part` selects."""
+    if mapping.axes is not None:
+        _read_transposed(tensor, mapping, part, out)
+        return
+    columns = part[mapping.num_row_axes :]
+    row_elements = math.prod(out.shape[mapping.num_row_axes :])
+    for rows, index in _runs_of_rows(mapping, part[: mapping.num_row_axes], row_elements):
+        out[index] = tensor.read((rows, *columns), out.dtype)
+
+
+def _read_transposed(
+    tensor: StoredTensor, mapping: TensorMapping, part: Index, out: np.ndarray
+) -> None:
+    """Fill `out` from a transposed tensor, one index of its first axis (an expert) at a time."""
+    assert mapping.axes is not None and mapping.axes[0] == 0
+    lead = len(mapping.box_shape) - len(mapping.axes)
+    one = dataclasses.replace(
+        mapping,
+        shape=(1, *mapping.shape[1:]),
+        split_shape=(1, *(mapping.split_shape or mapping.shape)[1:]),
+        box_shape=(1, *mapping.box_shape[lead + 1 :]),
+    )
+    for place, index in enumerate(range(part[lead].start, part[lead].stop)):
+        values = tensor.read((slice(index, index + 1),), out.dtype)
+        out[(0,) * lead + (place,)] = one.to_box(values)[0][part[lead + 1 :]]
+
+
+def _runs_of_rows(
+    mapping: TensorMapping, part: Index, row_elements: int
+) -> Iterator[tuple[slice, Any]]:
+    """Yield runs of consecutive rows of a tensor in a part of the mapping's box.
+
+    Args:
+      mapping: a mapping without axes.
+      part: slices of the dimensions of the box that count rows.
+      row_elements: elements that are read of a row, which limit the length of a run.
+
+    Yields:
+      The rows of the tensor, and their index in the part.
+    """
+    rows = mapping.rows[part]
+    # Sort by row in the file, so that consecutive rows become one read despite `row_order`.
+    places = np.argsort(rows, axis=None)
+    rows_in_file = rows.ravel()[places]
+    max_rows = max(1, READ_ELEMENTS // row_elements)
+    gaps = (np.flatnonzero(np.diff(rows_in_file) != 1) + 1).tolist()
+    for begin, end in itertools.pairwise([0, *gaps, len(rows_in_file)]):
+        for start in range(begin, end, max_rows):
+            stop = min(start + max_rows, end)
+            first, last = rows_in_file[[start, stop - 1]].tolist()
+            yield slice(first, last + 1), np.unravel_index(places[start:stop], rows.shape)
+
+
+def _overlaps(
+    mappings: list[TensorMapping], starts: Shape, stops: Shape
+) -> Iterator[tuple[TensorMapping, Index, Index]]:
+    """Yield the mappings whose boxes overlap with a part of a parameter.
+
+    Args:
+      mappings: mappings of the parameter.
+      starts: first index of the part, in each dimension, or in all dimensions but the last.
+      stops: index after the last.
+
+    Yields:
+      A mapping, the overlap as an index of its box, and as an index of the part.
+    """
+    for mapping in mappings:
+        low = tuple(map(max, starts, mapping.box_start))
+        high = tuple(map(min, stops, mapping.box_end))
+        if all(a < b for a, b in zip(low, high, strict=True)):
+            yield mapping, _slices(low, high, mapping.box_start), _slices(low, high, starts)
+
+
+def _bounds(index: Index, shape: Shape) -> tuple[Shape, Shape]:
+    starts, stops, _ = zip(*(s.indices(n) for s, n in zip(index, shape, strict=True)), strict=True)
+    return starts, stops
+
+
+def _slices(low: Shape, high: Shape, origin: Shape) -> Index:
+    return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=False))
+
+
+def aligned_empty(shape: Shape, dtype: np.dtype) -> np.ndarray:
+    """Return an uninitialised array that XLA's CPU backend can use without a copy."""
+    # XLA's CPU backend uses memory that is aligned to 64 bytes without copying it.
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)

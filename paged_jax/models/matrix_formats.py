@@ -1,0 +1,163 @@
+"""Formats of the matrices of a model, by the names of its parameters."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from paged_jax.kernels.weight_formats import WeightFormat
+from paged_jax.models.config import LlamaConfig
+
+# Format of matrices that are quantised while they are loaded, by the dtype that the user asks for.
+DTYPE_FORMATS = {"int8": WeightFormat("int8", None, "float32")}
+
+# Names of matrices in a model or in a layer. All other parameters are floats.
+_MATRICES = (
+    "embed_tokens",
+    "lm_head",
+    "qkv_proj",
+    "o_proj",
+    "gate_up_proj",
+    "down_proj",
+    "router",
+    "shared_expert_gate",
+    "experts_gate_up_proj",
+    "experts_down_proj",
+)
+# Matrices of a layer that stay floating point in a quantised model, because they are small.
+_SMALL = ("router", "shared_expert_gate")
+
+_LAYER = re.compile(r"^layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class MatrixFormats:
+    """Format of each matrix of a model. Instances are hashable, and static in a compiled program.
+
+    Attributes:
+      default: format of the matrices that `others` does not list.
+      others: pairs of the name of a matrix and its format. ``"layers.3.o_proj"`` is a matrix of one
+        layer, ``"layers.o_proj"`` is the matrix of all layers.
+
+    Example:
+      >>> floats, int8 = WeightFormat("float32"), WeightFormat("int8", None, "float32")
+      >>> formats = MatrixFormats(int8, (("layers.router", floats), ("layers.0.o_proj", floats)))
+      >>> [formats[name].code for name in ("layers.0.o_proj", "layers.1.o_proj", "layers.3.router")]
+      ['float32', 'int8', 'float32']
+    """
+
+    default: WeightFormat
+    others: tuple[tuple[str, WeightFormat], ...] = ()
+
+    @classmethod
+    def of_dtype(cls, dtype: DTypeLike, config: LlamaConfig) -> "MatrixFormats":
+        """Return the formats of a model whose matrices have a dtype.
+
+        With a dtype in `DTYPE_FORMATS`, small matrices and embeddings that are not also the output
+        head stay floating point, because a step reads little of them.
+
+        Args:
+          dtype: a float dtype, or a dtype in `DTYPE_FORMATS`.
+          config: configuration of the model, with the dtype of its floats.
+        """
+        if (format := DTYPE_FORMATS.get(name_of(dtype))) is None:
+            return cls(WeightFormat(name_of(dtype)))
+        floats = WeightFormat(name_of(config.dtype))
+        others = {f"layers.{name}": floats for name in _SMALL} if config.num_experts else {}
+        if not config.tie_word_embeddings:
+            others["embed_tokens"] = floats
+        return cls(format, tuple(sorted(others.items())))
+
+    @classmethod
+    def create(cls, formats: Mapping[str, WeightFormat]) -> "MatrixFormats":
+        """Return the shortest description of the formats of matrices by their full names.
+
+        Models with the same formats have equal descriptions. If it `can_stack`, it also describes
+        the model with stacked layers.
+        """
+        kinds: dict[str, set[WeightFormat]] = {}
+        for name, format in formats.items():
+            kinds.setdefault(_LAYER.sub("layers.", name), set()).add(format)
+        short: dict[str, WeightFormat] = {}
+        for name, format in formats.items():
+            kind = _LAYER.sub("layers.", name)
+            short[kind if len(kinds[kind]) == 1 else name] = format
+        default = max(dict.fromkeys(short.values()), key=list(short.values()).count)
+        others = {name: format for name, format in short.items() if format != default}
+        return cls(default, tuple(sorted(others.items())))
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "MatrixFormats":
+        """Return the formats that `to_dict` has converted.
+
+        Raises:
+          TypeError, KeyError: the content has other keys.
+        """
+        others = {name: WeightFormat(**each) for name, each in content["others"].items()}
+        return cls(WeightFormat(**content["default"]), tuple(sorted(others.items())))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the formats as a tree of JSON."""
+        others = {name: asdict(each) for name, each in self.others}
+        return {"default": asdict(self.default), "others": others}
+
+    def __getitem__(self, name: str) -> WeightFormat:
+        others = dict(self.others)
+        return others.get(name) or others.get(_LAYER.sub("layers.", name)) or self.default
+
+    @property
+    def can_stack(self) -> bool:
+        """Whether each kind of matrix has the same format in all layers."""
+        return not any(_LAYER.match(name) for name, _ in self.others)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether any matrix may be quantised."""
+        return self.default.is_quantised or any(each.is_quantised for _, each in self.others)
+
+    def of_layer(self, index: int | None) -> "MatrixFormats":
+        """Return the formats of a layer's matrices by their names in the layer, ``"o_proj"``.
+
+        Args:
+          index: number of the layer; None for all layers, which must not differ.
+        """
+        kinds = [name.rpartition(".")[2] for name, _ in self.others if name.startswith("layers.")]
+        prefix = "layers." if index is None else f"layers.{index}."
+        formats = {kind: self[prefix + kind] for kind in sorted(set(kinds))}
+        others = {kind: each for kind, each in formats.items() if each != self.default}
+        return MatrixFormats(self.default, tuple(others.items()))
+
+    def with_floats(self, dtype: DTypeLike) -> "MatrixFormats":
+        """Return the formats with another dtype of the matrices that are not quantised."""
+
+        def change(format: WeightFormat) -> WeightFormat:
+            return format if format.is_quantised else WeightFormat(name_of(dtype))
+
+        others = tuple((name, change(each)) for name, each in self.others)
+        return MatrixFormats(change(self.default), others)
+
+
+def is_matrix(name: str) -> bool:
+    """Return whether a parameter, such as ``"layers.0.o_proj"``, is a matrix."""
+    return name.rpartition(".")[2] in _MATRICES
+
+
+def name_of(dtype: DTypeLike) -> str:
+    """Return the name of a dtype, which may be a name in `DTYPE_FORMATS`."""
+    if isinstance(dtype, str) and dtype in DTYPE_FORMATS:
+        return dtype
+    return jnp.dtype(dtype).name
+
+
+def float_type(dtype: DTypeLike, config_dtype: DTypeLike) -> np.dtype:
+    """Return the dtype of parameters that are never quantised, such as norms and biases.
+
+    Args:
+      dtype: dtype of the matrices.
+      config_dtype: dtype of the config, used if the matrices are quantised.
+    """
+    return jnp.dtype(config_dtype if name_of(dtype) in DTYPE_FORMATS else dtype)
