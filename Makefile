@@ -66,6 +66,8 @@ bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.attention --goals
 	$(BIN)/python -m benchmarks.step --goals
 	$(BIN)/python -m benchmarks.generate
+	$(BIN)/python examples/fetch_smollm2.py
+	$(BIN)/python -m benchmarks.quantised
 	$(BIN)/python -m benchmarks.host
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.schedule

@@ -11,18 +11,18 @@ import numpy as np
 from benchmarks.common.bandwidth import num_cores
 from benchmarks.common.process import import_peer
 from benchmarks.generate.gguf_file import write_gguf
-from benchmarks.generate.peer import prompt_tokens, read_config
+from benchmarks.generate.peer import prompt_tokens
 
 
 class LlamaCppPeer:
     """llama.cpp on the CPU, through the low-level functions of llama-cpp-python.
 
-    The weights are converted to a GGUF file in a temporary folder, in the same dtype, without
+    The weights of a folder are converted to a temporary GGUF file, in the same dtype, without
     quantisation. NumPy computes the argmax of the logits that llama.cpp returns to the host.
 
     Args:
-        folder: a Hugging Face Llama folder.
-        dtype: a key of `shapes.DTYPES`.
+        path: a Hugging Face Llama folder, or a GGUF file.
+        dtype: a key of `shapes.DTYPES`; ignored for a GGUF file.
         kv_dtype: "float16" (the default of llama.cpp), "bfloat16" or "float32".
         unified: whether all sequences share one K and V buffer. Each sequence then attends over the
             cells of all sequences and masks the others. If False, each sequence has a separate
@@ -35,8 +35,8 @@ class LlamaCppPeer:
 
     def __init__(
         self,
-        folder: str | Path,
-        dtype: str,
+        path: str | Path,
+        dtype: str = "bfloat16",
         kv_dtype: str = "float16",
         unified: bool = False,
     ):
@@ -44,22 +44,25 @@ class LlamaCppPeer:
         self.name = f"llama.cpp (kv {kv_dtype}, {'unified' if unified else 'split'})"
         self._kv_type = {"float32": 0, "float16": 1, "bfloat16": 30}[kv_dtype]
         self._unified = unified
-        self._vocab_size = read_config(Path(folder))["vocab_size"]
         # llama.cpp keeps the pointer, so the callback must live as long as the library is used.
         self._log = llama.llama_log_callback(lambda level, text, data: None)
         llama.llama_log_set(self._log, ctypes.c_void_p())
         llama.llama_backend_init()
         self._temporary = tempfile.TemporaryDirectory()
-        path = Path(self._temporary.name) / "model.gguf"
-        write_gguf(folder, path, dtype)
+        file = Path(path)
+        if file.is_dir():
+            file = Path(self._temporary.name) / "model.gguf"
+            write_gguf(path, file, dtype)
         parameters = llama.llama_model_default_params()
         parameters.n_gpu_layers = 0
-        self._model = llama.llama_model_load_from_file(str(path).encode(), parameters)
+        self._model = llama.llama_model_load_from_file(str(file).encode(), parameters)
         if not self._model:
             raise RuntimeError(
-                f"LlamaCppPeer: {folder} must be a model that llama.cpp can load. "
+                f"LlamaCppPeer: {path} must be a model that llama.cpp can load. "
                 "Check that it is a plain Llama."
             )
+        vocabulary = llama.llama_model_get_vocab(self._model)
+        self._vocab_size = llama.llama_vocab_n_tokens(vocabulary)
         self._context: Any = None
         self._batch: Any = None
 

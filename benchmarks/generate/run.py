@@ -48,22 +48,37 @@ OURS = "paged_jax"
 
 
 class PagedJax:
-    """paged_jax behind the protocol of the peers, through `LLM.stream`."""
+    """paged_jax behind the protocol of the peers, through `LLM.stream`.
+
+    Args:
+        model: a model folder or file.
+        dtype: see `EngineConfig`.
+        batch: maximum number of sequences.
+        max_len: maximum number of tokens in a sequence.
+        num_blocks: blocks of 16 tokens; None for enough for all sequences of the maximum length.
+    """
 
     name = OURS
 
-    def __init__(self, folder: Path, dtype: str, *, batch: int, max_len: int):
+    def __init__(
+        self, model: Path, dtype: str, *, batch: int, max_len: int, num_blocks: int | None = None
+    ):
         self._llm = LLM(
-            folder,
+            model,
             dtype=dtype,
             max_num_seqs=batch,
             max_model_len=max_len,
-            num_blocks=batch * -(-max_len // 16),
+            num_blocks=num_blocks or batch * -(-max_len // 16),
             # Like the peers: one step at a time, and every prompt is computed.
             steps_per_dispatch=1,
             enable_prefix_caching=False,
         )
         self._stream = self._llm.stream([], SamplingParams())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights in memory."""
+        return sum(leaf.nbytes for leaf in self._llm.weights)
 
     @property
     def cache_bytes(self) -> int:
@@ -229,7 +244,7 @@ def measure_memory(folder: Path, dtype: str, batch: int) -> dict[str, float]:
     for _ in range(15):
         ours.step()
     _, peak = resident_bytes()
-    needed = sum(leaf.nbytes for leaf in ours._llm.weights) + ours.cache_bytes
+    needed = ours.weight_bytes + ours.cache_bytes
     return {
         "batch": batch,
         "imports_mb": before // 10**6,

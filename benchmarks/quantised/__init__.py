@@ -1,0 +1,1 @@
+"""Benchmark of quantised weights on CPUs, compared with llama.cpp on the same files."""

@@ -1,0 +1,7 @@
+"""``python -m benchmarks.quantised``; see `benchmarks.quantised.run`."""
+
+import sys
+
+from benchmarks.quantised.run import main
+
+sys.exit(main())

@@ -1,0 +1,97 @@
+"""Time until the first token and peak memory of a new process.
+
+    python -m benchmarks.quantised.starts paged_jax FILE DTYPE
+    python -m benchmarks.quantised.starts llama.cpp FILE
+
+`measure_starts` runs this twice with an empty cache folder. The second process finds the compiled
+programs and kernels of the first.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.process import import_peer, resident_bytes, run_module
+
+PROMPT_LEN, NUM_TOKENS = 32, 16
+# Slots, and blocks of the pool, which hold 2560 tokens.
+BATCH, NUM_BLOCKS = 16, 160
+
+
+def measure_starts(engine: str, file: Path, dtype: str = "auto") -> dict[str, dict[str, float]]:
+    """Return the figures of the first and of the second start, see `start`."""
+    figures = {}
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {name: v for name, v in os.environ.items() if not name.startswith("JAX_")}
+        environment |= {"XDG_CACHE_HOME": cache, "JAX_PLATFORMS": "cpu"}
+        for name in ("first", "second"):
+            done = run_module(
+                "benchmarks.quantised.starts", engine, file, dtype,
+                check=True, stdout=subprocess.PIPE, text=True, env=environment,
+            )  # fmt: skip
+            figures[name] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def start(engine: str, file: Path, dtype: str) -> dict[str, float]:
+    """Load a model in this process and generate some tokens.
+
+    Returns:
+      "imports_s", the time to import the engine; "first_token_s", the time from the end of the
+      imports to the first token; for paged_jax also "peak_over_weights_and_pool", the peak memory
+      above the imports, relative to the bytes of the weights and the pool.
+    """
+    begin = time.perf_counter()
+    peer = _load_class(engine)
+    imported = time.perf_counter()
+    before, _ = resident_bytes()
+    if engine == "paged_jax":
+        options = {"batch": BATCH, "max_len": PROMPT_LEN + NUM_TOKENS, "num_blocks": NUM_BLOCKS}
+        loaded = peer(file, dtype, **options)
+    else:
+        loaded = peer(file)
+    loaded.start(1, PROMPT_LEN, NUM_TOKENS)
+    first = time.perf_counter()
+    for _ in range(NUM_TOKENS - 2):
+        loaded.step()
+    figures = {"imports_s": round(imported - begin, 3), "first_token_s": round(first - imported, 3)}
+    if engine == "paged_jax":
+        _, peak = resident_bytes()
+        needed = loaded.weight_bytes + loaded.cache_bytes
+        figures |= {
+            "weights_mb": loaded.weight_bytes // 10**6,
+            "pool_mb": loaded.cache_bytes // 10**6,
+            "peak_mb": (peak - before) // 10**6,
+            "peak_over_weights_and_pool": round((peak - before) / needed, 2),
+        }
+    return figures
+
+
+def _load_class(engine: str) -> Any:
+    """Import an engine. The compiled programs of paged_jax are kept for the next start."""
+    if engine == "paged_jax":
+        from benchmarks.generate.run import PagedJax
+        from paged_jax.user_cache import keep_compiled_programs
+
+        keep_compiled_programs()
+        return PagedJax
+    import_peer("llama_cpp", "llama-cpp-python")
+    from benchmarks.generate.llama_cpp_peer import LlamaCppPeer
+
+    return LlamaCppPeer
+
+
+def main(arguments: list[str]) -> int:
+    """Measure one start and print one JSON line."""
+    engine, file, dtype = arguments
+    print(json.dumps(start(engine, Path(file), dtype)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,131 @@
+"""A real chat model with 4-bit weights, SmolLM2-135M-Instruct in GGUF, from file to answer.
+
+The reference is transformers with the weights that the package gguf dequantises. Most of the cost
+is the compilation of one engine of 30 layers, which all tests share.
+"""
+
+import json
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from paged_jax import LLM, SamplingParams
+from paged_jax.server import Settings
+from tests.support.gguf_reference import best_tokens, load_reference
+from tests.support.live_server import LiveServer
+
+IM_END = 2
+MAX_TOKENS = 24
+
+
+def chat(*contents: str, system: str | None = None) -> list[dict[str, str]]:
+    """Return a conversation in which the user and the assistant take turns."""
+    roles = ("user", "assistant") * len(contents)
+    turns = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+    return [*([] if system is None else [{"role": "system", "content": system}]), *turns]
+
+
+_STORY = (
+    "Dorothy lived in the midst of the great Kansas prairies, with Uncle Henry, who was a farmer, "
+    "and Aunt Em, who was the farmer's wife. Their house was small, for the lumber to build it had "
+    "to be carried by wagon many miles. There were four walls, a floor and a roof, which made one "
+    "room; and this room contained a rusty looking cookstove, a cupboard for the dishes, a table, "
+    "three or four chairs, and the beds."
+)
+CHATS = [
+    chat("What is the capital of France?"),
+    chat("What is the capital of Italy?"),
+    chat("Write a short poem about the sea."),
+    chat("Name three fruits.", "Apple, pear, plum.", "Which of them is the smallest?"),
+    chat("Who are you?", system="You are a pirate. Answer like one."),
+    chat("What is 12 + 30? Answer with the number 42 or another one: ½, ٣, 7."),
+    chat("Write a Python function that adds two numbers."),
+    chat(_STORY + "\n\nWhat furniture was in the house?"),
+    chat("Übersetze ins Englische: Guten Morgen, 世界! 🙂"),
+]
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2_file) -> LLM:
+    # Chunks of 64 tokens divide most prompts, and blocks for two prompts make others wait.
+    return LLM(
+        smollm2_file,
+        dtype="float32",
+        max_num_seqs=4,
+        max_model_len=320,
+        num_blocks=40,
+        max_chunk=64,
+    )
+
+
+@pytest.fixture(scope="module")
+def answers(llm) -> list[Any]:
+    """Return the greedy answers of all chats in one batch, with an empty prefix cache at first."""
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    return llm.chat(CHATS, params, use_tqdm=False)
+
+
+def test_answers_equal_those_of_transformers(smollm2_file, answers) -> None:
+    reference = load_reference(smollm2_file)
+    for answer in answers:
+        token_ids = answer.outputs[0].token_ids
+        expected, gap = best_tokens(reference, answer.prompt_token_ids, token_ids)
+        assert token_ids == expected, answer.outputs[0].text
+        assert gap > 1e-3, "the order of the best two tokens depends on rounding: use another chat"
+        assert len(token_ids) == MAX_TOKENS or token_ids[-1] == IM_END
+
+
+def test_prompts_follow_the_template_of_the_file(llm, answers) -> None:
+    assert llm.tokenizer is not None
+    assert llm.tokenizer.decode(answers[0].prompt_token_ids, skip_special_tokens=False) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        "<|im_end|>\n<|im_start|>user\nWhat is the capital of France?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert max(len(each.prompt_token_ids) for each in answers) > 128, "no prompt has three chunks"
+    assert answers[0].outputs[0].text == "The capital of France is Paris."
+    assert answers[0].outputs[0].finish_reason == "stop"
+
+
+def test_answers_are_the_same_alone_and_after_hits_of_the_prefix_cache(llm, answers) -> None:
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    num_cached = 0
+    for messages, answer in list(zip(CHATS, answers, strict=True))[:8:3]:
+        for _ in range(2):
+            [alone] = llm.chat(messages, params, use_tqdm=False)
+            num_cached += alone.num_cached_tokens
+            assert alone.outputs[0].token_ids == answer.outputs[0].token_ids
+    assert num_cached > 0
+
+
+def test_server_answers_with_json_of_a_schema(llm) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 20},
+            "age": {"type": "integer", "minimum": 0, "maximum": 99},
+            "likes": {"type": "array", "items": {"enum": ["tea", "cats"]}, "maxItems": 2},
+        },
+        "required": ["name", "age", "likes"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    with (
+        LiveServer(llm, Settings(model_name="smollm2")) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client,
+    ):
+        messages: Any = chat("Describe a person called Ada in JSON.")
+        arguments: Any = {"messages": messages, "response_format": form, "temperature": 0}
+        answer = client.chat.completions.create(model="smollm2", max_tokens=80, **arguments)
+        stream = client.chat.completions.create(
+            model="smollm2", max_tokens=80, stream=True, **arguments
+        )
+        streamed = "".join(part.choices[0].delta.content or "" for part in stream)
+    [choice] = answer.choices
+    assert choice.finish_reason == "stop"
+    person = json.loads(choice.message.content)
+    jsonschema.validate(person, schema)
+    assert person["name"].startswith("Ada")
+    assert streamed == choice.message.content
