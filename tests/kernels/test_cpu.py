@@ -37,6 +37,10 @@ def weights_and_rows(out_features: int, inputs: int, num_rows: int, dtype=F32):
     return jnp.asarray(w, dtype), rows
 
 
+def kernel_name(dtype) -> str:
+    return "paged_jax_quantised_linear_int8" if dtype == INT8 else "paged_jax_linear"
+
+
 def as_float64(w) -> np.ndarray:
     if isinstance(w, Weight) and w.scales is None:
         w = w.values
@@ -63,7 +67,7 @@ def test_linear_matches_float64_and_does_not_depend_on_other_rows(shape, dtype) 
     assert (np.abs(together - exact) <= 1e-6 * scale).all()
     for num_rows in (1, 2, 5, 6, 7, 13, 18):
         np.testing.assert_array_equal(LINEAR(x[-num_rows:], w), together[-num_rows:])
-    assert "paged_jax_linear" in LINEAR.lower(x, w).as_text()
+    assert kernel_name(dtype) in LINEAR.lower(x, w).as_text()
 
 
 def test_linear_rounds_to_bfloat16_like_jax() -> None:
@@ -108,7 +112,7 @@ def test_linear_uses_xla_for_many_rows_no_rows_or_backend_xla() -> None:
 @pytest.mark.parametrize("dtype", [F16, INT8], ids=str)
 def test_linear_takes_any_number_of_rows_if_xla_would_copy_the_weights(dtype) -> None:
     w, x = weights_and_rows(8, 40, 100, dtype)
-    assert "paged_jax_linear" in LINEAR.lower(x, w).as_text()
+    assert kernel_name(dtype) in LINEAR.lower(x, w).as_text()
     np.testing.assert_allclose(LINEAR(x, w), x @ as_float64(w).T, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(LINEAR(x, w)[70:], LINEAR(x[70:], w))
 

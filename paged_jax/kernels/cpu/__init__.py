@@ -18,11 +18,12 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -37,14 +38,13 @@ from paged_jax.kernels.backend import (
     Problem,
     RaggedArgs,
     RaggedOptions,
-    Stack,
     Weight,
 )
 from paged_jax.kernels.cpu import library
 from paged_jax.kernels.cpu.library import ELEMENTS, Kernel, attention_attributes, load
 from paged_jax.kernels.dispatch import general_backend
 from paged_jax.kernels.ragged import attend_in_parts
-from paged_jax.kernels.weight_formats import FLOAT_CODES, WeightArrays, WeightFormat
+from paged_jax.kernels.weight_formats import CODES, WeightArrays
 
 # Static parameters of a kernel, by name.
 Attributes = tuple[tuple[str, np.generic], ...]
@@ -62,11 +62,14 @@ _MAX_HEAD_DIM = 512
 # skips.
 _MAX_ROWS = 256
 
-# Weight types that the kernel multiplies by any number of rows, because XLA would convert all of
-# the weight to float32 first.
-_ANY_ROWS = (jnp.float16, jnp.int8)
-# Formats of weights that `source/linear.cc` supports.
-_FORMATS = (*map(WeightFormat, FLOAT_CODES), WeightFormat("int8", None, "float32"))
+_FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+# Codes with numbers that bfloat16 does not represent exactly.
+_INEXACT_CODES = ("nf4", "fp4")
+
+# Divisor of the size of groups of packed 4-bit values: the inputs of two cells of
+# `source/codes.h`.
+_PACKED_GROUP = 4
 
 
 def _attention_refusal(problem: Problem) -> str | None:
@@ -128,30 +131,87 @@ def _linear(x: jax.Array, w: Weight) -> jax.Array:
     """
     if not _has_kernel_for(math.prod(x.shape[:-1]), w):
         return general_backend().linear(x, w)
-    stack = w.stack or Stack(jax.tree.map(lambda x: x[None], w.arrays), 0)
-    L, num_inputs = stack.arrays.values.shape[0], w.shape[-1]
-    weight: Arrays = (w.values.reshape(-1, num_inputs),)
-    stacked = stack.arrays.values.reshape(L, -1, num_inputs), jnp.asarray(stack.layer, jnp.int32)
-    if w.scales is not None:
-        weight += (w.scales.reshape(-1, 1),)
-        stacked += (stack.arrays.scales.reshape(L, -1),)
-    y = _multiply(_PlainLinear(w.dtype), x, weight, stacked)
-    return y.reshape(*x.shape[:-1], *w.values.shape[:-1])
+    layer = jnp.asarray(w.stack.layer if w.stack else 0, jnp.int32)
+    arrays, stacked = _as_matrices(w.arrays, 0), _as_matrices(_stacked_arrays(w), 1)
+    if w.scales is None:
+        matmul = _Matmul(Kernel("linear", w.values.dtype), _PlainLinear(w.dtype, None))
+        operands = (stacked.values, layer)
+    else:
+        matmul = _Matmul(_quantised_kernel("quantised_linear", w), _PlainLinear(w.dtype, w.code))
+        matmul = matmul._replace(attributes=_flags(w))
+        operands = _quantised_operands(w, stacked, layer)
+        x = _round_inputs(x, w)
+    return _multiply(matmul, x, arrays, operands).reshape(*x.shape[:-1], *w.values.shape[:-1])
+
+
+def _as_matrices(arrays: WeightArrays, axis: int) -> WeightArrays:
+    """Merge the dimensions of the outputs, from `axis` on."""
+
+    def merge(array: jax.Array | None) -> jax.Array | None:
+        return None if array is None else array.reshape(*array.shape[:axis], -1, array.shape[-1])
+
+    return WeightArrays(
+        merge(arrays.values), merge(arrays.scales), merge(arrays.mins), arrays.order
+    )
+
+
+def _stacked_arrays(w: Weight) -> WeightArrays:
+    return w.stack.arrays if w.stack else jax.tree.map(lambda x: x[None], w.arrays)
 
 
 def _has_kernel_for(num_rows: int, w: Weight) -> bool:
     dtype = w.values.dtype
-    if w.values.size == 0 or num_rows == 0 or w.format not in _FORMATS:
+    if w.values.size == 0 or num_rows == 0:
         return False
+    if w.scales is not None:
+        return _quantised_refusal(w) is None
     # XLA would convert a whole stack of bfloat16 weights to float32.
-    is_copied = dtype in _ANY_ROWS or (dtype == jnp.bfloat16 and w.stack is not None)
-    return is_copied or num_rows <= _MAX_ROWS
+    is_copied = dtype == jnp.float16 or (dtype == jnp.bfloat16 and w.stack is not None)
+    return dtype in _FLOATS and (is_copied or num_rows <= _MAX_ROWS)
+
+
+def _quantised_refusal(w: Weight) -> str | None:
+    """Return why the kernels do not support the format of a quantised weight, or None."""
+    if w.format.is_packed and (w.format.group_size or w.shape[-1]) % _PACKED_GROUP:
+        return f"groups of 4-bit values have a multiple of {_PACKED_GROUP} inputs"
+    return None
+
+
+def _quantised_kernel(op: library.QuantisedOp, w: Weight) -> Kernel:
+    """Return the kernel for a weight. It multiplies in float32 if bfloat16 would lose bits."""
+    is_bfloat16 = w.dtype == jnp.bfloat16 and w.format.code not in _INEXACT_CODES
+    dtype = jnp.dtype(jnp.bfloat16 if is_bfloat16 else jnp.float32)
+    return Kernel(op, dtype, library.PACKED if w.format.is_packed else w.format.code)
+
+
+def _round_inputs(x: jax.Array, w: Weight) -> jax.Array:
+    """Round inputs to the dtype of a quantised weight, as float32, unless the kernel does that."""
+    if w.dtype == jnp.float32 or _quantised_kernel("quantised_linear", w).dtype == jnp.bfloat16:
+        return x.astype(jnp.float32)
+    limits = jnp.finfo(w.dtype)  # XLA may remove a cast to a smaller dtype and back
+    return lax.reduce_precision(x.astype(jnp.float32), limits.nexp, limits.nmant)
+
+
+def _quantised_operands(w: Weight, stacked: WeightArrays, layer: jax.Array) -> Arrays:
+    """Return the operands after `x`, in the order of `source/quantised_call.h`."""
+    table = jnp.asarray(CODES.get(w.format.code, np.zeros(16)), jnp.float32)
+    operands = stacked.values, stacked.scales, table, layer, stacked.mins, stacked.order
+    return tuple(operand for operand in operands if operand is not None)
+
+
+def _flags(w: Weight) -> Attributes:
+    flags = {"has_mins": w.mins is not None, "has_order": w.order is not None}
+    return tuple((name, np.int32(flag)) for name, flag in flags.items())
 
 
 def _copies_weights(dtype: DTypeLike) -> bool:
     """Return whether programs for this machine convert all weights of a type to float32 first."""
     dtype = jnp.dtype(dtype)
-    return dtype in _ANY_ROWS and load(Kernel("linear", dtype)).target is None
+    if dtype == jnp.int8:
+        kernel = Kernel("quantised_linear", jnp.dtype(jnp.bfloat16), "int8")
+    else:
+        kernel = Kernel("linear", dtype)
+    return dtype in (jnp.float16, jnp.int8) and load(kernel).target is None
 
 
 def _sum_rows(x: jax.Array) -> jax.Array:
@@ -160,10 +220,11 @@ def _sum_rows(x: jax.Array) -> jax.Array:
     The order of summation does not depend on the other dimensions. One thread sums all rows.
     """
     ones = jnp.ones((1, x.shape[-1]), jnp.float32)
-    return _multiply(_plain_sum_rows, x, (ones,), (ones[None], jnp.int32(0)))
+    matmul = _Matmul(Kernel("linear", ones.dtype), _plain_sum_rows)
+    return _multiply(matmul, x, WeightArrays(ones), (ones[None], jnp.int32(0)))
 
 
-def _plain_sum_rows(x: jax.Array, ones: jax.Array) -> list[jax.Array]:
+def _plain_sum_rows(x: jax.Array, ones: WeightArrays) -> list[jax.Array]:
     del ones
     return [general_backend().sum_rows(x)]
 
@@ -173,71 +234,109 @@ class _PlainLinear:
     """The matmul in plain JAX, as a function of `x` and the arrays of a weight."""
 
     dtype: Any
+    code: str | None
 
-    def __call__(
-        self, x: jax.Array, values: jax.Array, scales: jax.Array | None = None
-    ) -> list[jax.Array]:
-        return [general_backend().linear(x, Weight(values, scales, dtype=self.dtype))]
+    def __call__(self, x: jax.Array, arrays: WeightArrays) -> list[jax.Array]:
+        return [general_backend().linear(x, Weight(*arrays, code=self.code, dtype=self.dtype))]
+
+
+class _Matmul(NamedTuple):
+    """A matmul of a kernel, and the equivalent in plain JAX (hashable).
+
+    Attributes:
+      kernel: the kernel.
+      plain: a function of `x` and `WeightArrays`.
+      attributes: static parameters of the kernel.
+    """
+
+    kernel: Kernel
+    plain: PlainFunction
+    attributes: Attributes = ()
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _multiply(plain: PlainFunction, x: jax.Array, weight: Arrays, stacked: Arrays) -> jax.Array:
-    """Multiply by `source/linear.cc`. Differentiable like `plain`.
+def _multiply(matmul: _Matmul, x: jax.Array, arrays: WeightArrays, operands: Arrays) -> jax.Array:
+    """Multiply by `source/linear.cc` or `source/quantised_linear.cc`. Differentiable like `plain`.
 
     Args:
-      plain: the same multiplication in plain JAX, a function of `x` and the arrays of `weight`.
-      x: floating point ``[..., in]``, rounded to bfloat16 if the weights are bfloat16.
-      weight: values ``[out, in]``, and float32 scales ``[out, 1]`` if the values are int8.
-      stacked: arrays that the kernel reads instead of `weight`: values ``[L, out, in]``, i32 ``[]``
-        layer, and float32 scales ``[L, out]`` if the values are int8.
+      matmul: the kernel, and the same multiplication in plain JAX.
+      x: floating point ``[..., in]``.
+      arrays: the weight, with values ``[out, ...]``, for `plain`.
+      operands: arrays that the kernel reads instead of `arrays`.
 
     Returns:
       float32 ``[..., out]``.
     """
     rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
-    return _multiply_rows(plain, rows, weight, stacked).reshape(*x.shape[:-1], weight[0].shape[0])
+    out = _multiply_rows(matmul, rows, arrays, operands)
+    return out.reshape(*x.shape[:-1], arrays.values.shape[0])
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _multiply_rows(
-    plain: PlainFunction, rows: jax.Array, weight: Arrays, stacked: Arrays
+    matmul: _Matmul, rows: jax.Array, arrays: WeightArrays, operands: Arrays
 ) -> jax.Array:
-    kernel = Kernel("linear", stacked[0].dtype)
-    [out] = _call(kernel, plain, (rows, *stacked), plain_operands=(rows, *weight))
+    leaves, structure = jax.tree.flatten(arrays)
+    plain = _PlainOfLeaves(matmul.plain, structure)
+    attributes = dict(matmul.attributes)
+    [out] = _call(
+        matmul.kernel, plain, (rows, *operands), attributes, plain_operands=(rows, *leaves)
+    )
     return out
+
+
+@dataclass(frozen=True)
+class _PlainOfLeaves:
+    """A function of arrays and a pytree, as a function of the arrays and the leaves of the tree."""
+
+    function: PlainFunction
+    structure: Any
+
+    def __call__(self, x: jax.Array, *leaves: jax.Array) -> Sequence[jax.Array]:
+        tree = jax.tree.unflatten(self.structure, leaves[: self.structure.num_leaves])
+        return self.function(x, tree, *leaves[self.structure.num_leaves :])
 
 
 @_multiply.defjvp
-def _multiply_jvp(plain, primals, tangents):
-    (x, weight, _), (dx, dweight, _) = primals, tangents
-    _, [tangent] = jax.jvp(plain, (x, *weight), (dx, *dweight))
-    return _multiply(plain, *primals), tangent
+def _multiply_jvp(matmul, primals, tangents):
+    (x, arrays, _), (dx, darrays, _) = primals, tangents
+    _, [tangent] = jax.jvp(matmul.plain, (x, arrays), (dx, darrays))
+    return _multiply(matmul, *primals), tangent
 
 
 def _grouped_linear(args: GroupedArgs) -> jax.Array:
-    """Multiply rows by the weights of their groups, by `source/grouped_linear.cc`.
+    """Multiply rows by the weights of their groups.
 
-    The result of a row does not depend on the other rows. See `paged_jax.kernels.grouped_linear`.
+    It uses `source/grouped_linear.cc` or `source/quantised_grouped_linear.cc`. The result of a row
+    does not depend on the other rows. See `paged_jax.kernels.grouped_linear`.
     """
-    stack = args.w.stack or Stack(WeightArrays(args.w.values[None]), 0)
-    values = stack.arrays.values
-    operands = (
-        args.x.astype(jnp.float32),
-        values,
-        args.group_sizes,
-        jnp.asarray(stack.layer, jnp.int32),
-    )
-    [out] = _call(
-        Kernel("grouped_linear", values.dtype),
-        _plain_grouped_linear,
-        operands,
-        plain_operands=(operands[0], args.w.values, args.group_sizes),
-    )
+    x, w, sizes = args.x, args.w, args.group_sizes
+    layer = jnp.asarray(w.stack.layer if w.stack else 0, jnp.int32)
+    stacked = _stacked_arrays(w)
+    if w.scales is None:
+        kernel, flags = Kernel("grouped_linear", w.values.dtype), ()
+        x = x.astype(jnp.float32)
+        operands = x, stacked.values, sizes, layer
+    else:
+        kernel, flags = _quantised_kernel("quantised_grouped_linear", w), _flags(w)
+        x = _round_inputs(x, w)
+        operands = x, *_quantised_operands(w, stacked, layer), sizes
+    leaves, structure = jax.tree.flatten(w.arrays)
+    plain = _PlainOfLeaves(_PlainGrouped(w.dtype, w.code), structure)
+    [out] = _call(kernel, plain, operands, dict(flags), plain_operands=(x, *leaves, sizes))
     return out
 
 
-def _plain_grouped_linear(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> list[jax.Array]:
-    return [general_backend().grouped_linear(GroupedArgs(x, Weight(w), group_sizes))]
+@dataclass(frozen=True)
+class _PlainGrouped:
+    """The grouped matmul in plain JAX, as a function of `x`, arrays of a weight, and sizes."""
+
+    dtype: Any
+    code: str | None
+
+    def __call__(self, x: jax.Array, arrays: WeightArrays, sizes: jax.Array) -> list[jax.Array]:
+        w = Weight(*arrays, code=self.code, dtype=self.dtype)
+        return [general_backend().grouped_linear(GroupedArgs(x, w, sizes))]
 
 
 def _copies_expert_weights(dtype: DTypeLike) -> bool:
@@ -382,6 +481,4 @@ class Cpu:
 
     def grouped_refusal(self, args: GroupedArgs) -> str | None:
         """Return why the kernel cannot multiply these arrays, or None if it can."""
-        if args.w.scales is not None:
-            return f"its weights are floating point, not {args.w.format.code} with scales"
-        return None
+        return None if args.w.scales is None else _quantised_refusal(args.w)

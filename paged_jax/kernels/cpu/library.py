@@ -37,6 +37,7 @@ import numpy as np
 
 from paged_jax import user_cache
 from paged_jax.kernels.backend import Options
+from paged_jax.kernels.weight_formats import CODES, pack
 
 _logger = logging.getLogger(__name__)
 
@@ -56,7 +57,14 @@ ELEMENTS: dict[Any, str] = {
 }
 
 
-KernelOp = Literal["decode", "prefill", "linear", "grouped_linear"]
+# Codes of quantised weights, each with the name of its type in the C++ sources. One kernel
+# multiplies by all codes of packed 4-bit values.
+PACKED = "packed"
+CODE_ELEMENTS = {"int8": "Int8", "float8_e4m3fn": "Float8", PACKED: "Packed"}
+
+FloatOp = Literal["decode", "prefill", "linear", "grouped_linear"]
+QuantisedOp = Literal["quantised_linear", "quantised_grouped_linear"]
+KernelOp = FloatOp | QuantisedOp
 
 
 class Kernel(NamedTuple):
@@ -64,11 +72,14 @@ class Kernel(NamedTuple):
 
     Attributes:
       op: the op, which is also the name of the C++ source.
-      dtype: dtype of the pools or of the weights.
+      dtype: dtype of the pools or of the weights; float32 or bfloat16, to which inputs are rounded,
+        if the weights are quantised.
+      code: a name in `CODE_ELEMENTS` if the weights are quantised, else None.
     """
 
     op: KernelOp
     dtype: Any
+    code: str | None = None
 
 
 class Loaded(NamedTuple):
@@ -103,7 +114,8 @@ def targets() -> list[str]:
 
 def find_targets(program: bytes) -> set[str]:
     """Return the FFI targets of kernels in a serialised program, of this machine or another."""
-    name = rb"paged_jax_(?:" + "|".join(get_args(KernelOp)).encode() + rb")_\w+?_[0-9a-f]{16}\b"
+    ops = "|".join(get_args(FloatOp) + get_args(QuantisedOp)).encode()
+    name = rb"paged_jax_(?:" + ops + rb")_\w+?_[0-9a-f]{16}\b"
     return {target.decode() for target in re.findall(name, program)}
 
 
@@ -132,11 +144,18 @@ def load_called(program: bytes) -> str | None:
 
 
 def _kernels() -> list[Kernel]:
-    return [Kernel(op, dtype) for op in get_args(KernelOp) for dtype in ELEMENTS]
+    kernels = [Kernel(op, dtype) for op in get_args(FloatOp) for dtype in ELEMENTS]
+    return kernels + [
+        Kernel(op, jnp.dtype(dtype), code)
+        for op in get_args(QuantisedOp)
+        for dtype in (jnp.float32, jnp.bfloat16)
+        for code in CODE_ELEMENTS
+    ]
 
 
 def _prefix(kernel: Kernel) -> str:
-    return f"paged_jax_{kernel.op}_{kernel.dtype}_"
+    code = "" if kernel.code is None else f"{kernel.code}_"
+    return f"paged_jax_{kernel.op}_{code}{kernel.dtype}_"
 
 
 _LOCK = threading.Lock()
@@ -250,9 +269,13 @@ def _command(kernel: Kernel) -> list[str]:
     # GCC would pack the row addresses of a block into vectors and extract them again, which takes a
     # quarter of the time of a matmul. The sources write vectors explicitly where they help.
     own = "-fno-tree-slp-vectorize"
+    if kernel.code is None:
+        types = [f"-DELEMENT={ELEMENTS[kernel.dtype]}"]
+    else:
+        types = [f"-DELEMENT={CODE_ELEMENTS[kernel.code]}", f"-DINPUT={ELEMENTS[kernel.dtype]}"]
     return [
         "-std=c++17", "-O2", native, "-ffp-contract=fast", "-fno-exceptions", "-fno-rtti", own,
-        "-shared", "-fPIC", f"-DELEMENT={ELEMENTS[kernel.dtype]}", f"-I{jax.ffi.include_dir()}",
+        "-shared", "-fPIC", *types, f"-I{jax.ffi.include_dir()}",
         str(_SOURCE / f"{kernel.op}.cc"), "-lm",
     ]  # fmt: skip
 
@@ -344,7 +367,7 @@ def _find_failure(kernel: Kernel, target: str) -> str | None:
         return "there is no CPU device for the self-test"
     try:
         with jax.default_device(device):
-            got, want = _SELF_TESTS[kernel.op](target, kernel.dtype)
+            got, want = _SELF_TESTS[kernel.op](target, kernel)
     except Exception as error:  # after any error, XLA replaces the kernel
         return f"a self-test failed: {error}"
     if not np.allclose(got, want, rtol=1e-4, atol=1e-4):
@@ -352,39 +375,69 @@ def _find_failure(kernel: Kernel, target: str) -> str | None:
     return None
 
 
-def _test_linear(target: str, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:
+_Results = tuple[np.ndarray, np.ndarray]  # of a kernel, and the right ones
+
+
+def _test_linear(target: str, kernel: Kernel) -> _Results:
     rng = np.random.default_rng(0)
     x, w = (rng.integers(-8, 8, shape).astype(np.float32) for shape in ((7, 77), (2, 13, 77)))
-    scales = rng.integers(1, 8, (2, 13)).astype(np.float32)
-    operands = [x / 8, w.astype(dtype), np.int32(1)] + [scales] * (dtype == jnp.int8)
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((7, 13), jnp.float32))
-    want = x / 8 @ w[1].T
-    got = np.asarray(jax.jit(call)(*operands))
-    return got, want * scales[1] if dtype == jnp.int8 else want
+    return np.asarray(jax.jit(call)(x / 8, w.astype(kernel.dtype), np.int32(1))), x / 8 @ w[1].T
 
 
-def _test_grouped_linear(target: str, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:
+def _quantised_problem(kernel: Kernel) -> tuple[np.ndarray, list[Any], np.ndarray]:
+    """Return rows, the operands after them, and the weights of the layer, of three experts."""
+    rng = np.random.default_rng(0)
+    is_packed = kernel.code == PACKED
+    K, groups = (96, 3) if is_packed else (77, 7)
+    x = rng.integers(-8, 8, (7, K)).astype(np.float32) / 8
+    values = rng.integers(0 if is_packed else -8, 16, (2, 3, 37, K))
+    values[..., 0] = 15 if is_packed else -128
+    scales, mins = rng.integers(1, 8, (2, 2, 3, 37, groups)) / np.float32(8)
+    stored = pack(values.astype(np.uint8)) if is_packed else values.astype(kernel.code)
+    operands = [stored, scales, CODES["uint4"], np.int32(1), mins.astype(jnp.bfloat16)]
+    w = values[1].reshape(3, 37, groups, -1) * scales[1, ..., None] + mins[1, ..., None]
+    return x, operands, w.reshape(3, 37, K)
+
+
+_FLAGS = {"has_mins": np.int32(1), "has_order": np.int32(0)}
+
+
+def _test_quantised_linear(target: str, kernel: Kernel) -> _Results:
+    x, (values, scales, table, layer, mins), w = _quantised_problem(kernel)
+    arrays = values[:, 2], scales[:, 2], table, layer, mins[:, 2]
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((7, 37), jnp.float32))
+    return np.asarray(jax.jit(lambda *args: call(*args, **_FLAGS))(x, *arrays)), x @ w[2].T
+
+
+def _test_quantised_grouped_linear(target: str, kernel: Kernel) -> _Results:
+    x, operands, w = _quantised_problem(kernel)
+    sizes = np.array([1, 0, 5], np.int32)  # the last row has no group
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((7, 37), jnp.float32))
+    got = np.asarray(jax.jit(lambda *args: call(*args, **_FLAGS))(x, *operands, sizes))
+    return got, np.concatenate([x[:1] @ w[0].T, x[1:6] @ w[2].T, np.zeros((1, 37))])
+
+
+def _test_grouped_linear(target: str, kernel: Kernel) -> _Results:
     rng = np.random.default_rng(0)
     x, w = (rng.integers(-8, 8, shape).astype(np.float32) for shape in ((7, 77), (2, 3, 13, 77)))
     sizes = np.array([1, 0, 5], np.int32)  # the last row has no group
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((7, 13), jnp.float32))
-    got = np.asarray(jax.jit(call)(x / 8, w.astype(dtype), sizes, np.int32(1)))
+    got = np.asarray(jax.jit(call)(x / 8, w.astype(kernel.dtype), sizes, np.int32(1)))
     want = [x[:1] / 8 @ w[1, 0].T, x[1:6] / 8 @ w[1, 2].T, np.zeros((1, 13))]
     return got, np.concatenate(want)
 
 
-def _test_decode(target: str, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:
-    got, want = _test_attention(target, dtype, num_queries=None)
+def _test_decode(target: str, kernel: Kernel) -> _Results:
+    got, want = _test_attention(target, kernel.dtype, num_queries=None)
     return got, want[:, -1]
 
 
-def _test_prefill(target: str, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:
-    return _test_attention(target, dtype, num_queries=7)
+def _test_prefill(target: str, kernel: Kernel) -> _Results:
+    return _test_attention(target, kernel.dtype, num_queries=7)
 
 
-def _test_attention(
-    target: str, dtype: jnp.dtype, num_queries: int | None
-) -> tuple[np.ndarray, np.ndarray]:
+def _test_attention(target: str, dtype: jnp.dtype, num_queries: int | None) -> _Results:
     """Attend with the last queries of a sequence; if `num_queries` is None, decode."""
     rng = np.random.default_rng(0)
     P, K, C, D, H, length, T = 4, 2, 8, 24, 6, 21, num_queries or 1
@@ -420,6 +473,8 @@ _SELF_TESTS = {
     "prefill": _test_prefill,
     "linear": _test_linear,
     "grouped_linear": _test_grouped_linear,
+    "quantised_linear": _test_quantised_linear,
+    "quantised_grouped_linear": _test_quantised_grouped_linear,
 }
 
 

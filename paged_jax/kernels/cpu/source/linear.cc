@@ -1,7 +1,7 @@
 // x @ w.T for a few rows: x f32 [M, K], w [N, K], result f32 [M, N].
 //
-// The operand contains the weights of all layers, [L, N, K]; one layer is read. int8 weights have a f32
-// scale for each row, [L, N]. Rows of zeros give zeros and take no time.
+// The operand contains the weights of all layers, [L, N, K]; one layer is read. Rows of zeros give zeros and
+// take no time.
 
 #include "weight_rows.h"
 
@@ -14,7 +14,6 @@ XLA_FFI_Error* run(XLA_FFI_CallFrame* frame) {
   int64_t M = x->dims[0], N = product.N = w->dims[1];
   int K = product.K = w->dims[2];
   product.w = (const Form::Weight*)w->data + layer * N * K;
-  if (IS_INT8) product.scales = (const float*)argument(frame, 3)->data + layer * N;
   product.out = (float*)result(frame, 0)->data;
   Inputs inputs = {};
   bool has_memory = inputs.reserve(M, product.K);

@@ -184,9 +184,9 @@ template <class Unsigned, int EXPONENT, int MANTISSA, bool HAS_INFINITY>
 struct SmallFloat {
   using Element = Unsigned;
   static constexpr bool IN_ORDER = true;
-  static Floats half(const Unsigned* from, int which) {
+  static Floats half(const Unsigned* from, int which) { return convert(widen(from + which * LANES)); }
+  static Floats convert(Ints bits) {
     constexpr int WIDTH = EXPONENT + MANTISSA, BIAS = (1 << (EXPONENT - 1)) - 1;
-    Ints bits = widen(from + which * LANES);
     Ints magnitude = bits & ((1 << WIDTH) - 1), exponent = magnitude >> MANTISSA;
     Ints normal = (magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23);
     // A subnormal number has no leading 1, and its exponent is too small by 1.

@@ -23,7 +23,6 @@ struct FormFor<Bfloat16> {
 };
 #endif
 using Form = FormFor<Type>::Form;
-constexpr bool IS_INT8 = sizeof(Form::Weight) == 1;
 // Whether rows of x are rounded to bfloat16, also on processors that do not have InBfloat16.
 template <class>
 constexpr bool ROUNDS = false;
@@ -48,7 +47,6 @@ constexpr int lines(int rows, int blocks) {
 
 struct Product {
   const Form::Weight* w;
-  const float* scales;  // of the rows of w, if they are int8
   const Form::Input* const* x;  // rows
   const int64_t* places;        // index of each row in the result
   float* out;
@@ -80,7 +78,7 @@ struct Product {
     multiply<Form, R, M_, LINES>(rows, x + m, K, sums, next);
     for (int j = 0; j < M_; j++)
       for (int r = 0; r < R; r++)
-        out[places[m + j] * N + n + r] = IS_INT8 ? sums[j][r] * scales[n + r] : sums[j][r];
+        out[places[m + j] * N + n + r] = sums[j][r];
   }
 
   template <int R, int M_, int LINES>

@@ -1,0 +1,253 @@
+// Conversion of quantised weights in registers, with one row of weights in each lane of a vector.
+//
+// A lane contains a cell: one float32 number, or two bfloat16 numbers for the processor's dot-product
+// instruction. The scales of a group of weights are one vector, so that one instruction applies LANES
+// scales to LANES sums.
+#pragma once
+
+#include "units.h"
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#define HAS_PAIRS 1
+#else
+#define HAS_PAIRS 0
+#endif
+
+// Rounds to the nearest bfloat16, ties to even.
+inline Floats rounded(Floats x) {
+  Ints bits = (Ints)x, upper = Ints{} + (int32_t)0xffff0000;
+  Ints nearest = (bits + 0x7fff + (bits >> 16 & 1)) & upper, no_number = (bits | 0x400000) & upper;
+  return (Floats)(x != x ? no_number : nearest);
+}
+
+inline uint16_t rounded_bits(float x) {
+  float nearest = rounded(fill(x))[0];
+  uint32_t bits;
+  memcpy(&bits, &nearest, sizeof bits);
+  return bits >> 16;
+}
+
+// Cells of one float32 number.
+struct Singles {
+  using Cell = float;
+  using Vector = Floats;
+  static constexpr int INPUTS = 1;  // in a cell
+
+  // Returns a cell of numbers[0], numbers[1] and so on.
+  template <class Numbers>
+  static float cell(Numbers number) {
+    return number(0);
+  }
+
+  // Adds the products of weights with one cell of x.
+  static void add(Floats& total, Floats w, const float* x) {
+#if defined(__AVX512F__)
+    asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(total) : "v"(w), "m"(*x));
+#else
+    add_product(total, w, fill(*x));
+#endif
+  }
+};
+
+#if HAS_PAIRS
+// Cells of two bfloat16 numbers.
+struct Pairs {
+  using Cell = uint32_t;
+  using Vector = Ints;
+  static constexpr int INPUTS = 2;
+
+  template <class Numbers>
+  static uint32_t cell(Numbers number) {
+    return (uint32_t)rounded_bits(number(1)) << 16 | rounded_bits(number(0));
+  }
+
+  static void add(Floats& total, Ints w, const uint32_t* x) {
+    asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(total) : "v"(w), "m"(*x));
+  }
+};
+#endif
+
+#define INLINE __attribute__((always_inline)) inline
+
+// Each decoder below converts units of one or several blocks of rows. `transpose` prepares a unit. `decode`
+// then calls f(cell, block, vector) for the cells of the units in order. Number `which` of a cell belongs to
+// input `input(cell, which)` of the unit.
+
+// 8-bit values, whose inputs are in their original order.
+template <class Code, class Cells>
+struct ByteDecoder {
+  static constexpr int INPUTS = UNIT_BYTES;
+  static constexpr int CELLS = INPUTS / Cells::INPUTS;
+  static constexpr bool IS_PACKED = false;
+  static int input(int cell, int which) { return cell * Cells::INPUTS + which; }
+#if HAS_PAIRS
+  Bytes lower[2], upper[2];  // bytes of the bfloat16 numbers of 128 magnitudes
+
+  explicit ByteDecoder(const float*) {
+    uint8_t bytes[2][128];
+    for (int i = 0; i < 128; i++) {
+      uint16_t bits = rounded_bits(Code::magnitude(i));
+      bytes[0][i] = bits, bytes[1][i] = bits >> 8;
+    }
+    memcpy(lower, bytes[0], sizeof lower);
+    memcpy(upper, bytes[1], sizeof upper);
+  }
+
+  static Words transpose(const Unit& unit) { return unit.transpose_pairs(); }
+
+  template <int BLOCKS, class Function>
+  INLINE void decode(const Words (&words)[BLOCKS], Function f) const {
+#pragma GCC unroll 4
+    for (int i = 0; i < UNIT_WORDS; i++)
+#pragma GCC unroll 2
+      for (int block = 0; block < BLOCKS; block++) {
+        Bytes values = (Bytes)words[block].each[i], magnitudes = Code::magnitudes(values);
+        Bytes low = _mm512_permutex2var_epi8(lower[0], magnitudes, lower[1]);
+        Bytes high = _mm512_permutex2var_epi8(upper[0], magnitudes, upper[1]);
+        high = Code::add_sign(high, values);
+        call(f, 2 * i, block, (Ints)_mm512_unpacklo_epi8(low, high));
+        call(f, 2 * i + 1, block, (Ints)_mm512_unpackhi_epi8(low, high));
+      }
+  }
+
+  template <class Function>
+  static INLINE void call(Function f, int pair, int block, Ints numbers) {
+    if constexpr (Cells::INPUTS == 2) {
+      f(pair, block, numbers);
+    } else {
+      f(2 * pair, block, (Floats)(numbers << 16));
+      f(2 * pair + 1, block, (Floats)(numbers & (int32_t)0xffff0000));
+    }
+  }
+#else
+  static Words transpose(const Unit& unit) { return unit.transpose(); }
+  explicit ByteDecoder(const float*) {}
+
+  template <int BLOCKS, class Function>
+  INLINE void decode(const Words (&words)[BLOCKS], Function f) const {
+#pragma GCC unroll 4
+    for (int i = 0; i < UNIT_WORDS; i++)
+#pragma GCC unroll 4
+      for (int byte = 0; byte < 4; byte++)
+#pragma GCC unroll 2
+        for (int block = 0; block < BLOCKS; block++)
+          f(4 * i + byte, block, Code::convert(words[block].each[i], byte));
+  }
+#endif
+};
+
+struct Int8Code {
+  static float magnitude(int i) { return i; }
+  static Floats convert(Ints words, int byte) {
+    return __builtin_convertvector(words << (24 - 8 * byte) >> 24, Floats);
+  }
+#if HAS_PAIRS
+  static Bytes magnitudes(Bytes values) { return _mm512_abs_epi8(values); }
+  // The magnitude of -128 has the table's index of 0.
+  static Bytes add_sign(Bytes upper, Bytes values) {
+    const Bytes sign = _mm512_set1_epi8(-128);
+    upper = _mm512_ternarylogic_epi64(upper, values, sign, 0xf8);  // upper | (values & sign)
+    return _mm512_mask_mov_epi8(upper, _mm512_cmpeq_epi8_mask(values, sign), _mm512_set1_epi8(-61));
+  }
+#endif
+};
+
+struct Float8Code {
+  static float magnitude(int i) {
+    uint8_t bits[LANES] = {(uint8_t)i};
+    return Float8::half(bits, 0)[0];
+  }
+  static Floats convert(Ints words, int byte) { return Float8::convert(words >> 8 * byte & 0xff); }
+#if HAS_PAIRS
+  static Bytes magnitudes(Bytes values) { return values; }  // the table ignores the sign
+  static Bytes add_sign(Bytes upper, Bytes values) {
+    return _mm512_ternarylogic_epi64(upper, values, _mm512_set1_epi8(-128), 0xf8);
+  }
+#endif
+};
+
+// 4-bit values: indices of a table of 16 numbers. The lower halves of the 16 bytes belong to inputs 0 to 15
+// of the unit, the upper halves to inputs 16 to 31.
+template <class Cells>
+struct PackedDecoder;
+
+template <>
+struct PackedDecoder<Singles> {
+  static constexpr int INPUTS = 2 * UNIT_BYTES;
+  static constexpr int CELLS = INPUTS;
+  static constexpr bool IS_PACKED = true;
+  static int input(int cell, int) { return cell; }
+  float numbers[16];
+
+  explicit PackedDecoder(const float* table) { memcpy(numbers, table, sizeof numbers); }
+
+  static Words transpose(const Unit& unit) { return unit.transpose(); }
+
+  template <int BLOCKS, class Function>
+  INLINE void decode(const Words (&words)[BLOCKS], Function f) const {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++)
+#pragma GCC unroll 4
+      for (int i = 0; i < UNIT_WORDS; i++)
+#pragma GCC unroll 4
+        for (int byte = 0; byte < 4; byte++)
+#pragma GCC unroll 2
+          for (int block = 0; block < BLOCKS; block++)
+            f(16 * half + 4 * i + byte, block, look_up(words[block].each[i], 8 * byte + 4 * half));
+  }
+
+  // Returns the numbers of the four bits from `bit` on.
+  INLINE Floats look_up(Ints words, int bit) const {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_permutexvar_ps((Bytes)(words >> bit), (__m512)load<Floats>(numbers));
+#elif defined(__AVX2__)
+    __m256i index = (__m256i)(words >> bit);  // the lower 3 bits are used
+    __m256 first = _mm256_permutevar8x32_ps(_mm256_loadu_ps(numbers), index);
+    __m256 second = _mm256_permutevar8x32_ps(_mm256_loadu_ps(numbers + 8), index);
+    return (Floats)_mm256_blendv_ps(first, second, (__m256)(words << (28 - bit)));  // by bit 3
+#else
+    Floats w;
+    for (int i = 0; i < LANES; i++) w[i] = numbers[words[i] >> bit & 15];
+    return w;
+#endif
+  }
+};
+
+#if HAS_PAIRS
+template <>
+struct PackedDecoder<Pairs> {
+  static constexpr int INPUTS = 2 * UNIT_BYTES;
+  static constexpr int CELLS = INPUTS / 2;
+  static constexpr bool IS_PACKED = true;
+  static int input(int cell, int which) {
+    return cell / 8 * 16 + cell % 8 / 2 * 4 + 2 * which + cell % 2;
+  }
+  Bytes numbers;  // the table twice, because the index has five bits: the fifth is of the next value
+
+  explicit PackedDecoder(const float* table) {
+    uint16_t bits[32];
+    for (int i = 0; i < 32; i++) bits[i] = rounded_bits(table[i % 16]);
+    memcpy(&numbers, bits, sizeof numbers);
+  }
+
+  static Words transpose(const Unit& unit) { return unit.transpose(); }
+
+  template <int BLOCKS, class Function>
+  INLINE void decode(const Words (&words)[BLOCKS], Function f) const {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++)
+#pragma GCC unroll 4
+      for (int i = 0; i < UNIT_WORDS; i++)
+#pragma GCC unroll 2
+        for (int byte = 0; byte < 2; byte++)
+#pragma GCC unroll 2
+          for (int block = 0; block < BLOCKS; block++) {
+            Bytes index = _mm512_srli_epi16((Bytes)words[block].each[i], 8 * byte + 4 * half);
+            f(8 * half + 2 * i + byte, block, (Ints)_mm512_permutexvar_epi16(index, numbers));
+          }
+  }
+};
+#endif

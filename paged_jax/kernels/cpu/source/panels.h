@@ -1,0 +1,205 @@
+// Rows of x in the order in which blocks of quantised weights multiply them.
+//
+// A panel is a few rows of x. Its cells are stored one after the other, each for all rows:
+//
+//   cell 0 of rows 0 1 ... M-1 | cell 1 of rows 0 1 ... M-1 | ...
+//
+// The sums of the inputs of a group, which the minima of the weights multiply, are stored likewise.
+#pragma once
+
+#include "codes.h"
+#include "frame.h"
+
+namespace {
+
+// Division of the inputs into groups with one scale, and of groups into segments with one sum.
+struct Groups {
+  int num_inputs, size, count;
+  int cells;                        // of a group, including padding
+  int segment_cells, num_segments;  // of a group; the last segment may be shorter
+  bool has_whole_units;             // whether each segment consists of units
+
+  template <class Decoder>
+  static Groups divide(int num_inputs, int count) {
+    constexpr int INPUTS = Decoder::INPUTS / Decoder::CELLS;  // in a cell
+    constexpr int SEGMENT_CELLS = 128 / INPUTS;
+    Groups groups = {num_inputs, num_inputs / count, count};
+    groups.has_whole_units = !Decoder::IS_PACKED || groups.size % Decoder::INPUTS == 0;
+    int padded = groups.has_whole_units ? round_up(groups.size, Decoder::INPUTS) : groups.size;
+    groups.cells = groups.segment_cells = padded / INPUTS;
+    if (groups.has_whole_units && groups.cells > SEGMENT_CELLS) groups.segment_cells = SEGMENT_CELLS;
+    groups.num_segments = (groups.cells + groups.segment_cells - 1) / groups.segment_cells;
+    return groups;
+  }
+
+  int64_t total_cells() const { return (int64_t)count * cells; }
+  int total_segments() const { return count * num_segments; }
+};
+
+constexpr int MAX_PANEL = LANES == 16 ? 16 : 8;
+// Numbers of rows for which the kernels are compiled. Other panels are filled up with zeros.
+constexpr int PANEL_SIZES[] = {1, 2, 3, 4, 6, 8, 12, 16};
+
+inline int panel_size(int64_t rows) {
+  for (int size : PANEL_SIZES)
+    if (size >= rows) return size;
+  return MAX_PANEL;
+}
+
+template <class Cell>
+struct Panel {
+  const int64_t* places;  // of the rows in x and in the result
+  Cell* cells;
+  float* sums;
+  int num_rows, size;  // `size` also counts rows of zeros at the end
+};
+
+inline bool is_zero(const float* row, int count) {
+  int i = 0;
+  while (i < count && row[i] == 0) i++;
+  return i == count;
+}
+
+// Panels of rows of x. Rows of zeros, such as padding in a batch, are left out: their results are zeros.
+template <class Decoder, class Cells>
+struct Panels {
+  using Cell = typename Cells::Cell;
+  const float* x;
+  const int32_t* order;  // input of each column of the weights, or null
+  bool is_rounded, has_sums;  // whether x is rounded to bfloat16; whether sums are needed
+  Groups groups;
+  float* out;
+  int64_t N;
+  Panel<Cell>* panels;
+  int64_t num_panels, num_rows, size;  // `size` also counts rows of zeros in panels
+  int64_t* places;
+  Cell* cells;
+  float* sums;
+
+  // Allocates memory for M rows in `num_parts` parts. Call `release` even if it returns false.
+  bool reserve(int64_t M, int64_t num_parts) {
+    int64_t max_size = M + 3 * num_parts;  // see PANEL_SIZES
+    panels = (Panel<Cell>*)malloc((M / MAX_PANEL + num_parts) * sizeof *panels);
+    places = (int64_t*)malloc(M * sizeof *places);
+    sums = (float*)malloc(max_size * groups.count * sizeof *sums);
+    cells = (Cell*)aligned_alloc(64, (max_size * groups.total_cells() * sizeof *cells + 127) / 64 * 64);
+    return panels && places && sums && cells;
+  }
+
+  void release() {
+    free(panels);
+    free(places);
+    free(sums);
+    free(cells);
+  }
+
+  // Makes panels of rows `begin` to `end` of x; `run` fills them. Writes the results of rows of zeros.
+  void add(int64_t begin, int64_t end) {
+    int64_t first = num_rows;
+    for (int64_t place = begin; place < end; place++)
+      if (is_zero(x + place * groups.num_inputs, groups.num_inputs))
+        memset(out + place * N, 0, N * sizeof *out);
+      else
+        places[num_rows++] = place;
+    for (; first < num_rows; first += MAX_PANEL) {
+      Panel<Cell>& panel = panels[num_panels++];
+      panel.num_rows = smaller(num_rows - first, MAX_PANEL);
+      panel.size = panel_size(panel.num_rows);
+      panel.places = places + first;
+      panel.cells = cells + size * groups.total_cells();
+      panel.sums = sums + size * groups.count;
+      size += panel.size;
+    }
+  }
+
+  // Fills a panel.
+  void run(int64_t index) {
+    const Panel<Cell>& panel = panels[index];
+    int64_t inputs = groups.total_cells() * Cells::INPUTS;  // with padding
+    float* rows = (float*)aligned_alloc(64, (panel.size * inputs * sizeof *rows + 63) / 64 * 64);
+    if (!rows) abort();
+    for (int m = 0; m < panel.num_rows; m++) copy_row(rows + m * inputs, panel.places[m]);
+    memset(rows + panel.num_rows * inputs, 0, (panel.size - panel.num_rows) * inputs * sizeof *rows);
+    for (int m = 0; has_sums && m < panel.size; m++)
+      for (int group = 0; group < groups.count; group++)
+        panel.sums[group * panel.size + m] = sum_inputs(rows + m * inputs + group * group_inputs());
+    write_cells(panel, rows, inputs);
+    free(rows);
+  }
+
+  int group_inputs() const { return groups.cells * Cells::INPUTS; }  // with padding
+
+  // Copies a row of x in the order of the columns of the weights.
+  void copy_row(float* to, int64_t place) const {
+    const float* from = x + place * groups.num_inputs;
+    for (int group = 0; group < groups.count; group++, to += group_inputs()) {
+      int begin = group * groups.size, i = 0;
+      if (order)
+        for (; i < groups.size; i++) to[i] = from[order[begin + i]];
+      else
+        memcpy(to, from + begin, groups.size * sizeof *to);
+      memset(to + groups.size, 0, (group_inputs() - groups.size) * sizeof *to);
+      if (!is_rounded) continue;
+      for (i = 0; i + LANES <= groups.size; i += LANES) store(to + i, rounded(load<Floats>(to + i)));
+      for (; i < groups.size; i++) to[i] = rounded(fill(to[i]))[0];
+    }
+  }
+
+  float sum_inputs(const float* inputs) const {
+    Floats total = {};
+    int i = 0;
+    for (; i + LANES <= groups.size; i += LANES) total += load<Floats>(inputs + i);
+    float rest = 0;
+    for (; i < groups.size; i++) rest += inputs[i];
+    return sum(total) + rest;
+  }
+
+  // Writes the cells of rows of `inputs` inputs each.
+  void write_cells(const Panel<Cell>& panel, const float* rows, int64_t inputs) const {
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    i = write_vectors(panel, rows, inputs);
+#endif
+    for (; i < groups.total_cells(); i++)
+      for (int m = 0; m < panel.size; m++)
+        panel.cells[i * panel.size + m] = Cells::cell([=](int which) {
+          int64_t unit = i / Decoder::CELLS;
+          return rows[m * inputs + unit * Decoder::INPUTS + Decoder::input(i % Decoder::CELLS, which)];
+        });
+  }
+
+#if defined(__AVX512F__)
+  // Writes LANES cells of all rows at a time. Returns the number of cells.
+  int64_t write_vectors(const Panel<Cell>& panel, const float* rows, int64_t inputs) const {
+    constexpr int STEP_INPUTS = LANES * Cells::INPUTS;
+    uint16_t places[2 * LANES];  // of the upper halves of the inputs of pairs, in vectors of LANES floats
+    for (int i = 0; i < 2 * LANES; i++) {
+      int cell = i / 2 % Decoder::CELLS, unit = i / 2 / Decoder::CELLS;
+      places[i] = 2 * (unit * Decoder::INPUTS + Decoder::input(cell, i % 2)) + 1;
+    }
+    Cell* to = panel.cells;
+    int64_t begin = 0;
+    alignas(64) Cell cells[LANES][LANES] = {};
+    for (; begin + STEP_INPUTS <= inputs; begin += STEP_INPUTS, to += LANES * panel.size) {
+      for (int m = 0; m < panel.num_rows; m++) {
+        const float* from = rows + m * inputs + begin;
+        Ints vector = load<Ints>(from);
+        if (Cells::INPUTS == 2)
+          vector = (Ints)_mm512_permutex2var_epi16((Bytes)vector, load<Bytes>(places), load<Bytes>(from + LANES));
+        memcpy(panel.size == 1 ? to : cells[m], &vector, sizeof vector);
+      }
+      if (panel.size == 1) continue;
+      for (int cell = 0; cell < LANES; cell += UNIT_WORDS) {
+        Unit unit;
+        unit.load((const uint8_t*)&cells[0][cell], sizeof cells[0]);
+        Words words = unit.transpose();
+        for (int i = 0; i < UNIT_WORDS; i++)
+          _mm512_mask_storeu_epi32(to + (cell + i) * panel.size, (1 << panel.size) - 1, (Bytes)words.each[i]);
+      }
+    }
+    return begin / Cells::INPUTS;
+  }
+#endif
+};
+
+}  // namespace

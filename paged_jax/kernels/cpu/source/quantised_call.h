@@ -1,0 +1,73 @@
+// Operands of the kernels for quantised weights, in this order:
+//
+//   x        f32 [M, K]
+//   values   [L, N, K], or 4-bit values [L, N, K / 2]; for experts [L, X, N, ...]
+//   scales   floats [L, N, groups]; for experts [L, X, N, groups]
+//   table    f32 [16], the numbers of 4-bit values
+//   layer    i32 [], the layer to read
+//   mins     like the scales, if the attribute `has_mins` is set
+//   order    i32 [L, K], the input of each column, if the attribute `has_order` is set
+#pragma once
+
+#include "weight_units.h"
+
+namespace {
+
+struct QuantisedCall {
+  XLA_FFI_Buffer *x, *values, *scales, *mins, *order;
+  const float* table;
+  int64_t layer, M, N;
+  Groups groups;
+  int num_operands;
+
+  explicit QuantisedCall(XLA_FFI_CallFrame* frame) {
+    x = argument(frame, 0), values = argument(frame, 1), scales = argument(frame, 2);
+    table = (const float*)argument(frame, 3)->data;
+    layer = *(const int32_t*)argument(frame, 4)->data;
+    num_operands = 5;
+    mins = attribute<int32_t>(frame, "has_mins") ? argument(frame, num_operands++) : nullptr;
+    order = attribute<int32_t>(frame, "has_order") ? argument(frame, num_operands++) : nullptr;
+    M = x->dims[0], N = values->dims[values->rank - 2];
+    groups = Groups::divide<Decoder>(x->dims[1], scales->dims[scales->rank - 1]);
+  }
+
+  // Returns weight `index` of `count` weights in a layer.
+  Matrix matrix(int64_t index, int64_t count) const {
+    int64_t first_row = (layer * count + index) * N;
+    return {rows(values, first_row), rows(scales, first_row), mins ? rows(mins, first_row) : ByteRows{},
+            kind(scales),            kind(mins),              table,
+            N,                       groups};
+  }
+
+  Panels<Decoder, Cells> panels(float* out) const {
+    Panels<Decoder, Cells> panels = {};
+    panels.x = (const float*)x->data;
+    if (order) panels.order = (const int32_t*)order->data + layer * groups.num_inputs;
+    panels.is_rounded = ROUNDS<INPUT>;
+    panels.has_sums = mins;
+    panels.groups = groups;
+    panels.out = out;
+    panels.N = N;
+    return panels;
+  }
+
+  static ByteRows rows(const XLA_FFI_Buffer* buffer, int64_t first) {
+    int64_t num_rows = 1, bytes = buffer->dims[buffer->rank - 1] * size(buffer);
+    for (int64_t i = 0; i + 1 < buffer->rank; i++) num_rows *= buffer->dims[i];
+    auto* begin = (const uint8_t*)buffer->data;
+    return {begin + first * bytes, bytes, begin + num_rows * bytes};
+  }
+
+  static int64_t size(const XLA_FFI_Buffer* buffer) {
+    if (buffer->dtype == XLA_FFI_DataType_F32) return 4;
+    return buffer->dtype == XLA_FFI_DataType_F16 || buffer->dtype == XLA_FFI_DataType_BF16 ? 2 : 1;
+  }
+
+  static FloatKind kind(const XLA_FFI_Buffer* buffer) {
+    if (!buffer || buffer->dtype == XLA_FFI_DataType_F32) return FLOAT32;
+    return buffer->dtype == XLA_FFI_DataType_BF16 ? BFLOAT16 : FLOAT16;
+  }
+};
+
+
+}  // namespace

@@ -1,0 +1,128 @@
+// Units of weights: 16 bytes of each of LANES weight rows, and their transposition.
+#pragma once
+
+#include "vectors.h"
+
+constexpr int UNIT_BYTES = 16;
+constexpr int UNIT_WORDS = UNIT_BYTES / 4;
+
+inline int64_t smaller(int64_t x, int64_t y) { return x < y ? x : y; }
+
+// An array with a row of bytes for each row of weights: values, scales or minima.
+struct ByteRows {
+  const uint8_t* begin;
+  int64_t row_bytes;
+  const uint8_t* end;  // of the array
+};
+
+// Four bytes of each row in each vector, as transposed units are.
+struct Words {
+  Ints each[UNIT_WORDS];
+};
+
+#if defined(__AVX512F__)
+typedef __m512i Bytes;
+
+// Loads 16 bytes from `from` and from each of the next three rows, `stride` bytes apart.
+inline Bytes load_quarters(const uint8_t* from, int64_t stride) {
+  auto quarter = [=](int i) { return _mm_loadu_si128((const __m128i*)(from + i * stride)); };
+  Bytes bytes = _mm512_inserti32x4(_mm512_castsi128_si512(quarter(0)), quarter(1), 1);
+  return _mm512_inserti32x4(_mm512_inserti32x4(bytes, quarter(2), 2), quarter(3), 3);
+}
+
+// Lane i of rows[j], where a lane has 16 bytes, contains the bytes of row 4 i + j.
+struct Unit {
+  Bytes rows[4];
+
+  void load(const uint8_t* from, int64_t stride) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) rows[i] = load_quarters(from + i * stride, 4 * stride);
+  }
+
+  // Returns words of four bytes: word i of each row in vector i.
+  Words transpose() const {
+    Bytes a = _mm512_unpacklo_epi32(rows[0], rows[1]), b = _mm512_unpacklo_epi32(rows[2], rows[3]);
+    Bytes c = _mm512_unpackhi_epi32(rows[0], rows[1]), d = _mm512_unpackhi_epi32(rows[2], rows[3]);
+    return {
+        {(Ints)_mm512_unpacklo_epi64(a, b), (Ints)_mm512_unpackhi_epi64(a, b),
+         (Ints)_mm512_unpacklo_epi64(c, d), (Ints)_mm512_unpackhi_epi64(c, d)}};
+  }
+
+  // Returns pairs of bytes: the lower halves of the lanes of vector i contain pair 2 i of each row, the
+  // upper halves contain pair 2 i + 1.
+  Words transpose_pairs() const {
+    Bytes a = _mm512_unpacklo_epi16(rows[0], rows[1]), b = _mm512_unpacklo_epi16(rows[2], rows[3]);
+    Bytes c = _mm512_unpackhi_epi16(rows[0], rows[1]), d = _mm512_unpackhi_epi16(rows[2], rows[3]);
+    return {
+        {(Ints)_mm512_unpacklo_epi32(a, b), (Ints)_mm512_unpackhi_epi32(a, b),
+         (Ints)_mm512_unpacklo_epi32(c, d), (Ints)_mm512_unpackhi_epi32(c, d)}};
+  }
+};
+#else
+struct Unit {
+  Words words;
+
+  void load(const uint8_t* from, int64_t stride) {
+    for (int row = 0; row < LANES; row++) {
+      int32_t bytes[UNIT_WORDS];
+      memcpy(bytes, from + row * stride, sizeof bytes);
+      for (int i = 0; i < UNIT_WORDS; i++) words.each[i][row] = bytes[i];
+    }
+  }
+
+  Words transpose() const { return words; }
+};
+#endif
+
+// Loads bytes `offset` to `offset + UNIT_BYTES` of `num_rows` rows. Rows from `num_rows` on, and bytes from
+// `valid` on, are zeros.
+inline Unit load_unit(const ByteRows& rows, int64_t row, int num_rows, int64_t offset, int valid) {
+  Unit unit;
+  const uint8_t* from = rows.begin + row * rows.row_bytes + offset;
+  if (__builtin_expect(num_rows == LANES && valid == UNIT_BYTES, 1)) {
+    unit.load(from, rows.row_bytes);
+    return unit;
+  }
+  uint8_t copy[LANES][UNIT_BYTES] = {};
+  for (int i = 0; i < num_rows; i++) memcpy(copy[i], from + i * rows.row_bytes, valid);
+  unit.load(copy[0], UNIT_BYTES);
+  return unit;
+}
+
+enum FloatKind : int32_t { FLOAT32, BFLOAT16, FLOAT16 };
+
+// Converts the float16 numbers in the lower halves of 32 bits.
+inline Floats widen_float16(Ints bits) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((Bytes)bits));
+#else
+  uint16_t narrow[LANES];
+  for (int i = 0; i < LANES; i++) narrow[i] = bits[i];
+  return Float16::half(narrow, 0);
+#endif
+}
+
+// Converts groups `first` to `last` of floats [rows, groups] to float32 [groups, LANES], for `num_rows`
+// rows. Writes up to 8 groups after the last one.
+inline void transpose_floats(
+    float* to, const ByteRows& rows, int64_t row, int num_rows, int first, int last, FloatKind kind) {
+  int bytes = kind == FLOAT32 ? 4 : 2;
+  const uint8_t* last_row = rows.begin + (row + LANES - 1) * rows.row_bytes;
+  for (int group = first; group < last; group += UNIT_BYTES / bytes) {
+    int64_t offset = (int64_t)group * bytes, valid = (int64_t)(last - group) * bytes;
+    // Bytes of other groups or rows are harmless.
+    bool is_inside = valid >= UNIT_BYTES || last_row + offset + UNIT_BYTES <= rows.end;
+    Unit unit = load_unit(rows, row, num_rows, offset, is_inside ? UNIT_BYTES : valid);
+    for (Ints word : unit.transpose().each) {
+      Ints lower = word << 16, upper = word & (int32_t)0xffff0000;
+      if (kind == FLOAT32) {
+        store(to, (Floats)word);
+      } else {
+        bool is_bfloat16 = kind == BFLOAT16;
+        store(to, is_bfloat16 ? (Floats)lower : widen_float16(word & 0xffff));
+        store(to += LANES, is_bfloat16 ? (Floats)upper : widen_float16(upper >> 16 & 0xffff));
+      }
+      to += LANES;
+    }
+  }
+}

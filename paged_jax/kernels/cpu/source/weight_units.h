@@ -1,0 +1,351 @@
+// Multiplication of rows of x by rows of a quantised weight, for `quantised_linear.cc` and
+// `quantised_grouped_linear.cc`.
+//
+// A block is LANES rows of the weight. A panel is up to MAX_PANEL rows of x. A vector of sums for each row of
+// x stays in a register:
+//
+//   sums[row of x] += w[cell] * x[cell, row of x]                       for all cells of a segment
+//   totals[row of x] += scales[group] * sums[row of x]                  after each segment
+//   totals[row of x] += mins[group] * (sum of x[group, row of x])       after each group
+//
+// The first panel multiplies cells as they are converted. If there are more panels, the cells are also
+// kept in a tile, which the other panels read. The result of a row does not depend on the other rows.
+#pragma once
+
+#include "panels.h"
+
+namespace {
+
+struct Packed {};  // 4-bit values
+
+template <class Input>
+struct CellsFor {
+  using Cells = Singles;
+};
+#if HAS_PAIRS
+template <>
+struct CellsFor<Bfloat16> {
+  using Cells = Pairs;
+};
+#endif
+using Cells = CellsFor<INPUT>::Cells;  // INPUT is a compiler option
+using Cell = Cells::Cell;
+
+template <class>
+struct DecoderFor;
+template <>
+struct DecoderFor<Int8> {
+  using Decoder = ByteDecoder<Int8Code, Cells>;
+};
+template <>
+struct DecoderFor<Float8> {
+  using Decoder = ByteDecoder<Float8Code, Cells>;
+};
+template <>
+struct DecoderFor<Packed> {
+  using Decoder = PackedDecoder<Cells>;
+};
+using Decoder = DecoderFor<ELEMENT>::Decoder;  // ELEMENT is a compiler option
+
+template <class>
+constexpr bool ROUNDS = false;
+template <>
+constexpr bool ROUNDS<Bfloat16> = true;
+
+// Panels that a block multiplies before the next block. Their totals stay in a cache.
+constexpr int CHUNK_PANELS = 256 / MAX_PANEL;
+// Approximate number of inputs whose cells are kept in a tile, so that the tile stays in a cache.
+constexpr int TILE_INPUTS = 640;
+constexpr int64_t PART_BYTES = 64 * 1024;
+
+// A quantised weight [N, K].
+struct Matrix {
+  ByteRows values, scales, mins;  // mins.begin is null if there are no minima
+  FloatKind scale_kind, min_kind;
+  const float* table;
+  int64_t N;
+  Groups groups;
+};
+
+// Some segments of one or two blocks.
+struct Strip {
+  const Matrix* matrix;
+  Groups groups;
+  int64_t row;  // the first row
+  int64_t num_rows;
+  int first, last;       // segments
+  const float* scales;   // [groups, LANES], from the group of the first segment on
+  const float* mins;     // likewise, or null
+  int64_t block_floats;  // distance between the scales of two blocks
+  Cell* tile;
+  const char* next_line;  // address to prefetch from, while units are converted
+};
+
+// Position in the segments of a strip and in a panel.
+struct Position {
+  const Groups& groups;
+  int group, segment;
+  const float *scales, *mins;
+  const Cell* x;
+  const float* x_sums;
+
+  Position(const Strip& strip, const Panel<Cell>* panel) : groups(strip.groups) {
+    group = strip.first / groups.num_segments, segment = strip.first % groups.num_segments;
+    scales = strip.scales, mins = strip.mins;
+    x = panel ? panel->cells + (group * groups.cells + segment * groups.segment_cells) * panel->size : nullptr;
+    x_sums = panel ? panel->sums + group * panel->size : nullptr;
+  }
+
+  bool ends_group() const { return segment + 1 == groups.num_segments; }
+
+  int num_cells() const {
+    return ends_group() ? groups.cells - segment * groups.segment_cells : groups.segment_cells;
+  }
+
+  void next(int panel_size) {
+    segment++;
+    if (segment < groups.num_segments) return;
+    segment = 0, group++, scales += LANES, x_sums += panel_size;
+    if (mins) mins += LANES;
+  }
+};
+
+// Sums of products with M rows of x. They are members instead of an array, because GCC keeps arrays in
+// memory.
+template <int M>
+struct Sums {
+  Sums<M - 1> others;
+  Floats last = {};
+
+  INLINE void add(Cells::Vector w, const Cell* x) {
+    others.add(w, x);
+    Cells::add(last, w, x + M - 1);
+  }
+
+  // Adds the scaled sums to the totals, and the products of the minima if there are any.
+  INLINE void add_to(float* totals, Floats scale, const float* mins, const float* x_sums) const {
+    others.add_to(totals, scale, mins, x_sums);
+    float* its = totals + (M - 1) * LANES;
+    Floats total = load<Floats>(its);
+    add_product(total, last, scale);
+    if (mins) Singles::add(total, load<Floats>(mins), x_sums + M - 1);
+    store(its, total);
+  }
+};
+
+template <>
+struct Sums<0> {
+  INLINE void add(Cells::Vector, const Cell*) {}
+  INLINE void add_to(float*, Floats, const float*, const float*) const {}
+};
+
+// Position in the units of a strip.
+struct Cursor {
+  int64_t begin, byte, group_bytes;  // start of the group, and position in it; groups start with a unit
+
+  explicit Cursor(const Strip& strip) {
+    const Groups& groups = strip.groups;
+    group_bytes = groups.size * UNIT_BYTES / Decoder::INPUTS;
+    begin = strip.first / groups.num_segments * group_bytes;
+    byte = strip.first % groups.num_segments * (groups.segment_cells / Decoder::CELLS) * UNIT_BYTES;
+  }
+
+  void next() {
+    byte += UNIT_BYTES;
+    if (byte >= group_bytes) begin += group_bytes, byte = 0;
+  }
+
+  INLINE Words load(const Strip& strip, int block) const {
+    int64_t num_rows = smaller(strip.num_rows - block * LANES, LANES);
+    int64_t row = strip.row + block * LANES, valid = smaller(group_bytes - byte, UNIT_BYTES);
+    return Decoder::transpose(load_unit(strip.matrix->values, row, num_rows, begin + byte, valid));
+  }
+};
+
+// Converts units of BLOCKS blocks, and multiplies them by a panel of size M, which may be 0. Keeps the cells
+// in the tile if KEEPS. Several blocks are multiplied together if M is small, so that additions do not wait
+// for each other.
+template <int M, int BLOCKS, bool KEEPS>
+void multiply_units(const Decoder& decoder, const Strip& strip, const Panel<Cell>* panel, float* totals) {
+  Position at(strip, M ? panel : nullptr);
+  Cursor cursor(strip);
+  Cell* tile = strip.tile;
+  const char* next_line = strip.next_line;
+  Words words[BLOCKS], following[BLOCKS];
+#pragma GCC unroll 2
+  for (int block = 0; block < BLOCKS; block++) following[block] = cursor.load(strip, block);
+  for (int i = strip.first; i < strip.last; i++) {
+    Sums<M> sums[BLOCKS];
+    for (int left = at.num_cells(); left > 0; left -= Decoder::CELLS) {
+      cursor.next();
+      bool has_next = i + 1 < strip.last || left > Decoder::CELLS;
+#pragma GCC unroll 2
+      for (int block = 0; block < BLOCKS; block++) {
+        words[block] = following[block];
+        // Loads of the next unit take place during the additions of this unit.
+        if (has_next) following[block] = cursor.load(strip, block);
+      }
+#pragma GCC unroll 16
+      for (int line = 0; line < BLOCKS * LANES * UNIT_BYTES / 64; line++, next_line += 64)
+        __builtin_prefetch(next_line, 0, 2);
+      decoder.decode(words, [&](int cell, int block, Cells::Vector w) __attribute__((always_inline)) {
+        if (KEEPS) memcpy(tile + cell * LANES, &w, sizeof w);
+        sums[block].add(w, at.x + cell * M);
+      });
+      at.x += Decoder::CELLS * M;
+      if (KEEPS) tile += Decoder::CELLS * LANES;
+    }
+#pragma GCC unroll 2
+    for (int block = 0; block < BLOCKS; block++) {
+      const float* mins = at.mins && at.ends_group() ? at.mins + block * strip.block_floats : nullptr;
+      Floats scale = load<Floats>(at.scales + block * strip.block_floats);
+      sums[block].add_to(totals + block * MAX_PANEL * LANES, scale, mins, at.x_sums);
+    }
+    at.next(M);
+  }
+}
+
+// Multiplies the cells in the tile by a panel of size M.
+template <int M>
+void multiply_tile(const Strip& strip, const Panel<Cell>* panel, float* totals) {
+  Position at(strip, panel);
+  const Cell* tile = strip.tile;
+  for (int i = strip.first; i < strip.last; i++) {
+    Sums<M> sums;
+#pragma GCC unroll 2
+    for (int left = at.num_cells(); left > 0; left--, tile += LANES, at.x += M)
+      sums.add(load<Cells::Vector>(tile), at.x);
+    sums.add_to(totals, load<Floats>(at.scales), at.ends_group() ? at.mins : nullptr, at.x_sums);
+    at.next(M);
+  }
+}
+
+#define FOR_EACH_PANEL_SIZE(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(6) CASE(8) CASE(12) CASE(16)
+
+// Product of a weight and panels.
+struct Product {
+  Matrix matrix;
+  const Panel<Cell>* panels;
+  int64_t num_panels;
+  float* out;
+  int64_t num_parts;
+
+  // Divides the work into parts, the same number for each thread.
+  void divide(int64_t num_threads) {
+    num_parts = (matrix.N * matrix.values.row_bytes + PART_BYTES - 1) / PART_BYTES;
+    if (num_parts > 1) num_parts = (num_parts + num_threads - 1) / num_threads * num_threads;
+  }
+
+  void run(int64_t part) {
+    int64_t num_blocks = (matrix.N + LANES - 1) / LANES;
+    int64_t block = part * num_blocks / num_parts, end = (part + 1) * num_blocks / num_parts;
+    int at_a_time = num_panels == 1 && panels[0].size <= 2 && matrix.groups.has_whole_units ? 2 : 1;
+    int strip_segments = segments_in_strip();
+    int64_t group_floats = (strip_segments + 9) * LANES;  // `transpose_floats` writes 8 groups more
+    int64_t tile_cells = (int64_t)strip_segments * matrix.groups.segment_cells * LANES;
+    int64_t floats = CHUNK_PANELS * MAX_PANEL * LANES + 4 * group_floats;
+    auto* totals = (float*)aligned_alloc(64, floats * sizeof(float) + (tile_cells * sizeof(Cell) + 63) / 64 * 64);
+    if (!totals) abort();
+    float* scales = totals + CHUNK_PANELS * MAX_PANEL * LANES;
+    Strip strip = {&matrix, matrix.groups};
+    strip.tile = (Cell*)(totals + floats);
+    strip.block_floats = group_floats;
+    Decoder decoder(matrix.table);
+    for (; block < end; block += at_a_time) {
+      strip.row = block * LANES;
+      strip.num_rows = smaller((end - block < at_a_time ? end - block : at_a_time) * LANES, matrix.N - strip.row);
+      for (int64_t first = 0; first < num_panels; first += CHUNK_PANELS) {
+        int64_t count = smaller(num_panels - first, CHUNK_PANELS);
+        memset(totals, 0, (count > at_a_time ? count : at_a_time) * MAX_PANEL * LANES * sizeof *totals);
+        strip.next_line = (const char*)(matrix.values.begin + (strip.row + at_a_time * LANES) * matrix.values.row_bytes);
+        for (strip.first = 0; strip.first < strip.groups.total_segments(); strip.first = strip.last) {
+          strip.last = smaller(strip.first + strip_segments, strip.groups.total_segments());
+          load_scales(strip, scales);
+          multiply(decoder, strip, panels + first, count, totals);
+          strip.next_line += (strip.last - strip.first) * (int64_t)strip.groups.segment_cells * UNIT_BYTES * LANES * at_a_time / Decoder::CELLS;
+        }
+        for (int64_t i = 0; i < count; i++) write(strip, panels[first + i], totals + i * MAX_PANEL * LANES);
+      }
+    }
+    free(totals);
+  }
+
+  int segments_in_strip() const {
+    const Groups& groups = matrix.groups;
+    int inputs = groups.segment_cells * Cells::INPUTS, total = groups.total_segments();
+    int most = TILE_INPUTS / inputs > 1 ? TILE_INPUTS / inputs : 1;
+    if (!groups.has_whole_units) {  // each strip begins with a unit
+      int period = 1;
+      while (period * inputs % Decoder::INPUTS) period++;
+      return (most / period > 1 ? most / period : 1) * period;
+    }
+    int num_strips = (total + most - 1) / most;
+    return (total + num_strips - 1) / num_strips;
+  }
+
+  // Loads the scales and minima of the groups of a strip.
+  void load_scales(Strip& strip, float* to) const {
+    int first = strip.first / strip.groups.num_segments, last = (strip.last - 1) / strip.groups.num_segments + 1;
+    strip.scales = to;
+    strip.mins = matrix.mins.begin ? to + 2 * strip.block_floats : nullptr;
+    for (int64_t begin = 0; begin < strip.num_rows; begin += LANES, to += strip.block_floats) {
+      int num_rows = smaller(strip.num_rows - begin, LANES);
+      transpose_floats(to, matrix.scales, strip.row + begin, num_rows, first, last, matrix.scale_kind);
+      if (matrix.mins.begin)
+        transpose_floats(to + 2 * strip.block_floats, matrix.mins, strip.row + begin, num_rows, first, last, matrix.min_kind);
+    }
+  }
+
+  static void multiply(
+      const Decoder& decoder, const Strip& strip, const Panel<Cell>* panels, int64_t count, float* totals) {
+    int64_t i = 1;
+    if (!strip.groups.has_whole_units)
+      convert(decoder, strip), i = 0;
+    else if (count == 1)
+      multiply_only(decoder, strip, panels, totals);
+    else
+      multiply_units<MAX_PANEL, 1, true>(decoder, strip, panels, totals);
+    for (; i < count; i++) multiply_next(strip, panels + i, totals + i * MAX_PANEL * LANES);
+  }
+
+  // Converts the units of a strip whose segments are not units.
+  static void convert(const Decoder& decoder, const Strip& strip) {
+    Strip units = strip;
+    units.groups.size = Decoder::INPUTS;
+    units.groups.cells = units.groups.segment_cells = Decoder::CELLS;
+    units.first = strip.first * strip.groups.cells / Decoder::CELLS;
+    units.last = strip.last * strip.groups.cells / Decoder::CELLS;
+    multiply_units<0, 1, true>(decoder, units, nullptr, nullptr);
+  }
+
+  static void multiply_only(
+      const Decoder& decoder, const Strip& strip, const Panel<Cell>* panel, float* totals) {
+#define CASE(M)                                           \
+  if constexpr (M <= MAX_PANEL)                           \
+    if (panel->size == M) {                               \
+      if (M <= 2 && strip.num_rows > LANES)               \
+        return multiply_units<M, M <= 2 ? 2 : 1, false>(decoder, strip, panel, totals); \
+      return multiply_units<M, 1, false>(decoder, strip, panel, totals); \
+    }
+    FOR_EACH_PANEL_SIZE(CASE)
+#undef CASE
+  }
+
+  static void multiply_next(const Strip& strip, const Panel<Cell>* panel, float* totals) {
+#define CASE(M)                 \
+  if constexpr (M <= MAX_PANEL) \
+    if (panel->size == M) return multiply_tile<M>(strip, panel, totals);
+    FOR_EACH_PANEL_SIZE(CASE)
+#undef CASE
+  }
+
+  void write(const Strip& strip, const Panel<Cell>& panel, const float* totals) const {
+    for (int64_t begin = 0; begin < strip.num_rows; begin += LANES, totals += MAX_PANEL * LANES)
+      for (int m = 0; m < panel.num_rows; m++)
+        memcpy(
+            out + panel.places[m] * matrix.N + strip.row + begin, totals + m * LANES,
+            smaller(strip.num_rows - begin, LANES) * sizeof *out);
+  }
+};
+
+}  // namespace
