@@ -136,6 +136,35 @@ def test_gguf_and_folder_are_the_same_model(tmp_path, case):
     assert different == []
 
 
+# llama.cpp computes gelu from a table in float16.
+_ROUNDINGS = {"gemma2": 0.02, "gemma3": 0.02}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_agree_with_llama_cpp(tmp_path, case):
+    """Compare with another reader of the same file, if llama-cpp-python is installed."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    architecture, config_json, entries = CASES[case]
+    if case == "phi3":  # llama.cpp ignores its windows
+        config_json, entries = {**config_json, "sliding_window": None}, {}
+    if case == "gpt-oss":  # llama.cpp rounds the transitions of YaRN
+        config_json, entries = (
+            {**config_json, "rope_parameters": {"rope_type": "default"}},
+            _WINDOWS,
+        )
+    model = random_llama(config_of(config_json), scale=0.1)
+    metadata = metadata_of(model.config, architecture, **entries, vocab_size=64)
+    tensors = tensors_of(model, architecture, tmp_path / "folder")
+    metadata["tokenizer.ggml.model"] = "no_vocab"
+    path = write(tmp_path / "model.gguf", metadata, tensors)
+    found = Llama.from_pretrained(path, dtype="float32")(TOKENS)[0]
+    peer = llama_cpp.Llama(
+        str(path), n_ctx=256, logits_all=True, verbose=False, n_threads=1, type_k=0, type_v=0
+    )  # fmt: skip
+    peer.eval(TOKENS[0].tolist())
+    np.testing.assert_allclose(found, peer._scores, rtol=0, atol=_ROUNDINGS.get(case, 1e-5))
+
+
 @pytest.mark.parametrize("name", FIXTURES)
 def test_fixtures_give_the_reference_weights_and_logits(data_dir, logits, name):
     path = data_dir / "quantised" / name / "model.gguf"

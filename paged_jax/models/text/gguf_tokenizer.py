@@ -11,11 +11,11 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, processors
 
-from paged_jax.arguments import is_int, is_real
+from paged_jax.arguments import is_int
 from paged_jax.models.gguf_file import GgufFile, Texts
-from paged_jax.models.text.generation_config import GenerationConfig
 from paged_jax.models.text.pre_tokenizers import PRE_TOKENIZERS
 from paged_jax.models.text.special_tokens import TokenizerError
+from paged_jax.sampling.params import NUMBERS
 
 _PREFIX = "tokenizer.ggml."
 # Types of tokens in `token_type`.
@@ -57,18 +57,6 @@ def read_gguf_tokenizer(file: GgufFile) -> dict[str, Any]:
       TokenizerError: the file has no tokenizer, or one that is not supported. The message names it.
     """
     return _TokenizerReader(file).read()
-
-
-def read_sampling_defaults(metadata: Mapping[str, Any]) -> GenerationConfig:
-    """Return the sampling parameters that a GGUF file recommends."""
-    values = {
-        name: metadata[f"general.sampling.{key}"]
-        for key, name in _SAMPLING.items()
-        if is_real(metadata.get(f"general.sampling.{key}"))
-    }
-    if values.get("top_k") == 0:
-        del values["top_k"]  # no limit
-    return GenerationConfig(sampling_defaults=values)
 
 
 class _TokenizerReader:
@@ -116,7 +104,7 @@ class _TokenizerReader:
             "eos_token_ids": end_ids,
             "chat_template": _text(templates("tokenizer.chat_template")),
             "tool_template": _text(templates("tokenizer.chat_template.tool_use")),
-            "generation_config": read_sampling_defaults(self._metadata),
+            "sampling_defaults": self._sampling_defaults(),
         }
 
     def _byte_level(self) -> tuple[tokenizers.Tokenizer, bool]:
@@ -230,6 +218,18 @@ class _TokenizerReader:
             found.discard(self._ids.get("<|end|>", -1))
         found |= {each for key in _END_KEYS if (each := self._id(key)) is not None}
         return sorted(found)
+
+    def _sampling_defaults(self) -> dict[str, Any]:
+        """Return the sampling parameters that the file recommends."""
+        defaults = {}
+        for key, name in _SAMPLING.items():
+            key = f"general.sampling.{key}"
+            if (value := self._metadata.get(key)) is None:
+                continue
+            if not (number := NUMBERS[name]).allows(value):
+                raise TokenizerError(f"{self._path}: {key} must {number.rule}, got {value!r}.")
+            defaults[name] = value
+        return defaults
 
     def _id(self, key: str, default: int | None = None) -> int | None:
         value = self._get(key)
