@@ -37,6 +37,7 @@ from paged_jax.kernels.backend import (
     RaggedArgs,
     RaggedOptions,
     RopeWriteArgs,
+    Weight,
     WriteArgs,
     WritingOps,
     has_op,
@@ -75,6 +76,19 @@ class CompiledBackend(Backend, Protocol):
 
     def unavailable(self, problem: Problem) -> str | None:
         """Compile the kernel for a problem; return why this machine cannot, or None if it can."""
+        ...
+
+
+@runtime_checkable
+class QuantisedLinearOps(Protocol):
+    """Op of a backend that multiplies by quantised weights, where XLA would copy them as floats."""
+
+    def quantised_refusal(self, w: Weight) -> str | None:
+        """Return why the backend cannot multiply by this weight, or None if it can."""
+        ...
+
+    def quantised_linear(self, x: jax.Array, w: Weight) -> jax.Array:
+        """Multiply the last dimension by a weight, as `paged_jax.kernels.linear.linear`."""
         ...
 
 
@@ -167,6 +181,33 @@ def linear_backend(name: str | None) -> LinearOps:
     """
     backend = BACKENDS.get(name or "cpu")
     return backend if isinstance(backend, LinearOps) else general_backend()
+
+
+def run_linear(x: jax.Array, w: Weight, name: str | None) -> jax.Array:
+    """Multiply by a weight on the backend of `linear_backend`, or by kernels for quantised weights.
+
+    Args:
+      x: the rows.
+      w: the weight.
+      name: name of a backend, or None for the best one on each platform.
+    """
+    general = linear_backend(name).linear
+    if w.scales is None:
+        return general(x, w)
+    has_kernel = {
+        each: backend
+        for each, backend in BACKENDS.items()
+        if isinstance(backend, QuantisedLinearOps) and backend.quantised_refusal(w) is None
+    }
+    own = has_kernel.get(name or "")
+    if isinstance(own, PallasBackend) and own.interpret:
+        return own.quantised_linear(x, w)
+    branches = {
+        backend.platform: backend.quantised_linear
+        for each, backend in has_kernel.items()
+        if backend.platform is not None and name in (None, each)
+    }
+    return lax.platform_dependent(x, w, default=general, **branches) if branches else general(x, w)
 
 
 def run_grouped_linear(args: GroupedArgs, name: str | None, interpret: Interpret) -> jax.Array:

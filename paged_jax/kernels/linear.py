@@ -1,8 +1,10 @@
 """Matrix multiplication with the weights of a model, and sums over rows.
 
-On GPUs and TPUs, `linear` and `sum_rows` are plain JAX. For a few rows of activations, CPUs have
-C++ kernels, which read the weights in place. With these kernels, the result of a row does not
-depend on the other rows. `grouped_linear` has kernels for CPUs, NVIDIA GPUs and TPUs.
+On GPUs and TPUs, `linear` and `sum_rows` are plain JAX. Quantised weights are an exception: NVIDIA
+GPUs have a kernel that converts them in registers, unless XLA can fuse the conversion into the
+matmul. For a few rows of activations, CPUs have C++ kernels, which read the weights in place. With
+these kernels, the result of a row does not depend on the other rows. `grouped_linear` has kernels
+for CPUs, NVIDIA GPUs and TPUs.
 """
 
 import dataclasses
@@ -21,6 +23,7 @@ from paged_jax.kernels.dispatch import (
     general_backend,
     linear_backend,
     run_grouped_linear,
+    run_linear,
 )
 from paged_jax.kernels.gradients import differentiable_once
 
@@ -49,14 +52,15 @@ def linear(x: jax.Array, w: jax.Array | Weight, *, backend: str | None = None) -
       w: float32, bfloat16 or float16 ``[*out, in]``, or a `Weight`, which may also be quantised.
       backend: the backend of attention, see `paged_attention`. None and ``"cpu"`` use the C++
         kernels if the program is lowered for a CPU that has them. These kernels multiply up to 256
-        rows, or any number of rows if XLA would first convert the whole weight to float32.
+        rows, or any number of rows if XLA would first convert the whole weight to float32. None and
+        ``"triton"`` use the kernel for quantised weights on NVIDIA GPUs.
 
     Returns:
       float32 ``[..., *out]``, accumulated in float32.
     """
     if not isinstance(w, Weight):
         w = Weight(w)
-    return linear_backend(backend).linear(x, w)
+    return run_linear(x, w, backend)
 
 
 def sum_rows(x: jax.Array, *, rows_per_token: int = 1) -> jax.Array:

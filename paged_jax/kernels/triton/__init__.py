@@ -23,12 +23,14 @@ from paged_jax.kernels.backend import (
     RaggedArgs,
     RaggedOptions,
     RopeWriteArgs,
+    Weight,
     WriteArgs,
 )
 from paged_jax.kernels.pool_format import QUANTISED
 from paged_jax.kernels.ragged import attend_in_parts
 from paged_jax.kernels.triton import grouped_linear as _grouped
 from paged_jax.kernels.triton import pallas, split_kv, tiles, tuning
+from paged_jax.kernels.triton import quantised_linear as _quantised
 from paged_jax.kernels.triton import write as _write
 from paged_jax.kernels.triton.decode import decode
 from paged_jax.kernels.triton.prefill import attend_to_chunks, prefill
@@ -86,15 +88,19 @@ class Triton:
 
     def grouped_refusal(self, args: GroupedArgs) -> str | None:
         """Return why the kernel cannot multiply these arrays, or None if it can."""
-        if args.w.scales is not None:
-            return f"its weights are floating point, not {args.w.format.code} with scales"
-        return _grouped.refusal(args.x, args.w.values)
+        return _grouped.refusal(args.x, args.w)
 
     def grouped_linear(self, args: GroupedArgs) -> jax.Array:
         """Multiply rows by the weights of their groups, in one launch."""
-        return _grouped.grouped_linear(
-            args.x, args.w.values, args.group_sizes, interpret=self.interpret
-        )
+        return _grouped.grouped_linear(args.x, args.w, args.group_sizes, interpret=self.interpret)
+
+    def quantised_refusal(self, w: Weight) -> str | None:
+        """Return why the kernel cannot multiply by this weight, or None if it can."""
+        return _quantised.refusal(w)
+
+    def quantised_linear(self, x: jax.Array, w: Weight) -> jax.Array:
+        """Multiply the last dimension by a quantised weight, in one launch."""
+        return _quantised.linear(x, w, interpret=self.interpret)
 
 
 def refusal(problem: Problem, interpret: Interpret = False) -> str | None:

@@ -8,6 +8,8 @@ its group::
     tiles                0 0 0 0 1   2 2   3 3 3 3 4 4 4         weights of c are not read
     program instances    (tile, outputs)
 
+A quantised weight is converted in registers, see `quantised_linear`.
+
 As in `split_kv`, each program instance computes its tile from the group sizes, in registers. No
 list of tiles is stored in memory. The grid has the maximum number of tiles; program instances
 without a tile end immediately. Consecutive program instances have consecutive tiles. Tiles of the
@@ -22,9 +24,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import Interpret
-from paged_jax.kernels.triton import pallas, tiles, tuning
+from paged_jax.kernels.backend import Interpret, Weight
+from paged_jax.kernels.triton import dequantise, pallas, quantised_linear, tiles, tuning
+from paged_jax.kernels.triton.dequantise import TileFormat, WeightTile
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
+from paged_jax.kernels.triton.quantised_linear import multiply_tile
+from paged_jax.kernels.weight_formats import WeightFormat
 
 # Maximum elements of an array: the kernel computes offsets in int32.
 _MAX_ELEMENTS = 2**31 - 1
@@ -48,14 +53,16 @@ class GroupedTiling(NamedTuple):
     num_stages: int
 
 
-def refusal(x: Any, w: Any) -> str | None:
+def refusal(x: Any, w: Weight) -> str | None:
     """Return why the kernel cannot multiply such arrays, or None if it can."""
     if (why_not := pallas.refusal() or pallas.gpu_refusal()) is not None:
         return why_not
-    if w.dtype.name not in tiles.FLOATING:
-        return f"its weights are {', '.join(tiles.FLOATING)}, not {w.dtype}"
-    if max(x.size, w.size) > _MAX_ELEMENTS:
-        return f"its offsets are int32, and the weights have {w.size} elements"
+    if w.scales is not None:
+        return quantised_linear.format_refusal(w)
+    if w.values.dtype.name not in tiles.FLOATING:
+        return f"its weights are {', '.join(tiles.FLOATING)}, not {w.values.dtype}"
+    if max(x.size, w.values.size) > _MAX_ELEMENTS:
+        return f"its offsets are int32, and the weights have {w.values.size} elements"
     return None
 
 
@@ -82,23 +89,46 @@ def choose_tiling(num_rows: int, num_groups: int, num_outputs: int, dtype: Any) 
     return GroupedTiling(128, 128, inputs, num_warps=8, num_stages=3)
 
 
+def choose_quantised_tiling(
+    num_rows: int, num_groups: int, num_inputs: int, format: WeightFormat
+) -> GroupedTiling:
+    """Choose the launch parameters for quantised weights, by rules that are not measured.
+
+    Args:
+      num_rows: rows of `x` (R).
+      num_groups: number of groups (X).
+      num_inputs: inputs of a weight.
+      format: format of the weights.
+    """
+    rows = max(8, min(pl.next_power_of_2(pl.cdiv(num_rows, num_groups)), 128))
+    shape = quantised_linear.choose_shape(rows, num_inputs, format)
+    return GroupedTiling(rows, *shape)
+
+
 @functools.partial(jax.jit, static_argnames=("tiling", "interpret"))
 def grouped_linear(
     x: jax.Array,
-    w: jax.Array,
+    w: Weight,
     group_sizes: jax.Array,
     *,
     tiling: GroupedTiling | None = None,
     interpret: Interpret = False,
 ) -> jax.Array:
     """Multiply rows by the weights of their groups, see `paged_jax.kernels.grouped_linear`."""
-    (R, _), (X, N, _) = x.shape, w.shape
-    if tiling is None:
-        tiling = choose_tiling(R, X, N, w.dtype)
+    R, (X, N, K) = x.shape[0], w.shape
+    format, dtype = None, w.values.dtype
+    if w.scales is None:
+        tiling = tiling or choose_tiling(R, X, N, dtype)
+    else:
+        dtype = w.dtype
+        tiling = tiling or choose_quantised_tiling(R, X, K, w.format)
+        format = TileFormat(w.format, K, dtype, tiling.inputs, bool(interpret))
+    if w.order is not None:
+        x = x[:, w.order]
     # Each group has at most one short tile. Rows without a group count as one more group.
     num_tiles = R // tiling.rows + min(R, X + 1)
     call = pallas_call(
-        functools.partial(_kernel, tiling=tiling),
+        functools.partial(_kernel, tiling=tiling, format=format),
         out_shape=jax.ShapeDtypeStruct((R, N), jnp.float32),
         grid=(num_tiles, pl.cdiv(N, tiling.outputs)),
         compiler_params=plgpu.CompilerParams(
@@ -107,11 +137,20 @@ def grouped_linear(
         interpret=interpret,
         name="grouped_linear",
     )
-    return call(x.astype(w.dtype), w, group_sizes)
+    values = w.values if format is None else dequantise.as_bytes(w.values)
+    return call(x.astype(dtype), (values, w.scales, w.mins), group_sizes)
 
 
-def _kernel(x_ref: Any, w_ref: Any, sizes_ref: Any, out_ref: Any, *, tiling: GroupedTiling) -> None:
-    (R, K), (_, N, _) = x_ref.shape, w_ref.shape
+def _kernel(
+    x_ref: Any,
+    w_refs: tuple[Any, Any, Any],
+    sizes_ref: Any,
+    out_ref: Any,
+    *,
+    tiling: GroupedTiling,
+    format: TileFormat | None,
+) -> None:
+    (R, K), N = x_ref.shape, out_ref.shape[1]
     X = sizes_ref.shape[0]
     groups = jnp.arange(pl.next_power_of_2(X + 1), dtype=jnp.int32)
     sizes = plgpu.load(sizes_ref.at[groups], mask=groups < X, other=0)
@@ -121,23 +160,39 @@ def _kernel(x_ref: Any, w_ref: Any, sizes_ref: Any, out_ref: Any, *, tiling: Gro
     is_row, is_output = is_row & (rows < R), outputs < N
     num_steps = jnp.where(group < X, jnp.int32(pl.cdiv(K, tiling.inputs)), jnp.int32(0))
 
-    def load(ref: Any, place: tuple[jax.Array, ...], mask: jax.Array, step: jax.Array) -> jax.Array:
-        inputs = step * tiling.inputs + jnp.arange(tiling.inputs, dtype=jnp.int32)
-        if K % tiling.inputs:
-            mask = mask & (inputs < K)[None]
-        return plgpu.load(ref.at[(*place, inputs[None])], mask=mask, other=0.0)
+    def multiply_floats() -> jax.Array:
+        place = group, outputs[:, None]
+        masks = is_row[:, None], is_output[:, None]
+        arrays = (x_ref, (rows[:, None],), masks[0]), (w_refs[0], place, masks[1])
 
-    def multiply(step: jax.Array, total: jax.Array) -> jax.Array:
-        x = load(x_ref, (rows[:, None],), is_row[:, None], step)
-        w = load(w_ref, (group, outputs[:, None]), is_output[:, None], step)
-        return total + tiles.dot(x, w.T)
+        def multiply(step: jax.Array, total: jax.Array) -> jax.Array:
+            inputs = step * tiling.inputs + jnp.arange(tiling.inputs, dtype=jnp.int32)
+            x, w = (_load_inputs(*array, inputs) for array in arrays)
+            return total + tiles.dot(x, w.T)
+
+        total = jnp.zeros((tiling.rows, tiling.outputs), jnp.float32)
+        return lax.fori_loop(0, num_steps, multiply, total)
 
     @pl.when(is_there)
     def _():
-        total = jnp.zeros((tiling.rows, tiling.outputs), jnp.float32)
-        total = lax.fori_loop(0, num_steps, multiply, total)
-        mask = is_row[:, None] & is_output[None]
-        plgpu.store(out_ref.at[rows[:, None], outputs[None]], total, mask=mask)
+        if format is None:
+            total = multiply_floats()
+            place, mask = (rows[:, None], outputs[None]), is_row[:, None] & is_output[None]
+        else:
+            # Tiles without a weight load scales of the last one, and do not use them.
+            weight = (jnp.minimum(group, X - 1),)
+            tile = WeightTile(w_refs, weight, jnp.minimum(outputs, N - 1), format)
+            total = multiply_tile(x_ref, rows, is_row, tile, jnp.int32(0), num_steps)
+            place, mask = (rows[None], outputs[:, None]), is_row[None] & is_output[:, None]
+        plgpu.store(out_ref.at[place], total, mask=mask)
+
+
+def _load_inputs(
+    ref: Any, place: tuple[jax.Array, ...], mask: jax.Array, inputs: jax.Array
+) -> jax.Array:
+    if ref.shape[-1] % inputs.size:
+        mask = mask & (inputs < ref.shape[-1])[None]
+    return plgpu.load(ref.at[(*place, inputs[None])], mask=mask, other=0.0)
 
 
 def find_tile(

@@ -1,0 +1,386 @@
+"""Conversion of tiles of quantised weights to floats in the registers of a kernel.
+
+A compiled kernel converts four bytes of a weight at a time by PTX: four 8-bit values, or the low or
+the high halves of four bytes of packed 4-bit values. An interpreted kernel uses `jnp`.
+
+The compiled conversion of 4-bit values takes two steps. The first gives integers or other numbers
+that the dtype of the matmul represents exactly:
+
+- ``int4`` and ``uint4``: a byte ``0x43`` before a byte of 4 bits is the bfloat16 number 128 plus
+  these bits; then 136 is subtracted. In float16 the byte is ``0x64`` and the number 1024.
+- ``e2m1``: as above, but ``prmt`` first looks up 64 plus twice the number in a table of 16 bytes.
+- ``nf4`` and ``fp4``: ``prmt`` looks up the low and the high byte of the number.
+
+The second step multiplies by the scale and adds the minimum, both rounded to the dtype of the
+matmul. 8-bit values are multiplied and added in float32, and the result is rounded.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from paged_jax.kernels.triton.pallas import plgpu
+from paged_jax.kernels.weight_formats import CODES, PACKED_BYTES, PACKED_INPUTS, WeightFormat
+
+# Dtypes of a matmul that tensor cores support.
+DTYPES = ("bfloat16", "float16")
+
+# The smallest groups whose scales a tile repeats: 16 inputs are one instruction of a tensor core.
+SMALLEST_GROUP = 16
+
+
+class TileFormat(NamedTuple):
+    """A format of weights, and the dtype and the step of a matmul with them.
+
+    Attributes:
+      weight: the format. It has no order: the caller reorders the inputs of `x`.
+      num_inputs: inputs of the weight.
+      dtype: dtype of the matmul, one of `DTYPES`.
+      step: inputs in a loop step, a power of two of at least 32.
+      interpret: whether the kernel is interpreted.
+    """
+
+    weight: WeightFormat
+    num_inputs: int
+    dtype: Any
+    step: int
+    interpret: bool
+
+    @property
+    def halves(self) -> tuple[int, ...]:
+        """Parts of a step that are multiplied separately: low and high halves of bytes."""
+        return (0, 1) if self.weight.is_packed else (0,)
+
+    @property
+    def columns(self) -> int:
+        """Bytes of a row of the weight in a loop step."""
+        return self.step // len(self.halves)
+
+    @property
+    def group(self) -> int:
+        """Number of consecutive inputs of a step that surely have the same scale."""
+        size = self.weight.group_size or self.num_inputs
+        return min(size & -size, self.step)
+
+    @property
+    def has_scale_per_half(self) -> bool:
+        """Whether the low and the high halves of a byte have different scales."""
+        return self.weight.is_packed and self.group < PACKED_INPUTS
+
+    @property
+    def is_prefetched(self) -> bool:
+        """Whether the scales are loaded one loop step ahead.
+
+        Triton loads them asynchronously only if a thread reads at least four consecutive bytes.
+        """
+        return self.step // self.group * jnp.dtype(self.weight.scale_dtype).itemsize < 4
+
+    def inputs_of_columns(self, half: int) -> jax.Array:
+        """Return the input of each column, i32 ``[columns]``, relative to the start of the step."""
+        columns = jnp.arange(self.columns, dtype=jnp.int32)
+        if not self.weight.is_packed:
+            return columns
+        # With divisions, Triton finds runs of 16 consecutive inputs, which it loads at once.
+        size = jnp.full_like(columns, PACKED_BYTES)
+        block, place = lax.div(columns, size), lax.rem(columns, size)
+        return block * PACKED_INPUTS + half * PACKED_BYTES + place
+
+
+def refusal(format: WeightFormat, num_inputs: int, dtype: Any) -> str | None:
+    """Return why tiles of a format cannot be converted, or None if they can."""
+    if jnp.dtype(dtype).name not in DTYPES:
+        return f"it multiplies in {' or '.join(DTYPES)}, not {jnp.dtype(dtype)}"
+    size = format.group_size or num_inputs
+    if size % SMALLEST_GROUP:
+        return f"its groups are multiples of {SMALLEST_GROUP} inputs, not {size}"
+    return None
+
+
+class WeightTile(NamedTuple):
+    """Some outputs of a weight. Each method loads their elements of a loop step.
+
+    Attributes:
+      refs: refs of the values, scales and minima (or None); fp8 and packed values are uint8.
+      place: indices of the weight before the outputs, such as the expert.
+      outputs: i32 ``[N]``, the outputs, in range.
+      format: format of the tile.
+    """
+
+    refs: tuple[Any, Any, Any]
+    place: tuple[jax.Array, ...]
+    outputs: jax.Array
+    format: TileFormat
+
+    def load_values(self, step: jax.Array) -> tuple[jax.Array, ...]:
+        """Load the values, ``[N, columns]``, or what tables have for both halves of each byte."""
+        format = self.format
+        columns = step * format.columns + jnp.arange(format.columns, dtype=jnp.int32)
+        row_size = format.num_inputs // len(format.halves)
+        mask = (columns < row_size)[None] if row_size % format.columns else None
+        values = self._load(self.refs[0], columns, mask)
+        tables = [] if format.interpret else _tables(format.weight.code, format.dtype)
+        # Shared by the two halves.
+        return tuple(_run(_look_up(table), (values,), jnp.int16) for table in tables) or (values,)
+
+    def load_scales(self, step: jax.Array) -> tuple[jax.Array | None, ...]:
+        """Load the scales and minima of each half, ``[N, groups]``, or None for no minima."""
+        halves = range(2 if self.format.has_scale_per_half else 1)
+        return tuple(
+            None if ref is None else self._load_groups(ref, step, half)
+            for half in halves
+            for ref in self.refs[1:]
+        )
+
+    def _load_groups(self, ref: Any, step: jax.Array, half: int) -> jax.Array:
+        format = self.format
+        size = format.weight.group_size or format.num_inputs
+        width = PACKED_INPUTS if format.has_scale_per_half else format.group
+        count = format.step // width
+        if count == 1:
+            # One load for each output. Triton would repeat a load of a column for each element.
+            group = lax.div(step * format.step, jnp.int32(size))
+            if format.num_inputs % format.step or format.is_prefetched:
+                group = jnp.minimum(group, ref.shape[-1] - 1)
+            return plgpu.load(ref.at[(*self.place, self.outputs, group)])[:, None]
+        index = jnp.arange(count, dtype=jnp.int32)
+        inputs = step * format.step + index * width + half * PACKED_BYTES
+        if size == width:
+            groups = step * count + index  # Triton finds consecutive groups only without a division
+        else:
+            groups = lax.div(inputs, jnp.full_like(inputs, size))
+        mask = (inputs < format.num_inputs)[None] if format.num_inputs % format.step else None
+        return self._load(ref, groups, mask)
+
+    def _load(self, ref: Any, columns: jax.Array, mask: jax.Array | None) -> jax.Array:
+        place = (*self.place, self.outputs[:, None], columns[None])
+        other = None if mask is None else jnp.zeros((), ref.dtype)
+        if mask is not None:
+            mask = jnp.broadcast_to(mask, (self.outputs.size, columns.size))
+        return plgpu.load(ref.at[place], mask=mask, other=other)
+
+    def convert(
+        self, values: tuple[jax.Array, ...], scales: tuple[jax.Array | None, ...], half: int
+    ) -> jax.Array:
+        """Return the elements of a half, ``[N, columns]`` in the dtype of the matmul.
+
+        Args:
+          values: from `load_values`.
+          scales: from `load_scales`.
+          half: 0, or 1 for the high halves of packed values.
+        """
+        scale, low = scales[2 * half : 2 * half + 2] if len(scales) > 2 else scales
+        assert scale is not None
+        scale = scale.astype(jnp.float32)
+        low = None if low is None else low.astype(jnp.float32)
+        convert = _interpreted if self.format.interpret else _compiled
+        return convert(values, scale, low, half, self.format)
+
+
+def as_bytes(values: jax.Array) -> jax.Array:
+    """Return 8-bit or packed values as int8 or uint8. XLA makes no copy."""
+    return lax.bitcast_convert_type(values, jnp.uint8) if values.dtype != jnp.int8 else values
+
+
+def _spread(groups: jax.Array, format: TileFormat) -> jax.Array:
+    """Repeat numbers of groups ``[N, groups]`` to ``[N, columns]``."""
+    N, count = groups.shape
+    if count == 1:
+        return jnp.broadcast_to(groups, (N, format.columns))
+    repeated = jnp.broadcast_to(groups[:, :, None], (N, count, format.columns // count))
+    return repeated.reshape(N, format.columns)
+
+
+def _interpreted(
+    loaded: tuple[jax.Array, ...],
+    scale: jax.Array,
+    low: jax.Array | None,
+    half: int,
+    format: TileFormat,
+) -> jax.Array:
+    [values], code = loaded, format.weight.code
+    if code in CODES:
+        bits = lax.shift_right_logical(values, jnp.uint8(4 * half)) & jnp.uint8(15)
+        w = jnp.zeros(values.shape, jnp.float32)
+        for index, number in enumerate(CODES[code].tolist()):
+            w = jnp.where(bits == index, number, w)
+    elif code == "int8":
+        w = values.astype(jnp.float32)
+    else:
+        w = lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float32)
+    w = w * _spread(scale, format)
+    if low is not None:
+        w = w + _spread(low, format)
+    return w.astype(format.dtype)
+
+
+class _Half(NamedTuple):
+    """PTX of a dtype of 16 bits, in which a register holds two numbers.
+
+    Attributes:
+      name: name of a pair of numbers in instructions.
+      base: the number of which the low byte is zero, and the next larger integers add to that byte.
+    """
+
+    name: str
+    base: int
+
+    def pair(self, number: float) -> str:
+        """Return a register with two copies of a number that the dtype represents."""
+        bits = int(np.asarray(number, _DTYPE_OF[self.name]).view(np.uint16))
+        return f"0x{bits:04X}{bits:04X}"
+
+    @property
+    def prefix(self) -> str:
+        """A register with four copies of the high byte of `base`."""
+        return f"0x{self.pair(self.base)[2:4] * 4}"
+
+
+_DTYPE_OF = {"bf16x2": jnp.bfloat16, "f16x2": jnp.float16}
+_HALVES = {"bfloat16": _Half("bf16x2", 128), "float16": _Half("f16x2", 1024)}
+
+# Added to integers before they become the low byte of `_Half.base`, so that they are not negative.
+_OFFSETS = {"int4": 8, "uint4": 8, "e2m1": 64}
+
+
+def _registers(numbers: list[int]) -> list[str]:
+    """Return bytes in registers of four, the first byte lowest."""
+    return [f"0x{int.from_bytes(bytes(numbers[i : i + 4]), 'little'):08X}" for i in (0, 4, 8, 12)]
+
+
+def _look_up(numbers: list[int]) -> str:
+    """Return PTX that looks up a byte for each half of four bytes.
+
+    The first result has the bytes of the low half of byte 0, its high half, the low half of byte 1,
+    and its high half. `prmt` chooses a byte by three bits. If the fourth bit is set, it repeats the
+    highest bit of that byte instead.
+    """
+    a, b, c, d = _registers(numbers)
+    parts = ["{ .reg .b32 t, u, m;"]
+    for word in (0, 1):
+        parts.append(f"shr.u32 t, $2, {16 * word}; prmt.b32 u, {a}, {b}, t;")
+        if max(numbers) < 128:
+            # Results of the wrong half of the table are 0.
+            parts.append(
+                f"xor.b32 t, t, 0x88888888; prmt.b32 t, {c}, {d}, t; or.b32 ${word}, u, t;"
+            )
+            continue
+        parts.append(
+            "prmt.b32 m, 0x7F7F7F7F, 0x7F7F7F7F, t; shl.b32 u, m, 1; or.b32 m, m, u;"
+            f" and.b32 t, t, 0x77777777; prmt.b32 u, {a}, {b}, t; prmt.b32 t, {c}, {d}, t;"
+            f" lop3.b32 ${word}, u, t, m, 0xE4;"
+        )
+    return " ".join([*parts, "}"])
+
+
+def _tables(code: str, dtype: Any) -> list[list[int]]:
+    """Return the tables of bytes of a code; the code of integers has none."""
+    if code == "e2m1":
+        return [(_OFFSETS[code] + 2 * CODES[code]).astype(int).tolist()]
+    if code in ("nf4", "fp4"):
+        bits = CODES[code].astype(jnp.dtype(dtype)).view(np.uint16)
+        return [(bits & 255).tolist(), (bits >> 8).tolist()]
+    return []
+
+
+def _looked_up_code(num_tables: int, half: int, kind: _Half, has_min: bool) -> str:
+    """Return PTX that converts a half of two bytes, after `_look_up` in one or two tables."""
+    fma, offset = f"fma.rn.{kind.name}", kind.pair(-kind.base - _OFFSETS["e2m1"])
+    lines = [
+        f"{{ .reg .b32 t, one, zero; mov.b32 one, {kind.pair(1)}; mov.b32 zero, {kind.pair(-0.0)};"
+    ]
+    if num_tables == 1:
+        lines.append(f"prmt.b32 t, $1, {kind.prefix}, {'0x4341' if half else '0x4240'};")
+        lines.append(f"{{ .reg .b32 c; mov.b32 c, {offset}; {fma} t, t, one, c; }}")
+    else:
+        lines.append(f"prmt.b32 t, $1, $2, {'0x7351' if half else '0x6240'};")
+    scale = 1 + num_tables
+    lines.append(f"{fma} $0, t, ${scale}, {f'${scale + 1}' if has_min else 'zero'}; }}")
+    return " ".join(lines)
+
+
+def _integer_code(code: str, half: int, kind: _Half, has_min: bool) -> str:
+    """Return PTX that converts a half of four bytes: 0 is the low half, 1 the high half."""
+    shift = "shr.u32 t, $2, 4; and.b32 t, t, 0x0F0F0F0F;" if half else "and.b32 t, $2, 0x0F0F0F0F;"
+    lines = [
+        "{ .reg .b32 t, a, b, one, zero, c;",
+        f"mov.b32 one, {kind.pair(1)}; mov.b32 zero, {kind.pair(-0.0)};",
+        f"mov.b32 c, {kind.pair(-kind.base - _OFFSETS[code])}; {shift}",
+    ]
+    for i, (pair, select) in enumerate((("a", "0x4140"), ("b", "0x4342"))):
+        low = f"${5 + i}" if has_min else "zero"
+        lines.append(
+            f"prmt.b32 {pair}, t, {kind.prefix}, {select};"
+            f" fma.rn.{kind.name} {pair}, {pair}, one, c;"
+            f" fma.rn.{kind.name} ${i}, {pair}, ${3 + i}, {low};"
+        )
+    return " ".join([*lines, "}"])
+
+
+def _byte_code(code: str, kind: _Half, has_min: bool) -> str:
+    """Return PTX that converts four 8-bit values in float32."""
+    lines = ["{ .reg .b32 t, u; .reg .b16 h<4>; .reg .f32 f<4>;"]
+    if code == "int8":
+        # 0x4B000000 is 2**23 in float32. Flipping the sign bit of an int8 adds 128 to it.
+        lines.append("xor.b32 t, $2, 0x80808080;")
+        for i in range(4):
+            lines.append(f"prmt.b32 u, t, 0x4B000000, 0x744{i}; mov.b32 f{i}, u;")
+            lines.append(f"sub.rn.f32 f{i}, f{i}, 0f4B000080;")
+    else:
+        lines.append("mov.b32 {h0, h1}, $2;")
+        lines.append("cvt.rn.f16x2.e4m3x2 t, h0; cvt.rn.f16x2.e4m3x2 u, h1;")
+        lines.append("mov.b32 {h0, h1}, t; mov.b32 {h2, h3}, u;")
+        lines += [f"cvt.f32.f16 f{i}, h{i};" for i in range(4)]
+    for i in range(4):
+        scale, low = f"${3 + i}", f"${7 + i}"
+        product = f"fma.rn.f32 f{i}, f{i}, {scale}, {low};"
+        lines.append(product if has_min else f"mul.rn.f32 f{i}, f{i}, {scale};")
+    lines += [f"cvt.rn.{kind.name}.f32 ${i}, f{2 * i + 1}, f{2 * i};" for i in (0, 1)]
+    return " ".join([*lines, "}"])
+
+
+def _compiled(
+    values: tuple[jax.Array, ...],
+    scale: jax.Array,
+    low: jax.Array | None,
+    half: int,
+    format: TileFormat,
+) -> jax.Array:
+    code, dtype = format.weight.code, jnp.dtype(format.dtype)
+    kind = _HALVES[dtype.name]
+    if code == "uint4":  # the numbers of the PTX are lower by 8
+        low = scale * 8 if low is None else low + scale * 8
+    if code == "e2m1":  # the numbers of the PTX are twice as large
+        scale = scale * 0.5
+    operands = [scale] if low is None else [scale, low]
+    if code in CODES:
+        operands = [each.astype(dtype) for each in operands]
+    operands = [_spread(each, format) for each in operands]
+    has_min = low is not None
+    if code not in CODES:
+        return _run(_byte_code(code, kind, has_min), (*values, *operands), dtype)
+    if _tables(code, dtype):
+        text = _looked_up_code(len(values), half, kind, has_min)
+        return _run(text, (*values, *operands), dtype, pack=2)
+    return _run(_integer_code(code, half, kind, has_min), (*values, *operands), dtype)
+
+
+def _run(code: str, arrays: tuple[jax.Array, ...], dtype: Any, pack: int = 4) -> jax.Array:
+    """Run PTX that takes and gives `pack` consecutive elements at a time."""
+
+    def count(dtype: Any) -> int:
+        return max(pack * jnp.dtype(dtype).itemsize // 4, 1)
+
+    constraints = ["=r"] * count(dtype)
+    for array in arrays:
+        constraints += ["f" if array.dtype == jnp.float32 else "r"] * count(array.dtype)
+    [result] = plgpu.elementwise_inline_asm(
+        code,
+        args=list(arrays),
+        constraints=",".join(constraints),
+        pack=pack,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(arrays[0].shape, jnp.dtype(dtype))],
+    )
+    return result

@@ -1,0 +1,277 @@
+"""Matmuls with quantised weights on GPUs: conversion in registers, tiles, parts and groups.
+
+The kernels run compiled if there is a GPU, else in the interpreter. The PTX of their conversions
+runs on any machine, in the interpreter of `tests.support.ptx`.
+"""
+
+import dataclasses
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax.kernels import dispatch
+from paged_jax.kernels.linear import Weight, grouped_linear, linear
+from paged_jax.kernels.triton import dequantise, tuning
+from paged_jax.kernels.triton.dequantise import TileFormat
+from paged_jax.kernels.triton.tuning import GpuInfo
+from paged_jax.kernels.weight_formats import CODES, WeightFormat
+from tests.support import ptx
+from tests.support.covering import all_pairs
+from tests.support.families import InterpretedTriton
+from tests.support.kernel_cases import lower
+from tests.support.weights import FORMATS, elements, make_weight, random_arrays
+
+# The package has functions of these names.
+kernel = importlib.import_module("paged_jax.kernels.triton.quantised_linear")
+
+INTERPRET = jax.default_backend() != "gpu"
+TOLERANCE = {"bfloat16": 2**-8, "float16": 2**-10}
+# Formats that XLA multiplies by, because it fuses their conversion.
+OF_ROWS = ("int8 of a row", "fp8 of a row", "int8 with an order")
+OTHER = {
+    "fp4": WeightFormat("fp4", 64, "float32"),
+    "groups of a quarter": WeightFormat("int4", 48, "bfloat16", "bfloat16"),
+    "fp8 with minima": WeightFormat("float8_e4m3fn", 32, "float16", "float16"),
+}
+READ = {**{name: f for name, f in FORMATS.items() if name not in OF_ROWS}, **OTHER}
+
+
+def run_ptx(code, arrays, dtype, pack=4):
+    """Run inline assembly as Triton does, on `pack` consecutive elements of each array."""
+    shape, registers = arrays[0].shape, []
+    for array in arrays:
+        words = np.ascontiguousarray(array).reshape(-1, pack).view(np.uint32)
+        registers += [words[:, i].copy() for i in range(words.shape[1])]
+    results = ptx.run(code, registers, pack * jnp.dtype(dtype).itemsize // 4)
+    return jnp.asarray(np.stack(results, 1).view(jnp.dtype(dtype)).reshape(shape))
+
+
+@pytest.mark.parametrize("has_min", [False, True])
+@pytest.mark.parametrize("dtype", dequantise.DTYPES)
+@pytest.mark.parametrize("code", [*CODES, "int8", "float8_e4m3fn"])
+def test_ptx_converts_all_bytes(monkeypatch, code, dtype, has_min) -> None:
+    monkeypatch.setattr(dequantise, "_run", run_ptx)
+    columns, rng = 64, np.random.default_rng(0)
+    values = jnp.arange(256, dtype=jnp.uint8).reshape(4, columns)
+    if code == "int8":
+        values = values.view(jnp.int8)
+    if code == "float8_e4m3fn":
+        values = jnp.where((values & 127) == 127, 0, values)  # PTX and JAX convert NaN alike
+    weight = WeightFormat(code, 32, "float32", "float32" if has_min else None)
+    step = columns * (2 if code in CODES else 1)
+    format = TileFormat(weight, 4096, jnp.dtype(dtype), step, False)
+    # These dtypes represent the scales and minima.
+    groups = 4, step // 32
+    scale = jnp.asarray(rng.integers(1, 8, groups) / 16, jnp.float32)
+    low = jnp.asarray(rng.integers(-64, 64, groups) / 8, jnp.float32) if has_min else None
+    tables = dequantise._tables(code, dtype)
+    loaded = tuple(run_ptx(dequantise._look_up(x), (values,), jnp.int16) for x in tables)
+    for half in format.halves:
+        got = dequantise._compiled(loaded or (values,), scale, low, half, format)
+        want = dequantise._interpreted((values,), scale, low, half, format)
+        assert got.dtype == want.dtype == dtype
+        if code in ("nf4", "fp4"):  # the compiled numbers are rounded twice
+            got, want = (np.asarray(x, np.float32) for x in (got, want))
+            np.testing.assert_allclose(got, want, rtol=2 * TOLERANCE[dtype])
+        else:
+            np.testing.assert_array_equal(got, want)
+
+
+def test_ptx_of_e2m1_takes_any_scale_that_the_dtype_represents(monkeypatch) -> None:
+    monkeypatch.setattr(dequantise, "_run", run_ptx)
+    values = jnp.tile(jnp.arange(16, dtype=jnp.uint8), (2, 1))
+    format = TileFormat(WeightFormat("e2m1", 32, "bfloat16"), 32, jnp.dtype("bfloat16"), 32, False)
+    loaded = (run_ptx(dequantise._look_up(dequantise._tables("e2m1", 0)[0]), (values,), jnp.int16),)
+    for exponent in (-120, -20, 0, 100):
+        scale = jnp.full((2, 1), 2.0**exponent, jnp.float32)
+        got = dequantise._compiled(loaded, scale, None, 0, format)
+        np.testing.assert_array_equal(got[0], CODES["e2m1"] * np.float32(2.0**exponent))
+
+
+def cases():
+    rows = all_pairs(
+        {
+            "name": list(READ),
+            "dtype": list(dequantise.DTYPES),
+            "num_rows": [1, 15, 40, 64, 130],
+            # Outputs and inputs: whole tiles, parts of tiles, and several steps and parts.
+            "shape": [(64, 128), (70, 192), (3, 7, 320), (5, 2112)],
+        }
+    )
+    return [tuple(row.values()) for row in rows if divides(READ[row["name"]], row["shape"])]
+
+
+def divides(format, shape):
+    return shape[-1] % (format.group_size or shape[-1]) == 0
+
+
+@pytest.mark.parametrize(("name", "dtype", "num_rows", "shape"), cases())
+def test_quantised_linear_matches_float64(name, dtype, num_rows, shape) -> None:
+    rng, format = np.random.default_rng(0), READ[name]
+    arrays = random_arrays(format, shape, rng)
+    w = make_weight(arrays, format, dtype)
+    x = rng.normal(size=(num_rows, shape[-1])).astype(np.float32)
+    multiply = jax.jit(functools.partial(kernel.linear, interpret=INTERPRET))
+    got = multiply(jnp.asarray(x), w)
+    assert got.dtype == jnp.float32 and got.shape == (num_rows, *shape[:-1])
+    # Rows, weights, and the scales and minima of 4-bit weights are rounded.
+    want, terms = oracle(x, arrays, format)
+    error = np.abs(np.asarray(got, np.float64).reshape(num_rows, -1) - want)
+    assert (error <= 1.5 * TOLERANCE[dtype] * terms).all(), (error / terms).max()
+
+
+def oracle(x, arrays, format):
+    """Return the product in float64, and the sums of the magnitudes of its terms."""
+    x = x.astype(np.float64)
+    w = elements(arrays, format).reshape(-1, x.shape[1])
+    groups = elements(arrays._replace(mins=None), format).reshape(w.shape)
+    return x @ w.T, np.abs(x) @ (np.abs(groups) + np.abs(w - groups)).T
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q8_0"])
+def test_result_of_a_row_does_not_depend_on_other_rows(name) -> None:
+    """Tiles of 8 to 64 rows add the same products in the same order."""
+    rng, format = np.random.default_rng(0), FORMATS[name]
+    w = make_weight(random_arrays(format, (70, 2112), rng), format, "bfloat16")
+    x = jnp.asarray(rng.integers(-3, 4, (64, 2112)), jnp.float32)
+    multiply = jax.jit(functools.partial(kernel.linear, interpret=INTERPRET))
+    together = multiply(x, w)
+    for num_rows in (1, 9, 30):
+        np.testing.assert_allclose(multiply(x[:num_rows], w), together[:num_rows], rtol=1e-5)
+    # The numbers of parts and of steps are those of the weight.
+    tilings = {kernel.choose_tiling(n, w)._replace(**dict.fromkeys(FREE, 0)) for n in (1, 9, 30)}
+    assert len(tilings) == 1 and tilings.pop().parts == 4
+
+
+FREE = "rows", "outputs", "num_warps", "num_stages"
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_parts_divide_the_inputs(parts) -> None:
+    """Some parts of a weight with few inputs are empty."""
+    rng, format = np.random.default_rng(0), FORMATS["q4_0"]
+    arrays = random_arrays(format, (33, 1184), rng)
+    w, x = make_weight(arrays, format, "float16"), rng.normal(size=(2, 1184)).astype(np.float32)
+    tiling = kernel.choose_tiling(2, w)._replace(parts=parts)
+    got = kernel.linear(jnp.asarray(x), w, tiling=tiling, interpret=INTERPRET)
+    want, terms = oracle(x, arrays, format)
+    assert (np.abs(np.asarray(got) - want) <= TOLERANCE["float16"] * terms).all()
+
+
+@pytest.mark.parametrize("name", ["q4_0", "gptq", "q4_k", "q6_k"])
+def test_linear_is_differentiable_in_x_through_the_kernel(name, monkeypatch) -> None:
+    """And a backend that is interpreted runs the kernel, as attention does."""
+    calls = []
+    multiply = kernel.linear
+    if INTERPRET:
+        backends = {**dispatch.BACKENDS, "triton": InterpretedTriton()}
+        monkeypatch.setattr(dispatch, "BACKENDS", backends)
+    monkeypatch.setattr(kernel, "linear", lambda *x, **y: calls.append(1) or multiply(*x, **y))
+    rng, format = np.random.default_rng(0), FORMATS[name]
+    arrays = random_arrays(format, (7, 64), rng)
+    w, bar = make_weight(arrays, format, "bfloat16"), rng.normal(size=(3, 7)).astype(np.float32)
+
+    @jax.jit
+    def run(x):
+        out, pull = jax.vjp(lambda x: linear(x, w, backend="triton"), x)
+        return out, pull(jnp.asarray(bar))[0]
+
+    x = rng.normal(size=(3, 64)).astype(np.float32)
+    out, gradient = run(x)
+    assert calls
+    want, terms = oracle(x, arrays, format)
+    assert (np.abs(out - want) <= 1.5 * TOLERANCE["bfloat16"] * terms).all()
+    w64 = elements(arrays, format)
+    error = np.abs(gradient - bar @ w64)
+    assert (error <= 2 * TOLERANCE["bfloat16"] * (np.abs(bar) @ np.abs(w64))).all()
+
+
+# Sizes of groups, and rows after them that belong to no group.
+SIZES = {
+    "few": ((3, 0, 7, 1, 0), 2),
+    "many": ((70, 1, 0, 16, 33, 0, 17), 11),
+    "nobody": ((0, 0), 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name", "dtype", "shape"),
+    [
+        tuple(row.values())
+        for row in all_pairs(
+            {
+                "sizes": list(SIZES),
+                "name": [*READ, "int8 of a row"],
+                "dtype": list(dequantise.DTYPES),
+                "shape": [(33, 64), (72, 320)],
+            }
+        )
+        if divides({**FORMATS, **OTHER}[row["name"]], row["shape"])
+    ],
+)
+def test_grouped_linear_reads_quantised_weights(sizes, name, dtype, shape) -> None:
+    """Scales of groups without rows are NaN, and so are rows of no group."""
+    rng, format = np.random.default_rng(0), {**FORMATS, **OTHER}[name]
+    group_sizes, others = SIZES[sizes]
+    arrays = random_arrays(format, (len(group_sizes), *shape), rng)
+    arrays.scales[np.array(group_sizes) == 0] = np.nan
+    x = rng.normal(size=(sum(group_sizes) + others, shape[-1])).astype(np.float32)
+    x[sum(group_sizes) :] = np.nan
+    multiply = functools.partial(grouped_linear, backend="triton", interpret=INTERPRET)
+    out = jax.jit(multiply)(x, make_weight(arrays, format, dtype), jnp.asarray(group_sizes))
+    owners = np.repeat(np.arange(len(group_sizes)), group_sizes)
+    for row, owner in enumerate(owners):
+        of_group = arrays._replace(
+            **{k: a[owner] for k, a in arrays._asdict().items() if a is not None and k != "order"}
+        )
+        want, terms = oracle(x[row : row + 1], of_group, format)
+        assert (np.abs(out[row] - want[0]) <= 1.5 * TOLERANCE[dtype] * terms[0]).all()
+    assert not out[sum(group_sizes) :].any()
+
+
+@pytest.mark.parametrize("name", ["q4_0", "awq", "mxfp4", "nf4", "q4_k", "q6_k", "fp8 in groups"])
+@pytest.mark.parametrize("num_rows", [1, 40, 2000])
+def test_linear_is_one_launch_on_a_gpu(name, num_rows) -> None:
+    format = FORMATS[name]
+    shapes = format.shapes((192, 1024))
+    arrays = [shapes.get(key) for key in ("values", "scales", "mins", "order")]
+    code = format.code if format.code in CODES else None
+    w = Weight(*(x and jax.ShapeDtypeStruct(*x) for x in arrays), code=code, dtype=jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((num_rows, 1024), jnp.float32)
+    text = lower(linear, x, w, platform="cuda").as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 1 and "stablehlo.dot_general" not in text
+
+
+def test_kernel_leaves_weights_to_xla() -> None:
+    def weight(name, dtype="bfloat16"):
+        return make_weight(random_arrays(FORMATS[name], (8, 64), rng), FORMATS[name], dtype)
+
+    rng = np.random.default_rng(0)
+    assert "without scales" in kernel.refusal(Weight(jnp.zeros((8, 64))))
+    for name in OF_ROWS:
+        assert "XLA fuses" in kernel.refusal(weight(name))
+    assert "not float32" in kernel.refusal(weight("q4_0", "float32"))
+    small = WeightFormat("int8", 8, "float32")
+    w = make_weight(random_arrays(small, (8, 64), rng), small, "bfloat16")
+    assert "groups are multiples of 16 inputs, not 8" in kernel.refusal(w)
+    for gpu, is_refused in (("NVIDIA A100", True), ("NVIDIA L4", False)):
+        capability = tuning.capability_of(gpu)
+        with tuning.assume(GpuInfo(gpu, 100, capability)):
+            assert (
+                "8.9 and later" in (kernel.refusal(weight("fp8 in groups")) or "")
+            ) == is_refused
+            assert kernel.refusal(weight("q4_0")) is None
+    with tuning.assume(GpuInfo("Tesla T4", 40, (7, 5))):
+        assert "Tesla T4 has 7.5" in kernel.refusal(weight("q4_0"))
+
+
+def test_weights_that_the_kernel_leaves_to_xla_are_multiplied_on_gpus() -> None:
+    rng = np.random.default_rng(0)
+    w = make_weight(random_arrays(FORMATS["q4_0"], (8, 64), rng), FORMATS["q4_0"], "bfloat16")
+    w = dataclasses.replace(w, dtype=jnp.dtype("float32"))
+    text = lower(linear, jnp.ones((2, 64)), w, platform="cuda").as_text()
+    assert "__gpu$xla.gpu.triton" not in text and "stablehlo.dot_general" in text
