@@ -62,8 +62,8 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--model",
-        metavar="DIR",
-        help="folder with a config.json; default: the small bundled model",
+        metavar="PATH",
+        help="folder with a config.json, or a GGUF file; default: the small bundled model",
     )
     parser.add_argument(
         "--memory",

@@ -27,6 +27,7 @@ from paged_jax.command_line import (
 )
 from paged_jax.engine.engine import Engine
 from paged_jax.formatting import format_bytes
+from paged_jax.models.gguf_file import is_gguf
 from paged_jax.models.text.reasoning import FORMATS as REASONING_FORMATS
 from paged_jax.monitoring import check_profile_folder
 
@@ -187,7 +188,8 @@ def _add_access_arguments(server: argparse._ArgumentGroup) -> None:
     server.add_argument(
         "--served-model-name",
         metavar="NAME",
-        help="model name in requests and responses; default: the name of the model's folder",
+        help="model name in requests and responses; default: the name of the model's folder or "
+        "file",
     )
     server.add_argument(
         "--api-key",
@@ -369,11 +371,17 @@ def _listener(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _name_of(model: str | None) -> str:
+    """Return the name of a model: of its folder, or of its file without the suffix."""
+    if model is None:
+        return "bundled"
+    return Path(model).stem if is_gguf(model) else Path(model).resolve().name
+
+
 def _settings(args: argparse.Namespace) -> Settings:
     hosts = args.allowed_host or ((*_LOOPBACK, args.host) if _is_loopback(args.host) else None)
-    name = args.served_model_name or (Path(args.model).resolve().name if args.model else "bundled")
     return Settings(
-        model_name=name,
+        model_name=args.served_model_name or _name_of(args.model),
         limits=Limits(
             **{field.name: getattr(args, field.name) for field in dataclasses.fields(Limits)}
         ),

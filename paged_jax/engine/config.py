@@ -145,17 +145,17 @@ class EngineConfig:
 
     model: str | Path | PagedModel | None = option(
         None,
-        "checkpoint folder (Hugging Face or Orbax); in Python also a model",
+        "checkpoint: a folder (Hugging Face or Orbax) or a GGUF file; in Python also a model",
         default_help="the small bundled model",
-        metavar="DIR",
+        metavar="PATH",
     )
     _: dataclasses.KW_ONLY
     tokenizer: str | Path | Tokenizer | None = option(
         None,
-        "folder with a tokenizer.json; in Python also a Tokenizer; without a tokenizer, prompts "
-        "must be token ids and outputs have no text",
-        default_help="the tokenizer in the model's folder",
-        metavar="DIR",
+        "folder with a tokenizer.json, or a GGUF file; in Python also a Tokenizer; without a "
+        "tokenizer, prompts must be token ids and outputs have no text",
+        default_help="the tokenizer of the model",
+        metavar="PATH",
     )
     dtype: str = option(
         "auto",

@@ -324,7 +324,7 @@ class Engine:
         Another thread may call this while the engine runs, because the engine does not change.
 
         Args:
-          folder: a Hugging Face folder or Orbax checkpoint, with the engine's model structure.
+          folder: a folder (Hugging Face or Orbax) or GGUF file, with the engine's model structure.
 
         Raises:
           ValueError: the folder holds another model, or its files are damaged.

@@ -43,7 +43,7 @@ def load_weights_for(model: PagedModel, folder: str | Path) -> Llama:
 
     Args:
       model: the model that the weights are for; only its structure and dtypes are read.
-      folder: a Hugging Face folder or an Orbax checkpoint.
+      folder: a Hugging Face folder, an Orbax checkpoint or a GGUF file.
 
     Raises:
       ValueError: the model is not a `Llama`, or the folder holds another model. The message names

@@ -121,6 +121,8 @@ class _Metadata:
             raise GgufError(f"{self._file.path}: tensor token_embd.weight is missing.")
         hidden_size = self.integer("embedding_length")
         head_dim = self.integer("attention.key_length", hidden_size // max(heads, 1))
+        if not head_dim:
+            raise self._wrong("attention.key_length", "positive", head_dim)
         if self.integer("attention.value_length", head_dim) != head_dim:
             raise self.unsupported("attention.value_length", f"other than {head_dim}")
         for key in ("attention.key_length_swa", "attention.value_length_swa"):

@@ -28,8 +28,8 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4
-# Keys and tensor names are short. Longer ones mean that the file is damaged.
-_MAX_NAME_BYTES = 65535
+# Keys and names of tensors are short. Longer ones mean that the file is damaged.
+_MAX_NAME_BYTES = 256
 # Bytes that an entry and a tensor take at least.
 _MIN_ENTRY_BYTES, _MIN_TENSOR_BYTES = 13, 24
 _LENGTH = struct.Struct("<Q")
@@ -197,7 +197,7 @@ class _HeaderReader:
         num_entries = self._count("entries", _MIN_ENTRY_BYTES)
         metadata: dict[str, Any] = {}
         for _ in range(num_entries):
-            key = self._text("a key", _MAX_NAME_BYTES)
+            key = self._name("a key")
             if key in metadata:
                 raise self._error(f"key {key!r} must occur once")
             metadata[key] = self._value(key, self._number("<I", key))
@@ -234,7 +234,7 @@ class _HeaderReader:
         return TensorEntry(self._path, name, shape, known.name, offset, num_bytes)
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._text("the name of a tensor", _MAX_NAME_BYTES)
+        name = self._name("the name of a tensor")
         num_dims = self._number("<I", name)
         if not 1 <= num_dims <= _MAX_DIMS:
             raise self._error(f"tensor {name!r} must have 1 to {_MAX_DIMS} dims, got {num_dims}")
@@ -294,11 +294,17 @@ class _HeaderReader:
         [number] = struct.unpack(form, self._take(struct.calcsize(form), name))
         return number
 
-    def _text(self, name: str, limit: int | None = None) -> str:
-        length = self._number("<Q", name)
-        if limit is not None and length > limit:
-            raise self._error(f"{name} must have at most {limit} bytes, got {length}")
-        return self._take(length, name).decode(errors="replace")
+    def _name(self, kind: str) -> str:
+        length = self._number("<Q", kind)
+        if length > _MAX_NAME_BYTES:
+            raise self._error(f"{kind} must have at most {_MAX_NAME_BYTES} bytes, got {length}")
+        name = self._take(length, kind).decode(errors="replace")
+        if not name.isprintable():
+            raise self._error(f"{kind} must be printable, got {name!r}")
+        return name
+
+    def _text(self, name: str) -> str:
+        return self._take(self._number("<Q", name), name).decode(errors="replace")
 
     def _take(self, num_bytes: int, name: str) -> bytes:
         self._require(num_bytes, name)

@@ -144,13 +144,13 @@ class Llama(PagedModel):
         sharding: Sharding = None,
         dequantise: bool = False,
     ) -> "Llama":
-        """Load a Hugging Face folder, or a checkpoint of `save_checkpoint`.
+        """Load a Hugging Face folder, a checkpoint of `save_checkpoint`, or a GGUF file.
 
         Weights go from the files to their devices without a second copy of the model in memory.
 
         Args:
-          folder: a folder with ``config.json`` and safetensors, or a checkpoint; None for the small
-            model that comes with this library.
+          folder: a folder with ``config.json`` and safetensors, a checkpoint, or the path of a GGUF
+            file; None for the small model that comes with this library.
           dtype: float32, bfloat16, float16 or int8; ``"auto"`` is the dtype of the files. Matrices
             that the files store in a quantised format keep it, unless the dtype is int8.
           scan_layers: see `Llama`; None for whichever is faster on the device that holds the

@@ -134,7 +134,11 @@ _HUGE = 2**63
         (header(num_entries=_HUGE), f"cannot hold {_HUGE} entries in 0 bytes"),
         (
             header(num_entries=1, rest=struct.pack("<Q", 2**62) + b"x" * 40),
-            f"a key must have at most 65535 bytes, got {2**62}",
+            f"a key must have at most 256 bytes, got {2**62}",
+        ),
+        (
+            header(num_entries=1, rest=entry("a\n", _U32, b"\0" * 4)),
+            r"a key must be printable, got",
         ),
         (
             header(num_entries=1, rest=entry("k", _STRING, struct.pack("<Q", 2**62))),

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from paged_jax.llm import LLM
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.family import UnsupportedConfigError
 from paged_jax.models.gguf_config import read_gguf_config
@@ -20,8 +21,12 @@ from paged_jax.models.llama import Llama
 from paged_jax.models.loading.gguf_names import find_gguf_tensors
 from paged_jax.models.loading.parameters import WeightsError
 from paged_jax.models.loading.pretrained import read_config
+from paged_jax.plan import main as plan
+from paged_jax.sampling.params import SamplingParams
+from paged_jax.serve import _name_of as server_name
 from tests.support.gguf_files import SIZES, metadata_of, tensors_of, write
 from tests.support.random_model import random_llama
+from tests.support.tiny_model import SIZES as ENGINE_SIZES
 
 FIXTURES = ("gguf-mixed", "gguf-q4_0", "gguf-k-quants")
 TOKENS = np.random.default_rng(0).integers(0, 64, (1, 20), np.int32)
@@ -233,6 +238,10 @@ _FACTORS = {"short": 2, "long": 5}
         ({"llama.block_count": None}, "llama.block_count must be an integer, got nothing"),
         ({"llama.block_count": 10**6}, "num_hidden_layers must be at most 10000"),
         ({"llama.embedding_length": "wide"}, "embedding_length must be an integer, got 'wide'"),
+        (
+            {"llama.attention.head_count": 0, "llama.attention.key_length": 0},
+            "must be positive, got",
+        ),
         ({"llama.attention.head_count": [4, 2]}, "attention.head_count that differs between lay"),
         ({"llama.attention.value_length": 8}, "attention.value_length other than 16 is not supp"),
         ({"llama.attention.scale": 0.5}, "llama.attention.scale = 0.5 is not supported"),
@@ -309,3 +318,19 @@ def test_experts_may_have_a_tensor_each(tmp_path):
     old = write(tmp_path / "old.gguf", {**metadata}, tensors)
     new, old = (Llama.from_pretrained(each, scan_layers=False) for each in (path, old))
     assert all(map(np.array_equal, jax.tree.leaves(new), jax.tree.leaves(old)))
+
+
+def test_engines_plans_and_servers_take_the_file(data_dir, capsys):
+    path = data_dir / "quantised" / "gguf-q4_0" / "model.gguf"
+    llm = LLM(path, max_model_len=64, **ENGINE_SIZES)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    [output] = llm.chat([{"role": "user", "content": "a b"}], params)
+    template = "<|im_start|>user\na b<|im_end|>\n<|im_start|>assistant\n"
+    assert llm.tokenizer is not None
+    assert output.prompt_token_ids == llm.tokenizer.encode(template)
+    tokens = output.outputs[0].token_ids
+    assert len(tokens) == 4
+    assert output.outputs[0].text == llm.tokenizer.decode(tokens, continues_text=True)
+    assert plan(["--model", str(path), "--memory", "1GiB"]) == 0
+    assert "69,952 parameters" in capsys.readouterr().out
+    assert server_name(str(path)) == "model"

@@ -1,1 +1,1 @@
-"""Loading and saving of weights: Hugging Face folders and Orbax checkpoints."""
+"""Loading and saving of weights: Hugging Face folders, Orbax checkpoints, GGUF files."""

@@ -59,7 +59,7 @@ _OTHER: Mapping[str, Mapping[str, str]] = {
 # Names with their suffixes that do not follow from the table.
 _SINKS = "attn_sinks.weight", "self_attn.sinks"
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?\.(weight|bias)")
-# Model types of which llama.cpp reorders the rows of queries and keys.
+# In these models, llama.cpp reorders the rows of queries and keys.
 _REORDERED = ("llama", "mixtral")
 
 

@@ -31,7 +31,7 @@ _NAMED = {
     "mask_token": "mask_token_id",
 }
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Tokens that end an answer in the chat formats of common models. Many files name only one of them.
+# Tokens that end an answer in the chat formats of common models. Many files name only some.
 _END_TOKENS = frozenset(
     (
         "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>",
@@ -54,7 +54,7 @@ def read_gguf_tokenizer(file: GgufFile) -> dict[str, Any]:
     """Return the arguments of `Tokenizer` for a GGUF file.
 
     Raises:
-      TokenizerError: the file has no tokenizer, or one that is not supported. The message names it.
+      TokenizerError: the file has no tokenizer, or an unsupported tokenizer. The message names it.
     """
     return _TokenizerReader(file).read()
 
@@ -72,7 +72,7 @@ class _TokenizerReader:
         tokens = self._get("tokens")
         if not isinstance(tokens, Texts) or not len(tokens):
             raise self._error("tokens must be a list of texts")
-        # llama.cpp names empty tokens so, too.
+        # llama.cpp gives empty tokens the same name.
         self._tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(tokens)]
         self._ids = {token: index for index, token in enumerate(self._tokens)}
         if len(self._ids) < len(self._tokens):
@@ -237,7 +237,7 @@ class _TokenizerReader:
             return default
         if not is_int(value):
             raise self._error(f"{key} must be an integer, got {value!r}")
-        # llama.cpp ignores ids outside of the vocabulary, too; -1 stands for none.
+        # llama.cpp also ignores ids outside of the vocabulary. Some files have -1 for no token.
         return value if 0 <= value < len(self._tokens) else default
 
     def _token(self, key: str, default: int | None = None) -> str | None:
