@@ -113,12 +113,17 @@ class Answer(ABC):
 
     Attributes:
       prefix: prefix of the response's id.
+      end_mark: bytes at the end of a stream.
+      clamps_max_tokens: whether `max_tokens` beyond the context means the rest of the context; if
+        not, it is an error.
       id: id of the response.
       name: unique id of the request in the engine, without the index of the prompt.
       fallback_params: fields of `SamplingParams` for models without recommended values.
     """
 
     prefix = "cmpl"
+    end_mark = b"data: [DONE]\n\n"
+    clamps_max_tokens = False
     fallback_params: dict[str, Any] = {}
 
     def __init__(
@@ -221,7 +226,15 @@ class Answer(ABC):
 
     def events(self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]) -> bytes:
         """Return the events of `chunks` as bytes."""
-        return b"".join(map(encode_event, self.chunks(prompt, output, deltas)))
+        return b"".join(map(self.encode, self.chunks(prompt, output, deltas)))
+
+    def encode(self, event: JsonDict) -> bytes:
+        """Return the bytes of an event of the stream."""
+        return encode_event(event)
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the last event of a stream that fails."""
+        return encode_event(error.body())
 
     def closing(self, outputs: Sequence[RequestOutput]) -> list[JsonDict]:
         """Return the last events of a stream, after all text."""
@@ -421,7 +434,11 @@ def explanation(output: RequestOutput) -> schemas.RequestExplanation | None:
 def _json_form(format: bodies.ResponseFormat) -> StructuredOutputsParams:
     if format.json_schema is None:
         return StructuredOutputsParams(json_object=True)
-    schema, is_strict = format.json_schema.schema_, format.json_schema.strict
+    return form_of_schema(format.json_schema.schema_, bool(format.json_schema.strict))
+
+
+def form_of_schema(schema: dict[str, Any], is_strict: bool) -> StructuredOutputsParams:
+    """Return the constraint on a text to be JSON that matches a schema."""
     guidance = schema.get("x-guidance", {})
     if not is_strict and isinstance(guidance, dict):
         # A schema is a hint unless it is strict: unsupported keywords are ignored.

@@ -20,10 +20,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paged_jax import __version__
 from paged_jax.server import admin, bodies, cache_page, openapi, schemas
+from paged_jax.server.anthropic_answers import MessagesAnswer, count_tokens
+from paged_jax.server.anthropic_bodies import MessagesBody
 from paged_jax.server.chat_answers import ChatAnswer
 from paged_jax.server.completion_answers import CompletionAnswer, GenerateAnswer
 from paged_jax.server.completions import CompletionEndpoint
 from paged_jax.server.request_log import RECORD, RequestLogMiddleware
+from paged_jax.server.response_answers import ResponsesAnswer
+from paged_jax.server.response_items import ResponsesBody
 from paged_jax.server.responses import ApiError, json_response
 from paged_jax.server.security import CLIENT, Security
 from paged_jax.server.service import ClientGone, Service
@@ -41,9 +45,6 @@ def create_app(service: Service) -> Starlette:
     def route(path: str, endpoint: Callable[..., Any], *methods: str) -> Route:
         return Route(path, functools.partial(endpoint, service), methods=methods or ["GET"])
 
-    def text(path: str, body: Any, answer: Any) -> Route:
-        return Route(path, CompletionEndpoint(service, body, answer), methods=["POST"])
-
     def constant(path: str, model: BaseModel) -> Route:
         async def answer(request: Request) -> Response:
             return json_response(model)
@@ -53,9 +54,8 @@ def create_app(service: Service) -> Starlette:
     model_info, server_info = _router_infos(service)
     routes = [
         # Starlette tries routes in order, so the most frequent routes are first.
-        text("/generate", bodies.GenerateBody, GenerateAnswer),
-        text("/v1/completions", bodies.CompletionBody, CompletionAnswer),
-        text("/v1/chat/completions", bodies.ChatBody, ChatAnswer),
+        *_generation_routes(service),
+        route("/v1/messages/count_tokens", count_tokens, "POST"),
         route("/live", _live),
         route("/ready", _ready),
         route("/health", _health),
@@ -96,6 +96,20 @@ def create_app(service: Service) -> Starlette:
     # the client chooses.
     app.router.redirect_slashes = False
     return app
+
+
+def _generation_routes(service: Service) -> list[Route]:
+    endpoints: dict[str, tuple[Any, Any]] = {
+        "/generate": (bodies.GenerateBody, GenerateAnswer),
+        "/v1/completions": (bodies.CompletionBody, CompletionAnswer),
+        "/v1/chat/completions": (bodies.ChatBody, ChatAnswer),
+        "/v1/responses": (ResponsesBody, ResponsesAnswer),
+        "/v1/messages": (MessagesBody, MessagesAnswer),
+    }
+    return [
+        Route(path, CompletionEndpoint(service, body, answer), methods=["POST"])
+        for path, (body, answer) in endpoints.items()
+    ]
 
 
 # State
@@ -200,7 +214,7 @@ def _router_infos(service: Service) -> tuple[schemas.ModelInfo, schemas.ServerIn
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     request.scope[RECORD].note_error(error.code, str(error))
-    return error.response()
+    return error.response(request.scope["path"])
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
@@ -224,7 +238,9 @@ async def _internal_error(request: Request, error: Exception) -> Response:
     # the request log, which would add the header.
     headers = {"X-Request-ID": request.scope[RECORD].request_id}
     message = "Something went wrong in the server."
-    return ApiError(500, message, code="internal_error", headers=headers).response()
+    return ApiError(500, message, code="internal_error", headers=headers).response(
+        request.scope["path"]
+    )
 
 
 # Startup

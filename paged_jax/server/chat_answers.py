@@ -2,7 +2,7 @@
 
 import functools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paged_jax.models.text.tokenizer import Tokenizer
@@ -180,23 +180,32 @@ class ChatAnswer(OpenAiAnswer):
     def _logprobs(self, delta: SampleDelta) -> schemas.ChatLogprobs | None:
         if delta.logprobs is None:
             return None
-        rows = zip(delta.token_ids, delta.logprobs, strict=True)
-        return {"content": (self._token_logprob(token_id, row) for token_id, row in rows)}
+        assert self.service.tokenizer is not None
+        count = self.body.top_logprobs or 0
+        return {"content": chat_logprobs(self.service.tokenizer, delta, count)}
 
-    def _token_logprob(self, token_id: int, row: dict[int, Logprob]) -> schemas.TokenLogprob:
+
+def chat_logprobs(
+    tokenizer: Tokenizer, delta: SampleDelta, count: int
+) -> Iterator[schemas.TokenLogprob]:
+    """Yield the log-probability of each new token, and of the `count` most probable tokens.
+
+    `delta` must have log-probabilities.
+    """
+    for token_id, row in zip(delta.token_ids, delta.logprobs or (), strict=True):
         # The candidates always include the generated token, even if it is not among the most
         # probable.
-        top = sorted(row, key=lambda each: row[each].rank)[: self.body.top_logprobs or 0]
-        others = [self._top_logprob(each, row[each]) for each in top]
-        return {**self._top_logprob(token_id, row[token_id]), "top_logprobs": others}
+        top = sorted(row, key=lambda each: row[each].rank)[:count]
+        others = [_top_logprob(tokenizer, each, row[each]) for each in top]
+        yield {**_top_logprob(tokenizer, token_id, row[token_id]), "top_logprobs": others}
 
-    def _top_logprob(self, token_id: int, token: Logprob) -> schemas.TopLogprob:
-        assert self.service.tokenizer is not None
-        return {
-            "token": token.decoded_token,
-            "logprob": finite(token.logprob),
-            "bytes": _bytes_of(self.service.tokenizer, token_id),
-        }
+
+def _top_logprob(tokenizer: Tokenizer, token_id: int, token: Logprob) -> schemas.TopLogprob:
+    return {
+        "token": token.decoded_token,
+        "logprob": finite(token.logprob),
+        "bytes": _bytes_of(tokenizer, token_id),
+    }
 
 
 @functools.lru_cache(maxsize=2**14)

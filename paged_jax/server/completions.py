@@ -15,15 +15,14 @@ from paged_jax.server.answers import Answer, DeltaTracker, num_entries, whole_sa
 from paged_jax.server.generation import check_request, make_job, run
 from paged_jax.server.receiving import receive_body
 from paged_jax.server.request_log import RECORD, RequestRecord
-from paged_jax.server.responses import ApiError, encode_event, json_response
+from paged_jax.server.responses import ApiError, json_response
 from paged_jax.server.security import CLIENT
 from paged_jax.server.service import Client, ClientGone, Service
 
 B = TypeVar("B", bound=bodies.SamplingBody)
 AnswerType = Callable[[Service, B, Client, RequestRecord], Answer]
 
-# The last event of a stream, and the ASGI message that starts the response.
-_DONE = b"data: [DONE]\n\n"
+# The ASGI message that starts the response.
 _STREAM_START: Message = {
     "type": "http.response.start",
     "status": 200,
@@ -100,7 +99,7 @@ async def _stream(answer: Answer, receive: Receive, send: Send) -> None:
             if not is_started:
                 raise
             answer.record.note_error(error.code, str(error))
-            ending = encode_event(error.body())
+            ending = answer.failure(error)
         await send(_body(ending, is_last=True))
 
 
@@ -108,7 +107,7 @@ async def _events(answer: Answer) -> AsyncGenerator[bytes]:
     """Yield server-sent events: opening, new text, closing, and the end mark."""
     job = await make_job(answer)
     tracker, finished = DeltaTracker(), {}
-    data = b"".join(map(encode_event, answer.opening()))
+    data = b"".join(map(answer.encode, answer.opening()))
     async with contextlib.aclosing(run(answer, job)) as outputs:
         async for index, output in outputs:
             deltas = tracker.deltas(index, output)
@@ -123,7 +122,7 @@ async def _events(answer: Answer) -> AsyncGenerator[bytes]:
                 yield data
                 data = b""
     closing = answer.closing([finished[index] for index in range(len(job.prompts))])
-    yield b"".join([data, *map(encode_event, closing), _DONE])
+    yield b"".join([data, *map(answer.encode, closing), answer.end_mark])
 
 
 def _body(data: bytes, *, is_last: bool = False) -> Message:

@@ -65,8 +65,7 @@ def check_request(answer: Answer) -> None:
         options that beam search does not support.
     """
     body, limits = answer.body, answer.service.limits
-    if isinstance(body, bodies.OpenAiBody):
-        answer.service.check_model(body.model)
+    answer.service.check_model(getattr(body, "model", None))
     limits.check("max_prompts", answer.num_prompts, "prompt", what="the number of prompts")
     given = "n" if answer.num_samples == (body.n or 1) else "best_of"
     limits.check("max_n", answer.num_samples, given)
@@ -97,6 +96,9 @@ def _make_job(answer: Answer) -> Job:
     try:
         params = _sampling_params(answer)
         token_ids = [_tokenize(answer, prompt) for prompt in answer.prompts()]
+        if answer.clamps_max_tokens and params.max_tokens is not None:
+            room = max(1, service.max_length - max(map(len, token_ids)))
+            params = dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
         params = _limit_tokens(service, params, token_ids)
         form = params.structured_outputs
         # Compiled in this thread, so that streams need not wait for it.

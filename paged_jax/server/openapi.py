@@ -10,7 +10,10 @@ from pydantic.json_schema import models_json_schema
 
 from paged_jax import __version__
 from paged_jax.server import bodies, schemas
+from paged_jax.server.anthropic_bodies import CountTokensBody, MessagesBody
 from paged_jax.server.limits import Limits
+from paged_jax.server.response_items import ResponsesBody
+from paged_jax.server.responses import is_anthropic
 
 _ERRORS = {
     400: "The request has a mistake, which the message names.",
@@ -28,6 +31,9 @@ _POSTS: dict[str, tuple[str, type, type, bool]] = {
     "/generate": ("generate", bodies.GenerateBody, schemas.GenerateResponse, True),
     "/v1/completions": ("complete", bodies.CompletionBody, schemas.CompletionResponse, True),
     "/v1/chat/completions": ("chat", bodies.ChatBody, schemas.ChatCompletionResponse, True),
+    "/v1/responses": ("respond", ResponsesBody, schemas.ResponseObject, True),
+    "/v1/messages": ("message", MessagesBody, schemas.AnthropicMessage, True),
+    "/v1/messages/count_tokens": ("countTokens", CountTokensBody, schemas.TokenCount, False),
     "/tokenize": ("tokenize", bodies.TokenizeBody, schemas.TokenizeResponse, False),
     "/detokenize": ("detokenize", bodies.DetokenizeBody, schemas.DetokenizeResponse, False),
 }
@@ -61,6 +67,7 @@ def document(limits: Limits, root_path: str = "") -> dict[str, Any]:
             *((model, "serialization") for _, _, model, _ in _POSTS.values()),
             *((model, "serialization") for _, model, _ in _GETS.values()),
             (schemas.ErrorResponse, "serialization"),
+            (schemas.AnthropicError, "serialization"),
         ],
         ref_template="#/components/schemas/{model}",
     )
@@ -75,7 +82,7 @@ def document(limits: Limits, root_path: str = "") -> dict[str, Any]:
         },
         **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": {
-            **{path: _post(*route) for path, route in _POSTS.items()},
+            **{path: _post(path, *route) for path, route in _POSTS.items()},
             **{path: _get(path, *route) for path, route in _GETS.items()},
             "/metrics": _metrics(),
         },
@@ -87,12 +94,13 @@ def document(limits: Limits, root_path: str = "") -> dict[str, Any]:
     }
 
 
-def _post(name: str, body: type, model: type, can_stream: bool) -> dict[str, Any]:
+def _post(path: str, name: str, body: type, model: type, can_stream: bool) -> dict[str, Any]:
+    error = schemas.AnthropicError if is_anthropic(path) else schemas.ErrorResponse
     response = {"description": "The response.", "content": _content(model)}
     if can_stream:
         response["description"] = (
             "The generated text. If a stream was requested, it consists of server-sent events with "
-            "JSON as data, and the data of the last event is [DONE]."
+            "JSON as data. Endpoints of OpenAI's older APIs end it with an event of data [DONE]."
         )
         # Without a schema, because OpenAPI cannot describe events before version 3.2.
         response["content"]["text/event-stream"] = {}
@@ -100,7 +108,7 @@ def _post(name: str, body: type, model: type, can_stream: bool) -> dict[str, Any
         "post": {
             "operationId": name,
             "requestBody": {"required": True, "content": _content(body)},
-            "responses": {"200": response, **_errors(*_ERRORS)},
+            "responses": {"200": response, **_errors(*_ERRORS, model=error)},
         }
     }
 
@@ -130,9 +138,9 @@ def _metrics() -> dict[str, Any]:
     return {"get": {"operationId": "metrics", "responses": responses}}
 
 
-def _errors(*statuses: int) -> dict[str, Any]:
+def _errors(*statuses: int, model: type = schemas.ErrorResponse) -> dict[str, Any]:
     return {
-        str(status): {"description": _ERRORS[status], "content": _content(schemas.ErrorResponse)}
+        str(status): {"description": _ERRORS[status], "content": _content(model)}
         for status in statuses
     }
 

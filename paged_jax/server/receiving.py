@@ -29,6 +29,11 @@ _UNSUPPORTED = {
     "modalities": f'be null or ["text"], {_NO_AUDIO}',
     "include_obfuscation": "be null or false, as this server does not pad its events",
     "suffix": "be null or empty, as this server does not support text after the completion",
+    "previous_response_id": "be null, as responses are not stored here: send the whole input",
+    "conversation": "be null, as conversations are not stored here: send the whole input",
+    "background": "be null or false, as responses are not stored here",
+    "container": "be null, as this server runs no containers",
+    "mcp_servers": "be null or empty, as this server connects to no other servers",
     "service_tier": 'be null, "auto" or "default", as this server has one tier',
 }
 # Rules of fields with several types. Pydantic reports a mistake for each type.

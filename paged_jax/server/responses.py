@@ -23,6 +23,16 @@ _ERROR_TYPES = {
     503: "service_unavailable_error",
 }
 # Maximum characters of an error message, which may quote text from the client.
+_ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")
+# Types of errors in Anthropic's API, by status.
+_ANTHROPIC_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _MAX_CHARS = 500
 # Clients that read a stream with `str.splitlines`, such as `httpx.Response.iter_lines`, would split
 # an event at these characters.
@@ -44,6 +54,11 @@ def _encode(answer: BaseModel | JsonDict) -> bytes:
     for end, escape in _LINE_ENDS.items():
         data = data.replace(end, escape)
     return data
+
+
+def encode_named_event(name: str, data: JsonDict) -> bytes:
+    """Return the bytes of a server-sent event with a name."""
+    return b"event: " + name.encode() + b"\n" + encode_event(data)
 
 
 def to_json_dict(model: type[BaseModel], /, **fields: Any) -> JsonDict:
@@ -120,9 +135,27 @@ class ApiError(Exception):
             }
         }
 
-    def response(self) -> JSONResponse:
-        """Return the error as an HTTP response."""
-        return JSONResponse(self.body(), self.status, self.headers)
+    def response(self, path: str = "") -> JSONResponse:
+        """Return the error as an HTTP response, in the format of the API of a path."""
+        body = anthropic_error(self) if is_anthropic(path) else self.body()
+        return JSONResponse(body, self.status, self.headers)
+
+
+def is_anthropic(path: str) -> bool:
+    """Return whether a path belongs to Anthropic's API, which has its own format of errors."""
+    return path.endswith(_ANTHROPIC)
+
+
+def anthropic_error(error: ApiError) -> JsonDict:
+    """Return the JSON of an error in Anthropic's format."""
+    kind = _ANTHROPIC_ERRORS.get(error.status)
+    if kind is None:
+        kind = "invalid_request_error" if error.status < 500 else "api_error"
+    message = str(error)
+    if error.code == "context_length_exceeded":
+        # Agents shorten the chat when they read these words.
+        message = f"prompt is too long: {message}"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def bad_request(error: ValueError) -> ApiError:

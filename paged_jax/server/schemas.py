@@ -10,7 +10,7 @@ times as long. Texts and events are built by `responses.to_json_dict` for the sa
 from collections.abc import Iterable
 from typing import Any, Literal, NotRequired
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict  # pydantic rejects typing.TypedDict before Python 3.12
 
 
@@ -248,6 +248,48 @@ class GenerateResponse(BaseModel):
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     explanation: RequestExplanation | None = None
+
+
+class ResponseObject(BaseModel):
+    """Response of `POST /v1/responses`. It also repeats fields of the request."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
+
+
+class AnthropicMessage(BaseModel):
+    """Response of `POST /v1/messages`."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: dict[str, Any]
+
+
+class AnthropicError(BaseModel):
+    """Response of Anthropic's API to a request that fails."""
+
+    type: Literal["error"]
+    error: dict[str, str]
+
+
+class TokenCount(BaseModel):
+    """Response of `POST /v1/messages/count_tokens`."""
+
+    input_tokens: int
 
 
 class TokenizeResponse(BaseModel):

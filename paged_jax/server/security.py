@@ -41,14 +41,14 @@ class Security:
             self._check(scope)
         except ApiError as error:
             scope[RECORD].note_error(error.code, str(error))
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         self._check_host(headers.get("host", ""))
-        client = scope[CLIENT] = self._client(scope, headers.get("authorization", ""))
+        client = scope[CLIENT] = self._client(scope, headers)
         # An outer application may have mounted this application under `root_path`.
         if scope["path"].removeprefix(scope.get("root_path", "")) in _PROBES:
             return
@@ -74,11 +74,16 @@ class Security:
                 code="host_not_allowed",
             )
 
-    def _client(self, scope: Scope, authorization: str) -> Client:
+    def _client(self, scope: Scope, headers: Headers) -> Client:
+        authorization = headers.get("authorization", "")
         given = _given_key(authorization)
         is_admin = self._admin_key is not None and hmac.compare_digest(given, self._admin_key)
-        # Compare all keys, each in constant time, so that the time reveals nothing.
-        is_tenant = any([hmac.compare_digest(given, key) for key in self._keys])
+        # Anthropic's clients send the key as x-api-key. Some send both headers: one valid key is
+        # enough.
+        other = headers.get("x-api-key", "").encode("latin-1")
+        if other and not is_admin and not self._is_tenant(given):
+            given = other
+        is_tenant = self._is_tenant(given)
         address = scope.get("client")
         salt = hashlib.sha256(b"paged_jax salt " + given).hexdigest() if self._keys else ""
         return Client(
@@ -89,12 +94,16 @@ class Security:
             may_change=is_admin and authorization.strip()[:7].lower() == "bearer ",
         )
 
+    def _is_tenant(self, given: bytes) -> bool:
+        # Compare all keys, each in constant time, so that the time reveals nothing.
+        return any([hmac.compare_digest(given, key) for key in self._keys])
+
 
 def wrong_key() -> ApiError:
     """Return the error for a request without a valid key."""
     return ApiError(
         401,
-        "The API key is missing or wrong. Send it as Authorization: Bearer KEY.",
+        "The API key is missing or wrong. Send it as Authorization: Bearer KEY or X-API-Key: KEY.",
         code="invalid_api_key",
         # Browsers then ask for a user name and a password. The password is the key.
         headers={"WWW-Authenticate": 'Basic realm="paged_jax", Bearer'},

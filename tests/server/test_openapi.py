@@ -22,6 +22,7 @@ OPERATIONS = [
     ("POST", "/generate"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
     ("GET", "/v1/models"), ("GET", "/v1/models/{model}"), ("GET", "/health"), ("GET", "/metrics"),
     ("GET", "/live"), ("GET", "/ready"), ("POST", "/tokenize"), ("POST", "/detokenize"),
+    ("POST", "/v1/responses"), ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
     ("GET", "/tokenizer_info"), ("GET", "/get_model_info"), ("GET", "/get_server_info"),
 ]  # fmt: skip
 # Number of valid and of invalid requests per operation.
@@ -84,8 +85,21 @@ def test_responses_conform_to_the_document(server, schema, method, path, mode) -
             if path == "/tokenize" and statuses.total() % 2:
                 case.body.pop("messages", None)
                 case.body["prompt"] = case.body.get("prompt") or "ab"
+            if path == "/v1/responses" and statuses.total() % 2:
+                case.body["input"] = "ab"
+            if path.startswith("/v1/messages") and statuses.total() % 2:
+                case.body["messages"] = [{"role": "user", "content": "ab"}]
             # Nor does it express the model's name, its tools and its supported forms.
-            for name in ("model", "tools", "tool_choice", "structured_outputs", "response_format"):
+            for name in (
+                "model",
+                "tools",
+                "tool_choice",
+                "structured_outputs",
+                "response_format",
+                "text",
+                "output_config",
+                "chat_template_kwargs",
+            ):
                 if statuses.total() % 2:
                     case.body.pop(name, None)
             for message in case.body.get("messages") or []:

@@ -1,0 +1,96 @@
+"""Blocks of an answer: reasoning, text and calls, one after the other, as they are generated.
+
+`POST /v1/responses` and `POST /v1/messages` answer with such blocks. In a stream, each block is
+opened, extended and closed before the next block is opened.
+"""
+
+import dataclasses
+import secrets
+from collections.abc import Iterable
+from typing import Literal
+
+from paged_jax.models.text.tool_reader import AnswerDelta
+
+BlockKind = Literal["reasoning", "content", "call"]
+
+
+@dataclasses.dataclass
+class Block:
+    """A block of an answer.
+
+    Attributes:
+      index: index of the block in the answer.
+      kind: ``"reasoning"``, ``"content"`` or ``"call"``.
+      name: name of the called function; empty for other kinds.
+      text: the text, or the JSON of the arguments.
+      id: 24 random hexadecimal digits.
+    """
+
+    index: int
+    kind: BlockKind
+    name: str = ""
+    text: str = ""
+    id: str = dataclasses.field(default_factory=lambda: secrets.token_hex(12))
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockChange:
+    """A change of a block: it was opened, extended by a text, or closed."""
+
+    what: Literal["open", "extend", "close"]
+    block: Block
+    text: str = ""
+
+
+class BlockTracker:
+    r"""Grouping of the parts of an answer into blocks. A text of white space alone is no block.
+
+    Attributes:
+      blocks: all blocks so far.
+
+    Example:
+      >>> tracker = BlockTracker()
+      >>> parts = [AnswerDelta("content", "\n"), AnswerDelta("call", "f")]
+      >>> changes = tracker.push([*parts, AnswerDelta("arguments", "{}")], is_last=True)
+      >>> [change.what for change in changes], tracker.blocks[0].text
+      (['open', 'extend', 'close'], '{}')
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self._is_open = False
+        self._space = ""  # white space that may become the start of a text
+
+    def push(self, parts: Iterable[AnswerDelta], *, is_last: bool = False) -> list[BlockChange]:
+        """Add the next parts of the answer, and return the changes of its blocks.
+
+        Args:
+          parts: the new parts.
+          is_last: whether the answer is complete.
+        """
+        changes: list[BlockChange] = []
+        for kind, text in parts:
+            if kind == "call":
+                changes += [*self._close(), self._open("call", text)]
+                continue
+            wanted: BlockKind = "call" if kind == "arguments" else kind
+            if not self._is_open or self.blocks[-1].kind != wanted:
+                text, self._space = self._space + text, ""
+                if not text.strip():
+                    self._space = text
+                    continue
+                changes += [*self._close(), self._open(wanted)]
+            self.blocks[-1].text += text
+            changes.append(BlockChange("extend", self.blocks[-1], text))
+        return [*changes, *(self._close() if is_last else ())]
+
+    def _open(self, kind: BlockKind, name: str = "") -> BlockChange:
+        self._is_open, self._space = True, ""
+        self.blocks.append(Block(len(self.blocks), kind, name))
+        return BlockChange("open", self.blocks[-1])
+
+    def _close(self) -> list[BlockChange]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        return [BlockChange("close", self.blocks[-1])]

@@ -1,0 +1,218 @@
+"""Responses of ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``, Anthropic's API."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from paged_jax.sampling.params import StructuredOutputsParams
+from paged_jax.scheduler.outputs import CompletionOutput, RequestOutput
+from paged_jax.server.answer_blocks import Block, BlockChange, BlockTracker
+from paged_jax.server.answers import Answer, SampleDelta, form_of_schema, usage, whole_samples
+from paged_jax.server.anthropic_bodies import CountTokensBody, MessagesBody, chat_of_messages
+from paged_jax.server.chat_messages import num_chars
+from paged_jax.server.chats import Chat
+from paged_jax.server.receiving import receive_body
+from paged_jax.server.request_log import RECORD, RequestRecord
+from paged_jax.server.responses import (
+    ApiError,
+    JsonDict,
+    anthropic_error,
+    bad_request,
+    encode_named_event,
+    json_response,
+)
+from paged_jax.server.service import Client, Service
+
+
+class MessagesAnswer(Answer):
+    """Response of ``POST /v1/messages``."""
+
+    prefix = "msg"
+    end_mark = b""
+    clamps_max_tokens = True
+    body: MessagesBody
+
+    def __init__(self, service: Service, body: MessagesBody, client: Client, record: RequestRecord):
+        super().__init__(service, body, client, record)
+        self.id = self.id.replace("-", "_", 1)
+        self.chat = Chat(service, chat_of_messages(body, service.tokenizer))
+        self._tracker = BlockTracker()
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the messages as a prompt, rendered by the model's chat template."""
+        return [self.chat.token_ids()]
+
+    @property
+    def prompt_field(self) -> str:
+        """Name of the body field that contains the prompt."""
+        return "messages"
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of all messages together."""
+        return num_chars(self.chat.body.messages)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a schema or grammar constrains the text."""
+        return super().is_constrained or bool(self.body.tools) or self._schema is not None
+
+    @property
+    def constraint_field(self) -> str:
+        """Name of the body field that constrains the text."""
+        is_schema = self._schema is not None
+        return "output_config.format" if is_schema else super().constraint_field
+
+    @property
+    def _schema(self) -> dict[str, Any] | None:
+        config = self.body.output_config
+        return None if config is None or config.format is None else config.format.schema_
+
+    def params(self) -> dict[str, Any]:
+        """Return the sampling parameters, with the constraint on the whole text."""
+        params = super().params()
+        if self.body.stop_sequences is not None:
+            params["stop"] = self.body.stop_sequences
+        form: StructuredOutputsParams | None = params.get("structured_outputs")
+        if self._schema is not None:
+            form = form_of_schema(self._schema, is_strict=False)
+        return params | self.chat.params(form)
+
+    def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
+        """Return the whole response."""
+        [output] = outputs
+        [delta] = whole_samples(output)
+        self._tracker.push(self.chat.parts(delta, is_whole=True), is_last=True)
+        content = [_content(block) for block in self._tracker.blocks]
+        return self._message(content, output) | self._end(output.outputs[0])
+
+    # Stream
+
+    def encode(self, event: JsonDict) -> bytes:
+        """Return the bytes of an event."""
+        return encode_named_event(event["type"], event)
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the last event of a stream that fails."""
+        return encode_named_event("error", anthropic_error(error))
+
+    def opening(self) -> list[JsonDict]:
+        """Return nothing: the first event contains the number of prompt tokens."""
+        return []
+
+    def chunks(
+        self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
+    ) -> list[JsonDict]:
+        """Return the events with the new parts of the answer."""
+        events: list[JsonDict] = []
+        for delta in deltas:
+            if delta.start == 0:
+                start = {"type": "message_start", "message": self._message([], output)}
+                events += [start, {"type": "ping"}]
+            is_last = delta.sample.finish_reason is not None
+            for change in self._tracker.push(self.chat.parts(delta), is_last=is_last):
+                events += _events_of(change)
+        return events
+
+    def closing(self, outputs: Sequence[RequestOutput]) -> list[JsonDict]:
+        """Return the last events of a stream: the stop reason and the usage."""
+        [output] = outputs
+        delta = {"type": "message_delta", "delta": self._end(output.outputs[0])}
+        return [{**delta, "usage": self._usage(output)}, {"type": "message_stop"}]
+
+    # Objects
+
+    def _message(self, content: list[JsonDict], output: RequestOutput) -> JsonDict:
+        counts = self._usage(output)
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.service.settings.model_name,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": counts if content else {**counts, "output_tokens": 0},
+        }
+
+    def _usage(self, output: RequestOutput) -> JsonDict:
+        """Return the usage. Tokens from the prefix cache are not counted as input tokens."""
+        total = usage([output])
+        cached = total.prompt_tokens_details.cached_tokens
+        return {
+            "input_tokens": total.prompt_tokens - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": total.completion_tokens,
+            "output_tokens_details": {
+                "thinking_tokens": self.chat.num_reasoning_tokens(output.outputs[0])
+            },
+        }
+
+    def _end(self, sample: CompletionOutput) -> JsonDict:
+        """Return the reason why the answer ended, and the stop string that ended it."""
+        is_string = isinstance(sample.stop_reason, str) and sample.finish_reason == "stop"
+        if any(block.kind == "call" for block in self._tracker.blocks) and not (
+            sample.finish_reason == "length"
+        ):
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if is_string:
+            return {"stop_reason": "stop_sequence", "stop_sequence": sample.stop_reason}
+        reason = "end_turn" if sample.finish_reason == "stop" else "max_tokens"
+        return {"stop_reason": reason, "stop_sequence": None}
+
+
+async def count_tokens(service: Service, request: Request) -> Response:
+    """Return the number of tokens of a prompt, with its tools and the chat template.
+
+    Raises:
+      ApiError: the body is invalid, or the model has no tokenizer.
+    """
+    body = await receive_body(service, request, CountTokensBody)
+    service.check_model(body.model)
+
+    def count() -> int:
+        try:
+            return len(Chat(service, chat_of_messages(body, service.tokenizer)).token_ids())
+        except ValueError as error:
+            raise bad_request(error) from None
+
+    async with service.while_connected(request.receive):
+        size = request.scope[RECORD].size(request.scope[RECORD].num_bytes)
+        return json_response({"input_tokens": await service.encode(size, count)})
+
+
+def _events_of(change: BlockChange) -> list[JsonDict]:
+    block, index = change.block, {"index": change.block.index}
+    if change.what == "open":
+        empty = Block(block.index, block.kind, block.name, id=block.id)
+        return [{"type": "content_block_start", **index, "content_block": _content(empty)}]
+    if change.what == "extend":
+        kind, key = {
+            "reasoning": ("thinking_delta", "thinking"),
+            "content": ("text_delta", "text"),
+            "call": ("input_json_delta", "partial_json"),
+        }[block.kind]
+        delta = {"type": kind, key: change.text}
+        return [{"type": "content_block_delta", **index, "delta": delta}]
+    stop = [{"type": "content_block_stop", **index}]
+    if block.kind != "reasoning":
+        return stop
+    signature = {"type": "signature_delta", "signature": ""}
+    return [{"type": "content_block_delta", **index, "delta": signature}, *stop]
+
+
+def _content(block: Block) -> JsonDict:
+    """Return a block in Anthropic's format."""
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    if block.kind == "content":
+        return {"type": "text", "text": block.text}
+    try:
+        arguments = json.loads(block.text or "{}")
+    except ValueError:
+        arguments = {}  # the answer was cut short
+    return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": arguments}

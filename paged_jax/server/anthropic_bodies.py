@@ -1,0 +1,221 @@
+"""Body of ``POST /v1/messages``, Anthropic's API, and its conversion to a chat."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from paged_jax.models.text.tokenizer import Tokenizer
+from paged_jax.server import bodies
+from paged_jax.server.bodies import WHOLE, Body, Items, LenientBody, SamplingBody, Text
+from paged_jax.server.response_items import validated_chat, with_system_text
+from paged_jax.server.responses import ApiError, JsonDict
+
+_MEDIA = ("image", "document", "search_result")
+# Start of a system block that changes with each request, so that nothing after it would be cached.
+_BILLING = "x-anthropic-billing-header:"
+
+
+class OutputFormat(LenientBody):
+    """Format of the text: JSON that matches a schema."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(LenientBody):
+    """Options of the output: its format, and the effort of the reasoning."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
+class ThinkingConfig(LenientBody):
+    """Whether the model reasons before it answers."""
+
+    type: str
+
+
+class CountTokensBody(Body):
+    """Body of `POST /v1/messages/count_tokens`."""
+
+    model: str | None = None
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1)]
+    system: str | Items[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = Field(
+        None, description="Functions. Tools of other types are skipped."
+    )
+    tool_choice: dict[str, Any] | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    # Fields that change nothing here.
+    cache_control: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+    container: None = None
+
+
+class MessagesBody(SamplingBody):
+    """Body of `POST /v1/messages`."""
+
+    model: str | None = None
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE]  # type: ignore[assignment]
+    system: str | Items[dict[str, Any]] | None = None
+    stop_sequences: Items[Text] | None = None
+    n: Literal[1] | None = None
+    tools: Items[dict[str, Any]] | None = Field(
+        None, description="Functions. Tools of other types are skipped."
+    )
+    tool_choice: dict[str, Any] | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Fields that change nothing here.
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    cache_control: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
+    speed: str | None = None
+    inference_geo: str | None = None
+    diagnostics: Any = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+    container: None = None
+
+
+def chat_of_messages(
+    body: MessagesBody | CountTokensBody, tokenizer: Tokenizer | None
+) -> bodies.ChatBody:
+    """Return the chat that a body describes.
+
+    Raises:
+      ApiError: a message contains blocks that this server cannot read, or the tools are invalid.
+    """
+    messages = [
+        each for index, message in enumerate(body.messages) for each in _messages(message, index)
+    ]
+    config, thinking = body.output_config, body.thinking
+    variables: JsonDict = {}
+    if thinking is not None:
+        variables["enable_thinking"] = thinking.type != "disabled"
+    own = getattr(body, "chat_template_kwargs", None) or {}
+    choice, is_parallel = _tool_choice(body.tool_choice or {})
+    tools = [_tool(tool) for tool in body.tools or () if tool.get("type") in (None, "custom")]
+    return validated_chat(
+        {
+            "messages": with_system_text(_system(body.system), _joined(messages), tokenizer),
+            "tools": tools or None,
+            "tool_choice": None if choice == "auto" and not tools else choice,
+            "parallel_tool_calls": is_parallel,
+            "reasoning_effort": None if config is None else config.effort,
+            "chat_template_kwargs": {**variables, **own} or None,
+        }
+    )
+
+
+def _system(system: str | list[dict[str, Any]] | None) -> str | None:
+    if not isinstance(system, list):
+        return system
+    texts = [str(block.get("text", "")) for block in system if block.get("type") == "text"]
+    return "\n".join(text for text in texts if not text.startswith(_BILLING)) or None
+
+
+def _messages(message: Mapping[str, Any], index: int) -> Iterator[JsonDict]:
+    """Yield the messages of a chat for a message, which may contain results of several calls."""
+    role, content = message.get("role"), message.get("content")
+    place = f"messages.{index}.content"
+    if role not in ("user", "assistant", "system"):
+        raise ApiError(
+            400, f"messages.{index}.role must be user or assistant, got {role!r}.",
+            param=f"messages.{index}.role",
+        )  # fmt: skip
+    if isinstance(content, str):
+        yield {"role": role, "content": content}
+        return
+    if not isinstance(content, list):
+        raise ApiError(400, f"{place} must be a text or a list of blocks.", param=place)
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[JsonDict] = []
+    for number, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        where = f"{place}.{number}"
+        if kind in _MEDIA:
+            raise ApiError(
+                400, f"{where} must be text, got {kind}: this model reads only text.", param=where
+            )
+        if kind == "text":
+            texts.append(str(block.get("text", "")))
+        elif kind == "thinking":
+            thoughts.append(str(block.get("thinking", "")))
+        elif kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result":
+            yield {
+                "role": "tool",
+                "tool_call_id": block.get("tool_use_id"),
+                "content": _result(block, where),
+            }
+    fields: JsonDict = {"role": role, "content": "".join(texts)}
+    if thoughts:
+        fields["reasoning_content"] = "".join(thoughts)
+    if calls:
+        fields["tool_calls"] = calls
+    if texts or thoughts or calls:
+        yield fields
+
+
+def _result(block: Mapping[str, Any], place: str) -> str:
+    """Return the text of the result of a call."""
+    content = block.get("content") or ""
+    if not isinstance(content, str):
+        for part in content:
+            if isinstance(part, Mapping) and part.get("type") in _MEDIA:
+                raise ApiError(
+                    400, f"{place} must contain only text, got {part['type']}.", param=place
+                )
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return f"Error: {content}" if block.get("is_error") else content
+
+
+def _joined(messages: list[JsonDict]) -> list[JsonDict]:
+    """Return the messages, with consecutive plain messages of one role joined."""
+    joined: list[JsonDict] = []
+    for message in messages:
+        last = joined[-1] if joined else {}
+        if message.keys() == last.keys() == {"role", "content"} and last["role"] == message["role"]:
+            joined[-1] = {**last, "content": f"{last['content']}\n{message['content']}"}
+        else:
+            joined.append(message)
+    return joined
+
+
+def _tool(tool: JsonDict) -> JsonDict:
+    function = {
+        "name": tool.get("name"),
+        "description": tool.get("description"),
+        "parameters": tool.get("input_schema"),
+        "strict": tool.get("strict"),
+    }
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: JsonDict) -> tuple[Any, bool | None]:
+    """Return the choice in the form of chats, and whether an answer may have several calls.
+
+    Raises:
+      ApiError: the choice is unknown.
+    """
+    kind = choice.get("type", "auto")
+    known: JsonDict = {
+        "auto": "auto",
+        "any": "required",
+        "none": "none",
+        "tool": {"type": "function", "function": {"name": choice.get("name")}},
+    }
+    if kind not in known:
+        raise ApiError(
+            400, f"tool_choice must be auto, any, tool or none, got {kind!r}.", param="tool_choice"
+        )
+    return known[kind], False if choice.get("disable_parallel_tool_use") else None

@@ -1,0 +1,318 @@
+"""Responses of ``POST /v1/responses``, whole or as a stream of events."""
+
+import functools
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from paged_jax.sampling.params import StructuredOutputsParams
+from paged_jax.scheduler.outputs import RequestOutput
+from paged_jax.server.answer_blocks import Block, BlockChange, BlockTracker
+from paged_jax.server.answers import Answer, SampleDelta, form_of_schema, usage, whole_samples
+from paged_jax.server.chat_answers import chat_logprobs
+from paged_jax.server.chat_messages import num_chars
+from paged_jax.server.chats import Chat
+from paged_jax.server.request_log import RequestRecord
+from paged_jax.server.response_items import ResponsesBody, chat_body
+from paged_jax.server.responses import ApiError, JsonDict, encode_named_event
+from paged_jax.server.service import Client, Service
+
+_PREFIXES = {"reasoning": "rs", "content": "msg", "call": "fc"}
+_PART_TYPES = {"reasoning": "reasoning_text", "content": "output_text"}
+
+
+class ResponsesAnswer(Answer):
+    """Response of ``POST /v1/responses``."""
+
+    prefix = "resp"
+    end_mark = b""
+    clamps_max_tokens = True
+    body: ResponsesBody
+
+    def __init__(
+        self, service: Service, body: ResponsesBody, client: Client, record: RequestRecord
+    ):
+        super().__init__(service, body, client, record)
+        self.id = self.id.replace("-", "_", 1)
+        self.chat = Chat(service, chat_body(body, service.tokenizer))
+        self._tracker = BlockTracker()
+        self._num_events = 0
+        self._last: RequestOutput | None = None
+        self._logprobs: list[JsonDict] = []
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the conversation as a prompt, rendered by the model's chat template."""
+        return [self.chat.token_ids()]
+
+    @property
+    def prompt_field(self) -> str:
+        """Name of the body field that contains the prompt."""
+        return "input"
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of all messages together."""
+        return num_chars(self.chat.body.messages)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a schema or grammar constrains the text."""
+        return super().is_constrained or bool(self.body.tools) or self._format is not None
+
+    @property
+    def constraint_field(self) -> str:
+        """Name of the body field that constrains the text."""
+        return "text.format" if self._format is not None else super().constraint_field
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Maximum tokens of the answer; None if the body does not limit them."""
+        newer = self.body.max_output_tokens
+        return self.body.max_tokens if newer is None else newer
+
+    @property
+    def _format(self) -> Any:
+        format = None if self.body.text is None else self.body.text.format
+        return None if format is None or format.type == "text" else format
+
+    def params(self) -> dict[str, Any]:
+        """Return the sampling parameters, with the constraint on the whole text."""
+        params = {**super().params(), "max_tokens": self.max_tokens}
+        if self.body.has_logprobs:
+            params["logprobs"] = self.body.top_logprobs or 0
+        form = params.get("structured_outputs")
+        if (format := self._format) is not None:
+            form = StructuredOutputsParams(json_object=True)
+            if format.type == "json_schema":
+                if format.schema_ is None:
+                    raise ApiError(400, "text.format must have a schema.", param="text.format")
+                form = form_of_schema(format.schema_, bool(format.strict))
+        return params | self.chat.params(form)
+
+    def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
+        """Return the whole response."""
+        [output] = outputs
+        [delta] = whole_samples(output)
+        self._add_logprobs(delta)
+        self._tracker.push(self.chat.parts(delta, is_whole=True), is_last=True)
+        return self._response(output)
+
+    # Stream
+
+    def encode(self, event: JsonDict) -> bytes:
+        """Return the bytes of an event, numbered in the order of the stream."""
+        event = {**event, "sequence_number": self._num_events}
+        self._num_events += 1
+        return encode_named_event(event["type"], event)
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the last event of a stream that fails."""
+        response = self._response(None)
+        reason = {"code": "server_error", "message": str(error)}
+        return self.encode(
+            {
+                "type": "response.failed",
+                "response": {**response, "status": "failed", "error": reason},
+            }
+        )
+
+    def opening(self) -> list[JsonDict]:
+        """Return the first events of a stream, before any text."""
+        return [
+            {"type": f"response.{name}", "response": self._response(None)}
+            for name in ("created", "in_progress")
+        ]
+
+    def chunks(
+        self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
+    ) -> list[JsonDict]:
+        """Return the events with the new parts of the answer."""
+        events: list[JsonDict] = []
+        for delta in deltas:
+            new = self._add_logprobs(delta)
+            is_last = delta.sample.finish_reason is not None
+            for change in self._tracker.push(self.chat.parts(delta), is_last=is_last):
+                events += self._events_of(change, new)
+                if change.what == "extend" and change.block.kind == "content":
+                    new = []
+        return events
+
+    def closing(self, outputs: Sequence[RequestOutput]) -> list[JsonDict]:
+        """Return the last event of a stream: the whole response."""
+        response = self._response(outputs[0])
+        return [{"type": f"response.{response['status']}", "response": response}]
+
+    def _events_of(self, change: BlockChange, logprobs: list[JsonDict]) -> list[JsonDict]:
+        block = change.block
+        place: JsonDict = {"item_id": _item_id(block), "output_index": block.index}
+        if block.kind != "call":
+            place["content_index"] = 0
+        empty = Block(block.index, block.kind, block.name, id=block.id)
+        if change.what == "open":
+            added = {
+                "type": "response.output_item.added",
+                "output_index": block.index,
+                "item": self._item(empty, status="in_progress"),
+            }
+            return [added, *self._part_events(empty, place, "added")]
+        name = _text_event(block)
+        if change.what == "extend":
+            extra = {"logprobs": logprobs} if block.kind == "content" else {}
+            return [{"type": f"{name}.delta", **place, "delta": change.text, **extra}]
+        key = "arguments" if block.kind == "call" else "text"
+        text = _arguments(block) if block.kind == "call" else block.text
+        extra = {"logprobs": self._logprobs} if block.kind == "content" else {}
+        named = {"name": block.name} if block.kind == "call" else {}
+        return [
+            {"type": f"{name}.done", **place, key: text, **extra, **named},
+            *self._part_events(block, place, "done"),
+            {
+                "type": "response.output_item.done",
+                "output_index": block.index,
+                "item": self._item(block),
+            },
+        ]
+
+    def _part_events(self, block: Block, place: JsonDict, what: str) -> list[JsonDict]:
+        """Return the events of the only part of an item; calls have no parts."""
+        if block.kind == "call":
+            return []
+        events = [{"type": f"response.content_part.{what}", **place, "part": self._part(block)}]
+        if block.kind == "reasoning" and self._wants_summary:
+            where = {k: v for k, v in place.items() if k != "content_index"} | {"summary_index": 0}
+            part = {"type": "summary_text", "text": block.text}
+            if what == "done":
+                text = {"type": "response.reasoning_summary_text", **where}
+                events += [
+                    {**text, "type": f"{text['type']}.delta", "delta": block.text},
+                    {**text, "type": f"{text['type']}.done", "text": block.text},
+                ]
+            events.append(
+                {"type": f"response.reasoning_summary_part.{what}", **where, "part": part}
+            )
+        return events
+
+    # Objects
+
+    @property
+    def _wants_summary(self) -> bool:
+        options = self.body.reasoning
+        return options is not None and bool(options.summary or options.generate_summary)
+
+    def _part(self, block: Block) -> JsonDict:
+        part: JsonDict = {"type": _PART_TYPES[block.kind], "text": block.text}
+        if block.kind == "content":
+            part |= {"annotations": [], "logprobs": self._logprobs if block.text else []}
+        return part
+
+    def _item(self, block: Block, status: str = "completed") -> JsonDict:
+        """Return a block as an item of the output."""
+        item: JsonDict = {"id": _item_id(block), "status": status}
+        content = [self._part(block)] if block.text and block.kind != "call" else []
+        if block.kind == "reasoning":
+            shown = [{"type": "summary_text", "text": block.text}]
+            summary = shown if block.text and self._wants_summary else []
+            return {"type": "reasoning", **item, "summary": summary, "content": content}
+        if block.kind == "content":
+            return {"type": "message", **item, "role": "assistant", "content": content}
+        arguments = _arguments(block) if status == "completed" else ""
+        call = {"call_id": f"call_{block.id}", "name": block.name, "arguments": arguments}
+        return {"type": "function_call", **item, **call}
+
+    def _response(self, output: RequestOutput | None) -> JsonDict:
+        """Return the object of the response; without an output, it is in progress."""
+        status, details, counts = "in_progress", None, None
+        items: list[JsonDict] = []
+        if output is not None:
+            reason = output.outputs[0].finish_reason
+            is_cut = reason not in ("stop", None)
+            status = "incomplete" if is_cut else "completed"
+            details = {"reason": "max_output_tokens"} if is_cut else None
+            counts = self._usage(output)
+            items = [self._item(block) for block in self._tracker.blocks]
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "completed_at": int(time.time()) if output is not None else None,
+            "status": status,
+            "error": None,
+            "incomplete_details": details,
+            "model": self.service.settings.model_name,
+            "output": items,
+            "usage": counts,
+            **self._echo,
+        }
+
+    @functools.cached_property
+    def _echo(self) -> JsonDict:
+        """Fields of the body that a response repeats."""
+        body = self.body
+        reasoning = body.reasoning
+        text: JsonDict = {"format": {"type": "text"}}
+        if self._format is not None:
+            text["format"] = self._format.model_dump(by_alias=True, exclude_none=True)
+        return {
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "background": False,
+            "reasoning": {
+                "effort": None if reasoning is None else reasoning.effort,
+                "summary": None if reasoning is None else reasoning.summary,
+            },
+            "store": False,
+            "temperature": body.temperature,
+            "text": text,
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [tool for tool in body.tools or () if tool.get("type") == "function"],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": body.top_p,
+            "truncation": body.truncation or "disabled",
+            "user": body.user,
+        }
+
+    def _usage(self, output: RequestOutput) -> JsonDict:
+        total = usage([output])
+        reasoning = self.chat.num_reasoning_tokens(output.outputs[0])
+        return {
+            "input_tokens": total.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": total.prompt_tokens_details.cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": total.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": reasoning},
+            "total_tokens": total.total_tokens,
+        }
+
+    def _add_logprobs(self, delta: SampleDelta) -> list[JsonDict]:
+        """Return the log-probabilities of new tokens, which become a part of the answer."""
+        if delta.logprobs is None:
+            return []
+        tokenizer, count = self.service.tokenizer, self.body.top_logprobs or 0
+        assert tokenizer is not None
+        new = [dict(each) for each in chat_logprobs(tokenizer, delta, count)]
+        self._logprobs = [*self._logprobs, *new]
+        return new
+
+
+def _item_id(block: Block) -> str:
+    return f"{_PREFIXES[block.kind]}_{block.id}"
+
+
+def _text_event(block: Block) -> str:
+    """Return the name of the events with the text of a block, without ``.delta`` or ``.done``."""
+    return {
+        "reasoning": "response.reasoning_text",
+        "content": "response.output_text",
+        "call": "response.function_call_arguments",
+    }[block.kind]
+
+
+def _arguments(block: Block) -> str:
+    """Return the arguments of a call; an empty object if the answer was cut short before them."""
+    return block.text or json.dumps({})

@@ -1,0 +1,261 @@
+"""Body of ``POST /v1/responses``, and its conversion to a chat.
+
+The input of a response is a list of items: messages, reasoning, calls of functions and their
+results. Nothing is stored here, so each request contains the whole conversation.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from paged_jax.models.text.chat_template import ChatTemplateError
+from paged_jax.models.text.tokenizer import Tokenizer
+from paged_jax.server import bodies
+from paged_jax.server.bodies import WHOLE, Body, Items, LenientBody, SamplingBody, Text
+from paged_jax.server.chat_messages import template_messages
+from paged_jax.server.responses import ApiError, JsonDict
+
+_SYSTEM = ("system", "developer")
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_MEDIA = ("input_image", "input_file", "input_audio", "image", "file", "audio")
+_MAX_METADATA = 16
+
+
+class TextFormat(LenientBody):
+    """Format of the text: any text, a JSON object, or JSON that matches a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    """Options of the text. The verbosity is a hint that is ignored."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningOptions(LenientBody):
+    """Options of the reasoning: its effort, and whether a summary is wanted."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponsesBody(SamplingBody):
+    """Body of `POST /v1/responses`. Responses are not stored."""
+
+    model: str | None = None
+    input: Text | Annotated[Items[dict[str, Any]], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = None
+    n: Literal[1] | None = None
+    tools: Items[dict[str, Any]] | None = Field(
+        None, description="Functions. Tools of other types are skipped."
+    )
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    top_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
+    include: Items[str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables for the chat template, such as enable_thinking."
+    )
+    metadata: Annotated[dict[str, str], Field(max_length=_MAX_METADATA)] | None = None
+    # Fields that clients often send and that change nothing here.
+    store: bool | None = Field(None, description="Ignored: responses are not stored.")
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="Ignored: input that is too long is an error."
+    )
+    service_tier: str | None = None
+    user: str | None = None
+    max_tool_calls: int | None = Field(None, description="Ignored: it counts built-in tools.")
+    stream_options: dict[str, Any] | None = None
+    client_metadata: dict[str, Any] | None = None
+    # Fields that need stored responses.
+    previous_response_id: None = None
+    conversation: None = None
+    prompt: None = None
+    background: Literal[False] | None = None
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the answer contains log-probabilities."""
+        return "message.output_text.logprobs" in (self.include or ())
+
+
+def chat_body(body: ResponsesBody, tokenizer: Tokenizer | None) -> bodies.ChatBody:
+    """Return the chat that a body describes.
+
+    Raises:
+      ApiError: the input contains items that this server cannot read, or the tools are invalid.
+    """
+    messages = list(_messages(body))
+    tools = [_tool(tool) for tool in body.tools or () if tool.get("type") == "function"]
+    choice, tools = _tool_choice(body.tool_choice, tools)
+    chat: JsonDict = {
+        "messages": with_system_text(body.instructions, messages, tokenizer),
+        "tools": tools or None,
+        "tool_choice": choice,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "add_special_tokens": body.add_special_tokens,
+        "chat_template_kwargs": body.chat_template_kwargs,
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+    }
+    return validated_chat(chat)
+
+
+def validated_chat(chat: JsonDict) -> bodies.ChatBody:
+    """Return a chat as a body of ``POST /v1/chat/completions``.
+
+    Raises:
+      ApiError: the chat is invalid.
+    """
+    try:
+        return bodies.ChatBody.model_validate(chat)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ApiError(400, f"{place}: {first['msg']}.", param=place) from None
+
+
+def _messages(body: ResponsesBody) -> Iterator[JsonDict]:
+    """Yield the messages of the input. Items of one turn of the assistant form one message."""
+    if isinstance(body.input, str):
+        yield {"role": "user", "content": body.input}
+        return
+    turn: JsonDict = {}
+    for index, item in enumerate(body.input):
+        place = f"input.{index}"
+        kind = item.get("type") or ("message" if "role" in item else "")
+        role = item.get("role")
+        if kind == "message" and role != "assistant":
+            if turn:
+                yield turn
+            turn = {}
+            content = _text(item.get("content"), f"{place}.content")
+            yield {"role": str(role), "content": content}
+        elif kind == "function_call_output":
+            if turn:
+                yield turn
+            turn = {}
+            output = _text(item.get("output"), f"{place}.output")
+            yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+        else:
+            _add_to_turn(turn, kind, item, place)
+    if turn:
+        yield turn
+
+
+def _add_to_turn(turn: JsonDict, kind: str, item: JsonDict, place: str) -> None:
+    """Add an item to a message of the assistant. Items of unknown kinds are skipped."""
+    added: JsonDict = {}
+    if kind == "message":
+        added["content"] = _text(item.get("content"), f"{place}.content")
+    elif kind == "reasoning":
+        thoughts = _text(item.get("content") or item.get("summary") or [], place)
+        if thoughts:
+            added["reasoning_content"] = thoughts
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        added["tool_calls"] = [*turn.get("tool_calls", ()), call]
+    elif kind == "item_reference" and not str(item.get("id")).startswith("rs_"):
+        raise ApiError(
+            400,
+            f"{place} must be a whole item, as responses are not stored here. Send store: false.",
+            param=place,
+        )
+    if not added:
+        return
+    for name in ("content", "reasoning_content"):
+        if name in added and turn.get(name):
+            added[name] = turn[name] + "\n" + added[name]
+    turn |= {"role": "assistant", "content": turn.get("content", ""), **added}
+
+
+def _text(content: Any, place: str) -> str:
+    """Return the text of a text or of a list of parts.
+
+    Raises:
+      ApiError: a part is not text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise ApiError(400, f"{place} must be a text or a list of parts.", param=place)
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in _MEDIA:
+            param = f"{place}.{index}"
+            raise ApiError(
+                400, f"{param} must be text, got {kind}: this model reads only text.", param=param
+            )
+        if kind == "refusal":
+            texts.append(str(part.get("refusal", "")))
+        elif kind in _TEXTS:
+            texts.append(str(part.get("text", "")))
+    return "".join(texts)
+
+
+def with_system_text(
+    instructions: str | None, messages: Sequence[JsonDict], tokenizer: Tokenizer | None
+) -> list[JsonDict]:
+    """Return messages that begin with all leading system texts as one message.
+
+    Many chat templates accept only one system message, at the beginning. Later system messages stay
+    in place if the template writes them there; otherwise they become messages of the user.
+    """
+    num_leading = next(
+        (index for index, each in enumerate(messages) if each["role"] not in _SYSTEM),
+        len(messages),
+    )
+    texts = [instructions or "", *(each["content"] for each in messages[:num_leading])]
+    system = "\n\n".join(filter(None, texts))
+    rest = list(messages[num_leading:])
+    head = [{"role": "system", "content": system}] if system else []
+    if tokenizer is None or not any(each["role"] in _SYSTEM for each in rest):
+        return head + rest
+    try:
+        chat = bodies.ChatBody.model_validate({"messages": head + rest})
+        tokenizer.render_chat(template_messages(chat.messages))
+    except (ChatTemplateError, ValueError):
+        rest = [{**each, "role": "user"} if each["role"] in _SYSTEM else each for each in rest]
+    return head + rest
+
+
+def _tool(tool: JsonDict) -> JsonDict:
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: tool.get(name) for name in names}}
+
+
+def _tool_choice(
+    choice: str | Mapping[str, Any] | None, tools: list[JsonDict]
+) -> tuple[Any, list[JsonDict]]:
+    """Return the choice in the form of chats, and the tools that may be called.
+
+    Raises:
+      ApiError: the choice is unknown, or requires a call although there are no functions.
+    """
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        names = [each.get("name") for each in choice.get("tools") or ()]
+        tools = [tool for tool in tools if tool["function"]["name"] in names]
+        choice = choice.get("mode", "auto")
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}, tools
+    if choice not in (None, "none", "auto", "required"):
+        raise ApiError(
+            400,
+            'tool_choice must be "none", "auto", "required", {"type": "function", "name": NAME} '
+            'or {"type": "allowed_tools", ...}.',
+            param="tool_choice",
+        )
+    if not tools and choice == "auto":
+        choice = None
+    return choice, tools

@@ -1,0 +1,188 @@
+"""Tests of `POST /v1/messages` with Anthropic's client, whole and streamed."""
+
+import anthropic
+import pytest
+
+from paged_jax import Engine
+from paged_jax.models.text.reasoning import FORMATS, ReasoningFormat
+from paged_jax.server import Settings
+from paged_jax.server.anthropic_bodies import MessagesBody, chat_of_messages
+from paged_jax.server.schemas import AnthropicMessage
+from tests.server.test_chat_answers import tokenizer_of
+from tests.server.test_response_answers import TEMPLATE
+from tests.support.live_server import LiveServer
+from tests.support.structured import SIZES, TOOLS
+
+CHAT = [{"role": "user", "content": "Well?"}]
+ASK = {"model": "bundled", "messages": CHAT, "max_tokens": 24}
+QUIET = {"thinking": {"type": "disabled"}}
+FUNCTIONS = [
+    {
+        "name": tool["function"]["name"],
+        "input_schema": tool["function"].get("parameters", {"type": "object"}),
+    }
+    for tool in TOOLS
+]
+KEY = "secret key"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FORMATS, "test", ReasoningFormat("<t>", "e"))
+        settings = Settings(model_name="bundled", reasoning_format="test", api_keys=(KEY,))
+        engine = Engine(tokenizer=tokenizer_of(TEMPLATE), **SIZES)
+        with LiveServer(engine, settings) as server:
+            yield server
+
+
+@pytest.fixture
+def client(server):
+    with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def test_client_receives_thinking_and_text(client) -> None:
+    message = client.messages.create(**ASK, extra_body={"seed": 3, "temperature": 1})
+    AnthropicMessage.model_validate(message.model_dump())
+    thinking, text = message.content
+    assert thinking.type == "thinking" and thinking.thinking and text.type == "text" and text.text
+    assert message.stop_reason == "max_tokens" and message.usage.output_tokens == 24
+    again = client.messages.create(**ASK, extra_body={"seed": 3, "temperature": 1})
+    assert again.content[1].text == text.text and again.usage.cache_read_input_tokens > 0
+
+
+def test_stream_equals_the_whole_answer(client) -> None:
+    options = {**ASK, "extra_body": {"seed": 3, "temperature": 1}}
+    whole = client.messages.create(**options)
+    with client.messages.stream(**options) as stream:
+        events = [event.type for event in stream]
+        message = stream.get_final_message()
+    assert [block.model_dump() for block in message.content] == [
+        block.model_dump() for block in whole.content
+    ]
+    assert message.stop_reason == whole.stop_reason
+    assert message.usage.output_tokens == whole.usage.output_tokens
+    assert events[0] == "message_start" and events[-1] == "message_stop"
+    assert events.count("content_block_start") == events.count("content_block_stop") == 2
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_client_receives_calls_and_sends_results(client, is_stream) -> None:
+    options = {
+        **ASK,
+        **QUIET,
+        "max_tokens": 400,
+        "tools": FUNCTIONS,
+        "tool_choice": {"type": "any"},
+    }
+    if is_stream:
+        with client.messages.stream(**options) as stream:
+            message = stream.get_final_message()
+    else:
+        message = client.messages.create(**options)
+    assert message.stop_reason == "tool_use" and message.content
+    results = []
+    for block in message.content:
+        assert block.type == "tool_use" and block.id.startswith("toolu_")
+        assert set(block.input) == ({"city", "days"} if block.name == "weather" else set())
+        results.append({"type": "tool_result", "tool_use_id": block.id, "content": "5"})
+    told = [
+        *CHAT,
+        {"role": "assistant", "content": [block.model_dump() for block in message.content]},
+        {"role": "user", "content": [*results, {"type": "text", "text": "And?"}]},
+    ]
+    more = client.messages.create(
+        model="bundled", messages=told, tools=FUNCTIONS, max_tokens=1, **QUIET
+    )
+    assert more.usage.input_tokens + more.usage.cache_read_input_tokens > 20
+
+
+def test_stop_sequences_end_the_answer(client) -> None:
+    options = {**ASK, **QUIET, "extra_body": {"seed": 1}}
+    first = client.messages.create(**options).content[0].text
+    stop = first[3:6]
+    message = client.messages.create(**options, stop_sequences=[stop])
+    assert message.stop_reason == "stop_sequence" and message.stop_sequence == stop
+    assert message.content[0].text == first[: first.index(stop)]
+
+
+def test_count_tokens_counts_tools_and_template(client) -> None:
+    counted = client.messages.count_tokens(
+        model="bundled", messages=CHAT, system="Be brief.", tools=FUNCTIONS
+    )
+    answer = client.messages.create(**ASK, system="Be brief.", tools=FUNCTIONS)
+    usage = answer.usage
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    assert (
+        counted.input_tokens
+        > client.messages.count_tokens(model="bundled", messages=CHAT).input_tokens
+    )
+
+
+def chat_of(*messages, **fields):
+    body = MessagesBody.model_validate({"messages": list(messages), "max_tokens": 1, **fields})
+    chat = chat_of_messages(body, None)
+    return [each.model_dump(exclude_none=True) for each in chat.messages]
+
+
+def test_blocks_become_messages_of_a_chat() -> None:
+    system = [
+        {"type": "text", "text": "x-anthropic-billing-header: cch=1"},
+        {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
+    ]
+    use = {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "t1",
+        "content": [{"type": "text", "text": "5"}],
+    }
+    failed = {**result, "content": "no", "is_error": True}
+    thinking = {"type": "thinking", "thinking": "Hm.", "signature": ""}
+    found = chat_of(
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": [thinking, {"type": "server_tool_use"}, use]},
+        {"role": "user", "content": [result, failed, {"type": "text", "text": "And?"}]},
+        system=system,
+    )
+    function = {"name": "f", "arguments": {"a": 1}}
+    assert found == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "ab\nc"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"id": "t1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "t1", "content": "5"},
+        {"role": "tool", "tool_call_id": "t1", "content": "Error: no"},
+        {"role": "user", "content": "And?"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "must be text"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "must be user or assistant"),
+        ({"tool_choice": {"type": "every"}}, "tool_choice must be auto"),
+        ({"messages": [{"role": "user", "content": "word " * 2000}]}, "prompt is too long"),
+        ({"surprise": 1}, "surprise is not supported here"),
+    ],
+)
+def test_errors_have_the_form_of_the_api(client, change, message) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=message) as error:
+        client.messages.create(**{**ASK, "extra_body": change})
+    assert error.value.body["type"] == "error"
+    assert error.value.body["error"]["type"] == "invalid_request_error"
+
+
+def test_wrong_key_is_rejected_in_the_form_of_the_api(server) -> None:
+    for headers in ({"x-api-key": "wrong"}, {"authorization": "Bearer wrong"}, {}):
+        response = server.post("/v1/messages", ASK, headers=headers)
+        assert response.status_code == 401
+        assert response.json()["error"]["type"] == "authentication_error"
+    both = {"authorization": "Bearer wrong", "x-api-key": KEY}
+    assert server.post("/v1/messages", ASK, headers=both).status_code == 200

@@ -1,0 +1,202 @@
+"""Tests of `POST /v1/responses` with OpenAI's client, whole and streamed."""
+
+import json
+from typing import Literal
+
+import openai
+import pydantic
+import pytest
+
+from paged_jax import Engine
+from paged_jax.models.text.reasoning import FORMATS, ReasoningFormat
+from paged_jax.server import Settings
+from paged_jax.server.response_items import ResponsesBody, chat_body
+from paged_jax.server.schemas import ResponseObject
+from tests.server.test_chat_answers import tokenizer_of
+from tests.support.live_server import LiveServer, error_of
+from tests.support.structured import HERMES_TEMPLATE, SIZES, TOOLS
+
+TEMPLATE = HERMES_TEMPLATE + "{% if enable_thinking | default(true) %}<t>{% endif %}"
+FUNCTIONS = [{"type": "function", **tool["function"]} for tool in TOOLS]
+ASK = {"model": "bundled", "input": "Well?", "temperature": 1, "store": False}
+QUIET = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+class Trip(pydantic.BaseModel):
+    """Model that the client turns into a schema."""
+
+    city: Literal["Oslo", "Rome"]
+    is_far: bool
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Server of a model whose reasoning ends with the first "e", which it writes soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FORMATS, "test", ReasoningFormat("<t>", "e"))
+        settings = Settings(model_name="bundled", reasoning_format="test")
+        engine = Engine(tokenizer=tokenizer_of(TEMPLATE), **SIZES)
+        with LiveServer(engine, settings) as server:
+            yield server
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def test_client_receives_reasoning_and_text(client) -> None:
+    answer = client.responses.create(**ASK, max_output_tokens=24, extra_body={"seed": 3})
+    ResponseObject.model_validate(answer.model_dump())
+    reasoning, message = answer.output
+    assert reasoning.type == "reasoning" and reasoning.content[0].text
+    assert message.content[0].text == answer.output_text != ""
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    usage = answer.usage
+    assert usage.output_tokens == 24 and 0 < usage.output_tokens_details.reasoning_tokens < 24
+    assert usage.total_tokens == usage.input_tokens + 24
+
+
+def test_stream_has_every_event_in_order(client) -> None:
+    """The sum of the deltas equals the final response."""
+    options = {**ASK, "max_output_tokens": 24, "reasoning": {"summary": "auto"}}
+    with client.responses.stream(**options, extra_body={"seed": 3}) as stream:
+        events = list(stream)
+    final = events[-1].response
+    kinds = [event.type for event in events if event.type != "response.output_text.delta"]
+    assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+    assert kinds[-1] == "response.incomplete"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    for name in ("output_item", "content_part"):
+        assert kinds.count(f"response.{name}.added") == kinds.count(f"response.{name}.done") == 2
+    text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    thoughts = "".join(e.delta for e in events if e.type == "response.reasoning_text.delta")
+    reasoning, message = final.output
+    assert text == message.content[0].text and thoughts == reasoning.content[0].text
+    assert reasoning.summary[0].text == thoughts
+    done = [e.item for e in events if e.type == "response.output_item.done"]
+    assert [each.id for each in done] == [each.id for each in final.output]
+
+
+def test_client_parses_objects(client) -> None:
+    answer = client.responses.parse(**ASK, text_format=Trip)
+    assert isinstance(answer.output_parsed, Trip) and answer.status == "completed"
+
+
+def check_call(call) -> None:
+    assert call.type == "function_call" and call.id.startswith("fc_")
+    value = json.loads(call.arguments)
+    assert set(value) == ({"city", "days"} if call.name == "weather" else set())
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_client_receives_calls_and_sends_results(client, is_stream) -> None:
+    options = {**ASK, "tools": FUNCTIONS, "tool_choice": "required", "extra_body": QUIET}
+    if is_stream:
+        with client.responses.stream(**options) as stream:
+            for event in stream:
+                if event.type == "response.function_call_arguments.done":
+                    assert event.name and json.loads(event.arguments) is not None
+            answer = stream.get_final_response()
+    else:
+        answer = client.responses.create(**options)
+    calls = answer.output
+    assert calls and answer.output_text == ""
+    for call in calls:
+        check_call(call)
+    items = [{"role": "user", "content": "Well?"}, *(call.model_dump() for call in calls)]
+    for call in calls:
+        items.append({"type": "function_call_output", "call_id": call.call_id, "output": "5"})
+    more = client.responses.create(
+        model="bundled", input=items, tools=FUNCTIONS, max_output_tokens=1, extra_body=QUIET
+    )
+    assert more.usage.input_tokens > answer.usage.input_tokens
+
+
+def test_logprobs_have_the_bytes_of_the_text(client) -> None:
+    answer = client.responses.create(
+        **ASK,
+        max_output_tokens=4,
+        include=["message.output_text.logprobs"],
+        top_logprobs=2,
+        extra_body=QUIET,
+    )
+    [part] = answer.output[0].content
+    assert b"".join(bytes(each.bytes) for each in part.logprobs).decode() == part.text
+    assert all(len(each.top_logprobs) >= 2 for each in part.logprobs)
+
+
+def chat_of(**fields):
+    body = ResponsesBody.model_validate({"input": "x", **fields})
+    messages = chat_body(body, None).messages
+    return [each.model_dump(exclude_none=True) for each in messages]
+
+
+def test_items_of_a_turn_are_one_message() -> None:
+    user = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]}
+    reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "content": None}
+    thought = {**reasoning, "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    said = {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "So", "annotations": []}],
+    }
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c1", "output": [user["content"][0]]}
+    skipped = [{"type": "web_search_call", "id": "w"}, {"type": "item_reference", "id": "rs_2"}]
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        user,
+        reasoning,
+        thought,
+        said,
+        call,
+        *skipped,
+        result,
+    ]
+    function = {"name": "f", "arguments": "{}"}
+    assert chat_of(input=items, instructions="Help.") == [
+        {"role": "system", "content": "Help.\n\nBe brief."},
+        {"role": "user", "content": "Hi"},
+        {
+            "role": "assistant",
+            "content": "So",
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "Hi"},
+    ]
+
+
+def test_tools_of_other_types_are_skipped(client) -> None:
+    """Codex sends them, and ends its session if they are refused."""
+    tools = [{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": []}]
+    answer = client.responses.create(
+        **ASK, tools=tools, tool_choice="auto", max_output_tokens=1, extra_body=QUIET
+    )
+    assert answer.tools == []
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "are not stored here"),
+        ({"background": True}, "background", "are not stored here"),
+        ({"surprise": 1}, "surprise", "surprise is not supported here"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0", "store: false"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input.0.content.0",
+            "must be text, got input_image",
+        ),
+        ({"tool_choice": "required"}, "tool_choice", "without tools"),
+        ({"tool_choice": "any"}, "tool_choice", 'must be "none", "auto", "required"'),
+        ({"input": "word " * 2000}, "input", "This model's maximum context length"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "must have a schema"),
+    ],
+)
+def test_invalid_bodies_are_rejected(server, change, param, message) -> None:
+    error = error_of(server.post("/v1/responses", {"input": "x", **change}), 400)
+    assert message in error["message"] and error["param"] == param
