@@ -13,6 +13,7 @@ from paged_jax.arguments import check_positive, is_int, is_real
 from paged_jax.models.families import FAMILIES, PARTS
 from paged_jax.models.family import Family, UnsupportedConfigError
 from paged_jax.models.layer_groups import FULL, SLIDING, check_num_layers
+from paged_jax.models.quantisation import QUANTISATION_KEYS, find_quantisation
 from paged_jax.models.rope_json import longest_sequence, read_rope, read_rope_layers, write_rope
 
 _REQUIRED: Any = object()  # default of required keys
@@ -44,8 +45,6 @@ _NEUTRAL_EXPERTS: Mapping[str, Any] = {
     "clip_qkv": None,
     "qkv_bias": True,
 }
-# Keys that describe quantised weights. MLX writes the first one.
-_QUANTISATION = ("quantization", "quantization_config", "compression_config")
 
 # Fields of `LlamaConfig` that `write_fields` copies.
 _SAME_NAMES = (
@@ -54,7 +53,7 @@ _SAME_NAMES = (
     "tie_word_embeddings", "initializer_range", "bos_token_id",
 )  # fmt: skip
 # Keys of a model with images that also apply to its text part.
-_SHARED_KEYS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
+_SHARED_KEYS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", *QUANTISATION_KEYS)
 
 _EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 # transformers uses either key for the number of experts.
@@ -234,9 +233,7 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 def _check_supported(config: Mapping[str, Any], family: Family) -> None:
-    for key in _QUANTISATION:
-        if config.get(key) is not None and not _is_mxfp4(config[key], family):
-            raise UnsupportedConfigError(_explain_quantisation(key, config[key], family))
+    find_quantisation(config, has_mxfp4=family.is_mxfp4)
     _check_neutral(config, family, _NEUTRAL)
     if _boolean(config, "attention_bias", False) and not (
         family.biases or "qkv_bias" in family.fixed
@@ -253,22 +250,6 @@ def _check_neutral(config: Mapping[str, Any], family: Family, neutral: Mapping[s
                 f"LlamaConfig: {key} = {config[key]!r} is not supported for "
                 f"{family.architecture}, only {value!r}."
             )
-
-
-def _is_mxfp4(quantisation: Any, family: Family) -> bool:
-    is_object = isinstance(quantisation, Mapping)
-    return family.is_mxfp4 and is_object and quantisation.get("quant_method") == "mxfp4"
-
-
-def _explain_quantisation(key: str, value: Any, family: Family) -> str:
-    method = value.get("quant_method") if isinstance(value, Mapping) else None
-    if method is None and key == "quantization":
-        method = "MLX"
-    by = f" by {method}" if isinstance(method, str) else ""
-    return (
-        f"LlamaConfig: {key} must be null for {family.architecture}, got weights quantised{by}. "
-        "Use the model that is not quantised, with dtype='int8' to save memory."
-    )
 
 
 def _read_switches(config: Mapping[str, Any], family: Family) -> dict[str, Any]:

@@ -249,10 +249,10 @@ def test_layer_groups_start_with_the_group_that_keeps_most():
         ({**_LLAMA, "rope_interleaved": True}, "rope_interleaved"),
         ({**_LLAMA, "mlp_bias": True}, "mlp_bias"),
         ({**_LLAMA, "sliding_window": 8}, "sliding_window"),
-        ({**_LLAMA, "quantization_config": {"quant_method": "gptq"}}, "quantization_config.* gptq"),
+        ({**_LLAMA, "quantization_config": {"quant_method": "hqq"}}, "quantization_config.* 'hqq'"),
         ({**_LLAMA, "quantization_config": {"bits": 4}}, "quantization_config"),
-        ({**_LLAMA, "quantization": {"group_size": 64, "bits": 4}}, "quantised by MLX"),
-        ({**_LLAMA, "compression_config": {"format": "dense"}}, "compression_config"),
+        ({**_LLAMA, "quantization": {"group_size": 64, "bits": 3}}, "quantization.bits"),
+        ({**_LLAMA, "compression_config": {"format": "marlin-24"}}, "compression_config"),
         ({**_LLAMA, "is_causal": False}, "is_causal"),
         (
             {

@@ -18,7 +18,7 @@ from paged_jax.models.family import UnsupportedConfigError
 from paged_jax.models.gguf_config import read_gguf_config
 from paged_jax.models.gguf_file import GgufError, GgufFile
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading.gguf_names import find_gguf_tensors
+from paged_jax.models.loading.gguf_tensors import find_gguf_tensors
 from paged_jax.models.loading.parameters import WeightsError
 from paged_jax.models.loading.pretrained import read_config
 from paged_jax.plan import main as plan

@@ -214,13 +214,16 @@ def test_from_pretrained_rejects_huge_sizes_early(tmp_path, key):
         ("pretrained_model.{}", "TRL.*'pretrained_model.'"),
         ("module.{}", "DistributedDataParallel"),
         ("base_model.model.{}", "PEFT"),
-        ("{}.scales", "quantised by MLX or GPTQ"),
-        ("{}.biases", "quantised by MLX"),
+        ("{}.scales", "config.json has no quantization_config"),
+        ("{}.biases", "config.json has no quantization_config"),
         ("model.layers.0.self_attn.q_proj.lora_A.weight", "LoRA adapter that is not merged"),
         ("model.layers.0.self_attn.q_proj.base_layer.weight", "LoRA adapter that is not merged"),
-        ("model.layers.0.self_attn.q_proj.qweight", "quantised by GPTQ or AWQ"),
-        ("model.layers.0.self_attn.q_proj.weight_scale_inv", "quantised by FP8"),
-        ("model.layers.0.self_attn.q_proj.weight.absmax", "quantised by bitsandbytes"),
+        ("{}.qweight", "config.json has no quantization_config"),
+        (
+            "{}.weight_scale_inv",
+            "config.json has no quantization_config",
+        ),
+        ("{}.absmax", "config.json has no quantization_config"),
     ],
 )
 def test_from_pretrained_explains_names_of_wrapped_models(folder, rename, message):

@@ -9,14 +9,14 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from paged_jax.kernels.weight_formats import dequantise
+from paged_jax.kernels.weight_formats import WeightArrays, dequantise
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading import stored_tensors
+from paged_jax.models.loading import quantised_floats
 from paged_jax.models.loading.huggingface import save_weights
 from paged_jax.models.loading.parameters import WeightsError
+from paged_jax.models.loading.quantised_floats import expand_mxfp4
 from paged_jax.models.loading.safetensors_files import find_tensors
-from paged_jax.models.loading.stored_tensors import expand_mxfp4
 from tests.support.random_model import random_llama
 
 CONFIG = LlamaConfig.from_dict(
@@ -98,8 +98,8 @@ def test_from_pretrained_expands_mxfp4_experts_one_at_a_time(tmp_path, monkeypat
         sizes.append(blocks.shape[0])
         return expand(blocks, scales)
 
-    monkeypatch.setattr(stored_tensors, "expand_mxfp4", recorded)
-    model = Llama.from_pretrained(tmp_path)
+    monkeypatch.setattr(quantised_floats, "expand_mxfp4", recorded)
+    model = Llama.from_pretrained(tmp_path, dequantise=True)
     assert sizes == [1] * (CONFIG.num_hidden_layers * 2 * CONFIG.num_experts)
     layer = model.layers[1]
     gate_up = numbers[EXPERTS.format(1) + "gate_up_proj"]
@@ -127,6 +127,19 @@ def test_read_arrays_keeps_mxfp4_packed(tmp_path) -> None:
             np.testing.assert_array_equal(found.swapaxes(1, 2), want[expert : expert + 1])
 
 
+def test_from_pretrained_keeps_mxfp4_experts_packed(tmp_path) -> None:
+    numbers = write_mxfp4(tmp_path)
+    layer = Llama.from_pretrained(tmp_path).layers[1]
+    for kind, shape in (("gate_up_proj", (2, 32, 64)), ("down_proj", (64, 32))):
+        values = getattr(layer, f"experts_{kind}")[...]
+        scales = getattr(layer, f"experts_{kind}_scale")[...]
+        assert values.shape == (3, *shape[:-1], shape[-1] // 2) and values.dtype == jnp.uint8
+        found = np.asarray(dequantise(WeightArrays(values, scales), "e2m1"))
+        want = numbers[EXPERTS.format(1) + kind].swapaxes(1, 2)  # gate and up rows alternate
+        want = want.reshape(3, 32, 2, 64).swapaxes(1, 2) if kind == "gate_up_proj" else want
+        np.testing.assert_array_equal(found, want)
+
+
 def test_save_pretrained_is_inverse_for_gpt_oss(tmp_path) -> None:
     """Its expert tensors are stored transposed."""
     model = random_llama(CONFIG, dtype="bfloat16")
@@ -143,10 +156,13 @@ def test_save_pretrained_is_inverse_for_gpt_oss(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda blocks, scales: (blocks, np.full_like(scales, 255)), "is not finite as bfloat16"),
-        (lambda blocks, scales: (blocks[:, :-1], scales), "must be uint8"),
-        (lambda blocks, scales: (blocks, scales.astype(np.float32)), "must be uint8"),
-        (lambda blocks, scales: (blocks, None), "down_proj is missing"),
+        (
+            lambda blocks, scales: (blocks, np.full_like(scales, 255)),
+            "down_proj_scales must be finite",
+        ),
+        (lambda blocks, scales: (blocks[:, :-1], scales), "must be U8"),
+        (lambda blocks, scales: (blocks, scales.astype(np.float32)), "must be U8"),
+        (lambda blocks, scales: (blocks, None), "down_proj_scales is missing"),
     ],
     ids=["not a number", "shape", "type", "no scales"],
 )
@@ -162,19 +178,14 @@ def test_from_pretrained_rejects_damaged_mxfp4(tmp_path, change, message) -> Non
         Llama.from_pretrained(tmp_path)
 
 
-def test_from_dict_rejects_other_quantised_weights() -> None:
+def test_from_dict_accepts_mxfp4_only_for_gpt_oss() -> None:
     config = CONFIG.to_dict()
     assert CONFIG.dtype == "bfloat16"  # default of the family
-    assert CONFIG == LlamaConfig.from_dict(
-        {**config, "quantization_config": {"quant_method": "mxfp4"}}
-    )
-    with pytest.raises(ValueError, match="quantization_config"):
-        LlamaConfig.from_dict({**config, "quantization_config": {"quant_method": "gptq"}})
-    with pytest.raises(ValueError, match="quantization_config"):
-        LlamaConfig.from_dict(
-            {
-                "model_type": "llama", "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2,
-                "intermediate_size": 32, "num_attention_heads": 2,
-                "quantization_config": {"quant_method": "mxfp4"},
-            }
-        )  # fmt: skip
+    quantised = {"quantization_config": {"quant_method": "mxfp4"}}
+    assert CONFIG == LlamaConfig.from_dict({**config, **quantised})
+    other = {
+        "model_type": "llama", "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2,
+        "intermediate_size": 32, "num_attention_heads": 2,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="quant_method 'mxfp4' is not supported for this family"):
+        LlamaConfig.from_dict({**other, **quantised})

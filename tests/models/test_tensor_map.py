@@ -25,14 +25,11 @@ from paged_jax.models.families import FAMILIES
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading import conversion, huggingface, stored_matrices
 from paged_jax.models.loading.parameters import ModelSpec, named_arrays
-from paged_jax.models.loading.safetensors_files import find_tensors
-from paged_jax.models.loading.stored_tensors import (
-    MXFP4_BLOCK,
-    MXFP4_BLOCK_BYTES,
-    StoredTensor,
-    combine_quantised,
-)
+from paged_jax.models.loading.quantised_floats import MXFP4_BLOCK, MXFP4_BLOCK_BYTES
+from paged_jax.models.loading.safetensors_files import combine_quantised, find_tensors
+from paged_jax.models.loading.stored_tensors import StoredTensor
 from paged_jax.models.loading.tensor_map import TensorMapping, map_parameter, standard_name
+from paged_jax.models.quantisation import find_quantisation
 from paged_jax.models.rope import RopeScaling
 
 _CHECKPOINTS = {
@@ -122,15 +119,21 @@ def _mxfp4_bytes(shape):
 
 def _combined_names(shapes):
     """Return the names of tensors with these shapes, after combining their blocks and scales."""
+    if not shapes:
+        return set()
     stored = {}
     for tensor, (X, num_inputs, num_outputs) in shapes.items():
         scales = X, num_outputs, num_inputs // MXFP4_BLOCK
         blocks = *scales, MXFP4_BLOCK_BYTES
         for end, shape in (("_blocks", blocks), ("_scales", scales)):
             stored[tensor + end] = StoredTensor(Path("x"), tensor + end, shape, "U8")
-    paired = combine_quantised(stored, has_mxfp4=True)
-    assert {tensor: found.shape for tensor, found in paired.items()} == shapes
-    return paired.keys()
+    quantisation = find_quantisation(
+        {"quantization_config": {"quant_method": "mxfp4"}}, has_mxfp4=True
+    )
+    assert quantisation is not None
+    paired = combine_quantised(stored.values(), quantisation)
+    assert {found.name: found.shape for found in paired} == shapes
+    return {found.name for found in paired}
 
 
 def _expand(pattern):

@@ -1,5 +1,6 @@
 """Load any model: a Hugging Face folder, an Orbax checkpoint, a GGUF file, or the bundled model."""
 
+import dataclasses
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -20,6 +21,7 @@ from paged_jax.models.loading.parameters import Model, WeightsError
 from paged_jax.models.loading.safetensors_files import (
     check_counts,
     check_names,
+    find_quantisation,
     list_tensors,
     name_tensors,
 )
@@ -93,10 +95,12 @@ def read_config(folder: str | Path) -> LlamaConfig:
     num_layers = part.get("num_hidden_layers")
     if isinstance(num_layers, int):
         check_counts({tensor.name: tensor.shape for tensor in tensors}, num_layers)
-    if not (part.get("dtype") or part.get("torch_dtype")):
-        content = {**content, "dtype": find_dtype(tensors)}
     config = LlamaConfig.from_dict(content)
-    return untie_if_different(config, name_tensors(tensors, config))
+    stored = name_tensors(tensors, config, find_quantisation(folder, config))
+    if not (part.get("dtype") or part.get("torch_dtype")):
+        dtype = find_dtype(stored.values())
+        config = dataclasses.replace(config, dtype=dtype or config.dtype)
+    return untie_if_different(config, stored)
 
 
 def bundled_folder() -> Path:

@@ -1,7 +1,12 @@
-"""Safetensors files of a model folder: list their tensors and explain what is wrong with them."""
+"""Safetensors files of a model folder: list their tensors and explain what is wrong with them.
+
+Several tensors may form a quantised matrix. To add a format, write a subclass of `ModuleMatrix` and
+add it to `READERS`. A function of `models.quantisation` gives the schemes that name it.
+"""
 
 import json
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -10,9 +15,28 @@ from safetensors import SafetensorError, safe_open
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.families import FAMILIES
 from paged_jax.models.loading.parameters import WeightsError
-from paged_jax.models.loading.stored_tensors import StoredTensor, combine_quantised
+from paged_jax.models.loading.quantised_floats import (
+    BitsandbytesMatrix,
+    Fp8Matrix,
+    MlxMxfp4Matrix,
+    ModelOptNvfp4Matrix,
+    Mxfp4Experts,
+    Mxfp4Matrix,
+    Nvfp4Matrix,
+)
+from paged_jax.models.loading.quantised_integers import (
+    AwqMatrix,
+    BitsandbytesInt8Matrix,
+    CompressedIntegerMatrix,
+    GptqMatrix,
+    Int8Matrix,
+    MlxMatrix,
+)
+from paged_jax.models.loading.quantised_modules import ModuleMatrix
+from paged_jax.models.loading.stored_tensors import FLOAT_DTYPES, StoredTensor
 from paged_jax.models.loading.tensor_map import EMBEDDINGS, HEAD, standard_name
 from paged_jax.models.model_folder import describe_folder, read_json
+from paged_jax.models.quantisation import Quantisation, Scheme, read_quantisation
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -30,30 +54,52 @@ _WRAPPERS = {
     "module.": "DistributedDataParallel or DeepSpeed",
 }
 _ADAPTERS = re.compile(r"\.(lora_[AB]|lora_embedding_[AB]|base_layer|lora_magnitude_vector)(\.|$)")
-# Suffixes of tensors that belong to quantised weights, and the tools that write them.
-_QUANTISED = {
-    ".scales": "MLX or GPTQ",
-    ".biases": "MLX",
-    ".qweight": "GPTQ or AWQ",
-    ".qzeros": "GPTQ or AWQ",
-    ".g_idx": "GPTQ",
-    ".weight_packed": "compressed-tensors",
-    ".weight_scale": "compressed-tensors or FP8",
-    ".weight_scale_inv": "FP8",
-    ".weight_scale_2": "NVFP4",
-    ".input_scale": "FP8",
-    ".absmax": "bitsandbytes",
-    ".quant_map": "bitsandbytes",
-    ".SCB": "bitsandbytes",
-}
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
+# Readers by the name in `Scheme.reader`.
+READERS: Mapping[str, type[ModuleMatrix]] = {
+    "fp8": Fp8Matrix,
+    "int8": Int8Matrix,
+    "packed": CompressedIntegerMatrix,
+    "nvfp4": Nvfp4Matrix,
+    "modelopt-nvfp4": ModelOptNvfp4Matrix,
+    "mxfp4": Mxfp4Matrix,
+    "mxfp4-experts": Mxfp4Experts,
+    "awq": AwqMatrix,
+    "gptq": GptqMatrix,
+    "bitsandbytes-4": BitsandbytesMatrix,
+    "bitsandbytes-8": BitsandbytesInt8Matrix,
+    "mlx": MlxMatrix,
+    "mlx-mxfp4": MlxMxfp4Matrix,
+}
+_WEIGHT = ".weight"
+# Ends of the names of tensors that only quantised modules have.
+_ENDS = {end for reader in READERS.values() for end in reader.required + reader.optional}
+_ENDS -= {_WEIGHT}
+# Scales of activations. Matmuls use unquantised activations.
+_ACTIVATIONS = (
+    ".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point",
+    ".input_scale_ub", ".output_scale",
+)  # fmt: skip
+# Scales of a KV cache of 8 bits, which attention modules or their projections may have.
+_KV_SCALES = re.compile(r"\.(q|k|v|kv)_(scale|zero_point)$|\.[kv]_proj\.output_scale$")
+_END = re.compile(
+    "(" + "|".join(map(re.escape, sorted((*_ENDS, *_ACTIVATIONS, _WEIGHT), key=len))) + ")$"
+)
+
 
 def find_tensors(folder: Path, config: LlamaConfig) -> dict[str, StoredTensor]:
     """Return the tensors of a folder that belong to the model, by their standard names."""
-    return name_tensors(list_tensors(folder), config)
+    return name_tensors(list_tensors(folder), config, find_quantisation(folder, config))
+
+
+def find_quantisation(folder: Path, config: LlamaConfig) -> Quantisation | None:
+    """Return the quantisation of the weights in a folder; None if they are floats."""
+    family = FAMILIES.get(config.model_type)
+    has_mxfp4 = family is not None and family.is_mxfp4
+    return read_quantisation(folder, has_mxfp4=has_mxfp4)
 
 
 def list_tensors(folder: Path) -> list[StoredTensor]:
@@ -80,27 +126,42 @@ def list_tensors(folder: Path) -> list[StoredTensor]:
     return tensors
 
 
-def name_tensors(tensors: Iterable[StoredTensor], config: LlamaConfig) -> dict[str, StoredTensor]:
+def name_tensors(
+    tensors: Iterable[StoredTensor], config: LlamaConfig, quantisation: Quantisation | None
+) -> dict[str, StoredTensor]:
     """Return the tensors that belong to the model, by their standard names.
 
+    Args:
+      tensors: tensors of the files.
+      config: configuration of the model.
+      quantisation: quantisation of the weights; None if they are floats.
+
     Raises:
-      WeightsError: two tensors have the same name.
+      WeightsError: two tensors have the same name, or the tensors of a quantised matrix do not fit
+        together.
     """
     named: dict[str, StoredTensor] = {}
+    tensors = [each for each in tensors if standard_name(config, each.name) is not None]
+    if quantisation is not None:
+        tensors = combine_quantised(tensors, quantisation)
+    elif quantised := [each.name for each in tensors if is_quantised_name(each.name)]:
+        raise WeightsError(
+            f"load_weights: {quantised[0]} belongs to quantised weights, but config.json has no "
+            "quantization_config for them. Use the config.json of the same checkpoint."
+        )
     for tensor in tensors:
-        if (name := standard_name(config, tensor.name)) is None:
-            continue
+        name = standard_name(config, tensor.name)
+        assert name is not None
         if name in named:
             raise WeightsError(_explain_duplicate(name, named[name], tensor))
         named[name] = tensor
     if config.tie_word_embeddings and HEAD in named and EMBEDDINGS not in named:
         named[EMBEDDINGS] = named.pop(HEAD)
-    family = FAMILIES.get(config.model_type)
-    return combine_quantised(named, has_mxfp4=family is not None and family.is_mxfp4)
+    return named
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Check that no tensor belongs to a wrapped model, an adapter or unsupported quantisation.
+    """Check that no tensor belongs to a wrapped model or to an adapter.
 
     Raises:
       WeightsError: a tensor does. The message names the cause and says what to do.
@@ -116,13 +177,6 @@ def check_names(names: Iterable[str]) -> None:
                 raise WeightsError(
                     f"load_weights: {name} was saved from a model inside of {wrapper}. Save the "
                     f"inner model, or remove {part!r} from the names of all tensors."
-                )
-        for suffix, tool in _QUANTISED.items():
-            if name.endswith(suffix):
-                raise WeightsError(
-                    f"load_weights: {name} belongs to weights quantised by {tool}, which are not "
-                    "supported. Use the model that is not quantised, with dtype='int8' to save "
-                    "memory."
                 )
 
 
@@ -216,3 +270,78 @@ def _explain_missing(folder: Path) -> str:
     if pickled:
         return f", only {pickled[0]}, which can run code when read. Convert it to safetensors."
     return ". Fetch the weights, too."
+
+
+def is_quantised_name(name: str) -> bool:
+    """Return whether only a quantised module has a tensor of this name."""
+    found = _END.search(name)
+    return found is not None and found[0] != _WEIGHT
+
+
+def combine_quantised(
+    tensors: Iterable[StoredTensor], quantisation: Quantisation
+) -> list[StoredTensor]:
+    """Return the tensors, with the tensors of each quantised matrix combined into one.
+
+    Args:
+      tensors: tensors of the files.
+      quantisation: quantisation of the checkpoint.
+
+    Raises:
+      WeightsError: the tensors do not fit together, or differ from the quantisation.
+    """
+    tensors = _without_kv_scales(tensors, quantisation)
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    for tensor in tensors:
+        if found := _END.search(tensor.name):
+            modules.setdefault(tensor.name[: found.start()], {})[found[0]] = tensor
+    combined: dict[str, StoredTensor] = {tensor.name: tensor for tensor in tensors}
+    count = 0
+    for module, parts in modules.items():
+        weight = parts.get(_WEIGHT)
+        is_float = weight is None or weight.dtype in FLOAT_DTYPES
+        if is_float and not any(end in _ENDS for end in parts):
+            continue
+        count += 1
+        scheme = _scheme_of(module, parts, quantisation)
+        for part in parts.values():
+            del combined[part.name]
+        parts = {end: part for end, part in parts.items() if end not in _ACTIVATIONS}
+        matrix = READERS[scheme.reader].combine(module, parts, scheme)
+        combined[matrix.name] = matrix
+    if not count and any(scheme for _, scheme in quantisation.schemes):
+        raise WeightsError(
+            f"load_weights: {quantisation.source} describes quantised weights, but no tensor is "
+            "quantised. Remove the entry to load the weights as they are."
+        )
+    return [*combined.values()]
+
+
+def _scheme_of(
+    module: str, parts: Mapping[str, StoredTensor], quantisation: Quantisation
+) -> Scheme:
+    name = next(part.name for end, part in parts.items() if end != _WEIGHT or len(parts) == 1)
+    if (entry := quantisation.ignoring(module)) is not None:
+        raise WeightsError(
+            f"load_weights: {name} belongs to a quantised module, but {entry!r} in "
+            f"{quantisation.source} says that {module} is not quantised."
+        )
+    if (scheme := quantisation.scheme_of(module)) is None:
+        raise WeightsError(
+            f"load_weights: {name} belongs to a quantised module, but {quantisation.source} does "
+            f"not describe {module}."
+        )
+    return scheme
+
+
+def _without_kv_scales(
+    tensors: Iterable[StoredTensor], quantisation: Quantisation
+) -> list[StoredTensor]:
+    if not quantisation.has_kv_scales:
+        return [*tensors]
+    warnings.warn(
+        f"{quantisation.source}: the scales for a quantised KV cache are not used. Caches of 8 "
+        "bits compute a scale for each token (kv_cache_dtype).",
+        stacklevel=2,
+    )
+    return [tensor for tensor in tensors if not _KV_SCALES.search(tensor.name)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequantise, pack
+from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequantise
 from paged_jax.models.loading.parameters import WeightsError
 
 # Dtype of the model for each dtype of a file. Models do not compute in float64.
@@ -29,16 +29,6 @@ _NUMPY_DTYPES = {
     }.items()
 }  # fmt: skip
 _EXPONENT_BITS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
-
-
-# MXFP4: two E2M1 numbers of 4 bits per byte, and one E8M0 scale of 8 bits per block.
-MXFP4_BLOCK = 32  # numbers per scale
-MXFP4_BLOCK_BYTES = MXFP4_BLOCK // 2
-_MXFP4_SUFFIXES = "_blocks", "_scales"
-_E8M0_BIAS, _E8M0_NAN = 127, 0xFF
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_E2M1 = np.concatenate([_E2M1, -_E2M1])
-_E2M1_PAIRS = np.stack([_E2M1[np.arange(256) & 0xF], _E2M1[np.arange(256) >> 4]], axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,116 +169,6 @@ class QuantisedTensor(StoredTensor):
     def _dequantise(self, rows: slice) -> np.ndarray:
         """Return rows in float32, as the tool that defines the format computes them."""
         return dequantise(self.read_arrays(rows), self.format.code)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Mxfp4Tensor(QuantisedTensor):
-    """Matrices in MXFP4, the format of the experts of gpt-oss, see `expand_mxfp4`.
-
-    The files have two tensors: uint8 blocks ``[..., out, in / 32, 16]`` and uint8 scales
-    ``[..., out, in / 32]``. `read` returns floats ``[..., in, out]`` like an unquantised checkpoint
-    of gpt-oss, which is `shape`, and can slice only the dimensions before the last two.
-    `read_arrays` returns matrices ``[..., out, in]``.
-
-    Attributes:
-      blocks, scales: the two tensors.
-    """
-
-    blocks: StoredTensor
-    scales: StoredTensor
-
-    @classmethod
-    def combine(cls, blocks: StoredTensor, scales: StoredTensor) -> "Mxfp4Tensor":
-        """Return one tensor for blocks and scales.
-
-        Raises:
-          WeightsError: dtypes or shapes do not fit together.
-        """
-        expected = (*scales.shape, MXFP4_BLOCK_BYTES)
-        if blocks.shape != expected or {blocks.dtype, scales.dtype} != {"U8"}:
-            raise WeightsError(
-                f"load_weights: {blocks.name} must be uint8 {list(expected)} and {scales.name} "
-                f"uint8 {list(scales.shape)}, one scale per block, got {blocks.dtype} "
-                f"{list(blocks.shape)} and {scales.dtype}."
-            )
-        *experts, num_outputs, num_blocks = scales.shape
-        shape = (*experts, num_blocks * MXFP4_BLOCK, num_outputs)
-        return cls(blocks.path, blocks.name, shape, "MXFP4", blocks, scales)
-
-    @property
-    def format(self) -> WeightFormat:
-        """Format of `read_arrays`."""
-        return WeightFormat("e2m1", MXFP4_BLOCK, "bfloat16")
-
-    def read_arrays(self, rows: slice) -> WeightArrays:
-        """Read matrices ``[..., out, in]``, see `StoredTensor.read_arrays`."""
-        blocks, exponents = self.blocks.read_raw((rows,)), self.scales.read_raw((rows,))
-        if (exponents == _E8M0_NAN).any():
-            raise WeightsError(f"load_weights: {self.scales.name} must be finite.")
-        values = np.stack([blocks & 15, blocks >> 4], axis=-1)
-        values = pack(values.reshape(*exponents.shape[:-1], -1))
-        return WeightArrays(values, _powers_of_two(exponents).astype(jnp.bfloat16))
-
-    def _read(self, index: tuple[slice, ...]) -> np.ndarray:
-        blocks, scales = self.blocks.read_raw(index), self.scales.read_raw(index)
-        return expand_mxfp4(blocks, scales).swapaxes(-1, -2)
-
-
-def expand_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Convert MXFP4 to float32, exactly.
-
-    See the OCP Microscaling Formats (MX) Specification 1.0, sections 5.2, 5.3.3 and 5.4.1::
-
-        byte     s e e m | s e e m     two E2M1 numbers, the first in the low bits
-        scale    e e e e e e e e       E8M0: 2 ** (e - 127), or NaN if all bits are set
-
-    A number is its E2M1 value (0, 0.5, 1, 1.5, 2, 3, 4, 6 or the negative) times the scale of its
-    block. All finite results are exact in bfloat16.
-
-    Args:
-      blocks: uint8 ``[..., num_blocks, 16]``.
-      scales: uint8 ``[..., num_blocks]``.
-
-    Returns:
-      float32 ``[..., 32 * num_blocks]``.
-
-    Example:
-      >>> blocks, scales = np.array([[0x72, *[0] * 15]], np.uint8), np.array([128], np.uint8)
-      >>> expand_mxfp4(blocks, scales)[:3].tolist()
-      [2.0, 12.0, 0.0]
-    """
-    factors = _powers_of_two(scales)
-    with np.errstate(over="ignore"):  # `StoredTensor.read` reports infinity
-        numbers = _E2M1_PAIRS[blocks].reshape(*scales.shape, MXFP4_BLOCK) * factors[..., None]
-    return numbers.reshape(*scales.shape[:-1], -1)
-
-
-def _powers_of_two(scales: np.ndarray) -> np.ndarray:
-    """Return E8M0 scales in float32."""
-    exponents = np.minimum(scales, _E8M0_NAN - 1).astype(np.int32) - _E8M0_BIAS
-    factors = np.ldexp(np.float32(1), exponents)
-    return np.where(scales == _E8M0_NAN, np.float32(np.nan), factors)
-
-
-def combine_quantised(
-    tensors: dict[str, StoredTensor], *, has_mxfp4: bool
-) -> dict[str, StoredTensor]:
-    """Return the tensors by name, with the tensors of a quantised format combined into one.
-
-    Args:
-      tensors: tensors of the files by name.
-      has_mxfp4: whether the family stores experts in MXFP4.
-    """
-    combined = dict(tensors)
-    if has_mxfp4:
-        blocks, scales = _MXFP4_SUFFIXES
-        for name in tensors:
-            base = name.removesuffix(blocks)
-            if base != name and base + scales in tensors:
-                combined[base] = Mxfp4Tensor.combine(
-                    combined.pop(name), combined.pop(base + scales)
-                )
-    return combined
 
 
 def find_dtype(tensors: Iterable[StoredTensor]) -> str | None:

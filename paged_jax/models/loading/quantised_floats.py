@@ -1,0 +1,386 @@
+"""Matrices of floats of 4 and 8 bits: fp8, NVFP4, MXFP4, and nf4 and fp4 of bitsandbytes.
+
+format                       bytes                       first value   a scale for
+fp8                          [out, in]                   -             a row, a block, all
+nvfp4 of compressed-tensors  [out, in / 2]               low bits      16 inputs
+nvfp4 of ModelOpt            [out, in / 2]               low bits      16 inputs
+mxfp4 of compressed-tensors  [out, in / 2]               low bits      32 inputs
+mxfp4 of MLX                 words of 8 values           low bits      32 inputs
+mxfp4 of gpt-oss             [..., out, in / 32, 16]     low bits      32 inputs
+bitsandbytes                 [out * in / 2, 1]           high bits     64 elements of the matrix
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from paged_jax.arguments import is_int, is_real
+from paged_jax.kernels.weight_formats import CODES, WeightArrays, WeightFormat, pack
+from paged_jax.models.loading.parameters import WeightsError
+from paged_jax.models.loading.quantised_modules import (
+    FLOATS,
+    Groups,
+    ModuleMatrix,
+    float_dtype,
+    low_nibbles_first,
+    matrix_shape,
+    powers_of_two,
+    scales_of_rows,
+)
+from paged_jax.models.loading.stored_tensors import StoredTensor
+from paged_jax.models.quantisation import Scheme
+
+MXFP4_BLOCK = 32  # numbers per scale
+MXFP4_BLOCK_BYTES = MXFP4_BLOCK // 2
+_EXPONENTS = ("F8_E8M0", "U8")
+_STATES = ("nf4", "fp4")
+_MAX_STATE_BYTES = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fp8Matrix(ModuleMatrix):
+    """A float8_e4m3fn matrix with scales for the matrix, for its rows, or for blocks.
+
+    Scales multiply, although transformers calls them `weight_scale_inv`. Blocks at the lower and
+    right edge may be cut off: a matrix of 576 rows has 5 rows of scales for blocks of 128.
+    """
+
+    required = (".weight",)
+    optional = (".weight_scale", ".weight_scale_inv")
+
+    @property
+    def _scale(self) -> str:
+        found = [end for end in self.optional if end in self.parts]
+        if len(found) != 1:
+            raise WeightsError(
+                f"load_weights: {self.name} must have one of the tensors weight_scale and "
+                f"weight_scale_inv, got {len(found)}."
+            )
+        return found[0]
+
+    def _check(self) -> None:
+        num_outputs, num_inputs = self.shape
+        self._check_part(".weight", ("F8_E4M3",), self.shape)
+        rows, columns = self.scheme.block
+        shapes: list[tuple[int, ...]]
+        if rows is None:  # transformers does not tell scales of rows from a single scale
+            shapes = [(), (1,), (1, 1), (num_outputs, 1), (num_outputs,)]
+        elif columns is None:
+            shapes = [(num_outputs, 1), (num_outputs,)]
+        else:
+            shapes = [(math.ceil(num_outputs / rows), math.ceil(num_inputs / columns))]
+        exponents = _EXPONENTS if self.scheme.exponent_scales else _EXPONENTS[:1]
+        self._check_part(self._scale, (*FLOATS, *exponents), *shapes)
+
+    @property
+    def _code(self) -> str:
+        return "float8_e4m3fn"
+
+    @property
+    def _scale_dtype(self) -> str:
+        scale = self.parts[self._scale]
+        return "bfloat16" if scale.dtype in _EXPONENTS else float_dtype(scale)
+
+    def _read_values(self, rows: slice) -> np.ndarray:
+        values = self.parts[".weight"].read_raw((rows,))
+        if ((values.view(np.uint8) & 0x7F) == 0x7F).any():
+            raise WeightsError(f"load_weights: {self.name} must be finite.")
+        return values
+
+    def _read_groups(self, rows: slice) -> Groups:
+        scale = self.parts[self._scale]
+        values = scale.read_raw()
+        if scale.dtype in _EXPONENTS:
+            values = powers_of_two(values)
+        return Groups(scales_of_rows(values, self.shape[0], self.scheme.block[0], rows))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mxfp4Matrix(ModuleMatrix):
+    """The format mxfp4-pack-quantized of compressed-tensors: scales are exponents of two."""
+
+    required = (".weight_packed", ".weight_scale")
+
+    @classmethod
+    def _shape_of(
+        cls, name: str, parts: Mapping[str, StoredTensor], scheme: Scheme
+    ) -> tuple[int, int]:
+        values = parts[cls.required[0]]
+        num_outputs, columns = matrix_shape(values)
+        return num_outputs, columns * (8 if values.dtype == "U32" else 2)
+
+    def _check(self) -> None:
+        values, scale = self.required[:2]
+        self._check_part(values, ("U8",), (self.shape[0], self.shape[1] // 2))
+        self._check_part(scale, ("U8", "F8_E8M0"), (self.shape[0], self._check_groups()))
+
+    @property
+    def _code(self) -> str:
+        return "e2m1"
+
+    @property
+    def _scale_dtype(self) -> str:
+        return "bfloat16"
+
+    def _read_values(self, rows: slice) -> np.ndarray:
+        values = self.parts[self.required[0]].read_raw((rows,))
+        return low_nibbles_first(values.view(np.uint8))
+
+    def _read_groups(self, rows: slice) -> Groups:
+        return Groups(powers_of_two(self.parts[self.required[1]].read_raw((rows,))))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MlxMxfp4Matrix(Mxfp4Matrix):
+    """The mode mxfp4 of MLX, with values in words of 32 bits."""
+
+    required = (".weight", ".scales")
+
+    def _check(self) -> None:
+        self._check_part(".weight", ("U32",), self.parts[".weight"].shape)
+        self._check_part(".scales", ("U8",), (self.shape[0], self._check_groups()))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Nvfp4Matrix(Mxfp4Matrix):
+    """The format nvfp4-pack-quantized of compressed-tensors: the global scale divides."""
+
+    required = (".weight_packed", ".weight_scale", ".weight_global_scale")
+
+    def _check(self) -> None:
+        values, scale, factor = self.required
+        self._check_part(values, ("U8",), (self.shape[0], self.shape[1] // 2))
+        self._check_part(scale, ("F8_E4M3",), (self.shape[0], self._check_groups()))
+        self._check_part(factor, ("F32",), (), (1,))
+
+    @property
+    def _scale_dtype(self) -> str:
+        return "float32"
+
+    def _read_groups(self, rows: slice) -> Groups:
+        scales = self.parts[self.required[1]].read_raw((rows,)).astype(np.float32)
+        factor = self.parts[self.required[2]].read_raw().reshape(1, 1)
+        return Groups(self._apply(scales, factor))
+
+    @staticmethod
+    def _apply(scales: np.ndarray, factor: np.ndarray) -> np.ndarray:
+        return scales / factor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelOptNvfp4Matrix(Nvfp4Matrix):
+    """The NVFP4 of ModelOpt: the global scale multiplies."""
+
+    required = (".weight", ".weight_scale", ".weight_scale_2")
+
+    @staticmethod
+    def _apply(scales: np.ndarray, factor: np.ndarray) -> np.ndarray:
+        return scales * factor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mxfp4Experts(ModuleMatrix):
+    """Matrices in MXFP4, the format of the experts of gpt-oss, see `expand_mxfp4`.
+
+    The files have two tensors: uint8 blocks ``[..., out, in / 32, 16]`` and uint8 scales
+    ``[..., out, in / 32]``. `read` returns floats ``[..., in, out]`` like an unquantised checkpoint
+    of gpt-oss, which is `shape`, and can slice only the dimensions before the last two.
+    `read_arrays` returns matrices ``[..., out, in]``.
+    """
+
+    required = ("_blocks", "_scales")
+    result = ""
+
+    @classmethod
+    def _shape_of(
+        cls, name: str, parts: Mapping[str, StoredTensor], scheme: Scheme
+    ) -> tuple[int, ...]:
+        *experts, num_outputs, num_blocks = parts["_scales"].shape or (0, 0)
+        return *experts, num_blocks * MXFP4_BLOCK, num_outputs
+
+    def _check(self) -> None:
+        scales = self.parts["_scales"].shape
+        if len(scales) < 2:
+            raise WeightsError(
+                f"load_weights: {self.parts['_scales'].name} must have a scale for each block of "
+                f"each output, got {[*scales]}."
+            )
+        self._check_part("_blocks", ("U8",), (*scales, MXFP4_BLOCK_BYTES))
+        self._check_part("_scales", ("U8",), scales)
+
+    @property
+    def format(self) -> WeightFormat:
+        """Format of `read_arrays`."""
+        return WeightFormat("e2m1", MXFP4_BLOCK, "bfloat16")
+
+    def read_arrays(self, rows: slice) -> WeightArrays:
+        """Read matrices ``[..., out, in]``, see `StoredTensor.read_arrays`."""
+        blocks, scales = (self.parts[end].read_raw((rows,)) for end in self.required)
+        if (scales == 0xFF).any():
+            raise WeightsError(f"load_weights: {self.parts['_scales'].name} must be finite.")
+        values = low_nibbles_first(blocks).reshape(*scales.shape[:-1], -1)
+        return WeightArrays(pack(values), powers_of_two(scales))
+
+    def _read(self, index: tuple[slice, ...]) -> np.ndarray:
+        blocks, scales = (self.parts[end].read_raw(index) for end in self.required)
+        return expand_mxfp4(blocks, scales).swapaxes(-1, -2)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BitsandbytesMatrix(ModuleMatrix):
+    """nf4 or fp4 of bitsandbytes.
+
+    Blocks of 64 elements run over the flat matrix. They become groups of inputs, which are smaller
+    if the number of inputs is no multiple of 64. With double quantisation, the scales are 8-bit
+    indices of a table, with scales and an offset of their own.
+    """
+
+    required = (".weight", ".weight.absmax", ".weight.quant_map")
+    optional = (
+        ".weight.nested_absmax",
+        ".weight.nested_quant_map",
+        *(f".weight.quant_state.bitsandbytes__{name}" for name in _STATES),
+    )
+
+    @classmethod
+    def _shape_of(
+        cls, name: str, parts: Mapping[str, StoredTensor], scheme: Scheme
+    ) -> tuple[int, int]:
+        shape = _read_state(name, parts)["shape"]
+        return shape[0], shape[1]
+
+    @functools.cached_property
+    def _state(self) -> dict[str, Any]:
+        return _read_state(self.name, self.parts)
+
+    def _check(self) -> None:
+        size = math.prod(self.shape)
+        if size % 2:
+            raise WeightsError(f"load_weights: {self.name} must have an even number of elements.")
+        blocks = math.ceil(size / self._state["blocksize"])
+        self._check_part(".weight", ("U8",), (size // 2, 1), (1, size // 2))
+        self._check_part(".weight.quant_map", ("F32",), (16,))
+        nested = self._state.get("nested_blocksize")
+        self._check_part(".weight.absmax", ("F32",) if nested is None else ("U8",), (blocks,))
+        has_nested = {".weight.nested_absmax", ".weight.nested_quant_map"} <= self.parts.keys()
+        if has_nested != (nested is not None):
+            raise WeightsError(
+                f"load_weights: {self.name} must have nested_absmax and nested_quant_map exactly "
+                "if its quant_state has a nested_blocksize."
+            )
+        if nested is not None:
+            self._check_part(".weight.nested_absmax", ("F32",), (math.ceil(blocks / nested),))
+            self._check_part(".weight.nested_quant_map", ("F32",), (256,))
+
+    @functools.cached_property
+    def _table(self) -> np.ndarray:
+        return self.parts[".weight.quant_map"].read_raw()
+
+    @functools.cached_property
+    def _code(self) -> str:
+        names = (name for name in _STATES if np.array_equal(CODES[name], self._table))
+        return next(names, "float32")
+
+    @property
+    def _group_size(self) -> int:
+        return math.gcd(self.shape[1], self._state["blocksize"])
+
+    @property
+    def _scale_dtype(self) -> str:
+        return "float32"
+
+    def _read_values(self, rows: slice) -> np.ndarray:
+        start, stop = self._elements(rows)
+        last = math.ceil(stop / 2)
+        stored = self.parts[".weight"]
+        if stored.shape[0] == 1:
+            stored = dataclasses.replace(stored, shape=(stored.shape[1], 1))
+        packed = stored.read_raw((slice(start // 2, last),)).reshape(-1)
+        # The first value is in the high bits.
+        values = low_nibbles_first(packed << 4 | packed >> 4)
+        values = values[start % 2 : start % 2 + stop - start].reshape(-1, self.shape[1])
+        return values if self._code in CODES else self._table[values]
+
+    def _read_groups(self, rows: slice) -> Groups:
+        start, stop = self._elements(rows)
+        size, block = self._group_size, self._state["blocksize"]
+        blocks = np.arange(start, stop, size) // block
+        first, last = (blocks[0], blocks[-1] + 1) if len(blocks) else (0, 0)
+        scales = self.parts[".weight.absmax"].read_raw((slice(first, last),))
+        if "nested_blocksize" in self._state:
+            nested = np.arange(first, last) // self._state["nested_blocksize"]
+            table = self.parts[".weight.nested_quant_map"].read_raw()
+            factors = self.parts[".weight.nested_absmax"].read_raw()
+            scales = table[scales] * factors[nested] + np.float32(self._state["nested_offset"])
+        return Groups(scales[blocks - first].reshape(-1, self.shape[1] // size))
+
+    def _elements(self, rows: slice) -> tuple[int, int]:
+        start, stop, _ = rows.indices(self.shape[0])
+        return start * self.shape[1], stop * self.shape[1]
+
+
+def _read_state(name: str, parts: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """Return the JSON object that bitsandbytes stores as bytes, and check its numbers.
+
+    Raises:
+      WeightsError: it is missing or not valid.
+    """
+    found = [part for end, part in parts.items() if ".quant_state." in end]
+    if len(found) != 1:
+        raise WeightsError(
+            f"load_weights: {name} must have one quant_state of {' or '.join(_STATES)}, got "
+            f"{len(found)}."
+        )
+    [stored] = found
+    state: Any = None
+    if stored.dtype == "U8" and math.prod(stored.shape) <= _MAX_STATE_BYTES:
+        try:
+            state = json.loads(stored.read_raw().tobytes())
+        except (ValueError, RecursionError):
+            pass
+    if not isinstance(state, dict):
+        raise WeightsError(f"load_weights: {stored.name} must be a JSON object in bytes.")
+    shape, block = state.get("shape"), state.get("blocksize")
+    nested, offset = state.get("nested_blocksize", 1), state.get("nested_offset", 0.0)
+    sizes = [*shape, block, nested] if isinstance(shape, list) and len(shape) == 2 else [0]
+    if not all(is_int(each) and 0 < each < 1 << 31 for each in sizes) or not is_real(offset):
+        raise WeightsError(
+            f"load_weights: {stored.name} must have a shape of two sizes, a blocksize and finite "
+            f"numbers, got shape {shape}, blocksize {block}, nested_blocksize {nested} and "
+            f"nested_offset {offset}."
+        )
+    return state
+
+
+def expand_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Convert MXFP4 to float32, exactly.
+
+    See the OCP Microscaling Formats (MX) Specification 1.0, sections 5.2, 5.3.3 and 5.4.1::
+
+        byte     s e e m | s e e m     two E2M1 numbers, the first in the low bits
+        scale    e e e e e e e e       E8M0: 2 ** (e - 127), or NaN if all bits are set
+
+    A number is its E2M1 value (0, 0.5, 1, 1.5, 2, 3, 4, 6 or the negative) times the scale of its
+    block. All finite results are exact in bfloat16.
+
+    Args:
+      blocks: uint8 ``[..., num_blocks, 16]``.
+      scales: uint8 ``[..., num_blocks]``.
+
+    Returns:
+      float32 ``[..., 32 * num_blocks]``.
+
+    Example:
+      >>> blocks, scales = np.array([[0x72, *[0] * 15]], np.uint8), np.array([128], np.uint8)
+      >>> expand_mxfp4(blocks, scales)[:3].tolist()
+      [2.0, 12.0, 0.0]
+    """
+    with np.errstate(over="ignore"):  # `StoredTensor.read` reports infinity
+        numbers = CODES["e2m1"][low_nibbles_first(blocks)]
+        numbers *= powers_of_two(scales).astype(np.float32)[..., None]
+    return numbers.reshape(*scales.shape[:-1], -1)

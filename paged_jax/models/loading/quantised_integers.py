@@ -1,0 +1,466 @@
+"""Matrices of 4-bit and 8-bit integers: compressed-tensors, AWQ, GPTQ, MLX, bitsandbytes.
+
+Int8 values are stored as they are, or in words of 32 bits. The words hold unsigned values, the
+first in the lowest bits. With values of 4 bits and 8 columns::
+
+    compressed-tensors, MLX   [out, in / 8]    a word holds 8 inputs of an output
+    GPTQ                      [in / 8, out]    a word holds 8 inputs of an output
+    AWQ                       [in, out / 8]    a word holds 8 outputs of an input, in another order
+
+A weight is ``(value - zero point) * scale``, or ``value * scale + bias`` in MLX. It is kept as
+``(value - centre) * scale + (centre - zero point) * scale``. Both products are exact in float32 for
+scales of 16 bits, so the sum is the same number.
+"""
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Mapping
+
+import numpy as np
+
+from paged_jax.models.loading.parameters import WeightsError
+from paged_jax.models.loading.quantised_modules import (
+    FLOATS,
+    Groups,
+    ModuleMatrix,
+    float_dtype,
+    matrix_shape,
+    scales_of_rows,
+    unpack_words,
+)
+from paged_jax.models.loading.stored_tensors import StoredTensor
+from paged_jax.models.quantisation import Scheme
+
+# Position of each of 8 columns in a word of AWQ.
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Int8Matrix(ModuleMatrix):
+    """An int8 matrix of compressed-tensors with scales for the matrix, its rows, or groups."""
+
+    required = (".weight", ".weight_scale")
+    optional = (".weight_zero_point",)
+
+    def _check(self) -> None:
+        num_outputs, num_inputs = self.shape
+        self._check_part(".weight", ("I8",), self.shape)
+        rows, columns = self.scheme.block
+        shapes: list[tuple[int, ...]] = [(1,), (1, 1), ()] if rows is None else []
+        if rows is not None:
+            num_groups = math.ceil(num_inputs / (columns or num_inputs))
+            shapes = [(math.ceil(num_outputs / rows), num_groups)]
+        self._check_part(".weight_scale", FLOATS, *shapes)
+        has_zeros = ".weight_zero_point" in self.parts
+        if has_zeros:
+            self._check_part(".weight_zero_point", ("I8",), *shapes)
+        elif self.scheme.has_zero_points:
+            raise WeightsError(f"load_weights: {self.name} must have a weight_zero_point.")
+
+    @property
+    def _code(self) -> str:
+        return "int8"
+
+    @property
+    def _scale_dtype(self) -> str:
+        return float_dtype(self.parts[".weight_scale"])
+
+    @property
+    def _min_dtype(self) -> str | None:
+        return "float32" if ".weight_zero_point" in self.parts else None
+
+    def _read_values(self, rows: slice) -> np.ndarray:
+        return self.parts[".weight"].read_raw((rows,))
+
+    def _read_groups(self, rows: slice) -> Groups:
+        scales = self._rows(".weight_scale", rows)
+        if ".weight_zero_point" not in self.parts:
+            return Groups(scales)
+        zeros = self._rows(".weight_zero_point", rows)
+        return Groups(scales, -zeros.astype(np.float32) * scales.astype(np.float32))
+
+    def _rows(self, end: str, rows: slice) -> np.ndarray:
+        values = self.parts[end].read_raw()
+        return scales_of_rows(values, self.shape[0], self.scheme.block[0], rows)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BitsandbytesInt8Matrix(ModuleMatrix):
+    """An int8 matrix of bitsandbytes: element times `SCB` of its row, divided by 127."""
+
+    required = (".weight", ".SCB")
+    optional = (".weight_format",)
+
+    def _check(self) -> None:
+        self._check_part(".weight", ("I8",), self.shape)
+        self._check_part(".SCB", ("F32",), self.shape[:1])
+        if ".weight_format" in self.parts:
+            self._check_part(".weight_format", ("U8",), (), (1,))
+            if self.parts[".weight_format"].read_raw().any():
+                raise WeightsError(
+                    f"load_weights: {self.parts['.weight_format'].name} must be 0, the layout of "
+                    "rows. Save the model again with a newer bitsandbytes."
+                )
+
+    @property
+    def _code(self) -> str:
+        return "int8"
+
+    @property
+    def _scale_dtype(self) -> str:
+        return "float32"
+
+    def _read_values(self, rows: slice) -> np.ndarray:
+        return self.parts[".weight"].read_raw((rows,))
+
+    def _read_groups(self, rows: slice) -> Groups:
+        return Groups(self.parts[".SCB"].read_raw((rows,))[:, None] / np.float32(127))
+
+    def _dequantise(self, rows: slice) -> np.ndarray:
+        # bitsandbytes multiplies by SCB before it divides. The scales differ in the last bit.
+        self._finite_groups(rows)
+        scales = self.parts[".SCB"].read_raw((rows,))[:, None]
+        return self._read_values(rows).astype(np.float32) * scales * np.float32(1 / 127)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class IntegerMatrix(ModuleMatrix):
+    """A matrix of unsigned integers with a zero point for each scale."""
+
+    @property
+    def _code(self) -> str:
+        return "int4" if self.scheme.bits == 4 else "int8"
+
+    @property
+    def _centre(self) -> int:
+        return 1 << (self.scheme.bits - 1)
+
+    @property
+    def _per_word(self) -> int:
+        return 32 // self.scheme.bits
+
+    @property
+    def _has_zeros(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    def _min_dtype(self) -> str | None:
+        return "float32" if self._has_zeros else None
+
+    def _read_scales(self, rows: slice) -> np.ndarray:
+        raise NotImplementedError
+
+    def _read_zeros(self, rows: slice) -> np.ndarray:
+        raise NotImplementedError
+
+    def _read_unsigned(self, rows: slice) -> np.ndarray:
+        raise NotImplementedError
+
+    def _read_values(self, rows: slice) -> np.ndarray:
+        values = self._read_unsigned(rows)
+        return values if self.scheme.bits == 4 else (values ^ 0x80).view(np.int8)
+
+    def _read_groups(self, rows: slice) -> Groups:
+        scales = self._read_scales(rows)
+        if not self._has_zeros:
+            return Groups(scales)
+        zeros = self._read_zeros(rows).astype(np.float32)
+        return Groups(scales, -zeros * scales.astype(np.float32))
+
+    def _dequantise(self, rows: slice) -> np.ndarray:
+        if not self._has_zeros:
+            return super()._dequantise(rows)
+        # Like the tools, subtract first. This matters for scales of float32.
+        scales = self._finite_groups(rows).scales
+        numbers = self._read_unsigned(rows).astype(np.float32)
+        numbers -= self._spread(self._read_zeros(rows)) + np.float32(self._centre)
+        return numbers * self._spread(scales)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CompressedIntegerMatrix(IntegerMatrix):
+    """The format pack-quantized of compressed-tensors.
+
+    Zero points are packed along the outputs. Old files with act order have `weight_g_idx`, the
+    group of each input.
+    """
+
+    required = (".weight_packed", ".weight_scale", ".weight_shape")
+    optional = (".weight_zero_point", ".weight_g_idx")
+
+    @classmethod
+    def _shape_of(
+        cls, name: str, parts: Mapping[str, StoredTensor], scheme: Scheme
+    ) -> tuple[int, int]:
+        rows, words = matrix_shape(parts[".weight_packed"])
+        stored = parts[".weight_shape"]
+        if stored.dtype not in ("I64", "I32") or stored.shape != (2,):
+            raise WeightsError(
+                f"load_weights: {stored.name} must be I64 [2], got {stored.dtype} "
+                f"{[*stored.shape]}."
+            )
+        num_outputs, num_inputs = stored.read_raw().tolist()
+        if num_outputs != rows or math.ceil(num_inputs * scheme.bits / 32) != words:
+            raise WeightsError(
+                f"load_weights: {stored.name} must fit {scheme.bits} bits in words [{rows}, "
+                f"{words}], got {[num_outputs, num_inputs]}."
+            )
+        return num_outputs, num_inputs
+
+    def _check(self) -> None:
+        num_outputs = self.shape[0]
+        self._check_part(".weight_packed", ("I32",), self.parts[".weight_packed"].shape)
+        has_order = ".weight_g_idx" in self.parts
+        groups = math.ceil(self.shape[1] / self._group_size) if has_order else self._check_groups()
+        is_tensor = self.scheme.block[0] is None
+        shapes = [(), (1,), (1, 1)] if is_tensor else [(num_outputs, groups)]
+        self._check_part(".weight_scale", FLOATS, *shapes)
+        if ".weight_zero_point" in self.parts:
+            packed = (math.ceil(num_outputs / self._per_word), groups)
+            is_packed = self.parts[".weight_zero_point"].dtype == "I32"
+            shape = packed if is_packed else (num_outputs, groups)
+            self._check_part(".weight_zero_point", ("I32", "I8"), shape)
+        elif self.scheme.has_zero_points:
+            raise WeightsError(f"load_weights: {self.name} must have a weight_zero_point.")
+        if has_order:
+            self._check_part(".weight_g_idx", ("I32",), self.shape[1:])
+
+    @property
+    def _scale_dtype(self) -> str:
+        return float_dtype(self.parts[".weight_scale"])
+
+    @property
+    def _has_zeros(self) -> bool:
+        return ".weight_zero_point" in self.parts
+
+    def _group_index(self) -> np.ndarray | None:
+        part = self.parts.get(".weight_g_idx")
+        return (
+            None if part is None else read_group_index(part, self.parts[".weight_scale"].shape[1])
+        )
+
+    def _read_unsigned(self, rows: slice) -> np.ndarray:
+        words = self.parts[".weight_packed"].read_raw((rows,))
+        return unpack_words(words, self.scheme.bits)[:, : self.shape[1]]
+
+    def _read_scales(self, rows: slice) -> np.ndarray:
+        scales = self.parts[".weight_scale"]
+        if len(scales.shape) == 2 and self.scheme.block[0] is not None:
+            return scales.read_raw((rows,))
+        start, stop, _ = rows.indices(self.shape[0])
+        return np.broadcast_to(scales.read_raw().reshape(1, 1), (stop - start, 1))
+
+    def _read_zeros(self, rows: slice) -> np.ndarray:
+        part = self.parts[".weight_zero_point"]
+        if part.dtype == "I8":
+            return part.read_raw((rows,)).astype(np.int32)
+        return read_packed_rows(part, rows, self.scheme.bits).astype(np.int32) - self._centre
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AwqMatrix(IntegerMatrix):
+    """The format gemm of AutoAWQ: transposed, with outputs packed in another order."""
+
+    required = (".qweight", ".qzeros", ".scales")
+
+    @classmethod
+    def _shape_of(
+        cls, name: str, parts: Mapping[str, StoredTensor], scheme: Scheme
+    ) -> tuple[int, int]:
+        num_inputs, words = matrix_shape(parts[".qweight"])
+        return words * 8, num_inputs
+
+    def _check(self) -> None:
+        num_outputs, num_inputs = self.shape
+        groups = self._check_groups()
+        self._check_part(".qweight", ("I32",), (num_inputs, num_outputs // 8))
+        self._check_part(".qzeros", ("I32",), (groups, num_outputs // 8))
+        self._check_part(".scales", FLOATS, (groups, num_outputs))
+
+    @property
+    def _scale_dtype(self) -> str:
+        return float_dtype(self.parts[".scales"])
+
+    @property
+    def _has_zeros(self) -> bool:
+        return True
+
+    def _read_unsigned(self, rows: slice) -> np.ndarray:
+        return self._unpack(".qweight", rows)
+
+    def _read_scales(self, rows: slice) -> np.ndarray:
+        return np.ascontiguousarray(self.parts[".scales"].read_raw((slice(None), rows)).T)
+
+    def _read_zeros(self, rows: slice) -> np.ndarray:
+        return self._unpack(".qzeros", rows).astype(np.int32) - self._centre
+
+    def _unpack(self, end: str, rows: slice) -> np.ndarray:
+        start, stop, _ = rows.indices(self.shape[0])
+        first = start // 8
+        words = self.parts[end].read_raw((slice(None), slice(first, math.ceil(stop / 8))))
+        values = unpack_words(words, 4).reshape(len(words), -1, 8)[..., _AWQ_ORDER]
+        values = values.reshape(len(words), -1)[:, start - first * 8 : stop - first * 8]
+        return np.ascontiguousarray(values.T)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GptqMatrix(IntegerMatrix):
+    """The formats gptq and gptq_v2: transposed, with a group for each input in `g_idx`.
+
+    Stored zero points are 1 smaller in version 1 (`Scheme.zero_offset`). There, the largest stored
+    value stands for the zero point 0: tools subtract 1 from zero points of 0 to 15 and keep 4 bits.
+    Symmetric matrices have the zero point 8. A checkpoint of version 1 that stores 8 everywhere was
+    written by a tool for version 2, and is read as version 2.
+    """
+
+    required = (".qweight", ".qzeros", ".scales")
+    optional = (".g_idx",)
+
+    @classmethod
+    def _shape_of(
+        cls, name: str, parts: Mapping[str, StoredTensor], scheme: Scheme
+    ) -> tuple[int, int]:
+        words, num_outputs = matrix_shape(parts[".qweight"])
+        return num_outputs, words * (32 // scheme.bits)
+
+    def _check(self) -> None:
+        num_outputs, num_inputs = self.shape
+        groups = math.ceil(num_inputs / self._group_size)
+        if num_outputs % self._per_word:
+            raise WeightsError(
+                f"load_weights: the outputs of {self.name} must be a multiple of {self._per_word}, "
+                f"got {num_outputs}."
+            )
+        self._check_part(".qweight", ("I32",), (num_inputs // self._per_word, num_outputs))
+        self._check_part(".qzeros", ("I32",), (groups, num_outputs // self._per_word))
+        self._check_part(".scales", FLOATS, (groups, num_outputs))
+        if ".g_idx" in self.parts:
+            self._check_part(".g_idx", ("I32",), (num_inputs,))
+
+    @property
+    def _scale_dtype(self) -> str:
+        return float_dtype(self.parts[".scales"])
+
+    @functools.cached_property
+    def _zero_offset(self) -> int:
+        offset = self.scheme.zero_offset
+        if offset and self.scheme.is_symmetric:
+            stored = unpack_words(self.parts[".qzeros"].read_raw(), self.scheme.bits)
+            if (stored == self._centre).all():
+                warnings.warn(
+                    f"load_weights: the checkpoint format is gptq, but all zero points are "
+                    f"{self._centre} as in gptq_v2. It is read as gptq_v2.",
+                    stacklevel=2,
+                )
+                return 0
+        return offset
+
+    @functools.cached_property
+    def _has_zeros(self) -> bool:
+        return bool((self._zeros(self.parts[".qzeros"].read_raw()) != self._centre).any())
+
+    def _group_index(self) -> np.ndarray | None:
+        part = self.parts.get(".g_idx")
+        return None if part is None else read_group_index(part, self.parts[".scales"].shape[0])
+
+    def _read_unsigned(self, rows: slice) -> np.ndarray:
+        words = self.parts[".qweight"].read_raw((slice(None), rows))
+        return unpack_words(words.T, self.scheme.bits)
+
+    def _read_scales(self, rows: slice) -> np.ndarray:
+        return np.ascontiguousarray(self.parts[".scales"].read_raw((slice(None), rows)).T)
+
+    def _read_zeros(self, rows: slice) -> np.ndarray:
+        start, stop, _ = rows.indices(self.shape[0])
+        first, last = start // self._per_word, math.ceil(stop / self._per_word)
+        zeros = self._zeros(self.parts[".qzeros"].read_raw((slice(None), slice(first, last))))
+        start -= first * self._per_word
+        return zeros[:, start : stop - first * self._per_word].T.astype(np.int32) - self._centre
+
+    def _zeros(self, words: np.ndarray) -> np.ndarray:
+        mask = (1 << self.scheme.bits) - 1
+        return (unpack_words(words, self.scheme.bits) + np.uint8(self._zero_offset)) & mask
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MlxMatrix(ModuleMatrix):
+    """The mode affine of MLX: ``value * scale + bias``."""
+
+    required = (".weight", ".scales", ".biases")
+
+    @classmethod
+    def _shape_of(
+        cls, name: str, parts: Mapping[str, StoredTensor], scheme: Scheme
+    ) -> tuple[int, int]:
+        num_outputs, words = matrix_shape(parts[".weight"])
+        return num_outputs, words * 32 // scheme.bits
+
+    def _check(self) -> None:
+        groups = self._check_groups()
+        self._check_part(".weight", ("U32",), self.parts[".weight"].shape)
+        for end in (".scales", ".biases"):
+            self._check_part(end, FLOATS, (self.shape[0], groups))
+
+    @property
+    def _code(self) -> str:
+        return "uint4" if self.scheme.bits == 4 else "int8"
+
+    @property
+    def _scale_dtype(self) -> str:
+        return float_dtype(self.parts[".scales"])
+
+    @property
+    def _min_dtype(self) -> str | None:
+        return float_dtype(self.parts[".biases"]) if self.scheme.bits == 4 else "float32"
+
+    def _read_values(self, rows: slice) -> np.ndarray:
+        values = unpack_words(self.parts[".weight"].read_raw((rows,)), self.scheme.bits)
+        return values if self.scheme.bits == 4 else (values ^ 0x80).view(np.int8)
+
+    def _read_groups(self, rows: slice) -> Groups:
+        scales, biases = (self.parts[end].read_raw((rows,)) for end in (".scales", ".biases"))
+        if self.scheme.bits == 4:
+            return Groups(scales, biases)
+        # Values of 8 bits are kept minus 128.
+        return Groups(scales, biases.astype(np.float32) + np.float32(128) * scales)
+
+    def _dequantise(self, rows: slice) -> np.ndarray:
+        self._finite_groups(rows)
+        scales, biases = (
+            self._spread(self.parts[end].read_raw((rows,))) for end in (".scales", ".biases")
+        )
+        values = unpack_words(self.parts[".weight"].read_raw((rows,)), self.scheme.bits)
+        return values * scales + biases
+
+
+def read_group_index(part: StoredTensor, num_groups: int) -> np.ndarray:
+    """Read the group of each input, and check that the groups exist.
+
+    Raises:
+      WeightsError: a group does not exist.
+    """
+    index = part.read_raw()
+    if index.size and not 0 <= index.min() <= index.max() < num_groups:
+        raise WeightsError(
+            f"load_weights: {part.name} must be in the range from 0 to {num_groups - 1}, got "
+            f"{index.min()} to {index.max()}."
+        )
+    return index
+
+
+def read_packed_rows(part: StoredTensor, rows: slice, bits: int) -> np.ndarray:
+    """Read some rows of values that are packed along the first dimension.
+
+    Args:
+      part: words ``[rows * bits / 32, columns]``.
+      rows: the rows.
+      bits: bits per value.
+    """
+    per_word = 32 // bits
+    start, stop, _ = rows.indices(part.shape[0] * per_word)
+    first = start // per_word
+    words = part.read_raw((slice(first, math.ceil(stop / per_word)),))
+    values = unpack_words(words.T, bits).T
+    return values[start - first * per_word : stop - first * per_word]

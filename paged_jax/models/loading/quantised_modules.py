@@ -1,0 +1,310 @@
+"""Base class of the readers: a matrix that several tensors of a module describe.
+
+A reader gives the stored values of some rows, and the scales and minima of their groups of inputs.
+This module brings them into the form of `WeightArrays`::
+
+    stored                                kept
+    values of columns, as the file        columns sorted by group, 4-bit values packed again
+    scales of groups of `group_size`      scales of groups that divide the inputs evenly
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from paged_jax.kernels.weight_formats import (
+    CODES,
+    PACKED_INPUTS,
+    WeightArrays,
+    WeightFormat,
+    pack,
+)
+from paged_jax.models.loading.parameters import WeightsError
+from paged_jax.models.loading.stored_tensors import QuantisedTensor, StoredTensor, is_finite
+from paged_jax.models.quantisation import Scheme
+
+FLOATS = ("F32", "BF16", "F16")
+# Kernels read groups of at least this number of inputs. Matrices with smaller groups are expanded.
+_MIN_GROUP = 16
+# Factor with which the numbers of a 4-bit code become integers, for matrices that cannot be packed.
+_INTEGER_FACTORS = {"int4": 1, "uint4": 1, "e2m1": 2}
+
+
+class Groups(NamedTuple):
+    """Scales and minima of the stored groups of some rows.
+
+    Attributes:
+      scales: floats ``[rows, groups]``.
+      mins: floats ``[rows, groups]``, or None.
+    """
+
+    scales: np.ndarray
+    mins: np.ndarray | None = None
+
+
+class _Layout(NamedTuple):
+    """How the stored columns and groups are kept.
+
+    Attributes:
+      order: input of each kept column, or None for the order of the file.
+      group_size: inputs per kept group.
+      groups: stored group of each kept group.
+    """
+
+    order: np.ndarray | None
+    group_size: int
+    groups: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModuleMatrix(QuantisedTensor):
+    """A quantised matrix ``[out, in]`` that several tensors of a module describe.
+
+    Attributes:
+      parts: the tensors, by the end of their name after the name of the module.
+      scheme: format of the matrix in the quantisation config.
+    """
+
+    parts: Mapping[str, StoredTensor]
+    scheme: Scheme
+
+    # Ends of the names of tensors, and the end of the name of the matrix.
+    required: ClassVar[tuple[str, ...]]
+    optional: ClassVar[tuple[str, ...]] = ()
+    result: ClassVar[str] = ".weight"
+
+    @classmethod
+    def combine(
+        cls, module: str, parts: Mapping[str, StoredTensor], scheme: Scheme
+    ) -> "QuantisedTensor":
+        """Return one tensor for the tensors of a module.
+
+        Raises:
+          WeightsError: a tensor is missing, unexpected, or does not fit the others.
+        """
+        name = module + cls.result
+        for end in cls.required:
+            if end not in parts:
+                raise WeightsError(
+                    f"load_weights: {module + end} is missing, a tensor of {scheme.reader}."
+                )
+        for end in parts:
+            if end not in cls.required + cls.optional:
+                raise WeightsError(
+                    f"load_weights: {parts[end].name} does not belong to {scheme.reader}, the "
+                    "format in the quantisation config."
+                )
+        shape = cls._shape_of(name, parts, scheme)
+        first = parts[cls.required[0]]
+        matrix = cls(first.path, name, shape, scheme.reader, parts, scheme)
+        matrix._check()
+        return matrix
+
+    @classmethod
+    def _shape_of(
+        cls, name: str, parts: Mapping[str, StoredTensor], scheme: Scheme
+    ) -> tuple[int, ...]:
+        """Return ``(out, in)``. By default it is the shape of the stored values."""
+        return matrix_shape(parts[cls.required[0]])
+
+    def _check(self) -> None:
+        """Check that dtypes and shapes of the tensors fit together."""
+        raise NotImplementedError
+
+    @property
+    def _code(self) -> str:
+        """Code of the stored values, see `WeightFormat`."""
+        raise NotImplementedError
+
+    @property
+    def _group_size(self) -> int:
+        """Inputs per stored group. The last group may have less."""
+        return self.scheme.block[1] or self.shape[1]
+
+    @property
+    def _scale_dtype(self) -> str:
+        """Dtype of the scales that `read_groups` returns."""
+        raise NotImplementedError
+
+    @property
+    def _min_dtype(self) -> str | None:
+        """Dtype of the minima that `read_groups` returns; None for no minima."""
+        return None
+
+    def _read_values(self, rows: slice) -> np.ndarray:
+        """Read stored values ``[rows, in]``: 8-bit values, or 4-bit values in a byte each."""
+        raise NotImplementedError
+
+    def _read_groups(self, rows: slice) -> Groups:
+        """Read scales and minima of the stored groups of some rows."""
+        raise NotImplementedError
+
+    def _group_index(self) -> np.ndarray | None:
+        """Return the stored group of each input; None if groups are consecutive inputs."""
+        return None
+
+    @functools.cached_property
+    def _group_of_input(self) -> np.ndarray:
+        index = self._group_index()
+        return np.arange(self.shape[1]) // self._group_size if index is None else index
+
+    @functools.cached_property
+    def _layout(self) -> _Layout:
+        groups = self._group_of_input
+        is_sorted = bool((np.diff(groups) >= 0).all())
+        order = None if is_sorted else np.argsort(groups, kind="stable").astype(np.int32)
+        kept = groups if order is None else groups[order]
+        starts = np.flatnonzero(np.diff(kept)) + 1
+        size = math.gcd(self.shape[1], *starts.tolist())
+        return _Layout(order, size, kept[::size])
+
+    @functools.cached_property
+    def format(self) -> WeightFormat:
+        """Format of `read_arrays`: plain floats if no format holds the matrix."""
+        layout, num_inputs = self._layout, self.shape[1]
+        code, scale_dtype = self._code, self._scale_dtype
+        if code in CODES and num_inputs % PACKED_INPUTS:
+            # Values that cannot be packed become integers of 8 bits.
+            code = "int8" if code in _INTEGER_FACTORS else "float32"
+            if _INTEGER_FACTORS.get(self._code, 1) != 1:
+                scale_dtype = "float32"
+        if layout.group_size < min(_MIN_GROUP, num_inputs):
+            code = "float32"
+        if code == "float32":
+            return WeightFormat(code)
+        size = None if layout.group_size == num_inputs else layout.group_size
+        return WeightFormat(code, size, scale_dtype, self._min_dtype, layout.order is not None)
+
+    def read_arrays(self, rows: slice) -> WeightArrays:
+        """Read rows, see `StoredTensor.read_arrays`."""
+        format, layout = self.format, self._layout
+        if not format.is_quantised:
+            return WeightArrays(self._dequantise(rows))
+        values, (scales, mins) = self._read_values(rows), self._finite_groups(rows)
+        if layout.order is not None:
+            values = values[:, layout.order]
+        scales = scales[:, layout.groups]
+        if format.is_packed:
+            values = pack(values)
+        elif format.code != self._code:
+            factor = _INTEGER_FACTORS[self._code]
+            values = (CODES[self._code] * factor).astype(np.int8)[values]
+            if factor != 1:
+                scales = scales.astype(np.float32) / factor
+        mins = None if mins is None else mins[:, layout.groups]
+        return WeightArrays(values, scales, mins, layout.order)
+
+    def _finite_groups(self, rows: slice) -> Groups:
+        with np.errstate(over="ignore", invalid="ignore"):
+            groups = self._read_groups(rows)
+        for array in groups:
+            if array is not None and not is_finite(array):
+                raise WeightsError(f"load_weights: the scales of {self.name} must be finite.")
+        return groups
+
+    def _dequantise(self, rows: slice) -> np.ndarray:
+        values, (scales, mins) = self._read_values(rows), self._finite_groups(rows)
+        numbers = CODES[self._code][values] if self._code in CODES else values.astype(np.float32)
+        numbers *= self._spread(scales)
+        if mins is not None:
+            numbers += self._spread(mins)
+        return numbers
+
+    def _spread(self, groups: np.ndarray) -> np.ndarray:
+        """Return the value of each input ``[rows, in]`` from those of groups, in float32."""
+        groups = groups.astype(np.float32)
+        return groups if groups.shape[1] == 1 else groups[:, self._group_of_input]
+
+    def _check_part(self, end: str, dtypes: Iterable[str], *shapes: tuple[Any, ...]) -> None:
+        """Check dtype and shape of a tensor.
+
+        Args:
+          end: end of its name.
+          dtypes: allowed dtypes.
+          *shapes: allowed shapes.
+
+        Raises:
+          WeightsError: it has another dtype or shape.
+        """
+        part, dtypes = self.parts[end], (*dtypes,)
+        if part.dtype not in dtypes or part.shape not in shapes:
+            wanted = " or ".join(str([*shape]) for shape in dict.fromkeys(shapes))
+            raise WeightsError(
+                f"load_weights: {part.name} must be {' or '.join(dtypes)} {wanted}, got "
+                f"{part.dtype} {[*part.shape]}."
+            )
+
+    def _check_groups(self) -> int:
+        """Return the number of groups, which must divide the inputs evenly."""
+        num_inputs, size = self.shape[1], self._group_size
+        if num_inputs % size:
+            raise WeightsError(
+                f"load_weights: the group size of {self.name} must divide its {num_inputs} inputs, "
+                f"got {size}."
+            )
+        return num_inputs // size
+
+
+def float_dtype(tensor: StoredTensor) -> str:
+    """Return the dtype of scales that are stored as floats."""
+    return {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}[tensor.dtype]
+
+
+def matrix_shape(tensor: StoredTensor) -> tuple[int, int]:
+    """Return the shape of a tensor that must have two dimensions."""
+    if len(tensor.shape) != 2 or 0 in tensor.shape:
+        raise WeightsError(
+            f"load_weights: {tensor.name} must have two dimensions, got {[*tensor.shape]}."
+        )
+    return tensor.shape[0], tensor.shape[1]
+
+
+def powers_of_two(exponents: np.ndarray) -> np.ndarray:
+    """Return scales of 8 bits in E8M0, which are powers of two, in bfloat16; 255 becomes NaN."""
+    exponents = exponents.view(np.uint8)
+    factors = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
+    factors[exponents == 255] = np.nan
+    return factors.astype(jnp.bfloat16)
+
+
+def low_nibbles_first(packed: np.ndarray) -> np.ndarray:
+    """Return the 4-bit values of bytes, uint8 ``[..., 2 * n]``, the low one of each byte first."""
+    values = np.empty((*packed.shape, 2), np.uint8)
+    np.bitwise_and(packed, 15, out=values[..., 0])
+    np.right_shift(packed, 4, out=values[..., 1])
+    return values.reshape(*packed.shape[:-1], -1)
+
+
+def unpack_words(words: np.ndarray, bits: int) -> np.ndarray:
+    """Return the values of words of 32 bits, the lowest bits first, uint8 ``[..., n * 32 / bits]``.
+
+    Example:
+      >>> unpack_words(np.array([0x76543210], np.int32), 4).tolist()
+      [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    values = np.ascontiguousarray(words).view(np.uint8)
+    return low_nibbles_first(values) if bits == 4 else values
+
+
+def scales_of_rows(
+    values: np.ndarray, num_outputs: int, block_rows: int | None, rows: slice
+) -> np.ndarray:
+    """Return the scales ``[rows, groups]`` of some rows.
+
+    Args:
+      values: the scales of all rows: a single one, one for each row, or ``[blocks, groups]``.
+      num_outputs: number of rows of the matrix.
+      block_rows: rows that share scales; None for all.
+      rows: the rows.
+    """
+    index = np.arange(*rows.indices(num_outputs))
+    if values.size == 1:
+        return np.broadcast_to(values.reshape(1, 1), (len(index), 1))
+    if values.ndim == 1:
+        values = values[:, None]
+    return values[index // (1 if block_rows is None else block_rows)]

@@ -1,0 +1,500 @@
+"""Quantisation of a checkpoint: which modules are quantised, and in which format.
+
+Most checkpoints describe it in ``config.json`` (`quantization_config`), older ones in another file.
+An entry that changes the weights is either read, or rejected with an error that names it.
+Quantisation of activations is accepted and not applied: matmuls use unquantised activations.
+"""
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from paged_jax.arguments import is_int
+from paged_jax.models.family import UnsupportedConfigError
+from paged_jax.models.model_folder import read_config_json, read_json
+
+# Keys of config.json that describe quantised weights. MLX writes the first one.
+QUANTISATION_KEYS = ("quantization", "quantization_config", "compression_config")
+# Files of older tools, and the method if the file does not name it.
+_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
+
+# Keys that do not change the weights, by method.
+_FP8_KEYS = ("quant_method", "dequantize", "modules_to_convert", "activation_scale_ub")
+_TOOL_KEYS = (
+    "quant_method", "method", "act_group_aware", "adapter_config", "autoround_version", "backend",
+    "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment",
+    "damp_percent", "dataset", "exllama_config", "fuse_max_seq_len", "do_fuse", "iters", "lm_head",
+    "max_input_length", "meta", "mock_quantization", "model_file_base_name", "model_name_or_path",
+    "model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize",
+    "modules_to_fuse", "mse", "offload_to_disk", "offload_to_disk_path", "pad_token_id",
+    "parallel_packing", "quantizer", "static_groups", "tokenizer", "true_sequential", "uri",
+    "use_cuda_fp16", "use_exllama", "v2",
+)  # fmt: skip
+_BITSANDBYTES_KEYS = (
+    "quant_method", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant",
+    "llm_int8_enable_fp32_cpu_offload", "llm_int8_threshold",
+)  # fmt: skip
+_COMPRESSED_KEYS = ("quant_method", "quantization_status", "version", "global_compression_ratio")
+_WEIGHTS_KEYS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "dynamic")
+_COMPRESSED_BITS = {
+    "float-quantized": (8,),
+    "int-quantized": (8,),
+    "naive-quantized": (8,),
+    "pack-quantized": (4, 8),
+    "nvfp4-pack-quantized": (4,),
+    "mxfp4-pack-quantized": (4,),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """Format of a quantised matrix ``[out, in]``.
+
+    Attributes:
+      reader: name of the reader, see `READERS`.
+      bits: bits per value.
+      block: number of outputs and number of inputs that share a scale; None for all of them.
+      has_zero_points: whether zero points are stored; None if the tensors decide.
+      zero_offset: number to add to stored zero points.
+      is_symmetric: whether the values are symmetric around zero, although zero points are stored.
+      exponent_scales: whether a scale is stored as an exponent of two.
+    """
+
+    reader: str
+    bits: int = 8
+    block: tuple[int | None, int | None] = (1, None)
+    has_zero_points: bool | None = None
+    zero_offset: int = 0
+    is_symmetric: bool = False
+    exponent_scales: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """Description of some modules in a quantisation config.
+
+    Attributes:
+      text: the entry of the config.
+      regex: expression that matches the start of the names of these modules.
+    """
+
+    text: str
+    regex: re.Pattern[str]
+
+    def matches(self, module: str) -> bool:
+        """Return whether the pattern describes a module."""
+        return self.regex.match(module) is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantisation:
+    """Quantised modules of a checkpoint.
+
+    Attributes:
+      source: file and key that the quantisation was read from, for error messages.
+      schemes: scheme of the modules that a pattern describes; None if they are not quantised. The
+        first matching pattern counts.
+      ignored: modules that are not quantised.
+      has_kv_scales: whether the checkpoint contains scales for a KV cache of 8 bits.
+    """
+
+    source: str
+    schemes: tuple[tuple[Pattern, Scheme | None], ...]
+    ignored: tuple[Pattern, ...] = ()
+    has_kv_scales: bool = False
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """Return the scheme of a module if it is quantised; None if no pattern describes it."""
+        return next((scheme for each, scheme in self.schemes if each.matches(module)), None)
+
+    def ignoring(self, module: str) -> str | None:
+        """Return the entry of the config that excludes a module from quantisation, or None."""
+        for pattern in self.ignored:
+            if pattern.matches(module):
+                return pattern.text
+        for pattern, scheme in self.schemes:
+            if pattern.matches(module):
+                return pattern.text if scheme is None else None
+        return None
+
+
+EVERYTHING = Pattern("Linear", re.compile(""))
+
+
+def find_quantisation(config: Mapping[str, Any], *, has_mxfp4: bool = False) -> Quantisation | None:
+    """Return the quantisation that the content of a ``config.json`` describes, or None.
+
+    Args:
+      config: content of the file.
+      has_mxfp4: whether the family stores experts in MXFP4.
+
+    Raises:
+      UnsupportedConfigError: it is not supported. The message names the entry.
+    """
+    found = {key: config[key] for key in QUANTISATION_KEYS if config.get(key)}
+    if not found:
+        return None
+    # MLX writes the same object under two keys.
+    key = "quantization_config" if "quantization_config" in found else next(iter(found))
+    if len(found) > 1 and any(value != found[key] for value in found.values()):
+        raise UnsupportedConfigError(
+            f"LlamaConfig: {' and '.join(found)} must be equal. Remove one of them."
+        )
+    method = "mlx" if "quantization" in found else None
+    if key == "compression_config":
+        method = "compressed-tensors"
+    return _read(Entries(found[key], f"LlamaConfig: {key}"), method, has_mxfp4)
+
+
+def read_quantisation(folder: Path, *, has_mxfp4: bool = False) -> Quantisation | None:
+    """Return the quantisation that the files of a model folder describe, or None.
+
+    Args:
+      folder: the folder.
+      has_mxfp4: whether the family stores experts in MXFP4.
+
+    Raises:
+      UnsupportedConfigError: it is not supported. The message names the entry.
+    """
+    if (folder / "config.json").is_file():
+        config = read_config_json(folder)
+        text = config.get("text_config")
+        for each in (config, text if isinstance(text, Mapping) else {}):
+            if quantisation := find_quantisation(each, has_mxfp4=has_mxfp4):
+                return quantisation
+    for name, method in _FILES.items():
+        if (folder / name).is_file():
+            content = read_json(folder / name)
+            if method == "modelopt":
+                content = content.get("quantization") or content
+            return _read(Entries(content, f"{folder / name}: config"), method, has_mxfp4)
+    return None
+
+
+class Entries:
+    """Entries of a JSON object, which reports those that were not read.
+
+    Args:
+      content: the object.
+      where: name of the object, for error messages.
+    """
+
+    def __init__(self, content: Any, where: str):
+        if not isinstance(content, Mapping):
+            raise UnsupportedConfigError(f"{where} must be an object, got {content!r}.")
+        self.content, self.where = content, where
+        self._read: set[str] = set()
+
+    def get(self, *keys: str) -> Any:
+        """Return the value of the first key that is present and not null, or None."""
+        self._read |= {*keys}
+        return next((self.content[key] for key in keys if self.content.get(key) is not None), None)
+
+    def choice(self, *keys: str, choices: Iterable[Any], default: Any = None) -> Any:
+        """Return a value that must be one of several, in lower case."""
+        value = self.get(*keys)
+        value = default if value is None else value
+        value = value.lower() if isinstance(value, str) else value
+        choices = [*choices]
+        if not any(value == each and type(value) is type(each) for each in choices):
+            names = ", ".join("null" if each is None else str(each) for each in choices)
+            raise self.error(keys[0], f"must be {names}", value)
+        return value
+
+    def size(self, *keys: str, default: int | None = None) -> int | None:
+        """Return a positive integer; None if it is missing or -1."""
+        value = self.get(*keys)
+        value = default if value is None else value
+        if value is None or is_int(value) and value == -1:
+            return None
+        if not is_int(value) or not 0 < value < 1 << 31:
+            raise self.error(keys[0], "must be a positive integer or -1", value)
+        return value
+
+    def names(self, *keys: str) -> tuple[str, ...]:
+        """Return the names in the lists under several keys."""
+        found: list[str] = []
+        for key in keys:
+            value = self.get(key)
+            if value is None:
+                continue
+            if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+                raise self.error(key, "must be a list of names", value)
+            found += value
+        return tuple(found)
+
+    def section(self, key: str) -> "Entries | None":
+        """Return the object under a key, or None."""
+        value = self.get(key)
+        return None if value is None else Entries(value, f"{self.where}.{key}")
+
+    def finish(self, harmless: Iterable[str] = ()) -> None:
+        """Check that all entries were read, are harmless, or are empty."""
+        for key, value in self.content.items():
+            if key not in self._read and key not in harmless and value not in (None, False, "", 0):
+                if value != {} and value != []:
+                    raise self.error(key, "is not supported and must be null", value)
+
+    def error(self, key: str, rule: str, value: Any) -> UnsupportedConfigError:
+        """Return the error for an entry."""
+        text = repr(value) if len(repr(value)) <= 80 else repr(value)[:80] + "..."
+        return UnsupportedConfigError(f"{self.where}.{key} {rule}, got {text}.")
+
+
+def _read(entries: Entries, method: str | None, has_mxfp4: bool) -> Quantisation:
+    method = entries.get("quant_method") or method
+    if entries.get("quant_algo") and method is None:
+        method = "modelopt"
+    methods = {name: read for name, read in _METHODS.items() if has_mxfp4 or name != "mxfp4"}
+    if not isinstance(method, str) or method not in methods:
+        raise UnsupportedConfigError(
+            f"{entries.where}.quant_method {method!r} is not supported for this family, only "
+            f"{', '.join(methods)}. Use another version of the model, or the one that is not "
+            "quantised."
+        )
+    return methods[method](entries)
+
+
+def _read_fp8(entries: Entries) -> Quantisation:
+    """Read the config of transformers, DeepSeek, Qwen and AutoFP8."""
+    entries.choice("fmt", choices=("e4m3", "float8_e4m3fn"), default="e4m3")
+    entries.choice("activation_scheme", choices=("dynamic", "static"), default="dynamic")
+    entries.choice("expert_dtype", choices=("fp8",), default="fp8")
+    scales = entries.choice("scale_fmt", choices=("float", "ue8m0"), default="float")
+    block = entries.get("weight_block_size")
+    if block is not None:
+        block = _block(entries, "weight_block_size", block)
+    scheme = Scheme("fp8", block=block or (None, None), exponent_scales=scales == "ue8m0")
+    return _finish(entries, scheme, _FP8_KEYS, "modules_to_not_convert", "ignored_layers", "ignore")
+
+
+def _read_fbgemm(entries: Entries) -> Quantisation:
+    return _finish(entries, Scheme("fp8"), _FP8_KEYS, "modules_to_not_convert")
+
+
+def _read_awq(entries: Entries) -> Quantisation:
+    bits = entries.choice("bits", "w_bit", choices=(4,), default=4)
+    entries.choice("zero_point", choices=(True,), default=True)
+    entries.choice("version", "format", choices=("gemm",), default="gemm")
+    entries.choice("pack_dtype", choices=("int32",), default="int32")
+    for key in ("sym", "desc_act"):  # written by transformers, without effect
+        entries.get(key)
+    group = entries.size("group_size", "q_group_size", default=128)
+    scheme = Scheme("awq", bits, (1, group), has_zero_points=True)
+    return _finish(entries, scheme, _TOOL_KEYS, "modules_to_not_convert")
+
+
+def _read_gptq(entries: Entries) -> Quantisation:
+    def scheme(part: Entries, **base: Any) -> Scheme:
+        is_symmetric = part.choice("sym", choices=(True, False), default=base.get("sym", True))
+        part.choice("desc_act", choices=(True, False), default=False)
+        return Scheme(
+            "gptq",
+            part.choice("bits", choices=(4, 8), default=base.get("bits")),
+            (1, part.size("group_size", default=base.get("group_size", 128))),
+            has_zero_points=True,
+            zero_offset=offset,
+            is_symmetric=is_symmetric,
+        )
+
+    formats = ("gptq", "gptq_v2")
+    offset = int(entries.choice("checkpoint_format", "format", choices=formats, default="gptq")
+                 == "gptq")  # fmt: skip
+    entries.choice("pack_dtype", choices=("int32",), default="int32")
+    usual = scheme(entries)
+    base = {"sym": usual.is_symmetric, "bits": usual.bits, "group_size": usual.block[1] or -1}
+    schemes: list[tuple[Pattern, Scheme | None]] = []
+    dynamic = entries.section("dynamic")
+    for name in dynamic.content if dynamic else ():
+        assert dynamic is not None
+        pattern = _expression(dynamic, name, re.sub(r"^[+-]:", "", name))
+        if name.startswith("-:"):
+            schemes.append((pattern, None))
+        elif (part := dynamic.section(name)) is not None:
+            schemes.append((pattern, scheme(part, **base)))
+            part.finish(_TOOL_KEYS)
+    ignored = _module_patterns(entries, entries.names("modules_to_not_convert"))
+    entries.finish(_TOOL_KEYS)
+    return Quantisation(entries.where, (*schemes, (EVERYTHING, usual)), ignored)
+
+
+def _read_bitsandbytes(entries: Entries) -> Quantisation:
+    is_4_bits = entries.choice(
+        "load_in_4bit", "_load_in_4bit", choices=(True, False), default=False
+    )
+    is_8_bits = entries.choice(
+        "load_in_8bit", "_load_in_8bit", choices=(True, False), default=False
+    )
+    if is_4_bits == is_8_bits:
+        raise entries.error("load_in_4bit", "must differ from load_in_8bit", is_4_bits)
+    entries.choice("bnb_4bit_quant_type", choices=("nf4", "fp4"), default="fp4")
+    entries.choice("bnb_4bit_quant_storage", choices=("uint8", "torch.uint8"), default="uint8")
+    scheme = Scheme("bitsandbytes-4", 4) if is_4_bits else Scheme("bitsandbytes-8")
+    return _finish(entries, scheme, _BITSANDBYTES_KEYS, "llm_int8_skip_modules")
+
+
+def _read_mxfp4(entries: Entries) -> Quantisation:
+    keys = ("quant_method", "dequantize")
+    return _finish(entries, Scheme("mxfp4-experts", 4, (1, 32)), keys, "modules_to_not_convert")
+
+
+def _read_mlx(entries: Entries) -> Quantisation:
+    def scheme(part: Entries, usual: Scheme | None) -> Scheme:
+        is_affine = part.choice("mode", choices=("affine", "mxfp4"), default="affine") == "affine"
+        choices = (4, 8) if is_affine else (4,)
+        bits = part.choice("bits", choices=choices, default=usual.bits if usual else 4)
+        group = part.size("group_size", default=(usual.block[1] if usual else None) or 64)
+        return Scheme("mlx" if is_affine else "mlx-mxfp4", bits, (1, group))
+
+    usual = scheme(entries, None)
+    schemes: list[tuple[Pattern, Scheme | None]] = []
+    for name, value in entries.content.items():
+        if isinstance(value, Mapping | bool):  # an entry for a module
+            part = None if value is False else entries.section(name) if value is not True else None
+            module = Pattern(name, re.compile(re.escape(name) + "$"))
+            entries.get(name)
+            schemes.append((module, scheme(part, usual) if part else None if not value else usual))
+            if part:
+                part.finish()
+    entries.finish(("quant_method",))
+    return Quantisation(entries.where, (*schemes, (EVERYTHING, usual)))
+
+
+def _read_modelopt(entries: Entries) -> Quantisation:
+    algorithm = entries.choice("quant_algo", choices=("fp8", "nvfp4"))
+    group = entries.size("group_size", default=16)
+    if algorithm == "fp8":
+        scheme = Scheme("fp8", block=(None, None))
+    else:
+        scheme = Scheme("modelopt-nvfp4", 4, (1, group))
+    names = entries.names("exclude_modules", "ignore")
+    ignored = [
+        Pattern(name, re.compile(rf"{fnmatch.translate(name)}|(?:.*\.)?{re.escape(name)}(?:\.|$)"))
+        for name in names
+    ]
+    has_kv_scales = bool(entries.get("kv_cache_quant_algo") or entries.get("kv_cache_scheme"))
+    entries.finish(("quant_method", "producer", "config_groups"))
+    return Quantisation(entries.where, ((EVERYTHING, scheme),), tuple(ignored), has_kv_scales)
+
+
+def _read_compressed(entries: Entries) -> Quantisation:
+    """Read the config of compressed-tensors."""
+    formats = (*_COMPRESSED_BITS, "dense", "mixed-precision")
+    usual = entries.choice("format", choices=formats, default="dense")
+    for key in ("sparsity_config", "moe_sparsity_config"):
+        if sparsity := entries.section(key):
+            sparsity.choice("format", choices=("dense",), default="dense")
+    exact: list[tuple[Pattern, Scheme | None]] = []
+    others: list[tuple[Pattern, Scheme | None]] = []
+    groups = entries.section("config_groups")
+    for name in groups.content if groups else ():
+        assert groups is not None
+        group = groups.section(name)
+        if group is None:
+            continue
+        scheme = _compressed_scheme(group, usual)
+        for target in group.names("targets"):
+            pattern = EVERYTHING if target == "Linear" else _compressed_pattern(group, target)
+            (others if target == "Linear" else exact).append((pattern, scheme))
+        group.finish(("input_activations", "output_activations"))
+    ignored = [_compressed_pattern(entries, name) for name in entries.names("ignore")]
+    has_kv_scales = entries.get("kv_cache_scheme") is not None
+    entries.finish(_COMPRESSED_KEYS)
+    return Quantisation(entries.where, (*exact, *others), tuple(ignored), has_kv_scales)
+
+
+def _compressed_scheme(group: Entries, usual: str) -> Scheme | None:
+    weights = group.section("weights")
+    if weights is None:  # only activations are quantised
+        group.get("format")
+        return None
+    format = group.choice("format", choices=_COMPRESSED_BITS, default=usual)
+    kind = weights.choice("type", choices=("int", "float"), default="int")
+    bits = weights.choice("num_bits", choices=_COMPRESSED_BITS[format], default=8)
+    strategies = ("tensor", "channel", "group", "block", "tensor_group")
+    strategy = weights.choice("strategy", choices=strategies, default="tensor")
+    weights.choice("actorder", choices=(None, False, True, "weight", "static", "group", "dynamic"))
+    is_symmetric = weights.choice("symmetric", choices=(True, False), default=True)
+    size, block = weights.size("group_size"), weights.get("block_structure")
+    shapes = {"tensor": (None, None), "channel": (1, None)}
+    if strategy == "block":
+        shapes["block"] = _block(weights, "block_structure", block)
+    elif strategy not in shapes:
+        if size is None:
+            raise weights.error("group_size", f"must be positive for strategy {strategy}", size)
+        shapes[strategy] = (1, size)
+    weights.finish(_WEIGHTS_KEYS)
+    readers = {
+        "pack-quantized": "packed",
+        "nvfp4-pack-quantized": "nvfp4",
+        "mxfp4-pack-quantized": "mxfp4",
+    }
+    is_float = format.startswith(("nvfp4", "mxfp4", "float"))
+    if format != "naive-quantized" and is_float != (kind == "float"):
+        raise weights.error("type", f"must fit the format {format}", kind)
+    reader = readers.get(format) or ("fp8" if kind == "float" else "int8")
+    return Scheme(reader, bits, shapes[strategy], has_zero_points=not is_symmetric)
+
+
+def _finish(entries: Entries, scheme: Scheme, harmless: Iterable[str], *keys: str) -> Quantisation:
+    """Return a quantisation with one scheme, after all its own entries have been read."""
+    ignored = _module_patterns(entries, entries.names(*keys))
+    has_kv_scales = entries.get("kv_cache_scheme", "kv_cache_quant_method") is not None
+    entries.finish(harmless)
+    return Quantisation(entries.where, ((EVERYTHING, scheme),), ignored, has_kv_scales)
+
+
+def _block(entries: Entries, key: str, block: Any) -> tuple[int, int]:
+    """Return the outputs and inputs of a block, such as ``[128, 128]`` or ``"128x128"``."""
+    if isinstance(block, str):
+        block = [int(size) if size.isdecimal() else 0 for size in block.split("x")]
+    is_valid = isinstance(block, list | tuple) and len(block) == 2 and all(map(is_int, block))
+    if not is_valid or not all(0 < size < 1 << 31 for size in block):
+        raise entries.error(key, "must be two positive sizes", block)
+    return block[0], block[1]
+
+
+def _expression(entries: Entries, text: str, expression: str) -> Pattern:
+    try:
+        return Pattern(text, re.compile(expression))
+    except (re.error, RecursionError, OverflowError) as error:
+        raise UnsupportedConfigError(
+            f"{entries.where}: {text!r} must be a regular expression: {error}."
+        ) from None
+
+
+def _module_patterns(entries: Entries, names: Iterable[str]) -> tuple[Pattern, ...]:
+    """Return patterns of names that may be a whole name, its start or its end."""
+    return tuple(
+        _expression(
+            entries, name, name[3:] if name.startswith("re:") else rf"(?:.*\.)?(?:{name})(?:\.|$)"
+        )
+        for name in names
+    )
+
+
+def _compressed_pattern(entries: Entries, name: str) -> Pattern:
+    if name.startswith("re:"):
+        return _expression(entries, name, name[3:])
+    return Pattern(name, re.compile(re.escape(name) + "$"))
+
+
+_METHODS: Mapping[str, Callable[[Entries], Quantisation]] = {
+    "fp8": _read_fp8,
+    "fbgemm_fp8": _read_fbgemm,
+    "compressed-tensors": _read_compressed,
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "bitsandbytes": _read_bitsandbytes,
+    "modelopt": _read_modelopt,
+    "modelopt_fp4": _read_modelopt,
+    "mlx": _read_mlx,
+    "mxfp4": _read_mxfp4,
+}
