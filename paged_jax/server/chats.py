@@ -1,11 +1,14 @@
 """`Chat`: prompt, constraint and parsed answer of a chat, for the endpoints of all APIs."""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paged_jax.models.text.grammar_source import form_rule
-from paged_jax.models.text.reasoning import AnswerReader, ReasoningFormat, Start
+from paged_jax.models.text.harmony import MARKS, HarmonyReader, harmony_grammar
+from paged_jax.models.text.reasoning import HARMONY, AnswerReader, ReasoningFormat, Start
 from paged_jax.models.text.tool_formats import Tool, ToolFormat
+from paged_jax.models.text.tool_grammars import tool_grammar
 from paged_jax.models.text.tool_reader import AnswerDelta
 from paged_jax.sampling.params import StructuredOutputsParams
 from paged_jax.scheduler.outputs import CompletionOutput
@@ -32,7 +35,7 @@ class Chat:
     def __init__(self, service: Service, body: bodies.ChatBody):
         self.service = service
         self.body = body
-        self._readers: dict[int, AnswerReader] = {}
+        self._readers: dict[int, AnswerReader | HarmonyReader] = {}
 
     @functools.cached_property
     def tools(self) -> list[Tool]:
@@ -106,19 +109,35 @@ class Chat:
 
     def _form(self, form: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
         """Return the constraint on the whole text, given the constraint on the answer."""
-        if (format := self._tool_format) is not None:
-            mark = self.reasoning.opening if self.reasoning and self._start == "either" else None
-            form = self.service.tool_grammars.form(
-                format,
-                self.tools,
-                self.tool_choice,
-                is_parallel=self.body.parallel_tool_calls is not False,
-                answer=None if form is None else self._answer_rule(form),
-                not_first=mark,
+        format, reasoning = self._tool_format, self.reasoning
+        if form is None and format is None:
+            return None
+        answer = None
+        if form is not None and (format is not None or reasoning is HARMONY):
+            answer = self._answer_rule(form)
+        if reasoning is HARMONY:
+            return self._bind(lambda tools: self._harmony_grammar(tools, answer))
+        if format is not None:
+            mark = reasoning.opening if reasoning and self._start == "either" else None
+            form = self._bind(
+                lambda tools: tool_grammar(
+                    format,
+                    tools,
+                    self.tool_choice,
+                    is_parallel=self.body.parallel_tool_calls is not False,
+                    answer=answer,
+                    not_first=mark,
+                )
             )
-        if form is None or self.reasoning is None:
-            return form
-        return self.reasoning.constrain(form, self._start)
+        return form if form is None or reasoning is None else reasoning.constrain(form, self._start)
+
+    def _bind(self, write_grammar: Callable[[Sequence[Tool]], str]) -> StructuredOutputsParams:
+        return self.service.tool_grammars.form(write_grammar, self.tools, self.tool_choice)
+
+    def _harmony_grammar(self, tools: Sequence[Tool], answer: str | None) -> str:
+        assert self.service.tokenizer is not None
+        token_ids = self.service.tokenizer.ids_of(MARKS)
+        return harmony_grammar(token_ids, tools, self.tool_choice, answer)
 
     def _answer_rule(self, form: StructuredOutputsParams) -> str:
         self.service.grammars.check(form)  # its error names the form, not the tools
@@ -130,6 +149,8 @@ class Chat:
         tokenizer, reasoning = self.service.tokenizer, self.reasoning
         if tokenizer is None:
             return False
+        if reasoning is HARMONY:
+            return True
         marks = () if reasoning is None else (reasoning.opening, reasoning.closing)
         is_special = any(map(tokenizer.is_special_text, marks))
         return is_special or bool(self._tool_format and self._tool_format.special_tokens)
@@ -150,8 +171,10 @@ class Chat:
             return [AnswerDelta("content", delta.text)]
         index = delta.sample.index
         if is_whole or index not in self._readers:
-            self._readers[index] = AnswerReader(
-                self.reasoning, self._start, self._tool_format, self.tools
+            self._readers[index] = (
+                HarmonyReader()
+                if self.reasoning is HARMONY
+                else AnswerReader(self.reasoning, self._start, self._tool_format, self.tools)
             )
         is_last = is_whole or delta.sample.finish_reason is not None
         return self._readers[index].push(delta.text, is_last=is_last)

@@ -356,6 +356,10 @@ def grammars(compiler) -> ToolGrammars:
     return ToolGrammars(compiler)
 
 
+def form_of(grammars, tools, choice, format=HERMES):
+    return grammars.form(lambda tools: tool_grammar(format, tools, choice), tools, choice)
+
+
 def tool(parameters, name="f", **fields):
     return {"type": "function", "function": {"name": name, "parameters": parameters, **fields}}
 
@@ -407,7 +411,7 @@ NOT_BOUND = {
 
 def random_calls(grammars, compiler, tokenizer, tools, choice) -> list[dict]:
     """Return the arguments of random calls of a tool."""
-    form = grammars.form(HERMES, tools, choice)
+    form = form_of(grammars, tools, choice)
     grammar = compiler.compile(form)
     rng, found = np.random.default_rng(0), []
     for _ in range(5):
@@ -428,7 +432,7 @@ def test_form_enforces_supported_parts_of_schemas(grammars, compiler, tokenizer,
             else:
                 assert 1 <= arguments["n"] <= 9
             assert set(arguments) <= set(tools[name == "g"]["function"]["parameters"]["properties"])
-    assert grammars.form(HERMES, tools, "auto").grammar is not None
+    assert form_of(grammars, tools, "auto").grammar is not None
 
 
 @pytest.mark.parametrize("kind", NOT_BOUND)
@@ -436,7 +440,7 @@ def test_form_allows_any_object_for_unsupported_schemas(
     grammars, compiler, tokenizer, kind
 ) -> None:
     tools = [tool(NOT_BOUND[kind]), tool(closed(), "g")]
-    grammar = compiler.compile(grammars.form(HERMES, tools, "f"))
+    grammar = compiler.compile(form_of(grammars, tools, "f"))
     text = '<tool_call>\n{"name": "f", "arguments": {"anything": [1, {"b": null}]}}\n</tool_call>'
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     assert grammar.start().validate_tokens(token_ids) == len(token_ids)
@@ -450,10 +454,10 @@ def test_form_rejects_strict_tools_with_unsupported_schemas(grammars, kind) -> N
     schema = {**HINTS, **NOT_BOUND}[kind]
     tools = [tool(closed(), "fine", strict=True), tool(schema, "wrong", strict=True)]
     with pytest.raises(ArgumentError, match="schema for 'wrong': ") as error:
-        grammars.form(HERMES, tools, "auto")
+        form_of(grammars, tools, "auto")
     assert error.value.field == "tools" and len(error.value.message) < 500
-    assert grammars.form(HERMES, tools, "fine").grammar
-    grammars.form(HERMES, [tool(closed(), strict=True), tool(schema, "g", strict=False)], "auto")
+    assert form_of(grammars, tools, "fine").grammar
+    form_of(grammars, [tool(closed(), strict=True), tool(schema, "g", strict=False)], "auto")
 
 
 def test_form_requires_arguments_as_an_object(grammars, compiler, tokenizer) -> None:
@@ -463,7 +467,7 @@ def test_form_requires_arguments_as_an_object(grammars, compiler, tokenizer) -> 
         ({}, '{"a": 1}'),
         ({"type": ["object", "null"]}, "{}"),
     ):
-        grammar = compiler.compile(grammars.form(HERMES, [tool(parameters)], "f"))
+        grammar = compiler.compile(form_of(grammars, [tool(parameters)], "f"))
         for value, is_allowed in ((allowed, True), ("null", False), ("1", False)):
             text = f'<tool_call>\n{{"name": "f", "arguments": {value}}}\n</tool_call>'
             token_ids = tokenizer.encode(text, add_special_tokens=False)
@@ -474,7 +478,7 @@ def test_form_does_not_count_descriptions(grammars) -> None:
     words = {"description": "x" * 50_000, "title": "y" * 50_000, "examples": ["z" * 50_000]}
     schema = closed(description={**LONG, **words}) | words
     schema["$defs"] = {"title": {"type": "string", **words}}
-    form = grammars.form(HERMES, [tool(schema, strict=True)], "f")
+    form = form_of(grammars, [tool(schema, strict=True)], "f")
     assert len(form.grammar) < 1000 and "description" in form.grammar
 
 
@@ -482,18 +486,18 @@ def test_form_drops_the_largest_schemas(grammars, compiler, tokenizer) -> None:
     large = closed(**{f"property_{i}": {"enum": [f"v{i}"]} for i in range(4000)})
     tools = [tool(large), tool(closed(), "g")]
     assert random_calls(grammars, compiler, tokenizer, tools, "g")
-    form = grammars.form(HERMES, tools, "auto")
+    form = form_of(grammars, tools, "auto")
     assert len(form.grammar) < 1000 and '"maximum": 9' in form.grammar
     many = [
         tool(closed(**{f"p{i}": {"type": "any"} for i in range(50)}), f"f{j}") for j in range(20)
     ]
     assert random_calls(grammars, compiler, tokenizer, [*many, tools[1]], "g")
-    form = grammars.form(HERMES, [*many, tools[1]], "auto")
+    form = form_of(grammars, [*many, tools[1]], "auto")
     assert form.grammar.count('"maximum": 9') == 1, "too many to check each argument"
     with pytest.raises(ArgumentError, match="schema for 'f': must have at most 131072 characters"):
-        grammars.form(HERMES, [tool(large, strict=True)], "auto")
+        form_of(grammars, [tool(large, strict=True)], "auto")
 
 
 def test_form_rejects_models_without_grammars(tokenizer) -> None:
     with pytest.raises(ArgumentError, match="tools must be None .* no end-of-sequence token"):
-        ToolGrammars(GrammarCompiler(tokenizer.backend, V, [])).form(HERMES, [tool({})], "auto")
+        form_of(ToolGrammars(GrammarCompiler(tokenizer.backend, V, [])), [tool({})], "auto")

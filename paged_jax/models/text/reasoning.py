@@ -15,6 +15,7 @@ from typing import Literal
 
 from paged_jax.arguments import ArgumentError
 from paged_jax.models.text.grammar_source import form_rule, quoted
+from paged_jax.models.text.harmony import uses_harmony
 from paged_jax.models.text.tool_formats import Tool, ToolFormat
 from paged_jax.models.text.tool_reader import AnswerDelta, ToolReader, overlap
 from paged_jax.sampling.params import StructuredOutputsParams
@@ -85,12 +86,16 @@ FORMATS: Mapping[str, ReasoningFormat] = {
         "<|END_THINKING|>",
         ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
     ),
+    "harmony": ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>"),
 }
+HARMONY = FORMATS["harmony"]
 
 
 def find_format(template: str) -> ReasoningFormat | None:
     """Return the format whose closing mark a chat template contains; None if there is none."""
-    return next((each for each in FORMATS.values() if each.closing in template), None)
+    if uses_harmony(template):
+        return HARMONY
+    return next((x for x in FORMATS.values() if x is not HARMONY and x.closing in template), None)
 
 
 def select_format(name: str, template: str | None) -> ReasoningFormat | None:

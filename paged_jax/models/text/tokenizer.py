@@ -351,6 +351,11 @@ class Tokenizer:
         token_id = self.backend.token_to_id(text)
         return token_id is not None and self.is_special(token_id)
 
+    def ids_of(self, names: Iterable[str]) -> dict[str, int]:
+        """Return the ids of the tokens with these names that the vocabulary has."""
+        found = {name: self.backend.token_to_id(name) for name in names}
+        return {name: token_id for name, token_id in found.items() if token_id is not None}
+
     def _is_known(self, token_id: int) -> bool:
         return self.backend.id_to_token(token_id) is not None
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 Tool = Mapping[str, Any]
-Kind = Literal["json", "xml", "python"]
+Kind = Literal["json", "xml", "python", "harmony"]
 
 # Characters that stand for an id and for the number of a call in the texts around a call.
 ID, NUMBER = "\ue000", "\ue001"
@@ -35,7 +35,8 @@ class ToolFormat:
       before_name: text before the name of a function.
       after_name: text between the name and the arguments.
       after_arguments: text after the arguments.
-      kind: form of the arguments: ``"json"``, ``"xml"`` or ``"python"``.
+      kind: form of the arguments: ``"json"``, ``"xml"`` or ``"python"``; ``"harmony"`` for calls as
+        messages to a function, see `harmony`.
       opening: text before the first call.
       between: text between two calls; None if an answer has at most one call.
       closing: text after the last call.
@@ -78,6 +79,7 @@ class ToolFormat:
 
 
 HERMES = ToolFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n")
+HARMONY = ToolFormat(" to=functions.", "<|channel|>commentary", "<|call|>", "harmony")
 LLAMA3 = ToolFormat('{"name": "', '", "parameters": ', "}")
 
 
@@ -157,7 +159,9 @@ def find_support(render: Callable[..., str]) -> ToolSupport:
     text = rendered({"role": "assistant", "content": _TEXT})
     called = rendered(_calling(1))
     found = None
-    if text is not None and called is not None:
+    if called is not None and f"{HARMONY.before_name}{_NAMES[0]}" in called:
+        found = HARMONY
+    elif text is not None and called is not None:
         found = _find_format(text, called, rendered(_calling(2)))
     return ToolSupport(
         shows_tools=asked is None or _NAMES[0] in asked,

@@ -116,16 +116,7 @@ class _Writer:
     def call(self, rule: str, function: Mapping[str, Any]) -> list[str]:
         """Return the rules of a call: the name of the function, its arguments, and the end."""
         format = self._format
-        schema = close(_arguments(function.get("parameters")))
-        item, key = format.separators
-        # A schema is a hint unless it is strict: in lenient mode llguidance ignores unsupported
-        # parts.
-        options = {
-            **LAYOUT,
-            "item_separator": item,
-            "key_separator": key,
-            "lenient": not function.get("strict"),
-        }
+        schema, options = _schema(function, format.separators)
         head = self.literal(function["name"] + format.after_name)
         end = self.literal(format.after_arguments)
         if format.kind == "json":
@@ -171,6 +162,26 @@ class _Writer:
         if isinstance(labels, list) and all(isinstance(label, str) for label in labels):
             return f"{rule}: ({' | '.join(map(quoted, labels))}) {self.literal(after)}"
         return f"{rule}: {_json(schema, options)} {self.literal(after)}"
+
+
+def arguments_rule(function: Mapping[str, Any]) -> str:
+    """Return a Lark expression for the arguments of a function as JSON."""
+    return _json(*_schema(function, HERMES.separators))
+
+
+def _schema(
+    function: Mapping[str, Any], separators: tuple[str, str]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the schema of a function's arguments, and llguidance's options for it."""
+    item, key = separators
+    # A schema is a hint unless it is strict: in lenient mode llguidance ignores unsupported parts.
+    options = {
+        **LAYOUT,
+        "item_separator": item,
+        "key_separator": key,
+        "lenient": not function.get("strict"),
+    }
+    return close(_arguments(function.get("parameters"))), options
 
 
 def is_text(schema: Any) -> bool:
@@ -251,15 +262,15 @@ class ToolGrammars:
         self._kept: OrderedDict[StructuredOutputsParams, StructuredOutputsParams] = OrderedDict()
 
     def form(
-        self, format: ToolFormat, tools: Sequence[Tool], choice: str, **options: Any
+        self, write_grammar: Callable[[Sequence[Tool]], str], tools: Sequence[Tool], choice: str
     ) -> StructuredOutputsParams:
         """Return the constraint on an answer. Its grammar is known to compile.
 
         Args:
-          format: format of the calls.
+          write_grammar: function that returns the grammar for the tools with changed schemas, such
+            as `tool_grammar`.
           tools: the functions, as OpenAI describes them.
           choice: see `tool_grammar`.
-          **options: further arguments of `tool_grammar`.
 
         Raises:
           ArgumentError: the schema of a strict tool is not supported, or grammars are not available
@@ -269,8 +280,7 @@ class ToolGrammars:
             tools = [tool for tool in tools if tool["function"]["name"] == choice]
 
         def write(tools: Sequence[Tool]) -> StructuredOutputsParams:
-            grammar = tool_grammar(format, tools, choice, **options)
-            return StructuredOutputsParams(grammar=grammar)
+            return StructuredOutputsParams(grammar=write_grammar(tools))
 
         asked = write(tools)
         with self._lock:
