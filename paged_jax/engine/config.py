@@ -165,6 +165,14 @@ class EngineConfig:
         choices=("auto", "float32", "bfloat16", "float16", "int8"),
         decides_memory=True,
     )
+    dequantise: bool = option(
+        False,
+        "expand quantised matrices of the checkpoint to floats of the type dtype, instead of "
+        "keeping them in their format",
+        bounds=SWITCH,
+        vllm=None,
+        decides_memory=True,
+    )
     kv_dtype: str = option(
         "auto",
         "type of the KV cache; int8 and fp8 quantise it",

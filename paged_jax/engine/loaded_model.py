@@ -100,11 +100,17 @@ def load_weights(options: EngineConfig) -> tuple[Weights, TensorParallel | None]
         # stack layers for them.
         is_copied = backend not in (None, "cpu") and jax.default_backend() == "cpu"
         scan_layers = False if is_copied else None
-        return Weights(
-            Llama.from_pretrained(model, dtype=options.dtype, scan_layers=scan_layers)
-        ), None
+        loaded = Llama.from_pretrained(
+            model, dtype=options.dtype, scan_layers=scan_layers, dequantise=options.dequantise
+        )
+        return Weights(loaded), None
     parallel = TensorParallel.create("Engine", mesh, read_config(folder))
-    placed = Llama.from_pretrained(folder, dtype=options.dtype, sharding=parallel.model_sharding)
+    placed = Llama.from_pretrained(
+        folder,
+        dtype=options.dtype,
+        sharding=parallel.model_sharding,
+        dequantise=options.dequantise,
+    )
     parallel = dataclasses.replace(parallel, config=placed.config)  # with the dtype of the weights
     return Weights(placed, parallel, check_replicas=options.check_replicas), parallel
 

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from paged_jax.engine.requests import own_transfers
+from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.conversion import (
@@ -21,9 +22,16 @@ from paged_jax.models.loading.conversion import (
     find_sources,
 )
 from paged_jax.models.loading.parameters import named_arrays
-from paged_jax.models.loading.pretrained import read_config
+from paged_jax.models.loading.pretrained import from_pretrained, read_config
 from paged_jax.models.loading.tensor_map import EMBEDDINGS, HEAD
-from paged_jax.models.matrices import SCALE, quantise
+from paged_jax.models.matrices import (
+    SCALE,
+    SUFFIXES,
+    change_format,
+    is_stacked,
+    matrix_name,
+)
+from paged_jax.models.matrix_formats import MatrixFormats, is_matrix
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner.executor import Executor
 
@@ -58,8 +66,13 @@ def load_weights_for(model: PagedModel, folder: str | Path) -> Llama:
     if Path(folder).exists():  # `from_pretrained` reports a missing folder
         _check_config(read_config(folder), model.config)
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    return Llama.from_pretrained(
-        folder, dtype=model.weight_dtype, scan_layers=model.scan_layers, sharding=host
+    return from_pretrained(
+        Llama,
+        folder,
+        dtype=model.float_dtype,
+        scan_layers=model.scan_layers,
+        sharding=host,
+        formats=model.formats,
     )
 
 
@@ -113,11 +126,15 @@ class WeightSwap:
         model = self._executor.weights.layout_model
         if mapping is not None:
             return self._prepare_other(model, params, mapping)
-        state = nnx.state(model)
+        names = _names_of(nnx.state(model))
+        formats = getattr(model, "formats", None)
         if isinstance(params, PagedModel):
+            _check_same_formats(getattr(params, "formats", formats), formats)
             params = nnx.state(params)
         if isinstance(params, nnx.State):
-            params = _leaves_by_name(params, _names_of(state))
+            params, are_floats = _leaves_by_name(params, names)
+            if are_floats:
+                return self._prepare_floats(params, names, formats)
         elif not isinstance(params, list | tuple):
             raise ValueError(
                 "update_params: params must be a model, its nnx.state, or a list of its leaves, "
@@ -125,8 +142,22 @@ class WeightSwap:
             )
         new, layout = jax.tree.leaves(params), self._executor.weights.layout
         _check_shapes([jnp.shape(x) for x in new], [x.shape for x in layout])
+        _check_values([jnp.result_type(x) for x in new], [x.dtype for x in layout], names)
         arrays = [_to_devices(x, y.sharding) for x, y in zip(new, layout, strict=True)]
         return NewWeights(arrays, _copying(*_dtypes_and_shardings(layout)))
+
+    def _prepare_floats(
+        self, params: list[Any], names: list[str], formats: MatrixFormats
+    ) -> NewWeights:
+        """Prepare floats for a model with quantised matrices."""
+        layout = dict(zip(names, self._executor.weights.layout, strict=True))
+        own = [name for name in names if not name.endswith(SUFFIXES)]
+        shapes = [(*layout[x].shape[:-1], _num_inputs(layout[x], formats[x])) for x in own]
+        shapes = [y if is_matrix(x) else layout[x].shape for x, y in zip(own, shapes, strict=True)]
+        _check_shapes([jnp.shape(x) for x in params], shapes)
+        arrays = [_to_devices(x, layout[y].sharding) for x, y in zip(params, own, strict=True)]
+        convert = _quantising(tuple(names), formats, *_dtypes_and_shardings(list(layout.values())))
+        return NewWeights(arrays, convert)
 
     def _prepare_other(self, model: PagedModel, params: Any, mapping: NameMap) -> NewWeights:
         if not isinstance(model, Llama):
@@ -137,7 +168,7 @@ class WeightSwap:
         arrays, layout = named_arrays(params), self._executor.weights.layout
         names = tuple(_names_of(nnx.state(model)))
         shapes = {name: jnp.shape(array) for name, array in arrays.items()}
-        matrices = [name for name in names if not name.endswith(SCALE)]
+        matrices = [name for name in names if not name.endswith(SUFFIXES)]
         sources = find_sources("update_params", model.config, matrices, shapes, mapping)
         place = layout[0].sharding
         used = {source.name for source in sources.values()}
@@ -149,7 +180,8 @@ class WeightSwap:
             _check_tied_head(model.config, near, sources)
         rules = tuple(sources.items())
         return NewWeights(
-            near, _assembling(model.config, names, rules, *_dtypes_and_shardings(layout))
+            near,
+            _assembling(model.config, names, model.formats, rules, *_dtypes_and_shardings(layout)),
         )
 
     def replace(self, new: NewWeights) -> None:
@@ -223,6 +255,7 @@ def _copying(dtypes: tuple[Any, ...], places: tuple[Any, ...]) -> Callable[..., 
 def _assembling(
     config: LlamaConfig,
     names: tuple[str, ...],
+    formats: MatrixFormats,
     rules: tuple[tuple[str, Any], ...],
     dtypes: tuple[Any, ...],
     places: tuple[Any, ...],
@@ -231,15 +264,40 @@ def _assembling(
 
     def assemble_all(arrays: dict[str, jax.Array], buffers: list[jax.Array]) -> list[jax.Array]:
         new: dict[str, jax.Array] = {}
-        for name, dtype in zip(names, dtypes, strict=True):
-            if name.endswith(SCALE):
-                continue
-            new[name] = assemble(config, name, arrays, sources)
-            if dtype == jnp.int8:
-                new[name], new[name + SCALE], *_ = quantise(new[name].astype(jnp.float32))
+        for name in names:
+            if not name.endswith(SUFFIXES):
+                new |= _in_format(name, assemble(config, name, arrays, sources), formats)
         return [jnp.copy(new[name]).astype(t) for name, t in zip(names, dtypes, strict=True)]
 
     return _writing(assemble_all, places)
+
+
+@functools.lru_cache(maxsize=16)
+def _quantising(
+    names: tuple[str, ...],
+    formats: MatrixFormats,
+    dtypes: tuple[Any, ...],
+    places: tuple[Any, ...],
+) -> Callable[..., list[jax.Array]]:
+    def quantise_all(arrays: list[jax.Array], buffers: list[jax.Array]) -> list[jax.Array]:
+        new: dict[str, jax.Array] = {}
+        floats = [name for name in names if not name.endswith(SUFFIXES)]
+        for name, array in zip(floats, arrays, strict=True):
+            new |= _in_format(name, array, formats)
+        return [jnp.copy(new[name]).astype(t) for name, t in zip(names, dtypes, strict=True)]
+
+    return _writing(quantise_all, places)
+
+
+def _in_format(name: str, array: jax.Array, formats: MatrixFormats) -> dict[str, jax.Array]:
+    """Return the parameters of a matrix of floats, by name, quantised if the model's matrix is."""
+    format = formats[name]
+    if not is_matrix(name) or not format.is_quantised:
+        return {name: array}
+    floats = WeightFormat(array.dtype.name)
+    arrays = change_format(WeightArrays(array), floats, format, is_stacked=is_stacked(name))
+    pairs = zip(("", *SUFFIXES), arrays, strict=True)
+    return {name + suffix: each for suffix, each in pairs if each is not None}
 
 
 def _writing(function: Callable[..., Any], places: tuple[Any, ...]) -> Callable[..., Any]:
@@ -275,8 +333,13 @@ def _names_of(state: nnx.State) -> list[str]:
     return [name.removesuffix(".value") for name in names]
 
 
-def _leaves_by_name(params: nnx.State, own: list[str]) -> list[jax.Array]:
-    """Return the leaves in the order of the names `own`. Stack or unstack layers if needed."""
+def _leaves_by_name(params: nnx.State, own: list[str]) -> tuple[list[jax.Array], bool]:
+    """Return leaves in the order of the names `own`. Stack or unstack layers if needed.
+
+    Returns:
+      The leaves, and whether they are floats for quantised matrices: without scales, in the order
+      of the names without those of scales, minima and orders.
+    """
     arrays = dict(zip(_names_of(params), jax.tree.leaves(params), strict=True))
     for kind in {name.split(".")[-1] for name in own if name.startswith("layers.")}:
         stack = f"layers.{kind}"
@@ -286,8 +349,48 @@ def _leaves_by_name(params: nnx.State, own: list[str]) -> list[jax.Array]:
             arrays[stack] = jnp.stack([arrays.pop(name) for name in given])
         elif stack not in own and stack in arrays:
             arrays |= dict(zip(layers, arrays.pop(stack), strict=False))
-    _check_names(sorted(arrays), sorted(own))
-    return [arrays[name] for name in own]
+    floats = [name for name in own if not name.endswith(SUFFIXES)]
+    are_floats = floats != own and sorted(arrays) == sorted(floats)
+    if not are_floats:
+        _check_names(sorted(arrays), sorted(own))
+    return [arrays[name] for name in (floats if are_floats else own)], are_floats
+
+
+def _check_same_formats(formats: MatrixFormats | None, own: MatrixFormats | None) -> None:
+    """Check that quantised matrices have the formats of the engine's model."""
+    if formats is None or own is None or not formats.is_quantised:
+        return
+    names = {*dict(formats.others), *dict(own.others), "default"}
+    for name in sorted(names):
+        its, ours = formats[name], own[name]
+        if its != ours and (its.is_quantised or ours.is_quantised):
+            raise ValueError(
+                "update_params: params must have the formats of the engine's model, or be floats, "
+                f"got {_describe(its)} for {_describe(ours)} ({name}). Load them with "
+                "dequantise=True."
+            )
+
+
+def _describe(format: WeightFormat) -> str:
+    return f"{format.code} in groups of {format.group_size}" if format.group_size else format.code
+
+
+def _check_values(dtypes: list[Any], own: list[Any], names: list[str]) -> None:
+    """Check that values of quantised matrices are not floats, and not of another quantised dtype.
+
+    Floats may be of another float dtype.
+    """
+    scaled = {matrix_name(name) for name in names if name.endswith(SCALE)}
+    for name, its, ours in zip(names, dtypes, own, strict=False):
+        if its != ours and name in scaled:
+            raise ValueError(
+                f"update_params: params must have the formats of the engine's model, or be floats "
+                f"without scales, got {its} for {ours} ({name})."
+            )
+
+
+def _num_inputs(values: jax.ShapeDtypeStruct, format: WeightFormat) -> int:
+    return values.shape[-1] * (2 if format.is_packed else 1)
 
 
 def _check_names(names: list[str], own: list[str]) -> None:

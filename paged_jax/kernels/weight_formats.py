@@ -23,8 +23,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 # Inputs whose 4-bit values are packed together, and their bytes.
 PACKED_INPUTS = 32
@@ -256,3 +258,19 @@ def divide_groups(format: WeightFormat, num_inputs: int, parts: int) -> WeightFo
     """
     size = math.gcd(format.group_size or num_inputs, num_inputs // parts)
     return replace(format, group_size=size)
+
+
+def as_bits(x: jax.Array) -> jax.Array:
+    """Return an array of floats of at most 16 bits as unsigned integers, other arrays unchanged.
+
+    For a slice of such floats, XLA's CPU backend converts the whole array to wider floats first. It
+    slices integers in place. The result has no gradient.
+    """
+    if x.dtype.itemsize > 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def from_bits(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return the array that `as_bits` has converted."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from paged_jax.arguments import names_arguments
 from paged_jax.kernels.linear import Weight, linear
+from paged_jax.kernels.weight_formats import as_bits, from_bits
 from paged_jax.models.batch_places import as_token_ids
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer import Layer, apply_norm, initial_norm_weight
@@ -279,10 +280,13 @@ class Llama(PagedModel):
         def body(
             state: tuple[jax.Array, Carry], layer_and_index: Any
         ) -> tuple[tuple[jax.Array, Carry], None]:
-            (x, carry), (weights, index) = state, layer_and_index
+            (x, carry), (bits, index) = state, layer_and_index
+            weights = jax.tree.map(lambda x, y: from_bits(x, y.dtype), bits, stacked)
             layer = nnx.merge(graphdef, weights)
             state = layer(x, index=index, cos=cos, sin=sin, carry=carry, stack=stack, **options)
             return state, None
 
         indices = jnp.arange(self.config.num_hidden_layers, dtype=jnp.int32)
-        return lax.scan(body, (x, carry), (stacked, indices))[0]
+        # Weights of 16 bits are read from the stack by kernels, or they are not stacked.
+        bits = jax.tree.map(lambda x: as_bits(x) if x.dtype.itemsize == 1 else x, stacked)
+        return lax.scan(body, (x, carry), (bits, indices))[0]

@@ -18,7 +18,15 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.linear import Stack, Weight
-from paged_jax.kernels.weight_formats import CODES, WeightArrays, WeightFormat, dequantise, pack
+from paged_jax.kernels.weight_formats import (
+    CODES,
+    WeightArrays,
+    WeightFormat,
+    as_bits,
+    dequantise,
+    from_bits,
+    pack,
+)
 from paged_jax.models.matrix_formats import DTYPE_FORMATS
 
 # Suffixes of the parameters with the scales, minima and order of a matrix, see `WeightArrays`.
@@ -43,6 +51,12 @@ def matrix_name(name: str) -> str:
     """
     suffix = next((each for each in SUFFIXES if name.endswith(each)), "")
     return name.removesuffix(suffix)
+
+
+def is_stacked(name: str) -> bool:
+    """Return whether a parameter is a stack of all layers, ``"layers.o_proj"``."""
+    scope, _, kind = name.partition(".")
+    return scope == "layers" and "." not in kind
 
 
 def quantise(w: Array, format: WeightFormat = DTYPE_FORMATS["int8"]) -> WeightArrays:
@@ -86,6 +100,27 @@ def quantise(w: Array, format: WeightFormat = DTYPE_FORMATS["int8"]) -> WeightAr
     )
 
 
+def change_format(
+    arrays: WeightArrays, source: WeightFormat, target: WeightFormat, *, is_stacked: bool = False
+) -> WeightArrays:
+    """Convert a matrix to another format: dequantise it, and quantise it again.
+
+    Args:
+      arrays: the arrays of the matrix.
+      source: their format.
+      target: the format to convert to.
+      is_stacked: whether the arrays have a first dimension for layers.
+    """
+
+    def change(arrays: WeightArrays) -> WeightArrays:
+        w = dequantise(arrays, source.code)
+        if target.is_quantised:
+            return quantise(w, target)
+        return WeightArrays(w.astype(jnp.dtype(target.code)))
+
+    return jax.vmap(change)(arrays) if is_stacked else change(arrays)
+
+
 def _largest_number(code: str) -> float:
     if code in CODES:
         return float(CODES[code].max())
@@ -118,10 +153,14 @@ def add_matrix(module: nnx.Module, name: str, w: jax.Array, format: WeightFormat
     if not format.is_quantised:
         setattr(module, name, nnx.Param(w.astype(jnp.dtype(format.code))))
         return
-    arrays = quantise(w.astype(jnp.float32), format)
+    arrays = _quantise(w.astype(jnp.float32), format)
     for suffix, array in zip(("", *SUFFIXES), arrays, strict=True):
         if array is not None:
             setattr(module, name + suffix, nnx.Param(array))
+
+
+# Traced once per shape, although loaders create a model without weights several times.
+_quantise = jax.jit(quantise, static_argnames="format")
 
 
 def get_matrix(
@@ -195,9 +234,7 @@ def _take_bits(table: jax.Array, token_ids: jax.Array) -> jax.Array:
     of a tied model then reads that copy. A gather of integers avoids this, but has no gradient. On
     TPU, the integer gather would copy the table instead.
     """
-    bits = jnp.dtype(f"uint{8 * table.dtype.itemsize}")
-    rows = lax.bitcast_convert_type(table, bits)[token_ids]
-    return lax.bitcast_convert_type(rows, table.dtype)
+    return from_bits(as_bits(table)[token_ids], table.dtype)
 
 
 def _take_from_lanes(table: jax.Array, token_ids: jax.Array) -> jax.Array:

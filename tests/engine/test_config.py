@@ -22,6 +22,7 @@ OPTIONS = {each.name: each for each in option_specs()}
 WRONG = {
     "kv_dtype": "int4",
     "block_size": 0,
+    "dequantise": "yes",
     "num_blocks": 0,
     "memory_fraction": 1.5,
     "max_num_seqs": True,

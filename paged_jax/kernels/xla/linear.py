@@ -14,14 +14,20 @@ is `_matmul_in_halves`, and "multiply and sum" is `_multiply_sum`::
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.kernels.backend import GroupedArgs, Weight
-from paged_jax.kernels.weight_formats import BYTE_CODES, WeightArrays, dequantise
+from paged_jax.kernels.weight_formats import (
+    BYTE_CODES,
+    WeightArrays,
+    as_bits,
+    dequantise,
+    from_bits,
+)
 
 # Limits for splitting a matmul into two with half of the weight each. For more rows, packing the
 # weight is a small part of the work. For more inputs, the batched matmul of XLA's CPU library reads
@@ -31,8 +37,10 @@ from paged_jax.kernels.weight_formats import BYTE_CODES, WeightArrays, dequantis
 _HALVES_MAX_ROWS = 16
 _HALVES_MAX_INPUTS = 1536
 
-# Maximum elements of a quantised weight that exist as floats at a time: 16 MB of float32.
+# Maximum elements of a quantised weight that exist as floats at a time. XLA's CPU backend converts
+# the weights of all layers before it multiplies by the first, unless they are loops over tiles.
 _MAX_TILE_ELEMENTS = 1 << 22
+_MAX_CPU_TILE_ELEMENTS = 1 << 18
 
 # Maximum rows of a tile in a grouped matmul, and in its gradients.
 _MAX_TILE = 64
@@ -46,10 +54,11 @@ def linear(x: jax.Array, w: Weight) -> jax.Array:
         x, arrays = x[..., arrays.order], arrays._replace(order=None)
     if arrays.scales is None:
         y = _multiply_floats(x, arrays.values)
-    elif arrays.scales.shape[-1] == 1 and arrays.mins is None and code in BYTE_CODES:
-        y = _multiply_bytes(x, arrays, w.dtype)
     else:
-        y = _multiply_in_tiles(x, arrays, code, w.dtype)
+        arrays, x = lax.stop_gradient(arrays), x.astype(w.dtype)
+        forms = {"cpu": _multiply_on_cpu, "default": _multiply_quantised}
+        forms = {name: functools.partial(form, code=code) for name, form in forms.items()}
+        y = lax.platform_dependent(x, arrays, **forms)
     return y.reshape(*x.shape[:-1], *w.values.shape[:-1])
 
 
@@ -71,52 +80,71 @@ def _multiply_floats(x: jax.Array, w: jax.Array) -> jax.Array:
     return _matmul(x, w)
 
 
-def _multiply_bytes(x: jax.Array, w: WeightArrays, dtype: Any) -> jax.Array:
-    """Multiply by 8-bit values, and then by the scale of each row."""
-
-    def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+def _multiply_quantised(x: jax.Array, w: WeightArrays, code: str) -> jax.Array:
+    """Multiply rows in the dtype of a model by a quantised weight, on GPUs and TPUs."""
+    if _has_row_scales(w, code):
         # Every float dtype of a model represents int8 and float8_e4m3fn exactly. XLA fuses the
         # cast into the matmul.
-        return _matmul(x, w.astype(dtype))
+        return _scale_outputs(_matmul(x, w.values.astype(x.dtype)), w)
 
-    def on_cpu(x: jax.Array, w: jax.Array) -> jax.Array:
-        is_one_row = math.prod(x.shape[:-1]) == 1
-        return _multiply_sum(x, w) if is_one_row else _matmul(x, w.astype(jnp.float32))
+    def multiply(x: jax.Array, w: WeightArrays) -> jax.Array:
+        return _matmul(x, dequantise(w, code).astype(x.dtype))
 
-    out = lax.platform_dependent(x.astype(dtype), w.values, cpu=on_cpu, default=matmul)
+    return _multiply_in_tiles(x, w, multiply, _MAX_TILE_ELEMENTS)
+
+
+def _multiply_on_cpu(x: jax.Array, w: WeightArrays, code: str) -> jax.Array:
+    """Multiply rows by a quantised weight on CPUs, in float32."""
+    is_one_row, x = math.prod(x.shape[:-1]) == 1, x.astype(jnp.float32)
+    product = _multiply_sum if is_one_row else _matmul
+    if is_one_row and code == "int8" and _has_row_scales(w, code):
+        return _scale_outputs(_multiply_sum(x, w.values), w)
+
+    def multiply(x: jax.Array, w: WeightArrays) -> jax.Array:
+        return product(x, dequantise(w, code))
+
+    return _multiply_in_tiles(x, w, multiply, _MAX_CPU_TILE_ELEMENTS)
+
+
+def _has_row_scales(w: WeightArrays, code: str) -> bool:
+    return w.scales.shape[-1] == 1 and w.mins is None and code in BYTE_CODES
+
+
+def _scale_outputs(out: jax.Array, w: WeightArrays) -> jax.Array:
     return out * w.scales.astype(jnp.float32).reshape((1,) * (out.ndim - 1) + (-1,))
 
 
-def _multiply_in_tiles(x: jax.Array, w: WeightArrays, code: str, dtype: Any) -> jax.Array:
+def _multiply_in_tiles(
+    x: jax.Array,
+    w: WeightArrays,
+    multiply: Callable[[jax.Array, WeightArrays], jax.Array],
+    max_elements: int,
+) -> jax.Array:
     """Convert some rows of a quantised weight to floats, multiply, and continue with other rows.
 
     A large weight is a loop over tiles, so that only one tile exists as floats. The last tile ends
     at the last row, and may overlap the tile before it.
+
+    Args:
+      x: rows.
+      w: the weight.
+      multiply: function that converts and multiplies by some rows of the weight.
+      max_elements: maximum elements of a tile.
     """
-    x = x.astype(dtype)
     num_outputs, num_inputs = w.values.shape[0], x.shape[-1]
-    tile = max(1, _MAX_TILE_ELEMENTS // num_inputs)
-
-    def on_cpu(x: jax.Array, w: WeightArrays) -> jax.Array:
-        floats, x = dequantise(w, code), x.astype(jnp.float32)
-        return _multiply_sum(x, floats) if math.prod(x.shape[:-1]) == 1 else _matmul(x, floats)
-
-    def matmul(x: jax.Array, w: WeightArrays) -> jax.Array:
-        return _matmul(x, dequantise(w, code).astype(dtype))
-
-    def multiply(x: jax.Array, w: WeightArrays) -> jax.Array:
-        return lax.platform_dependent(x, w, cpu=on_cpu, default=matmul)
-
+    tile = max(1, max_elements // num_inputs)
     if tile >= num_outputs:
         return multiply(x, w)
+    bits = jax.tree.map(as_bits, w)
 
     @jax.checkpoint  # the gradient converts a tile again, so that not all of them are kept
-    def step(x: jax.Array, w: WeightArrays, start: jax.Array) -> jax.Array:
-        return multiply(x, jax.tree.map(lambda y: lax.dynamic_slice_in_dim(y, start, tile), w))
+    def step(x: jax.Array, start: jax.Array) -> jax.Array:
+        part = jax.tree.map(lambda y: lax.dynamic_slice_in_dim(y, start, tile), bits)
+        return multiply(x, jax.tree.map(lambda y, z: from_bits(y, z.dtype), part, w))
 
     num_tiles = -(-num_outputs // tile)
     starts = jnp.minimum(jnp.arange(num_tiles, dtype=jnp.int32) * tile, num_outputs - tile)
-    _, tiles = lax.scan(lambda _, start: (None, step(x, w, start)), None, starts)
+    _, tiles = lax.scan(lambda _, start: (None, step(x, start)), None, starts)
     last = tiles[-1][..., num_tiles * tile - num_outputs :]
     return jnp.concatenate([*tiles[:-1], last], axis=-1)
 
@@ -201,9 +229,14 @@ def _round_inputs(x: jax.Array, w: Weight) -> jax.Array:
 
 def _as_floats(w: Weight, group: jax.Array) -> jax.Array:
     """Return the weight of a group ``[out, in]``, as float32 if it is quantised."""
+    if w.scales is None:
+        return lax.dynamic_index_in_dim(w.values, group, keepdims=False)
     arrays = w.arrays._replace(order=None)
-    arrays = jax.tree.map(lambda y: lax.dynamic_index_in_dim(y, group, keepdims=False), arrays)
-    return arrays.values if w.scales is None else dequantise(arrays, w.format.code)
+
+    def take(x: jax.Array) -> jax.Array:
+        return from_bits(lax.dynamic_index_in_dim(as_bits(x), group, keepdims=False), x.dtype)
+
+    return dequantise(jax.tree.map(take, arrays), w.format.code)
 
 
 def grouped_gradients(

@@ -110,7 +110,7 @@ def load_weights(
     mappings = {name: map_to_available(config, name, stored) for name in shapes}
     _check_tensors(stored, [each for some in mappings.values() for each in some], config)
     if formats is None:
-        formats = choose_formats(wide, dtype, stored, mappings, dequantise=dequantise)
+        formats = choose_formats(wide, shapes, dtype, stored, mappings, dequantise=dequantise)
     spec = dataclasses.replace(
         wide,
         scan_layers=scan_layers and formats.can_stack,

@@ -20,7 +20,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat
-from paged_jax.kernels.weight_formats import dequantise as to_floats
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.parameters import (
     Model,
@@ -30,7 +29,13 @@ from paged_jax.models.loading.parameters import (
     named_arrays,
     resolve_dtype,
 )
-from paged_jax.models.matrices import SUFFIXES, Sharding, matrix_name, quantise
+from paged_jax.models.matrices import (
+    SUFFIXES,
+    Sharding,
+    change_format,
+    is_stacked,
+    matrix_name,
+)
 from paged_jax.models.matrix_formats import (
     DTYPE_FORMATS,
     MatrixFormats,
@@ -224,7 +229,7 @@ def _change_formats(
         del array
         names = [matrix + suffix for suffix in ("", *SUFFIXES) if matrix + suffix in targets]
         places = tuple(targets[each].sharding for each in names)
-        change = _changer(source[matrix], target[matrix], places)
+        change = _changer(source[matrix], target[matrix], is_stacked(matrix), places)
         given = parts.pop(matrix)
         results = change(WeightArrays(*(given.get(suffix) for suffix in ("", *SUFFIXES))))
         del given, own
@@ -233,13 +238,13 @@ def _change_formats(
 
 @functools.lru_cache(maxsize=16)
 def _changer(
-    source: WeightFormat, target: WeightFormat, places: tuple[jax.sharding.Sharding, ...]
+    source: WeightFormat,
+    target: WeightFormat,
+    is_stacked: bool,
+    places: tuple[jax.sharding.Sharding, ...],
 ) -> Callable[[WeightArrays], list[jax.Array]]:
     def change(arrays: WeightArrays) -> list[jax.Array]:
-        w = to_floats(arrays, source.code)
-        if not target.is_quantised:
-            return [w.astype(jnp.dtype(target.code))]
-        return [each for each in quantise(w, target) if each is not None]
+        return jax.tree.leaves(change_format(arrays, source, target, is_stacked=is_stacked))
 
     return jax.jit(change, out_shardings=list(places))
 

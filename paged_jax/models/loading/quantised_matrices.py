@@ -29,6 +29,7 @@ _FIELDS = dict(zip(("", *SUFFIXES), WeightArrays._fields, strict=True))
 
 def choose_formats(
     spec: ModelSpec,
+    shapes: Mapping[str, tuple[int, ...]],
     dtype: DTypeLike,
     stored: Stored,
     mappings: Mapping[str, list[TensorMapping]],
@@ -43,10 +44,11 @@ def choose_formats(
 
     Args:
       spec: the model with matrices of floats, and its placement.
+      shapes: shape of each parameter of the model with separate layers.
       dtype: dtype that the user asked for. If it is in `DTYPE_FORMATS`, all matrices are quantised
         again.
       stored: tensors of the files by name.
-      mappings: tensors of each parameter of the model with separate layers.
+      mappings: mappings of each of these parameters to its tensors.
       dequantise: whether to expand all matrices to floats.
     """
     floats = WeightFormat(name_of(spec.dtype))
@@ -55,7 +57,7 @@ def choose_formats(
     is_kept = not dequantise and name_of(dtype) not in DTYPE_FORMATS
     formats: dict[str, WeightFormat] = {}
     expanded: dict[str, str] = {}
-    for name, shape in spec.separate_shapes().items():
+    for name, shape in shapes.items():
         if not is_matrix(name):
             continue
         format: WeightFormat | str = asked[name]
