@@ -9,6 +9,7 @@ import math
 import os
 import re
 import socket
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -68,7 +69,7 @@ def _serve(args: argparse.Namespace) -> None:
         return
     settings = _settings(args)
     # An address in use is reported before the model is loaded, which can take minutes.
-    listener = _listener(args.host, args.port)
+    listener = _listener(args.host, args.port) if args.uds is None else _unix_listener(args.uds)
     hint = _hint(url_of(listener), settings)
     startup = Startup(lambda note: _make_service(args, settings, hint, note))
     server = Server(
@@ -211,6 +212,26 @@ def _add_access_arguments(server: argparse._ArgumentGroup) -> None:
         "names of the address if --host is a loopback address",
     )
     server.add_argument(
+        "--allowed-origin",
+        action="append",
+        metavar="ORIGIN",
+        help="web site that may use the server from a browser (CORS), such as "
+        "https://example.com; may be repeated; * allows all; default: none",
+    )
+    server.add_argument(
+        "--ping-seconds",
+        type=float,
+        default=15.0,
+        metavar="SECONDS",
+        help="seconds without events after which a stream sends a ping, so that proxies keep the "
+        "connection; the first ping comes after a second; 0 sends none; default: 15",
+    )
+    server.add_argument(
+        "--uds",
+        metavar="PATH",
+        help="listen on a Unix socket at this path instead of a host and port",
+    )
+    server.add_argument(
         "--keep-alive",
         type=int,
         default=75,
@@ -287,7 +308,7 @@ def _add_process_arguments(server: argparse._ArgumentGroup) -> None:
 
 def _check(args: argparse.Namespace) -> None:
     keys = _keys(args)
-    if not _is_loopback(args.host) and not keys:
+    if args.uds is None and not _is_loopback(args.host) and not keys:
         raise ValueError(
             f"--host must be a loopback address as there is no --api-key, got {args.host}. "
             "Any client that reaches the port could use the model."
@@ -371,6 +392,23 @@ def _listener(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _unix_listener(path: str) -> socket.socket:
+    """Return a Unix socket at a path. A socket that an earlier server left there is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            os.unlink(path)
+    except FileNotFoundError:
+        pass
+    try:
+        listener.bind(path)
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or error
+        raise ValueError(f"--uds must be a path for a new socket, got {path}: {reason}.") from None
+    return listener
+
+
 def _name_of(model: str | None) -> str:
     """Return the name of a model: of its folder, or of its file without the suffix."""
     if model is None:
@@ -391,6 +429,8 @@ def _settings(args: argparse.Namespace) -> Settings:
         stall_seconds=args.stall_seconds,
         profile_folder=args.profile,
         reasoning_format=args.reasoning_format,
+        ping_seconds=args.ping_seconds,
+        allowed_origins=tuple(args.allowed_origin or ()),
     )
 
 

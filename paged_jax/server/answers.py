@@ -114,6 +114,7 @@ class Answer(ABC):
     Attributes:
       prefix: prefix of the response's id.
       end_mark: bytes at the end of a stream.
+      ping: bytes of a stream that clients ignore.
       clamps_max_tokens: whether `max_tokens` beyond the context means the rest of the context; if
         not, it is an error.
       id: id of the response.
@@ -123,6 +124,7 @@ class Answer(ABC):
 
     prefix = "cmpl"
     end_mark = b"data: [DONE]\n\n"
+    ping = b": ping\n\n"
     clamps_max_tokens = False
     fallback_params: dict[str, Any] = {}
 

@@ -32,6 +32,7 @@ class MessagesAnswer(Answer):
 
     prefix = "msg"
     end_mark = b""
+    ping = encode_named_event("ping", {"type": "ping"})
     clamps_max_tokens = True
     body: MessagesBody
 

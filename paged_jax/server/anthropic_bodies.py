@@ -100,6 +100,8 @@ def chat_of_messages(
         variables["enable_thinking"] = thinking.type != "disabled"
     own = getattr(body, "chat_template_kwargs", None) or {}
     choice, is_parallel = _tool_choice(body.tool_choice or {})
+    last = messages[-1] if messages else {}
+    is_continued = last.get("role") == "assistant" and not last.get("tool_calls")
     tools = [_tool(tool) for tool in body.tools or () if tool.get("type") in (None, "custom")]
     return validated_chat(
         {
@@ -107,6 +109,8 @@ def chat_of_messages(
             "tools": tools or None,
             "tool_choice": None if choice == "auto" and not tools else choice,
             "parallel_tool_calls": is_parallel,
+            "continue_final_message": is_continued,
+            "add_generation_prompt": not is_continued,
             "reasoning_effort": None if config is None else config.effort,
             "chat_template_kwargs": {**variables, **own} or None,
         }

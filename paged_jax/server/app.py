@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -57,6 +58,8 @@ def create_app(service: Service) -> Starlette:
         *_generation_routes(service),
         route("/v1/messages/count_tokens", count_tokens, "POST"),
         route("/live", _live),
+        route("/ping", _ready, "GET", "POST"),
+        route("/version", _version),
         route("/ready", _ready),
         route("/health", _health),
         route("/metrics", _metrics),
@@ -82,7 +85,7 @@ def create_app(service: Service) -> Starlette:
     )
     app = Starlette(
         routes=routes,
-        middleware=[request_log, Middleware(Security, service=service)],
+        middleware=[*_cors(service), request_log, Middleware(Security, service=service)],
         exception_handlers={
             ApiError: _api_error,
             ClientGone: _client_gone,
@@ -96,6 +99,22 @@ def create_app(service: Service) -> Starlette:
     # the client chooses.
     app.router.redirect_slashes = False
     return app
+
+
+def _cors(service: Service) -> list[Middleware]:
+    """Return the middleware that lets web pages of some sites use the server."""
+    origins = service.settings.allowed_origins
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    ]
 
 
 def _generation_routes(service: Service) -> list[Route]:
@@ -126,6 +145,10 @@ async def _ready(service: Service, request: Request) -> Response:
     """Report whether load balancers should send requests."""
     reason = service.unreadiness
     return json_response(schemas.Probe(status=reason or "ok"), 503 if reason else 200)
+
+
+async def _version(service: Service, request: Request) -> Response:
+    return json_response(schemas.Version(version=__version__))
 
 
 async def _health(service: Service, request: Request) -> Response:

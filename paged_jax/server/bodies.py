@@ -275,6 +275,9 @@ class OpenAiBody(SamplingBody):
     return_token_ids: bool | None = Field(
         None, description="Whether to return the token ids of the prompt and of each sample."
     )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1), WHOLE] | None = Field(
+        None, description="Keep only this number of tokens at the end; -1 keeps all that fit."
+    )
     stream_options: StreamOptions | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
@@ -437,6 +440,14 @@ class ChatBody(OpenAiBody):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
+    add_generation_prompt: bool | None = Field(
+        None, description="Whether to append the start of the next message; by default true."
+    )
+    continue_final_message: bool | None = Field(
+        None,
+        description="Whether the answer continues the last message, which is the assistant's. "
+        "Needs add_generation_prompt false.",
+    )
     include_reasoning: bool | None = Field(
         None, description="Whether responses contain the reasoning; by default true."
     )

@@ -81,12 +81,16 @@ class Chat:
             template_messages(self.body.messages),
             template_variables(self.body),
             tools=self.tools or None,
+            add_generation_prompt=self.body.add_generation_prompt is not False,
+            continue_final_message=bool(self.body.continue_final_message),
         )
 
     @functools.cached_property
     def _start(self) -> Start:
         """Where the answer begins: inside of the reasoning, after it, or either."""
-        return "answer" if self.reasoning is None else self.reasoning.start(self._prompt)
+        if self.reasoning is None or self.body.continue_final_message:
+            return "answer"
+        return self.reasoning.start(self._prompt)
 
     def token_ids(self) -> list[int]:
         """Return the token ids of the prompt."""
@@ -136,7 +140,7 @@ class Chat:
 
     def _harmony_grammar(self, tools: Sequence[Tool], answer: str | None) -> str:
         assert self.service.tokenizer is not None
-        token_ids = self.service.tokenizer.ids_of(MARKS)
+        token_ids = {mark: self.service.tokenizer.backend.token_to_id(mark) for mark in MARKS}
         return harmony_grammar(token_ids, tools, self.tool_choice, answer)
 
     def _answer_rule(self, form: StructuredOutputsParams) -> str:

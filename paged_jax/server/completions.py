@@ -1,8 +1,10 @@
 """`CompletionEndpoint`: answers a request for generated text, whole or as a stream."""
 
+import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, Callable
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Generic, TypeVar
 
 from starlette.requests import Request
@@ -32,6 +34,10 @@ _STREAM_START: Message = {
         (b"x-accel-buffering", b"no"),  # tells nginx to pass on each event
     ],
 }
+
+
+# Maximum seconds before the first ping of a stream.
+_FIRST_PING = 1.0
 
 
 class CompletionEndpoint(Generic[B]):
@@ -82,25 +88,71 @@ async def _stream(answer: Answer, receive: Receive, send: Send) -> None:
     The response starts with its first event, so that an error before this event has its own HTTP
     status. A later error becomes the last event.
     """
-    is_started, ending = False, b""
+    sender, ending = _EventSender(send), b""
+    pings = answer.service.settings.ping_seconds
     async with contextlib.aclosing(_events(answer)) as events:
         try:
-            async with answer.service.while_connected(receive):
+            async with answer.service.while_connected(receive), sender.pinging(answer.ping, pings):
                 async for data in events:
-                    if not is_started:
-                        await send(_STREAM_START)
-                        is_started = True
-                    await send(_body(data))
+                    await sender.send(data)
         except ClientGone:
-            if not is_started:
+            if not sender.is_started:
                 raise
             return
         except ApiError as error:
-            if not is_started:
+            if not sender.is_started:
                 raise
             answer.record.note_error(error.code, str(error))
             ending = answer.failure(error)
         await send(_body(ending, is_last=True))
+
+
+class _EventSender:
+    """Sender of events, and of pings while there are no events.
+
+    Args:
+      send: ASGI channel to the client.
+
+    Attributes:
+      is_started: whether the response has started.
+    """
+
+    def __init__(self, send: Send):
+        self._send = send
+        self._is_sending = False
+        self._last = time.monotonic()
+        self.is_started = False
+
+    async def send(self, data: bytes) -> None:
+        """Send events, after the start of the response if they are the first."""
+        self._is_sending = True
+        if not self.is_started:
+            self.is_started = True
+            await self._send(_STREAM_START)
+        await self._send(_body(data))
+        self._is_sending, self._last = False, time.monotonic()
+
+    @contextlib.asynccontextmanager
+    async def pinging(self, ping: bytes, seconds: float) -> AsyncIterator[None]:
+        """Send `ping` after each `seconds` without events; 0 sends none.
+
+        Proxies and clients close a connection on which nothing arrives, for example while a long
+        prompt is computed. The first ping comes after at most a second.
+        """
+        task = asyncio.create_task(self._ping(ping, seconds)) if seconds else None
+        try:
+            yield
+        finally:
+            if task is not None:
+                task.cancel()
+
+    async def _ping(self, ping: bytes, seconds: float) -> None:
+        wait = min(seconds, _FIRST_PING)
+        while True:
+            await asyncio.sleep(max(0.0, self._last + wait - time.monotonic()) or wait)
+            if time.monotonic() - self._last >= wait and not self._is_sending:
+                await self.send(ping)
+                wait = seconds
 
 
 async def _events(answer: Answer) -> AsyncGenerator[bytes]:

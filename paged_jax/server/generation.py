@@ -74,7 +74,8 @@ def check_request(answer: Answer) -> None:
     longest = max(map(len, stop), default=0)
     limits.check("max_stop_chars", longest, "stop", what="the length of a stop string")
     num_chars, per_token = answer.num_chars, answer.service.max_token_chars
-    if num_chars > answer.max_prompt_tokens * per_token:
+    is_truncated = getattr(body, "truncate_prompt_tokens", None) is not None
+    if num_chars > answer.max_prompt_tokens * per_token and not is_truncated:
         least = math.ceil(num_chars / per_token)
         raise _too_long(answer, f"{num_chars} characters, which are {least} tokens or more")
     if answer.uses_beam_search:
@@ -185,6 +186,12 @@ def _tokenize(answer: Answer, prompt: str | list[int]) -> list[int]:
             raise ApiError(400, "The model has no tokenizer. Send token ids instead of text.")
         adds = answer.body.add_special_tokens is not False
         prompt = service.tokenizer.encode(prompt, add_special_tokens=adds)
+    most = getattr(answer.body, "truncate_prompt_tokens", None)
+    if most is not None:
+        if most == -1:
+            room = service.max_length - (answer.max_tokens or 0)
+            most = max(1, min(answer.max_prompt_tokens, room))
+        prompt = prompt[max(0, len(prompt) - most) :]
     limits, last = service.limits, service.vocab_size - 1
     if (most := max(prompt, default=0)) > last:
         name = answer.prompt_field

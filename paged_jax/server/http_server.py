@@ -112,7 +112,12 @@ class Server(uvicorn.Server):
 
 
 def url_of(listener: socket.socket) -> str:
-    """Return the URL of a listening socket for programs on this machine."""
+    """Return the URL of a listening socket for programs on this machine.
+
+    For a Unix socket, this is the URL that a client uses together with the path of the socket.
+    """
+    if listener.family == socket.AF_UNIX:
+        return "http://localhost"
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):  # all addresses of this machine
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"

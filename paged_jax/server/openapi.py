@@ -44,11 +44,13 @@ _GETS: dict[str, tuple[str, type, tuple[int, ...]]] = {
     "/v1/models/{model}": ("getModel", schemas.ModelCard, (400, 401, 404, 503)),
     "/get_model_info": ("getModelInfo", schemas.ModelInfo, (400, 401, 503)),
     "/get_server_info": ("getServerInfo", schemas.ServerInfo, (400, 401, 503)),
+    "/version": ("version", schemas.Version, (400, 401, 503)),
     "/live": ("live", schemas.Probe, (400,)),
+    "/ping": ("ping", schemas.Probe, (400,)),
     "/ready": ("ready", schemas.Probe, (400,)),
     "/health": ("health", schemas.Health, (400,)),
 }
-_PROBES = ("/live", "/ready", "/health")
+_PROBES = ("/live", "/ping", "/ready", "/health")
 
 
 def document(limits: Limits, root_path: str = "") -> dict[str, Any]:

@@ -367,6 +367,12 @@ class BlockCounts(BaseModel):
     block_size: int
 
 
+class Version(BaseModel):
+    """Response of `GET /version`."""
+
+    version: str
+
+
 class Probe(BaseModel):
     """Response of `GET /live` and `GET /ready`. `detail` describes the progress of a start."""
 

@@ -15,7 +15,7 @@ from paged_jax.server.service import Client, Service
 # Key of the ASGI scope under which the request's `Client` is stored.
 CLIENT = "paged_jax.client"
 # Paths that need no key and are answered while the server drains.
-_PROBES = ("/health", "/live", "/ready")
+_PROBES = ("/health", "/live", "/ping", "/ready")
 
 
 class Security:

@@ -75,6 +75,9 @@ class Settings:
       reasoning_format: marks of the reasoning in answers to chats: ``"auto"`` to detect them from
         the chat template, ``"none"`` to leave the reasoning in the content, or a name of
         `reasoning.FORMATS`.
+      ping_seconds: seconds without events after which a stream sends a ping; 0 for no pings.
+      allowed_origins: web sites that may use the server from a browser (CORS), such as
+        ``https://example.com``; ``*`` allows all.
     """
 
     model_name: str
@@ -85,6 +88,8 @@ class Settings:
     stall_seconds: float = 60.0
     profile_folder: str | None = None
     reasoning_format: str = "auto"
+    ping_seconds: float = 0.0
+    allowed_origins: tuple[str, ...] = ()
 
 
 class Service:

@@ -101,7 +101,8 @@ def random_answers(tokenizer):
     compiler = GrammarCompiler(tokenizer.backend, tokenizer.vocab_size, [EOS])
 
     def answers(tools, choice, answer=None):
-        grammar = harmony_grammar(tokenizer.ids_of(MARKS), tools, choice, answer)
+        token_ids = {mark: tokenizer.backend.token_to_id(mark) for mark in MARKS}
+        grammar = harmony_grammar(token_ids, tools, choice, answer)
         cursor = compiler.compile(StructuredOutputsParams(grammar=grammar))
         rng = np.random.default_rng(0)
         for _ in range(6):

@@ -1,11 +1,13 @@
 """Tests of `POST /v1/messages` with Anthropic's client, whole and streamed."""
 
+import dataclasses
+
 import anthropic
 import pytest
 
 from paged_jax import Engine
 from paged_jax.models.text.reasoning import FORMATS, ReasoningFormat
-from paged_jax.server import Settings
+from paged_jax.server import Settings, completions
 from paged_jax.server.anthropic_bodies import MessagesBody, chat_of_messages
 from paged_jax.server.schemas import AnthropicMessage
 from tests.server.test_chat_answers import tokenizer_of
@@ -186,3 +188,30 @@ def test_wrong_key_is_rejected_in_the_form_of_the_api(server) -> None:
         assert response.json()["error"]["type"] == "authentication_error"
     both = {"authorization": "Bearer wrong", "x-api-key": KEY}
     assert server.post("/v1/messages", ASK, headers=both).status_code == 200
+
+
+def test_last_message_of_the_assistant_is_continued(client) -> None:
+    said = {"role": "assistant", "content": "It is so far away "}
+    counted = [
+        client.messages.count_tokens(model="bundled", messages=messages, **QUIET).input_tokens
+        for messages in (CHAT, [*CHAT, said])
+    ]
+    message = client.messages.create(model="bundled", messages=[*CHAT, said], max_tokens=4, **QUIET)
+    assert [block.type for block in message.content] == ["text"]
+    usage = message.usage
+    total = usage.input_tokens + usage.cache_read_input_tokens
+    assert counted[0] < counted[1] == total
+
+
+def test_stream_sends_pings_while_nothing_is_generated(server, monkeypatch) -> None:
+    """A prompt that waits produces pings, which clients skip."""
+    monkeypatch.setattr(completions, "_FIRST_PING", 0.01)
+    settings = dataclasses.replace(server.service.settings, ping_seconds=0.01)
+    monkeypatch.setattr(server.service, "settings", settings)
+    headers = {"x-api-key": KEY}
+    body = {**ASK, "stream": True}
+    text = server.post("/v1/messages", body, headers=headers).text
+    assert text.startswith("event: ") and text.rstrip().endswith('data: {"type":"message_stop"}')
+    chat = {"messages": CHAT, "max_tokens": 24, "stream": True}
+    lines = server.post("/v1/chat/completions", chat, headers=headers).text.splitlines()
+    assert ": ping" in lines and lines[-2] == "data: [DONE]"

@@ -292,6 +292,29 @@ def test_unknown_tool_format_is_rejected() -> None:
         check_calls(messages, tokenizer_of(without))
 
 
+def test_final_message_is_continued(client, server) -> None:
+    """The prompt ends with the given text, whose spaces the template does not trim."""
+    told = [*MESSAGES, {"role": "assistant", "content": "It is  "}]
+    fields = {"add_generation_prompt": False, "continue_final_message": True}
+    body = {"messages": told, "max_tokens": 3, "return_token_ids": True, "stream": False, **fields}
+    choice = server.post("/v1/chat/completions", body).json()
+    prompt = server.service.tokenizer.decode(choice["prompt_token_ids"])
+    assert prompt.endswith("It is  ")
+    error = error_of(server.post("/v1/chat/completions", {**body, "messages": MESSAGES}), 400)
+    assert error["param"] == "continue_final_message"
+    wrong = {**body, "add_generation_prompt": None}
+    error = error_of(server.post("/v1/chat/completions", wrong), 400)
+    assert "add_generation_prompt is false" in error["message"]
+
+
+def test_prompt_is_truncated_at_its_start(server) -> None:
+    body = {"prompt": list(range(5, 205)), "max_tokens": 1, "return_token_ids": True}
+    answer = server.post("/v1/completions", {**body, "truncate_prompt_tokens": 7}).json()
+    assert answer["choices"][0]["prompt_token_ids"] == list(range(198, 205))
+    longest = server.post("/v1/completions", {**body, "truncate_prompt_tokens": -1}).json()
+    assert 7 < longest["usage"]["prompt_tokens"] < 200
+
+
 # Reasoning
 
 

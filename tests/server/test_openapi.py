@@ -22,7 +22,8 @@ OPERATIONS = [
     ("POST", "/generate"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
     ("GET", "/v1/models"), ("GET", "/v1/models/{model}"), ("GET", "/health"), ("GET", "/metrics"),
     ("GET", "/live"), ("GET", "/ready"), ("POST", "/tokenize"), ("POST", "/detokenize"),
-    ("POST", "/v1/responses"), ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
+    ("GET", "/ping"), ("GET", "/version"), ("POST", "/v1/responses"), ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
     ("GET", "/tokenizer_info"), ("GET", "/get_model_info"), ("GET", "/get_server_info"),
 ]  # fmt: skip
 # Number of valid and of invalid requests per operation.

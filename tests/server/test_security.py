@@ -119,3 +119,25 @@ def test_malformed_authorization_is_rejected(tiny_folder, authorization) -> None
         for path in (b"/v1/models", b"/cache"):
             head = b"GET %b HTTP/1.1\r\n%bauthorization: %b\r\n\r\n" % (path, HOST, authorization)
             check_error(*server.send(head), {401})
+
+
+def test_pages_of_allowed_sites_may_use_the_server(tiny_folder) -> None:
+    """A preflight request has no key. Without allowed sites there are no CORS headers."""
+    site = "https://example.com"
+    asked = {
+        "origin": site,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-stainless-os",
+    }
+    settings = Settings(model_name="m", api_keys=("k",), allowed_origins=(site,))
+    with LiveServer(Engine(tiny_folder, **SIZES), settings) as server:
+        with server.client() as client:
+            answer = client.options("/v1/chat/completions", headers=asked)
+            assert answer.status_code == 200
+            assert answer.headers["access-control-allow-origin"] == site
+            assert "x-stainless-os" in answer.headers["access-control-allow-headers"]
+            refused = client.options("/v1/models", headers={**asked, "origin": "https://other.com"})
+            assert "access-control-allow-origin" not in refused.headers
+            denied = client.get("/v1/models", headers={"origin": site})
+            assert denied.status_code == 401
+            assert denied.headers["access-control-allow-origin"] == site

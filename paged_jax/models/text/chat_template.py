@@ -25,6 +25,8 @@ _RESERVED_VARIABLES = frozenset(
 # Texts to search for in rendered chats. No template contains them.
 _PROBE = "which form of content"
 _ROLE_PROBE = "probed text"
+# Mark at the end of a message that the model continues. It keeps templates from trimming the text.
+_CUT = "\N{SNOWMAN}cut here\N{SNOWMAN}"
 _USER, _ASSISTANT = ({"role": role, "content": "Probe."} for role in ("user", "assistant"))
 # Roles that are not checked: templates write user and assistant, and `tool_support` covers tools.
 _PLAIN_ROLES = ("user", "assistant", "tool")
@@ -86,6 +88,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **variables: object,
     ) -> str:
         """Return a chat as the text that the model was trained to continue.
@@ -96,6 +99,8 @@ class ChatTemplate:
             list of parts such as ``{"type": "text", "text": "Hi"}``. Fields that are None are
             omitted. The arguments of a tool call are an object or its JSON text.
           add_generation_prompt: whether the text ends with the opening of an answer.
+          continue_final_message: whether the text ends with the content of the last message, which
+            must be the assistant's, so that the model continues it.
           **variables: further variables of the template, such as `tools`. Fields of tools and of
             their functions that are None are omitted.
 
@@ -103,6 +108,17 @@ class ChatTemplate:
           ChatTemplateError: the messages are malformed, or the template rejects them.
         """
         chat = [_as_templates_expect(message, self._takes_parts) for message in messages]
+        if continue_final_message:
+            _check_continuation(chat, add_generation_prompt)
+            chat[-1] = _with_mark(chat[-1])
+            text = self.render(
+                chat, add_generation_prompt=False, continue_final_message=False, **variables
+            )
+            before, found, _ = text.rpartition(_CUT)
+            if not found:
+                rule = "the model's template does not write the content of the last message"
+                raise ChatTemplateError("apply_chat_template", rule)
+            return before
         tools = [_without_nulls(tool) for tool in as_data(variables.get("tools") or ())] or None
         variables = {"documents": None, **self._special_tokens, **variables, "tools": tools}
         variables["add_generation_prompt"] = add_generation_prompt
@@ -279,6 +295,27 @@ def _as_templates_expect(given: Any, takes_parts: bool) -> dict[str, Any]:
     elif texts or "content" in message:
         message["content"] = "".join(texts)
     return _with_reasoning(message)
+
+
+def _check_continuation(chat: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> None:
+    """Check that the last message of a chat can be continued."""
+    function, field = "apply_chat_template", "continue_final_message"
+    if add_generation_prompt:
+        rule = "must be false unless add_generation_prompt is false."
+        raise ChatTemplateError(function, rule, field)
+    last = chat[-1] if chat else {}
+    if last.get("role") != "assistant" or last.get("tool_calls") or not last.get("content"):
+        rule = "must be false unless the last message is text of the assistant, without calls."
+        raise ChatTemplateError(function, rule, field)
+
+
+def _with_mark(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with a mark at the end of its content."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + _CUT}
+    *rest, last = content
+    return {**message, "content": [*rest, {**last, "text": last["text"] + _CUT}]}
 
 
 def as_data(value: Any) -> Any:

@@ -295,8 +295,9 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
-        """Return the text that `encode_chat` converts to token ids. See there for the arguments."""
+        """Return the text that `encode_chat` converts to token ids; see there."""
         template = self._require_template()
         if tools and not self.tool_support.shows_tools:
             rule = "must be empty as the model's chat template has no tools, got some."
@@ -304,6 +305,7 @@ class Tokenizer:
         return template.render(
             template.with_known_roles(as_data(messages)),
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tools=tools,
             **check_variables(chat_template_kwargs),
         )
@@ -350,11 +352,6 @@ class Tokenizer:
         """Return whether a text is the name of a special token."""
         token_id = self.backend.token_to_id(text)
         return token_id is not None and self.is_special(token_id)
-
-    def ids_of(self, names: Iterable[str]) -> dict[str, int]:
-        """Return the ids of the tokens with these names that the vocabulary has."""
-        found = {name: self.backend.token_to_id(name) for name in names}
-        return {name: token_id for name, token_id in found.items() if token_id is not None}
 
     def _is_known(self, token_id: int) -> bool:
         return self.backend.id_to_token(token_id) is not None
