@@ -162,6 +162,7 @@ def _parser() -> Parser:
     add_process_arguments(parser)
     server = parser.add_argument_group("server")
     _add_access_arguments(server)
+    _add_client_arguments(server)
     _add_process_arguments(server)
     limits = parser.add_argument_group("limits of requests")
     for field in dataclasses.fields(Limits):
@@ -212,6 +213,23 @@ def _add_access_arguments(server: argparse._ArgumentGroup) -> None:
         "names of the address if --host is a loopback address",
     )
     server.add_argument(
+        "--keep-alive",
+        type=int,
+        default=75,
+        metavar="SECONDS",
+        help="seconds after which an idle connection is closed; must be longer than the timeout of "
+        "a load balancer in front of the server, often 60; default: 75",
+    )
+    server.add_argument(
+        "--root-path",
+        default="",
+        metavar="PATH",
+        help="path under which a proxy serves this server, such as /llm",
+    )
+
+
+def _add_client_arguments(server: argparse._ArgumentGroup) -> None:
+    server.add_argument(
         "--allowed-origin",
         action="append",
         metavar="ORIGIN",
@@ -230,20 +248,6 @@ def _add_access_arguments(server: argparse._ArgumentGroup) -> None:
         "--uds",
         metavar="PATH",
         help="listen on a Unix socket at this path instead of a host and port",
-    )
-    server.add_argument(
-        "--keep-alive",
-        type=int,
-        default=75,
-        metavar="SECONDS",
-        help="seconds after which an idle connection is closed; must be longer than the timeout of "
-        "a load balancer in front of the server, often 60; default: 75",
-    )
-    server.add_argument(
-        "--root-path",
-        default="",
-        metavar="PATH",
-        help="path under which a proxy serves this server, such as /llm",
     )
     server.add_argument(
         "--reasoning-format",
