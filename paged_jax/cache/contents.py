@@ -121,8 +121,7 @@ def _write_blocks(
     rows_LN = jnp.where(is_held[None, :], layers_L1 * num_blocks + blocks[None, :], past_LN)
 
     def put(pool: jax.Array, new: jax.Array) -> jax.Array:
-        rows, new = (x.reshape(-1, *x.shape[2:]) for x in (pool, new))
-        return set_rows(rows, rows_LN.reshape(-1), new).reshape(pool.shape)
+        return set_rows(pool, rows_LN.reshape(-1), new.reshape(-1, *new.shape[2:]))
 
     @without_index_checks
     def put_scale(scale: jax.Array, new: jax.Array) -> jax.Array:

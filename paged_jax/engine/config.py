@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from paged_jax.arguments import ArgumentError, check_positive, is_int, is_real, refuse_unknown
 from paged_jax.engine.request_factory import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from paged_jax.kernels import BACKENDS
+from paged_jax.kernels.rows import sets_rows_in_place
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.text.tokenizer import Tokenizer
@@ -55,8 +56,10 @@ def resolve_kv_dtype(kv_dtype: str, weights_dtype: DTypeLike, platform: str) -> 
     """
     if kv_dtype != "auto":
         return jnp.dtype(KV_DTYPES[kv_dtype])
-    # On CPUs the default is float32: to write to a bfloat16 pool, XLA copies all of it to float32.
-    return jnp.dtype(jnp.float32 if platform == "cpu" else weights_dtype)
+    dtype = jnp.dtype(weights_dtype)
+    # To write to a bfloat16 pool on a CPU without the C++ kernels, XLA copies all of it to float32.
+    is_in_place = dtype == jnp.bfloat16 and sets_rows_in_place(platform, dtype)
+    return dtype if platform != "cpu" or is_in_place else jnp.dtype(jnp.float32)
 
 
 class Bounds(NamedTuple):
@@ -176,7 +179,8 @@ class EngineConfig:
     kv_dtype: str = option(
         "auto",
         "type of the KV cache; int8 and fp8 quantise it",
-        default_help="auto, which is float32 on CPUs and the type of the weights elsewhere",
+        default_help="auto, the type of the weights; float32 on CPUs that lack the C++ kernels, or "
+        "if the weights are float16",
         bounds=one_of("auto", *KV_DTYPES),
         vllm="kv_cache_dtype",
         decides_memory=True,

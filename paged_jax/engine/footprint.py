@@ -57,6 +57,7 @@ from paged_jax.formatting import format_bytes
 from paged_jax.kernels import padded_head_dim
 from paged_jax.kernels.linear import copies_weights
 from paged_jax.kernels.pool_format import is_quantised
+from paged_jax.kernels.rows import sets_rows_in_place
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import ModelSpec
@@ -76,10 +77,6 @@ _CHOICE_BYTES = 40
 _TABLE_BYTES = 8
 # Bytes per block in programs that look up blocks by content. Measured: 25.
 _SEARCH_BYTES = 28
-# XLA's CPU backend updates pools of these dtypes through a copy in the same dtype and a copy in
-# float32. The two copies do not exist at the same time: together they take 1.4 to 1.5 times the
-# memory of the pools (measured).
-_COPIED_ON_CPU = (jnp.bfloat16, jnp.float8_e4m3fn)
 
 
 class GroupFootprint(NamedTuple):
@@ -267,7 +264,10 @@ def _group_footprints(
         held = max_blocks_in_slot(window, sizes.max_model_len, sizes.most_tokens, block_size)
         block = block_bytes(config, block_size, kv_dtype, platform, len(layers))
         overhead = record_bytes(block_size) + _SEARCH_BYTES
-        if platform == "cpu" and jnp.dtype(kv_dtype) in _COPIED_ON_CPU:
+        if not sets_rows_in_place(platform, kv_dtype):
+            # XLA updates such pools through a copy in the same dtype and a copy in float32. The two
+            # copies do not exist at the same time: together they take 1.4 to 1.5 times the memory
+            # of the pools (measured).
             overhead += block * 3 // 2
         most = sizes.num_slots * held
         groups.append(GroupFootprint(window, len(layers), block, overhead, held, most))

@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
+from paged_jax.kernels.dispatch import cpu_backend
 from paged_jax.kernels.opaque_call import without_index_checks
 
 # Dtypes for which XLA's CPU backend gathers and scatters through a copy of the whole array in a
@@ -23,32 +25,56 @@ def set_rows(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
     """Set rows of an array. Indices past the end are dropped.
 
     For each scatter or `dynamic_update_slice`, XLA's CPU backend converts a whole bfloat16 array to
-    float32 and back, and a whole fp8 array to float16 and back. This function scatters the bits as
-    integers instead. The casts between the writes of a program cancel, so that one pass over the
-    array before the first write and one after the last remain. Remove this function when XLA
-    scatters these dtypes in place.
+    float32 and back, and a whole fp8 array to float16 and back. The C++ kernel for CPUs sets the
+    rows in place. Without it, this function scatters the bits as integers. The casts between the
+    writes of a program cancel, so that one pass over the array before the first write and one after
+    the last remain. Remove this function when XLA scatters these dtypes in place.
 
     Args:
-      rows: the array.
-      index: i32 ``[N]``, or a tuple of them, one per indexed dimension. Indices must be distinct.
+      rows: the array. It is seen as rows ``[R, ...]`` with the dimensions of the new rows. Do not
+        reshape it first: XLA would copy it for the kernel.
+      index: i32 ``[N]``, or a tuple of them, one per leading dimension. Indices must be distinct.
       new: ``[N, ...]``, the new rows.
     """
     if rows.dtype not in BITS:
         return _set_rows_as_is(rows, index, new)
     # Other platforms scatter these dtypes in place. There, the casts would add copies.
-    return lax.platform_dependent(rows, index, new, cpu=_set_rows_as_bits, default=_set_rows_as_is)
+    return lax.platform_dependent(rows, index, new, cpu=_set_rows_on_cpu, default=_set_rows_as_is)
+
+
+def sets_rows_in_place(platform: str, dtype: DTypeLike) -> bool:
+    """Return whether programs for a platform set rows of a dtype without copies of the array.
+
+    Args:
+      platform: ``"cpu"`` (the CPU of this machine), ``"gpu"`` or ``"tpu"``.
+      dtype: dtype of the array.
+    """
+    dtype = jnp.dtype(dtype)
+    return platform != "cpu" or dtype not in BITS or cpu_backend().sets_rows_in_place(dtype)
+
+
+def _set_rows_on_cpu(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
+    if isinstance(index, tuple):
+        sizes, flat = rows.shape[1 : len(index)], index[0]
+        for size, each in zip(sizes, index[1:], strict=True):
+            flat = flat * size + each
+        index = flat
+    return cpu_backend().set_rows(_set_rows_as_bits, rows, index, new)
 
 
 @without_index_checks
 def _set_rows_as_is(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
-    return rows.at[index].set(new, mode="drop", unique_indices=True)
+    if isinstance(index, tuple):
+        return rows.at[index].set(new, mode="drop", unique_indices=True)
+    out = rows.reshape(-1, *new.shape[1:]).at[index].set(new, mode="drop", unique_indices=True)
+    return out.reshape(rows.shape)
 
 
-def _set_rows_as_bits(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
+def _set_rows_as_bits(rows: jax.Array, index: jax.Array, new: jax.Array) -> list[jax.Array]:
     dtype = BITS[rows.dtype]
     bits = lax.bitcast_convert_type(rows, dtype)
     bits = _set_rows_as_is(bits, index, lax.bitcast_convert_type(new, dtype))
-    return lax.bitcast_convert_type(bits, rows.dtype)
+    return [lax.bitcast_convert_type(bits, rows.dtype)]
 
 
 @set_rows.defjvp

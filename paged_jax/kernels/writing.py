@@ -347,8 +347,7 @@ def write_kv_pages(
     # Each dropped token gets its own row past the end, so that the scatter's indices are unique.
     past = P * C + jnp.arange(N, dtype=jnp.int32)
     index = jnp.where(is_kept, pages * C + offsets, past)
-    all_rows = kv_pages.reshape(P * C, *kv_pages.shape[2:])
-    return set_rows(all_rows, index, rows).reshape(kv_pages.shape)
+    return set_rows(kv_pages, index, rows)
 
 
 def _to_page_dtype(function: str, x: jax.Array, dtype: Any) -> jax.Array:

@@ -15,7 +15,9 @@ from paged_jax.engine.config import (
     check_options,
     option,
     option_specs,
+    resolve_kv_dtype,
 )
+from tests.support.compiler import needs_compiler
 from tests.support.tiny_model import SIZES
 
 OPTIONS = {each.name: each for each in option_specs()}
@@ -163,6 +165,16 @@ def test_engine_suggests_names_for_unknown_options(tiny_model) -> None:
 def test_kv_dtype_is_the_dtype_of_the_pools(tiny_model, kv_dtype, dtype) -> None:
     cache = Engine(tiny_model, **SIZES, kv_dtype=kv_dtype).cache
     assert cache.k.dtype == cache.v.dtype == dtype
+
+
+@needs_compiler
+def test_automatic_kv_dtype_on_cpus_is_bfloat16_if_a_kernel_writes_it_in_place(monkeypatch) -> None:
+    names = ["bfloat16", "float16", "float32"]
+    found = [resolve_kv_dtype("auto", name, "cpu").name for name in names]
+    assert found == ["bfloat16", "float32", "float32"]
+    monkeypatch.setattr("paged_jax.engine.config.sets_rows_in_place", lambda platform, dtype: False)
+    assert resolve_kv_dtype("auto", "bfloat16", "cpu").name == "float32"
+    assert resolve_kv_dtype("auto", "bfloat16", "tpu").name == "bfloat16"
 
 
 def test_kv_dtype_rejects_unknown_names(tiny_model) -> None:

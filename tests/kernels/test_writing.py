@@ -13,8 +13,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from paged_jax.kernels.backend import Pools
+from paged_jax.kernels.cpu import library
 from paged_jax.kernels.pool_format import QUANTISED, is_quantised, quantise
+from paged_jax.kernels.rows import sets_rows_in_place
 from paged_jax.kernels.writing import copy_blocks, paged_write
+from tests.support.compiler import needs_compiler
 
 L, P, K, C, D = 2, 5, 3, 4, 8
 LAYER = 1
@@ -392,8 +395,18 @@ def test_paged_write_updates_donated_pools_in_place(dtype, K):
         assert memory.temp_size_in_bytes < 0.01 * nbytes(pools.k)
 
 
+@needs_compiler
+@pytest.mark.parametrize(("dtype", "K"), [(jnp.bfloat16, 4), (jnp.float8_e4m3fn, 1)])
+def test_paged_write_updates_donated_pools_in_place_by_the_kernel_for_cpus(dtype, K):
+    assert sets_rows_in_place("cpu", dtype)
+    test_paged_write_updates_donated_pools_in_place(dtype, K)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
-def test_paged_write_on_cpus_copies_pools_once_for_several_writes(dtype):
+def test_paged_write_without_the_kernel_copies_pools_once_for_several_writes(dtype, monkeypatch):
+    unavailable = library.Loaded(None, "the test replaces it")
+    monkeypatch.setattr("paged_jax.kernels.cpu.load", lambda kernel: unavailable)
+    assert not sets_rows_in_place("cpu", dtype)
     pools = abstract_pools(dtype)
     for num_layers in (1, 2):
         write = jax.jit(functools.partial(write_layers, num_layers=num_layers), donate_argnums=0)
@@ -409,9 +422,10 @@ def test_paged_write_on_other_platforms_scatters_without_casts(dtype):
     pools = abstract_pools(dtype)
     write = functools.partial(run_write, layer=0, backend="xla")
     traced = jax.jit(write).trace(pools, NEW, NEW, PLACES, PLACES)
-    for platform, has_casts in (("cpu", True), ("cuda", False), ("tpu", False)):
+    for platform in ("cpu", "cuda", "tpu"):
         text = traced.lower(lowering_platforms=(platform,)).as_text()
-        assert ("bitcast_convert" in text) == has_casts, platform
+        has_casts = "bitcast_convert" in text or "paged_jax_set_rows" in text
+        assert has_casts == (platform == "cpu"), platform
 
 
 POOL = np.zeros((L, P, K, C, D), np.float32)

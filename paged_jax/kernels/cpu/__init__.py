@@ -345,6 +345,25 @@ def _copies_expert_weights(dtype: DTypeLike) -> bool:
     return dtype == jnp.bfloat16 and load(Kernel("grouped_linear", dtype)).target is None
 
 
+def _set_rows(plain: PlainFunction, rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
+    """Set rows of an array by `source/set_rows.cc`, in place if `rows` is donated.
+
+    Args:
+      plain: the same function in plain JAX; it returns a list with the new array.
+      rows: the array, see `paged_jax.kernels.rows.set_rows`.
+      index: i32 ``[N]``, distinct; indices out of range are dropped.
+      new: ``[N, ...]``, the new rows, of the same dtype.
+    """
+    [out] = _call(Kernel("set_rows", rows.dtype), plain, (rows, index, new), is_in_place=True)
+    return out
+
+
+def _sets_rows_in_place(dtype: DTypeLike) -> bool:
+    """Return whether programs for this machine set rows of a dtype in place."""
+    dtype = jnp.dtype(dtype)
+    return dtype in ELEMENTS and load(Kernel("set_rows", dtype)).target is not None
+
+
 _call_p = Primitive("paged_jax_cpu_kernel")
 _call_p.multiple_results = True
 
@@ -356,6 +375,7 @@ def _call(
     attributes: Mapping[str, np.generic] | None = None,
     *,
     plain_operands: Arrays | None = None,
+    is_in_place: bool = False,
 ) -> list[jax.Array]:
     """Call a kernel, or the equivalent function in plain JAX.
 
@@ -366,6 +386,7 @@ def _call(
       attributes: static parameters of the kernel.
       plain_operands: arguments of `plain`, by default `operands`. XLA does not compute them in a
         program that calls the kernel.
+      is_in_place: whether the kernel returns its first operand, changed in place.
     """
     mine = () if plain_operands is None else plain_operands
     return _call_p.bind(
@@ -374,6 +395,7 @@ def _call(
         kernel=kernel,
         plain=plain,
         num_plain=len(mine) or len(operands),
+        is_in_place=is_in_place,
         attributes=tuple((attributes or {}).items()),
     )
 
@@ -398,6 +420,7 @@ def _lower_for_cpu(
     kernel: Kernel,
     attributes: Attributes,
     num_plain: int,
+    is_in_place: bool,
     **rest: Any,
 ) -> Any:
     if _is_for_one_device_here(ctx.module_context):
@@ -406,7 +429,10 @@ def _lower_for_cpu(
             is_shared = num_plain == len(operands)
             begin = 0 if is_shared else num_plain
             inner = ctx.replace(avals_in=ctx.avals_in[begin:])
-            return jax.ffi.ffi_lowering(target)(inner, *operands[begin:], **dict(attributes))
+            lower = jax.ffi.ffi_lowering(
+                target, operand_output_aliases={0: 0} if is_in_place else None
+            )
+            return lower(inner, *operands[begin:], **dict(attributes))
     return _lower_plain(ctx, *operands, num_plain=num_plain, **rest)
 
 
@@ -453,6 +479,8 @@ class Cpu:
     linear = staticmethod(_linear)
     sum_rows = staticmethod(_sum_rows)
     grouped_linear = staticmethod(_grouped_linear)
+    set_rows = staticmethod(_set_rows)
+    sets_rows_in_place = staticmethod(_sets_rows_in_place)
     copies_weights = staticmethod(_copies_weights)
     copies_expert_weights = staticmethod(_copies_expert_weights)
     exporting_for_here = staticmethod(_exporting_for_here)

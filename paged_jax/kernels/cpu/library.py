@@ -62,7 +62,7 @@ ELEMENTS: dict[Any, str] = {
 PACKED = "packed"
 CODE_ELEMENTS = {"int8": "Int8", "float8_e4m3fn": "Float8", PACKED: "Packed"}
 
-FloatOp = Literal["decode", "prefill", "linear", "grouped_linear"]
+FloatOp = Literal["decode", "prefill", "linear", "grouped_linear", "set_rows"]
 QuantisedOp = Literal["quantised_linear", "quantised_grouped_linear"]
 KernelOp = FloatOp | QuantisedOp
 
@@ -468,6 +468,17 @@ def _test_attention(target: str, dtype: jnp.dtype, num_queries: int | None) -> _
     return got, np.einsum("tkgn,knd->tkgd", weights, values).reshape(1, T, H, D)
 
 
+def _test_set_rows(target: str, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:
+    rows = (np.arange(35, dtype=np.float32) % 16).reshape(5, 7)
+    index, new = np.array([3, 5, 0, -1], np.int32), np.ones((4, 7), np.float32)
+    call = jax.ffi.ffi_call(
+        target, jax.ShapeDtypeStruct(rows.shape, dtype), input_output_aliases={0: 0}
+    )
+    got = jax.jit(call)(rows.astype(dtype), index, new.astype(dtype))
+    rows[[3, 0]] = 1
+    return np.asarray(got).astype(np.float32), rows
+
+
 _SELF_TESTS = {
     "decode": _test_decode,
     "prefill": _test_prefill,
@@ -475,6 +486,7 @@ _SELF_TESTS = {
     "grouped_linear": _test_grouped_linear,
     "quantised_linear": _test_quantised_linear,
     "quantised_grouped_linear": _test_quantised_grouped_linear,
+    "set_rows": _test_set_rows,
 }
 
 

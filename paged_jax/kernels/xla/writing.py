@@ -5,8 +5,8 @@ into a donated pool in place on CPUs, GPUs and TPUs. With `dynamic_update_slice`
 copy the pool to another layout. Pools are passed whole, with a layer index, because slicing a
 layer out would copy it.
 
-XLA's CPU backend cannot update arrays of bfloat16 or fp8 in place, see `rows.set_rows`. Prefer
-pools of float32, float16 or int8 there.
+XLA's CPU backend cannot update arrays of bfloat16 or fp8 in place. `rows.set_rows` has a kernel for
+CPUs that can. On CPUs without it, prefer pools of float32, float16 or int8.
 """
 
 import jax
@@ -93,7 +93,7 @@ def _set_pool_rows(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Arr
     """Set rows of the pool seen as ``[L * P * K * C, D]``."""
 
     def flat(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
-        return set_rows(_as_rows(pool), index, new).reshape(pool.shape)
+        return set_rows(pool, index, new)
 
     def whole(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
         P, _, C, _ = pool.shape[1:]
