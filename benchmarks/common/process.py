@@ -14,15 +14,18 @@ class PeerUnavailable(RuntimeError):
     """A peer cannot run here, for example because its packages are missing. It is skipped."""
 
 
-def run_module(module: str, *arguments: Any, **options: Any) -> "subprocess.CompletedProcess[str]":
+def run_module(
+    module: str, *arguments: Any, python: str | Path = sys.executable, **options: Any
+) -> "subprocess.CompletedProcess[str]":
     """Run ``python -m module``.
 
     Args:
       module: name, such as ``"benchmarks.common.shapes"``.
       *arguments: command line arguments.
+      python: the interpreter.
       **options: options of `subprocess.run`.
     """
-    command = [sys.executable, "-m", module, *map(str, arguments)]
+    command = [str(python), "-m", module, *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, **options)
 
 

@@ -1,4 +1,4 @@
-"""Continuous batching of transformers and paged_jax on the CPU, in separate processes.
+"""Continuous batching of transformers, vLLM and paged_jax on the CPU, in separate processes.
 
     python -m benchmarks.serving.peers JOB.json
 
@@ -10,7 +10,7 @@ transformers is used as in its own `generate_batch`: one manager with a separate
 requests in the same order. The difference is that each request has its own number of new tokens,
 which `generate_batch` does not support. "as it comes" leaves all sizes to transformers, which then
 uses a share of the machine's memory. "sized" sets the number of blocks and the batch for this
-workload.
+workload. vLLM has its own Python, see `benchmarks.serving.vllm_peer`.
 """
 
 import json
@@ -28,6 +28,7 @@ from benchmarks.serving.workloads import Request
 
 OURS = "paged_jax"
 PEERS = ("transformers, as it comes", "transformers, sized")
+VLLM = "vLLM"
 # Number of tokens in a block of transformers.
 _PAGE_SIZE = 32
 _ENVIRONMENT = {
@@ -49,17 +50,19 @@ def measure(
     warmup: list[Request],
     sizes: dict[str, Any],
     timeout: float,
+    python: str | Path = sys.executable,
 ) -> dict[str, Any]:
     """Serve requests with one engine in a new process; all arrive at the start.
 
     Args:
-      engine: OURS or one of the PEERS.
+      engine: OURS, VLLM or one of the PEERS.
       folder: a Hugging Face model folder.
       dtype: "float32" or "bfloat16".
       requests: requests to time.
       warmup: requests to compile with, with other prompts.
       sizes: the fields of `benchmarks.serving.engines.EngineSizes`.
       timeout: seconds after which the process is ended.
+      python: the interpreter of the process.
 
     Returns:
       Seconds, number of generated tokens, the tokens of each request, and memory in bytes.
@@ -86,8 +89,9 @@ def measure(
         path.write_text(json.dumps(job))
         try:
             done = run_module(
-                "benchmarks.serving.peers",
+                "benchmarks.serving." + ("vllm_peer" if engine == VLLM else "peers"),
                 path,
+                python=python,
                 capture_output=True,
                 text=True,
                 timeout=timeout,

@@ -16,7 +16,7 @@ The last two run with paged K and V, with and without a prefix cache, and with c
 all in the same memory. The engines run in turns in every round, and ratios are computed within a
 round. Figures are medians over rounds. The prefix cache is empty at the start of a run.
 transformers' continuous batching runs in a separate process, and so does paged_jax for that
-comparison (peers.py).
+comparison (peers.py). With --vllm-python, so does vLLM's build for CPUs (vllm_peer.py).
 
 With --trace-file the requests of a trace are served instead, at their times (`--speed`), with
 their lengths scaled to the model's context (`--length-scale`). Scaling also shrinks the blocks of
@@ -40,7 +40,7 @@ from benchmarks.common.shapes import DTYPES
 from benchmarks.serving.baselines import ContiguousBatches
 from benchmarks.serving.engines import VARIANTS, EngineSizes, make_engine, serve, warm_up
 from benchmarks.serving.outcome import Outcome, median_summary, summary
-from benchmarks.serving.peers import OURS, PEERS, measure
+from benchmarks.serving.peers import OURS, PEERS, VLLM, measure
 from benchmarks.serving.report import (
     BEST,
     NAIVE,
@@ -185,13 +185,23 @@ def _serve_unknown(engine: Engine, requests: list[Request]) -> Outcome:
 
 
 def measure_peers(
-    folder: Path, dtype: str, sizes: EngineSizes, draw_round: Callable[[int], list[Request]]
+    folder: Path,
+    dtype: str,
+    sizes: EngineSizes,
+    draw_round: Callable[[int], list[Request]],
+    vllm_python: Path | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Measure paged_jax and the available peers in separate processes."""
+    """Measure paged_jax and the available peers in separate processes.
+
+    vLLM is measured if the path of its Python is given.
+    """
     unseen = draw_round(_WARMUP_ROUND) + draw_round(_WARMUP_ROUND + 1)
     warmup = [Request(r.prompt_token_ids, _PEER_WARMUP_TOKENS) for r in unseen]
     found: dict[str, dict[str, Any]] = {}
-    for name in (OURS, *PEERS):
+    pythons = {name: Path(sys.executable) for name in (OURS, *PEERS)}
+    if vllm_python is not None:
+        pythons[VLLM] = vllm_python
+    for name, python in pythons.items():
         _say(f"in a separate process: {name}")
         try:
             found[name] = measure(
@@ -202,6 +212,7 @@ def measure_peers(
                 warmup,
                 sizes._asdict(),
                 timeout=_PEER_TIMEOUT,
+                python=python,
             )
         except PeerUnavailable as error:
             _say(f"left out: {error}")
@@ -331,7 +342,9 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     report["sizes"] = sizes._asdict()
     if "peers" in options.modes:
         # First, while this process uses little memory.
-        report["peers"] = measure_peers(folder, options.dtype, engine_sizes, draw_round)
+        report["peers"] = measure_peers(
+            folder, options.dtype, engine_sizes, draw_round, options.vllm_python
+        )
     unrolled = Llama.from_pretrained(folder, dtype=options.dtype, scan_layers=False)
     runs = make_runs(model, options.modes, engine_sizes, draw_round, unrolled)
     outcomes, rate = measure_all(
@@ -382,6 +395,12 @@ def _parser() -> argparse.ArgumentParser:
         help="factors for the lengths of a trace; default: the longest requests fit",
     )
     add("--speed", type=float, default=1.0, help="divisor of the times of a trace")
+    add(
+        "--vllm-python",
+        type=Path,
+        metavar="FILE",
+        help="Python with vLLM's build for CPUs, which is then a peer",
+    )
     add("--json", type=Path, metavar="FILE", help="write the results to this file")
     return parser
 

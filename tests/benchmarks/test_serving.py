@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from flax import nnx
 from benchmarks.serving import peers as serving_peers
 from benchmarks.serving import report as serving_report
 from benchmarks.serving import run as serving
+from benchmarks.serving import vllm_peer
 from benchmarks.serving.baselines import ContiguousBatches
 from benchmarks.serving.engines import EngineSizes, make_engine, serve
 from benchmarks.serving.outcome import Outcome, median_summary, summary
@@ -443,3 +446,52 @@ def test_main_says_what_is_wrong(arguments, message, capsys) -> None:
         assert message in str(error)
     else:
         assert message in capsys.readouterr().err
+
+
+class FakeVllm:
+    """The part of vLLM that the benchmark uses: it repeats the first token of a prompt."""
+
+    __version__ = "1.2"
+    options: dict = {}
+
+    def LLM(self, folder, **options):
+        self.options |= {"folder": folder, **options}
+        return self
+
+    def SamplingParams(self, **params):
+        return SimpleNamespace(**params)
+
+    def generate(self, prompts, params, use_tqdm):
+        rows = [
+            [p["prompt_token_ids"][0]] * s.max_tokens for p, s in zip(prompts, params, strict=True)
+        ]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=row)]) for row in rows]
+
+    def reset_prefix_cache(self):
+        self.options["resets"] = self.options.get("resets", 0) + 1
+
+
+def test_vllm_gets_the_limits_and_requests_of_paged_jax(tmp_path, capsys, monkeypatch) -> None:
+    fake = FakeVllm()
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    job = {"engine": serving_peers.VLLM, "folder": "F", "dtype": "bfloat16", "warmup": [([5], 1)]}
+    job |= {"requests": [([7, 8], 3), ([9], 2)], "sizes": ENGINE_SIZES._asdict()}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    assert vllm_peer.main([str(tmp_path / "job.json")]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["token_ids"] == [[7, 7, 7], [9, 9]] and record["num_tokens"] == 5
+    assert fake.options["max_num_seqs"] == ENGINE_SIZES.max_num_seqs
+    num_tokens = fake.options["num_gpu_blocks_override"] * fake.options["block_size"]
+    assert 0 <= num_tokens - ENGINE_SIZES.pool_tokens < fake.options["block_size"]
+    assert fake.options["resets"] == 1, "only the timed requests are in the prefix cache"
+
+
+def test_vllm_runs_in_its_own_python(tmp_path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nprintf \'{"called": "%s"}\' $2\n')
+    python.chmod(0o755)
+    record = serving_peers.measure(
+        serving_peers.VLLM, tmp_path, "float32", [], [], {}, timeout=60, python=python
+    )
+    assert record == {"called": "benchmarks.serving.vllm_peer"}
