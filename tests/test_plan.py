@@ -153,8 +153,9 @@ def test_weights_and_tokens_of_known_models(data_dir, name, num_parameters, toke
 def compiled_bytes(engine: Engine, *kinds: str) -> dict[str, int]:
     """Return the memory of the largest program of each kind, including its results."""
     runner, sizes = engine.core.runner, engine.core.executor.sizes
+    shape = f"1 x {sizes.max_chunk}" if sizes.tile is None else f"{sizes.max_prefill}"
     names = {
-        f"prefill of 1 x {sizes.max_chunk} tokens": "prefill",
+        f"prefill of {shape} tokens": "prefill",
         f"decode of {sizes.num_slots} samples": "decode",
         f"verification of {sizes.num_slots} samples": "verify",
         "score of 128 tokens": "score",

@@ -22,11 +22,12 @@ from jax.typing import DTypeLike
 from paged_jax.arguments import ArgumentError, check_positive, is_int, is_real, refuse_unknown
 from paged_jax.engine.request_factory import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from paged_jax.kernels import BACKENDS
+from paged_jax.kernels.linear import attends_to_tiles
 from paged_jax.kernels.rows import sets_rows_in_place
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.text.tokenizer import Tokenizer
-from paged_jax.runner.sizes import Sizes
+from paged_jax.runner.sizes import TILE, Sizes
 from paged_jax.scheduler.preemption import Preemption
 
 # Values of the option `kv_dtype` other than "auto".
@@ -329,6 +330,7 @@ class EngineConfig:
         function: str,
         model_config: LlamaConfig,
         *,
+        platform: str,
         num_eos_token_ids: int,
         num_token_biases: int = 0,
     ) -> Sizes:
@@ -337,6 +339,7 @@ class EngineConfig:
         Args:
           function: the name that errors begin with.
           model_config: the configuration of the model.
+          platform: the platform that the engine runs on.
           num_eos_token_ids: number of tokens that end the model's sequences.
           num_token_biases: number of biases that apply to every request, see `TokenBias`.
 
@@ -360,6 +363,7 @@ class EngineConfig:
             max_logit_bias=MAX_LOGIT_BIAS + num_token_biases,
             # Round up, so that models with slightly different numbers of end tokens share programs.
             max_stop_ids=-(-(num_eos_token_ids + MAX_STOP_TOKEN_IDS) // 8) * 8,
+            tile=TILE if self.backend in (None, "cpu") and attends_to_tiles(platform) else None,
         )
 
     def uses_cascade(self, model_config: LlamaConfig, platform: str) -> bool:

@@ -91,6 +91,7 @@ class EngineCore:
         sizes = options.program_sizes(
             "Engine",
             loaded.config,
+            platform=weights.device.platform,
             num_eos_token_ids=len(loaded.eos_token_ids),
             num_token_biases=len(loaded.token_bias.all_ids),
         )

@@ -359,7 +359,7 @@ def _step_bytes(
     S, T, V = sizes.num_slots, sizes.num_drafts, vocab_size
     activations = functools.partial(_activation_bytes, config, platform)
     steps = {
-        "prefill": activations(sizes.max_chunk),
+        "prefill": activations(sizes.max_prefill),
         "score": activations(sizes.score_width) + 8 * sizes.score_width * V,
         "decode": activations(S) + _CHOICE_BYTES * S * V,
         "swap": 3 * sizes.swap_width * block,

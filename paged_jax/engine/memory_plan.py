@@ -185,7 +185,9 @@ def make_plan(
     pool_dtype = resolve_kv_dtype(
         engine.kv_dtype, float_type(weights_dtype, config.dtype), platform
     )
-    sizes = engine.program_sizes("plan", config, num_eos_token_ids=len(config.eos_token_ids))
+    sizes = engine.program_sizes(
+        "plan", config, platform=platform, num_eos_token_ids=len(config.eos_token_ids)
+    )
     shard = shard_config("plan", config, engine.tensor_parallel_size)
     taken = footprint(
         config,

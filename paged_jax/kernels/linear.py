@@ -30,6 +30,7 @@ from paged_jax.kernels.gradients import differentiable_once
 __all__ = [
     "Stack",
     "Weight",
+    "attends_to_tiles",
     "copies_weights",
     "grouped_linear",
     "linear",
@@ -94,6 +95,15 @@ def copies_weights(platform: str, dtype: DTypeLike, *, has_experts: bool) -> boo
 
 def reads_stacked_weights(platform: str) -> bool:
     """Return whether kernels for a platform read a layer's weights from the stack of all layers."""
+    return platform == "cpu" and cpu_backend().is_available()
+
+
+def attends_to_tiles(platform: str) -> bool:
+    """Return whether attention of chunks is fast on a platform if chunks are divided into tiles.
+
+    A tile has a few queries, and its own row of the batch. XLA's loop over rows and the kernels for
+    GPUs and TPUs are faster for whole chunks.
+    """
     return platform == "cpu" and cpu_backend().is_available()
 
 

@@ -151,16 +151,25 @@ class BatchPlaces:
 
 
 def reserve_places(
-    cache: PagedCache, slots: jax.Array, num_tokens: jax.Array, T: int, backend: str | None
+    cache: PagedCache,
+    slots: jax.Array,
+    num_tokens: jax.Array,
+    T: int,
+    backend: str | None,
+    *,
+    has_tiles: bool = False,
 ) -> tuple[PagedCache, jax.Array, BatchPlaces]:
     """Reserve blocks for new tokens, and return where they go in the cache.
 
     Args:
       cache: the cache.
-      slots: i32 ``[B]``, distinct; rows with a negative slot are left out.
+      slots: i32 ``[B]``, distinct unless `has_tiles` is set; rows with a negative slot are left
+        out.
       num_tokens: i32 ``[B]``, number of new tokens, at most T.
       T: maximum number of new tokens per row.
       backend: backend of block copies, see `paged_cache.reserve`.
+      has_tiles: whether several rows may have the same slot. Their tokens follow each other, in the
+        order of the rows (static).
 
     Returns:
       The new cache; ``ok``, bool ``[]``, False if there were not enough blocks or a slot does not
@@ -170,12 +179,16 @@ def reserve_places(
     is_row = slots >= 0
     # A negative index would count from the end, so use an index past the end, which is dropped.
     rows = jnp.where(is_row, slots, num_slots)
-    starts = take_or_fill(lengths, rows)
-    requested = jnp.zeros(num_slots, jnp.int32)
-    requested = put_or_drop(requested, rows, num_tokens.astype(jnp.int32))
+    starts, most = take_or_fill(lengths, rows), T
+    if has_tiles:
+        before, requested = _sum_by_slot(rows, num_tokens, num_slots)
+        starts, most = starts + before, rows.size * T
+    else:
+        requested = jnp.zeros(num_slots, jnp.int32)
+        requested = put_or_drop(requested, rows, num_tokens.astype(jnp.int32))
     # A slot that does not exist must make the whole step fail. `reserve` fails for -1 tokens.
     requested = jnp.where(jnp.all(slots < num_slots), requested, -1)
-    cache, ok = paged_cache.reserve(cache, requested, max_tokens=T, backend=backend)
+    cache, ok = paged_cache.reserve(cache, requested, max_tokens=most, backend=backend)
     num_tokens = jnp.where(is_row & ok, num_tokens, 0)
 
     steps = jnp.arange(T, dtype=jnp.int32)[None]
@@ -200,6 +213,20 @@ def reserve_places(
         block_size=cache.block_size,
     )
     return cache, ok, places
+
+
+def _sum_by_slot(
+    rows: jax.Array, num_tokens: jax.Array, num_slots: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return the tokens of earlier rows with the same slot, i32[B], and of each slot, i32[S]."""
+    index = jnp.arange(rows.size, dtype=jnp.int32)
+    is_before = (rows[None, :] == rows[:, None]) & (index[None, :] < index[:, None])
+    is_of_slot = rows[None, :] == jnp.arange(num_slots, dtype=jnp.int32)[:, None]
+    before, requested = (
+        jnp.sum(jnp.where(each, num_tokens[None, :], 0), axis=1, dtype=jnp.int32)
+        for each in (is_before, is_of_slot)
+    )
+    return before, requested
 
 
 def next_places(
@@ -360,6 +387,8 @@ def as_step_arrays(
     token_ids: ArrayLike,
     slots: ArrayLike,
     num_tokens: ArrayLike | None = None,
+    *,
+    has_tiles: bool = False,
 ) -> StepArrays:
     """Check the arguments of a step and convert them to int32.
 
@@ -369,6 +398,7 @@ def as_step_arrays(
       token_ids: integers ``[B, T]``, or ``[B]`` without `num_tokens`.
       slots: integers ``[B]``.
       num_tokens: integers ``[B]``; None for a single token per row.
+      has_tiles: whether several rows may have the same slot.
 
     Returns:
       `token_ids`, `slots` and `num_tokens`, each i32.
@@ -384,7 +414,8 @@ def as_step_arrays(
     arrays = as_arrays(function, token_ids=token_ids, slots=slots, num_tokens=num_tokens)
     bind(function, **{name: (arrays[name], each) for name, each in letters.items()})
     rows = as_int32(function, **arrays)
-    check_distinct_slots(function, slots)
+    if not has_tiles:
+        check_distinct_slots(function, slots)
     if not isinstance(slots, Tracer) and not isinstance(num_tokens, Tracer):
         num_tokens = np.where(np.asarray(slots) < 0, 0, np.asarray(num_tokens))
         check_token_ids(function, vocab_size, token_ids, num_tokens)

@@ -188,6 +188,32 @@ class PagedModel(nnx.Module):
         logits = self.logits(jnp.take_along_axis(x, last, axis=1)[:, 0], backend)
         return logits, cache, ok
 
+    def prefill_tiles(
+        self,
+        cache: PagedCache,
+        token_ids: jax.Array,
+        slots: jax.Array,
+        num_tokens: jax.Array,
+        *,
+        backend: str | None = None,
+    ) -> tuple[jax.Array, PagedCache, jax.Array]:
+        """Append chunks that are divided into short rows, so that few rows are padding.
+
+        Several rows may have the same slot. Their tokens follow each other, in the order of the
+        rows. All other arguments have the meaning that they have in `prefill`.
+
+        Returns:
+          The hidden states ``[B, T, E]``, the input of `logits`; the new cache; and ``ok``, bool
+          ``[]``.
+
+        Raises:
+          ValueError: see `prefill`.
+        """
+        name, vocab_size = self._name("prefill_tiles"), self.config.vocab_size
+        step = as_step_arrays(name, vocab_size, token_ids, slots, num_tokens, has_tiles=True)
+        x, cache, ok, _ = self._run_chunks(cache, step, backend, has_tiles=True)
+        return x, cache, ok
+
     def score(
         self,
         cache: PagedCache,
@@ -308,7 +334,12 @@ class PagedModel(nnx.Module):
         return f"{type(self).__name__}.{method}"
 
     def _run_chunks(
-        self, cache: PagedCache, step: StepArrays, backend: str | None
+        self,
+        cache: PagedCache,
+        step: StepArrays,
+        backend: str | None,
+        *,
+        has_tiles: bool = False,
     ) -> tuple[jax.Array, PagedCache, jax.Array, jax.Array]:
         """Append a chunk to each of several slots, and run the layers over the chunks.
 
@@ -318,7 +349,9 @@ class PagedModel(nnx.Module):
         """
         token_ids, slots, num_tokens = step
         B, T = token_ids.shape
-        cache, ok, places = reserve_places(cache, slots, num_tokens, T, backend)
+        cache, ok, places = reserve_places(
+            cache, slots, num_tokens, T, backend, has_tiles=has_tiles
+        )
         sliding_windows = self.config.sliding_windows
         check_layers(self._name("prefill"), places, sliding_windows)
         attend = prefill_attention(places, B, T, sliding_windows, backend)

@@ -7,7 +7,9 @@ B rows of T tokens are padded to a few sizes, so `list_calls` can compile all pr
 first request:
 
     prefill          T: powers of two from 16 to max_chunk;  B: 1, 4, 16, ..., B * T <= max_chunk,
-                     and at most half of it from B = 16 on
+                     and at most half of it from B = 16 on. On CPUs with the C++ kernels T is 8, and
+                     a chunk has several rows;  B * T: powers of two from 16 to max_chunk, and an
+                     eighth more than max_chunk
     score            T: 128;  B: 1, for log-probabilities of prompts
     decode, verify   B: 1, 4, 8, 16, ... up to the number of slots
     all others       one shape each
@@ -42,6 +44,7 @@ from paged_jax.runner.sizes import (
     no_slots,
     prefill_rows,
     row_buckets,
+    tile_buckets,
 )
 from paged_jax.runner.weights import OF_HEADS, WHOLE, Division, Graph
 from paged_jax.sampling.sample import ranks, top_logprobs
@@ -108,7 +111,8 @@ class Programs(NamedTuple):
     Each entry lists the arguments after weights and state, and the result. Negative slots are
     padding. ``ok``, bool[], is False if the program could not run, for example for lack of blocks.
 
-    prefill: ``(token_ids i32[B, T], slots i32[B], num_tokens i32[B])`` to ``ok``.
+    prefill: ``(token_ids i32[B, T], slots i32[B], num_tokens i32[B])`` to ``ok``. If `Sizes.tile`
+      is set, consecutive rows may have the same slot, see `PagedModel.prefill_tiles`.
     score: ``(token_ids i32[1, T], slots i32[1], num_tokens i32[1], targets i32[T])`` to
       ``(Scores, ok)``: prefill, and the probabilities of the next tokens, `targets`.
     decode: ``(slots i32[B], num_steps i32[], leave_on_stop bool[], with_top bool[])`` to
@@ -185,7 +189,11 @@ def list_programs(key: ProgramKey, sizes: Sizes, num_top: int, *, num_groups: in
     steps, top = {"max_steps": sizes.dispatch_capacity}, {"num_top": num_top}
     width = {"width": sizes.swap_width}
     return Programs(
-        prefill=Program("prefill of {0.shape[0]} x {0.shape[1]} tokens", jit(_prefill)),
+        prefill=(
+            Program("prefill of {0.shape[0]} x {0.shape[1]} tokens", jit(_prefill))
+            if sizes.tile is None
+            else Program("prefill of {0.size} tokens", jit(_prefill_tiles))
+        ),
         score=Program("score of {3.size} tokens", jit(_score), top),
         decode=Program("decode of {0.size} samples", jit(_decode), steps | top),
         verify=Program("verification of {2.size} samples", jit(_verify), top),
@@ -232,6 +240,13 @@ def _jit(
 def _prefill(key, weights, state, token_ids, slots, num_tokens):
     # The logits are unused, so XLA removes the output head from the program.
     _, cache, ok = key.model(weights).prefill(
+        state.cache, token_ids, slots, num_tokens, backend=key.backend
+    )
+    return replace(state, cache=cache), ok
+
+
+def _prefill_tiles(key, weights, state, token_ids, slots, num_tokens):
+    _, cache, ok = key.model(weights).prefill_tiles(
         state.cache, token_ids, slots, num_tokens, backend=key.backend
     )
     return replace(state, cache=cache), ok
@@ -348,11 +363,15 @@ def list_calls(
 
 
 def _prefill_calls(programs: Programs, sizes: Sizes) -> list[Call]:
-    return [
-        programs.prefill.call(_zeros(B, T), no_slots(B), _zeros(B))
-        for T in chunk_buckets(sizes.max_chunk)
-        for B in prefill_rows(T, sizes.max_chunk, sizes.num_slots)
-    ]
+    if sizes.tile is not None:
+        shapes = [(B, sizes.tile) for B in tile_buckets(sizes)]
+    else:
+        shapes = [
+            (B, T)
+            for T in chunk_buckets(sizes.max_chunk)
+            for B in prefill_rows(T, sizes.max_chunk, sizes.num_slots)
+        ]
+    return [programs.prefill.call(_zeros(B, T), no_slots(B), _zeros(B)) for B, T in shapes]
 
 
 def _decode_calls(programs: Programs, sizes: Sizes) -> list[Call]:

@@ -34,6 +34,9 @@ class Sizes(NamedTuple):
         speculation.
       max_logit_bias: maximum number of entries in the logit bias of a request.
       max_stop_ids: maximum number of stop tokens of a request.
+      tile: number of tokens in a row of a prefill program, if the chunks of several sequences are
+        packed into rows of one length, see `pack_tiles`; None if each row is a chunk, padded to one
+        of several lengths, see `pack`.
 
     Example:
       >>> sizes = Sizes(block_size=16, num_slots=4, max_model_len=500, max_chunk=64,
@@ -50,6 +53,7 @@ class Sizes(NamedTuple):
     num_drafts: int
     max_logit_bias: int
     max_stop_ids: int
+    tile: int | None = None
 
     @property
     def max_blocks_per_slot(self) -> int:
@@ -60,6 +64,13 @@ class Sizes(NamedTuple):
     def most_tokens(self) -> int:
         """Maximum number of tokens that a program appends to a sequence."""
         return max(self.max_chunk, self.max_steps, 1 + self.num_drafts)
+
+    @property
+    def max_prefill(self) -> int:
+        """Number of tokens, including padding, of the largest prefill program."""
+        if self.tile is None:
+            return self.max_chunk
+        return self.tile * tile_buckets(self)[-1]
 
     @property
     def dispatch_capacity(self) -> int:
@@ -86,6 +97,9 @@ class Sizes(NamedTuple):
         return min(SWAP_WIDTH, self.max_blocks_per_slot)
 
 
+# Tokens in a row of a prefill program of packed rows. On average, a chunk ends with half a row of
+# padding. The kernel for attention takes the queries of a row together, 4 heads at a time.
+TILE = 8
 # Minimum length to which chunks are padded. Larger lengths are powers of two.
 MIN_CHUNK = 16
 
@@ -112,6 +126,56 @@ def pack(counts: Sequence[int], max_chunk: int, num_slots: int) -> list[tuple[in
             batches.append((width, size, indices[:size]))
             indices = indices[size:]
     return batches
+
+
+def pack_tiles(counts: Sequence[int], sizes: Sizes) -> list[tuple[int, list[int]]]:
+    """Arrange chunks with `counts` tokens in batches of rows of `sizes.tile` tokens.
+
+    Each chunk takes consecutive rows of one batch, and only its last row is padded::
+
+        row      0  1  2  3  4  5  6  7        rows of 8 tokens
+        chunks   a  a  a  b  b  c  -  -        of 20, 16 and 3 tokens, and padding
+
+    Returns:
+      ``(B, indices)`` of each batch: its number of rows, and the chunks in it.
+
+    Example:
+      >>> sizes = Sizes(block_size=16, num_slots=4, max_model_len=64, max_chunk=64, max_steps=1,
+      ...               num_drafts=0, max_logit_bias=32, max_stop_ids=16, tile=8)
+      >>> pack_tiles([20, 16, 3, 40], sizes)
+      [(8, [0, 1, 2]), (9, [3])]
+    """
+    assert sizes.tile is not None
+    buckets = tile_buckets(sizes)
+    batches: list[tuple[int, list[int]]] = []
+    num_rows, indices = 0, []
+    for index, count in enumerate(counts):
+        rows = -(-count // sizes.tile)
+        if num_rows + rows > buckets[-1]:
+            batches.append((num_rows, indices))
+            num_rows, indices = 0, []
+        num_rows += rows
+        indices.append(index)
+    batches += [(num_rows, indices)] if indices else []
+    return [(min(b for b in buckets if b >= rows), chunks) for rows, chunks in batches]
+
+
+def tile_buckets(sizes: Sizes) -> list[int]:
+    """Return the numbers of rows of all prefill programs with rows of `sizes.tile` tokens.
+
+    The last has room for `max_chunk` tokens of several sequences, whose last rows are padded.
+
+    Example:
+      >>> sizes = Sizes(block_size=16, num_slots=4, max_model_len=64, max_chunk=64, max_steps=1,
+      ...               num_drafts=0, max_logit_bias=32, max_stop_ids=16, tile=8)
+      >>> tile_buckets(sizes)
+      [2, 4, 9]
+    """
+    assert sizes.tile is not None
+    *smaller, largest = chunk_buckets(sizes.max_chunk)
+    if sizes.num_slots > 1:
+        largest += largest // 8
+    return sorted({-(-size // sizes.tile) for size in (*smaller, largest)})
 
 
 def chunk_bucket(count: int, max_chunk: int) -> int:

@@ -31,6 +31,7 @@ CONFIG = LlamaConfig(
     head_dim=8,
 )
 PREFILL = jax.jit(Llama.prefill, donate_argnames="cache", static_argnames="backend")
+TILES = jax.jit(Llama.prefill_tiles, donate_argnames="cache")
 DECODE = jax.jit(Llama.decode, donate_argnames="cache", static_argnames=("backend", "cascade"))
 PLAIN = jax.jit(Llama.__call__)
 # Tests share these shapes, and therefore their compiled programs.
@@ -144,6 +145,42 @@ def test_prefill_and_decode_match_the_plain_forward(variant, scan_layers, head_d
     logits, cache = logits_through(model, poison(new_cache(config, head_dim=head_dim)), ids[0])
     np.testing.assert_allclose(logits, expected[PLACES], atol=2e-5)
     assert cache.lengths.tolist() == [0, 0, LENGTH]
+
+
+def in_tiles(*chunks: tuple[int, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the arguments of `prefill_tiles` for chunks ``(slot, ids)``, in 8 rows of 4 tokens."""
+    token_ids, slots, num_tokens = (
+        np.zeros((8, 4), np.int32),
+        np.full(8, -1, np.int32),
+        i32(*[3] * 8),
+    )
+    parts = [(slot, ids[i : i + 4]) for slot, ids in chunks for i in range(0, len(ids), 4)]
+    for row, (slot, ids) in enumerate(parts):
+        token_ids[row, : len(ids)], slots[row], num_tokens[row] = ids, slot, len(ids)
+    return token_ids, slots, num_tokens
+
+
+@pytest.mark.parametrize("variant", [{}, ALL], ids=["llama", "all"])
+def test_prefill_tiles_and_decode_match_the_plain_forward(variant) -> None:
+    """Rows of the same slot follow each other, within a call and over several calls."""
+    config = dataclasses.replace(CONFIG, **variant)
+    model = random_llama(config)
+    ids, cache = tokens(2, LENGTH), poison(new_cache(config))
+    for chunks in (((2, ids[0, :9]), (0, ids[1, :15])), ((0, ids[1, 15:20]), (2, ids[0, 9:20]))):
+        _, cache, ok = TILES(model, cache, *in_tiles(*chunks))
+        assert ok
+    assert cache.lengths.tolist() == [20, 0, 20]
+    logits, cache, _ = DECODE(model, cache, ids[:, 20], i32(2, 0))
+    np.testing.assert_allclose(logits, np.asarray(PLAIN(model, ids))[:, 20], atol=2e-5)
+
+
+def test_prefill_tiles_appends_nothing_if_the_blocks_of_all_rows_do_not_suffice() -> None:
+    model, cache = random_llama(CONFIG), poison(new_cache(num_blocks=4, max_blocks_per_slot=5))
+    for num_tokens, is_enough in ((17, False), (16, True)):
+        step = in_tiles((1, tokens(1, num_tokens)[0]))
+        _, cache, ok = TILES(model, cache, *step)
+        assert ok == is_enough
+        assert cache.lengths.tolist() == [0, 16 * is_enough, 0]
 
 
 @pytest.mark.slow

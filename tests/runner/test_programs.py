@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paged_jax.cache import PagedCache
 from paged_jax.runner.programs import ProgramKey, list_calls, list_programs
-from paged_jax.runner.sizes import Sizes
+from paged_jax.runner.sizes import Sizes, pack_tiles, tile_buckets
 
 SIZES = Sizes(
     block_size=4,
@@ -37,9 +39,11 @@ def test_list_programs_shares_nothing_between_program_keys() -> None:
     assert not {id(program.jitted) for program in one} & {id(program.jitted) for program in other}
 
 
-@pytest.mark.parametrize("num_drafts", [0, 2])
-def test_list_calls_has_a_call_of_each_program(num_drafts) -> None:
-    sizes = SIZES._replace(num_drafts=num_drafts)
+@pytest.mark.parametrize(
+    ("num_drafts", "tile", "prefills"), [(0, None, ["1 x 16", "1 x 32"]), (2, 8, ["16", "40"])]
+)
+def test_list_calls_has_a_call_of_each_program(num_drafts, tile, prefills) -> None:
+    sizes = SIZES._replace(num_drafts=num_drafts, tile=tile)
     cache = PagedCache.create(
         num_layers=1, num_blocks=2, num_kv_heads=1, block_size=4, head_dim=8, num_slots=6,
         max_blocks_per_slot=sizes.max_blocks_per_slot,
@@ -50,12 +54,36 @@ def test_list_calls_has_a_call_of_each_program(num_drafts) -> None:
     for kind, is_listed in (("decode", True), ("verification", num_drafts > 0)):
         wanted = [f"{kind} of {rows} samples" for rows in (1, 4, 6)]
         assert [name for name in names if name.startswith(kind)] == wanted * is_listed
-    wanted = ["1 x 16", "1 x 32"]
     assert [name for name in names if name.startswith("prefill")] == [
-        f"prefill of {size} tokens" for size in wanted
+        f"prefill of {size} tokens" for size in prefills
     ]
     slots = [call.args[1] for call in calls if call.name.startswith("prefill")]
     assert all(np.all(array == -1) for array in slots), "no slot changes"
+
+
+@given(
+    counts=st.lists(st.integers(1, 50), max_size=12),
+    tile=st.sampled_from([1, 4, 8]),
+    num_slots=st.sampled_from([1, 6]),
+)
+def test_pack_tiles_gives_every_chunk_consecutive_rows_of_one_batch(
+    counts, tile, num_slots
+) -> None:
+    sizes = SIZES._replace(max_chunk=50, tile=tile, num_slots=num_slots)
+    batches = pack_tiles(counts, sizes)
+    assert [index for _, indices in batches for index in indices] == list(range(len(counts)))
+    for num_rows, indices in batches:
+        assert num_rows in tile_buckets(sizes)
+        needed = sum(-(-counts[index] // tile) for index in indices)
+        assert 0 < needed <= num_rows
+        # The next smaller program would not suffice.
+        assert all(each < needed for each in tile_buckets(sizes) if each < num_rows)
+
+
+def test_pack_tiles_puts_the_chunks_of_a_full_step_into_one_batch() -> None:
+    """A step has up to `max_chunk` tokens of several prompts, whose last rows are padded."""
+    sizes = SIZES._replace(max_chunk=512, tile=8, num_slots=16)
+    assert pack_tiles([190, 201, 121], sizes) == [(72, [0, 1, 2])]
 
 
 def test_list_calls_of_default_sizes_has_at_most_24_calls() -> None:
