@@ -347,7 +347,7 @@ def test_main_prints_the_plan(capsys) -> None:
     assert status == 0
     assert "memory     64.00 MiB  on cpu" in out
     assert f"{plan.num_parameters:,} parameters in {plan.dtype}" in out
-    assert f"{plan.num_blocks:,} of 16 tokens in float32" in out
+    assert f"{plan.num_blocks:,} of 16 tokens in {plan.kv_dtype}" in out
     row = [64, plan.num_blocks // 4, plan.num_contiguous]
     assert [int(number) for number in out.split("ratio\n")[1].split()[:3]] == row
     assert f"can use {plan.num_engine_blocks:,} blocks" in out

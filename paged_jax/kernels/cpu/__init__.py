@@ -5,18 +5,15 @@ the pool. When it multiplies few rows, it reads bfloat16 weights at a third of t
 The kernels in `source/` read both the pool and the weights in place. They run on XLA's own threads,
 through its foreign function interface.
 
-Each call is a JAX primitive with an equivalent function in plain JAX. When a program is lowered for
-a single CPU of this machine, the primitive becomes a custom call of the kernel, which `library`
-compiles. The primitive becomes the plain function if that fails, on other platforms, in exported
-programs, and in programs that XLA partitions over devices.
+Each call (`calls`) has an equivalent function in plain JAX. It replaces the kernel if `library`
+cannot compile the kernel, on other platforms, in exported programs, and in programs that XLA
+partitions over devices.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -24,9 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import ShapedArray
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.backend import (
@@ -41,17 +35,11 @@ from paged_jax.kernels.backend import (
     Weight,
 )
 from paged_jax.kernels.cpu import library
+from paged_jax.kernels.cpu.calls import Arrays, Attributes, PlainFunction, call, exporting_for_here
 from paged_jax.kernels.cpu.library import ELEMENTS, Kernel, attention_attributes, load
 from paged_jax.kernels.dispatch import general_backend
 from paged_jax.kernels.ragged import attend_in_parts
 from paged_jax.kernels.weight_formats import CODES, WeightArrays
-
-# Static parameters of a kernel, by name.
-Attributes = tuple[tuple[str, np.generic], ...]
-# A function in plain JAX. It is hashable, as a parameter of the primitive: a program with an
-# unequal function would be compiled again.
-PlainFunction = Callable[..., Sequence[jax.Array]]
-Arrays = tuple[jax.Array, ...]
 
 # Maximum head dimension: the size of arrays on the stack of the attention kernels (MAX_D in
 # `source/decode.cc`).
@@ -99,7 +87,7 @@ def _attend(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
     has_scales, has_sinks = pools.is_quantised, sinks is not None
     plain = _PlainAttention(args.op, options, has_scales, has_sinks, is_interleaved)
     attributes = attention_attributes(options, has_scales, has_sinks, is_interleaved)
-    out, lse = _call(Kernel(args.op, pools.dtype), plain, tuple(operands), attributes)
+    out, lse = call(Kernel(args.op, pools.dtype), plain, tuple(operands), attributes)
     return (out * options.value_scale).astype(args.q.dtype), lse
 
 
@@ -279,7 +267,7 @@ def _multiply_rows(
     leaves, structure = jax.tree.flatten(arrays)
     plain = _PlainOfLeaves(matmul.plain, structure)
     attributes = dict(matmul.attributes)
-    [out] = _call(
+    [out] = call(
         matmul.kernel, plain, (rows, *operands), attributes, plain_operands=(rows, *leaves)
     )
     return out
@@ -323,7 +311,7 @@ def _grouped_linear(args: GroupedArgs) -> jax.Array:
         operands = x, *_quantised_operands(w, stacked, layer), sizes
     leaves, structure = jax.tree.flatten(w.arrays)
     plain = _PlainOfLeaves(_PlainGrouped(w.dtype, w.code), structure)
-    [out] = _call(kernel, plain, operands, dict(flags), plain_operands=(x, *leaves, sizes))
+    [out] = call(kernel, plain, operands, dict(flags), plain_operands=(x, *leaves, sizes))
     return out
 
 
@@ -354,7 +342,7 @@ def _set_rows(plain: PlainFunction, rows: jax.Array, index: jax.Array, new: jax.
       index: i32 ``[N]``, distinct; indices out of range are dropped.
       new: ``[N, ...]``, the new rows, of the same dtype.
     """
-    [out] = _call(Kernel("set_rows", rows.dtype), plain, (rows, index, new), is_in_place=True)
+    [out] = call(Kernel("set_rows", rows.dtype), plain, (rows, index, new), is_in_place=True)
     return out
 
 
@@ -362,110 +350,6 @@ def _sets_rows_in_place(dtype: DTypeLike) -> bool:
     """Return whether programs for this machine set rows of a dtype in place."""
     dtype = jnp.dtype(dtype)
     return dtype in ELEMENTS and load(Kernel("set_rows", dtype)).target is not None
-
-
-_call_p = Primitive("paged_jax_cpu_kernel")
-_call_p.multiple_results = True
-
-
-def _call(
-    kernel: Kernel,
-    plain: PlainFunction,
-    operands: Arrays,
-    attributes: Mapping[str, np.generic] | None = None,
-    *,
-    plain_operands: Arrays | None = None,
-    is_in_place: bool = False,
-) -> list[jax.Array]:
-    """Call a kernel, or the equivalent function in plain JAX.
-
-    Args:
-      kernel: the kernel.
-      plain: the equivalent function.
-      operands: arguments of the kernel.
-      attributes: static parameters of the kernel.
-      plain_operands: arguments of `plain`, by default `operands`. XLA does not compute them in a
-        program that calls the kernel.
-      is_in_place: whether the kernel returns its first operand, changed in place.
-    """
-    mine = () if plain_operands is None else plain_operands
-    return _call_p.bind(
-        *mine,
-        *operands,
-        kernel=kernel,
-        plain=plain,
-        num_plain=len(mine) or len(operands),
-        is_in_place=is_in_place,
-        attributes=tuple((attributes or {}).items()),
-    )
-
-
-def _abstract(*avals: Any, plain: PlainFunction, num_plain: int, **_: Any) -> list[Any]:
-    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals[:num_plain]]
-    return [ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(plain, *operands)]
-
-
-def _run_plain(*operands: Any, plain: PlainFunction, num_plain: int, **_: Any) -> Any:
-    return plain(*operands[:num_plain])
-
-
-def _batched(operands: Any, axes: Any, *, plain: PlainFunction, num_plain: int, **_: Any) -> Any:
-    results = jax.vmap(plain, in_axes=axes[:num_plain])(*operands[:num_plain])
-    return results, [0] * len(results)
-
-
-def _lower_for_cpu(
-    ctx: mlir.LoweringRuleContext,
-    *operands: Any,
-    kernel: Kernel,
-    attributes: Attributes,
-    num_plain: int,
-    is_in_place: bool,
-    **rest: Any,
-) -> Any:
-    if _is_for_one_device_here(ctx.module_context):
-        target = load(kernel).target
-        if target is not None:
-            is_shared = num_plain == len(operands)
-            begin = 0 if is_shared else num_plain
-            inner = ctx.replace(avals_in=ctx.avals_in[begin:])
-            lower = jax.ffi.ffi_lowering(
-                target, operand_output_aliases={0: 0} if is_in_place else None
-            )
-            return lower(inner, *operands[begin:], **dict(attributes))
-    return _lower_plain(ctx, *operands, num_plain=num_plain, **rest)
-
-
-# Whether exported programs will be compiled and run on this machine.
-_IS_FOR_HERE: contextvars.ContextVar[bool] = contextvars.ContextVar("is_for_here", default=False)
-
-
-@contextlib.contextmanager
-def _exporting_for_here() -> Iterator[None]:
-    """Let programs exported in this context call kernels, which only this machine has."""
-    token = _IS_FOR_HERE.set(True)
-    try:
-        yield
-    finally:
-        _IS_FOR_HERE.reset(token)
-
-
-def _is_for_one_device_here(context: mlir.ModuleContext) -> bool:
-    """Return whether XLA will run the program in this process on one device, not partitioned."""
-    if context.lowering_parameters.for_export and not _IS_FOR_HERE.get():
-        return False
-    axes = context.axis_context
-    if isinstance(axes, mlir.SPMDAxisContext):  # within jax.shard_map
-        return axes.manual_axes == frozenset(axes.mesh.axis_names)
-    return isinstance(axes, mlir.ShardingContext) and axes.num_devices == 1
-
-
-_lower_plain = mlir.lower_fun(_run_plain, multiple_results=True)
-_call_p.def_impl(_run_plain)
-_call_p.def_abstract_eval(_abstract)
-batching.primitive_batchers[_call_p] = _batched
-mlir.register_lowering(_call_p, _lower_plain)
-mlir.register_lowering(_call_p, _lower_for_cpu, platform="cpu")
 
 
 @dataclass(frozen=True)
@@ -483,7 +367,7 @@ class Cpu:
     sets_rows_in_place = staticmethod(_sets_rows_in_place)
     copies_weights = staticmethod(_copies_weights)
     copies_expert_weights = staticmethod(_copies_expert_weights)
-    exporting_for_here = staticmethod(_exporting_for_here)
+    exporting_for_here = staticmethod(exporting_for_here)
     targets = staticmethod(library.targets)
     load_called = staticmethod(library.load_called)
     is_any_missing = staticmethod(library.is_any_missing)

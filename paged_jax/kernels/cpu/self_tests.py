@@ -1,0 +1,129 @@
+"""Self-tests of the C++ kernels for CPUs, with small problems that NumPy solves as well.
+
+`library` runs the test of a kernel when it loads the kernel, before programs call it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paged_jax.kernels.backend import Options
+from paged_jax.kernels.cpu.library import PACKED, Kernel, attention_attributes
+from paged_jax.kernels.weight_formats import CODES, pack
+
+Results = tuple[np.ndarray, np.ndarray]  # of a kernel, and the right ones
+
+
+def _test_linear(target: str, kernel: Kernel) -> Results:
+    rng = np.random.default_rng(0)
+    x, w = (rng.integers(-8, 8, shape).astype(np.float32) for shape in ((7, 77), (2, 13, 77)))
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((7, 13), jnp.float32))
+    return np.asarray(jax.jit(call)(x / 8, w.astype(kernel.dtype), np.int32(1))), x / 8 @ w[1].T
+
+
+def _quantised_problem(kernel: Kernel) -> tuple[np.ndarray, list[Any], np.ndarray]:
+    """Return rows, the operands after them, and the weights of the layer, of three experts."""
+    rng = np.random.default_rng(0)
+    is_packed = kernel.code == PACKED
+    K, groups = (96, 3) if is_packed else (77, 7)
+    x = rng.integers(-8, 8, (7, K)).astype(np.float32) / 8
+    values = rng.integers(0 if is_packed else -8, 16, (2, 3, 37, K))
+    values[..., 0] = 15 if is_packed else -128
+    scales, mins = rng.integers(1, 8, (2, 2, 3, 37, groups)) / np.float32(8)
+    stored = pack(values.astype(np.uint8)) if is_packed else values.astype(kernel.code)
+    operands = [stored, scales, CODES["uint4"], np.int32(1), mins.astype(jnp.bfloat16)]
+    w = values[1].reshape(3, 37, groups, -1) * scales[1, ..., None] + mins[1, ..., None]
+    return x, operands, w.reshape(3, 37, K)
+
+
+_FLAGS = {"has_mins": np.int32(1), "has_order": np.int32(0)}
+
+
+def _test_quantised_linear(target: str, kernel: Kernel) -> Results:
+    x, (values, scales, table, layer, mins), w = _quantised_problem(kernel)
+    arrays = values[:, 2], scales[:, 2], table, layer, mins[:, 2]
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((7, 37), jnp.float32))
+    return np.asarray(jax.jit(lambda *args: call(*args, **_FLAGS))(x, *arrays)), x @ w[2].T
+
+
+def _test_quantised_grouped_linear(target: str, kernel: Kernel) -> Results:
+    x, operands, w = _quantised_problem(kernel)
+    sizes = np.array([1, 0, 5], np.int32)  # the last row has no group
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((7, 37), jnp.float32))
+    got = np.asarray(jax.jit(lambda *args: call(*args, **_FLAGS))(x, *operands, sizes))
+    return got, np.concatenate([x[:1] @ w[0].T, x[1:6] @ w[2].T, np.zeros((1, 37))])
+
+
+def _test_grouped_linear(target: str, kernel: Kernel) -> Results:
+    rng = np.random.default_rng(0)
+    x, w = (rng.integers(-8, 8, shape).astype(np.float32) for shape in ((7, 77), (2, 3, 13, 77)))
+    sizes = np.array([1, 0, 5], np.int32)  # the last row has no group
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((7, 13), jnp.float32))
+    got = np.asarray(jax.jit(call)(x / 8, w.astype(kernel.dtype), sizes, np.int32(1)))
+    want = [x[:1] / 8 @ w[1, 0].T, x[1:6] / 8 @ w[1, 2].T, np.zeros((1, 13))]
+    return got, np.concatenate(want)
+
+
+def _test_decode(target: str, kernel: Kernel) -> Results:
+    got, want = _test_attention(target, kernel.dtype, num_queries=None)
+    return got, want[:, -1]
+
+
+def _test_prefill(target: str, kernel: Kernel) -> Results:
+    return _test_attention(target, kernel.dtype, num_queries=7)
+
+
+def _test_attention(target: str, dtype: jnp.dtype, num_queries: int | None) -> Results:
+    """Attend with the last queries of a sequence; if `num_queries` is None, decode."""
+    rng = np.random.default_rng(0)
+    P, K, C, D, H, length, T = 4, 2, 8, 24, 6, 21, num_queries or 1
+    q = rng.normal(size=(1, T, H, D)).astype(np.float32)
+    k, v = (rng.integers(-7, 8, (1, P, K, C, D)).astype(np.float32) for _ in range(2))
+    table, scales = np.array([[2, 0, 3]], np.int32), np.full((1, P, K, C), 0.25, np.float32)
+    is_quantised = dtype.itemsize == 1
+    queries = q[:, 0] if num_queries is None else q
+    operands = [queries, k.astype(dtype), v.astype(dtype), table]
+    operands += [np.array([length], np.int32), np.int32(0)]
+    operands += [scales, scales] * is_quantised
+    operands += [np.array([T], np.int32)] * (num_queries is not None)
+    shapes = queries.shape, queries.shape[:-1]
+    call = jax.ffi.ffi_call(target, [jax.ShapeDtypeStruct(x, q.dtype) for x in shapes])
+    attributes = attention_attributes(Options(0.1), is_quantised, False, False)
+    got = np.asarray(jax.jit(lambda *args: call(*args, **attributes)[0])(*operands))
+
+    factor = 0.25 if is_quantised else 1.0
+    keys, values = (
+        factor * pool[0, table[0]].transpose(1, 0, 2, 3).reshape(K, -1, D)[:, :length]
+        for pool in (k, v)
+    )
+    scores = 0.1 * np.einsum("tkgd,knd->tkgn", q.reshape(T, K, H // K, D), keys)
+    is_later = np.arange(length) > length - T + np.arange(T)[:, None]
+    scores = np.where(is_later[:, None, None], -np.inf, scores)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return got, np.einsum("tkgn,knd->tkgd", weights, values).reshape(1, T, H, D)
+
+
+def _test_set_rows(target: str, kernel: Kernel) -> Results:
+    rows = (np.arange(35, dtype=np.float32) % 16).reshape(5, 7)
+    index, new = np.array([3, 5, 0, -1], np.int32), np.ones((4, 7), np.float32)
+    call = jax.ffi.ffi_call(
+        target, jax.ShapeDtypeStruct(rows.shape, kernel.dtype), input_output_aliases={0: 0}
+    )
+    got = jax.jit(call)(rows.astype(kernel.dtype), index, new.astype(kernel.dtype))
+    rows[[3, 0]] = 1
+    return np.asarray(got).astype(np.float32), rows
+
+
+SELF_TESTS: dict[str, Callable[[str, Kernel], Results]] = {
+    "decode": _test_decode,
+    "prefill": _test_prefill,
+    "linear": _test_linear,
+    "grouped_linear": _test_grouped_linear,
+    "quantised_linear": _test_quantised_linear,
+    "quantised_grouped_linear": _test_quantised_grouped_linear,
+    "set_rows": _test_set_rows,
+}
