@@ -52,9 +52,8 @@ def linear(x: jax.Array, w: jax.Array | Weight, *, backend: str | None = None) -
       x: floating point ``[..., in]``; may be rounded to the dtype of the weight.
       w: float32, bfloat16 or float16 ``[*out, in]``, or a `Weight`, which may also be quantised.
       backend: the backend of attention, see `paged_attention`. None and ``"cpu"`` use the C++
-        kernels if the program is lowered for a CPU that has them. These kernels multiply up to 256
-        rows, or any number of rows if XLA would first convert the whole weight to float32. None and
-        ``"triton"`` use the kernel for quantised weights on NVIDIA GPUs.
+        kernels if the program is lowered for a CPU that has them. None and ``"triton"`` use the
+        kernel for quantised weights on NVIDIA GPUs.
 
     Returns:
       float32 ``[..., *out]``, accumulated in float32.

@@ -36,7 +36,8 @@ from paged_jax.kernels.backend import (
 )
 from paged_jax.kernels.cpu import library
 from paged_jax.kernels.cpu.calls import Arrays, Attributes, PlainFunction, call, exporting_for_here
-from paged_jax.kernels.cpu.library import ELEMENTS, Kernel, attention_attributes, load
+from paged_jax.kernels.cpu.kernel import ELEMENTS, PACKED, Kernel, QuantisedOp, attention_attributes
+from paged_jax.kernels.cpu.library import load
 from paged_jax.kernels.dispatch import general_backend
 from paged_jax.kernels.ragged import attend_in_parts
 from paged_jax.kernels.weight_formats import CODES, WeightArrays
@@ -44,11 +45,6 @@ from paged_jax.kernels.weight_formats import CODES, WeightArrays
 # Maximum head dimension: the size of arrays on the stack of the attention kernels (MAX_D in
 # `source/decode.cc`).
 _MAX_HEAD_DIM = 512
-
-# Maximum rows for float32 and bfloat16 weights. For more rows XLA is up to a tenth faster if all
-# rows are tokens. But in a batch of prompts a fourth of the rows is padding, which the kernel
-# skips.
-_MAX_ROWS = 256
 
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -153,9 +149,7 @@ def _has_kernel_for(num_rows: int, w: Weight) -> bool:
         return False
     if w.scales is not None:
         return _quantised_refusal(w) is None
-    # XLA would convert a whole stack of bfloat16 weights to float32.
-    is_copied = dtype == jnp.float16 or (dtype == jnp.bfloat16 and w.stack is not None)
-    return dtype in _FLOATS and (is_copied or num_rows <= _MAX_ROWS)
+    return dtype in _FLOATS
 
 
 def _quantised_refusal(w: Weight) -> str | None:
@@ -165,11 +159,11 @@ def _quantised_refusal(w: Weight) -> str | None:
     return None
 
 
-def _quantised_kernel(op: library.QuantisedOp, w: Weight) -> Kernel:
+def _quantised_kernel(op: QuantisedOp, w: Weight) -> Kernel:
     """Return the kernel for a weight. It multiplies in float32 if bfloat16 would lose bits."""
     is_bfloat16 = w.dtype == jnp.bfloat16 and w.format.code not in _INEXACT_CODES
     dtype = jnp.dtype(jnp.bfloat16 if is_bfloat16 else jnp.float32)
-    return Kernel(op, dtype, library.PACKED if w.format.is_packed else w.format.code)
+    return Kernel(op, dtype, PACKED if w.format.is_packed else w.format.code)
 
 
 def _round_inputs(x: jax.Array, w: Weight) -> jax.Array:

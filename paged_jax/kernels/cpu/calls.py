@@ -16,7 +16,8 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from paged_jax.kernels.cpu.library import Kernel, load
+from paged_jax.kernels.cpu.kernel import Kernel
+from paged_jax.kernels.cpu.library import load
 
 # Static parameters of a kernel, by name.
 Attributes = tuple[tuple[str, np.generic], ...]

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,14 @@ import jaxlib.version
 import numpy as np
 
 from paged_jax import user_cache
-from paged_jax.kernels.backend import Options
+from paged_jax.kernels.cpu.kernel import (
+    CODE_ELEMENTS,
+    ELEMENTS,
+    FloatOp,
+    Kernel,
+    QuantisedOp,
+)
+from paged_jax.kernels.cpu.self_tests import SELF_TESTS
 
 _logger = logging.getLogger(__name__)
 
@@ -45,40 +52,6 @@ SWITCH = "PAGED_JAX_CPU_KERNELS"
 
 _SOURCE = Path(__file__).parent / "source"
 _TIMEOUT = 120.0  # maximum seconds for a run of the compiler
-
-# Dtypes of weights and pools, each with the name of its type in the C++ sources.
-ELEMENTS: dict[Any, str] = {
-    jnp.dtype(jnp.float32): "Float32",
-    jnp.dtype(jnp.bfloat16): "Bfloat16",
-    jnp.dtype(jnp.float16): "Float16",
-    jnp.dtype(jnp.int8): "Int8",
-    jnp.dtype(jnp.float8_e4m3fn): "Float8",
-}
-
-
-# Codes of quantised weights, each with the name of its type in the C++ sources. One kernel
-# multiplies by all codes of packed 4-bit values.
-PACKED = "packed"
-CODE_ELEMENTS = {"int8": "Int8", "float8_e4m3fn": "Float8", PACKED: "Packed"}
-
-FloatOp = Literal["decode", "prefill", "linear", "grouped_linear", "set_rows"]
-QuantisedOp = Literal["quantised_linear", "quantised_grouped_linear"]
-KernelOp = FloatOp | QuantisedOp
-
-
-class Kernel(NamedTuple):
-    """A kernel for a dtype.
-
-    Attributes:
-      op: the op, which is also the name of the C++ source.
-      dtype: dtype of the pools or of the weights; float32 or bfloat16, to which inputs are rounded,
-        if the weights are quantised.
-      code: a name in `CODE_ELEMENTS` if the weights are quantised, else None.
-    """
-
-    op: KernelOp
-    dtype: Any
-    code: str | None = None
 
 
 class Loaded(NamedTuple):
@@ -364,9 +337,6 @@ def _find_failure(kernel: Kernel, target: str) -> str | None:
         device = jax.devices("cpu")[0]
     except RuntimeError:
         return "there is no CPU device for the self-test"
-    # Imported here, because the self-tests import this module.
-    from paged_jax.kernels.cpu.self_tests import SELF_TESTS
-
     try:
         with jax.default_device(device):
             got, want = SELF_TESTS[kernel.op](target, kernel)
@@ -375,17 +345,3 @@ def _find_failure(kernel: Kernel, target: str) -> str | None:
     if not np.allclose(got, want, rtol=1e-4, atol=1e-4):
         return f"a self-test failed: the error is {np.abs(got - want).max():.2g}"
     return None
-
-
-def attention_attributes(
-    options: Options, has_scales: bool, has_sinks: bool, is_interleaved: bool
-) -> dict[str, np.generic]:
-    """Return the static parameters of the attention kernels."""
-    return {
-        "scale": np.float32(options.scale),
-        "sliding_window": np.int32(options.sliding_window or 0),
-        "soft_cap": np.float32(options.soft_cap or 0),
-        "has_scales": np.int32(has_scales),
-        "has_sinks": np.int32(has_sinks),
-        "is_interleaved": np.int32(is_interleaved),
-    }

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.kernels.backend import Options
-from paged_jax.kernels.cpu.library import PACKED, Kernel, attention_attributes
+from paged_jax.kernels.cpu.kernel import PACKED, Kernel, attention_attributes
 from paged_jax.kernels.weight_formats import CODES, pack
 
 Results = tuple[np.ndarray, np.ndarray]  # of a kernel, and the right ones
