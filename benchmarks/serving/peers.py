@@ -65,7 +65,8 @@ def measure(
       python: the interpreter of the process.
 
     Returns:
-      Seconds, number of generated tokens, the tokens of each request, and memory in bytes.
+      Seconds, CPU seconds of all threads, number of generated tokens, the tokens of each request,
+      and memory in bytes.
 
     Raises:
       PeerUnavailable: packages of the peer are missing, it would not leave enough memory to others,
@@ -125,8 +126,10 @@ def _run_ours(
     model = Llama.from_pretrained(job["folder"], dtype=job["dtype"])
     engine = make_engine(model, EngineSizes(**job["sizes"]), "paged, prefix cache")
     warm_up(engine, warmup)
+    cpu_start = time.process_time()
     outcome = serve(engine, requests)
-    return _record(outcome.seconds, outcome.token_ids, before)
+    cpu_seconds = time.process_time() - cpu_start
+    return _record(outcome.seconds, cpu_seconds, outcome.token_ids, before)
 
 
 def _run_transformers(
@@ -153,10 +156,10 @@ def _run_transformers(
         continuous_batching_config=transformers.ContinuousBatchingConfig(**options),
     ) as manager:
         _serve_transformers(manager, warmup)
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         token_ids = _serve_transformers(manager, requests)
-        seconds = time.perf_counter() - start
-        record = _record(seconds, token_ids, before)
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+        record = _record(seconds, cpu_seconds, token_ids, before)
     return record
 
 
@@ -183,11 +186,14 @@ def _serve_transformers(manager: Any, requests: list[Request]) -> list[list[int]
     return token_ids
 
 
-def _record(seconds: float, token_ids: list[list[int]], before: int) -> dict[str, Any]:
+def _record(
+    seconds: float, cpu_seconds: float, token_ids: list[list[int]], before: int
+) -> dict[str, Any]:
     _, peak = resident_bytes()
     num_tokens = sum(map(len, token_ids))
     return {
         "seconds": round(seconds, 3),
+        "cpu_seconds": round(cpu_seconds, 3),
         "num_tokens": num_tokens,
         "tokens_per_s": round(num_tokens / seconds, 1),
         "imports_bytes": before,

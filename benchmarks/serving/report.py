@@ -125,7 +125,7 @@ def peer_lines(report: Report) -> list[str]:
     for name, record in report["peers"].items():
         peak, imports = record["peak_bytes"] / 1e6, record["imports_bytes"] / 1e6
         line = f"{name:30s}{record['tokens_per_s']:9.0f} tokens/s{peak:9.0f} MB peak"
-        line += f" ({imports:.0f} after imports)"
+        line += f" ({imports:.0f} after imports), {record['cpu_seconds']:.1f} s of CPU time"
         if ours and name != OURS:
             line += (
                 f"; paged_jax has {ours['tokens_per_s'] / record['tokens_per_s']:.2f}x the rate in "

@@ -27,7 +27,7 @@ import argparse
 import functools
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,16 +189,23 @@ def measure_peers(
     dtype: str,
     sizes: EngineSizes,
     draw_round: Callable[[int], list[Request]],
+    peers: Sequence[str] = PEERS,
     vllm_python: Path | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Measure paged_jax and the available peers in separate processes.
 
-    vLLM is measured if the path of its Python is given.
+    Args:
+      folder: a Hugging Face model folder.
+      dtype: "float32" or "bfloat16".
+      sizes: sizes of the engines.
+      draw_round: returns the requests of a round, by its number.
+      peers: the peers besides vLLM.
+      vllm_python: the Python that has vLLM, which is then a peer; None for no vLLM.
     """
     unseen = draw_round(_WARMUP_ROUND) + draw_round(_WARMUP_ROUND + 1)
     warmup = [Request(r.prompt_token_ids, _PEER_WARMUP_TOKENS) for r in unseen]
     found: dict[str, dict[str, Any]] = {}
-    pythons = {name: Path(sys.executable) for name in (OURS, *PEERS)}
+    pythons = {name: Path(sys.executable) for name in (OURS, *peers)}
     if vllm_python is not None:
         pythons[VLLM] = vllm_python
     for name, python in pythons.items():
@@ -343,7 +350,12 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if "peers" in options.modes:
         # First, while this process uses little memory.
         report["peers"] = measure_peers(
-            folder, options.dtype, engine_sizes, draw_round, options.vllm_python
+            folder,
+            options.dtype,
+            engine_sizes,
+            draw_round,
+            options.peers,
+            options.vllm_python,
         )
     unrolled = Llama.from_pretrained(folder, dtype=options.dtype, scan_layers=False)
     runs = make_runs(model, options.modes, engine_sizes, draw_round, unrolled)
@@ -395,6 +407,7 @@ def _parser() -> argparse.ArgumentParser:
         help="factors for the lengths of a trace; default: the longest requests fit",
     )
     add("--speed", type=float, default=1.0, help="divisor of the times of a trace")
+    add("--peers", nargs="*", choices=PEERS, default=PEERS, help="peers besides vLLM")
     add(
         "--vllm-python",
         type=Path,

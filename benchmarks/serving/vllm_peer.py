@@ -60,13 +60,14 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     )
     _serve(llm, job["warmup"])
     llm.reset_prefix_cache()
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     token_ids = _serve(llm, job["requests"])
-    seconds = time.perf_counter() - start
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     _, peak = resident_bytes()
     num_tokens = sum(map(len, token_ids))
     return {
         "seconds": round(seconds, 3),
+        "cpu_seconds": round(cpu_seconds, 3),
         "num_tokens": num_tokens,
         "tokens_per_s": round(num_tokens / seconds, 1),
         "imports_bytes": before,

@@ -358,7 +358,7 @@ def report(**changes) -> dict:
 
 
 def peer(rate: float, peak: int) -> dict:
-    return {"tokens_per_s": rate, "peak_bytes": peak, "imports_bytes": 1}
+    return {"tokens_per_s": rate, "cpu_seconds": 2.0, "peak_bytes": peak, "imports_bytes": 1}
 
 
 def answers(**changes) -> list[str]:
