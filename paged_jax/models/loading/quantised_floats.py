@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from paged_jax.arguments import is_int, is_real
-from paged_jax.kernels.weight_formats import CODES, WeightArrays, WeightFormat, pack
+from paged_jax.kernels.weight_formats import CODES, WeightArrays, WeightFormat
 from paged_jax.models.loading.parameters import WeightsError
 from paged_jax.models.loading.quantised_modules import (
     FLOATS,
@@ -29,6 +29,7 @@ from paged_jax.models.loading.quantised_modules import (
     float_dtype,
     low_nibbles_first,
     matrix_shape,
+    pack_pairs,
     powers_of_two,
     scales_of_rows,
 )
@@ -127,9 +128,11 @@ class Mxfp4Matrix(ModuleMatrix):
     def _scale_dtype(self) -> str:
         return "bfloat16"
 
+    def _read_pairs(self, rows: slice) -> np.ndarray | None:
+        return self.parts[self.required[0]].read_raw((rows,)).view(np.uint8)
+
     def _read_values(self, rows: slice) -> np.ndarray:
-        values = self.parts[self.required[0]].read_raw((rows,))
-        return low_nibbles_first(values.view(np.uint8))
+        return low_nibbles_first(self.parts[self.required[0]].read_raw((rows,)).view(np.uint8))
 
     def _read_groups(self, rows: slice) -> Groups:
         return Groups(powers_of_two(self.parts[self.required[1]].read_raw((rows,))))
@@ -223,8 +226,8 @@ class Mxfp4Experts(ModuleMatrix):
         blocks, scales = (self.parts[end].read_raw((rows,)) for end in self.required)
         if (scales == 0xFF).any():
             raise WeightsError(f"load_weights: {self.parts['_scales'].name} must be finite.")
-        values = low_nibbles_first(blocks).reshape(*scales.shape[:-1], -1)
-        return WeightArrays(pack(values), powers_of_two(scales))
+        pairs = blocks.reshape(*scales.shape[:-1], -1)
+        return WeightArrays(pack_pairs(pairs), powers_of_two(scales))
 
     def _read(self, index: tuple[slice, ...]) -> np.ndarray:
         blocks, scales = (self.parts[end].read_raw(index) for end in self.required)
@@ -294,15 +297,20 @@ class BitsandbytesMatrix(ModuleMatrix):
     def _scale_dtype(self) -> str:
         return "float32"
 
-    def _read_values(self, rows: slice) -> np.ndarray:
+    def _read_pairs(self, rows: slice) -> np.ndarray | None:
         start, stop = self._elements(rows)
-        last = math.ceil(stop / 2)
         stored = self.parts[".weight"]
         if stored.shape[0] == 1:
             stored = dataclasses.replace(stored, shape=(stored.shape[1], 1))
-        packed = stored.read_raw((slice(start // 2, last),)).reshape(-1)
-        # The first value is in the high bits.
-        values = low_nibbles_first(packed << 4 | packed >> 4)
+        pairs = stored.read_raw((slice(start // 2, math.ceil(stop / 2)),))
+        pairs = pairs << 4 | pairs >> 4  # the file has the first value in the high bits
+        return pairs.reshape(-1, self.shape[1] // 2) if self.shape[1] % 2 == 0 else pairs
+
+    def _read_values(self, rows: slice) -> np.ndarray:
+        start, stop = self._elements(rows)
+        pairs = self._read_pairs(rows)
+        assert pairs is not None
+        values = low_nibbles_first(pairs.reshape(-1))
         values = values[start % 2 : start % 2 + stop - start].reshape(-1, self.shape[1])
         return values if self._code in CODES else self._table[values]
 

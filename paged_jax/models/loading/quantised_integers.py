@@ -155,8 +155,14 @@ class IntegerMatrix(ModuleMatrix):
     def _read_zeros(self, rows: slice) -> np.ndarray:
         raise NotImplementedError
 
-    def _read_unsigned(self, rows: slice) -> np.ndarray:
+    def _read_words(self, rows: slice) -> np.ndarray:
         raise NotImplementedError
+
+    def _read_pairs(self, rows: slice) -> np.ndarray | None:
+        return np.ascontiguousarray(self._read_words(rows)).view(np.uint8)
+
+    def _read_unsigned(self, rows: slice) -> np.ndarray:
+        return unpack_words(self._read_words(rows), self.scheme.bits)[:, : self.shape[1]]
 
     def _read_values(self, rows: slice) -> np.ndarray:
         values = self._read_unsigned(rows)
@@ -175,8 +181,9 @@ class IntegerMatrix(ModuleMatrix):
         # Like the tools, subtract first. This matters for scales of float32.
         scales = self._finite_groups(rows).scales
         numbers = self._read_unsigned(rows).astype(np.float32)
-        numbers -= self._spread(self._read_zeros(rows)) + np.float32(self._centre)
-        return numbers * self._spread(scales)
+        grouped = self._layout.by_group(numbers)
+        grouped -= self._layout.spread(self._read_zeros(rows)) + np.float32(self._centre)
+        return self._layout.multiply(numbers, Groups(scales))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -241,9 +248,8 @@ class CompressedIntegerMatrix(IntegerMatrix):
             None if part is None else read_group_index(part, self.parts[".weight_scale"].shape[1])
         )
 
-    def _read_unsigned(self, rows: slice) -> np.ndarray:
-        words = self.parts[".weight_packed"].read_raw((rows,))
-        return unpack_words(words, self.scheme.bits)[:, : self.shape[1]]
+    def _read_words(self, rows: slice) -> np.ndarray:
+        return self.parts[".weight_packed"].read_raw((rows,))
 
     def _read_scales(self, rows: slice) -> np.ndarray:
         scales = self.parts[".weight_scale"]
@@ -287,6 +293,9 @@ class AwqMatrix(IntegerMatrix):
     def _has_zeros(self) -> bool:
         return True
 
+    def _read_pairs(self, rows: slice) -> np.ndarray | None:
+        return None
+
     def _read_unsigned(self, rows: slice) -> np.ndarray:
         return self._unpack(".qweight", rows)
 
@@ -299,10 +308,12 @@ class AwqMatrix(IntegerMatrix):
     def _unpack(self, end: str, rows: slice) -> np.ndarray:
         start, stop, _ = rows.indices(self.shape[0])
         first = start // 8
-        words = self.parts[end].read_raw((slice(None), slice(first, math.ceil(stop / 8))))
-        values = unpack_words(words, 4).reshape(len(words), -1, 8)[..., _AWQ_ORDER]
-        values = values.reshape(len(words), -1)[:, start - first * 8 : stop - first * 8]
-        return np.ascontiguousarray(values.T)
+        words = self.parts[end].read_raw((slice(None), slice(first, math.ceil(stop / 8)))).T
+        pairs = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape, 4)
+        values = np.empty((words.shape[0], 8, words.shape[1]), np.uint8)
+        for output, place in enumerate(_AWQ_ORDER):
+            values[:, output] = pairs[..., place // 2] >> 4 * (place % 2) & 15
+        return values.reshape(-1, words.shape[1])[start - first * 8 : stop - first * 8]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -365,9 +376,8 @@ class GptqMatrix(IntegerMatrix):
         part = self.parts.get(".g_idx")
         return None if part is None else read_group_index(part, self.parts[".scales"].shape[0])
 
-    def _read_unsigned(self, rows: slice) -> np.ndarray:
-        words = self.parts[".qweight"].read_raw((slice(None), rows))
-        return unpack_words(words.T, self.scheme.bits)
+    def _read_words(self, rows: slice) -> np.ndarray:
+        return self.parts[".qweight"].read_raw((slice(None), rows)).T
 
     def _read_scales(self, rows: slice) -> np.ndarray:
         return np.ascontiguousarray(self.parts[".scales"].read_raw((slice(None), rows)).T)
@@ -415,6 +425,9 @@ class MlxMatrix(ModuleMatrix):
     def _min_dtype(self) -> str | None:
         return float_dtype(self.parts[".biases"]) if self.scheme.bits == 4 else "float32"
 
+    def _read_pairs(self, rows: slice) -> np.ndarray | None:
+        return self.parts[".weight"].read_raw((rows,)).view(np.uint8)
+
     def _read_values(self, rows: slice) -> np.ndarray:
         values = unpack_words(self.parts[".weight"].read_raw((rows,)), self.scheme.bits)
         return values if self.scheme.bits == 4 else (values ^ 0x80).view(np.int8)
@@ -428,11 +441,9 @@ class MlxMatrix(ModuleMatrix):
 
     def _dequantise(self, rows: slice) -> np.ndarray:
         self._finite_groups(rows)
-        scales, biases = (
-            self._spread(self.parts[end].read_raw((rows,))) for end in (".scales", ".biases")
-        )
+        scales, biases = (self.parts[end].read_raw((rows,)) for end in (".scales", ".biases"))
         values = unpack_words(self.parts[".weight"].read_raw((rows,)), self.scheme.bits)
-        return values * scales + biases
+        return self._layout.multiply(values.astype(np.float32), Groups(scales, biases))
 
 
 def read_group_index(part: StoredTensor, num_groups: int) -> np.ndarray:

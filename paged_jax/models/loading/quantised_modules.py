@@ -19,6 +19,7 @@ import numpy as np
 
 from paged_jax.kernels.weight_formats import (
     CODES,
+    PACKED_BYTES,
     PACKED_INPUTS,
     WeightArrays,
     WeightFormat,
@@ -47,18 +48,52 @@ class Groups(NamedTuple):
     mins: np.ndarray | None = None
 
 
-class _Layout(NamedTuple):
+class GroupLayout(NamedTuple):
     """How the stored columns and groups are kept.
 
     Attributes:
+      stored: stored group of each input.
       order: input of each kept column, or None for the order of the file.
       group_size: inputs per kept group.
       groups: stored group of each kept group.
     """
 
+    stored: np.ndarray
     order: np.ndarray | None
     group_size: int
     groups: np.ndarray
+
+    @classmethod
+    def of(cls, stored: np.ndarray) -> "GroupLayout":
+        """Return the layout with the largest kept groups, for the stored group of each input."""
+        is_sorted = bool((np.diff(stored) >= 0).all())
+        order = None if is_sorted else np.argsort(stored, kind="stable").astype(np.int32)
+        kept = stored if order is None else stored[order]
+        starts = np.flatnonzero(np.diff(kept)) + 1
+        size = math.gcd(len(stored), *starts.tolist())
+        return cls(stored, order, size, kept[::size])
+
+    def by_group(self, values: np.ndarray) -> np.ndarray:
+        """Return a view ``[rows, groups, size]`` of values ``[rows, in]``, if they are in order."""
+        return (
+            values if self.order is not None else values.reshape(len(values), -1, self.group_size)
+        )
+
+    def spread(self, groups: np.ndarray) -> np.ndarray:
+        """Return the values of groups in float32, for operations with the result of `by_group`."""
+        groups = groups.astype(np.float32)
+        return groups[:, self.groups, None] if self.order is None else groups[:, self.stored]
+
+    def multiply(self, numbers: np.ndarray, groups: "Groups") -> np.ndarray:
+        """Multiply float32 numbers ``[rows, in]`` by the scales of their groups; add minima.
+
+        The result overwrites `numbers`.
+        """
+        grouped = self.by_group(numbers)
+        grouped *= self.spread(groups.scales)
+        if groups.mins is not None:
+            grouped += self.spread(groups.mins)
+        return numbers
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -140,6 +175,13 @@ class ModuleMatrix(QuantisedTensor):
         """Read stored values ``[rows, in]``: 8-bit values, or 4-bit values in a byte each."""
         raise NotImplementedError
 
+    def _read_pairs(self, rows: slice) -> np.ndarray | None:
+        """Read 4-bit values as pairs, uint8 ``[rows, in / 2]``, the first in the low bits.
+
+        Returns None if the values of neighbouring inputs do not share a byte.
+        """
+        return None
+
     def _read_groups(self, rows: slice) -> Groups:
         """Read scales and minima of the stored groups of some rows."""
         raise NotImplementedError
@@ -149,19 +191,11 @@ class ModuleMatrix(QuantisedTensor):
         return None
 
     @functools.cached_property
-    def _group_of_input(self) -> np.ndarray:
+    def _layout(self) -> GroupLayout:
         index = self._group_index()
-        return np.arange(self.shape[1]) // self._group_size if index is None else index
-
-    @functools.cached_property
-    def _layout(self) -> _Layout:
-        groups = self._group_of_input
-        is_sorted = bool((np.diff(groups) >= 0).all())
-        order = None if is_sorted else np.argsort(groups, kind="stable").astype(np.int32)
-        kept = groups if order is None else groups[order]
-        starts = np.flatnonzero(np.diff(kept)) + 1
-        size = math.gcd(self.shape[1], *starts.tolist())
-        return _Layout(order, size, kept[::size])
+        return GroupLayout.of(
+            np.arange(self.shape[1]) // self._group_size if index is None else index
+        )
 
     @functools.cached_property
     def format(self) -> WeightFormat:
@@ -185,12 +219,15 @@ class ModuleMatrix(QuantisedTensor):
         format, layout = self.format, self._layout
         if not format.is_quantised:
             return WeightArrays(self._dequantise(rows))
-        values, (scales, mins) = self._read_values(rows), self._finite_groups(rows)
+        scales, mins = self._finite_groups(rows)
+        scales = scales[:, layout.groups]
+        is_paired = format.is_packed and layout.order is None
+        pairs = self._read_pairs(rows) if is_paired else None
+        values = self._read_values(rows) if pairs is None else pack_pairs(pairs)
         if layout.order is not None:
             values = values[:, layout.order]
-        scales = scales[:, layout.groups]
         if format.is_packed:
-            values = pack(values)
+            values = pack(values) if pairs is None else values
         elif format.code != self._code:
             factor = _INTEGER_FACTORS[self._code]
             values = (CODES[self._code] * factor).astype(np.int8)[values]
@@ -208,29 +245,16 @@ class ModuleMatrix(QuantisedTensor):
         return groups
 
     def _dequantise(self, rows: slice) -> np.ndarray:
-        values, (scales, mins) = self._read_values(rows), self._finite_groups(rows)
-        numbers = CODES[self._code][values] if self._code in CODES else values.astype(np.float32)
-        numbers *= self._spread(scales)
-        if mins is not None:
-            numbers += self._spread(mins)
-        return numbers
-
-    def _spread(self, groups: np.ndarray) -> np.ndarray:
-        """Return the value of each input ``[rows, in]`` from those of groups, in float32."""
-        groups = groups.astype(np.float32)
-        return groups if groups.shape[1] == 1 else groups[:, self._group_of_input]
+        values, groups = self._read_values(rows), self._finite_groups(rows)
+        if self._code in CODES and self._code not in ("int4", "uint4"):
+            numbers = CODES[self._code][values]
+        else:
+            numbers = values.astype(np.float32)
+            numbers -= 8 if self._code == "int4" else 0
+        return self._layout.multiply(numbers, groups)
 
     def _check_part(self, end: str, dtypes: Iterable[str], *shapes: tuple[Any, ...]) -> None:
-        """Check dtype and shape of a tensor.
-
-        Args:
-          end: end of its name.
-          dtypes: allowed dtypes.
-          *shapes: allowed shapes.
-
-        Raises:
-          WeightsError: it has another dtype or shape.
-        """
+        """Check that the tensor with this end has one of the dtypes and shapes."""
         part, dtypes = self.parts[end], (*dtypes,)
         if part.dtype not in dtypes or part.shape not in shapes:
             wanted = " or ".join(str([*shape]) for shape in dict.fromkeys(shapes))
@@ -278,6 +302,21 @@ def low_nibbles_first(packed: np.ndarray) -> np.ndarray:
     np.bitwise_and(packed, 15, out=values[..., 0])
     np.right_shift(packed, 4, out=values[..., 1])
     return values.reshape(*packed.shape[:-1], -1)
+
+
+def pack_pairs(pairs: np.ndarray) -> np.ndarray:
+    """Convert 4-bit values from pairs of neighbours to the order of `weight_formats.pack`.
+
+    Example:
+      >>> pack_pairs(np.array([0x10, *range(1, 16)], np.uint8))[:3].tolist()
+      [128, 1, 145]
+    """
+    blocks = pairs.reshape(*pairs.shape[:-1], -1, 2, PACKED_BYTES // 2)
+    first, second = blocks[..., 0, :], blocks[..., 1, :]
+    packed = np.empty((*first.shape, 2), np.uint8)
+    np.bitwise_or(first & 0x0F, second << 4, out=packed[..., 0])
+    np.bitwise_or(first >> 4, second & 0xF0, out=packed[..., 1])
+    return packed.reshape(pairs.shape)
 
 
 def unpack_words(words: np.ndarray, bits: int) -> np.ndarray:
