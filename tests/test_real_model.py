@@ -1,17 +1,21 @@
 """A real chat model with 4-bit weights, SmolLM2-135M-Instruct in GGUF, from file to answer.
 
 The reference is transformers with the weights that the package gguf dequantises. Most of the cost
-is the compilation of one engine of 30 layers, which all tests share.
+is the compilation of one engine of 30 layers, which the tests of answers share, and of one program
+for the loss of each dtype.
 """
 
 import json
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import jsonschema
+import numpy as np
 import openai
 import pytest
 
-from paged_jax import LLM, SamplingParams
+from paged_jax import LLM, Llama, SamplingParams
 from paged_jax.server import Settings
 from tests.support.gguf_reference import best_tokens, load_reference
 from tests.support.live_server import LiveServer
@@ -129,3 +133,55 @@ def test_server_answers_with_json_of_a_schema(llm) -> None:
     jsonschema.validate(person, schema)
     assert person["name"].startswith("Ada")
     assert streamed == choice.message.content
+
+
+# Losses
+
+# Nats per token above bfloat16. The file keeps its 4 bits, so only the order of roundings differs.
+_MAX_LOSS = {"file": 0.005, "int8": 0.005}
+_WINDOWS, _WINDOW = 4, 384
+
+
+@pytest.fixture(scope="module")
+def windows(llm, data_dir) -> jax.Array:
+    """Return windows of token ids of a novel, i32 [4, 384], which begin in different chapters."""
+    [path] = data_dir.glob("text/pride_and_prejudice*.txt")
+    text = path.read_text(encoding="utf-8")
+    starts = [len(text) * (2 * i + 1) // (2 * _WINDOWS) for i in range(_WINDOWS)]
+    rows = [llm.tokenizer.encode(text[start : start + 4000])[:_WINDOW] for start in starts]
+    return jnp.array(rows, jnp.int32)
+
+
+def loss(model: Llama, windows: jax.Array) -> float:
+    """Return the mean loss in nats per token."""
+
+    @jax.jit
+    def row_loss(model: Llama, tokens: jax.Array) -> jax.Array:
+        logits = model(tokens[None])[0, :-1].astype(jnp.float32)
+        chosen = jnp.take_along_axis(logits, tokens[1:, None], axis=-1)[:, 0]
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
+
+    return float(np.mean([row_loss(model, row) for row in windows]))
+
+
+@pytest.fixture(scope="module")
+def bfloat16_loss(smollm2_file, windows) -> float:
+    model = Llama.from_pretrained(smollm2_file, dtype="bfloat16", dequantise=True)
+    return loss(model, windows)
+
+
+def test_loss_in_bfloat16_is_that_of_a_trained_model(bfloat16_loss) -> None:
+    assert 2.5 < bfloat16_loss < 3.5
+
+
+@pytest.mark.parametrize("dtype", _MAX_LOSS)
+def test_loss_of_quantised_weights(smollm2_file, windows, bfloat16_loss, dtype) -> None:
+    name = "bfloat16" if dtype == "file" else dtype
+    model = Llama.from_pretrained(smollm2_file, dtype=name)
+    difference = loss(model, windows) - bfloat16_loss
+    assert abs(difference) < _MAX_LOSS[dtype]
+
+
+def test_file_keeps_its_four_bits(smollm2_file, llm) -> None:
+    num_bytes = sum(weight.nbytes for weight in llm.weights)
+    assert num_bytes < 1.05 * smollm2_file.stat().st_size

@@ -6,7 +6,9 @@ int8 matrix that was made by `quantise` has one float32 scale per row. The large
 127, so the rounding error is at most half a scale. Only weights are quantised, activations are not.
 """
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import jax
@@ -36,6 +38,9 @@ SUFFIXES = SCALE, MIN, ORDER = "_scale", "_min", "_order"
 _TPU_LANES = 128
 
 Array = TypeVar("Array", np.ndarray, jax.Array)
+
+# Whether models are created only for their shapes, see `only_shapes`.
+_HAS_ONLY_SHAPES = contextvars.ContextVar("_HAS_ONLY_SHAPES", default=False)
 
 # Placement of parameters: one sharding for all, or a function of the name ("layers.0.qkv_proj", or
 # "layers.qkv_proj" if the layers are stacked) and the shape. None is the default device.
@@ -141,6 +146,19 @@ def _nearest_values(numbers: Array, code: str) -> Array:
     return xp.asarray(order)[xp.searchsorted(xp.asarray(middles), numbers)]
 
 
+@contextlib.contextmanager
+def only_shapes() -> Iterator[None]:
+    """Return a context for `jax.eval_shape` of a model, in which `add_matrix` quantises nothing.
+
+    Tracing the conversion of all matrices takes longer than the rest of the model.
+    """
+    token = _HAS_ONLY_SHAPES.set(True)
+    try:
+        yield
+    finally:
+        _HAS_ONLY_SHAPES.reset(token)
+
+
 def add_matrix(module: nnx.Module, name: str, w: jax.Array, format: WeightFormat) -> None:
     """Add a matrix to a module: the parameter `name`, and the other arrays of its format.
 
@@ -153,13 +171,17 @@ def add_matrix(module: nnx.Module, name: str, w: jax.Array, format: WeightFormat
     if not format.is_quantised:
         setattr(module, name, nnx.Param(w.astype(jnp.dtype(format.code))))
         return
-    arrays = _quantise(w.astype(jnp.float32), format)
+    if _HAS_ONLY_SHAPES.get():
+        shapes = format.shapes(w.shape)
+        arrays = WeightArrays(**{each: jnp.zeros(*shapes[each]) for each in shapes})
+    else:
+        arrays = _quantise(w.astype(jnp.float32), format)
     for suffix, array in zip(("", *SUFFIXES), arrays, strict=True):
         if array is not None:
             setattr(module, name + suffix, nnx.Param(array))
 
 
-# Traced once per shape, although loaders create a model without weights several times.
+# Traced once per shape.
 _quantise = jax.jit(quantise, static_argnames="format")
 
 

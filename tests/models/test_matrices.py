@@ -12,6 +12,7 @@ from flax import nnx
 from paged_jax import LLM, SamplingParams
 from paged_jax.engine.footprint import num_parameters, weight_bytes
 from paged_jax.kernels.linear import Weight, linear
+from paged_jax.kernels.weight_formats import WeightFormat
 from paged_jax.models import matrices
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
@@ -20,6 +21,7 @@ from paged_jax.models.loading.huggingface import load_weights
 from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
 from paged_jax.models.loading.parameters import named_arrays
 from paged_jax.models.matrices import SCALE, quantise
+from paged_jax.models.matrix_formats import DTYPE_FORMATS
 from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import CONFIG, SIZES
@@ -233,3 +235,24 @@ def test_look_up_on_tpu_gathers_only_many_rows() -> None:
 
     assert "dynamic_slice" in primitives(7) and " gather" not in primitives(7)
     assert " gather" in primitives(8)
+
+
+@pytest.mark.parametrize(
+    "format",
+    [
+        DTYPE_FORMATS["int8"],
+        WeightFormat("int4", 16, "bfloat16", has_order=True),
+        WeightFormat("uint4", 32, "float16", "float32"),
+        WeightFormat("bfloat16"),
+    ],
+)
+def test_only_shapes_gives_the_shapes_of_quantised_matrices(format) -> None:
+    def make() -> nnx.Module:
+        module = nnx.Module()
+        matrices.add_matrix(module, "w", jnp.ones((3, 2, 64), jnp.bfloat16), format)
+        return module
+
+    expected = jax.tree.map(lambda x: (x.shape, x.dtype), nnx.to_pure_dict(nnx.state(make())))
+    with matrices.only_shapes():
+        shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(make)))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == expected

@@ -5,6 +5,7 @@ Loaders receive the model class as an argument. They cannot import `Llama`, beca
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -16,7 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.matrices import Sharding
+from paged_jax.models.matrices import Sharding, only_shapes
 from paged_jax.models.matrix_formats import MatrixFormats, float_type
 from paged_jax.models.paged_model import PagedModel
 
@@ -88,14 +89,26 @@ class ModelSpec(Generic[Model]):
         return nnx.merge(graphdef, nnx.from_flat_state(parameters))
 
     def _abstract_model(self) -> Model:
-        options = {} if self.formats is None else {"formats": self.formats}
+        return _abstract_model(
+            self.model_class, self.config, self.dtype, self.scan_layers, self.formats
+        )
+
+
+# Loading needs the same model several times, and tracing it takes 0.1 s.
+@functools.lru_cache(maxsize=8)
+def _abstract_model(
+    model_class: Callable[..., Model],
+    config: LlamaConfig,
+    dtype: DTypeLike,
+    scan_layers: bool,
+    formats: MatrixFormats | None,
+) -> Model:
+    """Return a model without arrays, which the caller must not modify."""
+    options = {} if formats is None else {"formats": formats}
+    with only_shapes():
         return nnx.eval_shape(
-            lambda: self.model_class(
-                self.config,
-                dtype=self.dtype,
-                scan_layers=self.scan_layers,
-                rngs=nnx.Rngs(0),
-                **options,
+            lambda: model_class(
+                config, dtype=dtype, scan_layers=scan_layers, rngs=nnx.Rngs(0), **options
             )
         )
 
