@@ -76,6 +76,7 @@ def create_app(service: Service) -> Starlette:
         constant("/server_info", server_info),
         *admin.routes(service),
         *cache_page.routes(service),
+        *cache_page.chat_page_routes(),
     ]
     request_log = Middleware(
         RequestLogMiddleware,

@@ -1,4 +1,4 @@
-"""Routes under ``/cache``: a page that shows the block map and its changes live."""
+"""Pages of the server: the block map and its changes under ``/cache``, and a chat at ``/``."""
 
 import asyncio
 import dataclasses
@@ -15,13 +15,13 @@ from paged_jax.server.responses import ApiError
 from paged_jax.server.security import CLIENT, wrong_key
 from paged_jax.server.service import Service
 
-_FILES = {
-    "cache.html": "text/html; charset=utf-8",
-    "cache.js": "text/javascript; charset=utf-8",
-    "cache.css": "text/css; charset=utf-8",
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "css": "text/css; charset=utf-8",
 }
-# The page shows the prompts of all clients. It therefore loads nothing from other sites, and no
-# site may show it in a frame.
+# The pages show prompts. They therefore load nothing from other sites, and no site may show them in
+# a frame.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -44,16 +44,33 @@ def routes(service: Service) -> list[Route]:
 
     return [
         route("/cache", _file, name="cache.html"),
-        *(route(f"/cache/{name}", _file, name=name) for name in _FILES if name != "cache.html"),
+        *(route(f"/cache/{name}", _file, name=name) for name in ("cache.js", "cache.css")),
         route("/cache/state", _state),
         route("/cache/recent", _history),
         route("/cache/blocks/{block}", _block),
     ]
 
 
+def chat_page_routes() -> list[Route]:
+    """Return the routes of the page for chats, which needs no key except that of the API."""
+
+    def route(path: str, name: str) -> Route:
+        async def answer(request: Request) -> Response:
+            return _page_file(name)
+
+        return Route(path, answer, methods=["GET"])
+
+    files = [route(f"/chat/{name}", name) for name in ("chat.js", "chat.css")]
+    return [route("/", "chat.html"), *files]
+
+
 async def _file(service: Service, request: Request, *, name: str) -> Response:
+    return _page_file(name)
+
+
+def _page_file(name: str) -> Response:
     content = importlib.resources.files("paged_jax.server").joinpath("static", name).read_bytes()
-    return Response(content, media_type=_FILES[name], headers=_HEADERS)
+    return Response(content, media_type=_TYPES[name.rpartition(".")[2]], headers=_HEADERS)
 
 
 async def _state(service: Service, request: Request) -> Response:
