@@ -5,8 +5,10 @@ recorded from llama-cpp-python 0.3.36. Where it is installed, they are compared 
 `PAGED_JAX_TEST_DATA` too.
 """
 
+import hashlib
 import random
 
+import numpy as np
 import pytest
 
 from paged_jax.models.gguf_file import GgufFile
@@ -250,6 +252,30 @@ def test_errors_name_the_entry(tmp_path, metadata, message):
     with pytest.raises(TokenizerError, match=message) as raised:
         load(tmp_path, metadata)
     assert "\n" not in str(raised.value)
+
+
+# Recorded from llama.cpp with the vocabulary of SmolLM2: number of tokens of each text of the test
+# data, and the first digits of the SHA-256 of their ids as int32.
+BOOKS = {
+    "pride_and_prejudice_gutenberg1342.txt": (167877, "337fccba977ee923"),
+    "tinyshakespeare.txt": (341094, "48e900acd0e3537d"),
+    "wizard_of_oz_gutenberg55.txt": (64154, "8bbcb80bb8ea466a"),
+}
+SMOLLM2_TEXT = [
+    216, 339, 23, 16421, 216, 2290, 216, 33, 34, 35, 36, 37, 14195, 28, 29212, 506, 1116, 197, 84,
+    2756, 90, 16739, 216, 2, 216, 28589, 29184, 36518, 33, 34, 35, 1792, 423, 105, 2738, 41,
+]  # fmt: skip
+
+
+def test_a_real_vocabulary_gives_the_tokens_of_llama_cpp(smollm2_file, data_dir):
+    tokenizer = Tokenizer.from_folder(smollm2_file)
+    assert tokenizer.encode(TEXT) == SMOLLM2_TEXT
+    for name, recorded in BOOKS.items():
+        text = (data_dir / "text" / name).read_text(encoding="utf-8")
+        tokens = tokenizer.encode(text)
+        digest = hashlib.sha256(np.array(tokens, "<i4").tobytes()).hexdigest()
+        assert (len(tokens), digest[:16]) == recorded
+        assert tokenizer.decode(tokens) == text
 
 
 _PARTS = [

@@ -4,7 +4,7 @@ The files have the vocabulary, and merges or scores. The regular expressions tha
 words are not in the file, only a name (`pre_tokenizers`). The tokens are the same as llama.cpp's.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -118,20 +118,18 @@ class _TokenizerReader:
         if not isinstance(merges, Texts):
             raise self._error("merges must be a list of texts")
         backend = tokenizers.Tokenizer(
-            models.BPE(self._ids, list(self._pairs(merges)), ignore_merges=pre.ignores_merges)
+            models.BPE(self._ids, self._pairs(merges), ignore_merges=pre.ignores_merges)
         )
         backend.pre_tokenizer = pre.build()
         backend.decoder = decoders.ByteLevel()
         return backend, pre.adds_bos
 
-    def _pairs(self, merges: Texts) -> Iterator[tuple[str, str]]:
-        """Yield the merges whose tokens are in the vocabulary."""
+    def _pairs(self, merges: Texts) -> list[tuple[str, str]]:
+        """Return the merges whose tokens are in the vocabulary, as llama.cpp uses no others."""
         ids = self._ids
-        for merge in merges:
-            at = merge.find(" ", 1)
-            left, right = merge[:at], merge[at + 1 :]
-            if at > 0 and left in ids and right in ids and left + right in ids:
-                yield left, right
+        # A space separates two tokens, and tokens have other characters for spaces.
+        pairs = [merge.partition(" ") for merge in merges]
+        return [(a, b) for a, _, b in pairs if a in ids and b in ids and a + b in ids]
 
     def _sentencepiece(self) -> tokenizers.Tokenizer:
         scores = self._numbers("scores", None, self._get("scores")).astype(np.float64)
