@@ -27,6 +27,7 @@ from paged_jax.models.loading.quantised_modules import (
     Groups,
     ModuleMatrix,
     float_dtype,
+    look_up,
     low_nibbles_first,
     matrix_shape,
     pack_pairs,
@@ -312,7 +313,7 @@ class BitsandbytesMatrix(ModuleMatrix):
         assert pairs is not None
         values = low_nibbles_first(pairs.reshape(-1))
         values = values[start % 2 : start % 2 + stop - start].reshape(-1, self.shape[1])
-        return values if self._code in CODES else self._table[values]
+        return values if self._code in CODES else look_up(self._table, values)
 
     def _read_groups(self, rows: slice) -> Groups:
         start, stop = self._elements(rows)
@@ -389,6 +390,6 @@ def expand_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
       [2.0, 12.0, 0.0]
     """
     with np.errstate(over="ignore"):  # `StoredTensor.read` reports infinity
-        numbers = CODES["e2m1"][low_nibbles_first(blocks)]
+        numbers = look_up(CODES["e2m1"], low_nibbles_first(blocks))
         numbers *= powers_of_two(scales).astype(np.float32)[..., None]
     return numbers.reshape(*scales.shape[:-1], -1)

@@ -32,6 +32,7 @@ from paged_jax.models.quantisation import Scheme
 FLOATS = ("F32", "BF16", "F16")
 # Kernels read groups of at least this number of inputs. Matrices with smaller groups are expanded.
 _MIN_GROUP = 16
+_LOOKED_UP = 1 << 16  # values that are looked up at once
 # Factor with which the numbers of a 4-bit code become integers, for matrices that cannot be packed.
 _INTEGER_FACTORS = {"int4": 1, "uint4": 1, "e2m1": 2}
 
@@ -247,7 +248,7 @@ class ModuleMatrix(QuantisedTensor):
     def _dequantise(self, rows: slice) -> np.ndarray:
         values, groups = self._read_values(rows), self._finite_groups(rows)
         if self._code in CODES and self._code not in ("int4", "uint4"):
-            numbers = CODES[self._code][values]
+            numbers = look_up(CODES[self._code], values)
         else:
             numbers = values.astype(np.float32)
             numbers -= 8 if self._code == "int4" else 0
@@ -294,6 +295,16 @@ def powers_of_two(exponents: np.ndarray) -> np.ndarray:
     factors = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
     factors[exponents == 255] = np.nan
     return factors.astype(jnp.bfloat16)
+
+
+def look_up(table: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return ``table[values]``. Little memory is needed besides it, though NumPy widens indices."""
+    out = np.empty(values.shape, table.dtype)
+    flat, indices = out.reshape(-1), values.reshape(-1)
+    for start in range(0, flat.size, _LOOKED_UP):
+        part = slice(start, start + _LOOKED_UP)
+        flat[part] = table[indices[part]]
+    return out
 
 
 def low_nibbles_first(packed: np.ndarray) -> np.ndarray:

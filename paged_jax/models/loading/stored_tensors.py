@@ -28,6 +28,7 @@ _NUMPY_DTYPES = {
         "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
     }.items()
 }  # fmt: skip
+_CHECKED = 1 << 16  # floats that are checked at once
 _EXPONENT_BITS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 
 
@@ -177,8 +178,9 @@ def find_dtype(tensors: Iterable[StoredTensor]) -> str | None:
 
 
 def is_finite(values: np.ndarray) -> bool:
-    """Return whether all floats of an array are finite."""
+    """Return whether all floats of an array are finite. Little memory is needed besides it."""
     # Compare bits, because NumPy has no fast isfinite for bfloat16.
-    bits = values.view(f"u{values.itemsize}")
+    bits = np.ascontiguousarray(values).reshape(-1).view(f"u{values.itemsize}")
     mask = bits.dtype.type(_EXPONENT_BITS[values.dtype.name])
-    return not ((bits & mask) == mask).any()
+    parts = (bits[start : start + _CHECKED] for start in range(0, bits.size, _CHECKED))
+    return not any(((part & mask) == mask).any() for part in parts)
