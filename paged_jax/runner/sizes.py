@@ -190,7 +190,10 @@ def chunk_buckets(max_chunk: int) -> list[int]:
       >>> chunk_buckets(100)
       [16, 32, 64, 100]
     """
-    return sorted({chunk_bucket(count, max_chunk) for count in range(1, max_chunk + 1)})
+    widths = []
+    while (width := chunk_bucket(widths[-1] + 1 if widths else 1, max_chunk)) < max_chunk:
+        widths.append(width)
+    return [*widths, max_chunk]
 
 
 def prefill_rows(width: int, max_chunk: int, num_slots: int) -> list[int]:
