@@ -27,7 +27,8 @@ from paged_jax.engine.memory_plan import (
 )
 from paged_jax.engine.pool_size import device_memory
 from paged_jax.formatting import format_bytes
-from paged_jax.models.loading.pretrained import bundled_folder, read_config
+from paged_jax.models.llama import Llama
+from paged_jax.models.loading.pretrained import bundled_folder, read_config, read_formats
 
 # Options of an engine that change how much memory it takes.
 _OPTIONS = [each for each in option_specs() if each.decides_memory]
@@ -139,14 +140,18 @@ def _from_arguments(args: argparse.Namespace, device: DeviceSpec | None) -> Memo
             f"{args.platform}. Leave one of them out."
         )
     folder = bundled_folder() if args.model is None else Path(args.model)
-    config = read_config(folder)
+    config, options = read_config(folder), given_options(args, _OPTIONS)
+    kept = {name: options[name] for name in ("dtype", "dequantise") if name in options}
+    num_devices = options.get("tensor_parallel_size", 1)
+    formats = read_formats(Llama, folder, config, num_devices=num_devices, **kept)
     memory_bytes = _memory(device) if args.memory is None else args.memory
     platform = args.platform or (jax.default_backend() if device is None else device.platform)
     return make_plan(
         config,
         int(args.memory_fraction * memory_bytes),
         platform,
-        **given_options(args, _OPTIONS),
+        formats,
+        **options,
     )
 
 
@@ -187,7 +192,7 @@ def as_dict(
         "num_parameters": plan.num_parameters,
         "num_devices": plan.num_devices,
         "platform": plan.platform,
-        "dtype": plan.dtype,
+        "dtype": str(plan.formats),
         "kv_dtype": plan.kv_dtype,
         "memory_bytes": plan.memory,
         "weight_bytes": footprint.weights,
@@ -261,7 +266,7 @@ def _rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
     """Return name, bytes and a note for each use of memory, and for the bytes sent per step."""
     footprint, sizes, num_devices = plan.footprint, plan.sizes, plan.num_devices
     program = max(footprint.steps, key=lambda name: footprint.steps[name])
-    parameters = f"{plan.num_parameters:,} parameters in {plan.dtype}"
+    parameters = f"{plan.num_parameters:,} parameters in {plan.formats}"
     rows = [
         ("memory", plan.memory, f"on {plan.platform}"),
         ("weights", footprint.weights, parameters),

@@ -28,6 +28,7 @@ from paged_jax.kernels import norm_rope, triton
 from paged_jax.kernels.pool_format import QUANTISED
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import ModelSpec
+from paged_jax.models.matrix_formats import MatrixFormats
 from paged_jax.runner.compiler import COMPILER_OPTIONS
 from paged_jax.runner.decode_state import Assignment
 from paged_jax.runner.executor import Executor
@@ -182,7 +183,7 @@ class Bench:
             case.config,
             sizes,
             weights=footprint.weight_bytes(case.config, case.dtype),
-            dtype=case.dtype,
+            formats=MatrixFormats.of_dtype(case.dtype, case.config),
             kv_dtype=kv_dtype,
             platform=self._platform,
         )

@@ -25,6 +25,7 @@ from paged_jax.kernels import BACKENDS
 from paged_jax.kernels.linear import attends_to_tiles
 from paged_jax.kernels.rows import sets_rows_in_place
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.loading.parameters import DTYPES
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner.sizes import TILE, Sizes
@@ -163,10 +164,10 @@ class EngineConfig:
     )
     dtype: str = option(
         "auto",
-        "type of the weights: auto, float32, bfloat16, float16 or int8, which quantises matrices "
-        "with one scale per row",
+        "type of the weights; int8, fp8 and int4 quantise matrices while they are loaded; with "
+        "other types, matrices that the checkpoint stores quantised stay so",
         default_help="auto, as saved in the checkpoint",
-        choices=("auto", "float32", "bfloat16", "float16", "int8"),
+        choices=("auto", *DTYPES),
         decides_memory=True,
     )
     dequantise: bool = option(

@@ -102,7 +102,7 @@ class EngineCore:
             loaded.config,
             sizes,
             weights=weights.bytes_on(device),
-            dtype=model.weight_dtype,
+            formats=model.matrix_formats,
             kv_dtype=cache_dtype,
             platform=device.platform,
             shard=loaded.device_config,

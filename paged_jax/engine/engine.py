@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from paged_jax.arguments import ArgumentError, names_arguments
 from paged_jax.cache.paged_cache import PagedCache
@@ -436,9 +435,9 @@ class Engine:
         return self.core.executor.weights.layout
 
     @property
-    def weight_dtype(self) -> np.dtype:
-        """The dtype of the weights."""
-        return self.core.executor.weights.layout_model.weight_dtype
+    def weight_dtype(self) -> str:
+        """The format of most matrices of the model, such as ``"bfloat16"`` or ``"int4"``."""
+        return str(self.core.executor.weights.layout_model.matrix_formats)
 
     @property
     def stats(self) -> EngineStats:

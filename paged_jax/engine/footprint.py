@@ -58,9 +58,11 @@ from paged_jax.kernels import padded_head_dim
 from paged_jax.kernels.linear import copies_weights
 from paged_jax.kernels.pool_format import is_quantised
 from paged_jax.kernels.rows import sets_rows_in_place
+from paged_jax.kernels.weight_formats import FLOAT_CODES
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import ModelSpec
+from paged_jax.models.matrix_formats import MatrixFormats
 from paged_jax.models.tensor_parallel import DeviceShard
 from paged_jax.runner.sizes import Sizes
 from paged_jax.sampling.filters import Constraints
@@ -215,7 +217,7 @@ def footprint(
     sizes: Sizes,
     *,
     weights: int,
-    dtype: DTypeLike,
+    formats: MatrixFormats,
     kv_dtype: DTypeLike,
     platform: str,
     shard: LlamaConfig | None = None,
@@ -226,7 +228,7 @@ def footprint(
       config: the configuration of the model.
       sizes: sizes of the engine's programs.
       weights: bytes of the weights on the device, see `weight_bytes`.
-      dtype: dtype of the weights.
+      formats: formats of the matrices.
       kv_dtype: dtype of K and V.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
       shard: the configuration of a device's shard, see `shard_config`; None for a single device.
@@ -237,15 +239,19 @@ def footprint(
       >>> sizes = Sizes(block_size=16, num_slots=4, max_model_len=512, max_chunk=128,
       ...               max_steps=8, num_drafts=0, max_logit_bias=32, max_stop_ids=16)
       >>> needs = footprint(config, sizes, weights=weight_bytes(config, "float32"),
-      ...                   dtype="float32", kv_dtype="float32", platform="cpu")
+      ...                   formats=MatrixFormats.of_dtype("float32", config),
+      ...                   kv_dtype="float32", platform="cpu")
       >>> needs.weights, needs.state, needs.block
       (1171200, 12968, 20480)
     """
     groups = _group_footprints(shard or config, sizes, kv_dtype, platform)
     block = sum(group.block for group in groups)
     steps = _step_bytes(shard or config, config.vocab_size, sizes, block, platform)
-    if copies_weights(platform, dtype, has_experts=bool(config.num_experts)):
-        copies = weights * 4 // jnp.dtype(dtype).itemsize
+    # Without kernels for quantised weights, all of them are copied like int8.
+    dtypes = {code if code in FLOAT_CODES else "int8" for code in formats.codes}
+    has_experts = bool(config.num_experts)
+    if any(copies_weights(platform, dtype, has_experts=has_experts) for dtype in dtypes):
+        copies = 4 * num_parameters(shard or config)
         steps = {program: taken + copies for program, taken in steps.items()}
     windows = [group.window for group in groups]
     return Footprint(
@@ -275,24 +281,34 @@ def _group_footprints(
 
 
 def weight_layout(
-    config: LlamaConfig, dtype: DTypeLike, num_devices: int = 1
+    config: LlamaConfig,
+    dtype: DTypeLike,
+    num_devices: int = 1,
+    formats: MatrixFormats | None = None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shape and dtype of every parameter, by name.
 
     Args:
       config: the configuration of a device's shard, see `shard_config`.
-      dtype: dtype of the matrices.
+      dtype: dtype of the floats, or of all matrices without `formats`.
       num_devices: number of devices that compute the model together.
+      formats: formats of the matrices; None for the formats of `dtype`.
     """
     shard = DeviceShard("", config.vocab_size, num_devices) if num_devices > 1 else None
     # Stack the layers if the model allows it: then a layer is traced once instead of L times.
+    can_stack = config.can_scan_layers and (formats is None or formats.can_stack)
     model_class = functools.partial(Llama, shard=shard)
-    return ModelSpec(model_class, config, dtype, config.can_scan_layers).parameters()
+    return ModelSpec(model_class, config, dtype, can_stack, formats=formats).parameters()
 
 
-def weight_bytes(config: LlamaConfig, dtype: DTypeLike, num_devices: int = 1) -> int:
+def weight_bytes(
+    config: LlamaConfig,
+    dtype: DTypeLike,
+    num_devices: int = 1,
+    formats: MatrixFormats | None = None,
+) -> int:
     """Return the bytes of all parameters, see `weight_layout`."""
-    layout = weight_layout(config, dtype, num_devices)
+    layout = weight_layout(config, dtype, num_devices, formats)
     return sum(x.size * x.dtype.itemsize for x in layout.values())
 
 

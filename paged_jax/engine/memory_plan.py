@@ -45,7 +45,7 @@ from paged_jax.engine.footprint import (
 )
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.parameters import resolve_dtype
-from paged_jax.models.matrix_formats import float_type
+from paged_jax.models.matrix_formats import MatrixFormats, float_type
 from paged_jax.models.tensor_parallel import shard_config
 from paged_jax.runner.sizes import Sizes
 
@@ -61,7 +61,8 @@ class MemoryPlan:
       config: configuration of the model.
       num_devices: N, number of devices that compute the model together.
       shard: configuration of a device's shard of the model.
-      dtype: dtype of the weights.
+      dtype: dtype of the floats.
+      formats: formats of the matrices.
       kv_dtype: dtype of K and V.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
       sizes: sizes of the engine's programs.
@@ -74,6 +75,7 @@ class MemoryPlan:
     num_devices: int
     shard: LlamaConfig
     dtype: str
+    formats: MatrixFormats
     kv_dtype: str
     platform: str
     sizes: Sizes
@@ -152,6 +154,7 @@ def make_plan(
     config: LlamaConfig,
     memory_bytes: int,
     platform: str,
+    formats: MatrixFormats | None = None,
     **options: Any,
 ) -> MemoryPlan:
     """Compute how many blocks and sequences fit in the memory of each device.
@@ -160,6 +163,8 @@ def make_plan(
       config: the configuration of the model.
       memory_bytes: bytes that the engine may take in all on each device.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+      formats: formats of the matrices in the files, see `read_formats`; None for the formats of the
+        option `dtype`.
       **options: fields of `EngineConfig` that decide how much memory an engine takes.
 
     Raises:
@@ -181,19 +186,20 @@ def make_plan(
     # Any max_num_batched_tokens gives the same plan; this value is valid for any number of slots.
     options["max_num_batched_tokens"] = max(num_slots, EngineConfig.max_num_batched_tokens)
     engine = EngineConfig(**options)
-    weights_dtype = resolve_dtype("plan", engine.dtype, config)
-    pool_dtype = resolve_kv_dtype(
-        engine.kv_dtype, float_type(weights_dtype, config.dtype), platform
-    )
+    dtype = resolve_dtype("plan", engine.dtype, config)
+    floats = float_type(dtype, config.dtype)
+    pool_dtype = resolve_kv_dtype(engine.kv_dtype, floats, platform)
     sizes = engine.program_sizes(
         "plan", config, platform=platform, num_eos_token_ids=len(config.eos_token_ids)
     )
     shard = shard_config("plan", config, engine.tensor_parallel_size)
+    if formats is None:
+        formats = MatrixFormats.of_dtype(dtype, dataclasses.replace(shard, dtype=floats.name))
     taken = footprint(
         config,
         sizes,
-        weights=weight_bytes(shard, weights_dtype, engine.tensor_parallel_size),
-        dtype=weights_dtype,
+        weights=weight_bytes(shard, floats, engine.tensor_parallel_size, formats),
+        formats=formats,
         kv_dtype=pool_dtype,
         platform=platform,
         shard=shard,
@@ -203,7 +209,8 @@ def make_plan(
         config=config,
         num_devices=engine.tensor_parallel_size,
         shard=shard,
-        dtype=weights_dtype.name,
+        dtype=floats.name,
+        formats=formats,
         kv_dtype=pool_dtype.name,
         platform=platform,
         sizes=sizes,
@@ -312,20 +319,33 @@ def step_bound(plan: MemoryPlan, device: DeviceSpec, batch: int, length: int) ->
       batch: B, number of sequences.
       length: number of tokens in each sequence.
     """
-    layout = weight_layout(plan.shard, plan.dtype, plan.num_devices)
-    if not plan.config.tie_word_embeddings:
-        del layout["embed_tokens"]
-    per_token, per_batch = _expert_fractions(plan.config, batch)
-    num_bytes, num_weights = 0.0, 0.0
-    for name, x in layout.items():
-        is_expert = name.rpartition(".")[2].startswith("experts_")
-        num_bytes += x.size * x.dtype.itemsize * (per_batch if is_expert else 1)
-        num_weights += x.size * (per_token if is_expert else 1)
+    layouts = [
+        weight_layout(plan.shard, plan.dtype, plan.num_devices, each)
+        for each in (plan.formats, None)
+    ]
+    num_bytes, num_weights = (
+        sum(
+            fraction * x.size * (x.dtype.itemsize if counts_bytes else 1)
+            for name, x in layout.items()
+            for fraction in [_read_fraction(plan.config, name, experts)]
+        )
+        for counts_bytes, layout, experts in zip(
+            (True, False), layouts, reversed(_expert_fractions(plan.config, batch)), strict=True
+        )
+    )
     return StepBound(
         reading=(num_bytes + batch * plan.read_bytes(length)) / device.memory_rate,
         computing=2 * batch * num_weights / device.operation_rate,
         sending=collectives(plan, batch).sent / device.link_rate,
     )
+
+
+def _read_fraction(config: LlamaConfig, name: str, experts: float) -> float:
+    """Return the fraction of a parameter that a step needs, given the fraction of the experts."""
+    kind = name.rpartition(".")[2]
+    if kind.startswith("embed_tokens") and not config.tie_word_embeddings:
+        return 0
+    return experts if kind.startswith("experts_") else 1
 
 
 def _expert_fractions(config: LlamaConfig, batch: int) -> tuple[float, float]:

@@ -116,6 +116,10 @@ class WeightFormat:
         return sum(math.prod(each) * dtype.itemsize for each, dtype in arrays)
 
 
+# One scale per row.
+INT8 = WeightFormat("int8", None, "float32")
+
+
 class WeightArrays(NamedTuple):
     """The arrays of a matrix ``[*out, in]``.
 

@@ -244,6 +244,11 @@ class Llama(PagedModel):
         head = "embed_tokens" if self.config.tie_word_embeddings else "lm_head"
         return getattr(self, head).dtype
 
+    @property
+    def matrix_formats(self) -> MatrixFormats:
+        """Formats of the matrices."""
+        return self.formats
+
     def _table(self, name: str) -> Weight:
         return get_matrix(self, name, self.formats[name], self.float_dtype)
 

@@ -9,11 +9,9 @@ int8 matrix that was made by `quantise` has one float32 scale per row. The large
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -21,15 +19,13 @@ from jax.typing import DTypeLike
 
 from paged_jax.kernels.linear import Stack, Weight
 from paged_jax.kernels.weight_formats import (
-    CODES,
     WeightArrays,
     WeightFormat,
     as_bits,
     dequantise,
     from_bits,
-    pack,
 )
-from paged_jax.models.matrix_formats import DTYPE_FORMATS
+from paged_jax.models.quantise import quantise
 
 # Suffixes of the parameters with the scales, minima and order of a matrix, see `WeightArrays`.
 SUFFIXES = SCALE, MIN, ORDER = "_scale", "_min", "_order"
@@ -37,7 +33,6 @@ SUFFIXES = SCALE, MIN, ORDER = "_scale", "_min", "_order"
 # Elements in a row of a TPU vector register.
 _TPU_LANES = 128
 
-Array = TypeVar("Array", np.ndarray, jax.Array)
 
 # Whether models are created only for their shapes, see `only_shapes`.
 _HAS_ONLY_SHAPES = contextvars.ContextVar("_HAS_ONLY_SHAPES", default=False)
@@ -64,47 +59,6 @@ def is_stacked(name: str) -> bool:
     return scope == "layers" and "." not in kind
 
 
-def quantise(w: Array, format: WeightFormat = DTYPE_FORMATS["int8"]) -> WeightArrays:
-    """Round a matrix to a quantised format.
-
-    The largest number of a group becomes the largest value of the format. With minima, the smallest
-    number of a group is its minimum. The inputs keep their order.
-
-    Args:
-      w: float32 ``[..., in]``, an array of NumPy or JAX.
-      format: the format; by default int8 with one scale per row.
-
-    Returns:
-      Arrays of the same library.
-
-    Example:
-      >>> values, scales, *_ = quantise(np.array([[1.0, -2.54], [0.0, 0.0]], np.float32))
-      >>> values.tolist(), f"{scales[0, 0]:.3f}"
-      ([[50, -127], [0, 0]], '0.020')
-    """
-    xp = w.__array_namespace__()
-    num_inputs = w.shape[-1]
-    groups = w.reshape(*w.shape[:-1], -1, format.group_size or num_inputs)
-    mins = None
-    if format.min_dtype is not None:
-        mins = groups.min(-1, keepdims=True).astype(jnp.dtype(format.min_dtype))
-        groups = groups - mins.astype(np.float32)
-    # Multiply by reciprocals, as XLA does for a division, so that NumPy and JAX give equal bits.
-    # The lower bound of the scales keeps the reciprocal finite.
-    largest = xp.abs(groups).max(-1, keepdims=True)
-    dtype = jnp.dtype(format.scale_dtype)
-    scales = largest * np.float32(1 / _largest_number(format.code))
-    scales = xp.maximum(scales, jnp.finfo(dtype).tiny).astype(dtype)
-    numbers = groups * (1 / scales.astype(np.float32))
-    values = _nearest_values(numbers, format.code).reshape(w.shape)
-    return WeightArrays(
-        pack(values) if format.is_packed else values,
-        scales[..., 0],
-        None if mins is None else mins[..., 0],
-        xp.arange(num_inputs, dtype=np.int32) if format.has_order else None,
-    )
-
-
 def change_format(
     arrays: WeightArrays, source: WeightFormat, target: WeightFormat, *, is_stacked: bool = False
 ) -> WeightArrays:
@@ -124,26 +78,6 @@ def change_format(
         return WeightArrays(w.astype(jnp.dtype(target.code)))
 
     return jax.vmap(change)(arrays) if is_stacked else change(arrays)
-
-
-def _largest_number(code: str) -> float:
-    if code in CODES:
-        return float(CODES[code].max())
-    return 127 if code == "int8" else float(jnp.finfo(code).max)
-
-
-def _nearest_values(numbers: Array, code: str) -> Array:
-    """Return the values, not packed, with the nearest numbers of a code."""
-    xp = numbers.__array_namespace__()
-    if code == "int8":
-        return xp.clip(xp.rint(numbers), -127, 127).astype(np.int8)
-    if code not in CODES:
-        largest = _largest_number(code)
-        return xp.clip(numbers, -largest, largest).astype(jnp.dtype(code))
-    order = np.argsort(CODES[code], kind="stable").astype(np.uint8)
-    ascending = CODES[code][order]
-    middles = (ascending[1:] + ascending[:-1]) / 2
-    return xp.asarray(order)[xp.searchsorted(xp.asarray(middles), numbers)]
 
 
 @contextlib.contextmanager
@@ -175,14 +109,10 @@ def add_matrix(module: nnx.Module, name: str, w: jax.Array, format: WeightFormat
         shapes = format.shapes(w.shape)
         arrays = WeightArrays(**{each: jnp.zeros(*shapes[each]) for each in shapes})
     else:
-        arrays = _quantise(w.astype(jnp.float32), format)
+        arrays = quantise(w.astype(jnp.float32), format)
     for suffix, array in zip(("", *SUFFIXES), arrays, strict=True):
         if array is not None:
             setattr(module, name + suffix, nnx.Param(array))
-
-
-# Traced once per shape.
-_quantise = jax.jit(quantise, static_argnames="format")
 
 
 def get_matrix(

@@ -1,5 +1,6 @@
 """Formats of the matrices of a model, by the names of its parameters."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -9,11 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.weight_formats import WeightFormat
+from paged_jax.kernels.weight_formats import INT8, PACKED_INPUTS, WeightFormat
 from paged_jax.models.config import LlamaConfig
 
 # Format of matrices that are quantised while they are loaded, by the dtype that the user asks for.
-DTYPE_FORMATS = {"int8": WeightFormat("int8", None, "float32")}
+# The output head is always int8, because errors in it matter most, and so are matrices of int4 on
+# devices where the inputs of a row do not fill whole groups.
+DTYPE_FORMATS = {
+    "int8": INT8,
+    "fp8": WeightFormat("float8_e4m3fn", None, "float32"),
+    "int4": WeightFormat("uint4", 32, "float16", "float16"),
+    "int4-symmetric": WeightFormat("int4", 32, "bfloat16"),
+}
 
 # Names of matrices in a model or in a layer. All other parameters are floats.
 _MATRICES = (
@@ -30,6 +38,10 @@ _MATRICES = (
 )
 # Matrices of a layer that stay floating point in a quantised model, because they are small.
 _SMALL = ("router", "shared_expert_gate")
+
+# Names of formats that differ from the names of their codes.
+_NAMES = {"float8_e4m3fn": "fp8", "uint4": "int4"}
+_E2M1_NAMES = {32: "mxfp4", 16: "nvfp4"}  # by group size
 
 _LAYER = re.compile(r"^layers\.(\d+)\.")
 
@@ -62,14 +74,20 @@ class MatrixFormats:
 
         Args:
           dtype: a float dtype, or a dtype in `DTYPE_FORMATS`.
-          config: configuration of the model, with the dtype of its floats.
+          config: configuration of the model, or of a device's shard, with the dtype of its floats.
         """
         if (format := DTYPE_FORMATS.get(name_of(dtype))) is None:
             return cls(WeightFormat(name_of(dtype)))
         floats = WeightFormat(name_of(config.dtype))
         others = {f"layers.{name}": floats for name in _SMALL} if config.num_experts else {}
+        for name, num_inputs in _num_inputs(config).items():
+            if not fits(format, num_inputs):
+                others[f"layers.{name}"] = INT8
+        head = "embed_tokens"
         if not config.tie_word_embeddings:
-            others["embed_tokens"] = floats
+            others["embed_tokens"], head = floats, "lm_head"
+        others[head] = INT8
+        others = {name: each for name, each in others.items() if each != format}
         return cls(format, tuple(sorted(others.items())))
 
     @classmethod
@@ -119,6 +137,16 @@ class MatrixFormats:
         """Whether any matrix may be quantised."""
         return self.default.is_quantised or any(each.is_quantised for _, each in self.others)
 
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """Codes of all formats, without repetition."""
+        return tuple(dict.fromkeys([self.default.code, *(each.code for _, each in self.others)]))
+
+    def __str__(self) -> str:
+        """Name of the format that most kinds of matrices have, such as ``"int4"``."""
+        code, size = self.default.code, self.default.group_size
+        return _E2M1_NAMES.get(size or 0, code) if code == "e2m1" else _NAMES.get(code, code)
+
     def of_layer(self, index: int | None) -> "MatrixFormats":
         """Return the formats of a layer's matrices by their names in the layer, ``"o_proj"``.
 
@@ -141,16 +169,42 @@ class MatrixFormats:
         return MatrixFormats(change(self.default), others)
 
 
+def fits(format: WeightFormat, num_inputs: int) -> bool:
+    """Return whether the inputs of a row fill whole groups and packed blocks of a format."""
+    block = math.lcm(format.group_size or 1, PACKED_INPUTS if format.is_packed else 1)
+    return num_inputs % block == 0
+
+
+def _num_inputs(config: LlamaConfig) -> dict[str, int]:
+    """Return the number of inputs of each matrix of a layer."""
+    inputs = {
+        "qkv_proj": config.hidden_size,
+        "o_proj": config.num_attention_heads * config.head_dim,
+        "gate_up_proj": config.hidden_size,
+        "down_proj": config.dense_intermediate_size,
+    }
+    if config.num_experts:
+        inputs["experts_gate_up_proj"] = config.hidden_size
+        inputs["experts_down_proj"] = config.moe_intermediate_size
+    return inputs
+
+
 def is_matrix(name: str) -> bool:
     """Return whether a parameter, such as ``"layers.0.o_proj"``, is a matrix."""
     return name.rpartition(".")[2] in _MATRICES
 
 
 def name_of(dtype: DTypeLike) -> str:
-    """Return the name of a dtype, which may be a name in `DTYPE_FORMATS`."""
+    """Return the name of a dtype, which may be a name in `DTYPE_FORMATS`.
+
+    Example:
+      >>> name_of("int4"), name_of(jnp.float8_e4m3fn), name_of(jnp.bfloat16)
+      ('int4', 'fp8', 'bfloat16')
+    """
     if isinstance(dtype, str) and dtype in DTYPE_FORMATS:
         return dtype
-    return jnp.dtype(dtype).name
+    name = jnp.dtype(dtype).name
+    return "fp8" if name == DTYPE_FORMATS["fp8"].code else name
 
 
 def float_type(dtype: DTypeLike, config_dtype: DTypeLike) -> np.dtype:

@@ -24,6 +24,7 @@ from paged_jax.cache.groups import CacheGroup
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.cache.sequence_blocks import max_blocks_in_slot, num_blocks_needed
 from paged_jax.kernels import padded_head_dim
+from paged_jax.kernels.weight_formats import WeightFormat
 from paged_jax.models.batch_places import (
     BatchPlaces,
     GroupPools,
@@ -36,6 +37,7 @@ from paged_jax.models.batch_places import (
 )
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_attention import Attend, Carry
+from paged_jax.models.matrix_formats import MatrixFormats
 
 
 class PagedModel(nnx.Module):
@@ -113,6 +115,11 @@ class PagedModel(nnx.Module):
         """Dtype of the matrices: the dtype of the largest parameter."""
         arrays = jax.tree.leaves(nnx.state(self))
         return max(arrays, key=lambda array: array.size).dtype
+
+    @property
+    def matrix_formats(self) -> MatrixFormats:
+        """Formats of the matrices; by default `weight_dtype` for all of them."""
+        return MatrixFormats(WeightFormat(self.weight_dtype.name))
 
     @names_arguments
     def create_cache(

@@ -345,6 +345,11 @@ class TensorParallel:
         return Mesh(devices, ("heads", "copies"), axis_types=(AxisType.Auto,) * 2)
 
 
+def divides_inputs(name: str) -> bool:
+    """Return whether the inputs of a matrix are divided over the devices, not its outputs."""
+    return _DIVIDED.get(_kind(name)) == 1
+
+
 def _kind(name: str) -> str:
     """Return the name of a parameter in its layer; of an array of a matrix, that of the matrix."""
     return matrix_name(name).rpartition(".")[2]

@@ -186,7 +186,7 @@ for kind, ways in ((SANDWICH, ((2, "swap"), (4, "recompute"))), (PARALLEL, ((4, 
 _WEIGHTS = """
 from flax import nnx
 from paged_jax import Engine
-from paged_jax.models.matrices import quantise
+from paged_jax.models.quantise import quantise
 from tests.support.tensor_parallel import SIZES, generate, make_model
 
 first, second = make_model(), make_model(seed=5)

@@ -16,7 +16,7 @@ from paged_jax.kernels import choose_backend, load_cpu_kernels, paged_attention
 from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.cpu import library
 from paged_jax.kernels.linear import Stack, Weight, linear
-from paged_jax.models.matrices import quantise
+from paged_jax.models.quantise import quantise
 from tests.support.compiler import needs_compiler
 from tests.support.paged_batch import LAYER, PagedBatch, queries
 from tests.support.processes import run_on_devices

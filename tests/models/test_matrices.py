@@ -17,11 +17,12 @@ from paged_jax.models import matrices
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading import stored_matrices
-from paged_jax.models.loading.huggingface import load_weights
+from paged_jax.models.loading.huggingface import find_formats, load_weights
 from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
 from paged_jax.models.loading.parameters import named_arrays
-from paged_jax.models.matrices import SCALE, quantise
-from paged_jax.models.matrix_formats import DTYPE_FORMATS
+from paged_jax.models.matrices import SCALE, SUFFIXES
+from paged_jax.models.matrix_formats import DTYPE_FORMATS, MatrixFormats, is_matrix
+from paged_jax.models.quantise import quantise
 from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import CONFIG, SIZES
@@ -99,6 +100,35 @@ def test_load_weights_quantises_to_int8(saved, scan_layers, monkeypatch) -> None
     weights = jax.tree.leaves(nnx.state(model))
     assert weight_bytes(floats.config, "int8") == sum(x.nbytes for x in weights)
     assert num_parameters(floats.config) == sum(x.size for x in parameters(wide).values())
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int4", "int4-symmetric"])
+def test_load_weights_quantises_to_each_dtype(saved, dtype) -> None:
+    """The matrices are rounded one by one, the output head to int8, and norms stay floats."""
+    floats, folder = saved
+    config = floats.config
+    model = load_weights(Llama, folder, config, dtype=dtype)
+    assert str(model.formats) == str(model.matrix_formats) == dtype.removesuffix("-symmetric")
+    assert model.float_dtype == jnp.dtype(config.dtype) and model.config == config
+    expected, got = parameters(floats), parameters(model)
+    for name, w in expected.items():
+        format = model.formats[name]
+        if not is_matrix(name) or not format.is_quantised:
+            np.testing.assert_array_equal(got.pop(name), w, err_msg=name, strict=True)
+            continue
+        arrays = quantise(w.astype(np.float32), format)
+        for suffix, array in zip(("", *SUFFIXES), arrays, strict=True):
+            if array is not None:
+                stored = got.pop(name + suffix)
+                np.testing.assert_array_equal(stored, np.asarray(array), err_msg=name + suffix)
+    assert not got
+    head = "embed_tokens" if config.tie_word_embeddings else "lm_head"
+    assert model.formats[head].code == "int8"
+    assert config.tie_word_embeddings or not model.formats["embed_tokens"].is_quantised
+    num_bytes = sum(x.nbytes for x in parameters(model).values())
+    assert weight_bytes(config, config.dtype, formats=model.formats) == num_bytes
+    assert find_formats(Llama, folder, config, dtype=dtype) == model.formats
+    assert MatrixFormats.of_dtype(dtype, config) == model.formats
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "phi3", "olmo2", "glm4"])
@@ -193,7 +223,7 @@ def test_load_weights_places_int8_on_several_devices(tiny_folder) -> None:
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
         from paged_jax.models.config import LlamaConfig
         from paged_jax.models.llama import Llama
-        from paged_jax.models.loading.huggingface import load_weights
+        from paged_jax.models.loading.huggingface import find_formats, load_weights
         from paged_jax.models.loading.parameters import named_arrays
 
         folder = sys.argv[1]

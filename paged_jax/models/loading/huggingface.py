@@ -3,10 +3,9 @@
 import dataclasses
 import itertools
 import json
-import math
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from paged_jax.models.loading.parameters import (
     Model,
     ModelSpec,
     WeightsError,
-    config_text,
+    config_dict,
     named_arrays,
     resolve_dtype,
 )
@@ -34,6 +33,7 @@ from paged_jax.models.loading.safetensors_files import (
     check_names,
     find_tensors,
 )
+from paged_jax.models.loading.save_quantised import QuantisedWriter
 from paged_jax.models.loading.stored_matrices import StoredMatrix, read_box
 from paged_jax.models.loading.stored_tensors import StoredTensor
 from paged_jax.models.loading.tensor_map import (
@@ -43,7 +43,7 @@ from paged_jax.models.loading.tensor_map import (
     map_parameter,
     map_to_available,
 )
-from paged_jax.models.matrices import SCALE, Sharding
+from paged_jax.models.matrices import Sharding, matrix_name
 from paged_jax.models.matrix_formats import MatrixFormats, float_type, is_matrix
 from paged_jax.models.model_folder import find_adapters
 from paged_jax.models.paged_model import PagedModel
@@ -75,8 +75,8 @@ def load_weights(
       folder: folder of the safetensors, or a GGUF file.
       config: configuration of the model. If it ties the head to the embeddings but the files
         contain a different head, the model is loaded untied, with a warning.
-      dtype: float32, bfloat16, float16 or int8; ``"auto"`` is ``config.dtype``. Matrices that the
-        files store in a quantised format keep it, unless the dtype is int8.
+      dtype: one of `DTYPES`; ``"auto"`` is ``config.dtype``. Matrices that the files store in a
+        quantised format keep it with ``"auto"`` and float dtypes.
       scan_layers: whether to stack the layers, see `Llama`. Layers with matrices in different
         formats are not stacked.
       sharding: one sharding for all parameters, or a function of a parameter's name and shape.
@@ -89,26 +89,11 @@ def load_weights(
         unexpected, of the wrong shape, not floating point, or not finite.
     """
     dtype = resolve_dtype("load_weights", dtype, config)
-    if is_gguf(folder):
-        stored: Mapping[str, StoredTensor] = find_gguf_tensors(GgufFile.open(folder), config)
-    else:
-        stored = find_tensors(Path(folder), config)
-    if Path(folder).is_dir() and (adapters := find_adapters(os.listdir(folder))):
-        warnings.warn(
-            f"{folder}: {adapters[0]} is an adapter, which is not applied. Merge it into the model "
-            "(peft: merge_and_unload), or remove it.",
-            stacklevel=2,
-        )
-    check_names(stored)
-    check_counts(
-        {name: x.shape for name, x in stored.items()}, config.num_hidden_layers, config.num_experts
-    )
-    config = untie_if_different(config, stored)
+    stored, config = _find_stored(folder, config)
     floats = float_type(dtype, config.dtype)
     wide = ModelSpec(model_class, config, floats, config.can_scan_layers, sharding)
     shapes = wide.separate_shapes()
-    mappings = {name: map_to_available(config, name, stored) for name in shapes}
-    _check_tensors(stored, [each for some in mappings.values() for each in some], config)
+    mappings = _find_mappings(stored, config, shapes)
     if formats is None:
         formats = choose_formats(wide, shapes, dtype, stored, mappings, dequantise=dequantise)
     spec = dataclasses.replace(
@@ -137,8 +122,72 @@ def load_weights(
     return spec.build(make)
 
 
+def find_formats(
+    model_class: Callable[..., Model],
+    folder: str | Path,
+    config: LlamaConfig,
+    *,
+    dtype: DTypeLike = "auto",
+    dequantise: bool = False,
+    num_devices: int = 1,
+) -> MatrixFormats:
+    """Return the formats that the matrices would have after `load_weights`.
+
+    Args:
+      model_class: see `load_weights`.
+      folder: see `load_weights`.
+      config: see `load_weights`.
+      dtype: see `load_weights`.
+      dequantise: see `load_weights`.
+      num_devices: number of devices that compute the model together.
+
+    Raises:
+      WeightsError: see `load_weights`.
+    """
+    dtype = resolve_dtype("load_weights", dtype, config)
+    stored, config = _find_stored(folder, config)
+    floats = float_type(dtype, config.dtype)
+    wide = ModelSpec(model_class, config, floats, config.can_scan_layers)
+    shapes = wide.separate_shapes()
+    mappings = _find_mappings(stored, config, shapes)
+    options: Any = {"dequantise": dequantise, "num_devices": num_devices}
+    return choose_formats(wide, shapes, dtype, stored, mappings, **options)
+
+
+def _find_stored(
+    folder: str | Path, config: LlamaConfig
+) -> tuple[Mapping[str, StoredTensor], LlamaConfig]:
+    """Return the tensors of a folder or file, and the config, untied if the files have a head."""
+    if is_gguf(folder):
+        stored: Mapping[str, StoredTensor] = find_gguf_tensors(GgufFile.open(folder), config)
+    else:
+        stored = find_tensors(Path(folder), config)
+    if Path(folder).is_dir() and (adapters := find_adapters(os.listdir(folder))):
+        warnings.warn(
+            f"{folder}: {adapters[0]} is an adapter, which is not applied. Merge it into the model "
+            "(peft: merge_and_unload), or remove it.",
+            stacklevel=3,
+        )
+    check_names(stored)
+    check_counts(
+        {name: x.shape for name, x in stored.items()}, config.num_hidden_layers, config.num_experts
+    )
+    return stored, untie_if_different(config, stored)
+
+
+def _find_mappings(
+    stored: Mapping[str, StoredTensor], config: LlamaConfig, names: Iterable[str]
+) -> dict[str, list[TensorMapping]]:
+    """Return the mappings of parameters to tensors. All tensors exist and have the right shape."""
+    mappings = {name: map_to_available(config, name, stored) for name in names}
+    _check_tensors(stored, [each for some in mappings.values() for each in some], config)
+    return mappings
+
+
 def save_weights(model: PagedModel, folder: str | Path, *, max_file_bytes: int = 5 * 10**9) -> None:
     """Write a Hugging Face folder (``config.json`` and safetensors), which transformers can load.
+
+    Quantised matrices are written in the formats of compressed-tensors, see `save_quantised`.
 
     Args:
       model: a `Llama`, with stacked layers or not.
@@ -147,57 +196,58 @@ def save_weights(model: PagedModel, folder: str | Path, *, max_file_bytes: int =
       max_file_bytes: maximum bytes per file. Larger models are split into several files.
 
     Raises:
-      ValueError: the weights are int8, or no family of transformers has this config, see
-        `LlamaConfig.to_dict`.
+      SaveError: compressed-tensors cannot represent a quantised matrix.
+      ValueError: no family of transformers has this config, see `LlamaConfig.to_dict`.
     """
-    folder = Path(folder)
-    config_json = config_text(model)
+    folder, config = Path(folder), config_dict(model)
     parameters = named_arrays(model)
-    if any(name.endswith(SCALE) for name in parameters):
-        raise ValueError(
-            "save_weights: weights must be floating point, got int8. Use save_checkpoint, or save "
-            "the model that they were made from."
+    writer = QuantisedWriter(model.matrix_formats, parameters)
+
+    def tensors(name: str, mappings: list[TensorMapping]) -> dict[str, np.ndarray]:
+        if is_matrix(name) and model.matrix_formats[name].is_quantised:
+            return writer.tensors(name, mappings, model.float_dtype)
+        return {mappings[0].tensor: _to_tensor(parameters[name], mappings)}
+
+    items = [
+        (name, list(mappings))
+        for name in parameters
+        if matrix_name(name) not in parameters or matrix_name(name) == name
+        for _, mappings in itertools.groupby(
+            map_parameter(model.config, name), lambda mapping: mapping.tensor
         )
+    ]
+    # Build each tensor once before the first file is written, to find out whether it can be saved.
+    sizes = [sum(x.nbytes for x in tensors(*item).values()) for item in items]
+    floats = {
+        mappings[0].tensor.removesuffix(".weight")
+        for name, mappings in items
+        if is_matrix(name) and not model.matrix_formats[name].is_quantised
+    }
+    config |= writer.config(floats)
     folder.mkdir(parents=True, exist_ok=True)
-    files = _split_into_files(
-        [
-            (name, list(mappings))
-            for name in parameters
-            for _, mappings in itertools.groupby(
-                map_parameter(model.config, name), lambda mapping: mapping.tensor
-            )
-        ],
-        max_file_bytes // model.float_dtype.itemsize,
-    )
+    files = _split_into_files(items, sizes, max_file_bytes)
     weight_map = {}
-    for number, tensors in enumerate(files, 1):
+    for number, content in enumerate(files, 1):
         is_single = len(files) == 1
         file = SINGLE_FILE if is_single else f"model-{number:05}-of-{len(files):05}.safetensors"
-        weight_map |= {mappings[0].tensor: file for _, mappings in tensors}
+        written = {tensor: x for item in content for tensor, x in tensors(*item).items()}
+        weight_map |= dict.fromkeys(written, file)
         partial = folder / (file + ".partial")
         # The file is renamed when it is complete, so that an interrupted save leaves no incomplete
         # file behind.
-        save_file(
-            {
-                mappings[0].tensor: _to_tensor(parameters[name], mappings)
-                for name, mappings in tensors
-            },
-            partial,
-            metadata={"format": "pt"},  # required by transformers
-        )
+        save_file(written, partial, metadata={"format": "pt"})  # required by transformers
         # safetensors creates files that only their owner can read. Give them the usual mode of new
         # files.
         partial.chmod(0o666 & ~_umask())
         os.replace(partial, folder / file)
-    written = set(weight_map.values())
+    names = set(weight_map.values())
     if len(files) > 1:
-        total = sum(parameter.nbytes for parameter in parameters.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        written.add(INDEX_FILE)
-    (folder / "config.json").write_text(config_json, encoding="utf-8")
+        names.add(INDEX_FILE)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for stale in folder.glob("model*.safetensors*"):
-        if stale.name not in written:
+        if stale.name not in names:
             stale.unlink()
 
 
@@ -288,18 +338,17 @@ def _to_tensor(parameter: jax.Array, mappings: list[TensorMapping]) -> np.ndarra
 
 
 def _split_into_files(
-    tensors: list[tuple[str, list[TensorMapping]]], max_elements: int
+    items: list[tuple[str, list[TensorMapping]]], sizes: list[int], max_bytes: int
 ) -> list[list[tuple[str, list[TensorMapping]]]]:
     """Distribute tensors over files. Each tensor is its parameter's name and its mappings."""
     files: list[list[tuple[str, list[TensorMapping]]]] = [[]]
-    size = 0
-    for name, mappings in tensors:
-        num_elements = math.prod(mappings[0].shape)
-        if files[-1] and size + num_elements > max_elements:
+    total = 0
+    for item, size in zip(items, sizes, strict=True):
+        if files[-1] and total + size > max_bytes:
             files.append([])
-            size = 0
-        files[-1].append((name, mappings))
-        size += num_elements
+            total = 0
+        files[-1].append(item)
+        total += size
     return files
 
 

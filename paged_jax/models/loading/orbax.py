@@ -25,7 +25,7 @@ from paged_jax.models.loading.parameters import (
     Model,
     ModelSpec,
     WeightsError,
-    config_text,
+    config_dict,
     named_arrays,
     resolve_dtype,
 )
@@ -41,7 +41,6 @@ from paged_jax.models.matrix_formats import (
     MatrixFormats,
     float_type,
     is_matrix,
-    name_of,
 )
 from paged_jax.models.model_folder import read_json
 
@@ -71,12 +70,12 @@ def save_checkpoint(model: Any, path: str | Path) -> None:
     path = Path(path).resolve()
     if is_checkpoint(path):
         raise FileExistsError(f"save_checkpoint: path must not hold a checkpoint, got {path}.")
-    config_json, formats = config_text(model), model.formats
+    config, formats = config_dict(model), model.formats
     path.mkdir(parents=True, exist_ok=True)
     ocp.save(str(path / _WEIGHTS), named_arrays(model))
     if formats.is_quantised:
         (path / _FORMATS).write_text(json.dumps(formats.to_dict(), indent=2) + "\n", "utf-8")
-    (path / "config.json").write_text(config_json, encoding="utf-8")
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def load_checkpoint(
@@ -118,11 +117,8 @@ def load_checkpoint(
     saved = ModelSpec(model_class, config, config.dtype, is_stacked, formats=own)
     _check_shapes(stored, {name: x.shape for name, x in saved.parameters().items()})
 
-    if formats is None and name_of(dtype) in DTYPE_FORMATS:
-        formats = MatrixFormats.of_dtype(dtype, config)
-    elif formats is None:
-        formats = own.with_floats(floats)
-        formats = formats if not dequantise else MatrixFormats(WeightFormat(floats.name))
+    if formats is None:
+        formats = find_saved_formats(path, config, dtype=dtype, dequantise=dequantise)
     scan_layers = scan_layers and formats.can_stack
     spec = ModelSpec(model_class, config, floats, scan_layers, sharding, formats)
     # Matrices that change their format are restored as they are saved, and then converted.
@@ -136,6 +132,18 @@ def load_checkpoint(
         arrays = _restore(path, stored, targets).items()
     by_name = dict(_change_formats(arrays, restored.formats, formats, final))
     return spec.build(lambda name, *_: by_name.pop(name))
+
+
+def find_saved_formats(
+    path: str | Path, config: LlamaConfig, *, dtype: DTypeLike = "auto", dequantise: bool = False
+) -> MatrixFormats:
+    """Return the formats that the matrices would have after `load_checkpoint`."""
+    dtype = resolve_dtype("load_checkpoint", dtype, config)
+    if dtype in DTYPE_FORMATS:
+        return MatrixFormats.of_dtype(dtype, config)
+    if dequantise:
+        return MatrixFormats(WeightFormat(dtype))
+    return _read_formats(Path(path), config).with_floats(dtype)
 
 
 def _read_formats(path: Path, config: LlamaConfig) -> MatrixFormats:

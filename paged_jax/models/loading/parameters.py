@@ -6,22 +6,26 @@ Loaders receive the model class as an argument. They cannot import `Llama`, beca
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.matrices import Sharding, only_shapes
-from paged_jax.models.matrix_formats import MatrixFormats, float_type
+from paged_jax.models.matrix_formats import (
+    DTYPE_FORMATS,
+    MatrixFormats,
+    float_type,
+    name_of,
+)
 from paged_jax.models.paged_model import PagedModel
 
-_DTYPES = ("float32", "bfloat16", "float16", "int8")
+# Dtypes of weights that a user can ask for.
+DTYPES = ("float32", "bfloat16", "float16", *DTYPE_FORMATS)
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -130,8 +134,8 @@ def named_arrays(params: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def resolve_dtype(function: str, dtype: DTypeLike | None, config: LlamaConfig) -> np.dtype:
-    """Return the dtype of weights that the user asked for.
+def resolve_dtype(function: str, dtype: DTypeLike | None, config: LlamaConfig) -> str:
+    """Return the name of the dtype of weights that the user asked for, see `DTYPES`.
 
     Args:
       function: function name for error messages.
@@ -142,20 +146,19 @@ def resolve_dtype(function: str, dtype: DTypeLike | None, config: LlamaConfig) -
       ValueError: `dtype` is not a supported dtype of weights.
     """
     try:
-        resolved = jnp.dtype(config.dtype if dtype is None or dtype == "auto" else dtype)
+        resolved = name_of(config.dtype if dtype is None or dtype == "auto" else dtype)
     except TypeError:
         resolved = None
-    if resolved is None or resolved.name not in _DTYPES:
+    if resolved not in DTYPES:
         raise ValueError(
-            f"{function}: dtype must be 'auto' or one of {', '.join(_DTYPES)}, got {dtype!r}."
+            f"{function}: dtype must be 'auto' or one of {', '.join(DTYPES)}, got {dtype!r}."
         )
     return resolved
 
 
-def config_text(model: PagedModel) -> str:
+def config_dict(model: PagedModel) -> dict[str, Any]:
     """Return the ``config.json`` of a model, with the dtype of its floating-point weights."""
-    config = dataclasses.replace(model.config, dtype=model.float_dtype.name)
-    return json.dumps(config.to_dict(), indent=2) + "\n"
+    return dataclasses.replace(model.config, dtype=model.float_dtype.name).to_dict()
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -15,8 +15,16 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.config_json import text_config
 from paged_jax.models.gguf_config import read_gguf_config
 from paged_jax.models.gguf_file import GgufFile, is_gguf
-from paged_jax.models.loading.huggingface import load_weights, untie_if_different
-from paged_jax.models.loading.orbax import is_checkpoint, load_checkpoint
+from paged_jax.models.loading.huggingface import (
+    find_formats,
+    load_weights,
+    untie_if_different,
+)
+from paged_jax.models.loading.orbax import (
+    find_saved_formats,
+    is_checkpoint,
+    load_checkpoint,
+)
 from paged_jax.models.loading.parameters import Model, WeightsError
 from paged_jax.models.loading.safetensors_files import (
     check_counts,
@@ -101,6 +109,38 @@ def read_config(folder: str | Path) -> LlamaConfig:
         dtype = find_dtype(stored.values())
         config = dataclasses.replace(config, dtype=dtype or config.dtype)
     return untie_if_different(config, stored)
+
+
+def read_formats(
+    model_class: Callable[..., Model],
+    folder: str | Path,
+    config: LlamaConfig,
+    *,
+    dtype: DTypeLike = "auto",
+    dequantise: bool = False,
+    num_devices: int = 1,
+) -> MatrixFormats | None:
+    """Return the formats that the matrices of a model would have after loading.
+
+    Only headers are read, and the orders of reordered inputs.
+
+    Args:
+      model_class: class of the model, such as `Llama`.
+      folder: see `read_config`.
+      config: result of `read_config`.
+      dtype: see `Llama.from_pretrained`.
+      dequantise: see `Llama.from_pretrained`.
+      num_devices: number of devices that compute the model together.
+
+    Returns:
+      The formats; None if the folder has no weights.
+    """
+    if is_checkpoint(folder):
+        return find_saved_formats(folder, config, dtype=dtype, dequantise=dequantise)
+    if not is_gguf(folder) and not any(Path(folder).glob("*.safetensors")):
+        return None
+    options: Any = {"dtype": dtype, "dequantise": dequantise, "num_devices": num_devices}
+    return find_formats(model_class, folder, config, **options)
 
 
 def bundled_folder() -> Path:

@@ -21,7 +21,14 @@ from paged_jax.models.loading.stored_matrices import (
 )
 from paged_jax.models.loading.tensor_map import TensorMapping
 from paged_jax.models.matrices import SUFFIXES, matrix_name
-from paged_jax.models.matrix_formats import DTYPE_FORMATS, MatrixFormats, is_matrix, name_of
+from paged_jax.models.matrix_formats import (
+    DTYPE_FORMATS,
+    MatrixFormats,
+    fits,
+    is_matrix,
+    name_of,
+)
+from paged_jax.models.tensor_parallel import divides_inputs
 
 # Field of `WeightArrays` with the parameter of each suffix.
 _FIELDS = dict(zip(("", *SUFFIXES), WeightArrays._fields, strict=True))
@@ -35,6 +42,7 @@ def choose_formats(
     mappings: Mapping[str, list[TensorMapping]],
     *,
     dequantise: bool,
+    num_devices: int | None = None,
 ) -> MatrixFormats:
     """Choose the formats of a model that is read from files.
 
@@ -50,6 +58,8 @@ def choose_formats(
       stored: tensors of the files by name.
       mappings: mappings of each of these parameters to its tensors.
       dequantise: whether to expand all matrices to floats.
+      num_devices: number of devices that compute the model together; None for the devices of the
+        placement of `spec`.
     """
     floats = WeightFormat(name_of(spec.dtype))
     config = dataclasses.replace(spec.config, dtype=floats.code)
@@ -64,7 +74,13 @@ def choose_formats(
         if is_kept and any(is_quantised(stored[each.tensor]) for each in mappings[name]):
             format = find_format(stored, mappings[name], shape[-1])
         if isinstance(format, WeightFormat) and format.is_quantised:
-            format = fit_format(format, shape[-1], _num_parts(spec, name, shape))
+            if num_devices is None:
+                num_parts = _num_parts(spec, name, shape)
+            else:
+                num_parts = num_devices if divides_inputs(name) else 1
+            if not is_kept and not fits(format, shape[-1] // num_parts):
+                format = DTYPE_FORMATS["int8"]
+            format = fit_format(format, shape[-1], num_parts)
         if isinstance(format, str):
             expanded[name] = format
             format = floats

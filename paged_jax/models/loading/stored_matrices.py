@@ -31,7 +31,7 @@ from paged_jax.kernels.weight_formats import (
 )
 from paged_jax.models.loading.stored_tensors import StoredTensor
 from paged_jax.models.loading.tensor_map import TensorMapping
-from paged_jax.models.matrices import quantise
+from paged_jax.models.quantise import quantise_on_host
 
 # Elements per read: 8 or 16 MB. This is little memory compared with a model, but so much that
 # opening the file for each read costs little.
@@ -170,7 +170,7 @@ class StoredMatrix:
             rows = (slice(first, last), *map(slice, starts[1:], stops[1:]), slice(None))
             floats = read_box(self.stored, self.mappings, self.shape, rows, np.dtype(np.float32))
             place = (slice(first - starts[0], last - starts[0]),)
-            yield place, (), quantise(floats, self.format)
+            yield place, (), quantise_on_host(floats, self.format)
 
 
 def _read_rows(
