@@ -1,6 +1,6 @@
 """Quantisation of a checkpoint: which modules are quantised, and in which format.
 
-Most checkpoints describe it in ``config.json`` (`quantization_config`), older ones in another file.
+Most checkpoints describe it in ``config.json`` (`quantization_config`), others in their own file.
 An entry that changes the weights is either read, or rejected with an error that names it.
 Quantisation of activations is accepted and not applied: matmuls use unquantised activations.
 """
@@ -145,7 +145,7 @@ def find_quantisation(config: Mapping[str, Any], *, has_mxfp4: bool = False) -> 
     key = "quantization_config" if "quantization_config" in found else next(iter(found))
     if len(found) > 1 and any(value != found[key] for value in found.values()):
         raise UnsupportedConfigError(
-            f"LlamaConfig: {' and '.join(found)} must be equal. Remove one of them."
+            f"LlamaConfig: {' and '.join(found)} must be equal. Remove all but the first."
         )
     method = "mlx" if "quantization" in found else None
     if key == "compression_config":
@@ -198,7 +198,7 @@ class Entries:
         return next((self.content[key] for key in keys if self.content.get(key) is not None), None)
 
     def choice(self, *keys: str, choices: Iterable[Any], default: Any = None) -> Any:
-        """Return a value that must be one of several, in lower case."""
+        """Return a value, in lower case. It must be in a list of choices."""
         value = self.get(*keys)
         value = default if value is None else value
         value = value.lower() if isinstance(value, str) else value

@@ -30,7 +30,7 @@ FOLDERS = (
     "ct-w4a16-group-asym", "ct-w4a16-group-sym", "ct-w8a16-pack", "ct-w8a8-int8", "fp8-block",
     "fp8-tensor", "gptq-v1-actorder", "gptq-v1-asym", "gptq-v2", "mlx-mxfp4", "mlx-q4", "mlx-q8",
 )  # fmt: skip
-# Formats whose tool rounds more than once. The kept arrays differ from it in the last bit.
+# In these formats the tool rounds more than once. The kept arrays differ in the last bit.
 ROUNDED = ("bnb-int8", "mlx-q8")
 
 
@@ -105,7 +105,7 @@ def random(seed: int = 0) -> np.random.Generator:
 
 
 def write(folder: Path, tensors: dict[str, np.ndarray], module: str = f"{MODULE}.") -> None:
-    """Write tensors of a module, whose names are given without the name of the module."""
+    """Write tensors of a module. Their names are given without the name of the module."""
     header, content = {}, b""
     for name, array in tensors.items():
         end = len(content) + array.nbytes
@@ -253,12 +253,18 @@ def packed(*, bits=4, group=32, num_inputs=IN, index=None, zeros="packed", scale
     return config, tensors, want
 
 
+# The table that bitsandbytes 0.50.2 writes.
+FP4 = np.float32([0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4])
+FP4 = np.concatenate([FP4, -FP4])
+
+
 def bitsandbytes(shape=(OUT, IN), kind="nf4", table=None, block=64):
     """4-bit matrices of bitsandbytes, with blocks over the flat matrix."""
     rng, size = random(), shape[0] * shape[1]
     values = rng.integers(0, 16, size, np.uint8)
     scales = rng.uniform(0.5, 2, -(-size // block)).astype(np.float32)
-    table = CODES[kind] if table is None else table
+    if table is None:
+        table = CODES["nf4"] if kind == "nf4" else FP4
     state = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16", "shape": [*shape]}
     tensors = {
         "weight": (values[::2] << 4 | values[1::2])[:, None],
@@ -561,8 +567,17 @@ def fp8_in_blocks():
     return config, {"weight": w, "weight_scale_inv": scales}, None
 
 
-def write_model(folder: Path, write_format, monkeypatch) -> LlamaConfig:
-    """Write a model of one layer whose projections have a format."""
+def test_a_bias_of_zeros_is_ignored(tmp_path, monkeypatch) -> None:
+    """Old versions of AutoGPTQ stored a bias for each matrix."""
+    write_model(tmp_path, lambda: gptq(order=False), monkeypatch, bias=0)
+    from_pretrained(Llama, tmp_path)
+    write_model(tmp_path, lambda: gptq(order=False), monkeypatch, bias=1)
+    with pytest.raises(WeightsError, match=r"_proj.bias and 6 others are left over"):
+        from_pretrained(Llama, tmp_path)
+
+
+def write_model(folder: Path, write_format, monkeypatch, bias: float | None = None) -> None:
+    """Write a model of one layer. Its projections have a format, and perhaps a constant bias."""
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=256,
@@ -581,10 +596,11 @@ def write_model(folder: Path, write_format, monkeypatch) -> LlamaConfig:
         for size, value in zip(("OUT", "IN"), shape, strict=True):
             monkeypatch.setitem(globals(), size, value)
         content["quantization_config"], parts, _ = write_format()
+        if bias is not None:
+            parts["bias"] = np.full(shape[0], bias, np.float16)
         tensors |= {f"model.layers.0.{name}.{end}": array for end, array in parts.items()}
     write(folder, tensors, module="")
     (folder / "config.json").write_text(json.dumps(content))
-    return config
 
 
 @pytest.mark.parametrize("dequantise", [False, True], ids=["keep", "expand"])
@@ -598,10 +614,10 @@ def write_model(folder: Path, write_format, monkeypatch) -> LlamaConfig:
     ],
     ids=["gptq", "packed", "fp8", "nf4"],
 )
-def test_loading_needs_little_memory_besides_the_weights(
+def test_loading_needs_little_memory_above_the_weights(
     tmp_path, monkeypatch, write_format, dequantise
 ) -> None:
-    """Tensors of 1 MB in bfloat16 stand for those of real models, which are read in many parts."""
+    """Tensors of 1 MB, read in many parts, stand for the tensors of real models."""
     write_model(tmp_path, write_format, monkeypatch)
     monkeypatch.setattr(stored_matrices, "READ_ELEMENTS", 1 << 15)
     with warnings.catch_warnings():

@@ -297,7 +297,9 @@ def _check_tensors(
         rest = advice if missing == [HEAD] else ""
         raise WeightsError(f"load_weights: {_enumerate(missing)} missing.{rest}")
     left_over = [
-        tensor for tensor in stored if tensor not in expected and not _is_redundant(tensor, config)
+        tensor
+        for tensor in stored
+        if tensor not in expected and not _is_redundant(tensor, stored[tensor], config)
     ]
     if left_over:
         raise WeightsError(
@@ -316,10 +318,13 @@ def _check_tensors(
             )
 
 
-def _is_redundant(tensor: str, config: LlamaConfig) -> bool:
+def _is_redundant(name: str, tensor: StoredTensor, config: LlamaConfig) -> bool:
     # Older transformers stored the rotary frequencies, and some tools store a tied head. Such a
-    # head equals the embeddings, or `untie_if_different` has changed the config.
-    return tensor.endswith(_ROTARY_BUFFERS) or (config.tie_word_embeddings and tensor == HEAD)
+    # head equals the embeddings, or `untie_if_different` has changed the config. Old versions of
+    # AutoGPTQ stored a bias of zeros for each matrix.
+    if name.endswith(".bias") and tensor.is_floating:
+        return not tensor.read((), np.dtype(np.float32)).any()
+    return name.endswith(_ROTARY_BUFFERS) or (config.tie_word_embeddings and name == HEAD)
 
 
 def _enumerate(tensors: list[str]) -> str:

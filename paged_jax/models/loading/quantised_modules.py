@@ -32,7 +32,7 @@ from paged_jax.models.quantisation import Scheme
 FLOATS = ("F32", "BF16", "F16")
 # Kernels read groups of at least this number of inputs. Matrices with smaller groups are expanded.
 _MIN_GROUP = 16
-_LOOKED_UP = 1 << 16  # values that are looked up at once
+_LOOKED_UP = 1 << 16  # values of a part in `look_up`
 # Factor with which the numbers of a 4-bit code become integers, for matrices that cannot be packed.
 _INTEGER_FACTORS = {"int4": 1, "uint4": 1, "e2m1": 2}
 
@@ -298,7 +298,7 @@ def powers_of_two(exponents: np.ndarray) -> np.ndarray:
 
 
 def look_up(table: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return ``table[values]``. Little memory is needed besides it, though NumPy widens indices."""
+    """Return ``table[values]``. A part at a time, because NumPy widens the indices."""
     out = np.empty(values.shape, table.dtype)
     flat, indices = out.reshape(-1), values.reshape(-1)
     for start in range(0, flat.size, _LOOKED_UP):

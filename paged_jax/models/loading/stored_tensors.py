@@ -28,7 +28,7 @@ _NUMPY_DTYPES = {
         "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
     }.items()
 }  # fmt: skip
-_CHECKED = 1 << 16  # floats that are checked at once
+_CHECKED = 1 << 16  # floats of a part in `is_finite`
 _EXPONENT_BITS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 
 
@@ -178,7 +178,7 @@ def find_dtype(tensors: Iterable[StoredTensor]) -> str | None:
 
 
 def is_finite(values: np.ndarray) -> bool:
-    """Return whether all floats of an array are finite. Little memory is needed besides it."""
+    """Return whether all floats of an array are finite. They are checked a part at a time."""
     # Compare bits, because NumPy has no fast isfinite for bfloat16.
     bits = np.ascontiguousarray(values).reshape(-1).view(f"u{values.itemsize}")
     mask = bits.dtype.type(_EXPONENT_BITS[values.dtype.name])
