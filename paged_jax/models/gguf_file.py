@@ -87,7 +87,9 @@ class GgufFile:
         path = Path(path)
         first = _open(path)
         count = first.metadata.get("split.count", 1)
-        if not count or count == 1:
+        if not isinstance(count, int):
+            raise GgufError(f"{path}: split.count must be an integer, got {count!r}.")
+        if count <= 1:
             return first
         match = _SPLIT.fullmatch(path.name)
         if match is None or int(match[3]) != count or first.metadata.get("split.no") != 0:

@@ -91,6 +91,9 @@ def test_open_reads_split_models(tmp_path):
     assert [entry.path for entry in file.tensors.values()] == names
     with pytest.raises(GgufError, match="must be the first of the 2 parts"):
         GgufFile.open(names[1])
+    write(tmp_path / "text.gguf", METADATA | {"split.count": "2"}, TENSORS)
+    with pytest.raises(GgufError, match="split.count must be an integer, got '2'"):
+        GgufFile.open(tmp_path / "text.gguf")
     names[1].unlink()
     with pytest.raises(FileNotFoundError, match="m-00002-of-00002.gguf: no such file"):
         GgufFile.open(names[0])

@@ -242,6 +242,10 @@ def test_huggingface_json_comes_first(tmp_path):
         (byte_level(merges=None), "tokenizer.ggml.merges must be a list of texts"),
         (byte_level(token_type=[1, 1]), "token_type must be a list of .* numbers"),
         (byte_level(bos_token_id="x"), "bos_token_id must be an integer, got 'x'"),
+        (
+            sentencepiece(tokens=[*sentencepiece()["tokenizer.ggml.tokens"][:-1], "a" * 513]),
+            "tokens must have at most 512 characters, got 513",
+        ),
         (sentencepiece(scores=None), "tokenizer.ggml.scores must be a list of 283 numbers"),
         (sentencepiece(scores=[float("nan")] * 283), "tokenizer.ggml.scores must be finite"),
         (sentencepiece(tokens=["<unk>", "a"]), "tokens must have a token for each byte"),

@@ -21,6 +21,8 @@ _PREFIX = "tokenizer.ggml."
 # Types of tokens in `token_type`.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece vocabularies
+# Far above any real vocabulary. Each piece is divided at each place.
+_MAX_PIECE_LENGTH = 512
 # Special tokens by name, and the key of their ids.
 _NAMED = {
     "bos_token": "bos_token_id",
@@ -162,6 +164,10 @@ class _TokenizerReader:
             token = self._tokens[index]
             if len(token) < 2 or types[index] in excluded:
                 continue
+            if len(token) > _MAX_PIECE_LENGTH:
+                raise self._error(
+                    f"tokens must have at most {_MAX_PIECE_LENGTH} characters, got {len(token)}"
+                )
             for at in range(1, len(token)):
                 left, right = token[:at], token[at:]
                 if left in ids and right in ids:
