@@ -72,9 +72,8 @@ struct Pairs {
 
 #define INLINE __attribute__((always_inline)) inline
 
-// Each decoder below converts units of one or several blocks of rows. `transpose` prepares a unit. `decode`
-// then calls f(cell, block, vector) for the cells of the units in order. Number `which` of a cell belongs to
-// input `input(cell, which)` of the unit.
+// Each decoder below converts units. `transpose` prepares a unit. `decode` then calls f(cell, vector) for its
+// cells in order. Number `which` of a cell belongs to input `input(cell, which)` of the unit.
 
 // 8-bit values, whose inputs are in their original order.
 template <class Code, class Cells>
@@ -98,43 +97,38 @@ struct ByteDecoder {
 
   static Words transpose(const Unit& unit) { return unit.transpose_pairs(); }
 
-  template <int BLOCKS, class Function>
-  INLINE void decode(const Words (&words)[BLOCKS], Function f) const {
+  template <class Function>
+  INLINE void decode(const Words& words, Function f) const {
 #pragma GCC unroll 4
-    for (int i = 0; i < UNIT_WORDS; i++)
-#pragma GCC unroll 2
-      for (int block = 0; block < BLOCKS; block++) {
-        Bytes values = (Bytes)words[block].each[i], magnitudes = Code::magnitudes(values);
-        Bytes low = _mm512_permutex2var_epi8(lower[0], magnitudes, lower[1]);
-        Bytes high = _mm512_permutex2var_epi8(upper[0], magnitudes, upper[1]);
-        high = Code::add_sign(high, values);
-        call(f, 2 * i, block, (Ints)_mm512_unpacklo_epi8(low, high));
-        call(f, 2 * i + 1, block, (Ints)_mm512_unpackhi_epi8(low, high));
-      }
+    for (int i = 0; i < UNIT_WORDS; i++) {
+      Bytes values = (Bytes)words.each[i], magnitudes = Code::magnitudes(values);
+      Bytes low = _mm512_permutex2var_epi8(lower[0], magnitudes, lower[1]);
+      Bytes high = _mm512_permutex2var_epi8(upper[0], magnitudes, upper[1]);
+      high = Code::add_sign(high, values);
+      call(f, 2 * i, (Ints)_mm512_unpacklo_epi8(low, high));
+      call(f, 2 * i + 1, (Ints)_mm512_unpackhi_epi8(low, high));
+    }
   }
 
   template <class Function>
-  static INLINE void call(Function f, int pair, int block, Ints numbers) {
+  static INLINE void call(Function f, int pair, Ints numbers) {
     if constexpr (Cells::INPUTS == 2) {
-      f(pair, block, numbers);
+      f(pair, numbers);
     } else {
-      f(2 * pair, block, (Floats)(numbers << 16));
-      f(2 * pair + 1, block, (Floats)(numbers & (int32_t)0xffff0000));
+      f(2 * pair, (Floats)(numbers << 16));
+      f(2 * pair + 1, (Floats)(numbers & (int32_t)0xffff0000));
     }
   }
 #else
   static Words transpose(const Unit& unit) { return unit.transpose(); }
   explicit ByteDecoder(const float*) {}
 
-  template <int BLOCKS, class Function>
-  INLINE void decode(const Words (&words)[BLOCKS], Function f) const {
+  template <class Function>
+  INLINE void decode(const Words& words, Function f) const {
 #pragma GCC unroll 4
     for (int i = 0; i < UNIT_WORDS; i++)
 #pragma GCC unroll 4
-      for (int byte = 0; byte < 4; byte++)
-#pragma GCC unroll 2
-        for (int block = 0; block < BLOCKS; block++)
-          f(4 * i + byte, block, Code::convert(words[block].each[i], byte));
+      for (int byte = 0; byte < 4; byte++) f(4 * i + byte, Code::convert(words.each[i], byte));
   }
 #endif
 };
@@ -186,17 +180,15 @@ struct PackedDecoder<Singles> {
 
   static Words transpose(const Unit& unit) { return unit.transpose(); }
 
-  template <int BLOCKS, class Function>
-  INLINE void decode(const Words (&words)[BLOCKS], Function f) const {
+  template <class Function>
+  INLINE void decode(const Words& words, Function f) const {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++)
 #pragma GCC unroll 4
       for (int i = 0; i < UNIT_WORDS; i++)
 #pragma GCC unroll 4
         for (int byte = 0; byte < 4; byte++)
-#pragma GCC unroll 2
-          for (int block = 0; block < BLOCKS; block++)
-            f(16 * half + 4 * i + byte, block, look_up(words[block].each[i], 8 * byte + 4 * half));
+          f(16 * half + 4 * i + byte, look_up(words.each[i], 8 * byte + 4 * half));
   }
 
   // Returns the numbers of the four bits from `bit` on.
@@ -235,19 +227,17 @@ struct PackedDecoder<Pairs> {
 
   static Words transpose(const Unit& unit) { return unit.transpose(); }
 
-  template <int BLOCKS, class Function>
-  INLINE void decode(const Words (&words)[BLOCKS], Function f) const {
+  template <class Function>
+  INLINE void decode(const Words& words, Function f) const {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++)
 #pragma GCC unroll 4
       for (int i = 0; i < UNIT_WORDS; i++)
 #pragma GCC unroll 2
-        for (int byte = 0; byte < 2; byte++)
-#pragma GCC unroll 2
-          for (int block = 0; block < BLOCKS; block++) {
-            Bytes index = _mm512_srli_epi16((Bytes)words[block].each[i], 8 * byte + 4 * half);
-            f(8 * half + 2 * i + byte, block, (Ints)_mm512_permutexvar_epi16(index, numbers));
-          }
+        for (int byte = 0; byte < 2; byte++) {
+          Bytes index = _mm512_srli_epi16((Bytes)words.each[i], 8 * byte + 4 * half);
+          f(8 * half + 2 * i + byte, (Ints)_mm512_permutexvar_epi16(index, numbers));
+        }
   }
 };
 #endif

@@ -185,7 +185,8 @@ struct Panels {
         const float* from = rows + m * inputs + begin;
         Ints vector = load<Ints>(from);
         if (Cells::INPUTS == 2)
-          vector = (Ints)_mm512_permutex2var_epi16((Bytes)vector, load<Bytes>(places), load<Bytes>(from + LANES));
+          vector = (Ints)_mm512_permutex2var_epi16(
+              (Bytes)vector, load<Bytes>(places), load<Bytes>(from + LANES));
         memcpy(panel.size == 1 ? to : cells[m], &vector, sizeof vector);
       }
       if (panel.size == 1) continue;
@@ -194,7 +195,8 @@ struct Panels {
         unit.load((const uint8_t*)&cells[0][cell], sizeof cells[0]);
         Words words = unit.transpose();
         for (int i = 0; i < UNIT_WORDS; i++)
-          _mm512_mask_storeu_epi32(to + (cell + i) * panel.size, (1 << panel.size) - 1, (Bytes)words.each[i]);
+          _mm512_mask_storeu_epi32(
+              to + (cell + i) * panel.size, (1 << panel.size) - 1, (Bytes)words.each[i]);
       }
     }
     return begin / Cells::INPUTS;

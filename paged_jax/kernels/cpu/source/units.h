@@ -91,7 +91,7 @@ inline Unit load_unit(const ByteRows& rows, int64_t row, int num_rows, int64_t o
 
 enum FloatKind : int32_t { FLOAT32, BFLOAT16, FLOAT16 };
 
-// Converts the float16 numbers in the lower halves of 32 bits.
+// Converts the float16 numbers in the lower halves of 32 bits. The upper halves are zeros.
 inline Floats widen_float16(Ints bits) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((Bytes)bits));
@@ -103,26 +103,28 @@ inline Floats widen_float16(Ints bits) {
 }
 
 // Converts groups `first` to `last` of floats [rows, groups] to float32 [groups, LANES], for `num_rows`
-// rows. Writes up to 8 groups after the last one.
+// rows. Writes up to two groups after the last one.
 inline void transpose_floats(
     float* to, const ByteRows& rows, int64_t row, int num_rows, int first, int last, FloatKind kind) {
   int bytes = kind == FLOAT32 ? 4 : 2;
   const uint8_t* last_row = rows.begin + (row + LANES - 1) * rows.row_bytes;
-  for (int group = first; group < last; group += UNIT_BYTES / bytes) {
+  for (int group = first; group < last;) {
     int64_t offset = (int64_t)group * bytes, valid = (int64_t)(last - group) * bytes;
     // Bytes of other groups or rows are harmless.
     bool is_inside = valid >= UNIT_BYTES || last_row + offset + UNIT_BYTES <= rows.end;
-    Unit unit = load_unit(rows, row, num_rows, offset, is_inside ? UNIT_BYTES : valid);
-    for (Ints word : unit.transpose().each) {
-      Ints lower = word << 16, upper = word & (int32_t)0xffff0000;
+    Words words = load_unit(rows, row, num_rows, offset, is_inside ? UNIT_BYTES : valid).transpose();
+#pragma GCC unroll 4
+    for (int i = 0; i < UNIT_WORDS && group < last; i++, group += 4 / bytes, to += 4 / bytes * LANES) {
+      Ints word = words.each[i], upper = word & (int32_t)0xffff0000;
       if (kind == FLOAT32) {
         store(to, (Floats)word);
+      } else if (kind == BFLOAT16) {
+        store(to, (Floats)(word << 16));
+        store(to + LANES, (Floats)upper);
       } else {
-        bool is_bfloat16 = kind == BFLOAT16;
-        store(to, is_bfloat16 ? (Floats)lower : widen_float16(word & 0xffff));
-        store(to += LANES, is_bfloat16 ? (Floats)upper : widen_float16(upper >> 16 & 0xffff));
+        store(to, widen_float16(word & 0xffff));
+        store(to + LANES, widen_float16(upper >> 16 & 0xffff));
       }
-      to += LANES;
     }
   }
 }

@@ -67,16 +67,14 @@ struct Matrix {
   Groups groups;
 };
 
-// Some segments of one or two blocks.
+// Some segments of a block.
 struct Strip {
   const Matrix* matrix;
   Groups groups;
   int64_t row;  // the first row
-  int64_t num_rows;
-  int first, last;       // segments
-  const float* scales;   // [groups, LANES], from the group of the first segment on
-  const float* mins;     // likewise, or null
-  int64_t block_floats;  // distance between the scales of two blocks
+  int num_rows;
+  int first, last;             // segments
+  const float *scales, *mins;  // [groups, LANES] from the group of the first segment on; mins may be null
   Cell* tile;
   const char* next_line;  // address to prefetch from, while units are converted
 };
@@ -86,14 +84,15 @@ struct Position {
   const Groups& groups;
   int group, segment;
   const float *scales, *mins;
-  const Cell* x;
-  const float* x_sums;
+  const Cell* x = nullptr;
+  const float* x_sums = nullptr;
 
   Position(const Strip& strip, const Panel<Cell>* panel) : groups(strip.groups) {
     group = strip.first / groups.num_segments, segment = strip.first % groups.num_segments;
     scales = strip.scales, mins = strip.mins;
-    x = panel ? panel->cells + (group * groups.cells + segment * groups.segment_cells) * panel->size : nullptr;
-    x_sums = panel ? panel->sums + group * panel->size : nullptr;
+    if (!panel) return;
+    x = panel->cells + (group * groups.cells + segment * groups.segment_cells) * panel->size;
+    x_sums = panel->sums + group * panel->size;
   }
 
   bool ends_group() const { return segment + 1 == groups.num_segments; }
@@ -155,52 +154,40 @@ struct Cursor {
     if (byte >= group_bytes) begin += group_bytes, byte = 0;
   }
 
-  INLINE Words load(const Strip& strip, int block) const {
-    int64_t num_rows = smaller(strip.num_rows - block * LANES, LANES);
-    int64_t row = strip.row + block * LANES, valid = smaller(group_bytes - byte, UNIT_BYTES);
-    return Decoder::transpose(load_unit(strip.matrix->values, row, num_rows, begin + byte, valid));
+  INLINE Words load(const Strip& strip) const {
+    int valid = smaller(group_bytes - byte, UNIT_BYTES);
+    const ByteRows& values = strip.matrix->values;
+    return Decoder::transpose(load_unit(values, strip.row, strip.num_rows, begin + byte, valid));
   }
 };
 
-// Converts units of BLOCKS blocks, and multiplies them by a panel of size M, which may be 0. Keeps the cells
-// in the tile if KEEPS. Several blocks are multiplied together if M is small, so that additions do not wait
-// for each other.
-template <int M, int BLOCKS, bool KEEPS>
+// Converts units and multiplies them by a panel of size M, which may be 0. Keeps the cells in the tile if
+// KEEPS.
+template <int M, bool KEEPS>
 void multiply_units(const Decoder& decoder, const Strip& strip, const Panel<Cell>* panel, float* totals) {
   Position at(strip, M ? panel : nullptr);
   Cursor cursor(strip);
   Cell* tile = strip.tile;
   const char* next_line = strip.next_line;
-  Words words[BLOCKS], following[BLOCKS];
-#pragma GCC unroll 2
-  for (int block = 0; block < BLOCKS; block++) following[block] = cursor.load(strip, block);
+  Words words, following = cursor.load(strip);
   for (int i = strip.first; i < strip.last; i++) {
-    Sums<M> sums[BLOCKS];
+    Sums<M> sums;
     for (int left = at.num_cells(); left > 0; left -= Decoder::CELLS) {
+      words = following;
       cursor.next();
-      bool has_next = i + 1 < strip.last || left > Decoder::CELLS;
-#pragma GCC unroll 2
-      for (int block = 0; block < BLOCKS; block++) {
-        words[block] = following[block];
-        // Loads of the next unit take place during the additions of this unit.
-        if (has_next) following[block] = cursor.load(strip, block);
-      }
-#pragma GCC unroll 16
-      for (int line = 0; line < BLOCKS * LANES * UNIT_BYTES / 64; line++, next_line += 64)
+      // The next unit is loaded during the additions of this unit.
+      if (i + 1 < strip.last || left > Decoder::CELLS) following = cursor.load(strip);
+#pragma GCC unroll 4
+      for (int line = 0; line < LANES * UNIT_BYTES / 64; line++, next_line += 64)
         __builtin_prefetch(next_line, 0, 2);
-      decoder.decode(words, [&](int cell, int block, Cells::Vector w) __attribute__((always_inline)) {
+      decoder.decode(words, [&](int cell, Cells::Vector w) __attribute__((always_inline)) {
         if (KEEPS) memcpy(tile + cell * LANES, &w, sizeof w);
-        sums[block].add(w, at.x + cell * M);
+        sums.add(w, at.x + cell * M);
       });
       at.x += Decoder::CELLS * M;
       if (KEEPS) tile += Decoder::CELLS * LANES;
     }
-#pragma GCC unroll 2
-    for (int block = 0; block < BLOCKS; block++) {
-      const float* mins = at.mins && at.ends_group() ? at.mins + block * strip.block_floats : nullptr;
-      Floats scale = load<Floats>(at.scales + block * strip.block_floats);
-      sums[block].add_to(totals + block * MAX_PANEL * LANES, scale, mins, at.x_sums);
-    }
+    sums.add_to(totals, load<Floats>(at.scales), at.ends_group() ? at.mins : nullptr, at.x_sums);
     at.next(M);
   }
 }
@@ -239,32 +226,35 @@ struct Product {
   void run(int64_t part) {
     int64_t num_blocks = (matrix.N + LANES - 1) / LANES;
     int64_t block = part * num_blocks / num_parts, end = (part + 1) * num_blocks / num_parts;
-    int at_a_time = num_panels == 1 && panels[0].size <= 2 && matrix.groups.has_whole_units ? 2 : 1;
-    int strip_segments = segments_in_strip();
-    int64_t group_floats = (strip_segments + 9) * LANES;  // `transpose_floats` writes 8 groups more
-    int64_t tile_cells = (int64_t)strip_segments * matrix.groups.segment_cells * LANES;
-    int64_t floats = CHUNK_PANELS * MAX_PANEL * LANES + 4 * group_floats;
-    auto* totals = (float*)aligned_alloc(64, floats * sizeof(float) + (tile_cells * sizeof(Cell) + 63) / 64 * 64);
+    int segments = segments_in_strip();
+    int64_t group_floats = (segments + 3) * LANES;  // `transpose_floats` writes two groups more
+    int64_t tile_cells = round_up(segments * matrix.groups.segment_cells, 2) * LANES;
+    int64_t floats = CHUNK_PANELS * MAX_PANEL * LANES + 2 * group_floats;
+    int64_t bytes = floats * sizeof(float) + tile_cells * sizeof(Cell);
+    auto* totals = (float*)aligned_alloc(64, (bytes + 63) / 64 * 64);
     if (!totals) abort();
     float* scales = totals + CHUNK_PANELS * MAX_PANEL * LANES;
     Strip strip = {&matrix, matrix.groups};
     strip.tile = (Cell*)(totals + floats);
-    strip.block_floats = group_floats;
     Decoder decoder(matrix.table);
-    for (; block < end; block += at_a_time) {
+    for (; block < end; block++) {
       strip.row = block * LANES;
-      strip.num_rows = smaller((end - block < at_a_time ? end - block : at_a_time) * LANES, matrix.N - strip.row);
+      strip.num_rows = smaller(LANES, matrix.N - strip.row);
       for (int64_t first = 0; first < num_panels; first += CHUNK_PANELS) {
         int64_t count = smaller(num_panels - first, CHUNK_PANELS);
-        memset(totals, 0, (count > at_a_time ? count : at_a_time) * MAX_PANEL * LANES * sizeof *totals);
-        strip.next_line = (const char*)(matrix.values.begin + (strip.row + at_a_time * LANES) * matrix.values.row_bytes);
-        for (strip.first = 0; strip.first < strip.groups.total_segments(); strip.first = strip.last) {
-          strip.last = smaller(strip.first + strip_segments, strip.groups.total_segments());
-          load_scales(strip, scales);
+        memset(totals, 0, count * MAX_PANEL * LANES * sizeof *totals);
+        const ByteRows& values = matrix.values;
+        strip.next_line = (const char*)values.begin + (strip.row + LANES) * values.row_bytes;
+        int total = strip.groups.total_segments();
+        for (strip.first = 0; strip.first < total; strip.first = strip.last) {
+          strip.last = smaller(strip.first + segments, total);
+          load_scales(strip, scales, scales + group_floats);
           multiply(decoder, strip, panels + first, count, totals);
-          strip.next_line += (strip.last - strip.first) * (int64_t)strip.groups.segment_cells * UNIT_BYTES * LANES * at_a_time / Decoder::CELLS;
+          int64_t cells = (int64_t)(strip.last - strip.first) * strip.groups.segment_cells;
+          strip.next_line += cells * UNIT_BYTES * LANES / Decoder::CELLS;
         }
-        for (int64_t i = 0; i < count; i++) write(strip, panels[first + i], totals + i * MAX_PANEL * LANES);
+        for (int64_t i = 0; i < count; i++)
+          write(strip, panels[first + i], totals + i * MAX_PANEL * LANES);
       }
     }
     free(totals);
@@ -284,16 +274,15 @@ struct Product {
   }
 
   // Loads the scales and minima of the groups of a strip.
-  void load_scales(Strip& strip, float* to) const {
-    int first = strip.first / strip.groups.num_segments, last = (strip.last - 1) / strip.groups.num_segments + 1;
-    strip.scales = to;
-    strip.mins = matrix.mins.begin ? to + 2 * strip.block_floats : nullptr;
-    for (int64_t begin = 0; begin < strip.num_rows; begin += LANES, to += strip.block_floats) {
-      int num_rows = smaller(strip.num_rows - begin, LANES);
-      transpose_floats(to, matrix.scales, strip.row + begin, num_rows, first, last, matrix.scale_kind);
-      if (matrix.mins.begin)
-        transpose_floats(to + 2 * strip.block_floats, matrix.mins, strip.row + begin, num_rows, first, last, matrix.min_kind);
-    }
+  void load_scales(Strip& strip, float* scales, float* mins) const {
+    int first = strip.first / strip.groups.num_segments;
+    int last = (strip.last - 1) / strip.groups.num_segments + 1;
+    auto load = [&](float* to, const ByteRows& rows, FloatKind kind) {
+      transpose_floats(to, rows, strip.row, strip.num_rows, first, last, kind);
+      return to;
+    };
+    strip.scales = load(scales, matrix.scales, matrix.scale_kind);
+    if (matrix.mins.begin) strip.mins = load(mins, matrix.mins, matrix.min_kind);
   }
 
   static void multiply(
@@ -304,7 +293,7 @@ struct Product {
     else if (count == 1)
       multiply_only(decoder, strip, panels, totals);
     else
-      multiply_units<MAX_PANEL, 1, true>(decoder, strip, panels, totals);
+      multiply_units<MAX_PANEL, true>(decoder, strip, panels, totals);
     for (; i < count; i++) multiply_next(strip, panels + i, totals + i * MAX_PANEL * LANES);
   }
 
@@ -315,18 +304,14 @@ struct Product {
     units.groups.cells = units.groups.segment_cells = Decoder::CELLS;
     units.first = strip.first * strip.groups.cells / Decoder::CELLS;
     units.last = strip.last * strip.groups.cells / Decoder::CELLS;
-    multiply_units<0, 1, true>(decoder, units, nullptr, nullptr);
+    multiply_units<0, true>(decoder, units, nullptr, nullptr);
   }
 
   static void multiply_only(
       const Decoder& decoder, const Strip& strip, const Panel<Cell>* panel, float* totals) {
-#define CASE(M)                                           \
-  if constexpr (M <= MAX_PANEL)                           \
-    if (panel->size == M) {                               \
-      if (M <= 2 && strip.num_rows > LANES)               \
-        return multiply_units<M, M <= 2 ? 2 : 1, false>(decoder, strip, panel, totals); \
-      return multiply_units<M, 1, false>(decoder, strip, panel, totals); \
-    }
+#define CASE(M)                 \
+  if constexpr (M <= MAX_PANEL) \
+    if (panel->size == M) return multiply_units<M, false>(decoder, strip, panel, totals);
     FOR_EACH_PANEL_SIZE(CASE)
 #undef CASE
   }
@@ -340,11 +325,8 @@ struct Product {
   }
 
   void write(const Strip& strip, const Panel<Cell>& panel, const float* totals) const {
-    for (int64_t begin = 0; begin < strip.num_rows; begin += LANES, totals += MAX_PANEL * LANES)
-      for (int m = 0; m < panel.num_rows; m++)
-        memcpy(
-            out + panel.places[m] * matrix.N + strip.row + begin, totals + m * LANES,
-            smaller(strip.num_rows - begin, LANES) * sizeof *out);
+    for (int m = 0; m < panel.num_rows; m++, totals += LANES)
+      memcpy(out + panel.places[m] * matrix.N + strip.row, totals, strip.num_rows * sizeof *out);
   }
 };
 

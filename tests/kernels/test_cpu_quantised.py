@@ -1,0 +1,283 @@
+"""The C++ kernels for quantised weights: values, bits, bounds of arrays, other processors."""
+
+import dataclasses
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax.kernels.cpu import library
+from paged_jax.kernels.linear import Stack, grouped_linear, linear
+from paged_jax.kernels.weight_formats import CODES, WeightArrays, WeightFormat, unpack
+from tests.support.compiler import needs_compiler
+from tests.support.covering import all_pairs
+from tests.support.weights import elements, make_weight, random_arrays
+
+pytestmark = needs_compiler
+
+LINEAR = jax.jit(linear)
+F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
+
+# Inputs and the size of groups. Groups of 4-bit values in units of 32 inputs, several segments,
+# parts of units, and several strips; groups of 8-bit values that end within a unit.
+PACKED_SIZES = [(32, None), (96, 32), (64, 16), (288, 144), (160, 4), (576, None), (1312, 32)]
+BYTE_SIZES = [(1, None), (77, None), (30, 6), (26, 2), (64, 16), (576, None), (1312, 32)]
+
+
+def cases():
+    floats = ["float32", "bfloat16", "float16"]
+    for codes, sizes in ((list(CODES), PACKED_SIZES), (["int8", "float8_e4m3fn"], BYTE_SIZES)):
+        factors = {
+            "code": codes,
+            "sizes": sizes,
+            "scale_dtype": floats,
+            "min_dtype": [None, *floats],
+            "has_order": [False, True],
+            "num_outputs": [1, 16, 35],
+            "dtype": ["bfloat16", "float32", "float16"],
+        }
+        yield from (tuple(row.values()) for row in all_pairs(factors))
+
+
+def problem(case, num_rows):
+    """Return a weight, its elements in float64, and rows of which some are zeros."""
+    code, (num_inputs, group_size), scale_dtype, min_dtype, has_order, num_outputs, dtype = case
+    rng = np.random.default_rng(num_inputs)
+    format = WeightFormat(code, group_size, scale_dtype, min_dtype, has_order)
+    arrays = random_arrays(format, (num_outputs, num_inputs), rng)
+    x = rng.normal(size=(num_rows, num_inputs)).astype(dtype).astype(np.float32)
+    x[1::4] = 0
+    return make_weight(arrays, format, dtype), elements(arrays, format), x
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=lambda case: "-".join(map(str, case)))
+def test_linear_matches_float64_and_does_not_depend_on_other_rows(case) -> None:
+    """Rows are already rounded to the dtype of the model, so only sums are rounded."""
+    w, exact_w, x = problem(case, 39)
+    assert "paged_jax_quantised_linear" in LINEAR.lower(x, w).as_text()
+    together = np.asarray(LINEAR(x, w))
+    exact, terms = x.astype(np.float64) @ exact_w.T, np.abs(x) @ np.abs(exact_w).T
+    assert (np.abs(together - exact) <= 2e-6 * terms).all()
+    np.testing.assert_array_equal(together[1::4], 0)
+    for num_rows in (1, 18):
+        np.testing.assert_array_equal(LINEAR(x[-num_rows:], w), together[-num_rows:])
+
+
+@pytest.mark.parametrize("code", ["e2m1", "nf4", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_linear_converts_every_value(code, dtype) -> None:
+    """Each input alone, so that results are exact: all 4-bit values, or all bytes except NaN."""
+    values = np.arange(256, dtype=np.uint8).reshape(4, 64)
+    if code not in CODES:
+        values = values.view(code)
+        values = np.where(np.isnan(values.astype(np.float32)), values[0, 0], values)
+    num_inputs = 128 if code in CODES else 64
+    w = make_weight(
+        WeightArrays(values, np.full((4, 1), 0.5, np.float32)), WeightFormat(code), dtype
+    )
+    numbers = CODES[code][unpack(values)] if code in CODES else values.astype(np.float32)
+    np.testing.assert_array_equal(LINEAR(np.eye(num_inputs, dtype=np.float32), w).T, numbers * 0.5)
+
+
+def test_linear_rounds_rows_to_the_dtype_of_the_model() -> None:
+    """Also with a code that is not exact in bfloat16, whose kernel multiplies in float32."""
+    x = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
+    for code in ("int4", "nf4"):
+        w, _, _ = problem((code, (64, 32), "float32", "float32", False, 5, "bfloat16"), 1)
+        np.testing.assert_array_equal(LINEAR(x, w), LINEAR(x.astype(BF16).astype(np.float32), w))
+        exactly = dataclasses.replace(w, dtype=F32)
+        assert np.abs(LINEAR(x, w) - LINEAR(x, exactly)).max() > 1e-3
+
+
+@pytest.mark.parametrize("code", ["int8", "float8_e4m3fn"])
+def test_linear_reads_nothing_past_the_end_of_a_group_or_row(code) -> None:
+    """The next group has NaN scales, and the next row NaN values."""
+    w, exact, x = problem((code, (42, 14), "float32", None, False, 20, "bfloat16"), 3)
+    values, scales = np.array(w.values), np.array(w.scales)
+    if code != "int8":
+        values[7] = np.nan
+    scales[9, 1] = np.nan
+    got = np.asarray(LINEAR(x, dataclasses.replace(w, values=values, scales=scales)))
+    is_changed = np.isin(np.arange(20), [7, 9] if code != "int8" else [9])
+    is_row = x.any(-1)
+    assert np.isnan(got[is_row][:, is_changed]).all()
+    np.testing.assert_allclose(
+        got[:, ~is_changed], (x @ exact.T)[:, ~is_changed], rtol=1e-4, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("code", ["uint4", "int8"])
+def test_kernels_read_weights_in_place_from_the_stack_of_all_layers(code) -> None:
+    """Results are the same bits as without a stack; no array of the stack is copied."""
+    format = WeightFormat(code, 32, "float16", "bfloat16", has_order=True)
+    rng = np.random.default_rng(0)
+    layers = [random_arrays(format, (3, 512, 512), rng) for _ in range(3)]
+    stacked = WeightArrays(*(jnp.stack(arrays) for arrays in zip(*layers, strict=True)))
+    x, sizes = rng.normal(size=(5, 512)).astype(np.float32), jnp.array([2, 0, 3])
+
+    def run(x, stacked):
+        def body(x, layer_and_arrays):
+            layer, arrays = layer_and_arrays
+            w = dataclasses.replace(
+                make_weight(arrays, format, "bfloat16"), stack=Stack(stacked, layer)
+            )
+            experts = grouped_linear(x, w, sizes)
+            whole = linear(x, dataclasses.replace(w, stack=Stack(stacked, layer)))
+            return jnp.tanh(experts), (experts, whole)
+
+        return jax.lax.scan(body, x, (jnp.arange(3), stacked))[1]
+
+    compiled = jax.jit(run).lower(x, stacked).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < stacked.values[0].nbytes / 2
+    experts, whole = compiled(x, stacked)
+    x = np.tanh(experts[1])
+    w = make_weight(layers[2], format, "bfloat16")
+    np.testing.assert_array_equal(experts[2], jax.jit(grouped_linear)(x, w, sizes))
+    np.testing.assert_array_equal(whole[2], LINEAR(x, w))
+
+
+@pytest.mark.parametrize("code", ["int4", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_grouped_linear_does_not_depend_on_other_rows(code, dtype) -> None:
+    """The bits are those of `linear` with the weight of the expert."""
+    format = WeightFormat(code, 32, "float16", "float16", has_order=True)
+    rng = np.random.default_rng(0)
+    arrays = random_arrays(format, (4, 35, 96), rng)
+    w, sizes = make_weight(arrays, format, dtype), (20, 0, 1, 5)
+    x = rng.normal(size=(28, 96)).astype(np.float32)
+    x[[3, 20]] = 0
+    x[26:] = np.nan
+    got = np.asarray(jax.jit(grouped_linear)(x, w, jnp.array(sizes)))
+    for group, (end, size) in enumerate(zip(np.cumsum(sizes), sizes, strict=True)):
+        if size:
+            one = WeightArrays(*(each[group] for each in arrays[:3]), arrays.order)
+            alone = LINEAR(x[end - size : end], make_weight(one, format, dtype))
+            np.testing.assert_array_equal(got[end - size : end], alone)
+    np.testing.assert_array_equal(got[26:], 0)
+    assert np.abs(got).max() > 1
+
+
+def test_linear_leaves_groups_of_two_4_bit_values_to_xla() -> None:
+    case = "int4", (32, 2), "float32", None, False, 5, "float32"
+    w, exact, x = problem(case, 3)
+    assert "custom_call" not in LINEAR.lower(x, w).as_text()
+    np.testing.assert_allclose(LINEAR(x, w), x @ exact.T, rtol=1e-4, atol=1e-3)
+
+
+def flags_of_processor() -> set[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return set()
+    return {flag for line in text.splitlines() if line.startswith("flags") for flag in line.split()}
+
+
+# Names of processors for the compiler, and instructions by which a processor can run their code.
+PROCESSORS = {
+    "x86-64": "sse2",
+    "haswell": "avx2",
+    "skylake-avx512": "avx512vl",
+    "cooperlake": "avx512_bf16",
+}
+
+
+@pytest.mark.parametrize(
+    ("processor", "code", "dtype"),
+    [
+        ("x86-64", library.PACKED, F32),
+        ("x86-64", "float8_e4m3fn", F32),
+        ("haswell", library.PACKED, F32),
+        ("haswell", "int8", BF16),
+        ("skylake-avx512", library.PACKED, BF16),
+        ("skylake-avx512", "float8_e4m3fn", F32),
+        ("cooperlake", "int8", BF16),
+    ],
+)
+def test_kernels_for_processors_with_fewer_instructions(
+    processor, code, dtype, monkeypatch, tmp_path
+) -> None:
+    """`load` solves a problem with the kernel."""
+    if PROCESSORS[processor] not in flags_of_processor():
+        pytest.skip(f"this processor cannot run code for {processor}")
+    command = library._command
+
+    def for_processor(kernel):
+        return [f"-march={processor}" if x == "-march=native" else x for x in command(kernel)]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library, "_command", for_processor)
+    loaded = library._load.__wrapped__(library.Kernel("quantised_grouped_linear", dtype, code))
+    assert loaded.why_not is None
+
+
+# Multiplies arrays that end where a page begins that may not be read or written.
+_PROGRAM = """
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <initializer_list>
+
+void* guarded(size_t bytes) {
+  size_t page = 1 << 16, size = (bytes + page - 1) / page * page;
+  int access = PROT_READ | PROT_WRITE, kind = MAP_PRIVATE | MAP_ANONYMOUS;
+  char* begin = (char*)mmap(0, size + page, access, kind, -1, 0);
+  mprotect(begin + size, page, PROT_NONE);
+  return begin + size - bytes;
+}
+
+void ignore(void*) {}
+
+#define malloc guarded
+#define aligned_alloc(alignment, bytes) guarded(bytes)
+#define free ignore
+#include "quantised_call.h"
+
+int main() {
+  const int64_t sizes[][2] = {SIZES};
+  for (auto& [K, groups] : sizes)
+    for (int64_t N : {1, 16, 35})
+      for (int64_t M : {1, 5, 21}) {
+        int64_t row_bytes = Decoder::IS_PACKED ? K / 2 : K;
+        auto* values = (uint8_t*)guarded(N * row_bytes);
+        auto* scales = (uint8_t*)guarded(N * groups * 2);
+        auto* mins = (uint8_t*)guarded(N * groups * 4);
+        Panels<Decoder, Cells> panels = {};
+        auto* x = (float*)guarded(M * K * 4);
+        for (int64_t i = 0; i < M * K; i++) x[i] = 1;
+        panels.x = x, panels.out = (float*)guarded(M * N * 4), panels.N = N, panels.has_sums = true;
+        panels.order = (int32_t*)guarded(K * 4), panels.is_rounded = ROUNDS<INPUT>;
+        panels.groups = Groups::divide<Decoder>(K, groups);
+        if (!panels.reserve(M, 1)) return 1;
+        panels.add(0, M);
+        for (int64_t i = 0; i < panels.num_panels; i++) panels.run(i);
+        Matrix matrix = {
+            {values, row_bytes, values + N * row_bytes},
+            {scales, groups * 2, scales + N * groups * 2},
+            {mins, groups * 4, mins + N * groups * 4},
+            FLOAT16, FLOAT32, (float*)guarded(64), N, panels.groups};
+        Product product = {matrix, panels.panels, panels.num_panels, panels.out};
+        product.divide(2);
+        for (int64_t i = 0; i < product.num_parts; i++) product.run(i);
+      }
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "dtype"), [(library.PACKED, BF16), ("int8", BF16), ("float8_e4m3fn", F32)], ids=str
+)
+def test_kernels_stay_within_their_arrays(code, dtype, tmp_path) -> None:
+    """Also within arrays that they allocate. Other accesses would end the program by a signal."""
+    all_sizes = PACKED_SIZES if code == library.PACKED else BYTE_SIZES
+    sizes = ", ".join(f"{{{K}, {K // (size or K)}}}" for K, size in all_sizes)
+    (tmp_path / "program.cc").write_text(_PROGRAM)
+    command = library._command(library.Kernel("quantised_linear", dtype, code))
+    command = [x for x in command if x not in ("-shared", "-lm") and not x.endswith(".cc")]
+    build = [*library._compiler(), *command, f"-I{library._SOURCE}", f"-DSIZES={sizes}"]
+    program = str(tmp_path / "program")
+    subprocess.run([*build, f"{program}.cc", "-o", program], check=True, timeout=120)
+    subprocess.run([program], check=True, timeout=120)
