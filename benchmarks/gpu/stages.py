@@ -12,7 +12,14 @@ DEVICE_SECONDS, LIMIT_SECONDS = 60.0, 500.0
 
 # Seconds after which a stage starts no new measurement. The stages "tests" and "text" and the start
 # of each stage take the rest of half an hour.
-_BUDGETS = {"tune": 340, "goals": 360, "step": 400, "divisions": 120, "loops": 100}
+_BUDGETS = {
+    "tune": 300,
+    "goals": 340,
+    "step": 360,
+    "weights": 120,
+    "divisions": 100,
+    "loops": 100,
+}
 
 # pytest prints the stacks of all threads if a test runs for longer than this.
 _STACKS_AFTER_SECONDS = 120
@@ -26,6 +33,7 @@ _KERNEL_TESTS = {
     "tests/kernels/test_triton_decode.py": (),
     "tests/kernels/test_triton_prefill.py": (),
     "tests/kernels/test_triton_write.py": (),
+    "tests/kernels/test_triton_quantised.py": (),
     # One suite for all backends.
     "tests/kernels/test_attention.py": ("-k", "triton"),
     "tests/kernels/test_ragged.py": ("-k", "triton"),
@@ -143,6 +151,14 @@ def _step(out: Path, is_quick: bool) -> list[Command]:
     return [Command(_module("benchmarks.step", *arguments), "step")]
 
 
+def _weights(out: Path, is_quick: bool) -> list[Command]:
+    small = ("--size", "256", "--rows", "1", "8", "--weights", "2", "--rounds", "1")
+    extra = small if is_quick else _budget("weights")
+    results = out / "weight-formats-gpu.json"
+    arguments = ("--json", results, *extra)
+    return [Command(_module("benchmarks.weight_formats_time", *arguments), "weights")]
+
+
 def _loops(out: Path, is_quick: bool) -> list[Command]:
     chosen = ("--quick",) if is_quick else ("--models", "135M", "--batches", "1", *_budget("loops"))
     variant = ("--variants", "loops in command buffers")
@@ -199,6 +215,7 @@ STAGES: dict[str, Stage] = {
         "attention and its goals, compared with JAX's kernel, cuDNN and PyTorch", _goals
     ),
     "step": Stage("whole decode steps and prompt chunks", _step, environment=_ALL_MEMORY),
+    "weights": Stage("matmuls with quantised weights: results, and times in all formats", _weights),
     "divisions": Stage(
         "decode with batches divided in other ways, by batch and context", _divisions
     ),

@@ -73,7 +73,8 @@ def test_every_kernel_is_run_by_the_tests_of_a_gpu(tmp_path) -> None:
     assert set(files) == set(get_args(Op))
     commands = STAGES["tests"].commands(tmp_path, False)
     run_there = {command.name for command in commands}
-    assert {*files.values(), "test_attention", "test_linear"} <= run_there
+    others = {"test_attention", "test_linear", "test_triton_quantised"}
+    assert {*files.values(), *others} <= run_there
     for command in commands:
         [file] = [argument for argument in command.arguments if argument.startswith("tests/")]
         # Compiled on a GPU, directly or through the contract suite of all backends.
@@ -88,7 +89,7 @@ def test_stages_are_half_an_hour_together(tmp_path) -> None:
         for command in commands
         if "--budget" in command.arguments
     }
-    assert len(budgets) == 5
+    assert len(budgets) == 6
     # The tests, the text, and a last case that starts when the time is nearly over.
     assert sum(budgets.values()) <= 30 * 60 - 8 * 60
 
@@ -144,7 +145,7 @@ def test_a_stage_leaves_at_most_eight_files(tmp_path, monkeypatch) -> None:
         "device.json", "device.log", "tests.log", "stages.json"
     }  # fmt: skip
     counts = json.loads((tmp_path / run.SUMMARY).read_text())["tests"]["tests"]
-    assert len(counts) == 8 and counts["test_ragged"]["tests"] == 1
+    assert len(counts) == 9 and counts["test_ragged"]["tests"] == 1
 
 
 def test_memcheck_runs_where_there_is_a_sanitizer(tmp_path, monkeypatch) -> None:

@@ -26,6 +26,7 @@ from tests.support.engine_step import EngineStep
 from tests.support.expert_cases import ExpertCase
 from tests.support.kernel_cases import Case
 from tests.support.model_shapes import GEMMA_3_27B, GPT_OSS_20B, with_one_of_each
+from tests.support.quantised_cases import MODEL_FORMATS, QuantisedCase, QuantisedStep
 
 # The attention of Llama 3 8B, over contexts of 8192 tokens.
 _LLAMA = Case("decode", B=8, T=64, K=8, G=4, C=16, D=128, M=512)
@@ -208,6 +209,30 @@ EXPERTS: Mapping[str, ExpertCase] = {
     "experts, float32": ExpertCase(8, 32, 4, 2048, 1024, dtype="float32"),
 }
 
+QUANTISED: Mapping[str, QuantisedCase] = {
+    f"{name}, {num_rows} rows": QuantisedCase(format, num_rows)
+    for name, format in MODEL_FORMATS.items()
+    for num_rows in ((1, 8, 16, 32, 64, 128, 2048) if name == "q4_0" else (8, 64, 2048))
+}
+
+# Steps of two layers.
+QUANTISED_STEPS: Mapping[str, QuantisedStep] = {
+    f"step in {name}": QuantisedStep(
+        dataclasses.replace(LLAMA_3_8B, num_hidden_layers=2),
+        pool_gigabytes=2,
+        batch=8,
+        format=MODEL_FORMATS[name],
+    )
+    for name in ("int4 in groups of 128", "q4_0", "fp8 in blocks of 128", "q8_0", "int8 of a row")
+}
+
+QUANTISED_EXPERTS: Mapping[str, ExpertCase] = {
+    f"experts in mxfp4, {tokens} tokens": ExpertCase(
+        tokens, 32, 4, 2880, 2880, format=MODEL_FORMATS["mxfp4"]
+    )
+    for tokens in (1, 8, 64, 512)
+}
+
 # Engines with pools that fill a GPU: layers without and with a window.
 GPU_FAMILIES: Mapping[str, EngineStep] = {
     "families: Gemma 3 27B": EngineStep(with_one_of_each(GEMMA_3_27B), 110, max_model_len=32768),
@@ -220,8 +245,9 @@ GPU_COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "step, products undivided": {"xla_gpu_experimental_force_split_k": 1},
 }
 
-GPU_CASES: Mapping[str, Case | ExpertCase | DecodeStep | EngineStep] = {
-    **EXPERTS, **GPU_DECODE, **GPU_PREFILL, **GPU_RAGGED, **GPU_UPDATES,
+GPU_CASES: Mapping[str, Case | ExpertCase | QuantisedCase | DecodeStep | EngineStep] = {
+    **QUANTISED, **QUANTISED_STEPS, **QUANTISED_EXPERTS, **EXPERTS,
+    **GPU_DECODE, **GPU_PREFILL, **GPU_RAGGED, **GPU_UPDATES,
     **GPU_XLA, **GPU_STEPS, **GPU_SINGLE, **GPU_PARALLEL, **GPU_FAMILIES
 }  # fmt: skip
 
@@ -350,6 +376,11 @@ TPU_FAMILIES: Mapping[str, Mapping[str, EngineStep]] = {
     "v6e": {},
 }
 
+TPU_QUANTISED_STEPS: Mapping[str, QuantisedStep] = {
+    name: dataclasses.replace(step, block_size=128, max_blocks_per_slot=64, scan_layers=True)
+    for name, step in QUANTISED_STEPS.items()
+}
+
 _TPU_USUAL: Mapping[str, Case] = {
     **{
         name: TPU_ATTENTION[name]
@@ -363,7 +394,7 @@ _TPU_USUAL: Mapping[str, Case] = {
 }  # fmt: skip
 
 # Calls to compile for other generations. A v4 has no kernel for attention over pools.
-TPU_OTHERS: Mapping[str, Mapping[str, Case | DecodeStep]] = {
+TPU_OTHERS: Mapping[str, Mapping[str, Case | QuantisedCase | DecodeStep]] = {
     "v4": {
         "decode by XLA": _tpu("decode", backend=None, L=1),
         "prefill by XLA": _tpu("prefill", backend=None, L=1, T=16),
@@ -377,8 +408,12 @@ TPU_OTHERS: Mapping[str, Mapping[str, Case | DecodeStep]] = {
     )},
 }  # fmt: skip
 
-TPU_CASES: Mapping[str, Mapping[str, Case | ExpertCase | DecodeStep | EngineStep]] = {
+TPU_CASES: Mapping[
+    str, Mapping[str, Case | ExpertCase | QuantisedCase | DecodeStep | EngineStep]
+] = {
     generation: {
+        **QUANTISED,
+        **TPU_QUANTISED_STEPS,
         **EXPERTS,
         **TPU_ATTENTION,
         **TPU_RAGGED,
@@ -391,7 +426,7 @@ TPU_CASES: Mapping[str, Mapping[str, Case | ExpertCase | DecodeStep | EngineStep
 } | TPU_OTHERS
 
 # Prefixes of the names of this library's Triton kernels. XLA's kernels have other names.
-OUR_KERNELS = ("paged_", "copy_blocks", "grouped_linear")
+OUR_KERNELS = ("paged_", "copy_blocks", "grouped_linear", "quantised_linear")
 
 
 def count_collectives(text: str) -> dict[str, int]:

@@ -50,6 +50,7 @@ from tests.support.engine_step import EngineStep  # noqa: E402
 from tests.support.expert_cases import ExpertCase  # noqa: E402
 from tests.support.gpus import GPUS, Gpu  # noqa: E402
 from tests.support.kernel_cases import Case  # noqa: E402
+from tests.support.quantised_cases import QuantisedCase, count_weight_reads  # noqa: E402
 
 
 def find_tool(name: str) -> str:
@@ -85,7 +86,7 @@ def compile_case(name: str, gpu: Gpu) -> dict[str, Any]:
         lowered = case.lower("cuda", find_devices(case.topology, gpu))
     else:
         sharding = SingleDeviceSharding(find_devices("1x1x1", gpu)[0])
-        others = {"gpu": gpu.device} if isinstance(case, Case | ExpertCase) else {}
+        others = {"gpu": gpu.device} if isinstance(case, Case | ExpertCase | QuantisedCase) else {}
         lowered = case.lower("cuda", sharding, **others)
     for path in DUMP.iterdir():
         path.unlink()
@@ -98,6 +99,7 @@ def compile_case(name: str, gpu: Gpu) -> dict[str, Any]:
         "num_conditionals": num_conditionals,
         "kernels": [examine_kernel(path) for path in DUMP.glob("*.ptx") if is_ours(path)],
         "collectives": count_collectives(compiled.as_text()),
+        "weight_reads": count_weight_reads(compiled.as_text()),
         "temporary_bytes": memory.temp_size_in_bytes,
         "aliased_bytes": memory.alias_size_in_bytes,
     }

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 
 from paged_jax.kernels.linear import Weight
 from paged_jax.kernels.triton.tuning import GpuInfo
+from paged_jax.kernels.weight_formats import WeightFormat
 from paged_jax.models.mlp import ExpertWeights, apply_experts, route
 from tests.support.kernel_cases import H200, lower
+from tests.support.weights import weight_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +25,8 @@ class ExpertCase:
       num_chosen: k.
       hidden_size: E.
       intermediate_size: F.
-      dtype: dtype of the weights.
+      dtype: dtype of the weights, or of the matmuls if they are quantised.
+      format: format of quantised weights; None for weights of `dtype`.
     """
 
     num_tokens: int
@@ -32,12 +35,17 @@ class ExpertCase:
     hidden_size: int
     intermediate_size: int
     dtype: str = "bfloat16"
+    format: WeightFormat | None = None
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the smaller of the two weight arrays of all experts."""
-        sizes = self.num_experts * self.hidden_size * self.intermediate_size
-        return sizes * jnp.dtype(self.dtype).itemsize
+        """Bytes of the smaller of the two weights of all experts, as they are stored."""
+        shape = self.num_experts, self.hidden_size, self.intermediate_size
+        return self._format.num_bytes(shape)
+
+    @property
+    def _format(self) -> WeightFormat:
+        return self.format or WeightFormat(self.dtype)
 
     @property
     def num_products(self) -> int:
@@ -53,9 +61,9 @@ class ExpertCase:
     def function(self) -> Callable[..., jax.Array]:
         """Return the function that a layer applies to the logits of its router."""
 
-        def experts(x: jax.Array, logits: jax.Array, gate_up: jax.Array, down: jax.Array):
+        def experts(x: jax.Array, logits: jax.Array, gate_up: Weight, down: Weight):
             routes = route(logits, self.num_chosen, renormalise=True)
-            weights = ExpertWeights(Weight(gate_up), Weight(down))
+            weights = ExpertWeights(gate_up, down)
             return apply_experts(x, routes, weights, activation=lambda a, b: jax.nn.silu(a) * b)
 
         return experts
@@ -66,8 +74,11 @@ class ExpertCase:
             self.num_tokens, self.num_experts, self.hidden_size, self.intermediate_size,
         )  # fmt: skip
 
-        def of(*shape: int, dtype: Any = self.dtype) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+        def array(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
-        shapes = of(N, E, dtype="float32"), of(N, X, dtype="float32"), of(X, 2, F, E), of(X, E, F)
+        def weight(*shape: int) -> Weight:
+            return weight_shapes(self._format, shape, self.dtype, sharding)
+
+        shapes = array(N, E), array(N, X), weight(X, 2, F, E), weight(X, E, F)
         return lower(self.function(), *shapes, platform=platform, gpu=gpu)

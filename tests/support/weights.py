@@ -1,5 +1,8 @@
 """Random weights in every format, and their elements in float64."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -51,6 +54,18 @@ def make_weight(arrays: WeightArrays, format: WeightFormat, dtype: str = "float3
     arrays = WeightArrays(*(None if each is None else jnp.asarray(each) for each in arrays))
     code = format.code if format.code in CODES else None
     return Weight(*arrays, code=code, dtype=jnp.dtype(dtype))
+
+
+def weight_shapes(
+    format: WeightFormat, shape: tuple[int, ...], dtype: str, sharding: Any = None
+) -> Weight:
+    """Return a `Weight` of a shape ``[*out, in]``, with `jax.ShapeDtypeStruct` for arrays."""
+    arrays: Any = {
+        name: jax.ShapeDtypeStruct(*each, sharding=sharding)
+        for name, each in format.shapes(shape).items()
+    }
+    code = format.code if format.code in CODES else None
+    return Weight(**arrays, code=code, dtype=jnp.dtype(dtype))
 
 
 def elements(arrays: WeightArrays, format: WeightFormat) -> np.ndarray:

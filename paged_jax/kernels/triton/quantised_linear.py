@@ -132,7 +132,10 @@ def choose_tiling(num_rows: int, w: Weight) -> QuantisedTiling:
       QuantisedTiling(rows=256, outputs=128, inputs=64, parts=1, num_warps=8, num_stages=3)
     """
     num_outputs, num_inputs = w.shape
-    rows = max(8, min(pl.next_power_of_2(num_rows), 256 if num_rows > 1024 else 128))
+    # Other GPUs have less shared memory, or less tensor memory.
+    is_hopper = tuning.device().compute_capability[0] == 9
+    most_rows = 256 if num_rows > 1024 and is_hopper else 128
+    rows = max(8, min(pl.next_power_of_2(num_rows), most_rows))
     parts = 1
     if num_rows <= _FEW_ROWS:
         # Four program instances on each SM.

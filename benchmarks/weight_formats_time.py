@@ -1,0 +1,190 @@
+"""Check and time matrix multiplication with weights in every quantised format.
+
+    python -m benchmarks.weight_formats_time --json weight-formats.json
+    python -m benchmarks.weight_formats_time --formats q4_0 mxfp4 --rows 1 2048
+
+A program multiplies by many different weights in turn, so that no cache contains a weight. Each
+result is the input of the next multiplication. The result of one multiplication is compared with
+the weight in float64 first. For each format the table shows the time of a multiplication, the rate
+at which the weight is read as it is stored, compared with the copy rate of the device, and the
+speed compared with bfloat16.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.common.device_time import Program, memory_rate, take_turns
+from benchmarks.common.environment import environment, write_json
+from paged_jax.kernels.linear import Weight, linear
+from paged_jax.kernels.weight_formats import (
+    CODES,
+    WeightArrays,
+    WeightFormat,
+    dequantise,
+    pack,
+)
+
+FORMATS: Mapping[str, WeightFormat] = {
+    "bfloat16": WeightFormat("bfloat16"),
+    "int8 of a row": WeightFormat("int8", None, "float32"),
+    "fp8 of a row": WeightFormat("float8_e4m3fn", None, "float32"),
+    "int4 in groups of 128": WeightFormat("int4", 128, "bfloat16"),
+    "awq": WeightFormat("int4", 128, "float16", "float32"),
+    "q4_0": WeightFormat("int4", 32, "float16"),
+    "q4_1": WeightFormat("uint4", 32, "float16", "float16"),
+    "q4_k": WeightFormat("uint4", 32, "float32", "float32"),
+    "mxfp4": WeightFormat("e2m1", 32, "bfloat16"),
+    "nvfp4": WeightFormat("e2m1", 16, "float32"),
+    "nf4": WeightFormat("nf4", 64, "float32"),
+    "q8_0": WeightFormat("int8", 32, "float16"),
+    "q6_k": WeightFormat("int8", 16, "float32"),
+    "fp8 in blocks of 128": WeightFormat("float8_e4m3fn", 128, "float32"),
+}
+
+# Largest error of a result, relative to the sum of the magnitudes of its terms: rows, scales and
+# weights are rounded to bfloat16.
+MAX_ERROR = 2**-7
+
+
+def random_weight(format: WeightFormat, size: int, rng: np.random.Generator) -> WeightArrays:
+    """Return a random square weight, with rows of about unit length."""
+    shapes = format.shapes((size, size))
+    if not format.is_quantised:
+        values = rng.standard_normal((size, size), np.float32) / size**0.5
+        return WeightArrays(values.astype(format.value_dtype))
+    if format.is_packed:
+        values = pack(rng.integers(0, 16, (size, size), np.uint8))
+        spread = float(np.std(CODES[format.code]))
+    else:
+        values = rng.integers(-100, 100, (size, size), np.int8)
+        values = values.astype(np.float32).astype(format.value_dtype)
+        spread = 58.0
+    scales = rng.uniform(0.5, 1.5, shapes["scales"][0]) / (spread * size**0.5)
+    mins = None
+    if "mins" in shapes:
+        mean = float(np.mean(CODES[format.code])) if format.is_packed else 0.0
+        mins = (-mean * scales).astype(shapes["mins"][1])
+    return WeightArrays(values, scales.astype(shapes["scales"][1]), mins)
+
+
+def as_weight(arrays: WeightArrays, format: WeightFormat) -> Weight:
+    """Return the arrays on the first device."""
+    on_device = (None if array is None else jnp.asarray(array) for array in arrays)
+    code = format.code if format.is_packed else None
+    return Weight(*on_device, code=code, dtype=jnp.dtype("bfloat16"))
+
+
+def relative_error(arrays: WeightArrays, format: WeightFormat, num_rows: int) -> float:
+    """Return the largest error of a result, relative to the sum of the magnitudes of its terms."""
+    rng = np.random.default_rng(1)
+    size = arrays.values.shape[0]
+    x = rng.standard_normal((num_rows, size), np.float32)
+    got = np.asarray(jax.jit(linear)(jnp.asarray(x), as_weight(arrays, format)), np.float64)
+    w = dequantise(arrays, format.code).astype(np.float64)
+    groups = dequantise(arrays._replace(mins=None), format.code).astype(np.float64)
+    terms = np.abs(x) @ (np.abs(groups) + np.abs(w - groups)).T
+    return float((np.abs(got - x @ w.T) / terms).max())
+
+
+def make_program(weights: list[Weight], num_rows: int) -> Program:
+    """Return a program that multiplies by each of the weights."""
+    size = weights[0].shape[-1]
+
+    @jax.jit
+    def chain(x: jax.Array, weights: list[Weight]) -> jax.Array:
+        for w in weights:
+            x = linear(x, w)
+        return x
+
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((num_rows, size), np.float32))
+    program = Program(lambda: chain(x, weights).block_until_ready(), len(weights))
+    program.run()
+    return program
+
+
+def measure(
+    names: list[str], rows: list[int], size: int, num_weights: int, rounds: int, budget: float
+) -> dict[str, Any]:
+    """Return the figures of all formats and numbers of rows, until the budget is used up.
+
+    Args:
+      names: formats of `FORMATS`.
+      rows: numbers of rows.
+      size: inputs and outputs of a weight.
+      num_weights: number of different weights.
+      rounds: number of measurements.
+      budget: seconds after which no other format is measured.
+    """
+    start, rng = time.monotonic(), np.random.default_rng(0)
+    figures = []
+    rate = memory_rate()
+    floats = [as_weight(random_weight(FORMATS["bfloat16"], size, rng), FORMATS["bfloat16"])]
+    floats = [jax.tree.map(lambda x: x + 0, floats[0]) for _ in range(num_weights)]
+    for name in names:
+        if time.monotonic() - start > budget:
+            print(f"{name}: no time left")
+            continue
+        format = FORMATS[name]
+        arrays = random_weight(format, size, rng)
+        weights = [as_weight(arrays, format) for _ in range(num_weights)]
+        stored = format.num_bytes((size, size))
+        for num_rows in rows:
+            error = relative_error(arrays, format, num_rows)
+            programs = {
+                "format": make_program(weights, num_rows),
+                "bfloat16": make_program(floats, num_rows),
+            }
+            seconds = take_turns(programs, rounds)
+            figures.append(
+                {
+                    "format": name,
+                    "rows": num_rows,
+                    "microseconds": 1e6 * seconds["format"],
+                    "of_copy_rate": stored / seconds["format"] / 1e9 / rate,
+                    "over_bfloat16": seconds["bfloat16"] / seconds["format"],
+                    "error": error,
+                }
+            )
+            print(line(figures[-1]), flush=True)
+    return {"size": size, "copy_rate": rate, "figures": figures}
+
+
+def line(figure: dict[str, Any]) -> str:
+    """Return a line of the table."""
+    return (
+        f"{figure['format']:<22}{figure['rows']:>6}{figure['microseconds']:>12.1f} us"
+        f"{figure['of_copy_rate']:>10.1%}{figure['over_bfloat16']:>9.2f} x{figure['error']:>10.1e}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line. The exit status is 1 if a result is wrong."""
+    parser = argparse.ArgumentParser(description="Check and time weights in quantised formats.")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 2048])
+    parser.add_argument("--size", type=int, default=4096, help="inputs and outputs of a weight")
+    parser.add_argument("--weights", type=int, default=16, help="number of different weights")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds of measurements")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args(argv)
+    print(f"{'format':<22}{'rows':>6}{'time':>15}{'of rate':>10}{'of bf16':>11}{'error':>10}")
+    report = measure(args.formats, args.rows, args.size, args.weights, args.rounds, args.budget)
+    if args.json:
+        write_json(args.json, {**environment(), **report})
+    wrong = [figure for figure in report["figures"] if not figure["error"] <= MAX_ERROR]
+    for figure in wrong:
+        print(f"wrong: {line(figure)}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
