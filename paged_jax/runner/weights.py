@@ -205,9 +205,9 @@ class Weights:
         else:
             assert isinstance(model, Llama), "other models are not divided"
             self.config = parallel.wide_config
-            self.graphdef = nnx.graphdef(model.make_shard(parallel))
             named = list(zip(self._names, arrays, strict=True))
             parallel.check_formats("Engine", model.formats, {name: x.shape for name, x in named})
+            self.graphdef = nnx.graphdef(model.make_shard(parallel))
             specs = tuple(parallel.program_spec(name, x.shape) for name, x in named)
             self.division = Division(parallel.mesh, specs, check_replicas)
             places = [parallel.model_sharding(name, x.shape) for name, x in named]

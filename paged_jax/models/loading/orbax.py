@@ -152,7 +152,7 @@ def _read_formats(path: Path, config: LlamaConfig) -> MatrixFormats:
         return MatrixFormats(WeightFormat(config.dtype))
     try:
         return MatrixFormats.from_dict(read_json(path / _FORMATS))
-    except (TypeError, KeyError, ValueError) as error:
+    except (AttributeError, TypeError, KeyError, ValueError) as error:
         raise _damaged(path, error) from None
 
 
