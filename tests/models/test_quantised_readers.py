@@ -13,6 +13,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from paged_jax.kernels.weight_formats import CODES, dequantise
 from paged_jax.models.config import LlamaConfig
@@ -22,6 +23,7 @@ from paged_jax.models.loading.parameters import WeightsError, named_arrays
 from paged_jax.models.loading.pretrained import from_pretrained, read_config
 from paged_jax.models.loading.safetensors_files import combine_quantised, find_tensors, list_tensors
 from paged_jax.models.quantisation import find_quantisation
+from tests.support.random_model import random_llama
 
 F32 = np.dtype(np.float32)
 FOLDERS = (
@@ -630,3 +632,34 @@ def test_loading_needs_little_memory_above_the_weights(
     weights = sum(each.nbytes for each in named_arrays(model).values())
     dequantised = 2 * math.prod(PROJECTIONS["mlp.gate_proj"])
     assert peak - weights < dequantised
+
+
+@pytest.mark.parametrize(
+    "write_format",
+    [fp8_with_cut_off_blocks, lambda: packed(scale=jnp.bfloat16), lambda: gptq()],
+    ids=["fp8", "packed", "gptq"],
+)
+def test_experts_of_published_formats_stay_quantised(tmp_path, monkeypatch, write_format) -> None:
+    """Each expert has tensors of its own. The router is not quantised."""
+    config = LlamaConfig.from_dict(
+        {
+            "model_type": "qwen3_moe", "vocab_size": 40, "hidden_size": 64,
+            "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+        }
+    )  # fmt: skip
+    random_llama(config).save_pretrained(tmp_path)
+    tensors, content = load_file(tmp_path / "model.safetensors"), config.to_dict()
+    for name in [name for name in tensors if "_proj" in name]:
+        monkeypatch.setitem(globals(), "OUT", tensors[name].shape[0])
+        content["quantization_config"], parts, _ = write_format()
+        del tensors[name]
+        tensors |= {name.removesuffix("weight") + end: array for end, array in parts.items()}
+    write(tmp_path, tensors, module="")
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    kept, expanded = (from_pretrained(Llama, tmp_path, dequantise=each) for each in (False, True))
+    experts = named_arrays(kept)
+    assert any("experts_down_proj_scale" in name for name in experts)
+    tokens = jnp.arange(6)[None]
+    np.testing.assert_allclose(kept(tokens), expanded(tokens), rtol=0, atol=1e-4)
