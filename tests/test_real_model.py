@@ -20,6 +20,8 @@ from paged_jax.server import Settings
 from tests.support.gguf_reference import best_tokens, load_reference
 from tests.support.live_server import LiveServer
 
+pytestmark = pytest.mark.slow
+
 IM_END = 2
 MAX_TOKENS = 24
 
@@ -137,8 +139,9 @@ def test_server_answers_with_json_of_a_schema(llm) -> None:
 
 # Losses
 
-# Nats per token above bfloat16. The file keeps its 4 bits, so only the order of roundings differs.
-_MAX_LOSS = {"file": 0.005, "int8": 0.005}
+# Maximum difference to the loss in bfloat16, in nats per token. The file keeps its 4 bits, so only
+# the order of roundings differs. Measured: -0.0002, 0.0025, 0.0164 and 0.0007.
+_MAX_LOSS = {"file": 0.005, "int8": 0.005, "fp8": 0.02, "int4": 0.08}
 _WINDOWS, _WINDOW = 4, 384
 
 
