@@ -269,7 +269,9 @@ class _HeaderReader:
             starts[index], lengths[index] = place + 8 - first, min(length, end)
             place += 8 + length
             if place > end:
-                raise self._error(f"must hold the {count} texts of {key}, but ends before")
+                raise self._error(
+                    f"must hold the {count} texts of {key}, but ends before. Fetch it again"
+                )
         self._place = place
         return Texts(data[first:place], starts, lengths)
 
@@ -316,7 +318,9 @@ class _HeaderReader:
     def _require(self, num_bytes: int, name: str) -> None:
         left = len(self._data) - self._place
         if num_bytes > left:
-            raise self._error(f"must hold {num_bytes} bytes of {name}, got {left}")
+            raise self._error(
+                f"must hold {num_bytes} bytes of {name}, got {left}. Fetch the whole file again"
+            )
 
     def _error(self, problem: str) -> GgufError:
         return GgufError(f"{self._path}: {problem}.")
