@@ -436,7 +436,7 @@ class Engine:
 
     @property
     def weight_dtype(self) -> str:
-        """The format of most matrices of the model, such as ``"bfloat16"`` or ``"int4"``."""
+        """The main format of the matrices of the model, such as ``"bfloat16"`` or ``"int4"``."""
         return str(self.core.executor.weights.layout_model.matrix_formats)
 
     @property

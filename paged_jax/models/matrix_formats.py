@@ -143,8 +143,11 @@ class MatrixFormats:
         return tuple(dict.fromkeys([self.default.code, *(each.code for _, each in self.others)]))
 
     def __str__(self) -> str:
-        """Name of the format that most kinds of matrices have, such as ``"int4"``."""
-        code, size = self.default.code, self.default.group_size
+        """Name of the default format, or of a quantised format if that is floating point."""
+        formats = [self.default, *(each for _, each in self.others)]
+        quantised = [each for each in formats if each.is_quantised]
+        format = quantised[0] if quantised else self.default
+        code, size = format.code, format.group_size
         return _E2M1_NAMES.get(size or 0, code) if code == "e2m1" else _NAMES.get(code, code)
 
     def of_layer(self, index: int | None) -> "MatrixFormats":

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from paged_jax.kernels.linear import reads_stacked_weights
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.config_json import text_config
+from paged_jax.models.families import FAMILIES
 from paged_jax.models.gguf_config import read_gguf_config
 from paged_jax.models.gguf_file import GgufFile, is_gguf
 from paged_jax.models.loading.huggingface import (
@@ -25,7 +26,8 @@ from paged_jax.models.loading.orbax import (
     is_checkpoint,
     load_checkpoint,
 )
-from paged_jax.models.loading.parameters import Model, WeightsError
+from paged_jax.models.loading.parameters import Model, ModelSpec, WeightsError, resolve_dtype
+from paged_jax.models.loading.planned_formats import plan_formats
 from paged_jax.models.loading.safetensors_files import (
     check_counts,
     check_names,
@@ -35,8 +37,9 @@ from paged_jax.models.loading.safetensors_files import (
 )
 from paged_jax.models.loading.stored_tensors import find_dtype
 from paged_jax.models.matrices import Sharding
-from paged_jax.models.matrix_formats import MatrixFormats
+from paged_jax.models.matrix_formats import DTYPE_FORMATS, MatrixFormats
 from paged_jax.models.model_folder import describe_folder, read_config_json
+from paged_jax.models.quantisation import read_quantisation
 
 
 def from_pretrained(
@@ -133,12 +136,20 @@ def read_formats(
       num_devices: number of devices that compute the model together.
 
     Returns:
-      The formats; None if the folder has no weights.
+      The formats; None for those of `dtype`, if the folder has no weights. Its ``config.json`` may
+      describe quantised weights.
     """
     if is_checkpoint(folder):
         return find_saved_formats(folder, config, dtype=dtype, dequantise=dequantise)
     if not is_gguf(folder) and not any(Path(folder).glob("*.safetensors")):
-        return None
+        family = FAMILIES.get(config.model_type)
+        has_mxfp4 = family is not None and family.is_mxfp4
+        quantisation = read_quantisation(Path(folder), has_mxfp4=has_mxfp4)
+        resolved = resolve_dtype("plan", dtype, config)
+        if quantisation is None or dequantise or resolved in DTYPE_FORMATS:
+            return None
+        spec = ModelSpec(model_class, config, resolved, config.can_scan_layers)
+        return plan_formats(spec, quantisation, num_devices=num_devices)
     options: Any = {"dtype": dtype, "dequantise": dequantise, "num_devices": num_devices}
     return find_formats(model_class, folder, config, **options)
 

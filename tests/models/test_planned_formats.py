@@ -1,0 +1,77 @@
+"""Formats of quantised matrices in memory plans: equal to the formats after loading."""
+
+import json
+import shutil
+
+import jax
+import pytest
+from flax import nnx
+
+from paged_jax.engine.footprint import weight_bytes
+from paged_jax.engine.memory_plan import make_plan
+from paged_jax.models.llama import Llama
+from paged_jax.models.loading.pretrained import read_config, read_formats
+
+# gpt-oss 20B.
+GPT_OSS = {
+    "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+    "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128, "dtype": "bfloat16",
+    "tie_word_embeddings": False, "attention_bias": True,
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+    ]},
+}  # fmt: skip
+FOLDERS = (
+    "awq-gemm", "bnb-int8", "bnb-nf4", "ct-fp8-block", "ct-mxfp4a16", "ct-nvfp4a16",
+    "ct-w4a16-channel", "ct-w4a16-group-asym", "ct-w4a16-group-sym", "ct-w8a8-int8", "fp8-block",
+    "gptq-v2", "mlx-q4", "mlx-q8",
+)  # fmt: skip
+# Folders whose configs do not describe all details. Their scales are bfloat16 instead of float32.
+INEXACT = ("ct-fp8-block",)
+
+
+@pytest.mark.parametrize(
+    "name", ["gguf-q4_0/*.gguf", "gptq-v1-actorder", "ct-w4a16-group-asym", "fp8-block"]
+)
+def test_plans_have_the_bytes_of_loaded_weights(name, data_dir) -> None:
+    (path,) = (data_dir / "quantised").glob(name)
+    config = read_config(path)
+    for options in ({}, {"dtype": "int4"}, {"dequantise": True}):
+        formats = read_formats(Llama, path, config, **options)
+        model = Llama.from_pretrained(path, **options)
+        num_bytes = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
+        assert formats == model.formats
+        assert weight_bytes(config, config.dtype, formats=formats) == num_bytes
+        plan = make_plan(config, 1 << 30, "cpu", formats, **options)
+        assert plan.footprint.weights == num_bytes and str(plan.formats) == str(model.formats)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_plans_of_a_config_have_the_formats_of_the_weights(name, data_dir, tmp_path) -> None:
+    path = data_dir / "quantised" / name
+    for file in path.glob("*.json"):
+        shutil.copy(file, tmp_path)
+    expected = read_formats(Llama, path, read_config(path))
+    formats = read_formats(Llama, tmp_path, read_config(tmp_path))
+    if name in INEXACT:
+        assert [*map(str, (formats, formats.default.group_size))] == [
+            *map(str, (expected, expected.default.group_size))
+        ]
+    else:
+        assert formats == expected
+
+
+def test_plan_of_gpt_oss_counts_packed_experts(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
+    config = read_config(tmp_path)
+    formats = read_formats(Llama, tmp_path, config)
+    assert str(formats) == "mxfp4" and not formats["layers.qkv_proj"].is_quantised
+    plan = make_plan(config, 80 << 30, "gpu", formats)
+    assert 13.0 < plan.footprint.weights / 2**30 < 13.6
+    halves = [make_plan(config, 80 << 30, "gpu", formats, tensor_parallel_size=n) for n in (1, 2)]
+    assert halves[1].footprint.weights < 0.52 * halves[0].footprint.weights
+    floats = make_plan(
+        config, 80 << 30, "gpu", read_formats(Llama, tmp_path, config, dequantise=True)
+    )
+    assert floats.footprint.weights > 38 * 2**30
