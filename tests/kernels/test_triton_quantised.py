@@ -142,7 +142,7 @@ def test_result_of_a_row_does_not_depend_on_other_rows(name) -> None:
     together = multiply(x, w)
     for num_rows in (1, 9, 30):
         np.testing.assert_allclose(multiply(x[:num_rows], w), together[:num_rows], rtol=1e-5)
-    # The numbers of parts and of steps are those of the weight.
+    # The weight alone determines the numbers of parts and steps.
     tilings = {kernel.choose_tiling(n, w)._replace(**dict.fromkeys(FREE, 0)) for n in (1, 9, 30)}
     assert len(tilings) == 1 and tilings.pop().parts == 4
 

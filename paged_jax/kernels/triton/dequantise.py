@@ -74,16 +74,20 @@ class TileFormat(NamedTuple):
     def is_prefetched(self) -> bool:
         """Whether the scales are loaded one loop step ahead.
 
-        Triton loads them asynchronously only if a thread reads at least four consecutive bytes.
+        Triton loads them asynchronously only if a thread reads at least four consecutive bytes, and
+        if the rows of scales are aligned.
         """
-        return self.step // self.group * jnp.dtype(self.weight.scale_dtype).itemsize < 4
+        itemsize = jnp.dtype(self.weight.scale_dtype).itemsize
+        row_bytes = self.num_inputs // (self.weight.group_size or self.num_inputs) * itemsize
+        step_bytes = self.step // self.group * itemsize
+        return step_bytes < 4 or row_bytes % min(step_bytes, 16) != 0
 
     def inputs_of_columns(self, half: int) -> jax.Array:
         """Return the input of each column, i32 ``[columns]``, relative to the start of the step."""
         columns = jnp.arange(self.columns, dtype=jnp.int32)
         if not self.weight.is_packed:
             return columns
-        # With divisions, Triton finds runs of 16 consecutive inputs, which it loads at once.
+        # With divisions, Triton finds runs of 16 consecutive inputs and uses wide loads.
         size = jnp.full_like(columns, PACKED_BYTES)
         block, place = lax.div(columns, size), lax.rem(columns, size)
         return block * PACKED_INPUTS + half * PACKED_BYTES + place
@@ -151,7 +155,8 @@ class WeightTile(NamedTuple):
             groups = step * count + index  # Triton finds consecutive groups only without a division
         else:
             groups = lax.div(inputs, jnp.full_like(inputs, size))
-        mask = (inputs < format.num_inputs)[None] if format.num_inputs % format.step else None
+        is_past_end = format.num_inputs % format.step or format.is_prefetched
+        mask = (inputs < format.num_inputs)[None] if is_past_end else None
         return self._load(ref, groups, mask)
 
     def _load(self, ref: Any, columns: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -221,7 +226,7 @@ class _Half(NamedTuple):
 
     Attributes:
       name: name of a pair of numbers in instructions.
-      base: the number of which the low byte is zero, and the next larger integers add to that byte.
+      base: a number with a low byte of zero. To add a small integer, write it to that byte.
     """
 
     name: str

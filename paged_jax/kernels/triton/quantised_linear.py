@@ -40,10 +40,10 @@ _MAX_ELEMENTS = 2**31 - 1
 # Maximum rows that count as few.
 _FEW_ROWS = 64
 
-# Outputs of a program instance that determine the number of parts, and maximum number of parts.
+# Outputs per program instance for choosing the number of parts, and maximum number of parts.
 _PART_OUTPUTS = 64
 _MAX_PARTS = 8
-# Inputs that a part has at least, and of which its inputs are a multiple.
+# Least number of inputs of a part, and a divisor of that number.
 _PART_INPUTS = 512
 _STEP_INPUTS = 256
 
