@@ -1,4 +1,4 @@
-"""Quantisation of a checkpoint: which modules are quantised, and in which format.
+"""Quantisation of a checkpoint: the quantised modules, and their formats.
 
 Most checkpoints describe it in ``config.json`` (`quantization_config`), others in their own file.
 An entry that changes the weights is either read, or rejected with an error that names it.
@@ -179,7 +179,7 @@ def read_quantisation(folder: Path, *, has_mxfp4: bool = False) -> Quantisation 
 
 
 class Entries:
-    """Entries of a JSON object, which reports those that were not read.
+    """Entries of a JSON object. It reports the entries that were not read.
 
     Args:
       content: the object.

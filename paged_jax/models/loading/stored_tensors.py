@@ -57,7 +57,7 @@ class StoredTensor:
 
     @property
     def format(self) -> WeightFormat:
-        """Format in which `read_arrays` returns the tensor."""
+        """Format of the result of `read_arrays`."""
         return WeightFormat(FLOAT_DTYPES[self.dtype])
 
     def read_arrays(self, rows: slice) -> WeightArrays:
@@ -149,7 +149,7 @@ class QuantisedTensor(StoredTensor):
 
     @property
     def format(self) -> WeightFormat:
-        """Format in which `read_arrays` returns the matrix, equal for all parts."""
+        """Format of the result of `read_arrays`, equal for all parts."""
         raise NotImplementedError
 
     def read_arrays(self, rows: slice) -> WeightArrays:
