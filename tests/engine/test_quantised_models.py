@@ -28,8 +28,8 @@ from tests.support.random_model import random_llama
 ENGINES = {
     "awq-gemm": {"num_speculative_tokens": 3},
     "bnb-int8": {},
-    "bnb-nf4": {"max_chunk": 4},
-    "bnb-nf4-double": {"max_chunk": 4},
+    "bnb-nf4": {},
+    "bnb-nf4-double": {"steps_per_dispatch": 1},
     "ct-fp8-block": {"num_speculative_tokens": 2, "preemption": "swap"},
     "ct-fp8-channel": {},
     "ct-fp8-tensor": {},
