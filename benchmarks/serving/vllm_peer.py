@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.process import resident_bytes
+from benchmarks.common.process import ROOT, resident_bytes
 from benchmarks.serving.workloads import Request
 
 # Tokens in a block. vLLM's attention for CPUs needs multiples of 32.
@@ -44,6 +44,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
       The record of `benchmarks.serving.peers.measure`.
     """
     os.environ.update(_ENVIRONMENT)
+    # vLLM's packages must not find folders of this checkout, such as `kernels`, as packages.
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
     import vllm
 
     before, _ = resident_bytes()
