@@ -98,8 +98,8 @@ def load_checkpoint(
       model_class: class of the model, such as `Llama`.
       path: folder of the checkpoint.
       config: content of its ``config.json``.
-      dtype: float32, bfloat16, float16 or int8; ``"auto"`` is the dtype of the checkpoint.
-        Matrices that are quantised in the checkpoint keep their format, unless the dtype is int8.
+      dtype: see `load_weights`; ``"auto"`` is the dtype of the checkpoint. Matrices that are
+        quantised in the checkpoint keep their format, unless `dtype` quantises them again.
       scan_layers: whether to stack the layers, see `Llama`. Layers with matrices in different
         formats are not stacked.
       sharding: see `load_weights`.

@@ -47,7 +47,7 @@ def choose_formats(
     """Choose the formats of a model that is read from files.
 
     Quantised matrices keep the format of the files, if all tensors of a matrix have a common
-    format, and its parts on several devices, too. Otherwise they are expanded to floats, with a
+    format, also in their parts on several devices. Otherwise they are expanded to floats, with a
     warning.
 
     Args:

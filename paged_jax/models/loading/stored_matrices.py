@@ -9,7 +9,7 @@ is read::
     quantised                  same or wider     `StoredMatrix`: the arrays of the file, converted
     floats or quantised        quantised         `StoredMatrix`: dequantised, then quantised
 
-All functions read some rows at a time, so that little memory is needed besides the result.
+All functions read some rows at a time, and need little more memory than the result.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ def find_format(
 
     Args:
       stored: tensors of the files by name.
-      mappings: mappings of the matrix to its tensors, some of which are quantised.
+      mappings: mappings of the matrix to its tensors; at least one tensor is quantised.
       num_inputs: number of inputs of the matrix.
 
     Returns:
@@ -74,7 +74,7 @@ def find_format(
 
 
 def fit_format(format: WeightFormat, num_inputs: int, num_parts: int) -> WeightFormat | str:
-    """Return a format whose groups and packed values fit the inputs on each device.
+    """Return a format that fits the inputs on each device: whole groups and packed values.
 
     Args:
       format: format of a quantised matrix.
@@ -279,7 +279,7 @@ def _runs_of_rows(
 def _overlaps(
     mappings: list[TensorMapping], starts: Shape, stops: Shape
 ) -> Iterator[tuple[TensorMapping, Index, Index]]:
-    """Yield the mappings whose boxes overlap with a part of a parameter.
+    """Yield the mappings that have boxes in a part of a parameter.
 
     Args:
       mappings: mappings of the parameter.
