@@ -15,12 +15,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.kernels.weight_formats import CODES, INT8, PACKED_BYTES, WeightArrays, WeightFormat
+from paged_jax.kernels.weight_formats import (
+    CODES,
+    INT8,
+    PACKED_BYTES,
+    PACKED_INPUTS,
+    WeightArrays,
+    WeightFormat,
+)
 from paged_jax.models.scale_search import MAX_GROUP, search_int4, search_uint4
 
 Array = TypeVar("Array", np.ndarray, jax.Array)
 
-# Elements that `quantise_on_host` converts at once.
+# Elements in a chunk of `quantise_on_host`.
 _CHUNK = 1 << 21
 
 
@@ -122,14 +129,15 @@ def quantise_on_host(w: np.ndarray, format: WeightFormat) -> WeightArrays:
     Returns:
       NumPy arrays.
     """
-    num_inputs = w.shape[-1]
-    rows = w.reshape(-1, num_inputs)
-    shapes = format.shapes(rows.shape)
-    out = WeightArrays(**{name: np.empty(*each) for name, each in shapes.items()})
+    size = format.group_size
+    has_whole_groups = size is not None and size % PACKED_INPUTS == 0 and not format.has_order
     # All chunks have the same shape, the last one with unused rows at its end, so that a program is
-    # compiled only once for all matrices with this number of inputs.
-    step = max(1, _CHUNK // num_inputs)
-    chunk = np.zeros((step, num_inputs), np.float32)
+    # compiled only once: for all matrices if each group can be a row, or for each number of inputs.
+    width = size if size is not None and has_whole_groups else w.shape[-1]
+    rows = w.reshape(-1, width)
+    out = WeightArrays(**{name: np.empty(*x) for name, x in format.shapes(rows.shape).items()})
+    step = max(1, _CHUNK // width)
+    chunk = np.zeros((step, width), np.float32)
     for start in range(0, len(rows), step):
         stop = min(start + step, len(rows))
         chunk[: stop - start] = rows[start:stop]

@@ -1,6 +1,6 @@
 """Tensors of quantised matrices in the formats of compressed-tensors, and the config of them.
 
-    format of the matrix            tensors beside the name of the module
+    format of the matrix            tensors, by the ends of their names
     int4, uint4, int8               pack-quantized: weight_packed i32 [out, in * bits / 32],
                                     weight_scale, weight_shape; if there are minima also
                                     weight_zero_point i32 [out * bits / 32, groups]
