@@ -152,8 +152,9 @@ class Llama(PagedModel):
         Args:
           folder: a folder with ``config.json`` and safetensors, a checkpoint, or the path of a GGUF
             file; None for the small model that comes with this library.
-          dtype: float32, bfloat16, float16 or int8; ``"auto"`` is the dtype of the files. Matrices
-            that the files store in a quantised format keep it, unless the dtype is int8.
+          dtype: float32, bfloat16 or float16; ``"auto"`` is the dtype of the files. Matrices that
+            the files store in a quantised format keep it. With ``"int8"``, ``"fp8"``, ``"int4"`` or
+            ``"int4-symmetric"``, all large matrices are quantised while they are loaded.
           scan_layers: see `Llama`; None for whichever is faster on the device that holds the
             weights.
           sharding: one `jax.sharding.Sharding` for all parameters, or a function of a parameter's
@@ -186,8 +187,11 @@ class Llama(PagedModel):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``config.json`` and safetensors, which transformers can load.
 
+        Quantised matrices are written in the formats of compressed-tensors, which vLLM reads too.
+
         Raises:
-          ValueError: the weights are int8, or no family of transformers has this config.
+          ValueError: compressed-tensors lacks the format of a matrix, or no family of transformers
+            has this config.
         """
         from paged_jax.models.loading.huggingface import save_weights
 
