@@ -19,8 +19,8 @@ from typing import Any
 from benchmarks.common.process import import_peer, resident_bytes, run_module
 
 PROMPT_LEN, NUM_TOKENS = 32, 16
-# Slots, and blocks of the pool, which hold 2560 tokens.
-BATCH, NUM_BLOCKS = 16, 160
+# As for `python -m paged_jax.chat`: one sequence, and a pool for the whole context of the model.
+MAX_LEN = 8192
 
 
 def measure_starts(engine: str, file: Path, dtype: str = "auto") -> dict[str, dict[str, float]]:
@@ -51,8 +51,7 @@ def start(engine: str, file: Path, dtype: str) -> dict[str, float]:
     imported = time.perf_counter()
     before, _ = resident_bytes()
     if engine == "paged_jax":
-        options = {"batch": BATCH, "max_len": PROMPT_LEN + NUM_TOKENS, "num_blocks": NUM_BLOCKS}
-        loaded = peer(file, dtype, **options)
+        loaded = peer(file, dtype, batch=1, max_len=MAX_LEN)
     else:
         loaded = peer(file)
     loaded.start(1, PROMPT_LEN, NUM_TOKENS)
