@@ -148,7 +148,7 @@ _ROUNDINGS = {"gemma2": 0.02, "gemma3": 0.02}
 @pytest.mark.parametrize("case", CASES)
 def test_logits_agree_with_llama_cpp(tmp_path, case):
     """Compare with another reader of the same file, if llama-cpp-python is installed."""
-    llama_cpp = pytest.importorskip("llama_cpp")
+    llama_cpp = pytest.importorskip("llama_cpp", reason="no llama-cpp-python")
     architecture, config_json, entries = CASES[case]
     if case == "phi3":  # llama.cpp ignores its windows
         config_json, entries = {**config_json, "sliding_window": None}, {}

@@ -291,7 +291,7 @@ _PARTS = [
 
 @pytest.mark.parametrize("metadata", [byte_level, sentencepiece])
 def test_random_texts_agree_with_llama_cpp(tmp_path, metadata):
-    llama_cpp = pytest.importorskip("llama_cpp")
+    llama_cpp = pytest.importorskip("llama_cpp", reason="no llama-cpp-python")
     rng = random.Random(0)
     texts = ["".join(rng.choices(_PARTS, k=rng.randint(1, 12))) for _ in range(300)]
     names = RECORDED if metadata is byte_level else ("", "no-prefix")
