@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from paged_jax.kernels.cpu import library
+from paged_jax.kernels.cpu.kernel import PACKED, Kernel
 from paged_jax.kernels.linear import Stack, grouped_linear, linear
 from paged_jax.kernels.weight_formats import CODES, WeightArrays, WeightFormat, unpack
 from tests.support.compiler import needs_compiler
@@ -187,11 +188,11 @@ PROCESSORS = {
 @pytest.mark.parametrize(
     ("processor", "code", "dtype"),
     [
-        ("x86-64", library.PACKED, F32),
+        ("x86-64", PACKED, F32),
         ("x86-64", "float8_e4m3fn", F32),
-        ("haswell", library.PACKED, F32),
+        ("haswell", PACKED, F32),
         ("haswell", "int8", BF16),
-        ("skylake-avx512", library.PACKED, BF16),
+        ("skylake-avx512", PACKED, BF16),
         ("skylake-avx512", "float8_e4m3fn", F32),
         ("cooperlake", "int8", BF16),
     ],
@@ -209,7 +210,7 @@ def test_kernels_for_processors_with_fewer_instructions(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(library, "_command", for_processor)
-    loaded = library._load.__wrapped__(library.Kernel("quantised_grouped_linear", dtype, code))
+    loaded = library._load.__wrapped__(Kernel("quantised_grouped_linear", dtype, code))
     assert loaded.why_not is None
 
 
@@ -238,6 +239,7 @@ void ignore(void*) {}
 
 int main() {
   const int64_t sizes[][2] = {SIZES};
+  Decoder decoder((float*)guarded(64));
   for (auto& [K, groups] : sizes)
     for (int64_t N : {1, 16, 35})
       for (int64_t M : {1, 5, 21}) {
@@ -258,7 +260,7 @@ int main() {
             {values, row_bytes, values + N * row_bytes},
             {scales, groups * 2, scales + N * groups * 2},
             {mins, groups * 4, mins + N * groups * 4},
-            FLOAT16, FLOAT32, (float*)guarded(64), N, panels.groups};
+            FLOAT16, FLOAT32, &decoder, N, panels.groups};
         Product product = {matrix, panels.panels, panels.num_panels, panels.out};
         product.divide(2);
         for (int64_t i = 0; i < product.num_parts; i++) product.run(i);
@@ -268,14 +270,14 @@ int main() {
 
 
 @pytest.mark.parametrize(
-    ("code", "dtype"), [(library.PACKED, BF16), ("int8", BF16), ("float8_e4m3fn", F32)], ids=str
+    ("code", "dtype"), [(PACKED, BF16), ("int8", BF16), ("float8_e4m3fn", F32)], ids=str
 )
 def test_kernels_stay_within_their_arrays(code, dtype, tmp_path) -> None:
     """Also within arrays that they allocate. Other accesses would end the program by a signal."""
-    all_sizes = PACKED_SIZES if code == library.PACKED else BYTE_SIZES
+    all_sizes = PACKED_SIZES if code == PACKED else BYTE_SIZES
     sizes = ", ".join(f"{{{K}, {K // (size or K)}}}" for K, size in all_sizes)
     (tmp_path / "program.cc").write_text(_PROGRAM)
-    command = library._command(library.Kernel("quantised_linear", dtype, code))
+    command = library._command(Kernel("quantised_linear", dtype, code))
     command = [x for x in command if x not in ("-shared", "-lm") and not x.endswith(".cc")]
     build = [*library._compiler(), *command, f"-I{library._SOURCE}", f"-DSIZES={sizes}"]
     program = str(tmp_path / "program")

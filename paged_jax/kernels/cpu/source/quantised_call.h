@@ -15,14 +15,14 @@ namespace {
 
 struct QuantisedCall {
   XLA_FFI_Buffer *x, *values, *scales, *mins, *order;
-  const float* table;
+  Decoder decoder;
   int64_t layer, M, N;
   Groups groups;
   int num_operands;
 
-  explicit QuantisedCall(XLA_FFI_CallFrame* frame) {
+  explicit QuantisedCall(XLA_FFI_CallFrame* frame)
+      : decoder((const float*)argument(frame, 3)->data) {
     x = argument(frame, 0), values = argument(frame, 1), scales = argument(frame, 2);
-    table = (const float*)argument(frame, 3)->data;
     layer = *(const int32_t*)argument(frame, 4)->data;
     num_operands = 5;
     mins = attribute<int32_t>(frame, "has_mins") ? argument(frame, num_operands++) : nullptr;
@@ -35,7 +35,7 @@ struct QuantisedCall {
   Matrix matrix(int64_t index, int64_t count) const {
     int64_t first_row = (layer * count + index) * N;
     return {rows(values, first_row), rows(scales, first_row), mins ? rows(mins, first_row) : ByteRows{},
-            kind(scales),            kind(mins),              table,
+            kind(scales),            kind(mins),              &decoder,
             N,                       groups};
   }
 

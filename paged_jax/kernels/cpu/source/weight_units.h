@@ -62,7 +62,7 @@ constexpr int64_t PART_BYTES = 64 * 1024;
 struct Matrix {
   ByteRows values, scales, mins;  // mins.begin is null if there are no minima
   FloatKind scale_kind, min_kind;
-  const float* table;
+  const Decoder* decoder;
   int64_t N;
   Groups groups;
 };
@@ -236,7 +236,6 @@ struct Product {
     float* scales = totals + CHUNK_PANELS * MAX_PANEL * LANES;
     Strip strip = {&matrix, matrix.groups};
     strip.tile = (Cell*)(totals + floats);
-    Decoder decoder(matrix.table);
     for (; block < end; block++) {
       strip.row = block * LANES;
       strip.num_rows = smaller(LANES, matrix.N - strip.row);
@@ -249,7 +248,7 @@ struct Product {
         for (strip.first = 0; strip.first < total; strip.first = strip.last) {
           strip.last = smaller(strip.first + segments, total);
           load_scales(strip, scales, scales + group_floats);
-          multiply(decoder, strip, panels + first, count, totals);
+          multiply(*matrix.decoder, strip, panels + first, count, totals);
           int64_t cells = (int64_t)(strip.last - strip.first) * strip.groups.segment_cells;
           strip.next_line += cells * UNIT_BYTES * LANES / Decoder::CELLS;
         }
