@@ -44,7 +44,7 @@ def cases():
 
 
 def problem(case, num_rows):
-    """Return a weight, its elements in float64, and rows of which some are zeros."""
+    """Return a weight, its elements in float64, and rows; some rows are zeros."""
     code, (num_inputs, group_size), scale_dtype, min_dtype, has_order, num_outputs, dtype = case
     rng = np.random.default_rng(num_inputs)
     format = WeightFormat(code, group_size, scale_dtype, min_dtype, has_order)
@@ -84,7 +84,7 @@ def test_linear_converts_every_value(code, dtype) -> None:
 
 
 def test_linear_rounds_rows_to_the_dtype_of_the_model() -> None:
-    """Also with a code that is not exact in bfloat16, whose kernel multiplies in float32."""
+    """Also with nf4, which is not exact in bfloat16: its kernel multiplies in float32."""
     x = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
     for code in ("int4", "nf4"):
         w, _, _ = problem((code, (64, 32), "float32", "float32", False, 5, "bfloat16"), 1)
@@ -143,7 +143,7 @@ def test_kernels_read_weights_in_place_from_the_stack_of_all_layers(code) -> Non
 @pytest.mark.parametrize("code", ["int4", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_grouped_linear_does_not_depend_on_other_rows(code, dtype) -> None:
-    """The bits are those of `linear` with the weight of the expert."""
+    """`linear` with the weight of the expert gives the same bits."""
     format = WeightFormat(code, 32, "float16", "float16", has_order=True)
     rng = np.random.default_rng(0)
     arrays = random_arrays(format, (4, 35, 96), rng)
