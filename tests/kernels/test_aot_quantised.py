@@ -200,7 +200,7 @@ def test_xla_fuses_the_conversion_on_tpus(on_tpus, generation, tpu_case) -> None
 def test_step_converts_no_layer_on_tpus(on_tpus, generation, tpu_case) -> None:
     program, step = compiled(on_tpus[generation], tpu_case), TPU_QUANTISED_STEPS[tpu_case]
     assert program["aliased_bytes"] > 0.99 * step.pool_gigabytes * 10**9
-    # XLA copies 8-bit matrices out of the stack of layers, one at a time, before it converts tiles.
+    # XLA may copy an 8-bit matrix, one at a time, before it converts tiles of it.
     is_copied = step.format.code in BYTE_CODES and step.format.group_size is not None
     copied = step.largest_bytes if is_copied else 0
     assert program["temporary_bytes"] < 1.05 * copied + 0.05 * step.float_bytes
