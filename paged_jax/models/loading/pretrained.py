@@ -67,6 +67,11 @@ def from_pretrained(
     config = read_config(folder)
     if scan_layers is None:
         scan_layers = config.can_scan_layers and _is_scanning_faster(config, sharding)
+        if scan_layers and _device(config, sharding).platform == "tpu":
+            # XLA for TPUs copies quantised matrices out of the stack in each step.
+            options: Any = {"dtype": dtype, "dequantise": dequantise}
+            found = formats or read_formats(model_class, folder, config, **options)
+            scan_layers = found is None or not found.is_quantised
     load = load_checkpoint if is_checkpoint(folder) else load_weights
     return load(
         model_class,
