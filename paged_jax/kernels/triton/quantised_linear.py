@@ -133,8 +133,8 @@ def choose_tiling(num_rows: int, w: Weight) -> QuantisedTiling:
     """
     num_outputs, num_inputs = w.shape
     # Other GPUs have less shared memory, or less tensor memory.
-    is_hopper = tuning.device().compute_capability[0] == 9
-    most_rows = 256 if num_rows > 1024 and is_hopper else 128
+    generation = tuning.device().compute_capability[0]
+    most_rows = 256 if num_rows > 1024 and generation == 9 else 128
     rows = max(8, min(pl.next_power_of_2(num_rows), most_rows))
     parts = 1
     if num_rows <= _FEW_ROWS:
@@ -142,6 +142,8 @@ def choose_tiling(num_rows: int, w: Weight) -> QuantisedTiling:
         wanted = 4 * tuning.device().num_cores // pl.cdiv(num_outputs, _PART_OUTPUTS)
         parts = max(1, min(wanted, num_inputs // _PART_INPUTS, _MAX_PARTS))
     outputs, inputs, *launch = choose_shape(rows, num_inputs, w.format)
+    if generation == 12 and 16 < rows <= _FEW_ROWS:
+        outputs //= 2  # the compiler of jax 0.12 would spill registers in the loop
     return QuantisedTiling(rows, outputs, inputs, parts, *launch)
 
 
