@@ -82,7 +82,7 @@ class InstantDevice(Executor):
         program = call.program.__name__
         if program == "decode":
             return self._decode(*call.args)
-        if program == "prefill":
+        if program in ("prefill", "prefill_tiles"):
             _, slots, num_tokens = call.args
             np.add.at(self._lengths, slots[slots >= 0], num_tokens[slots >= 0])
             return np.True_

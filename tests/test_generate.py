@@ -299,7 +299,7 @@ def test_invalid_options_are_reported_before_the_model_is_loaded(run, args, mess
         ([], "one of the arguments --prompt --prompts-file is required"),
         (["--prompt", "ab", "--prompts-file", "x"], "not allowed with argument"),
         (["--prompt", "ab", "--backend", "magic"], "--backend: invalid choice: 'magic'"),
-        (["--prompt", "ab", "--dtype", "int4"], "--dtype: invalid choice: 'int4'"),
+        (["--prompt", "ab", "--dtype", "int3"], "--dtype: invalid choice: 'int3'"),
         (["--prompt", "ab", "--max-tokens", "many"], "--max-tokens: invalid int value: 'many'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

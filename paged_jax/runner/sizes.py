@@ -143,7 +143,7 @@ def pack_tiles(counts: Sequence[int], sizes: Sizes) -> list[tuple[int, list[int]
       >>> sizes = Sizes(block_size=16, num_slots=4, max_model_len=64, max_chunk=64, max_steps=1,
       ...               num_drafts=0, max_logit_bias=32, max_stop_ids=16, tile=8)
       >>> pack_tiles([20, 16, 3, 40], sizes)
-      [(8, [0, 1, 2]), (9, [3])]
+      [(9, [0, 1, 2]), (9, [3])]
     """
     assert sizes.tile is not None
     buckets = tile_buckets(sizes)

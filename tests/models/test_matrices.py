@@ -178,14 +178,11 @@ def test_load_checkpoint_reads_and_makes_int8(
             np.testing.assert_array_equal(w, parameters(kept)[name] * scales, err_msg=name)
 
 
-def test_int8_models_reject_training_and_save_pretrained(saved, tmp_path) -> None:
-    floats, folder = saved
+def test_int8_models_reject_training(saved) -> None:
+    _, folder = saved
     model = Llama.from_pretrained(folder, dtype="int8")
     with pytest.raises(TypeError, match="real- or complex-valued"):
         nnx.grad(lambda model: model(jnp.ones((1, 3), jnp.int32)).sum())(model)
-    with pytest.raises(ValueError, match="weights must be floating point, got int8"):
-        model.save_pretrained(tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 def test_int8_model_is_close_to_float_model() -> None:

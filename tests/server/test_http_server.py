@@ -111,7 +111,7 @@ def test_upgrade_to_another_protocol_is_ignored(server, caplog) -> None:
         (b"GET http://:80/health HTTP/1.1", 400),
         (b"GET http://user@127.0.0.1/health HTTP/1.1", 400),
         (b"GET ftp://127.0.0.1/health HTTP/1.1", 400),
-        (b"GET / HTTP/1.1", 404),
+        (b"GET /chat/chat.html HTTP/1.1", 404),
         (b"GET // HTTP/1.1", 404),
         (b"GET /generate/ HTTP/1.1", 404),
         (b"GET /% HTTP/1.1", 404),
