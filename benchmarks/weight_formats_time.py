@@ -79,7 +79,7 @@ def as_weight(arrays: WeightArrays, format: WeightFormat) -> Weight:
     """Return the arrays on the first device."""
     on_device = (None if array is None else jnp.asarray(array) for array in arrays)
     code = format.code if format.is_packed else None
-    return Weight(*on_device, code=code, dtype=jnp.dtype("bfloat16"))
+    return Weight(*on_device, code=code, dtype=jnp.dtype("bfloat16"))  # pyright: ignore[reportArgumentType]
 
 
 def relative_error(arrays: WeightArrays, format: WeightFormat, num_rows: int) -> float:

@@ -46,7 +46,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     os.environ.update(_ENVIRONMENT)
     # vLLM's packages must not find folders of this checkout, such as `kernels`, as packages.
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
-    import vllm
+    import vllm  # pyright: ignore[reportMissingImports]
 
     before, _ = resident_bytes()
     sizes = job["sizes"]
@@ -80,7 +80,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _serve(llm: Any, rows: list[tuple[list[int], int]]) -> list[list[int]]:
-    import vllm
+    import vllm  # pyright: ignore[reportMissingImports]
 
     requests = [Request(prompt, num_new) for prompt, num_new in rows]
     params = [

@@ -134,7 +134,7 @@ class WeightSwap:
         if isinstance(params, nnx.State):
             params, are_floats = _leaves_by_name(params, names)
             if are_floats:
-                return self._prepare_floats(params, names, formats)
+                return self._prepare_floats(params, names, formats)  # pyright: ignore[reportArgumentType]
         elif not isinstance(params, list | tuple):
             raise ValueError(
                 "update_params: params must be a model, its nnx.state, or a list of its leaves, "

@@ -297,7 +297,7 @@ def _grouped_linear(x: jax.Array, w: Weight, sizes: jax.Array, backend: str | No
 
     def merge_all(arrays: WeightArrays, rank: int) -> WeightArrays:
         *others, order = arrays
-        return WeightArrays(*(merge(array, rank) for array in others), order)
+        return WeightArrays(*(merge(array, rank) for array in others), order)  # pyright: ignore[reportCallIssue]
 
     stack = w.stack
     if stack is not None:

@@ -75,7 +75,7 @@ def search_int4(groups: Any) -> tuple[Any, Any]:
     best = None
     for quotient in (*_QUOTIENTS, *-_QUOTIENTS):
         best = _better(best, _fit_int4(integers, zero, inverse * quotient))
-    scales = _scales(best, _INT4_FRACTION)
+    scales = _scales(best, _INT4_FRACTION)  # pyright: ignore[reportArgumentType]
     best = _better(best, _fit_int4(integers, zero, _inverse(scales, _INT4_FRACTION)))
     unit = _power_of_two(exponents - (_BITS + _INT4_FRACTION))
     codes = _round(integers, best.offset, best.inverse, -8, 7)
@@ -100,14 +100,14 @@ def search_uint4(groups: Any, scale_dtype: DTypeLike, min_dtype: DTypeLike) -> t
     for offset, inverse in _ranges(integers):
         best = _better(best, _fit_uint4(integers, offset, inverse))
     for _ in range(_UINT4_ROUNDS):
-        scales = _scales(best, _UINT4_FRACTION)
-        codes = _round(integers, best.offset, best.inverse, 0, 15)
+        scales = _scales(best, _UINT4_FRACTION)  # pyright: ignore[reportArgumentType]
+        codes = _round(integers, best.offset, best.inverse, 0, 15)  # pyright: ignore[reportOptionalMemberAccess]
         offset = (total - (scales * codes.sum(-1) >> _UINT4_FRACTION)) // size
         again = _fit_uint4(integers, offset, _inverse(scales, _UINT4_FRACTION))
         best = _better(best, again)
-    codes = _round(integers, best.offset, best.inverse, 0, 15)
+    codes = _round(integers, best.offset, best.inverse, 0, 15)  # pyright: ignore[reportOptionalMemberAccess]
     unit = _power_of_two(exponents - (_BITS + _UINT4_FRACTION))
-    scales = (_scales(best, _UINT4_FRACTION).astype(np.float32) * unit).astype(
+    scales = (_scales(best, _UINT4_FRACTION).astype(np.float32) * unit).astype(  # pyright: ignore[reportArgumentType]
         jnp.dtype(scale_dtype)
     )
     # The minimum that fits the rounded scale. The products are exact in float32.

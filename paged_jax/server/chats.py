@@ -141,7 +141,7 @@ class Chat:
     def _harmony_grammar(self, tools: Sequence[Tool], answer: str | None) -> str:
         assert self.service.tokenizer is not None
         token_ids = {mark: self.service.tokenizer.backend.token_to_id(mark) for mark in MARKS}
-        return harmony_grammar(token_ids, tools, self.tool_choice, answer)
+        return harmony_grammar(token_ids, tools, self.tool_choice, answer)  # pyright: ignore[reportArgumentType]
 
     def _answer_rule(self, form: StructuredOutputsParams) -> str:
         self.service.grammars.check(form)  # its error names the form, not the tools

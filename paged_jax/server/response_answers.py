@@ -265,12 +265,12 @@ class ResponsesAnswer(Answer):
                 "summary": None if reasoning is None else reasoning.summary,
             },
             "store": False,
-            "temperature": body.temperature,
+            "temperature": body.temperature,  # pyright: ignore[reportAttributeAccessIssue]
             "text": text,
             "tool_choice": body.tool_choice or "auto",
             "tools": [tool for tool in body.tools or () if tool.get("type") == "function"],
             "top_logprobs": body.top_logprobs or 0,
-            "top_p": body.top_p,
+            "top_p": body.top_p,  # pyright: ignore[reportAttributeAccessIssue]
             "truncation": body.truncation or "disabled",
             "user": body.user,
         }

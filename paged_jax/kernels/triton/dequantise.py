@@ -176,7 +176,7 @@ class WeightTile(NamedTuple):
           scales: from `load_scales`.
           half: 0, or 1 for the high halves of packed values.
         """
-        scale, low = scales[2 * half : 2 * half + 2] if len(scales) > 2 else scales
+        scale, low = scales[2 * half : 2 * half + 2] if len(scales) > 2 else scales  # pyright: ignore[reportAssignmentType]
         assert scale is not None
         scale = scale.astype(jnp.float32)
         low = None if low is None else low.astype(jnp.float32)

@@ -130,7 +130,7 @@ def load_checkpoint(
         arrays = _restore_layer_by_layer(path, stored, targets)
     else:
         arrays = _restore(path, stored, targets).items()
-    by_name = dict(_change_formats(arrays, restored.formats, formats, final))
+    by_name = dict(_change_formats(arrays, restored.formats, formats, final))  # pyright: ignore[reportArgumentType]
     return spec.build(lambda name, *_: by_name.pop(name))
 
 

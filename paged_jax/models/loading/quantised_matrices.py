@@ -129,7 +129,7 @@ class MatrixReader:
           index: slices of all dimensions of the parameter.
         """
         matrix = matrix_name(name)
-        field = _FIELDS[name.removeprefix(matrix)]
+        field = _FIELDS[name.removeprefix(matrix)]  # pyright: ignore[reportArgumentType]
         *rows, columns = index
         if field == "order":
             first = (slice(0, 1),) * (len(self._matrices[self._first(matrix)].shape) - 1)
@@ -155,7 +155,7 @@ class MatrixReader:
             out = _empty(first, (), rows, columns)
             self._matrices[matrix].read_into(out, rows, columns)
             return out
-        layers, *rows = rows
+        layers, *rows = rows  # pyright: ignore[reportAssignmentType]
         kind = matrix.removeprefix("layers.")
         names = [name for name in self._matrices if name.endswith(f".{kind}")]
         numbers = range(*layers.indices(len(names)))

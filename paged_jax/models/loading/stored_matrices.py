@@ -202,7 +202,7 @@ def _read_transposed_rows(
 
     for place, expert in enumerate(range(part[lead].start, part[lead].stop)):
         *arrays, order = tensor.read_arrays(slice(expert, expert + 1))
-        yield (0,) * lead + (place,), WeightArrays(*map(to_rows, arrays), order)
+        yield (0,) * lead + (place,), WeightArrays(*map(to_rows, arrays), order)  # pyright: ignore[reportCallIssue]
 
 
 def read_box(

@@ -253,7 +253,9 @@ class Tokenizer:
           ChatTemplateError: the model has no chat template, or it rejects the messages.
         """
         return self._require_template().render(
-            messages, add_generation_prompt=add_generation_prompt, **variables
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            **variables,  # pyright: ignore[reportArgumentType]
         )
 
     @names_arguments
