@@ -129,7 +129,7 @@ def _run_ours(
     cpu_start = time.process_time()
     outcome = serve(engine, requests)
     cpu_seconds = time.process_time() - cpu_start
-    return _record(outcome.seconds, cpu_seconds, outcome.token_ids, before)
+    return make_record(outcome.seconds, cpu_seconds, outcome.token_ids, before)
 
 
 def _run_transformers(
@@ -159,7 +159,7 @@ def _run_transformers(
         start, cpu_start = time.perf_counter(), time.process_time()
         token_ids = _serve_transformers(manager, requests)
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-        record = _record(seconds, cpu_seconds, token_ids, before)
+        record = make_record(seconds, cpu_seconds, token_ids, before)
     return record
 
 
@@ -186,9 +186,10 @@ def _serve_transformers(manager: Any, requests: list[Request]) -> list[list[int]
     return token_ids
 
 
-def _record(
+def make_record(
     seconds: float, cpu_seconds: float, token_ids: list[list[int]], before: int
 ) -> dict[str, Any]:
+    """Return the record of a job, with the peak of this process; `before` are bytes of imports."""
     _, peak = resident_bytes()
     num_tokens = sum(map(len, token_ids))
     return {

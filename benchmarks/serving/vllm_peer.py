@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.process import ROOT, resident_bytes
+from benchmarks.serving.peers import make_record
 from benchmarks.serving.workloads import Request
 
 # Tokens in a block. vLLM's attention for CPUs needs multiples of 32.
@@ -65,18 +66,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     start, cpu_start = time.perf_counter(), time.process_time()
     token_ids = _serve(llm, job["requests"])
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    _, peak = resident_bytes()
-    num_tokens = sum(map(len, token_ids))
-    return {
-        "seconds": round(seconds, 3),
-        "cpu_seconds": round(cpu_seconds, 3),
-        "num_tokens": num_tokens,
-        "tokens_per_s": round(num_tokens / seconds, 1),
-        "imports_bytes": before,
-        "peak_bytes": peak,
-        "version": vllm.__version__,
-        "token_ids": token_ids,
-    }
+    return {**make_record(seconds, cpu_seconds, token_ids, before), "version": vllm.__version__}
 
 
 def _serve(llm: Any, rows: list[tuple[list[int], int]]) -> list[list[int]]:

@@ -17,6 +17,7 @@ multiplied by a power of two and rounded to 15 bits, so that all sums are exact 
 remaining float operations are single multiplications, which are rounded everywhere alike.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -72,10 +73,11 @@ def search_int4(groups: Any) -> tuple[Any, Any]:
     integers, exponents = _as_integers(groups)
     largest = xp.maximum(xp.abs(integers).max(-1), 1)
     inverse, zero = _reciprocal(largest, 2 * _BITS - 2), xp.zeros_like(largest)
-    best = None
-    for quotient in (*_QUOTIENTS, *-_QUOTIENTS):
-        best = _better(best, _fit_int4(integers, zero, inverse * quotient))
-    scales = _scales(best, _INT4_FRACTION)  # pyright: ignore[reportArgumentType]
+    best = functools.reduce(
+        _better,
+        (_fit_int4(integers, zero, inverse * each) for each in (*_QUOTIENTS, *-_QUOTIENTS)),
+    )
+    scales = _scales(best, _INT4_FRACTION)
     best = _better(best, _fit_int4(integers, zero, _inverse(scales, _INT4_FRACTION)))
     unit = _power_of_two(exponents - (_BITS + _INT4_FRACTION))
     codes = _round(integers, best.offset, best.inverse, -8, 7)
@@ -96,18 +98,16 @@ def search_uint4(groups: Any, scale_dtype: DTypeLike, min_dtype: DTypeLike) -> t
     size = groups.shape[-1]
     integers, exponents = _as_integers(groups)
     total = integers.sum(-1)
-    best = None
-    for offset, inverse in _ranges(integers):
-        best = _better(best, _fit_uint4(integers, offset, inverse))
+    best = functools.reduce(_better, (_fit_uint4(integers, *each) for each in _ranges(integers)))
     for _ in range(_UINT4_ROUNDS):
-        scales = _scales(best, _UINT4_FRACTION)  # pyright: ignore[reportArgumentType]
-        codes = _round(integers, best.offset, best.inverse, 0, 15)  # pyright: ignore[reportOptionalMemberAccess]
+        scales = _scales(best, _UINT4_FRACTION)
+        codes = _round(integers, best.offset, best.inverse, 0, 15)
         offset = (total - (scales * codes.sum(-1) >> _UINT4_FRACTION)) // size
         again = _fit_uint4(integers, offset, _inverse(scales, _UINT4_FRACTION))
         best = _better(best, again)
-    codes = _round(integers, best.offset, best.inverse, 0, 15)  # pyright: ignore[reportOptionalMemberAccess]
+    codes = _round(integers, best.offset, best.inverse, 0, 15)
     unit = _power_of_two(exponents - (_BITS + _UINT4_FRACTION))
-    scales = (_scales(best, _UINT4_FRACTION).astype(np.float32) * unit).astype(  # pyright: ignore[reportArgumentType]
+    scales = (_scales(best, _UINT4_FRACTION).astype(np.float32) * unit).astype(
         jnp.dtype(scale_dtype)
     )
     # The minimum that fits the rounded scale. The products are exact in float32.
@@ -168,10 +168,8 @@ def _fit_uint4(integers: Any, offset: Any, inverse: Any) -> _Candidate:
     return _Candidate(offset, inverse, projection, size * (codes * codes).sum(-1) - total * total)
 
 
-def _better(first: _Candidate | None, second: _Candidate) -> _Candidate:
+def _better(first: _Candidate, second: _Candidate) -> _Candidate:
     """Return for each group the candidate that saves more error; the first if they are equal."""
-    if first is None:
-        return second
     xp = first.norm.__array_namespace__()
     (a, b), (c, d) = ([x.astype(np.float32) for x in each[2:]] for each in (first, second))
     is_better = (c * c) * b > (a * a) * d

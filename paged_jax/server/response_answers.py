@@ -296,7 +296,7 @@ class ResponsesAnswer(Answer):
         tokenizer, count = self.service.tokenizer, self.body.top_logprobs or 0
         assert tokenizer is not None
         new = [dict(each) for each in chat_logprobs(tokenizer, delta, count)]
-        self._logprobs = [*self._logprobs, *new]
+        self._logprobs += new
         return new
 
 

@@ -15,6 +15,7 @@ from paged_jax.models.text.grammar import GrammarCompiler, GrammarCursor
 from paged_jax.models.text.harmony import MARKS, HarmonyReader, harmony_grammar, uses_harmony
 from paged_jax.models.text.reasoning import HARMONY, select_format
 from paged_jax.models.text.tool_formats import find_support
+from tests.models.test_reasoning import read_in_pieces
 from tests.support.structured import TOOLS
 from tests.support.tiny_model import EOS
 
@@ -50,16 +51,8 @@ READINGS = [
 @given(st.sampled_from(READINGS), st.lists(st.integers(0, 150), max_size=6))
 def test_reader_does_not_depend_on_the_pieces(reading, cuts) -> None:
     text, want = reading
-    reader, found = HarmonyReader(), []
-    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[a:b] for a, b in zip(places, places[1:], strict=False)]
-    for index, piece in enumerate(pieces, 1):
-        for kind, part in reader.push(piece, is_last=index == len(pieces)):
-            if found and found[-1][0] == kind:
-                found[-1] = (kind, found[-1][1] + part)
-            else:
-                found.append((kind, part))
-    assert found == want
+    reader = HarmonyReader()
+    assert read_in_pieces(reader, text, cuts) == want
     assert reader.has_reasoned == ("analysis<|message|>" in text)
 
 

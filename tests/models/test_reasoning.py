@@ -66,10 +66,9 @@ READINGS = [
 ]
 
 
-@given(st.sampled_from(READINGS), st.lists(st.integers(0, 90), max_size=6))
-def test_reader_does_not_depend_on_the_pieces(reading, cuts) -> None:
-    reasoning, start, tools, text, want = reading
-    reader, found = AnswerReader(reasoning, start, tools), []
+def read_in_pieces(reader, text: str, cuts: list[int]) -> list[tuple[str, str]]:
+    """Return the parts of a text that is read in pieces; neighbours of one kind are joined."""
+    found: list[tuple[str, str]] = []
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in zip(places, places[1:], strict=False)]
     for index, piece in enumerate(pieces, 1):
@@ -78,7 +77,13 @@ def test_reader_does_not_depend_on_the_pieces(reading, cuts) -> None:
                 found[-1] = (kind, found[-1][1] + part)
             else:
                 found.append((kind, part))
-    assert found == want
+    return found
+
+
+@given(st.sampled_from(READINGS), st.lists(st.integers(0, 90), max_size=6))
+def test_reader_does_not_depend_on_the_pieces(reading, cuts) -> None:
+    reasoning, start, tools, text, want = reading
+    assert read_in_pieces(AnswerReader(reasoning, start, tools), text, cuts) == want
 
 
 @pytest.mark.parametrize(
