@@ -3,6 +3,7 @@
     python -m benchmarks.gpu --out results                  # all stages in order
     python -m benchmarks.gpu --stage tune --out results     # one stage, like `make gpu-tune`
     python -m benchmarks.gpu --peer prototype.py            # with another kernel
+    python -m benchmarks.gpu --budget 60                    # at most about a minute for each stage
     python -m benchmarks.gpu --dry-run                      # list the commands
     python -m benchmarks.gpu --quick --out /tmp/results     # all stages at small sizes, on a CPU
 
@@ -180,6 +181,17 @@ def _keep(path: Path, name: str, summary: dict[str, Any]) -> None:
     write_json(path, kept | {name: summary})
 
 
+def _within(stage: Stage, seconds: int | None) -> Stage:
+    """Return the stage with a budget of at most `seconds` for each process."""
+    if seconds is None:
+        return stage
+
+    def commands(out: Path, is_quick: bool) -> list[Command]:
+        return [command.within(seconds) for command in stage.commands(out, is_quick)]
+
+    return stage._replace(commands=commands)
+
+
 def _print_stages(stages: dict[str, Stage], out: Path, is_quick: bool) -> None:
     for name, stage in stages.items():
         print(f"{name}: {stage.text}; {stage.seconds:.0f} s at most")
@@ -201,6 +213,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--peer", type=Path, metavar="FILE", help="add a stage that times the kernel of this file"
     )
+    parser.add_argument(
+        "--budget",
+        type=int,
+        metavar="SECONDS",
+        help="start no new measurement in a stage after this time (default: its own budget)",
+    )
     parser.add_argument("--quick", action="store_true", help="run small sizes, on a CPU")
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
     options = parser.parse_args(arguments)
@@ -209,7 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Plots need no device. All other stages do not start without a device.
     is_drawing = options.stage == ["pictures"]
     names = options.stage if options.quick or is_drawing else ["device", *options.stage]
-    stages = {name: STAGES[name] for name in names}
+    stages = {name: _within(STAGES[name], options.budget) for name in names}
     if options.peer:
         pictures = stages.pop("pictures", None)
         stages["peer"] = peer_stage(options.peer)

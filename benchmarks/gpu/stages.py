@@ -1,6 +1,7 @@
 """The stages of a run on a GPU: their commands, order and time limits."""
 
 import importlib.util
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,8 @@ _STACKS_AFTER_SECONDS = 120
 _TUNED = ("--models", "Llama-3 8B", "TinyLlama", "--block-sizes", "16")
 
 # These tests compile the kernels on a GPU and interpret them elsewhere. Each file runs in a
-# separate process, so that all of them run at the same time.
+# separate process, so that all of them run at the same time. Long files use several processes if
+# pytest-xdist is installed.
 _KERNEL_TESTS = {
     "tests/kernels/test_triton_decode.py": (),
     "tests/kernels/test_triton_prefill.py": (),
@@ -40,6 +42,10 @@ _KERNEL_TESTS = {
     "tests/kernels/test_writing.py": ("-k", "triton"),
     "tests/kernels/test_rope_write.py": ("-k", "triton"),
     "tests/kernels/test_linear.py": ("-k", "triton"),
+}
+_NUM_PROCESSES = {
+    "tests/kernels/test_triton_decode.py": 3,
+    "tests/kernels/test_triton_quantised.py": 6,
 }
 
 
@@ -55,6 +61,15 @@ class Command(NamedTuple):
     arguments: tuple[str, ...]
     name: str
     wrapper: tuple[str, ...] = ()
+
+    def within(self, seconds: int) -> "Command":
+        """Return the command with a budget of at most `seconds`, if it has a budget."""
+        pairs = itertools.pairwise(("", *self.arguments))
+        arguments = [
+            str(min(int(value), seconds)) if option == "--budget" else value
+            for option, value in pairs
+        ]
+        return self._replace(arguments=tuple(arguments))
 
 
 class Stage(NamedTuple):
@@ -102,6 +117,8 @@ def _tests(out: Path, is_quick: bool) -> list[Command]:
     for file, selection in _KERNEL_TESTS.items():
         name = Path(file).stem
         chosen = ("-m", "not slow", *selection) if is_quick else selection
+        if importlib.util.find_spec("xdist") is not None and file in _NUM_PROCESSES:
+            chosen = (*chosen, "-n", str(_NUM_PROCESSES[file]))
         junit = f"--junitxml={out / name}.xml"
         commands.append(Command((*_pytest(file), junit, *chosen), name))
     return commands

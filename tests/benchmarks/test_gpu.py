@@ -94,6 +94,12 @@ def test_stages_are_half_an_hour_together(tmp_path) -> None:
     assert sum(budgets.values()) <= 30 * 60 - 8 * 60
 
 
+def test_a_budget_shortens_measurements_only(tmp_path, capsys) -> None:
+    assert run.main(["--dry-run", "--out", str(tmp_path), "--budget", "90"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("--budget 90") == 6 and "--max-tokens 100 " in shown
+
+
 def test_dry_run_starts_nothing(tmp_path, capsys) -> None:
     out = tmp_path / "results"
     assert run.main(["--dry-run", "--out", str(out), "--peer", "prototype.py"]) == 0

@@ -1,5 +1,6 @@
 """Tests of `POST /v1/messages` with Anthropic's client, whole and streamed."""
 
+import asyncio
 import dataclasses
 
 import anthropic
@@ -205,6 +206,14 @@ def test_last_message_of_the_assistant_is_continued(client) -> None:
 
 def test_stream_sends_pings_while_nothing_is_generated(server, monkeypatch) -> None:
     """A prompt that waits produces pings, which clients skip."""
+    run = completions.run
+
+    async def run_late(answer, job):
+        await asyncio.sleep(0.2)
+        async for output in run(answer, job):
+            yield output
+
+    monkeypatch.setattr(completions, "run", run_late)
     monkeypatch.setattr(completions, "_FIRST_PING", 0.01)
     settings = dataclasses.replace(server.service.settings, ping_seconds=0.01)
     monkeypatch.setattr(server.service, "settings", settings)
