@@ -7,7 +7,8 @@ A program multiplies by many different weights in turn, so that no cache contain
 result is the input of the next multiplication. The result of one multiplication is compared with
 the weight in float64 first. For each format the table shows the time of a multiplication, the rate
 at which the weight is read as it is stored, compared with the copy rate of the device, and the
-speed compared with bfloat16.
+speed compared with bfloat16. On a GPU it also shows the speed compared with XLA, which converts a
+tile of the weight to floats before it multiplies.
 """
 
 import argparse
@@ -94,18 +95,23 @@ def relative_error(arrays: WeightArrays, format: WeightFormat, num_rows: int) ->
     return float((np.abs(got - x @ w.T) / terms).max())
 
 
-def make_program(weights: list[Weight], num_rows: int) -> Program:
-    """Return a program that multiplies by each of the weights."""
+def make_program(weights: list[Weight], num_rows: int, backend: str | None = None) -> Program:
+    """Return a program that multiplies by each of the weights with a backend of `linear`."""
     size = weights[0].shape[-1]
+    # A call of a program takes as long as many matmuls on a GPU.
+    num_loops = 16 if jax.default_backend() == "gpu" else 1
 
     @jax.jit
     def chain(x: jax.Array, weights: list[Weight]) -> jax.Array:
-        for w in weights:
-            x = linear(x, w)
-        return x
+        def body(_: int, x: jax.Array) -> jax.Array:
+            for w in weights:
+                x = linear(x, w, backend=backend)
+            return x
+
+        return jax.lax.fori_loop(0, num_loops, body, x)
 
     x = jnp.asarray(np.random.default_rng(2).standard_normal((num_rows, size), np.float32))
-    program = Program(lambda: chain(x, weights).block_until_ready(), len(weights))
+    program = Program(lambda: chain(x, weights).block_until_ready(), num_loops * len(weights))
     program.run()
     return program
 
@@ -142,6 +148,8 @@ def measure(
                 "format": make_program(weights, num_rows),
                 "bfloat16": make_program(floats, num_rows),
             }
+            if format.is_quantised and jax.default_backend() == "gpu":
+                programs["xla"] = make_program(weights, num_rows, "xla")
             seconds = take_turns(programs, rounds)
             figures.append(
                 {
@@ -150,6 +158,7 @@ def measure(
                     "microseconds": 1e6 * seconds["format"],
                     "of_copy_rate": stored / seconds["format"] / 1e9 / rate,
                     "over_bfloat16": seconds["bfloat16"] / seconds["format"],
+                    "over_xla": seconds["xla"] / seconds["format"] if "xla" in seconds else None,
                     "error": error,
                 }
             )
@@ -159,9 +168,11 @@ def measure(
 
 def line(figure: dict[str, Any]) -> str:
     """Return a line of the table."""
+    xla = "-" if figure["over_xla"] is None else f"{figure['over_xla']:.2f} x"
     return (
         f"{figure['format']:<22}{figure['rows']:>6}{figure['microseconds']:>12.1f} us"
-        f"{figure['of_copy_rate']:>10.1%}{figure['over_bfloat16']:>9.2f} x{figure['error']:>10.1e}"
+        f"{figure['of_copy_rate']:>10.1%}{figure['over_bfloat16']:>9.2f} x{xla:>11}"
+        f"{figure['error']:>10.1e}"
     )
 
 
@@ -176,7 +187,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=1e9, help="seconds of measurements")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(argv)
-    print(f"{'format':<22}{'rows':>6}{'time':>15}{'of rate':>10}{'of bf16':>11}{'error':>10}")
+    print(
+        f"{'format':<22}{'rows':>6}{'time':>15}{'of rate':>10}{'of bf16':>11}{'of XLA':>11}{'error':>10}"
+    )
     report = measure(args.formats, args.rows, args.size, args.weights, args.rounds, args.budget)
     if args.json:
         write_json(args.json, {**environment(), **report})

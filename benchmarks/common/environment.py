@@ -1,7 +1,7 @@
 """Description of the machine and software of a benchmark, to store with its figures.
 
-The commit comes from git. If the sources are not a repository or git is not installed, it comes
-from PAGED_JAX_COMMIT.
+The commit comes from the environment variable PAGED_JAX_COMMIT, otherwise from git. Set the
+variable if the sources were copied without their repository.
 """
 
 import importlib.metadata
@@ -28,7 +28,7 @@ def environment() -> dict[str, Any]:
     """
     return {
         "device": f"{_cpu()}, {num_cores()} cores",
-        "commit": _commit() or os.environ.get("PAGED_JAX_COMMIT"),
+        "commit": os.environ.get("PAGED_JAX_COMMIT") or _commit(),
         "python": platform.python_version(),
         "versions": {package: _version(package) for package in _PACKAGES},
         "command": " ".join(["python", "-m", _module(Path(sys.argv[0])), *sys.argv[1:]]),
