@@ -187,9 +187,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=1e9, help="seconds of measurements")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(argv)
-    print(
-        f"{'format':<22}{'rows':>6}{'time':>15}{'of rate':>10}{'of bf16':>11}{'of XLA':>11}{'error':>10}"
-    )
+    ratios = f"{'of rate':>10}{'of bf16':>11}{'of XLA':>11}"
+    print(f"{'format':<22}{'rows':>6}{'time':>15}{ratios}{'error':>10}")
     report = measure(args.formats, args.rows, args.size, args.weights, args.rounds, args.budget)
     if args.json:
         write_json(args.json, {**environment(), **report})

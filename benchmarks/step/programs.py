@@ -88,8 +88,12 @@ def _on_gpu(case: Case, platform: str) -> bool:
     return platform == "gpu"
 
 
-def _command_buffers(kinds: str) -> dict[str, str]:
-    return {**COMPILER_OPTIONS["gpu"], "xla_gpu_enable_command_buffer": kinds}
+def _command_buffers(kinds: str) -> dict[str, Any]:
+    return _on_gpus(xla_gpu_enable_command_buffer=kinds)
+
+
+def _on_gpus(**options: Any) -> dict[str, Any]:
+    return {**COMPILER_OPTIONS["gpu"], **options}
 
 
 VARIANTS: dict[str, Variant] = {
@@ -101,6 +105,12 @@ VARIANTS: dict[str, Variant] = {
     "sampled, top-k and top-p": Variant(sampling=_SAMPLED, is_for=_decodes),
     "bare step": Variant(is_bare=True, is_for=_decodes),
     "without command buffers": Variant(compiler_options=_command_buffers(""), is_for=_on_gpu),
+    "matmuls by cuBLAS": Variant(
+        compiler_options=_on_gpus(xla_gpu_enable_triton_gemm=False), is_for=_on_gpu
+    ),
+    "matmuls tuned over all tiles": Variant(
+        compiler_options=_on_gpus(xla_gpu_exhaustive_tiling_search=True), is_for=_on_gpu
+    ),
     # Without them, the host reads the conditions of the decode loop and of sampling.
     "loops in command buffers": Variant(
         compiler_options=_command_buffers(

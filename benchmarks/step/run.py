@@ -36,6 +36,8 @@ from benchmarks.common.device_time import Rates, measure_rates
 from benchmarks.common.environment import environment, write_json
 from benchmarks.common.figures import add_outputs, plotter
 from benchmarks.step.cases import MODELS, Case, cpu_cases, goal_cases, gpu_cases, quick_cases
+from benchmarks.step.kernels import kernel_times
+from benchmarks.step.kernels import lines as table_lines
 from benchmarks.step.programs import ENGINE, STEPS_PER_DISPATCH, VARIANTS, Bench, random_model
 from benchmarks.step.report import goal_lines, plot, record_line
 
@@ -77,7 +79,7 @@ class Session:
         """Time variants of a case in turns with the default."""
         bench = Bench(case, self._weights(case), self._steps_per_turn)
         platform = jax.default_backend()
-        compiled, failed, late = {}, {}, []
+        compiled, failed, late, record = {}, {}, [], {}
         seconds: dict[str, list[float]] = {}
         for name in [ENGINE, *variants]:
             if name != ENGINE and self.is_over():
@@ -94,17 +96,20 @@ class Session:
                     raise
                 failed[name] = reason(error)
             medians = {each: statistics.median(times) for each, times in seconds.items()}
-            self._save(
-                {
-                    **make_record(case, self._rates, medians, self._steps_per_turn, platform),
-                    "compile_s": compiled,
-                    "failed": failed,
-                    "not reached": late,
-                }
-            )
+            record = {
+                **make_record(case, self._rates, medians, self._steps_per_turn, platform),
+                "compile_s": compiled,
+                "failed": failed,
+                "not reached": late,
+            }
+            self._save(record)
         if profile is not None:
-            with jax.profiler.trace(profile / str(case).replace(" ", "_")):
+            folder = profile / str(case).replace(" ", "_")
+            with jax.profiler.trace(folder):
                 bench.time(ENGINE)
+            times = kernel_times(folder, bench.num_steps)
+            print(*table_lines(times), sep="\n")
+            self._save({**record, "kernels": [time._asdict() for time in times]})
 
     def _weights(self, case: Case) -> Any:
         kept = self._model
@@ -241,8 +246,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--goals", action="store_true", help="report which goals are met")
     add_outputs(parser)
     parser.add_argument(
-        "--profile", type=Path, metavar="FOLDER", help="write JAX profiles of cases with variants"
-    )
+        "--profile", type=Path, metavar="FOLDER",
+        help="write JAX profiles of cases with variants, and print the times of their kernels",
+    )  # fmt: skip
     return parser
 
 

@@ -12,6 +12,8 @@ from benchmarks.common.device_time import Rates
 from benchmarks.step import cases as step_cases
 from benchmarks.step import programs, report, run
 from benchmarks.step.cases import Case
+from benchmarks.step.kernels import KernelTime, kernel_times
+from benchmarks.step.kernels import lines as kernel_lines
 from benchmarks.step.programs import ENGINE, Bench, Variant
 from paged_jax.kernels import norm_rope
 from tests.support.tiny_model import CONFIG
@@ -87,10 +89,34 @@ def tiny(monkeypatch) -> Case:
     return Case("tiny", batch=2, context=20, dtype="float32")
 
 
-def measure(case: Case, variants: list[str]) -> dict:
+PROFILE = """
+planes { name: "/device:GPU:0"
+  event_metadata { key: 1 value { id: 1 name: "gemm_fusion_dot_12_0" } }
+  event_metadata { key: 2 value { id: 2 name: "gemm_fusion_dot_7" } }
+  event_metadata { key: 3 value { id: 3 name: "paged_decode" } }
+  lines { name: "Stream #14(Compute)"
+    events { metadata_id: 1 duration_ps: 6000000 } events { metadata_id: 2 duration_ps: 2000000 }
+    events { metadata_id: 3 duration_ps: 3000000 } }
+  lines { name: "XLA Ops" events { metadata_id: 3 duration_ps: 3000000 } } }
+planes { name: "/host:CPU" lines { name: "Stream" events { metadata_id: 1 duration_ps: 1 } } }
+"""
+
+
+def test_kernel_times_are_summed_by_kind(tmp_path) -> None:
+    (tmp_path / "run").mkdir()
+    profile = jax.profiler.ProfileData.text_proto_to_serialized_xspace(PROFILE)
+    (tmp_path / "run" / "host.xplane.pb").write_bytes(profile)
+    times = kernel_times(tmp_path, 2)
+    assert times == [KernelTime("gemm_fusion_dot", 1.0, 4.0), KernelTime("paged_decode", 0.5, 1.5)]
+    first, others = kernel_lines(times, 1)
+    assert first.split() == "4.0 us 1.0 launches gemm_fusion_dot".split()
+    assert others.split() == "1.5 us 0.5 launches 1 others".split()
+
+
+def measure(case: Case, variants: list[str], profile=None) -> dict:
     kept: list[dict] = []
     session = run.Session(RATES, budget=600, num_rounds=1, num_dispatches=2, save=kept.append)
-    session.measure(case, variants)
+    session.measure(case, variants, profile)
     return kept[-1]
 
 
@@ -108,9 +134,10 @@ def test_measure_times_the_programs_of_an_engine(tiny, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_measure_times_chunks(tiny) -> None:
-    found = measure(Case("tiny", context=8, chunk=24, dtype="float32"), [])
+def test_measure_times_chunks_and_writes_a_profile(tiny, tmp_path) -> None:
+    found = measure(Case("tiny", context=8, chunk=24, dtype="float32"), [], tmp_path)
     assert list(found["ms"]) == [ENGINE] and found["op"] == "prefill"
+    assert list(tmp_path.rglob("*.xplane.pb")) and found["kernels"] == []  # a CPU has none
 
 
 @pytest.mark.slow
