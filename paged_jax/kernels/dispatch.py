@@ -83,8 +83,8 @@ class CompiledBackend(Backend, Protocol):
 class QuantisedLinearOps(Protocol):
     """Op of a backend that multiplies by quantised weights, where XLA would copy them as floats."""
 
-    def quantised_refusal(self, w: Weight) -> str | None:
-        """Return why the backend cannot multiply by this weight, or None if it can."""
+    def quantised_refusal(self, x: jax.Array, w: Weight) -> str | None:
+        """Return why the backend does not multiply these arrays, or None if it does."""
         ...
 
     def quantised_linear(self, x: jax.Array, w: Weight) -> jax.Array:
@@ -197,7 +197,7 @@ def run_linear(x: jax.Array, w: Weight, name: str | None) -> jax.Array:
     has_kernel = {
         each: backend
         for each, backend in BACKENDS.items()
-        if isinstance(backend, QuantisedLinearOps) and backend.quantised_refusal(w) is None
+        if isinstance(backend, QuantisedLinearOps) and backend.quantised_refusal(x, w) is None
     }
     own = has_kernel.get(name or "")
     if isinstance(own, PallasBackend) and own.interpret:

@@ -34,7 +34,7 @@ def test_report_has_a_row_per_format_and_number_of_rows(tmp_path, monkeypatch, c
     assert figures[0]["over_bfloat16"] == pytest.approx(2)
     assert all(x["error"] < 2**-8 for x in figures)
     # A wrong result is reported.
-    monkeypatch.setattr(benchmark, "linear", lambda x, w: x * 1.5)
+    monkeypatch.setattr(benchmark, "linear", lambda x, w, **_: x * 1.5)
     capsys.readouterr()
     assert benchmark.main(["--formats", "q4_0", *small]) == 1
     assert capsys.readouterr().err.count("wrong: q4_0") == 2

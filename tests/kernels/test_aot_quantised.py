@@ -34,12 +34,14 @@ needs_tpu_compiler = pytest.mark.skipif(
 
 # Formats that XLA multiplies by on GPUs, because it fuses their conversion into the matmul.
 OF_ROWS = [name for name, case in QUANTISED.items() if case.format.group_size is None]
-IN_GROUPS = [name for name in QUANTISED if name not in OF_ROWS]
+# Formats of the kernel, and the same for many rows, which are multiplied by XLA.
+IN_GROUPS = [x for x in QUANTISED if x not in OF_ROWS and QUANTISED[x].num_rows <= 128]
+MANY_ROWS = [x for x in QUANTISED if x not in OF_ROWS and x not in IN_GROUPS]
 
 # For GPUs other than an H200: few rows, and a prompt.
 OTHER_GPUS = ("a100", "l4", "b200", "rtx-pro-6000")
 ON_OTHER_GPUS = [f"{name}, {rows} rows" for name in ("q4_0", "q4_1", "mxfp4", "q8_0", "nf4")
-                 for rows in (8, 64, 2048)]  # fmt: skip
+                 for rows in (8, 64, 128)]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +84,24 @@ def test_weight_in_groups_is_read_once_on_h200(results, name) -> None:
     assert program["weight_reads"] <= 1.05 * case.weight_bytes
     # The kernel rounds no rows and adds no parts. XLA does that before and after it.
     launches = [launch["name"] for launch in program["launches"]]
-    is_few = case.num_rows <= 64
-    assert launches == ["wrapped_convert", "quantised_linear", "loop_add_fusion"][: 2 + is_few]
+    assert launches == ["wrapped_convert", "quantised_linear", "loop_add_fusion"]
     # Rounded rows and the parts of the result, not the weight as floats.
     rows = case.num_rows * case.num_inputs * 2
-    parts = 8 * case.num_rows * case.num_outputs * 4 if is_few else 0
+    parts = 8 * case.num_rows * case.num_outputs * 4
     assert program["temporary_bytes"] <= rows + parts + 1024
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("name", MANY_ROWS)
+def test_many_rows_convert_each_weight_once_on_h200(results, name) -> None:
+    program, case = compiled(results, name), QUANTISED[name]
+    assert not program["kernels"]
+    assert program["weight_reads"] <= 1.05 * case.weight_bytes
+    # One kernel writes the weight as floats, and one multiplies; rows are rounded in it or before.
+    launches = [launch["name"] for launch in program["launches"]]
+    assert len(launches) <= 3 and sum("gemm" in launch for launch in launches) == 1, launches
+    rows = case.num_rows * case.num_inputs * 2
+    assert program["temporary_bytes"] <= rows + case.float_bytes + 1024
 
 
 @needs_gpu_compiler

@@ -27,6 +27,7 @@ from tests.support.weights import FORMATS, elements, make_weight, random_arrays
 
 # The package has functions of these names.
 kernel = importlib.import_module("paged_jax.kernels.triton.quantised_linear")
+xla = importlib.import_module("paged_jax.kernels.xla.linear")
 
 INTERPRET = jax.default_backend() != "gpu"
 TOLERANCE = {"bfloat16": 2**-8, "float16": 2**-10}
@@ -97,7 +98,7 @@ def cases():
         {
             "name": list(READ),
             "dtype": list(dequantise.DTYPES),
-            "num_rows": [1, 15, 40, 64, 130],
+            "num_rows": [1, 15, 40, 64, 128],
             # Outputs and inputs: whole tiles, parts of tiles, and several steps and parts.
             "shape": [(64, 128), (70, 192), (3, 7, 320), (5, 2112)],
         }
@@ -234,7 +235,7 @@ def test_grouped_linear_reads_quantised_weights(sizes, name, dtype, shape) -> No
 
 
 @pytest.mark.parametrize("name", ["q4_0", "awq", "mxfp4", "nf4", "q4_k", "q6_k", "fp8 in groups"])
-@pytest.mark.parametrize("num_rows", [1, 40, 2000])
+@pytest.mark.parametrize("num_rows", [1, 40, 128])
 def test_linear_is_one_launch_on_a_gpu(name, num_rows) -> None:
     format = FORMATS[name]
     shapes = format.shapes((192, 1024))
@@ -267,6 +268,32 @@ def test_kernel_leaves_weights_to_xla() -> None:
             assert kernel.refusal(weight("q4_0")) is None
     with tuning.assume(GpuInfo("Tesla T4", 40, (7, 5))):
         assert "Tesla T4 has 7.5" in kernel.refusal(weight("q4_0"))
+
+
+def test_many_rows_are_left_to_xla_on_gpus() -> None:
+    x, rng = jnp.ones((2, 64, 64)), np.random.default_rng(0)
+    w = make_weight(random_arrays(FORMATS["q4_0"], (8, 64), rng), FORMATS["q4_0"], "bfloat16")
+    assert kernel.rows_refusal(x) is None
+    assert "from 129 rows on, and there are 130" in (kernel.rows_refusal(jnp.ones((130, 64))) or "")
+    for rows, is_kernel in ((x, True), (jnp.ones((130, 64)), False)):
+        text = lower(linear, rows, w, platform="cuda").as_text()
+        assert ("__gpu$xla.gpu.triton" in text) == is_kernel
+
+
+@pytest.mark.parametrize("name", ["q4_1", "fp8 in groups"])
+def test_xla_converts_tiles_of_a_weight_on_gpus(name, monkeypatch) -> None:
+    """The form for GPUs runs on any platform. The last of its three tiles has fewer outputs."""
+    rng, format = np.random.default_rng(0), FORMATS[name]
+    arrays = random_arrays(format, (10, 256), rng)
+    w = make_weight(arrays, format, "float32")
+    x = jnp.asarray(rng.standard_normal((6, 256)), jnp.float32)
+    monkeypatch.setattr(xla, "_MAX_GPU_TILE_ELEMENTS", 4 * 256)
+    multiply = jax.jit(lambda x: xla._multiply_on_gpu(x, w.arrays, format.code))
+    want, terms = oracle(x, arrays, format)
+    assert (np.abs(multiply(x) - want) <= 1e-6 * terms).all()
+    gradient = jax.grad(lambda x: jnp.sum(multiply(x)))(x)
+    expected = np.broadcast_to(elements(arrays, format).sum(0), x.shape)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_weights_that_the_kernel_leaves_to_xla_are_multiplied_on_gpus() -> None:

@@ -212,7 +212,7 @@ EXPERTS: Mapping[str, ExpertCase] = {
 QUANTISED: Mapping[str, QuantisedCase] = {
     f"{name}, {num_rows} rows": QuantisedCase(format, num_rows)
     for name, format in MODEL_FORMATS.items()
-    for num_rows in ((1, 8, 16, 32, 64, 128, 2048) if name == "q4_0" else (8, 64, 2048))
+    for num_rows in ((1, 8, 16, 32, 64, 128, 2048) if name == "q4_0" else (8, 64, 128, 2048))
 }
 
 # Steps of two layers.

@@ -94,9 +94,9 @@ class Triton:
         """Multiply rows by the weights of their groups, in one launch."""
         return _grouped.grouped_linear(args.x, args.w, args.group_sizes, interpret=self.interpret)
 
-    def quantised_refusal(self, w: Weight) -> str | None:
-        """Return why the kernel cannot multiply by this weight, or None if it can."""
-        return _quantised.refusal(w)
+    def quantised_refusal(self, x: jax.Array, w: Weight) -> str | None:
+        """Return why the kernel does not multiply these arrays, or None if it does."""
+        return _quantised.refusal(w) or _quantised.rows_refusal(x)
 
     def quantised_linear(self, x: jax.Array, w: Weight) -> jax.Array:
         """Multiply the last dimension by a quantised weight, in one launch."""

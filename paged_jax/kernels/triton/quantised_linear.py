@@ -14,11 +14,12 @@ tensor cores read from registers::
 Packed 4-bit values are two tiles, the low and the high halves of the bytes. Each is multiplied by
 the inputs that it belongs to, so that no values change their places.
 
-Few rows are memory-bound. The tile then has 8 to 64 rows, and every byte of the weight is read
-once. The number of parts depends on the weight alone, not on the rows.
+The kernel is for few rows, which are memory-bound. A tile has 8 to 64 rows, so up to 64 rows share
+each byte of the weight. The number of parts depends on the weight alone, not on the rows.
 """
 
 import functools
+import math
 import operator
 from typing import Any, NamedTuple
 
@@ -37,8 +38,10 @@ from paged_jax.kernels.weight_formats import BYTE_CODES, PACKED_INPUTS, WeightAr
 # Maximum elements of an array: the kernel computes offsets in int32.
 _MAX_ELEMENTS = 2**31 - 1
 
-# Maximum rows that count as few.
-_FEW_ROWS = 64
+# Maximum rows of a tile, and of a call. For more rows, XLA is faster: it converts each weight once
+# for all rows, not once for each tile of rows.
+_MAX_TILE_ROWS = 64
+_MAX_ROWS = 128
 
 # Outputs per program instance for choosing the number of parts, and maximum number of parts.
 _PART_OUTPUTS = 64
@@ -79,6 +82,14 @@ def refusal(w: Weight) -> str | None:
     return format_refusal(w)
 
 
+def rows_refusal(x: jax.Array) -> str | None:
+    """Return why the kernel does not multiply rows, or None if it does."""
+    num_rows = math.prod(x.shape[:-1])
+    if num_rows > _MAX_ROWS:
+        return f"XLA is faster from {_MAX_ROWS + 1} rows on, and there are {num_rows}"
+    return None
+
+
 def format_refusal(w: Weight) -> str | None:
     """Return why a kernel for quantised weights cannot read a weight, or None if it can."""
     format = w.format
@@ -113,10 +124,10 @@ def choose_shape(rows: int, num_inputs: int, format: WeightFormat) -> TileShape:
     step = 128 if format.is_packed else 64  # 64 bytes of each output
     if rows <= 16:
         shape = TileShape(64, step, num_warps=2, num_stages=4)
-    elif rows <= _FEW_ROWS:
+    elif rows <= _MAX_TILE_ROWS:
         shape = TileShape(128, step, num_warps=4, num_stages=3)
     else:
-        shape = TileShape(128, 64, num_warps=8, num_stages=3)
+        shape = TileShape(128, 64, num_warps=8, num_stages=3)  # of experts
     fitting = max(PACKED_INPUTS, pl.next_power_of_2(num_inputs))
     return shape._replace(inputs=min(shape.inputs, fitting))
 
@@ -128,21 +139,17 @@ def choose_tiling(num_rows: int, w: Weight) -> QuantisedTiling:
       >>> w = Weight(jnp.zeros((4096, 2048), jnp.uint8), jnp.zeros((4096, 128)), code="int4")
       >>> choose_tiling(1, w)
       QuantisedTiling(rows=8, outputs=64, inputs=128, parts=8, num_warps=2, num_stages=4)
-      >>> choose_tiling(2048, w)
-      QuantisedTiling(rows=256, outputs=128, inputs=64, parts=1, num_warps=8, num_stages=3)
+      >>> choose_tiling(100, w)
+      QuantisedTiling(rows=64, outputs=128, inputs=128, parts=8, num_warps=4, num_stages=3)
     """
     num_outputs, num_inputs = w.shape
-    # Other GPUs have less shared memory, or less tensor memory.
     generation = tuning.device().compute_capability[0]
-    most_rows = 256 if num_rows > 1024 and generation == 9 else 128
-    rows = max(8, min(pl.next_power_of_2(num_rows), most_rows))
-    parts = 1
-    if num_rows <= _FEW_ROWS:
-        # Four program instances on each SM.
-        wanted = 4 * tuning.device().num_cores // pl.cdiv(num_outputs, _PART_OUTPUTS)
-        parts = max(1, min(wanted, num_inputs // _PART_INPUTS, _MAX_PARTS))
+    rows = max(8, min(pl.next_power_of_2(num_rows), _MAX_TILE_ROWS))
+    # Four program instances on each SM.
+    wanted = 4 * tuning.device().num_cores // pl.cdiv(num_outputs, _PART_OUTPUTS)
+    parts = max(1, min(wanted, num_inputs // _PART_INPUTS, _MAX_PARTS))
     outputs, inputs, *launch = choose_shape(rows, num_inputs, w.format)
-    if generation == 12 and 16 < rows <= _FEW_ROWS:
+    if generation == 12 and rows > 16:
         outputs //= 2  # the compiler of jax 0.12 would spill registers in the loop
     return QuantisedTiling(rows, outputs, inputs, parts, *launch)
 

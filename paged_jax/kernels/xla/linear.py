@@ -41,6 +41,7 @@ _HALVES_MAX_INPUTS = 1536
 # the weights of all layers before it multiplies by the first, unless they are loops over tiles.
 _MAX_TILE_ELEMENTS = 1 << 22
 _MAX_CPU_TILE_ELEMENTS = 1 << 18
+_MAX_GPU_TILE_ELEMENTS = 1 << 25
 
 # Maximum rows of a tile in a grouped matmul, and in its gradients.
 _MAX_TILE = 64
@@ -56,7 +57,12 @@ def linear(x: jax.Array, w: Weight) -> jax.Array:
         y = _multiply_floats(x, arrays.values)
     else:
         arrays, x = lax.stop_gradient(arrays), x.astype(w.dtype)
-        forms = {"cpu": _multiply_on_cpu, "default": _multiply_quantised}
+        forms = {
+            "cpu": _multiply_on_cpu,
+            "cuda": _multiply_on_gpu,
+            "rocm": _multiply_on_gpu,
+            "default": _multiply_quantised,
+        }
         forms = {name: functools.partial(form, code=code) for name, form in forms.items()}
         y = lax.platform_dependent(x, arrays, **forms)
     return y.reshape(*x.shape[:-1], *w.values.shape[:-1])
@@ -81,7 +87,7 @@ def _multiply_floats(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _multiply_quantised(x: jax.Array, w: WeightArrays, code: str) -> jax.Array:
-    """Multiply rows in the dtype of a model by a quantised weight, on GPUs and TPUs."""
+    """Multiply rows in the dtype of a model by a quantised weight, on TPUs."""
     if _has_row_scales(w, code):
         # Every float dtype of a model represents int8 and float8_e4m3fn exactly. XLA fuses the
         # cast into the matmul.
@@ -91,6 +97,29 @@ def _multiply_quantised(x: jax.Array, w: WeightArrays, code: str) -> jax.Array:
         return _matmul(x, dequantise(w, code).astype(x.dtype))
 
     return _multiply_in_tiles(x, w, multiply, _MAX_TILE_ELEMENTS)
+
+
+def _multiply_on_gpu(x: jax.Array, w: WeightArrays, code: str) -> jax.Array:
+    """Multiply rows in the dtype of a model by a quantised weight, on GPUs.
+
+    XLA would fuse the conversion into its matmul, which converts the weight again for each tile of
+    rows. So the floats of a tile of the weight are written to memory first. There is no loop, as
+    its steps would wait for the host.
+    """
+    if _has_row_scales(w, code):
+        return _multiply_quantised(x, w, code)
+    num_outputs, num_inputs = w.values.shape[0], x.shape[-1]
+    num_tiles = min(num_outputs, -(-num_outputs * num_inputs // _MAX_GPU_TILE_ELEMENTS))
+    tile = -(-num_outputs // num_tiles)
+
+    # The gradient converts a tile again, so that not all of them are kept.
+    @functools.partial(jax.checkpoint, static_argnums=2)
+    def multiply(x: jax.Array, w: WeightArrays, start: int) -> jax.Array:
+        part = jax.tree.map(lambda array: array[start : start + tile], w)
+        return _matmul(x, lax.optimization_barrier(dequantise(part, code).astype(x.dtype)))
+
+    outputs = [multiply(x, w, start) for start in range(0, num_outputs, tile)]
+    return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=-1)
 
 
 def _multiply_on_cpu(x: jax.Array, w: WeightArrays, code: str) -> jax.Array:
