@@ -34,12 +34,15 @@ test: $(VENV)/.test lint
 	$(BIN)/python -m pytest $(PARALLEL) $(TEST_OPTIONS) -m "not optimised" --unoptimised
 	$(BIN)/python -m pytest $(PARALLEL) $(TEST_OPTIONS) -m optimised
 
+# Arguments of pytest for `quick`, such as TESTS="tests/sampling -k top_k"; all tests by default.
+TESTS ?=
+
 # Compiled programs are kept for the next run, but not for `test`, which runs as in a fresh clone.
 quick: export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/.jax_cache
 quick: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
 quick: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 quick: $(VENV)/.test
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" --unoptimised
+	$(BIN)/python -m pytest $(if $(TESTS),-n 0,$(PARALLEL)) -m "not slow" --unoptimised $(TESTS)
 
 # Measure the cost of each test file, and write it to the table in tests/README.md.
 durations:
@@ -108,7 +111,7 @@ $(VENV)/.chat: $(VENV)/.demo
 
 # Comparisons with transformers skip unless the extra "peers", which is large, is installed.
 $(VENV)/.test: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	$(BIN)/python -m pip install --quiet --editable ".[test]" --group dev
 	touch $@ $(VENV)/.demo
 
 $(VENV)/.bench: $(VENV)/.test

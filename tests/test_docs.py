@@ -5,10 +5,12 @@ import importlib.util
 import inspect
 import io
 import re
+import subprocess
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
 import paged_jax
 from paged_jax import kernels
@@ -18,6 +20,8 @@ from tests.support.processes import run_on_devices
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 README = ROOT / "README.md"
+# Pages for contributors, which hosts of repositories look for at the top level.
+TOP_PAGES = sorted(set(ROOT.glob("*.md")) - {README})
 
 _SAMPLE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PRINTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
@@ -82,12 +86,37 @@ def test_sharded_sample_prints_the_output_in_the_page_on_two_devices() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [README, *PAGES, *sorted(DOCS.glob("api/*.md"))],
+    [README, *TOP_PAGES, *PAGES, *sorted(DOCS.glob("api/*.md"))],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_links_lead_to_files(page: Path) -> None:
     for link in _LINK.findall(page.read_text()):
         assert "://" in link or (page.parent / link).exists(), link
+
+
+def test_contributing_names_files_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    table = text[text.index("## Where does") : text.index("## What a change needs")]
+    named = re.findall(r"TESTS=([\w/.]+)|`(paged_jax/[\w/.]+)`", table)
+    assert len(named) >= 14
+    for path in map("".join, named):
+        assert (ROOT / path).exists(), path
+
+
+def test_workflow_runs_all_jobs_of_the_script() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    jobs = workflow["jobs"]["ci"]["strategy"]["matrix"]["job"]
+    asked = subprocess.run([ROOT / ".ci/run", "nothing"], capture_output=True, text=True)
+    assert asked.returncode == 2 and asked.stderr == f"usage: .ci/run [{'|'.join(jobs)}]\n"
+
+
+def test_templates_and_citation_are_valid() -> None:
+    for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"):
+        template = yaml.safe_load(path.read_text())
+        assert template["name"] and template["description"], path
+        assert all(field["attributes"]["label"] for field in template["body"]), path
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == paged_jax.__version__
 
 
 def test_index_names_every_page() -> None:
