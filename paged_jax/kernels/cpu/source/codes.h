@@ -34,13 +34,19 @@ inline uint16_t rounded_bits(float x) {
 struct Singles {
   using Cell = float;
   using Vector = Floats;
-  static constexpr int INPUTS = 1;  // in a cell
+  static constexpr int INPUTS = 1;       // in a cell
+  static constexpr bool ROUNDS = false;  // whether inputs become bfloat16
 
   // Returns a cell of numbers[0], numbers[1] and so on.
   template <class Numbers>
   static float cell(Numbers number) {
     return number(0);
   }
+
+#if defined(__AVX512F__)
+  // Returns LANES cells of inputs in their original order.
+  static Bytes load_cells(const float* inputs) { return load<Bytes>(inputs); }
+#endif
 
   // Adds the products of weights with one cell of x.
   static void add(Floats& total, Floats w, const float* x) {
@@ -58,10 +64,26 @@ struct Pairs {
   using Cell = uint32_t;
   using Vector = Ints;
   static constexpr int INPUTS = 2;
+  static constexpr bool ROUNDS = true;
 
   template <class Numbers>
   static uint32_t cell(Numbers number) {
     return (uint32_t)rounded_bits(number(1)) << 16 | rounded_bits(number(0));
+  }
+
+  static Bytes load_cells(const float* inputs) {
+    __m512 first = (__m512)load<Floats>(inputs), second = (__m512)load<Floats>(inputs + LANES);
+    return (Bytes)_mm512_cvtne2ps_pbh(second, first);
+  }
+
+  // Sums the inputs of `count` cells of each of `size` rows.
+  static void sum(float* to, const uint32_t* cells, int count, int size) {
+    __mmask16 mask = (1 << size) - 1;
+    __m512 total = {};
+    const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
+    for (int i = 0; i < count; i++, cells += size)
+      total = _mm512_dpbf16_ps(total, (__m512bh)_mm512_maskz_loadu_epi32(mask, cells), ones);
+    _mm512_mask_storeu_ps(to, mask, total);
   }
 
   static void add(Floats& total, Ints w, const uint32_t* x) {
@@ -71,6 +93,7 @@ struct Pairs {
 #endif
 
 #define INLINE __attribute__((always_inline)) inline
+#define NOINLINE __attribute__((noinline))
 
 // Each decoder below converts units. `transpose` prepares a unit. `decode` then calls f(cell, vector) for its
 // cells in order. Number `which` of a cell belongs to input `input(cell, which)` of the unit.
@@ -139,12 +162,15 @@ struct Int8Code {
     return __builtin_convertvector(words << (24 - 8 * byte) >> 24, Floats);
   }
 #if HAS_PAIRS
-  static Bytes magnitudes(Bytes values) { return _mm512_abs_epi8(values); }
-  // The magnitude of -128 has the table's index of 0.
+  // Vector units that also multiply compute _mm512_abs_epi8 and comparisons, but not these operations.
+  static Bytes magnitudes(Bytes values) {
+    return _mm512_min_epu8(values, _mm512_sub_epi8(Bytes{}, values));
+  }
+  // 67 is the upper byte of 128, whose index in the table is that of 0. No upper byte of another magnitude
+  // is less than the magnitude - 61.
   static Bytes add_sign(Bytes upper, Bytes values) {
-    const Bytes sign = _mm512_set1_epi8(-128);
-    upper = _mm512_ternarylogic_epi64(upper, values, sign, 0xf8);  // upper | (values & sign)
-    return _mm512_mask_mov_epi8(upper, _mm512_cmpeq_epi8_mask(values, sign), _mm512_set1_epi8(-61));
+    upper = _mm512_max_epu8(upper, _mm512_subs_epu8(magnitudes(values), _mm512_set1_epi8(61)));
+    return _mm512_ternarylogic_epi64(upper, values, _mm512_set1_epi8(-128), 0xf8);  // | (values & sign)
   }
 #endif
 };

@@ -37,6 +37,8 @@ struct Groups {
 };
 
 constexpr int MAX_PANEL = LANES == 16 ? 16 : 8;
+// Rows of a panel if there are more rows than MAX_PANEL. Their totals fit into registers beside the sums.
+constexpr int PANEL_OF_MANY = LANES == 16 ? 12 : 8;
 // Numbers of rows for which the kernels are compiled. Other panels are filled up with zeros.
 constexpr int PANEL_SIZES[] = {1, 2, 3, 4, 6, 8, 12, 16};
 
@@ -79,7 +81,7 @@ struct Panels {
   // Allocates memory for M rows in `num_parts` parts. Call `release` even if it returns false.
   bool reserve(int64_t M, int64_t num_parts) {
     int64_t max_size = M + 3 * num_parts;  // see PANEL_SIZES
-    panels = (Panel<Cell>*)malloc((M / MAX_PANEL + num_parts) * sizeof *panels);
+    panels = (Panel<Cell>*)malloc((M / PANEL_OF_MANY + num_parts) * sizeof *panels);
     places = (int64_t*)malloc(M * sizeof *places);
     sums = (float*)malloc(max_size * groups.count * sizeof *sums);
     cells = (Cell*)aligned_alloc(64, (max_size * groups.total_cells() * sizeof *cells + 127) / 64 * 64);
@@ -101,9 +103,10 @@ struct Panels {
         memset(out + place * N, 0, N * sizeof *out);
       else
         places[num_rows++] = place;
-    for (; first < num_rows; first += MAX_PANEL) {
+    int64_t most = num_rows - first > MAX_PANEL ? PANEL_OF_MANY : MAX_PANEL;
+    for (; first < num_rows; first += most) {
       Panel<Cell>& panel = panels[num_panels++];
-      panel.num_rows = smaller(num_rows - first, MAX_PANEL);
+      panel.num_rows = smaller(num_rows - first, most);
       panel.size = panel_size(panel.num_rows);
       panel.places = places + first;
       panel.cells = cells + size * groups.total_cells();
@@ -116,15 +119,45 @@ struct Panels {
   void run(int64_t index) {
     const Panel<Cell>& panel = panels[index];
     int64_t inputs = groups.total_cells() * Cells::INPUTS;  // with padding
-    float* rows = (float*)aligned_alloc(64, (panel.size * inputs * sizeof *rows + 63) / 64 * 64);
-    if (!rows) abort();
-    for (int m = 0; m < panel.num_rows; m++) copy_row(rows + m * inputs, panel.places[m]);
-    memset(rows + panel.num_rows * inputs, 0, (panel.size - panel.num_rows) * inputs * sizeof *rows);
-    for (int m = 0; has_sums && m < panel.size; m++)
-      for (int group = 0; group < groups.count; group++)
-        panel.sums[group * panel.size + m] = sum_inputs(rows + m * inputs + group * group_inputs());
+    const float* rows[MAX_PANEL];
+    float* copies = nullptr;
+    if (must_copy()) {
+      copies = (float*)aligned_alloc(64, (panel.num_rows * inputs * sizeof *copies + 63) / 64 * 64);
+      if (!copies) abort();
+    }
+    for (int m = 0; m < panel.num_rows; m++) {
+      rows[m] = copies ? copies + m * inputs : x + panel.places[m] * groups.num_inputs;
+      if (copies) copy_row(copies + m * inputs, panel.places[m]);
+    }
     write_cells(panel, rows, inputs);
-    free(rows);
+    if (has_sums) sum_groups(panel, rows);
+    free(copies);
+  }
+
+  // Returns whether the inputs of a row have another order, are padded, or are rounded before they become
+  // cells.
+  bool must_copy() const {
+    return order || group_inputs() != groups.size || (is_rounded && !Cells::ROUNDS);
+  }
+
+  // Sums the inputs of each group, in an order that does not depend on the number of rows.
+  void sum_groups(const Panel<Cell>& panel, const float* const* rows) const {
+    float* to = panel.sums;
+    for (int group = 0; group < groups.count; group++, to += panel.size)
+      if constexpr (Cells::ROUNDS)
+        Cells::sum(to, panel.cells + group * groups.cells * panel.size, groups.cells, panel.size);
+      else
+        for (int m = 0; m < panel.size; m++)
+          to[m] = m < panel.num_rows ? sum_inputs(rows[m] + group * group_inputs()) : 0.0f;
+  }
+
+  float sum_inputs(const float* inputs) const {
+    Floats total = {};
+    int i = 0;
+    for (; i + LANES <= groups.size; i += LANES) total += load<Floats>(inputs + i);
+    float rest = 0;
+    for (; i < groups.size; i++) rest += inputs[i];
+    return ::sum(total) + rest;
   }
 
   int group_inputs() const { return groups.cells * Cells::INPUTS; }  // with padding
@@ -139,23 +172,14 @@ struct Panels {
       else
         memcpy(to, from + begin, groups.size * sizeof *to);
       memset(to + groups.size, 0, (group_inputs() - groups.size) * sizeof *to);
-      if (!is_rounded) continue;
+      if (!is_rounded || Cells::ROUNDS) continue;
       for (i = 0; i + LANES <= groups.size; i += LANES) store(to + i, rounded(load<Floats>(to + i)));
       for (; i < groups.size; i++) to[i] = rounded(fill(to[i]))[0];
     }
   }
 
-  float sum_inputs(const float* inputs) const {
-    Floats total = {};
-    int i = 0;
-    for (; i + LANES <= groups.size; i += LANES) total += load<Floats>(inputs + i);
-    float rest = 0;
-    for (; i < groups.size; i++) rest += inputs[i];
-    return sum(total) + rest;
-  }
-
   // Writes the cells of rows of `inputs` inputs each.
-  void write_cells(const Panel<Cell>& panel, const float* rows, int64_t inputs) const {
+  void write_cells(const Panel<Cell>& panel, const float* const* rows, int64_t inputs) const {
     int64_t i = 0;
 #if defined(__AVX512F__)
     i = write_vectors(panel, rows, inputs);
@@ -163,30 +187,29 @@ struct Panels {
     for (; i < groups.total_cells(); i++)
       for (int m = 0; m < panel.size; m++)
         panel.cells[i * panel.size + m] = Cells::cell([=](int which) {
-          int64_t unit = i / Decoder::CELLS;
-          return rows[m * inputs + unit * Decoder::INPUTS + Decoder::input(i % Decoder::CELLS, which)];
+          int64_t input = i / Decoder::CELLS * Decoder::INPUTS + Decoder::input(i % Decoder::CELLS, which);
+          return m < panel.num_rows ? rows[m][input] : 0.0f;
         });
   }
 
 #if defined(__AVX512F__)
   // Writes LANES cells of all rows at a time. Returns the number of cells.
-  int64_t write_vectors(const Panel<Cell>& panel, const float* rows, int64_t inputs) const {
+  int64_t write_vectors(const Panel<Cell>& panel, const float* const* rows, int64_t inputs) const {
     constexpr int STEP_INPUTS = LANES * Cells::INPUTS;
-    uint16_t places[2 * LANES];  // of the upper halves of the inputs of pairs, in vectors of LANES floats
+    uint16_t places[2 * LANES];  // of the inputs of cells of two inputs
     for (int i = 0; i < 2 * LANES; i++) {
       int cell = i / 2 % Decoder::CELLS, unit = i / 2 / Decoder::CELLS;
-      places[i] = 2 * (unit * Decoder::INPUTS + Decoder::input(cell, i % 2)) + 1;
+      places[i] = unit * Decoder::INPUTS + Decoder::input(cell, i % 2);
     }
+    Bytes order_in_step = load<Bytes>(places);
     Cell* to = panel.cells;
     int64_t begin = 0;
     alignas(64) Cell cells[LANES][LANES] = {};
     for (; begin + STEP_INPUTS <= inputs; begin += STEP_INPUTS, to += LANES * panel.size) {
       for (int m = 0; m < panel.num_rows; m++) {
-        const float* from = rows + m * inputs + begin;
-        Ints vector = load<Ints>(from);
-        if (Cells::INPUTS == 2)
-          vector = (Ints)_mm512_permutex2var_epi16(
-              (Bytes)vector, load<Bytes>(places), load<Bytes>(from + LANES));
+        Bytes vector = Cells::load_cells(rows[m] + begin);
+        if (Decoder::IS_PACKED && Cells::INPUTS == 2)
+          vector = _mm512_permutexvar_epi16(order_in_step, vector);
         memcpy(panel.size == 1 ? to : cells[m], &vector, sizeof vector);
       }
       if (panel.size == 1) continue;

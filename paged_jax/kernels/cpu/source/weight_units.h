@@ -52,8 +52,8 @@ constexpr bool ROUNDS = false;
 template <>
 constexpr bool ROUNDS<Bfloat16> = true;
 
-// Panels that a block multiplies before the next block. Their totals stay in a cache.
-constexpr int CHUNK_PANELS = 256 / MAX_PANEL;
+// Maximum number of panels that a block multiplies before the next block. Their totals stay in a cache.
+constexpr int CHUNK_PANELS = 264 / PANEL_OF_MANY;
 // Approximate number of inputs whose cells are kept in a tile, so that the tile stays in a cache.
 constexpr int TILE_INPUTS = 640;
 constexpr int64_t PART_BYTES = 64 * 1024;
@@ -77,6 +77,24 @@ struct Strip {
   const float *scales, *mins;  // [groups, LANES] from the group of the first segment on; mins may be null
   Cell* tile;
   const char* next_line;  // address to prefetch from, while units are converted
+
+  // Returns whether it consists of complete units, which follow each other in the rows of the weight.
+  bool is_whole() const {
+    return num_rows == LANES && groups.has_whole_units && groups.size % Decoder::INPUTS == 0;
+  }
+
+  int64_t cells_before(int segment) const {
+    int64_t group = segment / groups.num_segments, rest = segment % groups.num_segments;
+    return group * groups.cells + rest * groups.segment_cells;
+  }
+
+  // Returns the address of the first unit, in the first row.
+  const uint8_t* first_unit() const {
+    const ByteRows& values = matrix->values;
+    return values.begin + row * values.row_bytes + cells_before(first) / Decoder::CELLS * UNIT_BYTES;
+  }
+
+  int64_t num_units() const { return (cells_before(last) - cells_before(first)) / Decoder::CELLS; }
 };
 
 // Position in the segments of a strip and in a panel.
@@ -121,7 +139,28 @@ struct Sums {
     Cells::add(last, w, x + M - 1);
   }
 
-  // Adds the scaled sums to the totals, and the products of the minima if there are any.
+  INLINE void load_from(const float* from) {
+    others.load_from(from);
+    last = load<Floats>(from + (M - 1) * LANES);
+  }
+
+  INLINE void store_to(float* to) const {
+    others.store_to(to);
+    store(to + (M - 1) * LANES, last);
+  }
+
+  // Adds the scaled sums to totals in registers.
+  INLINE void add_to(Sums& totals, Floats scale) const {
+    others.add_to(totals.others, scale);
+    add_product(totals.last, last, scale);
+  }
+
+  INLINE void add_mins(Floats mins, const float* x_sums) {
+    others.add_mins(mins, x_sums);
+    Singles::add(last, mins, x_sums + M - 1);
+  }
+
+  // Adds the scaled sums to totals in memory, and the products of the minima if there are any.
   INLINE void add_to(float* totals, Floats scale, const float* mins, const float* x_sums) const {
     others.add_to(totals, scale, mins, x_sums);
     float* its = totals + (M - 1) * LANES;
@@ -135,48 +174,61 @@ struct Sums {
 template <>
 struct Sums<0> {
   INLINE void add(Cells::Vector, const Cell*) {}
+  INLINE void load_from(const float*) {}
+  INLINE void store_to(float*) const {}
+  INLINE void add_to(Sums&, Floats) const {}
+  INLINE void add_mins(Floats, const float*) {}
   INLINE void add_to(float*, Floats, const float*, const float*) const {}
 };
 
-// Position in the units of a strip.
-struct Cursor {
-  int64_t begin, byte, group_bytes;  // start of the group, and position in it; groups start with a unit
+// Loads bytes `offset` to `offset + valid` of the rows of a strip as a unit, and prepares it.
+inline Words load_words(const Strip& strip, int64_t offset, int valid) {
+  return Decoder::transpose(load_unit(strip.matrix->values, strip.row, strip.num_rows, offset, valid));
+}
 
-  explicit Cursor(const Strip& strip) {
-    const Groups& groups = strip.groups;
-    group_bytes = groups.size * UNIT_BYTES / Decoder::INPUTS;
-    begin = strip.first / groups.num_segments * group_bytes;
-    byte = strip.first % groups.num_segments * (groups.segment_cells / Decoder::CELLS) * UNIT_BYTES;
+// Converts all units of a strip into the tile. Rows or units may be incomplete.
+void convert_units(const Decoder& decoder, const Strip& strip) {
+  Position at(strip, nullptr);
+  const Groups& groups = strip.groups;
+  int64_t group_bytes = groups.size * UNIT_BYTES / Decoder::INPUTS;
+  int64_t byte = at.segment * (groups.segment_cells / Decoder::CELLS) * UNIT_BYTES;
+  Cell* tile = strip.tile;
+  for (int i = strip.first; i < strip.last; i++, at.next(0)) {
+    if (at.segment == 0) byte = 0;
+    for (int left = at.num_cells(); left > 0; left -= Decoder::CELLS, byte += UNIT_BYTES) {
+      int valid = smaller(group_bytes - byte, UNIT_BYTES);
+      Words words = load_words(strip, at.group * group_bytes + byte, valid);
+      decoder.decode(words, [&](int, Cells::Vector w) __attribute__((always_inline)) {
+        memcpy(tile, &w, sizeof w);
+        tile += LANES;
+      });
+    }
   }
+}
 
-  void next() {
-    byte += UNIT_BYTES;
-    if (byte >= group_bytes) begin += group_bytes, byte = 0;
-  }
-
-  INLINE Words load(const Strip& strip) const {
-    int valid = smaller(group_bytes - byte, UNIT_BYTES);
-    const ByteRows& values = strip.matrix->values;
-    return Decoder::transpose(load_unit(values, strip.row, strip.num_rows, begin + byte, valid));
-  }
-};
-
-// Converts units and multiplies them by a panel of size M, which may be 0. Keeps the cells in the tile if
-// KEEPS.
+// Converts units and multiplies them by a panel of size M. Keeps the cells in the tile if KEEPS. The strip is
+// whole. (If GCC inlined this function, it would keep the sums of 16 rows in memory.)
 template <int M, bool KEEPS>
-void multiply_units(const Decoder& decoder, const Strip& strip, const Panel<Cell>* panel, float* totals) {
-  Position at(strip, M ? panel : nullptr);
-  Cursor cursor(strip);
+NOINLINE void multiply_units(
+    const Decoder& decoder, const Strip& strip, const Panel<Cell>* panel, float* totals) {
+  Position at(strip, panel);
+  int64_t stride = strip.matrix->values.row_bytes;
+  const uint8_t* from = strip.first_unit();
+  const uint8_t* end = from + strip.num_units() * UNIT_BYTES;
+  auto load_next = [&] {
+    Unit unit;
+    unit.load(from, stride);
+    from += UNIT_BYTES;
+    return Decoder::transpose(unit);
+  };
   Cell* tile = strip.tile;
   const char* next_line = strip.next_line;
-  Words words, following = cursor.load(strip);
+  Words words, following = load_next();
   for (int i = strip.first; i < strip.last; i++) {
     Sums<M> sums;
     for (int left = at.num_cells(); left > 0; left -= Decoder::CELLS) {
       words = following;
-      cursor.next();
-      // The next unit is loaded during the additions of this unit.
-      if (i + 1 < strip.last || left > Decoder::CELLS) following = cursor.load(strip);
+      if (from < end) following = load_next();  // during the additions of this unit
 #pragma GCC unroll 4
       for (int line = 0; line < LANES * UNIT_BYTES / 64; line++, next_line += 64)
         __builtin_prefetch(next_line, 0, 2);
@@ -192,19 +244,34 @@ void multiply_units(const Decoder& decoder, const Strip& strip, const Panel<Cell
   }
 }
 
+// Sums of a segment are added to totals in registers, if there are enough. Stores of totals would delay the
+// additions of the next segment.
+template <int M>
+constexpr bool KEEPS_TOTALS = LANES == 16 && M <= 12;
+
 // Multiplies the cells in the tile by a panel of size M.
 template <int M>
-void multiply_tile(const Strip& strip, const Panel<Cell>* panel, float* totals) {
+NOINLINE void multiply_tile(const Strip& strip, const Panel<Cell>* panel, float* totals) {
   Position at(strip, panel);
   const Cell* tile = strip.tile;
+  Sums<M> kept;
+  if constexpr (KEEPS_TOTALS<M>) kept.load_from(totals);
   for (int i = strip.first; i < strip.last; i++) {
     Sums<M> sums;
 #pragma GCC unroll 2
     for (int left = at.num_cells(); left > 0; left--, tile += LANES, at.x += M)
       sums.add(load<Cells::Vector>(tile), at.x);
-    sums.add_to(totals, load<Floats>(at.scales), at.ends_group() ? at.mins : nullptr, at.x_sums);
+    Floats scale = load<Floats>(at.scales);
+    const float* mins = at.ends_group() ? at.mins : nullptr;
+    if constexpr (KEEPS_TOTALS<M>) {
+      sums.add_to(kept, scale);
+      if (mins) kept.add_mins(load<Floats>(mins), at.x_sums);
+    } else {
+      sums.add_to(totals, scale, mins, at.x_sums);
+    }
     at.next(M);
   }
+  if constexpr (KEEPS_TOTALS<M>) kept.store_to(totals);
 }
 
 #define FOR_EACH_PANEL_SIZE(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(6) CASE(8) CASE(12) CASE(16)
@@ -226,6 +293,8 @@ struct Product {
   void run(int64_t part) {
     int64_t num_blocks = (matrix.N + LANES - 1) / LANES;
     int64_t block = part * num_blocks / num_parts, end = (part + 1) * num_blocks / num_parts;
+    int64_t num_chunks = (num_panels + CHUNK_PANELS - 1) / CHUNK_PANELS;
+    int64_t chunk = (num_panels + num_chunks - 1) / num_chunks;
     int segments = segments_in_strip();
     int64_t group_floats = (segments + 3) * LANES;  // `transpose_floats` writes two groups more
     int64_t tile_cells = round_up(segments * matrix.groups.segment_cells, 2) * LANES;
@@ -239,8 +308,8 @@ struct Product {
     for (; block < end; block++) {
       strip.row = block * LANES;
       strip.num_rows = smaller(LANES, matrix.N - strip.row);
-      for (int64_t first = 0; first < num_panels; first += CHUNK_PANELS) {
-        int64_t count = smaller(num_panels - first, CHUNK_PANELS);
+      for (int64_t first = 0; first < num_panels; first += chunk) {
+        int64_t count = smaller(num_panels - first, chunk);
         memset(totals, 0, count * MAX_PANEL * LANES * sizeof *totals);
         const ByteRows& values = matrix.values;
         strip.next_line = (const char*)values.begin + (strip.row + LANES) * values.row_bytes;
@@ -287,23 +356,24 @@ struct Product {
   static void multiply(
       const Decoder& decoder, const Strip& strip, const Panel<Cell>* panels, int64_t count, float* totals) {
     int64_t i = 1;
-    if (!strip.groups.has_whole_units)
+    if (!strip.is_whole())
       convert(decoder, strip), i = 0;
     else if (count == 1)
       multiply_only(decoder, strip, panels, totals);
     else
-      multiply_units<MAX_PANEL, true>(decoder, strip, panels, totals);
+      multiply_units<PANEL_OF_MANY, true>(decoder, strip, panels, totals);
     for (; i < count; i++) multiply_next(strip, panels + i, totals + i * MAX_PANEL * LANES);
   }
 
-  // Converts the units of a strip whose segments are not units.
+  // Converts the units of a strip.
   static void convert(const Decoder& decoder, const Strip& strip) {
-    Strip units = strip;
+    if (strip.groups.has_whole_units) return convert_units(decoder, strip);
+    Strip units = strip;  // its segments are not units
     units.groups.size = Decoder::INPUTS;
     units.groups.cells = units.groups.segment_cells = Decoder::CELLS;
     units.first = strip.first * strip.groups.cells / Decoder::CELLS;
     units.last = strip.last * strip.groups.cells / Decoder::CELLS;
-    multiply_units<0, true>(decoder, units, nullptr, nullptr);
+    convert_units(decoder, units);
   }
 
   static void multiply_only(
@@ -324,8 +394,13 @@ struct Product {
   }
 
   void write(const Strip& strip, const Panel<Cell>& panel, const float* totals) const {
-    for (int m = 0; m < panel.num_rows; m++, totals += LANES)
-      memcpy(out + panel.places[m] * matrix.N + strip.row, totals, strip.num_rows * sizeof *out);
+    for (int m = 0; m < panel.num_rows; m++, totals += LANES) {
+      float* to = out + panel.places[m] * matrix.N + strip.row;
+      if (strip.num_rows == LANES)
+        store(to, load<Floats>(totals));
+      else
+        memcpy(to, totals, strip.num_rows * sizeof *to);
+    }
   }
 };
 
