@@ -78,9 +78,9 @@ def random_weight(format: WeightFormat, size: int, rng: np.random.Generator) -> 
 
 def as_weight(arrays: WeightArrays, format: WeightFormat) -> Weight:
     """Return the arrays on the first device."""
-    on_device = (None if array is None else jnp.asarray(array) for array in arrays)
+    on_device = jax.tree.map(jnp.asarray, arrays)
     code = format.code if format.is_packed else None
-    return Weight(*on_device, code=code, dtype=jnp.dtype("bfloat16"))  # pyright: ignore[reportArgumentType]
+    return Weight(*on_device, code=code, dtype=jnp.dtype("bfloat16"))
 
 
 def relative_error(arrays: WeightArrays, format: WeightFormat, num_rows: int) -> float:

@@ -133,8 +133,8 @@ class WeightSwap:
             params = nnx.state(params)
         if isinstance(params, nnx.State):
             params, are_floats = _leaves_by_name(params, names)
-            if are_floats:
-                return self._prepare_floats(params, names, formats)  # pyright: ignore[reportArgumentType]
+            if are_floats and formats is not None:
+                return self._prepare_floats(params, names, formats)
         elif not isinstance(params, list | tuple):
             raise ValueError(
                 "update_params: params must be a model, its nnx.state, or a list of its leaves, "

@@ -296,8 +296,8 @@ def _grouped_linear(x: jax.Array, w: Weight, sizes: jax.Array, backend: str | No
         return array.reshape(*array.shape[:rank], -1, array.shape[-1])
 
     def merge_all(arrays: WeightArrays, rank: int) -> WeightArrays:
-        *others, order = arrays
-        return WeightArrays(*(merge(array, rank) for array in others), order)  # pyright: ignore[reportCallIssue]
+        values, scales, mins = (merge(array, rank) for array in arrays[:3])
+        return WeightArrays(values, scales, mins, arrays.order)
 
     stack = w.stack
     if stack is not None:

@@ -140,8 +140,9 @@ class Chat:
 
     def _harmony_grammar(self, tools: Sequence[Tool], answer: str | None) -> str:
         assert self.service.tokenizer is not None
-        token_ids = {mark: self.service.tokenizer.backend.token_to_id(mark) for mark in MARKS}
-        return harmony_grammar(token_ids, tools, self.tool_choice, answer)  # pyright: ignore[reportArgumentType]
+        find = self.service.tokenizer.backend.token_to_id
+        token_ids = {mark: found for mark in MARKS if (found := find(mark)) is not None}
+        return harmony_grammar(token_ids, tools, self.tool_choice, answer)
 
     def _answer_rule(self, form: StructuredOutputsParams) -> str:
         self.service.grammars.check(form)  # its error names the form, not the tools

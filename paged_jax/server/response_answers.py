@@ -250,6 +250,7 @@ class ResponsesAnswer(Answer):
         """Fields of the body that a response repeats."""
         body = self.body
         reasoning = body.reasoning
+        numbers = body.model_dump(include={"temperature", "top_p"})
         text: JsonDict = {"format": {"type": "text"}}
         if self._format is not None:
             text["format"] = self._format.model_dump(by_alias=True, exclude_none=True)
@@ -265,12 +266,12 @@ class ResponsesAnswer(Answer):
                 "summary": None if reasoning is None else reasoning.summary,
             },
             "store": False,
-            "temperature": body.temperature,  # pyright: ignore[reportAttributeAccessIssue]
+            "temperature": numbers["temperature"],
             "text": text,
             "tool_choice": body.tool_choice or "auto",
             "tools": [tool for tool in body.tools or () if tool.get("type") == "function"],
             "top_logprobs": body.top_logprobs or 0,
-            "top_p": body.top_p,  # pyright: ignore[reportAttributeAccessIssue]
+            "top_p": numbers["top_p"],
             "truncation": body.truncation or "disabled",
             "user": body.user,
         }

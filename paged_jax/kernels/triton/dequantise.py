@@ -176,7 +176,8 @@ class WeightTile(NamedTuple):
           scales: from `load_scales`.
           half: 0, or 1 for the high halves of packed values.
         """
-        scale, low = scales[2 * half : 2 * half + 2] if len(scales) > 2 else scales  # pyright: ignore[reportAssignmentType]
+        first = 2 * half if len(scales) > 2 else 0
+        scale, low = scales[first], scales[first + 1]
         assert scale is not None
         scale = scale.astype(jnp.float32)
         low = None if low is None else low.astype(jnp.float32)

@@ -122,15 +122,16 @@ def load_checkpoint(
     scan_layers = scan_layers and formats.can_stack
     spec = ModelSpec(model_class, config, floats, scan_layers, sharding, formats)
     # Matrices that change their format are restored as they are saved, and then converted.
-    restored = dataclasses.replace(spec, formats=own.with_floats(floats))
+    kept = own.with_floats(floats)
+    restored = dataclasses.replace(spec, formats=kept)
     targets, final = _targets(restored), _targets(spec)
     if is_stacked != scan_layers:
         arrays = _convert(path, stored, targets, config.num_hidden_layers)
-    elif restored.formats != formats:
+    elif kept != formats:
         arrays = _restore_layer_by_layer(path, stored, targets)
     else:
         arrays = _restore(path, stored, targets).items()
-    by_name = dict(_change_formats(arrays, restored.formats, formats, final))  # pyright: ignore[reportArgumentType]
+    by_name = dict(_change_formats(arrays, kept, formats, final))
     return spec.build(lambda name, *_: by_name.pop(name))
 
 

@@ -31,7 +31,7 @@ from paged_jax.models.matrix_formats import (
 from paged_jax.models.tensor_parallel import divides_inputs
 
 # Field of `WeightArrays` with the parameter of each suffix.
-_FIELDS = dict(zip(("", *SUFFIXES), WeightArrays._fields, strict=True))
+_FIELDS: dict[str, str] = dict(zip(("", *SUFFIXES), WeightArrays._fields, strict=True))
 
 
 def choose_formats(
@@ -129,7 +129,7 @@ class MatrixReader:
           index: slices of all dimensions of the parameter.
         """
         matrix = matrix_name(name)
-        field = _FIELDS[name.removeprefix(matrix)]  # pyright: ignore[reportArgumentType]
+        field = _FIELDS[name.removeprefix(matrix)]
         *rows, columns = index
         if field == "order":
             first = (slice(0, 1),) * (len(self._matrices[self._first(matrix)].shape) - 1)
@@ -155,14 +155,14 @@ class MatrixReader:
             out = _empty(first, (), rows, columns)
             self._matrices[matrix].read_into(out, rows, columns)
             return out
-        layers, *rows = rows  # pyright: ignore[reportAssignmentType]
+        layers, rows = rows[0], rows[1:]
         kind = matrix.removeprefix("layers.")
         names = [name for name in self._matrices if name.endswith(f".{kind}")]
         numbers = range(*layers.indices(len(names)))
-        out = _empty(first, (len(numbers),), tuple(rows), columns)
+        out = _empty(first, (len(numbers),), rows, columns)
         for place, layer in enumerate(numbers):
             part = WeightArrays(*(None if each is None else each[place] for each in out))
-            self._matrices[f"layers.{layer}.{kind}"].read_into(part, tuple(rows), columns)
+            self._matrices[f"layers.{layer}.{kind}"].read_into(part, rows, columns)
         return out
 
 

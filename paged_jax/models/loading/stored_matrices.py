@@ -201,8 +201,11 @@ def _read_transposed_rows(
         return array.transpose(*axes, len(axes))[0][part[lead + 1 :]]
 
     for place, expert in enumerate(range(part[lead].start, part[lead].stop)):
-        *arrays, order = tensor.read_arrays(slice(expert, expert + 1))
-        yield (0,) * lead + (place,), WeightArrays(*map(to_rows, arrays), order)  # pyright: ignore[reportCallIssue]
+        arrays = tensor.read_arrays(slice(expert, expert + 1))
+        in_rows = WeightArrays(
+            to_rows(arrays.values), to_rows(arrays.scales), to_rows(arrays.mins), arrays.order
+        )
+        yield (0,) * lead + (place,), in_rows
 
 
 def read_box(

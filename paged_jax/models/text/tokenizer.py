@@ -7,6 +7,7 @@ import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -240,7 +241,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
-        **variables: object,
+        **variables: Any,
     ) -> str:
         """Return a chat as text. Encode this text without adding special tokens.
 
@@ -253,9 +254,7 @@ class Tokenizer:
           ChatTemplateError: the model has no chat template, or it rejects the messages.
         """
         return self._require_template().render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            **variables,  # pyright: ignore[reportArgumentType]
+            messages, add_generation_prompt=add_generation_prompt, **variables
         )
 
     @names_arguments
