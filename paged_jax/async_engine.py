@@ -79,8 +79,8 @@ class AsyncEngine:
     async def __aenter__(self) -> "AsyncEngine":
         if self._thread is not None:
             raise RuntimeError(
-                "AsyncEngine: the engine must be closed and its last step over before it is "
-                "entered again."
+                "AsyncEngine: the engine must be closed, and its last step must have ended, "
+                "before it is entered again."
             )
         self._commands, self._failure = queue.SimpleQueue(), None
         self._thread = threading.Thread(
@@ -259,7 +259,7 @@ class AsyncEngine:
             self._deliver([request])
 
     def _deliver(self, requests: list[Request]) -> None:
-        """Give tasks their outputs. Each loop is woken once, because waking is a system call."""
+        """Give tasks their outputs. Each event loop is woken only once: waking is a system call."""
         updates: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
         for request in requests:
             stream = self._streams.get(request.request_id)
@@ -279,8 +279,8 @@ def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], Any]) -> No
 class _Stream:
     """Outputs of a request on their way from the engine's thread to an event loop.
 
-    It keeps only the newest output, which includes all earlier tokens. So a slow task misses
-    nothing, and outputs do not pile up.
+    It keeps only the newest output, which includes all earlier tokens. So a slow task misses no
+    tokens, and memory does not grow.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, is_final_only: bool):

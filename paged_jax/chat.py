@@ -27,7 +27,8 @@ from paged_jax.sampling.params import SamplingParams
 _MAX_TOKENS = 1024
 # Message that starts a new conversation.
 _CLEAR = "/clear"
-# At least this part of the context is free for an answer. Old messages are dropped to free it.
+# One part in this many of the context must be free for an answer: a quarter. Old messages are
+# dropped to free it.
 _FREE_PART = 4
 
 

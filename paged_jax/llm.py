@@ -61,7 +61,7 @@ class LLM(Engine):
 
         Raises:
           ValueError: a prompt is empty, exceeds the context or the pool, or holds tokens out of
-            range; a parameter does not suit the model. Nothing has been run then.
+            range; or a parameter does not suit the model. In these cases nothing has been run.
           FloatingPointError: the model gave NaN for every prompt. If it gave NaN for some prompts,
             their outputs have the finish_reason ``"error"``. Samples that could not follow
             `structured_outputs` have it too, with the reason and the text so far.
@@ -101,8 +101,8 @@ class LLM(Engine):
           N is the largest `max_tokens`; if no parameters have one, the length of the longest row.
 
         Raises:
-          ValueError: shapes or types do not fit together, or as for `generate`. Nothing has been
-            run then.
+          ValueError: shapes or types do not fit together, or see `generate`. In these cases nothing
+            has been run.
           FloatingPointError: the model gave NaN.
           StructuredOutputError: `structured_outputs` could not be followed.
 
@@ -245,7 +245,7 @@ class LLM(Engine):
 
         Raises:
           ValueError: a prompt is empty, exceeds the context, holds tokens out of range, or needs
-            more slots or blocks than the engine has. Nothing has been run then.
+            more slots or blocks than the engine has. In these cases nothing has been run.
           RuntimeError: a request is unfinished.
           FloatingPointError: the model gave NaN.
 
@@ -354,7 +354,7 @@ class _RequestGroup:
             self._engine.end(request_id)
 
     def drop(self) -> None:
-        """Close now or, during a step, after it: Python may collect a stream at any time."""
+        """Close now or, during a step, after the step: Python may delete a stream at any time."""
         self._engine.when_idle(self.close)
 
 

@@ -118,7 +118,7 @@ def take_some(pool: BlockPool, blocks: jax.Array, is_taken: jax.Array) -> BlockP
 
 
 def _hold_free(pool: BlockPool, blocks: jax.Array, num_taken: jax.Array) -> BlockPool:
-    """Allocate the first `num_taken` blocks of the free queue; `blocks` are their ids, or P."""
+    """Allocate the first `num_taken` free blocks, whose ids are `blocks` (P is ignored)."""
     return replace(
         pool,
         ref_counts=pool.ref_counts.at[blocks].set(1, mode="drop"),
@@ -170,7 +170,7 @@ def give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
     place = jnp.where(is_freed, place % pool.num_blocks, pool.num_blocks)
     return replace(
         pool,
-        # Use `set` instead of `add`, so that XLA copies no array in a loop: it needs no copy if the
+        # Write with `set`, not `add`: inside a loop, XLA updates an array in place only if the
         # written values depend on the values read.
         ref_counts=pool.ref_counts.at[blocks].set(refs - counts, mode="drop"),
         free_queue=pool.free_queue.at[place].set(entries, mode="drop"),
@@ -181,7 +181,7 @@ def give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
 
 @without_index_checks
 def revive(pool: BlockPool, blocks: jax.Array) -> BlockPool:
-    """Add a reference to each of `blocks`, and remove free blocks from the free queue.
+    """Add a reference to each of `blocks`. Those that were free leave the free queue.
 
     Free blocks may be anywhere in the queue, so this is a pass over all P entries.
 

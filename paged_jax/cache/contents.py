@@ -138,9 +138,7 @@ def _write_blocks(
 
 def _group(function: str, cache: PagedCache, group: int) -> CacheGroup:
     if not 0 <= group < len(cache.groups):
-        raise ValueError(
-            f"{function}: group must be 0 to {len(cache.groups) - 1}, got {group}. Pass a group."
-        )
+        raise ValueError(f"{function}: group must be 0 to {len(cache.groups) - 1}, got {group}.")
     return cache.groups[group]
 
 
@@ -164,7 +162,7 @@ def _check_values(pools: Pools, values: Pools) -> int:
     if pools.is_quantised != values.is_quantised:
         raise ValueError(
             "write_blocks: values must have scales if and only if the pools do. Pass the result of "
-            "read_blocks for such a cache."
+            "read_blocks from a cache of the same dtype."
         )
     width = values.k.shape[1] if values.k.ndim > 1 else 0
     for name, pool, new in zip(Pools._fields, pools, values, strict=True):
@@ -174,7 +172,7 @@ def _check_values(pools: Pools, values: Pools) -> int:
         if new.shape != shape or new.dtype != pool.dtype:
             raise ValueError(
                 f"write_blocks: values.{name} must be {pool.dtype} {list(shape)}, got {new.dtype} "
-                f"{list(new.shape)}. Pass the result of read_blocks for such a cache."
+                f"{list(new.shape)}. Pass the result of read_blocks from a cache of the same kind."
             )
     return width
 
@@ -199,7 +197,7 @@ def gather(
     num_slots = cache.num_slots
     _check_layer("gather", layer, cache.num_layers)
     if isinstance(slot, int) and not 0 <= slot < num_slots:
-        raise ValueError(f"gather: slot must be 0 to {num_slots - 1}, got {slot}. Pass a slot.")
+        raise ValueError(f"gather: slot must be 0 to {num_slots - 1}, got {slot}.")
     index, layer = find_layer(cache.layers, layer)
     pools, tables = cache.groups[index].pools, cache.groups[index].tables
     slots = jnp.full(tables.max_blocks_per_slot * tables.block_size, slot, jnp.int32)
@@ -219,9 +217,7 @@ def gather(
 
 def _check_layer(function: str, layer: int | jax.Array, num_layers: int) -> None:
     if isinstance(layer, int) and not 0 <= layer < num_layers:
-        raise ValueError(
-            f"{function}: layer must be 0 to {num_layers - 1}, got {layer}. Pass a layer."
-        )
+        raise ValueError(f"{function}: layer must be 0 to {num_layers - 1}, got {layer}.")
 
 
 def register_caches() -> None:
@@ -265,9 +261,9 @@ def _from_state_dict(target: Any, state: dict[str, Any]) -> Any:
 
 def _restored(name: str, target: Any, state: Any) -> Any:
     if (target is None) != (state is None):
-        kinds = ["nothing" if value is None else "an array" for value in (target, state)]
+        kinds = ["None" if value is None else "an array" for value in (target, state)]
         raise ValueError(
-            f"{name}: the state must hold {kinds[0]}, got {kinds[1]}. Restore into a cache with "
+            f"{name}: the state must be {kinds[0]}, got {kinds[1]}. Restore into a cache with "
             "the dtype and the window of the saved one."
         )
     if isinstance(target, Pools):

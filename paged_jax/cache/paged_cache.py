@@ -70,8 +70,9 @@ LayerPlaces = tuple[tuple[int, int], ...]
 class PagedCache:
     """The KV cache of a model: one or more groups of layers over the same slots.
 
-    The properties `k`, `v`, `k_scale`, `v_scale`, `pools`, `num_kv_heads` and `head_dim` belong to
-    the only group. With several groups they raise an error: use `groups`.
+    The properties `k`, `v`, `k_scale`, `v_scale`, `pools`, `num_kv_heads` and `head_dim` are for
+    caches with one group. With several groups they raise AttributeError: read them from an entry of
+    `groups`.
 
     Attributes:
       groups: the groups. The first one keeps the most tokens.
@@ -336,7 +337,7 @@ def plan(
 
 
 def commit(cache: PagedCache, planned: Sequence[ReservePlan], lengths: jax.Array) -> PagedCache:
-    """Allocate the planned blocks that are used if slots have `lengths` i32[S].
+    """Allocate the planned blocks that slots of `lengths` i32[S] tokens need.
 
     See `paged_jax.blocks.commit`.
     """

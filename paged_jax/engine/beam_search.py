@@ -211,7 +211,7 @@ class BeamChoice:
 
     @property
     def is_done(self) -> bool:
-        """Whether no beam may continue, or no continuing beam can still become one of the best."""
+        """Whether the search is over: no beam can continue and still become one of the best W."""
         if not self.beams or self.num_generated == self.max_tokens:
             return True
         if len(self._completed) < self.params.beam_width:
@@ -258,10 +258,10 @@ class BeamChoice:
 
 
 def num_candidates(width: int, num_end_ids: int) -> int:
-    """Return the number of next tokens to consider per beam, so that W beams can continue.
+    """Return the number of most probable next tokens to fetch per beam.
 
-    At least W of them must not be end-of-sequence tokens, so this is W plus the number of
-    end-of-sequence tokens, at least 2 W.
+    It is `width` plus the number of end-of-sequence tokens, so that `width` beams can continue even
+    if all of these are among the candidates; but at least ``2 * width``.
     """
     return width + max(width, num_end_ids)
 
@@ -274,14 +274,14 @@ def _require(is_ok: bool, name: str, rule: str, value: object) -> None:
 def beam_search(
     core: EngineCore, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
 ) -> list[BeamSearchOutput]:
-    """Find the most probable continuations of prompts; several prompts run together if they fit.
+    """Find the most probable continuations of each prompt. Prompts run together if they fit.
 
     A prompt starts when there are enough free slots for all its beams, and enough blocks for all
     tokens that they may generate. So beams are never preempted. Prompts share blocks through the
     prefix cache.
 
     Args:
-      core: core of an engine without unfinished requests. It is empty again afterwards.
+      core: core of an engine without unfinished requests. It has none afterwards either.
       prompts: one prompt or several, see `LLM.generate`.
       params: parameters of the search, the same for all prompts.
 
@@ -290,7 +290,7 @@ def beam_search(
 
     Raises:
       ValueError: a prompt is empty or does not fit the context, holds tokens out of range, or needs
-        more slots or blocks than the engine has. Nothing has been run then.
+        more slots or blocks than the engine has. In these cases nothing has been run.
       RuntimeError: a request is unfinished.
       FloatingPointError: the model gave NaN.
 
@@ -355,7 +355,7 @@ class _Search(BeamChoice):
         self.slot_users: list[SlotUser] = []  # one per beam
 
     def max_blocks(self, block_budget: BlockBudget) -> int:
-        """Return the maximum number of blocks of all beams, which share full prompt blocks."""
+        """Return the maximum number of blocks of all beams together. They share the prompt's."""
         num_prompt = len(self.prompt_token_ids)
         num_common = block_budget.num_shared(num_prompt)
         num_each = block_budget.num_wanted(num_cached_tokens_at(num_prompt + self.max_tokens))
@@ -453,7 +453,7 @@ class _SearchBatch:
             start = end
 
     def _note_blocks(self) -> None:
-        """Count the used blocks, and the blocks that beams would use without sharing."""
+        """Update the engine's block counts: blocks in use, and blocks without sharing."""
         row = self._block_budget.num_in_row
         num_unshared = sum(
             len(search.beams) * row(search.num_tokens, num_cached_tokens_at(search.num_tokens))

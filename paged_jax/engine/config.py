@@ -59,13 +59,13 @@ def resolve_kv_dtype(kv_dtype: str, weights_dtype: DTypeLike, platform: str) -> 
     if kv_dtype != "auto":
         return jnp.dtype(KV_DTYPES[kv_dtype])
     dtype = jnp.dtype(weights_dtype)
-    # To write to a bfloat16 pool on a CPU without the C++ kernels, XLA copies all of it to float32.
+    # On a CPU without the C++ kernels, XLA copies a whole bfloat16 pool to float32 to write to it.
     is_in_place = dtype == jnp.bfloat16 and sets_rows_in_place(platform, dtype)
     return dtype if platform != "cpu" or is_in_place else jnp.dtype(jnp.float32)
 
 
 class Bounds(NamedTuple):
-    """Values that an option accepts. None is accepted too if it is the default of the option.
+    """Rule for the values of an option. None is also accepted if it is the default of the option.
 
     Attributes:
       words: the rule in an error message, after "must be".
@@ -86,7 +86,7 @@ class Bounds(NamedTuple):
 
 
 def one_of(*choices: str) -> Bounds:
-    """Return the bounds of an option that accepts only these names."""
+    """Return bounds that accept only the names `choices`."""
     return Bounds(f"one of {', '.join(choices)}", lambda value: value in choices, choices)
 
 
@@ -113,10 +113,10 @@ def option(
 ) -> Any:
     """Declare a field of `EngineConfig`.
 
-    The arguments become the attributes of an `OptionSpec`. By default, the help shows `default`,
-    `choices` are the choices of `bounds`, `flag` is the name of the field with dashes, and `vllm`
-    is the name of the field. If `flag` is None, the option has no flag. If `vllm` is None, vLLM has
-    no such option.
+    The arguments become the attributes of an `OptionSpec`. Defaults: the help shows `default`,
+    `choices` are those of `bounds`, `flag` is the name of the field with dashes, and `vllm` is the
+    name of the field. None for `flag` means that the option has no command-line flag. None for
+    `vllm` means that vLLM has no such option.
     """
     metadata = {
         "help": help,
@@ -396,9 +396,9 @@ class OptionSpec(NamedTuple):
       name: the name of the field.
       type: the type of its values, without None: int, float, bool, str or another class.
       default: the default value.
-      default_help: words for the default.
+      default_help: description of the default value.
       help: a sentence about the option.
-      bounds: the accepted values; None if the engine does not check them beforehand.
+      bounds: rule for the values; None if the engine checks them only when it uses them.
       choices: the accepted names; empty if the values are not names.
       flag: the command-line flag, such as ``--block-size``; None if there is none. The flag of a
         bool takes no value and sets the opposite of the default.

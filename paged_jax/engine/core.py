@@ -234,7 +234,7 @@ class EngineCore:
             return self.step_runner.queue(plan)
 
     def _drop_ended(self) -> None:
-        """Forget the step that is queued ahead if all of its sequences have ended."""
+        """Discard the step that is queued ahead if all of its sequences have ended."""
         ahead = self._ahead
         if ahead is not None and all(sequence.slot is None for sequence in ahead.plan.decodes):
             self._ahead = None
@@ -297,8 +297,7 @@ class EngineCore:
     def replace_weights(self, new: NewWeights) -> None:
         """Continue with new weights, which `weight_swap.prepare` has checked."""
         with self.guard.change():
-            # Do this first, so that the prefix cache finds no block of the old weights from here
-            # on.
+            # Do this first: from here on, the prefix cache finds no block of the old weights.
             has_unfinished = self.requests.note_new_weights()
             self.weight_swap.replace(new)
             self.sleep.weights_replaced()
@@ -326,7 +325,7 @@ class EngineCore:
         if not self.is_leader:
             raise RuntimeError(
                 f"Engine.{function}: the caller must be process 0, which schedules, got another "
-                "process. Call follow in this process."
+                "process. Call Engine.follow in this process."
             )
 
     def check_one_process(self, function: str) -> None:
@@ -369,7 +368,7 @@ def _make_scheduler(
 
 
 def _preemption_mode(options: EngineConfig, is_over_processes: bool) -> Preemption:
-    """Return the preemption mode. With several processes it is always recomputation.
+    """Return the preemption mode: the option or, with several processes, ``"recompute"``.
 
     Raises:
       ValueError: the option is ``"swap"``, but each process has only a part of each block.

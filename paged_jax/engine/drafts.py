@@ -1,7 +1,7 @@
 """Drafts of the next tokens by n-gram lookup, for speculative decoding.
 
 Prompt lookup (Saxena, 2023): text often repeats earlier text, above all in summaries, edits and
-code. The lookup needs no draft model, and a wrong draft costs only its share of a verification.
+code. The lookup needs no draft model. A wrong draft costs only its part of a verification pass.
 """
 
 from collections.abc import Sequence as Row
@@ -50,7 +50,7 @@ class NgramIndex:
 
 
 class Drafter:
-    """Drafts for the sequences of an engine.
+    """Drafter for all sequences of an engine, with one `NgramIndex` per sequence.
 
     Args:
       max_drafts: maximum number of tokens in a draft; 0 turns drafts off.

@@ -28,7 +28,7 @@ from paged_jax.scheduler.request import Request, Sequence
 
 
 class Engine:
-    """A model, its tokenizer and a paged KV cache, shared by requests that come and go.
+    """Engine for continuous batching: requests join and leave the running batch at every step.
 
     Not thread-safe: overlapping calls raise RuntimeError. `AsyncEngine` accepts requests from many
     tasks.
@@ -42,7 +42,8 @@ class Engine:
       tokenizer: the tokenizer; None if there is none.
       config: the configuration of the model.
       generation_config: sampling defaults that come with the model, see `GenerationConfig`.
-      eos_token_ids, token_bias: tokens that end a sequence; biases that apply to every request.
+      eos_token_ids, token_bias: token ids that end a sequence, and biases that apply to every
+        request.
       num_blocks: P, number of blocks in the pool of the first group of layers.
       block_size, max_num_seqs, enable_prefix_caching: see `EngineConfig`.
       max_model_len: maximum number of tokens in a sequence, prompt included.
@@ -91,7 +92,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request waits or runs, or `step` has an output to return."""
+        """Whether a request waits or runs, or `step` still has an output to return."""
         return self.core.has_unfinished or bool(self.delivery.kept)
 
     # Requests
@@ -122,12 +123,12 @@ class Engine:
           timeout: seconds after arrival at which the request ends with its tokens so far.
           explain: whether the output has an `Explanation` of what the request waited for.
           client: name of the client. Clients of equal priority take turns for slots.
-          sample_offset: index of the request's first sample among all samples of its seed. Requests
-            with the same prompt and seed draw the same tokens unless it differs.
+          sample_offset: index of the first sample, part of the seed of its random draws. Requests
+            with the same prompt, seed and offset draw the same tokens.
 
         Raises:
           ValueError: the prompt is empty, too long, or holds tokens out of range; a parameter does
-            not suit the model; the id is taken. Nothing has changed then.
+            not suit the model; or the id is taken. In these cases nothing has changed.
           EngineAsleepError: the engine sleeps.
           RuntimeError: this process follows another one, see `follow`.
         """
@@ -213,8 +214,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step, and return the outputs of requests that got tokens or ended.
 
-        An output holds all tokens so far. The list is empty if there is nothing to do. Requests
-        that a call of `LLM.generate` or `LLM.stream` waits for go to that call instead.
+        An output holds all tokens so far. The list is empty if there is nothing to do. Outputs that
+        a call of `LLM.generate` or `LLM.stream` waits for are passed to that call instead.
 
         Raises:
           EngineAsleepError: the engine sleeps.
@@ -229,7 +230,7 @@ class Engine:
             self.delivery.drop(kept)
             return outputs
         except BaseException:
-            # Ended requests have left the table of requests: keep them for the next call.
+            # Ended requests are no longer in the request table: keep them for the next call.
             self.delivery.deliver(touched)
             self.delivery.keep(kept)
             raise
@@ -245,8 +246,9 @@ class Engine:
     def follow(self) -> None:
         """Run the programs that process 0 sends until its engine ends.
 
-        If the devices belong to several processes, each makes the engine with the same arguments.
-        Process 0 takes requests, all others follow it. See `paged_jax.distributed`.
+        If the devices belong to several processes, each process creates the engine with the same
+        arguments. Process 0 accepts requests, and all others call `follow`. See
+        `paged_jax.distributed`.
 
         Raises:
           RuntimeError: this process is process 0, or has all devices of the engine.
@@ -290,18 +292,20 @@ class Engine:
         Unfinished requests keep their tokens; their KV is computed again with the new weights.
 
         Args:
-          params: a `Llama`, its ``nnx.state``, or a list of the leaves of that state in order, with
-            the structure and shapes of the engine's model. With a `mapping`, the parameters of any
-            definition of the same model: a module, its state, or a tree of arrays. Arrays may be on
-            other devices. They are converted to the dtypes and shardings of the old weights.
-          mapping: Hugging Face names of the arrays, by their dotted paths. A ``*`` is the number of
-            a layer: ``{"layers.*.norm1.w": "model.layers.*.input_layernorm.weight"}``. If only the
-            Hugging Face name has a ``*``, the array stacks all layers. ``(name, axes)`` transposes
-            the array first. An array may split an axis: ``[H, D, E]`` instead of ``[H * D, E]``.
-            Arrays without an entry must have their Hugging Face names.
+          params: a `Llama`, its ``nnx.state``, or a list of the leaves of that state in order.
+            Structure and shapes must be those of the engine's model. With a `mapping`, the
+            parameters of another implementation of the same model: a module, its state, or a tree
+            of arrays. Arrays may be on other devices. They are converted to the dtypes and
+            shardings of the old weights.
+          mapping: Hugging Face name of each array, by the dotted path of the array in `params`. A
+            ``*`` stands for the number of a layer: ``{"layers.*.norm1.w":
+            "model.layers.*.input_layernorm.weight"}``. If only the Hugging Face name has a ``*``,
+            the array stacks all layers. A value ``(name, axes)`` transposes the array first. An
+            array may have an axis split in two: ``[H, D, E]`` instead of ``[H * D, E]``. Arrays
+            without an entry must have their Hugging Face names.
 
         Raises:
-          ValueError: structure, names or shapes differ. Nothing has changed then.
+          ValueError: structure, names or shapes differ. The old weights are then unchanged.
 
         Example:
           >>> import jax.numpy as jnp
@@ -326,7 +330,7 @@ class Engine:
           folder: a folder (Hugging Face or Orbax) or GGUF file, with the engine's model structure.
 
         Raises:
-          ValueError: the folder holds another model, or its files are damaged.
+          ValueError: the folder contains a different model, or its files are damaged.
           OSError: files are missing or cannot be read.
         """
         return load_weights_for(self.core.executor.weights.layout_model, folder)
@@ -355,7 +359,8 @@ class Engine:
 
         Args:
           level: 1 keeps the weights in host memory. 2 drops them, and `update_params` must provide
-            new weights. If the engine was made from a `Llama`, the arrays of this `Llama` are kept.
+            new weights. If the engine was created from a `Llama`, the arrays of this `Llama` are
+            not freed.
 
         Raises:
           ValueError: the level is neither 1 nor 2.
@@ -381,7 +386,7 @@ class Engine:
           tags: ``"weights"``, ``"kv_cache"`` or both (default). The engine wakes when it has both.
 
         Raises:
-          ValueError: a tag is neither of them.
+          ValueError: a tag is neither ``"weights"`` nor ``"kv_cache"``.
           RuntimeError: the engine would wake without weights.
         """
         if isinstance(tags, str) or not set(tags or ()) <= set(TAGS):
@@ -451,9 +456,10 @@ class Engine:
 
     @property
     def cache_use(self) -> float:
-        """The fraction of blocks that requests hold, 0 to 1; blocks that are only cached are free.
+        """The fraction of blocks that requests hold, 0 to 1, without blocks that are only cached.
 
-        Does not wait for the device: while it works ahead, this is the value of the last step.
+        Reading it does not wait for the device. While a step is queued ahead, it is the value of
+        the last completed step.
         """
         return self.core.num_used_blocks() / self.num_blocks
 
@@ -461,7 +467,8 @@ class Engine:
     def cache_groups(self) -> list[GroupUse]:
         """Blocks of each group of layers that keep the same tokens, the largest group first.
 
-        Does not wait, see `cache_use`. There is one group unless the layers' windows differ.
+        Reading it does not wait, see `cache_use`. There is one group unless the layers' windows
+        differ.
         """
         return self.core.group_use()
 
@@ -475,5 +482,5 @@ class Engine:
 
     @property
     def num_cache_resets(self) -> int:
-        """Number of times that the whole cache was dropped: for new weights, after a failure."""
+        """Number of times that the whole cache was emptied, for new weights or after a failure."""
         return self.core.runner.slots.num_resets

@@ -32,7 +32,8 @@ class LoadedModel:
       generation_config: sampling defaults that come with the model, see `GenerationConfig`.
       eos_token_ids: tokens that end a sequence.
       token_bias: biases that apply to every request.
-      is_shared: whether the caller also uses the arrays of the weights, so that they must be kept.
+      is_shared: whether the caller also uses the arrays of the weights, so that they must not be
+        deleted.
     """
 
     weights: Weights
@@ -75,7 +76,7 @@ class LoadedModel:
 def load_weights(options: EngineConfig) -> tuple[Weights, TensorParallel | None]:
     """Load weights onto one device, or divide them over several devices.
 
-    Each device then reads only its part of the files.
+    If they are divided, each device reads only its part of the files.
 
     Returns:
       The weights, and how they are divided; None for a single device.
@@ -96,8 +97,8 @@ def load_weights(options: EngineConfig) -> tuple[Weights, TensorParallel | None]
         return Weights(model, parallel, check_replicas=options.check_replicas), parallel
     folder = bundled_folder() if model is None else Path(model)
     if mesh is None or not folder.exists():  # `from_pretrained` reports a missing folder
-        # On CPUs, all backends except "cpu" would copy weights out of stacked layers, so do not
-        # stack layers for them.
+        # Do not stack layers for other backends than "cpu" on CPUs: they would copy the weights of
+        # each layer out of the stack.
         is_copied = backend not in (None, "cpu") and jax.default_backend() == "cpu"
         scan_layers = False if is_copied else None
         loaded = Llama.from_pretrained(
@@ -148,12 +149,12 @@ def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:
 def load_tokenizer(
     model: str | Path | PagedModel | None, tokenizer: str | Path | Tokenizer | None
 ) -> Tokenizer | None:
-    """Return the given tokenizer, or load it from the given path or the model's.
+    """Return the given tokenizer, or load it from its path or from the path of the model.
 
     Returns None if no tokenizer is given, and the model is a module or has no tokenizer.json.
 
     Raises:
-      ValueError: the model is a module of another kind than `PagedModel`.
+      ValueError: the model is a module, but not a `PagedModel`.
     """
     if isinstance(model, nnx.Module) and not isinstance(model, PagedModel):
         raise ValueError(

@@ -101,7 +101,7 @@ class MemoryPlan:
 
     @property
     def num_engine_blocks(self) -> int:
-        """Number of blocks in an engine's pool: as many as fit, at most what all slots can use."""
+        """Number of blocks in an engine's pool: as many as fit and as all slots can use."""
         return min(self.num_blocks, self.footprint.max_blocks)
 
     @property
@@ -133,7 +133,8 @@ class MemoryPlan:
     def num_paged(self, length: int) -> int:
         """Return the number of sequences of `length` tokens that fit if none share blocks.
 
-        It assumes one slot per sequence, because pools of layers with a window grow with the slots.
+        The number of slots is assumed to be this number, because pools of layers with a window grow
+        with the number of slots.
         """
         footprint, block_size = self.footprint, self.sizes.block_size
         taken = sum(
@@ -161,15 +162,15 @@ def make_plan(
 
     Args:
       config: the configuration of the model.
-      memory_bytes: bytes that the engine may take in all on each device.
+      memory_bytes: maximum bytes that the engine may take on each device.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
       formats: formats of the matrices in the files, see `read_formats`; None for the formats of the
         option `dtype`.
       **options: fields of `EngineConfig` that decide how much memory an engine takes.
 
     Raises:
-      ValueError: an argument is out of bounds, the model cannot be divided over the devices, or not
-        even one block fits.
+      ValueError: an argument is out of bounds, the model cannot be divided over the devices, or no
+        block fits.
 
     Example:
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=172,
@@ -268,9 +269,9 @@ class StepBound(NamedTuple):
     """Lower bounds in seconds for the parts of a decode step.
 
     Attributes:
-      reading: for reading weights, K and V from memory.
-      computing: for matrix multiplications.
-      sending: for communication.
+      reading: seconds to read weights, K and V from memory.
+      computing: seconds for matrix multiplications.
+      sending: seconds for communication between devices.
     """
 
     reading: float
@@ -341,7 +342,7 @@ def step_bound(plan: MemoryPlan, device: DeviceSpec, batch: int, length: int) ->
 
 
 def _read_fraction(config: LlamaConfig, name: str, experts: float) -> float:
-    """Return the fraction of a parameter that a step needs, given the fraction of the experts."""
+    """Return the fraction of a parameter that a step reads; `experts` for expert weights."""
     kind = name.rpartition(".")[2]
     if kind.startswith("embed_tokens") and not config.tie_word_embeddings:
         return 0

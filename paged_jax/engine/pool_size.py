@@ -32,7 +32,7 @@ def choose_num_blocks(
       memory_fraction: the engine's option `memory_fraction`.
 
     Raises:
-      ValueError: not even one block fits, or the host cannot hold `num_blocks`.
+      ValueError: no block fits, or `num_blocks` blocks do not fit in host memory.
     """
     if num_blocks is None:
         if memory_fraction is None:
@@ -67,7 +67,7 @@ def _num_fitting_fraction(device: Any, footprint: Footprint, memory_fraction: fl
             "Engine: memory_fraction must be None on a device that does not report its memory, got "
             f"{memory_fraction}. Set num_blocks instead."
         )
-    # Memory that others use, such as a training loop in this process, is not available.
+    # Subtract the memory that other users of the device hold, such as a training loop.
     free = memory.total - max(0, memory.in_use - footprint.weights)
     budget = min(int(memory_fraction * memory.total), free)
     footprint.check_fits(f"Engine: memory_fraction {memory_fraction}", budget)

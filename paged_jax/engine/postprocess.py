@@ -93,7 +93,7 @@ class Postprocessor:
                     continue
                 touched[sequence.request] = None
                 self.take_row(sequence, row, now)
-        # Set before the requests leave the table, so that an interrupt in between loses none.
+        # Set `ended` before the requests leave the table, so that an interrupt loses no request.
         self._requests.ended = [request for request in touched if request.is_finished]
         for request in self._requests.ended:
             self._requests.remove(request)
@@ -103,7 +103,7 @@ class Postprocessor:
         """Append a row of tokens to a sequence, and finish the sequence if it stops."""
         request = sequence.request
         if sequence.is_finished:
-            return  # the model gave NaN for another sample, which ended the whole request
+            return  # NaN in another sample has ended the whole request
         if sequence.grammar is not None and sequence.grammar.failure is not None:
             # End only this sample; other samples of the request continue.
             sequence.completion.end("error", sequence.grammar.failure)

@@ -1,7 +1,8 @@
 """Unfinished requests of an engine, and how they survive a step that is cut short.
 
-Ctrl-C or a lack of memory may end a step anywhere, and leaves the device in an unknown state. The
-requests keep all their tokens on the host, so the engine empties the device and continues.
+Ctrl-C or a lack of memory may end a step at any point, and leaves the device in an unknown state.
+All tokens of the requests are on the host, so the engine empties the device and computes their KV
+again.
 """
 
 import contextlib
@@ -24,12 +25,12 @@ class RequestTable:
     """Table of the unfinished requests.
 
     Args:
-      scheduler, runner, drafter: objects that must forget a request when it ends.
+      scheduler, runner, drafter: these objects are told when a request ends.
 
     Attributes:
       unfinished: unfinished requests by id.
-      ended: requests that ended and were not returned yet, in this step or in an earlier step that
-        was cut short.
+      ended: requests that have ended but have not been returned yet. They ended in this step, or in
+        an earlier step that was cut short.
       num_added: number of requests added so far.
       weights_version: number of times that the weights were replaced.
     """
@@ -44,7 +45,7 @@ class RequestTable:
         self.weights_version = 0
 
     def next_id(self) -> str:
-        """Return an id for a new request: its number, or the next number that is free."""
+        """Return an id for a new request: its number, or the next number that no request has."""
         numbers = itertools.count(self.num_added)
         return next(name for i in numbers if (name := str(i)) not in self.unfinished)
 
@@ -118,13 +119,13 @@ class RequestTable:
             )
 
     def prefix_chain(self, request: Request) -> PrefixChain:
-        """Return the digests under which the prefix cache finds the blocks of a request."""
+        """Return the chain that computes the digests of a request's blocks for the prefix cache."""
         # Different weights or salts have different roots, so they share no blocks.
         root = root_digest(self.weights_version.to_bytes(8, "little"), request.cache_salt)
         return PrefixChain(root, self._scheduler.block_size)
 
     def _set_chains(self, request: Request) -> None:
-        """Let the samples of a request use the prefix cache, for the current weights."""
+        """Give each sample of a request a prefix chain for the current weights."""
         # Prompt log-probabilities need every prompt token to be computed, so these requests look up
         # no cached blocks.
         is_cached = self._scheduler.enable_prefix_caching and request.prompt_logprobs is None
@@ -136,8 +137,8 @@ class Delivery:
     """Hands requests with new tokens to the calls that wait for them.
 
     Requests share steps, so a step that one call runs may draw tokens for requests of other calls.
-    Each call therefore subscribes to its requests. Requests without a subscriber are kept until
-    they are taken.
+    Each call therefore subscribes to its requests. Requests without a subscriber are kept in `kept`
+    until `drop`.
 
     Example:
       >>> delivery = Delivery()
@@ -177,7 +178,7 @@ class Delivery:
         return list(self._kept)
 
     def keep(self, requests: Iterable[Request]) -> None:
-        """Keep requests without a subscriber, such as requests that were dropped too early."""
+        """Add requests to `kept`, for example after their `drop` came too early."""
         self._kept |= dict.fromkeys(requests)
 
     def drop(self, requests: Iterable[Request]) -> None:
@@ -204,7 +205,8 @@ class ChangeGuard:
 
     @property
     def _is_changing(self) -> bool:
-        # Inspect the generator of the change. An interrupt could leave a flag set forever.
+        # Inspect the generator of the change instead of a flag: an interrupt could leave a flag
+        # set.
         latest = self._latest()
         return latest is not None and latest.gi_frame is not None
 
@@ -255,9 +257,9 @@ class ChangeGuard:
 def own_transfers() -> Iterator[None]:
     """Allow the engine's transfers between host and device, despite a caller's transfer guard.
 
-    Every step must move token ids, slots and flags. A caller's ``jax.transfer_guard`` is there to
-    find accidental transfers. Copies between devices stay guarded; the engine makes none unless
-    weights come from other devices.
+    Every step must transfer token ids, slots and flags, but a caller's ``jax.transfer_guard`` is
+    meant for accidental transfers. The guard stays on for copies between devices. The engine makes
+    none, except to load weights from other devices.
     """
     with jax.transfer_guard_host_to_device("allow"), jax.transfer_guard_device_to_host("allow"):
         yield

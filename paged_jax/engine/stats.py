@@ -24,10 +24,11 @@ class EngineStats:
       num_decode_tokens: tokens drawn in dispatches that did not compile.
       prefill_seconds: seconds in programs that prefill.
       decode_seconds: seconds in programs that decode, until their tokens were on the host.
-      host_seconds: seconds outside of these programs while the device had to wait.
+      host_seconds: seconds of work on the host while the device was idle.
       schedule_seconds: seconds of planning, including the plan's operations on the cache.
-      postprocess_seconds: seconds of converting tokens to text and ending requests. These and
-        `schedule_seconds` are part of `host_seconds` unless the device decoded meanwhile.
+      postprocess_seconds: seconds of converting tokens to text and ending requests.
+        `schedule_seconds` and `postprocess_seconds` are part of `host_seconds`, except for steps in
+        which the device decoded at the same time.
       compile_seconds: seconds of compilation, in the first calls of programs.
       first_token_seconds: seconds from the arrival of the first request to its first token,
         including compilation.
@@ -41,8 +42,9 @@ class EngineStats:
       num_draft_tokens: number of drafted tokens.
       num_accepted_tokens: number of drafted tokens that were accepted.
       num_accepted_at: number of accepted tokens by their position in the draft.
-      sharing: fraction of blocks saved by sharing, over all steps, relative to the blocks that all
-        sequences would hold without sharing (Kwon et al., 2023, section 6.3).
+      sharing: fraction of blocks saved by sharing: blocks saved divided by the blocks that all
+        sequences would hold without sharing, both summed over all steps (Kwon et al., 2023, section
+        6.3).
     """
 
     num_steps: int = 0
@@ -87,7 +89,7 @@ class GroupUse:
 
 
 class Stopwatch:
-    """Stopwatch for ``with`` blocks. A phase of a step may have several blocks.
+    """Stopwatch for the ``with`` blocks of a phase of a step.
 
     Each block is also a range in profiles of `jax.profiler`.
 
@@ -107,7 +109,7 @@ class Stopwatch:
         self.reset()
 
     def reset(self) -> None:
-        """Start at zero."""
+        """Set the attributes to zero."""
         self.seconds = self.waited = 0.0
         self.has_compiled = False
 
@@ -167,12 +169,12 @@ class StepClock:
         """
         stats, running = self._stats, self.running
         prefill_seconds = decode_seconds = 0.0
-        # Prefilling only queues programs. The host waits for them during `decoding`, so move this
-        # waiting time from decoding to prefilling.
+        # The `prefilling` stopwatch measures only the queueing of programs. The host waits for them
+        # while `decoding` runs, so move this waiting time from decoding to prefilling.
         if plan.chunks and not running.has_compiled:
             prefill_seconds = self.prefilling.seconds + running.waited
             self._num_prefilled += sum(count for _, count in plan.chunks)
-        # If a program was compiled, the decoding time alone is not known, so it is not counted.
+        # Do not count the decoding time of a step that compiled a program: it is not known.
         if tokens is not None and not self.decoding.has_compiled:
             decode_seconds = self.decoding.seconds - running.waited
             stats.num_decode_tokens += int(tokens.num_new.sum())
@@ -204,8 +206,8 @@ class BlockMeter:
 
     Args:
       stats: totals of the engine; each count updates them.
-      scheduler: knows the running sequences.
-      runner: knows the number of free blocks.
+      scheduler: has the running sequences.
+      runner: has the number of free blocks.
 
     Attributes:
       num_held: number of held blocks at the last count.
@@ -228,8 +230,8 @@ class BlockMeter:
             num_new = dict(zip(plan.decodes, tokens.num_new.tolist(), strict=False))
         # Sequences that ended after the step was queued still used their blocks in it.
         ended = [sequence for sequence in plan.decodes if sequence.slot is None]
-        # Blocks that leave a window while a program draws tokens are freed by a later program. So
-        # count from the position at which the last program began.
+        # Blocks that leave a window while a program runs are freed by the next program. So count
+        # the blocks from the position at which the last program began.
         row, starts = self._scheduler.block_budget.num_in_row, []
         for sequence in [*self._scheduler.running, *ended]:
             num_drawn = num_new.get(sequence, 0)

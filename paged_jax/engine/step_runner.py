@@ -60,7 +60,7 @@ class StepRunner:
 
     def queue(self, plan: StepPlan) -> PendingStep:
         """Queue the programs of a plan."""
-        if not plan.is_ahead:  # if it is ahead, all sequences have been scheduled before
+        if not plan.is_ahead:  # a plan made ahead has no new sequences
             self._note_start(plan)
         with self._clock.prefilling:
             self._prefill(plan)
@@ -69,10 +69,10 @@ class StepRunner:
             return PendingStep(plan, self._decode(plan) if plan.decodes else None)
 
     def read(self, pending: PendingStep) -> StepTokens | None:
-        """Wait for the tokens of a step, one row per decoding sequence; None if nothing decodes.
+        """Wait for the tokens of a step and return them; None if nothing decodes.
 
         Raises:
-          RuntimeError: free blocks did not suffice for the plan.
+          RuntimeError: there were not enough free blocks for the plan.
         """
         plan, drawn = pending
         with self._clock.decoding:

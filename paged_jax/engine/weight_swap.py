@@ -61,7 +61,7 @@ def load_weights_for(model: PagedModel, folder: str | Path) -> Llama:
     if not isinstance(model, Llama):
         raise ValueError(
             f"load_params: the engine's model must be a Llama, got {type(model).__name__}. Load "
-            "weights into such a model, and pass that to update_params."
+            "weights into a model of this class, and pass it to update_params."
         )
     if Path(folder).exists():  # `from_pretrained` reports a missing folder
         _check_config(read_config(folder), model.config)
@@ -200,7 +200,7 @@ class WeightSwap:
 def _check_tied_head(
     config: LlamaConfig, arrays: dict[str, jax.Array], sources: dict[str, TensorSource]
 ) -> None:
-    """Check that a head equals the tied embeddings, because the model has no separate head."""
+    """Check that a head in `arrays` equals the embeddings, because the model ties them."""
     pair = sources[HEAD], sources[EMBEDDINGS]
     given = {source.name: arrays[source.name] for source in pair}
     with own_transfers():
@@ -239,8 +239,8 @@ def _divided_sharding(shape: tuple[int, ...], place: Sharding) -> Sharding:
     return NamedSharding(place.mesh, PartitionSpec())
 
 
-# The following programs are shared between engines of the same structure. Unlike
-# `jax.device_put`, they transfer nothing if the arrays are already on the devices.
+# Engines with the same model structure share the following programs. Unlike `jax.device_put`, the
+# programs transfer nothing if the arrays are already on the devices.
 
 
 @functools.lru_cache(maxsize=16)
@@ -290,7 +290,7 @@ def _quantising(
 
 
 def _in_format(name: str, array: jax.Array, formats: MatrixFormats) -> dict[str, jax.Array]:
-    """Return the parameters of a matrix of floats, by name, quantised if the model's matrix is."""
+    """Return the parameters of a float matrix by name, quantised if the model's matrix is."""
     format = formats[name]
     if not is_matrix(name) or not format.is_quantised:
         return {name: array}
@@ -301,7 +301,7 @@ def _in_format(name: str, array: jax.Array, formats: MatrixFormats) -> dict[str,
 
 
 def _writing(function: Callable[..., Any], places: tuple[Any, ...]) -> Callable[..., Any]:
-    # The program does not read `buffers`, which are donated so that the results use their memory.
+    # The program does not read `buffers`. They are donated, so the results use their memory.
     return jax.jit(function, donate_argnums=1, keep_unused=True, out_shardings=list(places))
 
 
@@ -337,8 +337,8 @@ def _leaves_by_name(params: nnx.State, own: list[str]) -> tuple[list[jax.Array],
     """Return leaves in the order of the names `own`. Stack or unstack layers if needed.
 
     Returns:
-      The leaves, and whether they are floats for quantised matrices: without scales, in the order
-      of the names without those of scales, minima and orders.
+      The leaves, and whether they are floats for a model with quantised matrices. In this case they
+      have the order of `own` without the names of scales, minima and orders.
     """
     arrays = dict(zip(_names_of(params), jax.tree.leaves(params), strict=True))
     for kind in {name.split(".")[-1] for name in own if name.startswith("layers.")}:
@@ -376,9 +376,9 @@ def _describe(format: WeightFormat) -> str:
 
 
 def _check_values(dtypes: list[Any], own: list[Any], names: list[str]) -> None:
-    """Check that values of quantised matrices are not floats, and not of another quantised dtype.
+    """Check that quantised matrices get values of the same dtype.
 
-    Floats may be of another float dtype.
+    Other parameters may have any float dtype.
     """
     scaled = {matrix_name(name) for name in names if name.endswith(SCALE)}
     for name, its, ours in zip(names, dtypes, own, strict=False):
@@ -422,7 +422,7 @@ class EngineAsleepError(RuntimeError):
 
 
 class Sleep:
-    """Sleep state of an engine, and the weights that it keeps in host memory meanwhile.
+    """Sleep state of an engine, with the weights that are in host memory during the sleep.
 
         awake --begin(1)--> weights on the host --end--> awake
         awake --begin(2)--> no weights --update_params--> weights on the device --end--> awake
@@ -455,7 +455,7 @@ class Sleep:
         self._executor.weights.replace([])
 
     def notice_lost_weights(self) -> None:
-        """Sleep at level 2 if the weights are lost: an interrupted update has deleted them."""
+        """Sleep at level 2 if an interrupted update has deleted the weights."""
         if any(array.is_deleted() for array in self._executor.weights.arrays):
             self.begin(2)
 

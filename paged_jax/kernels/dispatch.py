@@ -81,7 +81,7 @@ class CompiledBackend(Backend, Protocol):
 
 @runtime_checkable
 class QuantisedLinearOps(Protocol):
-    """Op of a backend that multiplies by quantised weights, where XLA would copy them as floats."""
+    """Op of a backend that multiplies by quantised weights without a copy of them in floats."""
 
     def quantised_refusal(self, x: jax.Array, w: Weight) -> str | None:
         """Return why the backend does not multiply these arrays, or None if it does."""

@@ -40,7 +40,7 @@ from paged_jax.kernels.backend import (
 from paged_jax.kernels.opaque_call import without_index_checks
 from paged_jax.kernels.pool_format import wider_dtype
 
-# Maximum query tokens in a loop step, from a long chunk or several short chunks.
+# Maximum query tokens in a loop step. They belong to one long chunk or to several short ones.
 QUERIES = 128
 # Maximum tokens of a sequence in a loop step.
 TILE = 128
@@ -152,7 +152,8 @@ def _backward(ops: AttentionOps, options: Options, residuals: _Residuals, bars):
             for pool, bar in zip(args.pools[:2], (gradients.k, gradients.v), strict=True)
         )
         pools_bar = Pools(k_bar, v_bar)
-    # None means no gradient: for integers, for sinks that are None, and for pools if not requested.
+    # None means no gradient: integers have none, nor sinks that are None, nor pools without
+    # request.
     args_bar: Any = AttentionArgs(gradients.q, pools_bar, None, None, None, gradients.sinks, None)  # type: ignore
     return (args_bar,)
 

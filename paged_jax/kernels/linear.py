@@ -98,10 +98,10 @@ def reads_stacked_weights(platform: str) -> bool:
 
 
 def attends_to_tiles(platform: str) -> bool:
-    """Return whether attention of chunks is fast on a platform if chunks are divided into tiles.
+    """Return whether prefill attention on a platform is fast for chunks cut into tiles.
 
-    A tile has a few queries, and its own row of the batch. XLA's loop over rows and the kernels for
-    GPUs and TPUs are faster for whole chunks.
+    A tile has a few queries, and is a row of the batch. The C++ kernels for CPUs are fast for
+    tiles. XLA's loop over rows and the kernels for GPUs and TPUs are faster for whole chunks.
     """
     return platform == "cpu" and cpu_backend().is_available()
 
@@ -121,8 +121,8 @@ def grouped_linear(
     the weights of each group before it multiplies by them. With the kernel for CPUs, the result of
     a row does not depend on the other rows.
 
-    Differentiable in `x`, and in `w` if it is not quantised, once and in reverse (`jax.grad`). The
-    gradients of the arrays of a quantised weight are 0.
+    `jax.grad` can differentiate this op once, in `x` and in a `w` that is not quantised. The
+    gradients in the arrays of a quantised weight are 0.
 
     Args:
       x: floating point ``[R, in]``, at least one row; rounded to the dtype of the weights. The

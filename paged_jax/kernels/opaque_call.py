@@ -122,7 +122,8 @@ def _run(*operands: Any, program: ClosedJaxpr, platform: str | None) -> list[Any
 
 def _abstract(*operands: Any, program: ClosedJaxpr, platform: str | None) -> Any:
     del operands, platform
-    # A mesh without axes only names a device to a kernel. It must not be in the results' types.
+    # Leave a mesh without axes out of the types of the results: its only purpose is to name a
+    # device to a kernel.
     plain = [
         ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) if x.sharding.mesh.empty else x
         for x in program.out_avals

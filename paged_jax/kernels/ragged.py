@@ -464,8 +464,9 @@ def cut_into_tiles(args: RaggedArgs, num_queries: int) -> tuple[AttentionArgs, j
       num_queries: queries in a tile (T). The last tile of a chunk is padded.
 
     Returns:
-      ``(tiles, rows)``: the arguments of a prefill with one tile per sequence, for the maximum
-      number of tiles B'; and i32 ``[B', T]``, the row of each query in ``args.q``, N in padding.
+      ``(tiles, rows)``: the arguments of a prefill whose batch has a row for each tile, and i32
+      ``[B', T]``, the row of each query in ``args.q``; N in padding. B' is the maximum number of
+      tiles.
     """
     N = args.q.shape[0]
     whole = find_chunks(args)

@@ -26,13 +26,14 @@ def set_rows(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
 
     For each scatter or `dynamic_update_slice`, XLA's CPU backend converts a whole bfloat16 array to
     float32 and back, and a whole fp8 array to float16 and back. The C++ kernel for CPUs sets the
-    rows in place. Without it, this function scatters the bits as integers. The casts between the
-    writes of a program cancel, so that one pass over the array before the first write and one after
-    the last remain. Remove this function when XLA scatters these dtypes in place.
+    rows in place. Without it, this function scatters the bits as integers. In a program with
+    several writes, the casts between two writes cancel each other. What remains is one pass over
+    the array before the first write, and one after the last write. Remove this function when XLA
+    scatters these dtypes in place.
 
     Args:
-      rows: the array. It is seen as rows ``[R, ...]`` with the dimensions of the new rows. Do not
-        reshape it first: XLA would copy it for the kernel.
+      rows: the array. The function views it as rows ``[R, ...]`` with the dimensions of the new
+        rows. Do not reshape it before the call: XLA would then copy it for the kernel.
       index: i32 ``[N]``, or a tuple of them, one per leading dimension. Indices must be distinct.
       new: ``[N, ...]``, the new rows.
     """
@@ -98,8 +99,8 @@ def _take_rows_as_is(matrix: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _take_rows_as_bits(matrix: jax.Array, rows: jax.Array) -> jax.Array:
-    # The barrier keeps the cast in the caller's loop step, fused with the gather. XLA would
-    # otherwise move it in front of the loop, where it would copy the whole matrix.
+    # The barrier keeps the cast inside the caller's loop, where XLA fuses it with the gather.
+    # Without it, XLA would move the cast before the loop and copy the whole matrix.
     matrix, rows = lax.optimization_barrier((matrix, rows))
     bits = lax.bitcast_convert_type(matrix, BITS[matrix.dtype])
     return lax.bitcast_convert_type(_take_rows_as_is(bits, rows), matrix.dtype)

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# Inputs whose 4-bit values are packed together, and their bytes.
+# Number of consecutive inputs whose 4-bit values are packed together, and number of their bytes.
 PACKED_INPUTS = 32
 PACKED_BYTES = PACKED_INPUTS // 2
 
@@ -54,7 +54,7 @@ CODES: Mapping[str, np.ndarray] = {
 BYTE_CODES = ("int8", "float8_e4m3fn")
 FLOAT_CODES = ("float32", "bfloat16", "float16")
 
-# Codes whose values are integers after multiplication by the factor. They fit in int8.
+# Codes whose numbers, multiplied by this factor, are integers that fit in int8.
 _INTEGER_FACTORS = {"int4": 1, "uint4": 1, "e2m1": 2, "int8": 1}
 
 
@@ -188,9 +188,10 @@ def dequantise(arrays: WeightArrays, code: str) -> Any:
 
 
 def common_format(formats: Iterable[WeightFormat], num_inputs: int) -> WeightFormat | None:
-    """Return the smallest format that holds matrices of all formats exactly; None if there is none.
+    """Return the smallest format that represents matrices of all formats exactly, or None.
 
-    Matrices that form one parameter, such as queries, keys and values, need a common format.
+    Matrices that are fused into one parameter, such as those of queries, keys and values, need a
+    common format. The result is None if there is no such format.
 
     Args:
       formats: formats of matrices with the same number of inputs.
@@ -253,7 +254,7 @@ def _repeat(groups: Any, repeats: int, dtype: str | None) -> Any:
 
 
 def divide_groups(format: WeightFormat, num_inputs: int, parts: int) -> WeightFormat:
-    """Return the format with groups so small that each part of the inputs holds whole groups.
+    """Return the format with groups so small that each part of the inputs has whole groups.
 
     Args:
       format: format of the matrix.
@@ -267,8 +268,8 @@ def divide_groups(format: WeightFormat, num_inputs: int, parts: int) -> WeightFo
 def as_bits(x: jax.Array) -> jax.Array:
     """Return an array of floats of at most 16 bits as unsigned integers, other arrays unchanged.
 
-    For a slice of such floats, XLA's CPU backend converts the whole array to wider floats first. It
-    slices integers in place. The result has no gradient.
+    Slice the result instead of the floats: XLA's CPU backend converts a whole array of such floats
+    to wider floats before it slices, but slices integers in place. The result has no gradient.
     """
     if x.dtype.itemsize > 2 or not jnp.issubdtype(x.dtype, jnp.floating):
         return x

@@ -400,7 +400,8 @@ def _without_gradient(function: str, new: jax.Array) -> jax.Array:
 
 
 def _refuse_gradient(function, primals, tangents):
-    # Rounding has no useful derivative. A derivative of zero without an error would hide this.
+    # Rounding has no useful derivative. Raise an error, because a derivative of zero would hide
+    # this.
     if not isinstance(tangents[0], SymbolicZero):
         raise NotImplementedError(
             f"{function}: the pools must be floating point for a gradient in what is written, got "
@@ -418,7 +419,7 @@ def check_num_rows(function: str, shape: tuple[int, ...], num_new: int = 0) -> N
     Args:
       function: name of the caller, for the error message.
       shape: shape of the pool, L, P, K, C, D.
-      num_new: number of indices past the end of the pool that are needed too.
+      num_new: number of additional indices past the end of the pool.
 
     Raises:
       ValueError: the pool has too many rows.

@@ -98,7 +98,7 @@ class _Metadata:
         self._read: set[str] = set()
 
     def read(self) -> LlamaConfig:
-        """Return the configuration. Biases are as in the family."""
+        """Return the configuration, with the family's default for biases."""
         if self.architecture not in _ARCHITECTURES:
             raise UnsupportedConfigError(
                 f"{self._file.path}: architecture {self.architecture!r} of GGUF is not supported, "
@@ -214,7 +214,8 @@ class _Metadata:
 
         Args:
           window: tokens that these layers attend to; 0 if all layers attend to all tokens.
-          every: distance of layers without a window, if the file does not say which these are.
+          every: if the file does not list the layers with a window, every `every`-th layer has
+            none.
         """
         layers = range(self.integer("block_count"))
         key = "attention.sliding_window_pattern"
@@ -291,7 +292,7 @@ class _Metadata:
 
 
 def find_float_dtype(tensors: Mapping[str, TensorEntry]) -> str:
-    """Return the float dtype for a file: of most of its elements, or bfloat16 if quantised."""
+    """Return the dtype of most elements of a file; bfloat16 if most elements are quantised."""
     counts: Counter[str] = Counter()
     for entry in tensors.values():
         counts[entry.type] += math.prod(entry.shape)

@@ -30,7 +30,7 @@ _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4
 # Keys and names of tensors are short. Longer ones mean that the file is damaged.
 _MAX_NAME_BYTES = 256
-# Bytes that an entry and a tensor take at least.
+# Minimum number of bytes of an entry and of a tensor description.
 _MIN_ENTRY_BYTES, _MIN_TENSOR_BYTES = 13, 24
 _LENGTH = struct.Struct("<Q")
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")

@@ -244,7 +244,7 @@ class Llama(PagedModel):
 
     @property
     def weight_dtype(self) -> np.dtype:
-        """Dtype of the values of the output head: `float_dtype`, or the dtype of a format."""
+        """Dtype of the output head: `float_dtype`, or the dtype of its quantised values."""
         head = "embed_tokens" if self.config.tie_word_embeddings else "lm_head"
         return getattr(self, head).dtype
 
@@ -296,6 +296,8 @@ class Llama(PagedModel):
             return state, None
 
         indices = jnp.arange(self.config.num_hidden_layers, dtype=jnp.int32)
-        # Weights of 16 bits are read from the stack by kernels, or they are not stacked.
+        # Scan over the bits of 1-byte floats, because XLA's CPU backend would convert all layers to
+        # slice one. Weights of 16 bits need no conversion: kernels read them from the stack, or the
+        # layers are not stacked.
         bits = jax.tree.map(lambda x: as_bits(x) if x.dtype.itemsize == 1 else x, stacked)
         return lax.scan(body, (x, carry), (bits, indices))[0]

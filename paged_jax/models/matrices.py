@@ -43,7 +43,7 @@ Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding
 
 
 def matrix_name(name: str) -> str:
-    """Return the name of the matrix that has a parameter: the name without one of `SUFFIXES`.
+    """Return the name of a parameter's matrix: the parameter's name without a suffix.
 
     Example:
       >>> [matrix_name(name) for name in ("layers.0.o_proj", "layers.0.o_proj_scale", "norm")]
@@ -82,7 +82,7 @@ def change_format(
 
 @contextlib.contextmanager
 def only_shapes() -> Iterator[None]:
-    """Return a context for `jax.eval_shape` of a model, in which `add_matrix` quantises nothing.
+    """Return a context for `jax.eval_shape` of a model. In it, `add_matrix` does not quantise.
 
     Tracing the conversion of all matrices takes longer than the rest of the model.
     """

@@ -92,10 +92,10 @@ class MatrixFormats:
 
     @classmethod
     def create(cls, formats: Mapping[str, WeightFormat]) -> "MatrixFormats":
-        """Return the shortest description of the formats of matrices by their full names.
+        """Return `MatrixFormats` from the format of each matrix, with as few entries as possible.
 
-        Models with the same formats have equal descriptions. If it `can_stack`, it also describes
-        the model with stacked layers.
+        Models with the same formats get equal instances. An instance with `can_stack` also
+        describes the model with stacked layers.
         """
         kinds: dict[str, set[WeightFormat]] = {}
         for name, format in formats.items():
@@ -110,7 +110,7 @@ class MatrixFormats:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "MatrixFormats":
-        """Return the formats that `to_dict` has converted.
+        """Return the formats from the result of `to_dict`.
 
         Raises:
           TypeError, KeyError: the content has other keys.
@@ -119,7 +119,7 @@ class MatrixFormats:
         return cls(WeightFormat(**content["default"]), tuple(sorted(others.items())))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the formats as a tree of JSON."""
+        """Return the formats as data for JSON."""
         others = {name: asdict(each) for name, each in self.others}
         return {"default": asdict(self.default), "others": others}
 
@@ -143,7 +143,7 @@ class MatrixFormats:
         return tuple(dict.fromkeys([self.default.code, *(each.code for _, each in self.others)]))
 
     def __str__(self) -> str:
-        """Name of the default format, or of a quantised format if that is floating point."""
+        """Name of the default format. If that is floating point, the name of a quantised format."""
         formats = [self.default, *(each for _, each in self.others)]
         quantised = [each for each in formats if each.is_quantised]
         format = quantised[0] if quantised else self.default

@@ -1,8 +1,9 @@
-"""Quantisation of a checkpoint: the quantised modules, and their formats.
+"""Reader of a checkpoint's quantisation config: which modules are quantised, in which formats.
 
-Most checkpoints describe it in ``config.json`` (`quantization_config`), others in their own file.
-An entry that changes the weights is either read, or rejected with an error that names it.
-Quantisation of activations is accepted and not applied: matmuls use unquantised activations.
+Most checkpoints describe their quantisation in ``config.json`` (`quantization_config`), some in a
+separate file. An entry that changes the weights is either read, or rejected with an error that
+names it. Quantisation of activations is accepted and not applied: matmuls use unquantised
+activations.
 """
 
 import dataclasses
@@ -179,7 +180,7 @@ def read_quantisation(folder: Path, *, has_mxfp4: bool = False) -> Quantisation 
 
 
 class Entries:
-    """Entries of a JSON object. It reports the entries that were not read.
+    """Entries of a JSON object, which remembers which of them were read.
 
     Args:
       content: the object.
@@ -198,7 +199,7 @@ class Entries:
         return next((self.content[key] for key in keys if self.content.get(key) is not None), None)
 
     def choice(self, *keys: str, choices: Iterable[Any], default: Any = None) -> Any:
-        """Return a value, in lower case. It must be in a list of choices."""
+        """Return a value in lower case, and check that it is one of `choices`."""
         value = self.get(*keys)
         value = default if value is None else value
         value = value.lower() if isinstance(value, str) else value
@@ -444,7 +445,7 @@ def _compressed_scheme(group: Entries, usual: str) -> Scheme | None:
 
 
 def _finish(entries: Entries, scheme: Scheme, harmless: Iterable[str], *keys: str) -> Quantisation:
-    """Return a quantisation with one scheme, after all its own entries have been read."""
+    """Check that all entries were read, and return a quantisation with one scheme."""
     ignored = _module_patterns(entries, entries.names(*keys))
     has_kv_scales = entries.get("kv_cache_scheme", "kv_cache_quant_method") is not None
     entries.finish(harmless)
@@ -471,7 +472,7 @@ def _expression(entries: Entries, text: str, expression: str) -> Pattern:
 
 
 def _module_patterns(entries: Entries, names: Iterable[str]) -> tuple[Pattern, ...]:
-    """Return patterns of names that may be a whole name, its start or its end."""
+    """Return a pattern for each name, which may be a whole module name, its start or its end."""
     return tuple(
         _expression(
             entries, name, name[3:] if name.startswith("re:") else rf"(?:.*\.)?(?:{name})(?:\.|$)"

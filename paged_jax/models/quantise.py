@@ -88,7 +88,7 @@ _compiled = jax.jit(_quantise, static_argnames="format")
 
 
 def _pack(values: Any) -> Any:
-    """Return the same as `pack`, by a sum.
+    """Return the result of `pack`, computed by a sum.
 
     XLA's CPU backend fuses the operations of `pack` with the search for scales, and then computes
     the search several times.

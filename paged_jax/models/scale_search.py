@@ -10,7 +10,8 @@ of two sums, and so is the error that it saves compared with a scale of 0::
     uint4    scale = A / B    A = n w . u - sum(w) sum(u)     B = n u . u - sum(u)**2
              saved = A * A / B                                (uint4: divided by n, the group size)
 
-The codes that save most win. Then the group is rounded again with the best scale of these codes.
+The codes that save most error are chosen. Then the group is rounded again with the best scale for
+these codes.
 
 All backends and NumPy return equal bits, because the search computes with integers: a group is
 multiplied by a power of two and rounded to 15 bits, so that all sums are exact in int32. The
@@ -45,7 +46,7 @@ _UINT4_ROUNDS = 2
 
 
 class _Candidate(NamedTuple):
-    """Codes of groups, described by the numbers that round a group to them.
+    """Candidate codes of each group, represented by the offset and scale that produce them.
 
     Attributes:
       offset: int32, the number of the code 0.
@@ -110,7 +111,7 @@ def search_uint4(groups: Any, scale_dtype: DTypeLike, min_dtype: DTypeLike) -> t
     scales = (_scales(best, _UINT4_FRACTION).astype(np.float32) * unit).astype(
         jnp.dtype(scale_dtype)
     )
-    # The minimum that fits the rounded scale. The products are exact in float32.
+    # Compute the minimum for the rounded scale. The products are exact in float32.
     total = total.astype(np.float32) * _power_of_two(exponents - _BITS)
     mins = total - codes.sum(-1).astype(np.float32) * scales.astype(np.float32)
     return codes, scales, (mins * np.float32(1 / size)).astype(jnp.dtype(min_dtype))

@@ -30,7 +30,7 @@ AXIS = "tp"
 
 # Divided dimension of each parameter, counted from the end, so that it does not depend on whether
 # the layers are stacked. Scales and minima of a matrix are divided like the matrix. All other
-# parameters are whole on each device, and so are norms of single heads.
+# parameters are replicated: each device has a whole copy. So are norms of single heads.
 _DIVIDED = {
     "qkv_proj": 4,
     "qkv_bias": 3,
@@ -48,9 +48,9 @@ _DIVIDED = {
     "lm_head": 2,
 }
 # Parameters that are divided by KV heads. If there are fewer KV heads than devices, several devices
-# have a copy of a head. The value is the number of rows of the head that each copy keeps: 2 are the
-# key and the value. The other rows, the queries, are divided between the copies. None: each copy
-# keeps all rows. Rows are along the dimension after the heads.
+# have a copy of a head. The value is the number of rows, along the dimension after the heads, that
+# each copy keeps: 2 for the key and the value. The other rows, the queries, are divided between the
+# copies. None means that each copy keeps all rows.
 _OF_HEADS = {"qkv_proj": 2, "qkv_bias": 2, "q_norm": 0, "k_norm": None}
 _OF_VOCABULARY = ("embed_tokens", "lm_head")
 
@@ -259,7 +259,7 @@ class TensorParallel:
         if not self._is_divided(kind) or name.endswith(ORDER):
             return PartitionSpec()
         if name.endswith((SCALE, MIN)) and _DIVIDED[kind] == 1 and shape[-1] == 1:
-            return PartitionSpec()  # one scale for all inputs of a row, which are divided
+            return PartitionSpec()  # all parts of a row share its single scale
         return _divide(rank, rank - _DIVIDED[kind], AXIS)
 
     def check_formats(
@@ -346,12 +346,12 @@ class TensorParallel:
 
 
 def divides_inputs(name: str) -> bool:
-    """Return whether the inputs of a matrix are divided over the devices, not its outputs."""
+    """Return whether a matrix is divided over the devices along its inputs, not its outputs."""
     return _DIVIDED.get(_kind(name)) == 1
 
 
 def _kind(name: str) -> str:
-    """Return the name of a parameter in its layer; of an array of a matrix, that of the matrix."""
+    """Return the name of a parameter in its layer, without the suffix of a matrix's array."""
     return matrix_name(name).rpartition(".")[2]
 
 

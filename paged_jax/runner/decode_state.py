@@ -28,7 +28,7 @@ class DecodeState:
     """State of all running sequences on the device. Donate it as a whole.
 
     Attributes:
-      cache: K and V of all tokens of each sequence except the last.
+      cache: K and V of all tokens of each sequence except its last token.
       sampling: sampling parameters and state of each slot.
       token_ids: i32[S], the last known token of each slot, the input of the next decode step.
       stop_ids: i32[S, X], tokens that end the sequence, padded with V, which is no token.
@@ -135,12 +135,12 @@ def assign(state: DecodeState, assignments: list[Assignment]) -> DecodeState:
 
     Returns:
       The new state. The `stop_ids` of a slot are the end-of-sequence tokens, then
-      ``params.stop_token_ids``. Tokens that do not fit do not stop the sequence on the device: the
-      caller must look for them in the results, as for stop strings.
+      ``params.stop_token_ids``. Stop tokens beyond the first X do not stop the sequence on the
+      device. The caller must look for them in the results, as it does for stop strings.
 
     Raises:
-      ValueError: a number is out of range, or there are more biases or more stop tokens with
-        ``min_tokens`` than the state has room for.
+      ValueError: a number is out of range, a request has more biases than the state has room for,
+        or a request with ``min_tokens`` has more stop tokens than that.
 
     For each row of a call, 5 * V bytes are copied to the device. A call has 1 or `_WIDTH` rows, so
     there are two compiled programs.
@@ -173,7 +173,7 @@ _WIDTH = 8
 class _Parts(NamedTuple):
     """Arrays of a state that `assign` writes.
 
-    The values of a single assignment have the same structure, without the slot dimension.
+    The same class also holds the values of a single assignment. They have no slot dimension.
     """
 
     sampling: Any
@@ -250,7 +250,7 @@ def _write_constraints(constraints: Constraints, rows: Any) -> Constraints:
 def fork(
     state: DecodeState, parents: jax.Array, sample_indices: jax.Array
 ) -> tuple[DecodeState, jax.Array]:
-    """Make empty slots copies of running slots that continue with other random draws.
+    """Copy running slots into empty slots, which then continue with other random draws.
 
     Use it for tree search. The copies share blocks until they write to them, see
     `paged_jax.blocks.fork`. The function is pure; donate the state.
@@ -258,8 +258,8 @@ def fork(
     Args:
       state: the state to change.
       parents: i32[S], the parent of each slot that becomes a copy; -1 leaves a slot unchanged.
-      sample_indices: i32[S], the sample index of each child, which makes its random draws differ
-        from those of its parent and siblings. Greedy decoding does not differ.
+      sample_indices: i32[S], the sample index of each child. It is part of the seed, so children
+        with different indices draw different tokens. It has no effect on greedy decoding.
 
     Returns:
       `(state, ok)`. If `ok`, bool[], is False, the state is unchanged.

@@ -41,8 +41,8 @@ from paged_jax.sampling.state import SlotSampling
 class StepTokens(NamedTuple):
     """Tokens that a dispatch drew, up to N per row; the host fetches them in one transfer.
 
-    Row ``b`` drew ``token_ids[:num_new[b], b]``. The other fields of `draws` have the same layout,
-    with leading dimension N. The remaining entries are 0.
+    Row ``b`` drew ``token_ids[:num_new[b], b]``. The other fields of `draws` have the same leading
+    dimensions [N, B]. Entries past `num_new` are 0.
     """
 
     drawn: jax.Array  # i32 [N, B, 3 + 2 * num_top], packed by `Draws.pack`
@@ -82,9 +82,9 @@ def decode_steps(
 ) -> tuple[StepTokens, DecodeState]:
     """Draw up to `num_steps` tokens for each of some slots. Pure: jit it with the state donated.
 
-    A row stops when it draws one of its `stop_ids` or reaches its `max_lengths`. It keeps its
-    blocks, and draws nothing in later calls either, so the host may queue a call before it has read
-    the tokens of the previous call.
+    A row stops when it draws one of its `stop_ids` or reaches its `max_lengths`. A stopped row
+    keeps its blocks and also draws nothing in later calls. So the host may queue a call before it
+    has read the tokens of the previous call.
 
     Before the loop, blocks are planned for all steps together, as if no row stopped. The loop ends
     after `num_steps` decode steps, or after fewer steps if there are too few free blocks, if all
@@ -242,7 +242,7 @@ def verify_steps(
 def _plan_steps(
     cache: PagedCache, batch: "_Batch", num_steps: jax.Array, max_steps: int, backend: str | None
 ) -> tuple[PagedCache, tuple[ReservePlan, ...]]:
-    """Plan blocks for up to `num_steps` decode steps, i32[], as far as there are free blocks.
+    """Plan blocks for as many decode steps as the free blocks allow, at most `num_steps` i32[].
 
     All steps are planned together, so that a decode step allocates nothing. Allocation in each step
     would take dozens of small kernels, or copies of the allocator's arrays.
@@ -250,7 +250,7 @@ def _plan_steps(
     limits = jnp.where(batch.is_running, batch.max_lengths - 1 - batch.lengths, 0)
     num_slots = cache.num_slots
     limits = jnp.zeros(num_slots, jnp.int32).at[batch.slots].set(limits, mode="drop")
-    # Padding rows have an index past the last slot as well, so check only running rows.
+    # Check only running rows: padding rows also have an index past the last slot.
     is_valid = jnp.all((batch.slots < num_slots) | ~batch.is_running)
     most = jnp.where(is_valid, num_steps, 0)
     return paged_cache.plan(cache, limits, most, max_tokens=max_steps, backend=backend)
@@ -259,7 +259,7 @@ def _plan_steps(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-    """Running sequences as rows of a batch, with their drawn tokens: the carry of the loops."""
+    """Rows of running sequences and the tokens drawn for them. The decode loops carry it."""
 
     sampling: SlotSampling  # sampling state of the rows, see `sampling.rows_of`
     constraints: Constraints | None  # constraints of the rows
@@ -282,7 +282,7 @@ class _Batch:
             state.constraints.of_rows(rows) if state.constraints.can_bind else None,
             rows,
             *[x.at[rows].get(mode="clip") for x in parts],
-            # Rows with a slot that does not exist are running, so that `ok` is False.
+            # A row whose slot does not exist counts as running, so that `ok` becomes False.
             lengths=state.cache.lengths.at[rows].get(mode="fill", fill_value=-1),
             is_running=slots >= 0,
             num_steps=jnp.zeros((), jnp.int32),
@@ -313,19 +313,19 @@ class _Batch:
         """Return whether a token of each row, at these positions, ends its sequence."""
         is_stop = jnp.any(token_ids[:, None] == self.stop_ids, axis=1)
         # Ignore stop tokens before `held_until`: their logits are -inf there, but if all logits of
-        # a row are -inf, token 0 is drawn, which may be a stop token. The last token of a prompt
-        # does not stop a row either.
+        # a row are -inf, token 0 is drawn, which may be a stop token. Positions of the prompt are
+        # below `held_until` too, so the last prompt token stops no row.
         is_stop &= positions >= self.sampling.held_until
         return is_stop | ((positions + 1 >= self.max_lengths) & (positions >= 0))
 
     def lengths_in(self, cache: PagedCache) -> jax.Array:
-        """Return the lengths of all slots, i32[S], with the new lengths of the rows."""
+        """Return the lengths of all slots, i32[S], updated with the lengths of the rows."""
         return cache.lengths.at[self.slots].set(self.lengths, mode="drop")
 
     def put_back(
         self, state: DecodeState, cache: PagedCache, ok: jax.Array
     ) -> tuple[StepTokens, DecodeState]:
-        """Return the drawn tokens, and the state after them with the given cache."""
+        """Return the drawn tokens, and `state` updated with the rows and with `cache`."""
         starts = state.cache.lengths.at[self.slots].get(mode="fill", fill_value=-1)
         new_state = dataclasses.replace(
             state,

@@ -31,11 +31,11 @@ from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
 
 _ASSIGNMENT = "choice of tokens"
 _TOKEN_MASKS = "choice of tokens by grammars"
-# Maximum seconds that the reader of a result waits for the thread that makes the next call. A call
-# needs the GIL for 0.15 to 0.35 ms. If the reader takes the GIL first, the call may wait for 5 ms,
-# and the device with it. Measured with `python -m benchmarks.host` on 2 busy cores and a device
-# with 4.5 ms per step: the device waits 0.6 to 1.8 ms per dispatch if the reader does not wait, 0.5
-# to 0.6 ms if it does.
+# Maximum seconds that the thread that reads a result waits for the thread that makes the next call.
+# A call needs the GIL for 0.15 to 0.35 ms. If the reading thread takes the GIL first, the call may
+# wait for 5 ms, and the device is idle. Measured with `python -m benchmarks.host` on 2 busy cores
+# and a device with 4.5 ms per step: the device is idle for 0.6 to 1.8 ms per dispatch without this
+# wait, and for 0.5 to 0.6 ms with it.
 _HEAD_START = 3e-4
 
 
@@ -71,7 +71,7 @@ class Executor:
       groups: the groups of layers that keep the same tokens.
       programs: the programs.
       weights: the weights; `Weights.replace` changes them.
-      is_asleep: whether `reset` leaves no state, to free its memory.
+      is_asleep: whether the engine sleeps; `reset` then frees the state and creates no new one.
       compile_seconds: total seconds of compilation.
       is_compiling: whether a program is being compiled; other threads may read it.
       wait_seconds: total seconds that the host has waited in `check`.
@@ -129,7 +129,7 @@ class Executor:
         self.reset()
 
     def reset(self) -> None:
-        """Replace the state by an empty state or, if the engine sleeps, by None."""
+        """Discard the state, and create an empty one unless the engine sleeps."""
         self._settle()  # calls that are queued ahead use the old state
         self._state = None  # free the memory before the new state is allocated
         if not self.is_asleep:
@@ -174,7 +174,7 @@ class Executor:
         return self._free_blocks
 
     def run(self, call: Call) -> Any:
-        """Queue a program and return its result, which the device may still be computing."""
+        """Queue a program, and return its result before the device has computed it."""
         self._join()
         self._free_blocks = self._latest = None
         return self._call(call)
@@ -200,7 +200,7 @@ class Executor:
 
     def read(self, pending: QueuedResult) -> Any:
         """Wait for a result, and copy it to the host."""
-        self.check()  # this waits, but the next call is already queued, so the device stays busy
+        self.check()  # this waits, but the device stays busy because the next call is queued
         result = pending.result
         if isinstance(result, concurrent.futures.Future):
             result = result.result()
@@ -310,9 +310,10 @@ class Executor:
 
     @contextlib.contextmanager
     def _state_to_compile_for(self) -> Iterator[DecodeState]:
-        """Yield the state to compile for. On GPUs, free a new state and yield its shapes.
+        """Yield the state to compile for.
 
-        The new state is created again afterwards.
+        On GPUs, if no program has run on the state yet, free the state, yield its shapes, and
+        create the state again afterwards.
         """
         if not (self._compiles_without_state and self._is_new):
             yield self.state
@@ -325,7 +326,7 @@ class Executor:
 
     @contextlib.contextmanager
     def showing_compilation(self, show: Callable[[str], None]) -> Iterator[None]:
-        """Return a context in which `show` replaces `on_compile` if that is None."""
+        """Return a context in which `show` reports compilations if `on_compile` is None."""
         if self._on_compile is not None:
             yield
             return
@@ -337,7 +338,7 @@ class Executor:
 
     @contextlib.contextmanager
     def _compiling(self, program: str) -> Iterator[None]:
-        """Return a context for the call of a program that reports and times its compilation."""
+        """Return a context that reports and times the compilation of a program called inside it."""
         if program in self._compiled:
             yield
             return
@@ -378,7 +379,7 @@ def _empty_state(
 
 
 def _check_replicas(division: Division, program: str, result: Any) -> Any:
-    """Return the result of a program after checking that all devices computed the same."""
+    """Check that all devices computed the same, and return the result of the program."""
     if not division.checks_replicas:
         return result
     result, ok = result
@@ -392,7 +393,7 @@ def _check_replicas(division: Division, program: str, result: Any) -> Any:
 
 
 def require_blocks(*oks: Any) -> None:
-    """Raise RuntimeError unless all `oks` of some programs are True."""
+    """Raise RuntimeError unless all `oks`, the bool[] results of programs, are True."""
     if not all(oks):
         raise RuntimeError(
             "Executor: queued programs must have enough free blocks, got too few. This is a bug of "
@@ -401,7 +402,7 @@ def require_blocks(*oks: Any) -> None:
 
 
 class CallThread:
-    """A thread that makes calls in the order of submission. It ends when the object is deleted.
+    """Thread that makes calls in the order of submission and ends when the object is deleted.
 
     JAX usually queues a program and returns. On GPUs, a program with a data-dependent loop returns
     only after the loop, because the host fetches the loop condition after each iteration. Calls
@@ -455,7 +456,7 @@ def _with_settings(settings: dict[str, Any]) -> Iterator[None]:
 
 
 def give_back_freed_memory() -> None:
-    """Return freed memory of the process to the operating system, if the C library can.
+    """Return freed memory of the process to the operating system if the C library is glibc.
 
     XLA needs hundreds of MB to compile a program of a model, and frees them in small pieces. glibc
     keeps them for the process: more than 200 MB for two programs of a 135M model. The call takes a

@@ -7,8 +7,9 @@ therefore stores the output of `jax.export`, under a key of everything that trac
     the files of this package, the versions of its dependencies, JAX's settings, PAGED_JAX_*
     variables; the program key, the static arguments, the shapes and dtypes of all arguments.
 
-Tracing also registers kernels with XLA; reading a file does that too. The process that writes a
-file compiles the exported program as well, so that all processes compile the same program.
+Tracing also registers kernels with XLA, so this module registers them when it reads a file. The
+process that writes a file compiles the exported program as well, so that all processes compile the
+same program.
 
 Programs are stored only for a single CPU device: on other devices tracing depends on more than the
 key contains.
@@ -79,7 +80,7 @@ class LoweredPrograms:
         self._programs: dict[str, Any] = {}
 
     def resolve(self, call: Call, weights: list[jax.Array], state: DecodeState) -> Call:
-        """Return the call with the program of a file. If there is no file, write it first.
+        """Return the call with its program read from a file, which is written first if missing.
 
         Returns the call itself if programs are not stored.
 
@@ -121,7 +122,7 @@ def _lower(call: Call, weights: list[jax.Array], state: DecodeState) -> export.E
 
     def program(weights: list[jax.Array], leaves: list[jax.Array], args: Any) -> Any:
         state = jax.tree.unflatten(tree, leaves)
-        # Call the unwrapped function, because a nested `jit` cannot have compiler options.
+        # Call the function inside `jit`, because a nested `jit` cannot have compiler options.
         state, result = call.program.__wrapped__(weights, state, *args, **call.static)
         assert jax.tree.structure(state) == tree
         return jax.tree.leaves(state), result
@@ -144,7 +145,7 @@ def _read(folder: Path, key: str) -> export.Exported | None:
 
 
 def _write(folder: Path, key: str, exported: export.Exported) -> None:
-    # A program that was traced while a kernel was missing must not be stored.
+    # Do not store a program that was traced while a C++ kernel was missing.
     if not cpu_backend().is_any_missing():
         blob = bytes(exported.serialize())
         user_cache.write(folder / key, _checksum(key, blob) + blob)

@@ -4,8 +4,9 @@
                                                   | Channel
     process n                                     v follow -> Executor -> programs
 
-A program depends only on the state, of which each process has a part, and on the arguments of the
-call, which process 0 sends. So clocks, requests and their order exist only in process 0.
+A program depends only on the state and on the arguments of the call. Each process has a part of the
+state, and process 0 sends the arguments. So clocks, requests and their order exist only in process
+0.
 
 Messages use the key-value store of `jax.distributed`. A broadcast between devices would wait for
 the queued programs, and the host could not work ahead of the devices.
@@ -31,8 +32,8 @@ from paged_jax.sampling.params import SamplingParams, TokenBias
 
 # Messages per folder of the store. A folder is deleted when all processes have received it.
 _FOLDER = 256
-# Timeout of a read in ms. A read is repeated until a message arrives, so that interrupts are
-# noticed in between.
+# Timeout of a read in ms. A read is repeated until a message arrives. Interrupts are handled
+# between two reads.
 _PATIENCE = 1000
 _HEADER = "header"
 
@@ -118,8 +119,8 @@ class Channel:
             self._client.key_value_delete(f"{self._name}/received/{folder}")
 
 
-# Numbers in the names of channels. All processes create their engines in the same order, so they
-# count alike.
+# Numbers in the names of channels. All processes create their engines in the same order, so an
+# engine has the same number in all of them.
 _engine_numbers = itertools.count()
 
 
@@ -163,7 +164,7 @@ def distributed_client() -> Any:
 
 
 class LeadingExecutor(Executor):
-    """An `Executor` that makes the executors of other processes do the same.
+    """Executor of process 0, which makes the executors of other processes do the same.
 
     It sends a message before each action.
 
@@ -178,7 +179,8 @@ class LeadingExecutor(Executor):
         self._channel: Channel | None = None
         super().__init__(*arguments, **options)
         self._channel = channel
-        # Send "end" once: when this executor is deleted or, at the latest, before JAX shuts down.
+        # Send "end" once: when this executor is deleted, or before JAX shuts down if that is
+        # earlier.
         atexit.register(weakref.finalize(self, channel.send, Message("end", {})))
         self._names = {id(each.jitted): name for name, each in self.programs._asdict().items()}
 

@@ -52,7 +52,7 @@ from paged_jax.sampling.sample import ranks, top_logprobs
 
 @short_repr
 class Scores(NamedTuple):
-    """Probabilities of the tokens of a prompt, one row per token; fetched in one transfer."""
+    """Log-probabilities of prompt tokens, a row per token; fetched to the host in one transfer."""
 
     logprobs: jax.Array  # f32 [T]
     ranks: jax.Array  # i32 [T], 1 is the most probable token
@@ -62,7 +62,7 @@ class Scores(NamedTuple):
 
 @short_repr
 class BeamTokens(NamedTuple):
-    """Candidate tokens of each beam; fetched in one transfer."""
+    """Candidate tokens of each beam; fetched to the host in one transfer."""
 
     top_ids: jax.Array  # i32 [B, N], the N most probable tokens in descending order
     top_logprobs: jax.Array  # f32 [B, N], log-probabilities of `top_ids`
@@ -343,7 +343,7 @@ _MAX_COMPILERS = 8
 def list_calls(
     programs: Programs, sizes: Sizes, pools: Sequence[Pools], *, has_swap: bool = True
 ) -> list[Call]:
-    """Return one call per shape of each program except beam search; padding, changes nothing."""
+    """Return one call per shape of each program except beam search, with arguments of padding."""
     S, C, M, W = sizes.num_slots, sizes.block_size, sizes.max_blocks_per_slot, PUBLISH_WIDTH
     zero = np.int32(0)
     return [
@@ -399,7 +399,7 @@ def _zeros(*shape: int) -> np.ndarray:
 
 
 def shapes_of(state: DecodeState) -> Any:
-    """Return shapes, dtypes and shardings of the state, to compile while the state is freed."""
+    """Return shapes, dtypes and shardings of the state, for compiling without the state."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )

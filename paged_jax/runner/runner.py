@@ -29,7 +29,7 @@ class ModelRunner:
       token_bias: biases that apply to every request.
 
     Attributes:
-      executor: see above. Call `slots.flush` before its programs.
+      executor: runs the programs. Call `slots.flush` before its programs.
       slots: the slots, the `BlockMemory` of the scheduler.
     """
 
@@ -121,7 +121,7 @@ class ModelRunner:
         with_top: bool,
         is_ahead: bool = False,
     ) -> QueuedResult:
-        """Queue up to `num_steps` decode steps; `Executor.read` returns their tokens.
+        """Queue up to `num_steps` decode steps. `Executor.read` turns the result into tokens.
 
         Args:
           sequences: sequences that decode.
@@ -191,7 +191,7 @@ class ModelRunner:
         return tokens
 
     def _decode_slots(self, sequences: Collection[Sequence], num_steps: int) -> np.ndarray:
-        """Return the slots of the sequences, padded with -1, after assigning new sequences."""
+        """Assign new sequences to slots, and return the slots of all sequences, padded with -1."""
         self.slots.assign(sequences)
         vocab_size = self.executor.vocab_size
         masks = find_token_masks(sequences, num_steps, self._sizes, vocab_size)

@@ -12,10 +12,10 @@ SCORE_WIDTH = 128
 # Blocks copied to or from the host per call. A call per block would cost more than the padding of
 # the last call.
 SWAP_WIDTH = 16
-# Blocks published per call, for the same reason.
+# Blocks published per call: a call per block would cost more than padding here too.
 PUBLISH_WIDTH = 32
-# Minimum number of decode steps that a compiled program has room for. Engines with a smaller
-# `max_steps` then share a program. The room takes a few KB of memory.
+# Minimum number of decode steps that a compiled program has room for. So engines with a smaller
+# `max_steps` share a program. The room takes a few KB of memory.
 MIN_DISPATCH_CAPACITY = 8
 
 
@@ -83,7 +83,7 @@ class Sizes(NamedTuple):
 
     @property
     def max_forced(self) -> int:
-        """Maximum number of tokens of a sequence that its grammar may fix for one call."""
+        """Maximum number of next tokens of a sequence that its grammar may force in one call."""
         return max(self.dispatch_capacity, self.num_drafts)
 
     @property
@@ -98,7 +98,7 @@ class Sizes(NamedTuple):
 
 
 # Tokens in a row of a prefill program of packed rows. On average, a chunk ends with half a row of
-# padding. The kernel for attention takes the queries of a row together, 4 heads at a time.
+# padding. The attention kernel processes the queries of a row together, for 4 heads at a time.
 TILE = 8
 # Minimum length to which chunks are padded. Larger lengths are powers of two.
 MIN_CHUNK = 16
@@ -163,7 +163,8 @@ def pack_tiles(counts: Sequence[int], sizes: Sizes) -> list[tuple[int, list[int]
 def tile_buckets(sizes: Sizes) -> list[int]:
     """Return the numbers of rows of all prefill programs with rows of `sizes.tile` tokens.
 
-    The last has room for `max_chunk` tokens of several sequences, whose last rows are padded.
+    The largest program has room for `max_chunk` tokens of several sequences and for the padding in
+    the last row of each.
 
     Example:
       >>> sizes = Sizes(block_size=16, num_slots=4, max_model_len=64, max_chunk=64, max_steps=1,

@@ -21,8 +21,8 @@ from paged_jax.sampling.params import NO_BIAS, TokenBias
 from paged_jax.scheduler.block_budget import num_swapped_blocks
 from paged_jax.scheduler.request import Sequence
 
-# Maximum number of digests that the host keeps, per block of the pool. If there are more, the host
-# reads the cached digests from the device and drops all others.
+# The host keeps at most this many digests per block of the pool. If there are more, it reads the
+# cached digests from the device and drops all others.
 _MAX_PUBLISHED = 4
 
 
@@ -63,7 +63,7 @@ class Slots:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all slots and cached blocks, because the executor has a new, empty state."""
+        """Clear the records of slots and cached blocks, after the executor got an empty state."""
         self.num_resets += 1
         # For each slot: the sequence that was assigned to it, and the number of published blocks.
         self._owners: list[Sequence | None] = [None] * self._sizes.num_slots
@@ -108,10 +108,11 @@ class Slots:
         return num_found * C
 
     def _may_be_cached(self, digests: list[bytes]) -> list[bytes]:
-        """Return the longest prefix of `digests` that the device may have cached, to look it up."""
+        """Return the longest prefix of `digests` that may be cached on the device."""
         if self._groups[0].sliding_window is None:
             return list(itertools.takewhile(self._published.__contains__, digests))
-        # Windows need only the last blocks of a prefix: look up to the last that may be cached.
+        # Layers with a window need only the last blocks of a prefix, so earlier ones may be
+        # missing.
         count = len(digests)
         while count and digests[count - 1] not in self._published:
             count -= 1
@@ -176,7 +177,7 @@ class Slots:
 
     @contextlib.contextmanager
     def _swapping(self, sequence: Sequence) -> Iterator[None]:
-        """Return a context that measures a swap of a sequence, unless it compiles a program."""
+        """Return a context that times a swap, and counts it unless a program was compiled."""
         self.flush()
         start, compiled = time.perf_counter(), self._executor.compile_seconds
         yield

@@ -1,8 +1,9 @@
 """Weights of a model in the layout of the programs, on one device or divided over several.
 
 With several devices, each device runs the whole program (`jax.shard_map`). It has a part of the
-weights, K and V of its heads, and a copy of everything else. So every device runs the allocator,
-the prefix cache and the sampling, with the same results. The model contains the communication.
+weights, the K and V of its heads, and a copy of everything else. So every device runs the
+allocator, the prefix cache and the sampling, and all get the same results. Devices communicate only
+inside the model.
 """
 
 import dataclasses
@@ -34,8 +35,8 @@ class ReplicaError(RuntimeError):
 def agree(tree: object, axis_name: str) -> jax.Array:
     """Return whether a tree of arrays has the same bits on all devices of an axis, bool ``[]``.
 
-    Call it inside `jax.shard_map`. Devices compare a 32-bit digest: a difference in a single value
-    is always found, other differences are missed with probability 2^-32.
+    Call it inside `jax.shard_map`. Devices compare a 32-bit digest. A difference in a single value
+    is always found. Any other difference is missed with probability 2^-32.
     """
     digests = lax.all_gather(_digest(tree), axis_name)
     return jnp.all(digests == digests[0])
@@ -58,8 +59,9 @@ def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
 
-# Partitions of arguments and results. WHOLE: every device has a copy. OF_HEADS: the KV heads are
-# divided over devices, for pools [L, P, K, C, D], their scales [L, P, K, C], and copies of blocks.
+# Partitions of arguments and results. WHOLE: every device has a copy. OF_HEADS: the KV heads (K)
+# are divided over devices. It fits pools [L, P, K, C, D], scales [L, P, K, C], and copies of
+# blocks.
 WHOLE = PartitionSpec()
 OF_HEADS = PartitionSpec(None, None, AXIS)
 
@@ -141,7 +143,7 @@ def _parts(state: DecodeState) -> Any:
 class Graph:
     """Structure of a module with unhashable attributes, as part of a program key.
 
-    It is equal only to itself, so engines with such modules share no programs.
+    Two instances are never equal, so engines with such modules share no programs.
 
     Attributes:
       graphdef: the structure, from `nnx.split`.
@@ -179,7 +181,7 @@ class Weights:
       graphdef: structure of the module that programs run, see `Graph.key`.
       treedef: structure of its weights.
       division: execution on several devices; None for a single device.
-      config: configuration of the model that all devices together run.
+      config: configuration of the whole model, before its division over devices.
 
     Raises:
       ValueError: the weights are on several devices, and `parallel` is None.

@@ -111,7 +111,7 @@ def filter_logits(
 
 
 class _Cut(NamedTuple):
-    """Cut-off of each row: entries above a logit are kept, and the first entries equal to it.
+    """Cut-off of each row: entries above `logit` are kept, and entries equal to it up to id `last`.
 
     Attributes:
       logit: f32[S]; -inf keeps all.
@@ -122,7 +122,7 @@ class _Cut(NamedTuple):
     last: jax.Array
 
     def is_kept(self, z: jax.Array) -> jax.Array:
-        """Return which entries of f32[S, V] are kept, bool[S, V]."""
+        """Return whether each entry of `z` f32[S, V] is kept, bool[S, V]."""
         ids = lax.broadcasted_iota(jnp.int32, z.shape, 1)
         logit, last = self.logit[:, None], self.last[:, None]
         return (z > logit) | ((z == logit) & (ids <= last))
@@ -147,7 +147,7 @@ def _top_p_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Arr
     weights = jnp.where(z == -jnp.inf, 0.0, jnp.exp(scaled))
     goal = top_p * jnp.sum(weights, axis=1)
     logit = _highest_cut(z, weights, goal)
-    # The empty set reaches a goal that rounds to 0; keep one token anyway.
+    # Keep at least one token: if the goal rounds to 0, the empty set reaches it.
     logit = jnp.minimum(logit, jnp.max(z, axis=1))
     logit = jnp.where(top_p < 1, logit, -jnp.inf)
     is_tie = z == logit[:, None]
@@ -239,7 +239,7 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 def _weights_above(is_above: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """Return the weights (1 if None) of the entries with `is_above`; 0 for other entries."""
+    """Return the weight of each entry (1 if `weights` is None); 0 for entries not above the cut."""
     return is_above.astype(jnp.int32) if weights is None else jnp.where(is_above, weights, 0.0)
 
 
@@ -362,7 +362,7 @@ class Constraints:
         return jax.tree.map(lambda old, x: old.at[slots].set(x, mode="drop"), self, new)
 
     def is_masked(self, positions: jax.Array) -> jax.Array:
-        """Return bool[B], which rows sample with a mask at these positions i32[B]."""
+        """Return whether each row samples with a mask at its position, bool[B]."""
         return (self.starts >= 0) & (positions == self.starts + self.num_forced)
 
     def mask(
@@ -381,7 +381,7 @@ class Constraints:
         return jnp.where((active & self.is_masked(positions))[:, None], bound, logits)
 
     def force(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """Return token ids i32[B] with sampled tokens replaced by forced tokens."""
+        """Return the forced token of each row, i32[B], or its sampled token if none is forced."""
         place = positions - self.starts
         is_forced = (self.starts >= 0) & (place >= 0) & (place < self.num_forced)
         place = jnp.clip(place, 0, self.forced_ids.shape[1] - 1)

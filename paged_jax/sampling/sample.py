@@ -226,7 +226,7 @@ def _choose(
 
 
 def _unreported(tokens: jax.Array, num_top: int) -> Draws:
-    """Return draws with only token ids i32[B]; all other fields are zero."""
+    """Return draws with the token ids i32[B]; all other fields are zero."""
     zeros = jnp.zeros((*tokens.shape, num_top), jnp.int32)
     none = jnp.zeros_like(tokens)
     return Draws(tokens, _as_float(none), none, zeros, _as_float(zeros))
@@ -333,7 +333,7 @@ def ranks(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
 
 
 def _finite_or_dropped(z: jax.Array) -> jax.Array:
-    """Return logits without NaN and +inf, replaced as described at the top of the file."""
+    """Return the logits with NaN replaced by -inf, and +inf by the largest float32."""
     return jnp.nan_to_num(z, nan=-jnp.inf, posinf=jnp.finfo(jnp.float32).max, neginf=-jnp.inf)
 
 

@@ -146,7 +146,7 @@ class BlockBudget:
     # Counts for sequences while a step is planned
 
     def planning_memory(self, memory: BlockMemory, running: list[Sequence]) -> BlockMemory:
-        """Return the memory for planning, which may be a wrapper that counts differently."""
+        """Return the memory that the planner counts with: `memory`, or a wrapper of it."""
         return memory
 
     def num_for_admission(self, num_tokens: int) -> int:
@@ -158,7 +158,7 @@ class BlockBudget:
         return 0
 
     def num_claimed(self, sequence: Sequence) -> int:
-        """Return the number of blocks that a running sequence still needs to decode once."""
+        """Return the number of blocks that a running sequence still needs for its first decode."""
         size = self.block_size  # a local name: this runs for every sequence in every step
         num_blocks = num_blocks_needed(len(sequence.token_ids), size)
         return num_blocks - num_blocks_needed(sequence.num_computed, size)
@@ -216,15 +216,15 @@ class WindowBlockBudget(BlockBudget):
 
     @property
     def max_length(self) -> int | None:
-        """Maximum number of tokens of a sequence; None if a whole window fits the pool."""
+        """Maximum number of tokens of a sequence; None (unlimited) if a window fits the pool."""
         return None if self.num_blocks >= self._most_decoding else super().max_length
 
     def num_required(self, num_tokens: int) -> int:
-        """Return the minimum number of blocks: at most a window, as chunks can be short."""
+        """Return the number of blocks to prefill in short chunks: at most those of a window."""
         return min(self._most_decoding, super().num_required(num_tokens))
 
     def num_wanted(self, num_tokens: int) -> int:
-        """Return the number of blocks for chunks of full size: at most a window and a chunk."""
+        """Return the number of blocks to prefill in full chunks: at most a window and a chunk."""
         return min(self._most, super().num_wanted(num_tokens))
 
     def num_shared(self, num_tokens: int) -> int:
@@ -232,16 +232,16 @@ class WindowBlockBudget(BlockBudget):
         return 0
 
     def num_in_row(self, num_tokens: int, program_start: int) -> int:
-        """Return the number of blocks in the row from the first that the last program kept."""
+        """Return the number of blocks in the row, without those freed before the last program."""
         num_blocks = num_blocks_needed(num_tokens, self.block_size)
         return num_blocks - self._first_kept(program_start)
 
     def planning_memory(self, memory: BlockMemory, running: list[Sequence]) -> BlockMemory:
-        """Return a memory that counts each row as if no block was shared."""
+        """Return `memory`, wrapped so that it counts each row as if no block was shared."""
         return UnsharedMemory(memory, self, running)
 
     def num_for_admission(self, num_tokens: int) -> int:
-        """Return `num_wanted`, at most P. With fewer blocks the chunks are smaller."""
+        """Return `num_wanted`, but at most P: with fewer blocks the prefill chunks are smaller."""
         return min(self.num_blocks, self.num_wanted(num_tokens))
 
     def num_freed_next(self, sequence: Sequence) -> int:
@@ -253,7 +253,7 @@ class WindowBlockBudget(BlockBudget):
         return super().num_claimed(sequence) - self.num_freed_next(sequence)
 
     def num_claimed(self, sequence: Sequence) -> int:
-        """Return the number of blocks that a running sequence still needs to decode once."""
+        """Return the number of blocks that a running sequence still needs for its first decode."""
         if not sequence.num_prefill:
             return max(0, self.num_for_decode(sequence))
         num_held = self.num_in_row(sequence.num_computed, sequence.program_start)
@@ -277,7 +277,7 @@ class WindowBlockBudget(BlockBudget):
 class UnsharedMemory(BlockMemory):
     """Memory that counts the row of each sequence as if no block was shared.
 
-    It reports at most as many free blocks as there are.
+    Its number of free blocks is never larger than that of the wrapped memory.
 
     Args:
       memory: the wrapped memory.

@@ -171,7 +171,7 @@ class Queue:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all sequences."""
+        """Remove all sequences."""
         self.running: list[Sequence] = []
         self.waiting = FairQueue(self.running)
         # Slots are popped from the end, so slot 0 is taken first.

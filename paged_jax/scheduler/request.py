@@ -38,7 +38,8 @@ class Request:
       deadline: time at which the request expires, on the clock of `metrics`; None for never.
       cache_salt: requests share cached blocks only if their salts are equal.
       client: client of the request. Clients take turns for slots.
-      sample_offset: number of the first sample among the samples of the same seed.
+      sample_offset: index of the first sample of this request among all samples that use the same
+        seed.
       num_cached_tokens: number of prompt tokens found in the prefix cache.
       prompt_logprobs: see `RequestOutput`. The list grows while the prompt is computed.
       history: waits and preemptions; None unless an explanation was requested.
@@ -290,7 +291,7 @@ class Sequence:
         assert self.num_prefill >= 0, "prefill leaves the last known token to decode"
 
     def restart(self) -> None:
-        """Forget all cached state and keep the tokens."""
+        """Reset everything except the tokens, so that the sequence is computed from them again."""
         self.num_computed = self.program_start = 0
         self.slot = None
         self.is_swapped, self.host_blocks = False, None

@@ -97,7 +97,7 @@ class Scheduler:
         if max_num_batched_tokens < num_slots:
             raise ArgumentError(
                 "Scheduler",
-                f"must be at least num_slots = {num_slots}, so that all can decode, got "
+                f"must be at least num_slots = {num_slots}, so that all slots can decode, got "
                 f"{max_num_batched_tokens}. Use more tokens or fewer slots.",
                 "max_num_batched_tokens",
             )
@@ -170,8 +170,8 @@ class Scheduler:
     def restart(self, sequences: list[Sequence]) -> None:
         """Queue these sequences again, to be computed from their tokens in an empty cache.
 
-        All other sequences are forgotten. Nothing stays running, swapped or planned. `stats` are
-        kept.
+        All other sequences are dropped, and all slots, swapped blocks and plans are cleared.
+        `stats` are kept.
         """
         by_request: dict[Request, list[Sequence]] = {}
         for sequence in sequences:

@@ -22,8 +22,8 @@ class StepPlan:
       num_steps: maximum number of decode steps; 0 if no sequence decodes.
       leave_on_stop: whether to stop as soon as one sequence is complete, because others wait.
       is_ahead: whether the plan was made before the tokens of the previous plan were known. Its
-        sequences may already be complete, or there may be too few free blocks. In both cases no
-        tokens are drawn.
+        sequences may already be complete, or there may be too few free blocks. In both cases the
+        device draws no tokens.
     """
 
     expired: list[Sequence] = field(default_factory=list)

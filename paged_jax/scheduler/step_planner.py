@@ -134,7 +134,7 @@ class StepPlanner:
                 self.plan.computed.append(sequence)
 
     def _add_first_decode(self, sequence: Sequence) -> None:
-        """Decode in the step that completes the prefill, if tokens and blocks are left.
+        """Decode a sequence in the step that completes its prefill, if tokens and blocks are left.
 
         Otherwise the next step decodes it before any sequence prefills.
         """
@@ -350,7 +350,7 @@ class Admission:
         self._queue.note_wait(sequence, reason, numbers=numbers, other_request=other_request)
 
     def _owner_of_prefix(self, sequence: Sequence) -> str | None:
-        """Return the id of the request that computes a prefix; None if it is the same request."""
+        """Return the id of another request that computes the sequence's prefix; None if none."""
         owner = next(
             running.request
             for running in self._queue.running
@@ -361,7 +361,7 @@ class Admission:
     def _numbers(
         self, planner: StepPlanner, sequence: Sequence, reason: WaitReason
     ) -> dict[str, int]:
-        """Return the numbers behind a reason to wait."""
+        """Return the numbers that explain a reason to wait, see `Wait.numbers`."""
         if reason == "slots":
             return {"num_slots": self._num_slots}
         if reason == "budget":

@@ -43,7 +43,7 @@ class BlockChange:
 
 
 class BlockTracker:
-    r"""Grouping of the parts of an answer into blocks. A text of white space alone is no block.
+    r"""Grouping of the parts of an answer into blocks. Text of only white space makes no block.
 
     Attributes:
       blocks: all blocks so far.
@@ -59,7 +59,7 @@ class BlockTracker:
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self._is_open = False
-        self._space = ""  # white space that may become the start of a text
+        self._space = ""  # white space that precedes a text, if one follows
 
     def push(self, parts: Iterable[AnswerDelta], *, is_last: bool = False) -> list[BlockChange]:
         """Add the next parts of the answer, and return the changes of its blocks.

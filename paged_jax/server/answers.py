@@ -115,8 +115,8 @@ class Answer(ABC):
       prefix: prefix of the response's id.
       end_mark: bytes at the end of a stream.
       ping: bytes of a stream that clients ignore.
-      clamps_max_tokens: whether `max_tokens` beyond the context means the rest of the context; if
-        not, it is an error.
+      clamps_max_tokens: whether a `max_tokens` that exceeds the context is reduced to fit it. If
+        False, it is an error.
       id: id of the response.
       name: unique id of the request in the engine, without the index of the prompt.
       fallback_params: fields of `SamplingParams` for models without recommended values.
@@ -157,7 +157,7 @@ class Answer(ABC):
     @property
     @abstractmethod
     def num_chars(self) -> int:
-        """Number of characters of the longest prompt, without the text of a chat template."""
+        """Number of characters of the longest prompt, without text that a chat template adds."""
 
     @property
     def is_constrained(self) -> bool:
@@ -190,7 +190,7 @@ class Answer(ABC):
         return self.service.max_model_len - (self.max_tokens != 0)
 
     def _first_given(self, names: Sequence[str]) -> str:
-        """Return the first of these fields that the body has; the last if it has none."""
+        """Return the first of `names` that is a field of the body; the last name if none is."""
         given = (name for name in names if getattr(self.body, name, None) is not None)
         return next(given, names[-1])
 

@@ -206,7 +206,7 @@ def _tool(tool: JsonDict) -> JsonDict:
 
 
 def _tool_choice(choice: JsonDict) -> tuple[Any, bool | None]:
-    """Return the choice in the form of chats, and whether an answer may have several calls.
+    """Return the choice in the form of a chat request, and whether several calls are allowed.
 
     Raises:
       ApiError: the choice is unknown.

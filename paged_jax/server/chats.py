@@ -99,7 +99,7 @@ class Chat:
         return tokenizer.encode(prompt, add_special_tokens=bool(self.body.add_special_tokens))
 
     def params(self, form: StructuredOutputsParams | None) -> dict[str, Any]:
-        """Return sampling parameters: the constraint on the text, and which tokens it shows.
+        """Return the sampling parameters for the constraint, and for special tokens in the text.
 
         Args:
           form: constraint on an answer without calls; None if it may be any text.
@@ -150,7 +150,7 @@ class Chat:
 
     @property
     def _has_special_marks(self) -> bool:
-        """Whether marks in the text are special tokens, which texts leave out by default."""
+        """Whether marks of reasoning or calls are special tokens, which texts omit by default."""
         tokenizer, reasoning = self.service.tokenizer, self.reasoning
         if tokenizer is None:
             return False

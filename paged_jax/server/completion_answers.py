@@ -102,8 +102,8 @@ class CompletionAnswer(OpenAiAnswer):
         self, service: Service, body: bodies.CompletionBody, client: Client, record: RequestRecord
     ):
         super().__init__(service, body, client, record)
-        # By the indices of prompt and sample, set in the sample's first event: text offset of its
-        # next token in characters, and the splitter of its text into tokens.
+        # For each sample, by the indices of prompt and sample: the text offset of its next token in
+        # characters, and the splitter of its text. Both are set in the first event of the sample.
         self._offsets: dict[tuple[int, int], int] = {}
         self._texts: dict[tuple[int, int], TokenTexts] = {}
 

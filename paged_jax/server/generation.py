@@ -102,7 +102,7 @@ def _make_job(answer: Answer) -> Job:
             params = dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
         params = _limit_tokens(service, params, token_ids)
         form = params.structured_outputs
-        # Compiled in this thread, so that streams need not wait for it.
+        # Compile the grammar in this thread, so that streams do not wait for it.
         grammar = None if form is None else _compile(answer, form)
     except ValueError as error:
         raise bad_request(error) from None
@@ -148,8 +148,8 @@ def _sampling_params(answer: Answer) -> SamplingParams:
     for name in ("logprobs", "prompt_logprobs"):
         service.limits.check("max_logprobs", params.get(name), name)
     recommended = service.generation_config
-    # For chats, None means that the request gives no limit: use the model's recommendation if there
-    # is one.
+    # For chats, a `max_tokens` of None means that the request has no limit. Use the model's
+    # recommendation if there is one.
     if params.get("max_tokens", 0) is None and "max_tokens" in recommended.sampling_defaults:
         del params["max_tokens"]
     return SamplingParams(**recommended.fill_in(params, answer.fallback_params))
@@ -158,7 +158,7 @@ def _sampling_params(answer: Answer) -> SamplingParams:
 def _limit_tokens(
     service: Service, params: SamplingParams, prompts: list[list[int]]
 ) -> SamplingParams:
-    """Check the number of log-probabilities, and replace `max_tokens` None by one that fits."""
+    """Check the number of log-probabilities; replace `max_tokens` None by a number within it."""
     limits = service.limits
     room = [max(1, service.max_length - len(prompt)) for prompt in prompts]
     per_token = params.n * _num_logprobs(params.logprobs)
@@ -169,7 +169,7 @@ def _limit_tokens(
             most = max(1, min(*room, (limits.max_answer_logprobs - count) // per_token))
             params = dataclasses.replace(params, max_tokens=most)
         count += per_token * sum(min(most, each) for each in room)
-    product = "n times the tokens times the log-probabilities of each"
+    product = "n times the tokens times the log-probabilities per token"
     limits.check("max_answer_logprobs", count, None, what=product)
     return params
 

@@ -109,10 +109,10 @@ class RequestRecord:
         return cls(name, is_given, method, path)
 
     def size(self, num_chars: int) -> int:
-        """Return the number of characters to tokenize; for a large body, at least its bytes.
+        """Return an estimate of the work: the characters to tokenize, or the bytes of a large body.
 
-        The result is an estimate of the cost. A body with thousands of empty messages has few
-        characters but is slow to process.
+        For a large body it is the larger of both numbers, because a body with thousands of empty
+        messages has few characters but is slow to process.
         """
         return num_chars if self.num_bytes <= _SMALL_BODY else max(num_chars, self.num_bytes)
 

@@ -238,7 +238,7 @@ def _tool(tool: JsonDict) -> JsonDict:
 def _tool_choice(
     choice: str | Mapping[str, Any] | None, tools: list[JsonDict]
 ) -> tuple[Any, list[JsonDict]]:
-    """Return the choice in the form of chats, and the tools that may be called.
+    """Return the choice in the form of a chat request, and the tools that may be called.
 
     Raises:
       ApiError: the choice is unknown, or requires a call although there are no functions.

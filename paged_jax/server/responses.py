@@ -11,7 +11,7 @@ from paged_jax.arguments import ArgumentError
 from paged_jax.formatting import LINE_ENDS
 
 JsonDict = dict[str, Any]
-"""A JSON object in the form of one of the models in `schemas`, without being an instance of it."""
+"""A JSON object with the fields of one of the models in `schemas`, as a plain dict."""
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -22,7 +22,6 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-# Maximum characters of an error message, which may quote text from the client.
 _ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")
 # Types of errors in Anthropic's API, by status.
 _ANTHROPIC_ERRORS = {
@@ -33,6 +32,7 @@ _ANTHROPIC_ERRORS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+# Maximum characters of an error message, which may quote text from the client.
 _MAX_CHARS = 500
 # Clients that read a stream with `str.splitlines`, such as `httpx.Response.iter_lines`, would split
 # an event at these characters.

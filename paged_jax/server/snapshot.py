@@ -172,7 +172,7 @@ class CacheRecorder:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Keep recording while the context is active, which is while a page waits for its response.
+        """Keep recording while the context is active: while a page waits for its response.
 
         The page then counts as open even if a long step delays the response.
         """
@@ -187,7 +187,9 @@ class CacheRecorder:
         """Record a step. Called in the engine's thread."""
         now = time.monotonic()
         if not self._num_asking and now - self._asked > _OPEN_SECONDS:
-            self._last = None  # an old snapshot would give events of all steps since then
+            self._last = (
+                None  # an old snapshot would give the events of all steps since it was taken
+            )
         elif self._cost < _QUICK or now - self._taken > 4 * self._cost:
             self._take(engine)
 

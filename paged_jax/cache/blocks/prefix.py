@@ -201,10 +201,10 @@ def _publish_alike(
     digests: jax.Array,
     token_ids: jax.Array,
 ) -> BlockTables:
-    """Cache the blocks that the first group has cached.
+    """Cache in another group the blocks that `publish` has cached in the first group.
 
-    `tables` belong to another group. `before` and `after` are the tables of the first group before
-    and after `publish`. See `publish` for the other arguments.
+    `tables` are the tables of the other group. `before` and `after` are the tables of the first
+    group before and after `publish`. See `publish` for the other arguments.
     """
     leading, is_full = _full_blocks(after, slots, columns)
     is_cached = is_full & after.pool.is_cached[leading]
@@ -301,7 +301,7 @@ def _longest_prefix(groups: Groups, hits: list[jax.Array], limit: jax.Array) -> 
 
 @jax.jit
 def _serve_in_order(is_new: jax.Array, blocks: jax.Array, digests: jax.Array) -> jax.Array:
-    """Return the entries of `is_new` bool[N] to cache: the first of each block and digest.
+    """Return which entries of `is_new` to cache, bool[N]: the first of each block and digest.
 
     An entry is skipped if an earlier cached entry has the same block or digest. Whether an earlier
     entry is cached depends on the entries before it, so this is a loop.

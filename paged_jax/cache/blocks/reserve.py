@@ -317,10 +317,10 @@ class ReservePlan:
 def plan(
     tables: BlockTables, limits: jax.Array, most: jax.Array, *, max_tokens: int
 ) -> ReservePlan:
-    """Plan room for the same number of tokens in every slot, as far as there are free blocks.
+    """Choose blocks for the same number of tokens in every slot, as many as free blocks allow.
 
-    This is `reserve` of the largest possible number of tokens up to `most`, except that blocks are
-    taken only by `commit`. So planned blocks that turn out not to be needed stay cached.
+    The number is the largest one up to `most` for which `reserve` would succeed. The blocks are
+    allocated only by `commit`, so planned blocks that are not needed in the end stay cached.
 
     Args:
       tables: the state; with a window, after `slide`.

@@ -48,11 +48,11 @@ _MAX_HEAD_DIM = 512
 
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
-# Codes with numbers that bfloat16 does not represent exactly.
+# Codes of 4-bit values whose numbers bfloat16 does not represent exactly.
 _INEXACT_CODES = ("nf4", "fp4")
 
-# Divisor of the size of groups of packed 4-bit values: the inputs of two cells of
-# `source/codes.h`.
+# The number of inputs in a group of packed 4-bit values must be a multiple of this, because the
+# kernels process two cells of two inputs at a time (`source/codes.h`).
 _PACKED_GROUP = 4
 
 
@@ -89,7 +89,7 @@ def _attend(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
 
 @dataclass(frozen=True)
 class _PlainAttention:
-    """Attention in plain JAX, as a function of a kernel's operands."""
+    """The same attention in plain JAX. It takes the operands of the kernel."""
 
     op: Literal["decode", "prefill"]
     options: Options
@@ -129,7 +129,7 @@ def _linear(x: jax.Array, w: Weight) -> jax.Array:
 
 
 def _as_matrices(arrays: WeightArrays, axis: int) -> WeightArrays:
-    """Merge the dimensions of the outputs, from `axis` on."""
+    """Merge all dimensions from `axis` on, except the last, into one dimension of outputs."""
 
     def merge(array: jax.Array | None) -> jax.Array | None:
         return None if array is None else array.reshape(*array.shape[:axis], -1, array.shape[-1])
@@ -167,7 +167,7 @@ def _quantised_kernel(op: QuantisedOp, w: Weight) -> Kernel:
 
 
 def _round_inputs(x: jax.Array, w: Weight) -> jax.Array:
-    """Round inputs to the dtype of a quantised weight, as float32, unless the kernel does that."""
+    """Round float32 inputs to the dtype of a quantised weight, unless the kernel rounds them."""
     if w.dtype == jnp.float32 or _quantised_kernel("quantised_linear", w).dtype == jnp.bfloat16:
         return x.astype(jnp.float32)
     limits = jnp.finfo(w.dtype)  # XLA may remove a cast to a smaller dtype and back
@@ -187,7 +187,7 @@ def _flags(w: Weight) -> Attributes:
 
 
 def _copies_weights(dtype: DTypeLike) -> bool:
-    """Return whether programs for this machine convert all weights of a type to float32 first."""
+    """Return whether programs for this machine convert all weights of a dtype to float32 first."""
     dtype = jnp.dtype(dtype)
     if dtype == jnp.int8:
         kernel = Kernel("quantised_linear", jnp.dtype(jnp.bfloat16), "int8")
@@ -213,7 +213,7 @@ def _plain_sum_rows(x: jax.Array, ones: WeightArrays) -> list[jax.Array]:
 
 @dataclass(frozen=True)
 class _PlainLinear:
-    """The matmul in plain JAX, as a function of `x` and the arrays of a weight."""
+    """The same matmul in plain JAX. It takes `x` and the arrays of a weight."""
 
     dtype: Any
     code: str | None
@@ -223,7 +223,7 @@ class _PlainLinear:
 
 
 class _Matmul(NamedTuple):
-    """A matmul of a kernel, and the equivalent in plain JAX (hashable).
+    """A matmul kernel, and the same matmul in plain JAX. Hashable.
 
     Attributes:
       kernel: the kernel.
@@ -269,7 +269,7 @@ def _multiply_rows(
 
 @dataclass(frozen=True)
 class _PlainOfLeaves:
-    """A function of arrays and a pytree, as a function of the arrays and the leaves of the tree."""
+    """Wrapper of `function` that takes the leaves of its second argument, a pytree."""
 
     function: PlainFunction
     structure: Any
@@ -311,7 +311,7 @@ def _grouped_linear(args: GroupedArgs) -> jax.Array:
 
 @dataclass(frozen=True)
 class _PlainGrouped:
-    """The grouped matmul in plain JAX, as a function of `x`, arrays of a weight, and sizes."""
+    """The same grouped matmul in plain JAX. It takes `x`, the arrays of a weight, and the sizes."""
 
     dtype: Any
     code: str | None
@@ -348,7 +348,7 @@ def _sets_rows_in_place(dtype: DTypeLike) -> bool:
 
 @dataclass(frozen=True)
 class Cpu:
-    """The backend ``"cpu"``. It leaves writes and copies of blocks to XLA."""
+    """The backend ``"cpu"``. It has no ops for writes and copies of blocks: XLA runs them."""
 
     platform: ClassVar[str | None] = "cpu"
 
@@ -367,7 +367,7 @@ class Cpu:
     is_any_missing = staticmethod(library.is_any_missing)
 
     def unavailable(self, problem: Problem) -> str | None:
-        """Compile the kernel for a problem; return why this machine cannot, or None if it can."""
+        """Compile the kernel for a problem. Return why that failed, or None if it succeeded."""
         op = "prefill" if problem.op == "prefill" else "decode"
         return load(Kernel(op, jnp.dtype(problem.pool_dtype))).why_not
 

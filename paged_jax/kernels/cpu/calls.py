@@ -21,8 +21,8 @@ from paged_jax.kernels.cpu.library import load
 
 # Static parameters of a kernel, by name.
 Attributes = tuple[tuple[str, np.generic], ...]
-# A function in plain JAX. It is hashable, as a parameter of the primitive: a program with an
-# unequal function would be compiled again.
+# A function in plain JAX. It must be hashable, because it is a parameter of the primitive: programs
+# with different functions are compiled separately.
 PlainFunction = Callable[..., Sequence[jax.Array]]
 Arrays = tuple[jax.Array, ...]
 

@@ -32,8 +32,8 @@ class Kernel(NamedTuple):
 
     Attributes:
       op: the op, which is also the name of the C++ source.
-      dtype: dtype of the pools or of the weights; float32 or bfloat16, to which inputs are rounded,
-        if the weights are quantised.
+      dtype: dtype of the pools or of the weights. For quantised weights, the dtype that inputs are
+        rounded to, float32 or bfloat16.
       code: a name in `CODE_ELEMENTS` if the weights are quantised, else None.
     """
 

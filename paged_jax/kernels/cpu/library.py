@@ -203,7 +203,7 @@ def _kept_name(target: str, content: bytes) -> str:
 
 
 def _build_folder(cache_folder: Path | None) -> "tempfile.TemporaryDirectory[str]":
-    """Create a temporary folder to compile in; if /tmp is not usable, in the cache folder."""
+    """Create a temporary folder to compile in; in the cache folder if /tmp is not usable."""
     for parent in (None, cache_folder):
         with contextlib.suppress(OSError):
             return _temporary_folder(parent)

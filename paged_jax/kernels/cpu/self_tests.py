@@ -14,7 +14,7 @@ from paged_jax.kernels.backend import Options
 from paged_jax.kernels.cpu.kernel import PACKED, Kernel, attention_attributes
 from paged_jax.kernels.weight_formats import CODES, pack
 
-Results = tuple[np.ndarray, np.ndarray]  # of a kernel, and the right ones
+Results = tuple[np.ndarray, np.ndarray]  # results of a kernel, and the expected results
 
 
 def _test_linear(target: str, kernel: Kernel) -> Results:
@@ -25,7 +25,7 @@ def _test_linear(target: str, kernel: Kernel) -> Results:
 
 
 def _quantised_problem(kernel: Kernel) -> tuple[np.ndarray, list[Any], np.ndarray]:
-    """Return rows, the operands after them, and the weights of the layer, of three experts."""
+    """Return a problem with three experts: `x`, the other operands, and the weights in float32."""
     rng = np.random.default_rng(0)
     is_packed = kernel.code == PACKED
     K, groups = (96, 3) if is_packed else (77, 7)

@@ -177,7 +177,7 @@ def _call_kernel(
 
 
 def _query_tile(num_query_tiles: int, *shape: int) -> pl.BlockSpec:
-    """Return the block spec of an array ``[B, Q, *shape]``, of which a grid step uses a tile."""
+    """Return the block spec that gives each grid step its tile of an array ``[B, Q, *shape]``."""
 
     def query_tile_index_map(grid_step, *_):
         b = div(grid_step, num_query_tiles)
@@ -214,8 +214,9 @@ def _gather_scales(
 ) -> jax.Array:
     """Gather the scales of each sequence, ``[B, K, M * C]``, padded to a multiple of a key tile.
 
-    In a tile of scores, tokens are lanes, and a copy must start at a multiple of 128 lanes. A block
-    usually has fewer tokens than that, so XLA gathers the scales before the kernel runs.
+    The scales of a block would be copied to the lanes of its tokens in a tile, but a copy must
+    start at a multiple of 128 lanes, and a block usually has fewer tokens. So XLA gathers the
+    scales before the kernel runs.
     """
     _, P, K, C = scale.shape
     B, M = block_tables.shape

@@ -98,7 +98,7 @@ def choose_tiling(T: int, G: int, M: int, k_pool: Any) -> AttentionTiling:
 
 
 class PoolRefs(NamedTuple):
-    """Refs of keys, values and scales (None if not quantised): in HBM, or buffers in VMEM."""
+    """Refs of keys, values and scales (None if not quantised), in HBM or in buffers in VMEM."""
 
     k: Any  # [L, P, K, C, lanes]; as buffer [2, K, N, lanes]
     v: Any
@@ -340,7 +340,8 @@ def _fold(
             weights_RN *= jnp.where(is_token, buffers.v_scale[slot, pl.ds(h, 1)], 0)
         softmax.out[h] = softmax.out[h] * rescale + _weighted_sum(weights_RN, v)
 
-    # With few rows, as in decode, one head leaves units idle. Unrolled iterations overlap.
+    # With few rows, as in decode, one head does not use all compute units. Unroll the loop, so that
+    # the compiler overlaps several heads.
     lax.fori_loop(0, K, fold_head, None, unroll=R <= 16)
 
 

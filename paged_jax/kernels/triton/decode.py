@@ -157,11 +157,11 @@ def _decode(
 def _zeros(args: AttentionArgs, num_slices: int) -> jax.Array:
     """Return zeroed counters, i32 ``[B, num_slices]``, for the parts of each sequence and slice.
 
-    XLA would make a constant of plain zeros, and copy it for each layer in a launch of its own.
-    These zeros are computed from the layer, so XLA computes the counters of all layers in one
-    kernel. The result is zero because no length equals ``-1 - layer``. They are also computed from
-    the block tables: XLA makes one kernel only for arrays that are computed from the same array,
-    and only if that array has more than one element. The lengths of a single sequence have one.
+    XLA would turn `jnp.zeros` into a constant, and copy it for each layer in a separate launch.
+    These zeros are computed from the layer index, so XLA computes the counters of all layers in one
+    kernel. They are zero because no length equals ``-1 - layer``. XLA merges such computations only
+    if they read the same array, and if it has more than one element. The lengths of a single
+    sequence have one element, so the block tables are read too.
     """
     number = -1 - jnp.asarray(args.layer, jnp.int32)
     is_one = (args.context_lens == number) & (args.block_tables[:, 0] == number)
@@ -283,16 +283,17 @@ _MMA_ROWS = 16
 def _choose_rows(group: int, dtype: Any) -> tuple[int, int]:
     """Return the number of rows for a group of query heads, and the number of copies of each row.
 
-    A softmax weight in half precision keeps only 8 or 11 bits, so the values are multiplied by the
-    rounding errors of the weights too. For large groups, a second matmul does this, and converts or
-    reads the values again (`tiles.weigh_exactly`). For small groups, rows that would be padding of
-    the first matmul do it: each row has two copies, one with the rounded weights and one with the
-    errors. The results of the copies are added (`tiles.weigh_by_copies`).
+    In half precision a softmax weight keeps only 8 or 11 bits. To keep more, the kernel also
+    multiplies the rounding errors of the weights by the values, and adds both products. For large
+    groups this is a second matmul, which converts or reads the values again
+    (`tiles.weigh_exactly`). A small group would be padded to 16 rows anyway. So each row has two
+    copies in one matmul: one with the rounded weights, and one with their errors
+    (`tiles.weigh_by_copies`).
     """
     num_rows = tiles.num_rows(group)
     if dtype == jnp.float32 or 2 * num_rows > _MMA_ROWS:
         return num_rows, 1
-    # With fewer than 16 rows, each matmul would pad them by copying registers.
+    # Always fill 16 rows: with fewer, each matmul would copy registers to pad them.
     return _MMA_ROWS // 2, 2
 
 

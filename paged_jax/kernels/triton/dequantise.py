@@ -28,12 +28,12 @@ from paged_jax.kernels.weight_formats import CODES, PACKED_BYTES, PACKED_INPUTS,
 # Dtypes of a matmul that tensor cores support.
 DTYPES = ("bfloat16", "float16")
 
-# The smallest groups whose scales a tile repeats: 16 inputs are one instruction of a tensor core.
+# Group sizes must be a multiple of this, because a tensor core instruction has 16 inputs.
 SMALLEST_GROUP = 16
 
 
 class TileFormat(NamedTuple):
-    """A format of weights, and the dtype and the step of a matmul with them.
+    """Format of a weight, with the dtype and the step size of the matmul that reads it.
 
     Attributes:
       weight: the format. It has no order: the caller reorders the inputs of `x`.
@@ -51,7 +51,7 @@ class TileFormat(NamedTuple):
 
     @property
     def halves(self) -> tuple[int, ...]:
-        """Parts of a step that are multiplied separately: low and high halves of bytes."""
+        """Indices of the halves of a byte, which are multiplied one by one; ``(0,)`` for 8 bits."""
         return (0, 1) if self.weight.is_packed else (0,)
 
     @property
@@ -61,7 +61,7 @@ class TileFormat(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Number of consecutive inputs of a step that surely have the same scale."""
+        """Largest power of two of consecutive inputs that share a scale, at most `step`."""
         size = self.weight.group_size or self.num_inputs
         return min(size & -size, self.step)
 
@@ -104,7 +104,7 @@ def refusal(format: WeightFormat, num_inputs: int, dtype: Any) -> str | None:
 
 
 class WeightTile(NamedTuple):
-    """Some outputs of a weight. Each method loads their elements of a loop step.
+    """Tile of a weight: some of its outputs. The methods load and convert one loop step of it.
 
     Attributes:
       refs: refs of the values, scales and minima (or None); fp8 and packed values are uint8.
@@ -119,14 +119,14 @@ class WeightTile(NamedTuple):
     format: TileFormat
 
     def load_values(self, step: jax.Array) -> tuple[jax.Array, ...]:
-        """Load the values, ``[N, columns]``, or what tables have for both halves of each byte."""
+        """Load the values, ``[N, columns]``, or the table entries of both halves of each byte."""
         format = self.format
         columns = step * format.columns + jnp.arange(format.columns, dtype=jnp.int32)
         row_size = format.num_inputs // len(format.halves)
         mask = (columns < row_size)[None] if row_size % format.columns else None
         values = self._load(self.refs[0], columns, mask)
         tables = [] if format.interpret else _tables(format.weight.code, format.dtype)
-        # Shared by the two halves.
+        # One look-up serves both halves.
         return tuple(_run(_look_up(table), (values,), jnp.int16) for table in tables) or (values,)
 
     def load_scales(self, step: jax.Array) -> tuple[jax.Array | None, ...]:
@@ -144,7 +144,8 @@ class WeightTile(NamedTuple):
         width = PACKED_INPUTS if format.has_scale_per_half else format.group
         count = format.step // width
         if count == 1:
-            # One load for each output. Triton would repeat a load of a column for each element.
+            # Load one scale per output, because Triton would repeat a load of a column for each
+            # element.
             group = lax.div(step * format.step, jnp.int32(size))
             if format.num_inputs % format.step or format.is_prefetched:
                 group = jnp.minimum(group, ref.shape[-1] - 1)
@@ -191,7 +192,7 @@ def as_bytes(values: jax.Array) -> jax.Array:
 
 
 def _spread(groups: jax.Array, format: TileFormat) -> jax.Array:
-    """Repeat numbers of groups ``[N, groups]`` to ``[N, columns]``."""
+    """Repeat the number of each group for its columns: ``[N, groups]`` to ``[N, columns]``."""
     N, count = groups.shape
     if count == 1:
         return jnp.broadcast_to(groups, (N, format.columns))
@@ -223,11 +224,12 @@ def _interpreted(
 
 
 class _Half(NamedTuple):
-    """PTX of a dtype of 16 bits, in which a register holds two numbers.
+    """Names and constants in PTX of a 16-bit float dtype. A register holds two numbers of it.
 
     Attributes:
       name: name of a pair of numbers in instructions.
-      base: a number with a low byte of zero. To add a small integer, write it to that byte.
+      base: a number whose low byte is zero. Writing a small integer to this byte adds it to the
+        number.
     """
 
     name: str
@@ -292,7 +294,7 @@ def _tables(code: str, dtype: Any) -> list[list[int]]:
 
 
 def _looked_up_code(num_tables: int, half: int, kind: _Half, has_min: bool) -> str:
-    """Return PTX that converts a half of two bytes, after `_look_up` in one or two tables."""
+    """Return PTX that converts one half of two bytes from the results of `_look_up`."""
     fma, offset = f"fma.rn.{kind.name}", kind.pair(-kind.base - _OFFSETS["e2m1"])
     lines = [
         f"{{ .reg .b32 t, one, zero; mov.b32 one, {kind.pair(1)}; mov.b32 zero, {kind.pair(-0.0)};"
@@ -374,7 +376,7 @@ def _compiled(
 
 
 def _run(code: str, arrays: tuple[jax.Array, ...], dtype: Any, pack: int = 4) -> jax.Array:
-    """Run PTX that takes and gives `pack` consecutive elements at a time."""
+    """Run PTX on `pack` consecutive elements at a time, with as many results."""
 
     def count(dtype: Any) -> int:
         return max(pack * jnp.dtype(dtype).itemsize // 4, 1)

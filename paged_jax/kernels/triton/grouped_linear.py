@@ -179,7 +179,8 @@ def _kernel(
             total = multiply_floats()
             place, mask = (rows[:, None], outputs[None]), is_row[:, None] & is_output[None]
         else:
-            # Tiles without a weight load scales of the last one, and do not use them.
+            # Rows without a group have no weight: load the scales of the last one without using
+            # them.
             weight = (jnp.minimum(group, X - 1),)
             tile = WeightTile(w_refs, weight, jnp.minimum(outputs, N - 1), format)
             total = multiply_tile(x_ref, rows, is_row, tile, jnp.int32(0), num_steps)

@@ -61,8 +61,8 @@ def pallas_call(
     mesh = _mesh_of_device()
     if mesh is None:
         return partial(only_on, "cuda", pl.pallas_call(kernel, out_shape, **options))
-    # Make the result types here, under the current mesh. Types made under `mesh` would not equal
-    # the types of other arrays, and functions of the results would be traced again.
+    # Make the result types here, under the caller's mesh. Types made under `mesh` would differ from
+    # the types of other arrays, so functions that take the results would be traced again.
     out_types = jax.tree.map(lambda out: ShapedArray(out.shape, out.dtype), out_shape)
     call = pl.pallas_call(kernel, out_types, **options)
 
@@ -76,7 +76,7 @@ def pallas_call(
 def _mesh_of_device() -> AbstractMesh | None:
     """Return a mesh without axes on the GPU of `tuning.device`, or None if JAX knows the GPU."""
     if not (tuning.is_assumed() and get_abstract_mesh().empty):
-        # Keep a mesh with axes, because the arrays are sharded over it.
+        # Keep the current mesh if it has axes, because the arrays are sharded over it.
         return None
     device = tuning.device()
     gpu = AbstractDevice(device.kind or "NVIDIA H100", device.num_cores, "gpu")

@@ -43,10 +43,11 @@ _MAX_ELEMENTS = 2**31 - 1
 _MAX_TILE_ROWS = 64
 _MAX_ROWS = 128
 
-# Outputs per program instance for choosing the number of parts, and maximum number of parts.
+# Number of outputs per program instance that the choice of the number of parts assumes, and maximum
+# number of parts.
 _PART_OUTPUTS = 64
 _MAX_PARTS = 8
-# Least number of inputs of a part, and a divisor of that number.
+# Minimum number of inputs of a part, and a divisor of the number of inputs of every part.
 _PART_INPUTS = 512
 _STEP_INPUTS = 256
 
@@ -113,8 +114,9 @@ def choose_shape(rows: int, num_inputs: int, format: WeightFormat) -> TileShape:
     """Choose the sizes of a tile by rules that are not measured.
 
     The rules come from compiled code for compute capability 9.0: registers, shared memory, and
-    instructions per byte of the weight. With two warps, Triton uses instructions of single warps.
-    Those of four warps take more instructions to prepare the weight, and fewer for many rows.
+    instructions per byte of the weight. With two warps, Triton uses matmul instructions of single
+    warps. With four warps it uses instructions of warp groups. These need more instructions to
+    prepare the weight, but fewer for many rows.
 
     Args:
       rows: rows of `x` in a tile.
@@ -211,7 +213,7 @@ def _multiply(
         name="quantised_linear",
     )
     parts = call(x, (dequantise.as_bytes(w.values), w.scales, w.mins))
-    # Slices, which XLA fuses with the operations that follow.
+    # Add slices, because XLA fuses such a sum with the operations that follow.
     return functools.reduce(operator.add, (parts[i] for i in range(tiling.parts)))
 
 
@@ -228,7 +230,7 @@ def _kernel(
     outputs = pl.program_id(1) * tiling.outputs + jnp.arange(tiling.outputs, dtype=jnp.int32)
     part = pl.program_id(2)
     is_row, is_output = rows < R, outputs < N
-    # Padding reads the last output, and is not stored.
+    # Padding rows read the last output. Their results are not stored.
     tile = WeightTile(w_refs, (), jnp.minimum(outputs, N - 1), format)
     num_steps = pl.cdiv(format.num_inputs, format.step)
     size = pl.cdiv(pl.cdiv(num_steps * format.step, tiling.parts), _STEP_INPUTS)

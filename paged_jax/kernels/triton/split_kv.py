@@ -41,8 +41,8 @@ from jax.experimental import pallas as pl
 from paged_jax.kernels.triton import tiles
 from paged_jax.kernels.triton.pallas import Instructions, plgpu
 
-# Parts per resident program instance in a large batch. Parts differ in length, and parts that start
-# later fill the gaps.
+# Number of parts per resident program instance in a large batch. Parts differ in length; with
+# several per instance, later parts fill the gaps that short parts leave.
 _WAVES = 3
 
 # Cost of counting and merging, in loop steps of a program instance that runs alone on its SM.
@@ -51,8 +51,8 @@ _MERGE_STEPS = 6
 # One sixth of the program instances that the GPU runs at a time saturates the memory bandwidth.
 _SATURATING = 6
 
-# A batch is split if a sequence can have more loop steps than this. Such a sequence could run on
-# after all others have ended, for longer than a few merges take.
+# A batch is always split if a sequence can have more loop steps than this. Such a sequence might
+# still run when all others have ended, for longer than a few merges take.
 _LONG_STEPS = 16
 
 # Maximum batch size: each program instance holds the lengths of all sequences in registers.
@@ -122,13 +122,13 @@ class KVPart(NamedTuple):
 def choose_num_parts(batch: int, kv_heads: int, max_steps: int, resident: int) -> int:
     """Choose the number of parts of a batch; 0 if its sequences should not be split.
 
-    The kernel is memory-bound. When program instances end, the others get their bandwidth. All
-    parts of a small batch run at the same time. A large batch has several parts per resident
-    program instance.
+    The kernel is memory-bound, so when a program instance ends, the others read faster. All parts
+    of a small batch run at the same time. A large batch has several parts per resident program
+    instance.
 
-    Splitting costs a merge. It pays off if the batch ends earlier by more than that, or if one
-    sequence can be so long that it runs on after all others have ended. Splitting does not help if
-    whole sequences already saturate the bandwidth.
+    Splitting costs a merge. It pays off if it saves more time than the merge takes, or if one
+    sequence can be so long that it still runs when all others have ended. Splitting does not help
+    if whole sequences already saturate the bandwidth.
 
     Args:
       batch: number of sequences (B).
@@ -179,8 +179,8 @@ def find_part(split: KVSplit, lengths: jax.Array, program: jax.Array) -> KVPart:
     is_before = ends <= program
     sequence = jnp.sum(is_before, dtype=jnp.int32)
     start = jnp.max(jnp.where(is_before, ends, 0))
-    # Without a part, `sequence` is B, and `lengths` has 0 or no element there. The length is then
-    # 0.
+    # If the program instance has no part, `sequence` is B. `lengths` has 0 or no element at index
+    # B, so the length is 0.
     rows = jnp.arange(lengths.size, dtype=jnp.int32)
     length = jnp.sum(jnp.where(rows == sequence, lengths, 0), dtype=jnp.int32)
     count = _count_parts(_count_steps(split, length), max_steps)

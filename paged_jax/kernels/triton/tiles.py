@@ -211,8 +211,8 @@ def fit_queries(q: Any, dtype: Any) -> tuple[Any, jax.Array | None]:
 
 
 # Bits of float32 numbers, as integers: the mask of the exponent, and the limits of the results of
-# `_power_of_two`, 2**-100 and 2**126. For zero it returns 2**-100, with which results do not
-# underflow. The inverses of both limits are normal numbers.
+# `_power_of_two`, 2**-100 and 2**126. For zero it returns 2**-100, a factor with which results do
+# not underflow. The inverses of both limits are normal numbers.
 _EXPONENT, _LEAST, _GREATEST = (
     int(np.float32(x).view(np.int32)) for x in (np.inf, 2.0**-100, 2.0**126)
 )
@@ -244,7 +244,7 @@ def score(
     is_seen: jax.Array,
     options: Options,
 ) -> tuple[jax.Array, float | jax.Array]:
-    """Compute the scores of a tile of keys, divided by a positive factor that `fold` multiplies in.
+    """Compute the scores of a tile of keys without a positive factor, which `fold` applies later.
 
     Args:
       q: ``[R, lanes]``, or a tuple; from `fit_queries`. They are not multiplied by
@@ -277,7 +277,7 @@ def score(
 def start_softmax(
     rows: int, lanes: Any, sinks: jax.Array | None = None, *, has_scales: bool = False
 ) -> OnlineSoftmax:
-    """Return the state of a softmax over no tokens.
+    """Return the initial state of a softmax, before the first token.
 
     Args:
       rows: number of rows (R).
@@ -399,7 +399,7 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def divide(x: jax.Array, divisor: int) -> jax.Array:
-    """Return ``x // divisor`` of non-negative i32 numbers, without the tests of signs of `//`.
+    """Return ``x // divisor`` of non-negative i32 numbers; `//` would also handle signs.
 
     The divisor is converted to i32, because a Python integer would be 64 bits wide under
     jax_enable_x64.

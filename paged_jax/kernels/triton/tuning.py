@@ -8,10 +8,11 @@
 
 The environment variable PAGED_JAX_TUNING names another file to read instead.
 
-A call uses the entry of its shape, else the nearest entry with the same GPU, head dimension and
-dtypes, else rules. The rules are not measured. They choose sizes that fit the shared memory and the
-registers of a Hopper GPU, for dtypes and shapes of common models. Float32 queries of 256 lanes over
-pools of a narrower dtype spill registers and are slower.
+A call uses the entry of its shape. If there is none, it uses the nearest entry with the same GPU,
+head dimension and dtypes. Without such an entry, rules choose the parameters. The rules are not
+measured. They choose sizes that fit the shared memory and the registers of a Hopper GPU, for dtypes
+and shapes of common models. Float32 queries of 256 lanes over pools of a narrower dtype spill
+registers and are slower.
 """
 
 import contextlib
@@ -110,7 +111,8 @@ OPS: Mapping[str, type[Params]] = {"decode": DecodeParams, "prefill": PrefillPar
 # Environment variable with the path of a table to read instead of `tuning.json`.
 TABLE_VARIABLE = "PAGED_JAX_TUNING"
 
-# The GPU if none is known, as in ahead-of-time compilation: H100 and H200 (SXM) have 132 SMs.
+# The GPU to assume if none is known, as in ahead-of-time compilation: an H100 or H200 (SXM) with
+# 132 SMs.
 DEFAULT = GpuInfo("", 132)
 
 _assumed: contextvars.ContextVar[GpuInfo | None] = contextvars.ContextVar("_assumed", default=None)
@@ -138,13 +140,13 @@ def assume(device: GpuInfo) -> Iterator[None]:
 def device() -> GpuInfo:
     """Return the GPU that kernels are built for, on any platform.
 
-    It is the first of these that exists: the GPU of `assume`; the abstract GPU of the current mesh
+    The order of preference is: the GPU of `assume`; the abstract GPU of the current mesh
     (`jax.sharding.use_abstract_mesh`, or the mesh inside `jax.shard_map`); the first CUDA device of
     this process; `DEFAULT`.
 
-    JAX does not know the compute capability of an abstract GPU. It is taken from the first CUDA
-    device if that has the same name, else from the name, see `capability_of`. For an unknown name
-    it is taken from the first CUDA device or `DEFAULT`.
+    JAX does not know the compute capability of an abstract GPU. If the first CUDA device has the
+    same name, its capability is used. Otherwise the name decides, see `capability_of`. For an
+    unknown name, the capability of the first CUDA device or of `DEFAULT` is used.
     """
     assumed = _assumed.get()
     if assumed is not None:
@@ -275,8 +277,9 @@ def _decode_rule(shape: Shape) -> DecodeParams:
     max_tokens = 128 if _lanes(shape) >= 64 else 64
     step_tokens = _STEP_BYTES // token_bytes(shape)
     if is_quantised(shape.pool_dtype) and not _is_exact(shape) and shape.group <= 8:
-        # Elements in shared memory have the dtype of the pool, with half as many bytes as in a
-        # matmul. A step can therefore have twice as many tokens. Larger groups take more registers.
+        # In shared memory, elements have the dtype of the pool, half as many bytes as in a matmul.
+        # So a step can have twice as many tokens, unless the group is large and takes more
+        # registers.
         step_tokens *= 2
     step_tokens = min(max(step_tokens, 16), max_tokens)
     # Operands of float32 matmuls are in registers. 8 warps have twice as many registers as 4.
@@ -299,9 +302,9 @@ def slice_size(shape: Shape) -> int:
     return math.ceil(shape.group / num_slices)
 
 
-# Maximum program instances per SM: for most groups, and for groups of more than 16 query heads.
-# They must fit the registers. In half precision, ptxas gives each thread of 4 warps up to 168
-# registers; in float32, each thread of 8 warps 64. Tiles of 32 rows take more registers and shared
+# Maximum program instances per SM: for most groups, and for groups of more than 16 query heads. The
+# registers limit both. In half precision, ptxas gives each thread of 4 warps up to 168 registers;
+# in float32, it gives each thread of 8 warps 64. Tiles of 32 rows take more registers and shared
 # memory.
 _MAX_PROGRAMS = 3
 _MAX_LARGE_PROGRAMS = 2
@@ -340,7 +343,7 @@ _LARGE_ARCHITECTURES = (9, 10)
 
 def _prefill_rule(shape: Shape, device: GpuInfo, is_ragged: bool) -> PrefillParams:
     if _is_exact(shape):
-        # A quantised pool has fewer rows, because its conversion needs more registers.
+        # With a quantised pool, use fewer rows, because its conversion needs more registers.
         query_rows = 32 if shape.pool_dtype == "float32" else 16
         return PrefillParams(query_rows, step_tokens=16, num_warps=8, num_stages=3)
     architecture = device.compute_capability[0]
@@ -442,7 +445,7 @@ def _shape(key: str) -> Shape:
 
 def _params(kind: type[Params], entry: Any, where: str) -> Params:
     fields = dict(_items(entry, where))
-    # Without its origin a measurement cannot be reproduced.
+    # Require the origin of each measurement, so that it can be reproduced.
     if not isinstance(fields.pop("measured", None), str):
         raise ValueError(f"tuning.parse: {where} must say in 'measured' what it was measured with.")
     if fields.keys() != set(kind._fields):

@@ -246,7 +246,7 @@ def _as_pairs(values: jax.Array) -> jax.Array:
 
 
 def _as_rows(pool: jax.Array) -> jax.Array:
-    """Reshape a pool to ``[L * P * K * C, D]`` (bytes to 16-bit words), or its scales to 1D."""
+    """Reshape a pool to ``[L * P * K * C, D]``, bytes as 16-bit words; and scales to 1D."""
     rows = pool.reshape(-1, *pool.shape[4:])
     return rows if pool.dtype.itemsize > 1 else tiles.to_words(rows, jnp.uint16)
 
@@ -255,7 +255,7 @@ def _as_rows(pool: jax.Array) -> jax.Array:
 def rope_write(
     args: RopeWriteArgs, options: Options, interpret: Interpret = False
 ) -> tuple[jax.Array, Pools]:
-    """Normalise and rotate queries and keys, write keys and values, return queries; one launch."""
+    """Run `paged_rope_write` in one launch: normalise, rotate, write, and return the queries."""
     return _rope_write(options, interpret, args)
 
 
@@ -457,5 +457,5 @@ def _call_in_place(
 
 
 def _from_words(words: jax.Array, pool: jax.Array) -> jax.Array:
-    """Convert words, or rows, to the dtype and shape of a pool."""
+    """Undo `_as_rows`: return an array in the dtype and shape of `pool`."""
     return lax.bitcast_convert_type(words, pool.dtype).reshape(pool.shape)

@@ -114,8 +114,8 @@ def _sort_by_length(
     """Sort the sequences so that sequences with tiles left are always the first rows.
 
     Returns:
-      ``(batch, order)``: the batch, and i32 ``[B]``, the sequence in each of its rows, which is the
-      number of sequences in padding.
+      ``(batch, order)``: the batch, and i32 ``[B]``, the index of the sequence in each of its rows.
+      Padding rows have the number of sequences as index.
     """
     B, H, D = args.q.shape
     K = args.pools.num_kv_heads
@@ -339,7 +339,7 @@ def _gather_blocks(
 
 
 class _RunningSoftmax(NamedTuple):
-    """A softmax-weighted sum over the tokens folded in so far. R query rows share a KV head."""
+    """State of the online softmax over the tokens so far. R query rows share a KV head."""
 
     peak: jax.Array  # f32 [..., K, R], largest score
     total: jax.Array  # f32 [..., K, R], sum of exp(score - peak)

@@ -29,16 +29,16 @@ from paged_jax.kernels.weight_formats import (
     from_bits,
 )
 
-# Limits for splitting a matmul into two with half of the weight each. For more rows, packing the
-# weight is a small part of the work. For more inputs, the batched matmul of XLA's CPU library reads
-# outside of its buffers and may crash the process (jax 0.10.2: from 2048 inputs and 24 rows, or
-# 4096 inputs and 2 rows; never seen for fewer inputs and up to 32 rows). A test runs matmuls at
-# these limits.
+# Limits for splitting a matmul into two with half of the weight each. Splitting saves packing the
+# weight, which is a small part of the work for more rows. For more inputs, the batched matmul of
+# XLA's CPU library reads outside of its buffers and may crash the process (jax 0.10.2: from 2048
+# inputs and 24 rows, or 4096 inputs and 2 rows; never seen for fewer inputs and up to 32 rows). A
+# test runs matmuls at these limits.
 _HALVES_MAX_ROWS = 16
 _HALVES_MAX_INPUTS = 1536
 
-# Maximum elements of a quantised weight that exist as floats at a time. XLA's CPU backend converts
-# the weights of all layers before it multiplies by the first, unless they are loops over tiles.
+# Maximum elements of a quantised weight that exist as floats at a time. Without a loop over tiles,
+# XLA's CPU backend converts the weights of all layers before it multiplies by the first.
 _MAX_TILE_ELEMENTS = 1 << 22
 _MAX_CPU_TILE_ELEMENTS = 1 << 18
 _MAX_GPU_TILE_ELEMENTS = 1 << 25
@@ -166,7 +166,7 @@ def _multiply_in_tiles(
         return multiply(x, w)
     bits = jax.tree.map(as_bits, w)
 
-    @jax.checkpoint  # the gradient converts a tile again, so that not all of them are kept
+    @jax.checkpoint  # the backward pass converts each tile again, so that it keeps none
     def step(x: jax.Array, start: jax.Array) -> jax.Array:
         part = jax.tree.map(lambda y: lax.dynamic_slice_in_dim(y, start, tile), bits)
         return multiply(x, jax.tree.map(lambda y, z: from_bits(y, z.dtype), part, w))
@@ -204,7 +204,7 @@ def _matmul_in_halves(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _multiply_sum(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Multiply a single row; on CPUs a matmul would convert the whole weight to float32."""
+    """Multiply a single row without a matmul, which would convert the whole weight to float32."""
     row = x.astype(jnp.float32).reshape(1, -1)
     out = jnp.sum(w.astype(jnp.float32) * row, axis=-1)
     return out.reshape(*x.shape[:-1], w.shape[0])
@@ -250,7 +250,7 @@ def _multiply_groups(
 
 
 def _round_inputs(x: jax.Array, w: Weight) -> jax.Array:
-    """Round rows to the dtype of a weight; of a quantised weight, see `Weight.dtype`."""
+    """Round rows to the dtype of a weight, or to `Weight.dtype` if it is quantised."""
     if w.scales is None:
         return x.astype(w.values.dtype)
     return x.astype(w.dtype).astype(jnp.float32)

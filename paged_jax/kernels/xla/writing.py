@@ -102,7 +102,8 @@ def _set_pool_rows(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Arr
 
     if pool.shape[2] > 1:
         return flat(pool, index, new)
-    # With a single KV head, XLA's CPU backend would copy the rows back to the layout of a pool.
+    # Do not flatten on CPUs: with a single KV head, XLA would copy the rows back to the layout of a
+    # pool.
     return lax.platform_dependent(pool, index, new, cpu=whole, default=flat)
 
 

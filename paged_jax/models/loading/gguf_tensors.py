@@ -83,7 +83,7 @@ _GEMMA = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-# Names that differ, by the `model_type` of the config.
+# Names that differ from `_LAYER`, by the `model_type` of the config.
 _OTHER: Mapping[str, Mapping[str, str]] = {
     "mixtral": {
         "ffn_gate_inp": "block_sparse_moe.gate",
@@ -99,7 +99,7 @@ _OTHER: Mapping[str, Mapping[str, str]] = {
         "ffn_gate_inp": "mlp.router",
     },
 }
-# Names with their suffixes that do not follow from the table.
+# Name in GGUF and in Hugging Face, with suffixes, of a tensor that the tables do not cover.
 _SINKS = "attn_sinks.weight", "self_attn.sinks"
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?\.(weight|bias)")
 # In these models, llama.cpp reorders the rows of queries and keys.
@@ -108,7 +108,7 @@ _REORDERED = ("llama", "mixtral")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GgufTensor(QuantisedTensor):
-    """A tensor of a GGUF file, or an index of its first dimension.
+    """A tensor of a GGUF file, or the part of it at one index of its first dimension.
 
     Attributes:
       row_bytes: bytes of a row; of the whole tensor if it has one dimension.
@@ -163,7 +163,7 @@ class GgufTensor(QuantisedTensor):
         return FORMATS[self.dtype]
 
     def part(self, index: int) -> "GgufTensor":
-        """Return an index of the first dimension, such as the matrix of an expert."""
+        """Return the part at `index` of the first dimension, such as the matrix of an expert."""
         num_bytes = math.prod(self.shape[1:-1]) * self.row_bytes
         return dataclasses.replace(
             self,
@@ -207,7 +207,7 @@ class GgufTensor(QuantisedTensor):
         return data[places - first] if self.num_rotated_heads else data
 
     def _file_rows(self, rows: slice) -> np.ndarray:
-        """Return the row in the file of each of some rows.
+        """Return the index in the file of each of the given rows.
 
         llama.cpp rotates neighbours (0, 1), (2, 3) of a head where Hugging Face checkpoints rotate
         elements at a distance of half a head: row i of the first half is row 2 i of the file.
@@ -248,7 +248,7 @@ _Arrays = tuple[np.ndarray, ...]
 
 
 def _half(blocks: np.ndarray, place: int) -> np.ndarray:
-    """Return the float16 at a place of each block."""
+    """Return the float16 number at byte `place` of each block."""
     return np.ascontiguousarray(blocks[..., place : place + 2]).view("<f2")
 
 
@@ -299,7 +299,7 @@ def _read_k_scales(blocks: np.ndarray) -> _Arrays:
 
 
 def _read_q4_k(blocks: np.ndarray) -> _Arrays:
-    # 32 bytes hold two groups, and packed values hold one group in 16 bytes.
+    # In the file, 32 bytes hold two groups. Packed values hold one group in 16 bytes.
     values = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 32))
     return pack(values), *_read_k_scales(blocks)
 

@@ -268,7 +268,7 @@ def _convert(
 ) -> Iterator[tuple[str, jax.Array]]:
     """Restore parameters of layers that were saved in the other layout (stacked or separate).
 
-    One kind of parameter, such as ``qkv_proj``, is converted after the other, to save memory.
+    To save memory, one kind of parameter, such as ``qkv_proj``, is converted at a time.
     """
     outside = {name: target for name, target in targets.items() if name in stored}
     yield from _restore(path, stored, outside).items()

@@ -1,7 +1,8 @@
-"""Formats of the matrices of a model that only its ``config.json`` describes, for memory plans.
+"""Formats of the matrices of a model, guessed from its ``config.json`` for memory plans.
 
-With the weights, `paged_jax.models.loading.pretrained.read_formats` gives the exact formats. The
-config does not name the dtype of scales, so the usual dtype of each tool is assumed here.
+If the folder has weights, `paged_jax.models.loading.pretrained.read_formats` gives the exact
+formats. The config does not name the dtype of scales, so this module assumes the usual dtype of
+each tool.
 """
 
 import math

@@ -130,7 +130,7 @@ def read_formats(
 ) -> MatrixFormats | None:
     """Return the formats that the matrices of a model would have after loading.
 
-    Only headers are read, and the orders of reordered inputs.
+    Only the headers of the files are read, and the input orders of quantised matrices.
 
     Args:
       model_class: class of the model, such as `Llama`.
@@ -141,8 +141,8 @@ def read_formats(
       num_devices: number of devices that compute the model together.
 
     Returns:
-      The formats; None for those of `dtype`, if the folder has no weights. Its ``config.json`` may
-      describe quantised weights.
+      The formats. None if the folder has no weights; the matrices then have the formats of `dtype`,
+      unless ``config.json`` describes quantised weights.
     """
     if is_checkpoint(folder):
         return find_saved_formats(folder, config, dtype=dtype, dequantise=dequantise)

@@ -1,13 +1,13 @@
 """Matrices of 4-bit and 8-bit integers: compressed-tensors, AWQ, GPTQ, MLX, bitsandbytes.
 
-Int8 values are stored as they are, or in words of 32 bits. The words hold unsigned values, the
-first in the lowest bits. With values of 4 bits and 8 columns::
+Int8 values are stored one per byte, or in words of 32 bits. The words hold unsigned values, the
+first in the lowest bits. With values of 4 bits, a word holds 8 of them::
 
     compressed-tensors, MLX   [out, in / 8]    a word holds 8 inputs of an output
     GPTQ                      [in / 8, out]    a word holds 8 inputs of an output
     AWQ                       [in, out / 8]    a word holds 8 outputs of an input, in another order
 
-A weight is ``(value - zero point) * scale``, or ``value * scale + bias`` in MLX. It is kept as
+A weight is ``(value - zero point) * scale``, or ``value * scale + bias`` in MLX. In memory it is
 ``(value - centre) * scale + (centre - zero point) * scale``. Both products are exact in float32 for
 scales of 16 bits, so the sum is the same number.
 """
@@ -119,7 +119,8 @@ class BitsandbytesInt8Matrix(ModuleMatrix):
         return Groups(self.parts[".SCB"].read_raw((rows,))[:, None] / np.float32(127))
 
     def _dequantise(self, rows: slice) -> np.ndarray:
-        # bitsandbytes multiplies by SCB before it divides. The scales differ in the last bit.
+        # Multiply by SCB, then divide by 127, as bitsandbytes does. A product with SCB / 127 could
+        # differ in the last bit.
         self._finite_groups(rows)
         scales = self.parts[".SCB"].read_raw((rows,))[:, None]
         return self._read_values(rows).astype(np.float32) * scales * np.float32(1 / 127)
@@ -178,7 +179,8 @@ class IntegerMatrix(ModuleMatrix):
     def _dequantise(self, rows: slice) -> np.ndarray:
         if not self._has_zeros:
             return super()._dequantise(rows)
-        # Like the tools, subtract first. This matters for scales of float32.
+        # Subtract before multiplying, as the tools do. For float32 scales the order changes the
+        # result.
         scales = self._finite_groups(rows).scales
         numbers = self._read_unsigned(rows).astype(np.float32)
         grouped = self._layout.by_group(numbers)
@@ -436,7 +438,7 @@ class MlxMatrix(ModuleMatrix):
         scales, biases = (self.parts[end].read_raw((rows,)) for end in (".scales", ".biases"))
         if self.scheme.bits == 4:
             return Groups(scales, biases)
-        # Values of 8 bits are kept minus 128.
+        # `_read_values` subtracts 128 from values of 8 bits, so add 128 scales here.
         return Groups(scales, biases.astype(np.float32) + np.float32(128) * scales)
 
     def _dequantise(self, rows: slice) -> np.ndarray:

@@ -104,8 +104,8 @@ def _num_parts(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:
 class MatrixReader:
     """Arrays of the quantised matrices of a model, for each part of a parameter.
 
-    The values and scales of a matrix are different parameters, but are read together. The scales
-    wait here until they are asked for.
+    The values and scales of a matrix are different parameters, but are read together. This object
+    keeps the scales until `read` is called for them.
 
     Args:
       matrices: the matrices by their names in a model with separate layers.
@@ -145,7 +145,7 @@ class MatrixReader:
         return getattr(arrays, field)[..., columns]
 
     def _first(self, matrix: str) -> str:
-        """Return the name of a matrix, of the first layer if the layers are stacked."""
+        """Return the name of a matrix; if the layers are stacked, its name in the first layer."""
         scope, _, kind = matrix.rpartition(".")
         return f"layers.0.{kind}" if scope == "layers" else matrix
 

@@ -1,10 +1,10 @@
 """Base class of the readers: a matrix that several tensors of a module describe.
 
-A reader gives the stored values of some rows, and the scales and minima of their groups of inputs.
-This module brings them into the form of `WeightArrays`::
+A reader returns the values of some rows as the file stores them, and the scales and minima of their
+groups of inputs. This module converts them to the form of `WeightArrays`::
 
-    stored                                kept
-    values of columns, as the file        columns sorted by group, 4-bit values packed again
+    in the file                           in `WeightArrays`
+    values of columns, in any order       columns sorted by group, 4-bit values packed again
     scales of groups of `group_size`      scales of groups that divide the inputs evenly
 """
 
@@ -32,13 +32,14 @@ from paged_jax.models.quantisation import Scheme
 FLOATS = ("F32", "BF16", "F16")
 # Kernels read groups of at least this number of inputs. Matrices with smaller groups are expanded.
 _MIN_GROUP = 16
-_LOOKED_UP = 1 << 16  # values of a part in `look_up`
-# Factor with which the numbers of a 4-bit code become integers, for matrices that cannot be packed.
+_LOOKED_UP = 1 << 16  # values that `look_up` processes at a time
+# Codes whose numbers, multiplied by this factor, are integers. Matrices that cannot be packed are
+# stored as int8 in this way.
 _INTEGER_FACTORS = {"int4": 1, "uint4": 1, "e2m1": 2}
 
 
 class Groups(NamedTuple):
-    """Scales and minima of the stored groups of some rows.
+    """Scales and minima of some rows, by the groups of the file.
 
     Attributes:
       scales: floats ``[rows, groups]``.
@@ -50,13 +51,13 @@ class Groups(NamedTuple):
 
 
 class GroupLayout(NamedTuple):
-    """How the stored columns and groups are kept.
+    """How the columns and groups of a file become those of `WeightArrays`.
 
     Attributes:
-      stored: stored group of each input.
-      order: input of each kept column, or None for the order of the file.
-      group_size: inputs per kept group.
-      groups: stored group of each kept group.
+      stored: group of each input in the file.
+      order: input of each column of the result, or None for the order of the file.
+      group_size: inputs per group of the result.
+      groups: index in the file of each group of the result.
     """
 
     stored: np.ndarray
@@ -66,7 +67,7 @@ class GroupLayout(NamedTuple):
 
     @classmethod
     def of(cls, stored: np.ndarray) -> "GroupLayout":
-        """Return the layout with the largest kept groups, for the stored group of each input."""
+        """Return the layout with the largest groups, given the file's group of each input."""
         is_sorted = bool((np.diff(stored) >= 0).all())
         order = None if is_sorted else np.argsort(stored, kind="stable").astype(np.int32)
         kept = stored if order is None else stored[order]
@@ -75,13 +76,13 @@ class GroupLayout(NamedTuple):
         return cls(stored, order, size, kept[::size])
 
     def by_group(self, values: np.ndarray) -> np.ndarray:
-        """Return a view ``[rows, groups, size]`` of values ``[rows, in]``, if they are in order."""
+        """Return values ``[rows, in]`` as a view ``[rows, groups, size]`` if no order is set."""
         return (
             values if self.order is not None else values.reshape(len(values), -1, self.group_size)
         )
 
     def spread(self, groups: np.ndarray) -> np.ndarray:
-        """Return the values of groups in float32, for operations with the result of `by_group`."""
+        """Return numbers of groups in float32, in a shape that broadcasts with `by_group`."""
         groups = groups.astype(np.float32)
         return groups[:, self.groups, None] if self.order is None else groups[:, self.stored]
 
@@ -159,7 +160,7 @@ class ModuleMatrix(QuantisedTensor):
 
     @property
     def _group_size(self) -> int:
-        """Inputs per stored group. The last group may have less."""
+        """Inputs per group in the file. The last group may have fewer."""
         return self.scheme.block[1] or self.shape[1]
 
     @property
@@ -184,11 +185,11 @@ class ModuleMatrix(QuantisedTensor):
         return None
 
     def _read_groups(self, rows: slice) -> Groups:
-        """Read scales and minima of the stored groups of some rows."""
+        """Read the scales and minima of the file's groups for some rows."""
         raise NotImplementedError
 
     def _group_index(self) -> np.ndarray | None:
-        """Return the stored group of each input; None if groups are consecutive inputs."""
+        """Return the file's group of each input; None if groups are consecutive inputs."""
         return None
 
     @functools.cached_property
@@ -200,11 +201,11 @@ class ModuleMatrix(QuantisedTensor):
 
     @functools.cached_property
     def format(self) -> WeightFormat:
-        """Format of `read_arrays`: plain floats if no format holds the matrix."""
+        """Format of the result of `read_arrays`: plain floats if no quantised format fits."""
         layout, num_inputs = self._layout, self.shape[1]
         code, scale_dtype = self._code, self._scale_dtype
         if code in CODES and num_inputs % PACKED_INPUTS:
-            # Values that cannot be packed become integers of 8 bits.
+            # Store values that cannot be packed as integers of 8 bits.
             code = "int8" if code in _INTEGER_FACTORS else "float32"
             if _INTEGER_FACTORS.get(self._code, 1) != 1:
                 scale_dtype = "float32"
@@ -298,7 +299,7 @@ def powers_of_two(exponents: np.ndarray) -> np.ndarray:
 
 
 def look_up(table: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return ``table[values]``. A part at a time, because NumPy widens the indices."""
+    """Return ``table[values]``, computed in parts, because NumPy widens the indices to int64."""
     out = np.empty(values.shape, table.dtype)
     flat, indices = out.reshape(-1), values.reshape(-1)
     for start in range(0, flat.size, _LOOKED_UP):
@@ -308,7 +309,7 @@ def look_up(table: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def low_nibbles_first(packed: np.ndarray) -> np.ndarray:
-    """Return the 4-bit values of bytes, uint8 ``[..., 2 * n]``, the low one of each byte first."""
+    """Return the 4-bit values of bytes ``[..., n]``, uint8 ``[..., 2 * n]``, low bits first."""
     values = np.empty((*packed.shape, 2), np.uint8)
     np.bitwise_and(packed, 15, out=values[..., 0])
     np.right_shift(packed, 4, out=values[..., 1])

@@ -1,7 +1,8 @@
 """Safetensors files of a model folder: list their tensors and explain what is wrong with them.
 
 Several tensors may form a quantised matrix. To add a format, write a subclass of `ModuleMatrix` and
-add it to `READERS`. A function of `models.quantisation` gives the schemes that name it.
+add it to `READERS`. The config reader of the format in `models.quantisation` must return a `Scheme`
+that names the reader.
 """
 
 import json
@@ -211,7 +212,8 @@ def _check_count(key: str, wanted: int, found: list[int]) -> None:
 def _offsets(path: Path) -> dict[str, int]:
     """Return the position of each tensor in a valid safetensors file.
 
-    The library does not tell the positions, and cannot read 8-bit floats as NumPy arrays.
+    The safetensors library does not return the positions, and cannot read 8-bit floats as NumPy
+    arrays.
     """
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")

@@ -1,4 +1,4 @@
-"""Tensors of quantised matrices in the formats of compressed-tensors, and the config of them.
+"""Conversion of quantised matrices to the formats of compressed-tensors, with their config.
 
     format of the matrix            tensors, by the ends of their names
     int4, uint4, int8               pack-quantized: weight_packed i32 [out, in * bits / 32],
@@ -10,10 +10,10 @@
     e2m1 in groups of 16            nvfp4-pack-quantized: weight_packed, weight_scale fp8, and
                                     weight_global_scale, by which it is divided
 
-The values and scales of the model are written as they are. Minima must be integer multiples of
-their scale, which become zero points. Other formats cannot be written. Embeddings and the output
-head are written as floats, because vLLM reads no quantised ones. The experts of gpt-oss are written
-in its own form of MXFP4.
+The values and scales of the model are written unchanged. Minima are written as zero points, so each
+must be an integer multiple of its scale. Other formats cannot be written. Embeddings and the output
+head are written as floats, because vLLM cannot read them quantised. The experts of gpt-oss are
+written in the layout of its own checkpoints.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ _ADVICE = (
 
 
 class SaveError(ValueError):
-    """A quantised matrix that compressed-tensors cannot represent."""
+    """Error for a quantised matrix that compressed-tensors cannot represent."""
 
 
 class QuantisedModule(NamedTuple):
@@ -60,7 +60,8 @@ def check_can_save(formats: MatrixFormats) -> None:
     """Check that compressed-tensors has the formats of a model, apart from the values of minima.
 
     Raises:
-      SaveError: it does not have one. The message names it and says what to do.
+      SaveError: compressed-tensors lacks one of the formats. The message names it and says what to
+        do.
     """
     for format in (formats.default, *(each for _, each in formats.others)):
         if not format.is_quantised:
@@ -146,7 +147,7 @@ def _integers(name: str, arrays: WeightArrays, format: WeightFormat) -> Quantise
     if format.code not in ("int4", "uint4", "int8"):
         return None
     bits = 8 if format.code == "int8" else 4
-    # Unsigned values u stand for u - 2 ** (bits - 1), minus the zero point.
+    # Values are stored unsigned: the signed value plus 2 ** (bits - 1).
     unsigned = unpack(arrays.values) if bits == 4 else arrays.values.view(np.uint8) ^ 0x80
     tensors = {
         "weight_packed": _pack_words(unsigned, bits),
@@ -246,10 +247,10 @@ def _nvfp4(name: str, arrays: WeightArrays, format: WeightFormat) -> QuantisedMo
 
 
 def _divide_scales(scales: np.ndarray) -> tuple[np.ndarray, np.float32] | None:
-    """Return fp8 scales and a factor, so that their quotient is `scales`; None if there are none.
+    """Return fp8 scales and a factor with ``fp8_scales / factor == scales``; None if impossible.
 
-    The largest scale of a matrix is usually the largest number of fp8, but matrices that share a
-    factor have other largest scales. So all numbers of fp8 are tried for the largest scale.
+    In most files the largest fp8 scale of a matrix is the largest fp8 number. But matrices that
+    share a factor have other largest scales, so all fp8 numbers are tried for the largest scale.
     """
     largest = scales.max()
     if largest == 0:
@@ -287,7 +288,7 @@ class QuantisedWriter:
     def tensors(
         self, name: str, mappings: list[TensorMapping], dtype: np.dtype
     ) -> dict[str, np.ndarray]:
-        """Return the tensors of the file for a tensor of a matrix, by their names.
+        """Return the tensors to write instead of one tensor of a quantised matrix, by name.
 
         Args:
           name: name of the parameter with the values.
@@ -349,7 +350,7 @@ class QuantisedWriter:
 
 
 def expert_rows(array: np.ndarray, mappings: list[TensorMapping]) -> np.ndarray:
-    """Return the rows ``[X, out, columns]`` of experts in one array, as `rows_of` for matrices."""
+    """Return the rows of a tensor of all experts, ``[X, out, columns]``; see `rows_of`."""
     (mapping,) = mappings
     assert mapping.axes is not None
     split, (*row_axes, in_axis) = mapping.split_shape or mapping.shape, mapping.axes
@@ -361,7 +362,7 @@ def expert_rows(array: np.ndarray, mappings: list[TensorMapping]) -> np.ndarray:
 
 
 def rows_of(array: np.ndarray, mappings: list[TensorMapping]) -> np.ndarray:
-    """Return the rows of a tensor in one array of a parameter.
+    """Return the rows that belong to one tensor, from one array of a parameter.
 
     Args:
       array: an array of a matrix, with the rows of the parameter and any number of columns.

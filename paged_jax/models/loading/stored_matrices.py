@@ -1,4 +1,4 @@
-"""Matrices of a model, read from the tensors of its files in the format of the parameter.
+"""Reading of the matrices of a model from tensors of files, into the format of the parameter.
 
 A quantised matrix keeps the values of the file, or is expanded to floats, or is quantised while it
 is read::
@@ -33,8 +33,8 @@ from paged_jax.models.loading.stored_tensors import StoredTensor
 from paged_jax.models.loading.tensor_map import TensorMapping
 from paged_jax.models.quantise import quantise_on_host
 
-# Elements per read: 8 or 16 MB. This is little memory compared with a model, but so much that
-# opening the file for each read costs little.
+# Elements per read: 8 or 16 MB. This is little memory compared with a model, and enough to make the
+# cost of opening the file for each read small.
 READ_ELEMENTS = 1 << 22
 
 Index = tuple[slice, ...]
@@ -50,7 +50,7 @@ def is_quantised(tensor: StoredTensor) -> bool:
 def find_format(
     stored: Stored, mappings: list[TensorMapping], num_inputs: int
 ) -> WeightFormat | str:
-    """Return the format that keeps a matrix as its quantised tensors are stored.
+    """Return the format in which a matrix keeps the values of its quantised tensors.
 
     Args:
       stored: tensors of the files by name.
@@ -74,7 +74,7 @@ def find_format(
 
 
 def fit_format(format: WeightFormat, num_inputs: int, num_parts: int) -> WeightFormat | str:
-    """Return a format that fits the inputs on each device: whole groups and packed values.
+    """Return a format in which the inputs on each device are whole groups and whole packed bytes.
 
     Args:
       format: format of a quantised matrix.
@@ -104,7 +104,7 @@ def _have_same_order(tensors: Iterable[StoredTensor]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class StoredMatrix:
-    """A quantised matrix of a model, and the tensors that it is read from.
+    """A quantised matrix of a model, with the tensors of files that contain it.
 
     Attributes:
       shape: shape ``[*out, in]`` of the matrix.
@@ -141,7 +141,7 @@ class StoredMatrix:
 
     @functools.cached_property
     def _is_kept(self) -> bool:
-        """Whether the arrays of the files are converted exactly, not dequantised and rounded."""
+        """Whether the quantised values of the files are kept, not dequantised and rounded again."""
         tensors = [self.stored[mapping.tensor] for mapping in self.mappings]
         if not all(map(is_quantised, tensors)):
             return False
@@ -151,7 +151,7 @@ class StoredMatrix:
         return common_format(formats, self.shape[-1]) == self.format
 
     def _keep(self, starts: Shape, stops: Shape) -> Iterator[tuple[Index, Any, WeightArrays]]:
-        """Yield arrays of the files in the format of the parameter.
+        """Yield the arrays of the files, converted exactly to the format of the parameter.
 
         Yields:
           A part of the result, an index into this part, and the arrays that belong there.
@@ -163,7 +163,7 @@ class StoredMatrix:
                 yield place, index, convert(arrays, tensor.format, self.format)
 
     def _quantise(self, starts: Shape, stops: Shape) -> Iterator[tuple[Index, Any, WeightArrays]]:
-        """Yield floats of the files, rounded to the format, like `_keep`."""
+        """Yield the floats of the files, rounded to the format; see `_keep` for the results."""
         step = max(1, READ_ELEMENTS // math.prod(self.shape[1:]))
         for first in range(starts[0], stops[0], step):
             last = min(first + step, stops[0])
@@ -184,7 +184,7 @@ def _read_rows(
 def _read_transposed_rows(
     tensor: StoredTensor, mapping: TensorMapping, part: Index
 ) -> Iterator[tuple[Any, WeightArrays]]:
-    """Yield arrays like `_read_rows`, of a mapping with axes, one expert at a time.
+    """Yield what `_read_rows` yields, for a mapping with axes, one expert at a time.
 
     The arrays of the tensor are ``[X, out, ...]``, even if its shape is ``[X, in, out]``.
     """

@@ -28,7 +28,7 @@ _NUMPY_DTYPES = {
         "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
     }.items()
 }  # fmt: skip
-_CHECKED = 1 << 16  # floats of a part in `is_finite`
+_CHECKED = 1 << 16  # floats that `is_finite` checks at a time
 _EXPONENT_BITS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 
 
@@ -168,7 +168,7 @@ class QuantisedTensor(StoredTensor):
         return self._dequantise(rows)[(slice(None), *others)]
 
     def _dequantise(self, rows: slice) -> np.ndarray:
-        """Return rows in float32, as the tool that defines the format computes them."""
+        """Return rows in float32, with the same roundings as the tool that defines the format."""
         return dequantise(self.read_arrays(rows), self.format.code)
 
 

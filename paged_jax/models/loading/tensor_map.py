@@ -85,7 +85,7 @@ class TensorMapping:
 
     @property
     def rows(self) -> np.ndarray:
-        """Tensor row of each index of the first `num_row_axes` dimensions of the box."""
+        """Row of the tensor at each index of the first `num_row_axes` dimensions of the box."""
         shape = self.box_shape[: self.num_row_axes]
         rows = self.first_row + np.arange(math.prod(shape)).reshape(shape)
         return rows if self.row_order is None else rows[..., self.row_order]
@@ -160,7 +160,7 @@ def map_parameter(
 def map_to_available(
     config: LlamaConfig, name: str, tensors: Container[str]
 ) -> list[TensorMapping]:
-    """Return the mappings of a parameter, for the layout of experts that is available.
+    """Return the mappings of a parameter to `tensors`, in whichever layout they store experts.
 
     Args:
       config: configuration of the model.

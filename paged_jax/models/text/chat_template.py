@@ -91,7 +91,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: object,
     ) -> str:
-        """Return a chat as the text that the model was trained to continue.
+        """Return a chat as text, in the format that the model was trained on.
 
         Args:
           messages: dicts with ``"role"`` and usually ``"content"``, oldest first, or pydantic

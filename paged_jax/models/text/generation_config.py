@@ -55,7 +55,7 @@ class GenerationConfig:
     Attributes:
       path: the file that was read; None if the folder has no such file.
       eos_token_ids: tokens that end a text.
-      sampling_defaults: recommended values by the names of `SamplingParams`. They contain no
+      sampling_defaults: recommended values by the names of `SamplingParams`, without
         `DRAWING_OPTIONS` if the file does not say how to sample.
       suppress_tokens: tokens that are never generated.
       begin_suppress_tokens: tokens that must not be the first generated token.
@@ -87,7 +87,7 @@ class GenerationConfig:
 
         Args:
           given: fields that the caller has set.
-          otherwise: fields that apply, unless `given` has them, if the file does not say how to
+          otherwise: fallback for fields that `given` lacks, used if the file does not say how to
             sample.
         """
         fields = {**self.sampling_defaults, **given}

@@ -21,7 +21,7 @@ _PREFIX = "tokenizer.ggml."
 # Types of tokens in `token_type`.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece vocabularies
-# Far above any real vocabulary. Each piece is divided at each place.
+# Far above any real vocabulary. `_merges` tries every split of every token.
 _MAX_PIECE_LENGTH = 512
 # Special tokens by name, and the key of their ids.
 _NAMED = {
@@ -127,7 +127,7 @@ class _TokenizerReader:
         return backend, pre.adds_bos
 
     def _pairs(self, merges: Texts) -> list[tuple[str, str]]:
-        """Return the merges whose tokens are in the vocabulary, as llama.cpp uses no others."""
+        """Return the merges whose tokens are in the vocabulary; llama.cpp ignores the others."""
         ids = self._ids
         # A space separates two tokens, and tokens have other characters for spaces.
         pairs = [merge.partition(" ") for merge in merges]

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Maximum number of grammars kept for later requests, and maximum number of these with a source of
-# more than _LONG characters. Such a grammar can take a hundred megabytes.
+# Maximum number of grammars kept for later requests. At most _NUM_LONG of them may have a source of
+# more than _LONG characters, because such a grammar can take a hundred megabytes.
 _NUM_KEPT, _NUM_LONG, _LONG = 64, 8, 4096
 # Maximum number of characters of a form. llguidance recurses for nested rules and references, with
 # up to 500 bytes of stack per character, and aborts the process when the stack overflows.
@@ -242,7 +242,7 @@ class GrammarCursor:
         self._matcher = self._grammar.start()
 
     def follow(self, token_ids: Sequence[int], start: int) -> None:
-        """Advance over the tokens that were generated since the last call, and update `forced`.
+        """Advance over the tokens generated since the last call, and update `forced`.
 
         Args:
           token_ids: all tokens of the sequence, including the prompt.

@@ -36,7 +36,7 @@ _ANNOTATIONS = frozenset({
     "$comment", "$schema", "default", "deprecated", "description", "example", "examples",
     "readOnly", "title", "writeOnly",
 })  # fmt: skip
-# Keys that say which further properties an object may have, and keys that combine several schemas.
+# Keys that state which unnamed properties an object may have, and keys that combine schemas.
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 _JOINED = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSchemas")
 
@@ -139,7 +139,7 @@ def _closed(schema: Any) -> Any:
 
 
 def form_text(form: StructuredOutputsParams) -> str:
-    """Return the form as a regular expression, a Lark grammar or a JSON schema."""
+    """Return the source text of a form: a regular expression, a Lark grammar or a JSON schema."""
     if form.choice is not None:
         # A single terminal, because llguidance allows at most 2,000 alternatives in a rule.
         return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, form.choice))}"
@@ -217,7 +217,7 @@ def split_labels(form: StructuredOutputsParams, text: str) -> tuple[Sequence[Any
     shorter, end, num_wasted = "", 0, 0
     for match in _LABELS.finditer(text):
         start = match.end()
-        if start < end:  # inside another enum that was read already
+        if start < end:  # this match is inside an enum that was already read
             continue
         # Stop reading unions after a while: in a hostile schema with nested unions, each outer
         # union would read the inner unions again.

@@ -64,7 +64,7 @@ def add_special_tokens(
       The special tokens by name, such as ``{"bos_token": "<s>"}``.
 
     Raises:
-      TokenizerError: a token is malformed, or its id is not the stated one.
+      TokenizerError: a token is malformed, or gets another id than the files state.
       ValueError: a file is not JSON.
     """
     tokens = _read_special_tokens(folder, _with_names_of_class(backend, config))

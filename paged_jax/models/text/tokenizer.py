@@ -453,7 +453,7 @@ class Detokenizer:
         return self._hand_out(text, len(self._pending))
 
     def _settle(self, text: str) -> str:
-        """Return the final part of a text with an incomplete or invalid last character."""
+        """Return the final part of `text`, whose last character is incomplete or invalid."""
         count = len(self._pending)
         splits = [self._split(at) for at in range(1, count)]
         for head, tail in splits:

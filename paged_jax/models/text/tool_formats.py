@@ -233,7 +233,7 @@ def _divide(written: str, name: str) -> _Call | None:
 
 
 def _gap(called: str, twice: str | None, head: str) -> str | None:
-    """Return the text between the arguments of one call and the name of the next; None if unknown.
+    """Return the text from the arguments of a call to the name of the next; None if unknown.
 
     Args:
       called: a rendered chat with one call.
@@ -248,7 +248,7 @@ def _gap(called: str, twice: str | None, head: str) -> str | None:
 
 
 def _with_arguments(call: _Call) -> ToolFormat | None:
-    """Return the format of a call without the texts that depend on further calls."""
+    """Return the format of a single call; texts that depend on further calls are not set."""
     if found := _JSON.fullmatch(call.arguments):
         return ToolFormat("", call.after_name, call.after, separators=(found[2], found[1]))
     # after_name + before_key | key | after_key | value | after_value + before_key | key | after_key
@@ -278,7 +278,7 @@ def _with_arguments(call: _Call) -> ToolFormat | None:
 
 
 def _with_affixes(format: ToolFormat, gap: str | None, before: str) -> ToolFormat | None:
-    """Return the format with the texts around names and around all calls.
+    """Add to a format the texts around names and around all calls; None if not recognisable.
 
     Args:
       format: the format of the arguments of a call. All text after them is `after_arguments`.

@@ -25,7 +25,7 @@ _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 # Keys of a schema with definitions that its arguments may refer to.
 _DEFINITIONS = ("$defs", "definitions")
-# Rules for the parts of texts around calls that vary: ids of nine letters or digits, and numbers.
+# Rules for the varying parts of texts around calls: ids of nine letters or digits, and numbers.
 _HOLES = {ID: "call_id", NUMBER: "call_number"}
 _HOLE_RULES = {"call_id": "/[a-zA-Z0-9]{9}/", "call_number": "/[0-9]{1,3}/"}
 
@@ -264,7 +264,7 @@ class ToolGrammars:
     def form(
         self, write_grammar: Callable[[Sequence[Tool]], str], tools: Sequence[Tool], choice: str
     ) -> StructuredOutputsParams:
-        """Return the constraint on an answer. Its grammar is known to compile.
+        """Return the constraint on an answer, after checking that its grammar compiles.
 
         Args:
           write_grammar: function that returns the grammar for the tools with changed schemas, such
@@ -304,7 +304,7 @@ class ToolGrammars:
         asked: StructuredOutputsParams,
         tools: Sequence[Tool],
     ) -> StructuredOutputsParams:
-        """Return a form that compiles, with as much of the schemas as possible."""
+        """Return a constraint that compiles and enforces as much of the schemas as possible."""
         if _failure(self._grammars.compile, asked) is None:
             return asked
         tools = self._supported(tools)

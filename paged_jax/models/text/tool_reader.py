@@ -32,8 +32,8 @@ class ToolReader:
 
     Args:
       format: format of the calls.
-      tools: the functions of the request. Their schemas tell texts from numbers where the format
-        writes both without quotes.
+      tools: the functions of the request. If a format writes texts and numbers without quotes, the
+        schemas tell them apart.
 
     Example:
       >>> from paged_jax.models.text.tool_formats import LLAMA3
@@ -108,7 +108,7 @@ class ToolReader:
             self._place = "python"
             return []
         found = self._head.match(self._buffer)
-        # Without a text after it, a name is complete only when another character follows.
+        # If the format has no text after a name, a name is complete when another character follows.
         if found and (found.end() < len(self._buffer) or is_last or self._format.after_name):
             self._buffer = self._buffer[found.end() :]
             return self._begin(found["name"])
