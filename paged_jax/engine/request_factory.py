@@ -190,7 +190,7 @@ class RequestFactory:
             )
         if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise _error(
-                f"must be at most {MAX_STOP_TOKEN_IDS}, got {len(stop_token_ids)}.",
+                f"must have at most {MAX_STOP_TOKEN_IDS} entries, got {len(stop_token_ids)}.",
                 "stop_token_ids",
             )
         self._check_token_ids("logit_bias", bias)

@@ -17,8 +17,8 @@ from paged_jax.kernels.backend import AttentionArgs, Interpret, Pools
 from paged_jax.kernels.checks import as_arrays, as_int32, check_sharding, pool_letters
 from paged_jax.kernels.pool_format import wider_dtype
 
-# Minimum number of token reads that sharing must save to pay for a second pass, over the shared
-# blocks, of about 0.06 ms (measured on 2 CPU cores).
+# Minimum number of token reads that sharing must save. Fewer do not pay for the second pass, over
+# the shared blocks, which takes about 0.06 ms (measured on 2 CPU cores).
 _MIN_SAVED_TOKENS = 512
 
 

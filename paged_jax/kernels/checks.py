@@ -89,7 +89,9 @@ def as_arrays(function: str, **arrays: Any) -> dict[str, jax.Array]:
 
 
 def half_of_pages(function: str, kv_pages: jax.Array) -> jax.ShapeDtypeStruct:
-    """Check interleaved pages, and return the shape and dtype of the keys: ``[P, C, K, D]``.
+    """Check pages of alternating keys and values, and return the shape and dtype of the keys.
+
+    The shape is ``[P, C, K, D]``.
 
     Raises:
       ValueError: the pages do not have shape ``[P, C, 2 * K, D]``, or their dtype is neither

@@ -291,7 +291,7 @@ def _choose(
         reason = why_not(backend, problem)
         if reason is None:
             return BackendChoice(name, f"these are the kernels for {platform}")
-        reasons.append(f"{name} cannot: {reason}")
+        reasons.append(f"{name} does not support the call: {reason}")
     return BackendChoice(
         "xla", "; ".join(reasons) or f"there are no kernels of our own for {platform}"
     )
@@ -368,7 +368,9 @@ class Dispatch:
             )
         why_not = _why_not(self._requested(self.backend), self.problem)
         if why_not is not None:
-            raise NotImplementedError(f"{self.function}: {self.backend} cannot: {why_not}")
+            raise NotImplementedError(
+                f"{self.function}: {self.backend} does not support the call: {why_not}"
+            )
 
     def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
         """Run a decode or prefill; see `AttentionOps`."""

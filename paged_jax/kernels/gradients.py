@@ -122,7 +122,7 @@ def _forward(ops: AttentionOps, primals: AttentionArgs, options: Options):
         return (out, lse), _Residuals(args, out, lse, layer, None)
     if pools.is_quantised:
         raise NotImplementedError(
-            f"paged attention: pools must be floating point for a gradient in them, got "
+            f"paged attention: pools must be floating point to be differentiated, got "
             f"{pools.k.dtype}. Stop the gradient in pools and scales with jax.lax.stop_gradient."
         )
     # Keep only the layer that the call reads. Each layer of a model writes to the pools before it
@@ -152,8 +152,8 @@ def _backward(ops: AttentionOps, options: Options, residuals: _Residuals, bars):
             for pool, bar in zip(args.pools[:2], (gradients.k, gradients.v), strict=True)
         )
         pools_bar = Pools(k_bar, v_bar)
-    # None means no gradient: integers have none, nor sinks that are None, nor pools without
-    # request.
+    # None means no gradient: for integers, for sinks that are None, and for pools whose gradient is
+    # not wanted.
     args_bar: Any = AttentionArgs(gradients.q, pools_bar, None, None, None, gradients.sinks, None)  # type: ignore
     return (args_bar,)
 

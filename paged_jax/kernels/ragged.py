@@ -318,7 +318,7 @@ def _forward(ops: Dispatch, options: RaggedOptions, primals: Any):
     args = differentiable_once(_FUNCTION, args)
     if wants_pages and args.pages.dtype.itemsize == 1:
         raise NotImplementedError(
-            f"{_FUNCTION}: kv_pages must have 16 bits or more for a gradient in them, got "
+            f"{_FUNCTION}: kv_pages must have 16 bits or more to be differentiated, got "
             f"{args.pages.dtype}. Stop the gradient with jax.lax.stop_gradient."
         )
     return ops.attend_ragged(args, options), _RaggedResiduals(args, wants_pages)

@@ -404,8 +404,8 @@ def _refuse_gradient(function, primals, tangents):
     # this.
     if not isinstance(tangents[0], SymbolicZero):
         raise NotImplementedError(
-            f"{function}: the pools must be floating point for a gradient in what is written, got "
-            "quantised pools. Stop the gradient with jax.lax.stop_gradient."
+            f"{function}: the pools must be floating point to differentiate the written keys and "
+            "values, got quantised pools. Stop the gradient with jax.lax.stop_gradient."
         )
     return primals[0], tangents[0]
 

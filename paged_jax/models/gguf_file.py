@@ -270,7 +270,7 @@ class _HeaderReader:
             place += 8 + length
             if place > end:
                 raise self._error(
-                    f"must hold the {count} texts of {key}, but ends before. Fetch it again"
+                    f"must contain the {count} texts of {key}, but is too short. Fetch it again"
                 )
         self._place = place
         return Texts(data[first:place], starts, lengths)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.safetensors")
-# Formats of weights, by a pattern of their files.
+# Formats that this package cannot load, by a pattern of their file names.
 _OTHER_FORMATS = {
     "*.ggml": "weights of llama.cpp (GGML)",
     "tf_model*.h5": "weights of TensorFlow",

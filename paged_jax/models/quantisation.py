@@ -19,7 +19,7 @@ from paged_jax.models.model_folder import read_config_json, read_json
 
 # Keys of config.json that describe quantised weights. MLX writes the first one.
 QUANTISATION_KEYS = ("quantization", "quantization_config", "compression_config")
-# Files of older tools, and the method if the file does not name it.
+# Files in which older tools describe quantised weights, with the method of files that name none.
 _FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",

@@ -131,8 +131,9 @@ def quantise_on_host(w: np.ndarray, format: WeightFormat) -> WeightArrays:
     """
     size = format.group_size
     has_whole_groups = size is not None and size % PACKED_INPUTS == 0 and not format.has_order
-    # All chunks have the same shape, the last one with unused rows at its end, so that a program is
-    # compiled only once: for all matrices if each group can be a row, or for each number of inputs.
+    # All chunks have the same shape, so that a program is compiled only once. The last chunk has
+    # unused rows at its end. If each group can be a row, all matrices share the program; otherwise,
+    # all matrices with the same number of inputs share it.
     width = size if size is not None and has_whole_groups else w.shape[-1]
     rows = w.reshape(-1, width)
     out = WeightArrays(**{name: np.empty(*x) for name, x in format.shapes(rows.shape).items()})

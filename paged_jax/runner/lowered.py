@@ -122,7 +122,7 @@ def _lower(call: Call, weights: list[jax.Array], state: DecodeState) -> export.E
 
     def program(weights: list[jax.Array], leaves: list[jax.Array], args: Any) -> Any:
         state = jax.tree.unflatten(tree, leaves)
-        # Call the function inside `jit`, because a nested `jit` cannot have compiler options.
+        # Call the function that `jit` wraps: a nested `jit` cannot have compiler options.
         state, result = call.program.__wrapped__(weights, state, *args, **call.static)
         assert jax.tree.structure(state) == tree
         return jax.tree.leaves(state), result

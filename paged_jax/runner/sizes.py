@@ -14,8 +14,8 @@ SCORE_WIDTH = 128
 SWAP_WIDTH = 16
 # Blocks published per call: a call per block would cost more than padding here too.
 PUBLISH_WIDTH = 32
-# Minimum number of decode steps that a compiled program has room for. So engines with a smaller
-# `max_steps` share a program. The room takes a few KB of memory.
+# Minimum number of decode steps that a compiled program has room for. Engines with a smaller
+# `max_steps` share this program. The unused room takes a few KB of memory.
 MIN_DISPATCH_CAPACITY = 8
 
 

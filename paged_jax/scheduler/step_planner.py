@@ -78,8 +78,9 @@ class StepPlanner:
     def num_steps(self, max_steps: int, may_admit_next: bool) -> int:
         """Return the number of decode steps of the plan.
 
-        It is 1 if the next step may do something other than decode the same sequences. Otherwise it
-        is `max_steps`, limited by the longest sequence and by the tokens that grammars force.
+        It is 1 if the next step may admit a sequence, or if some running sequences do not decode
+        now. Otherwise it is `max_steps`, limited by the longest sequence and by the tokens that
+        grammars force.
 
         Args:
           max_steps: maximum number of decode steps in one plan.

@@ -280,7 +280,7 @@ class OpenAiAnswer(Answer):
             if "structured_outputs" in params:
                 raise ApiError(
                     400,
-                    "response_format must be null or text with structured_outputs.",
+                    "response_format must be null or text if structured_outputs is given.",
                     param="response_format",
                 )
             params["structured_outputs"] = _json_form(body.response_format)

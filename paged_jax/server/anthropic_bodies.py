@@ -125,7 +125,10 @@ def _system(system: str | list[dict[str, Any]] | None) -> str | None:
 
 
 def _messages(message: Mapping[str, Any], index: int) -> Iterator[JsonDict]:
-    """Yield the messages of a chat for a message, which may contain results of several calls."""
+    """Yield the chat messages for one message of the request.
+
+    Each tool result becomes a chat message. The other blocks together become one more.
+    """
     role, content = message.get("role"), message.get("content")
     place = f"messages.{index}.content"
     if role not in ("user", "assistant", "system"):

@@ -44,7 +44,9 @@ class Chat:
         is_asked = body.tool_choice not in (None, "none", "auto")
         if is_asked and not body.tools:
             raise ApiError(
-                400, "tool_choice must be null, none or auto without tools.", param="tool_choice"
+                400,
+                "tool_choice must be null, none or auto if there are no tools.",
+                param="tool_choice",
             )
         if tokenizer is None or not body.tools or body.tool_choice == "none":
             return []

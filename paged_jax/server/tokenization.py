@@ -35,7 +35,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Exactly one of prompt and messages must be given.")
     if body.tools and body.messages is None:
-        raise ApiError(400, "tools must be null with a prompt.", param="tools")
+        raise ApiError(400, "tools must be null if prompt is given.", param="tools")
     tools = template_tools(body.tools or (), tokenizer) or None
 
     def encode() -> list[int]:

@@ -112,9 +112,11 @@ def test_load_without_a_compiler_leaves_the_work_to_xla(
     # After a failure, lowered programs are not kept for later processes.
     assert library.is_any_missing() == (variable != library.SWITCH)
     choice = choose_backend(PROBLEM, "cpu")
-    assert choice.backend == "xla" and re.match("cpu cannot: " + reason, choice.reason)
+    assert choice.backend == "xla" and re.match(
+        "cpu does not support the call: " + reason, choice.reason
+    )
     batch = PagedBatch.random([3])
-    with pytest.raises(NotImplementedError, match="cpu cannot: " + reason):
+    with pytest.raises(NotImplementedError, match="cpu does not support the call: " + reason):
         batch.decode(queries((1, 2, 16)), backend="cpu", scale=0.7)
 
 

@@ -354,8 +354,8 @@ def test_refusal_names_gpus_before_ampere() -> None:
         choice = choose_backend(problem(), "cuda")
         assert choice.backend == "xla"
         assert choice.reason == (
-            "triton cannot: XLA compiles Triton for compute capability 8.0 and later only, and "
-            "Tesla T4 has 7.5"
+            "triton does not support the call: XLA compiles Triton for compute capability 8.0 and "
+            "later only, and Tesla T4 has 7.5"
         )
         # The interpreter needs no GPU.
         assert refusal(problem(), interpret=True) is None

@@ -66,7 +66,10 @@ def test_choose_backend_takes_the_first_backend_that_supports_the_problem(monkey
     assert choose_backend(problem("float32"), "cuda").backend == "triton"
     neither = choose_backend(problem("float64"), "cuda")
     assert neither.backend == "xla"
-    assert neither.reason.startswith("first cannot: it takes bfloat16 only; triton cannot: ")
+    assert neither.reason.startswith(
+        "first does not support the call: it takes bfloat16 only; "
+        "triton does not support the call: "
+    )
 
 
 def test_paged_write_with_unsupported_triton_is_an_error():
@@ -75,7 +78,9 @@ def test_paged_write_with_unsupported_triton_is_an_error():
     write = functools.partial(
         paged_write, pool, pool, new, new, 0 * places, places, k_scale=scale, v_scale=scale
     )
-    with pytest.raises(NotImplementedError, match="triton cannot: it writes bytes in pairs"):
+    with pytest.raises(
+        NotImplementedError, match="triton does not support the call: it writes bytes in pairs"
+    ):
         write(backend="triton")
     assert write().k_scale[0, 0, 0].tolist() == [1, 1, 0, 0]
 

@@ -153,7 +153,7 @@ _HUGE = 2**63
         ),
         (
             header(num_entries=1, rest=entry("k", _ARRAY, struct.pack("<IQQ", _STRING, 1, 2**62))),
-            "must hold the 1 texts of k, but ends before",
+            "must contain the 1 texts of k, but is too short",
         ),
         (
             header(num_entries=1, rest=entry("k", _ARRAY, struct.pack("<IQ", _U32, 2**61))),

@@ -534,7 +534,7 @@ def test_tensors_that_contradict_the_config_are_rejected(tmp_path) -> None:
     other["config_groups"]["group_0"]["targets"] = ["re:.*up_proj"]
     with pytest.raises(WeightsError, match=f"does not describe {MODULE}"):
         read(tmp_path, other)
-    with pytest.raises(WeightsError, match="qweight is missing, a tensor of gptq"):
+    with pytest.raises(WeightsError, match="qweight is missing, but gptq requires it"):
         read(tmp_path, gptq()[0])
     write(tmp_path, {"weight": np.zeros((OUT, IN), np.float32)})
     with pytest.raises(WeightsError, match="describes quantised weights, but no tensor is"):

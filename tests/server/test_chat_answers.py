@@ -232,7 +232,7 @@ def test_pydantic_ai_receives_objects_by_tools(server) -> None:
         (
             {"tool_choice": "required", "tools": []},
             "tool_choice",
-            "tool_choice must be null, none or auto without tools.",
+            "tool_choice must be null, none or auto if there are no tools.",
         ),
         (
             {"tool_choice": {"type": "function", "function": {"name": "x"}}},

@@ -191,7 +191,7 @@ def test_tools_of_other_types_are_skipped(client) -> None:
             "input.0.content.0",
             "must be text, got input_image",
         ),
-        ({"tool_choice": "required"}, "tool_choice", "without tools"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"tool_choice": "any"}, "tool_choice", 'must be "none", "auto", "required"'),
         ({"input": "word " * 2000}, "input", "This model's maximum context length"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "must have a schema"),

@@ -169,7 +169,7 @@ def test_structured_outputs_accept_all_forms_of_vllm(server, form, texts) -> Non
         (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
             "response_format",
-            "response_format must be null or text with structured_outputs.",
+            "response_format must be null or text if structured_outputs is given.",
         ),
     ],
 )

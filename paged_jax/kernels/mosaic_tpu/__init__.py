@@ -80,9 +80,9 @@ class MosaicTpu:
         """Attend to a ragged batch, with JAX's own kernel."""
         if self.interpret:
             raise NotImplementedError(
-                "ragged_paged_attention: JAX's kernel for TPUs must be compiled, got interpret: "
-                "Pallas' interpreter lacks operations of it. Interpret 'triton', or compile for a "
-                "TPU."
+                "ragged_paged_attention: interpret must be False with JAX's kernel for TPUs, got "
+                "True: Pallas' interpreter lacks operations of the kernel. Interpret 'triton', or "
+                "compile for a TPU."
             )
         return jax_kernels.attend_ragged(args, options)
 

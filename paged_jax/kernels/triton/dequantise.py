@@ -358,9 +358,9 @@ def _compiled(
 ) -> jax.Array:
     code, dtype = format.weight.code, jnp.dtype(format.dtype)
     kind = _HALVES[dtype.name]
-    if code == "uint4":  # the numbers of the PTX are lower by 8
+    if code == "uint4":  # The PTX returns the value minus 8.
         low = scale * 8 if low is None else low + scale * 8
-    if code == "e2m1":  # the numbers of the PTX are twice as large
+    if code == "e2m1":  # The PTX returns twice the value.
         scale = scale * 0.5
     operands = [scale] if low is None else [scale, low]
     if code in CODES:

@@ -147,7 +147,7 @@ def choose_tiling(num_rows: int, w: Weight) -> QuantisedTiling:
     num_outputs, num_inputs = w.shape
     generation = tuning.device().compute_capability[0]
     rows = max(8, min(pl.next_power_of_2(num_rows), _MAX_TILE_ROWS))
-    # Four program instances on each SM.
+    # Split the inputs into enough parts for four program instances on each SM.
     wanted = 4 * tuning.device().num_cores // pl.cdiv(num_outputs, _PART_OUTPUTS)
     parts = max(1, min(wanted, num_inputs // _PART_INPUTS, _MAX_PARTS))
     outputs, inputs, *launch = choose_shape(rows, num_inputs, w.format)

@@ -296,12 +296,12 @@ def start_softmax(
     return OnlineSoftmax(peak, (sinks > -jnp.inf).astype(jnp.float32), out, unit)
 
 
-# log2 of the largest softmax weight in float16. This keeps operands below 65504, the largest
-# float16 number: weights are at most 2**12, a value's scale adds a factor of up to 2 (relative to
-# the unit), and rounding errors of scores up to 2**25 add a factor of up to 4.
+# log2 of the largest softmax weight in float16. Operands stay below 65504, the largest float16
+# number: weights are at most 2**12, the scale of a value (relative to the unit) multiplies them by
+# up to 2, and rounding errors of scores up to 2**25 multiply them by up to 4.
 # In `weigh_exactly` a weight is the sum of two float16 numbers. Its error is at most 2**-23 of its
-# value, or 2**-37 of the largest weight if that is more, times the largest scale so far. 131,072
-# errors of 2**-37 add up to 2**-20.
+# value, or 2**-37 of the largest weight if that is more. The largest scale so far multiplies the
+# error. The sum of 131,072 errors of 2**-37 is 2**-20.
 _LIFT = 12.0
 
 

@@ -224,8 +224,8 @@ class GgufTensor(QuantisedTensor):
         """Return consecutive rows of the file, uint8 ``[stop - start, row_bytes]``."""
         count = (stop - start) * self.row_bytes
         try:
-            # Pages of a mapping would count as memory in use, and a mapped file that becomes
-            # shorter ends the process.
+            # Read instead of mapping the file: pages of a mapping count as memory in use, and the
+            # process ends if a mapped file becomes shorter.
             offset = self.offset + start * self.row_bytes
             data = np.fromfile(self.path, np.uint8, count, offset=offset)
         except OSError as error:
@@ -242,8 +242,9 @@ def _as_floats(data: np.ndarray, kind: str) -> np.ndarray:
     return floats.view(jnp.bfloat16) if kind == "BF16" else floats
 
 
-# The readers of blocks take uint8 ``[rows, blocks, block_bytes]``, and return the values and scales
-# of `WeightArrays`, with any shape behind the first dimension.
+# Each function `_read_*` decodes the blocks of one format. It takes uint8 ``[rows, blocks,
+# block_bytes]``, and returns the values and scales of `WeightArrays`. The first dimension of each
+# result is `rows`.
 _Arrays = tuple[np.ndarray, ...]
 
 

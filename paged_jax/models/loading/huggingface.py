@@ -319,9 +319,9 @@ def _check_tensors(
 
 
 def _is_redundant(name: str, tensor: StoredTensor, config: LlamaConfig) -> bool:
-    # Older transformers stored the rotary frequencies, and some tools store a tied head. Such a
-    # head equals the embeddings, or `untie_if_different` has changed the config. Old versions of
-    # AutoGPTQ stored a bias of zeros for each matrix.
+    # Old versions of AutoGPTQ stored a bias of zeros for each matrix. Older transformers stored the
+    # rotary frequencies. Some tools store a tied head: if the config still says that the head is
+    # tied, it equals the embeddings, because `untie_if_different` changes the config otherwise.
     if name.endswith(".bias") and tensor.is_floating:
         return not tensor.read((), np.dtype(np.float32)).any()
     return name.endswith(_ROTARY_BUFFERS) or (config.tie_word_embeddings and name == HEAD)

@@ -55,7 +55,7 @@ _FORMATS: Mapping[str, Callable[[Scheme], WeightFormat]] = {
     "mlx": _mlx,
     "mlx-mxfp4": lambda scheme: _MXFP4,
 }
-# Schemes that also describe embeddings and the output head.
+# Schemes that also quantise embeddings and the output head.
 _OF_EMBEDDINGS = ("mlx", "mlx-mxfp4")
 
 

@@ -274,8 +274,8 @@ class BitsandbytesMatrix(ModuleMatrix):
         has_nested = {".weight.nested_absmax", ".weight.nested_quant_map"} <= self.parts.keys()
         if has_nested != (nested is not None):
             raise WeightsError(
-                f"load_weights: {self.name} must have nested_absmax and nested_quant_map exactly "
-                "if its quant_state has a nested_blocksize."
+                f"load_weights: {self.name} must have nested_absmax and nested_quant_map if "
+                "and only if its quant_state has a nested_blocksize."
             )
         if nested is not None:
             self._check_part(".weight.nested_absmax", ("F32",), (math.ceil(blocks / nested),))

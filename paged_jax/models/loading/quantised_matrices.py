@@ -1,4 +1,4 @@
-"""Formats and arrays of the quantised matrices of a model that is read from files."""
+"""Quantised matrices of a model that is loaded from files: choice of formats, and their arrays."""
 
 import dataclasses
 import warnings

@@ -110,7 +110,8 @@ class ModuleMatrix(QuantisedTensor):
     parts: Mapping[str, StoredTensor]
     scheme: Scheme
 
-    # Ends of the names of tensors, and the end of the name of the matrix.
+    # Tensors are named after the module plus one of the endings in `required` and `optional`. The
+    # matrix is named after the module plus `result`.
     required: ClassVar[tuple[str, ...]]
     optional: ClassVar[tuple[str, ...]] = ()
     result: ClassVar[str] = ".weight"
@@ -128,7 +129,7 @@ class ModuleMatrix(QuantisedTensor):
         for end in cls.required:
             if end not in parts:
                 raise WeightsError(
-                    f"load_weights: {module + end} is missing, a tensor of {scheme.reader}."
+                    f"load_weights: {module + end} is missing, but {scheme.reader} requires it."
                 )
         for end in parts:
             if end not in cls.required + cls.optional:

@@ -68,11 +68,13 @@ def check_can_save(formats: MatrixFormats) -> None:
             continue
         if format.has_order:
             raise SaveError(
-                f"save_weights: compressed-tensors has no order of inputs, got {format.code} with "
-                f"one. {_ADVICE}"
+                "save_weights: compressed-tensors does not support an order of inputs, got "
+                f"{format.code} with one. {_ADVICE}"
             )
         if format.code in ("nf4", "fp4"):
-            raise SaveError(f"save_weights: compressed-tensors has no {format.code}. {_ADVICE}")
+            raise SaveError(
+                f"save_weights: compressed-tensors does not support {format.code}. {_ADVICE}"
+            )
 
 
 def quantised_module(name: str, arrays: WeightArrays, format: WeightFormat) -> QuantisedModule:

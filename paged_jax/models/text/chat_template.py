@@ -28,7 +28,8 @@ _ROLE_PROBE = "probed text"
 # Mark at the end of a message that the model continues. It keeps templates from trimming the text.
 _CUT = "\N{SNOWMAN}cut here\N{SNOWMAN}"
 _USER, _ASSISTANT = ({"role": role, "content": "Probe."} for role in ("user", "assistant"))
-# Roles that are not checked: templates write user and assistant, and `tool_support` covers tools.
+# Roles that are not checked: all templates support user and assistant, and `tool_support` checks
+# tool.
 _PLAIN_ROLES = ("user", "assistant", "tool")
 
 

@@ -207,7 +207,8 @@ def _find_format(text: str, called: str, twice: str | None) -> ToolFormat | None
         return None
     after = one.after.removesuffix(tail)
     if after == one.after and tail.strip():
-        # The end of the message differs: a special token stands there instead.
+        # The probe did not end as the template ends other messages: a special token may stand at
+        # its end instead.
         after = re.sub(r"\s*<[^<>]+>\s*$", "", one.after)
         end = one.after[len(after) :]
         if not _END.fullmatch(end):
@@ -287,7 +288,8 @@ def _with_affixes(format: ToolFormat, gap: str | None, before: str) -> ToolForma
     """
     before = before.lstrip()
     if gap is None:
-        # Only a call that is marked, or that is JSON at the start of an answer, can be recognised.
+        # The template writes one call per message. A call is recognised only by a mark before it,
+        # or as JSON at the start of an answer.
         found = replace(format, before_name=before)
     else:
         gap = gap.removeprefix(format.after_value)
