@@ -148,7 +148,7 @@ class Footprint(NamedTuple):
         return self.groups[0].max_blocks
 
     def group_sizes(self, num_blocks: int) -> tuple[int, ...]:
-        """Return the number of blocks of each group if the first has `num_blocks`."""
+        """Return the number of blocks of each group of layers if the first has `num_blocks`."""
         others = (min(num_blocks, group.max_blocks) for group in self.groups[1:])
         return num_blocks, *others
 

@@ -340,7 +340,7 @@ class TensorParallel:
 
     @property
     def _mesh_of_heads(self) -> Mesh:
-        """Mesh with the axes heads and copies. Devices of a row have copies of the same head."""
+        """The devices as a mesh ``(heads, copies)``. Devices of a row store the same KV head."""
         devices = np.asarray(self.mesh.devices).reshape(-1, self._num_copies)
         return Mesh(devices, ("heads", "copies"), axis_types=(AxisType.Auto,) * 2)
 

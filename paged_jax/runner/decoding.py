@@ -218,8 +218,8 @@ def verify_steps(
     with_top = jnp.asarray(with_top, jnp.bool_)
     first = _Batch.take(state, slots, T + 1, num_top)
     starts = first.lengths
-    # At most max_lengths - starts - 2 drafts are useful: starts + 1 tokens are known, and the model
-    # draws one token more than there are confirmed drafts.
+    # A sequence with max_lengths tokens is complete. starts + 1 tokens are known, and the model
+    # draws one token after the confirmed drafts. So max_lengths - starts - 2 drafts are enough.
     num_drafts = jnp.clip(num_drafts, 0, jnp.clip(first.max_lengths - starts - 2, 0, T))
     fed = jnp.concatenate([first.token_ids[:, None], drafts.astype(jnp.int32)], axis=1)
     logits, cache, ok = model.score(state.cache, fed, slots, num_drafts + 1, backend=backend)

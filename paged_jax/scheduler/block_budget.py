@@ -127,7 +127,7 @@ class BlockBudget:
         return num_blocks_needed(num_tokens, self.block_size)
 
     def num_shared(self, num_tokens: int) -> int:
-        """Return the number of blocks that slots with `num_tokens` equal first tokens share."""
+        """Return the number of blocks that slots share if their first `num_tokens` are equal."""
         return num_tokens // self.block_size
 
     def num_in_row(self, num_tokens: int, program_start: int) -> int:

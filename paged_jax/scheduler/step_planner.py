@@ -108,7 +108,7 @@ class StepPlanner:
             self._add_forks(sequence)
 
     def add_chunks(self) -> None:
-        """Prefill all other running sequences, the most senior first."""
+        """Prefill all running sequences that do not decode yet, the most senior first."""
         for sequence in self._queue.running:
             if sequence.num_prefill or not sequence.draws_tokens:
                 self.add_chunk(sequence)

@@ -144,7 +144,7 @@ class ChatAnswer(OpenAiAnswer):
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
     ) -> list[JsonDict]:
-        """Return an event for each sample with new tokens or a finish reason."""
+        """Return one event per new part of a sample: its new text, its finish reason, or both."""
         return [self._next_chunk(output, each) for each in deltas]
 
     def _next_chunk(self, output: RequestOutput, delta: SampleDelta) -> JsonDict:

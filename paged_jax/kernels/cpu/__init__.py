@@ -89,7 +89,7 @@ def _attend(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
 
 @dataclass(frozen=True)
 class _PlainAttention:
-    """The same attention in plain JAX. It takes the operands of the kernel."""
+    """Equivalent of the attention kernel in plain JAX. A call takes the operands of the kernel."""
 
     op: Literal["decode", "prefill"]
     options: Options
@@ -213,7 +213,7 @@ def _plain_sum_rows(x: jax.Array, ones: WeightArrays) -> list[jax.Array]:
 
 @dataclass(frozen=True)
 class _PlainLinear:
-    """The same matmul in plain JAX. It takes `x` and the arrays of a weight."""
+    """Equivalent of the matmul kernel in plain JAX. A call takes `x` and the arrays of a weight."""
 
     dtype: Any
     code: str | None

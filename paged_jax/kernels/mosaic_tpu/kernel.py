@@ -115,7 +115,7 @@ class SoftmaxRefs(NamedTuple):
 
 
 class _Scalars(NamedTuple):
-    """Refs in scalar memory."""
+    """Refs of the kernel's arguments in scalar memory."""
 
     layer: Any  # i32 [1]
     block_tables: Any  # i32 [B * M]
@@ -284,7 +284,7 @@ def _copy_tile(
 
 
 def _begin(softmax: SoftmaxRefs, sinks_ref) -> None:
-    """Initialise the softmax. A sink counts as a score without a value."""
+    """Initialise the softmax. A sink adds to the sum of weights, but not to the output."""
     softmax.out[...] = jnp.zeros_like(softmax.out)
     if sinks_ref is None:
         softmax.peak[...] = jnp.full_like(softmax.peak, _LEAST_PEAK)

@@ -219,7 +219,7 @@ _EXPONENT, _LEAST, _GREATEST = (
 
 
 def _exponent(x: jax.Array) -> jax.Array:
-    """Return the exponent bits of f32 numbers, as i32, which are ordered like the magnitudes."""
+    """Return the exponent bits of f32 numbers as i32. They never decrease with the magnitude."""
     return lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(_EXPONENT)
 
 

@@ -123,7 +123,7 @@ def _multiply_on_gpu(x: jax.Array, w: WeightArrays, code: str) -> jax.Array:
 
 
 def _multiply_on_cpu(x: jax.Array, w: WeightArrays, code: str) -> jax.Array:
-    """Multiply rows by a quantised weight on CPUs, in float32."""
+    """Multiply rows by a quantised weight on CPUs, which compute in float32."""
     is_one_row, x = math.prod(x.shape[:-1]) == 1, x.astype(jnp.float32)
     product = _multiply_sum if is_one_row else _matmul
     if is_one_row and code == "int8" and _has_row_scales(w, code):
@@ -166,7 +166,7 @@ def _multiply_in_tiles(
         return multiply(x, w)
     bits = jax.tree.map(as_bits, w)
 
-    @jax.checkpoint  # the backward pass converts each tile again, so that it keeps none
+    @jax.checkpoint  # keep no converted tile for the backward pass, which converts them again
     def step(x: jax.Array, start: jax.Array) -> jax.Array:
         part = jax.tree.map(lambda y: lax.dynamic_slice_in_dim(y, start, tile), bits)
         return multiply(x, jax.tree.map(lambda y, z: from_bits(y, z.dtype), part, w))

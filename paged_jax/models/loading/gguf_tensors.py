@@ -159,7 +159,7 @@ class GgufTensor(QuantisedTensor):
 
     @property
     def format(self) -> WeightFormat:
-        """Format of `read_arrays`."""
+        """Format of the arrays that `read_arrays` returns."""
         return FORMATS[self.dtype]
 
     def part(self, index: int) -> "GgufTensor":

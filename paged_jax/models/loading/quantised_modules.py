@@ -82,7 +82,14 @@ class GroupLayout(NamedTuple):
         )
 
     def spread(self, groups: np.ndarray) -> np.ndarray:
-        """Return numbers of groups in float32, in a shape that broadcasts with `by_group`."""
+        """Return float32 numbers, one per group in the file, for operations with `by_group`.
+
+        Args:
+          groups: ``[rows, groups]`` in the order of the file.
+
+        Returns:
+          An array whose shape broadcasts with the result of `by_group`.
+        """
         groups = groups.astype(np.float32)
         return groups[:, self.groups, None] if self.order is None else groups[:, self.stored]
 

@@ -82,8 +82,8 @@ def fit_format(format: WeightFormat, num_inputs: int, num_parts: int) -> WeightF
       num_parts: number of devices over which the inputs are divided.
 
     Returns:
-      The format, with smaller groups or wider values if necessary, or a phrase that says why there
-      is none.
+      The format, with smaller groups or wider values if necessary. If no format is possible, the
+      reason as a str.
     """
     if format.has_order and num_parts > 1:
         return f"its reordered inputs cannot be divided over {num_parts} devices"
