@@ -4,7 +4,7 @@ Prompt lookup (Saxena, 2023): text often repeats earlier text, above all in summ
 code. The lookup needs no draft model. A wrong draft costs only its part of a verification pass.
 """
 
-from collections.abc import Sequence as Row
+from collections.abc import Sequence as Items
 
 from paged_jax.scheduler.request import Sequence
 
@@ -30,7 +30,7 @@ class NgramIndex:
         # sequence, without a next token, do not count.
         self._after: dict[tuple[int, ...], int] = {}
 
-    def extend(self, token_ids: Row[int]) -> None:
+    def extend(self, token_ids: Items[int]) -> None:
         """Add the new tokens of a sequence that continues all tokens added before."""
         start = len(self._token_ids)
         self._token_ids.extend(token_ids[start:])
@@ -60,7 +60,7 @@ class Drafter:
         self._max_drafts = max_drafts
         self._indices: dict[Sequence, NgramIndex] = {}
 
-    def drafts(self, sequences: Row[Sequence], max_tokens: int) -> list[list[int]] | None:
+    def drafts(self, sequences: Items[Sequence], max_tokens: int) -> list[list[int]] | None:
         """Draft the next tokens of each sequence.
 
         Args:

@@ -42,8 +42,7 @@ class Engine:
       tokenizer: the tokenizer; None if there is none.
       config: the configuration of the model.
       generation_config: sampling defaults that come with the model, see `GenerationConfig`.
-      eos_token_ids, token_bias: token ids that end a sequence, and biases that apply to every
-        request.
+      eos_token_ids, token_bias: token ids that end a sequence; biases for every request.
       num_blocks: P, number of blocks in the pool of the first group of layers.
       block_size, max_num_seqs, enable_prefix_caching: see `EngineConfig`.
       max_model_len: maximum number of tokens in a sequence, prompt included.
@@ -246,9 +245,8 @@ class Engine:
     def follow(self) -> None:
         """Run the programs that process 0 sends until its engine ends.
 
-        If the devices belong to several processes, each process creates the engine with the same
-        arguments. Process 0 accepts requests, and all others call `follow`. See
-        `paged_jax.distributed`.
+        If the devices belong to several processes, each creates the engine with the same arguments.
+        Process 0 accepts requests; all others call `follow`. See `paged_jax.distributed`.
 
         Raises:
           RuntimeError: this process is process 0, or has all devices of the engine.
@@ -286,23 +284,21 @@ class Engine:
     def update_params(self, params: Llama | Any, *, mapping: NameMap | None = None) -> None:
         """Replace the weights, for example after a training step.
 
-        A program, compiled by the first call, copies the new weights into the memory of the old
-        weights. The old arrays are deleted, unless the caller passed them to the constructor as a
-        `Llama`. So the engine never holds two copies of its weights. The prefix cache is emptied.
-        Unfinished requests keep their tokens; their KV is computed again with the new weights.
+        A program, compiled by the first call, copies the new weights into the memory of the old,
+        so the engine never holds two copies. The old arrays are deleted, unless the caller passed
+        them to the constructor as a `Llama`. The prefix cache is emptied. Unfinished requests keep
+        their tokens, and their KV is computed again with the new weights.
 
         Args:
-          params: a `Llama`, its ``nnx.state``, or a list of the leaves of that state in order.
-            Structure and shapes must be those of the engine's model. With a `mapping`, the
-            parameters of another implementation of the same model: a module, its state, or a tree
-            of arrays. Arrays may be on other devices. They are converted to the dtypes and
-            shardings of the old weights.
+          params: a `Llama`, its ``nnx.state``, or a list of the leaves of that state in order, with
+            the structure and shapes of the engine's model. With a `mapping`, the parameters of
+            another implementation of the same model: a module, its state, or a tree of arrays.
+            Arrays are converted to the devices, dtypes and shardings of the old weights.
           mapping: Hugging Face name of each array, by the dotted path of the array in `params`. A
-            ``*`` stands for the number of a layer: ``{"layers.*.norm1.w":
-            "model.layers.*.input_layernorm.weight"}``. If only the Hugging Face name has a ``*``,
-            the array stacks all layers. A value ``(name, axes)`` transposes the array first. An
-            array may have an axis split in two: ``[H, D, E]`` instead of ``[H * D, E]``. Arrays
-            without an entry must have their Hugging Face names.
+            ``*`` is a layer number: ``{"layers.*.norm": "model.layers.*.input_layernorm.weight"}``.
+            If only the Hugging Face name has a ``*``, the array stacks all layers. A value ``(name,
+            axes)`` transposes the array first. An axis may be split in two: ``[H, D, E]`` instead
+            of ``[H * D, E]``. Arrays without an entry must have their Hugging Face names.
 
         Raises:
           ValueError: structure, names or shapes differ. The old weights are then unchanged.
@@ -359,8 +355,7 @@ class Engine:
 
         Args:
           level: 1 keeps the weights in host memory. 2 drops them, and `update_params` must provide
-            new weights. If the engine was created from a `Llama`, the arrays of this `Llama` are
-            not freed.
+            new weights. If the engine was created from a `Llama`, its arrays are not freed.
 
         Raises:
           ValueError: the level is neither 1 nor 2.
@@ -458,8 +453,7 @@ class Engine:
     def cache_use(self) -> float:
         """The fraction of blocks that requests hold, 0 to 1, without blocks that are only cached.
 
-        Reading it does not wait for the device. While a step is queued ahead, it is the value of
-        the last completed step.
+        It does not wait for the device: while a step is queued, it describes the step before.
         """
         return self.core.num_used_blocks() / self.num_blocks
 
@@ -467,8 +461,7 @@ class Engine:
     def cache_groups(self) -> list[GroupUse]:
         """Blocks of each group of layers that keep the same tokens, the largest group first.
 
-        Reading it does not wait, see `cache_use`. There is one group unless the layers' windows
-        differ.
+        It does not wait, see `cache_use`. There is one group unless the layers' windows differ.
         """
         return self.core.group_use()
 

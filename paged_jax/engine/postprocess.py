@@ -15,7 +15,7 @@ from paged_jax.scheduler.request import Request, Sequence
 from paged_jax.scheduler.step_plan import StepPlan
 
 
-class Row(NamedTuple):
+class RowTokens(NamedTuple):
     """Tokens of a sequence in a step.
 
     Attributes:
@@ -32,13 +32,13 @@ class Row(NamedTuple):
     draws: Draws
 
 
-def rows_of(tokens: StepTokens) -> list[Row]:
+def rows_of(tokens: StepTokens) -> list[RowTokens]:
     """Return the rows of a step in Python numbers, which are faster than NumPy scalars."""
     draws = tokens.draws
     parts = (draws.token_ids.T, draws.logprobs.T, tokens.num_new)
     rows = zip(*(part.tolist() for part in parts), strict=True)
     return [
-        Row(token_ids[:count], logprobs[:count], index, draws)
+        RowTokens(token_ids[:count], logprobs[:count], index, draws)
         for index, (token_ids, logprobs, count) in enumerate(rows)
     ]
 
@@ -99,7 +99,7 @@ class Postprocessor:
             self._requests.remove(request)
         return list(touched)
 
-    def take_row(self, sequence: Sequence, row: Row, now: float) -> None:
+    def take_row(self, sequence: Sequence, row: RowTokens, now: float) -> None:
         """Append a row of tokens to a sequence, and finish the sequence if it stops."""
         request = sequence.request
         if sequence.is_finished:
@@ -126,7 +126,7 @@ class Postprocessor:
         if sequence.is_finished:
             self._requests.finish(sequence)
 
-    def append_tokens(self, sequence: Sequence, row: Row) -> int:
+    def append_tokens(self, sequence: Sequence, row: RowTokens) -> int:
         """Append the tokens of a row to a sequence until it stops.
 
         Returns:

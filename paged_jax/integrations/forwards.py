@@ -22,7 +22,7 @@ _THETAS = (10_000.0, 500_000.0, 1_000_000.0)
 _EPSILONS = (1e-6, 1e-5)
 
 
-class Comparison(NamedTuple):
+class ForwardComparison(NamedTuple):
     """Difference between two forward passes.
 
     Attributes:
@@ -45,7 +45,7 @@ def compare_forwards(
     token_ids: jax.Array,
     *,
     tolerance: float = 1e-3,
-) -> Comparison:
+) -> ForwardComparison:
     """Compare a model with another forward pass that uses the same weights.
 
     If they differ, common values of the base of the rotary embedding and of the epsilon of the
@@ -80,15 +80,15 @@ def compare_forwards(
     ours = np.asarray(jax.jit(token_logprobs)(model, token_ids))
     largest = float(np.max(np.abs(ours - theirs)))
     if largest <= tolerance:
-        return Comparison(largest, True, "Both compute the same values.", model.config)
+        return ForwardComparison(largest, True, "Both compute the same values.", model.config)
     for name, value in _variations(model.config):
         config = dataclasses.replace(model.config, **{name: value})
         varied = np.asarray(jax.jit(token_logprobs)(_with_config(model, config), token_ids))
         if float(np.max(np.abs(varied - theirs))) <= tolerance:
             own = getattr(model.config, name)
             why = f"The other forward pass uses {name} = {value:g}, but the config has {own:g}."
-            return Comparison(largest, False, why, config)
-    return Comparison(largest, False, _where(np.abs(ours - theirs), tolerance), None)
+            return ForwardComparison(largest, False, why, config)
+    return ForwardComparison(largest, False, _where(np.abs(ours - theirs), tolerance), None)
 
 
 def token_logprobs(model: Llama, token_ids: jax.Array, temperature: float = 1.0) -> jax.Array:

@@ -20,7 +20,7 @@ from tunix.generate import tokenizer_adapter  # pyright: ignore[reportMissingImp
 from tunix.rl import common  # pyright: ignore[reportMissingImports]
 from tunix.rl.rollout import base_rollout  # pyright: ignore[reportMissingImports]
 
-from paged_jax.integrations.forwards import Comparison, compare_forwards, token_logprobs
+from paged_jax.integrations.forwards import ForwardComparison, compare_forwards, token_logprobs
 from paged_jax.llm import LLM
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
@@ -169,7 +169,7 @@ class PagedRollout(base_rollout.BaseRollout):
         del self.llm  # free its memory before the next engine is built
         self.llm = _make_engine(self.comparison.config, rollout_actor, mapping, mesh, options)
 
-    def _compare(self, actor: nnx.Module, tolerance: float) -> Comparison:
+    def _compare(self, actor: nnx.Module, tolerance: float) -> ForwardComparison:
         special = {self.pad_id(), self.eos_id()}
         plain = [i for i in range(self.llm.config.vocab_size) if i not in special]
         drawn = np.random.default_rng(0).choice(plain, (2, _NUM_COMPARED))

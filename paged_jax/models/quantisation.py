@@ -1,9 +1,8 @@
 """Reader of a checkpoint's quantisation config: which modules are quantised, in which formats.
 
-Most checkpoints describe their quantisation in ``config.json`` (`quantization_config`), some in a
-separate file. An entry that changes the weights is either read, or rejected with an error that
-names it. Quantisation of activations is accepted and not applied: matmuls use unquantised
-activations.
+Most checkpoints describe it in ``config.json`` (`quantization_config`), others in a separate file.
+An entry that changes the weights is either read, or rejected with an error that names it.
+Quantisation of activations is accepted and not applied: matmuls use unquantised activations.
 """
 
 import dataclasses

@@ -233,8 +233,8 @@ def _kept_by_yarn(rope: Rope, scaling: RopeScaling) -> np.ndarray:
     first, last = find_pair(scaling.beta_fast), find_pair(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    # As in the reference YaRN code, the upper bound counts elements although there are only half
-    # as many pairs.
+    # Limit `last` to the number of elements, although it is the index of a pair and there are only
+    # half as many pairs: the reference YaRN code does so too.
     first, last = max(first, 0), min(last, rope.rotary_dim - 1)
     if first == last:
         last += 0.001

@@ -148,7 +148,7 @@ def assign(state: DecodeState, assignments: list[Assignment]) -> DecodeState:
     # Prepare all rows before the first write. On CPUs, the call of a small program blocks until
     # running programs have ended, so do the host's work first, while they run.
     rows = [_row(state, each) for each in assignments]
-    parts = _Parts(
+    parts = _AssignedArrays(
         state.sampling, state.token_ids, state.stop_ids, state.max_lengths, state.constraints.starts
     )
     platform = next(iter(state.token_ids.devices())).platform
@@ -170,7 +170,7 @@ def assign(state: DecodeState, assignments: list[Assignment]) -> DecodeState:
 _WIDTH = 8
 
 
-class _Parts(NamedTuple):
+class _AssignedArrays(NamedTuple):
     """Arrays of a state that `assign` writes.
 
     The same class also holds the values of a single assignment. They have no slot dimension.
@@ -183,7 +183,7 @@ class _Parts(NamedTuple):
     starts: Any
 
 
-def _row(state: DecodeState, assignment: Assignment) -> _Parts:
+def _row(state: DecodeState, assignment: Assignment) -> _AssignedArrays:
     params, token_ids = assignment.params, assignment.token_ids
     num_tokens, num_prompt_tokens = len(token_ids), assignment.num_prompt_tokens
     if not 1 <= num_prompt_tokens <= num_tokens:
@@ -213,10 +213,10 @@ def _row(state: DecodeState, assignment: Assignment) -> _Parts:
     wanted = (*eos_token_ids, *(params.stop_token_ids or ()))[:room]
     stop_ids[: len(wanted)] = wanted
     last, max_length = np.int32(token_ids[-1]), np.int32(assignment.max_length)
-    return _Parts(row, last, stop_ids, max_length, np.int32(-1))
+    return _AssignedArrays(row, last, stop_ids, max_length, np.int32(-1))
 
 
-def _stacked(rows: list[_Parts], num_slots: int) -> _Parts:
+def _stacked(rows: list[_AssignedArrays], num_slots: int) -> _AssignedArrays:
     """Stack 1 or `_WIDTH` rows. Padding rows write to a slot that does not exist."""
     if len(rows) > 1:
         nothing = rows[0]._replace(sampling=rows[0].sampling._replace(slot=np.int32(num_slots)))
@@ -224,10 +224,10 @@ def _stacked(rows: list[_Parts], num_slots: int) -> _Parts:
     return jax.tree.map(lambda *values: np.stack(values), *rows)
 
 
-def _write_rows(parts: _Parts, rows: _Parts) -> _Parts:
+def _write_rows(parts: _AssignedArrays, rows: _AssignedArrays) -> _AssignedArrays:
     slots = rows.sampling.slot
     others = jax.tree.map(lambda x, new: x.at[slots].set(new, mode="drop"), parts[1:], rows[1:])
-    return _Parts(write_rows(parts.sampling, rows.sampling), *others)
+    return _AssignedArrays(write_rows(parts.sampling, rows.sampling), *others)
 
 
 def write_token_masks(state: DecodeState, masks: "TokenMasks") -> DecodeState:

@@ -77,7 +77,8 @@ class Lookahead:
         is_full = bool(plan.decodes) and len(plan.decodes) == len(queue.running)
         # The host needs the tokens of a sequence to compute its next grammar mask.
         is_free = all(sequence.active_grammar() is None for sequence in plan.decodes)
-        # A chunk may fill prefix blocks. With these, a waiting sequence may fit into the next step.
+        # A chunk may complete blocks of a prefix that a waiting sequence shares. Then the waiting
+        # sequence may fit into the next step.
         may_admit_next |= bool(plan.chunks and queue.waiting and queue.free_slots)
         self._is_open = self._is_used and is_full and is_free and not may_admit_next
 

@@ -48,7 +48,7 @@ class CountTokensBody(Body):
     tool_choice: dict[str, Any] | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    # Fields that change nothing here.
+    # Fields that are accepted and have no effect on this server.
     cache_control: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -71,7 +71,7 @@ class MessagesBody(SamplingBody):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Fields that change nothing here.
+    # Fields that are accepted and have no effect on this server.
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     cache_control: dict[str, Any] | None = None

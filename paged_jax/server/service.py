@@ -22,7 +22,7 @@ from paged_jax.scheduler.request import Request
 from paged_jax.server.limits import FairQuota, Limits
 from paged_jax.server.metrics import Metrics
 from paged_jax.server.responses import ApiError, engine_stopped, shutting_down, sleeping
-from paged_jax.server.snapshot import CacheRecorder, EngineSnapshot, History, StallDetector
+from paged_jax.server.snapshot import CacheRecorder, EngineSnapshot, SnapshotHistory, StallDetector
 
 T = TypeVar("T")
 
@@ -131,7 +131,7 @@ class Service:
             snapshot, settings.stall_seconds, lambda: engine.is_compiling or engine.is_sleeping
         )
         self.cache_recorder = CacheRecorder()
-        self.history = History(snapshot)
+        self.history = SnapshotHistory(snapshot)
         self.engine = AsyncEngine(engine, on_step=self._on_step)
         # Requests in progress.
         self.created = int(time.time())

@@ -127,7 +127,7 @@ class StallDetector:
         return self._num_arriving > 0 or self._has_unfinished
 
 
-class History:
+class SnapshotHistory:
     """Snapshots of the last two minutes, at most two per second.
 
     A cache page that is opened later draws its first curves from them.

@@ -31,7 +31,7 @@ REPRESENTABLE = (
 REFUSED = {
     "bnb-nf4": "does not support nf4",
     "gptq-v1-actorder": "does not support an order of inputs",
-    "mlx-q4": "only zero points",
+    "mlx-q4": "stores minima as zero points",
 }
 
 

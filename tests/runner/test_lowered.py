@@ -258,5 +258,5 @@ def test_stored_program_depends_on_its_kernels(executor, folder, monkeypatch) ->
     names = library.find_targets(exported.mlir_module_serialized)
     assert target in names
     assert all(usual.count(name) == kept.count(name) > 0 for name in names)
-    monkeypatch.setattr(library, "load", lambda kernel: library.Loaded("another", None))
+    monkeypatch.setattr(library, "load", lambda kernel: library.LoadedKernel("another", None))
     assert lowered._read(folder, name) is None

@@ -4,7 +4,7 @@ import itertools
 from collections import Counter
 
 from paged_jax.engine.stats import EngineStats
-from paged_jax.server.snapshot import EngineSnapshot, History, StallDetector
+from paged_jax.server.snapshot import EngineSnapshot, SnapshotHistory, StallDetector
 
 
 def snapshot_at(time: float, generated: int = 0) -> EngineSnapshot:
@@ -25,7 +25,7 @@ def rates(snapshots: list[EngineSnapshot]) -> list[tuple[float, float]]:
 
 
 def test_history_keeps_two_snapshots_per_second() -> None:
-    history = History(snapshot_at(0.0))
+    history = SnapshotHistory(snapshot_at(0.0))
     for step in range(1, 20_001):  # 200 seconds with 300 tokens each
         history.observe(snapshot_at(step / 100, 3 * step))
     snapshots = history.snapshots(200.001)
@@ -35,7 +35,7 @@ def test_history_keeps_two_snapshots_per_second() -> None:
 
 
 def test_history_separates_a_pause_from_the_steps_after_it() -> None:
-    history = History(snapshot_at(0.0))
+    history = SnapshotHistory(snapshot_at(0.0))
     for step in range(1, 301):
         history.observe(snapshot_at(step / 100, 3 * step))
     for step in range(1, 301):

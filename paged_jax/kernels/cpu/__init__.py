@@ -259,7 +259,7 @@ def _multiply_rows(
     matmul: _Matmul, rows: jax.Array, arrays: WeightArrays, operands: Arrays
 ) -> jax.Array:
     leaves, structure = jax.tree.flatten(arrays)
-    plain = _PlainOfLeaves(matmul.plain, structure)
+    plain = _LeavesFunction(matmul.plain, structure)
     attributes = dict(matmul.attributes)
     [out] = call(
         matmul.kernel, plain, (rows, *operands), attributes, plain_operands=(rows, *leaves)
@@ -268,7 +268,7 @@ def _multiply_rows(
 
 
 @dataclass(frozen=True)
-class _PlainOfLeaves:
+class _LeavesFunction:
     """Wrapper of `function` that takes the leaves of its second argument, a pytree."""
 
     function: PlainFunction
@@ -304,7 +304,7 @@ def _grouped_linear(args: GroupedArgs) -> jax.Array:
         x = _round_inputs(x, w)
         operands = x, *_quantised_operands(w, stacked, layer), sizes
     leaves, structure = jax.tree.flatten(w.arrays)
-    plain = _PlainOfLeaves(_PlainGrouped(w.dtype, w.code), structure)
+    plain = _LeavesFunction(_PlainGrouped(w.dtype, w.code), structure)
     [out] = call(kernel, plain, operands, dict(flags), plain_operands=(x, *leaves, sizes))
     return out
 

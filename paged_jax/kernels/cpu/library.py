@@ -54,7 +54,7 @@ _SOURCE = Path(__file__).parent / "source"
 _TIMEOUT = 120.0  # maximum seconds for a run of the compiler
 
 
-class Loaded(NamedTuple):
+class LoadedKernel(NamedTuple):
     """Result of loading a kernel.
 
     Attributes:
@@ -70,7 +70,7 @@ class _Unavailable(Exception):
     """A kernel cannot be compiled, loaded or used. The text says why."""
 
 
-def load(kernel: Kernel) -> Loaded:
+def load(kernel: Kernel) -> LoadedKernel:
     """Register a kernel with XLA, once per process. Compile it if the cache does not have it."""
     with _LOCK:
         return _load(kernel)
@@ -136,17 +136,17 @@ _MISSING: set[Kernel] = set()  # unavailable kernels that programs would call
 
 
 @functools.cache
-def _load(kernel: Kernel) -> Loaded:
+def _load(kernel: Kernel) -> LoadedKernel:
     if os.environ.get(SWITCH) == "0":
-        return Loaded(None, f"{SWITCH} is 0")
+        return LoadedKernel(None, f"{SWITCH} is 0")
     try:
-        return Loaded(_find_or_compile(kernel), None)
+        return LoadedKernel(_find_or_compile(kernel), None)
     except (_Unavailable, OSError) as error:
         is_expected = isinstance(error, _Unavailable)
         reason = str(error) if is_expected else f"a file could not be read: {error}"
         _MISSING.add(kernel)
         _warn(reason)
-        return Loaded(None, reason)
+        return LoadedKernel(None, reason)
 
 
 @functools.cache

@@ -165,7 +165,7 @@ class _ChunkTile(NamedTuple):
     num_written: jax.Array | int
 
     def place(self, tokens: jax.Array, heads: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the index of tokens and heads of the chunk in the queries and the outputs."""
+        """Return the index into the queries and the outputs for tokens of the chunk and heads."""
         if self.start is None:
             return self.sequence, tokens, heads
         return self.start + tokens, heads

@@ -29,11 +29,11 @@ from paged_jax.kernels.weight_formats import (
     from_bits,
 )
 
-# Limits for splitting a matmul into two with half of the weight each. Splitting saves packing the
-# weight, which is a small part of the work for more rows. For more inputs, the batched matmul of
-# XLA's CPU library reads outside of its buffers and may crash the process (jax 0.10.2: from 2048
-# inputs and 24 rows, or 4096 inputs and 2 rows; never seen for fewer inputs and up to 32 rows). A
-# test runs matmuls at these limits.
+# Limits for splitting a matmul into a batch of two, each with half of the weight. XLA's CPU library
+# does not pack the weights of a batched matmul, which saves time if there are few rows. With many
+# inputs, its batched matmul reads outside of its buffers and may crash the process (jax 0.10.2:
+# from 2048 inputs and 24 rows, or 4096 inputs and 2 rows; never seen for fewer inputs and up to 32
+# rows). A test runs matmuls at these limits.
 _HALVES_MAX_ROWS = 16
 _HALVES_MAX_INPUTS = 1536
 

@@ -24,7 +24,7 @@ from paged_jax.kernels.weight_formats import CODES, WeightArrays, WeightFormat
 from paged_jax.models.loading.parameters import WeightsError
 from paged_jax.models.loading.quantised_modules import (
     FLOATS,
-    Groups,
+    GroupScales,
     ModuleMatrix,
     float_dtype,
     look_up,
@@ -94,12 +94,12 @@ class Fp8Matrix(ModuleMatrix):
             raise WeightsError(f"load_weights: {self.name} must be finite.")
         return values
 
-    def _read_groups(self, rows: slice) -> Groups:
+    def _read_groups(self, rows: slice) -> GroupScales:
         scale = self.parts[self._scale]
         values = scale.read_raw()
         if scale.dtype in _EXPONENTS:
             values = powers_of_two(values)
-        return Groups(scales_of_rows(values, self.shape[0], self.scheme.block[0], rows))
+        return GroupScales(scales_of_rows(values, self.shape[0], self.scheme.block[0], rows))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -135,8 +135,8 @@ class Mxfp4Matrix(ModuleMatrix):
     def _read_values(self, rows: slice) -> np.ndarray:
         return low_nibbles_first(self.parts[self.required[0]].read_raw((rows,)).view(np.uint8))
 
-    def _read_groups(self, rows: slice) -> Groups:
-        return Groups(powers_of_two(self.parts[self.required[1]].read_raw((rows,))))
+    def _read_groups(self, rows: slice) -> GroupScales:
+        return GroupScales(powers_of_two(self.parts[self.required[1]].read_raw((rows,))))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,10 +166,10 @@ class Nvfp4Matrix(Mxfp4Matrix):
     def _scale_dtype(self) -> str:
         return "float32"
 
-    def _read_groups(self, rows: slice) -> Groups:
+    def _read_groups(self, rows: slice) -> GroupScales:
         scales = self.parts[self.required[1]].read_raw((rows,)).astype(np.float32)
         factor = self.parts[self.required[2]].read_raw().reshape(1, 1)
-        return Groups(self._apply(scales, factor))
+        return GroupScales(self._apply(scales, factor))
 
     @staticmethod
     def _apply(scales: np.ndarray, factor: np.ndarray) -> np.ndarray:
@@ -315,7 +315,7 @@ class BitsandbytesMatrix(ModuleMatrix):
         values = values[start % 2 : start % 2 + stop - start].reshape(-1, self.shape[1])
         return values if self._code in CODES else look_up(self._table, values)
 
-    def _read_groups(self, rows: slice) -> Groups:
+    def _read_groups(self, rows: slice) -> GroupScales:
         start, stop = self._elements(rows)
         size, block = self._group_size, self._state["blocksize"]
         blocks = np.arange(start, stop, size) // block
@@ -326,7 +326,7 @@ class BitsandbytesMatrix(ModuleMatrix):
             table = self.parts[".weight.nested_quant_map"].read_raw()
             factors = self.parts[".weight.nested_absmax"].read_raw()
             scales = table[scales] * factors[nested] + np.float32(self._state["nested_offset"])
-        return Groups(scales[blocks - first].reshape(-1, self.shape[1] // size))
+        return GroupScales(scales[blocks - first].reshape(-1, self.shape[1] // size))
 
     def _elements(self, rows: slice) -> tuple[int, int]:
         start, stop, _ = rows.indices(self.shape[0])

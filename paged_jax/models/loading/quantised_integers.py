@@ -23,7 +23,7 @@ import numpy as np
 from paged_jax.models.loading.parameters import WeightsError
 from paged_jax.models.loading.quantised_modules import (
     FLOATS,
-    Groups,
+    GroupScales,
     ModuleMatrix,
     float_dtype,
     matrix_shape,
@@ -74,12 +74,12 @@ class Int8Matrix(ModuleMatrix):
     def _read_values(self, rows: slice) -> np.ndarray:
         return self.parts[".weight"].read_raw((rows,))
 
-    def _read_groups(self, rows: slice) -> Groups:
+    def _read_groups(self, rows: slice) -> GroupScales:
         scales = self._rows(".weight_scale", rows)
         if ".weight_zero_point" not in self.parts:
-            return Groups(scales)
+            return GroupScales(scales)
         zeros = self._rows(".weight_zero_point", rows)
-        return Groups(scales, -zeros.astype(np.float32) * scales.astype(np.float32))
+        return GroupScales(scales, -zeros.astype(np.float32) * scales.astype(np.float32))
 
     def _rows(self, end: str, rows: slice) -> np.ndarray:
         values = self.parts[end].read_raw()
@@ -115,8 +115,8 @@ class BitsandbytesInt8Matrix(ModuleMatrix):
     def _read_values(self, rows: slice) -> np.ndarray:
         return self.parts[".weight"].read_raw((rows,))
 
-    def _read_groups(self, rows: slice) -> Groups:
-        return Groups(self.parts[".SCB"].read_raw((rows,))[:, None] / np.float32(127))
+    def _read_groups(self, rows: slice) -> GroupScales:
+        return GroupScales(self.parts[".SCB"].read_raw((rows,))[:, None] / np.float32(127))
 
     def _dequantise(self, rows: slice) -> np.ndarray:
         # Multiply by SCB, then divide by 127, as bitsandbytes does. A product with SCB / 127 could
@@ -169,12 +169,12 @@ class IntegerMatrix(ModuleMatrix):
         values = self._read_unsigned(rows)
         return values if self.scheme.bits == 4 else (values ^ 0x80).view(np.int8)
 
-    def _read_groups(self, rows: slice) -> Groups:
+    def _read_groups(self, rows: slice) -> GroupScales:
         scales = self._read_scales(rows)
         if not self._has_zeros:
-            return Groups(scales)
+            return GroupScales(scales)
         zeros = self._read_zeros(rows).astype(np.float32)
-        return Groups(scales, -zeros * scales.astype(np.float32))
+        return GroupScales(scales, -zeros * scales.astype(np.float32))
 
     def _dequantise(self, rows: slice) -> np.ndarray:
         if not self._has_zeros:
@@ -185,7 +185,7 @@ class IntegerMatrix(ModuleMatrix):
         numbers = self._read_unsigned(rows).astype(np.float32)
         grouped = self._layout.by_group(numbers)
         grouped -= self._layout.spread(self._read_zeros(rows)) + np.float32(self._centre)
-        return self._layout.multiply(numbers, Groups(scales))
+        return self._layout.multiply(numbers, GroupScales(scales))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -434,18 +434,18 @@ class MlxMatrix(ModuleMatrix):
         values = unpack_words(self.parts[".weight"].read_raw((rows,)), self.scheme.bits)
         return values if self.scheme.bits == 4 else (values ^ 0x80).view(np.int8)
 
-    def _read_groups(self, rows: slice) -> Groups:
+    def _read_groups(self, rows: slice) -> GroupScales:
         scales, biases = (self.parts[end].read_raw((rows,)) for end in (".scales", ".biases"))
         if self.scheme.bits == 4:
-            return Groups(scales, biases)
+            return GroupScales(scales, biases)
         # `_read_values` subtracts 128 from values of 8 bits, so add 128 scales here.
-        return Groups(scales, biases.astype(np.float32) + np.float32(128) * scales)
+        return GroupScales(scales, biases.astype(np.float32) + np.float32(128) * scales)
 
     def _dequantise(self, rows: slice) -> np.ndarray:
         self._finite_groups(rows)
         scales, biases = (self.parts[end].read_raw((rows,)) for end in (".scales", ".biases"))
         values = unpack_words(self.parts[".weight"].read_raw((rows,)), self.scheme.bits)
-        return self._layout.multiply(values.astype(np.float32), Groups(scales, biases))
+        return self._layout.multiply(values.astype(np.float32), GroupScales(scales, biases))
 
 
 def read_group_index(part: StoredTensor, num_groups: int) -> np.ndarray:

@@ -30,7 +30,7 @@ from paged_jax.models.matrix_formats import (
 )
 from paged_jax.models.tensor_parallel import divides_inputs
 
-# Field of `WeightArrays` with the parameter of each suffix.
+# The field of `WeightArrays` for each suffix of parameter names; no suffix for the values.
 _FIELDS: dict[str, str] = dict(zip(("", *SUFFIXES), WeightArrays._fields, strict=True))
 
 

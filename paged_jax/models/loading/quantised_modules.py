@@ -38,7 +38,7 @@ _LOOKED_UP = 1 << 16  # values that `look_up` processes at a time
 _INTEGER_FACTORS = {"int4": 1, "uint4": 1, "e2m1": 2}
 
 
-class Groups(NamedTuple):
+class GroupScales(NamedTuple):
     """Scales and minima of some rows, by the groups of the file.
 
     Attributes:
@@ -93,7 +93,7 @@ class GroupLayout(NamedTuple):
         groups = groups.astype(np.float32)
         return groups[:, self.groups, None] if self.order is None else groups[:, self.stored]
 
-    def multiply(self, numbers: np.ndarray, groups: "Groups") -> np.ndarray:
+    def multiply(self, numbers: np.ndarray, groups: "GroupScales") -> np.ndarray:
         """Multiply float32 numbers ``[rows, in]`` by the scales of their groups; add minima.
 
         The result overwrites `numbers`.
@@ -192,7 +192,7 @@ class ModuleMatrix(QuantisedTensor):
         """
         return None
 
-    def _read_groups(self, rows: slice) -> Groups:
+    def _read_groups(self, rows: slice) -> GroupScales:
         """Read the scales and minima of the file's groups for some rows."""
         raise NotImplementedError
 
@@ -246,7 +246,7 @@ class ModuleMatrix(QuantisedTensor):
         mins = None if mins is None else mins[:, layout.groups]
         return WeightArrays(values, scales, mins, layout.order)
 
-    def _finite_groups(self, rows: slice) -> Groups:
+    def _finite_groups(self, rows: slice) -> GroupScales:
         with np.errstate(over="ignore", invalid="ignore"):
             groups = self._read_groups(rows)
         for array in groups:

@@ -175,7 +175,7 @@ def _zero_points(
     zeros = np.clip(np.rint(code_of_zero - mins / safe), 0, 2 * centre - 1)
     if not np.array_equal((code_of_zero - zeros) * scales, mins):
         raise SaveError(
-            f"save_weights: compressed-tensors stores minima as zero points, so the minima of "
+            "save_weights: compressed-tensors stores minima as zero points, so the minima of "
             f"{name} must be integer multiples of their scales. {_ADVICE}"
         )
     return None if (zeros == centre).all() else zeros.astype(np.uint8)

@@ -150,7 +150,7 @@ class ToolReader:
         elif len(rest) > _MAX_HEAD:
             self._place = "text"
         if is_last:
-            self._buffer = ""  # a pair that was cut short
+            self._buffer = ""  # leave out an argument that was cut short
         return []
 
     def _pair(self, key: str, value: str) -> str:
