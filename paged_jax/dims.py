@@ -16,6 +16,7 @@ DIMS: Mapping[str, str] = {
     "G": "query heads in a group, H // K",
     "C": "tokens in a block (block_size)",
     "D": "head dimension",
+    "U": "elements of a value, D in most models",
     "S": "slots: rows of the block table, running sequences",
     "M": "blocks in a row of the block table",
     "B": "sequences in a batch",

@@ -39,6 +39,7 @@ _KERNEL_TESTS = {
     # One suite for all backends.
     "tests/kernels/test_attention.py": ("-k", "triton"),
     "tests/kernels/test_ragged.py": ("-k", "triton"),
+    "tests/kernels/test_latent.py": ("-k", "triton"),
     "tests/kernels/test_writing.py": ("-k", "triton"),
     "tests/kernels/test_rope_write.py": ("-k", "triton"),
     "tests/kernels/test_linear.py": ("-k", "triton"),

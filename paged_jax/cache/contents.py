@@ -133,7 +133,7 @@ def _write_blocks(
         return scale.at[layers, places, heads, offsets].set(new, mode="drop", unique_indices=True)
 
     scales = jax.tree.map(put_scale, pools[2:], values[2:])
-    return group.replace_pools(Pools(put(pools.k, values.k), put(pools.v, values.v), *scales))
+    return group.replace_pools(Pools(*jax.tree.map(put, pools[:2], values[:2]), *scales))
 
 
 def _group(function: str, cache: PagedCache, group: int) -> CacheGroup:
@@ -165,6 +165,11 @@ def _check_values(pools: Pools, values: Pools) -> int:
             "read_blocks from a cache of the same dtype."
         )
     width = values.k.shape[1] if values.k.ndim > 1 else 0
+    if pools.shares_values != values.shares_values:
+        raise ValueError(
+            "write_blocks: values.v must be None if and only if the pools have no values. Pass the "
+            "result of read_blocks for such a cache."
+        )
     for name, pool, new in zip(Pools._fields, pools, values, strict=True):
         if pool is None or new is None:
             continue
@@ -179,7 +184,7 @@ def _check_values(pools: Pools, values: Pools) -> int:
 
 def gather(
     cache: PagedCache, slot: int | jax.Array, *, layer: int | jax.Array
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """Return the K and V of a slot in the order of its tokens. For tests and debugging.
 
     Args:
@@ -189,7 +194,8 @@ def gather(
 
     Returns:
       `(k, v)`, both [M * C, K, D]: the tokens of the slot, then zeros. Tokens of freed blocks are
-      zeros too. The values of quantised pools are multiplied by their scales, in float32.
+      zeros too. The values of quantised pools are multiplied by their scales, in float32. `v` is
+      None if the values are the first elements of the keys.
 
     Raises:
       ValueError: a Python `slot` or `layer` does not exist.
@@ -212,7 +218,7 @@ def gather(
             tokens = tokens.astype(scale.dtype) * scale[layer, blocks, :, offsets][..., None]
         return jnp.where(is_token[:, None, None], tokens, 0)
 
-    return read(pools.k, pools.k_scale), read(pools.v, pools.v_scale)
+    return read(pools.k, pools.k_scale), (None if pools.v is None else read(pools.v, pools.v_scale))
 
 
 def _check_layer(function: str, layer: int | jax.Array, num_layers: int) -> None:

@@ -26,7 +26,8 @@ class CacheGroup:
 
     Attributes:
       pools: `Pools` with K and V ``[L, P, K, C, D]``: floating point, or int8 or float8_e4m3fn with
-        scales f32 ``[L, P, K, C]``, one factor per token and head.
+        scales f32 ``[L, P, K, C]``, one factor per token and head. V is None in groups with latent
+        attention.
       tables: the `BlockTables`: lengths, block tables and free blocks.
     """
 
@@ -52,6 +53,7 @@ class CacheGroup:
         num_kv_heads: int,
         block_size: int,
         head_dim: int,
+        value_dim: int | None = None,
         num_slots: int,
         max_blocks_per_slot: int,
         dtype: DTypeLike = jnp.float32,
@@ -65,6 +67,8 @@ class CacheGroup:
           num_kv_heads: K.
           block_size: C, tokens per block.
           head_dim: D.
+          value_dim: U, elements of a value in the pool of values; None for D. 0 for no such pool:
+            the values are then the first elements of the keys (latent attention).
           num_slots: S, maximum number of sequences in the cache at once.
           max_blocks_per_slot: M, maximum number of blocks of a sequence.
           dtype: dtype of K and V. int8 and float8_e4m3fn quantise them with one float32 scale per
@@ -83,15 +87,17 @@ class CacheGroup:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
         )
+        if value_dim:
+            check_positive("CacheGroup.create", value_dim=value_dim)
         tables = BlockTables.create(num_blocks, num_slots, max_blocks_per_slot, block_size, window)
-        shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
-        check_num_rows("CacheGroup.create", shape)
+        shape = (num_layers, num_blocks, num_kv_heads, block_size)
+        check_num_rows("CacheGroup.create", (*shape, head_dim))
+        last_dims = head_dim, head_dim if value_dim is None else value_dim
         # K and V must be separate arrays: a buffer can be donated only once.
-        k, v = (jnp.zeros(shape, dtype) for _ in range(2))
-        if not is_quantised(dtype):
-            return cls(Pools(k, v), tables)
-        k_scale, v_scale = (jnp.zeros(shape[:-1], jnp.float32) for _ in range(2))
-        return cls(Pools(k, v, k_scale, v_scale), tables)
+        pools = [jnp.zeros((*shape, last), dtype) if last else None for last in last_dims]
+        if is_quantised(dtype):
+            pools += [jnp.zeros(shape, jnp.float32) if last else None for last in last_dims]
+        return cls(Pools(*pools), tables)  # type: ignore[arg-type]
 
     def replace_pools(self, pools: Pools) -> "CacheGroup":
         """Return the group with other pools."""

@@ -114,6 +114,7 @@ class PagedCache:
         num_kv_heads: int,
         block_size: int,
         head_dim: int,
+        value_dim: int | None = None,
         num_slots: int,
         max_blocks_per_slot: int,
         dtype: DTypeLike = jnp.float32,
@@ -129,6 +130,7 @@ class PagedCache:
             num_kv_heads=num_kv_heads,
             block_size=block_size,
             head_dim=head_dim,
+            value_dim=value_dim,
             num_slots=num_slots,
             max_blocks_per_slot=max_blocks_per_slot,
             dtype=dtype,
@@ -221,8 +223,8 @@ class PagedCache:
         return self.pools.k
 
     @property
-    def v(self) -> jax.Array:
-        """Values of the only group, ``[L, P, K, C, D]``."""
+    def v(self) -> jax.Array | None:
+        """Values of the only group, ``[L, P, K, C, D]``; None if they are a part of the keys."""
         return self.pools.v
 
     @property

@@ -4,6 +4,8 @@ Both compute the following, which `paged_jax.kernels.reference` implements direc
 
     out[b, h] = softmax(scale * q[b, h] . k[0:length[b]]) v[0:length[b]]
 
+In latent attention there is no pool of values: ``v`` is ``k[:, :value_dim]``, and is read once.
+
 Token ``t`` of sequence ``b`` is in block ``block_tables[b, t // C]`` of the pool, at offset
 ``t % C``. Query heads ``g * G`` to ``(g + 1) * G - 1`` share KV head ``g``, where G is H // K. The
 output of a sequence does not depend on pool contents outside of the sequence, which may be NaN, or
@@ -29,6 +31,7 @@ from paged_jax.kernels.checks import (
     check_pools,
     check_sharding,
     checked_options,
+    checked_value_dim,
     pool_letters,
 )
 from paged_jax.kernels.dispatch import Dispatch, check_array_device
@@ -45,13 +48,14 @@ class AttentionOptions(TypedDict, total=False):
     k_scale: jax.Array | None
     v_scale: jax.Array | None
     sinks: jax.Array | None
+    value_dim: int | None
     backend: str | None
     interpret: Interpret
 
 
 @overload
 def paged_attention(
-    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables: jax.Array,
+    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array | None, block_tables: jax.Array,
     context_lens: jax.Array, *,
     return_lse: Literal[False] = False, **options: Unpack[AttentionOptions],
 ) -> jax.Array: ...  # fmt: skip
@@ -59,7 +63,7 @@ def paged_attention(
 
 @overload
 def paged_attention(
-    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables: jax.Array,
+    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array | None, block_tables: jax.Array,
     context_lens: jax.Array, *,
     return_lse: Literal[True], **options: Unpack[AttentionOptions],
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
@@ -69,7 +73,7 @@ def paged_attention(
 def paged_attention(
     q: jax.Array,
     k_pool: jax.Array,
-    v_pool: jax.Array,
+    v_pool: jax.Array | None,
     block_tables: jax.Array,
     context_lens: jax.Array,
     *,
@@ -80,6 +84,7 @@ def paged_attention(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    value_dim: int | None = None,
     return_lse: bool = False,
     backend: str | None = None,
     interpret: Interpret = False,
@@ -93,7 +98,8 @@ def paged_attention(
       k_pool: ``[L, P, K, C, D]``, keys, including the key of the last token. Floating point, or
         int8 or float8_e4m3fn with scales. The last dimension may be padded to a multiple of 128,
         as TPUs need it. The padding may hold anything.
-      v_pool: values, of the same shape and dtype as `k_pool`.
+      v_pool: values, of the same shape and dtype as `k_pool`. None if the values are the first
+        `value_dim` elements of the keys, as in latent attention (DeepSeek-V2, section 2.1).
       block_tables: integer ``[B, M]``, block ids of each sequence in order. Entries past the end of
         a sequence may hold anything.
       context_lens: integer ``[B]``, tokens in each sequence, including the query's token. The
@@ -103,17 +109,20 @@ def paged_attention(
       sliding_window: number of tokens that a query sees, including its own; None for all (static).
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)`` (Gemma 2, section 2; static).
       k_scale: f32 ``[L, P, K, C]``, factors of the keys of a quantised pool; None for other pools.
-      v_scale: factors of the values, like `k_scale`.
+      v_scale: factors of the values, like `k_scale`. None if `v_pool` is None: the values then
+        have the factors of the keys.
       sinks: floating point ``[H]``, one more logit in the softmax denominator of each head. It has
         no value vector. `scale` and `soft_cap` do not apply to it (gpt-oss model card, section
         2.2). None for no sinks.
+      value_dim: number of elements of a value (U) and of the output of a head. None for D, which
+        needs a `v_pool`. The last dimension of `v_pool` is U (static).
       return_lse: also return the log-sum-exp (static), see `merge_attention`.
       backend: a name in `paged_jax.kernels.BACKENDS`, such as ``"triton"`` (GPU) or ``"xla"``; None
         for the best backend of the platform that the program is lowered for (static).
       interpret: run the Pallas kernel of `backend` in its interpreter, on any platform (static).
 
     Returns:
-      ``[B, H, D]`` in the dtype of `q`. Softmax and accumulation are in float32. With
+      ``[B, H, U]`` in the dtype of `q`. Softmax and accumulation are in float32. With
       `return_lse`, ``(out, lse)``: `lse`, f32 ``[B, H]``, is the natural logarithm of the softmax
       denominator, including sinks; -inf if the denominator is 0.
 
@@ -140,6 +149,7 @@ def paged_attention(
         scale,
         sliding_window,
         soft_cap,
+        value_dim=value_dim,
         backend=backend,
         interpret=interpret,
     )
@@ -148,7 +158,7 @@ def paged_attention(
 
 @overload
 def paged_prefill_attention(
-    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables: jax.Array,
+    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array | None, block_tables: jax.Array,
     context_lens: jax.Array, query_lens: jax.Array, *,
     return_lse: Literal[False] = False, **options: Unpack[AttentionOptions],
 ) -> jax.Array: ...  # fmt: skip
@@ -156,7 +166,7 @@ def paged_prefill_attention(
 
 @overload
 def paged_prefill_attention(
-    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables: jax.Array,
+    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array | None, block_tables: jax.Array,
     context_lens: jax.Array, query_lens: jax.Array, *,
     return_lse: Literal[True], **options: Unpack[AttentionOptions],
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
@@ -166,7 +176,7 @@ def paged_prefill_attention(
 def paged_prefill_attention(
     q: jax.Array,
     k_pool: jax.Array,
-    v_pool: jax.Array,
+    v_pool: jax.Array | None,
     block_tables: jax.Array,
     context_lens: jax.Array,
     query_lens: jax.Array,
@@ -178,6 +188,7 @@ def paged_prefill_attention(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    value_dim: int | None = None,
     return_lse: bool = False,
     backend: str | None = None,
     interpret: Interpret = False,
@@ -195,7 +206,7 @@ def paged_prefill_attention(
     - `query_lens`: integer ``[B]``, tokens in each chunk, at most T and at most `context_lens`.
 
     Returns:
-      ``[B, T, H, D]`` in the dtype of `q`; 0 in rows past `query_lens`. With `return_lse`,
+      ``[B, T, H, U]`` in the dtype of `q`; 0 in rows past `query_lens`. With `return_lse`,
       ``(out, lse)``: f32 ``[B, T, H]``, -inf in rows past `query_lens`.
 
     Raises:
@@ -219,6 +230,7 @@ def paged_prefill_attention(
         scale,
         sliding_window,
         soft_cap,
+        value_dim=value_dim,
         backend=backend,
         interpret=interpret,
     )
@@ -232,6 +244,7 @@ def attend(
     sliding_window: int | None,
     soft_cap: float | None,
     *,
+    value_dim: int | None,
     backend: str | None,
     interpret: Interpret,
 ) -> tuple[jax.Array, jax.Array]:
@@ -240,10 +253,10 @@ def attend(
     `function` is the name of the op in error messages. The other arguments are those of the user.
     If ``args.query_lens`` is None, the op is a decode, else a prefill.
     """
-    args, sizes = _checked(function, args)
+    args, sizes, value_dim = _checked(function, args, value_dim)
     default_scale: float = sizes["D"] ** -0.5
     options = checked_options(
-        function, default_scale if scale is None else scale, sliding_window, soft_cap
+        function, default_scale if scale is None else scale, sliding_window, soft_cap, value_dim
     )
     args = _bounded(args, sizes)
 
@@ -253,17 +266,19 @@ def attend(
     if not interpret:
         check_array_device(function, backend, args.q)
     if args.q.size == 0 or sizes["M"] == 0:
-        return _attend_to_nothing(args)
+        return _attend_to_nothing(args, options.output_dim(sizes["D"]))
     args = args._replace(layer=jnp.clip(args.layer, 0, sizes["L"] - 1))
     if backend == "reference":  # JAX can differentiate this backend to any order
         return ops.attend(args, options)
     return attend_differentiably(ops, args, options)
 
 
-def _checked(function: str, args: AttentionArgs) -> tuple[AttentionArgs, dict[str, int]]:
+def _checked(
+    function: str, args: AttentionArgs, value_dim: int | None
+) -> tuple[AttentionArgs, dict[str, int], int | None]:
     """Check the arguments, and return them as arrays, with the size of each dimension letter.
 
-    Integers are converted to int32.
+    Integers are converted to int32. The last result is `value_dim`, None if it is D.
     """
     is_decode = args.query_lens is None
     letters = {"q": "BHD" if is_decode else "BTHD", "block_tables": "BM", "context_lens": "B"}
@@ -274,10 +289,18 @@ def _checked(function: str, args: AttentionArgs) -> tuple[AttentionArgs, dict[st
     sinks = None if args.sinks is None else jnp.asarray(args.sinks)
     q = named["q"]
     shapes = {name: (array, letters[name]) for name, array in named.items()}
-    shapes |= pool_letters(pools, q.shape[-1] if q.ndim else 0)
+    head_dim = q.shape[-1] if q.ndim else 0
+    has_values = pools.v is not None
+    value_dim = checked_value_dim(function, value_dim, head_dim, has_values=has_values)
+    shapes |= pool_letters(pools, head_dim, value_dim)
     if sinks is not None:
         shapes["sinks"] = (sinks, "H")
     sizes = dims.bind(function, **shapes)
+    if value_dim is not None and sizes.setdefault("U", value_dim) != value_dim:
+        raise ValueError(
+            f"{function}: v_pool must have U ({dims.DIMS['U']}) = {value_dim} like value_dim, got "
+            f"{sizes['U']}."
+        )
     if sizes["H"] % sizes["K"]:
         raise ValueError(
             f"{function}: q must have a multiple of the pool's {sizes['K']} KV heads, "
@@ -286,7 +309,7 @@ def _checked(function: str, args: AttentionArgs) -> tuple[AttentionArgs, dict[st
     for name, array in {"q": q, "sinks": sinks}.items():
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{function}: {name} must be floating point, got {array.dtype}.")
-    check_pools(function, pools, args.layer)
+    check_pools(function, pools, args.layer, has_own_dim=value_dim is not None)
     check_sharding(function, (named, pools, sinks))
     del named["q"]
     block_tables, context_lens, *query_lens = as_int32(function, **named)
@@ -294,7 +317,7 @@ def _checked(function: str, args: AttentionArgs) -> tuple[AttentionArgs, dict[st
     checked = AttentionArgs(
         q, pools, block_tables, context_lens, query_lens[0] if query_lens else None, sinks, layer
     )
-    return checked, sizes
+    return checked, sizes, value_dim
 
 
 def _bounded(args: AttentionArgs, sizes: Mapping[str, int]) -> AttentionArgs:
@@ -308,9 +331,9 @@ def _bounded(args: AttentionArgs, sizes: Mapping[str, int]) -> AttentionArgs:
     return args._replace(context_lens=context_lens, query_lens=query_lens)
 
 
-def _attend_to_nothing(args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
+def _attend_to_nothing(args: AttentionArgs, value_dim: int) -> tuple[jax.Array, jax.Array]:
     """Return ``(out, lse)`` of a call without queries, or with block tables without columns."""
     lse = jnp.full(args.q.shape[:-1], -jnp.inf, jnp.float32)
     if args.query_lens is None and args.sinks is not None:
         lse = jnp.broadcast_to(args.sinks.astype(lse.dtype)[None], lse.shape)
-    return jnp.zeros_like(args.q), lse
+    return jnp.zeros((*args.q.shape[:-1], value_dim), args.q.dtype), lse

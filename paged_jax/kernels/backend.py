@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from paged_jax.formatting import short_repr
+from paged_jax.kernels.pool_format import Half, Pages
 from paged_jax.kernels.weight_formats import CODES, WeightArrays, WeightFormat
 
 if TYPE_CHECKING:
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
 Op = Literal["decode", "prefill", "ragged", "write", "rope_write", "copy_blocks"]
 
 ATTENTION: tuple[Op, ...] = ("decode", "prefill", "ragged")
-
-# Keys or values.
-Half = Literal["k", "v"]
 
 # Whether to run a Pallas kernel in Pallas' interpreter. Kernels for TPUs also take parameters of
 # the interpreter.
@@ -51,14 +49,15 @@ class Pools(NamedTuple):
 
     Attributes:
       k: ``[L, P, K, C, D]``, keys; floating point, int8 or float8_e4m3fn.
-      v: values, of the same shape and dtype as `k`.
+      v: ``[L, P, K, C, U]``, values, of the same dtype as `k`; U is D in most models. None if the
+        values are the first elements of the keys (latent attention).
       k_scale: f32 ``[L, P, K, C]``, factors of the keys of each token and head; None if `k` is not
         quantised.
-      v_scale: factors of the values, like `k_scale`.
+      v_scale: factors of the values, like `k_scale`; None if `v` is None.
     """
 
     k: jax.Array
-    v: jax.Array
+    v: jax.Array | None
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
 
@@ -66,6 +65,11 @@ class Pools(NamedTuple):
     def is_quantised(self) -> bool:
         """Whether the pools are int8 or fp8 with scales."""
         return self.k_scale is not None
+
+    @property
+    def shares_values(self) -> bool:
+        """Whether the values are the first elements of the keys."""
+        return self.v is None
 
     @property
     def dtype(self) -> Any:
@@ -89,56 +93,12 @@ class Pools(NamedTuple):
 
     def map(self, function: Callable[[Any], Any]) -> "Pools":
         """Apply a function to `k` and to `v`, but not to the scales."""
-        return self._replace(k=function(self.k), v=function(self.v))
+        return self._replace(k=function(self.k), v=None if self.v is None else function(self.v))
 
     def place(self, half: Half, layer: Any, block: Any, head: Any, offset: Any) -> tuple[Any, Any]:
         """Return the pool of keys or of values, and the index of the tokens at `offset` in it."""
-        return getattr(self, half), (layer, block, head, offset)
-
-
-class Pages(NamedTuple):
-    """Keys and values of one layer in one array: the layout of JAX's ragged kernel for TPUs.
-
-    Attributes:
-      kv: ``[P, C, 2 * K, D]``, floating point or int8. For each token: the key of head 0, its
-        value, the key of head 1, and so on.
-    """
-
-    kv: jax.Array
-
-    # Pages have no scale per token, only one factor of all keys and one of all values (`Options`).
-    k_scale = None
-    v_scale = None
-    is_quantised = False
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of keys and values."""
-        return self.kv.dtype
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of pages (P)."""
-        return self.kv.shape[0]
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Number of KV heads (K)."""
-        return self.kv.shape[2] // 2
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in a page (C)."""
-        return self.kv.shape[1]
-
-    def map(self, function: Callable[[Any], Any]) -> "Pages":
-        """Apply a function to the array."""
-        return Pages(function(self.kv))
-
-    def place(self, half: Half, layer: Any, block: Any, head: Any, offset: Any) -> tuple[Any, Any]:
-        """Return `kv`, and the index of the keys or values of the tokens at `offset` in it."""
-        del layer  # pages have a single layer
-        return self.kv, (block, offset, 2 * head + (1 if half == "v" else 0))
+        pool = self.v if half == "v" and self.v is not None else self.k
+        return pool, (layer, block, head, offset)
 
 
 class AttentionArgs(NamedTuple):
@@ -201,7 +161,7 @@ class WriteArgs(NamedTuple):
     Attributes:
       pools: the pools of all layers.
       k: ``[N, K, D]``, floating point.
-      v: ``[N, K, D]``, floating point.
+      v: ``[N, K, U]``, floating point; None if the pools have no values.
       blocks: i32 ``[N]``, block of each token. A token is dropped if its block is out of range.
       offsets: i32 ``[N]``, position of each token in its block. A token is dropped if its offset is
         out of range.
@@ -210,7 +170,7 @@ class WriteArgs(NamedTuple):
 
     pools: Pools
     k: jax.Array
-    v: jax.Array
+    v: jax.Array | None
     blocks: jax.Array
     offsets: jax.Array
     layer: int | jax.Array
@@ -345,6 +305,7 @@ class Options:
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``; None for no cap.
       norm_eps: added to the mean square of a head by RMS norms.
       value_scale: factor of all values.
+      value_dim: elements of a value and of the output (U) if they differ from D; None for D.
     """
 
     scale: float = 1.0
@@ -352,6 +313,11 @@ class Options:
     soft_cap: float | None = None
     norm_eps: float = 0.0
     value_scale: float = 1.0
+    value_dim: int | None = None
+
+    def output_dim(self, head_dim: int) -> int:
+        """Return the elements of a value and of the output, given those of a key."""
+        return self.value_dim or head_dim
 
 
 @dataclass(frozen=True)
@@ -382,7 +348,8 @@ class Problem:
       pool_dtype: dtype of the pools.
       has_sinks: whether there are attention sinks.
       options: options of the op.
-      lanes: last dimension of the pools: D, or D padded to a multiple of 128.
+      lanes: last dimension of the pool of keys: D, or D padded to a multiple of 128.
+      shares_values: whether the values are the first elements of the keys.
     """
 
     op: Op
@@ -392,6 +359,7 @@ class Problem:
     has_sinks: bool
     options: Options
     lanes: int
+    shares_values: bool = False
 
     @classmethod
     def build(
@@ -413,6 +381,22 @@ class Problem:
             has_sinks=has_sinks,
             options=options,
             lanes=pools[0].shape[-1],
+            shares_values=pools.shares_values,
+        )
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a value (U)."""
+        return dict(self.sizes).get("U", self["D"])
+
+    @property
+    def separate_values_refusal(self) -> str | None:
+        """Why kernels that know values of other sizes only inside of keys cannot run the call."""
+        if self.shares_values or self.value_dim == self["D"]:
+            return None
+        return (
+            f"its values have a pool of their own only if they have {self['D']} elements like "
+            f"keys, not {self.value_dim}"
         )
 
     def __getitem__(self, letter: str) -> int:

@@ -66,7 +66,7 @@ def num_shared_blocks(
 def cascade_attention(
     q: jax.Array,
     k_pool: jax.Array,
-    v_pool: jax.Array,
+    v_pool: jax.Array | None,
     block_tables: jax.Array,
     context_lens: jax.Array,
     num_shared: jax.Array,
@@ -77,6 +77,7 @@ def cascade_attention(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    value_dim: int | None = None,
     backend: str | None = None,
     interpret: Interpret = False,
 ) -> jax.Array:
@@ -91,7 +92,7 @@ def cascade_attention(
     - No `sliding_window`, because windows start at a different token in each sequence.
 
     Returns:
-      ``[B, H, D]`` in the dtype of `q`; 0 for empty sequences.
+      ``[B, H, U]`` in the dtype of `q`; 0 for empty sequences.
 
     Raises:
       ValueError: see `paged_attention`.
@@ -108,40 +109,39 @@ def cascade_attention(
     letters = {"q": "BHD", "block_tables": "BM", "context_lens": "B"}
     named = as_arrays(
         "cascade_attention",
-        q=q, block_tables=block_tables, context_lens=context_lens, k_pool=k_pool, v_pool=v_pool,
+        q=q, block_tables=block_tables, context_lens=context_lens, k_pool=k_pool,
     )  # fmt: skip
     q = named["q"]
     shapes = {name: (named[name], letters[name]) for name in letters}
-    pools = Pools(named["k_pool"], named["v_pool"], k_scale, v_scale)
-    shapes |= pool_letters(pools, q.shape[-1] if q.ndim else 0)
+    pools = jax.tree.map(jnp.asarray, Pools(named["k_pool"], v_pool, k_scale, v_scale))
+    shapes |= pool_letters(pools, q.shape[-1] if q.ndim else 0, value_dim)
     sizes = bind("cascade_attention", **shapes)
     check_sharding("cascade_attention", (named, pools))
     block_tables, context_lens = as_int32(
         "cascade_attention",
         block_tables=named["block_tables"], context_lens=named["context_lens"],
     )  # fmt: skip
-    C, M = sizes["C"], sizes["M"]
+    B, K, C, M = (sizes[letter] for letter in "BKCM")
     context_lens = jnp.clip(context_lens, 0, M * C)
 
     def run(q, tables, lens, sinks=None):
         args = AttentionArgs(q, pools, tables, lens, None, sinks, layer)
         return attend(
-            "cascade_attention", args, scale, None, soft_cap, backend=backend, interpret=interpret
-        )
+            "cascade_attention", args, scale, None, soft_cap,
+            value_dim=value_dim, backend=backend, interpret=interpret,
+        )  # fmt: skip
 
     is_used = context_lens > 0
     num_shared = jnp.asarray(num_shared, jnp.int32)
-    num_shared_tokens = num_shared * C
     # Clip the columns here, because `checkify.index_checks` ignores the mode of `jnp.take`.
     columns = jnp.clip(num_shared + jnp.arange(M, dtype=jnp.int32), 0, M - 1)
     rest = jnp.take(block_tables, columns, axis=1, mode="clip")
-    num_own_tokens = jnp.where(is_used, context_lens - num_shared_tokens, 0)
+    num_own_tokens = jnp.where(is_used, context_lens - num_shared * C, 0)
     own_out, own_lse = run(q, rest, num_own_tokens, sinks)
 
     def with_shared(own_out: jax.Array, own_lse: jax.Array) -> jax.Array:
-        table = block_tables[jnp.argmax(is_used)]
-        out, lse = run(_as_one_sequence(q, sizes["K"]), table[None], num_shared_tokens[None])
-        out, lse = _as_batch(out, q.shape, sizes["K"]), _as_batch(lse, q.shape[:2], sizes["K"])
+        table, length = block_tables[jnp.argmax(is_used)][None], (num_shared * C)[None]
+        out, lse = (_as_batch(x, B, K) for x in run(_as_one_sequence(q, K), table, length))
         out = jnp.where(is_used[:, None, None], out, 0)
         lse = jnp.where(is_used[:, None], lse, -jnp.inf)
         return merge_attention(out, lse, own_out, own_lse)[0]
@@ -160,11 +160,11 @@ def _as_one_sequence(q: jax.Array, num_kv_heads: int) -> jax.Array:
     return q_1BKGD.transpose(0, 2, 1, 3, 4).reshape(1, B * H, D)
 
 
-def _as_batch(x: jax.Array, shape: tuple[int, ...], num_kv_heads: int) -> jax.Array:
-    """Undo `_as_one_sequence` for an output ``[1, B * H, ...]``; `shape` is ``[B, H, ...]``."""
-    B, H, *rest = shape
-    x = x.reshape(num_kv_heads, B, H // num_kv_heads, *rest)
-    return jnp.swapaxes(x, 0, 1).reshape(shape)
+def _as_batch(x: jax.Array, batch: int, num_kv_heads: int) -> jax.Array:
+    """Undo `_as_one_sequence` for an output ``[1, B * H, ...]``; return ``[B, H, ...]``."""
+    rest = x.shape[2:]
+    x = x.reshape(num_kv_heads, batch, -1, *rest)
+    return jnp.swapaxes(x, 0, 1).reshape(batch, -1, *rest)
 
 
 @names_arguments

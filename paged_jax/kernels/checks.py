@@ -15,18 +15,24 @@ from paged_jax.dims import check_sizes
 from paged_jax.kernels.backend import Options, Pools
 from paged_jax.kernels.pool_format import check_pool_dtype, is_quantised, round_up_to_lanes
 
+# Far above any real model: a mistyped number fails here.
+_MAX_VALUE_DIM = 1 << 16
 
-def pool_letters(pools: Pools, head_dim: int) -> dict[str, tuple[Any, str]]:
+
+def pool_letters(
+    pools: Pools, head_dim: int, value_dim: int | None = None
+) -> dict[str, tuple[Any, str]]:
     """Return the pools as arguments of `dims.bind`, without the padding of the last dimension.
 
     Args:
       pools: the pools, with or without scales.
       head_dim: head dimension (D) of the call.
+      value_dim: elements of a value (U) if they differ from `head_dim`; None for `head_dim`.
     """
-    letters: dict[str, tuple[Any, str]] = {
-        "k_pool": (_without_padding(pools.k, head_dim), "LPKCD"),
-        "v_pool": (_without_padding(pools.v, head_dim), "LPKCD"),
-    }
+    letters: dict[str, tuple[Any, str]] = {"k_pool": (_without_padding(pools.k, head_dim), "LPKCD")}
+    if pools.v is not None:
+        last = "D" if value_dim in (None, head_dim) else "U"
+        letters["v_pool"] = (_without_padding(pools.v, value_dim or head_dim), f"LPKC{last}")
     if pools.k_scale is not None:
         letters["k_scale"] = (pools.k_scale, "LPKC")
     if pools.v_scale is not None:
@@ -34,21 +40,25 @@ def pool_letters(pools: Pools, head_dim: int) -> dict[str, tuple[Any, str]]:
     return letters
 
 
-def check_pools(function: str, pools: Pools, layer: Any) -> None:
-    """Check the dtypes, shapes and scales of pools, and that they contain the layer."""
-    for name, pool in {"k_pool": pools.k, "v_pool": pools.v}.items():
-        check_pool_dtype(function, name, pool.dtype)
-    if pools.k.dtype != pools.v.dtype:
+def check_pools(function: str, pools: Pools, layer: Any, *, has_own_dim: bool = False) -> None:
+    """Check the dtypes, shapes and scales of pools, and that they contain the layer.
+
+    Args:
+      function: the name that errors begin with.
+      pools: the pools.
+      layer: index of the layer.
+      has_own_dim: whether values may have another last dimension than keys.
+    """
+    _check_value_pool(function, pools, has_own_dim)
+    scales = {"k_scale": pools.k_scale}
+    if pools.v is not None:
+        scales["v_scale"] = pools.v_scale
+    elif pools.v_scale is not None:
         raise ValueError(
-            f"{function}: v_pool must have the dtype of k_pool, {pools.k.dtype}, "
-            f"got {pools.v.dtype}."
+            f"{function}: v_scale must be None if v_pool is None, got shape "
+            f"{list(pools.v_scale.shape)}. The values have the scales of the keys."
         )
-    if pools.k.shape != pools.v.shape:
-        raise ValueError(
-            f"{function}: v_pool must have the shape of k_pool, {list(pools.k.shape)}, "
-            f"got {list(pools.v.shape)}."
-        )
-    for name, scale in {"k_scale": pools.k_scale, "v_scale": pools.v_scale}.items():
+    for name, scale in scales.items():
         if is_quantised(pools.k.dtype) and scale is None:
             raise ValueError(
                 f"{function}: {name} must be given for a pool of {pools.k.dtype}, got None. Pass "
@@ -66,6 +76,24 @@ def check_pools(function: str, pools: Pools, layer: Any) -> None:
         raise ValueError(f"{function}: layer must be in 0..{L - 1}, got {layer}.")
     if jnp.ndim(layer) or not jnp.issubdtype(jnp.result_type(layer), jnp.integer):
         raise ValueError(f"{function}: layer must be one integer, got {layer}.")
+
+
+def _check_value_pool(function: str, pools: Pools, has_own_dim: bool) -> None:
+    """Check the dtypes of both pools, and the shape of the pool of values."""
+    check_pool_dtype(function, "k_pool", pools.k.dtype)
+    if pools.v is None:
+        return
+    check_pool_dtype(function, "v_pool", pools.v.dtype)
+    if pools.k.dtype != pools.v.dtype:
+        raise ValueError(
+            f"{function}: v_pool must have the dtype of k_pool, {pools.k.dtype}, "
+            f"got {pools.v.dtype}."
+        )
+    if not has_own_dim and pools.k.shape != pools.v.shape:
+        raise ValueError(
+            f"{function}: v_pool must have the shape of k_pool, {list(pools.k.shape)}, "
+            f"got {list(pools.v.shape)}."
+        )
 
 
 # Advice in errors about lengths that are None.
@@ -93,11 +121,13 @@ def half_of_pages(function: str, kv_pages: jax.Array) -> jax.ShapeDtypeStruct:
 
     The shape is ``[P, C, K, D]``.
 
+    Pages ``[P, C, 1, D]`` have keys only.
+
     Raises:
       ValueError: the pages do not have shape ``[P, C, 2 * K, D]``, or their dtype is neither
         floating point nor int8.
     """
-    if kv_pages.ndim != 4 or kv_pages.shape[2] % 2:
+    if kv_pages.ndim != 4 or (kv_pages.shape[2] % 2 and kv_pages.shape[2] != 1):
         raise ValueError(
             f"{function}: kv_pages must have shape [P, C, 2 * K, D], keys and values alternating, "
             f"got {list(kv_pages.shape)}."
@@ -107,7 +137,7 @@ def half_of_pages(function: str, kv_pages: jax.Array) -> jax.ShapeDtypeStruct:
             f"{function}: kv_pages must be floating point or int8, got {kv_pages.dtype}."
         )
     P, C, K2, D = kv_pages.shape
-    return jax.ShapeDtypeStruct((P, C, K2 // 2, D), kv_pages.dtype)
+    return jax.ShapeDtypeStruct((P, C, 1 if K2 == 1 else K2 // 2, D), kv_pages.dtype)
 
 
 def as_scalar(function: str, name: str, value: Any, dtype: Any) -> jax.Array:
@@ -159,10 +189,46 @@ def _without_padding(pool: jax.Array, head_dim: int) -> Any:
     return pool
 
 
+def checked_value_dim(
+    function: str, value_dim: Any, head_dim: int, *, has_values: bool
+) -> int | None:
+    """Check `value_dim`, and return it as a Python integer; None if it is `head_dim`.
+
+    Args:
+      function: the name that errors begin with.
+      value_dim: elements of a value, an argument of the user.
+      head_dim: head dimension (D) of the call.
+      has_values: whether there is a pool of values.
+
+    Raises:
+      ValueError: it is traced, no integer, not positive, or larger than the keys that contain the
+        values; or it is None, and there is no pool of values.
+    """
+    value_dim = static(function, "value_dim", value_dim, operator.index)
+    if value_dim is None:
+        if not has_values:
+            raise ValueError(
+                f"{function}: value_dim must be an integer if v_pool is None, got None. The values "
+                "are the first value_dim elements of the keys."
+            )
+        return None
+    most = _MAX_VALUE_DIM if has_values else head_dim
+    if not 1 <= value_dim <= most:
+        raise ValueError(f"{function}: value_dim must be 1 to {most}, got {value_dim}.")
+    return None if value_dim == head_dim else value_dim
+
+
 def checked_options(
-    function: str, scale: float, sliding_window: int | None, soft_cap: float | None
+    function: str,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    value_dim: int | None = None,
 ) -> Options:
-    """Check the static options of attention, and convert them to Python numbers."""
+    """Check the static options of attention, and convert them to Python numbers.
+
+    `value_dim` is a result of `checked_value_dim`.
+    """
     scale = static(function, "scale", scale, float)
     window = static(function, "sliding_window", sliding_window, operator.index)
     soft_cap = static(function, "soft_cap", soft_cap, float)
@@ -175,7 +241,7 @@ def checked_options(
         )
     if soft_cap is not None and not (soft_cap > 0 and math.isfinite(soft_cap)):
         raise ValueError(f"{function}: soft_cap must be positive or None, got {soft_cap}.")
-    return Options(scale, window, soft_cap)
+    return Options(scale, window, soft_cap, value_dim=value_dim)
 
 
 def static(function: str, name: str, value: Any, convert: Callable[[Any], Any]) -> Any:

@@ -53,7 +53,8 @@ class Gradients(NamedTuple):
       q: gradient in the queries.
       k: ``[P, K, C, D]``, gradient in one layer of the pool of keys. At least float32, because it
         is a sum over many queries. None if not requested.
-      v: gradient in the values, like `k`.
+      v: gradient in the values, like `k`. None if the values are a part of the keys: `k` is then
+        the sum of both gradients.
       sinks: gradient in the sinks; None if the call has no sinks.
     """
 
@@ -128,7 +129,7 @@ def _forward(ops: AttentionOps, primals: AttentionArgs, options: Options):
     # Keep only the layer that the call reads. Each layer of a model writes to the pools before it
     # reads them, so each layer would otherwise keep its own version of the whole pools until the
     # backward pass.
-    kept = Pools(*(lax.dynamic_index_in_dim(pool, layer, keepdims=True) for pool in pools[:2]))
+    kept = pools.map(lambda pool: lax.dynamic_index_in_dim(pool, layer, keepdims=True))
     args = args._replace(pools=kept, layer=jnp.zeros_like(layer))
     return (out, lse), _Residuals(args, out, lse, layer, pools.k.shape[0])
 
@@ -146,12 +147,16 @@ def _backward(ops: AttentionOps, options: Options, residuals: _Residuals, bars):
         wants_pools=num_layers is not None,
     )  # fmt: skip
     pools_bar = None
-    if num_layers is not None and gradients.k is not None and gradients.v is not None:
-        k_bar, v_bar = (
-            _only_layer(pool, bar, residuals.layer, num_layers)
-            for pool, bar in zip(args.pools[:2], (gradients.k, gradients.v), strict=True)
+    if num_layers is not None:
+        # Pools without values have no gradient in values either.
+        bars_of_layer: Any = gradients.k, gradients.v
+        pools_bar = Pools(
+            *jax.tree.map(
+                lambda pool, bar: _only_layer(pool, bar, residuals.layer, num_layers),
+                args.pools[:2],
+                bars_of_layer,
+            )
         )
-        pools_bar = Pools(k_bar, v_bar)
     # None means no gradient: for integers, for sinks that are None, and for pools whose gradient is
     # not wanted.
     args_bar: Any = AttentionArgs(gradients.q, pools_bar, None, None, None, gradients.sinks, None)  # type: ignore
@@ -268,8 +273,12 @@ def _prefill_gradients(
         weights = jnp.where(is_row, jnp.exp(sinks.astype(dtype)[None, None] - lse), 0)
         sinks_bar = -jnp.sum(weights * shift_BTH, axis=(0, 1)).astype(sinks.dtype)
 
-    zeros = jnp.zeros((P, K, C, D), dtype) if wants_pools else None
-    bars = Gradients(jnp.zeros_like(q), zeros, zeros, sinks_bar)
+    zeros = v_zeros = jnp.zeros((P, K, C, D), dtype) if wants_pools else None
+    if pools.shares_values:
+        v_zeros = None
+    elif wants_pools:
+        v_zeros = jnp.zeros((P, K, C, options.output_dim(D)), dtype)
+    bars = Gradients(jnp.zeros_like(q), zeros, v_zeros, sinks_bar)
     if q.size == 0:
         return bars
 
@@ -311,7 +320,7 @@ class _QueryTile(NamedTuple):
     """A tile of queries. Its R = T * G rows are pairs of a token and a head of the group."""
 
     q: jax.Array  # [B, K, R, D], at least float32, like out_bar, lse and shift
-    out_bar: jax.Array  # [B, K, R, D]
+    out_bar: jax.Array  # [B, K, R, U]
     lse: jax.Array  # [B, K, R]
     shift: jax.Array  # [B, K, R]
     positions: jax.Array  # i32 [B, T], ascending; -1 in padding
@@ -393,16 +402,20 @@ def _fold_keys(
             seen_BTN &= positions_BN[:, None] > rows.positions[..., None] - window
         # Keys that no query sees may be NaN. Set them to 0, because 0 * NaN is NaN.
         is_seen = seen_BTN.any(axis=1)[:, None, :, None]
-        k, v = (
-            jnp.where(is_seen, tokens, 0) for tokens in _gather(pools, layer, blocks_BM, rows.q)
-        )
+        k, v = (jnp.where(is_seen, tokens, 0) for tokens in _gather(pools, layer, blocks_BM, rows))
         seen_BRN = jnp.repeat(seen_BTN, group, axis=1)
         weights, scores_bar = _weights(rows, k, v, seen_BRN[:, None], options, dot)
         q_bar += dot("bkrn,bknd->bkrd", scores_bar, k)
-        if k_bar is not None:
-            k_bar = _add_blocks(k_bar, blocks_BM, dot("bkrn,bkrd->bknd", scores_bar, rows.q))
-            v_bar = _add_blocks(v_bar, blocks_BM, dot("bkrn,bkrd->bknd", weights, rows.out_bar))
-        return q_bar, k_bar, v_bar
+        if k_bar is None:
+            return q_bar, k_bar, v_bar
+        keys_bar = dot("bkrn,bkrd->bknd", scores_bar, rows.q)
+        values_bar = dot("bkrn,bkru->bknu", weights, rows.out_bar)
+        if v_bar is None:
+            rest = keys_bar.shape[-1] - values_bar.shape[-1]
+            keys_bar += jnp.pad(values_bar, ((0, 0),) * 3 + ((0, rest),))
+        else:
+            v_bar = _add_blocks(v_bar, blocks_BM, values_bar)
+        return q_bar, _add_blocks(k_bar, blocks_BM, keys_bar), v_bar
 
     num_steps = jnp.max(last_B // tile + 1 - begin_B)
     return lax.fori_loop(0, num_steps, step, (jnp.zeros_like(rows.q), k_bar, v_bar))
@@ -416,7 +429,7 @@ def _weights(
     if options.soft_cap is not None:
         capped = options.soft_cap * jnp.tanh(capped / options.soft_cap)
     weights = jnp.where(seen, jnp.exp(capped - rows.lse[..., None]), 0)
-    weights_bar = dot("bkrd,bknd->bkrn", rows.out_bar, v)
+    weights_bar = dot("bkru,bknu->bkrn", rows.out_bar, v)
     scores_bar = options.scale * weights * (weights_bar - rows.shift[..., None])
     if options.soft_cap is not None:
         scores_bar *= 1 - jnp.square(capped / options.soft_cap)
@@ -432,21 +445,26 @@ def _gather(
     pools: Pools | Pages,
     layer: int | jax.Array,
     blocks_BM: jax.Array,
-    like: jax.Array,  # gives the head dimension and the dtype of the result
-) -> list[jax.Array]:
-    """Gather blocks of K and V, ``[B, K, M * C, D]`` each; ids out of range are clipped."""
-    (B, M), K, D = blocks_BM.shape, pools.num_kv_heads, like.shape[-1]
+    rows: _QueryTile,  # gives the dimensions of keys and values, and the dtype of the result
+) -> tuple[jax.Array, jax.Array]:
+    """Gather blocks of K and V, ``[B, K, M * C, D]`` and ``[..., U]``; ids are clipped."""
+    (B, M), K, dtype = blocks_BM.shape, pools.num_kv_heads, rows.q.dtype
+    D, U = rows.q.shape[-1], rows.out_bar.shape[-1]
     if isinstance(pools, Pages):
-        tokens = pools.kv.at[blocks_BM].get(mode="clip").astype(like.dtype)
-        tokens = tokens.reshape(B, M * pools.block_size, K, 2, D)
-        return [jnp.swapaxes(tokens[:, :, :, part], 1, 2) for part in range(2)]
-    index, parts = (layer, *_blocks_and_heads(blocks_BM, K)), []
-    for pool, scale in ((pools.k, pools.k_scale), (pools.v, pools.v_scale)):
-        tokens = pool.at[index].get(mode="clip")[..., :D].astype(like.dtype)
+        tokens = pools.kv.at[blocks_BM].get(mode="clip").astype(dtype)
+        tokens = tokens.reshape(B, M * pools.block_size, K, -1, D)
+        k, v = (jnp.swapaxes(tokens[:, :, :, part], 1, 2) for part in (0, -1))
+        return k, v[..., :U]
+    index = (layer, *_blocks_and_heads(blocks_BM, K))
+
+    def gather(pool: jax.Array, scale: jax.Array | None, size: int) -> jax.Array:
+        tokens = pool.at[index].get(mode="clip")[..., :size].astype(dtype)
         if scale is not None:
-            tokens *= scale.at[index].get(mode="clip").astype(like.dtype)[..., None]
-        parts.append(tokens.reshape(B, K, -1, D))
-    return parts
+            tokens *= scale.at[index].get(mode="clip").astype(dtype)[..., None]
+        return tokens.reshape(B, K, -1, size)
+
+    k = gather(pools.k, pools.k_scale, D)
+    return k, k[..., :U] if pools.v is None else gather(pools.v, pools.v_scale, U)
 
 
 def _add_blocks(bar: jax.Array, blocks_BM: jax.Array, tokens_BKND: jax.Array) -> jax.Array:

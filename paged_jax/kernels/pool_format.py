@@ -1,11 +1,15 @@
-"""Format of the KV pools: dtypes, int8 and fp8 quantisation, padding of the last dimension."""
+"""KV pools and their format: dtypes, int8 and fp8 quantisation, padding of the last dimension."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+
+# Keys or values.
+Half = Literal["k", "v"]
 
 # Dtypes of quantised pools, each with the largest magnitude that it represents.
 QUANTISED: dict[Any, float] = {
@@ -15,6 +19,59 @@ QUANTISED: dict[Any, float] = {
 
 # Lanes of a TPU register: elements of the last dimension that a TPU moves at a time.
 LANES = 128
+
+
+class Pages(NamedTuple):
+    """Keys and values of one layer in one array: the layout of JAX's ragged kernel for TPUs.
+
+    Attributes:
+      kv: ``[P, C, 2 * K, D]``, floating point or int8. For each token: the key of head 0, its
+        value, the key of head 1, and so on. ``[P, C, 1, D]`` has keys of a single KV head; the
+        values are the first elements of the keys.
+    """
+
+    kv: jax.Array
+
+    # Pages have no scale per token, only one factor of all keys and one of all values (`Options`).
+    k_scale = None
+    v_scale = None
+    is_quantised = False
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of keys and values."""
+        return self.kv.dtype
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of pages (P)."""
+        return self.kv.shape[0]
+
+    @property
+    def shares_values(self) -> bool:
+        """Whether the values are the first elements of the keys."""
+        return self.kv.shape[2] == 1
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of KV heads (K)."""
+        return max(self.kv.shape[2] // 2, 1)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a page (C)."""
+        return self.kv.shape[1]
+
+    def map(self, function: Callable[[Any], Any]) -> "Pages":
+        """Apply a function to the array."""
+        return Pages(function(self.kv))
+
+    def place(self, half: Half, layer: Any, block: Any, head: Any, offset: Any) -> tuple[Any, Any]:
+        """Return `kv`, and the index of the keys or values of the tokens at `offset` in it."""
+        del layer  # pages have a single layer
+        if self.shares_values:
+            return self.kv, (block, offset, head)
+        return self.kv, (block, offset, 2 * head + (1 if half == "v" else 0))
 
 
 def is_quantised(dtype: DTypeLike) -> bool:

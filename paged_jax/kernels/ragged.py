@@ -1,4 +1,4 @@
-"""Attention of ragged batches over interleaved pages, and helpers for its backends.
+"""Attention of ragged batches over interleaved pages.
 
 `ragged_paged_attention` has the signature and the page layout of JAX's kernel for TPUs, which
 Levanter, EasyDeL and sglang-jax use. Unlike that kernel, this op also runs on GPUs and CPUs. It
@@ -6,7 +6,7 @@ reads the pages in place.
 
 The chunks of all sequences are concatenated in an array of queries. A chunk with a single token is
 a decode. Backends use their decode kernel for single queries, because it splits long contexts, and
-another kernel with larger matmuls for longer chunks, see `attend_in_parts`::
+another kernel with larger matmuls for longer chunks, see `ragged_chunks.attend_in_parts`::
 
     q  [N, H, D]    | a a a a | b | c | d d d d d d d | (rows without a sequence) |
     decode  [B, H, D]     -     b   c         -         one row per sequence, empty for a and d
@@ -17,8 +17,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,6 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from paged_jax import dims
 from paged_jax.arguments import names_arguments
 from paged_jax.kernels.backend import (
-    AttentionArgs,
     Interpret,
     Pages,
     Problem,
@@ -40,6 +38,7 @@ from paged_jax.kernels.checks import (
     as_scalar,
     check_sharding,
     checked_options,
+    checked_value_dim,
     half_of_pages,
     static,
 )
@@ -51,6 +50,7 @@ from paged_jax.kernels.dispatch import (
 from paged_jax.kernels.gradients import attention_gradients, differentiable_once
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
 from paged_jax.kernels.pool_format import wider_dtype
+from paged_jax.kernels.ragged_chunks import cut_into_tiles, find_chunks, find_rows
 
 _FUNCTION = "ragged_paged_attention"
 
@@ -68,6 +68,7 @@ class RaggedAttentionOptions(TypedDict, total=False):
     k_scale: float | jax.Array | None
     v_scale: float | jax.Array | None
     sinks: jax.Array | None
+    value_dim: int | None
     num_kv_pages_per_block: int | None
     num_queries_per_block: int | None
     vmem_limit_bytes: int | None
@@ -107,6 +108,7 @@ def ragged_paged_attention(
     k_scale: float | jax.Array | None = None,
     v_scale: float | jax.Array | None = None,
     sinks: jax.Array | None = None,
+    value_dim: int | None = None,
     return_lse: bool = False,
     num_kv_pages_per_block: int | None = None,
     num_queries_per_block: int | None = None,
@@ -132,7 +134,8 @@ def ragged_paged_attention(
       q: ``[N, H, D]`` floating point.
       kv_pages: ``[P, C, 2 * K, D]``, floating point or int8. For each token: the key of head 0, its
         value, the key of head 1, and so on. On TPUs, JAX's kernel requires that `D` is 128; XLA
-        computes other head dimensions.
+        computes other head dimensions. ``[P, C, 1, D]`` has keys only: the values are their first
+        `value_dim` elements.
       kv_lens: integer ``[S]``, tokens in each sequence, including its queries. Lengths above M * C
         are clipped to M * C. If a sequence has fewer tokens than queries, its first queries are
         ignored, and their output is 0.
@@ -154,6 +157,7 @@ def ragged_paged_attention(
       v_scale: factor of all values, like `k_scale`.
       sinks: floating point ``[H]``, one more logit in the softmax denominator of each head. It has
         no value vector. None for no sinks. On TPUs, XLA computes batches with sinks.
+      value_dim: elements of a value (U) in pages that have keys only; None for D (static).
       return_lse: also return the log-sum-exp (static). On TPUs, XLA then computes the batch.
       num_kv_pages_per_block: pages in a tile of keys of JAX's kernel on TPUs (static). The other
         backends choose their own tiles.
@@ -163,7 +167,7 @@ def ragged_paged_attention(
       interpret: see `paged_attention`.
 
     Returns:
-      ``[N, H, D]`` in the dtype of `q`; 0 in rows without a sequence. Softmax and accumulation are
+      ``[N, H, U]`` in the dtype of `q`; 0 in rows without a sequence. Softmax and accumulation are
       in float32. With `return_lse`, ``(out, lse)``: `lse`, f32 ``[N, H]``, is the natural logarithm
       of each softmax denominator, including sinks; -inf in rows without a sequence.
 
@@ -183,8 +187,8 @@ def ragged_paged_attention(
       [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
     """
     del mask_value
-    args, sizes = _checked(
-        sinks,
+    args, sizes, value_dim = _checked(
+        sinks, value_dim,
         q=q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens,
         num_seqs=num_seqs,
     )  # fmt: skip
@@ -193,33 +197,37 @@ def ragged_paged_attention(
     numbers = {name: _factor(name, x) for name, x in factors.items() if name not in arrays}
     args = _scale_queries(args, arrays)
     scale = numbers.get("sm_scale", 1.0) * numbers.get("k_scale", 1.0)
-    common = checked_options(_FUNCTION, scale, sliding_window, soft_cap)
+    common = checked_options(_FUNCTION, scale, sliding_window, soft_cap, value_dim)
     tiles = {
         "num_kv_pages_per_block": num_kv_pages_per_block,
         "num_queries_per_block": num_queries_per_block,
         "vmem_limit_bytes": vmem_limit_bytes,
     }
     options = RaggedOptions(
-        scale=scale,
-        sliding_window=common.sliding_window,
-        soft_cap=common.soft_cap,
-        value_scale=numbers.get("v_scale", 1.0),
+        **(vars(common) | {"value_scale": numbers.get("v_scale", 1.0)}),
         return_lse=return_lse,
         **{name: static(_FUNCTION, name, x, operator.index) for name, x in tiles.items()},
     )
-    has_sinks = args.sinks is not None
-    problem = Problem.build("ragged", sizes, args.q.dtype, args.pages, options, has_sinks=has_sinks)
+    problem = Problem.build(
+        "ragged", sizes, args.q.dtype, args.pages, options, has_sinks=args.sinks is not None
+    )
     ops = Dispatch(_FUNCTION, problem, backend, interpret)
     if not interpret:
         check_array_device(_FUNCTION, backend, args.q)
     if args.q.size == 0 or sizes["B"] == 0 or sizes["M"] == 0:
-        out, lse = jnp.zeros_like(args.q), jnp.full(args.q.shape[:2], -jnp.inf, jnp.float32)
+        results: Any = _attend_to_no_token(args, options.output_dim(sizes["D"]))
     else:
-        results: Any = _attend(ops, options, args)
-        out, lse = results
+        results = _attend(ops, options, args)
+    out, lse = results
     if "v_scale" in arrays:
         out = _multiply(out, "v_scale", arrays["v_scale"])
     return (out, lse) if return_lse else out
+
+
+def _attend_to_no_token(args: RaggedArgs, value_dim: int) -> tuple[jax.Array, jax.Array]:
+    """Return ``(out, lse)`` of a batch without queries, or with tables without columns."""
+    rows = args.q.shape[:2]
+    return jnp.zeros((*rows, value_dim), args.q.dtype), jnp.full(rows, -jnp.inf, jnp.float32)
 
 
 def _scale_queries(args: RaggedArgs, factors: dict[str, jax.Array]) -> RaggedArgs:
@@ -253,8 +261,10 @@ def _factor(name: str, scale: float | None) -> float:
     return factor
 
 
-def _checked(sinks: Any, **arrays: Any) -> tuple[RaggedArgs, dict[str, int]]:
-    """Check the arguments; return them with lengths in range, and the size of each dimension."""
+def _checked(
+    sinks: Any, value_dim: Any, **arrays: Any
+) -> tuple[RaggedArgs, dict[str, int], int | None]:
+    """Check the arguments; return them with lengths in range, all sizes, and `value_dim`."""
     named = as_arrays(_FUNCTION, **arrays)
     sinks = None if sinks is None else jnp.asarray(sinks)
     check_sharding(_FUNCTION, (named, sinks))
@@ -276,6 +286,15 @@ def _checked(sinks: Any, **arrays: Any) -> tuple[RaggedArgs, dict[str, int]]:
             f"{_FUNCTION}: q must have a multiple of the {sizes['K']} KV heads of kv_pages, "
             f"got {sizes['H']} heads."
         )
+    has_values = kv_pages.shape[2] > 1
+    if has_values and value_dim not in (None, sizes["D"]):
+        raise ValueError(
+            f"{_FUNCTION}: value_dim must be None or {sizes['D']} for pages with keys and values, "
+            f"got {value_dim}."
+        )
+    value_dim = checked_value_dim(_FUNCTION, value_dim, sizes["D"], has_values=has_values)
+    if value_dim is not None:
+        sizes["U"] = value_dim
     B, N, longest = sizes["B"], sizes["N"], sizes["M"] * sizes["C"]
     if num_seqs.shape == ():
         num_seqs = num_seqs[None]
@@ -288,7 +307,8 @@ def _checked(sinks: Any, **arrays: Any) -> tuple[RaggedArgs, dict[str, int]]:
     index = jnp.arange(B + 1, dtype=jnp.int32)
     ends = jnp.clip(cu_q_lens[jnp.minimum(index, num_seqs)], 0, N)
     kv_lens = jnp.where(index[:B] < num_seqs, jnp.clip(kv_lens, 0, longest), 0)
-    return RaggedArgs(q, Pages(kv_pages), tables, kv_lens, ends, num_seqs, sinks), sizes
+    args = RaggedArgs(q, Pages(kv_pages), tables, kv_lens, ends, num_seqs, sinks)
+    return args, sizes, value_dim
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -352,7 +372,10 @@ def _backward(ops: Dispatch, options: RaggedOptions, residuals: _RaggedResiduals
     )
     q_bar = put_or_drop(jnp.zeros_like(args.q), rows_BT, gradients.q)
     pages_bar = None
-    if gradients.k is not None and gradients.v is not None:
+    if gradients.k is not None and gradients.v is None:
+        kv_bar = jnp.swapaxes(gradients.k, 1, 2)
+        pages_bar = Pages(kv_bar.astype(args.pages.dtype))
+    elif gradients.k is not None and gradients.v is not None:
         bar_PCKD = (jnp.swapaxes(bar, 1, 2) for bar in (gradients.k, gradients.v))
         kv_bar = jnp.stack(list(bar_PCKD), axis=3).reshape(args.pages.kv.shape)
         pages_bar = Pages(kv_bar.astype(args.pages.dtype))
@@ -361,133 +384,3 @@ def _backward(ops: Dispatch, options: RaggedOptions, residuals: _RaggedResiduals
 
 
 _attend.defvjp(_forward, _backward, symbolic_zeros=True)
-
-
-class Chunks(NamedTuple):
-    """The queries of each sequence, which are its last tokens.
-
-    Attributes:
-      starts: i32 ``[B]``, row of the first query in the array of queries.
-      lens: i32 ``[B]``, number of queries, at most the length of the sequence.
-    """
-
-    starts: jax.Array
-    lens: jax.Array
-
-
-def find_chunks(args: RaggedArgs) -> Chunks:
-    """Return the queries of each sequence.
-
-    If a sequence has more queries than tokens, its first queries are left out.
-    """
-    ends = args.cu_query_lens[1:]
-    lens = jnp.clip(ends - args.cu_query_lens[:-1], 0, args.context_lens)
-    return Chunks(ends - lens, lens)
-
-
-def attend_in_parts(
-    decode: Callable[[AttentionArgs], tuple[jax.Array, jax.Array]],
-    attend_to_chunks: Callable[[RaggedArgs, Chunks], tuple[jax.Array, jax.Array]],
-    args: RaggedArgs,
-) -> tuple[jax.Array, jax.Array]:
-    """Attend with single queries by `decode`, and with longer chunks by `attend_to_chunks`.
-
-    Args:
-      decode: attends with one query per sequence; returns ``[B, H, D]`` and ``[B, H]``.
-      attend_to_chunks: attends with the queries of the given chunks; returns ``[N, H, D]`` and
-        ``[N, H]``. Rows outside of the chunks are ignored.
-      args: the batch.
-
-    Returns:
-      ``(out, lse)``: output ``[N, H, D]`` and log-sum-exp ``[N, H]``; 0 and -inf in rows that are
-      not queries.
-    """
-    chunks = find_chunks(args)
-    is_single = chunks.lens == 1
-    single, single_lse = decode(
-        AttentionArgs(
-            q=args.q.at[chunks.starts].get(mode="clip"),
-            pools=args.pages,
-            block_tables=args.block_tables,
-            context_lens=jnp.where(is_single, args.context_lens, 0),
-            query_lens=None,
-            sinks=args.sinks,
-            layer=jnp.zeros((), jnp.int32),
-        )
-    )
-    out, lse = attend_to_chunks(args, chunks._replace(lens=jnp.where(is_single, 0, chunks.lens)))
-    rows = find_rows(args, chunks)
-    is_single_N1 = is_single[rows.sequence][:, None]
-    return rows.mask(
-        jnp.where(is_single_N1[..., None], single[rows.sequence], out),
-        jnp.where(is_single_N1, single_lse[rows.sequence], lse),
-    )
-
-
-class QueryRows(NamedTuple):
-    """Sequence and token of each row of the concatenated queries.
-
-    Attributes:
-      sequence: i32 ``[N]``, row of the sequence in the block table.
-      token: i32 ``[N]``, index among the queries of the sequence.
-      is_query: bool ``[N]``, False in rows without a sequence. The other fields are meaningless
-        there.
-    """
-
-    sequence: jax.Array
-    token: jax.Array
-    is_query: jax.Array
-
-    def mask(self, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return `out` and `lse` with 0 and -inf in rows that are not queries."""
-        is_query_N1 = self.is_query[:, None]
-        return jnp.where(is_query_N1[..., None], out, 0), jnp.where(is_query_N1, lse, -jnp.inf)
-
-
-def find_rows(args: RaggedArgs, chunks: Chunks) -> QueryRows:
-    """Return the sequence and the token of each row of the concatenated queries."""
-    rows = jnp.arange(args.q.shape[0], dtype=jnp.int32)
-    # A row belongs to the last sequence that starts at or before it. If several sequences start at
-    # the same row, only the last of them has queries.
-    starts = args.cu_query_lens[None, :-1]
-    sequence = jnp.sum(starts <= rows[:, None], axis=1, dtype=jnp.int32) - 1
-    sequence = jnp.maximum(sequence, 0)
-    token = rows - chunks.starts[sequence]
-    return QueryRows(sequence, token, (token >= 0) & (token < chunks.lens[sequence]))
-
-
-def cut_into_tiles(args: RaggedArgs, num_queries: int) -> tuple[AttentionArgs, jax.Array]:
-    """Split the chunks into tiles of equal length, as the batch of a prefill.
-
-    Args:
-      args: the batch.
-      num_queries: queries in a tile (T). The last tile of a chunk is padded.
-
-    Returns:
-      ``(tiles, rows)``: the arguments of a prefill whose batch has a row for each tile, and i32
-      ``[B', T]``, the row of each query in ``args.q``; N in padding. B' is the maximum number of
-      tiles.
-    """
-    N = args.q.shape[0]
-    whole = find_chunks(args)
-    num_tiles = (whole.lens + num_queries - 1) // num_queries
-    ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
-    index = jnp.arange(N // num_queries + len(ends), dtype=jnp.int32)
-    sequence = jnp.sum(ends[None] <= index[:, None], axis=1, dtype=jnp.int32)
-    sequence = jnp.minimum(sequence, len(ends) - 1)
-    first = (index - (ends - num_tiles)[sequence]) * num_queries
-    lens = jnp.clip(whole.lens[sequence] - first, 0, num_queries)
-    before = (args.context_lens - whole.lens)[sequence] + first
-    token_T = jnp.arange(num_queries, dtype=jnp.int32)
-    rows_BT = (whole.starts[sequence] + first)[:, None] + token_T[None]
-    rows_BT = jnp.where(token_T[None] < lens[:, None], rows_BT, N)
-    tiles = AttentionArgs(
-        q=take_or_fill(args.q, rows_BT),
-        pools=args.pages,
-        block_tables=args.block_tables[sequence],
-        context_lens=jnp.where(lens > 0, before + lens, 0),
-        query_lens=lens,
-        sinks=args.sinks,
-        layer=jnp.zeros((), jnp.int32),
-    )
-    return tiles, rows_BT

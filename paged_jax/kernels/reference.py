@@ -21,7 +21,7 @@ from paged_jax.kernels.backend import (
     RaggedOptions,
 )
 from paged_jax.kernels.pool_format import wider_dtype
-from paged_jax.kernels.ragged import find_chunks, find_rows
+from paged_jax.kernels.ragged_chunks import find_chunks, find_rows
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,10 @@ def _prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Arra
     # Tokens that no query sees may be NaN. They are set to 0, because 0 * NaN is NaN, also in the
     # gradient.
     is_seen = seen_BTN.any(axis=1)[:, :, None, None]
-    k_BNKD, v_BNKD = (
-        jnp.where(is_seen, tokens[..., :D], 0)
-        for tokens in _gather(pools, layer, block_tables, dtype)
+    U = options.output_dim(D)
+    k_BNKD, v_BNKU = (
+        jnp.where(is_seen, tokens[..., :size], 0)
+        for tokens, size in zip(_gather(pools, layer, block_tables, dtype), (D, U), strict=True)
     )
 
     q_BTKGD = q.astype(dtype).reshape(B, T, K, H // K, D)
@@ -95,9 +96,9 @@ def _prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Arra
     is_empty = total == 0
     total = jnp.where(is_empty, 1, total)
     weights = (weights_BTHN / total[..., None]).reshape(B, T, K, H // K, N)
-    out = jnp.einsum("btkgn,bnkd->btkgd", weights, v_BNKD, precision="highest")
+    out = jnp.einsum("btkgn,bnku->btkgu", weights, v_BNKU, precision="highest")
     lse = jnp.where(is_empty, -jnp.inf, peak + jnp.log(total))
-    return (out * options.value_scale).reshape(B, T, H, D).astype(q.dtype), lse
+    return (out * options.value_scale).reshape(B, T, H, U).astype(q.dtype), lse
 
 
 def _gather(
@@ -110,10 +111,12 @@ def _gather(
     rows = jnp.clip(tables, 0, P - 1)
     if isinstance(pools, Pages):
         pages = pools.kv[rows].astype(dtype)  # [B, M, C, 2 * K, D]
-        parts = [pages[:, :, :, part::2] for part in range(2)]
+        starts = (0, 0) if pools.shares_values else (0, 1)
+        parts = [pages[:, :, :, part::2] for part in starts]
     else:
         parts = []
-        for pool, scale in ((pools.k, pools.k_scale), (pools.v, pools.v_scale)):
+        keys = pools.k, pools.k_scale
+        for pool, scale in (keys, keys if pools.v is None else (pools.v, pools.v_scale)):
             values = pool[layer][rows].astype(dtype)
             if scale is not None:
                 values *= scale[layer][rows].astype(dtype)[..., None]

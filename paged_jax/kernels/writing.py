@@ -43,9 +43,9 @@ _MAX_ROWS = 2**31 - 1
 @names_arguments
 def paged_write(
     k_pool: jax.Array,
-    v_pool: jax.Array,
+    v_pool: jax.Array | None,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     blocks: jax.Array,
     offsets: jax.Array,
     *,
@@ -62,10 +62,11 @@ def paged_write(
     Args:
       k_pool: ``[L, P, K, C, D]``, keys. Floating point, or int8 or float8_e4m3fn with scales. The
         last dimension may be padded to a multiple of 128; the padding is then undefined.
-      v_pool: values, of the same shape and dtype as `k_pool`.
+      v_pool: ``[L, P, K, C, U]``, values, of the dtype of `k_pool`. None if the values are the
+        first elements of the keys; `v` is then None too.
       k: ``[N, K, D]`` floating point, cast to the dtype of the pool. For quantised pools it is
         rounded with one scale per token and head, see `quantise`.
-      v: ``[N, K, D]``, like `k`.
+      v: ``[N, K, U]``, like `k`. U is D in most models.
       blocks: integer ``[N]``, block of each token. A token is dropped if its block is not in
         0..P - 1.
       offsets: integer ``[N]``, position of each token in its block. A token is dropped if its
@@ -95,20 +96,20 @@ def paged_write(
       >>> float(pools.k.sum()), float(pools.k[1, 3, 0, 7].sum())
       (16.0, 16.0)
     """
-    k, v, blocks, offsets = map(jnp.asarray, (k, v, blocks, offsets))
-    new = {"k": (k, "NKD"), "v": (v, "NKD"), "blocks": (blocks, "N"), "offsets": (offsets, "N")}
+    k, v, blocks, offsets = jax.tree.map(jnp.asarray, (k, v, blocks, offsets))
     pools = jax.tree.map(jnp.asarray, Pools(k_pool, v_pool, k_scale, v_scale))
-    shapes = pool_letters(pools, k.shape[-1] if k.ndim else 0)
-    sizes = dims.bind("paged_write", **shapes, **new)
-    check_pools("paged_write", pools, layer)
-    for name, array in {"k": k, "v": v}.items():
+    new, value_dim = _letters_of_new("paged_write", pools, k, v)
+    shapes = pool_letters(pools, k.shape[-1] if k.ndim else 0, value_dim)
+    sizes = dims.bind("paged_write", **shapes, **new, blocks=(blocks, "N"), offsets=(offsets, "N"))
+    check_pools("paged_write", pools, layer, has_own_dim=value_dim is not None)
+    for name, (array, _) in new.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"paged_write: {name} must be floating point, got {array.dtype}.")
     check_sharding("paged_write", (pools, k, v, blocks, offsets))
     check_num_rows("paged_write", pools.k.shape, num_new=sizes["N"] * sizes["K"])
     blocks, offsets = as_int32("paged_write", blocks=blocks, offsets=offsets)
     if pools.is_quantised:
-        k, v = (_without_gradient("paged_write", x) for x in (k, v))
+        k, v = jax.tree.map(functools.partial(_without_gradient, "paged_write"), (k, v))
 
     problem = Problem.build("write", sizes, k.dtype, pools, Options())
     ops = Dispatch("paged_write", problem, backend, interpret)
@@ -117,6 +118,22 @@ def paged_write(
     if not sizes["N"]:
         return pools
     return ops.write(WriteArgs(pools, k, v, blocks, offsets, jnp.asarray(layer, jnp.int32)))
+
+
+def _letters_of_new(
+    function: str, pools: Pools, k: jax.Array, v: jax.Array | None
+) -> tuple[dict[str, tuple[jax.Array, str]], int | None]:
+    """Return new keys and values as arguments of `dims.bind`, and U if it is not D.
+
+    Raises:
+      ValueError: there are values but no pool for them, or a pool but no values.
+    """
+    if (pools.v is None) != (v is None):
+        raise ValueError(f"{function}: v and v_pool must be arrays both, or None both.")
+    if v is None:
+        return {"k": (k, "NKD")}, None
+    value_dim = v.shape[-1] if v.ndim and k.shape[-1:] != v.shape[-1:] else None
+    return {"k": (k, "NKD"), "v": (v, "NKD" if value_dim is None else "NKU")}, value_dim
 
 
 @names_arguments
@@ -199,7 +216,7 @@ def paged_rope_write(
 @names_arguments
 def copy_blocks(
     k_pool: jax.Array,
-    v_pool: jax.Array,
+    v_pool: jax.Array | None,
     sources: jax.Array,
     targets: jax.Array,
     *,
@@ -235,9 +252,10 @@ def copy_blocks(
     sources, targets = map(jnp.asarray, (sources, targets))
     pairs = {"sources": (sources, "N"), "targets": (targets, "N")}
     pools = jax.tree.map(jnp.asarray, Pools(k_pool, v_pool, k_scale, v_scale))
-    shapes = pool_letters(pools, pools.k.shape[-1] if pools.k.ndim else 0)
+    head_dim, *value_dim = (x.shape[-1] if x.ndim else 0 for x in pools[:2] if x is not None)
+    shapes = pool_letters(pools, head_dim, *value_dim)
     sizes = dims.bind("copy_blocks", **shapes, **pairs)
-    check_pools("copy_blocks", pools, 0)
+    check_pools("copy_blocks", pools, 0, has_own_dim=True)
     check_sharding("copy_blocks", (pools, sources, targets))
     check_num_rows("copy_blocks", pools.k.shape)
     sources, targets = as_int32("copy_blocks", sources=sources, targets=targets)
@@ -284,7 +302,7 @@ def _copy_jvp(ops: Dispatch, primals: tuple[CopyArgs], tangents: tuple[CopyArgs]
 def write_kv_pages(
     kv_pages: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     pages: jax.Array,
     offsets: jax.Array,
     *,
@@ -299,7 +317,8 @@ def write_kv_pages(
     Args:
       kv_pages: ``[P, C, 2 * K, D]``, see `ragged_paged_attention`.
       k: ``[N, K, D]`` floating point, cast to the dtype of the pages.
-      v: ``[N, K, D]`` floating point, cast as `k`.
+      v: ``[N, K, D]`` floating point, cast as `k`. None for pages ``[P, C, 1, D]``, which have
+        keys only.
       pages: integer ``[N]``, page of each token. A token is dropped if its page is not in 0..P - 1.
       offsets: integer ``[N]``, position of each token in its page. A token is dropped if its offset
         is not in 0..C - 1. Written tokens must have different positions.
@@ -323,19 +342,29 @@ def write_kv_pages(
       ([1.0, 2.0], 48.0)
     """
     function = "write_kv_pages"
-    named = as_arrays(function, kv_pages=kv_pages, k=k, v=v, pages=pages, offsets=offsets)
-    check_sharding(function, (named, k_scale, v_scale))
-    kv_pages, k, v, pages, offsets = named.values()
+    named = as_arrays(function, kv_pages=kv_pages, k=k, pages=pages, offsets=offsets)
+    new = {"k": (named["k"], k_scale)}
+    if v is not None:
+        new["v"] = (jnp.asarray(v), v_scale)
+    check_sharding(function, (named, new))
+    kv_pages, k, pages, offsets = named.values()
     pages, offsets = as_int32(function, pages=pages, offsets=offsets)
     sizes = dims.bind(
         function,
         kv_pages=(half_of_pages(function, kv_pages), "PCKD"),
-        k=(k, "NKD"), v=(v, "NKD"), pages=(pages, "N"), offsets=(offsets, "N"),
-    )  # fmt: skip
+        **{name: (x, "NKD") for name, (x, _) in new.items()},
+        pages=(pages, "N"),
+        offsets=(offsets, "N"),
+    )
+    if (v is None) != (kv_pages.shape[2] == 1):
+        raise ValueError(
+            f"{function}: v must be None if and only if kv_pages have keys only, [P, C, 1, D], got "
+            f"kv_pages of shape {list(kv_pages.shape)}."
+        )
     P, C, N = sizes["P"], sizes["C"], sizes["N"]
     check_num_rows(function, (1, P, 1, C, 1), num_new=N)
     parts = []
-    for name, x, scale in (("k", k, k_scale), ("v", v, v_scale)):
+    for name, (x, scale) in new.items():
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{function}: {name} must be floating point, got {x.dtype}.")
         if scale is not None:

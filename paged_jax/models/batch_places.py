@@ -133,6 +133,11 @@ class BatchPlaces:
                 **options,
             )
             return heads.q.astype(query_dtype(pools.k.dtype)), pools
+        if pools.v is None:
+            raise ValueError(
+                "PagedModel: cache must have a pool of values for a layer with keys and values, "
+                "got one without. Make it with create_cache."
+            )
         q_norm, k_norm = heads.norms or (None, None)
         return paged_rope_write(
             pools.k,
@@ -358,7 +363,7 @@ def prefill_attention(
             sliding_window=sliding_window_of(sliding_windows, layer),
             **_attention_options(heads, pools, index, backend),
         )
-        return out.reshape(q.shape), _replace(carry, group, pools)
+        return out.reshape(*q.shape[:2], out.shape[-1]), _replace(carry, group, pools)
 
     return attend
 
@@ -371,6 +376,7 @@ def _attention_options(
         "scale": heads.sm_scale,
         "soft_cap": heads.soft_cap,
         "sinks": heads.sinks,
+        "value_dim": heads.value_dim,
         "k_scale": pools.k_scale,
         "v_scale": pools.v_scale,
         "backend": backend,

@@ -37,6 +37,9 @@ class Projection(NamedTuple):
     soft_cap: float | None = None
     sinks: jax.Array | None = None
 
+    # Projections have values of D elements.
+    value_dim = None
+
     def split(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries ``[..., H, D]``, keys and values ``[..., K, D]``, ready for attention."""
         return split_and_rotate(self.qkv, self.cos, self.sin, self.norms, norm_eps=self.norm_eps)
@@ -49,26 +52,29 @@ class Heads(NamedTuple):
     Attributes:
       q: ``[N, H, D]``, floating point.
       k: ``[N, K, D]``. Query heads ``g * H / K`` to ``(g + 1) * H / K - 1`` share KV head ``g``.
-      v: ``[N, K, D]``.
+      v: ``[N, K, D]``. None if the values are the first `value_dim` elements of the keys, so that
+        a cache stores them once.
       sm_scale, soft_cap, sinks: see `Projection`.
+      value_dim: elements of a value (U) and of the output of a head, if `v` is None.
     """
 
     q: jax.Array
     k: jax.Array
-    v: jax.Array
+    v: jax.Array | None
     sm_scale: float | None = None
     soft_cap: float | None = None
     sinks: jax.Array | None = None
+    value_dim: int | None = None
 
     def split(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries, keys and values."""
-        return self.q, self.k, self.v
+        return self.q, self.k, self.k[..., : self.value_dim] if self.v is None else self.v
 
 
 # State that each layer passes to the next: the K and V pools, or nothing without a cache.
 Carry = TypeVar("Carry")
 
-# Attention of a layer: (layer index, projection or heads, carry) -> (output ``[..., H, D]``,
+# Attention of a layer: (layer index, projection or heads, carry) -> (output ``[..., H, U]``,
 # floating point, new carry). The index is traced if the layers run in a scan.
 Attend = Callable[[int | jax.Array, Projection | Heads, Carry], tuple[jax.Array, Carry]]
 
@@ -93,7 +99,7 @@ def causal_attention(sliding_windows: Sequence[int | None]) -> Attend[Carry]:
     ) -> tuple[jax.Array, Carry]:
         q, k, v = heads.split()
         sliding_window = sliding_window_of(sliding_windows, index)
-        if heads.soft_cap is None and heads.sinks is None:
+        if heads.soft_cap is None and heads.sinks is None and heads.value_dim is None:
             local = None if sliding_window is None else (sliding_window - 1, 0)
             out = jax.nn.dot_product_attention(
                 q, k, v, is_causal=True, local_window_size=local, scale=heads.sm_scale
@@ -108,7 +114,7 @@ def causal_attention(sliding_windows: Sequence[int | None]) -> Attend[Carry]:
 def _masked_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, heads: Projection | Heads, sliding_window: int | None
 ) -> jax.Array:
-    """Compute attention with a soft cap or sinks, which `jax.nn` does not support."""
+    """Compute attention with a soft cap, sinks or short values, which `jax.nn` does not support."""
     B, T, H, D = q.shape
     K = k.shape[2]
     scale = D**-0.5 if heads.sm_scale is None else heads.sm_scale
@@ -126,4 +132,4 @@ def _masked_attention(
         sinks = jnp.broadcast_to(sinks, (*scores_BKGTN.shape[:-1], 1))
         scores_BKGTN = jnp.concatenate([scores_BKGTN, sinks], axis=-1)
     weights_BKGTN = jax.nn.softmax(scores_BKGTN, axis=-1)[..., :T]
-    return jnp.einsum("bkgtn,bnkd->btkgd", weights_BKGTN, v).reshape(B, T, H, D)
+    return jnp.einsum("bkgtn,bnku->btkgu", weights_BKGTN, v).reshape(B, T, H, -1)

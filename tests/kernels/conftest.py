@@ -6,6 +6,7 @@ _FILES = {
     "test_attention.py",
     "test_cascade.py",
     "test_gradients.py",
+    "test_latent.py",
     "test_rope_write.py",
     "test_writing.py",
 }

@@ -20,7 +20,7 @@ from paged_jax.kernels import ragged_paged_attention
 from paged_jax.kernels.backend import Pages, RaggedArgs, RaggedOptions
 from paged_jax.kernels.dispatch import backends_of
 from paged_jax.kernels.mosaic_tpu import jax_kernels
-from paged_jax.kernels.ragged import cut_into_tiles
+from paged_jax.kernels.ragged_chunks import cut_into_tiles
 from tests.support import oracles
 from tests.support.compiler import needs_compiler
 from tests.support.paged_batch import BACKENDS

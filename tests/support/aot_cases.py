@@ -39,6 +39,10 @@ def _gpu(op: str, **changes) -> Case:
     return dataclasses.replace(_LLAMA, op=op, **(sizes | changes))
 
 
+# Latent attention: of DeepSeek-V2-Lite, V3 (128 heads), GLM-4.7-Flash (20) and Mistral 4.
+_LATENT = {"K": 1, "D": 576, "U": 512, "P": 8192}
+_MISTRAL_4 = {"K": 1, "G": 32, "D": 320, "U": 256, "P": 16384}
+
 GPU_DECODE: Mapping[str, Case] = {
     "decode": _gpu("decode", B=64),
     "decode of one sequence of 128K": _gpu("decode", B=1, M=8192),
@@ -60,6 +64,12 @@ GPU_DECODE: Mapping[str, Case] = {
     "decode, all variants, int8": _gpu("decode", pool_dtype="int8", **_VARIANTS),
     "decode, all variants, fp8": _gpu("decode", pool_dtype="float8_e4m3fn", **_VARIANTS),
     "decode, float32": _gpu("decode", dtype="float32"),
+    "decode, latent": _gpu("decode", B=64, G=16, **_LATENT),
+    "decode, latent, one sequence of 128K": _gpu("decode", B=1, G=16, M=8192, **_LATENT),
+    "decode, latent, group of 20": _gpu("decode", B=64, G=20, **_LATENT),
+    "decode, latent, group of 128": _gpu("decode", B=64, G=128, **_LATENT),
+    "decode, latent, D 320": _gpu("decode", B=64, **_MISTRAL_4),
+    "decode, latent, fp8": _gpu("decode", B=64, G=16, pool_dtype="float8_e4m3fn", **_LATENT),
 }
 
 GPU_PREFILL: Mapping[str, Case] = {
@@ -75,6 +85,10 @@ GPU_PREFILL: Mapping[str, Case] = {
     "prefill, fp8": _gpu("prefill", pool_dtype="float8_e4m3fn"),
     "prefill, all variants": _gpu("prefill", **_VARIANTS),
     "prefill, float32": _gpu("prefill", dtype="float32"),
+    "prefill, latent": _gpu("prefill", B=4, T=512, G=16, **_LATENT),
+    "prefill, latent, group of 128": _gpu("prefill", B=4, T=512, G=128, **_LATENT),
+    "prefill, latent, D 320": _gpu("prefill", B=4, T=512, **_MISTRAL_4),
+    "prefill, latent, fp8": _gpu("prefill", G=16, pool_dtype="float8_e4m3fn", **_LATENT),
 }
 
 # 64 sequences in 2048 rows. `paged_prefill` reads the chunks, `paged_decode` the single tokens.
@@ -92,6 +106,7 @@ GPU_RAGGED: Mapping[str, Case] = {
     "ragged, fp8": _gpu("ragged", B=64, T=32, pool_dtype="float8_e4m3fn"),
     "ragged, all variants": _gpu("ragged", B=64, T=32, **_SEEN),
     "ragged, float32": _gpu("ragged", B=64, T=32, dtype="float32"),
+    "ragged, latent": _gpu("ragged", B=64, T=32, G=16, **_LATENT),
 }
 
 # The projections of a model return float32.
@@ -123,6 +138,8 @@ GPU_UPDATES: Mapping[str, Case] = {
     "copy_blocks, D 80": _gpu("copy_blocks", B=8, T=1, D=80),
     "copy_blocks, int8": _gpu("copy_blocks", B=8, T=1, pool_dtype="int8"),
     "copy_blocks, fp8": _gpu("copy_blocks", B=8, T=1, pool_dtype="float8_e4m3fn"),
+    "write, latent": _gpu("write", B=64, T=1, **_LATENT),
+    "copy_blocks, latent": _gpu("copy_blocks", B=8, T=1, **_LATENT),
 }
 
 # Calls to compile for other GPUs: one of each kind, and the heads with the largest memory use.

@@ -40,6 +40,7 @@ class Case:
       dtype: dtype of queries, of new keys and values, of a projection; also of the pools unless
         `pool_dtype` is given.
       lanes: last dimension of the pools, D if None.
+      U: elements of a value if it is a part of the key; None for values with a pool of their own.
     """
 
     op: Op
@@ -50,6 +51,7 @@ class Case:
     G: int = 4
     C: int = 16
     D: int = 128
+    U: int | None = None
     M: int = 6
     L: int = 2
     P: int = 16
@@ -90,10 +92,13 @@ class Case:
           NotImplementedError: the backend does not support the case.
         """
         options = RaggedOptions(
-            scale=self.D**-0.5, sliding_window=self.sliding_window, soft_cap=self.soft_cap
+            scale=self.D**-0.5,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+            value_dim=self.U,
         )
         sizes = {letter: getattr(self, letter) for letter in "BTKGCDMLP"}
-        sizes |= {"H": self.K * self.G, "N": self.num_tokens}
+        sizes |= {"H": self.K * self.G, "N": self.num_tokens, "U": self.U or self.D}
         pools = self._pools(None)
         problem = Problem.build(
             self.op, sizes, self.dtype, pools, options, has_sinks=self.has_sinks
@@ -128,7 +133,8 @@ class Case:
             return CopyArgs(pools, array(N), array(N))
         if self.op == "write":
             new = array(N, self.K, self.D, dtype=self.dtype)
-            return WriteArgs(pools, new, new, array(N), array(N), layer)
+            v = new if self.U is None else None
+            return WriteArgs(pools, new, v, array(N), array(N), layer)
         if self.op == "rope_write":
             qkv = array(N, self.K, self.G + 2, self.D, dtype=self.dtype)
             angles = array(N, self.D // 2, dtype=jnp.float32)
@@ -166,12 +172,15 @@ class Case:
         shape = (self.L, self.P, self.K, self.C)
         dtype = jnp.dtype(self.pool_dtype or self.dtype)
         if self.op == "ragged":
-            shape = (self.L * self.P, self.C, 2 * self.K, self.D)
+            heads = 2 * self.K if self.U is None else 1
+            shape = (self.L * self.P, self.C, heads, self.D)
             return Pages(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))  # type: ignore
         pool: Any = jax.ShapeDtypeStruct((*shape, self.lanes or self.D), dtype, sharding=sharding)
-        if not is_quantised(dtype):
-            return Pools(pool, pool)
-        scale: Any = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+        scale: Any = None
+        if is_quantised(dtype):
+            scale = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+        if self.U is not None:
+            return Pools(pool, None, scale, None)
         return Pools(pool, pool, scale, scale)
 
 

@@ -16,14 +16,14 @@ def attention_and_lse(
     """Compute causal attention of the last T tokens of a sequence of N tokens.
 
     Args:
-      q: ``[T, H, D]``; k, v: ``[N, K, D]``; sinks: ``[H]``.
+      q: ``[T, H, D]``; k: ``[N, K, D]``; v: ``[N, K, U]``; sinks: ``[H]``.
 
     Returns:
-      float64 ``[T, H, D]`` and the log-sum-exp ``[T, H]``.
+      float64 ``[T, H, U]`` and the log-sum-exp ``[T, H]``.
     """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     (T, H, D), (N, K, _) = q.shape, k.shape
-    out, lse = np.zeros_like(q), np.full((T, H), -np.inf)
+    out, lse = np.zeros((T, H, v.shape[-1])), np.full((T, H), -np.inf)
     for t in range(T):
         end = N - T + t + 1
         begin = 0 if sliding_window is None else max(0, end - sliding_window)

@@ -49,6 +49,7 @@ class PagedBatch:
     pools: Pools
     block_tables: np.ndarray
     lengths: np.ndarray
+    value_dim: int | None = None
 
     @classmethod
     def random(
@@ -61,9 +62,13 @@ class PagedBatch:
         extra_width: int = 3,
         dtype: Any = np.float32,
         lanes: int | None = None,
+        value_dim: int | None = None,
         seed: int = 0,
     ) -> "PagedBatch":
-        """Lay out random sequences. `lanes` pads the last dimension of the pools beyond D."""
+        """Lay out random sequences. `lanes` pads the last dimension of the pools beyond D.
+
+        With `value_dim` there is no pool of values: they are the first elements of the keys.
+        """
         rng = np.random.default_rng(seed)
         lengths = np.asarray(lengths, np.int32)
         counts = -(-lengths // C)
@@ -76,7 +81,7 @@ class PagedBatch:
             tables[b, : counts[b]] = free[first : first + counts[b]]
 
         pools, values = [], []
-        for _ in range(2):
+        for _ in range(2 if value_dim is None else 1):
             tokens = [rng.normal(size=(n, K, D)).astype(np.float32) for n in lengths]
             pool, scale = _poisoned((2, P, K, C, lanes or D), dtype)
             for b, token in enumerate(tokens):
@@ -89,8 +94,11 @@ class PagedBatch:
                 tokens[b] = stored.astype(np.float64) * scales[..., None]
             values.append(tokens)
             pools.append((pool, scale))
+        if value_dim is not None:
+            values.append([k[..., :value_dim] for k in values[0]])
+            pools.append((None, None))
         (k, k_scale), (v, v_scale) = pools
-        return cls(*values, Pools(k, v, k_scale, v_scale), tables, lengths)
+        return cls(*values, Pools(k, v, k_scale, v_scale), tables, lengths, value_dim)
 
     def rows(self, rows: np.ndarray) -> "PagedBatch":
         """Return some of the sequences, in the same pool."""
@@ -151,14 +159,14 @@ class PagedBatch:
         return self._run(_attend, q, (np.asarray(query_lens, np.int32),), **options)
 
     def _run(self, function: Callable[..., Any], q, query_lens, layer=LAYER, sinks=None, **static):
-        run = _program(function)
+        run, static = _program(function), static | {"value_dim": self.value_dim}
         batch = self.slid(static.get("sliding_window"), *query_lens)
         arrays = batch.pools, batch.block_tables, batch.lengths, *query_lens
         return jax.tree.map(np.asarray, run(q, *arrays, np.int32(layer), sinks, **static))
 
     def expected_decode(self, q: np.ndarray, **options) -> tuple[np.ndarray, np.ndarray]:
         """Return the expected result of `decode`, in float64."""
-        out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
+        out, lse = self._empty(q)
         for b, n in enumerate(self.lengths):
             if n:
                 row, row_lse = oracles.attention_and_lse(
@@ -171,13 +179,17 @@ class PagedBatch:
 
     def expected_prefill(self, q: np.ndarray, query_lens, **options):
         """Return the expected result of `prefill`, in float64."""
-        out, lse = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
+        out, lse = self._empty(q)
         for b, n in enumerate(query_lens):
             if n:
                 out[b, :n], lse[b, :n] = oracles.attention_and_lse(
                     q[b, :n], self.k[b], self.v[b], **options
                 )
         return out, lse
+
+    def _empty(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        *rows, D = q.shape
+        return np.zeros((*rows, self.value_dim or D)), np.full(rows, -np.inf)
 
     def expected(self, q: np.ndarray, query_lens, **options):
         """Return the expected result of `attend`, in float64."""
@@ -210,7 +222,7 @@ def _attend(q, pools: Pools, tables, lengths, query_lens, *arrays, **static):
 
 @functools.cache
 def _program(function: Callable[..., Any]) -> Callable[..., Any]:
-    static = ("scale", "sliding_window", "soft_cap", "backend", "interpret")
+    static = ("scale", "sliding_window", "soft_cap", "value_dim", "backend", "interpret")
     return jax.jit(function, static_argnames=static)
 
 

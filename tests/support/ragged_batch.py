@@ -14,7 +14,7 @@ from tests.support import oracles
 OUT_OF_RANGE = 10**6
 STATIC = (
     "sm_scale", "sliding_window", "soft_cap", "mask_value", "k_scale", "v_scale", "backend",
-    "return_lse", "interpret",
+    "value_dim", "return_lse", "interpret",
 )  # fmt: skip
 attend = jax.jit(ragged_paged_attention, static_argnames=STATIC)
 
@@ -34,6 +34,7 @@ class RaggedBatch:
     page_indices: np.ndarray
     cu_q_lens: np.ndarray
     num_seqs: np.ndarray
+    value_dim: int | None = None
 
     @classmethod
     def random(
@@ -49,17 +50,23 @@ class RaggedBatch:
         extra_rows: int = 5,
         extra_width: int = 2,
         extra_sequences: int = 2,
+        value_dim: int | None = None,
         seed: int = 0,
     ) -> "RaggedBatch":
-        """Create random sequences, followed by rows of q and sequences without content."""
+        """Create random sequences, followed by rows of q and sequences without content.
+
+        With `value_dim`, pages have keys of one head only: values are their first elements.
+        """
+        heads = 2 * K if value_dim is None else 1
         rng = np.random.default_rng(seed)
         num_rows = sum(queries for queries, _ in lengths)
-        q = rng.normal(size=(num_rows + extra_rows, K * G, D)).astype(q_dtype)
+        H = K * G if value_dim is None else G
+        q = rng.normal(size=(num_rows + extra_rows, H, D)).astype(q_dtype)
         q[num_rows:] = np.nan
         counts = [-(-tokens // C) for _, tokens in lengths]
         S, P = len(lengths) + extra_sequences, sum(counts) + 3
         is_integer = jnp.issubdtype(dtype, jnp.integer)
-        pages = np.full((P, C, 2 * K, D), 99 if is_integer else np.nan, dtype)
+        pages = np.full((P, C, heads, D), 99 if is_integer else np.nan, dtype)
         tables = np.full((S, max(counts) + extra_width), OUT_OF_RANGE, np.int32)
         kv_lens, cu_q_lens = np.full(S, 2**31 - 1, np.int32), np.full(S + 1, -7, np.int32)
         # No sequence has the first or last page, because clipped entries would point there.
@@ -68,16 +75,17 @@ class RaggedBatch:
             mine, free = free[: counts[s]], free[counts[s] :]
             tables[s, : counts[s]] = mine
             kv_lens[s], cu_q_lens[s + 1] = tokens, cu_q_lens[s] + queries
-            values = rng.normal(size=(tokens, 2 * K, D)) * (20 if is_integer else 1)
+            values = rng.normal(size=(tokens, heads, D)) * (20 if is_integer else 1)
             places = np.arange(tokens)
             pages[mine[places // C], places % C] = values.astype(dtype)
         num_seqs = np.array([len(lengths)], np.int32)
-        return cls(q, pages, kv_lens, tables, cu_q_lens, num_seqs)
+        return cls(q, pages, kv_lens, tables, cu_q_lens, num_seqs, value_dim)
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
         """The arguments, in order."""
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+        names = [field.name for field in dataclasses.fields(self)]
+        return tuple(getattr(self, name) for name in names if name != "value_dim")
 
     @property
     def num_rows(self) -> int:
@@ -87,7 +95,8 @@ class RaggedBatch:
     def attend(self, **options) -> Any:
         """Run the op, and return its results as NumPy arrays."""
         batch = self.slid(options.get("sliding_window"))
-        return jax.tree.map(np.asarray, attend(*batch.arrays, **options))
+        out = attend(*batch.arrays, value_dim=self.value_dim, **options)
+        return jax.tree.map(np.asarray, out)
 
     def slid(self, window: int | None) -> "RaggedBatch":
         """Return the batch with the pages outside the windows poisoned, see `PagedBatch.slid`."""
@@ -107,6 +116,8 @@ class RaggedBatch:
         rows = slice(end - min(end - int(self.cu_q_lens[s]), tokens), end)
         places, C = np.arange(tokens), self.kv_pages.shape[1]
         kv = self.kv_pages[self.page_indices[s, places // C], places % C].astype(np.float64)
+        if self.value_dim is not None:
+            return rows, kv, kv[..., : self.value_dim]
         return rows, kv[:, 0::2], kv[:, 1::2]
 
     def expected(self, **options) -> np.ndarray:
@@ -117,7 +128,8 @@ class RaggedBatch:
         self, *, sm_scale: float = 1.0, k_scale: float = 1.0, v_scale: float = 1.0, **options
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the expected result of the op and the log-sum-exp, in float64."""
-        out, lse = np.zeros(self.q.shape), np.full(self.q.shape[:2], -np.inf)
+        *num_rows, D = self.q.shape
+        out, lse = np.zeros((*num_rows, self.value_dim or D)), np.full(num_rows, -np.inf)
         for s in range(self.num_seqs[0]):
             rows, k, v = self.sequence(s)
             attention = functools.partial(oracles.attention_and_lse, scale=sm_scale, **options)

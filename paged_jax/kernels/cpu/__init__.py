@@ -39,12 +39,12 @@ from paged_jax.kernels.cpu.calls import Arrays, Attributes, PlainFunction, call,
 from paged_jax.kernels.cpu.kernel import ELEMENTS, PACKED, Kernel, QuantisedOp, attention_attributes
 from paged_jax.kernels.cpu.library import load
 from paged_jax.kernels.dispatch import general_backend
-from paged_jax.kernels.ragged import attend_in_parts
+from paged_jax.kernels.ragged_chunks import attend_in_parts
 from paged_jax.kernels.weight_formats import CODES, WeightArrays
 
-# Maximum head dimension: the size of arrays on the stack of the attention kernels (MAX_D in
+# Maximum elements of a value: the size of arrays on the stack of the attention kernels (MAX_U in
 # `source/decode.cc`).
-_MAX_HEAD_DIM = 512
+_MAX_VALUE_DIM = 512
 
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -58,8 +58,8 @@ _PACKED_GROUP = 4
 
 def _attention_refusal(problem: Problem) -> str | None:
     """Return why the kernels cannot solve a problem of attention, or None if they can."""
-    if problem["D"] > _MAX_HEAD_DIM:
-        return f"its head dimension is at most {_MAX_HEAD_DIM}, not {problem['D']}"
+    if problem.value_dim > _MAX_VALUE_DIM:
+        return f"its values have at most {_MAX_VALUE_DIM} elements, not {problem.value_dim}"
     dtype = jnp.dtype(problem.pool_dtype)
     if dtype not in ELEMENTS:
         return f"its pools are {', '.join(each.name for each in ELEMENTS)}, not {dtype}"
@@ -71,18 +71,20 @@ def _attend(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
     """Run a decode or prefill by `source/decode.cc` or `source/prefill.cc`."""
     pools, sinks = args.pools, args.sinks
     is_interleaved = isinstance(pools, Pages)
-    arrays = (pools.kv, pools.kv) if isinstance(pools, Pages) else (pools.k, pools.v)
-    operands = [args.q.astype(jnp.float32), *arrays, args.block_tables, args.context_lens]
+    keys = pools.kv if isinstance(pools, Pages) else pools.k
+    values = keys if isinstance(pools, Pages) or pools.v is None else pools.v
+    operands = [args.q.astype(jnp.float32), keys, values, args.block_tables, args.context_lens]
     operands.append(jnp.asarray(args.layer, jnp.int32))
-    if pools.k_scale is not None and pools.v_scale is not None:
-        operands += [pools.k_scale, pools.v_scale]
+    if pools.k_scale is not None:
+        operands += [pools.k_scale, pools.k_scale if pools.v_scale is None else pools.v_scale]
     if sinks is not None:
         operands.append(sinks.astype(jnp.float32))
     if args.query_lens is not None:
         operands.append(args.query_lens)
     has_scales, has_sinks = pools.is_quantised, sinks is not None
-    plain = _PlainAttention(args.op, options, has_scales, has_sinks, is_interleaved)
-    attributes = attention_attributes(options, has_scales, has_sinks, is_interleaved)
+    flags = has_scales, has_sinks, is_interleaved, pools.shares_values
+    plain = _PlainAttention(args.op, options, *flags)
+    attributes = attention_attributes(options, *flags)
     out, lse = call(Kernel(args.op, pools.dtype), plain, tuple(operands), attributes)
     return (out * options.value_scale).astype(args.q.dtype), lse
 
@@ -96,12 +98,15 @@ class _PlainAttention:
     has_scales: bool
     has_sinks: bool
     is_interleaved: bool
+    shares_values: bool
 
     def __call__(self, q, k, v, block_tables, context_lens, layer, *rest):
         rest = list(rest)
         scales = (rest.pop(0), rest.pop(0)) if self.has_scales else (None, None)
         sinks = rest.pop(0) if self.has_sinks else None
         query_lens = rest.pop(0) if self.op == "prefill" else None
+        if self.shares_values:
+            v, scales = None, (scales[0], None)
         pools = Pages(k) if self.is_interleaved else Pools(k, v, *scales)
         args = AttentionArgs(q, pools, block_tables, context_lens, query_lens, sinks, layer)
         return general_backend().attend(args, dataclasses.replace(self.options, value_scale=1.0))

@@ -43,7 +43,11 @@ class Kernel(NamedTuple):
 
 
 def attention_attributes(
-    options: Options, has_scales: bool, has_sinks: bool, is_interleaved: bool
+    options: Options,
+    has_scales: bool,
+    has_sinks: bool,
+    is_interleaved: bool,
+    shares_values: bool = False,
 ) -> dict[str, np.generic]:
     """Return the static parameters of the attention kernels."""
     return {
@@ -53,4 +57,5 @@ def attention_attributes(
         "has_scales": np.int32(has_scales),
         "has_sinks": np.int32(has_sinks),
         "is_interleaved": np.int32(is_interleaved),
+        "shares_values": np.int32(shares_values),
     }

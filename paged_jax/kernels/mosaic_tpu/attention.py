@@ -65,6 +65,8 @@ def _first_tpu_kind() -> str:
 def refusal(problem: Problem) -> str | None:
     """Return why these kernels cannot solve a problem on any TPU, or None if they can."""
     C, M, lanes = problem["C"], problem["M"], problem.lanes
+    if (why_not := problem.separate_values_refusal) is not None:
+        return why_not
     if lanes % LANES:
         return (
             f"XLA would copy pools with a last dimension of {lanes} at every call; create the "
@@ -122,22 +124,21 @@ def _call_kernel(
     q, pools, block_tables, context_lens, query_lens, sinks, layer = args
     assert isinstance(pools, Pools)
     B, T, H, D = q.shape
+    U = options.output_dim(D)
     *_, K, C, lanes = pools.k.shape
     tiling = choose_tiling(T, H // K, block_tables.shape[1], pools.k)
     Q, R, N = tiling.num_query_tiles, tiling.rows, tiling.keys
 
     sources = PoolRefs(*pools)
-    pool_buffer, scale_buffer = pltpu.VMEM((2, K, N, lanes), pools.k.dtype), None
-    if pools.k_scale is not None and pools.v_scale is not None:
+    if pools.is_quantised:
         gather = functools.partial(_gather_scales, block_tables, layer, tiling)
-        sources = PoolRefs(pools.k, pools.v, gather(pools.k_scale), gather(pools.v_scale))
-        scale_buffer = pltpu.VMEM((2, K, N), jnp.float32)
+        sources = PoolRefs(*pools[:2], *jax.tree.map(gather, pools[2:]))
     column = pltpu.VMEM((K, R, 1), jnp.float32)
 
     call = pl.pallas_call(
         functools.partial(attention_kernel, tiling=tiling, options=options),
         out_shape=(
-            jax.ShapeDtypeStruct((B, Q, K, R, D), q.dtype),
+            jax.ShapeDtypeStruct((B, Q, K, R, U), q.dtype),
             jax.ShapeDtypeStruct((B, Q, K, R), jnp.float32),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -148,12 +149,12 @@ def _call_kernel(
                 None if sinks is None else pl.BlockSpec((K, R, 1), lambda *_: (0, 0, 0)),
                 jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), sources),
             ),
-            out_specs=(_query_tile(Q, K, R, D), _query_tile(Q, K, R)),
+            out_specs=(_query_tile(Q, K, R, U), _query_tile(Q, K, R)),
             scratch_shapes=(
-                PoolRefs(pool_buffer, pool_buffer, scale_buffer, scale_buffer),
+                _buffers(pools, K, N, lanes),
                 pltpu.SemaphoreType.DMA((2, len(PoolRefs._fields))),
                 pltpu.SMEM((1,), jnp.int32),
-                SoftmaxRefs(column, column, pltpu.VMEM((K, R, D), jnp.float32)),
+                SoftmaxRefs(column, column, pltpu.VMEM((K, R, U), jnp.float32)),
             ),
         ),
         compiler_params=pltpu.CompilerParams(
@@ -174,6 +175,14 @@ def _call_kernel(
         sources,
     )
     return _from_rows(out, T, tiling), _from_rows(lse, T, tiling)
+
+
+def _buffers(pools: Pools, K: int, N: int, lanes: int) -> PoolRefs:
+    """Return the buffers for tiles of N tokens, two of each array of the pools."""
+    values = pltpu.VMEM((2, K, N, lanes), pools.k.dtype)
+    scales = pltpu.VMEM((2, K, N), jnp.float32)
+    buffers = PoolRefs(values, values, scales, scales)
+    return PoolRefs(*(None if x is None else y for x, y in zip(pools, buffers, strict=True)))
 
 
 def _query_tile(num_query_tiles: int, *shape: int) -> pl.BlockSpec:

@@ -25,7 +25,7 @@ from paged_jax.kernels.backend import Interpret, Problem, RaggedArgs, RaggedOpti
 from paged_jax.kernels.mosaic_tpu.kernel import VMEM_BYTES
 from paged_jax.kernels.opaque_call import only_on
 from paged_jax.kernels.pool_format import LANES
-from paged_jax.kernels.ragged import find_chunks, find_rows
+from paged_jax.kernels.ragged_chunks import find_chunks, find_rows
 
 try:
     from jax.experimental.pallas.ops.tpu import ragged_paged_attention as jax_attention
@@ -62,6 +62,8 @@ def ragged_refusal(problem: Problem) -> str | None:
     """Return why JAX's kernel cannot attend to a ragged batch, or None if it can."""
     if jax_attention is None:
         return f"jax {jax.__version__} has no kernel for ragged batches"
+    if problem.shares_values:
+        return "JAX's kernel reads values that are not a part of keys"
     if problem.has_sinks:
         return "JAX's kernel has no attention sinks"
     if isinstance(problem.options, RaggedOptions) and problem.options.return_lse:

@@ -98,7 +98,10 @@ def choose_tiling(T: int, G: int, M: int, k_pool: Any) -> AttentionTiling:
 
 
 class PoolRefs(NamedTuple):
-    """Refs of keys, values and scales (None if not quantised), in HBM or in buffers in VMEM."""
+    """Refs of keys, values and scales (None if not quantised), in HBM or in buffers in VMEM.
+
+    The refs of values are None if the values are the first elements of the keys.
+    """
 
     k: Any  # [L, P, K, C, lanes]; as buffer [2, K, N, lanes]
     v: Any
@@ -111,7 +114,7 @@ class SoftmaxRefs(NamedTuple):
 
     peak: Any  # f32 [K, R, 1], largest score
     total: Any  # f32 [K, R, 1], sum of exp(score - peak)
-    out: Any  # f32 [K, R, D], sum of exp(score - peak) * value
+    out: Any  # f32 [K, R, U], sum of exp(score - peak) * value
 
 
 class _Scalars(NamedTuple):
@@ -150,7 +153,7 @@ def attention_kernel(
     q_ref,  # [K, R, D]
     sinks_ref,  # None or f32 [K, R, 1]
     sources: PoolRefs,
-    out_ref,  # [K, R, D]
+    out_ref,  # [K, R, U]
     lse_ref,  # f32 [K, R]
     buffers: PoolRefs,
     semaphores,  # [2, 4], for each slot and buffer
@@ -267,7 +270,7 @@ def _copy_tile(
         entry = scalars.block_tables[tile.b * tiling.M + block]
         place = scalars.layer[0], jnp.clip(entry, 0, last_block)
         tokens = pl.ds(pl.multiple_of((block - tile.index * tiling.blocks) * C, C), C)
-        for i in range(2):
+        for i in range(2 if buffers.v is not None else 1):
             target = buffers[i].at[slot, :, tokens]
             act(pltpu.make_async_copy(sources[i].at[place], target, semaphores.at[slot, i]))
 
@@ -278,7 +281,7 @@ def _copy_tile(
     @pl.when(tile.begin < tile.end)
     def _():
         tokens = pl.ds(pl.multiple_of(tile.index * N, N), N)
-        for i in range(2, 4):
+        for i in range(2, 4 if buffers.v is not None else 3):
             scales = sources[i].at[tile.b, :, tokens]
             act(pltpu.make_async_copy(scales, buffers[i].at[slot], semaphores.at[slot, i]))
 
@@ -317,14 +320,18 @@ def _fold(
 
     @pl.when((first < span.begin) | (first + tiling.keys > span.end))
     def _():
-        _clear_unseen(span, first, slot, buffers.v)
+        _clear_unseen(span, first, slot, buffers.k if buffers.v is None else buffers.v)
 
     is_float32 = jnp.float32 in (q_ref.dtype, buffers.k.dtype)
     dtype = jnp.float32 if is_float32 else jnp.bfloat16  # exact for int8 and fp8
 
     def fold_head(h, _):
         # Lanes from D on are padding, and may be NaN.
-        k, v = (buffer[slot, h, :, :D].astype(dtype) for buffer in buffers[:2])
+        k = buffers.k[slot, h, :, :D].astype(dtype)
+        if buffers.v is None:
+            v, v_scale = k[:, : softmax.out.shape[2]], buffers.k_scale
+        else:
+            v, v_scale = buffers.v[slot, h, :, :D].astype(dtype), buffers.v_scale
         scores_RN = options.scale * _dot(q_ref[h].astype(dtype), k, contract=1)
         if buffers.k_scale is not None:
             scores_RN *= buffers.k_scale[slot, pl.ds(h, 1)]
@@ -336,8 +343,8 @@ def _fold(
         rescale = jnp.exp(softmax.peak[h] - peak)
         softmax.peak[h] = peak
         softmax.total[h] = softmax.total[h] * rescale + jnp.sum(weights_RN, axis=1, keepdims=True)
-        if buffers.v_scale is not None:
-            weights_RN *= jnp.where(is_token, buffers.v_scale[slot, pl.ds(h, 1)], 0)
+        if v_scale is not None:
+            weights_RN *= jnp.where(is_token, v_scale[slot, pl.ds(h, 1)], 0)
         softmax.out[h] = softmax.out[h] * rescale + _weighted_sum(weights_RN, v)
 
     # With few rows, as in decode, one head does not use all compute units. Unroll the loop, so that

@@ -27,7 +27,7 @@ from paged_jax.kernels.backend import (
     WriteArgs,
 )
 from paged_jax.kernels.pool_format import QUANTISED
-from paged_jax.kernels.ragged import attend_in_parts
+from paged_jax.kernels.ragged_chunks import attend_in_parts
 from paged_jax.kernels.triton import grouped_linear as _grouped
 from paged_jax.kernels.triton import pallas, split_kv, tiles, tuning
 from paged_jax.kernels.triton import quantised_linear as _quantised
@@ -127,7 +127,7 @@ def _pool_refusal(problem: Problem, verb: str) -> str | None:
             return None
         known = ", ".join(tiles.FLOATING)
         return f"its pools are {known}, int8 or float8_e4m3fn, not {pool_dtype}"
-    if problem["D"] % 2 or problem.lanes % 2:
+    if problem["D"] % 2 or problem.lanes % 2 or problem.value_dim % 2:
         return f"it {verb} bytes in pairs, and the head dimension is odd, {problem['D']}"
     return None
 

@@ -29,8 +29,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import AttentionArgs, Half, Interpret, Options
-from paged_jax.kernels.pool_format import is_quantised
+from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
+from paged_jax.kernels.pool_format import Half, is_quantised
 from paged_jax.kernels.triton import tiles, tuning
 from paged_jax.kernels.triton.pallas import Instructions, choose_instructions, pallas_call, plgpu
 from paged_jax.kernels.triton.split_kv import (
@@ -67,7 +67,8 @@ def decode(
     B, H, D = q.shape
     K, C = pools.num_kv_heads, pools.block_size
     gpu = tuning.device()
-    shape = tuning.Shape(D, H // K, C, q.dtype.name, pools.dtype.name)
+    value_dim = options.output_dim(D) if pools.shares_values else 0
+    shape = tuning.Shape(D, H // K, C, q.dtype.name, pools.dtype.name, value_dim)
     group = _QueryGroup(H // K, tuning.slice_size(shape))
     shape = shape._replace(group=group.slice_size)
     if params is None:
@@ -125,14 +126,15 @@ def _decode(
 ) -> tuple[jax.Array, jax.Array]:
     q, pools, block_tables, context_lens, _, sinks, layer = args
     B, H, D = q.shape
+    U = options.output_dim(D)
     num_slices, N = pools.num_kv_heads * group.num_slices, split.num_programs
     words = pools.map(tiles.as_words)
     layers = jnp.asarray(layer, jnp.int32).reshape(1)
-    results = [((B, H, D), q.dtype), ((B, H), jnp.float32)]
+    results = [((B, H, U), q.dtype), ((B, H), jnp.float32)]
     counts, aliases = None, {}
     if split.num_parts:
         counts, aliases = _zeros(args, num_slices), {0: len(results)}
-        results += [(counts.shape, counts.dtype), ((N, H, D), jnp.float32), ((N, H), jnp.float32)]
+        results += [(counts.shape, counts.dtype), ((N, H, U), jnp.float32), ((N, H), jnp.float32)]
     out, lse, *_ = pallas_call(
         functools.partial(
             _attend_kernel,
@@ -188,9 +190,11 @@ def _attend_kernel(
     if group.num_slices > 1:
         head, slice_index = (f(place, group.num_slices) for f in (tiles.divide, tiles.remainder))
     group_slice, layer = _GroupSlice(group, head, slice_index), layer_ref[0]
+    value_dim = result_refs[0].shape[2] if pools.shares_values else 0
+    parts = tiles.parts_of(q_ref.shape[2], value_dim)
 
     def attend(part: KVPart) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        kv = tiles.KVHead(pools, pool_dtype, tables_ref, part.sequence, layer, head, q_ref.shape[2])
+        kv = tiles.KVHead(pools, pool_dtype, tables_ref, part.sequence, layer, head, parts)
         return _attend(q_ref, sinks_ref, kv, group_slice, part, split, options, instructions)
 
     if not split.num_parts:
@@ -236,21 +240,22 @@ def _attend(
     num_rows, num_copies = _choose_rows(group_slice.group.slice_size, dtype)
     rows = jnp.arange(num_copies * num_rows, dtype=jnp.int32)
     heads, is_row = group_slice.query_heads(tiles.remainder(rows, num_rows))
-    lanes = _lanes(kv.head_dim, num_arrays=2 if is_quantised(kv.pool_dtype) else 1)
+    num_arrays = 2 if is_quantised(kv.pool_dtype) else 1
     q = tuple(
         plgpu.load(
             q_ref.at[part.sequence, heads[:, None], lane[None]],
-            mask=is_row[:, None] & (lane < kv.head_dim)[None],
+            mask=is_row[:, None] & (lane < head_part.end)[None],
             other=0,
         )
-        for lane in lanes
+        for head_part in kv.parts
+        for lane in _lanes(head_part, num_arrays)
     )
     sinks = None
     if sinks_ref is not None:
         # Sinks count once, in the first part.
         sinks = plgpu.load(sinks_ref.at[heads], mask=is_row & (part.index == 0), other=-jnp.inf)
     is_rest = None if num_copies == 1 else rows >= num_rows
-    softmax = _fold_part(q, sinks, is_rest, part, kv, options, split, instructions)
+    softmax = _fold_part(q, num_arrays, sinks, is_rest, part, kv, options, split, instructions)
     return _join_copies(*tiles.finish(softmax, options), num_copies)
 
 
@@ -262,16 +267,16 @@ def _store(
     lse: jax.Array,
     is_written: jax.Array | bool = True,
 ) -> None:
-    """Store the result of a slice in row `place` of ``[:, H, D]`` and ``[:, H]``."""
+    """Store the result of a slice in row `place` of ``[:, H, U]`` and ``[:, H]``."""
     out_ref, lse_ref = refs
-    D = out_ref.shape[2]
+    U = out_ref.shape[2]
     heads, is_row = group_slice.query_heads(jnp.arange(lse.size, dtype=jnp.int32))
     is_row = is_row & is_written
-    for lane, array in zip(_lanes(D, len(out)), out, strict=True):
+    for lane, array in zip(_lanes(tiles.HeadPart(0, U), len(out)), out, strict=True):
         plgpu.store(
             out_ref.at[place, heads[:, None], lane[None]],
             array.astype(out_ref.dtype),
-            mask=is_row[:, None] & (lane < D)[None],
+            mask=is_row[:, None] & (lane < U)[None],
         )
     plgpu.store(lse_ref.at[place, heads], lse, mask=is_row)
 
@@ -307,14 +312,15 @@ def _join_copies(
     return out, lse.reshape(num_copies, -1).max(axis=0)
 
 
-def _lanes(head_dim: int, num_arrays: int) -> tuple[jax.Array, ...]:
-    """Return the lanes of a head in each array of a tile: all, or the even and the odd lanes."""
-    index = jnp.arange(tiles.num_lanes(head_dim // num_arrays), dtype=jnp.int32)
-    return tuple(index * num_arrays + turn for turn in range(num_arrays))
+def _lanes(part: tiles.HeadPart, num_arrays: int) -> tuple[jax.Array, ...]:
+    """Return the lanes of a part in each array of a tile: all, or the even and the odd lanes."""
+    index = jnp.arange(tiles.num_lanes(part.size // num_arrays), dtype=jnp.int32)
+    return tuple(index * num_arrays + (part.start + turn) for turn in range(num_arrays))
 
 
 def _fold_part(
     q: tuple[jax.Array, ...],
+    num_arrays: int,
     sinks: jax.Array | None,
     is_rest: jax.Array | None,
     part: KVPart,
@@ -325,8 +331,9 @@ def _fold_part(
 ) -> tiles.OnlineSoftmax:
     """Compute the softmax of queries over the tokens of a part.
 
-    `q` is not multiplied by ``options.scale``. `is_rest`, bool ``[R]`` or None, is True for the
-    second copies of rows, see `_choose_rows`.
+    `q` is not multiplied by ``options.scale``. Its first `num_arrays` arrays have the lanes of
+    values. `is_rest`, bool ``[R]`` or None, is True for the second copies of rows, see
+    `_choose_rows`.
     """
     dtype = tiles.operand_dtype(q[0].dtype, kv.pool_dtype)
     q, unit = tiles.fit_queries(q, dtype)
@@ -335,9 +342,9 @@ def _fold_part(
         weigh = functools.partial(tiles.weigh_by_copies, is_rest)
     softmax = tiles.start_softmax(
         q[0].shape[0],
-        tuple(array.shape[1] for array in q),
+        tuple(array.shape[1] for array in q[:num_arrays]),
         sinks,
-        has_scales=kv.pools.v_scale is not None,
+        has_scales=kv.has_scales,
     )
 
     offsets = jnp.arange(split.step_tokens, dtype=jnp.int32)
@@ -351,8 +358,13 @@ def _fold_part(
         next_block_ids = kv.load_block_ids(*tokens_of(step + 1))
         positions, is_seen = tokens_of(step)
         tokens = block_ids, positions, is_seen
-        k, v = (_load_tile(half, tokens, kv, dtype, instructions) for half in ("k", "v"))
-        k_scale, v_scale = (kv.load_scales(half, *tokens) for half in ("k", "v"))
+        k = _load_tile("k", tokens, kv, dtype, instructions)
+        if kv.shares_values:
+            v, k_scale = k[:num_arrays], kv.load_scales("k", *tokens)
+            v_scale = k_scale
+        else:
+            v = _load_tile("v", tokens, kv, dtype, instructions)
+            k_scale, v_scale = (kv.load_scales(half, *tokens) for half in ("k", "v"))
         scores, factor = tiles.score(q, unit, k, k_scale, is_seen[None], options)
         softmax = tiles.fold(softmax, scores, factor, v, v_scale, weigh, instructions)
         return softmax, next_block_ids
@@ -368,8 +380,10 @@ def _load_tile(
     dtype: Any,
     instructions: Instructions,
 ) -> tuple[jax.Array, ...]:
-    """Load a tile of K or V: one array, or for quantised pools the even and the odd lanes."""
-    tile = kv.load_tile(half, *tokens)
-    if is_quantised(kv.pool_dtype):
-        return tuple(x.astype(dtype) for x in instructions.split_words(tile, kv.pool_dtype))
-    return (tile.astype(dtype),)
+    """Load a tile of K or V: per part one array, or the even and the odd lanes if quantised."""
+    arrays = []
+    for part in kv.parts:
+        tile = kv.load_tile(half, part, *tokens)
+        words = is_quantised(kv.pool_dtype)
+        arrays += instructions.split_words(tile, kv.pool_dtype) if words else [tile]
+    return tuple(array.astype(dtype) for array in arrays)

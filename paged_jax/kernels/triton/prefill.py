@@ -31,8 +31,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import AttentionArgs, Half, Interpret, Options, RaggedArgs
-from paged_jax.kernels.ragged import Chunks
+from paged_jax.kernels.backend import AttentionArgs, Interpret, Options, RaggedArgs
+from paged_jax.kernels.pool_format import Half
+from paged_jax.kernels.ragged_chunks import Chunks
 from paged_jax.kernels.triton import tiles, tuning
 from paged_jax.kernels.triton.pallas import Instructions, choose_instructions, pallas_call, plgpu
 
@@ -57,7 +58,7 @@ def prefill(
       interpret: whether to interpret the kernel.
       params: launch parameters; by default `tuning.prefill_params`.
     """
-    return _prefill(args, None, options, params or _params(args), interpret)
+    return _prefill(args, None, options, params or _params(args, options), interpret)
 
 
 def attend_to_chunks(
@@ -78,7 +79,7 @@ def attend_to_chunks(
       params: see `prefill`.
 
     Returns:
-      ``(out, lse)``: ``[N, H, D]`` and f32 ``[N, H]``. Rows outside the chunks may hold anything.
+      ``(out, lse)``: ``[N, H, U]`` and f32 ``[N, H]``. Rows outside the chunks may hold anything.
     """
     flat = AttentionArgs(
         q=args.q,
@@ -89,14 +90,19 @@ def attend_to_chunks(
         sinks=args.sinks,
         layer=jnp.zeros((), jnp.int32),
     )
-    params = params or _params(flat, is_ragged=True)
+    params = params or _params(flat, options, is_ragged=True)
     return _prefill(flat, chunks.starts, options, params, interpret)
 
 
-def _params(args: AttentionArgs, is_ragged: bool = False) -> tuning.PrefillParams:
+def _params(args: AttentionArgs, options: Options, is_ragged: bool = False) -> tuning.PrefillParams:
     (*_, H, D), pools = args.q.shape, args.pools
     shape = tuning.Shape(
-        D, H // pools.num_kv_heads, pools.block_size, args.q.dtype.name, pools.dtype.name
+        D,
+        H // pools.num_kv_heads,
+        pools.block_size,
+        args.q.dtype.name,
+        pools.dtype.name,
+        options.output_dim(D) if pools.shares_values else 0,
     )
     return tuning.prefill_params(tuning.device().kind, shape, is_ragged=is_ragged)
 
@@ -134,7 +140,7 @@ def _prefill(
             instructions=choose_instructions(interpret),
         ),
         out_shape=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((*q.shape[:-1], options.output_dim(q.shape[-1])), q.dtype),
             jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32),
         ),
         grid=grid,
@@ -242,23 +248,35 @@ def _attend_kernel(
 
     rows = first_row + jnp.arange(query_rows, dtype=jnp.int32)
     tokens, heads = tiles.divide(rows, G), head * G + tiles.remainder(rows, G)
-    lanes = jnp.arange(_num_lanes(D, pool_dtype), dtype=jnp.int32)
-    row = (*tile.place(tokens[:, None], heads[:, None]), lanes[None])
-    is_query, is_lane = tokens < query_len, (lanes < D)[None]
+    U = out_ref.shape[-1]
+    parts = tiles.parts_of(D, U if pools.shares_values else 0)
+    lanes = [
+        part.start + jnp.arange(_num_lanes(part.size, pool_dtype), dtype=jnp.int32)
+        for part in parts
+    ]
+    place, is_query = tile.place(tokens[:, None], heads[:, None]), tokens < query_len
 
     def write(out: jax.Array, lse: jax.Array) -> None:
-        is_row = tokens < tile.num_written
-        plgpu.store(out_ref.at[*row], out.astype(out_ref.dtype), mask=is_row[:, None] & is_lane)
+        is_row, row = tokens < tile.num_written, (*place, lanes[0][None])
+        mask = is_row[:, None] & (lanes[0] < U)[None]
+        plgpu.store(out_ref.at[*row], out.astype(out_ref.dtype), mask=mask)
         plgpu.store(lse_ref.at[*tile.place(tokens, heads)], lse, mask=is_row)
 
     @pl.when(first_row >= num_rows)
     def _():
-        nothing = jnp.zeros((query_rows, lanes.size), jnp.float32)
+        nothing = jnp.zeros((query_rows, lanes[0].size), jnp.float32)
         write(nothing, jnp.full(query_rows, -jnp.inf, jnp.float32))
 
     @pl.when(first_row < num_rows)
     def _():
-        q = plgpu.load(q_ref.at[*row], mask=is_query[:, None] & is_lane, other=0)
+        q = tuple(
+            plgpu.load(
+                q_ref.at[*place, lane[None]],
+                mask=is_query[:, None] & (lane < part.end)[None],
+                other=0,
+            )
+            for part, lane in zip(parts, lanes, strict=True)
+        )
         sinks = None
         if sinks_ref is not None:
             sinks = plgpu.load(sinks_ref.at[heads], mask=is_query, other=-jnp.inf)
@@ -266,25 +284,25 @@ def _attend_kernel(
         last_row = jnp.minimum(first_row + query_rows, num_rows) - 1
         softmax = _fold_keys(
             tiles.start_softmax(
-                query_rows, lanes.size, sinks, has_scales=pools.v_scale is not None
+                query_rows, (lanes[0].size,), sinks, has_scales=pools.k_scale is not None
             ),
             q,
             chunk_start + tokens,
             chunk_start + tiles.divide(first_row, G),
             chunk_start + tiles.divide(last_row, G),
-            tiles.KVHead(pools, pool_dtype, tables_ref, sequence, layer_ref[0], head, D),
+            tiles.KVHead(pools, pool_dtype, tables_ref, sequence, layer_ref[0], head, parts),
             options,
             step_tokens,
             instructions,
         )
-        out, lse = tiles.finish(softmax, options)
+        (out,), lse = tiles.finish(softmax, options)
         # Rows of padding have seen tokens too. Replace their results by 0 and -inf.
         write(jnp.where(is_query[:, None], out, 0.0), jnp.where(is_query, lse, -jnp.inf))
 
 
 def _fold_keys(
     softmax: tiles.OnlineSoftmax,
-    q: jax.Array,
+    q: tuple[jax.Array, ...],
     positions: jax.Array,
     first: jax.Array,
     last: jax.Array,
@@ -295,11 +313,11 @@ def _fold_keys(
 ) -> tiles.OnlineSoftmax:
     """Fold the tokens that a tile of R rows sees into its softmax.
 
-    `q` is ``[R, lanes]``, not multiplied by ``options.scale``. `positions`, i32 ``[R]``, are the
-    positions of the queries in their sequence. `first` and `last` are the smallest and the largest
-    position, without padding.
+    `q` has an array ``[R, lanes]`` for each part of a key, not multiplied by ``options.scale``.
+    `positions`, i32 ``[R]``, are the positions of the queries in their sequence. `first` and `last`
+    are the smallest and the largest position, without padding.
     """
-    dtype = tiles.operand_dtype(q.dtype, kv.pool_dtype)
+    dtype = tiles.operand_dtype(q[0].dtype, kv.pool_dtype)
     q, unit = tiles.fit_queries(q, dtype)
     window = options.sliding_window
     begin = 0 if window is None else jnp.maximum(first - window + 1, 0)
@@ -319,8 +337,13 @@ def _fold_keys(
             # Constants, so that the compiler removes the masks.
             is_read, is_seen = jnp.full(step_tokens, True), jnp.full((1, step_tokens), True)
         place = block_ids, tokens, is_read
-        k, v = (_load_tile(half, place, kv, dtype, instructions) for half in ("k", "v"))
-        k_scale, v_scale = (kv.load_scales(half, *place) for half in ("k", "v"))
+        k = _load_tile("k", place, kv, dtype, instructions)
+        if kv.shares_values:
+            v, k_scale = k[:1], kv.load_scales("k", *place)
+            v_scale = k_scale
+        else:
+            v = _load_tile("v", place, kv, dtype, instructions)
+            k_scale, v_scale = (kv.load_scales(half, *place) for half in ("k", "v"))
         scores, factor = tiles.score(q, unit, k, k_scale, is_seen, options)
         softmax = tiles.fold(softmax, scores, factor, v, v_scale, tiles.weigh_rounded, instructions)
         return softmax, next_block_ids
@@ -358,15 +381,20 @@ def _load_tile(
     kv: tiles.KVHead,
     dtype: Any,
     instructions: Instructions,
-) -> jax.Array:
-    """Load a tile of K or V ``[N, lanes]`` in the dtype of the matmuls."""
-    tile = kv.load_tile(half, *place)
-    if kv.pool_dtype.itemsize > 1:
-        return tile.astype(dtype)
-    # One matmul over all lanes needs fewer registers than one over the even and one over the odd
-    # lanes, which spill at 128 rows and D = 128. The lanes are therefore joined in registers.
-    pairs = jnp.stack(instructions.split_words(tile, kv.pool_dtype), axis=-1)
-    return pairs.reshape(tile.shape[0], -1).astype(dtype)
+) -> tuple[jax.Array, ...]:
+    """Load a tile of K or V, ``[N, lanes]`` for each part, in the dtype of the matmuls."""
+
+    def load(part: tiles.HeadPart) -> jax.Array:
+        tile = kv.load_tile(half, part, *place)
+        if kv.pool_dtype.itemsize > 1:
+            return tile.astype(dtype)
+        # One matmul over all lanes needs fewer registers than one over the even and one over the
+        # odd lanes, which spill at 128 rows and D = 128. The lanes are therefore joined in
+        # registers.
+        pairs = jnp.stack(instructions.split_words(tile, kv.pool_dtype), axis=-1)
+        return pairs.reshape(tile.shape[0], -1).astype(dtype)
+
+    return tuple(load(part) for part in kv.parts)
 
 
 def _num_lanes(head_dim: int, pool_dtype: Any) -> int:

@@ -11,8 +11,14 @@ loaded, and never stored. A loop step of a kernel reads a tile of K and a tile o
                       \       |       /
                     tile [step_tokens, lanes]   a gather of rows from several blocks
 
-Instead of an array, a tile may be a tuple of two arrays, with the even and the odd lanes. `score`
-adds the products of the two arrays of K with the queries. Each array of V has its own output array.
+Instead of an array, a tile may be a tuple of arrays, such as the even and the odd lanes. `score`
+adds the products of the arrays of K with the queries. Each array of V has its own output array.
+
+In latent attention, values are the first elements of the keys. A key then has two parts, and a tile
+of K has arrays for both. The arrays of the first part are also the tile of V, and loaded once::
+
+    key     [ value, 512 elements                        | rotated, 64 ]
+    tiles   [ step_tokens, 512 ], also the tile of V       [ step_tokens, 64 ]
 
 Scores are in units of log2: they are multiplied by log2(e), so that a softmax weight is one `exp2`.
 """
@@ -28,8 +34,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import Half, Options, Problem
-from paged_jax.kernels.pool_format import is_quantised, matmul_dtype
+from paged_jax.kernels.backend import Options, Problem
+from paged_jax.kernels.pool_format import Half, is_quantised, matmul_dtype
 from paged_jax.kernels.triton.pallas import Instructions, plgpu
 
 # Minimum size of the dimension that a matmul sums over (k of an mma instruction).
@@ -37,6 +43,9 @@ SMALLEST_DOT = 16
 
 # Maximum head dimension. Larger tiles do not fit the registers and the shared memory.
 _MAX_LANES = 256
+
+# Maximum elements of a key and of a value in latent attention, whose tiles have fewer rows.
+_MAX_LATENT_LANES = 640, 512
 
 FLOATING = ("float32", "bfloat16", "float16")
 
@@ -69,7 +78,15 @@ def refusal(problem: Problem) -> str | None:
     q_dtype = jnp.dtype(problem.q_dtype)
     if q_dtype.name not in FLOATING:
         return f"its queries are {', '.join(FLOATING)}, not {q_dtype}"
-    if problem["D"] > _MAX_LANES:
+    if (why_not := problem.separate_values_refusal) is not None:
+        return why_not
+    if problem.shares_values:
+        sizes = problem["D"], problem.value_dim
+        if any(size > most for size, most in zip(sizes, _MAX_LATENT_LANES, strict=True)):
+            return (
+                "its keys that contain values have at most {} and {} elements, not {} and {}"
+            ).format(*_MAX_LATENT_LANES, *sizes)
+    elif problem["D"] > _MAX_LANES:
         return f"its head dimension is {_MAX_LANES} at most, not {problem['D']}"
     return None
 
@@ -82,6 +99,33 @@ def num_rows(group: int) -> int:
 def num_lanes(head_dim: int) -> int:
     """Return the number of lanes of a tile for one head."""
     return max(pl.next_power_of_2(head_dim), SMALLEST_DOT)
+
+
+class HeadPart(NamedTuple):
+    """A part of the elements of a head, from `start` to before `end`."""
+
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.end - self.start
+
+
+def parts_of(head_dim: int, value_dim: int) -> tuple[HeadPart, ...]:
+    """Return the parts of a key: all of it, or the value in it and the rest.
+
+    Args:
+      head_dim: elements of a key (D).
+      value_dim: elements of a value if it is a part of the key, else 0.
+
+    Example:
+      >>> [(part.start, part.end) for part in parts_of(576, 512)]
+      [(0, 512), (512, 576)]
+    """
+    ends = (value_dim, head_dim) if 0 < value_dim < head_dim else (head_dim,)
+    return tuple(HeadPart(*part) for part in zip((0, *ends), ends, strict=False))
 
 
 def operand_dtype(q_dtype: Any, pool_dtype: Any) -> Any:
@@ -126,7 +170,7 @@ class KVHead(NamedTuple):
       sequence: scalar, row of the sequence in the block tables.
       layer: scalar, layer of the pools.
       head: scalar, the KV head.
-      head_dim: head dimension (D).
+      parts: the parts of a key, from `parts_of`. The first part of a value is all of it.
     """
 
     pools: Any
@@ -135,7 +179,17 @@ class KVHead(NamedTuple):
     sequence: jax.Array
     layer: jax.Array
     head: jax.Array
-    head_dim: int
+    parts: tuple[HeadPart, ...]
+
+    @property
+    def shares_values(self) -> bool:
+        """Whether the tile of V is the first part of the tile of K."""
+        return self.pools.shares_values
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether keys and values have scales."""
+        return self.pools.k_scale is not None
 
     def load_block_ids(self, positions: jax.Array, is_read: jax.Array) -> jax.Array:
         """Load the block id of each token, i32 ``[N]``.
@@ -151,18 +205,25 @@ class KVHead(NamedTuple):
         return plgpu.load(self.tables_ref.at[place], mask=is_read, other=0)
 
     def load_tile(
-        self, half: Half, block_ids: jax.Array, positions: jax.Array, is_read: jax.Array
+        self,
+        half: Half,
+        part: HeadPart,
+        block_ids: jax.Array,
+        positions: jax.Array,
+        is_read: jax.Array,
     ) -> jax.Array:
         """Load a tile of K or V, ``[N, lanes]``; lanes are int16 words if elements have 1 byte.
 
         Args:
           half: whether to load keys or values.
+          part: the part of keys or values to load.
           block_ids: i32 ``[N]``, from `load_block_ids`.
           positions: i32 ``[N]``, positions of the tokens in the sequence.
           is_read: bool ``[N]``, whether to load a token; other rows are 0. Lanes that are padding
             are 0 too.
         """
-        width = self.head_dim // 2 if self.pool_dtype.itemsize == 1 else self.head_dim
+        elements = 2 if self.pool_dtype.itemsize == 1 else 1  # in a lane
+        width, start = part.size // elements, part.start // elements
         lanes = jnp.arange(num_lanes(width), dtype=jnp.int32)[None]
         offsets = remainder(positions, self.pools.block_size)
         ref, row = self.pools.place(
@@ -171,13 +232,15 @@ class KVHead(NamedTuple):
         mask = is_read[:, None]
         if lanes.size != width:
             mask = mask & (lanes < width)
-        return plgpu.load(ref.at[*row, lanes], mask=mask, other=jnp.zeros((), ref.dtype))
+        place = lanes + start if start else lanes
+        return plgpu.load(ref.at[*row, place], mask=mask, other=jnp.zeros((), ref.dtype))
 
     def load_scales(
         self, half: Half, block_ids: jax.Array, positions: jax.Array, is_read: jax.Array
     ) -> jax.Array | None:
         """Load the scales of a tile, f32 ``[N]``, or return None if the pool has none."""
-        scale_ref = self.pools.k_scale if half == "k" else self.pools.v_scale
+        is_key = half == "k" or self.shares_values
+        scale_ref = self.pools.k_scale if is_key else self.pools.v_scale
         if scale_ref is None:
             return None
         offsets = remainder(positions, self.pools.block_size)

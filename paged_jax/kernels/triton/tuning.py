@@ -96,10 +96,12 @@ class Shape(NamedTuple):
     block_size: int
     q_dtype: str
     pool_dtype: str
+    value_dim: int = 0  # elements of a value if it is a part of the key, else 0
 
     def __str__(self) -> str:
+        value = f" U{self.value_dim}" if self.value_dim else ""
         return (
-            f"D{self.head_dim} G{self.group} C{self.block_size} "
+            f"D{self.head_dim}{value} G{self.group} C{self.block_size} "
             f"q:{self.q_dtype} pool:{self.pool_dtype}"
         )
 
@@ -252,13 +254,22 @@ def prefill_params(device_kind: str, shape: Shape, *, is_ragged: bool = False) -
 
 
 def _lanes(shape: Shape) -> int:
+    """Return the lanes of a value."""
     # Sizes of Triton's arrays are powers of two: a head dimension of 80 or 96 takes 128 lanes.
-    return 1 << (shape.head_dim - 1).bit_length()
+    return 1 << ((shape.value_dim or shape.head_dim) - 1).bit_length()
+
+
+def _token_lanes(shape: Shape) -> int:
+    """Return the lanes of K and V of a token in one KV head."""
+    if not shape.value_dim:
+        return 2 * _lanes(shape)
+    rest = shape.head_dim - shape.value_dim
+    return _lanes(shape) + (1 << (rest - 1).bit_length() if rest else 0)
 
 
 def token_bytes(shape: Shape) -> int:
     """Return the bytes of K and V of a token in one KV head, in the dtype of the matmuls."""
-    return 2 * _lanes(shape) * matmul_dtype(shape.q_dtype, shape.pool_dtype).itemsize
+    return _token_lanes(shape) * matmul_dtype(shape.q_dtype, shape.pool_dtype).itemsize
 
 
 def _is_exact(shape: Shape) -> bool:
@@ -271,7 +282,19 @@ def _is_exact(shape: Shape) -> bool:
 _STEP_BYTES = 32 * 1024
 
 
+def _power_of_two_below(x: int) -> int:
+    return 1 << (max(x, 1).bit_length() - 1)
+
+
+def _latent_decode_rule(shape: Shape) -> DecodeParams:
+    """Return parameters for keys that contain values, of up to 512 elements and 16 query heads."""
+    step_tokens = min(max(_power_of_two_below(2 * _STEP_BYTES // token_bytes(shape)), 16), 64)
+    return DecodeParams(step_tokens, num_warps=8 if _is_exact(shape) else 4, num_stages=2)
+
+
 def _decode_rule(shape: Shape) -> DecodeParams:
+    if shape.value_dim:
+        return _latent_decode_rule(shape)
     # With 32 lanes, steps of 128 tokens spill registers for groups of 12 query heads and an fp8
     # pool.
     max_tokens = 128 if _lanes(shape) >= 64 else 64
@@ -296,7 +319,7 @@ def slice_size(shape: Shape) -> int:
       [4, 32, 24]
     """
     is_tight = is_quantised(shape.pool_dtype) and _lanes(shape) <= 64
-    max_rows = 16 if _is_exact(shape) or is_tight else 32
+    max_rows = 16 if _is_exact(shape) or is_tight or _lanes(shape) > 256 else 32
     num_slices = math.ceil(shape.group / max_rows)
     return math.ceil(shape.group / num_slices)
 
@@ -320,10 +343,9 @@ def programs_per_core(shape: Shape, params: DecodeParams, device: GpuInfo) -> in
       >>> programs_per_core(shape, DecodeParams(64, num_warps=4, num_stages=3), DEFAULT)
       3
     """
-    lanes = _lanes(shape)
     scale_bytes = 8 if is_quantised(shape.pool_dtype) else 0
     step_bytes = params.step_tokens * (
-        2 * lanes * jnp.dtype(shape.pool_dtype).itemsize + scale_bytes
+        _token_lanes(shape) * jnp.dtype(shape.pool_dtype).itemsize + scale_bytes
     )
     # Shared memory has all stages except the current one, and 8 KB for communication of threads.
     shared_bytes = (params.num_stages - 1) * step_bytes + 8 * 1024
@@ -341,6 +363,10 @@ _LARGE_ARCHITECTURES = (9, 10)
 
 
 def _prefill_rule(shape: Shape, device: GpuInfo, is_ragged: bool) -> PrefillParams:
+    if shape.value_dim and not _is_exact(shape):
+        # The float32 accumulator (rows x lanes) takes 64 registers per thread.
+        query_rows = min(max(128 * 128 // _lanes(shape), 16), 128)
+        return PrefillParams(query_rows, step_tokens=32, num_warps=8, num_stages=2)
     if _is_exact(shape):
         # With a quantised pool, use fewer rows, because its conversion needs more registers.
         query_rows = 32 if shape.pool_dtype == "float32" else 16
@@ -427,19 +453,22 @@ def _items(mapping: Any, where: str) -> Any:
 
 
 def _shape(key: str) -> Shape:
-    match = re.fullmatch(r"D([1-9]\d*) G([1-9]\d*) C([1-9]\d*) q:(\w+) pool:(\w+)", key)
+    size = r"([1-9]\d*)"
+    match = re.fullmatch(rf"D{size}(?: U{size})? G{size} C{size} q:(\w+) pool:(\w+)", key)
     if match is None:
         raise ValueError(
             "tuning.parse: a shape must look like 'D128 G4 C16 q:bfloat16 pool:bfloat16', "
             f"got {key!r}."
         )
-    head_dim, group, block_size, *dtypes = match.groups()
+    head_dim, value_dim, group, block_size, *dtypes = match.groups()
     for name in dtypes:
         try:
             jnp.dtype(name)
         except TypeError as error:
             raise ValueError(f"tuning.parse: {error} in {key!r}.") from error
-    return Shape(int(head_dim), int(group), int(block_size), *dtypes)
+    q_dtype, pool_dtype = dtypes
+    value = int(value_dim or 0)
+    return Shape(int(head_dim), int(group), int(block_size), q_dtype, pool_dtype, value)
 
 
 def _params(kind: type[Params], entry: Any, where: str) -> Params:

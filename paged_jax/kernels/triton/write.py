@@ -76,6 +76,8 @@ _COPY_WARPS = 8
 
 def refusal(problem: Problem) -> str | None:
     """Return why these kernels cannot write to such pools or copy their blocks, or None."""
+    if (why_not := problem.separate_values_refusal) is not None:
+        return why_not
     itemsize = jnp.dtype(problem.pool_dtype).itemsize
     block_bytes = problem["K"] * problem["C"] * problem.lanes * itemsize
     if problem.op == "copy_blocks" and block_bytes % 4:
@@ -95,16 +97,22 @@ def write(args: WriteArgs, interpret: Interpret = False) -> Pools:
 def _write(interpret: Interpret, args: WriteArgs) -> Pools:
     pools, k, v, blocks, offsets, layer = args
     N, K, D = k.shape
+    new = [x.reshape(N * K, -1) for x in (k, v) if x is not None]
     lanes = pl.next_power_of_2(D)
     rows = max(min(_TILE // lanes, pl.next_power_of_2(N * K)), 1)
     kernel = functools.partial(
-        _write_kernel, pool_shape=pools.k.shape, pool_dtype=pools.k.dtype, rows=rows, lanes=lanes
+        _write_kernel,
+        num_halves=len(new),
+        pool_shape=pools.k.shape,
+        pool_dtype=pools.k.dtype,
+        rows=rows,
+        lanes=lanes,
     )
     written = _call_in_place(
         kernel,
         "paged_write",
         jax.tree.map(_as_rows, pools),
-        (jnp.reshape(layer, 1), blocks, offsets, k.reshape(N * K, D), v.reshape(N * K, D)),
+        (jnp.reshape(layer, 1), blocks, offsets, *new),
         grid=(pl.cdiv(N * K, rows),),
         num_warps=_WRITE_WARPS,
         interpret=interpret,
@@ -119,11 +127,13 @@ def _write_jvp(interpret, primals, tangents):
     return _write(interpret, *primals), out_dot
 
 
-def _write_kernel(layer_ref, blocks_ref, offsets_ref, k_ref, v_ref, *pool_refs, pool_shape,
-                  pool_dtype, rows, lanes):  # fmt: skip
-    num_new, D = k_ref.shape
-    k_pool_ref, v_pool_ref, *scale_refs = pool_refs[len(pool_refs) // 2 :]  # the outputs
-    k_scale_ref, v_scale_ref = scale_refs or (None, None)
+def _write_kernel(layer_ref, blocks_ref, offsets_ref, *refs, num_halves, pool_shape, pool_dtype,
+                  rows, lanes):  # fmt: skip
+    # The halves are K and V, or K alone.
+    new_refs, pool_refs = refs[:num_halves], refs[num_halves:]
+    num_new, D = new_refs[0].shape
+    pool_refs = pool_refs[len(pool_refs) // 2 :]  # the outputs
+    pool_refs, scale_refs = pool_refs[:num_halves], pool_refs[num_halves:]
 
     new = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
     token, head = tiles.divide(new, pool_shape[2]), tiles.remainder(new, pool_shape[2])
@@ -133,9 +143,10 @@ def _write_kernel(layer_ref, blocks_ref, offsets_ref, k_ref, v_ref, *pool_refs, 
     lane = jnp.arange(lanes, dtype=jnp.int32)[None]
     mask = is_new[:, None] & (lane < D)
     # K and V are loaded before either is stored, so that the loads overlap.
-    k, v = (plgpu.load(ref.at[new[:, None], lane], mask=mask, other=0.0) for ref in (k_ref, v_ref))
-    _store_rows(k_pool_ref, k_scale_ref, row, is_kept, [k], D, pool_dtype)
-    _store_rows(v_pool_ref, v_scale_ref, row, is_kept, [v], D, pool_dtype)
+    loaded = [plgpu.load(ref.at[new[:, None], lane], mask=mask, other=0.0) for ref in new_refs]
+    scales = scale_refs or [None] * num_halves
+    for pool_ref, scale_ref, values in zip(pool_refs, scales, loaded, strict=True):
+        _store_rows(pool_ref, scale_ref, row, is_kept, [values], D, pool_dtype)
 
 
 def _find_rows(

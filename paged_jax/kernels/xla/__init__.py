@@ -20,7 +20,7 @@ from paged_jax.kernels.backend import (
     RopeWriteArgs,
 )
 from paged_jax.kernels.norm_rope import rope_then_write
-from paged_jax.kernels.ragged import attend_in_parts
+from paged_jax.kernels.ragged_chunks import attend_in_parts
 from paged_jax.kernels.xla.attention import attend_to_chunks, decode, prefill
 from paged_jax.kernels.xla.linear import grouped_gradients, grouped_linear, linear
 from paged_jax.kernels.xla.writing import copy_blocks, write

@@ -24,7 +24,7 @@ from jax import lax
 
 from paged_jax.kernels.backend import AttentionArgs, Options, Pages, Pools, RaggedArgs
 from paged_jax.kernels.opaque_call import take_or_fill
-from paged_jax.kernels.ragged import Chunks
+from paged_jax.kernels.ragged_chunks import Chunks
 from paged_jax.kernels.rows import take_rows
 
 # Maximum tokens of a sequence in a loop step. Longer tiles waste more work on short contexts.
@@ -32,6 +32,10 @@ TILE = 128
 
 # Maximum queries of a chunk in a tile.
 QUERIES = 128
+
+# Maximum elements of the queries in a tile. It only limits the tiles of latent attention, in which
+# all heads have the elements of a latent vector.
+_TILE_ELEMENTS = 1 << 21
 
 # Bytes of keys (and of values) that a step of the decode loop gathers. They fit in the cache of a
 # core and make the fixed cost of a step small. Measured on 2 cores with 1 MB each.
@@ -49,6 +53,7 @@ _LOWEST = float(np.finfo(np.float32).min)
 def decode(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
     """Attend with a single query for each sequence."""
     B, H, D = args.q.shape
+    U = options.output_dim(D)
     K, C = args.pools.num_kv_heads, args.pools.block_size
     rows, tile = _step_sizes(B, K, D)
     tile_blocks = _blocks_in_tile(tile, C, args.block_tables.shape[1])
@@ -71,7 +76,7 @@ def decode(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]
         folded = _fold(
             jax.tree.map(take, softmax),
             take(batch.q_BKGD),
-            *_gather(args.pools, args.layer, blocks, D),
+            *_gather(args.pools, args.layer, blocks, (D, U)),
             seen[:, None, None],
             seen[:, None],
             options.soft_cap,
@@ -88,10 +93,10 @@ def decode(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]
     limit = jnp.max(batch.num_tiles)
     zero = jnp.zeros((), limit.dtype)
     sinks = None if args.sinks is None else args.sinks.reshape(1, K, H // K)
-    empty = _start_softmax(batch.q_BKGD, sinks)
+    empty = _start_softmax(batch.q_BKGD.shape[:-1], U, sinks)
     *_, softmax = lax.while_loop(lambda state: state[0] < limit, step, (zero, zero, empty))
     out, lse = _finish(softmax, options.value_scale)
-    out, lse = out.reshape(padded, H, D), lse.reshape(padded, H)
+    out, lse = out.reshape(padded, H, U), lse.reshape(padded, H)
     if B > rows:
         places = jnp.argsort(order)
         out, lse = out[places], lse[places]
@@ -145,9 +150,10 @@ def prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
     q, pools, _, context_lens, query_lens, _, _ = args
     assert query_lens is not None
     B, T, H, D = q.shape
+    U = options.output_dim(D)
     K = pools.num_kv_heads
     G = H // K
-    queries = min(T, QUERIES)
+    queries = _queries_in_tile(T, H, D)
     num_query_tiles = _ceil_div(T, queries)
     padded = num_query_tiles * queries
     q_BKTGD = (
@@ -169,12 +175,12 @@ def prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
         lse = jnp.where(
             (offsets < num_queries)[None, :, None], lse.reshape(K, queries, G), -jnp.inf
         )
-        return out.reshape(K, queries, G, D), lse
+        return out.reshape(K, queries, G, U), lse
 
     out, lse = lax.map(query_tile, jnp.arange(B * num_query_tiles, dtype=jnp.int32))
-    out = out.reshape(B, num_query_tiles, K, queries, G, D).transpose(0, 1, 3, 2, 4, 5)
+    out = out.reshape(B, num_query_tiles, K, queries, G, U).transpose(0, 1, 3, 2, 4, 5)
     lse = lse.reshape(B, num_query_tiles, K, queries, G).transpose(0, 1, 3, 2, 4)
-    out, lse = out.reshape(B, padded, H, D), lse.reshape(B, padded, H)
+    out, lse = out.reshape(B, padded, H, U), lse.reshape(B, padded, H)
     return out[:, :T].astype(q.dtype), lse[:, :T]
 
 
@@ -189,11 +195,12 @@ def attend_to_chunks(
     number of tiles of all chunks.
 
     Returns:
-      ``(out, lse)``: ``[N, H, D]`` and f32 ``[N, H]``. Rows outside the chunks may hold anything.
+      ``(out, lse)``: ``[N, H, U]`` and f32 ``[N, H]``. Rows outside the chunks may hold anything.
     """
     N, H, D = args.q.shape
     K = args.pages.num_kv_heads
-    G, queries = H // K, min(N, QUERIES)
+    U = options.output_dim(D)
+    G, queries = H // K, _queries_in_tile(N, H, D)
     whole = AttentionArgs(
         args.q, args.pages, args.block_tables, args.context_lens, chunks.lens, args.sinks, 0
     )
@@ -214,7 +221,7 @@ def attend_to_chunks(
         q = lax.dynamic_slice_in_dim(padded, row, queries).astype(jnp.float32) * options.scale
         q_KRD = q.reshape(queries, K, G, D).transpose(1, 0, 2, 3).reshape(K, queries * G, D)
         tile, tile_lse = _attend_to_tile(whole, options, b, q_KRD, positions, start, num_queries)
-        tile = tile.reshape(K, queries, G, D).transpose(1, 0, 2, 3).reshape(queries, H, D)
+        tile = tile.reshape(K, queries, G, U).transpose(1, 0, 2, 3).reshape(queries, H, U)
         tile_lse = tile_lse.reshape(K, queries, G).transpose(1, 0, 2).reshape(queries, H)
         out, lse = results
         return (
@@ -222,7 +229,8 @@ def attend_to_chunks(
             lax.dynamic_update_slice_in_dim(lse, tile_lse, row, axis=0),
         )
 
-    empty = jnp.zeros_like(padded), jnp.zeros(padded.shape[:2], jnp.float32)
+    rows = padded.shape[:2]
+    empty = jnp.zeros((*rows, U), padded.dtype), jnp.zeros(rows, jnp.float32)
     out, lse = lax.fori_loop(0, ends_B[-1], query_tile, empty)
     return out[:N], lse[:N]
 
@@ -248,9 +256,10 @@ def _attend_to_tile(
       num_queries: i32 ``[]``, number of queries in the tile without the padding.
 
     Returns:
-      ``(out, lse)``: f32 ``[K, R, D]`` and ``[K, R]``.
+      ``(out, lse)``: f32 ``[K, R, U]`` and ``[K, R]``.
     """
     K, R, D = q_KRD.shape
+    U = options.output_dim(D)
     queries, C = query_positions.size, args.pools.block_size
     G = R // queries
     tile_blocks = _blocks_in_tile(TILE, C, args.block_tables.shape[1])
@@ -268,7 +277,7 @@ def _attend_to_tile(
         return _fold(
             softmax,
             q_KRD,
-            *_gather(args.pools, args.layer, blocks, D),
+            *_gather(args.pools, args.layer, blocks, (D, U)),
             jnp.repeat(seen, G, axis=0)[None],
             valid[None],
             options.soft_cap,
@@ -281,9 +290,15 @@ def _attend_to_tile(
     sinks_KR = None
     if args.sinks is not None:
         sinks_KR = jnp.tile(args.sinks.reshape(K, G), (1, queries))
-    empty = _start_softmax(q_KRD, sinks_KR)
+    empty = _start_softmax((K, R), U, sinks_KR)
     softmax = lax.fori_loop(begin // tile, _ceil_div(end, tile), step, empty)
     return _finish(softmax, options.value_scale)
+
+
+def _queries_in_tile(num_queries: int, num_heads: int, head_dim: int) -> int:
+    """Return the number of queries of a chunk in a tile: fewer if a query has many elements."""
+    fitting = max(_TILE_ELEMENTS // (num_heads * head_dim), 1)
+    return min(num_queries, QUERIES, fitting)
 
 
 def _blocks_in_tile(tile: int, block_size: int, table_width: int) -> int:
@@ -296,30 +311,37 @@ def _ceil_div(a, b):
 
 
 def _gather(
-    pools: Pools | Pages, layer: int | jax.Array, blocks: jax.Array, head_dim: int
+    pools: Pools | Pages, layer: int | jax.Array, blocks: jax.Array, sizes: tuple[int, int]
 ) -> tuple[jax.Array, jax.Array]:
     """Copy the blocks ``i32 [..., M]`` out of the pools: K and V, float32 ``[..., K, M * C, D]``.
 
-    Block ids out of range are clipped. The caller masks their tokens.
+    The last dimensions of K and V are `sizes`, D and U. Block ids out of range are clipped. The
+    caller masks their tokens.
     """
-    if isinstance(pools, Pages):
-        return _gather_pages(pools, blocks)
-    return _gather_blocks(pools, layer, blocks, head_dim)
+    k, v = (
+        _gather_pages(pools, blocks)
+        if isinstance(pools, Pages)
+        else (_gather_blocks(pools, layer, blocks, sizes))
+    )
+    return k, k[..., : sizes[1]] if v is None else v
 
 
-def _gather_pages(pages: Pages, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gather_pages(pages: Pages, blocks: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """Gather from the pages seen as a matrix: a page with all its heads is a row."""
     P, C, K2, D = pages.kv.shape
     rows = jnp.clip(blocks, 0, P - 1)
     tokens = take_rows(pages.kv.reshape(P, -1), rows).astype(jnp.float32)
+    if pages.shares_values:
+        k = tokens.reshape(*blocks.shape[:-1], 1, blocks.shape[-1] * C, D)
+        return k, None
     tokens = tokens.reshape(*blocks.shape[:-1], blocks.shape[-1] * C, K2 // 2, 2, D)
     k, v = (jnp.swapaxes(tokens[..., part, :], -3, -2) for part in range(2))
     return k, v
 
 
 def _gather_blocks(
-    pools: Pools, layer: int | jax.Array, blocks: jax.Array, head_dim: int
-) -> tuple[jax.Array, jax.Array]:
+    pools: Pools, layer: int | jax.Array, blocks: jax.Array, sizes: tuple[int, int]
+) -> tuple[jax.Array, jax.Array | None]:
     """Gather from the pools seen as matrices: each head of a block is a row.
 
     Neither the pool nor the result needs a transpose, and XLA copies whole rows.
@@ -332,10 +354,12 @@ def _gather_blocks(
         gathered = take_rows(pool.reshape(L * P * K, -1), rows)
         return gathered.reshape(*rows.shape[:-1], -1, *pool.shape[4:])
 
-    k, v = (take(pool)[..., :head_dim].astype(jnp.float32) for pool in (pools.k, pools.v))
-    if pools.k_scale is not None and pools.v_scale is not None:
-        k, v = k * take(pools.k_scale)[..., None], v * take(pools.v_scale)[..., None]
-    return k, v
+    def take_scaled(pool: jax.Array, scale: jax.Array | None, size: int) -> jax.Array:
+        values = take(pool)[..., :size].astype(jnp.float32)
+        return values if scale is None else values * take(scale)[..., None]
+
+    k = take_scaled(pools.k, pools.k_scale, sizes[0])
+    return k, None if pools.v is None else take_scaled(pools.v, pools.v_scale, sizes[1])
 
 
 class _RunningSoftmax(NamedTuple):
@@ -343,12 +367,14 @@ class _RunningSoftmax(NamedTuple):
 
     peak: jax.Array  # f32 [..., K, R], largest score
     total: jax.Array  # f32 [..., K, R], sum of exp(score - peak)
-    out: jax.Array  # f32 [..., K, R, D], sum of exp(score - peak) * value
+    out: jax.Array  # f32 [..., K, R, U], sum of exp(score - peak) * value
 
 
-def _start_softmax(q: jax.Array, sinks: jax.Array | None) -> _RunningSoftmax:
-    """Start a softmax for the rows of ``q [..., D]``; `sinks` broadcast to these rows."""
-    rows, out = q.shape[:-1], jnp.zeros(q.shape, jnp.float32)
+def _start_softmax(
+    rows: tuple[int, ...], value_dim: int, sinks: jax.Array | None
+) -> _RunningSoftmax:
+    """Start a softmax for rows of queries of the shape `rows`; `sinks` broadcast to them."""
+    out = jnp.zeros((*rows, value_dim), jnp.float32)
     if sinks is None:
         peak = jnp.full(rows, _LOWEST, jnp.float32)
         return _RunningSoftmax(peak, jnp.zeros(rows, jnp.float32), out)
@@ -361,7 +387,7 @@ def _fold(
     softmax: _RunningSoftmax,
     q: jax.Array,  # f32 [..., K, R, D], scaled
     k: jax.Array,  # f32 [..., K, N, D]
-    v: jax.Array,  # f32 [..., K, N, D]
+    v: jax.Array,  # f32 [..., K, N, U]
     seen: jax.Array,  # bool [..., 1, R or 1, N]: the query attends to the token
     valid: jax.Array,  # bool [..., 1, N]: some query attends to the token, so its value is finite
     soft_cap: float | None,

@@ -9,6 +9,8 @@ XLA's CPU backend cannot update arrays of bfloat16 or fp8 in place. `rows.set_ro
 CPUs that can. On CPUs without it, prefer pools of float32, float16 or int8.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -43,15 +45,12 @@ def write(args: WriteArgs) -> Pools:
         place = scale.at[layer, jnp.where(is_kept, blocks, past), :, offsets]
         return place.set(new, mode="drop", unique_indices=True)
 
-    if pools.k_scale is None or pools.v_scale is None:
-        return Pools(put(pools.k, k), put(pools.v, v))
-    (k, k_scale), (v, v_scale) = quantise(k, pools.k.dtype), quantise(v, pools.v.dtype)
-    return Pools(
-        put(pools.k, k),
-        put(pools.v, v),
-        put_scale(pools.k_scale, k_scale),
-        put_scale(pools.v_scale, v_scale),
-    )
+    new: Any = k, v
+    if not pools.is_quantised:
+        return Pools(*jax.tree.map(put, pools[:2], new))
+    rounded = [(None, None) if x is None else quantise(x, pools.dtype) for x in new]
+    values, scales = zip(*rounded, strict=True)
+    return Pools(*jax.tree.map(put, pools[:2], values), *jax.tree.map(put_scale, pools[2:], scales))
 
 
 @jax.jit
@@ -73,12 +72,11 @@ def copy_blocks(args: CopyArgs) -> Pools:
 
     def copy(i: jax.Array, state: Pools) -> Pools:
         source, target = sources[order[i]], targets[order[i]]
-        k, v = (
-            _set_pool_rows(pool, rows_of(target), _as_rows(pool)[rows_of(source)])
-            for pool in (state.k, state.v)
+        copied = state.map(
+            lambda pool: _set_pool_rows(pool, rows_of(target), _as_rows(pool)[rows_of(source)])
         )
         scales = jax.tree.map(lambda x: x.at[:, target].set(x[:, source]), state[2:])
-        return Pools(k, v, *scales)
+        return Pools(copied.k, copied.v, *scales)
 
     num_copies = jnp.sum(is_copy, dtype=jnp.int32)
     return lax.fori_loop(jnp.int32(0), num_copies, copy, pools)

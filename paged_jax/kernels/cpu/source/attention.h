@@ -31,9 +31,11 @@ struct Attention {
   const Element *k, *v;
   const float *k_scale, *v_scale, *sinks;
   const int32_t *tables, *lengths;
-  int64_t P, K, C, M, lanes, layer;
+  int64_t P, K, C, M, lanes, v_lanes, layer;
   int64_t block_step, head_step, token_step;  // distance of neighbours, in rows
   int H, G, D, stride, window;                // window and soft_cap: 0 for none
+  int U, v_stride;                            // elements of a value and of an output
+  bool shares_values;                         // values are the first elements of the keys
   float scale, soft_cap;
 
   // Reads the operands that both kernels have. Returns the index of the next operand.
@@ -52,19 +54,24 @@ struct Attention {
       v_scale = (const float*)argument(frame, next++)->data;
     }
     if (attribute<int32_t>(frame, "has_sinks")) sinks = (const float*)argument(frame, next++)->data;
-    if (attribute<int32_t>(frame, "is_interleaved")) {  // [P, C, 2 * K, D], passed as keys and as values
-      P = keys->dims[0], C = keys->dims[1], K = keys->dims[2] / 2, lanes = keys->dims[3];
-      v += lanes;
-      head_step = 2, token_step = 2 * K;
+    shares_values = attribute<int32_t>(frame, "shares_values");  // one array, passed as both
+    if (attribute<int32_t>(frame, "is_interleaved")) {
+      // [P, C, 2 * K, D], or [P, C, 1, D] if values are shared, passed as keys and as values
+      P = keys->dims[0], C = keys->dims[1], token_step = keys->dims[2], lanes = keys->dims[3];
+      head_step = shares_values ? 1 : 2;
+      K = token_step / head_step;
+      if (!shares_values) v += lanes;
       block_step = C * token_step;
     } else {  // [L, P, K, C, lanes]
       P = keys->dims[1], K = keys->dims[2], C = keys->dims[3], lanes = keys->dims[4];
       token_step = 1, head_step = C;
       block_step = K * head_step;
     }
-    H = q->dims[q->rank - 2], D = q->dims[q->rank - 1];
+    v_lanes = values->dims[values->rank - 1];
+    const XLA_FFI_Buffer* out = result(frame, 0);
+    H = q->dims[q->rank - 2], D = q->dims[q->rank - 1], U = out->dims[out->rank - 1];
     G = H / K;
-    stride = round_up(D, STEP);
+    stride = round_up(D, STEP), v_stride = round_up(U, STEP);
     scale = attribute<float>(frame, "scale");
     soft_cap = attribute<float>(frame, "soft_cap");
     window = attribute<int32_t>(frame, "sliding_window");
@@ -72,7 +79,7 @@ struct Attention {
   }
 
   // Number of floats in a running softmax: peak, total, and weighted sum of values.
-  int state_size() const { return 2 + stride; }
+  int state_size() const { return 2 + v_stride; }
 
   void start(float* state, float peak, float total) const {
     memset(state, 0, state_size() * sizeof *state);
@@ -82,7 +89,7 @@ struct Attention {
 
   // Writes the weighted mean of the values and the log-sum-exp; 0 and -inf if there was no token.
   void finish(float peak, float total, const float* sums, float* out, float* lse) const {
-    restore<Type>(out, sums, D, total == 0 ? 0.0f : 1 / total);
+    restore<Type>(out, sums, U, total == 0 ? 0.0f : 1 / total);
     *lse = total == 0 ? -__builtin_inff() : peak + __builtin_logf(total);
   }
 
@@ -121,8 +128,9 @@ struct Attention {
       float* softmax = state + h * state_size();
       rescale[h] = weigh(weights[h], tile, seen[h], softmax[0], softmax[1]);
     }
-    for (int d = 0; d < stride; d += STEP) {
-      if (D - d >= STEP)
+    if (shares_values) next = nullptr;  // `score` has fetched it
+    for (int d = 0; d < v_stride; d += STEP) {
+      if (U - d >= STEP)
         add_values<ROWS_, true>(weights, rescale, tile, next, d, state + 2 + d);
       else
         add_values<ROWS_, false>(weights, rescale, tile, next, d, state + 2 + d);
@@ -205,10 +213,10 @@ struct Attention {
       for (int half = 0; half < 2; half++)
         total[h][half] = load<Floats>(sums + h * state_size() + half * LANES) * rescale[h];
     for (int t = 0; t < tile.count; t++) {
-      if (next) fetch(v + next->rows[t] * lanes + d, STEP);
-      const Element* values = v + tile.rows[t] * lanes + d;
+      if (next) fetch(v + next->rows[t] * v_lanes + d, STEP);
+      const Element* values = v + tile.rows[t] * v_lanes + d;
       Element last[STEP] = {};
-      if (!IS_WHOLE) values = (Element*)memcpy(last, values, (D - d) * sizeof *values);
+      if (!IS_WHOLE) values = (Element*)memcpy(last, values, (U - d) * sizeof *values);
 #pragma GCC unroll 2
       for (int half = 0; half < 2; half++) {
         Floats value = Type::half(values, half);

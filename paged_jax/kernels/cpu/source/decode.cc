@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int SEGMENT = 256;  // tokens, a multiple of TILE
-constexpr int MAX_D = 512;
+constexpr int MAX_U = 512;
 
 struct Segment {
   int sequence, begin, end;  // positions of its tokens
@@ -35,7 +35,7 @@ struct Decode {
     Tile tile = its.find(table, head, begin, end);
     for (int t = 0; t < tile.count; t++) {  // later tiles are fetched during computation
       its.fetch(its.k + tile.rows[t] * its.lanes, its.D);
-      its.fetch(its.v + tile.rows[t] * its.lanes, its.D);
+      if (!its.shares_values) its.fetch(its.v + tile.rows[t] * its.v_lanes, its.U);
     }
     for (int token = begin; token < end; token += TILE) {
       Tile next = its.find(table, head, token + TILE, end);
@@ -69,7 +69,7 @@ struct Merge {
     const Attention& its = decode.attention;
     // A sink counts as a token without a value.
     float peak = its.has_sink(h) ? its.sinks[h] : LOWEST, total = its.has_sink(h) ? 1.0f : 0.0f;
-    float sums[MAX_D] = {};
+    float sums[MAX_U] = {};
     for (int s = first_segment[b]; s < first_segment[b + 1]; s++) {
       const float* state = decode.partial_of(s, h);
       float old_peak = peak;
@@ -77,11 +77,11 @@ struct Merge {
       float rescale = exponential(fill(old_peak - peak))[0];
       float weight = exponential(fill(state[0] - peak))[0];
       total = total * rescale + state[1] * weight;
-      for (int d = 0; d < its.stride; d += LANES)
+      for (int d = 0; d < its.v_stride; d += LANES)
         store(sums + d, load<Floats>(sums + d) * rescale + load<Floats>(state + 2 + d) * weight);
     }
     int64_t row = (int64_t)b * its.H + h;
-    its.finish(peak, total, sums, decode.out + row * its.D, decode.lse + row);
+    its.finish(peak, total, sums, decode.out + row * its.U, decode.lse + row);
   }
 };
 

@@ -16,7 +16,7 @@ struct Prefill {
   const int32_t* query_lengths;
   int64_t T;
   int tokens_of_part;
-  float *out, *lse;  // [B, T, H, D], [B, T, H]
+  float *out, *lse;  // [B, T, H, U], [B, T, H]
   bool is_short_of_memory;
 
   int64_t parts_of_sequence() const { return (T + tokens_of_part - 1) / tokens_of_part; }
@@ -35,7 +35,7 @@ struct Prefill {
     for (int64_t token = end > first ? end : first; token < last; token++)  // padding
       for (int g = 0; g < attention.G; g++) {
         int64_t row = row_of(sequence, token, head * attention.G + g);
-        memset(out + row * attention.D, 0, attention.D * sizeof *out);
+        memset(out + row * attention.U, 0, attention.U * sizeof *out);
         lse[row] = -__builtin_inff();
       }
   }
@@ -78,7 +78,7 @@ struct Prefill {
     for (int row = 0; row < num_rows; row++) {
       const float* state = states + (int64_t)row * its.state_size();
       int64_t to = row_of(sequence, first + row / G, head * G + row % G);
-      its.finish(state[0], state[1], state + 2, out + to * its.D, lse + to);
+      its.finish(state[0], state[1], state + 2, out + to * its.U, lse + to);
     }
     free(queries);
   }

@@ -1,0 +1,143 @@
+"""Chunks of a ragged batch: which rows of queries belong to which sequence.
+
+Backends use these functions to run a ragged batch in their decode and prefill kernels.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from paged_jax.kernels.backend import AttentionArgs, RaggedArgs
+from paged_jax.kernels.opaque_call import take_or_fill
+
+
+class Chunks(NamedTuple):
+    """The queries of each sequence, which are its last tokens.
+
+    Attributes:
+      starts: i32 ``[B]``, row of the first query in the array of queries.
+      lens: i32 ``[B]``, number of queries, at most the length of the sequence.
+    """
+
+    starts: jax.Array
+    lens: jax.Array
+
+
+def find_chunks(args: RaggedArgs) -> Chunks:
+    """Return the queries of each sequence.
+
+    If a sequence has more queries than tokens, its first queries are left out.
+    """
+    ends = args.cu_query_lens[1:]
+    lens = jnp.clip(ends - args.cu_query_lens[:-1], 0, args.context_lens)
+    return Chunks(ends - lens, lens)
+
+
+def attend_in_parts(
+    decode: Callable[[AttentionArgs], tuple[jax.Array, jax.Array]],
+    attend_to_chunks: Callable[[RaggedArgs, Chunks], tuple[jax.Array, jax.Array]],
+    args: RaggedArgs,
+) -> tuple[jax.Array, jax.Array]:
+    """Attend with single queries by `decode`, and with longer chunks by `attend_to_chunks`.
+
+    Args:
+      decode: attends with one query per sequence; returns ``[B, H, D]`` and ``[B, H]``.
+      attend_to_chunks: attends with the queries of the given chunks; returns ``[N, H, D]`` and
+        ``[N, H]``. Rows outside of the chunks are ignored.
+      args: the batch.
+
+    Returns:
+      ``(out, lse)``: output ``[N, H, D]`` and log-sum-exp ``[N, H]``; 0 and -inf in rows that are
+      not queries.
+    """
+    chunks = find_chunks(args)
+    is_single = chunks.lens == 1
+    single, single_lse = decode(
+        AttentionArgs(
+            q=args.q.at[chunks.starts].get(mode="clip"),
+            pools=args.pages,
+            block_tables=args.block_tables,
+            context_lens=jnp.where(is_single, args.context_lens, 0),
+            query_lens=None,
+            sinks=args.sinks,
+            layer=jnp.zeros((), jnp.int32),
+        )
+    )
+    out, lse = attend_to_chunks(args, chunks._replace(lens=jnp.where(is_single, 0, chunks.lens)))
+    rows = find_rows(args, chunks)
+    is_single_N1 = is_single[rows.sequence][:, None]
+    return rows.mask(
+        jnp.where(is_single_N1[..., None], single[rows.sequence], out),
+        jnp.where(is_single_N1, single_lse[rows.sequence], lse),
+    )
+
+
+class QueryRows(NamedTuple):
+    """Sequence and token of each row of the concatenated queries.
+
+    Attributes:
+      sequence: i32 ``[N]``, row of the sequence in the block table.
+      token: i32 ``[N]``, index among the queries of the sequence.
+      is_query: bool ``[N]``, False in rows without a sequence. The other fields are meaningless
+        there.
+    """
+
+    sequence: jax.Array
+    token: jax.Array
+    is_query: jax.Array
+
+    def mask(self, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return `out` and `lse` with 0 and -inf in rows that are not queries."""
+        is_query_N1 = self.is_query[:, None]
+        return jnp.where(is_query_N1[..., None], out, 0), jnp.where(is_query_N1, lse, -jnp.inf)
+
+
+def find_rows(args: RaggedArgs, chunks: Chunks) -> QueryRows:
+    """Return the sequence and the token of each row of the concatenated queries."""
+    rows = jnp.arange(args.q.shape[0], dtype=jnp.int32)
+    # A row belongs to the last sequence that starts at or before it. If several sequences start at
+    # the same row, only the last of them has queries.
+    starts = args.cu_query_lens[None, :-1]
+    sequence = jnp.sum(starts <= rows[:, None], axis=1, dtype=jnp.int32) - 1
+    sequence = jnp.maximum(sequence, 0)
+    token = rows - chunks.starts[sequence]
+    return QueryRows(sequence, token, (token >= 0) & (token < chunks.lens[sequence]))
+
+
+def cut_into_tiles(args: RaggedArgs, num_queries: int) -> tuple[AttentionArgs, jax.Array]:
+    """Split the chunks into tiles of equal length, as the batch of a prefill.
+
+    Args:
+      args: the batch.
+      num_queries: queries in a tile (T). The last tile of a chunk is padded.
+
+    Returns:
+      ``(tiles, rows)``: the arguments of a prefill whose batch has a row for each tile, and i32
+      ``[B', T]``, the row of each query in ``args.q``; N in padding. B' is the maximum number of
+      tiles.
+    """
+    N = args.q.shape[0]
+    whole = find_chunks(args)
+    num_tiles = (whole.lens + num_queries - 1) // num_queries
+    ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
+    index = jnp.arange(N // num_queries + len(ends), dtype=jnp.int32)
+    sequence = jnp.sum(ends[None] <= index[:, None], axis=1, dtype=jnp.int32)
+    sequence = jnp.minimum(sequence, len(ends) - 1)
+    first = (index - (ends - num_tiles)[sequence]) * num_queries
+    lens = jnp.clip(whole.lens[sequence] - first, 0, num_queries)
+    before = (args.context_lens - whole.lens)[sequence] + first
+    token_T = jnp.arange(num_queries, dtype=jnp.int32)
+    rows_BT = (whole.starts[sequence] + first)[:, None] + token_T[None]
+    rows_BT = jnp.where(token_T[None] < lens[:, None], rows_BT, N)
+    tiles = AttentionArgs(
+        q=take_or_fill(args.q, rows_BT),
+        pools=args.pages,
+        block_tables=args.block_tables[sequence],
+        context_lens=jnp.where(lens > 0, before + lens, 0),
+        query_lens=lens,
+        sinks=args.sinks,
+        layer=jnp.zeros((), jnp.int32),
+    )
+    return tiles, rows_BT
