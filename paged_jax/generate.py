@@ -214,7 +214,7 @@ def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
         raise ValueError(
             f"--prompts-file must be a readable text file, got {path}: it is not UTF-8 text."
         ) from None
-    except (OSError, ValueError) as error:  # ValueError: an impossible path
+    except (OSError, ValueError) as error:  # ValueError: no file can have this path
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
             f"--prompts-file must be a readable text file, got {path}: {reason}."

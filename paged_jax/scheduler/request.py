@@ -248,7 +248,7 @@ class Sequence:
                 eos_token_ids=eos_token_ids,
                 candidates=candidates,
             )
-        except BaseException:  # on Ctrl-C, tokens and text must stay consistent
+        except BaseException:  # after Ctrl-C too, the tokens must match the text
             self._undo(before, num_tokens)
             raise
 

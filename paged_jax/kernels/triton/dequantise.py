@@ -56,7 +56,7 @@ class TileFormat(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Bytes of a row of the weight in a loop step."""
+        """Bytes of each row of the weight that a loop step reads."""
         return self.step // len(self.halves)
 
     @property

@@ -43,9 +43,10 @@ _MAX_ELEMENTS = 2**31 - 1
 _MAX_TILE_ROWS = 64
 _MAX_ROWS = 128
 
-# Number of outputs per program instance that the choice of the number of parts assumes, and maximum
-# number of parts.
+# Outputs of a program instance. `choose_tiling` assumes this number when it chooses the number of
+# parts into which the inputs are split.
 _PART_OUTPUTS = 64
+# Maximum number of these parts.
 _MAX_PARTS = 8
 # Minimum number of inputs of a part, and a divisor of the number of inputs of every part.
 _PART_INPUTS = 512

@@ -274,8 +274,8 @@ def fit_queries(q: Any, dtype: Any) -> tuple[Any, jax.Array | None]:
 
 
 # Bits of float32 numbers, as integers: the mask of the exponent, and the limits of the results of
-# `_power_of_two`, 2**-100 and 2**126. For zero it returns 2**-100, a factor with which results do
-# not underflow. The inverses of both limits are normal numbers.
+# `_power_of_two`, 2**-100 and 2**126. `_power_of_two` returns 2**-100 for zero. Products with that
+# factor do not underflow. The inverses of both limits are normal numbers.
 _EXPONENT, _LEAST, _GREATEST = (
     int(np.float32(x).view(np.int32)) for x in (np.inf, 2.0**-100, 2.0**126)
 )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from paged_jax.sampling.params import StructuredOutputsParams
 
 MANY_LABELS = 1000
-"""Number of labels above which a form gets extra fuel."""
+"""Number of labels above which llguidance may work longer on a form, see `label_fuel`."""
 _LABELS = re.compile(r'"(enum|anyOf|oneOf)"\s*:\s*(?=\[)')
 # The keys of a label in a union: {"const": "a", "title": "The first"}.
 _LABEL_KEYS = {"const", "type", "title", "description"}

@@ -444,7 +444,7 @@ class Detokenizer:
         return None if _REPLACEMENT in text else text
 
     def accept(self) -> None:
-        """Push the tokens of the last `peek`, whose result was not None."""
+        """Push the tokens that the last `peek` received. Its result must not have been None."""
         self._pending.clear()
 
     def finish(self) -> str:
