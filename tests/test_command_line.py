@@ -75,7 +75,7 @@ def test_plan_has_the_flags_of_the_options_that_decide_the_memory() -> None:
 
 @pytest.mark.parametrize("each", option_specs(), ids=lambda each: each.name)
 def test_vllm_names_of_options_are_understood(each) -> None:
-    """Both as an argument of `Engine` and as a flag."""
+    """Errors suggest this library's name for an argument of `Engine` and for a flag."""
     if each.vllm in (None, each.name):
         return
     with pytest.raises(TypeError, match=f"Did you mean {each.name}\\?"):

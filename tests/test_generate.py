@@ -347,7 +347,7 @@ def test_invalid_prompts_files_are_errors(run, tmp_path, content, message) -> No
 
 @pytest.mark.parametrize("name", ["prompts.JSONL", "prompts.ndjson"])
 def test_prompts_file_of_json_lines_can_have_several_suffixes(run, tmp_path, name) -> None:
-    """Without this, the JSON text itself would be the prompt, without an error."""
+    """A file with an unknown suffix is read as text, so the JSON itself would be the prompt."""
     path = tmp_path / name
     path.write_text('{"promt": "ab"}\n')
     check_mistake(run("--prompts-file", str(path)), r"got the keys \['promt'\]")
@@ -489,7 +489,7 @@ def shown(written: str) -> list[str]:
 
 
 def test_terminal_shows_only_the_text_and_the_summary(monkeypatch, tiny_folder) -> None:
-    """This is the first command of the README, in a new engine, so that the summary compiles."""
+    """The first command of the README runs in a new engine, so that the summary can be compiled."""
     args = ["--model", str(tiny_folder), "--max-tokens", "4", "--temperature", "0"]
     with pseudo_terminal(monkeypatch) as lines:
         assert main(["--prompt", "ab", *args]) == 0

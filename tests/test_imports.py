@@ -125,7 +125,7 @@ def imported_roots(path: Path) -> set[str]:
 
 
 def test_scheduler_imports_no_jax() -> None:
-    """This includes all modules that it imports."""
+    """The test follows the imports of every module of the scheduler."""
     seen, to_read = set(), set(NO_JAX.glob("*.py"))
     while to_read:
         path = to_read.pop()

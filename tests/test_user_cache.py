@@ -75,7 +75,7 @@ def test_cache_folder_ignores_a_relative_path(home, monkeypatch, tmp_path) -> No
 
 
 def test_cache_folder_warns_once_per_reason(home, monkeypatch, caplog) -> None:
-    """Without the warning, users would not know why every start compiles everything."""
+    """The warning tells users why every start compiles everything."""
     user_cache._warn.cache_clear()
     folder = user_cache.cache_folder("programs")
     assert not caplog.records

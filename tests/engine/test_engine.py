@@ -259,7 +259,7 @@ def test_stats_sharing_counts_blocks_that_samples_share(engine) -> None:
 
 
 def test_stats_sharing_is_zero_for_different_prompts(tiny_model) -> None:
-    """This holds in every step, also in steps that are queued ahead of finished requests."""
+    """Sharing is zero in every step, also in steps that are queued ahead of finished requests."""
     engine = Engine(tiny_model, **SIZES)
     for number in range(6):
         prompt = {"prompt_token_ids": [BOS, *range(5 + number, 9 + 2 * number)]}

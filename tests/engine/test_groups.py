@@ -156,7 +156,7 @@ def test_engine_with_windows_matches_the_plain_model(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixed", "window only"])
 def test_stats_sharing_is_zero_for_different_prompts(models, jobs, kind) -> None:
-    """This holds in every step, also in steps that are queued ahead of finished requests."""
+    """Sharing is zero in every step, also in steps that are queued ahead of finished requests."""
     engine = Engine(models[kind], **SIZES | {"num_blocks": NUM_BLOCKS[kind]} | UNCACHED)
     unrelated = [
         dataclasses.replace(job, params=dataclasses.replace(job.params, n=1)) for job in jobs[:5]

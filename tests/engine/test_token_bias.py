@@ -75,7 +75,7 @@ def test_generate_with_drafts_matches_transformers(folder, peer) -> None:
 
 
 def test_beam_search_matches_transformers(llm, peer) -> None:
-    """Only the best sequence: transformers keeps fewer complete sequences."""
+    """The best sequence is compared, because transformers keeps fewer complete sequences."""
     options = {"num_beams": 2, "length_penalty": 0.0, "repetition_penalty": 1.0}
     expected = peer(max_new_tokens=10, early_stopping="never", **options)[0]
     params = BeamSearchParams(beam_width=2, max_tokens=10, length_penalty=0.0)

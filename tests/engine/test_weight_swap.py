@@ -164,7 +164,7 @@ def test_update_params_quantises_to_int8() -> None:
 
 
 def test_update_params_writes_over_the_old_weights(tiny_model) -> None:
-    """It makes no transfer, no second copy and, after the first call, no compilation."""
+    """A call makes no transfer, no second copy and, after the first call, no compilation."""
     engine, other = LLM(tiny_model, **SIZES), random_llama(CONFIG, scale=0.5)
     tree = trainers_tree(other)
     expected = tokens_of(LLM(other, **SIZES))
@@ -307,7 +307,7 @@ def test_update_params_rejects_bad_mappings(tiny_model, changes, message) -> Non
 
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_update_params_accepts_stacked_and_separate_layers(tiny_folder, scan_layers) -> None:
-    """Both layouts work for an engine of either layout."""
+    """An engine with stacked or separate layers accepts weights in either layout."""
     given = Llama.from_pretrained(tiny_folder, scan_layers=scan_layers)
     for own in (False, True):
         engine = LLM(random_llama(CONFIG, scan_layers=own), **SIZES)

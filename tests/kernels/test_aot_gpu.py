@@ -223,7 +223,7 @@ def test_experts_are_two_grouped_matmuls_on_h200(results, name) -> None:
 
 @pytest.mark.parametrize("name", GPU_STEPS)
 def test_step_attends_on_tensor_cores_of_h200(results, name) -> None:
-    """Here a model calls the kernels."""
+    """A step of a model that calls the kernels uses matrix instructions."""
     program, is_chunk = compiled(results, name), isinstance(GPU_STEPS[name], PrefillStep)
     attention = "paged_prefill" if is_chunk else "paged_decode"
     launches = [launch["name"] for launch in program["launches"]]

@@ -84,7 +84,7 @@ def test_linear_converts_every_value(code, dtype) -> None:
 
 
 def test_linear_rounds_rows_to_the_dtype_of_the_model() -> None:
-    """Also with nf4, which is not exact in bfloat16: its kernel multiplies in float32."""
+    """Rows are rounded with nf4 too, although its kernel multiplies in float32 to stay exact."""
     x = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
     for code in ("int4", "nf4"):
         w, _, _ = problem((code, (64, 32), "float32", "float32", False, 5, "bfloat16"), 1)
@@ -273,7 +273,7 @@ int main() {
     ("code", "dtype"), [(PACKED, BF16), ("int8", BF16), ("float8_e4m3fn", F32)], ids=str
 )
 def test_kernels_stay_within_their_arrays(code, dtype, tmp_path) -> None:
-    """Also within arrays that they allocate. Other accesses would end the program by a signal."""
+    """Accesses outside of operands and of allocated arrays would end the program by a signal."""
     all_sizes = PACKED_SIZES if code == PACKED else BYTE_SIZES
     sizes = ", ".join(f"{{{K}, {K // (size or K)}}}" for K, size in all_sizes)
     (tmp_path / "program.cc").write_text(_PROGRAM)

@@ -165,7 +165,7 @@ def test_parts_divide_the_inputs(parts) -> None:
 
 @pytest.mark.parametrize("name", ["q4_0", "gptq", "q4_k", "q6_k"])
 def test_linear_is_differentiable_in_x_through_the_kernel(name, monkeypatch) -> None:
-    """And a backend that is interpreted runs the kernel, as attention does."""
+    """The forward pass calls the kernel, which Pallas interprets on CPUs."""
     calls = []
     multiply = kernel.linear
     if INTERPRET:

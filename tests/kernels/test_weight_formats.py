@@ -170,7 +170,7 @@ def test_linear_converts_one_tile_of_a_large_weight_at_a_time() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_linear_is_differentiable_in_x(name) -> None:
-    """Also through the kernel for CPUs, and with the weight in a stack of layers."""
+    """The weight is one layer of a stack, and the forward pass uses the kernel for CPUs."""
     rng = np.random.default_rng(0)
     format = FORMATS[name]
     layers = [random_arrays(format, (7, 64), rng) for _ in range(2)]
@@ -190,7 +190,7 @@ def test_linear_is_differentiable_in_x(name) -> None:
 @pytest.mark.parametrize("backend", [None, "xla"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_grouped_linear_matches_float64_in_every_format(name, backend) -> None:
-    """Also its gradient in x. Scales of groups without rows are NaN and must not be read."""
+    """The gradient in x matches too. Scales of groups without rows are NaN: they are not read."""
     rng = np.random.default_rng(0)
     format, sizes = FORMATS[name], (3, 0, 4, 1)
     arrays = random_arrays(format, (4, 7, 64), rng)

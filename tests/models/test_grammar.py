@@ -211,7 +211,7 @@ def test_mask_allows_everything_after_the_end(start, tokenizer) -> None:
     ],
 )
 def test_objects_have_only_named_properties(start, tokenizer, schema, is_closed) -> None:
-    """Otherwise an unsure model would write more properties without end."""
+    """If other properties were allowed, an unsure model would write them without end."""
     schema = {"type": "object", "properties": {"name": {"const": "x"}}, **schema}
     cursor = start(json={"type": "array", "items": schema})
     before = '[{"name": "x"'

@@ -218,7 +218,7 @@ def test_longrope_factors_depend_on_the_maximum_length():
     [("yarn with more pairs than dimensions", "high"), ("a factor of attention", "low")],
 )
 def test_yarn_clamps_its_range_of_pairs(name, clamped):
-    """As in the reference code: ``low = max(floor(...), 0), high = min(ceil(...), D - 1)``."""
+    """The reference code has ``low = max(floor(...), 0), high = min(ceil(...), D - 1)``."""
     head_dim, _, theta, entry = _REAL[name]
     length = entry["original_max_position_embeddings"]
 
@@ -238,7 +238,7 @@ def test_yarn_clamps_its_range_of_pairs(name, clamped):
 
 
 def test_llama3_scales_only_long_wavelengths():
-    """As in the reference code of Llama 3.1: by wavelength, with a smooth transition."""
+    """The reference code of Llama 3.1 scales by wavelength, with a smooth transition."""
     head_dim, length, theta, entry = _REAL["Llama-3.1-8B"]
     original = entry["original_max_position_embeddings"]
     expected = []
@@ -267,7 +267,7 @@ def test_yarn_without_a_transition_is_a_step():
 
 
 def test_yarn_reads_the_two_scales_of_deepseek():
-    """As in the code of DeepSeek-V3: the quotient of two ``0.1 * mscale * log(factor) + 1``."""
+    """DeepSeek-V3's code scales by a quotient of two ``0.1 * mscale * log(factor) + 1``."""
     head_dim, length, theta, entry = _REAL["DeepSeek-V3's two scales"]
     scale, all_dim = (0.1 * mscale * np.log(40) + 1 for mscale in (1.0, 0.8))
     rope = _rope(head_dim, length, theta, entry)

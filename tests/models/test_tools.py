@@ -296,7 +296,7 @@ def test_reader_does_not_depend_on_the_pieces(reading, cuts) -> None:
 
 
 def test_reader_keeps_spaces_of_text_after_a_call() -> None:
-    """Only white space directly after a call is dropped."""
+    """White space is dropped only directly after a call."""
     want = [("f", '{"a": "}<tool_call>"}'), ("Hello world",)]
     assert read(HERMES, CALL, "\n", " ", "Hello", " world") == want
     assert read(HERMES, f"{CALL}\n\nHello", " ", "world") == want

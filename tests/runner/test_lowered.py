@@ -170,7 +170,7 @@ def test_key_depends_on_everything_that_affects_a_program(executor, monkeypatch)
 
 
 def test_key_depends_on_every_field_of_the_model_config(tiny_model, executor) -> None:
-    """Even if weights and arguments have the same shapes."""
+    """Configs that give the same shapes of weights and arguments have different keys."""
     config, found = executor.weights.config, {keys(executor)}
     for field in dataclasses.fields(config):
         changed = object.__new__(type(config))
@@ -233,7 +233,7 @@ def test_resolve_stores_nothing_for_foreign_modules(executor, tiny_model, folder
 
 
 def test_stored_program_depends_on_its_kernels(executor, folder, monkeypatch) -> None:
-    """It is not stored if a kernel is missing, and not used if a kernel has changed."""
+    """A program is not stored if a kernel is missing, and not used if a kernel has changed."""
     [target] = (name for name in library.targets() if name.startswith("paged_jax_linear_float32_"))
     if not library.load_target(target):
         pytest.skip("no C++ compiler")

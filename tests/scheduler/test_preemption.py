@@ -63,7 +63,7 @@ def test_victim_has_the_worst_priority():
 
 
 def test_victim_is_not_a_sequence_without_progress_since_it_resumed():
-    """Even if it has the lowest cost: otherwise it could be preempted again and again."""
+    """A sequence with the lowest cost is spared too, or it could be preempted again and again."""
     engine = make_engine(
         num_slots=2, num_blocks=40, max_chunk=2, enable_prefix_caching=False, preemption="recompute"
     )

@@ -184,7 +184,7 @@ def test_response_with_tools_may_be_text(client, server) -> None:
 
 
 def test_unsupported_schema_is_a_hint_unless_strict(server) -> None:
-    """As at OpenAI. The schemas of other tools still apply."""
+    """OpenAI treats schemas so too. The schemas of other tools still apply."""
     parameters = {"type": "object", "properties": {"x": {"$ref": "https://example.com/x.json"}}}
     function = {"name": "fetch", "parameters": parameters}
     tools = [{"type": "function", "function": function}, TOOLS[0]]

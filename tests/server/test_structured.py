@@ -73,7 +73,7 @@ def test_pydantic_ai_receives_objects(server) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_have_the_bytes_of_partial_characters(server, stream) -> None:
-    """As OpenAI documents, the bytes of all tokens are the text in UTF-8."""
+    """OpenAI documents that the bytes of all tokens, joined, are the text in UTF-8."""
     text = "日本, é"
     body = {"messages": MESSAGES, "structured_outputs": {"choice": [text]}, "stream": stream}
     body |= {"logprobs": True, "top_logprobs": 2}
@@ -89,7 +89,7 @@ def test_logprobs_have_the_bytes_of_partial_characters(server, stream) -> None:
 
 
 def test_response_format_works_at_both_endpoints(server) -> None:
-    """As in vLLM, completions accept it as well."""
+    """Chats and completions accept `response_format`, as in vLLM."""
     body = {"temperature": 1, "seed": 1, "max_tokens": 60}
     body["response_format"] = {"type": "json_object"}
     [choice] = server.post("/v1/chat/completions", {**body, "messages": MESSAGES}).json()["choices"]
@@ -102,7 +102,7 @@ def test_response_format_works_at_both_endpoints(server) -> None:
 
 @pytest.mark.parametrize("hint", [{"uniqueItems": True}, {"not": {}}, {"format": "colour"}])
 def test_response_format_is_a_hint_unless_strict(server, hint) -> None:
-    """As at OpenAI: with `strict`, unsupported keywords are an error."""
+    """Unsupported keywords of a schema are an error only with `strict`, as at OpenAI."""
     schema = {**PERSON, "properties": {**PERSON["properties"], "name": {"enum": ["a"], **hint}}}
     named = {"name": "person", "schema": schema}
     body = {"messages": MESSAGES, "temperature": 1, "max_tokens": 60}
