@@ -42,7 +42,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m paged_jax.chat",
+        "chat",
+        examples=(
+            "--model HuggingFaceTB/SmolLM2-135M-Instruct --download",
+            '--model ./model.gguf --system "Answer in one sentence."',
+            "--model ./folder --dtype int8",
+        ),
         description="Talk to a chat model. Each line of standard input is a message, and the "
         f"answer is streamed to standard output. {_CLEAR} starts a new conversation, Ctrl-C stops "
         "an answer, Ctrl-D ends the program.",

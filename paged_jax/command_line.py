@@ -14,6 +14,7 @@ from paged_jax import __version__, distributed
 from paged_jax.arguments import suggest
 from paged_jax.engine.config import VLLM_NAMES, OptionSpec, option_specs
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.hub import find_model
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.user_cache import keep_compiled_programs
 
@@ -31,15 +32,57 @@ EXPECTED_ERRORS = (
 # Exit statuses as shells report them: 128 + the number of the signal.
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
-# Short flags of llama.cpp, for hints.
-_SHORT = {"-p": "--prompt", "-n": "--max-tokens", "-c": "--max-model-len", "-m": "--model"}
+# Flags of llama.cpp and mlx-lm whose names are too different to be guessed, for hints.
+_OTHER_FLAGS = {
+    "-p": "--prompt",
+    "-n": "--max-tokens",
+    "-c": "--max-model-len",
+    "-m": "--model",
+    "-hf": "--model",
+    "-s": "--seed",
+    "-np": "--max-num-seqs",
+    "-sys": "--system",
+    "--ctx-size": "--max-model-len",
+    "--hf-repo": "--model",
+    "--parallel": "--max-num-seqs",
+    "--file": "--prompts-file",
+    "--api-key": "PAGED_JAX_API_KEY, an environment variable",
+}
+# Start of an error of a Python function, which names the function and usually an argument.
+_CALLABLE = re.compile(
+    r"(?:Engine|LLM|SamplingParams|Scheduler\.add|request|from_pretrained): (\w+)"
+)
+
+
+_EXAMPLES = "examples:"
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Formatter that keeps the lines of examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith(_EXAMPLES) else super()._fill_text(text, width, indent)
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that reports a mistake in one line on stderr, without the usage."""
+    """Argument parser that reports a mistake in one line on stderr, without the usage.
 
-    def __init__(self, **options: Any):
-        super().__init__(**options, allow_abbrev=False)
+    Args:
+      command: name of the module of the command, see `program_name`.
+      examples: arguments of calls that the help shows at its end.
+      **options: options of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, command: str, *, examples: Iterable[str] = (), **options: Any):
+        name = program_name(command)
+        lines = "".join(f"\n  {name} {example}" for example in examples)
+        super().__init__(
+            prog=name,
+            epilog=f"{_EXAMPLES}{lines}",
+            formatter_class=_Formatter,
+            **options,
+            allow_abbrev=False,
+        )
         version = f"paged_jax {__version__}"
         self.add_argument("--version", action="version", version=version)
 
@@ -66,7 +109,7 @@ class Parser(argparse.ArgumentParser):
         except EXPECTED_ERRORS as error:
             if clear is not None:
                 clear()
-            print(f"{self._name}: error: {one_line(error)}", file=sys.stderr)
+            print(f"{self._name}: error: {self._name_flag(one_line(error))}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             print("\ninterrupted", file=sys.stderr)
@@ -75,6 +118,16 @@ class Parser(argparse.ArgumentParser):
     @property
     def _name(self) -> str:
         return self.prog.removeprefix("python -m ")
+
+    def _name_flag(self, message: str) -> str:
+        """Remove the function at the start of an error, and replace the argument by its flag."""
+        match = _CALLABLE.match(message)
+        if match is None:
+            return message
+        name, rest = match[1], message[match.end() :]
+        flag = f"--{name.replace('_', '-')}"
+        flag = next((x.flag for x in option_specs() if x.name == name and x.flag), flag)
+        return (flag if flag in self._option_string_actions else name) + rest
 
     def _hint(self, message: str) -> str:
         """Return a hint for an unknown flag: the flag that is probably meant."""
@@ -87,10 +140,27 @@ class Parser(argparse.ArgumentParser):
             if option.startswith("--")
         }
         given = unknown.split()[0].partition("=")[0]
-        given = _SHORT.get(given, given)
+        if given in _OTHER_FLAGS:
+            flag = _OTHER_FLAGS[given]
+            is_known = flag in self._option_string_actions or not flag.startswith("-")
+            return f". Did you mean {flag}?" if is_known else ""
         wanted = given.lstrip("-").replace("-", "_")
         meant = wanted if wanted in names else suggest(wanted, names, VLLM_NAMES)
         return "" if meant is None else f". Did you mean {names[meant]}?"
+
+
+def program_name(command: str) -> str:
+    """Return the name of a command as it was started: as a module, or as a subcommand.
+
+    Args:
+      command: name of the module in `paged_jax`, such as ``"serve"``.
+    """
+    started = Path(sys.argv[0])
+    if started.name.startswith("paged-jax") and started.name != f"paged-jax-{command}":
+        return f"paged-jax {command}"
+    if started.parts[-2:] == ("paged_jax", "__main__.py"):
+        return f"python -m paged_jax {command}"
+    return f"python -m paged_jax.{command}"
 
 
 def one_line(error: BaseException) -> str:
@@ -192,7 +262,8 @@ def _contiguous_options(options: Mapping[str, Any]) -> dict[str, Any]:
             )
     length = options.get("max_model_len")
     if length is None:
-        folder = Path(options["model"]) if "model" in options else bundled_folder()
+        given = {name: options[name] for name in ("revision", "download") if name in options}
+        folder = find_model(options["model"], **given) if "model" in options else bundled_folder()
         length = LlamaConfig.from_file(folder).max_position_embeddings
     # By default, the pool has as many blocks as the slots can use: one each.
     return {"block_size": length, "max_model_len": length, "enable_prefix_caching": False}

@@ -42,8 +42,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m paged_jax.generate",
-        description="Generate text from a Llama-family checkpoint through a paged KV cache.",
+        "generate",
+        examples=(
+            '--prompt "It is a truth universally acknowledged"',
+            '--model ./model.gguf --chat --prompt "Why is the sky blue?" --temperature 0',
+            "--model ORG/NAME --download --prompts-file prompts.jsonl --json",
+        ),
+        description="Generate text from prompts, through a paged KV cache.",
     )
     add_engine_arguments(
         parser,

@@ -9,7 +9,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +26,7 @@ from paged_jax.engine.memory_plan import (
 )
 from paged_jax.engine.pool_size import device_memory
 from paged_jax.formatting import format_bytes
+from paged_jax.models.hub import find_model
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.pretrained import bundled_folder, read_config, read_formats
 
@@ -58,14 +58,22 @@ def _print(args: argparse.Namespace) -> None:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m paged_jax.plan",
+        "plan",
+        examples=(
+            "--model ./folder --device h100",
+            "--model ORG/NAME --memory 24GiB --dtype int4",
+            "--model ./model.gguf --lengths 4096 32768 --json",
+        ),
         description="Show the memory that an engine needs on a device, and how many sequences fit.",
     )
     parser.add_argument(
         "--model",
-        metavar="PATH",
-        help="folder with a config.json, or a GGUF file; default: the small bundled model",
+        metavar="MODEL",
+        help="folder with a config.json, a GGUF file, or a name on the Hugging Face Hub, see "
+        "paged_jax.generate; default: the small bundled model",
     )
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a named model")
+    parser.add_argument("--download", action="store_true", help="download a named model")
     parser.add_argument(
         "--memory",
         type=parse_bytes,
@@ -139,7 +147,8 @@ def _from_arguments(args: argparse.Namespace, device: DeviceSpec | None) -> Memo
             f"--platform must be {device.platform} with --device {args.device}, got "
             f"{args.platform}. Leave one of them out."
         )
-    folder = bundled_folder() if args.model is None else Path(args.model)
+    names = {"revision": args.revision, "download": args.download}
+    folder = bundled_folder() if args.model is None else find_model(args.model, **names)
     config, options = read_config(folder), given_options(args, _OPTIONS)
     kept = {name: options[name] for name in ("dtype", "dequantise") if name in options}
     num_devices = options.get("tensor_parallel_size", 1)

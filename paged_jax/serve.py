@@ -29,6 +29,7 @@ from paged_jax.command_line import (
 from paged_jax.engine.engine import Engine
 from paged_jax.formatting import format_bytes
 from paged_jax.models.gguf_file import is_gguf
+from paged_jax.models.hub import is_model_name
 from paged_jax.models.text.reasoning import FORMATS as REASONING_FORMATS
 from paged_jax.monitoring import check_profile_folder
 
@@ -153,10 +154,15 @@ def _summary(engine: Engine, name: str, seconds: float) -> str:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m paged_jax.serve",
-        description="Serve a Llama-family checkpoint over HTTP, through a paged KV cache.",
-        epilog=f"The environment variables {_API_KEY} (keys separated by spaces) and {_ADMIN_KEY} "
-        "also give the keys, without showing them in the list of processes.",
+        "serve",
+        examples=(
+            "--model ./model.gguf --port 8000",
+            "--model ORG/NAME --download --max-num-seqs 64",
+            "--model ./folder --tensor-parallel-size 4 --host 0.0.0.0",
+        ),
+        description="Serve a model over HTTP, for clients of OpenAI and Anthropic. The environment "
+        f"variables {_API_KEY} (keys separated by spaces) and {_ADMIN_KEY} also give the keys, "
+        "without showing them in the list of processes.",
     )
     add_engine_arguments(parser)
     add_process_arguments(parser)
@@ -414,9 +420,11 @@ def _unix_listener(path: str) -> socket.socket:
 
 
 def _name_of(model: str | None) -> str:
-    """Return the name of a model: of its folder, or of its file without the suffix."""
+    """Return the name of a model: as given, of its folder, or of its file without the suffix."""
     if model is None:
         return "bundled"
+    if is_model_name(model):
+        return model
     return Path(model).stem if is_gguf(model) else Path(model).resolve().name
 
 

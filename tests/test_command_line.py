@@ -2,10 +2,12 @@
 
 import argparse
 import dataclasses
+import importlib
+import sys
 
 import pytest
 
-from paged_jax import Engine, generate, plan, serve
+from paged_jax import Engine, __main__, generate, plan, serve
 from paged_jax.command_line import add_option_flags, engine_options, given_options
 from paged_jax.engine.config import NOT_NEGATIVE, EngineConfig, option, option_specs
 
@@ -83,3 +85,66 @@ def test_vllm_names_of_options_are_understood(each) -> None:
     if each.flag == f"--{each.name.replace('_', '-')}":
         message = f"unrecognized arguments: --{each.vllm.replace('_', '-')} 1"
         assert serve._parser()._hint(message) == f". Did you mean {each.flag}?"
+
+
+def test_subcommands_run_their_modules_with_the_other_arguments(capsys, monkeypatch) -> None:
+    assert __main__.main([]) == __main__.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name in __main__.COMMANDS:
+        assert f"\n  {name} " in shown
+        module = importlib.import_module(f"paged_jax.{name}")
+        monkeypatch.setattr(module, "main", lambda arguments, name=name: print(name, *arguments))
+        __main__.main([name, "--flag", "x"])
+        assert capsys.readouterr().out == f"{name} --flag x\n"
+    assert __main__.main(["srve"]) == 2
+    assert capsys.readouterr().err.startswith("paged-jax: error: COMMAND must be one of generate,")
+
+
+@pytest.mark.parametrize(
+    ("started", "name"),
+    [
+        ("/venv/bin/paged-jax", "paged-jax serve"),
+        ("/venv/bin/paged-jax-serve", "python -m paged_jax.serve"),
+        ("/site-packages/paged_jax/__main__.py", "python -m paged_jax serve"),
+        ("/site-packages/paged_jax/serve.py", "python -m paged_jax.serve"),
+    ],
+)
+def test_help_shows_examples_with_the_name_that_was_started(started, name, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", [started])
+    text = serve._parser().format_help()
+    assert text.startswith(f"usage: {name} [-h]")
+    assert f"examples:\n  {name} --model ./model.gguf --port 8000\n" in text
+
+
+@pytest.mark.parametrize(
+    ("argument", "flag"),
+    [
+        ("--temp", "--temperature"),
+        ("-n", "--max-tokens"),
+        ("--ctx-size", "--max-model-len"),
+        ("--max-new-tokens", "--max-tokens"),
+        ("--n-predict", "--max-tokens"),
+        ("--repeat-penalty", "--repetition-penalty"),
+    ],
+)
+def test_flags_of_other_programs_are_answered_with_ours(argument, flag, capsys) -> None:
+    with pytest.raises(SystemExit):
+        generate._parser().parse_args(["--prompt", "ab", argument, "1"])
+    assert capsys.readouterr().err.endswith(f". Did you mean {flag}?\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        ("Engine: swap_space must be positive, got -1.", "--swap-space must be positive, got -1."),
+        ("SamplingParams: top_p must be in (0, 1].", "--top-p must be in (0, 1]."),
+        ("Scheduler.add: a sequence must fit the pool.", "a sequence must fit the pool."),
+        ("model.safetensors: damaged.", "model.safetensors: damaged."),
+    ],
+)
+def test_errors_name_flags_instead_of_functions(error, line, capsys) -> None:
+    def fail() -> None:
+        raise ValueError(error)
+
+    assert generate._parser().run(fail) == 1
+    assert capsys.readouterr().err.endswith(f"generate: error: {line}\n")

@@ -267,13 +267,13 @@ def check_mistake(result: tuple[int, str, str], message: str, status: int = 1) -
     ("args", "message"),
     [
         (["--prompt", ""], "--prompt must not be empty"),
-        (["--prompt", "ab", "--max-tokens", "-1"], "max_tokens must be an integer >= 0.*got -1"),
+        (["--prompt", "ab", "--max-tokens", "-1"], "max-tokens must be an integer >= 0.*got -1"),
         (["--prompt", "ab", "--temperature", "-1"], "temperature must be finite and >= 0"),
         (["--prompt", "ab", "--temperature", "nan"], "temperature must be finite and >= 0"),
-        (["--prompt", "ab", "--top-p", "0"], r"top_p must be in \(0, 1\], got 0"),
-        (["--prompt", "ab", "--top-p", "1.5"], r"top_p must be in \(0, 1\], got 1.5"),
-        (["--prompt", "ab", "--top-k", "-2"], "top_k must be an integer >= -1"),
-        (["--prompt", "ab", "--min-p", "2"], r"min_p must be in \[0, 1\], got 2"),
+        (["--prompt", "ab", "--top-p", "0"], r"top-p must be in \(0, 1\], got 0"),
+        (["--prompt", "ab", "--top-p", "1.5"], r"top-p must be in \(0, 1\], got 1.5"),
+        (["--prompt", "ab", "--top-k", "-2"], "top-k must be an integer >= -1"),
+        (["--prompt", "ab", "--min-p", "2"], r"min-p must be in \[0, 1\], got 2"),
         (["--prompt", "ab", "--seed", "-2"], r"seed must be an integer in \[0, .*got -2"),
         (["--prompt", "ab", "--n", "0"], r"n must be an integer in \[1, 16384\], got 0"),
         (["--prompt", "ab", "--stop", ""], "stop must be a non-empty string"),
@@ -282,7 +282,7 @@ def check_mistake(result: tuple[int, str, str], message: str, status: int = 1) -
         (["--prompt", "ab", "--profile", "/dev/null/x"], "--profile must be a folder"),
         (
             ["--prompt", "ab", "--repetition-penalty", "0"],
-            "repetition_penalty must be finite and > 0",
+            "repetition-penalty must be finite and > 0",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -384,8 +384,8 @@ def test_folder_as_prompts_file_is_an_error(run, tmp_path) -> None:
     [
         (["--prompt", "a " * 40], "at most 63 tokens.*context of 64, got 81"),
         (["--prompt", "ab", "--num-blocks", "1"], "pool of 1 blocks of 16 tokens"),
-        (["--prompt", "ab", "--num-blocks", "0"], "num_blocks must be a positive integer"),
-        (["--prompt", "ab", "--block-size", "-4"], "block_size must be a positive integer"),
+        (["--prompt", "ab", "--num-blocks", "0"], "num-blocks must be a positive integer"),
+        (["--prompt", "ab", "--block-size", "-4"], "block-size must be a positive integer"),
         (["--prompt", "ab", "--chat"], "no chat template"),
         (["--prompt", "\udcff"], "valid Unicode"),
     ],
@@ -398,7 +398,7 @@ def test_options_that_do_not_suit_the_model_are_errors(run, args, message) -> No
 
 
 def test_damaged_models_are_errors(run, tmp_path) -> None:
-    check_mistake(run("--prompt", "ab", model=tmp_path / "none"), "folder must exist, got .*none")
+    check_mistake(run("--prompt", "ab", model=tmp_path / "none"), "--model must be a folder.*none")
     check_mistake(run("--prompt", "ab", model=tmp_path), "config.json")
 
     folder = save_tiny_model(tmp_path / "model")

@@ -266,7 +266,7 @@ def test_memory_fraction_out_of_bounds_is_an_error(options, match) -> None:
 
 def test_generate_passes_the_memory_fraction(capsys) -> None:
     assert generate.main(["--prompt", "It is", "--memory-fraction", "2"]) == 1
-    assert "memory_fraction must be above 0 and at most 1, got 2.0" in capsys.readouterr().err
+    assert "--memory-fraction must be above 0 and at most 1, got 2.0" in capsys.readouterr().err
 
 
 def test_memory_fraction_needs_a_device_that_reports_its_memory(monkeypatch) -> None:

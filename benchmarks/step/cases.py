@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from benchmarks.common.shapes import SHAPES
 from paged_jax.engine import footprint
-from paged_jax.engine.config import resolve_kv_dtype
+from paged_jax.engine.pool_size import resolve_kv_dtype
 from paged_jax.models.config import LlamaConfig
 
 # Number of tokens of a prompt chunk.

@@ -22,8 +22,7 @@ from benchmarks.step.cases import BLOCK_SIZE, MAX_MODEL_LEN, Case
 from paged_jax.cache import paged_cache
 from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.engine import footprint
-from paged_jax.engine.config import resolve_kv_dtype
-from paged_jax.engine.pool_size import choose_num_blocks
+from paged_jax.engine.pool_size import choose_num_blocks, resolve_kv_dtype
 from paged_jax.kernels import norm_rope, triton
 from paged_jax.kernels.pool_format import QUANTISED
 from paged_jax.models.llama import Llama

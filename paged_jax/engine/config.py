@@ -14,16 +14,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, get_args, get_origin
 
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 
 from paged_jax.arguments import ArgumentError, check_positive, is_int, is_real, refuse_unknown
+from paged_jax.engine.pool_size import KV_DTYPES
 from paged_jax.engine.request_factory import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from paged_jax.kernels import BACKENDS
 from paged_jax.kernels.linear import attends_to_tiles
-from paged_jax.kernels.rows import sets_rows_in_place
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.parameters import DTYPES
 from paged_jax.models.paged_model import PagedModel
@@ -31,37 +28,8 @@ from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner.sizes import TILE, Sizes
 from paged_jax.scheduler.preemption import Preemption
 
-# Values of the option `kv_dtype` other than "auto".
-KV_DTYPES = {
-    "float32": jnp.float32,
-    "bfloat16": jnp.bfloat16,
-    "float16": jnp.float16,
-    "int8": jnp.int8,
-    "fp8": jnp.float8_e4m3fn,
-}
-
 P = ParamSpec("P")
 C = TypeVar("C")
-
-
-def resolve_kv_dtype(kv_dtype: str, weights_dtype: DTypeLike, platform: str) -> np.dtype:
-    """Return the dtype of K and V in the cache that an option `kv_dtype` stands for.
-
-    Args:
-      kv_dtype: ``"auto"`` or a name in `KV_DTYPES`.
-      weights_dtype: the floating-point type of the weights, used by ``"auto"``.
-      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-
-    Example:
-      >>> resolve_kv_dtype("auto", "bfloat16", "gpu").name
-      'bfloat16'
-    """
-    if kv_dtype != "auto":
-        return jnp.dtype(KV_DTYPES[kv_dtype])
-    dtype = jnp.dtype(weights_dtype)
-    # On a CPU without the C++ kernels, XLA copies a whole bfloat16 pool to float32 to write to it.
-    is_in_place = dtype == jnp.bfloat16 and sets_rows_in_place(platform, dtype)
-    return dtype if platform != "cpu" or is_in_place else jnp.dtype(jnp.float32)
 
 
 class Bounds(NamedTuple):
@@ -150,9 +118,11 @@ class EngineConfig:
 
     model: str | Path | PagedModel | None = option(
         None,
-        "checkpoint: a folder (Hugging Face or Orbax) or a GGUF file; in Python also a model",
+        "checkpoint: a folder (Hugging Face or Orbax), a GGUF file, or a name on the Hugging Face "
+        "Hub (ORG/NAME or ORG/NAME/FILE.gguf), which is looked up in the local cache of the Hub; "
+        "in Python also a model",
         default_help="the small bundled model",
-        metavar="PATH",
+        metavar="MODEL",
     )
     _: dataclasses.KW_ONLY
     tokenizer: str | Path | Tokenizer | None = option(
@@ -161,6 +131,18 @@ class EngineConfig:
         "tokenizer, prompts must be token ids and outputs have no text",
         default_help="the tokenizer of the model",
         metavar="PATH",
+    )
+    revision: str | None = option(
+        None,
+        "branch, tag or commit of a model that is given by its name",
+        default_help="main",
+        metavar="NAME",
+    )
+    download: bool = option(
+        False,
+        "download a model that is given by its name, if it is not in the local cache of the Hub",
+        bounds=SWITCH,
+        vllm=None,
     )
     dtype: str = option(
         "auto",

@@ -21,11 +21,11 @@ import time
 import jax
 
 from paged_jax.arguments import ArgumentError
-from paged_jax.engine.config import EngineConfig, resolve_kv_dtype
+from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.drafts import Drafter
 from paged_jax.engine.footprint import Footprint, footprint
 from paged_jax.engine.loaded_model import LoadedModel
-from paged_jax.engine.pool_size import choose_num_blocks
+from paged_jax.engine.pool_size import choose_num_blocks, resolve_kv_dtype
 from paged_jax.engine.postprocess import Postprocessor
 from paged_jax.engine.request_factory import RequestFactory
 from paged_jax.engine.requests import ChangeGuard, RequestTable, own_transfers

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from paged_jax.engine.config import EngineConfig
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.gguf_file import is_gguf
+from paged_jax.models.hub import find_model
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.pretrained import bundled_folder, read_config
 from paged_jax.models.paged_model import PagedModel
@@ -55,8 +56,9 @@ class LoadedModel:
 
         Raises:
           ValueError: an option does not suit the model or the devices, or a file is damaged.
-          OSError: files are missing or cannot be read.
+          OSError: files are missing, or cannot be read or downloaded.
         """
+        options = find_files(options)
         tokenizer = load_tokenizer(options.model, options.tokenizer)
         generation_config = load_generation_config(options.model, tokenizer)
         weights, parallel = load_weights(options)
@@ -71,6 +73,26 @@ class LoadedModel:
             token_bias=generation_config.token_bias(eos_token_ids, config.vocab_size),
             is_shared=isinstance(options.model, PagedModel),
         )
+
+
+def find_files(options: EngineConfig) -> EngineConfig:
+    """Return the options with paths instead of names of models on the Hugging Face Hub.
+
+    Raises:
+      OSError: a model is not in the local cache, or cannot be downloaded.
+      ValueError: a revision is given for a path.
+    """
+    model, tokenizer = options.model, options.tokenizer
+    if isinstance(model, (str, Path)):
+        model = find_model(model, revision=options.revision, download=options.download)
+        if not model.exists():
+            raise FileNotFoundError(
+                f"Engine: model must be a folder, a GGUF file or a name on the Hugging Face Hub, "
+                f"got {model}, which does not exist."
+            )
+    if isinstance(tokenizer, (str, Path)):
+        tokenizer = find_model(tokenizer, download=options.download)
+    return dataclasses.replace(options, model=model, tokenizer=tokenizer)
 
 
 def load_weights(options: EngineConfig) -> tuple[Weights, TensorParallel | None]:

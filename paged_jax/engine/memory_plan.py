@@ -34,7 +34,6 @@ from paged_jax.engine.config import (
     EngineConfig,
     check_options,
     option_specs,
-    resolve_kv_dtype,
 )
 from paged_jax.engine.footprint import (
     Footprint,
@@ -43,6 +42,7 @@ from paged_jax.engine.footprint import (
     weight_bytes,
     weight_layout,
 )
+from paged_jax.engine.pool_size import resolve_kv_dtype
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.parameters import resolve_dtype
 from paged_jax.models.matrix_formats import MatrixFormats, float_type

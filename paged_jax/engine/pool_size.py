@@ -1,17 +1,50 @@
-"""Number of blocks in an engine's pool, limited by its slots and by the free memory."""
+"""Dtype of K and V in an engine's pool, and its number of blocks."""
 
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
 from paged_jax.engine.footprint import Footprint
+from paged_jax.kernels.rows import sets_rows_in_place
 from paged_jax.runner.sizes import Sizes
 
+# Values of the option `kv_dtype` other than "auto".
+KV_DTYPES = {
+    "float32": jnp.float32,
+    "bfloat16": jnp.bfloat16,
+    "float16": jnp.float16,
+    "int8": jnp.int8,
+    "fp8": jnp.float8_e4m3fn,
+}
 _OWN_CGROUPS, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 # Memory for K and V on a device that does not report its memory.
 DEFAULT_CACHE_BYTES = 1 << 30
 # Fraction of the free memory for K and V, after the weights are loaded; steps need the rest.
 CACHE_FRACTION = 0.85
+
+
+def resolve_kv_dtype(kv_dtype: str, weights_dtype: DTypeLike, platform: str) -> np.dtype:
+    """Return the dtype of K and V in the cache that an option `kv_dtype` stands for.
+
+    Args:
+      kv_dtype: ``"auto"`` or a name in `KV_DTYPES`.
+      weights_dtype: the floating-point type of the weights, used by ``"auto"``.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+
+    Example:
+      >>> resolve_kv_dtype("auto", "bfloat16", "gpu").name
+      'bfloat16'
+    """
+    if kv_dtype != "auto":
+        return jnp.dtype(KV_DTYPES[kv_dtype])
+    dtype = jnp.dtype(weights_dtype)
+    # On a CPU without the C++ kernels, XLA copies a whole bfloat16 pool to float32 to write to it.
+    is_in_place = dtype == jnp.bfloat16 and sets_rows_in_place(platform, dtype)
+    return dtype if platform != "cpu" or is_in_place else jnp.dtype(jnp.float32)
 
 
 def choose_num_blocks(

@@ -15,8 +15,8 @@ from paged_jax.engine.config import (
     check_options,
     option,
     option_specs,
-    resolve_kv_dtype,
 )
+from paged_jax.engine.pool_size import resolve_kv_dtype
 from tests.support.compiler import needs_compiler
 from tests.support.tiny_model import SIZES
 
@@ -25,6 +25,7 @@ WRONG = {
     "kv_dtype": "int4",
     "block_size": 0,
     "dequantise": "yes",
+    "download": 1,
     "num_blocks": 0,
     "memory_fraction": 1.5,
     "max_num_seqs": True,
@@ -172,7 +173,9 @@ def test_automatic_kv_dtype_on_cpus_is_bfloat16_if_a_kernel_writes_it_in_place(m
     names = ["bfloat16", "float16", "float32"]
     found = [resolve_kv_dtype("auto", name, "cpu").name for name in names]
     assert found == ["bfloat16", "float32", "float32"]
-    monkeypatch.setattr("paged_jax.engine.config.sets_rows_in_place", lambda platform, dtype: False)
+    monkeypatch.setattr(
+        "paged_jax.engine.pool_size.sets_rows_in_place", lambda platform, dtype: False
+    )
     assert resolve_kv_dtype("auto", "bfloat16", "cpu").name == "float32"
     assert resolve_kv_dtype("auto", "bfloat16", "tpu").name == "bfloat16"
 

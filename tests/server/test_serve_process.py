@@ -249,7 +249,7 @@ def test_keys_from_the_environment_are_stripped(monkeypatch) -> None:
     [
         (("--header-timeout", "0"), "header_timeout"),
         (("--max-queue", "-1"), "max_queue"),
-        (("--block-size", "0"), "block_size"),
+        (("--block-size", "0"), "--block-size"),
     ],
 )
 def test_invalid_limits_and_sizes_are_named(arguments, name, capsys) -> None:
