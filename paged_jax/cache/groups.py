@@ -69,7 +69,7 @@ class CacheGroup:
           head_dim: D.
           value_dim: U, elements of a value in the pool of values; None for D. 0 for no such pool:
             the values are then the first elements of the keys (latent attention).
-          num_slots: S, maximum number of sequences in the cache at once.
+          num_slots: S, maximum number of sequences in the cache at the same time.
           max_blocks_per_slot: M, maximum number of blocks of a sequence.
           dtype: dtype of K and V. int8 and float8_e4m3fn quantise them with one float32 scale per
             token and head, which costs ``4 / D`` bytes per value.

@@ -75,7 +75,7 @@ class PagedCache:
     `groups`.
 
     Attributes:
-      groups: the groups. The first one keeps the most tokens.
+      groups: the groups. The first group keeps the most tokens.
       layers: for each layer of the model, the index of its group and its index in that group
         (static).
 

@@ -16,7 +16,7 @@ from paged_jax.arguments import is_int
 from paged_jax.models.family import UnsupportedConfigError
 from paged_jax.models.model_folder import read_config_json, read_json
 
-# Keys of config.json that describe quantised weights. MLX writes the first one.
+# Keys of config.json that describe quantised weights. MLX writes the first key.
 QUANTISATION_KEYS = ("quantization", "quantization_config", "compression_config")
 # Files in which older tools describe quantised weights, with the method of files that name none.
 _FILES = {

@@ -177,7 +177,7 @@ class Rope:
             return angles
         # With R = rotary_dim, and n = position + 1 above the original context, the base becomes
         # theta * s ** (R / (R - 2)) for s = 1 + factor * (n / original - 1). Each frequency is a
-        # power of the base: the last one is divided by s, and the first does not change.
+        # power of the base: the last frequency is divided by s, and the first does not change.
         original = self.scaling.original_max_position_embeddings
         past = jnp.maximum(positions + 1 - original, 0).astype(jnp.float32) / original
         stretch = self._exponents() * self.rotary_dim / max(self.rotary_dim - 2, 1)

@@ -47,7 +47,7 @@ from paged_jax.runner.programs import (
 
 _PACKAGE = Path(__file__).parents[1]
 # A file that was changed after this time may differ from the imported module. The margin of 5 s is
-# for modules of the package that are imported before this one (1 to 2 s earlier).
+# for modules of the package that are imported before this module (1 to 2 s earlier).
 _IMPORTED = time.time() - 5
 # `jax.export` must know the types of arguments and results. `DecodeState` needs no entry, because
 # the state is passed as a list of arrays.

@@ -283,7 +283,7 @@ class Sequence:
 
         Args:
           num_tokens: number of tokens of a chunk, or number of tokens that decode has generated,
-            because each decode step computes the token before the one it generates.
+            because a decode step that generates a token computes the token before it.
         """
         if num_tokens:
             self.program_start = self.num_computed

@@ -52,7 +52,7 @@ def routes(service: Service) -> list[Route]:
 
 
 def chat_page_routes() -> list[Route]:
-    """Return the routes of the page for chats, which needs no key except that of the API."""
+    """Return the routes of the page for chats, which needs no key except the key of the API."""
 
     def route(path: str, name: str) -> Route:
         async def answer(request: Request) -> Response:

@@ -15,7 +15,7 @@ def check_invariants(tables: BlockTables) -> None:
     For tests and debugging. It copies the state to the host and cannot be called inside `jit`.
 
     Raises:
-      AssertionError: an invariant does not hold; the message names the first one.
+      AssertionError: an invariant does not hold; the message names the first such invariant.
 
     Example:
       >>> check_invariants(BlockTables.create(4, 2, 2, 4))

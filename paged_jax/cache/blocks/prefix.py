@@ -182,7 +182,7 @@ def publish_groups(
     In the other groups a block is cached only if the block at the same slot and column is cached in
     the first group. So slots that share a block in the first group share it in all groups that have
     it, and no group uses more blocks than the first. Otherwise another group could run out of
-    blocks before the first one.
+    blocks before the first group.
     """
     first, *others = groups
     after = publish(first, slots, columns, digests, token_ids)

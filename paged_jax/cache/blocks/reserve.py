@@ -255,8 +255,8 @@ def plan_shared_writes(tables: BlockTables, is_writer: jax.Array) -> SharedWrite
     num_writers = jnp.sum(is_same_SS, axis=0, dtype=jnp.int32)
     last_writer = jnp.max(jnp.where(is_same_SS, slots[:, None], -1), axis=0)
     is_last = is_shared & (last_writer == slots)
-    # If all slots that share a block write, the last one keeps it. Otherwise the block would have
-    # no references and would not be in the free queue either.
+    # If all slots that share a block write to it, the last slot keeps it. Otherwise the block would
+    # have no references and would not be in the free queue either.
     is_kept = num_writers == refs
     is_copy = is_shared & ~(is_last & is_kept)
     return SharedWrites(

@@ -1,8 +1,9 @@
 r"""Backend ``"mosaic_tpu"``: paged attention on TPUs, in Pallas, compiled by Mosaic.
 
 One kernel serves decode and prefill: a decode is a prefill with chunks of one token. Each grid step
-computes one tile of queries. The grid steps run in order, and each one loops over the tiles of keys
-that its queries see. While a tile is computed, the next one is fetched, also across grid steps::
+computes one tile of queries. The grid steps run in order, and each step loops over the tiles of
+keys that its queries see. While a tile is computed, the next one is fetched, also across grid
+steps::
 
     grid step    0 (sequence 0)    1 (sequence 1)             2 ...
     computes     tile 0   tile 1   tile 0   tile 1   tile 2   tile 0

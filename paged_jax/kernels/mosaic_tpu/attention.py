@@ -36,8 +36,8 @@ _POOL_DTYPES = (*_Q_DTYPES, "int8", "float8_e4m3fn")
 def device_refusal() -> str | None:
     """Return why the TPU of this program cannot run these kernels, or None if it can.
 
-    The TPU is that of the current mesh, or else the first TPU of this process. A program that is
-    lowered on a machine without a TPU is never rejected, because its TPU is unknown.
+    The TPU is a device of the current mesh, or else the first TPU of this process. A program that
+    is lowered on a machine without a TPU is never rejected, because its TPU is unknown.
     """
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None and abstract.platform == "tpu":

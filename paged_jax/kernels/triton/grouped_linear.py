@@ -179,7 +179,7 @@ def _kernel(
             total = multiply_floats()
             place, mask = (rows[:, None], outputs[None]), is_row[:, None] & is_output[None]
         else:
-            # Rows without a group have no weight: load the scales of the last one without using
+            # Rows without a group have no weight: load the scales of the last group without using
             # them.
             weight = (jnp.minimum(group, X - 1),)
             tile = WeightTile(w_refs, weight, jnp.minimum(outputs, N - 1), format)

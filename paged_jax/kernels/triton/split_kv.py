@@ -254,7 +254,7 @@ def is_last_part(
     count: jax.Array,
     instructions: Instructions,
 ) -> jax.Array:
-    """Increment the counter of a sequence; return whether this part is the last one.
+    """Increment the counter of a sequence; return whether this part is the last.
 
     The program instance must have stored its partial result.
 

@@ -290,7 +290,8 @@ def _read_k_scales(blocks: np.ndarray) -> _Arrays:
     """Return scales and minima of the 8 groups of each block of Q4_K and Q5_K.
 
     The first four groups have 6 bits each in the bytes 0 to 3 (scales) and 4 to 7 (minima). The
-    others have 4 bits in the bytes 8 to 11, and 2 bits above those of the first groups.
+    others have their lower 4 bits in the bytes 8 to 11, and their upper 2 bits in the upper bits of
+    the bytes 0 to 7.
     """
     scales, mins, rest = (blocks[..., 4 + i : 8 + i] for i in (0, 4, 8))
     scales = np.concatenate([scales & 63, rest & 15 | scales >> 6 << 4], axis=-1)
