@@ -148,7 +148,7 @@ def test_repr_of_settings_shows_no_key() -> None:
 
 
 def test_repr_of_a_configuration_is_complete() -> None:
-    """The file names of lowered programs are digests of these texts."""
+    """A lowered program is stored by a digest of these texts, so they must show all values."""
     factors = tuple(i / 8 for i in range(99))
     scaling = RopeScaling(
         factor=2.0, rope_type="longrope", short_factor=factors, long_factor=factors

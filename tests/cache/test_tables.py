@@ -356,7 +356,7 @@ CONTENTS = (jnp.zeros((N, 8), jnp.uint32), jnp.zeros((N, C), jnp.int32))
         (blocks.release, (jnp.ones(N, bool),), 0.1),
         (blocks.reorder, (i32([-1] * N),), 0.1),
         (partial(blocks.truncate, max_tokens=N), (i32([1] * N),), 0.1),
-        # Slow to compile.
+        # The next operations are slow to compile.
         pytest.param(blocks.attach, (i32(0), *CONTENTS, i32(N)), 0.4, marks=pytest.mark.slow),
         pytest.param(
             blocks.publish,

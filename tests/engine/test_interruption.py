@@ -187,7 +187,7 @@ def test_update_params_interrupted_at_any_line_mixes_no_weights(
 def test_sleep_interrupted_at_any_line_keeps_requests_and_weights(
     tiny_model, expected, stride, level
 ) -> None:
-    """After the interruption, asleep or awake, it keeps its requests and weights."""
+    """The engine, asleep or awake after the interruption, keeps its requests and weights."""
     engine = Engine(tiny_model, **SIZES, steps_per_dispatch=2)
     leaves = list(engine.weights)
 

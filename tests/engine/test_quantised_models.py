@@ -248,7 +248,7 @@ def test_checkpoint_with_damaged_formats_is_refused(data_dir, tmp_path) -> None:
 
 @pytest.mark.parametrize("code", ["int8", "e2m1"])
 def test_models_with_experts_may_be_quantised(code, tmp_path) -> None:
-    """int8 while loading, and 4 bits; compared with a model of the dequantised weights."""
+    """The quantised model is compared with a model of the dequantised weights."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 80}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}

@@ -113,7 +113,7 @@ def test_tokens_do_not_depend_on_engine_options(alone, changes) -> None:
 
 
 def test_forced_tokens_need_fewer_steps(engine) -> None:
-    """With two choices, only one token is not forced."""
+    """The grammar has two choices: the model draws one token, which forces all others."""
     form = StructuredOutputsParams(choice=["a" * 30, "b" * 30])
     engine.add_request("It is", params(form))
     before = engine.stats.num_steps

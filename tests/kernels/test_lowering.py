@@ -29,7 +29,7 @@ Kind = tuple[Any, ...]
 
 
 def each(*values: Any) -> list[Kind]:
-    """Return a kind for each value."""
+    """Return a kind with a single value for each value."""
     return [(value,) for value in values]
 
 

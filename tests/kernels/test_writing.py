@@ -231,7 +231,7 @@ def ones(dtype=np.float32) -> tuple[Pools, np.ndarray, tuple[np.ndarray, np.ndar
 
 
 def without(array: np.ndarray, *place) -> np.ndarray:
-    """Return a copy with zeros at `place`."""
+    """Return a copy of an array with zeros at index `place`."""
     array = array.copy()
     array[place] = 0
     return array
@@ -243,7 +243,7 @@ def without(array: np.ndarray, *place) -> np.ndarray:
     ids=["xla-float32", "xla-float16", "xla-bfloat16", "triton-bfloat16"],
 )
 def test_paged_write_has_gradients(name, dtype):
-    """Triton is tested with a single dtype. On CPUs, XLA moves some dtypes as integers."""
+    """XLA has separate code on CPUs for some dtypes, Triton has not: one dtype suffices there."""
     pools, new, places = ones(dtype)
 
     def loss(pools, k, v):

@@ -281,7 +281,7 @@ def _is_named(text: str) -> bool:
 def test_texts_follow_the_form_if_the_tokenizer_changes_texts(
     tokenizer, normalizer, form, is_good
 ) -> None:
-    """The tokens of the changed text spell another text."""
+    """Such a tokenizer changes a text before it splits it, so the tokens spell another text."""
     backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
     backend.normalizer = normalizer
     changed = Tokenizer(backend)

@@ -337,7 +337,7 @@ def test_call_rejects_invalid_token_ids(token_ids, message) -> None:
     ],
 )
 def test_steps_reject_invalid_arguments(changes, message) -> None:
-    """Outside of `jit`, where values are known."""
+    """Steps check values outside of `jit`, where they are known."""
     model, cache = random_llama(CONFIG), new_cache(num_blocks=8, max_blocks_per_slot=4)
     arguments = {"token_ids": [[3, 4], [5, 6]], "slots": i32(0, 1), **changes}
     token_ids = np.array(arguments["token_ids"])

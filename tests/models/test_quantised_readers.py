@@ -32,7 +32,8 @@ FOLDERS = (
     "ct-w4a16-group-asym", "ct-w4a16-group-sym", "ct-w8a16-pack", "ct-w8a8-int8", "fp8-block",
     "fp8-tensor", "gptq-v1-actorder", "gptq-v1-asym", "gptq-v2", "mlx-mxfp4", "mlx-q4", "mlx-q8",
 )  # fmt: skip
-# In these formats the tool rounds more than once. The kept arrays differ in the last bit.
+# Formats with matrices that the tool rounds more than once. The arrays of this library then differ
+# in the last bit.
 ROUNDED = ("bnb-int8", "mlx-q8")
 
 
@@ -344,7 +345,7 @@ def test_gptq_of_version_1_with_zero_points_of_version_2_warns(tmp_path) -> None
     write(tmp_path, tensors)
     with pytest.warns(UserWarning, match="all zero points are 8 as in gptq_v2"):
         check_matrix(read(tmp_path, config)[NAME], want)
-    # A real checkpoint of version 1 stores 7.
+    # Checkpoints that real tools write in version 1 store 7.
     config, tensors, _ = gptq(version=1, stored_zero=7, sym=True)
     write(tmp_path, tensors)
     stored = read(tmp_path, config)[NAME]

@@ -59,7 +59,7 @@ def test_warmup_for_gpus_compiles_while_the_pool_is_freed(tiny_model: Llama, mon
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(details["fun_name"])
 
-    # Requests use the programs compiled from shapes, and a state in use is kept.
+    # Requests use the programs that `warmup` compiled, and `warmup` keeps a state that is in use.
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         before = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=3))

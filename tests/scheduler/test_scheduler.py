@@ -356,7 +356,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.rows_are_bounded()
 
     def rows_are_bounded(self):
-        """Check that rows have the counted length, at most a window and one program."""
+        """Check that each slot holds as many blocks as the scheduler counts, and not too many.
+
+        The maximum is the blocks of a window and of the tokens of one program.
+        """
         memory, block_budget = self.engine.memory, self.scheduler.block_budget
         most_tokens = max(self.scheduler.max_chunk, self.scheduler.max_steps)
         most, total = max_blocks_in_window(self.window, most_tokens, C), 0

@@ -124,7 +124,7 @@ def read_launches() -> tuple[list[dict[str, Any]], int]:
             if name == "body":  # its loop is the last loop with a preceding condition
                 loop = max(i for i, part in enumerate(parts) if part[1] == "condition")
                 indent = parts[loop][0]
-            elif name == "condition":  # directly after its loop, and not always indented
+            elif name == "condition":  # follows its loop directly, and is not always indented
                 indent = parts[-1][0]
             parts = [part for part in parts if part[0] < indent] + [(indent, name)]
             continue
@@ -190,7 +190,7 @@ def find_loops(listing: str) -> list[list[str]]:
     labels: dict[str, int] = {}
     instructions: list[str] = []
     loops = []
-    # After the last exit is code of diverged threads, which branch back.
+    # The code after the last EXIT belongs to diverged threads, and branches back: leave it out.
     for line in listing[: listing.rfind(" EXIT ")].splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = len(instructions)

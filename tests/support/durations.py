@@ -23,8 +23,8 @@ README = ROOT / "tests" / "README.md"
 _ROW = re.compile(r"^\| `(?P<file>[^`]+)` \| (?P<tests>\S+) \| (?P<before>\S+) \| (?P<now>\S+) \|$")
 _MARK = "<!-- durations -->\n"
 
-# A file may cost this factor times its line plus these CPU-seconds. The first file that needs a
-# program pays for it; the programs of an engine take about 30 CPU-seconds.
+# A file may cost `_FACTOR` times the cost in its row of the table, plus `_SLACK` CPU-seconds. The
+# first file that needs a program compiles it; the programs of an engine take about 30 CPU-seconds.
 _FACTOR, _SLACK = 1.5, 40.0
 # Minimum CPU-seconds of lines that determine the speed of the machine.
 _LONG = 2.0
