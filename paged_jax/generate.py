@@ -22,6 +22,7 @@ from paged_jax.command_line import (
 from paged_jax.engine.request_factory import Prompt
 from paged_jax.formatting import LINE_ENDS, format_bytes
 from paged_jax.llm import LLM
+from paged_jax.models.layer_groups import LayerGroup
 from paged_jax.monitoring import Status, check_profile_folder, profiled
 from paged_jax.sampling.params import NUMBERS, SamplingParams
 from paged_jax.scheduler.outputs import RequestOutput
@@ -381,12 +382,12 @@ class _BlockPictures:
         self._print(self._draw("after"))
 
     def _draw(self, title: str) -> str:
-        groups, windows = self._llm.cache.groups, self._llm.config.layer_groups
+        groups, layers = self._llm.cache.groups, self._llm.config.layer_groups
         if len(groups) == 1:
             return draw_tables(groups[0].tables, title)
         return "\n".join(
-            draw_tables(group.tables, f"{title}, {_layers(len(layers), window)}")
-            for group, (window, layers) in zip(groups, windows, strict=True)
+            draw_tables(group.tables, f"{title}, {_layers(each)}")
+            for group, each in zip(groups, layers, strict=True)
         )
 
     def _print(self, text: str) -> None:
@@ -410,8 +411,10 @@ def summarise(llm: LLM) -> str:
     )
 
 
-def _layers(count: int, window: int | None) -> str:
-    return f"{count} layers" + ("" if window is None else f" with a window of {window} tokens")
+def _layers(group: LayerGroup) -> str:
+    window = group.sliding_window
+    text = f"{len(group.layers)} layers"
+    return text if window is None else f"{text} with a window of {window} tokens"
 
 
 def _rate(num_tokens: int, seconds: float) -> str:

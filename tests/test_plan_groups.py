@@ -33,9 +33,10 @@ GEMMA = LlamaConfig(
 )
 
 
-def make_config(*layer_types: str) -> LlamaConfig:
+def make_config(*layer_types: str, **changes: int) -> LlamaConfig:
     return dataclasses.replace(
         CONFIG,
+        **changes,
         num_hidden_layers=len(layer_types),
         layer_types=layer_types,
         sliding_window=12,
@@ -64,11 +65,19 @@ def test_windows_reduce_long_sequences_to_a_fifth_of_the_memory() -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("layers", [(SLIDING, SLIDING, FULL), (SLIDING, SLIDING)])
+@pytest.mark.parametrize(
+    ("layers", "heads"),
+    [
+        ((SLIDING, SLIDING, FULL), {}),
+        ((SLIDING, SLIDING, FULL), {"global_head_dim": 24, "num_global_key_value_heads": 1}),
+        ((SLIDING, SLIDING), {}),
+    ],
+)
 @pytest.mark.parametrize("num_blocks", [5, 200])
-def test_plan_equals_the_memory_of_an_engine(layers, num_blocks, kv_dtype) -> None:
+def test_plan_equals_the_memory_of_an_engine(layers, heads, num_blocks, kv_dtype) -> None:
     """With few blocks, all groups have the same number; otherwise windows limit their groups."""
-    config, sizes = make_config(*layers), {"block_size": 4, "max_num_seqs": 3, "max_chunk": 16}
+    config = make_config(*layers, **heads)
+    sizes = {"block_size": 4, "max_num_seqs": 3, "max_chunk": 16}
     engine = Engine(random_llama(config), num_blocks=num_blocks, kv_dtype=kv_dtype, **sizes)
     footprint = make_plan(config, 1 << 30, "cpu", kv_dtype=kv_dtype, **sizes).footprint
     group_sizes = footprint.group_sizes(num_blocks)
@@ -90,6 +99,20 @@ def test_blocks_fill_the_memory_for_any_groups() -> None:
         num_blocks = footprint.num_blocks(memory)
         taken = [115 + footprint.pool_bytes(n, with_overhead=True) for n in range(num_blocks + 2)]
         assert taken[num_blocks] <= memory < taken[-1] or memory < 115 + 53 and not num_blocks
+
+
+def test_groups_of_all_tokens_have_equal_numbers_of_blocks() -> None:
+    """Such groups have layers with other heads. They cache prefixes of equal length."""
+    groups = tuple(
+        GroupFootprint(window, 1, block, 1, max_blocks_per_slot=9, max_blocks=90)
+        for window, block in ((None, 7), (None, 5), (64, 3))
+    )
+    footprint = Footprint(100, 10, {"decode": 5}, groups)
+    assert footprint.group_sizes(200) == (200, 200, 90) and footprint.group_sizes(5) == (5, 5, 5)
+    for memory in (115 + 18, 1700, 2000, 5500):
+        num_blocks = footprint.num_blocks(memory)
+        taken = [115 + footprint.pool_bytes(num_blocks + n, with_overhead=True) for n in (0, 1)]
+        assert taken[0] <= memory < taken[1]
 
 
 def test_plan_describes_groups() -> None:

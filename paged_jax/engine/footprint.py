@@ -9,9 +9,9 @@
     block      K and V of C tokens in all layers of a group, with scales if they are quantised
     overhead   the allocator's data about a block; for bfloat16 and float8 pools on CPUs also the
                copies that XLA makes of the pools
-    group      layers that keep the same tokens; most models have one group. The first group has P
-    blocks. Another group has ``min(P, S * w)``, where w is the maximum number of blocks that a slot
-    holds in it
+    group      layers that keep the same; most models have one group. The first has P blocks, and
+               so have others without a window. A group with a window has ``min(P, S * w)`` blocks
+               if a slot needs at most w of them
 
 `Engine` and `python -m paged_jax.plan` use the same numbers. Weights, state and blocks are exact.
 The step is an upper bound. Tests compare it with the temporary memory of compiled programs. In
@@ -45,7 +45,7 @@ size, and Fx the intermediate size of an expert.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -61,6 +61,7 @@ from paged_jax.kernels.pool_format import is_quantised
 from paged_jax.kernels.rows import sets_rows_in_place
 from paged_jax.kernels.weight_formats import FLOAT_CODES
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.layer_groups import LayerGroup
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import ModelSpec
 from paged_jax.models.matrix_formats import MatrixFormats
@@ -148,9 +149,13 @@ class Footprint(NamedTuple):
         return self.groups[0].max_blocks
 
     def group_sizes(self, num_blocks: int) -> tuple[int, ...]:
-        """Return the number of blocks of each group of layers if the first has `num_blocks`."""
-        others = (min(num_blocks, group.max_blocks) for group in self.groups[1:])
-        return num_blocks, *others
+        """Return the number of blocks of each group if the first has `num_blocks`."""
+        return tuple(
+            num_blocks
+            if group.window is None or group is self.groups[0]
+            else min(num_blocks, group.max_blocks)
+            for group in self.groups
+        )
 
     def pool_bytes(self, num_blocks: int, *, with_overhead: bool = False) -> int:
         """Return the bytes of all blocks if the first group has `num_blocks`."""
@@ -181,16 +186,16 @@ class Footprint(NamedTuple):
           >>> footprint.num_fitting(1810), footprint.pool_bytes(101), footprint.num_fitting(600)
           (101, 1810, 10)
         """
-        first, *others = self.groups
-        # Each group stops growing at its `max_blocks`, the group with the smallest number first.
-        others = sorted(others, key=lambda group: group.max_blocks)
-        growing = [group.block + with_overhead * group.overhead for group in (first, *others)]
-        for group, size in zip(others, growing[1:], strict=True):
-            if num_bytes // sum(growing) <= group.max_blocks:
+        # Each group with a window stops growing at its `max_blocks`, the smallest number first.
+        others = [group for group in self.groups[1:] if group.window is not None]
+        growing = sum(group.block + with_overhead * group.overhead for group in self.groups)
+        for group in sorted(others, key=lambda group: group.max_blocks):
+            if num_bytes // growing <= group.max_blocks:
                 break
+            size = group.block + with_overhead * group.overhead
             num_bytes -= group.max_blocks * size
-            growing.remove(size)
-        return max(0, num_bytes // sum(growing))
+            growing -= size
+        return max(0, num_bytes // growing)
 
     def check_fits(self, field: str, memory: int) -> None:
         """Check that at least one block fits in a memory, together with everything else.
@@ -267,9 +272,10 @@ def _group_footprints(
     config: LlamaConfig, sizes: Sizes, kv_dtype: DTypeLike, platform: str
 ) -> tuple[GroupFootprint, ...]:
     groups, block_size = [], sizes.block_size
-    for window, layers in config.layer_groups:
+    for group in config.layer_groups:
+        window, layers = group.sliding_window, group.layers
         held = max_blocks_in_slot(window, sizes.max_model_len, sizes.most_tokens, block_size)
-        block = block_bytes(config, block_size, kv_dtype, platform, len(layers))
+        block = block_bytes(config, block_size, kv_dtype, platform, [group])
         overhead = record_bytes(block_size) + _SEARCH_BYTES
         if not sets_rows_in_place(platform, kv_dtype):
             # XLA updates such pools through a copy in the same dtype and a copy in float32. The two
@@ -324,9 +330,9 @@ def block_bytes(
     block_size: int,
     kv_dtype: DTypeLike,
     platform: str,
-    num_layers: int | None = None,
+    groups: Iterable[LayerGroup] | None = None,
 ) -> int:
-    """Return the bytes of K and V of a block in all layers or in `num_layers`, with scales.
+    """Return the bytes of K and V of a block in all layers, or in those of `groups`, with scales.
 
     Example:
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=172,
@@ -334,11 +340,14 @@ def block_bytes(
       >>> block_bytes(config, 16, "float32", "cpu"), block_bytes(config, 16, "int8", "cpu")
       (20480, 7680)
     """
-    num_layers = config.num_hidden_layers if num_layers is None else num_layers
-    rows = 2 * num_layers * config.num_key_value_heads * block_size
-    scale = 4 if is_quantised(kv_dtype) else 0
-    numbers = padded_head_dim(config.head_dim, platform)
-    return rows * (numbers * jnp.dtype(kv_dtype).itemsize + scale)
+    itemsize, scale = jnp.dtype(kv_dtype).itemsize, 4 if is_quantised(kv_dtype) else 0
+    total = 0
+    for group in config.layer_groups if groups is None else groups:
+        if group.kv is not None:
+            rows = len(group.layers) * group.kv.num_kv_heads * block_size
+            for size in (group.kv.head_dim, group.kv.value_dim):
+                total += rows * (padded_head_dim(size, platform) * itemsize + scale)
+    return total
 
 
 def record_bytes(block_size: int) -> int:
@@ -388,12 +397,17 @@ def _step_bytes(
 
 
 def _activation_bytes(config: LlamaConfig, platform: str, num_tokens: int) -> int:
-    per_expert = 3 * (config.moe_intermediate_size + config.hidden_size)
-    mlp = 3 * config.dense_intermediate_size + config.num_experts_per_tok * per_expert
-    per_layer = max(mlp, 4 * config.qkv_features)
+    per_layer = max(map(_layer_features, set(config.layer_configs)))
     num_residuals = config.num_hidden_layers + 1 if platform == "cpu" else _RESIDUALS
     activations = 4 * num_tokens * (per_layer + num_residuals * config.hidden_size)
     return activations + _TILE_BYTES + (_expert_bytes(config) if platform == "cpu" else 0)
+
+
+def _layer_features(layer: LlamaConfig) -> int:
+    """Return the number of activations of a token in the larger part of a layer."""
+    per_expert = 3 * (layer.moe_intermediate_size + layer.hidden_size)
+    mlp = 3 * layer.dense_intermediate_size + layer.num_experts_per_tok * per_expert
+    return max(mlp, 4 * layer.qkv_features)
 
 
 def _expert_bytes(config: LlamaConfig) -> int:

@@ -13,8 +13,12 @@ from paged_jax.models.family import UnsupportedConfigError
 from paged_jax.models.layer_groups import (
     FULL,
     LAYER_TYPES,
+    MLP_TYPES,
     SLIDING,
+    SPARSE,
+    KVShape,
     LayerGroup,
+    StateShape,
     check_num_layers,
     group_layers,
 )
@@ -49,6 +53,12 @@ _OPTIONAL = (
 )
 # Far above any real model: a mistyped size fails here, before it exhausts the memory.
 _MAX_HEAD_DIM = 1 << 16
+_EXPERT_FIELDS = (
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -74,6 +84,8 @@ class LlamaConfig:
       num_hidden_layers: number of layers (L).
       num_attention_heads, num_key_value_heads: number of query heads (H) and of KV heads (K).
       head_dim: elements per head (D), even; 0 for ``hidden_size // num_attention_heads``.
+      num_global_key_value_heads, global_head_dim: the same for layers without a sliding window, if
+        they differ from those of the other layers; 0 otherwise.
       max_position_embeddings: maximum length of a sequence in tokens.
       rms_norm_eps: constant added to the mean square (or variance) in norms.
       rope_theta, rope_scaling: base and scaling of the rotary frequencies.
@@ -115,6 +127,8 @@ class LlamaConfig:
         for all tokens.
       layer_types: ``"full_attention"`` or ``"sliding_attention"`` for each layer; empty if all
         layers are equal, with `sliding_window` for all of them if it is set.
+      mlp_layer_types: ``"dense"`` or ``"sparse"`` for each layer: an MLP of `intermediate_size`, or
+        experts; empty if all layers are equal, with experts if `num_experts` is set.
       initializer_range: standard deviation of initial weights.
       bos_token_id, eos_token_ids: special tokens.
       model_type: key of the family in `families.FAMILIES`.
@@ -137,6 +151,8 @@ class LlamaConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int = 0
+    num_global_key_value_heads: int = 0
+    global_head_dim: int = 0
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
@@ -171,6 +187,7 @@ class LlamaConfig:
     swiglu_limit: float | None = None
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
+    mlp_layer_types: tuple[str, ...] = ()
     initializer_range: float = 0.02
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -186,16 +203,7 @@ class LlamaConfig:
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         check_positive("LlamaConfig", **{name: getattr(self, name) for name in _SIZES})
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                "LlamaConfig: num_attention_heads must be a multiple of num_key_value_heads, got "
-                f"{self.num_attention_heads} and {self.num_key_value_heads}."
-            )
-        if self.head_dim % 2 or self.head_dim > _MAX_HEAD_DIM:
-            raise ValueError(
-                f"LlamaConfig: head_dim must be even and at most {_MAX_HEAD_DIM}, got "
-                f"{self.head_dim}."
-            )
+        self._check_heads()
         for field in _FACTORS:
             value = getattr(self, field)
             if value is None and field in _OPTIONAL:
@@ -216,6 +224,20 @@ class LlamaConfig:
                     f"{getattr(self, field)!r}."
                 )
         self._check_ropes()
+
+    def _check_heads(self) -> None:
+        for name in ("num_key_value_heads", "num_global_key_value_heads"):
+            num_kv_heads = getattr(self, name)
+            if num_kv_heads < 0 or num_kv_heads and self.num_attention_heads % num_kv_heads:
+                raise ValueError(
+                    f"LlamaConfig: num_attention_heads must be a multiple of {name}, got "
+                    f"{self.num_attention_heads} and {num_kv_heads}."
+                )
+        for name in ("head_dim", "global_head_dim"):
+            if (size := getattr(self, name)) % 2 or not 0 <= size <= _MAX_HEAD_DIM:
+                raise ValueError(
+                    f"LlamaConfig: {name} must be even and at most {_MAX_HEAD_DIM}, got {size}."
+                )
 
     def _check_layer_types(self) -> None:
         if not self.layer_types:
@@ -260,11 +282,29 @@ class LlamaConfig:
                 "LlamaConfig: num_experts_per_tok must be at most num_experts, got "
                 f"{self.num_experts_per_tok} and {self.num_experts}."
             )
+        self._check_mlp_layer_types()
         if self.shared_expert_intermediate_size < 0:
             raise ValueError(
                 "LlamaConfig: shared_expert_intermediate_size must be 0 or more, got "
                 f"{self.shared_expert_intermediate_size}."
             )
+
+    def _check_mlp_layer_types(self) -> None:
+        kinds = self.mlp_layer_types
+        if not kinds:
+            return
+        if len(kinds) != self.num_hidden_layers or set(kinds) - set(MLP_TYPES):
+            raise ValueError(
+                f"LlamaConfig: mlp_layer_types must list {self.num_hidden_layers} times one of "
+                f"{' and '.join(map(repr, MLP_TYPES))}, got {list(kinds)}."
+            )
+        if (SPARSE in kinds) != bool(self.num_experts):
+            raise ValueError(
+                f"LlamaConfig: mlp_layer_types must contain {SPARSE!r} if and only if there are "
+                f"experts, got {list(kinds)} and num_experts = {self.num_experts}."
+            )
+        if len(set(kinds)) == 1:
+            object.__setattr__(self, "mlp_layer_types", ())
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
@@ -321,24 +361,76 @@ class LlamaConfig:
         return tuple(self.sliding_window if kind == SLIDING else None for kind in self.layer_types)
 
     @functools.cached_property
+    def kv_shapes(self) -> tuple[KVShape | None, ...]:
+        """Keys and values that each layer keeps of a token; None for layers without them."""
+        D, K = self.head_dim, self.num_key_value_heads
+        local = KVShape(K, D, D)
+        D = self.global_head_dim or D
+        whole = KVShape(self.num_global_key_value_heads or K, D, D)
+        return tuple(whole if window is None else local for window in self.sliding_windows)
+
+    @property
+    def state_shapes(self) -> tuple[tuple[StateShape, ...], ...]:
+        """Arrays that each layer keeps of a sequence; empty for attention layers."""
+        return ((),) * self.num_hidden_layers
+
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        """Whether each layer has experts instead of a dense MLP."""
+        if not self.mlp_layer_types:
+            return (self.num_experts > 0,) * self.num_hidden_layers
+        return tuple(kind == SPARSE for kind in self.mlp_layer_types)
+
+    @functools.cached_property
+    def layer_configs(self) -> tuple["LlamaConfig", ...]:
+        """Config of each layer, which describes a model in which all layers equal this layer.
+
+        Its sizes are those of the layer. Equal layers share a config.
+
+        Example:
+          >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
+          ...     num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+          ...     global_head_dim=16, sliding_window=4,
+          ...     layer_types=("sliding_attention", "full_attention"))
+          >>> [layer.head_dim for layer in config.layer_configs]
+          [8, 16]
+        """
+        kinds = tuple(zip(self.sliding_windows, self.kv_shapes, self.has_experts, strict=True))
+        configs = {kind: self._of_layer(*kind) for kind in dict.fromkeys(kinds)}
+        return tuple(configs[kind] for kind in kinds)
+
+    def _of_layer(self, window: int | None, kv: KVShape | None, has_experts: bool) -> "LlamaConfig":
+        changes: dict[str, Any] = {"layer_types": (), "mlp_layer_types": (), "rope_layers": ()}
+        changes |= {"sliding_window": window, "global_head_dim": 0, "num_global_key_value_heads": 0}
+        if kv is not None:
+            changes |= {"num_key_value_heads": kv.num_kv_heads, "head_dim": kv.head_dim}
+        if not has_experts:
+            changes |= dict.fromkeys(_EXPERT_FIELDS, 0) | {"expert_bias": False}
+        return dataclasses.replace(self, **changes)
+
+    @functools.cached_property
     def ropes(self) -> tuple[Rope | None, ...]:
         """Rotation of each layer's queries and keys; None for layers that do not rotate."""
-        rope = Rope(
-            head_dim=self.head_dim,
-            rotary_dim=int(self.head_dim * self.partial_rotary_factor),
-            theta=self.rope_theta,
-            scaling=self.rope_scaling,
+        rotates = self.rope_layers or (True,) * self.num_hidden_layers
+        kinds = tuple(zip(self.sliding_windows, self.kv_shapes, rotates, strict=True))
+        ropes = {kind: self._rope(*kind) for kind in dict.fromkeys(kinds)}
+        return tuple(ropes[kind] for kind in kinds)
+
+    def _rope(self, window: int | None, kv: KVShape | None, rotates: bool) -> Rope | None:
+        if kv is None or not rotates:
+            return None
+        is_local = window is not None and self.rope_local_base_freq is not None
+        return Rope(
+            head_dim=kv.head_dim,
+            rotary_dim=int(kv.head_dim * self.partial_rotary_factor),
+            theta=self.rope_local_base_freq if is_local else self.rope_theta,
+            scaling=None if is_local else self.rope_scaling,
             max_position_embeddings=self.max_position_embeddings,
         )
-        theta = self.rope_local_base_freq
-        local = rope if theta is None else dataclasses.replace(rope, theta=theta, scaling=None)
-        by_window = [rope if window is None else local for window in self.sliding_windows]
-        rotates = self.rope_layers or (True,) * self.num_hidden_layers
-        return tuple(rope if has else None for rope, has in zip(by_window, rotates, strict=True))
 
     @functools.cached_property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """Groups of layers with the same sliding window. The first group keeps the most tokens.
+        """Groups of layers that keep the same. The first group keeps the most tokens.
 
         Example:
           >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
@@ -350,7 +442,7 @@ class LlamaConfig:
           None (2,)
           4 (0, 1)
         """
-        return group_layers(self.sliding_windows)
+        return group_layers(self.sliding_windows, self.kv_shapes, self.state_shapes)
 
     @property
     def num_layer_groups(self) -> int:
@@ -360,7 +452,7 @@ class LlamaConfig:
     @property
     def can_scan_layers(self) -> bool:
         """Whether all layers are equal and can be stacked, see `scan_layers` of `Llama`."""
-        return self.num_layer_groups == 1 and len(set(self.ropes)) == 1
+        return len(set(self.layer_configs)) == 1 and len(set(self.ropes)) == 1
 
     @property
     def dense_intermediate_size(self) -> int:

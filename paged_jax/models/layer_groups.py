@@ -1,4 +1,4 @@
-"""Types of attention layers, and groups of layers that keep the same tokens in a cache.
+"""Types of layers, what they keep in a cache, and groups of layers that keep the same.
 
 Imports no JAX, because the scheduler uses it.
 """
@@ -11,41 +11,103 @@ from paged_jax.arguments import check_positive
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 LAYER_TYPES = (FULL, SLIDING)
+# Types of a layer's MLP: dense, or experts.
+DENSE = "dense"
+SPARSE = "sparse"
+MLP_TYPES = (DENSE, SPARSE)
 # Far above any real model: a mistyped number fails here, before it exhausts the memory.
 _MAX_LAYERS = 10_000
 
 
+class KVShape(NamedTuple):
+    """Keys and values that a layer keeps of each token.
+
+    Attributes:
+      num_kv_heads: number of KV heads (K).
+      head_dim: elements of a key (D).
+      value_dim: elements of a value.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+
+
+class StateShape(NamedTuple):
+    """An array that a recurrent layer keeps of each sequence.
+
+    Attributes:
+      name: name of the array in its layer.
+      shape: shape for one sequence.
+      dtype: name of the dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
 class LayerGroup(NamedTuple):
-    """Layers with the same sliding window.
+    """Layers that keep the same: equal numbers of tokens, in equal shapes.
 
     Attributes:
       sliding_window: number of last tokens that a query attends to, including its own; None for
         all tokens.
       layers: indices of the layers, ascending.
+      kv: keys and values of each token; None for layers without keys and values.
+      states: arrays of each sequence; empty for attention layers.
     """
 
     sliding_window: int | None
     layers: tuple[int, ...]
+    kv: KVShape | None = None
+    states: tuple[StateShape, ...] = ()
+
+    @property
+    def num_values(self) -> int:
+        """Number of values that all layers keep of a token; the number of layers if unknown."""
+        if self.kv is None:
+            return len(self.layers)
+        per_head = self.kv.head_dim + self.kv.value_dim
+        return len(self.layers) * self.kv.num_kv_heads * per_head
 
 
-def group_layers(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
-    """Group layers by sliding window, with the group that keeps the most tokens first.
+def group_layers(
+    windows: Sequence[int | None],
+    kv_shapes: Sequence[KVShape | None],
+    states: Sequence[tuple[StateShape, ...]],
+) -> tuple[LayerGroup, ...]:
+    """Group layers by what they keep, with the group that keeps the most tokens first.
+
+    Groups with states come last. Layers that keep nothing are in no group.
 
     Args:
       windows: sliding window of each layer in tokens; None for layers that attend to all tokens.
+      kv_shapes: keys and values of each layer, or None.
+      states: states of each layer.
 
     Example:
-      >>> for group in group_layers([4, None, 4, 8]):
-      ...     print(group.sliding_window, group.layers)
-      None (1,)
-      8 (3,)
-      4 (0, 2)
+      >>> small, large = KVShape(2, 64, 64), KVShape(1, 128, 128)
+      >>> for group in group_layers([4, None, 4, 8], [small, large, small, small], [()] * 4):
+      ...     print(group.sliding_window, group.layers, group.kv.head_dim)
+      None (1,) 128
+      8 (3,) 64
+      4 (0, 2) 64
     """
-    layers: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
-        layers.setdefault(window, []).append(layer)
-    by_size = sorted(layers, key=lambda window: (window is not None, -(window or 0)))
-    return tuple(LayerGroup(window, tuple(layers[window])) for window in by_size)
+    layers: dict[tuple[int | None, KVShape | None, tuple[StateShape, ...]], list[int]] = {}
+    for layer, kept in enumerate(zip(windows, kv_shapes, states, strict=True)):
+        layers.setdefault(kept, []).append(layer)
+    groups = [
+        LayerGroup(window, tuple(numbers), kv, arrays)
+        for (window, kv, arrays), numbers in layers.items()
+        if kv is not None or arrays
+    ]
+    # The sort is stable: among groups of the same window, the group of the first layer is first.
+    return tuple(sorted(groups, key=_rank))
+
+
+def _rank(group: LayerGroup) -> tuple[bool, bool, int]:
+    return group.kv is None, group.sliding_window is not None, -(group.sliding_window or 0)
 
 
 def check_num_layers(num_layers: int) -> None:

@@ -73,8 +73,8 @@ class Llama(PagedModel):
     ):
         if scan_layers and not config.can_scan_layers:
             raise ValueError(
-                "Llama: scan_layers must be False for layers that differ in their sliding windows "
-                "or rotations, got True."
+                "Llama: scan_layers must be False for layers that differ in the config, such as in "
+                "their sliding windows or rotations, got True."
             )
         floats = float_type(dtype, config.dtype)
         if formats is None:
@@ -93,19 +93,19 @@ class Llama(PagedModel):
         table = config.vocab_size, config.hidden_size
         initial = normal(rngs.params(), table, floats)
         add_matrix(self, "embed_tokens", initial, formats["embed_tokens"])
-        layer = functools.partial(Layer, config, dtype=floats, shard=shard)
+        layer = functools.partial(Layer, dtype=floats, shard=shard)
         if scan_layers:
 
             @nnx.split_rngs(splits=config.num_hidden_layers)
             @nnx.vmap(in_axes=0, out_axes=0)
             def stack(rngs: nnx.Rngs) -> Layer:
-                return layer(formats=formats.of_layer(None), rngs=rngs)
+                return layer(config.layer_configs[0], formats=formats.of_layer(None), rngs=rngs)
 
             self.layers = stack(rngs)
         else:
             self.layers = nnx.List(
-                layer(formats=formats.of_layer(index), rngs=rngs)
-                for index in range(config.num_hidden_layers)
+                layer(layer_config, formats=formats.of_layer(index), rngs=rngs)
+                for index, layer_config in enumerate(config.layer_configs)
             )
         self.norm = nnx.Param(initial_norm_weight(config, (config.hidden_size,), floats))
         if not config.tie_word_embeddings:
@@ -272,16 +272,16 @@ class Llama(PagedModel):
         carry: Carry,
         backend: str | None = None,
     ) -> tuple[jax.Array, Carry]:
-        ropes = self.config.ropes
-        angles = all_rotations(positions, ropes, self.config.head_dim)
+        head_dims = [layer.head_dim for layer in self.config.layer_configs]
+        angles = all_rotations(positions, self.config.ropes, head_dims)
         is_token = positions >= 0 if self.config.num_experts else None
         options: Any = {"attend": attend, "is_token": is_token, "backend": backend}
         if isinstance(self.layers, nnx.List):
             for index, layer in enumerate(self.layers):
-                cos, sin = angles[ropes[index]]
+                cos, sin = angles[index]
                 x, carry = layer(x, index=index, cos=cos, sin=sin, carry=carry, **options)
             return x, carry
-        cos, sin = angles[ropes[0]]
+        cos, sin = angles[0]
         stack = self.layers
         graphdef, stacked = nnx.split(stack)
 

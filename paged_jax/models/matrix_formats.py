@@ -80,9 +80,10 @@ class MatrixFormats:
             return cls(WeightFormat(name_of(dtype)))
         floats = WeightFormat(name_of(config.dtype))
         others = {f"layers.{name}": floats for name in _SMALL} if config.num_experts else {}
-        for name, num_inputs in _num_inputs(config).items():
-            if not fits(format, num_inputs):
-                others[f"layers.{name}"] = INT8
+        for layer in set(config.layer_configs):
+            for name, num_inputs in _num_inputs(layer).items():
+                if not fits(format, num_inputs):
+                    others[f"layers.{name}"] = INT8
         head = "embed_tokens"
         if not config.tie_word_embeddings:
             others["embed_tokens"], head = floats, "lm_head"

@@ -381,17 +381,18 @@ def create_cache(
 ) -> PagedCache:
     """Return an empty cache for a model configuration.
 
-    Layers with the same sliding window form a group of the cache. Each group has its own blocks. A
-    group with a window keeps only the blocks of the window, and of the tokens that the last program
-    appended.
+    Layers with the same sliding window and the same shapes of keys and values form a group of the
+    cache. Each group has its own blocks. A group with a window keeps only the blocks of the window,
+    and of the tokens that the last program appended.
 
     Args:
       config: configuration of the model.
       num_slots: number of slots (S), the maximum number of sequences in the cache.
       max_length: maximum number of tokens of a sequence.
       num_blocks: number of blocks (P) of the group that keeps the most tokens, shared by all slots;
-        None for enough blocks for all slots at full length. Another group has ``min(P, S * w)``
-        blocks, where w is the maximum number of its blocks that a slot holds.
+        None for enough blocks for all slots at full length. Other groups without a window have P
+        blocks, too. A group with a window has ``min(P, S * w)`` blocks, where w is the maximum
+        number of its blocks that a slot holds.
       block_size: tokens per block (C).
       max_tokens: maximum number of tokens that a program (a call of `prefill`, for example) appends
         to a slot. It determines w. A program may append more if other slots hold fewer blocks. None
@@ -421,23 +422,26 @@ def create_cache(
     )
     width = num_blocks_needed(max_length, block_size)
     groups: list[CacheGroup] = []
-    for sliding_window, layers in config.layer_groups:
-        most = num_slots * max_blocks_in_slot(sliding_window, max_length, max_tokens, block_size)
+    for window, layers, kv, _ in config.layer_groups:
+        assert kv is not None
+        most = num_slots * max_blocks_in_slot(window, max_length, max_tokens, block_size)
         if groups:
-            num_blocks = min(groups[0].num_blocks, most)
+            # Groups of all tokens have equal numbers of blocks, so that they cache equal prefixes.
+            first = groups[0].num_blocks
+            num_blocks = first if window is None else min(first, most)
         elif num_blocks is None:
             num_blocks = most
         groups.append(
             CacheGroup.create(
                 num_layers=len(layers),
                 num_blocks=num_blocks,
-                num_kv_heads=config.num_key_value_heads,
+                num_kv_heads=kv.num_kv_heads,
                 block_size=block_size,
-                head_dim=padded_head_dim(config.head_dim, platform or jax.default_backend()),
+                head_dim=padded_head_dim(kv.head_dim, platform or jax.default_backend()),
                 num_slots=num_slots,
                 max_blocks_per_slot=width,
                 dtype=dtype,
-                window=sliding_window,
+                window=window,
             )
         )
     places = {

@@ -8,7 +8,7 @@ sine of 0.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -264,10 +264,18 @@ def rotations(
 
 
 def all_rotations(
-    positions: jax.Array, ropes: Iterable[Rope | None], head_dim: int
-) -> dict[Rope | None, tuple[jax.Array, jax.Array]]:
-    """Return the `rotations` of each rope. Equal ropes of several layers are computed once."""
-    return {rope: rotations(positions, rope, head_dim) for rope in dict.fromkeys(ropes)}
+    positions: jax.Array, ropes: Sequence[Rope | None], head_dims: Sequence[int]
+) -> tuple[tuple[jax.Array, jax.Array], ...]:
+    """Return the `rotations` of each layer. Equal rotations are computed once.
+
+    Args:
+      positions: i32 ``[...]``.
+      ropes: rotation of each layer, or None.
+      head_dims: head dimension of each layer.
+    """
+    kinds = tuple(zip(ropes, head_dims, strict=True))
+    computed = {kind: rotations(positions, *kind) for kind in dict.fromkeys(kinds)}
+    return tuple(computed[kind] for kind in kinds)
 
 
 def head_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> tuple[int, ...] | None:

@@ -53,6 +53,8 @@ _DIVIDED = {
 # copies. None means that each copy keeps all rows.
 _OF_HEADS = {"qkv_proj": 2, "qkv_bias": 2, "q_norm": 0, "k_norm": None}
 _OF_VOCABULARY = ("embed_tokens", "lm_head")
+# Fields of a config with a number of KV heads, of which the second may be 0.
+_KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
 
 Convert = Callable[[jax.Array], jax.Array]
 
@@ -115,8 +117,9 @@ def widen_config(config: LlamaConfig, num_devices: int) -> LlamaConfig:
       >>> [widen_config(config, n).num_key_value_heads for n in (1, 2, 4, 8)]
       [2, 2, 4, 8]
     """
-    num_heads = max(config.num_key_value_heads, num_devices)
-    return dataclasses.replace(config, num_key_value_heads=num_heads)
+    heads = {name: getattr(config, name) for name in _KV_HEADS}
+    wide = {name: max(number, num_devices) for name, number in heads.items() if number}
+    return dataclasses.replace(config, **wide)
 
 
 def shard_config(function: str, config: LlamaConfig, num_devices: int) -> LlamaConfig:
@@ -150,29 +153,31 @@ def shard_config(function: str, config: LlamaConfig, num_devices: int) -> LlamaC
     return dataclasses.replace(
         wide,
         vocab_size=-(-wide.vocab_size // num_devices),
-        # Not divided if there are experts: no layer has a dense MLP of this size.
-        intermediate_size=wide.intermediate_size // (1 if config.num_experts else num_devices),
+        # Not divided if all layers have experts: no layer has a dense MLP of this size.
+        intermediate_size=wide.intermediate_size // (1 if all(config.has_experts) else num_devices),
         shared_expert_intermediate_size=wide.shared_expert_intermediate_size // num_devices,
         num_attention_heads=wide.num_attention_heads // num_devices,
-        num_key_value_heads=wide.num_key_value_heads // num_devices,
+        **{name: getattr(wide, name) // num_devices for name in _KV_HEADS},
     )
 
 
 def _check_divides(function: str, config: LlamaConfig, num_devices: int) -> None:
-    mlp = ("num_experts", "shared_expert_intermediate_size")
-    mlp = mlp if config.num_experts else ("intermediate_size",)
+    mlp = ["num_experts", "shared_expert_intermediate_size"]
+    if not all(config.has_experts):
+        mlp.append("intermediate_size")
     for name in ("num_attention_heads", *mlp):
         if getattr(config, name) % num_devices:
             raise ValueError(
                 f"{function}: tensor_parallel_size must divide the model's {name} of "
                 f"{getattr(config, name)}, got {num_devices}."
             )
-    num_heads = config.num_key_value_heads
-    if num_heads % num_devices and num_devices % num_heads:
-        raise ValueError(
-            f"{function}: tensor_parallel_size must divide the model's num_key_value_heads of "
-            f"{num_heads} or be a multiple of it, got {num_devices}."
-        )
+    for name in _KV_HEADS:
+        num_heads = getattr(config, name)
+        if num_heads and num_heads % num_devices and num_devices % num_heads:
+            raise ValueError(
+                f"{function}: tensor_parallel_size must divide the model's {name} of {num_heads} "
+                f"or be a multiple of it, got {num_devices}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,9 +243,8 @@ class TensorParallel:
           shape: shape of the parameter.
         """
         kind, rank = _kind(name), len(shape)
-        if self._is_copied(kind):
-            spec = _divide(rank, rank - _DIVIDED[kind], "heads")
-            return NamedSharding(self._mesh_of_heads, spec)
+        if (mesh := self._mesh_of_copies(name)) is not None:
+            return NamedSharding(mesh, _divide(rank, rank - _DIVIDED[kind], "heads"))
         if kind in _OF_VOCABULARY and self._num_padding and not name.endswith(ORDER):
             # The vocabulary cannot be divided before it is padded, so divide another dimension.
             if shape[-1] % self.num_devices:
@@ -300,9 +304,8 @@ class TensorParallel:
             x = jax.device_put(x, sharding)
         if name.endswith(ORDER):
             return x
-        if self._is_copied(kind):
-            axis = x.ndim - _DIVIDED[kind]
-            wide = _widener(self._mesh_of_heads, axis, _OF_HEADS[kind])(x)
+        if (mesh := self._mesh_of_copies(name)) is not None:
+            wide = _widener(mesh, x.ndim - _DIVIDED[kind], _OF_HEADS[kind])(x)
             return jax.device_put(wide, NamedSharding(self.mesh, self.program_spec(name, x.shape)))
         if kind in _OF_VOCABULARY and self._num_padding:
             return _padder(self.mesh, self._num_padding)(x)
@@ -313,9 +316,8 @@ class TensorParallel:
         kind = _kind(name)
         if name.endswith(ORDER):
             return x
-        if self._is_copied(kind):
-            axis = x.ndim - _DIVIDED[kind]
-            return _narrower(self._mesh_of_heads, axis, _OF_HEADS[kind])(x)
+        if (mesh := self._mesh_of_copies(name)) is not None:
+            return _narrower(mesh, x.ndim - _DIVIDED[kind], _OF_HEADS[kind])(x)
         if kind in _OF_VOCABULARY and self._num_padding:
             shape = (self.config.vocab_size, *x.shape[1:])
             return _cutter(self.model_sharding(name, shape), self.config.vocab_size)(x)
@@ -325,24 +327,35 @@ class TensorParallel:
         is_of_one_head = kind.endswith("_norm") and self.config.qk_norm_scope == "head"
         return kind in _DIVIDED and not is_of_one_head
 
-    def _is_copied(self, kind: str) -> bool:
-        return kind in _OF_HEADS and self._num_copies > 1 and self._is_divided(kind)
+    def _mesh_of_copies(self, name: str) -> Mesh | None:
+        """Return a mesh with the axes heads and copies. Devices of a row have the same KV head.
 
-    @property
-    def _num_copies(self) -> int:
-        """Number of devices that hold the same KV head."""
-        return self.wide_config.num_key_value_heads // self.config.num_key_value_heads
+        Args:
+          name: name of a parameter.
+
+        Returns:
+          None if no two devices have the same part of the parameter.
+        """
+        kind = _kind(name)
+        if kind not in _OF_HEADS or not self._is_divided(kind):
+            return None
+        scope, _, rest = name.partition(".")
+        index = rest.partition(".")[0]
+        # The name of stacked layers, which are equal, has no index.
+        layer = int(index) if scope == "layers" and index.isdecimal() else 0
+        narrow, wide = (
+            config.layer_configs[layer].num_key_value_heads
+            for config in (self.config, self.wide_config)
+        )
+        if narrow == wide:
+            return None
+        devices = np.asarray(self.mesh.devices).reshape(-1, wide // narrow)
+        return Mesh(devices, ("heads", "copies"), axis_types=(AxisType.Auto,) * 2)
 
     @property
     def _num_padding(self) -> int:
         """Number of rows that pad the vocabulary."""
         return -self.config.vocab_size % self.num_devices
-
-    @property
-    def _mesh_of_heads(self) -> Mesh:
-        """The devices as a mesh ``(heads, copies)``. Devices of a row store the same KV head."""
-        devices = np.asarray(self.mesh.devices).reshape(-1, self._num_copies)
-        return Mesh(devices, ("heads", "copies"), axis_types=(AxisType.Auto,) * 2)
 
 
 def divides_inputs(name: str) -> bool:

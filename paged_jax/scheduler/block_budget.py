@@ -78,9 +78,9 @@ def make_block_budget(
 def num_swapped_blocks(num_tokens: int, block_size: int, groups: Items[LayerGroup]) -> int:
     """Return the number of blocks that swapping a sequence copies.
 
-    The unit is one block of all layers. A block of a group counts as a fraction: the group's number
-    of layers, divided by the number of all layers. Groups with a window copy only the blocks inside
-    the window. The sum is rounded up.
+    The unit is one block of all layers. A block of a group counts as a fraction: the values that
+    the group keeps of a token, divided by the values of all groups. Groups with a window copy only
+    the blocks inside the window. The sum is rounded up.
 
     Example:
       >>> groups = LayerGroup(None, (3,)), LayerGroup(8, (0, 1, 2))
@@ -90,9 +90,9 @@ def num_swapped_blocks(num_tokens: int, block_size: int, groups: Items[LayerGrou
     if len(groups) == 1:
         return num_kept_blocks(num_tokens, groups[0].sliding_window, block_size)
     kept = [num_kept_blocks(num_tokens, group.sliding_window, block_size) for group in groups]
-    num_layers = [len(group.layers) for group in groups]
-    total = sum(n * num_blocks for n, num_blocks in zip(num_layers, kept, strict=True))
-    return -(-total // sum(num_layers))
+    sizes = [group.num_values for group in groups]
+    total = sum(size * num_blocks for size, num_blocks in zip(sizes, kept, strict=True))
+    return -(-total // sum(sizes))
 
 
 class BlockBudget:

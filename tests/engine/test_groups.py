@@ -1,7 +1,8 @@
 """Engines of models with sliding windows in some layers, compared with the plain model.
 
-Blocks that have left a window are reused, and no block is lost. Three models: windows and a layer
-with full attention; two windows; one window, in a pool that is far smaller than the prompts.
+Blocks that have left a window are reused, and no block is lost. Four models: windows and a layer
+with full attention; the same with other heads in that layer; two windows; one window, in a pool
+that is far smaller than the prompts.
 """
 
 import dataclasses
@@ -53,13 +54,14 @@ def make_config(kind: str) -> LlamaConfig:
     if kind == "window only":
         return LlamaConfig(**fields | {"model_type": "mistral"})
     layers = ("sliding_attention",) * 3 + ("full_attention",)
-    return LlamaConfig(
-        **fields | {"num_hidden_layers": 4, "layer_types": layers, "model_type": "qwen3"}
-    )
+    fields |= {"num_hidden_layers": 4, "layer_types": layers, "model_type": "qwen3"}
+    if kind == "other heads":
+        fields |= {"global_head_dim": 2 * CONFIG.head_dim, "num_global_key_value_heads": 1}
+    return LlamaConfig(**fields)
 
 
 # Blocks of the first group, too few for all sequences: each needs about 14 (one window: 10).
-NUM_BLOCKS = {"mixed": 20, "two windows": 14, "window only": 9}
+NUM_BLOCKS = {"mixed": 20, "other heads": 20, "two windows": 14, "window only": 9}
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +129,8 @@ VARIANTS = [
     ("mixed", RECOMPUTED | UNCACHED, (PREEMPTED,)),
     ("mixed", SWAPPED | {"num_speculative_tokens": 3}, (MOVED, CACHED, GUESSED)),
     ("mixed", RECOMPUTED | {"max_chunk": 32, "block_size": 4, "num_blocks": 38}, (PREEMPTED,)),
+    ("other heads", SWAPPED | {"num_speculative_tokens": 3}, (MOVED, CACHED, GUESSED)),
+    ("other heads", RECOMPUTED, (PREEMPTED, CACHED)),
     ("two windows", SWAPPED | UNCACHED, (MOVED,)),
     ("two windows", RECOMPUTED, (PREEMPTED, CACHED)),
     ("window only", RECOMPUTED, (PREEMPTED, CACHED)),

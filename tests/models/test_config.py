@@ -8,6 +8,7 @@ import pytest
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.families import FAMILIES
 from paged_jax.models.family import UnsupportedConfigError
+from paged_jax.models.layer_groups import KVShape
 from paged_jax.models.rope import RopeScaling
 
 _SIZES = {
@@ -206,9 +207,35 @@ def test_from_dict_reads_the_windows_of_each_family(model_type, keys, windows):
 def test_layer_groups_start_with_the_group_that_keeps_most():
     types = ("sliding_attention", "full_attention", "sliding_attention")
     config = dataclasses.replace(_SMALL, layer_types=types, sliding_window=5)
-    assert config.layer_groups == ((None, (1,)), (5, (0, 2)))
-    assert dataclasses.replace(_SMALL, sliding_window=5).layer_groups == ((5, (0, 1, 2)),)
-    assert _SMALL.layer_groups == ((None, (0, 1, 2)),)
+    [local] = set(config.kv_shapes)
+    kept = local, ()
+    assert config.layer_groups == ((None, (1,), *kept), (5, (0, 2), *kept))
+    assert dataclasses.replace(_SMALL, sliding_window=5).layer_groups == ((5, (0, 1, 2), *kept),)
+    assert _SMALL.layer_groups == ((None, (0, 1, 2), *kept),)
+    whole = KVShape(1, 24, 24)
+    config = dataclasses.replace(config, global_head_dim=24, num_global_key_value_heads=1)
+    assert config.layer_groups == ((None, (1,), whole, ()), (5, (0, 2), *kept))
+
+
+def test_layer_configs_have_the_sizes_of_their_layers():
+    config = dataclasses.replace(
+        _SMALL, layer_types=("sliding_attention", "full_attention", "full_attention"),
+        sliding_window=5, global_head_dim=24, num_global_key_value_heads=1, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=6, shared_expert_intermediate_size=10,
+        mlp_layer_types=("dense", "dense", "sparse"),
+    )  # fmt: skip
+    assert config.has_experts == (False, False, True) and not config.can_scan_layers
+    layers = config.layer_configs
+    assert [layer.head_dim for layer in layers] == [_SMALL.head_dim, 24, 24]
+    assert [layer.num_key_value_heads for layer in layers] == [_SMALL.num_key_value_heads, 1, 1]
+    assert [layer.num_experts for layer in layers] == [0, 0, 4]
+    dense = _SMALL.intermediate_size
+    assert [layer.dense_intermediate_size for layer in layers] == [dense, dense, 10]
+    # A layer's config describes a model of equal layers.
+    for layer in layers:
+        assert layer.can_scan_layers and layer.layer_configs == (layer,) * 3
+    assert [rope.head_dim for rope in config.ropes] == [_SMALL.head_dim, 24, 24]
+    assert _SMALL.layer_configs == (_SMALL,) * 3
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
         "experts and a shared one": EXPERTS | {"shared_expert_intermediate_size": 16},
         "experts of gpt-oss": EXPERTS
         | {"norm_topk_prob": True, "expert_bias": True, "swiglu_limit": 0.3},
+        "experts after a dense layer": EXPERTS | {"mlp_layer_types": ("dense", "sparse")},
     },
     "scores": {
         "plain": {},
@@ -62,6 +63,9 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
         "none": {},
         "all": SLIDING,
         "some": SLIDING | {"layer_types": ("full_attention", "sliding_attention")},
+        "some, with other heads": SLIDING
+        | {"layer_types": ("sliding_attention", "full_attention")}
+        | {"global_head_dim": 12, "num_global_key_value_heads": 1},
     },
     "ropes": {
         "all": {},
@@ -101,11 +105,12 @@ def forward(model: Llama, token_ids: np.ndarray) -> np.ndarray:
     for index, layer in enumerate(model.layers):
         normed = _norm(config, x, _get(layer, "input_norm"))
         out = _attention(config, layer, index, normed)
+        own = config.layer_configs[index]
         if config.norm_placement == "parallel":
-            x = x + config.residual_multiplier * (out + _mlp(config, layer, normed))
+            x = x + config.residual_multiplier * (out + _mlp(own, layer, normed))
             continue
         x = x + config.residual_multiplier * _norm(config, out, _get(layer, "attention_out_norm"))
-        out = _mlp(config, layer, _norm(config, x, _get(layer, "post_attention_norm")))
+        out = _mlp(own, layer, _norm(config, x, _get(layer, "post_attention_norm")))
         x = x + config.residual_multiplier * _norm(config, out, _get(layer, "mlp_out_norm"))
     head = table if config.tie_word_embeddings else _get(model, "lm_head")
     logits = config.logit_scale * _norm(config, x, _get(model, "norm")) @ head.T
@@ -151,7 +156,7 @@ def _attention(config: LlamaConfig, layer: Any, index: int, x: np.ndarray) -> np
     if not config.rope_layers or config.rope_layers[index]:
         is_local = window is not None and config.rope_local_base_freq is not None
         q, k = (_rotate(config, heads, THETAS[is_local]) for heads in (q, k))
-    scale = config.attention_multiplier or config.head_dim**-0.5
+    scale = config.attention_multiplier or q.shape[-1] ** -0.5
     scores = _capped(scale * np.einsum("tkgd,nkd->kgtn", q, k), config.attn_logit_softcapping)
     for token in range(T):
         scores[:, :, token, token + 1 :] = -np.inf
@@ -167,8 +172,8 @@ def _attention(config: LlamaConfig, layer: Any, index: int, x: np.ndarray) -> np
 
 def _rotate(config: LlamaConfig, heads: np.ndarray, theta: float) -> np.ndarray:
     """Rotate the pairs ``(x[i], x[i + D / 2])`` of heads ``[T, ..., D]``."""
-    half = config.head_dim // 2
-    num_rotated = int(config.head_dim * config.partial_rotary_factor)
+    half = heads.shape[-1] // 2
+    num_rotated = int(heads.shape[-1] * config.partial_rotary_factor)
     pairs = np.arange(half)
     frequencies = np.where(2 * pairs < num_rotated, theta ** (-2 * pairs / num_rotated), 0)
     turns = np.exp(1j * np.arange(T)[:, None] * frequencies)

@@ -60,7 +60,8 @@ FACTORS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_m
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 MLPS = {"dense": {},
         "experts": EXPERTS | {"expert_bias": True, "norm_topk_prob": True, "swiglu_limit": 0.5},
-        "shared": EXPERTS | {"shared_expert_intermediate_size": 20}}
+        "shared": EXPERTS | {"shared_expert_intermediate_size": 20},
+        "some dense": EXPERTS | {"mlp_layer_types": ("dense", "sparse")}}
 NORMS = {"none": {}, "head": {"qk_norm": True},
          "projection": {"qk_norm": True, "qk_norm_scope": "projection"}}
 rows = all_pairs({
@@ -72,6 +73,7 @@ rows = all_pairs({
     "biases": (False, True),
     "factors": (False, True),
     "layer_types": ((), ("sliding_attention", "full_attention")),
+    "other_heads": (False, True),
     "tie_word_embeddings": (False, True),
 })
 for row in rows:
@@ -79,6 +81,8 @@ for row in rows:
         norm_placement=row["norm_placement"], norm_type=row["norm_type"],
         layer_types=row["layer_types"], sliding_window=4 if row["layer_types"] else None,
         tie_word_embeddings=row["tie_word_embeddings"],
+        num_global_key_value_heads=1 if row["other_heads"] else 0,
+        global_head_dim=8 if row["other_heads"] else 0,
         qkv_bias=row["biases"], o_bias=row["biases"], attention_sinks=row["biases"],
         **MLPS[row["mlp"]], **NORMS[row["norms"]], **(FACTORS if row["factors"] else {}))
     same, num_sums = divided_logits(model, row["num_devices"])

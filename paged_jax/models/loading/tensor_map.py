@@ -144,7 +144,7 @@ def map_parameter(
         return
     *index, kind = rest.split(".")  # ["3", "qkv_proj"], or ["qkv_proj"] for all layers
     for layer in [int(index[0])] if index else range(config.num_hidden_layers):
-        for mapping in _layer_mappings(config, experts)[kind]:
+        for mapping in _layer_mappings(config.layer_configs[layer], experts)[kind]:
             tensor = f"model.layers.{layer}.{mapping.tensor}"
             if index:
                 yield dataclasses.replace(mapping, tensor=tensor)
@@ -203,9 +203,12 @@ def _model_mappings(config: LlamaConfig) -> Mapping[str, Mappings]:
     }
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=16)
 def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, Mappings]:
-    """Return the mappings of a layer. Tensor names lack the prefix ``model.layers.{index}.``."""
+    """Return the mappings of a layer, given its config in `LlamaConfig.layer_configs`.
+
+    Tensor names lack the prefix ``model.layers.{index}.``.
+    """
     E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
     H, K = config.num_attention_heads, config.num_key_value_heads
     names = _family_tensors(config)
