@@ -9,7 +9,7 @@ from typing import Any
 
 from paged_jax.arguments import check_positive, names_arguments
 from paged_jax.models.config_json import read_fields, write_fields
-from paged_jax.models.family import UnsupportedConfigError
+from paged_jax.models.family import SOFTMAX_ROUTER, Router, UnsupportedConfigError
 from paged_jax.models.layer_groups import (
     FULL,
     LAYER_TYPES,
@@ -118,8 +118,10 @@ class LlamaConfig:
       num_experts, num_experts_per_tok: number of experts (0 for a dense MLP), and of experts per
         token.
       moe_intermediate_size: features of each expert.
-      shared_expert_intermediate_size: features of a gated expert for all tokens; 0 for none.
-      norm_topk_prob: whether expert weights are a softmax over the chosen experts only.
+      shared_expert_intermediate_size: features of an expert for all tokens; 0 for none.
+      shared_expert_gate: whether the output of this expert is multiplied by a gate.
+      norm_topk_prob: whether the weights of the chosen experts are divided by their sum.
+      router: how experts are chosen and weighted.
       expert_bias: whether router and experts have biases.
       swiglu_alpha, swiglu_limit: parameters of the activation of gpt-oss, see
         `mlp.clamped_swiglu`; with `swiglu_limit` None experts use `hidden_act`.
@@ -181,7 +183,9 @@ class LlamaConfig:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     shared_expert_intermediate_size: int = 0
+    shared_expert_gate: bool = True
     norm_topk_prob: bool = False
+    router: Router = SOFTMAX_ROUTER
     expert_bias: bool = False
     swiglu_alpha: float = 1.702
     swiglu_limit: float | None = None
@@ -283,6 +287,11 @@ class LlamaConfig:
                 f"{self.num_experts_per_tok} and {self.num_experts}."
             )
         self._check_mlp_layer_types()
+        if self.num_experts % self.router.num_groups:
+            raise ValueError(
+                "LlamaConfig: num_experts must be a multiple of the router's num_groups, got "
+                f"{self.num_experts} and {self.router.num_groups}."
+            )
         if self.shared_expert_intermediate_size < 0:
             raise ValueError(
                 "LlamaConfig: shared_expert_intermediate_size must be 0 or more, got "
@@ -405,7 +414,8 @@ class LlamaConfig:
         if kv is not None:
             changes |= {"num_key_value_heads": kv.num_kv_heads, "head_dim": kv.head_dim}
         if not has_experts:
-            changes |= dict.fromkeys(_EXPERT_FIELDS, 0) | {"expert_bias": False}
+            changes |= dict.fromkeys(_EXPERT_FIELDS, 0)
+            changes |= {"expert_bias": False, "router": SOFTMAX_ROUTER}
         return dataclasses.replace(self, **changes)
 
     @functools.cached_property

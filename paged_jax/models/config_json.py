@@ -1,22 +1,22 @@
 """Read and write the fields of a `LlamaConfig` as a Hugging Face ``config.json``.
 
 An entry that changes the computation is either read, or rejected with an error that names it.
-Entries about rotary embeddings are in `rope_json`.
+Entries about rotary embeddings are in `rope_json`, and entries about experts in `experts_json`.
 """
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from paged_jax.arguments import check_positive, is_int, is_real
+from paged_jax.arguments import check_positive, is_int
+from paged_jax.models.experts_json import check_neutral, read_experts, write_experts
 from paged_jax.models.families import FAMILIES, PARTS
 from paged_jax.models.family import Family, UnsupportedConfigError
 from paged_jax.models.layer_groups import FULL, SLIDING, check_num_layers
+from paged_jax.models.model_folder import read_boolean, read_entry, read_integer, read_number
 from paged_jax.models.quantisation import QUANTISATION_KEYS, find_quantisation
 from paged_jax.models.rope_json import longest_sequence, read_rope, read_rope_layers, write_rope
-
-_REQUIRED: Any = object()  # default of required keys
 
 # Keys that change the computation, with the value that has no effect. Any other value is rejected,
 # unless the family reads the key.
@@ -38,13 +38,6 @@ _NEUTRAL: Mapping[str, Any] = {
     "logits_scaling": 1,
     "logit_scale": 1,
 }
-# Further keys of families with experts, with the value that has no effect.
-_NEUTRAL_EXPERTS: Mapping[str, Any] = {
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "clip_qkv": None,
-    "qkv_bias": True,
-}
 
 # Fields of `LlamaConfig` that `write_fields` copies.
 _SAME_NAMES = (
@@ -54,17 +47,6 @@ _SAME_NAMES = (
 )  # fmt: skip
 # Keys of a model with images that also apply to its text part.
 _SHARED_KEYS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", *QUANTISATION_KEYS)
-
-_EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-# transformers uses either key for the number of experts.
-_NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts")
-# Fields of experts that are not integers: a check of the value, and its type in words.
-_EXPERT_TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "norm_topk_prob": (lambda value: isinstance(value, bool), "true or false"),
-    "shared_expert_intermediate_size": (is_int, "an integer"),
-    "swiglu_alpha": (is_real, "a number"),
-    "swiglu_limit": (is_real, "a number"),
-}
 
 
 def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,36 +60,36 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}
     _check_supported(config, family)
-    hidden_act = _get(config, family.key("hidden_act"), "silu")
-    heads = _integer(config, "num_attention_heads")
-    kv_heads = _integer(config, "num_key_value_heads", None)
-    max_position_embeddings = _integer(config, "max_position_embeddings")
-    num_hidden_layers = _integer(config, "num_hidden_layers")
+    hidden_act = read_entry(config, family.key("hidden_act"), "silu")
+    heads = read_integer(config, "num_attention_heads")
+    kv_heads = read_integer(config, "num_key_value_heads", None)
+    max_position_embeddings = read_integer(config, "max_position_embeddings")
+    num_hidden_layers = read_integer(config, "num_hidden_layers")
     check_num_layers(num_hidden_layers)
     sliding_window, layer_types = _read_sliding_window(config, family, num_hidden_layers)
     rope = read_rope(config, family, num_hidden_layers, layer_types)
     return dict(
-        vocab_size=_integer(config, "vocab_size"),
-        hidden_size=_integer(config, "hidden_size"),
-        intermediate_size=_integer(config, "intermediate_size"),
+        vocab_size=read_integer(config, "vocab_size"),
+        hidden_size=read_integer(config, "hidden_size"),
+        intermediate_size=read_integer(config, "intermediate_size"),
         num_hidden_layers=num_hidden_layers,
         num_attention_heads=heads,
         num_key_value_heads=heads if kv_heads is None else kv_heads,
-        head_dim=_integer(config, "head_dim", None) or 0,
+        head_dim=read_integer(config, "head_dim", None) or 0,
         max_position_embeddings=longest_sequence(rope["rope_scaling"], max_position_embeddings),
-        rms_norm_eps=_number(config, family.key("rms_norm_eps"), 1e-6),
+        rms_norm_eps=read_number(config, family.key("rms_norm_eps"), 1e-6),
         **rope,
-        tie_word_embeddings=_boolean(config, "tie_word_embeddings", False),
+        tie_word_embeddings=read_boolean(config, "tie_word_embeddings", False),
         hidden_act="silu" if hidden_act == "swish" else hidden_act,
         sliding_window=sliding_window,
         layer_types=layer_types,
-        initializer_range=_number(config, "initializer_range", 0.02),
-        bos_token_id=_integer(config, "bos_token_id", None),
+        initializer_range=read_number(config, "initializer_range", 0.02),
+        bos_token_id=read_integer(config, "bos_token_id", None),
         eos_token_ids=_token_ids(config, "eos_token_id"),
         model_type=model_type,
         dtype=_dtype(config),
         **_read_switches(config, family),
-        **_read_experts(config, family),
+        **read_experts(config, family, num_hidden_layers),
     )
 
 
@@ -151,11 +133,8 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
             written[scale.key] = scale.write(
                 fields["head_dim"] ** -0.5 if factor is None else factor
             )
-    written |= _write_sliding_window(fields, family)
-    if family.experts is not None:
-        written |= {family.key(name): fields[name] for name in _EXPERT_SIZES}
-        written |= {name: fields[name] for name in family.experts}
-    return written
+    written |= {key: fields[field] for field, key in family.switches.items()}
+    return written | _write_sliding_window(fields, family) | write_experts(fields, family)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -234,8 +213,8 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 def _check_supported(config: Mapping[str, Any], family: Family) -> None:
     find_quantisation(config, has_mxfp4=family.is_mxfp4)
-    _check_neutral(config, family, _NEUTRAL)
-    if _boolean(config, "attention_bias", False) and not (
+    check_neutral(config, family, {**_NEUTRAL, **family.only})
+    if read_boolean(config, "attention_bias", False) and not (
         family.biases or "qkv_bias" in family.fixed
     ):
         raise UnsupportedConfigError(
@@ -243,62 +222,37 @@ def _check_supported(config: Mapping[str, Any], family: Family) -> None:
         )
 
 
-def _check_neutral(config: Mapping[str, Any], family: Family, neutral: Mapping[str, Any]) -> None:
-    for key, value in neutral.items():
-        if config.get(key) not in (None, value) and key not in family.reads:
-            raise UnsupportedConfigError(
-                f"LlamaConfig: {key} = {config[key]!r} is not supported for "
-                f"{family.architecture}, only {value!r}."
-            )
-
-
 def _read_switches(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the fields that differ between families, either fixed or read from the config."""
     switches: dict[str, Any] = dict(family.fixed)
-    switches |= {cap: _number(config, cap) for cap in family.caps if config.get(cap) is not None}
+    switches |= {
+        cap: read_number(config, cap) for cap in family.caps if config.get(cap) is not None
+    }
     for scale in family.scales:
-        number = _number(config, scale.key)
+        number = read_number(config, scale.key)
         # The reciprocal of a smaller number would overflow.
         if not sys.float_info.min < number < math.inf:
             raise ValueError(f"LlamaConfig: {scale.key} must be positive, got {number!r}.")
         switches[scale.field] = scale.read(number)
-    if _boolean(config, "attention_bias", False):
+    if read_boolean(config, "attention_bias", False):
         switches |= dict.fromkeys(family.biases, True)
-    return switches
-
-
-def _read_experts(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the fields that describe experts."""
-    if family.experts is None:
-        return {}
-    _check_neutral(config, family, _NEUTRAL_EXPERTS)
-    # `family.defaults` always contains the family's own key. So if the file has the other key, use
-    # that.
-    own = family.key("num_experts")
-    other = [config[name] for name in _NUM_EXPERTS_KEYS if name in config and name != own]
-    config = {**config, own: other[0]} if other else config
-    fields = {}
-    for name in (*_EXPERT_SIZES, *family.experts):
-        key = family.key(name)
-        is_valid, kind = _EXPERT_TYPES.get(name, (is_int, "an integer"))
-        fields[name] = _get(config, key, _REQUIRED)
-        if not is_valid(fields[name]):
-            raise ValueError(f"LlamaConfig: {key} must be {kind}, got {fields[name]!r}.")
-    return fields
+    return switches | {
+        field: read_boolean(config, key, False) for field, key in family.switches.items()
+    }
 
 
 def _read_sliding_window(
     config: Mapping[str, Any], family: Family, num_hidden_layers: int
 ) -> tuple[int | None, tuple[str, ...]]:
     """Return `sliding_window` and `layer_types`."""
-    sliding_window = _integer(config, "sliding_window", None)
+    sliding_window = read_integer(config, "sliding_window", None)
     if family.sliding_layers == "none" and sliding_window is not None:
         raise UnsupportedConfigError(
             f"LlamaConfig: sliding_window is not supported for {family.architecture}, "
             f"got {sliding_window}."
         )
     if family.sliding_layers in ("switched", "unused"):
-        is_on = _boolean(config, "use_sliding_window", False)
+        is_on = read_boolean(config, "use_sliding_window", False)
         if is_on and family.sliding_layers == "unused":
             raise UnsupportedConfigError(
                 f"LlamaConfig: use_sliding_window is not supported for {family.architecture}."
@@ -336,13 +290,13 @@ def _default_layer_types(
     """Return the layer types that transformers assumes if `layer_types` is missing."""
     layers = range(num_hidden_layers)
     if family.sliding_layers == "pattern":
-        every = _integer(config, "sliding_window_pattern")
+        every = read_integer(config, "sliding_window_pattern")
         check_positive("LlamaConfig", sliding_window_pattern=every)
         is_full = [(layer + 1) % every == 0 for layer in layers]
     elif family.rope_layers == "listed":
         is_full = read_rope_layers(config, family, num_hidden_layers, ()) or [True for _ in layers]
     else:
-        num_full = _integer(config, "max_window_layers", 28)
+        num_full = read_integer(config, "max_window_layers", 28)
         is_full = [layer < num_full for layer in layers]
     return tuple(FULL if full else SLIDING for full in is_full)
 
@@ -375,36 +329,3 @@ def _token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
     if not all(is_int(token) and token >= 0 for token in values):
         raise ValueError(f"LlamaConfig: {key} must be token ids, got {value!r}.")
     return tuple(values)
-
-
-def _get(config: Mapping[str, Any], key: str, default: Any) -> Any:
-    value = config.get(key)
-    if value is not None:
-        return value
-    if default is _REQUIRED:
-        raise ValueError(f"LlamaConfig: {key} is missing.")
-    return default
-
-
-def _integer(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> Any:
-    value = _get(config, key, default)
-    if value is not None and not is_int(value):
-        raise ValueError(f"LlamaConfig: {key} must be an integer, got {value!r}.")
-    return value
-
-
-def _number(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> float:
-    value = _get(config, key, default)
-    if not is_int(value) and not isinstance(value, float):
-        raise ValueError(f"LlamaConfig: {key} must be a number, got {value!r}.")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"LlamaConfig: {key} must be in the range of float64.") from None
-
-
-def _boolean(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = _get(config, key, default)
-    if not isinstance(value, bool):
-        raise ValueError(f"LlamaConfig: {key} must be true or false, got {value!r}.")
-    return value

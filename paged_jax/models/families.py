@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from paged_jax.models.family import Family, Scale
+from paged_jax.models.family import Family, Router, Scale
 
 _BIASES = ("qkv_bias", "o_bias")
 _GEMMA_DEFAULTS = {
@@ -32,6 +32,13 @@ _OLMO_TENSORS = {
     "mlp_out_norm": "post_feedforward_layernorm.weight",
 }
 _EXPERT_SIZE_KEY = {"moe_intermediate_size": "intermediate_size"}
+# Router of GLM-4.5, dots.llm1 and their relatives, with groups of experts.
+_SIGMOID_ROUTER = Router("sigmoid", has_correction_bias=True, epsilon=1e-20)
+_GROUP_KEYS = {
+    "num_groups": "n_group",
+    "num_chosen_groups": "topk_group",
+    "factor": "routed_scaling_factor",
+}
 _QWEN_DEFAULTS = {
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
@@ -261,6 +268,7 @@ FAMILIES: dict[str, Family] = {
         fixed={"qkv_bias": True},
         sliding_layers="unused",
         experts=("norm_topk_prob", "shared_expert_intermediate_size"),
+        dense_layers="listed",
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -276,6 +284,7 @@ FAMILIES: dict[str, Family] = {
         sliding_layers="unused",
         biases=_BIASES,
         experts=("norm_topk_prob",),
+        dense_layers="listed",
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
@@ -291,6 +300,95 @@ FAMILIES: dict[str, Family] = {
         biases=_BIASES,
         experts=("norm_topk_prob",),
         keys=_EXPERT_SIZE_KEY,
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        fixed={"shared_expert_gate": False},
+        partial_rope=True,
+        biases=("qkv_bias",),
+        switches={"qk_norm": "use_qk_norm"},
+        only={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        experts=("norm_topk_prob",),
+        router=_SIGMOID_ROUTER,
+        router_keys=_GROUP_KEYS,
+        shared_experts="n_shared_experts",
+        dense_layers="first",
+        keys={"num_experts": "n_routed_experts"},
+        tensors={"shared_expert": "mlp.shared_experts"},
+        has_draft_layers=True,
+    ),
+    "dots1": Family(
+        "Dots1ForCausalLM",
+        {
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 2048,
+            "moe_intermediate_size": 1408,
+            "n_shared_experts": 0,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "sliding_window": 4096,
+            "max_window_layers": 62,
+        },
+        fixed={"qk_norm": True, "shared_expert_gate": False},
+        sliding_layers="last",
+        biases=_BIASES,
+        experts=("norm_topk_prob",),
+        router=_SIGMOID_ROUTER,
+        router_keys=_GROUP_KEYS,
+        shared_experts="n_shared_experts",
+        dense_layers="first",
+        keys={"num_experts": "n_routed_experts"},
+        tensors={"shared_expert": "mlp.shared_experts"},
+    ),
+    "minimax_m2": Family(
+        "MiniMaxM2ForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 196608,
+            "rope_theta": 5e6,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "bos_token_id": 200034,
+            "eos_token_id": 200020,
+        },
+        fixed={"qk_norm": True, "qk_norm_scope": "projection", "norm_topk_prob": True},
+        only={
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "shared_intermediate_size": 0,
+        },
+        partial_rope=True,
+        experts=(),
+        router=Router("sigmoid", has_correction_bias=True),
+        keys={"num_experts": "num_local_experts", **_EXPERT_SIZE_KEY},
+        tensors={
+            "router": "block_sparse_moe.gate.weight",
+            "router_correction_bias": "block_sparse_moe.e_score_correction_bias",
+            "experts_gate_proj": "block_sparse_moe.experts.*.w1.weight",
+            "experts_up_proj": "block_sparse_moe.experts.*.w3.weight",
+            "experts_down_proj": "block_sparse_moe.experts.*.w2.weight",
+        },
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",

@@ -6,6 +6,7 @@ family of a model.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +47,63 @@ class Scale:
 
 
 @dataclasses.dataclass(frozen=True)
+class Router:
+    """How the experts of a token are chosen and weighted. Weights are scores of chosen experts.
+
+    Attributes:
+      scores: ``"softmax"`` of the logits of all experts, or ``"sigmoid"`` of each logit.
+      has_correction_bias: whether a float32 bias per expert is added to the scores to choose
+        experts. The weights do not contain it.
+      num_groups: number of groups of consecutive experts with equal numbers of experts.
+      num_chosen_groups: number of groups that a token chooses first. It chooses its experts within
+        these groups.
+      group_score: score of a group: ``"max"`` or ``"top2"``, the sum of the two largest scores of
+        its experts, with the correction bias.
+      epsilon: constant added to the sum of weights by which renormalised weights are divided.
+      factor: factor of the weights.
+      has_expert_scale: whether weights are multiplied by a parameter per expert.
+      scales_inputs: whether weights are factors of the experts' inputs instead of their outputs.
+
+    Raises:
+      UnsupportedConfigError: an option has an unknown value.
+      ValueError: a number is out of range.
+    """
+
+    scores: str = "softmax"
+    has_correction_bias: bool = False
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    group_score: str = "top2"
+    epsilon: float = 0.0
+    factor: float = 1.0
+    has_expert_scale: bool = False
+    scales_inputs: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("scores", ("softmax", "sigmoid")), ("group_score", ("max", "top2"))):
+            if (value := getattr(self, name)) not in known:
+                raise UnsupportedConfigError(
+                    f"Router: {name} must be one of {', '.join(known)}, got {value!r}."
+                )
+        if not 1 <= self.num_chosen_groups <= self.num_groups:
+            raise ValueError(
+                "Router: num_chosen_groups must be at least 1 and at most num_groups, got "
+                f"{self.num_chosen_groups} and {self.num_groups}."
+            )
+        if not (math.isfinite(self.factor) and self.factor > 0):
+            raise ValueError(f"Router: factor must be positive, got {self.factor!r}.")
+
+    @property
+    def follows_logits(self) -> bool:
+        """Whether the chosen experts are those with the largest logits."""
+        return self.num_chosen_groups == self.num_groups and not self.has_correction_bias
+
+
+# Router of most families.
+SOFTMAX_ROUTER = Router()
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
     """Properties of a model family that are not in its ``config.json``.
 
@@ -55,7 +113,8 @@ class Family:
       fixed: fields of `LlamaConfig` with the same value in the whole family.
       sliding_layers: which layers have a sliding window. ``"none"``: no layer; ``"all"``: all
         layers if `sliding_window` is set; ``"switched"``: if `use_sliding_window` is true, the
-        layers in `layer_types`, by default those from `max_window_layers` on; ``"pattern"``: the
+        layers in `layer_types`, by default those from `max_window_layers` on; ``"last"``: the same
+        without that switch; ``"pattern"``: the
         layers in `layer_types`, by default all but every n-th, where n is
         `sliding_window_pattern`; ``"unused"``: no layer, although configs have the keys of
         ``"switched"``.
@@ -65,17 +124,28 @@ class Family:
       partial_rope: whether a config may rotate only a part of each head.
       rope_interleaved: whether the two elements of a rotated pair are neighbours.
       biases: fields of `LlamaConfig` that `attention_bias` sets.
+      switches: key in ``config.json`` of each field of `LlamaConfig` that it turns on or off.
       experts: fields of `LlamaConfig` to read for the experts, in addition to their sizes; None for
         a family without experts.
+      router: how experts are chosen and weighted.
+      router_keys: key in ``config.json`` of each field of `Router` that it has.
+      shared_experts: key in ``config.json`` of the number of experts for all tokens, which are one
+        MLP; None if it has their size.
+      dense_layers: which layers have a dense MLP instead of experts. ``"none"``; ``"first"``: the
+        first layers, as many as `first_k_dense_replace`; ``"listed"``: layers in `mlp_only_layers`,
+        and those that `decoder_sparse_step` leaves out. A list `mlp_layer_types` has precedence.
       is_mxfp4: whether checkpoints may store experts in MXFP4, see `Mxfp4Tensor`.
       scales: factors to read from ``config.json``.
       caps: soft caps to read from ``config.json``.
+      only: keys in ``config.json`` that change the computation, with the only supported value.
       keys: key in ``config.json`` of each `LlamaConfig` field whose key differs from its name.
       tensors: tensor names of a layer that differ from those in `tensor_map`, by parameter. A fused
         parameter such as ``qkv_proj`` is one tensor in the files if it is listed here. A * stands
-        for the number of an expert.
+        for the number of an expert. ``shared_expert`` is the module of the expert for all tokens.
       prefixes: prefixes of tensor names and their replacements; None if the tensors belong to
         another part of a larger model and are not read.
+      has_draft_layers: whether files may have more layers than the model. They predict several
+        tokens at once, and are not read.
     """
 
     architecture: str
@@ -87,18 +157,27 @@ class Family:
     partial_rope: bool = False
     rope_interleaved: bool = False
     biases: tuple[str, ...] = ()
+    switches: Mapping[str, str] = dataclasses.field(default_factory=dict)
     experts: tuple[str, ...] | None = None
+    router: Router = SOFTMAX_ROUTER
+    router_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    shared_experts: str | None = None
+    dense_layers: str = "none"
     is_mxfp4: bool = False
     scales: tuple[Scale, ...] = ()
     caps: tuple[str, ...] = ()
+    only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prefixes: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    has_draft_layers: bool = False
 
     @property
     def reads(self) -> frozenset[str]:
         """Keys of ``config.json`` that change the computation and that this family reads."""
-        return frozenset({*self.caps, *(scale.key for scale in self.scales)})
+        scales = (scale.key for scale in self.scales)
+        shared = () if self.shared_experts is None else (self.shared_experts,)
+        return frozenset({*self.caps, *self.switches.values(), *scales, *shared})
 
     def key(self, field: str) -> str:
         """Return the key of a `LlamaConfig` field in ``config.json``."""

@@ -15,7 +15,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_attention import Attend, Carry, Heads, Projection
 from paged_jax.models.matrices import add_matrix, get_matrix
 from paged_jax.models.matrix_formats import MatrixFormats
-from paged_jax.models.mlp import ExpertWeights, gated_mlp, routed_experts
+from paged_jax.models.mlp import ExpertWeights, RouterArrays, gated_mlp, routed_experts
 from paged_jax.models.tensor_parallel import DeviceShard
 
 # Names of a layer's norms, by `norm_placement`. `input_norm` and `post_attention_norm` normalise
@@ -50,6 +50,7 @@ class Layer(nnx.Module):
         gate_up_proj          [2, F, E]          gate, up; of the shared expert if there are experts
         down_proj             [E, F]
         router                [X, E]             router_bias           [X]
+        router_correction_bias  [X]              router_expert_scale   [X]
         experts_gate_up_proj  [X, 2, F, E]       experts_gate_up_bias  [X, 2, F]
         experts_down_proj     [X, E, F]          experts_down_bias     [X, E]
         shared_expert_gate    [1, E]
@@ -116,8 +117,13 @@ class Layer(nnx.Module):
         add("router", X, E)
         add("experts_gate_up_proj", num_local, 2, F, E)
         add("experts_down_proj", num_local, E, F, deviation=residual_deviation)
-        if config.shared_expert_intermediate_size:
+        if config.shared_expert_intermediate_size and config.shared_expert_gate:
             add("shared_expert_gate", 1, E)
+        if config.router.has_correction_bias:
+            # In bfloat16, biases that are close to each other would become equal.
+            self.router_correction_bias = nnx.Param(jnp.zeros(X, jnp.float32))
+        if config.router.has_expert_scale:
+            self.router_expert_scale = nnx.Param(jnp.ones(X, dtype))
         if config.expert_bias:
             self.router_bias = nnx.Param(jnp.zeros(X, dtype))
             self.experts_gate_up_bias = nnx.Param(jnp.zeros((num_local, 2, F), dtype))
@@ -205,6 +211,7 @@ class Layer(nnx.Module):
             x,
             logits,
             weights,
+            self._router_arrays(),
             is_token=is_token,
             first_expert=None if self.shard is None else self.shard.index * num_local,
             backend=backend,
@@ -212,13 +219,23 @@ class Layer(nnx.Module):
         if not config.shared_expert_intermediate_size:
             return out
         shared = gated_mlp(config, x, weight("gate_up_proj"), weight("down_proj"), backend)
+        if not config.shared_expert_gate:
+            return out + shared
         gate = linear(x, weight("shared_expert_gate"), backend=backend)
         return out + shared * jax.nn.sigmoid(gate)
 
+    def _router_arrays(self) -> RouterArrays:
+        names = ("router_correction_bias", "router_expert_scale")
+        return RouterArrays(*(self._vector(name) for name in names))
+
+    def _vector(self, name: str) -> jax.Array | None:
+        parameter = getattr(self, name, None)
+        return None if parameter is None else parameter[...]
+
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
         """Apply one of `NORMS`. Return `x` if the layer does not have it."""
-        weight = getattr(self, name, None)
-        return x if weight is None else apply_norm(self.config, x, weight[...])
+        weight = self._vector(name)
+        return x if weight is None else apply_norm(self.config, x, weight)
 
     def _scale(self, out: jax.Array) -> jax.Array:
         factor = self.config.residual_multiplier

@@ -24,6 +24,7 @@ from jax import lax
 from paged_jax.kernels.linear import Stack, Weight, grouped_linear, linear, sum_rows
 from paged_jax.kernels.weight_formats import WeightArrays
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.family import SOFTMAX_ROUTER, Router
 
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -54,13 +55,25 @@ class ExpertWeights(NamedTuple):
     down_bias: jax.Array | None = None
 
 
+class RouterArrays(NamedTuple):
+    """Parameters of a router in addition to its matrix.
+
+    Attributes:
+      correction_bias: float32 ``[X]``, added to scores to choose experts, or None.
+      expert_scale: floating point ``[X]``, factors of the experts' weights, or None.
+    """
+
+    correction_bias: jax.Array | None = None
+    expert_scale: jax.Array | None = None
+
+
 class Routes(NamedTuple):
     """Experts of each token.
 
     Attributes:
       experts: i32 ``[N, k]``, indices of the experts of each token, distinct; X, the number of
         experts on this device, means no expert.
-      weights: float32 ``[N, k]``, factors of the experts' outputs.
+      weights: float32 ``[N, k]``, factors of the experts' outputs, or of their inputs.
     """
 
     experts: jax.Array
@@ -96,6 +109,7 @@ def routed_experts(
     x: jax.Array,
     logits: jax.Array,
     weights: ExpertWeights,
+    router: RouterArrays | None = None,
     *,
     is_token: jax.Array | None,
     first_expert: jax.Array | None,
@@ -108,6 +122,7 @@ def routed_experts(
       x: float32 ``[..., E]``, normalised.
       logits: float32 ``[..., X]``, output of the router.
       weights: the experts on this device.
+      router: further parameters of the router, or None.
       is_token: bool ``[...]``, False for padding rows, with output 0; None for no padding.
       first_expert: index of the first expert on this device, i32 ``[]``; None if all are here.
       backend: see `grouped_linear`.
@@ -120,12 +135,21 @@ def routed_experts(
     routes = route(
         logits.reshape(-1, logits.shape[-1]),
         config.num_experts_per_tok,
+        config.router,
+        router,
         renormalise=config.norm_topk_prob,
         is_token=None if is_token is None else is_token.reshape(-1),
         local_experts=None if first_expert is None else (first_expert, num_local),
     )
     rows, activation = x.reshape(-1, x.shape[-1]), _gated_activation(config)
-    out = apply_experts(rows, routes, weights, activation=activation, backend=backend)
+    out = apply_experts(
+        rows,
+        routes,
+        weights,
+        activation=activation,
+        scales_inputs=config.router.scales_inputs,
+        backend=backend,
+    )
     return out.reshape(x.shape)
 
 
@@ -151,21 +175,29 @@ def clamped_swiglu(gate: jax.Array, up: jax.Array, *, alpha: float, limit: float
 def route(
     logits: jax.Array,
     num_chosen: int,
+    router: Router = SOFTMAX_ROUTER,
+    arrays: RouterArrays | None = None,
     *,
     renormalise: bool,
     is_token: jax.Array | None = None,
     local_experts: tuple[jax.Array | int, int] | None = None,
 ) -> Routes:
-    """Choose the experts with the largest logits. Ties go to the lower index.
+    """Choose experts and compute their weights, in three steps.
 
-    For few tokens, the rank of an expert is found by comparing it with all others. XLA can fuse
-    this with the surrounding operations, unlike `jax.lax.top_k`, which sorts.
+    1. Scores of all experts, from the logits.
+    2. Keys: scores with the correction bias, within the chosen groups. The experts with the largest
+       keys are chosen. Ties go to the lower index.
+    3. Weights, from the scores of the chosen experts.
+
+    If keys would have the order of the logits, the logits are the keys, and scores of other experts
+    are computed only as far as the weights need them.
 
     Args:
       logits: float32 ``[N, X]``.
       num_chosen: number of experts per token (k).
-      renormalise: True if the weights are a softmax over the chosen experts; False for a softmax
-        over all experts.
+      router: how experts are chosen and weighted; by default by a softmax.
+      arrays: further parameters of the router, or None.
+      renormalise: whether the weights are divided by their sum.
       is_token: bool ``[N]``, False for padding rows, which use no expert; None for no padding.
       local_experts: index of the first expert on this device and their number, or None for all.
         Experts are then numbered from this first expert, and experts on other devices become
@@ -176,31 +208,101 @@ def route(
       >>> routes.experts.tolist(), routes.weights.round(3).tolist()
       ([[1, 2]], [[0.4000000059604645, 0.30000001192092896]])
     """
-    N, X = logits.shape
+    X = logits.shape[1]
     first, num_local = (0, X) if local_experts is None else local_experts
-    index = jnp.arange(X, dtype=jnp.int32)
-    numbers = index - first
+    numbers = jnp.arange(X, dtype=jnp.int32) - first
     numbers = jnp.where((numbers >= 0) & (numbers < num_local), numbers, num_local)[None]
     if is_token is not None:
         numbers = jnp.where(is_token[:, None], numbers, num_local)
+    bias, scale = arrays or (None, None)
+    others = () if scale is None else (scale.astype(jnp.float32)[None],)
 
-    if N * X * X <= _MAX_COMPARISONS:
-        this, other = logits[:, :, None], logits[:, None]
-        is_before = (other > this) | ((other == this) & (index[None] < index[:, None])[None])
-        ranks = jnp.sum(is_before, axis=2, dtype=jnp.int32)
-        is_choice = ranks[:, None] == jnp.arange(num_chosen, dtype=jnp.int32)[None, :, None]
-        experts = jnp.sum(jnp.where(is_choice, numbers[:, None], 0), axis=2)
-        top = jnp.sum(jnp.where(is_choice, logits[:, None], 0), axis=2)
+    if router.follows_logits:
+        experts, top, *others = _choose(logits, num_chosen, numbers, logits, *others)
+        weights = _weights_of_logits(logits, top, router, renormalise=renormalise)
     else:
-        top, choices = lax.top_k(logits, num_chosen)
-        experts = jnp.take_along_axis(jnp.broadcast_to(numbers, (N, X)), choices, axis=1)
+        scores = _scores(logits, router)
+        keys = _keys(scores, router, bias)
+        experts, weights, *others = _choose(keys, num_chosen, numbers, scores, *others)
+        if renormalise:
+            weights = weights / (_sum_in_order(weights[..., None]) + router.epsilon)
+    if router.factor != 1:
+        weights = weights * router.factor
+    for factor in others:
+        weights = weights * factor
+    return Routes(experts, weights)
 
+
+def _choose(keys: jax.Array, num_chosen: int, *values: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the values ``[N, k]`` of the experts with the largest keys, in descending order.
+
+    For few tokens, the rank of an expert is found by comparing it with all others. XLA can fuse
+    this with the surrounding operations, unlike `jax.lax.top_k`, which sorts.
+
+    Args:
+      keys: float32 ``[N, X]``.
+      num_chosen: number of experts per token (k).
+      values: arrays ``[N, X]`` or ``[1, X]``.
+    """
+    N, X = keys.shape
+    if N * X * X > _MAX_COMPARISONS:
+        _, choices = lax.top_k(keys, num_chosen)
+        values = tuple(jnp.broadcast_to(value, (N, X)) for value in values)
+        return tuple(jnp.take_along_axis(value, choices, axis=1) for value in values)
+    index = jnp.arange(X, dtype=jnp.int32)
+    this, other = keys[:, :, None], keys[:, None]
+    is_before = (other > this) | ((other == this) & (index[None] < index[:, None])[None])
+    ranks = jnp.sum(is_before, axis=2, dtype=jnp.int32)
+    is_choice = ranks[:, None] == jnp.arange(num_chosen, dtype=jnp.int32)[None, :, None]
+    return tuple(jnp.sum(jnp.where(is_choice, value[:, None], 0), axis=2) for value in values)
+
+
+def _weights_of_logits(
+    logits: jax.Array, top: jax.Array, router: Router, *, renormalise: bool
+) -> jax.Array:
+    """Return the weights of the experts with the largest logits, float32 ``[N, k]``.
+
+    Args:
+      logits: float32 ``[N, X]``, of all experts.
+      top: float32 ``[N, k]``, logits of the chosen experts, in descending order.
+      router: see `route`.
+      renormalise: see `route`.
+    """
+    if router.scores == "sigmoid":
+        weights = jax.nn.sigmoid(top)
+        return (
+            weights / (_sum_in_order(weights[..., None]) + router.epsilon)
+            if renormalise
+            else weights
+        )
     shifted = jnp.exp(top - top[:, :1])
     if renormalise:
-        total = _sum_in_order(shifted[..., None])
-    else:
-        total = sum_rows(jnp.exp(logits - top[:, :1]))
-    return Routes(experts, shifted / total)
+        return shifted / _sum_in_order(shifted[..., None])
+    return shifted / sum_rows(jnp.exp(logits - top[:, :1]))
+
+
+def _scores(logits: jax.Array, router: Router) -> jax.Array:
+    if router.scores == "sigmoid":
+        return jax.nn.sigmoid(logits)
+    exponentials = jnp.exp(logits - jnp.max(logits, axis=1, keepdims=True))
+    return exponentials / sum_rows(exponentials)
+
+
+def _keys(scores: jax.Array, router: Router, bias: jax.Array | None) -> jax.Array:
+    """Return the numbers by which experts are chosen, float32 ``[N, X]``; -inf for no choice."""
+    keys = scores if bias is None else scores + bias.astype(jnp.float32)[None]
+    if router.num_chosen_groups == router.num_groups:
+        return keys
+    N, X = keys.shape
+    grouped = keys.reshape(N, router.num_groups, -1)
+    group_scores = jnp.max(grouped, axis=2)
+    if router.group_score == "top2":
+        is_best = jnp.arange(grouped.shape[2])[None, None] == jnp.argmax(grouped, axis=2)[..., None]
+        group_scores += jnp.max(jnp.where(is_best, -jnp.inf, grouped), axis=2)
+    groups = jnp.arange(router.num_groups, dtype=jnp.int32)[None]
+    [chosen] = _choose(group_scores, router.num_chosen_groups, groups)
+    is_chosen = jnp.any(chosen[:, None] == groups[..., None], axis=2)
+    return jnp.where(is_chosen[..., None], grouped, -jnp.inf).reshape(N, X)
 
 
 def apply_experts(
@@ -209,6 +311,7 @@ def apply_experts(
     weights: ExpertWeights,
     *,
     activation: GatedActivation,
+    scales_inputs: bool = False,
     backend: str | None = None,
 ) -> jax.Array:
     """Compute the weighted sum of the chosen experts' outputs for each token.
@@ -218,6 +321,7 @@ def apply_experts(
       routes: result of `route`.
       weights: X experts.
       activation: function of gates and ups, each float32 ``[rows, F]``.
+      scales_inputs: whether the weights of `routes` are factors of the inputs, not of the outputs.
       backend: see `grouped_linear`.
 
     Returns:
@@ -234,11 +338,14 @@ def apply_experts(
         out = _grouped_linear(rows, w, sizes, backend)
         return out if bias is None else out + bias[expert].astype(jnp.float32)
 
-    hidden = project(x[order // k], weights.gate_up_proj, weights.gate_up_bias)
+    inputs = x[order // k]
+    if scales_inputs:
+        inputs = inputs * routes.weights.reshape(-1)[order][:, None]
+    hidden = project(inputs, weights.gate_up_proj, weights.gate_up_bias)
     hidden = activation(hidden[:, 0], hidden[:, 1])
     out = project(hidden, weights.down_proj, weights.down_bias)
     of_tokens = jnp.where((routes.experts < X)[..., None], out[places], 0)
-    return _sum_in_order(of_tokens * routes.weights[..., None])
+    return _sum_in_order(of_tokens if scales_inputs else of_tokens * routes.weights[..., None])
 
 
 def sort_by_expert(experts: jax.Array) -> tuple[jax.Array, jax.Array]:

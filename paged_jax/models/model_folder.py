@@ -1,11 +1,15 @@
-"""JSON files of a model folder, and advice about folders that do not contain a model."""
+"""JSON files of a model folder, their entries, and advice about folders without a model."""
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from paged_jax.arguments import is_int
+
+# Default of entries that are required.
+REQUIRED: Any = object()
 _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.safetensors")
 # Formats that this package cannot load, by a pattern of their file names.
 _OTHER_FORMATS = {
@@ -62,6 +66,43 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: must hold a JSON object, got {type(content).__name__}.")
     return content
+
+
+def read_entry(config: Mapping[str, Any], key: str, default: Any) -> Any:
+    """Return an entry of a ``config.json``, or the default if it is missing or null."""
+    value = config.get(key)
+    if value is not None:
+        return value
+    if default is REQUIRED:
+        raise ValueError(f"LlamaConfig: {key} is missing.")
+    return default
+
+
+def read_integer(config: Mapping[str, Any], key: str, default: Any = REQUIRED) -> Any:
+    """Return an integer of a ``config.json``; see `read_entry`."""
+    value = read_entry(config, key, default)
+    if value is not None and not is_int(value):
+        raise ValueError(f"LlamaConfig: {key} must be an integer, got {value!r}.")
+    return value
+
+
+def read_number(config: Mapping[str, Any], key: str, default: Any = REQUIRED) -> float:
+    """Return a number of a ``config.json`` as a float; see `read_entry`."""
+    value = read_entry(config, key, default)
+    if not is_int(value) and not isinstance(value, float):
+        raise ValueError(f"LlamaConfig: {key} must be a number, got {value!r}.")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"LlamaConfig: {key} must be in the range of float64.") from None
+
+
+def read_boolean(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    """Return true or false of a ``config.json``; see `read_entry`."""
+    value = read_entry(config, key, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"LlamaConfig: {key} must be true or false, got {value!r}.")
+    return value
 
 
 def describe_folder(folder: Path) -> str:

@@ -274,6 +274,9 @@ def _local_theta(
 
 def _partial_factor(config: Mapping[str, Any], family: Family) -> float:
     factor = _number(config, "partial_rotary_factor", 1.0)
+    if config.get("rotary_dim") is not None and config.get("partial_rotary_factor") is None:
+        # Files of MiniMax M2 have the number of elements that rotate.
+        factor = _required_number(config, "rotary_dim") / _number(config, "head_dim", 1.0)
     if factor != 1 and not family.partial_rope:
         raise UnsupportedConfigError(
             f"LlamaConfig: partial_rotary_factor = {factor!r} is not supported for "

@@ -20,6 +20,8 @@ from tests.support.families import CASES, VOCAB_SIZE, WINDOW
 # Importing torch and transformers takes seconds.
 pytestmark = pytest.mark.slow
 
+# Parameters that are buffers in transformers, and get no gradient there.
+NOT_TRAINED = ("router_correction_bias",)
 LENGTH = WINDOW + 4
 TOKENS = np.random.default_rng(0).integers(2, VOCAB_SIZE, (1, LENGTH + 1), np.int32)
 
@@ -73,6 +75,8 @@ def test_gradients_match_transformers(case, tmp_path) -> None:
     assert len(actual) == len(expected)
     for path, gradient in actual:
         wanted = expected[jax.tree_util.keystr(path)]
+        if any(name in str(path) for name in NOT_TRAINED):
+            continue
         scale = np.abs(wanted).max()
         assert scale > 0, path
         np.testing.assert_allclose(gradient, wanted, rtol=0, atol=1e-4 * scale, err_msg=str(path))

@@ -46,6 +46,19 @@ class Case:
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+# The first layer is dense. Tokens choose two of three groups of experts.
+_GLM_EXPERTS: dict[str, Any] = {
+    "head_dim": 24,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 9,
+    "num_experts_per_tok": 3,
+    "n_group": 3,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}
 CASES = {
     "llama": Case("llama", {"head_dim": 24}),
     "mistral": Case("mistral", {"sliding_window": WINDOW}),
@@ -149,6 +162,11 @@ CASES = {
             "swiglu_limit": 0.8,
         },
     ),
+    "glm4_moe": Case("glm4_moe", {**_GLM_EXPERTS, "use_qk_norm": True, "attention_bias": True}),
+    "minimax_m2": Case(
+        "minimax_m2",
+        {"head_dim": 24, "rotary_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
 }
 
 
@@ -250,6 +268,21 @@ VARIANTS = {
     "olmoe renormalised": Case(
         "olmoe", {"num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": True}
     ),
+    "glm4_moe without norms of heads and groups": Case(
+        "glm4_moe",
+        {**_GLM_EXPERTS, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
+    "dots1": Case("dots1", {**_GLM_EXPERTS, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3_moe with dense layers": Case(
+        "qwen3_moe",
+        {
+            "num_hidden_layers": 3,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        },
+    ),
     "gpt_oss without biases": Case(
         "gpt_oss",
         {
@@ -332,6 +365,12 @@ def _randomised(make: Callable[[Any], Any], config: Any) -> Any:
             # Small embeddings keep a tied model from repeating its last token.
             std = 0.3 if parameter.ndim == 1 else 0.05 if "embed" in name else 0.2
             parameter.normal_(std=std).add_(offset)
+        saved = model.state_dict()
+        for name, buffer in model.named_buffers():
+            # Such as the bias of a router, but not factors that the config determines.
+            if name in saved:
+                offset = buffer.mean().item()
+                buffer.normal_(std=0.3).add_(offset)
     return model
 
 

@@ -32,6 +32,9 @@ _EXPERTS = {
     "experts_gate_proj": "mlp.experts.*.gate_proj.weight",
     "experts_up_proj": "mlp.experts.*.up_proj.weight",
     "experts_down_proj": "mlp.experts.*.down_proj.weight",
+    "router_correction_bias": "mlp.gate.e_score_correction_bias",
+    "router_expert_scale": "mlp.router.per_expert_scale",
+    "shared_expert": "mlp.shared_expert",
 }
 
 Shape = tuple[int, ...]
@@ -186,12 +189,21 @@ def standard_name(config: LlamaConfig, name_in_file: str) -> str | None:
       >>> standard_name(config, "language_model.model.norm.weight")
       'model.norm.weight'
     """
-    prefixes = FAMILIES[config.model_type].prefixes if config.model_type in FAMILIES else {}
+    family = FAMILIES.get(config.model_type)
+    name = _without_prefix({} if family is None else family.prefixes, name_in_file)
+    if name is not None and family is not None and family.has_draft_layers:
+        index = name.removeprefix("model.layers.").partition(".")[0]
+        if index.isdecimal() and int(index) >= config.num_hidden_layers:
+            return None
+    return name
+
+
+def _without_prefix(prefixes: Mapping[str, str | None], name: str) -> str | None:
     for prefix, replacement in prefixes.items():
-        if name_in_file.startswith(prefix):
-            return replacement and replacement + name_in_file.removeprefix(prefix)
+        if name.startswith(prefix):
+            return replacement and replacement + name.removeprefix(prefix)
     # Checkpoints of a model without its output head lack the prefix ``model.``.
-    return f"model.{name_in_file}" if name_in_file.startswith(_INNER) else name_in_file
+    return f"model.{name}" if name.startswith(_INNER) else name
 
 
 def _model_mappings(config: LlamaConfig) -> Mapping[str, Mappings]:
@@ -289,14 +301,17 @@ def _expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Ma
     E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
     names = {**_EXPERTS, **_family_tensors(config)}
     shared = config.shared_expert_intermediate_size
+    module = names["shared_expert"]
     mappings: dict[str, Mappings] = {
         "router": (_map(names["router"], (X, E)),),
+        "router_correction_bias": (_map(names["router_correction_bias"], (X,)),),
+        "router_expert_scale": (_map(names["router_expert_scale"], (X,)),),
         "shared_expert_gate": (_map("mlp.shared_expert_gate.weight", (1, E)),),
         "gate_up_proj": (
-            _map("mlp.shared_expert.gate_proj.weight", (shared, E), (1, shared, E)),
-            _map("mlp.shared_expert.up_proj.weight", (shared, E), (1, shared, E), (1, 0, 0)),
+            _map(f"{module}.gate_proj.weight", (shared, E), (1, shared, E)),
+            _map(f"{module}.up_proj.weight", (shared, E), (1, shared, E), (1, 0, 0)),
         ),
-        "down_proj": (_map("mlp.shared_expert.down_proj.weight", (E, shared)),),
+        "down_proj": (_map(f"{module}.down_proj.weight", (E, shared)),),
     }
     if "experts_gate_up_proj" in names and experts != "separate":
         return mappings | _interleaved_expert_mappings(config, names)
@@ -340,8 +355,10 @@ def _fused_expert_mappings(config: LlamaConfig) -> dict[str, Mappings]:
     """Return the mappings of the fused expert tensors that transformers 5 has in memory."""
     E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
     gate_up, down = (X, 2 * F, E), (X, E, F)
+    bias = {**_EXPERTS, **_family_tensors(config)}["router_correction_bias"]
     return {
         "router": (_map("mlp.gate.weight", (X, E)),),
+        "router_correction_bias": (_map(bias.replace("block_sparse_moe.", "mlp."), (X,)),),
         "experts_gate_up_proj": (
             TensorMapping("mlp.experts.gate_up_proj", gate_up, (X, 2, F, E), (0,) * 4,
                           axes=(0, 1, 2, 3), split_shape=(X, 2, F, E)),
