@@ -12,13 +12,13 @@ from paged_jax.models.config_json import read_fields, write_fields
 from paged_jax.models.family import SOFTMAX_ROUTER, Router, UnsupportedConfigError
 from paged_jax.models.layer_groups import (
     FULL,
-    LAYER_TYPES,
-    MLP_TYPES,
     SLIDING,
     SPARSE,
     KVShape,
     LayerGroup,
     StateShape,
+    check_layer_types,
+    check_mlp_layer_types,
     check_num_layers,
     group_layers,
 )
@@ -219,8 +219,8 @@ class LlamaConfig:
                 f"LlamaConfig: sliding_window must be positive or null, got {self.sliding_window}."
             )
         check_num_layers(self.num_hidden_layers)
-        self._check_layer_types()
         self._check_experts()
+        self._check_layer_types()
         for field, choices in _CHOICES.items():
             if getattr(self, field) not in choices:
                 raise UnsupportedConfigError(
@@ -244,28 +244,16 @@ class LlamaConfig:
                 )
 
     def _check_layer_types(self) -> None:
-        if not self.layer_types:
-            return
-        if len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"LlamaConfig: layer_types must name {self.num_hidden_layers} layers, got "
-                f"{len(self.layer_types)}."
-            )
-        if others := set(self.layer_types) - set(LAYER_TYPES):
-            raise UnsupportedConfigError(
-                f"LlamaConfig: layer type {min(others)!r} is not supported, only "
-                f"{' and '.join(map(repr, LAYER_TYPES))}."
-            )
-        if SLIDING in self.layer_types and self.sliding_window is None:
-            raise ValueError(
-                f"LlamaConfig: sliding_window must be an integer where layer_types has {SLIDING!r},"
-                " got null."
-            )
+        sliding_window, num_layers = self.sliding_window, self.num_hidden_layers
+        check_layer_types(self.layer_types, sliding_window, num_layers)
+        check_mlp_layer_types(self.mlp_layer_types, self.num_experts, num_layers)
         # Normalise uniform layers, so that equal models have equal configs.
         if len(set(self.layer_types)) == 1:
             if FULL in self.layer_types:
                 object.__setattr__(self, "sliding_window", None)
             object.__setattr__(self, "layer_types", ())
+        if len(set(self.mlp_layer_types)) == 1:
+            object.__setattr__(self, "mlp_layer_types", ())
 
     def _check_ropes(self) -> None:
         if self.rope_layers and len(self.rope_layers) != self.num_hidden_layers:
@@ -286,7 +274,6 @@ class LlamaConfig:
                 "LlamaConfig: num_experts_per_tok must be at most num_experts, got "
                 f"{self.num_experts_per_tok} and {self.num_experts}."
             )
-        self._check_mlp_layer_types()
         if self.num_experts % self.router.num_groups:
             raise ValueError(
                 "LlamaConfig: num_experts must be a multiple of the router's num_groups, got "
@@ -297,23 +284,6 @@ class LlamaConfig:
                 "LlamaConfig: shared_expert_intermediate_size must be 0 or more, got "
                 f"{self.shared_expert_intermediate_size}."
             )
-
-    def _check_mlp_layer_types(self) -> None:
-        kinds = self.mlp_layer_types
-        if not kinds:
-            return
-        if len(kinds) != self.num_hidden_layers or set(kinds) - set(MLP_TYPES):
-            raise ValueError(
-                f"LlamaConfig: mlp_layer_types must list {self.num_hidden_layers} times one of "
-                f"{' and '.join(map(repr, MLP_TYPES))}, got {list(kinds)}."
-            )
-        if (SPARSE in kinds) != bool(self.num_experts):
-            raise ValueError(
-                f"LlamaConfig: mlp_layer_types must contain {SPARSE!r} if and only if there are "
-                f"experts, got {list(kinds)} and num_experts = {self.num_experts}."
-            )
-        if len(set(kinds)) == 1:
-            object.__setattr__(self, "mlp_layer_types", ())
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":

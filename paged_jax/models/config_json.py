@@ -12,7 +12,7 @@ from typing import Any
 from paged_jax.arguments import check_positive, is_int
 from paged_jax.models.experts_json import check_neutral, read_experts, write_experts
 from paged_jax.models.families import FAMILIES, PARTS
-from paged_jax.models.family import Family, UnsupportedConfigError
+from paged_jax.models.family import Family, TextPart, UnsupportedConfigError
 from paged_jax.models.layer_groups import FULL, SLIDING, check_num_layers
 from paged_jax.models.model_folder import read_boolean, read_entry, read_integer, read_number
 from paged_jax.models.quantisation import QUANTISATION_KEYS, find_quantisation
@@ -60,6 +60,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}
     _check_supported(config, family)
+    replacements = family.replacements.get("hidden_act", {})
     hidden_act = read_entry(config, family.key("hidden_act"), "silu")
     heads = read_integer(config, "num_attention_heads")
     kv_heads = read_integer(config, "num_key_value_heads", None)
@@ -80,7 +81,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         rms_norm_eps=read_number(config, family.key("rms_norm_eps"), 1e-6),
         **rope,
         tie_word_embeddings=read_boolean(config, "tie_word_embeddings", False),
-        hidden_act="silu" if hidden_act == "swish" else hidden_act,
+        hidden_act={"swish": "silu", **replacements}.get(hidden_act, hidden_act),
         sliding_window=sliding_window,
         layer_types=layer_types,
         initializer_range=read_number(config, "initializer_range", 0.02),
@@ -139,30 +140,31 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config of the text model. In models with images, it is an entry of `config`."""
-    for model_type, (architecture, key) in PARTS.items():
+    for model_type, text in PARTS.items():
         architectures = config.get("architectures")
-        if config.get("model_type") == model_type or architectures == [architecture]:
-            known = (architecture, _base_architecture(architecture))
+        if config.get("model_type") == model_type or architectures == [text.architecture]:
+            known = (text.architecture, _base_architecture(text.architecture))
             for other in architectures if isinstance(architectures, list) else ():
                 if other not in known:
                     raise _unsupported("architecture", other)
-            return _text_part(config, key)
+            return _text_part(config, text)
     return config
 
 
-def _text_part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    if not isinstance(part := config.get(key), Mapping):
-        raise ValueError(f"LlamaConfig: {key} must be an object, got {part!r}.")
-    if part.get("final_logit_softcapping") is not None:
+def _text_part(config: Mapping[str, Any], text: TextPart) -> Mapping[str, Any]:
+    if not isinstance(part := config.get(text.key), Mapping):
+        raise ValueError(f"LlamaConfig: {text.key} must be an object, got {part!r}.")
+    if part.get("final_logit_softcapping") is not None and not text.has_cap:
         raise UnsupportedConfigError(
             "LlamaConfig: final_logit_softcapping must be null in models with images, where "
             f"transformers ignores it, got {part['final_logit_softcapping']!r}."
         )
     shared = {name: config[name] for name in _SHARED_KEYS if config.get(name) is not None}
-    # The output head is part of the whole model, in whose config tie_word_embeddings defaults to
-    # true.
-    tied = config.get("tie_word_embeddings", True) or False
-    return {**part, **shared, "tie_word_embeddings": tied, "architectures": None}
+    # The output head is part of the whole model, so its config has the entry.
+    tied = config.get("tie_word_embeddings", text.is_tied) or False
+    outer = {**shared, "tie_word_embeddings": tied, "architectures": None}
+    kind = {} if text.model_type is None else {"model_type": text.model_type}
+    return {**text.defaults, **part, **outer, **kind}
 
 
 def _base_architecture(architecture: str) -> str:
@@ -289,10 +291,11 @@ def _default_layer_types(
 ) -> tuple[str, ...]:
     """Return the layer types that transformers assumes if `layer_types` is missing."""
     layers = range(num_hidden_layers)
-    if family.sliding_layers == "pattern":
+    if family.sliding_layers.startswith("pattern"):
         every = read_integer(config, "sliding_window_pattern")
         check_positive("LlamaConfig", sliding_window_pattern=every)
-        is_full = [(layer + 1) % every == 0 for layer in layers]
+        first_full = every - 1 if family.sliding_layers == "pattern" else 0
+        is_full = [layer % every == first_full for layer in layers]
     elif family.rope_layers == "listed":
         is_full = read_rope_layers(config, family, num_hidden_layers, ()) or [True for _ in layers]
     else:

@@ -10,6 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+# Fields of `LlamaConfig` for the biases of attention, which many families have.
+BIASES = ("qkv_bias", "o_bias")
+
 
 class UnsupportedConfigError(ValueError):
     """The config is valid but needs a feature that this library does not support."""
@@ -44,6 +47,28 @@ class Scale:
         # 14 digits keep every number that a person wrote, and hide rounding errors.
         number = float(f"{factor ** (1 / self.power):.14g}")
         return int(number) if number.is_integer() else number
+
+
+@dataclasses.dataclass(frozen=True)
+class TextPart:
+    """Text model inside of a model that also reads images, audio or video.
+
+    Attributes:
+      architecture: class of the whole model in transformers.
+      model_type: key in `families.FAMILIES` of the text model, if its own config does not name it.
+      defaults: values that transformers uses for keys that are missing in the config of the text
+        model, if they are not those of its family.
+      is_tied: whether the head is tied to the embeddings if the outer config does not say it.
+      has_cap: whether transformers applies ``final_logit_softcapping`` to the whole model.
+      key: key of the text model's config.
+    """
+
+    architecture: str
+    model_type: str | None = None
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    is_tied: bool = True
+    has_cap: bool = True
+    key: str = "text_config"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +141,9 @@ class Family:
         layers in `layer_types`, by default those from `max_window_layers` on; ``"last"``: the same
         without that switch; ``"pattern"``: the
         layers in `layer_types`, by default all but every n-th, where n is
-        `sliding_window_pattern`; ``"unused"``: no layer, although configs have the keys of
-        ``"switched"``.
+        `sliding_window_pattern`; ``"pattern from the first"``: the same, but the first layer and
+        every n-th after it have no window; ``"unused"``: no layer, although configs have the keys
+        of ``"switched"``.
       rope_layers: which layers rotate queries and keys. ``"all"``; ``"sliding"``: layers with a
         sliding window; ``"listed"``: layers with a 1 in `no_rope_layers`.
       local_rope: whether layers with a sliding window have their own base without scaling.
@@ -138,6 +164,7 @@ class Family:
       scales: factors to read from ``config.json``.
       caps: soft caps to read from ``config.json``.
       only: keys in ``config.json`` that change the computation, with the only supported value.
+      replacements: for fields of `LlamaConfig`, values of files and their replacements.
       keys: key in ``config.json`` of each `LlamaConfig` field whose key differs from its name.
       tensors: tensor names of a layer that differ from those in `tensor_map`, by parameter. A fused
         parameter such as ``qkv_proj`` is one tensor in the files if it is listed here. A * stands
@@ -167,6 +194,7 @@ class Family:
     scales: tuple[Scale, ...] = ()
     caps: tuple[str, ...] = ()
     only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    replacements: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prefixes: Mapping[str, str | None] = dataclasses.field(default_factory=dict)

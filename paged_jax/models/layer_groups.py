@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from paged_jax.arguments import check_positive
+from paged_jax.models.family import UnsupportedConfigError
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -120,4 +121,51 @@ def check_num_layers(num_layers: int) -> None:
     if num_layers > _MAX_LAYERS:
         raise ValueError(
             f"LlamaConfig: num_hidden_layers must be at most {_MAX_LAYERS}, got {num_layers}."
+        )
+
+
+def check_layer_types(
+    layer_types: Sequence[str], sliding_window: int | None, num_layers: int
+) -> None:
+    """Check the types of attention layers, see `LlamaConfig`.
+
+    Raises:
+      UnsupportedConfigError: a type is unknown.
+      ValueError: the number of types, or the sliding window, does not fit.
+    """
+    if not layer_types:
+        return
+    if len(layer_types) != num_layers:
+        raise ValueError(
+            f"LlamaConfig: layer_types must name {num_layers} layers, got {len(layer_types)}."
+        )
+    if others := set(layer_types) - set(LAYER_TYPES):
+        raise UnsupportedConfigError(
+            f"LlamaConfig: layer type {min(others)!r} is not supported, only "
+            f"{' and '.join(map(repr, LAYER_TYPES))}."
+        )
+    if SLIDING in layer_types and sliding_window is None:
+        raise ValueError(
+            f"LlamaConfig: sliding_window must be an integer where layer_types has {SLIDING!r}, "
+            "got null."
+        )
+
+
+def check_mlp_layer_types(kinds: Sequence[str], num_experts: int, num_layers: int) -> None:
+    """Check the types of the layers' MLPs, see `LlamaConfig`.
+
+    Raises:
+      ValueError: the number of types does not fit, or a type is unknown or does not fit.
+    """
+    if not kinds:
+        return
+    if len(kinds) != num_layers or set(kinds) - set(MLP_TYPES):
+        raise ValueError(
+            f"LlamaConfig: mlp_layer_types must have {' or '.join(map(repr, MLP_TYPES))} for each "
+            f"of {num_layers} layers, got {list(kinds)}."
+        )
+    if (SPARSE in kinds) != bool(num_experts):
+        raise ValueError(
+            f"LlamaConfig: mlp_layer_types must contain {SPARSE!r} if and only if there are "
+            f"experts, got {list(kinds)} and num_experts = {num_experts}."
         )
