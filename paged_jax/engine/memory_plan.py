@@ -306,9 +306,11 @@ def collectives(plan: MemoryPlan, batch: int) -> Collectives:
 
 def _layer_sums(config: LlamaConfig) -> list[int]:
     """Return the number of values per token in each all-reduce of a layer."""
-    num_outputs = 1 if config.norm_placement == "parallel" else 2
+    outputs = [1] if config.norm_placement == "parallel" else [1, 1]
+    if config.separate_expert_norms:
+        outputs = [1, 2]  # the outputs of experts and of the expert for all tokens, side by side
     has_norms = config.qk_norm and config.qk_norm_scope == "projection"
-    return [config.hidden_size] * num_outputs + [2] * has_norms
+    return [config.hidden_size * number for number in outputs] + [2] * has_norms
 
 
 def step_bound(plan: MemoryPlan, device: DeviceSpec, batch: int, length: int) -> StepBound:

@@ -23,7 +23,7 @@ from paged_jax.models.layer_groups import (
     group_layers,
 )
 from paged_jax.models.model_folder import read_config_json
-from paged_jax.models.rope import Rope, RopeScaling
+from paged_jax.models.rope import QueryScale, Rope, RopeScaling
 
 # Allowed values of fields that select one of several options by name.
 _CHOICES = {
@@ -89,8 +89,8 @@ class LlamaConfig:
       max_position_embeddings: maximum length of a sequence in tokens.
       rms_norm_eps: constant added to the mean square (or variance) in norms.
       rope_theta, rope_scaling: base and scaling of the rotary frequencies.
-      rope_local_base_freq: base for layers with a sliding window, without scaling; None if they
-        rotate like the other layers.
+      rope_local_base_freq: base for layers with a sliding window, without scaling, in which whole
+        heads rotate; None if they rotate like the other layers.
       rope_layers: whether each layer rotates queries and keys; empty if all do.
       partial_rotary_factor: fraction of each head's elements that rotates, 0 to 1. The first
         elements rotate.
@@ -99,6 +99,12 @@ class LlamaConfig:
       tie_word_embeddings: whether the embedding table is also the output head.
       qkv_bias, o_bias: whether the attention projections have biases.
       qk_norm: whether queries and keys are normalised.
+      value_norm: whether the values of each head are normalised, without a weight.
+      attention_k_eq_v: whether layers without a sliding window have no projection of values.
+        Their values are the projected keys, before these are normalised and rotated.
+      attention_gate: whether the output of each query head is multiplied by the sigmoid of a gate,
+        which is projected together with the query.
+      query_scale: factor of queries that depends on their position, or None.
       qk_norm_scope: ``"head"`` normalises each head separately, ``"projection"`` all heads of a
         token together.
       norm_placement: ``"pre"``: norms before attention and the MLP; ``"sandwich"``: before and
@@ -110,6 +116,7 @@ class LlamaConfig:
         the weights.
       attention_multiplier: factor of the attention scores; None for ``head_dim ** -0.5``.
       residual_multiplier: factor of the outputs of attention and the MLP.
+      layer_scalar: whether the output of each layer is multiplied by a parameter.
       logit_scale: factor of the logits.
       attn_logit_softcapping, final_logit_softcapping: scores and logits become
         ``cap * tanh(x / cap)``; None for no cap.
@@ -123,6 +130,9 @@ class LlamaConfig:
       norm_topk_prob: whether the weights of the chosen experts are divided by their sum.
       router: how experts are chosen and weighted.
       expert_bias: whether router and experts have biases.
+      separate_expert_norms: whether router and experts normalise the residual stream themselves,
+        with weights of their own, and the outputs of the experts and of the expert for all tokens
+        are normalised before they are added. Only if norms are before and after the MLP.
       swiglu_alpha, swiglu_limit: parameters of the activation of gpt-oss, see
         `mlp.clamped_swiglu`; with `swiglu_limit` None experts use `hidden_act`.
       sliding_window: number of last tokens that a query attends to in layers with a window; None
@@ -168,6 +178,10 @@ class LlamaConfig:
     o_bias: bool = False
     qk_norm: bool = False
     qk_norm_scope: str = "head"
+    value_norm: bool = False
+    attention_k_eq_v: bool = False
+    attention_gate: bool = False
+    query_scale: QueryScale | None = None
     norm_placement: str = "pre"
     norm_type: str = "rms"
     norm_offset: float = 0.0
@@ -175,6 +189,7 @@ class LlamaConfig:
     embedding_multiplier: float = 1.0
     attention_multiplier: float | None = None
     residual_multiplier: float = 1.0
+    layer_scalar: bool = False
     logit_scale: float = 1.0
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
@@ -187,6 +202,7 @@ class LlamaConfig:
     norm_topk_prob: bool = False
     router: Router = SOFTMAX_ROUTER
     expert_bias: bool = False
+    separate_expert_norms: bool = False
     swiglu_alpha: float = 1.702
     swiglu_limit: float | None = None
     sliding_window: int | None = None
@@ -278,6 +294,11 @@ class LlamaConfig:
             raise ValueError(
                 "LlamaConfig: num_experts must be a multiple of the router's num_groups, got "
                 f"{self.num_experts} and {self.router.num_groups}."
+            )
+        if self.separate_expert_norms and self.norm_placement != "sandwich":
+            raise ValueError(
+                "LlamaConfig: norm_placement must be 'sandwich' with separate_expert_norms, got "
+                f"{self.norm_placement!r}."
             )
         if self.shared_expert_intermediate_size < 0:
             raise ValueError(
@@ -386,6 +407,9 @@ class LlamaConfig:
         if not has_experts:
             changes |= dict.fromkeys(_EXPERT_FIELDS, 0)
             changes |= {"expert_bias": False, "router": SOFTMAX_ROUTER}
+            changes |= {"separate_expert_norms": False}
+        if window is not None:
+            changes |= {"attention_k_eq_v": False}
         return dataclasses.replace(self, **changes)
 
     @functools.cached_property
@@ -400,9 +424,10 @@ class LlamaConfig:
         if kv is None or not rotates:
             return None
         is_local = window is not None and self.rope_local_base_freq is not None
+        factor = 1.0 if is_local else self.partial_rotary_factor
         return Rope(
             head_dim=kv.head_dim,
-            rotary_dim=int(kv.head_dim * self.partial_rotary_factor),
+            rotary_dim=int(kv.head_dim * factor),
             theta=self.rope_local_base_freq if is_local else self.rope_theta,
             scaling=None if is_local else self.rope_scaling,
             max_position_embeddings=self.max_position_embeddings,
@@ -440,9 +465,15 @@ class LlamaConfig:
         return self.shared_expert_intermediate_size if self.num_experts else self.intermediate_size
 
     @property
+    def num_kv_rows(self) -> int:
+        """Number of rows of a KV head in the fused projection: its key and its value."""
+        return 1 if self.attention_k_eq_v else 2
+
+    @property
     def qkv_features(self) -> int:
-        """Number of rows of the fused query, key and value projection, ``(H + 2 K) D``."""
-        return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+        """Number of rows of the fused query, key and value projection, often ``(H + 2 K) D``."""
+        queries = self.num_attention_heads * (2 if self.attention_gate else 1)
+        return (queries + self.num_kv_rows * self.num_key_value_heads) * self.head_dim
 
 
 def _are_close(a: Any, b: Any) -> bool:

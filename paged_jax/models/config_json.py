@@ -69,29 +69,31 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     check_num_layers(num_hidden_layers)
     sliding_window, layer_types = _read_sliding_window(config, family, num_hidden_layers)
     rope = read_rope(config, family, num_hidden_layers, layer_types)
-    return dict(
-        vocab_size=read_integer(config, "vocab_size"),
-        hidden_size=read_integer(config, "hidden_size"),
-        intermediate_size=read_integer(config, "intermediate_size"),
-        num_hidden_layers=num_hidden_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads if kv_heads is None else kv_heads,
-        head_dim=read_integer(config, "head_dim", None) or 0,
-        max_position_embeddings=longest_sequence(rope["rope_scaling"], max_position_embeddings),
-        rms_norm_eps=read_number(config, family.key("rms_norm_eps"), 1e-6),
-        **rope,
-        tie_word_embeddings=read_boolean(config, "tie_word_embeddings", False),
-        hidden_act={"swish": "silu", **replacements}.get(hidden_act, hidden_act),
-        sliding_window=sliding_window,
-        layer_types=layer_types,
-        initializer_range=read_number(config, "initializer_range", 0.02),
-        bos_token_id=read_integer(config, "bos_token_id", None),
-        eos_token_ids=_token_ids(config, "eos_token_id"),
-        model_type=model_type,
-        dtype=_dtype(config),
+    return {
+        **dict(
+            vocab_size=read_integer(config, "vocab_size"),
+            hidden_size=read_integer(config, "hidden_size"),
+            intermediate_size=read_integer(config, "intermediate_size"),
+            num_hidden_layers=num_hidden_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads if kv_heads is None else kv_heads,
+            head_dim=read_integer(config, "head_dim", None) or 0,
+            max_position_embeddings=longest_sequence(rope["rope_scaling"], max_position_embeddings),
+            rms_norm_eps=read_number(config, family.key("rms_norm_eps"), 1e-6),
+            **rope,
+            tie_word_embeddings=read_boolean(config, "tie_word_embeddings", False),
+            hidden_act={"swish": "silu", **replacements}.get(hidden_act, hidden_act),
+            sliding_window=sliding_window,
+            layer_types=layer_types,
+            initializer_range=read_number(config, "initializer_range", 0.02),
+            bos_token_id=read_integer(config, "bos_token_id", None),
+            eos_token_ids=_token_ids(config, "eos_token_id"),
+            model_type=model_type,
+            dtype=_dtype(config),
+        ),
         **_read_switches(config, family),
-        **read_experts(config, family, num_hidden_layers),
-    )
+        **_read_global_heads(config, family, layer_types),
+    } | read_experts(config, family, num_hidden_layers)
 
 
 def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,6 +137,9 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
                 fields["head_dim"] ** -0.5 if factor is None else factor
             )
     written |= {key: fields[field] for field, key in family.switches.items()}
+    if family.global_heads:
+        written["global_head_dim"] = fields["global_head_dim"] or fields["head_dim"]
+        written["num_global_key_value_heads"] = fields["num_global_key_value_heads"] or None
     return written | _write_sliding_window(fields, family) | write_experts(fields, family)
 
 
@@ -273,17 +278,19 @@ def _layer_types(
     config: Mapping[str, Any], family: Family, sliding_window: int | None, num_hidden_layers: int
 ) -> tuple[str, ...]:
     layer_types = config.get("layer_types")
+    ends_full = family.sliding_layers == "pattern and the last"
     if layer_types is None:
         if sliding_window is None or family.sliding_layers == "all":
             return ()
-        return _default_layer_types(config, family, num_hidden_layers)
+        layer_types = _default_layer_types(config, family, num_hidden_layers)
+        return (*layer_types[:-1], FULL) if ends_full else layer_types
     if not isinstance(layer_types, list) or not all(isinstance(kind, str) for kind in layer_types):
         raise ValueError(f"LlamaConfig: layer_types must be a list of names, got {layer_types!r}.")
     if len(layer_types) != num_hidden_layers:
         raise ValueError(
             f"LlamaConfig: layer_types must name {num_hidden_layers} layers, got {layer_types!r}."
         )
-    return tuple(layer_types)
+    return (*layer_types[:-1], FULL) if ends_full else tuple(layer_types)
 
 
 def _default_layer_types(
@@ -294,7 +301,7 @@ def _default_layer_types(
     if family.sliding_layers.startswith("pattern"):
         every = read_integer(config, "sliding_window_pattern")
         check_positive("LlamaConfig", sliding_window_pattern=every)
-        first_full = every - 1 if family.sliding_layers == "pattern" else 0
+        first_full = 0 if family.sliding_layers == "pattern from the first" else every - 1
         is_full = [layer % every == first_full for layer in layers]
     elif family.rope_layers == "listed":
         is_full = read_rope_layers(config, family, num_hidden_layers, ()) or [True for _ in layers]
@@ -302,6 +309,36 @@ def _default_layer_types(
         num_full = read_integer(config, "max_window_layers", 28)
         is_full = [layer < num_full for layer in layers]
     return tuple(FULL if full else SLIDING for full in is_full)
+
+
+def _read_global_heads(
+    config: Mapping[str, Any], family: Family, layer_types: tuple[str, ...]
+) -> dict[str, int]:
+    """Return the heads of layers without a sliding window, if they differ from the other layers."""
+    if not family.global_heads:
+        return {}
+    head_dim = read_integer(config, "global_head_dim", 0)
+    heads = read_integer(config, "num_global_key_value_heads", 0)
+    if not config.get("attention_k_eq_v"):
+        heads = 0
+    if (layers := config.get("per_layer_config")) is not None:
+        full = [str(layer) for layer, kind in enumerate(layer_types) if kind == FULL]
+        changes = [{**layers.get(layer, layers.get(int(layer), {}))} for layer in full]
+        others = {str(layer) for layer, changed in layers.items() if changed} - {*full}
+        if others or any(each != changes[0] for each in changes):
+            raise UnsupportedConfigError(
+                "LlamaConfig: per_layer_config must change all layers without a sliding window in "
+                f"the same way, and no others, got {layers!r}."
+            )
+        [first, *_] = changes or [{}]
+        head_dim, heads = first.pop("head_dim", 0), first.pop("num_key_value_heads", 0)
+        if first:
+            raise UnsupportedConfigError(
+                f"LlamaConfig: {min(first)} in per_layer_config is not supported."
+            )
+    head_dim = 0 if head_dim == config.get("head_dim") else head_dim
+    heads = 0 if heads == config.get("num_key_value_heads") else heads
+    return {"global_head_dim": head_dim, "num_global_key_value_heads": heads}
 
 
 def _write_sliding_window(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:

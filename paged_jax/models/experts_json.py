@@ -53,6 +53,8 @@ def read_experts(config: Mapping[str, Any], family: Family, num_layers: int) -> 
     """
     if family.experts is None:
         return {}
+    if family.experts_switch is not None and not config.get(family.experts_switch):
+        return {"separate_expert_norms": False}
     read = {*_DENSE_KEYS[family.dense_layers], *family.router_keys.values()}
     check_neutral(config, family, {k: v for k, v in _NEUTRAL.items() if k not in read})
     # `family.defaults` always contains the family's own key. So if the file has another key, use
@@ -82,9 +84,13 @@ def write_experts(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """
     if family.experts is None:
         return {}
+    switch = family.experts_switch
+    if switch is not None and not fields["num_experts"]:
+        return {switch: False}
     router: Router = fields["router"]
     written = {family.key(name): fields[name] for name in (*_SIZES, *family.experts)}
     written |= {key: getattr(router, name) for name, key in family.router_keys.items()}
+    written |= {} if switch is None else {switch: True}
     if family.shared_experts is not None:
         size = fields["moe_intermediate_size"]
         written[family.shared_experts] = fields["shared_expert_intermediate_size"] // size

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from paged_jax.models.expert_families import EXPERT_FAMILIES
-from paged_jax.models.family import BIASES, Family, Scale, TextPart
+from paged_jax.models.family import BIASES, Family, Router, Scale, TextPart
+from paged_jax.models.layer_groups import FULL, SLIDING
 
 _GEMMA_DEFAULTS = {
     "num_attention_heads": 8,
@@ -52,6 +53,9 @@ _IMAGE_PREFIXES = {
     "model.multi_modal_projector.": None,
     "visual.": None,
     "model.visual.": None,
+    "model.embed_vision.": None,
+    "model.audio_tower.": None,
+    "model.embed_audio.": None,
 }
 _QWEN_DEFAULTS = {
     "num_key_value_heads": 32,
@@ -76,6 +80,31 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 2,
         },
         sliding_layers="all",
+        prefixes=_IMAGE_PREFIXES,
+    ),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale_all_dim": 1.0,
+                "mscale": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        sliding_layers="all",
+        query_scale="rope_parameters",
         prefixes=_IMAGE_PREFIXES,
     ),
     "qwen2": Family(
@@ -191,6 +220,67 @@ FAMILIES: dict[str, Family] = {
         caps=("final_logit_softcapping",),
         keys={"hidden_act": "hidden_activation"},
         tensors=_GEMMA_TENSORS,
+        prefixes=_IMAGE_PREFIXES,
+    ),
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM",
+        {
+            **_GEMMA_DEFAULTS,
+            "vocab_size": 262144,
+            "max_position_embeddings": 131072,
+            "rope_parameters": {
+                FULL: {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1e6,
+                },
+                SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "query_pre_attn_scalar": None,
+            "global_head_dim": 512,
+            "attention_k_eq_v": False,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+        },
+        fixed={
+            "norm_placement": "sandwich",
+            "qk_norm": True,
+            "value_norm": True,
+            "attention_multiplier": 1.0,
+            "layer_scalar": True,
+            "norm_topk_prob": True,
+            "shared_expert_gate": False,
+            "separate_expert_norms": True,
+        },
+        only={
+            "use_bidirectional_attention": "vision",
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+        },
+        sliding_layers="pattern and the last",
+        local_rope=True,
+        partial_rope=True,
+        global_heads=True,
+        biases=BIASES,
+        switches={"attention_k_eq_v": "attention_k_eq_v"},
+        experts=("shared_expert_intermediate_size",),
+        experts_switch="enable_moe_block",
+        router=Router(has_expert_scale=True),
+        scales=_GEMMA_SCALES[:1],
+        caps=("final_logit_softcapping",),
+        keys={
+            "hidden_act": "hidden_activation",
+            "num_experts_per_tok": "top_k_experts",
+            "shared_expert_intermediate_size": "intermediate_size",
+        },
+        tensors={
+            **_GEMMA_TENSORS,
+            "router": "router.proj.weight",
+            "router_expert_scale": "router.per_expert_scale",
+            "shared_expert": "mlp",
+            "fused_gate_up_proj": "experts.gate_up_proj",
+            "fused_down_proj": "experts.down_proj",
+        },
         prefixes=_IMAGE_PREFIXES,
     ),
     "phi3": Family(
@@ -328,6 +418,7 @@ FAMILIES: dict[str, Family] = {
 # Models with images, by `model_type`.
 PARTS: Mapping[str, TextPart] = {
     "gemma3": TextPart("Gemma3ForConditionalGeneration", has_cap=False),
+    "gemma4": TextPart("Gemma4ForConditionalGeneration"),
     "mistral3": TextPart("Mistral3ForConditionalGeneration", defaults={"model_type": "mistral"}),
     # The text model of Qwen3-VL is Qwen3. Rotations have three positions, equal in text.
     "qwen3_vl": TextPart(

@@ -142,17 +142,23 @@ class Family:
         without that switch; ``"pattern"``: the
         layers in `layer_types`, by default all but every n-th, where n is
         `sliding_window_pattern`; ``"pattern from the first"``: the same, but the first layer and
-        every n-th after it have no window; ``"unused"``: no layer, although configs have the keys
-        of ``"switched"``.
+        every n-th after it have no window; ``"pattern and the last"``: as ``"pattern"``, but the
+        last layer never has a window; ``"unused"``: no layer, although configs have the keys of
+        ``"switched"``.
       rope_layers: which layers rotate queries and keys. ``"all"``; ``"sliding"``: layers with a
         sliding window; ``"listed"``: layers with a 1 in `no_rope_layers`.
       local_rope: whether layers with a sliding window have their own base without scaling.
+      query_scale: where ``config.json`` has the factor of queries by position. ``"none"``: nowhere;
+        ``"rope_parameters"``: there, as `llama_4_scaling_beta`.
+      global_heads: whether layers without a sliding window may have another head dimension and
+        number of KV heads.
       partial_rope: whether a config may rotate only a part of each head.
       rope_interleaved: whether the two elements of a rotated pair are neighbours.
       biases: fields of `LlamaConfig` that `attention_bias` sets.
       switches: key in ``config.json`` of each field of `LlamaConfig` that it turns on or off.
       experts: fields of `LlamaConfig` to read for the experts, in addition to their sizes; None for
         a family without experts.
+      experts_switch: key in ``config.json`` that tells whether the model has experts, or None.
       router: how experts are chosen and weighted.
       router_keys: key in ``config.json`` of each field of `Router` that it has.
       shared_experts: key in ``config.json`` of the number of experts for all tokens, which are one
@@ -181,11 +187,14 @@ class Family:
     sliding_layers: str = "none"
     rope_layers: str = "all"
     local_rope: bool = False
+    query_scale: str = "none"
+    global_heads: bool = False
     partial_rope: bool = False
     rope_interleaved: bool = False
     biases: tuple[str, ...] = ()
     switches: Mapping[str, str] = dataclasses.field(default_factory=dict)
     experts: tuple[str, ...] | None = None
+    experts_switch: str | None = None
     router: Router = SOFTMAX_ROUTER
     router_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     shared_experts: str | None = None

@@ -27,6 +27,9 @@ NORMS = {
     "post": ("attention_out_norm", "mlp_out_norm"),
     "parallel": ("input_norm",),
 }
+# Further norms of layers with `separate_expert_norms`: of the inputs of the router and of the
+# experts, and of the outputs of the experts and of the expert for all tokens.
+_EXPERT_NORMS = ("router_norm", "expert_input_norm", "expert_out_norm", "shared_out_norm")
 
 
 class Layer(nnx.Module):
@@ -74,7 +77,8 @@ class Layer(nnx.Module):
     ):
         E, D = config.hidden_size, config.head_dim
         H, K = config.num_attention_heads, config.num_key_value_heads
-        qkv_heads = (K, H // K + 2, D)
+        query_rows = H // K * (2 if config.attention_gate else 1)
+        qkv_heads = (K, query_rows + config.num_kv_rows, D)
         deviation = config.initializer_range
         # Projections into the residual stream start smaller, so that its variance does not grow
         # with depth (GPT-2, section 2.3).
@@ -87,7 +91,8 @@ class Layer(nnx.Module):
         self.config = config
         self.formats = formats
         self.shard = shard
-        for name in NORMS[config.norm_placement]:
+        names = NORMS[config.norm_placement]
+        for name in (*names, *(_EXPERT_NORMS if config.separate_expert_norms else ())):
             setattr(self, name, nnx.Param(initial_norm_weight(config, (E,), dtype)))
         add("qkv_proj", *qkv_heads, E)
         add("o_proj", E, H * D, deviation=residual_deviation)
@@ -96,6 +101,8 @@ class Layer(nnx.Module):
             add("down_proj", E, F, deviation=residual_deviation)
         if config.num_experts:
             self._add_experts(add, residual_deviation, dtype)
+        if config.layer_scalar:
+            self.layer_scalar = nnx.Param(jnp.ones(1, dtype))
         if config.attention_sinks:
             self.sinks = nnx.Param(jnp.zeros(H, dtype))
         if config.qkv_bias:
@@ -139,6 +146,7 @@ class Layer(nnx.Module):
         attend: Attend[Carry],
         carry: Carry,
         is_token: jax.Array | None = None,
+        query_scale: jax.Array | None = None,
         stack: "Layer | None" = None,
         backend: str | None = None,
     ) -> tuple[jax.Array, Carry]:
@@ -153,6 +161,7 @@ class Layer(nnx.Module):
           carry: state that is passed to `attend`, such as the K and V pools.
           is_token: bool ``[...]``, False for padding rows, which use no expert; None if all rows
             are tokens.
+          query_scale: float32 ``[...]``, factor of each token's queries, or None.
           stack: all layers in one module, stacked along the first dimension, if this layer is a
             slice of them; None otherwise. Some kernels read the weights from the stack, because a
             slice would be a copy.
@@ -167,17 +176,22 @@ class Layer(nnx.Module):
 
         normed = self._norm("input_norm", x)
         qkv = linear(normed, weight("qkv_proj"), backend=backend)
-        out, carry = attend(index, self._attention_input(qkv, cos, sin), carry)
+        heads, gate = self._attention_input(qkv, cos, sin, query_scale)
+        out, carry = attend(index, heads, carry)
+        out = out if gate is None else out * jax.nn.sigmoid(gate)
         out = linear(out.reshape(*x.shape[:-1], -1), weight("o_proj"), backend=backend)
         if self.config.norm_placement == "parallel":
             # Add both outputs first, so that one all-reduce is enough.
             out = self._all_reduce(out + self._mlp(normed, weight, is_token, backend))
-            return x + self._scale(self._with_bias(out)), carry
+            return self._add(x, self._with_bias(out), is_last=True), carry
         out = self._with_bias(self._all_reduce(out))
-        x = x + self._scale(self._norm("attention_out_norm", out))
+        x = self._add(x, self._norm("attention_out_norm", out))
         normed = self._norm("post_attention_norm", x)
-        out = self._all_reduce(self._mlp(normed, weight, is_token, backend))
-        return x + self._scale(self._norm("mlp_out_norm", out)), carry
+        if self.config.separate_expert_norms:
+            out = self._add_experts(x, normed, weight, is_token, backend)
+        else:
+            out = self._all_reduce(self._mlp(normed, weight, is_token, backend))
+        return self._add(x, self._norm("mlp_out_norm", out), is_last=True), carry
 
     @property
     def _float_dtype(self) -> np.dtype:
@@ -197,7 +211,26 @@ class Layer(nnx.Module):
         config = self.config
         if not config.num_experts:
             return gated_mlp(config, x, weight("gate_up_proj"), weight("down_proj"), backend)
-        logits = linear(x, weight("router"), backend=backend)
+        out = self._experts(x, x, weight, is_token, backend)
+        if not config.shared_expert_intermediate_size:
+            return out
+        shared = gated_mlp(config, x, weight("gate_up_proj"), weight("down_proj"), backend)
+        if not config.shared_expert_gate:
+            return out + shared
+        gate = linear(x, weight("shared_expert_gate"), backend=backend)
+        return out + shared * jax.nn.sigmoid(gate)
+
+    def _experts(
+        self,
+        x: jax.Array,
+        router_input: jax.Array,
+        weight: Callable[[str], Weight],
+        is_token: jax.Array | None,
+        backend: str | None,
+    ) -> jax.Array:
+        """Run the router, and the experts that it chooses, see `_mlp`."""
+        config = self.config
+        logits = linear(router_input, weight("router"), backend=backend)
         biases = (None, None)
         if config.expert_bias:
             logits = _add_bias(logits, self.router_bias[...])
@@ -206,7 +239,7 @@ class Layer(nnx.Module):
             weight("experts_gate_up_proj"), weight("experts_down_proj"), *biases
         )
         num_local = weights.down_proj.shape[0]
-        out = routed_experts(
+        return routed_experts(
             config,
             x,
             logits,
@@ -216,13 +249,38 @@ class Layer(nnx.Module):
             first_expert=None if self.shard is None else self.shard.index * num_local,
             backend=backend,
         )
-        if not config.shared_expert_intermediate_size:
-            return out
-        shared = gated_mlp(config, x, weight("gate_up_proj"), weight("down_proj"), backend)
-        if not config.shared_expert_gate:
-            return out + shared
-        gate = linear(x, weight("shared_expert_gate"), backend=backend)
-        return out + shared * jax.nn.sigmoid(gate)
+
+    def _add_experts(
+        self,
+        x: jax.Array,
+        normed: jax.Array,
+        weight: Callable[[str], Weight],
+        is_token: jax.Array | None,
+        backend: str | None,
+    ) -> jax.Array:
+        """Return the sum of the normalised outputs of the experts and of the one for all tokens.
+
+        With a shard, both outputs are first summed over the devices.
+
+        Args:
+          x: float32 ``[..., E]``, the residual stream.
+          normed: float32 ``[..., E]``, input of the expert for all tokens.
+          weight: see `_mlp`.
+          is_token: see `_mlp`.
+          backend: see `_mlp`.
+        """
+        config = self.config
+        router_input = self._norm("router_norm", x) * config.hidden_size**-0.5
+        expert_input = self._norm("expert_input_norm", x)
+        out = jnp.concatenate(
+            [
+                self._experts(expert_input, router_input, weight, is_token, backend),
+                gated_mlp(config, normed, weight("gate_up_proj"), weight("down_proj"), backend),
+            ],
+            axis=-1,
+        )
+        routed, shared = jnp.split(self._all_reduce(out), 2, axis=-1)
+        return self._norm("expert_out_norm", routed) + self._norm("shared_out_norm", shared)
 
     def _router_arrays(self) -> RouterArrays:
         names = ("router_correction_bias", "router_expert_scale")
@@ -237,41 +295,76 @@ class Layer(nnx.Module):
         weight = self._vector(name)
         return x if weight is None else apply_norm(self.config, x, weight)
 
-    def _scale(self, out: jax.Array) -> jax.Array:
+    def _add(self, x: jax.Array, out: jax.Array, *, is_last: bool = False) -> jax.Array:
+        """Add an output to the residual stream; the last one of the layer may scale the sum."""
         factor = self.config.residual_multiplier
-        return out if factor == 1 else out * factor
+        x = x + (out if factor == 1 else out * factor)
+        return x * self.layer_scalar[...] if is_last and self.config.layer_scalar else x
 
     def _all_reduce(self, out: jax.Array) -> jax.Array:
         return out if self.shard is None else self.shard.all_reduce_sum(out)
 
     def _attention_input(
-        self, qkv: jax.Array, cos: jax.Array, sin: jax.Array
-    ) -> Projection | Heads:
-        """Return queries, keys and values in the form that `attend` takes.
+        self, qkv: jax.Array, cos: jax.Array, sin: jax.Array, query_scale: jax.Array | None
+    ) -> tuple[Projection | Heads, jax.Array | None]:
+        """Return queries, keys and values in the form that `attend` takes, and gates of the output.
 
-        Usually this is a `Projection`: `attend` normalises and rotates it, because some kernels do
-        this while they write into the cache. They do not support norms over all heads of a token
-        (`qk_norm_scope` is ``"projection"``). Queries and keys are then normalised and rotated
-        here, and returned as `Heads`.
+        Usually the form is a `Projection`: `attend` normalises and rotates it, because some kernels
+        do this while they write into the cache. What these kernels do not support is computed here
+        and returned as `Heads`: norms over all heads of a token (`qk_norm_scope` is
+        ``"projection"``), norms of values, values that are keys, and factors of normalised queries.
 
         Args:
-          qkv: float32 ``[..., K, G + 2, D]``, before biases are added.
+          qkv: float32 ``[..., K, rows, D]``, before biases are added.
           cos: float32 ``[..., D / 2]``, cosines of the rotation angles.
           sin: float32 ``[..., D / 2]``, sines of the rotation angles.
+          query_scale: float32 ``[...]``, factor of queries, or None.
+
+        Returns:
+          The heads, and the gates ``[..., H, D]`` before the sigmoid, or None.
         """
-        config = self.config
+        config, gate = self.config, None
         if config.qkv_bias:
             qkv = _add_bias(qkv, self.qkv_bias[...])
+        if config.attention_gate:
+            qkv, gate = _split_gate(qkv, config.num_kv_rows)
         sm_scale, soft_cap = config.attention_multiplier, config.attn_logit_softcapping
         sinks = self.sinks[...] if config.attention_sinks else None
         norms = None
         if config.qk_norm:
             q_norm, k_norm = self.q_norm[...], self.k_norm[...]
             norms = _effective_weight(config, q_norm), _effective_weight(config, k_norm)
-            if config.qk_norm_scope == "projection":
-                q, k, v = _norm_and_split(qkv, *norms, config.rms_norm_eps, self.shard)
-                return Heads(rotate(q, cos, sin), rotate(k, cos, sin), v, sm_scale, soft_cap, sinks)
-        return Projection(qkv, cos, sin, norms, config.rms_norm_eps, sm_scale, soft_cap, sinks)
+        is_whole = norms is not None and config.qk_norm_scope == "projection"
+        is_special = config.value_norm or config.attention_k_eq_v
+        if not (is_whole or is_special or norms is not None and query_scale is not None):
+            if query_scale is not None:
+                qkv = _scale_queries(qkv, query_scale)
+            eps = config.rms_norm_eps
+            return Projection(qkv, cos, sin, norms, eps, sm_scale, soft_cap, sinks), gate
+        q, k, v = self._normed_heads(qkv, norms)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q = q if query_scale is None else q * query_scale[..., None, None]
+        return Heads(q, k, v, sm_scale, soft_cap, sinks), gate
+
+    def _normed_heads(
+        self, qkv: jax.Array, norms: tuple[jax.Array, jax.Array] | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Split queries ``[..., H, D]``, keys and values ``[..., K, D]``, and normalise them."""
+        config, eps = self.config, self.config.rms_norm_eps
+        *rows, K, width, D = qkv.shape
+        G = width - config.num_kv_rows
+        q, k, v = qkv[..., :G, :], qkv[..., G, :], qkv[..., -1, :]
+        if norms is not None and config.qk_norm_scope == "projection":
+            q, k = _norm_all_heads(
+                q.reshape(*rows, -1), k.reshape(*rows, -1), norms, eps, self.shard
+            )
+        q, k = q.reshape(*rows, K * G, D), k.reshape(*rows, K, D)
+        if norms is not None and config.qk_norm_scope == "head":
+            q = rms_norm(q, norms[0], eps, num_heads=K * G)
+            k = rms_norm(k, norms[1], eps, num_heads=K)
+        if config.value_norm:
+            v = v * lax.rsqrt(mean_square(v, num_heads=K) + eps)
+        return q, k, v
 
 
 def initial_norm_weight(config: LlamaConfig, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
@@ -310,32 +403,52 @@ def _effective_weight(config: LlamaConfig, weight: jax.Array) -> jax.Array:
     return weight.astype(jnp.float32) + config.norm_offset if config.norm_offset else weight
 
 
-def _norm_and_split(
-    qkv: jax.Array, q_weight: jax.Array, k_weight: jax.Array, eps: float, shard: DeviceShard | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Normalise queries and keys, each over all heads of a token, and split off the values.
+def _norm_all_heads(
+    q: jax.Array,
+    k: jax.Array,
+    norms: tuple[jax.Array, jax.Array],
+    eps: float,
+    shard: DeviceShard | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Normalise queries and keys, each over all heads of a token.
 
     Args:
-      qkv: float32 ``[..., K, G + 2, D]``.
-      q_weight: floating point ``[K, G, D]``, weight of the norm of queries.
-      k_weight: floating point ``[K, D]``, weight of the norm of keys.
+      q: float32 ``[..., H * D]``.
+      k: float32 ``[..., K * D]``.
+      norms: weights of the norms, floating point ``[K, G, D]`` and ``[K, D]``.
       eps: constant added to the mean square.
       shard: this device's share of the heads, or None.
-
-    Returns:
-      Queries ``[..., H, D]`` and keys ``[..., K, D]``, normalised, and values ``[..., K, D]``.
     """
-    *rows, K, width, D = qkv.shape
-    q = qkv[..., : width - 2, :].reshape(*rows, -1)
-    k = qkv[..., width - 2, :].reshape(*rows, -1)
     q_mean, k_mean = mean_square(q), mean_square(k)
     # The mean of the devices' means is the mean over all heads, as each device has equally many.
     if shard is not None:
         means = shard.all_reduce_mean(jnp.concatenate([q_mean, k_mean], axis=-1))
         q_mean, k_mean = means[..., :1], means[..., 1:]
-    q = scale_by(q, q_mean, q_weight.reshape(-1), eps)
-    k = scale_by(k, k_mean, k_weight.reshape(-1), eps)
-    return q.reshape(*rows, -1, D), k.reshape(*rows, K, D), qkv[..., width - 1, :]
+    q = scale_by(q, q_mean, norms[0].reshape(-1), eps)
+    return q, scale_by(k, k_mean, norms[1].reshape(-1), eps)
+
+
+def _split_gate(qkv: jax.Array, num_kv_rows: int) -> tuple[jax.Array, jax.Array]:
+    """Split the gates, each of which follows its query, from a projection.
+
+    Args:
+      qkv: float32 ``[..., K, 2 G + num_kv_rows, D]``.
+      num_kv_rows: number of rows of the key and the value of a KV head.
+
+    Returns:
+      The projection without gates ``[..., K, G + num_kv_rows, D]``, and gates ``[..., H, D]``.
+    """
+    *rows, K, width, D = qkv.shape
+    pairs = qkv[..., : width - num_kv_rows, :].reshape(*rows, K, -1, 2, D)
+    q, gate = pairs[..., 0, :], pairs[..., 1, :]
+    kv = qkv[..., width - num_kv_rows :, :]
+    return jnp.concatenate([q, kv], axis=-2), gate.reshape(*rows, -1, D)
+
+
+def _scale_queries(qkv: jax.Array, scale: jax.Array) -> jax.Array:
+    """Multiply the queries of a projection ``[..., K, G + 2, D]`` by factors ``[...]``."""
+    is_query = jnp.arange(qkv.shape[-2])[:, None] < qkv.shape[-2] - 2
+    return qkv * jnp.where(is_query, scale[..., None, None, None], 1)
 
 
 def _add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:

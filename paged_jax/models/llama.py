@@ -264,6 +264,12 @@ class Llama(PagedModel):
         # factor.
         return embeddings * jnp.asarray(factor, self.float_dtype).astype(jnp.float32)
 
+    def _query_scale(self, layer: int, positions: jax.Array) -> jax.Array | None:
+        scale, rope = self.config.query_scale, self.config.ropes[layer]
+        if scale is None or scale.only_without_rope and rope is not None:
+            return None
+        return scale.factors(positions)
+
     def _run_layers(
         self,
         x: jax.Array,
@@ -279,9 +285,11 @@ class Llama(PagedModel):
         if isinstance(self.layers, nnx.List):
             for index, layer in enumerate(self.layers):
                 cos, sin = angles[index]
+                options["query_scale"] = self._query_scale(index, positions)
                 x, carry = layer(x, index=index, cos=cos, sin=sin, carry=carry, **options)
             return x, carry
         cos, sin = angles[0]
+        options["query_scale"] = self._query_scale(0, positions)
         stack = self.layers
         graphdef, stacked = nnx.split(stack)
 

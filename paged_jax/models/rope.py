@@ -31,6 +31,7 @@ SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
         "factor", "attention_factor", "short_factor", "long_factor",
         "original_max_position_embeddings",
     ),
+    "proportional": ("factor",),
 }  # fmt: skip
 
 
@@ -50,6 +51,9 @@ class RopeScaling:
     - ``"longrope"`` divides each frequency by its own factor, from `short_factor` if the longest
       sequence of the model fits into the original context, otherwise from `long_factor`. Cosines
       and sines are multiplied by `attention_factor` (LongRoPE, arXiv 2402.13753).
+    - ``"proportional"`` spreads the frequencies over the whole head, also if only a part of it
+      rotates. That part is the first elements of both halves of the head, see `Rope`. All
+      frequencies are divided by `factor` (Gemma 4).
     - ``"dynamic"`` rotates tokens after the original context with a larger base, which grows with
       their position, see `Rope`.
 
@@ -99,6 +103,45 @@ class RopeScaling:
                 "LlamaConfig: beta_slow must be positive and at most beta_fast, got "
                 f"{self.beta_slow!r} and {self.beta_fast!r}."
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryScale:
+    """Factor of queries that grows with their position, for contexts beyond the training length.
+
+    It is ``1 + beta * log(1 + floor((position + offset) / length))``.
+
+    Attributes:
+      beta: slope of the factor.
+      length: number of positions with the same factor; the first of them have factor 1.
+      offset: number that is added to positions.
+      only_without_rope: whether the factor applies only to layers that do not rotate.
+
+    Raises:
+      ValueError: a number is out of range.
+
+    Example:
+      >>> scale = QueryScale(beta=0.1, length=16)
+      >>> scale.factors(jnp.array([0, 15, 16, 48])).round(3).tolist()
+      [1.0, 1.0, 1.0690000057220459, 1.1389999389648438]
+    """
+
+    beta: float
+    length: int
+    offset: int = 0
+    only_without_rope: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.beta) and self.beta > 0 and self.length > 0):
+            raise ValueError(
+                "LlamaConfig: the scale of queries must have a positive beta and length, got "
+                f"{self.beta!r} and {self.length!r}."
+            )
+
+    def factors(self, positions: jax.Array) -> jax.Array:
+        """Return the factor of each query, float32 ``[...]`` for positions i32 ``[...]``."""
+        turns = jnp.maximum(positions + self.offset, 0) // self.length
+        return 1 + self.beta * jnp.log1p(turns.astype(jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,8 +227,14 @@ class Rope:
         powers = self._pad(stretch, 0.0).reshape(lead)
         return angles * jnp.exp(-powers * jnp.log1p(self.scaling.factor * past)[..., None])
 
+    @property
+    def paired_dim(self) -> int:
+        """Number of elements of a head that form pairs. Their distance is half of it."""
+        is_whole = self.scaling is not None and self.scaling.rope_type == "proportional"
+        return self.head_dim if is_whole else self.rotary_dim
+
     def _exponents(self) -> np.ndarray:
-        return np.arange(0, self.rotary_dim, 2, dtype=np.float64) / self.rotary_dim
+        return np.arange(0, self.rotary_dim, 2, dtype=np.float64) / self.paired_dim
 
     def _pad(self, values: np.ndarray, fill_value: float) -> np.ndarray:
         num_fixed = (self.head_dim - self.rotary_dim) // 2
@@ -193,7 +242,7 @@ class Rope:
 
 
 def _scale(frequencies: np.ndarray, scaling: RopeScaling, rope: Rope) -> np.ndarray:
-    if scaling.rope_type == "linear":
+    if scaling.rope_type in ("linear", "proportional"):
         return frequencies / scaling.factor
     if scaling.rope_type == "longrope":
         is_long = rope.max_position_embeddings > scaling.original_max_position_embeddings

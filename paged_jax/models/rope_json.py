@@ -7,7 +7,7 @@ from typing import Any
 from paged_jax.arguments import is_int, is_real
 from paged_jax.models.family import Family, UnsupportedConfigError
 from paged_jax.models.layer_groups import FULL, LAYER_TYPES, SLIDING
-from paged_jax.models.rope import SCALING_FIELDS, RopeScaling
+from paged_jax.models.rope import SCALING_FIELDS, QueryScale, RopeScaling
 
 
 def read_rope(
@@ -33,13 +33,16 @@ def read_rope(
     if _is_nested(rope):
         rope, local = _split_by_layer_type(rope, family)
     merged = {**config, **{key: value for key, value in rope.items() if value is not None}}
+    partial_factor = _partial_factor(merged, family)
     theta, scaling = _number(merged, "rope_theta", 10000.0), _read_scaling(rope, config)
+    rope_of_others = theta, scaling, partial_factor
     return {
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "rope_local_base_freq": _local_theta(config, family, local, theta, scaling),
+        "rope_local_base_freq": _local_theta(config, family, local, rope_of_others),
+        "query_scale": _read_query_scale(config, rope, family),
         "rope_layers": read_rope_layers(config, family, num_layers, layer_types),
-        "partial_rotary_factor": _partial_factor(merged, family),
+        "partial_rotary_factor": partial_factor,
         "rope_interleaved": _is_interleaved(config, family),
     }
 
@@ -60,8 +63,9 @@ def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
         scaling = {"rope_type": "default"}
     theta, local_theta = fields["rope_theta"], fields["rope_local_base_freq"]
     written: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
-    if family.partial_rope:
-        written["partial_rotary_factor"] = fields["partial_rotary_factor"]
+    partial = {"partial_rotary_factor": fields["partial_rotary_factor"]}
+    if family.partial_rope and not family.local_rope:
+        written |= partial
     if rope_scaling is not None and "original_max_position_embeddings" in family.defaults:
         original = rope_scaling.original_max_position_embeddings
         written["original_max_position_embeddings"] = original
@@ -77,7 +81,45 @@ def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
             FULL: {**(scaling or default), "rope_theta": theta},
             SLIDING: {**(local_scaling or default), "rope_theta": local_theta or theta},
         }
+        if family.partial_rope:
+            written["rope_parameters"][FULL] |= partial
+    scale: QueryScale | None = fields["query_scale"]
+    if family.query_scale == "rope_parameters" and scale is not None:
+        # transformers finds these entries only here.
+        parameters = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
+        parameters |= {
+            "llama_4_scaling_beta": scale.beta,
+            "original_max_position_embeddings": scale.length,
+        }
+        return {"rope_parameters": parameters}
     return written
+
+
+def _read_query_scale(
+    config: Mapping[str, Any], rope: Mapping[str, Any], family: Family
+) -> QueryScale | None:
+    """Return the factor of queries by position, or None.
+
+    Args:
+      config: content of the file, with the family's defaults.
+      rope: the entry `rope_parameters`.
+      family: family of the model.
+    """
+    # Early files of Mistral have an object of their own.
+    given = {**rope, **_object("llama_4_scaling", config.get("llama_4_scaling"))}
+    beta = given.get("llama_4_scaling_beta", given.get("beta"))
+    if beta is None:
+        return None
+    if family.query_scale != "rope_parameters":
+        raise UnsupportedConfigError(
+            f"LlamaConfig: llama_4_scaling_beta is not supported for {family.architecture}."
+        )
+    length = _context_length(
+        "original_max_position_embeddings", given.get("original_max_position_embeddings")
+    )
+    return QueryScale(
+        _required_number({"llama_4_scaling_beta": beta}, "llama_4_scaling_beta"), length
+    )
 
 
 def read_scaling(
@@ -114,6 +156,8 @@ def read_scaling(
                 "original_max_position_embeddings", given
             )
     used = SCALING_FIELDS[rope_type]
+    if rope_type == "proportional":
+        rope = {"factor": 1.0, **rope}
     if rope_type == "llama3":
         fields |= {k: _required_number(rope, k) for k in ("low_freq_factor", "high_freq_factor")}
     if rope.get("factor") is not None or rope_type in ("linear", "dynamic", "llama3"):
@@ -250,20 +294,32 @@ def _local_theta(
     config: Mapping[str, Any],
     family: Family,
     local: Mapping[str, Any] | None,
-    theta: float,
-    scaling: RopeScaling | None,
+    others: tuple[float, RopeScaling | None, float],
 ) -> float | None:
-    """Return the base of layers with a sliding window, or None if all layers are alike."""
+    """Return the base of layers with a sliding window, or None if all layers are alike.
+
+    Args:
+      config: content of the file, with the family's defaults.
+      family: family of the model.
+      local: the entry `rope_parameters` of these layers, or None.
+      others: base, scaling, and fraction of each head that rotates, of the other layers.
+    """
     if not family.local_rope:
         return None
+    theta, scaling, _ = others
     if local is None:
         local_theta = _number(config, "rope_local_base_freq", theta)
         local_scaling = None
     else:
         local_theta = _number(local, "rope_theta", config.get("rope_local_base_freq") or theta)
         local_scaling = _read_scaling(local, config)
-    if (local_theta, local_scaling) == (theta, scaling):
+    local_factor = 1.0 if local is None else _number(local, "partial_rotary_factor", 1.0)
+    if (local_theta, local_scaling, local_factor) == others:
         return None
+    if local_factor != 1:
+        raise UnsupportedConfigError(
+            f"LlamaConfig: partial_rotary_factor of {SLIDING!r} must be 1, got {local_factor!r}."
+        )
     if local_scaling is not None:
         raise UnsupportedConfigError(
             f"LlamaConfig: rope_parameters of {SLIDING!r} must be of type 'default', or equal to "

@@ -48,10 +48,8 @@ _DIVIDED = {
     "lm_head": 2,
 }
 # Parameters that are divided by KV heads. If there are fewer KV heads than devices, several devices
-# have a copy of a head. The value is the number of rows, along the dimension after the heads, that
-# each copy keeps: 2 for the key and the value. The other rows, the queries, are divided between the
-# copies. None means that each copy keeps all rows.
-_OF_HEADS = {"qkv_proj": 2, "qkv_bias": 2, "q_norm": 0, "k_norm": None}
+# have a copy of a head. Each copy keeps the key and the value of the head, see `_num_kept`.
+_OF_HEADS = ("qkv_proj", "qkv_bias", "q_norm", "k_norm")
 _OF_VOCABULARY = ("embed_tokens", "lm_head")
 # Fields of a config with a number of KV heads, of which the second may be 0.
 _KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
@@ -305,7 +303,7 @@ class TensorParallel:
         if name.endswith(ORDER):
             return x
         if (mesh := self._mesh_of_copies(name)) is not None:
-            wide = _widener(mesh, x.ndim - _DIVIDED[kind], _OF_HEADS[kind])(x)
+            wide = _widener(mesh, x.ndim - _DIVIDED[kind], self._num_kept(name))(x)
             return jax.device_put(wide, NamedSharding(self.mesh, self.program_spec(name, x.shape)))
         if kind in _OF_VOCABULARY and self._num_padding:
             return _padder(self.mesh, self._num_padding)(x)
@@ -317,7 +315,7 @@ class TensorParallel:
         if name.endswith(ORDER):
             return x
         if (mesh := self._mesh_of_copies(name)) is not None:
-            return _narrower(mesh, x.ndim - _DIVIDED[kind], _OF_HEADS[kind])(x)
+            return _narrower(mesh, x.ndim - _DIVIDED[kind], self._num_kept(name))(x)
         if kind in _OF_VOCABULARY and self._num_padding:
             shape = (self.config.vocab_size, *x.shape[1:])
             return _cutter(self.model_sharding(name, shape), self.config.vocab_size)(x)
@@ -336,13 +334,9 @@ class TensorParallel:
         Returns:
           None if no two devices have the same part of the parameter.
         """
-        kind = _kind(name)
+        kind, layer = _kind(name), _layer(name)
         if kind not in _OF_HEADS or not self._is_divided(kind):
             return None
-        scope, _, rest = name.partition(".")
-        index = rest.partition(".")[0]
-        # The name of stacked layers, which are equal, has no index.
-        layer = int(index) if scope == "layers" and index.isdecimal() else 0
         narrow, wide = (
             config.layer_configs[layer].num_key_value_heads
             for config in (self.config, self.wide_config)
@@ -351,6 +345,17 @@ class TensorParallel:
             return None
         devices = np.asarray(self.mesh.devices).reshape(-1, wide // narrow)
         return Mesh(devices, ("heads", "copies"), axis_types=(AxisType.Auto,) * 2)
+
+    def _num_kept(self, name: str) -> int | None:
+        """Return the number of rows of a KV head that each copy keeps: its key and its value.
+
+        The other rows, the queries, are divided between the copies. None: each copy keeps all rows.
+        Rows are along the dimension after the heads.
+        """
+        kind = _kind(name)
+        if kind in ("q_norm", "k_norm"):
+            return 0 if kind == "q_norm" else None
+        return self.config.layer_configs[_layer(name)].num_kv_rows
 
     @property
     def _num_padding(self) -> int:
@@ -368,6 +373,12 @@ def _kind(name: str) -> str:
     return matrix_name(name).rpartition(".")[2]
 
 
+def _layer(name: str) -> int:
+    """Return the layer of a parameter; 0 for stacked layers, which are equal."""
+    index = name.removeprefix("layers.").partition(".")[0]
+    return int(index) if index.isdecimal() else 0
+
+
 def _divide(rank: int, axis: int, name: str) -> PartitionSpec:
     return PartitionSpec(*(name if i == axis else None for i in range(rank)))
 
@@ -379,9 +390,9 @@ def _divide(rank: int, axis: int, name: str) -> PartitionSpec:
 def _widener(mesh: Mesh, axis: int, num_kept: int | None) -> Convert:
     """Return a conversion from ``[K, G + kept, ...]`` to ``[N, G / copies + kept, ...]``.
 
-    It is used if a KV head has copies on several devices. `kept` is `num_kept`, see `_OF_HEADS`.
-    Each device keeps the key and the value of its head and takes its share of the queries. Nothing
-    is communicated, because each device already holds the whole head.
+    It is used if a KV head has copies on several devices. `kept` is `num_kept`, see
+    `TensorParallel._num_kept`. Each device keeps the key and the value of its head and takes its
+    share of the queries. Nothing is communicated, because each device already holds the whole head.
     """
 
     def widen(x: jax.Array) -> jax.Array:

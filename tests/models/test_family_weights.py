@@ -21,7 +21,7 @@ from tests.support.families import CASES, VOCAB_SIZE, WINDOW
 pytestmark = pytest.mark.slow
 
 # Parameters that are buffers in transformers, and get no gradient there.
-NOT_TRAINED = ("router_correction_bias",)
+NOT_TRAINED = ("router_correction_bias", "layer_scalar")
 LENGTH = WINDOW + 4
 TOKENS = np.random.default_rng(0).integers(2, VOCAB_SIZE, (1, LENGTH + 1), np.int32)
 

@@ -59,6 +59,17 @@ _GLM_EXPERTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.5,
 }
+# Layers without a window have other heads, and their values are their keys.
+_GEMMA4: dict[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "sliding_window": WINDOW,
+    "layer_types": _SLIDING,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 3.0,
+}
 CASES = {
     "llama": Case("llama", {"head_dim": 24}),
     "mistral": Case("mistral", {"sliding_window": WINDOW}),
@@ -163,6 +174,32 @@ CASES = {
         },
     ),
     "glm4_moe": Case("glm4_moe", {**_GLM_EXPERTS, "use_qk_norm": True, "attention_bias": True}),
+    "gemma4": Case("gemma4_text", _GEMMA4),
+    "gemma4 with experts": Case(
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 20,
+        },
+    ),
+    "ministral3": Case(
+        "ministral3",
+        {
+            "head_dim": 24,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e5,
+                "factor": 16.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     "minimax_m2": Case(
         "minimax_m2",
         {"head_dim": 24, "rotary_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2},
@@ -268,6 +305,23 @@ VARIANTS = {
     "olmoe renormalised": Case(
         "olmoe", {"num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": True}
     ),
+    "gemma4 with values of their own": Case(
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "num_global_key_value_heads": None,
+            "attention_k_eq_v": False,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "seed_oss": Case("seed_oss", {"head_dim": 24, "attention_out_bias": True}),
+    "ernie4_5": Case("ernie4_5", {"head_dim": 24}),
+    "cwm": Case("cwm", {"head_dim": 24, "sliding_window": WINDOW}),
+    "gemma": Case("gemma", {"head_dim": 24}),
+    "glm": Case("glm", {"head_dim": 24}),
+    "cohere": Case("cohere", {"logit_scale": 0.7}),
     "glm4_moe without norms of heads and groups": Case(
         "glm4_moe",
         {**_GLM_EXPERTS, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},

@@ -25,6 +25,10 @@ _VECTORS = {
     "input_norm": "input_layernorm.weight",
     "post_attention_norm": "post_attention_layernorm.weight",
     "o_bias": "self_attn.o_proj.bias",
+    "shared_out_norm": "post_feedforward_layernorm_1.weight",
+    "expert_input_norm": "pre_feedforward_layernorm_2.weight",
+    "expert_out_norm": "post_feedforward_layernorm_2.weight",
+    "router_norm": "router.scale",
 }
 # The same for the parameters of experts. A * stands for the number of an expert.
 _EXPERTS = {
@@ -54,8 +58,8 @@ class TensorMapping:
       box_shape: shape of the box. It has the rank of the parameter.
       box_start: index of the first element of the box in the parameter.
       first_row: first row of the tensor in this box. Other boxes may hold the other rows.
-      row_order: permutation of the last dimension that counts rows: index i of the box holds index
-        ``row_order[i]`` of the tensor. None if the order is the same.
+      row_order: permutation of n rows, applied to each n rows of the tensor: of them, row i of the
+        box holds row ``row_order[i]``. None if the order is the same.
       axes: permutation of the tensor's axes, if the checkpoint stores it transposed; None
         otherwise. The first axis stays first.
       split_shape: with `axes`, shape of the tensor before the permutation, with some dimensions
@@ -91,7 +95,7 @@ class TensorMapping:
         """Row of the tensor at each index of the first `num_row_axes` dimensions of the box."""
         shape = self.box_shape[: self.num_row_axes]
         rows = self.first_row + np.arange(math.prod(shape)).reshape(shape)
-        return rows if self.row_order is None else rows[..., self.row_order]
+        return _reorder(rows, self.row_order, self.num_row_axes)
 
     def to_box(self, tensor: Array) -> Array:
         """Return the content of the box ``[*box_shape]`` from the tensor ``[*shape]``."""
@@ -100,9 +104,7 @@ class TensorMapping:
             return split.transpose(self.axes).reshape(self.box_shape)
         num_rows = math.prod(self.box_shape[: self.num_row_axes])
         box = tensor[self.first_row : self.first_row + num_rows].reshape(self.box_shape)
-        if self.row_order is None:
-            return box
-        return box[(slice(None),) * (self.num_row_axes - 1) + (np.array(self.row_order),)]
+        return _reorder(box, self.row_order, self.num_row_axes)
 
     def to_rows(self, box: Array) -> Array:
         """Return the tensor rows in a box ``[*box_shape]``, the inverse of `to_box`."""
@@ -111,9 +113,17 @@ class TensorMapping:
             box = box.reshape(tuple(split[axis] for axis in self.axes))
             return box.transpose(tuple(np.argsort(self.axes).tolist())).reshape(self.shape)
         if self.row_order is not None:
-            inverse = np.argsort(self.row_order)
-            box = box[(slice(None),) * (self.num_row_axes - 1) + (inverse,)]
+            inverse = tuple(np.argsort(self.row_order).tolist())
+            box = _reorder(box, inverse, self.num_row_axes)
         return box.reshape(-1, *self.shape[1:])
+
+
+def _reorder(box: Array, order: tuple[int, ...] | None, num_row_axes: int) -> Array:
+    """Apply a permutation of n rows to each n rows of a box."""
+    if order is None:
+        return box
+    groups = box.reshape(-1, len(order), *box.shape[num_row_axes:])
+    return groups[:, np.array(order)].reshape(box.shape)
 
 
 Mappings = tuple[TensorMapping, ...]
@@ -225,9 +235,9 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
     H, K = config.num_attention_heads, config.num_key_value_heads
     names = _family_tensors(config)
     # Queries and keys rotate, and need the order of `head_order`. Values do not rotate.
-    row_order = head_order(
-        D, int(D * config.partial_rotary_factor), interleaved=config.rope_interleaved
-    )
+    [rope, *_] = config.ropes
+    paired_dim = D if rope is None else rope.paired_dim
+    row_order = head_order(D, paired_dim, interleaved=config.rope_interleaved)
     vectors = {name: (_map(tensor, (E,)),) for name, tensor in {**_VECTORS, **names}.items()}
     if config.qk_norm_scope == "head":
         q_norm, k_norm = ((D,), (D,)), ((D,), (D,))
@@ -250,10 +260,11 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
         "gate_up_proj": gate_up,
         "down_proj": (_map("mlp.down_proj.weight", (E, F)),),
         "sinks": (_map("self_attn.sinks", (H,)),),
+        "layer_scalar": (_map("layer_scalar", (1,)),),
     }
     if config.num_experts:
         mappings |= _expert_mappings(config, experts)
-        if experts == "fused":
+        if experts == "fused" or experts == "family" and "fused_gate_up_proj" in names:
             mappings |= _fused_expert_mappings(config)
     return mappings
 
@@ -275,12 +286,14 @@ def _qkv_mappings(
     """
     D, H, K = config.head_dim, config.num_attention_heads, config.num_key_value_heads
     columns = (config.hidden_size,) if kind == "weight" else ()
+    G, query_order = H // K, row_order
+    if config.attention_gate:
+        # The gate of a head follows its query. It does not rotate.
+        G, gate = 2 * G, tuple(range(D, 2 * D))
+        query_order = None if row_order is None else row_order + gate
+    parts = [("q_proj", G, 0, query_order), ("k_proj", 1, G, row_order), ("v_proj", 1, G + 1, None)]
     mappings, row = [], 0
-    for name, heads, first_head, order in (
-        ("q_proj", H // K, 0, row_order),
-        ("k_proj", 1, H // K, row_order),
-        ("v_proj", 1, H // K + 1, None),
-    ):
+    for name, heads, first_head, order in parts[: 1 + config.num_kv_rows]:
         num_rows = K * heads * D
         mappings.append(
             _map(
@@ -355,16 +368,22 @@ def _fused_expert_mappings(config: LlamaConfig) -> dict[str, Mappings]:
     """Return the mappings of the fused expert tensors that transformers 5 has in memory."""
     E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
     gate_up, down = (X, 2 * F, E), (X, E, F)
-    bias = {**_EXPERTS, **_family_tensors(config)}["router_correction_bias"]
+    names = {**_EXPERTS, **_family_tensors(config)}
+    router, bias = (
+        names[name].replace("block_sparse_moe.", "mlp.")
+        for name in ("router", "router_correction_bias")
+    )
     return {
-        "router": (_map("mlp.gate.weight", (X, E)),),
-        "router_correction_bias": (_map(bias.replace("block_sparse_moe.", "mlp."), (X,)),),
+        "router": (_map(router, (X, E)),),
+        "router_correction_bias": (_map(bias, (X,)),),
         "experts_gate_up_proj": (
-            TensorMapping("mlp.experts.gate_up_proj", gate_up, (X, 2, F, E), (0,) * 4,
+            TensorMapping(names.get("fused_gate_up_proj", "mlp.experts.gate_up_proj"),
+                          gate_up, (X, 2, F, E), (0,) * 4,
                           axes=(0, 1, 2, 3), split_shape=(X, 2, F, E)),
         ),
         "experts_down_proj": (
-            TensorMapping("mlp.experts.down_proj", down, down, (0,) * 3, axes=(0, 1, 2)),
+            TensorMapping(names.get("fused_down_proj", "mlp.experts.down_proj"),
+                          down, down, (0,) * 3, axes=(0, 1, 2)),
         ),
     }  # fmt: skip
 
