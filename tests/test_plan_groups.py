@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import jax
 import pytest
@@ -77,7 +78,7 @@ def test_windows_reduce_long_sequences_to_a_fifth_of_the_memory() -> None:
 def test_plan_equals_the_memory_of_an_engine(layers, heads, num_blocks, kv_dtype) -> None:
     """With few blocks, all groups have the same number; otherwise windows limit their groups."""
     config = make_config(*layers, **heads)
-    sizes = {"block_size": 4, "max_num_seqs": 3, "max_chunk": 16}
+    sizes: dict[str, Any] = {"block_size": 4, "max_num_seqs": 3, "max_chunk": 16}
     engine = Engine(random_llama(config), num_blocks=num_blocks, kv_dtype=kv_dtype, **sizes)
     footprint = make_plan(config, 1 << 30, "cpu", kv_dtype=kv_dtype, **sizes).footprint
     group_sizes = footprint.group_sizes(num_blocks)

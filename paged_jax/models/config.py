@@ -89,11 +89,11 @@ class LlamaConfig:
       max_position_embeddings: maximum length of a sequence in tokens.
       rms_norm_eps: constant added to the mean square (or variance) in norms.
       rope_theta, rope_scaling: base and scaling of the rotary frequencies.
-      rope_local_base_freq: base for layers with a sliding window, without scaling, in which whole
-        heads rotate; None if they rotate like the other layers.
+      rope_local_base_freq: base for layers with a sliding window, without scaling; None if they
+        rotate like the other layers.
       rope_layers: whether each layer rotates queries and keys; empty if all do.
       partial_rotary_factor: fraction of each head's elements that rotates, 0 to 1. The first
-        elements rotate.
+        elements rotate. With "proportional" scaling, it does not apply to layers without scaling.
       rope_interleaved: whether the elements of a rotated pair are neighbours in checkpoints.
         Otherwise their distance is half of the rotated part.
       tie_word_embeddings: whether the embedding table is also the output head.
@@ -423,13 +423,16 @@ class LlamaConfig:
     def _rope(self, window: int | None, kv: KVShape | None, rotates: bool) -> Rope | None:
         if kv is None or not rotates:
             return None
-        is_local = window is not None and self.rope_local_base_freq is not None
-        factor = 1.0 if is_local else self.partial_rotary_factor
+        local_theta = None if window is None else self.rope_local_base_freq
+        is_local = local_theta is not None
+        scaling = self.rope_scaling
+        is_proportional = scaling is not None and scaling.rope_type == "proportional"
+        factor = 1.0 if is_local and is_proportional else self.partial_rotary_factor
         return Rope(
             head_dim=kv.head_dim,
             rotary_dim=int(kv.head_dim * factor),
-            theta=self.rope_local_base_freq if is_local else self.rope_theta,
-            scaling=None if is_local else self.rope_scaling,
+            theta=self.rope_theta if local_theta is None else local_theta,
+            scaling=None if is_local else scaling,
             max_position_embeddings=self.max_position_embeddings,
         )
 

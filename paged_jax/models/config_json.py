@@ -12,7 +12,7 @@ from typing import Any
 from paged_jax.arguments import check_positive, is_int
 from paged_jax.models.experts_json import check_neutral, read_experts, write_experts
 from paged_jax.models.families import FAMILIES, PARTS
-from paged_jax.models.family import Family, TextPart, UnsupportedConfigError
+from paged_jax.models.family import Family, InnerTextModel, UnsupportedConfigError
 from paged_jax.models.layer_groups import FULL, SLIDING, check_num_layers
 from paged_jax.models.model_folder import read_boolean, read_entry, read_integer, read_number
 from paged_jax.models.quantisation import QUANTISATION_KEYS, find_quantisation
@@ -137,6 +137,8 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
                 fields["head_dim"] ** -0.5 if factor is None else factor
             )
     written |= {key: fields[field] for field, key in family.switches.items()}
+    # Values without which the default of transformers is not supported.
+    written |= {key: value for key, value in family.only.items() if key in family.defaults}
     if family.global_heads:
         written["global_head_dim"] = fields["global_head_dim"] or fields["head_dim"]
         written["num_global_key_value_heads"] = fields["num_global_key_value_heads"] or None
@@ -156,7 +158,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
-def _text_part(config: Mapping[str, Any], text: TextPart) -> Mapping[str, Any]:
+def _text_part(config: Mapping[str, Any], text: InnerTextModel) -> Mapping[str, Any]:
     if not isinstance(part := config.get(text.key), Mapping):
         raise ValueError(f"LlamaConfig: {text.key} must be an object, got {part!r}.")
     if part.get("final_logit_softcapping") is not None and not text.has_cap:

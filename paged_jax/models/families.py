@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from paged_jax.models.expert_families import EXPERT_FAMILIES
-from paged_jax.models.family import BIASES, Family, Router, Scale, TextPart
+from paged_jax.models.family import BIASES, Family, InnerTextModel, Router, Scale
 from paged_jax.models.layer_groups import FULL, SLIDING
 
 _GEMMA_DEFAULTS = {
@@ -239,6 +239,7 @@ FAMILIES: dict[str, Family] = {
             "query_pre_attn_scalar": None,
             "global_head_dim": 512,
             "attention_k_eq_v": False,
+            "hidden_size_per_layer_input": 256,
             "sliding_window": 512,
             "sliding_window_pattern": 6,
         },
@@ -416,12 +417,14 @@ FAMILIES: dict[str, Family] = {
 }
 
 # Models with images, by `model_type`.
-PARTS: Mapping[str, TextPart] = {
-    "gemma3": TextPart("Gemma3ForConditionalGeneration", has_cap=False),
-    "gemma4": TextPart("Gemma4ForConditionalGeneration"),
-    "mistral3": TextPart("Mistral3ForConditionalGeneration", defaults={"model_type": "mistral"}),
+PARTS: Mapping[str, InnerTextModel] = {
+    "gemma3": InnerTextModel("Gemma3ForConditionalGeneration", has_cap=False),
+    "gemma4": InnerTextModel("Gemma4ForConditionalGeneration"),
+    "mistral3": InnerTextModel(
+        "Mistral3ForConditionalGeneration", defaults={"model_type": "mistral"}
+    ),
     # The text model of Qwen3-VL is Qwen3. Rotations have three positions, equal in text.
-    "qwen3_vl": TextPart(
+    "qwen3_vl": InnerTextModel(
         "Qwen3VLForConditionalGeneration",
         "qwen3",
         {"max_position_embeddings": 128000, "rope_theta": 5e5},

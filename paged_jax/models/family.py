@@ -50,7 +50,7 @@ class Scale:
 
 
 @dataclasses.dataclass(frozen=True)
-class TextPart:
+class InnerTextModel:
     """Text model inside of a model that also reads images, audio or video.
 
     Attributes:

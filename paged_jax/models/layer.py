@@ -188,7 +188,7 @@ class Layer(nnx.Module):
         x = self._add(x, self._norm("attention_out_norm", out))
         normed = self._norm("post_attention_norm", x)
         if self.config.separate_expert_norms:
-            out = self._add_experts(x, normed, weight, is_token, backend)
+            out = self._sum_experts(x, normed, weight, is_token, backend)
         else:
             out = self._all_reduce(self._mlp(normed, weight, is_token, backend))
         return self._add(x, self._norm("mlp_out_norm", out), is_last=True), carry
@@ -250,7 +250,7 @@ class Layer(nnx.Module):
             backend=backend,
         )
 
-    def _add_experts(
+    def _sum_experts(
         self,
         x: jax.Array,
         normed: jax.Array,
@@ -299,7 +299,9 @@ class Layer(nnx.Module):
         """Add an output to the residual stream; the last one of the layer may scale the sum."""
         factor = self.config.residual_multiplier
         x = x + (out if factor == 1 else out * factor)
-        return x * self.layer_scalar[...] if is_last and self.config.layer_scalar else x
+        if not (is_last and self.config.layer_scalar):
+            return x
+        return x * self.layer_scalar[...].astype(jnp.float32).reshape((1,) * x.ndim)
 
     def _all_reduce(self, out: jax.Array) -> jax.Array:
         return out if self.shard is None else self.shard.all_reduce_sum(out)

@@ -82,7 +82,9 @@ def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
             SLIDING: {**(local_scaling or default), "rope_theta": local_theta or theta},
         }
         if family.partial_rope:
+            # Only this entry can say which layers rotate a part of each head.
             written["rope_parameters"][FULL] |= partial
+            del written["rope_scaling"]
     scale: QueryScale | None = fields["query_scale"]
     if family.query_scale == "rope_parameters" and scale is not None:
         # transformers finds these entries only here.
@@ -306,7 +308,7 @@ def _local_theta(
     """
     if not family.local_rope:
         return None
-    theta, scaling, _ = others
+    theta, scaling, factor = others
     if local is None:
         local_theta = _number(config, "rope_local_base_freq", theta)
         local_scaling = None
@@ -316,9 +318,11 @@ def _local_theta(
     local_factor = 1.0 if local is None else _number(local, "partial_rotary_factor", 1.0)
     if (local_theta, local_scaling, local_factor) == others:
         return None
-    if local_factor != 1:
+    is_proportional = scaling is not None and scaling.rope_type == "proportional"
+    if local_factor != (1 if is_proportional else factor):
         raise UnsupportedConfigError(
-            f"LlamaConfig: partial_rotary_factor of {SLIDING!r} must be 1, got {local_factor!r}."
+            f"LlamaConfig: partial_rotary_factor of {SLIDING!r} is not supported, got "
+            f"{local_factor!r}."
         )
     if local_scaling is not None:
         raise UnsupportedConfigError(

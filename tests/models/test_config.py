@@ -24,9 +24,17 @@ _QWEN2 = {"model_type": "qwen2", "num_key_value_heads": 2, **_SIZES}
 _QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 2, **_SIZES}
 
 
+# Keys without which the default of transformers is not a supported model.
+_REQUIRED = {
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
+}
+
+
 def _of_family(model_type):
     """Return a small config of a family, with defaults for all optional keys."""
-    return {"model_type": model_type, "num_key_value_heads": 2, **_SIZES}
+    sizes = {**_SIZES, **_REQUIRED.get(model_type, {})}
+    return {"model_type": model_type, "num_key_value_heads": 2, **sizes}
 
 
 _LLAMA3_ROPE = {
@@ -245,7 +253,7 @@ def test_layer_configs_have_the_sizes_of_their_layers():
         ({**_LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "SequenceClass"),
         ({**_LLAMA, "hidden_act": "relu"}, "hidden_act"),
         ({**_LLAMA, "rope_scaling": {"type": "mrope", "factor": 2.0}}, "mrope"),
-        ({**_LLAMA, "rope_parameters": {"rope_type": "proportional"}}, "proportional"),
+        ({**_LLAMA, "rope_parameters": {"rope_type": "axial"}}, "axial"),
         ({**_LLAMA, "rope_parameters": {"rope_type": ["yarn"]}}, "rope_type"),
         ({**_LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ"),
         ({**_LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),

@@ -327,8 +327,14 @@ def test_from_pretrained_reads_fused_and_separate_experts(
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
-        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ("olmoe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        ("mixtral", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ("mixtral", {"n_group": 2}, "n_group"),
+        ("qwen3_moe", {"mlp_only_layers": 0}, "mlp_only_layers must be a list"),
+        ("olmoe", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func"),
+        ("glm4_moe", {"n_group": 7}, "num_experts must be a multiple of the router's num_groups"),
+        ("glm4_moe", {"topk_group": 2}, "num_chosen_groups"),
         ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
         ("qwen3_moe", {"norm_topk_prob": "yes"}, "norm_topk_prob must be true or false"),

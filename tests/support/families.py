@@ -188,15 +188,15 @@ CASES = {
     "ministral3": Case(
         "ministral3",
         {
-            "head_dim": 24,
+            "head_dim": 12,
             "rope_parameters": {
                 "rope_type": "yarn",
-                "rope_theta": 1e5,
-                "factor": 16.0,
-                "original_max_position_embeddings": 64,
+                "rope_theta": 1e6,
+                "factor": 8.0,
+                "original_max_position_embeddings": 128,
                 "mscale": 1.0,
                 "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.5,
+                "llama_4_scaling_beta": 0.1,
             },
         },
     ),
