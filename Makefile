@@ -115,7 +115,7 @@ $(VENV)/.test: pyproject.toml | $(BIN)/python
 	touch $@ $(VENV)/.demo
 
 $(VENV)/.bench: $(VENV)/.test
-	$(BIN)/python -m pip install --quiet --editable ".[test,peers,bench]"
+	$(BIN)/python -m pip install --quiet --editable ".[test,peers,benchmarks]"
 	touch $@
 
 $(AOT_VENV)/.aot: pyproject.toml | $(AOT_VENV)/bin/python

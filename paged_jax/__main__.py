@@ -9,6 +9,7 @@ COMMANDS = {
     "generate": "generate text from prompts",
     "chat": "talk to a chat model in the terminal",
     "serve": "serve a model over HTTP, for clients of OpenAI and Anthropic",
+    "bench": "measure a running server: rates and latencies",
     "plan": "show the memory that a model needs, and how many sequences fit",
 }
 _USAGE = """usage: paged-jax COMMAND ...

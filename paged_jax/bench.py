@@ -1,0 +1,361 @@
+"""Command line that measures a server with OpenAI's API: ``python -m paged_jax.bench``.
+
+Requests arrive at random times, as from independent users, or as fast as `--max-concurrency`
+allows. Answers are streamed. The times of their events give the figures that users notice: the time
+to the first token (TTFT), the time between events (inter-token latency, ITL), the time per output
+token after the first (TPOT), and the time of a whole answer.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from paged_jax.command_line import Parser, one_line
+
+try:
+    import httpx
+except ModuleNotFoundError:
+    raise SystemExit(
+        "paged_jax.bench: error: httpx is not installed. Run: pip install 'paged-jax[bench]'"
+    ) from None
+
+_PERCENTILES = (50, 90, 99)
+_ENDPOINTS = {"chat": "chat/completions", "completions": "completions"}
+# Metrics in milliseconds, by their names in `--goodput`.
+_METRICS = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "time between events",
+    "e2el": "time of an answer",
+}
+# Frequent English words, which most tokenizers read as one token each.
+_WORDS = (
+    "time year people way day man thing woman life child world school state family student group "
+    "country problem hand part place case week company system program question work government "
+    "number night point home water room mother area money story fact month lot right study book"
+).split()
+
+
+@dataclasses.dataclass
+class Result:
+    """Times and counts of a request.
+
+    Attributes:
+      start: time at which the request was sent, in seconds.
+      events: times at which events with text arrived.
+      end: time at which the answer ended.
+      num_prompt: prompt tokens, as the server counted them.
+      num_output: generated tokens, as the server counted them.
+      error: the error in one line; None if the request succeeded.
+    """
+
+    start: float
+    events: list[float] = dataclasses.field(default_factory=list)
+    end: float = 0.0
+    num_prompt: int = 0
+    num_output: int = 0
+    error: str | None = None
+
+    def milliseconds(self) -> dict[str, list[float]]:
+        """Return the values of each metric; a metric that is undefined has none."""
+        if not self.events:
+            return {name: [] for name in _METRICS}
+        first, last = self.events[0], self.events[-1]
+        per_token = (last - first) / (self.num_output - 1) if self.num_output > 1 else None
+        return {
+            "ttft": [1e3 * (first - self.start)],
+            "tpot": [] if per_token is None else [1e3 * per_token],
+            "itl": [1e3 * gap for gap in np.diff(self.events).tolist()],
+            "e2el": [1e3 * (self.end - self.start)],
+        }
+
+    def meets(self, goals: Mapping[str, float]) -> bool:
+        """Return whether the request succeeded, and the mean of each metric is within its goal."""
+        values = self.milliseconds()
+        return self.error is None and all(
+            not values[name] or float(np.mean(values[name])) <= most for name, most in goals.items()
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit status; expected errors print one line."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    return parser.run(lambda: _run(args))
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "bench",
+        examples=(
+            "--num-prompts 64 --max-concurrency 16",
+            "--base-url http://host:8000/v1 --request-rate 4 --goodput ttft:500 tpot:50",
+            "--dataset prompts.jsonl --max-tokens 256 --json results.json",
+        ),
+        description="Measure a running server with OpenAI's API: rates, latencies, and the share "
+        "of requests within limits.",
+    )
+    server = parser.add_argument_group("server")
+    server.add_argument(
+        "--base-url",
+        default="http://127.0.0.1:5000/v1",
+        metavar="URL",
+        help="address of the API; default: http://127.0.0.1:5000/v1",
+    )
+    server.add_argument("--model", metavar="NAME", help="default: the first model of the server")
+    server.add_argument("--endpoint", choices=_ENDPOINTS, default="chat", help="default: chat")
+    _add_requests(parser.add_argument_group("requests"))
+    report = parser.add_argument_group("report")
+    report.add_argument(
+        "--goodput",
+        nargs="+",
+        type=_goal,
+        default=[],
+        metavar="METRIC:MS",
+        help="count requests whose ttft, tpot, itl and e2el are at most this many milliseconds",
+    )
+    report.add_argument("--json", metavar="FILE", help="write the figures to this file")
+    return parser
+
+
+def _add_requests(requests: argparse._ArgumentGroup) -> None:
+    requests.add_argument(
+        "--num-prompts", type=int, default=100, metavar="N", help="number of requests; default: 100"
+    )
+    requests.add_argument(
+        "--request-rate",
+        type=float,
+        default=float("inf"),
+        metavar="X",
+        help="mean number of requests that arrive per second, at random times; default: all arrive "
+        "at once",
+    )
+    requests.add_argument(
+        "--max-concurrency", type=int, metavar="N", help="requests at once; default: all"
+    )
+    requests.add_argument(
+        "--dataset",
+        metavar="FILE",
+        help="file with a prompt in each line, or an object with prompt in each line of a .jsonl "
+        "file; default: random words",
+    )
+    requests.add_argument(
+        "--input-len", type=int, default=128, metavar="N", help="random words; default: 128"
+    )
+    requests.add_argument(
+        "--prefix-len",
+        type=int,
+        default=0,
+        metavar="N",
+        help="random words that all prompts begin with; default: 0",
+    )
+    requests.add_argument(
+        "--max-tokens", type=int, default=64, metavar="N", help="tokens to generate; default: 64"
+    )
+    requests.add_argument(
+        "--ignore-eos", action="store_true", help="generate --max-tokens tokens for each prompt"
+    )
+    requests.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+
+
+def _goal(text: str) -> tuple[str, float]:
+    name, _, value = text.partition(":")
+    with contextlib.suppress(ValueError):
+        if name in _METRICS and float(value) > 0:
+            return name, float(value)
+    raise argparse.ArgumentTypeError(f"must be one of {', '.join(_METRICS)}, as ttft:500")
+
+
+def _run(args: argparse.Namespace) -> None:
+    for name in ("num_prompts", "input_len", "max_tokens", "request_rate", "max_concurrency"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}.")
+    prompts = _prompts(args)
+    try:
+        seconds, results = asyncio.run(_send_all(args, prompts))
+    except httpx.HTTPError as error:
+        raise OSError(
+            f"{args.base_url}: no answer ({one_line(error)}). Start a server, or give --base-url."
+        ) from None
+    report = summarise(results, seconds, dict(args.goodput))
+    print("\n".join(table(report)))
+    if args.json is not None:
+        options = {name: value for name, value in vars(args).items() if name != "json"}
+        Path(args.json).write_text(json.dumps({"options": options, **report}, indent=1) + "\n")
+    if not report["completed"]:
+        raise OSError(f"all requests failed, the first with: {results[0].error}")
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    """Return the prompts: those of the file in turn, or random words."""
+    if args.dataset is not None:
+        lines = Path(args.dataset).read_text(encoding="utf-8").splitlines()
+        lines = [line for line in lines if line.strip()]
+        if args.dataset.endswith(".jsonl"):
+            lines = [json.loads(line)["prompt"] for line in lines]
+        if not lines:
+            raise ValueError(f"--dataset must hold at least one prompt, got {args.dataset}.")
+        return [lines[i % len(lines)] for i in range(args.num_prompts)]
+    draw = random.Random(args.seed)
+    prefix = draw.choices(_WORDS, k=args.prefix_len)
+    return [
+        " ".join([*prefix, *draw.choices(_WORDS, k=args.input_len)])
+        for _ in range(args.num_prompts)
+    ]
+
+
+async def _send_all(args: argparse.Namespace, prompts: list[str]) -> tuple[float, list[Result]]:
+    """Send all requests, and return the seconds of the run and the results in order."""
+    key = os.environ.get("OPENAI_API_KEY") or os.environ.get("PAGED_JAX_API_KEY")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    base_url = args.base_url.rstrip("/") + "/"
+    async with httpx.AsyncClient(
+        base_url=base_url, headers=headers, limits=limits, timeout=None
+    ) as client:
+        model = args.model or await _first_model(client)
+        places = asyncio.Semaphore(args.max_concurrency or len(prompts))
+        draw = random.Random(args.seed)
+
+        async def send(prompt: str, bar: tqdm) -> Result:
+            async with places:
+                result = await _send(client, args, model, prompt)
+                bar.update()
+                return result
+
+        start = time.perf_counter()
+        with tqdm(total=len(prompts), unit="req", desc="requests") as bar:
+            tasks = []
+            for prompt in prompts:
+                tasks.append(asyncio.create_task(send(prompt, bar)))
+                if args.request_rate != float("inf"):
+                    await asyncio.sleep(draw.expovariate(args.request_rate))
+            results = await asyncio.gather(*tasks)
+        return time.perf_counter() - start, results
+
+
+async def _first_model(client: httpx.AsyncClient) -> str:
+    response = await client.get("models")
+    response.raise_for_status()
+    return response.json()["data"][0]["id"]
+
+
+async def _send(
+    client: httpx.AsyncClient, args: argparse.Namespace, model: str, prompt: str
+) -> Result:
+    """Send a request, read its stream, and return the result. Errors are part of the result."""
+    is_chat = args.endpoint == "chat"
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": args.max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **({"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}),
+        **({"ignore_eos": True} if args.ignore_eos else {}),
+    }
+    result = Result(time.perf_counter())
+    try:
+        async with client.stream("POST", _ENDPOINTS[args.endpoint], json=body) as response:
+            if response.is_error:
+                text = (await response.aread()).decode(errors="replace")
+                result.error = f"status {response.status_code}: {text[:200]}"
+            else:
+                await _read(response, result)
+    except httpx.HTTPError as error:
+        result.error = one_line(error)
+    result.end = time.perf_counter()
+    if result.error is None and not result.events:
+        result.error = "the answer has no text"
+    return result
+
+
+async def _read(response: httpx.Response, result: Result) -> None:
+    async for event in _events(response):
+        if "error" in event:
+            result.error = str(event["error"])
+        for choice in event.get("choices", ()):
+            delta = choice.get("delta", choice)
+            if any(
+                delta.get(key) for key in ("content", "text", "reasoning_content", "tool_calls")
+            ):
+                result.events.append(time.perf_counter())
+        if usage := event.get("usage"):
+            result.num_prompt = usage["prompt_tokens"]
+            result.num_output = usage["completion_tokens"]
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    async for line in response.aiter_lines():
+        data = line.removeprefix("data:").strip()
+        if line.startswith("data:") and data != "[DONE]":
+            yield json.loads(data)
+
+
+def summarise(results: list[Result], seconds: float, goals: Mapping[str, float]) -> dict[str, Any]:
+    """Return the figures of a run.
+
+    Args:
+      results: the requests.
+      seconds: duration of the run.
+      goals: most milliseconds of each metric for goodput; empty for no goodput.
+    """
+    done = [result for result in results if result.error is None]
+    values = [result.milliseconds() for result in done]
+    report: dict[str, Any] = {
+        "seconds": seconds,
+        "completed": len(done),
+        "failed": len(results) - len(done),
+        "prompt_tokens": sum(result.num_prompt for result in done),
+        "output_tokens": sum(result.num_output for result in done),
+        "requests_per_second": len(done) / seconds,
+        "output_tokens_per_second": sum(result.num_output for result in done) / seconds,
+    }
+    if goals:
+        report["goodput_requests_per_second"] = sum(x.meets(goals) for x in results) / seconds
+    for name in _METRICS:
+        numbers = [number for each in values for number in each[name]]
+        if numbers:
+            percentiles = np.percentile(numbers, _PERCENTILES).tolist()
+            report[f"{name}_ms"] = {
+                "mean": float(np.mean(numbers)),
+                **{f"p{p}": value for p, value in zip(_PERCENTILES, percentiles, strict=True)},
+            }
+    return report
+
+
+def table(report: Mapping[str, Any]) -> list[str]:
+    """Return the figures of `summarise` as lines of text."""
+    rows = {
+        "requests": f"{report['completed']} completed, {report['failed']} failed",
+        "seconds": f"{report['seconds']:.2f}",
+        "tokens": f"{report['prompt_tokens']:,} of prompts, {report['output_tokens']:,} generated",
+        "requests/s": f"{report['requests_per_second']:.2f}",
+        "generated tokens/s": f"{report['output_tokens_per_second']:.1f}",
+    }
+    if "goodput_requests_per_second" in report:
+        rows["requests/s within --goodput"] = f"{report['goodput_requests_per_second']:.2f}"
+    lines = [f"{name:<32}{value}" for name, value in rows.items()]
+    columns = ("mean", *(f"p{p}" for p in _PERCENTILES))
+    lines += ["", f"{'milliseconds':<32}" + "".join(f"{column:>10}" for column in columns)]
+    for name, text in _METRICS.items():
+        if figures := report.get(f"{name}_ms"):
+            label = f"{text} ({name})"
+            lines.append(f"{label:<32}" + "".join(f"{figures[c]:>10.1f}" for c in columns))
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

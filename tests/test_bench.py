@@ -1,0 +1,96 @@
+"""Tests of `python -m paged_jax.bench`: requests to a real server, and the figures."""
+
+import json
+import socket
+
+import pytest
+
+from paged_jax import Engine, bench
+from paged_jax.bench import Result, summarise
+from paged_jax.server import Settings
+from tests.support.live_server import CHAT_TEMPLATE, LiveServer
+from tests.support.tiny_model import SIZES, save_tiny_model
+
+# Prompts of the tiny model are characters, so a word is up to 10 tokens.
+SHORT = ("--num-prompts", "5", "--input-len", "1", "--max-tokens", "4")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = save_tiny_model(tmp_path_factory.mktemp("bench"), chat_template=CHAT_TEMPLATE)
+    with LiveServer(Engine(folder, **SIZES), Settings(model_name="tiny")) as server:
+        yield server
+
+
+@pytest.fixture
+def run(server, capsys):
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = bench.main(["--base-url", f"{server.url}/v1", *SHORT, *arguments])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_bench_streams_all_requests_and_counts_their_tokens(run, tmp_path, endpoint) -> None:
+    path = tmp_path / "report.json"
+    options = ("--endpoint", endpoint, "--ignore-eos", "--max-concurrency", "2")
+    status, out, err = run(*options, "--goodput", "ttft:60000", "e2el:60000", "--json", str(path))
+    assert status == 0, err
+    report = json.loads(path.read_text())
+    assert (report["completed"], report["failed"], report["output_tokens"]) == (5, 0, 20)
+    assert report["prompt_tokens"] >= 5 * 3
+    assert report["goodput_requests_per_second"] == pytest.approx(report["requests_per_second"])
+    assert report["ttft_ms"]["mean"] < report["e2el_ms"]["mean"]
+    assert "5 completed, 0 failed" in out and "time to first token (ttft)" in out
+    assert report["options"]["endpoint"] == endpoint
+
+
+def test_bench_reads_prompts_from_a_file_and_waits_between_requests(run, tmp_path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "abc"}\n\n{"prompt": "ab"}\n')
+    options = ("--endpoint", "completions", "--ignore-eos", "--request-rate", "1000")
+    status, out, err = run(*options, "--dataset", str(path))
+    assert status == 0, err
+    # Each prompt has a token for its start.
+    assert f"{3 * 4 + 2 * 3} of prompts, 20 generated" in out
+
+
+def test_bench_reports_failed_requests(run) -> None:
+    status, out, err = run("--model", "other")
+    assert status == 1 and "0 completed, 5 failed" in out
+    assert "error: all requests failed, the first with: status 404: " in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--num-prompts", "0"), "--num-prompts must be positive, got 0."),
+        (("--dataset", "none.jsonl"), "No such file or directory: 'none.jsonl'"),
+    ],
+)
+def test_bench_reports_mistakes_in_one_line(run, arguments, message) -> None:
+    status, _, err = run(*arguments)
+    assert status == 1 and err.startswith("paged_jax.bench: error: ") and message in err
+
+
+def test_bench_says_that_there_is_no_server(capsys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    assert bench.main(["--base-url", f"http://127.0.0.1:{port}/v1"]) == 1
+    assert "/v1: no answer (" in capsys.readouterr().err
+
+
+def test_summarise_computes_metrics_by_their_definitions() -> None:
+    first = Result(start=1.0, events=[1.5, 1.7, 2.5], end=2.6, num_prompt=10, num_output=5)
+    second = Result(start=1.0, events=[3.0], end=3.0, num_prompt=20, num_output=1)
+    failed = Result(start=1.0, end=1.1, error="status 500")
+    report = summarise([first, second, failed], 4.0, {"ttft": 600.0, "tpot": 300.0})
+    assert (report["completed"], report["failed"]) == (2, 1)
+    assert (report["prompt_tokens"], report["output_tokens"]) == (30, 6)
+    assert report["output_tokens_per_second"] == 1.5
+    assert report["ttft_ms"]["mean"] == pytest.approx((500 + 2000) / 2)
+    assert report["tpot_ms"]["p50"] == pytest.approx(250)  # a second for 4 tokens after the first
+    assert report["itl_ms"]["mean"] == pytest.approx((200 + 800) / 2)
+    assert report["e2el_ms"]["p99"] == pytest.approx(1996)
+    assert report["goodput_requests_per_second"] == 0.25
