@@ -316,7 +316,7 @@ class Options:
     value_dim: int | None = None
 
     def output_dim(self, head_dim: int) -> int:
-        """Return the elements of a value and of the output, given those of a key."""
+        """Return the number of elements of a value and of the output for keys of `head_dim`."""
         return self.value_dim or head_dim
 
 
@@ -391,7 +391,10 @@ class Problem:
 
     @property
     def separate_values_refusal(self) -> str | None:
-        """Why kernels that know values of other sizes only inside of keys cannot run the call."""
+        """Why kernels cannot run the call if both pools must have D elements per token, or None.
+
+        If the values are a part of the keys, they may have fewer elements.
+        """
         if self.shares_values or self.value_dim == self["D"]:
             return None
         return (

@@ -67,7 +67,7 @@ class Heads(NamedTuple):
     value_dim: int | None = None
 
     def split(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries, keys and values."""
+        """Return queries ``[..., H, D]``, keys ``[..., K, D]`` and values ``[..., K, U]``."""
         return self.q, self.k, self.k[..., : self.value_dim] if self.v is None else self.v
 
 

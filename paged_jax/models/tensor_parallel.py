@@ -426,7 +426,7 @@ def _narrower(mesh: Mesh, axis: int, num_kept: int | None) -> Convert:
 
 
 def _split(x: jax.Array, axis: int, num_kept: int | None) -> list[jax.Array]:
-    """Split a head into its queries and the rows that each copy keeps."""
+    """Split the rows of a KV head into its queries and the last `num_kept` rows (None: all)."""
     num_queries = 0 if num_kept is None else x.shape[axis] - num_kept
     return jnp.split(x, [num_queries], axis)
 

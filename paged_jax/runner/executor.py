@@ -447,7 +447,7 @@ def _settings() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _with_settings(settings: dict[str, Any]) -> Iterator[None]:
-    """Return a context that gives this thread the settings of another one."""
+    """Return a context in which this thread has the settings of another thread."""
     with contextlib.ExitStack() as stack:
         for name, own in _settings().items():
             if settings[name] != own:

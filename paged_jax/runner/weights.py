@@ -238,7 +238,7 @@ class Weights:
 
     @property
     def originals(self) -> list[jax.Array]:
-        """The arrays in the model layout."""
+        """The arrays in the model layout, converted from the layout of the programs."""
         if self._parallel is None or not self.arrays:
             return list(self.arrays)
         named = zip(self._names, self.arrays, strict=True)

@@ -316,7 +316,7 @@ def _grouped_linear(args: GroupedArgs) -> jax.Array:
 
 @dataclass(frozen=True)
 class _PlainGrouped:
-    """The same grouped matmul in plain JAX. It takes `x`, the arrays of a weight, and the sizes."""
+    """Equivalent of the grouped matmul kernel in plain JAX, for the same operands."""
 
     dtype: Any
     code: str | None

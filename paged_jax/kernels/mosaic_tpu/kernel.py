@@ -262,7 +262,7 @@ def _copy_tile(
     semaphores,
     tiling: AttentionTiling,
 ) -> None:
-    """Call `act` on each copy of a tile from HBM to buffer `slot`: start it, or wait for it."""
+    """Start each copy of a tile from HBM to buffer `slot`, or wait for it, by calling `act`."""
     C, N = tiling.C, tiling.keys
     last_block = sources.k.shape[1] - 1
 

@@ -254,7 +254,7 @@ _OFFSETS = {"int4": 8, "uint4": 8, "e2m1": 64}
 
 
 def _registers(numbers: list[int]) -> list[str]:
-    """Return bytes in registers of four, the first byte lowest."""
+    """Return 16 bytes as PTX constants of four registers. The first byte is the lowest."""
     return [f"0x{int.from_bytes(bytes(numbers[i : i + 4]), 'little'):08X}" for i in (0, 4, 8, 12)]
 
 
@@ -284,7 +284,7 @@ def _look_up(numbers: list[int]) -> str:
 
 
 def _tables(code: str, dtype: Any) -> list[list[int]]:
-    """Return the tables of bytes of a code; the code of integers has none."""
+    """Return the tables in which PTX looks up the bytes of numbers; integers need none."""
     if code == "e2m1":
         return [(_OFFSETS[code] + 2 * CODES[code]).astype(int).tolist()]
     if code in ("nf4", "fp4"):

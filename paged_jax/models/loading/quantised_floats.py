@@ -141,7 +141,7 @@ class Mxfp4Matrix(ModuleMatrix):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MlxMxfp4Matrix(Mxfp4Matrix):
-    """The mode mxfp4 of MLX, with values in words of 32 bits."""
+    """The mode mxfp4 of MLX, which stores values in words of 32 bits."""
 
     required = (".weight", ".scales")
 
@@ -152,7 +152,7 @@ class MlxMxfp4Matrix(Mxfp4Matrix):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Nvfp4Matrix(Mxfp4Matrix):
-    """The format nvfp4-pack-quantized of compressed-tensors: the global scale divides."""
+    """The format nvfp4-pack-quantized of compressed-tensors: a global scale divides the scales."""
 
     required = (".weight_packed", ".weight_scale", ".weight_global_scale")
 
@@ -178,7 +178,7 @@ class Nvfp4Matrix(Mxfp4Matrix):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelOptNvfp4Matrix(Nvfp4Matrix):
-    """The NVFP4 of ModelOpt: the global scale multiplies."""
+    """The NVFP4 format of ModelOpt: a global scale multiplies the scales of groups."""
 
     required = (".weight", ".weight_scale", ".weight_scale_2")
 
