@@ -113,8 +113,10 @@ seed random_seed rng_seed rng key prng_key generator manual_seed
 logprobs top_logprobs num_logprobs return_logprobs output_scores
 prompt_logprobs return_prompt_logprobs
 repetition_penalty repeat_penalty repetition_penalties
-logit_bias suppress_tokens bad_words bad_words_ids sequence_bias allowed_token_ids
+logit_bias suppress_tokens sequence_bias
 logit_bias logits_bias
+bad_words bad_words_ids banned_strings banned_words
+allowed_token_ids allowed_tokens
 structured_outputs guided_json guided_regex guided_choice guided_grammar guided_decoding
 structured_outputs response_format json_schema structured_output grammar schema
 skip_special_tokens skip_special

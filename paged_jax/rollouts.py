@@ -368,7 +368,9 @@ def _sampling(
       token_bias: biases of tokens in all rows.
     """
     num_biases = len(token_bias.all_ids)
-    state = SlotSampling.create(num_rows, vocab_size, max_logit_bias=num_biases, max_stop_ids=0)
+    state = SlotSampling.create(
+        num_rows, vocab_size, max_logit_bias=num_biases, max_stop_ids=0, max_bad_words=0
+    )
     shape = num_rows, num_biases
     bias = {
         "bias_ids": jnp.broadcast_to(jnp.array(token_bias.all_ids, jnp.int32), shape),

@@ -29,7 +29,7 @@ from paged_jax.engine.pool_size import choose_num_blocks, resolve_kv_dtype
 from paged_jax.engine.postprocess import Postprocessor
 from paged_jax.engine.request_factory import RequestFactory
 from paged_jax.engine.requests import ChangeGuard, RequestTable, own_transfers
-from paged_jax.engine.stats import BlockMeter, EngineStats, GroupUse, StepClock
+from paged_jax.engine.stats import BlockMeter, EngineStats, GroupUse, MaskClock, StepClock
 from paged_jax.engine.step_runner import PendingStep, StepRunner
 from paged_jax.engine.weight_swap import NewWeights, Sleep, WeightSwap
 from paged_jax.kernels import check_backend_runs_on
@@ -70,6 +70,7 @@ class EngineCore:
       guard: allows one change at a time, and restarts the engine after an interrupted change.
       stats: totals that the engine itself counts; see `total_stats`.
       clock: measures the phases of a step.
+      mask_clock: measures how long the masks of grammars take.
       block_meter: counts used blocks after each step.
       postprocessor: appends tokens to samples.
       step_runner: runs plans of the scheduler.
@@ -167,6 +168,7 @@ class EngineCore:
         self.guard = ChangeGuard(self.restart)
         self.stats = EngineStats()
         self.clock = StepClock(self.stats, runner)
+        self.mask_clock = MaskClock(scheduler.lookahead, scheduler.max_steps)
         self.block_meter = BlockMeter(self.stats, scheduler, runner)
         self.postprocessor = Postprocessor(
             loaded.tokenizer, loaded.eos_token_ids, self.requests, self.stats
@@ -210,6 +212,8 @@ class EngineCore:
                 if next_plan is not None:
                     self._ahead = self.step_runner.queue(next_plan)
                 tokens = self.step_runner.read(pending)
+            if tokens is not None:
+                self.mask_clock.note_read(plan, int(tokens.num_steps))
             if tokens is not None and not tokens.ok:
                 self.scheduler.lookahead.close()  # free blocks ran out: the scheduler must preempt
             with clock.postprocessing:

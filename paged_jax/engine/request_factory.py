@@ -9,7 +9,7 @@ import numpy as np
 from paged_jax.arguments import ArgumentError, is_int, is_real
 from paged_jax.models.text.grammar import GrammarCompiler, GrammarCursor
 from paged_jax.models.text.tokenizer import Tokenizer
-from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from paged_jax.scheduler.completion import Completion
 from paged_jax.scheduler.outputs import RequestMetrics
 from paged_jax.scheduler.request import Request, Sequence
@@ -105,6 +105,7 @@ class RequestFactory:
             cache_salt=salt,
             client=client,
             sample_offset=sample_offset,
+            bad_word_ids=self._bad_word_ids(params.bad_words or ()),
             # The first token has no log-probability.
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
@@ -194,7 +195,39 @@ class RequestFactory:
                 "stop_token_ids",
             )
         self._check_token_ids("logit_bias", bias)
+        self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_token_ids("stop_token_ids", stop_token_ids)
+
+    def _bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences of bad words, each with and without a space before it."""
+        sequences = dict.fromkeys(
+            self._bad_word_tokens(text)
+            for word in words
+            for text in (word.lstrip() or word, f" {word.lstrip() or word}")
+        )
+        if len(sequences) > MAX_BAD_WORDS:
+            raise _error(
+                f"must have at most {MAX_BAD_WORDS} token sequences, two for most words, got "
+                f"{len(sequences)}.",
+                "bad_words",
+            )
+        return tuple(sequences)
+
+    def _bad_word_tokens(self, text: str) -> tuple[int, ...]:
+        if self.tokenizer is None:
+            raise _error(
+                f"must be empty because the model has no tokenizer, got {text!r}. Use logit_bias.",
+                "bad_words",
+            )
+        token_ids: list[int] = []
+        if len(text) <= MAX_BAD_WORD_TOKENS * self.tokenizer.max_token_chars:
+            token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if not 1 <= len(token_ids) <= MAX_BAD_WORD_TOKENS:
+            raise _error(
+                f"must be words of 1 to {MAX_BAD_WORD_TOKENS} tokens, got {text[:60]!r}.",
+                "bad_words",
+            )
+        return tuple(token_ids)
 
     def _check_token_ids(self, name: str, token_ids: Collection[Any]) -> None:
         # Fast check first: a Python loop over 100,000 ids takes a tenth of a second.

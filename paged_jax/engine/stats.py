@@ -1,7 +1,9 @@
 """Counters of an engine: totals, times of the phases of a step, and blocks in use."""
 
 import dataclasses
+import statistics
 import time
+from collections.abc import Callable
 
 import jax
 
@@ -10,7 +12,7 @@ from paged_jax.runner.executor import Executor
 from paged_jax.runner.runner import ModelRunner
 from paged_jax.scheduler.request import Sequence
 from paged_jax.scheduler.scheduler import Scheduler
-from paged_jax.scheduler.step_plan import StepPlan
+from paged_jax.scheduler.step_plan import Lookahead, StepPlan
 
 
 @dataclasses.dataclass
@@ -199,6 +201,84 @@ class StepClock:
         if self._runner.slots.num_swapped_blocks:
             seconds = self._runner.slots.swap_seconds / self._runner.slots.num_swapped_blocks
             scheduler.costs.seconds_per_block = seconds
+
+
+class MaskClock:
+    """Clock for the masks of grammars; chooses `Lookahead.num_free_steps`, k.
+
+    A sequence with a grammar gets a token in each cycle. With k = 0, a cycle is a decode step of
+    all sequences, and the time in which the host computes the next masks. With k > 0, the other
+    sequences decode k steps in that time. The clock chooses the largest k with which a cycle takes
+    no longer than with k = 0, so the others gain and sequences with grammars lose nothing. To
+    compare both, some cycles in every `_PERIOD` have k = 0.
+
+    Args:
+      lookahead: plans the steps.
+      max_steps: maximum number of decode steps on the device at a time.
+      now: returns the time in seconds.
+    """
+
+    # Number of cycles between two measurements with k = 0, and number of cycles of a measurement.
+    _PERIOD, _SAMPLES = 128, 6
+    # Maximum duration of a cycle, relative to k = 0, and the maximum before k = 1 is given up.
+    _MOST, _MOST_OF_ONE = 1.05, 1.1
+
+    def __init__(
+        self, lookahead: Lookahead, max_steps: int, now: Callable[[], float] = time.perf_counter
+    ):
+        self._lookahead = lookahead
+        self._most = max(1, max_steps - 1)
+        self._now = now
+        self._read_at: float | None = None  # time at which the last masked tokens were read
+        self._num_cycles = 0
+        self._plain_seconds = 0.0  # of a cycle with k = 0
+        self._samples: list[float] = []
+        self._is_rejected = False  # whether k = 1 was given up in this period
+        self._set(0)
+
+    def note_read(self, plan: StepPlan, num_steps: int) -> None:
+        """Note that the tokens of a plan have been read, from `num_steps` decode steps."""
+        if not plan.bound:
+            if not plan.is_ahead:
+                self._read_at = None  # no sequence has a grammar
+            return
+        before, self._read_at = self._read_at, self._now()
+        has_others = len(plan.bound) < len(plan.decodes)
+        if before is None or plan.chunks or num_steps != 1 or not has_others:
+            return
+        self._num_cycles += 1
+        self._samples.append(self._read_at - before)
+        # The first cycles after a change are partly planned with the previous k.
+        if len(self._samples) == self._SAMPLES + 2:
+            self._choose(statistics.median(self._samples[2:]))
+
+    def _choose(self, seconds: float) -> None:
+        """Choose k after cycles that took `seconds` with the present k."""
+        k, is_due = self._lookahead.num_free_steps, self._num_cycles >= self._PERIOD
+        if not k:
+            self._plain_seconds = seconds
+            if is_due or not self._is_rejected:
+                self._num_cycles = 0
+                self._set(max(1, self._last))
+                return
+        elif is_due:
+            self._is_rejected = False
+            self._set(0)
+            return
+        elif seconds > self._plain_seconds * (self._MOST if k > 1 else self._MOST_OF_ONE):
+            self._is_rejected = k == 1
+            self._set(k - 1)
+            return
+        # A further step takes less than 1 / (k + 1) of a cycle: it has fewer rows.
+        elif seconds * (1 + 0.6 / (k + 1)) < self._plain_seconds * self._MOST and k < self._most:
+            self._set(k + 1)
+            return
+        self._samples = self._samples[-2:]
+
+    def _set(self, num_free_steps: int) -> None:
+        self._last = self._lookahead.num_free_steps
+        self._lookahead.num_free_steps = num_free_steps
+        self._samples = []
 
 
 class BlockMeter:

@@ -121,13 +121,14 @@ class StepRunner:
             plan.decodes, self._scheduler.max_num_batched_tokens - num_planned
         )
         if drafts is not None:
-            tokens = self._runner.verify(plan.decodes, drafts, with_top=with_top)
+            tokens = self._runner.verify(plan.decodes, drafts, bound=plan.bound, with_top=with_top)
             if tokens.ok:
                 self._count_drafts(drafts, np.asarray(tokens.num_new))
                 return tokens
         return self._runner.decode(
             plan.decodes,
             plan.num_steps,
+            bound=plan.bound,
             leave_on_stop=plan.leave_on_stop,
             with_top=with_top,
             is_ahead=plan.is_ahead,

@@ -15,9 +15,15 @@ from paged_jax.dims import bind
 from paged_jax.formatting import short_repr
 from paged_jax.runner.compiler import jit_for
 from paged_jax.runner.sizes import Sizes, no_slots
-from paged_jax.sampling.filters import Constraints, num_mask_words
+from paged_jax.sampling.filters import NEVER, Constraints
 from paged_jax.sampling.params import NO_BIAS, SamplingParams, TokenBias
-from paged_jax.sampling.state import SlotSampling, fold_in, slot_row, write_rows
+from paged_jax.sampling.state import (
+    SlotSampling,
+    fold_in,
+    num_mask_words,
+    slot_row,
+    write_rows,
+)
 from paged_jax.scheduler.request import Sequence
 
 
@@ -111,6 +117,7 @@ class Assignment(NamedTuple):
       sample_index: index of the sample in its request; it is part of the seed.
       eos_token_ids: end-of-sequence tokens of the model; ignored with ``params.ignore_eos``.
       token_bias: biases in addition to the `logit_bias` of ``params``.
+      bad_word_ids: token sequences of the `bad_words` of ``params``.
     """
 
     slot: int
@@ -122,6 +129,7 @@ class Assignment(NamedTuple):
     sample_index: int = 0
     eos_token_ids: Iterable[int] = ()
     token_bias: TokenBias = NO_BIAS
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
 
 def assign(state: DecodeState, assignments: list[Assignment]) -> DecodeState:
@@ -142,8 +150,8 @@ def assign(state: DecodeState, assignments: list[Assignment]) -> DecodeState:
       ValueError: a number is out of range, a request has more biases than the state has room for,
         or a request with ``min_tokens`` has more stop tokens than that.
 
-    For each row of a call, 5 * V bytes are copied to the device. A call has 1 or `_WIDTH` rows, so
-    there are two compiled programs.
+    For each row of a call, about 5 * V bytes are copied to the device. A call has 1 or `_WIDTH`
+    rows, so there are two compiled programs.
     """
     # Prepare all rows before the first write. On CPUs, the call of a small program blocks until
     # running programs have ended, so do the host's work first, while they run.
@@ -207,6 +215,7 @@ def _row(state: DecodeState, assignment: Assignment) -> _AssignedArrays:
         output_token_ids=token_ids[num_prompt_tokens:],
         eos_token_ids=eos_token_ids,
         token_bias=assignment.token_bias,
+        bad_word_ids=assignment.bad_word_ids,
     )
     room = state.stop_ids.shape[1]
     stop_ids = np.full(room, state.vocab_size, np.int32)
@@ -287,6 +296,7 @@ class TokenMasks(NamedTuple):
       slots: i32[S], the slot of each row; -1 for padding.
       starts: i32[S], the position of the next token of the slot.
       num_forced: i32[S], the number of tokens from this position on that the grammar forces.
+      waits_at: i32[S], the position at which the slot waits for further masks.
       forced_ids: i32[S, N], the forced tokens.
       masks: i32[S, ceil(V / 32)], one bit for each token that may follow the forced tokens.
     """
@@ -294,6 +304,7 @@ class TokenMasks(NamedTuple):
     slots: np.ndarray
     starts: np.ndarray
     num_forced: np.ndarray
+    waits_at: np.ndarray
     forced_ids: np.ndarray
     masks: np.ndarray
 
@@ -305,6 +316,7 @@ class TokenMasks(NamedTuple):
             slots=no_slots(S),
             starts=np.zeros(S, np.int32),
             num_forced=np.zeros(S, np.int32),
+            waits_at=np.zeros(S, np.int32),
             forced_ids=np.zeros((S, sizes.max_forced), np.int32),
             masks=np.zeros((S, num_mask_words(vocab_size)), np.int32),
         )
@@ -316,7 +328,7 @@ def find_token_masks(
     """Return the masks of the next dispatch; None if no sequence has a grammar.
 
     Args:
-      sequences: the sequences that decode.
+      sequences: sequences that decode, with all tokens that they have drawn.
       num_steps: maximum number of tokens that the dispatch draws for each sequence.
       sizes: sizes of the programs.
       vocab_size: V.
@@ -326,13 +338,15 @@ def find_token_masks(
         return None
     masks = TokenMasks.create(sizes, vocab_size)
     for row, (sequence, grammar) in enumerate(grammars):
-        forced = grammar.forced[: sizes.max_forced]
+        forced, start = grammar.forced[: sizes.max_forced], len(sequence.token_ids)
         assert sequence.slot is not None
-        masks.slots[row], masks.starts[row] = sequence.slot, len(sequence.token_ids)
+        masks.slots[row], masks.starts[row] = sequence.slot, start
         masks.num_forced[row], masks.forced_ids[row, : len(forced)] = len(forced), forced
-        # The mask is used if the forced tokens do not fill the dispatch. It is also needed if the
-        # grammar ends: the row stays in the state until the slot gets another sequence, so its mask
-        # must then allow every token.
-        if len(grammar.forced) < num_steps or grammar.ends:
+        masks.waits_at[row] = start + len(forced)
+        has_ended = grammar.ends and len(forced) == len(grammar.forced)
+        # The mask is used only if the forced tokens do not fill the dispatch.
+        if has_ended or len(forced) < num_steps:
+            # After the end of the grammar, the mask allows every token.
             grammar.write_mask(masks.masks[row])
+            masks.waits_at[row] = NEVER if has_ended else start + len(forced) + 1
     return masks

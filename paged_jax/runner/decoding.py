@@ -84,7 +84,8 @@ def decode_steps(
 
     A row stops when it draws one of its `stop_ids` or reaches its `max_lengths`. A stopped row
     keeps its blocks and also draws nothing in later calls. So the host may queue a call before it
-    has read the tokens of the previous call.
+    has read the tokens of the previous call. A row with a grammar waits at the first
+    position that the host has not restricted yet, see `Constraints`; the other rows continue.
 
     Before the loop, blocks are planned for all steps together, as if no row stopped. The loop ends
     after `num_steps` decode steps, or after fewer steps if there are too few free blocks, if all
@@ -142,7 +143,7 @@ def decode_steps(
     is_row = slots >= 0
 
     def wants_more(batch: _Batch) -> jax.Array:
-        has_stopped = jnp.any(is_row & ~batch.is_running)
+        has_stopped = jnp.any(is_row & batch.is_complete)
         return jnp.any(batch.is_running) & ~(leave_on_stop & has_stopped)
 
     first = _Batch.take(state, slots, max_steps, num_top)
@@ -247,7 +248,7 @@ def _plan_steps(
     All steps are planned together, so that a decode step allocates nothing. Allocation in each step
     would take dozens of small kernels, or copies of the allocator's arrays.
     """
-    limits = jnp.where(batch.is_running, batch.max_lengths - 1 - batch.lengths, 0)
+    limits = jnp.where(batch.is_running, batch.limits - 1 - batch.lengths, 0)
     num_slots = cache.num_slots
     limits = jnp.zeros(num_slots, jnp.int32).at[batch.slots].set(limits, mode="drop")
     # Check only running rows: padding rows also have an index past the last slot.
@@ -267,7 +268,9 @@ class _Batch:
     token_ids: jax.Array  # i32 [B], the last known token of each row
     stop_ids: jax.Array  # i32 [B, X], as in `DecodeState`
     max_lengths: jax.Array  # i32 [B], as in `DecodeState`
+    limits: jax.Array  # i32 [B], lengths at which rows are complete or wait for the host
     lengths: jax.Array  # i32 [B], tokens in the cache: all known tokens except the last
+    is_complete: jax.Array  # bool [B], whether the row has stopped
     is_running: jax.Array  # bool [B], whether the row draws further tokens
     num_steps: jax.Array  # i32 [], decode steps so far
     drawn: jax.Array  # i32 [N, B, ...], the drawn tokens, packed by `Draws.pack`
@@ -277,19 +280,24 @@ class _Batch:
         """Return a batch of `slots` i32[B], without drawn tokens; negative slots are padding."""
         rows = _drop(slots, state.cache)
         parts = (state.token_ids, state.stop_ids, state.max_lengths)
+        token_ids, stop_ids, max_lengths = [x.at[rows].get(mode="clip") for x in parts]
+        constraints = state.constraints.of_rows(rows) if state.constraints.can_bind else None
         batch = cls(
             rows_of(state.sampling, rows),
-            state.constraints.of_rows(rows) if state.constraints.can_bind else None,
+            constraints,
             rows,
-            *[x.at[rows].get(mode="clip") for x in parts],
+            token_ids,
+            stop_ids,
+            max_lengths,
+            limits=max_lengths if constraints is None else constraints.limit(max_lengths),
             # A row whose slot does not exist counts as running, so that `ok` becomes False.
             lengths=state.cache.lengths.at[rows].get(mode="fill", fill_value=-1),
+            is_complete=slots < 0,
             is_running=slots >= 0,
             num_steps=jnp.zeros((), jnp.int32),
             drawn=jnp.zeros((max_steps, slots.shape[0], 3 + 2 * num_top), jnp.int32),
         )
-        is_running = batch.is_running & ~batch._is_stop(batch.token_ids, batch.lengths)
-        return dataclasses.replace(batch, is_running=is_running)
+        return batch._stop_rows(batch.token_ids, batch.lengths)
 
     def draw(self, logits: jax.Array, with_top: jax.Array) -> "_Batch":
         """Draw a token for each running row from logits f32 [B, V], and stop complete rows."""
@@ -299,14 +307,24 @@ class _Batch:
             self.constraints, num_top=(self.drawn.shape[2] - 3) // 2,
         )  # fmt: skip
         ids = draws.token_ids
-        return dataclasses.replace(
+        batch = dataclasses.replace(
             self,
             sampling=new_sampling,
             token_ids=jnp.where(self.is_running, ids, self.token_ids),
             lengths=self.lengths + self.is_running.astype(jnp.int32),
-            is_running=self.is_running & ~self._is_stop(ids, positions),
             num_steps=self.num_steps + 1,
             drawn=self.drawn.at[self.num_steps].set(draws.pack()),
+        )
+        return batch._stop_rows(ids, positions)
+
+    def _stop_rows(self, token_ids: jax.Array, positions: jax.Array) -> "_Batch":
+        """Return the batch after running rows got tokens i32[B] at these positions i32[B]."""
+        is_stop = self.is_running & self._is_stop(token_ids, positions)
+        is_waiting = (positions + 1 >= self.limits) & (positions >= 0)
+        return dataclasses.replace(
+            self,
+            is_complete=self.is_complete | is_stop,
+            is_running=self.is_running & ~is_stop & ~is_waiting,
         )
 
     def _is_stop(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
@@ -327,10 +345,17 @@ class _Batch:
     ) -> tuple[StepTokens, DecodeState]:
         """Return the drawn tokens, and `state` updated with the rows and with `cache`."""
         starts = state.cache.lengths.at[self.slots].get(mode="fill", fill_value=-1)
+        sampling = dataclasses.replace(
+            state.sampling,
+            output_counts=self.sampling.output_counts,
+            recent_ids=state.sampling.recent_ids.at[self.slots].set(
+                self.sampling.recent_ids, mode="drop"
+            ),
+        )
         new_state = dataclasses.replace(
             state,
             cache=cache,
-            sampling=dataclasses.replace(state.sampling, output_counts=self.sampling.output_counts),
+            sampling=sampling,
             token_ids=state.token_ids.at[self.slots].set(self.token_ids, mode="drop"),
         )
         num_new, free_blocks = self.lengths - starts, cache.num_free_blocks

@@ -188,13 +188,25 @@ class Executor:
         self._latest = QueuedResult(self.run(call))
         return self._latest
 
-    def queue_ahead(self, calls: list[Call]) -> QueuedResult:
-        """Queue programs without waiting for running ones; return the result of the last."""
-        if not self.calls_wait:
+    def queue_ahead(self, calls: list[Call], masks: TokenMasks | None = None) -> QueuedResult:
+        """Queue programs without waiting for running ones; return the result of the last.
+
+        Args:
+          calls: the calls of the programs.
+          masks: tokens that grammars allow next, to write before the calls.
+        """
+        if not self.calls_wait and masks is None:
             for call in calls[:-1]:
                 self.run(call)
             return self.queue(calls[-1])
-        self._ahead = self._call_thread.submit(lambda: [self._call(call) for call in calls][-1])
+
+        def make_calls() -> Any:
+            # On CPUs, the call of a program as small as this waits for running programs.
+            if masks is not None:
+                self._write_token_masks(masks)
+            return [self._call(call) for call in calls][-1]
+
+        self._ahead = self._call_thread.submit(make_calls)
         self._free_blocks, self._latest = None, QueuedResult(self._ahead)
         return self._latest
 
@@ -206,7 +218,11 @@ class Executor:
             result = result.result()
             if self._ahead is not None and self._latest is not pending:
                 concurrent.futures.wait([self._ahead], timeout=_HEAD_START)
-        result = jax.device_get(result)
+            result = jax.device_get(result)
+        else:
+            result = jax.device_get(result)
+            if self._ahead is not None:
+                concurrent.futures.wait([self._ahead], timeout=_HEAD_START)
         if self._ahead is pending.result:
             self._ahead = None
         if self._latest is pending:
@@ -263,9 +279,13 @@ class Executor:
     def write_token_masks(self, masks: TokenMasks) -> None:
         """Write which tokens grammars allow next."""
         self._join()
+        self._write_token_masks(masks)
+
+    def _write_token_masks(self, masks: TokenMasks) -> None:
         self._is_new = False
+        assert self._state is not None
         with self._compiling(_TOKEN_MASKS):
-            self._state = decode_state.write_token_masks(self.state, masks)
+            self._state = decode_state.write_token_masks(self._state, masks)
 
     def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
         """Compile the programs of `list_calls`, and call each once. No slot may be in use.

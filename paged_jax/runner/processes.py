@@ -211,11 +211,9 @@ class LeadingExecutor(Executor):
         self._tell("assign", {"assignments": numbers}, token_ids)
         super().assign(assignments)
 
-    def write_token_masks(self, masks: TokenMasks) -> None:
-        """See `Executor.write_token_masks`."""
-        self._join()
+    def _write_token_masks(self, masks: TokenMasks) -> None:
         self._tell("write_token_masks", arrays=tuple(masks))
-        super().write_token_masks(masks)
+        super()._write_token_masks(masks)
 
 
 def _numbers(assignment: Assignment) -> dict[str, Any]:

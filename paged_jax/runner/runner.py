@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 import jax
 import numpy as np
 
-from paged_jax.runner.decode_state import DecodeState, find_token_masks
+from paged_jax.runner.decode_state import DecodeState, TokenMasks, find_token_masks
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.executor import Executor, QueuedResult, require_blocks
 from paged_jax.runner.programs import BeamTokens, Scores
@@ -117,6 +117,7 @@ class ModelRunner:
         sequences: Collection[Sequence],
         num_steps: int,
         *,
+        bound: Collection[Sequence] = (),
         leave_on_stop: bool,
         with_top: bool,
         is_ahead: bool = False,
@@ -126,17 +127,20 @@ class ModelRunner:
         Args:
           sequences: sequences that decode.
           num_steps: see `decode_steps`.
+          bound: sequences whose grammar restricts their next tokens, see `StepPlan`.
           leave_on_stop: see `decode_steps`.
           with_top: see `decode_steps`.
           is_ahead: whether to queue the steps before the tokens of the last call have been read.
-            The sequences must then be a subset of the sequences of that call. Sequences that
-            stopped in that call draw nothing.
+            The sequences must have their slots already. Sequences that stopped in that call draw
+            nothing.
         """
-        slots = self._decode_slots(sequences, num_steps)
+        slots = self._decode_slots(sequences)
+        masks = find_token_masks(bound, num_steps, self._sizes, self.executor.vocab_size)
         limits = np.int32(num_steps), np.bool_(leave_on_stop), np.bool_(with_top)
         call = self.executor.programs.decode.call(slots, *limits)
         if is_ahead:
-            return self.executor.queue_ahead([*self.slots.take_calls(), call])
+            return self.executor.queue_ahead([*self.slots.take_calls(), call], masks)
+        self._write_masks(masks)
         self.slots.flush()
         return self.executor.queue(call)
 
@@ -145,6 +149,7 @@ class ModelRunner:
         sequences: Collection[Sequence],
         drafts: Collection[Collection[int]],
         *,
+        bound: Collection[Sequence] = (),
         with_top: bool,
     ) -> StepTokens:
         """Draw the next tokens of sequences with drafts, and copy them to the host.
@@ -152,10 +157,13 @@ class ModelRunner:
         Args:
           sequences: sequences that decode.
           drafts: guesses of the next tokens of each sequence.
+          bound: see `decode`.
           with_top: see `decode_steps`.
         """
         verify = self.executor.programs.verify
-        slots = self._decode_slots(sequences, 1 + max(map(len, drafts)))
+        slots = self._decode_slots(sequences)
+        num_steps = 1 + max(map(len, drafts))
+        self._write_masks(find_token_masks(bound, num_steps, self._sizes, self.executor.vocab_size))
         self.slots.flush()
         guesses = np.zeros((slots.size, self._sizes.num_drafts), np.int32)
         num_drafts = np.zeros(slots.size, np.int32)
@@ -190,13 +198,13 @@ class ModelRunner:
         require_blocks(tokens.ok)
         return tokens
 
-    def _decode_slots(self, sequences: Collection[Sequence], num_steps: int) -> np.ndarray:
-        """Assign new sequences to slots, and return the slots of all sequences, padded with -1."""
-        self.slots.assign(sequences)
-        vocab_size = self.executor.vocab_size
-        masks = find_token_masks(sequences, num_steps, self._sizes, vocab_size)
+    def _write_masks(self, masks: TokenMasks | None) -> None:
         if masks is not None:
             self.executor.write_token_masks(masks)
+
+    def _decode_slots(self, sequences: Collection[Sequence]) -> np.ndarray:
+        """Assign new sequences to slots, and return the slots of all sequences, padded with -1."""
+        self.slots.assign(sequences)
         slots = no_slots(row_bucket(len(sequences), self._sizes.num_slots))
         slots[: len(sequences)] = [slot_of(sequence) for sequence in sequences]
         return slots

@@ -233,6 +233,7 @@ class Slots:
             sample_index=request.sample_offset + sequence.index,
             eos_token_ids=self._eos_token_ids,
             token_bias=self._token_bias,
+            bad_word_ids=request.bad_word_ids,
             max_length=sequence.max_length,
         )
 

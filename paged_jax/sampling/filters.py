@@ -1,6 +1,7 @@
 """Changes of logits before a token is drawn: biases, penalties, grammar masks and filters."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from jax import lax
 
 from paged_jax.dims import bind
 from paged_jax.formatting import short_repr
-from paged_jax.sampling.state import SlotSampling
+from paged_jax.sampling.state import SlotSampling, num_mask_words
 
 
 def adjust_logits(
@@ -21,7 +22,7 @@ def adjust_logits(
     active: jax.Array,
     slots: jax.Array,
 ) -> jax.Array:
-    """Return logits f32[B, V] with biases, held-back stop tokens and penalties applied.
+    """Return logits f32[B, V] with biases, held-back tokens, penalties and restrictions applied.
 
     Neutral settings change no bit of a row. A row therefore does not depend on the settings of
     other rows.
@@ -41,7 +42,48 @@ def adjust_logits(
     r = rows.repetition_penalty[:, None]
     z = jnp.where(is_prompt | seen, jnp.where(z > 0, z / r, z * r), z)
     z = z - rows.frequency_penalty[:, None] * counts.astype(jnp.float32)
-    return z - jnp.where(seen, rows.presence_penalty[:, None], 0.0)
+    z = z - jnp.where(seen, rows.presence_penalty[:, None], 0.0)
+    restrict = functools.partial(_restrict, rows=rows, slots=slots)
+    return apply_if(jnp.any(rows.is_restricted & active), restrict, z)
+
+
+def _restrict(z: jax.Array, rows: SlotSampling, slots: jax.Array) -> jax.Array:
+    """Return logits f32[B, V] without tokens that are not allowed or that complete a bad word.
+
+    An allowed token can always be drawn: a logit of -inf becomes the lowest finite number. Bad
+    words do not apply to a row in which they would exclude every token.
+    """
+    masks = rows.allowed_masks.at[slots].get(mode="clip")
+    is_limited = jnp.any(masks != -1, axis=1, keepdims=True)
+    z = jnp.where(is_limited, _masked(z, masks), z)
+    words = rows.bad_words.at[slots].get(mode="clip")
+    first, last = words[..., :-1], words[..., -1]
+    is_begun = jnp.all((first < 0) | (first == rows.recent_ids[:, None]), axis=2)
+    completing = jnp.where(is_begun, last, z.shape[1])
+    row = jnp.arange(z.shape[0], dtype=jnp.int32)[:, None]
+    without = z.at[row, completing].set(-jnp.inf, mode="drop")
+    is_left = jnp.any(without > -jnp.inf, axis=1, keepdims=True)
+    return jnp.where(is_left, without, z)
+
+
+def _masked(z: jax.Array, masks: jax.Array) -> jax.Array:
+    """Return logits f32[B, V], -inf for tokens whose bit in i32[B, ceil(V / 32)] is not set.
+
+    Every other token can be drawn: a logit of -inf becomes the lowest finite number.
+    """
+    bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None]) & 1
+    allowed = bits.reshape(masks.shape[0], -1)[:, : z.shape[1]] == 1
+    return jnp.where(allowed, jnp.maximum(z, jnp.finfo(z.dtype).min), -jnp.inf)
+
+
+def next_recent_ids(rows: SlotSampling, token_ids: jax.Array, active: jax.Array) -> jax.Array:
+    """Return `recent_ids` of the rows after these tokens i32[B]; only bad words read them."""
+
+    def shift(recent: jax.Array) -> jax.Array:
+        longer = jnp.concatenate([recent[:, 1:], token_ids[:, None]], axis=1)
+        return jnp.where(active[:, None], longer, recent)
+
+    return apply_if(jnp.any(rows.is_restricted & active), shift, rows.recent_ids)
 
 
 def filter_drawn(z: jax.Array, rows: SlotSampling, is_drawn: jax.Array) -> jax.Array:
@@ -284,6 +326,10 @@ def count_true(mask: jax.Array) -> jax.Array:
     return jnp.sum(mask, axis=1, dtype=jnp.int32)
 
 
+NEVER = 2**31 - 1
+"""A position after the end of every sequence."""
+
+
 @short_repr
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -294,12 +340,14 @@ class Constraints:
     a mask for the position after them:
 
         position      start         start + 1     start + 2               start + 3
-                      forced_ids[0] forced_ids[1] sampled with the mask   unknown: the program
-                                                                          stops before it
+                      forced_ids[0] forced_ids[1] sampled with the mask   unknown: the row waits
+                                                                          here for the host
 
     Attributes:
       starts: i32[S], position of the first restricted token; -1 without a grammar.
       num_forced: i32[S], number of forced tokens from this position on.
+      waits_at: i32[S], first position that the host must restrict before the row draws its token;
+        `NEVER` if the grammar has ended.
       forced_ids: i32[S, N], the forced tokens.
       masks: i32[S, ceil(V / 32)], one bit for each token that may follow the forced tokens. The
         lowest bit of the first word is token 0.
@@ -309,6 +357,7 @@ class Constraints:
 
     starts: jax.Array
     num_forced: jax.Array
+    waits_at: jax.Array
     forced_ids: jax.Array
     masks: jax.Array
 
@@ -324,6 +373,7 @@ class Constraints:
         return cls(
             starts=jnp.full(num_slots, -1, jnp.int32),
             num_forced=jnp.zeros(num_slots, jnp.int32),
+            waits_at=jnp.full(num_slots, NEVER, jnp.int32),
             forced_ids=jnp.zeros((num_slots, max_forced), jnp.int32),
             masks=jnp.zeros((num_slots, num_mask_words(vocab_size)), jnp.int32),
         )
@@ -339,7 +389,7 @@ class Constraints:
         Args:
           slots: i32[B], the slots of the rows; any value for rows that are never active.
         """
-        parts = self.starts, self.num_forced, self.forced_ids
+        parts = self.starts, self.num_forced, self.waits_at, self.forced_ids
         parts = [x.at[slots].get(mode="clip") for x in parts]
         return Constraints(*parts, masks=self.masks)
 
@@ -348,6 +398,7 @@ class Constraints:
         slots: jax.Array,
         starts: jax.Array,
         num_forced: jax.Array,
+        waits_at: jax.Array,
         forced_ids: jax.Array,
         masks: jax.Array,
     ) -> "Constraints":
@@ -358,8 +409,12 @@ class Constraints:
         """
         num_slots = self.starts.shape[0]
         slots = jnp.where(slots >= 0, slots, num_slots)
-        new = Constraints(starts, num_forced, forced_ids, masks)
+        new = Constraints(starts, num_forced, waits_at, forced_ids, masks)
         return jax.tree.map(lambda old, x: old.at[slots].set(x, mode="drop"), self, new)
+
+    def limit(self, max_lengths: jax.Array) -> jax.Array:
+        """Return the lengths i32[B] at which rows end or wait, from the lengths where they end."""
+        return jnp.where(self.starts >= 0, jnp.minimum(max_lengths, self.waits_at), max_lengths)
 
     def is_masked(self, positions: jax.Array) -> jax.Array:
         """Return whether each row samples with a mask at its position, bool[B]."""
@@ -372,12 +427,7 @@ class Constraints:
 
         Every allowed token can be drawn: a logit of -inf becomes the lowest finite number.
         """
-        vocab_size = logits.shape[1]
-        words = self.masks.at[slots].get(mode="clip")
-        bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None]) & 1
-        allowed = bits.reshape(words.shape[0], -1)[:, :vocab_size] == 1
-        lowest = jnp.finfo(logits.dtype).min
-        bound = jnp.where(allowed, jnp.maximum(logits, lowest), -jnp.inf)
+        bound = _masked(logits, self.masks.at[slots].get(mode="clip"))
         return jnp.where((active & self.is_masked(positions))[:, None], bound, logits)
 
     def force(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
@@ -387,13 +437,3 @@ class Constraints:
         place = jnp.clip(place, 0, self.forced_ids.shape[1] - 1)
         known = jnp.take_along_axis(self.forced_ids, place[:, None], axis=1)[:, 0]
         return jnp.where(is_forced, known, token_ids)
-
-
-def num_mask_words(vocab_size: int) -> int:
-    """Return the number of 32-bit words of a mask with one bit for each token.
-
-    Example:
-      >>> num_mask_words(64), num_mask_words(65)
-      (2, 3)
-    """
-    return -(-vocab_size // 32)

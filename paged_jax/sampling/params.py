@@ -13,6 +13,8 @@ MAX_LOGPROBS = 20
 """Maximum number of candidates reported with a token."""
 MAX_N = 2**14
 """Maximum number of samples of a prompt, as in vLLM. The host creates all of them on arrival."""
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 16
+"""Maximum number of token sequences of a request's bad words, and of tokens in each of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,6 +248,11 @@ class SamplingParams:
         chosen token; None reports nothing.
       prompt_logprobs: the same for each position of the prompt except the first.
       logit_bias: added to the logits of at most 1024 tokens, by token id.
+      allowed_token_ids: the only tokens that may be generated; stored as a tuple. The text ends
+        only at `max_tokens` or a stop string unless an end token is allowed.
+      bad_words: words that may not be generated, each with and without a space before it; stored as
+        a tuple. A token is excluded if it would complete the tokens of a word. If no token were
+        left, the words do not apply.
       detokenize: convert the tokens to text. False saves this work if only tokens are needed.
       skip_special_tokens: omit special tokens from the text.
       include_stop_str_in_output: keep the stop string at the end of the text.
@@ -284,6 +291,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     # Excluded from the hash, because dicts have none. Equality still compares it.
     logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -312,6 +321,7 @@ class SamplingParams:
             )
         self._check_logit_bias()
         self._check_stop()
+        self._check_restrictions()
         form = self.structured_outputs
         self._require(
             form is None or isinstance(form, StructuredOutputsParams),
@@ -358,6 +368,31 @@ class SamplingParams:
             "Use None for no stop token.",
         )
         object.__setattr__(self, "stop_token_ids", tuple(tokens or ()))
+
+    def _check_restrictions(self) -> None:
+        allowed, words = self.allowed_token_ids, self.bad_words
+        self._require(
+            allowed is None
+            or (_is_sequence(allowed) and len(allowed) > 0 and all(map(_is_token_id, allowed))),
+            "allowed_token_ids",
+            "be a non-empty sequence of integers >= 0 and < 2**31",
+            "Use None to allow every token.",
+        )
+        if allowed is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(allowed))
+        self._require(
+            words is None or _texts(words) is not None or (_is_sequence(words) and not words),
+            "bad_words",
+            "be a sequence of non-empty strings",
+            "Use None for no words.",
+        )
+        self._require(
+            len(words or ()) <= MAX_BAD_WORDS,
+            "bad_words",
+            f"have at most {MAX_BAD_WORDS} words",
+            "Use logit_bias for single tokens.",
+        )
+        object.__setattr__(self, "bad_words", tuple(words or ()))
 
     def _require(self, is_ok: bool, name: str, rule: str, advice: str) -> None:
         if not is_ok:

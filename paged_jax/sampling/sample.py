@@ -39,6 +39,8 @@ from paged_jax.sampling.state import SlotSampling, as_key, fold_in
 # Group size in `_categorical`: a multiple of every backend's vector width that divides most
 # vocabulary sizes, so no padded copy is needed.
 _DRAW_GROUP = 128
+# Fields of `SlotSampling` that are large, so `rows_of` does not copy them.
+_WHOLE = ("prompt_mask", "output_counts", "allowed_masks", "bad_words")
 
 
 @short_repr
@@ -175,7 +177,8 @@ def sample(
     counted = jnp.where(active, slots, rows.output_counts.shape[0])
     counts = rows.output_counts.at[counted, tokens].add(1, mode="drop")
     draws = draws._replace(logprobs=logprobs)
-    return draws, dataclasses.replace(rows, output_counts=counts)
+    recent_ids = filters.next_recent_ids(rows, tokens, active)
+    return draws, dataclasses.replace(rows, output_counts=counts, recent_ids=recent_ids)
 
 
 def _check_shapes(
@@ -250,10 +253,10 @@ def rows_of(state: SlotSampling, slots: jax.Array) -> SlotSampling:
       slots: i32[B], the slots of the rows; any value for rows that are never active.
 
     Returns:
-      The state with one entry for each row. Fields with V entries per slot are not copied: they
-      keep all S slots, and `sample` indexes them by its argument `slots`.
+      The state with one entry for each row. Large fields are not copied: they keep all S slots, and
+      `sample` indexes them by its argument `slots`.
     """
-    whole = {"prompt_mask": state.prompt_mask, "output_counts": state.output_counts}
+    whole = {name: getattr(state, name) for name in _WHOLE}
     rows = jax.tree.map(
         lambda x: x.at[slots].get(mode="clip"), dataclasses.replace(state, **dict.fromkeys(whole))
     )

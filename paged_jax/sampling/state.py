@@ -11,13 +11,22 @@ import numpy as np
 
 from paged_jax.arguments import is_int
 from paged_jax.formatting import short_repr
-from paged_jax.sampling.params import NO_BIAS, SamplingParams, TokenBias
+from paged_jax.sampling.params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    NO_BIAS,
+    SamplingParams,
+    TokenBias,
+)
 
 # Lower temperatures mean greedy, as in vLLM. This also avoids denormal quotients, which some
 # backends flush to zero.
 SMALLEST_TEMPERATURE = 1e-5
 # Larger than every position.
 _ALWAYS = 2**31 - 1
+# Entries of `SlotSampling.recent_ids` before the first generated token, and of
+# `SlotSampling.bad_words` before the first token of a word, where any token matches.
+_NO_TOKEN, _ANY_TOKEN = -2, -1
 
 
 def as_key(key_data: jax.Array) -> jax.Array:
@@ -52,8 +61,14 @@ class SlotSampling:
       start_until: i32[S], the first position at which these biases no longer apply.
       held_ids: i32[S, max_stop_ids], stop tokens that may not appear yet, padded with V.
       held_until: i32[S], the first position at which they may appear.
-      changed_until: i32[S], the first position at which no bias, penalty or held-back token
-        changes the logits. `to_device_values` computes it from the fields above.
+      bad_words: i32[S, max_bad_words, L], the tokens of each bad word, at the end of its row. -1
+        matches any token. The last token of an unused row is V, which is no token.
+      recent_ids: i32[S, L - 1], the last generated tokens; -2 before the first.
+      allowed_masks: i32[S, ceil(V / 32)], one bit for each allowed token. The lowest bit of the
+        first word is token 0. All bits are set if every token is allowed.
+      is_restricted: bool[S], whether the slot has bad words or a token that is not allowed.
+      changed_until: i32[S], the first position at which no bias, penalty, held-back token or
+        restriction changes the logits. `to_device_values` computes it and `is_restricted`.
       prompt_mask: bool[S, V], whether a token is in the prompt.
       output_counts: i32[S, V], number of times that each token was generated.
 
@@ -79,13 +94,22 @@ class SlotSampling:
     start_until: jax.Array
     held_ids: jax.Array
     held_until: jax.Array
+    bad_words: jax.Array
+    recent_ids: jax.Array
+    allowed_masks: jax.Array
+    is_restricted: jax.Array
     changed_until: jax.Array
     prompt_mask: jax.Array
     output_counts: jax.Array
 
     @classmethod
     def create(
-        cls, num_slots: int, vocab_size: int, max_logit_bias: int = 32, max_stop_ids: int = 16
+        cls,
+        num_slots: int,
+        vocab_size: int,
+        max_logit_bias: int = 32,
+        max_stop_ids: int = 16,
+        max_bad_words: int = MAX_BAD_WORDS,
     ) -> "SlotSampling":
         """Return a state in which all slots are greedy and have no penalties.
 
@@ -94,12 +118,14 @@ class SlotSampling:
           vocab_size: V.
           max_logit_bias: maximum number of entries of a request's ``logit_bias``.
           max_stop_ids: maximum number of stop tokens of a request with ``min_tokens``.
+          max_bad_words: maximum number of token sequences of a request's bad words.
 
         Raises:
           ValueError: ``num_slots`` or ``vocab_size`` is not positive, or a maximum is negative.
         """
         sizes = {"num_slots": (num_slots, 1), "vocab_size": (vocab_size, 1)}
         sizes |= {"max_logit_bias": (max_logit_bias, 0), "max_stop_ids": (max_stop_ids, 0)}
+        sizes["max_bad_words"] = (max_bad_words, 0)
         for name, (size, least) in sizes.items():
             if not is_int(size) or size < least:
                 raise ValueError(
@@ -121,6 +147,13 @@ class SlotSampling:
             start_until=jnp.zeros(num_slots, jnp.int32),
             held_ids=jnp.full((num_slots, max_stop_ids), vocab_size, jnp.int32),
             held_until=jnp.zeros(num_slots, jnp.int32),
+            bad_words=jnp.broadcast_to(
+                bad_word_rows((), max_bad_words, vocab_size),
+                (num_slots, max_bad_words, MAX_BAD_WORD_TOKENS),
+            ),
+            recent_ids=jnp.full((num_slots, MAX_BAD_WORD_TOKENS - 1), _NO_TOKEN, jnp.int32),
+            allowed_masks=jnp.full((num_slots, num_mask_words(vocab_size)), -1, jnp.int32),
+            is_restricted=jnp.zeros(num_slots, jnp.bool_),
             changed_until=jnp.zeros(num_slots, jnp.int32),
             prompt_mask=jnp.zeros((num_slots, vocab_size), jnp.bool_),
             output_counts=jnp.zeros((num_slots, vocab_size), jnp.int32),
@@ -153,6 +186,7 @@ def slot_row(
     output_token_ids: Sequence[int] | np.ndarray = (),
     eos_token_ids: Sequence[int] = (),
     token_bias: TokenBias = NO_BIAS,
+    bad_word_ids: Sequence[Sequence[int]] = (),
 ) -> SlotRow:
     """Return the row that configures a slot for a request, to be written by `write_rows`.
 
@@ -168,10 +202,11 @@ def slot_row(
       eos_token_ids: the model's end tokens. ``params.min_tokens`` holds them back together with
         ``params.stop_token_ids``.
       token_bias: biases that are added to the biases of ``params.logit_bias``.
+      bad_word_ids: token sequences of ``params.bad_words``.
 
     Raises:
       ValueError: the slot, the seed or a token id is out of range, or the state has no room for all
-        biases or held-back stop tokens.
+        biases, held-back stop tokens or bad words.
 
     Cost: 5 * V bytes, independent of the length of the prompt.
     """
@@ -213,6 +248,10 @@ def slot_row(
         start_until=_row(len(prompt) + 1 if token_bias.start_ids else 0, np.int32),
         held_ids=_padded("stop_token_ids", held_ids, state.held_ids.shape[1], vocab_size),
         held_until=_row(min(len(prompt) + min_tokens, _ALWAYS), np.int32),
+        bad_words=_row(bad_word_rows(bad_word_ids, state.bad_words.shape[1], vocab_size), np.int32),
+        recent_ids=_row(_recent(output, state.recent_ids.shape[1]), np.int32),
+        allowed_masks=_row(_allowed_mask(params, vocab_size), np.int32),
+        is_restricted=_row(False, np.bool_),
         changed_until=_row(0, np.int32),
         prompt_mask=_row(np.bincount(prompt, minlength=vocab_size) > 0, np.bool_),
         output_counts=_row(np.bincount(output, minlength=vocab_size), np.int32),
@@ -270,15 +309,79 @@ def to_device_values(row: SlotSampling, sample_index: jax.typing.ArrayLike) -> S
     )
     is_start = jnp.arange(row.bias_ids.shape[0], dtype=jnp.int32) < row.num_start_ids
     is_changed = is_penalised | jnp.any((row.bias_ids < vocab_size) & ~is_start)
+    is_restricted = jnp.any(row.bad_words[:, -1] < vocab_size) | jnp.any(row.allowed_masks != -1)
+    is_changed |= is_restricted
     start_until = jnp.where(row.num_start_ids > 0, row.start_until, 0)
     held_until = jnp.where(jnp.any(row.held_ids < vocab_size), row.held_until, 0)
     return dataclasses.replace(
         row,
+        is_restricted=is_restricted,
         changed_until=jnp.where(is_changed, _ALWAYS, jnp.maximum(start_until, held_until)),
         temperature=jnp.where(is_greedy, 0.0, row.temperature),
         top_k=jnp.maximum(row.top_k, 0),
         keys=fold_in(row.keys, sample_index),
     )
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """Return the number of 32-bit words of a mask with one bit for each token.
+
+    Example:
+      >>> num_mask_words(64), num_mask_words(65)
+      (2, 3)
+    """
+    return -(-vocab_size // 32)
+
+
+def mask_of(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    """Return the mask with the bits of some tokens set, i32[ceil(V / 32)].
+
+    Example:
+      >>> mask_of([0, 2, 33], vocab_size=64).tolist()
+      [5, 2]
+    """
+    bits = np.zeros(32 * num_mask_words(vocab_size), np.uint8)
+    bits[np.asarray(token_ids, np.int64)] = 1
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
+
+
+def bad_word_rows(
+    bad_word_ids: Sequence[Sequence[int]], max_bad_words: int, vocab_size: int
+) -> np.ndarray:
+    """Return the token sequences of bad words as `SlotSampling.bad_words` has them, for one slot.
+
+    Raises:
+      ValueError: there are too many sequences, one is too long or empty, or a token id is out of
+        range.
+
+    Example:
+      >>> bad_word_rows([[5], [3, 7]], max_bad_words=3, vocab_size=8)[:, -3:].tolist()
+      [[-1, -1, 5], [-1, 3, 7], [-1, -1, 8]]
+    """
+    lengths = [len(word) for word in bad_word_ids]
+    is_fitting = all(1 <= length <= MAX_BAD_WORD_TOKENS for length in lengths)
+    if len(lengths) > max_bad_words or not is_fitting:
+        raise ValueError(
+            f"slot_row: bad_word_ids must have at most {max_bad_words} sequences of 1 to "
+            f"{MAX_BAD_WORD_TOKENS} tokens, got {len(lengths)} with lengths up to "
+            f"{max(lengths, default=0)}. Use fewer or shorter words."
+        )
+    rows = np.full((max_bad_words, MAX_BAD_WORD_TOKENS), _ANY_TOKEN, np.int32)
+    rows[:, -1] = vocab_size
+    for row, word in zip(rows, bad_word_ids, strict=False):
+        row[-len(word) :] = _token_ids("bad_word_ids", word, vocab_size)
+    return rows
+
+
+def _allowed_mask(params: SamplingParams, vocab_size: int) -> np.ndarray:
+    if params.allowed_token_ids is None:
+        return np.full(num_mask_words(vocab_size), -1, np.int32)
+    allowed = _token_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
+    return mask_of(allowed, vocab_size)
+
+
+def _recent(output: np.ndarray, length: int) -> np.ndarray:
+    return np.concatenate([np.full(length, _NO_TOKEN), output])[-length:]
 
 
 def _row(values: Any, dtype: Any) -> Any:

@@ -40,6 +40,7 @@ class Request:
       client: client of the request. Clients take turns for slots.
       sample_offset: index of the first sample of this request among all samples that use the same
         seed.
+      bad_word_ids: token sequences of the bad words of `params`.
       num_cached_tokens: number of prompt tokens found in the prefix cache.
       prompt_logprobs: see `RequestOutput`. The list grows while the prompt is computed.
       history: waits and preemptions; None unless an explanation was requested.
@@ -59,6 +60,7 @@ class Request:
     cache_salt: str = ""
     client: str = ""
     sample_offset: int = 0
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     history: RequestHistory | None = None

@@ -235,6 +235,7 @@ class Scheduler:
         may_admit_next = bool(self._queue.waiting)
         if is_calm:
             may_admit_next = self._admission.admit(planner)
+        plan.bound = [each for each in plan.decodes if each.active_grammar() is not None]
         self.lookahead.open(plan, may_admit_next)
         plan.num_steps = planner.num_steps(self.lookahead.max_steps, may_admit_next)
         plan.leave_on_stop = bool(self._queue.waiting)

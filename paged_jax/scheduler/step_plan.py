@@ -19,6 +19,9 @@ class StepPlan:
       forks: pairs of a sequence and the sequences whose empty slots become copies of its slot.
       decodes: sequences that decode. There are enough free blocks for the first decode step,
         including copies of shared blocks.
+      bound: sequences of `decodes` with a grammar whose next tokens the engine restricts before it
+        decodes. All their tokens are known. The program draws the tokens that the grammar forces
+        and one more; then these sequences wait, and the others continue.
       num_steps: maximum number of decode steps; 0 if no sequence decodes.
       leave_on_stop: whether to stop as soon as one sequence is complete, because others wait.
       is_ahead: whether the plan was made before the tokens of the previous plan were known. Its
@@ -31,6 +34,7 @@ class StepPlan:
     computed: list[Sequence] = field(default_factory=list)
     forks: list[tuple[Sequence, list[Sequence]]] = field(default_factory=list)
     decodes: list[Sequence] = field(default_factory=list)
+    bound: list[Sequence] = field(default_factory=list)
     num_steps: int = 0
     leave_on_stop: bool = False
     is_ahead: bool = False
@@ -44,8 +48,15 @@ class Lookahead:
     sequence ends in the first plan, its row draws nothing in the second, or draws tokens that the
     host drops.
 
+    The host needs the last token of a sequence with a grammar to restrict its next token. If other
+    sequences have no grammar, plans alternate: all sequences decode, then only the others, while
+    the host reads the tokens of the first plan and computes the masks of the third:
+
+        device   | all, 1 step | others, k steps | all, 1 step | others, k steps |
+        host           read, compute the masks         read, compute the masks
+
     Lookahead stops when a request arrives or expires, when a sequence ends while others wait, when
-    blocks run out, and while a sequence follows a grammar. Then the host reads all tokens, and the
+    blocks run out, and if all sequences have a grammar. Then the host reads all tokens, and the
     scheduler makes the next plan.
 
     Args:
@@ -53,6 +64,10 @@ class Lookahead:
       max_steps: maximum number of decode steps on the device at a time. With lookahead, each of two
         plans has half of them, rounded up. A new request then waits at most one step longer.
       is_used: whether to plan ahead.
+
+    Attributes:
+      num_free_steps: k, number of decode steps in which only sequences without a grammar decode. 0
+        if all sequences wait for the masks. `MaskClock` sets it, to less than `max_steps`.
     """
 
     def __init__(self, queue: Queue, max_steps: int, *, is_used: bool):
@@ -60,6 +75,9 @@ class Lookahead:
         self._max_steps = max_steps
         self._is_used = is_used
         self._is_open = False
+        self._rows: list[Sequence] = []
+        self._has_grammars = False
+        self.num_free_steps = 1
 
     @property
     def max_steps(self) -> int:
@@ -73,13 +91,14 @@ class Lookahead:
           plan: the plan that the scheduler has just made.
           may_admit_next: whether the next step may admit a sequence.
         """
-        queue = self._queue
+        queue, self._rows = self._queue, plan.decodes
         is_full = bool(plan.decodes) and len(plan.decodes) == len(queue.running)
-        # The host needs the tokens of a sequence to compute its next grammar mask.
-        is_free = all(sequence.active_grammar() is None for sequence in plan.decodes)
+        self._has_grammars = bool(plan.bound)
+        can_alternate = self.num_free_steps > 0 and len(plan.bound) < len(plan.decodes)
         # A chunk may complete blocks of a prefix that a waiting sequence shares. Then the waiting
         # sequence may fit into the next step.
         may_admit_next |= bool(plan.chunks and queue.waiting and queue.free_slots)
+        is_free = not plan.bound or can_alternate
         self._is_open = self._is_used and is_full and is_free and not may_admit_next
 
     def close(self) -> None:
@@ -99,12 +118,46 @@ class Lookahead:
         """
         if not self._is_open or self._queue.deadlines.is_due(now):
             return None
-        decodes = [sequence for sequence in plan.decodes if sequence.slot is not None]
+        decodes = [sequence for sequence in self._rows if sequence.slot is not None]
+        if self._has_grammars:
+            return self._plan_beside_grammars(plan, decodes)
         longest = max((s.max_length - len(s.token_ids) for s in decodes), default=0)
-        num_steps = min(self.max_steps, longest - plan.num_steps)
+        return self._make(decodes, min(self.max_steps, longest - plan.num_steps))
+
+    def _plan_beside_grammars(self, plan: StepPlan, running: list[Sequence]) -> StepPlan | None:
+        """Plan without the sequences whose next mask depends on tokens that are not known yet."""
+        is_planned, was_bound = set(plan.decodes), set(plan.bound)
+        decodes: list[Sequence] = []
+        known: dict[Sequence, int] = {}  # number of tokens that each new mask is enough for
+        longest = 0
+        for sequence in running:
+            num_ahead = plan.num_steps if sequence in is_planned else 0
+            grammar = sequence.active_grammar()
+            if grammar is not None and not num_ahead:
+                known[sequence] = min(self.max_steps, len(grammar.forced) + 1)
+                if grammar.ends:
+                    known[sequence] = self.max_steps
+            elif grammar is not None:
+                is_forced = sequence in was_bound and len(grammar.forced) > num_ahead
+                if not is_forced:
+                    continue
+            decodes.append(sequence)
+            longest = max(longest, sequence.max_length - len(sequence.token_ids) - num_ahead)
+        self._has_grammars = any(s.grammar is not None and not s.grammar.is_over for s in running)
+        most = min(known.values(), default=self.max_steps)
+        if len(decodes) < len(running):  # the others wait
+            most = max(min(known.values(), default=0), self.num_free_steps)
+        return self._make(decodes, min(most, longest), list(known))
+
+    def _make(
+        self, decodes: list[Sequence], num_steps: int, bound: list[Sequence] | None = None
+    ) -> StepPlan | None:
         if num_steps <= 0:
             return None
-        leave_on_stop = bool(self._queue.waiting)
         return StepPlan(
-            decodes=decodes, num_steps=num_steps, leave_on_stop=leave_on_stop, is_ahead=True
+            decodes=decodes,
+            bound=bound or [],
+            num_steps=num_steps,
+            leave_on_stop=bool(self._queue.waiting),
+            is_ahead=True,
         )

@@ -92,7 +92,7 @@ class StepPlanner:
         if may_admit_next or len(decodes) < len(self._queue.running):
             return 1
         longest = max(s.max_length - len(s.token_ids) for s in decodes)
-        grammars = filter(None, (s.active_grammar() for s in decodes))
+        grammars = filter(None, (s.active_grammar() for s in self.plan.bound))
         # One token is drawn after the forced tokens. Then the host must compute the next mask,
         # unless the forced tokens end the text.
         known = [len(grammar.forced) + 1 for grammar in grammars if not grammar.ends]

@@ -17,6 +17,7 @@ from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from paged_jax.server import bodies, schemas
 from paged_jax.server.request_log import RequestRecord
 from paged_jax.server.responses import ApiError, JsonDict, bad_request, encode_event, to_json_dict
+from paged_jax.server.sampling_body import SamplingBody
 from paged_jax.server.service import Client, Service
 
 # Log-probability that OpenAI reports for impossible tokens, because JSON has no infinity.
@@ -29,7 +30,7 @@ _CONSTRAINT_FIELDS = ("structured_outputs", "tools", "response_format")
 _PARAMS = [
     field.name
     for field in dataclasses.fields(SamplingParams)
-    if field.name in bodies.SamplingBody.model_fields
+    if field.name in SamplingBody.model_fields
 ]
 
 
@@ -128,9 +129,7 @@ class Answer(ABC):
     clamps_max_tokens = False
     fallback_params: dict[str, Any] = {}
 
-    def __init__(
-        self, service: Service, body: bodies.SamplingBody, client: Client, record: RequestRecord
-    ):
+    def __init__(self, service: Service, body: SamplingBody, client: Client, record: RequestRecord):
         self.service = service
         self.body = body
         self.client = client

@@ -7,9 +7,9 @@ from pydantic import Field
 
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.server import bodies
-from paged_jax.server.bodies import WHOLE, Body, Items, LenientBody, SamplingBody, Text
 from paged_jax.server.response_items import validated_chat, with_system_text
 from paged_jax.server.responses import ApiError, JsonDict
+from paged_jax.server.sampling_body import WHOLE, Body, Items, LenientBody, SamplingBody, Text
 
 _MEDIA = ("image", "document", "search_result")
 # Start of a system block that changes with each request, so that nothing after it would be cached.
@@ -39,48 +39,76 @@ class ThinkingConfig(LenientBody):
 class CountTokensBody(Body):
     """Body of `POST /v1/messages/count_tokens`."""
 
-    model: str | None = None
-    messages: Annotated[Items[dict[str, Any]], Field(min_length=1)]
-    system: str | Items[dict[str, Any]] | None = None
+    model: str | None = Field(None, description="Name of the served model.")
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1)] = Field(description="The chat.")
+    system: str | Items[dict[str, Any]] | None = Field(None, description="The system message.")
     tools: Items[dict[str, Any]] | None = Field(
         None, description="Functions. Tools of other types are skipped."
     )
-    tool_choice: dict[str, Any] | None = None
-    thinking: ThinkingConfig | None = None
-    output_config: OutputConfig | None = None
+    tool_choice: dict[str, Any] | None = Field(
+        None,
+        description="Whether the model may call functions, must call one, or which one it must "
+        "call.",
+    )
+    thinking: ThinkingConfig | None = Field(
+        None, description="Whether the model reasons before it answers."
+    )
+    output_config: OutputConfig | None = Field(
+        None, description="The format of the text, and the effort of the reasoning."
+    )
     # Fields that are accepted and have no effect on this server.
-    cache_control: dict[str, Any] | None = None
-    context_management: dict[str, Any] | None = None
-    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
-    container: None = None
+    cache_control: dict[str, Any] | None = Field(
+        None, description="Ignored: the prefix cache needs no marks."
+    )
+    context_management: dict[str, Any] | None = Field(None, description="Ignored.")
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = Field(
+        None, description="Only an empty list."
+    )
+    container: None = Field(None, description="Must be null.")
 
 
 class MessagesBody(SamplingBody):
     """Body of `POST /v1/messages`."""
 
-    model: str | None = None
-    messages: Annotated[Items[dict[str, Any]], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE]  # type: ignore[assignment]
-    system: str | Items[dict[str, Any]] | None = None
-    stop_sequences: Items[Text] | None = None
-    n: Literal[1] | None = None
+    model: str | None = Field(None, description="Name of the served model.")
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1)] = Field(description="The chat.")
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] = Field(  # type: ignore[assignment]
+        description="Maximum number of tokens to generate."
+    )
+    system: str | Items[dict[str, Any]] | None = Field(None, description="The system message.")
+    stop_sequences: Items[Text] | None = Field(None, description="Texts that end the output.")
+    n: Literal[1] | None = Field(None, description="Only 1.")
     tools: Items[dict[str, Any]] | None = Field(
         None, description="Functions. Tools of other types are skipped."
     )
-    tool_choice: dict[str, Any] | None = None
-    thinking: ThinkingConfig | None = None
-    output_config: OutputConfig | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    tool_choice: dict[str, Any] | None = Field(
+        None,
+        description="Whether the model may call functions, must call one, or which one it must "
+        "call.",
+    )
+    thinking: ThinkingConfig | None = Field(
+        None, description="Whether the model reasons before it answers."
+    )
+    output_config: OutputConfig | None = Field(
+        None, description="The format of the text, and the effort of the reasoning."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables for the chat template, such as enable_thinking."
+    )
     # Fields that are accepted and have no effect on this server.
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    cache_control: dict[str, Any] | None = None
-    context_management: dict[str, Any] | None = None
-    speed: str | None = None
-    inference_geo: str | None = None
-    diagnostics: Any = None
-    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
-    container: None = None
+    metadata: dict[str, Any] | None = Field(None, description="Ignored.")
+    service_tier: str | None = Field(None, description="Ignored.")
+    cache_control: dict[str, Any] | None = Field(
+        None, description="Ignored: the prefix cache needs no marks."
+    )
+    context_management: dict[str, Any] | None = Field(None, description="Ignored.")
+    speed: str | None = Field(None, description="Ignored.")
+    inference_geo: str | None = Field(None, description="Ignored.")
+    diagnostics: Any = Field(None, description="Ignored.")
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = Field(
+        None, description="Only an empty list."
+    )
+    container: None = Field(None, description="Must be null.")
 
 
 def chat_of_messages(

@@ -1,239 +1,39 @@
-"""Pydantic models of request bodies. `openapi` publishes them.
+"""Pydantic models of the bodies of OpenAI's older endpoints, of `/generate` and of `/tokenize`.
 
-Fields have OpenAI's names, or vLLM's names if OpenAI has no such field.
+`openapi` publishes them, and the tables in docs/serving.md are made from them.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    create_model,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from paged_jax.arguments import suggest
-from paged_jax.sampling.params import NUMBERS, Number
 from paged_jax.server.limits import MAX_PROMPTS
-
-T = TypeVar("T")
-
-# List that stops its validation at the first error. Collecting a million errors would block the
-# server for seconds.
-Items = Annotated[list[T], Field(fail_fast=True)]
-
-
-def _whole(value: Any) -> Any:
-    """Return a float without a fraction as an integer, because JSON has one type of number."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-WHOLE = BeforeValidator(_whole)
-TokenId = Annotated[int, Field(ge=0, lt=2**31), WHOLE]
-TokenIds = Annotated[Items[TokenId], Field(min_length=1)]
-Text = Annotated[str, Field(min_length=1)]
-# Pydantic's error type for unknown fields.
-UNKNOWN_FIELD = "extra_forbidden"
-
-# Prefix of vLLM's former fields for structured outputs, such as guided_json.
-_OLD_FORMS = "guided_"
-
-# Unknown fields that are ignored: hints for caches, routers, logs and reasoning models, which do
-# not change the response. (Chats pass the reasoning effort to the chat template.)
-_IGNORED = frozenset({
-    "prediction",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "reasoning_effort",
-    "rid",
-    "safety_identifier",
-    "separate_reasoning",
-    "stream_reasoning",
-    "verbosity",
-})  # fmt: skip
-
-# Unknown fields that are ignored if they are null or have one of these values: the defaults of
-# OpenAI, vLLM and SGLang, which clients often send. Other values would change the response.
-_NEUTRAL_VALUES: Mapping[str, Sequence[Any]] = {
-    "add_generation_prompt": (True,),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "custom_params": ({},),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "include_reasoning": (True,),
-    "mm_processor_kwargs": ({},),
-    "no_stop_trim": (False,),
-    "return_hidden_states": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,),
-    "stop_regex": ([],),
-    "vllm_xargs": ({},),
-}
-
-
-def _is_neutral(name: str, value: Any) -> bool:
-    """Return whether an unknown field can be ignored without changing the response.
-
-    Example:
-      >>> _is_neutral("no_stop_trim", False), _is_neutral("no_stop_trim", True)
-      (True, False)
-      >>> _is_neutral("anything", None)
-      True
-    """
-    return value is None or name in _IGNORED or value in _NEUTRAL_VALUES.get(name, ())
-
-
-class Body(BaseModel):
-    """A JSON object of a request. Unknown fields are errors unless they are null."""
-
-    model_config = ConfigDict(
-        extra="allow",
-        strict=True,
-        allow_inf_nan=False,
-        json_schema_extra={"additionalProperties": {"type": "null"}},
-    )
-
-    # Function that returns whether an unknown field with a name and a value is ignored.
-    ignores: ClassVar[Callable[[str, Any], bool]] = staticmethod(lambda name, value: value is None)
-
-    @model_validator(mode="after")
-    def _refuse_unknown(self) -> Self:
-        for name, value in (self.model_extra or {}).items():
-            if not self.ignores(name, value):
-                raise PydanticCustomError(UNKNOWN_FIELD, "{rule}", self._unknown(name))
-        return self
-
-    @classmethod
-    def _unknown(cls, name: str) -> dict[str, str]:
-        """Return the name and the error message of an unknown field."""
-        name = name[:100]
-        wanted = "structured_outputs" if name.startswith(_OLD_FORMS) else name
-        near = suggest(wanted, cls.model_fields)
-        hint = "" if near is None else f" Did you mean {near}?"
-        rule = f"{name} is not supported here"
-        if (values := _NEUTRAL_VALUES.get(name)) is not None:
-            allowed = " or ".join(map(json.dumps, [None, *values]))
-            rule = f"{name} is supported here only as {allowed}"
-        return {"name": name, "rule": f"{rule}.{hint}"}
-
-
-class LenientBody(Body):
-    """A JSON object within a request, such as a message. Unknown fields are accepted."""
-
-    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
-
-    # Accepted, because clients send back extra fields of responses. Unknown fields of messages and
-    # functions reach the chat template; those of other objects are dropped.
-    ignores = staticmethod(lambda name, value: True)
-
-
-def _optional(number: Number) -> Any:
-    """Return the type of a sampling parameter: a number within its bounds, or null."""
-    bounds: dict[str, Any] = dict(number.bounds)
-    if number.type is float:
-        return Annotated[float | None, Field(**bounds)]
-    whole: Any = Annotated[int, Field(**bounds), WHOLE]
-    return whole | None
-
-
-class StreamOptions(Body):
-    """Options of a stream: whether its last event, or each event, has the usage."""
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = Field(
-        None, description="With include_usage: whether each event has the usage of its sample."
-    )
-    include_obfuscation: Literal[False] | None = None
-
-
-_FIELDS: dict[str, Any] = {name: (_optional(number), None) for name, number in NUMBERS.items()}
-_SamplingNumbers = create_model("_SamplingNumbers", __base__=Body, **_FIELDS)
-
-
-def _add_neutral(schema: dict[str, Any]) -> None:
-    ignored = {name: {"description": "Accepted and ignored."} for name in sorted(_IGNORED)}
-    neutral = {name: {"enum": [None, *values]} for name, values in _NEUTRAL_VALUES.items()}
-    # Fields of the body itself, such as the reasoning effort of chats, are not ignored.
-    schema["properties"] = ignored | neutral | schema["properties"]
-    schema["additionalProperties"] = {"type": "null"}
-
-
-class StructuredOutputs(Body):
-    """A constraint on the text. Exactly one field must be given."""
-
-    # The alias is needed because Pydantic's models have a method `json`.
-    json_schema_: str | dict[str, Any] | None = Field(
-        None, alias="json", description="A JSON schema, as an object or as a text."
-    )
-    regex: str | None = None
-    choice: Items[str] | None = None
-    grammar: str | None = Field(None, description="A grammar of llguidance, a variant of Lark.")
-    json_object: bool | None = None
-
-
-class SamplingBody(_SamplingNumbers):
-    """Fields of the bodies of all endpoints that generate text.
-
-    Null means the default of the model or of the endpoint.
-    """
-
-    model_config = ConfigDict(json_schema_extra=_add_neutral)
-
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
-    n: Annotated[int, Field(ge=1), WHOLE] | None = None
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = Field(
-        None, description="0 scores the prompt and generates nothing."
-    )
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
-    stop: Text | Items[Text] | None = None
-    stop_token_ids: Items[TokenId] | None = None
-    ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    skip_special_tokens: bool | None = None
-    add_special_tokens: bool | None = Field(
-        None,
-        description="Whether the tokenizer adds special tokens such as BOS. By default true for "
-        "texts, and false for chats, because the chat template adds them.",
-    )
-    include_stop_str_in_output: bool | None = None
-    structured_outputs: StructuredOutputs | None = None
-    stream: bool | None = None
-    cache_salt: str | None = Field(
-        None, description="Requests share cached blocks only if their salts are equal."
-    )
-    priority: Annotated[int, Field(gt=-(2**31), lt=2**31), WHOLE] | None = Field(
-        None, description="Requests with a lower value are served first."
-    )
-    timeout: Annotated[float | None, Field(gt=0)] = Field(
-        None, description="Seconds after which the request ends with the tokens generated so far."
-    )
-    explain: bool = Field(
-        False,
-        description="Whether the response explains why the request waited or was preempted, and "
-        "where its match in the prefix cache ended.",
-    )
-
-    ignores = staticmethod(_is_neutral)
+from paged_jax.server.sampling_body import (
+    WHOLE,
+    Body,
+    Items,
+    LenientBody,
+    SamplingBody,
+    StreamOptions,
+    Text,
+    TokenId,
+    TokenIds,
+    is_neutral,
+)
 
 
 class GenerateBody(SamplingBody):
     """Body of `POST /generate`: `prompt` or `prompt_token_ids`, and sampling parameters."""
 
-    prompt: Text | None = None
-    prompt_token_ids: TokenIds | None = None
-    logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
+    prompt: Text | None = Field(None, description="The prompt, as text.")
+    prompt_token_ids: TokenIds | None = Field(None, description="The prompt, as token ids.")
+    logprobs: Annotated[int, Field(ge=0), WHOLE] | None = Field(
+        None, description="Number of most probable tokens to report with each token."
+    )
+    prompt_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = Field(
+        None, description="Number of most probable tokens to report at each prompt position."
+    )
 
 
 class NamedSchema(Body):
@@ -262,7 +62,11 @@ class ResponseFormat(Body):
 class OpenAiBody(SamplingBody):
     """Fields of both endpoints of OpenAI's API."""
 
-    model: str | None = None
+    model: str | None = Field(
+        None,
+        description="Name of the model, as `/v1/models` lists it. If it is given, it must be the "
+        "served model.",
+    )
     prompt_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = Field(
         None, description="Number of most probable tokens to report at each prompt position."
     )
@@ -278,13 +82,17 @@ class OpenAiBody(SamplingBody):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1), WHOLE] | None = Field(
         None, description="Keep only this number of tokens at the end; -1 keeps all that fit."
     )
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-    response_format: ResponseFormat | None = None
+    stream_options: StreamOptions | None = Field(
+        None, description="Options of the stream: `include_usage` and `continuous_usage_stats`."
+    )
+    user: str | None = Field(None, description="Ignored.")
+    response_format: ResponseFormat | None = Field(
+        None, description="Format of the text: `json_object`, or `json_schema` with a schema."
+    )
     # Fields that clients often send. They are accepted with values that change nothing.
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, str] | None = Field(None, description="Ignored.")
     store: bool | None = Field(None, description="Ignored: responses are not stored.")
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: Literal["auto", "default"] | None = Field(None, description="Ignored.")
 
 
 class CompletionBody(OpenAiBody):
@@ -295,10 +103,16 @@ class CompletionBody(OpenAiBody):
         | Annotated[Items[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
         | TokenIds
         | Annotated[Items[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+    ) = Field(description="One or several prompts, as texts or token ids.")
+    logprobs: Annotated[int, Field(ge=0), WHOLE] | None = Field(
+        None, description="Number of most probable tokens to report with each token."
     )
-    logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
-    echo: bool | None = None
-    suffix: Literal[""] | None = None
+    echo: bool | None = Field(
+        None,
+        description="Whether the text begins with the prompt; with `logprobs`, also its log-"
+        "probabilities.",
+    )
+    suffix: Literal[""] | None = Field(None, description="Only an empty text.")
     best_of: Annotated[int, Field(ge=1), WHOLE] | None = Field(
         None, description="Number of samples to draw; the `n` most probable are returned."
     )
@@ -399,47 +213,69 @@ class MessageParam(LenientBody):
 class TokenizeBody(Body):
     """Body of `POST /tokenize`, as in vLLM: a text or a chat."""
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[Items[MessageParam] | None, Field(min_length=1)] = None
+    model: str | None = Field(None, description="Name of the served model.")
+    prompt: str | None = Field(None, description="A text; either this or `messages`.")
+    messages: Annotated[Items[MessageParam] | None, Field(min_length=1)] = Field(
+        None, description="A chat; either this or `prompt`."
+    )
     add_special_tokens: bool | None = Field(
         None, description="By default true for a text and false for a chat."
     )
     add_generation_prompt: bool | None = Field(
         None, description="Whether to append the start of the next message; by default true."
     )
-    reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: Items[ToolParam] | None = None
-    return_token_strs: bool | None = None
+    reasoning_effort: str | None = Field(None, description="Variable for the chat template.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables for the chat template, such as enable_thinking."
+    )
+    tools: Items[ToolParam] | None = Field(
+        None, description="Functions that the template shows to the model."
+    )
+    return_token_strs: bool | None = Field(
+        None, description="Whether to return the text of each token too."
+    )
 
-    ignores = staticmethod(_is_neutral)
+    ignores = staticmethod(is_neutral)
 
 
 class DetokenizeBody(Body):
     """Body of `POST /detokenize`."""
 
-    model: str | None = None
-    tokens: Items[TokenId]
+    model: str | None = Field(None, description="Name of the served model.")
+    tokens: Items[TokenId] = Field(description="The token ids.")
 
 
 class ChatBody(OpenAiBody):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[Items[MessageParam], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
+    messages: Annotated[Items[MessageParam], Field(min_length=1)] = Field(
+        description="The chat. Each message has a `role` and a `content`, or tool calls."
+    )
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = Field(
+        None, description="The same as `max_tokens`."
+    )
+    logprobs: bool | None = Field(
+        None, description="Whether to report log-probabilities of the generated tokens."
+    )
+    top_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = Field(
+        None, description="Number of most probable tokens to report with each token."
+    )
     reasoning_effort: str | None = Field(
         None, description="Variable for the chat template. Most templates do not read it."
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the chat template, such as enable_thinking."
     )
-    tools: Items[ToolParam] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    tools: Items[ToolParam] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = Field(
+        None,
+        description="Whether the model may call functions, must call one, or which one it must "
+        "call.",
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether an answer may have several calls; by default true."
+    )
+    modalities: list[Literal["text"]] | None = Field(None, description="Only text.")
     add_generation_prompt: bool | None = Field(
         None, description="Whether to append the start of the next message; by default true."
     )

@@ -298,7 +298,8 @@ def _check_beam_search(answer: Answer) -> None:
     plain = SamplingParams(temperature=0)
     for name, value in answer.params().items():
         neutral = getattr(plain, name)
-        if name not in _BEAM_PARAMS and value != neutral:
+        is_neutral = value == neutral or (neutral == () and not value)
+        if name not in _BEAM_PARAMS and not is_neutral:
             name = answer.constraint_field if name == "structured_outputs" else name
             raise _unsupported(name, "null" if neutral in (None, ()) else f"null or {neutral}")
     for name in ("stream", "timeout", "explain"):

@@ -4,7 +4,8 @@ FastAPI would derive it from handlers, but handlers here do more than FastAPI's:
 while reading them, parse large bodies in a thread, and report mistakes in OpenAI's format.
 """
 
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 from pydantic.json_schema import models_json_schema
 
@@ -15,6 +16,7 @@ from paged_jax.server.limits import Limits
 from paged_jax.server.response_items import ResponsesBody
 from paged_jax.server.responses import is_anthropic
 
+_LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 _ERRORS = {
     400: "The request has a mistake, which the message names.",
     401: "The API key is missing or wrong.",
@@ -26,30 +28,178 @@ _ERRORS = {
     500: "Generation failed.",
     503: "The server is shutting down, or its engine has stopped.",
 }
-# POST routes: operation id, schema of the body, schema of the response, whether it can be a stream.
-_POSTS: dict[str, tuple[str, type, type, bool]] = {
-    "/generate": ("generate", bodies.GenerateBody, schemas.GenerateResponse, True),
-    "/v1/completions": ("complete", bodies.CompletionBody, schemas.CompletionResponse, True),
-    "/v1/chat/completions": ("chat", bodies.ChatBody, schemas.ChatCompletionResponse, True),
-    "/v1/responses": ("respond", ResponsesBody, schemas.ResponseObject, True),
-    "/v1/messages": ("message", MessagesBody, schemas.AnthropicMessage, True),
-    "/v1/messages/count_tokens": ("countTokens", CountTokensBody, schemas.TokenCount, False),
-    "/tokenize": ("tokenize", bodies.TokenizeBody, schemas.TokenizeResponse, False),
-    "/detokenize": ("detokenize", bodies.DetokenizeBody, schemas.DetokenizeResponse, False),
-}
-# GET routes: operation id, schema of the response, statuses of errors.
-_GETS: dict[str, tuple[str, type, tuple[int, ...]]] = {
-    "/tokenizer_info": ("tokenizerInfo", schemas.TokenizerInfo, (400, 401, 503)),
-    "/v1/models": ("listModels", schemas.ModelList, (400, 401, 503)),
-    "/v1/models/{model}": ("getModel", schemas.ModelCard, (400, 401, 404, 503)),
-    "/get_model_info": ("getModelInfo", schemas.ModelInfo, (400, 401, 503)),
-    "/get_server_info": ("getServerInfo", schemas.ServerInfo, (400, 401, 503)),
-    "/version": ("version", schemas.Version, (400, 401, 503)),
-    "/live": ("live", schemas.Probe, (400,)),
-    "/ping": ("ping", schemas.Probe, (400,)),
-    "/ready": ("ready", schemas.Probe, (400,)),
-    "/health": ("health", schemas.Health, (400,)),
-}
+
+
+class Endpoint(NamedTuple):
+    """An endpoint of the server. The document and the tables in docs/serving.md list them.
+
+    Attributes:
+      method: the HTTP method.
+      path: the path, with parameters in braces.
+      name: the operation id; empty for a page, which the document does not list.
+      summary: one or two sentences in Markdown, without the period at the end.
+      response: schema of the response; None for a page or a text.
+      body: schema of the body of a request.
+      errors: statuses of errors.
+      can_stream: whether the response can be a stream.
+    """
+
+    method: str
+    path: str
+    name: str
+    summary: str
+    response: type | None = None
+    body: type | None = None
+    errors: tuple[int, ...] = (400, 401, 503)
+    can_stream: bool = False
+
+
+def _post(
+    path: str, name: str, body: type, response: type, summary: str, *, can_stream: bool = False
+) -> Endpoint:
+    return Endpoint("POST", path, name, summary, response, body, tuple(_ERRORS), can_stream)
+
+
+def _get(path: str, name: str, response: type | None, summary: str, *errors: int) -> Endpoint:
+    return Endpoint("GET", path, name, summary, response, errors=errors or (400, 401, 503))
+
+
+ENDPOINTS = (
+    _post(
+        "/v1/completions",
+        "complete",
+        bodies.CompletionBody,
+        schemas.CompletionResponse,
+        "OpenAI's completions: one or several prompts, as text or token ids",
+        can_stream=True,
+    ),
+    _post(
+        "/v1/chat/completions",
+        "chat",
+        bodies.ChatBody,
+        schemas.ChatCompletionResponse,
+        "OpenAI's chat completions, for models whose tokenizer has a chat template",
+        can_stream=True,
+    ),
+    _post(
+        "/v1/responses",
+        "respond",
+        ResponsesBody,
+        schemas.ResponseObject,
+        "OpenAI's responses, without storage, see [agents.md](agents.md)",
+        can_stream=True,
+    ),
+    _post(
+        "/v1/messages",
+        "message",
+        MessagesBody,
+        schemas.AnthropicMessage,
+        "Anthropic's messages, see [agents.md](agents.md)",
+        can_stream=True,
+    ),
+    _post(
+        "/v1/messages/count_tokens",
+        "countTokens",
+        CountTokensBody,
+        schemas.TokenCount,
+        "the number of tokens of a body of `/v1/messages`",
+    ),
+    _post(
+        "/generate",
+        "generate",
+        bodies.GenerateBody,
+        schemas.GenerateResponse,
+        "a prompt and the fields of `SamplingParams`; returns text and token ids",
+        can_stream=True,
+    ),
+    _post(
+        "/tokenize",
+        "tokenize",
+        bodies.TokenizeBody,
+        schemas.TokenizeResponse,
+        "the token ids of a text or chat, as in vLLM",
+    ),
+    _post(
+        "/detokenize",
+        "detokenize",
+        bodies.DetokenizeBody,
+        schemas.DetokenizeResponse,
+        "the text of token ids, as in vLLM",
+    ),
+    _get(
+        "/tokenizer_info",
+        "tokenizerInfo",
+        schemas.TokenizerInfo,
+        "the special tokens and the chat template, as in vLLM",
+    ),
+    _get("/v1/models", "listModels", schemas.ModelList, "the served model, in a list"),
+    _get(
+        "/v1/models/{model}",
+        "getModel",
+        schemas.ModelCard,
+        "the served model",
+        *(400, 401, 404, 503),
+    ),
+    _get(
+        "/get_model_info",
+        "getModelInfo",
+        schemas.ModelInfo,
+        "the served model for SGLang's router (`pip install sglang-router`). Its policy "
+        "`cache_aware` sends prompts to the server with their blocks, see "
+        "[replicas.md](replicas.md)",
+    ),
+    _get(
+        "/get_server_info",
+        "getServerInfo",
+        schemas.ServerInfo,
+        "the size of the server for SGLang's router",
+    ),
+    _get("/version", "version", schemas.Version, "the version of this library"),
+    _get(
+        "/live",
+        "live",
+        schemas.Probe,
+        "liveness: 200, also while the server compiles or drains; 503 after the engine has failed",
+        400,
+    ),
+    _get(
+        "/ready",
+        "ready",
+        schemas.Probe,
+        "readiness: 200 if the server accepts requests, otherwise 503 with a state: `starting`, "
+        "`draining`, `full`, `stalled`, `sleeping`, `failed`",
+        400,
+    ),
+    _get("/ping", "ping", schemas.Probe, "readiness under another name", 400),
+    _get(
+        "/health",
+        "health",
+        schemas.Health,
+        "200 if the server is alive and makes progress, otherwise 503; with a key, also the state "
+        "of the cache",
+        400,
+    ),
+    _get(
+        "/metrics",
+        "metrics",
+        None,
+        "metrics for Prometheus, under vLLM's names if they have the same meaning",
+    ),
+    _get(
+        "/",
+        "",
+        None,
+        "a page for chats: streams, shows reasoning folded, tokens per second and cached tokens",
+    ),
+    _get(
+        "/cache",
+        "",
+        None,
+        "a page that shows the blocks live, the events of blocks, and the throughput",
+    ),
+    _get("/openapi.json", "", None, "the OpenAPI description of all endpoints"),
+)
+"""All endpoints except those of the operator."""
 _PROBES = ("/live", "/ping", "/ready", "/health")
 
 
@@ -63,11 +213,11 @@ def document(limits: Limits, root_path: str = "") -> dict[str, Any]:
       limits: limits on requests.
       root_path: path under which a proxy serves this server.
     """
+    described = [each for each in ENDPOINTS if each.name]
     _, definitions = models_json_schema(
         [
-            *((body, "validation") for _, body, _, _ in _POSTS.values()),
-            *((model, "serialization") for _, _, model, _ in _POSTS.values()),
-            *((model, "serialization") for _, model, _ in _GETS.values()),
+            *((each.body, "validation") for each in described if each.body),
+            *((each.response, "serialization") for each in described if each.response),
             (schemas.ErrorResponse, "serialization"),
             (schemas.AnthropicError, "serialization"),
         ],
@@ -83,11 +233,7 @@ def document(limits: Limits, root_path: str = "") -> dict[str, Any]:
             + ".",
         },
         **({"servers": [{"url": root_path}]} if root_path else {}),
-        "paths": {
-            **{path: _post(path, *route) for path, route in _POSTS.items()},
-            **{path: _get(path, *route) for path, route in _GETS.items()},
-            "/metrics": _metrics(),
-        },
+        "paths": {each.path: {each.method.lower(): _operation(each)} for each in described},
         "components": {
             "schemas": definitions["$defs"],
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -96,48 +242,46 @@ def document(limits: Limits, root_path: str = "") -> dict[str, Any]:
     }
 
 
-def _post(path: str, name: str, body: type, model: type, can_stream: bool) -> dict[str, Any]:
-    error = schemas.AnthropicError if is_anthropic(path) else schemas.ErrorResponse
-    response = {"description": "The response.", "content": _content(model)}
-    if can_stream:
-        response["description"] = (
-            "The generated text. If a stream was requested, it consists of server-sent events with "
-            "JSON as data. Endpoints of OpenAI's older APIs end it with an event of data [DONE]."
-        )
-        # Without a schema, because OpenAPI cannot describe events before version 3.2.
-        response["content"]["text/event-stream"] = {}
-    return {
-        "post": {
-            "operationId": name,
-            "requestBody": {"required": True, "content": _content(body)},
-            "responses": {"200": response, **_errors(*_ERRORS, model=error)},
-        }
-    }
-
-
-def _get(path: str, name: str, model: type, errors: tuple[int, ...]) -> dict[str, Any]:
-    responses = {"200": {"description": "The response.", "content": _content(model)}}
-    item: dict[str, Any] = {"get": {"operationId": name, "responses": responses}}
+def _operation(endpoint: Endpoint) -> dict[str, Any]:
+    """Return the description of an endpoint in the document."""
+    path, response = endpoint.path, _response(endpoint)
+    responses: dict[str, Any] = {"200": response}
+    item: dict[str, Any] = {"operationId": endpoint.name, "summary": _plain(endpoint.summary)}
+    if endpoint.body is not None:
+        item["requestBody"] = {"required": True, "content": _content(endpoint.body)}
     if path in _PROBES:
         item["security"] = []
         responses["503"] = {
             "description": "The server is not able to serve; `status` is the reason.",
-            "content": _content(model),
+            "content": response["content"],
         }
     if path.endswith("{model}"):
         schema = {"type": "string"}
         item["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": schema}]
-    responses.update(_errors(*errors))
+    error = schemas.AnthropicError if is_anthropic(path) else schemas.ErrorResponse
+    item["responses"] = responses | _errors(*endpoint.errors, model=error)
     return item
 
 
-def _metrics() -> dict[str, Any]:
-    text = {
-        "description": "Metrics in Prometheus' text format.",
-        "content": {"text/plain": {"schema": {"type": "string"}}},
+def _response(endpoint: Endpoint) -> dict[str, Any]:
+    if endpoint.response is None:
+        text = {"text/plain": {"schema": {"type": "string"}}}
+        return {"description": "Metrics in Prometheus' text format.", "content": text}
+    content = _content(endpoint.response)
+    if not endpoint.can_stream:
+        return {"description": "The response.", "content": content}
+    # Without a schema, because OpenAPI cannot describe events before version 3.2.
+    return {
+        "description": "The generated text. If a stream was requested, it consists of server-sent "
+        "events with JSON as data. Endpoints of OpenAI's older APIs end it with an event of data "
+        "[DONE].",
+        "content": content | {"text/event-stream": {}},
     }
-    responses = {"200": text, **_errors(400, 401, 503)}
-    return {"get": {"operationId": "metrics", "responses": responses}}
+
+
+def _plain(markdown: str) -> str:
+    """Return a text without Markdown's links."""
+    return _LINK.sub(r"\1", markdown)
 
 
 def _errors(*statuses: int, model: type = schemas.ErrorResponse) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
-from paged_jax.server.bodies import UNKNOWN_FIELD
 from paged_jax.server.request_log import RECORD
 from paged_jax.server.responses import ApiError
+from paged_jax.server.sampling_body import UNKNOWN_FIELD
 from paged_jax.server.service import Service
 
 B = TypeVar("B", bound=BaseModel)

@@ -12,9 +12,9 @@ from pydantic import Field, ValidationError
 from paged_jax.models.text.chat_template import ChatTemplateError
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.server import bodies
-from paged_jax.server.bodies import WHOLE, Body, Items, LenientBody, SamplingBody, Text
 from paged_jax.server.chat_messages import template_messages
 from paged_jax.server.responses import ApiError, JsonDict
+from paged_jax.server.sampling_body import WHOLE, Body, Items, LenientBody, SamplingBody, Text
 
 _SYSTEM = ("system", "developer")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -49,39 +49,61 @@ class ReasoningOptions(LenientBody):
 class ResponsesBody(SamplingBody):
     """Body of `POST /v1/responses`. Responses are not stored."""
 
-    model: str | None = None
-    input: Text | Annotated[Items[dict[str, Any]], Field(min_length=1)]
-    instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = None
-    n: Literal[1] | None = None
+    model: str | None = Field(None, description="Name of the served model.")
+    input: Text | Annotated[Items[dict[str, Any]], Field(min_length=1)] = Field(
+        description="A text, or a list of items: messages, reasoning, calls and their results."
+    )
+    instructions: str | None = Field(None, description="A system message before the input.")
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = Field(
+        None, description="Maximum number of tokens to generate, reasoning included."
+    )
+    n: Literal[1] | None = Field(None, description="Only 1.")
     tools: Items[dict[str, Any]] | None = Field(
         None, description="Functions. Tools of other types are skipped."
     )
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
-    top_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
-    include: Items[str] | None = None
+    tool_choice: str | dict[str, Any] | None = Field(
+        None,
+        description="Whether the model may call functions, must call one, or which one it must "
+        "call.",
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether an answer may have several calls; by default true."
+    )
+    text: TextOptions | None = Field(None, description="The format of the text, in `format`.")
+    reasoning: ReasoningOptions | None = Field(
+        None, description="Options of the reasoning: `effort` and `summary`."
+    )
+    top_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = Field(
+        None, description="Number of most probable tokens to report with each token."
+    )
+    include: Items[str] | None = Field(
+        None,
+        description="`message.output_text.logprobs` reports log-probabilities. Other values are "
+        "ignored.",
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the chat template, such as enable_thinking."
     )
-    metadata: Annotated[dict[str, str], Field(max_length=_MAX_METADATA)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=_MAX_METADATA)] | None = Field(
+        None, description="Repeated in the response."
+    )
     # Fields that clients often send and that change nothing here.
     store: bool | None = Field(None, description="Ignored: responses are not stored.")
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="Ignored: input that is too long is an error."
     )
-    service_tier: str | None = None
-    user: str | None = None
+    service_tier: str | None = Field(None, description="Ignored.")
+    user: str | None = Field(None, description="Ignored.")
     max_tool_calls: int | None = Field(None, description="Ignored: it counts built-in tools.")
-    stream_options: dict[str, Any] | None = None
-    client_metadata: dict[str, Any] | None = None
+    stream_options: dict[str, Any] | None = Field(None, description="Ignored.")
+    client_metadata: dict[str, Any] | None = Field(None, description="Ignored.")
     # Fields that need stored responses.
-    previous_response_id: None = None
-    conversation: None = None
-    prompt: None = None
-    background: Literal[False] | None = None
+    previous_response_id: None = Field(None, description="Must be null: responses are not stored.")
+    conversation: None = Field(None, description="Must be null: responses are not stored.")
+    prompt: None = Field(None, description="Must be null: prompts are not stored.")
+    background: Literal[False] | None = Field(
+        None, description="Only false: responses are not stored."
+    )
 
     @property
     def has_logprobs(self) -> bool:

@@ -14,6 +14,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.runner import decode_state
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import decode_steps, verify_steps
+from paged_jax.sampling.filters import NEVER
 from paged_jax.sampling.params import SamplingParams
 from tests.support.decode_sequences import (
     BIASED,
@@ -228,6 +229,37 @@ def test_leave_on_stop_ends_with_the_first_stopped_row(model) -> None:
     # Padding does not count as a stopped row.
     tokens, _ = run(model, state, [0, 1, -1], leave_on_stop=True)
     assert tokens.num_new.tolist() == [N, N, 0, 0]
+
+
+def test_rows_wait_for_the_host_while_others_continue(model) -> None:
+    """Row 1 may draw two tokens, row 2 has a forced token and no mask, and row 3 never waits."""
+    state, free = start(model, mixed()), free_run(model)
+    starts = np.array([len(ids) for ids in PROMPTS[1:]], np.int32)
+    every = np.full((S, state.constraints.masks.shape[1]), -1, np.int32)
+    forced = np.zeros((S, state.constraints.forced_ids.shape[1]), np.int32)
+    forced[:3, 0] = [free[row][0] for row in (1, 2, 3)]
+    count = np.pad(np.ones(3, np.int32), (0, S - 3))
+    waits_at = np.pad(starts + np.array([2, 1, 0]), (0, S - 3))
+    waits_at[2] = NEVER
+    slots = np.pad(np.array([1, 2, 3], np.int32), (0, S - 3), constant_values=-1)
+    rows = slots, np.pad(starts, (0, S - 3)), count, waits_at, forced, every
+    masks = decode_state.TokenMasks(*(np.asarray(row, np.int32) for row in rows))
+    state = decode_state.write_token_masks(state, masks)
+    tokens, state = run(model, state, leave_on_stop=True)
+    assert drawn(tokens) == [free[0], free[1][:2], free[2][:1], free[3]]
+    assert int(tokens.num_steps) == N and bool(tokens.ok)
+    check_invariants(state.cache.tables)
+    # They wait until the host has written further masks.
+    again, state = run(model, state, [1, 2, -1, -1])
+    assert again.num_new.tolist() == [0, 0, 0, 0] and int(again.num_steps) == 0
+    masks.starts[:2] += [2, 1]
+    masks.num_forced[:], masks.waits_at[:] = 0, NEVER
+    state = decode_state.write_token_masks(state, masks)
+    rest, _ = run(model, state, [1, 2, -1, -1])
+    assert drawn(rest)[:2] == [
+        free[1][2:] + drawn(rest)[0][N - 2 :],
+        free[2][1:] + drawn(rest)[1][N - 1 :],
+    ]
 
 
 def test_stopped_rows_draw_nothing_in_later_calls(model) -> None:

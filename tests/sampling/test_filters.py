@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paged_jax.sampling import filters
-from paged_jax.sampling.filters import Constraints, filter_logits
+from paged_jax.sampling.filters import Constraints, adjust_logits, filter_logits
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.sampling.sample import rows_of, sample
 from paged_jax.sampling.state import SlotSampling, write_slot
@@ -188,7 +188,8 @@ def bound() -> Constraints:
     words = np.zeros((3, 3), np.int32)
     for token_id in ALLOWED:
         words[0, token_id // 32] |= np.uint32(1 << token_id % 32).view(np.int32)
-    rows = np.array([1, -1, -1]), np.full(3, 5), np.array([2, 0, 0]), np.array([KNOWN] * 3)
+    counts = np.array([2, 0, 0])
+    rows = np.array([1, -1, -1]), np.full(3, 5), counts, counts + 6, np.array([KNOWN] * 3)
     return Constraints.create(3, V, max_forced=2).write(*map(jnp.asarray, (*rows, words)))
 
 
@@ -235,3 +236,77 @@ def test_sample_can_draw_every_allowed_token(draw) -> None:
     assert int(draw(logits, 7, bound()).token_ids[1]) in ALLOWED
     logits = jnp.full((3, V), -jnp.inf).at[:, 66].set(-3e38)
     assert int(draw(logits, 7, bound()).token_ids[1]) in ALLOWED
+
+
+# Restrictions: allowed tokens and bad words.
+
+
+def restricted_rows(*rows: dict) -> SlotSampling:
+    """Return a state of three slots, with these options of `write_slot`."""
+    state = SlotSampling.create(3, V)
+    for slot, options in enumerate(rows):
+        params = SamplingParams(temperature=0, allowed_token_ids=options.pop("allowed", None))
+        state = write_slot(state, slot, params, seed=0, **options)
+    return state
+
+
+def best_tokens(logits, state: SlotSampling, num_tokens: int = 1) -> list[list[int]]:
+    """Return the tokens that each slot draws from equal logits at every position."""
+    slots, active = jnp.arange(3, dtype=jnp.int32), jnp.ones(3, jnp.bool_)
+    rows, drawn = rows_of(state, slots), []
+    for position in range(num_tokens):
+        draws, rows = _draw_rows(logits, rows, jnp.full(3, position), active, slots)
+        drawn.append(draws.token_ids.tolist())
+    return np.transpose(drawn).tolist()
+
+
+_draw_rows = jax.jit(sample)
+
+
+def test_sample_draws_only_allowed_tokens() -> None:
+    logits = jnp.zeros((3, V)).at[:, 40].set(9.0).at[:, 66].set(2.0).at[:, 31].set(1.0)
+    state = restricted_rows({"allowed": [31, 0, 66]}, {"allowed": [V - 1]}, {})
+    assert best_tokens(logits, state) == [[66], [V - 1], [40]]
+    # An allowed token is drawn even if the model excludes it.
+    nothing = jnp.full((3, V), -jnp.inf).at[:, 40].set(1.0)
+    assert best_tokens(nothing, state)[1:] == [[V - 1], [40]]
+
+
+def test_sample_completes_no_bad_word() -> None:
+    # The best tokens are 9, 8, 7, ... Each row has other words, and other tokens before them.
+    logits = jnp.broadcast_to(jnp.arange(V) % 10 - (jnp.arange(V) >= 10) * 20.0, (3, V))
+    state = restricted_rows(
+        {"bad_word_ids": [[9, 9], [8, 9]], "output_token_ids": [9]},
+        {"bad_word_ids": [[9, 9, 8], [9, 9, 9], [7], [6]], "prompt_token_ids": [9, 9]},
+        {"bad_word_ids": [[9, 9, 9, 9]]},
+    )
+    assert best_tokens(logits, state, 5) == [
+        [8, 8, 8, 8, 8],
+        [9, 9, 5, 9, 9],
+        [9, 9, 9, 8, 9],
+    ]
+
+
+def test_bad_words_yield_if_no_token_is_left() -> None:
+    logits = jnp.zeros((3, V)).at[:, 5].set(1.0)
+    state = restricted_rows(
+        {"allowed": [3], "bad_word_ids": [[3]]}, {"allowed": [3, 5], "bad_word_ids": [[5]]}, {}
+    )
+    assert best_tokens(logits, state, 2) == [[3, 3], [3, 3], [5, 5]]
+
+
+def test_restrictions_do_not_change_other_rows() -> None:
+    logits = jax.random.normal(jax.random.key(0), (3, V)).at[2, 3].set(-jnp.inf)
+    slots, active = jnp.arange(3, dtype=jnp.int32), jnp.ones(3, jnp.bool_)
+    state = restricted_rows({"allowed": [7]}, {"bad_word_ids": [[2]]}, {})
+    rows = rows_of(state, slots)
+    z = adjust_logits(logits, rows, jnp.zeros(3, jnp.int32), active, slots)
+    np.testing.assert_array_equal(z[2], logits[2])
+    np.testing.assert_array_equal(jnp.isfinite(z[0]).nonzero()[0], [7])
+    np.testing.assert_array_equal(z[1], logits[1].at[2].set(-jnp.inf))
+
+
+@pytest.mark.parametrize("words", [[[]], [[1] * 17], [[1]] * 129, [[V]]], ids=len)
+def test_slot_row_rejects_bad_words_without_room(words) -> None:
+    with pytest.raises(ValueError, match="slot_row: bad_word_ids must h"):
+        restricted_rows({"bad_word_ids": words})

@@ -20,6 +20,8 @@ BAD_PARAMS = {
     "seed": [-2, 2**63, 1.0, -1.0, True],
     "stop": ["", ["a", ""], [1], 5],
     "stop_token_ids": [[-1], [1.5], [True], "12", 7],
+    "allowed_token_ids": [[], [-1], [1.5], [True], "12", 7, [2**31]],
+    "bad_words": [[""], "word", [1], 5, [["a"]], ["a"] * 129],
     "max_tokens": [-1, -5, 1.5, True],
     "min_tokens": [-1, 17, 0.5],
     "logprobs": [-1, 21, True, 1.0],
@@ -55,6 +57,7 @@ def test_sampling_params_rejects(name, value):
         {"seed": 2**63 - 1, "logprobs": 20, "n": 2**14, "max_tokens": 1},
         {"seed": 0, "logprobs": 0, "max_tokens": None, "min_tokens": 10_000},
         {"min_tokens": 16, "max_tokens": 16},
+        {"allowed_token_ids": (2**31 - 1,), "bad_words": tuple(map(str, range(128)))},
         {"temperature": np.float32(0.5), "top_k": np.int32(4), "seed": np.int64(3)},
     ],
 )

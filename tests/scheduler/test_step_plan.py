@@ -152,3 +152,95 @@ def test_next_plan_is_none_after_a_restart() -> None:
     plan = steps.plan()
     steps.scheduler.restart(plan.decodes)
     assert steps.ahead(plan) is None
+
+
+# Grammars
+
+
+class KnownTokens:
+    """A grammar that forces some tokens; then the host must see each token."""
+
+    is_over = False
+
+    def __init__(self, forced: int = 0, *, ends: bool = False):
+        self.forced, self.ends, self._num_forced, self._seen = [3] * forced, ends, forced, 0
+
+    def follow(self, token_ids, start) -> None:
+        self._seen = len(token_ids) - start
+        self.forced = [3] * max(0, self._num_forced - self._seen)
+        self.is_over = self.ends and self._seen >= self._num_forced
+
+
+def beside_grammars(*grammars: KnownTokens, num_free: int = 1, k: int = 3) -> Steps:
+    """Return steps of requests with grammars, followed by requests without."""
+    steps = Steps(num_slots=len(grammars) + num_free)
+    steps.scheduler.lookahead.num_free_steps = k
+    for grammar in (*grammars, *[None] * num_free):
+        steps.add(2)
+        [steps.requests[-1].sequences[0].grammar] = [grammar]
+    return steps
+
+
+def draw_all(plan: StepPlan, *, waiting: int = 1) -> None:
+    """Append the tokens of a plan; sequences with a grammar draw `waiting` tokens."""
+    for sequence in plan.decodes:
+        count = plan.num_steps if sequence.grammar is None else min(waiting, plan.num_steps)
+        append(sequence, [1] * count)
+
+
+def test_plans_alternate_beside_grammars() -> None:
+    steps = beside_grammars(KnownTokens(), KnownTokens())
+    first, second, free = (request.sequences[0] for request in steps.requests)
+    plan = steps.plan()
+    assert (plan.bound, plan.num_steps) == ([first, second], 1)
+    for _ in range(2):
+        alone = steps.ahead(plan)
+        assert alone is not None
+        assert (alone.decodes, alone.bound, alone.num_steps) == ([free], [], 3)
+        draw_all(plan)  # the host reads the tokens of the first plan
+        plan = steps.ahead(alone)
+        assert plan is not None and plan.is_ahead
+        assert (plan.decodes, plan.num_steps) == ([first, second, free], 1)
+        assert plan.bound == [first, second]
+        draw_all(alone)
+
+
+def test_a_sequence_continues_with_forced_tokens_while_others_wait() -> None:
+    steps = beside_grammars(KnownTokens(), KnownTokens(forced=5))
+    first, second, free = (request.sequences[0] for request in steps.requests)
+    plan = steps.plan()
+    alone = steps.ahead(plan)
+    assert plan.num_steps == 1 and alone is not None
+    assert (alone.decodes, alone.bound) == ([second, free], [])
+    draw_all(plan)
+    # The host does not know how far the second sequence came, so it waits once.
+    plan = steps.ahead(alone)
+    assert plan is not None and (plan.decodes, plan.bound) == ([first, free], [first])
+    draw_all(alone, waiting=3)
+    other = steps.ahead(plan)
+    assert other is not None and (other.decodes, other.bound) == ([second, free], [second])
+
+
+def test_no_plan_ahead_of_sequences_that_all_have_grammars() -> None:
+    steps = beside_grammars(KnownTokens(), KnownTokens(forced=4), num_free=0)
+    assert steps.ahead(steps.plan()) is None
+
+
+def test_no_plan_ahead_if_the_others_wait_too() -> None:
+    steps = beside_grammars(KnownTokens(), k=0)
+    assert steps.ahead(steps.plan()) is None
+    steps = beside_grammars(KnownTokens())
+    plan = steps.plan()
+    steps.scheduler.lookahead.num_free_steps = 0
+    assert steps.ahead(plan) is None
+
+
+def test_plans_are_long_again_after_the_grammars_have_ended() -> None:
+    steps = beside_grammars(KnownTokens(forced=1, ends=True))
+    plan = steps.plan()
+    assert plan.num_steps == 4
+    alone = steps.ahead(plan)
+    assert alone is not None and len(alone.decodes) == 1
+    draw_all(plan, waiting=4)
+    both = steps.ahead(alone)
+    assert both is not None and (len(both.decodes), both.bound, both.num_steps) == (2, [], 4)

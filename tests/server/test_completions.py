@@ -149,6 +149,39 @@ def test_completions_obey_stop_and_seed(client) -> None:
     assert choice.text == text[: text.index(stop)] and choice.finish_reason == "stop"
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/generate", {"prompt": "ab"}),
+        ("/v1/completions", {"prompt": "ab"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "ab"}]}),
+        ("/v1/responses", {"input": "ab"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "ab"}]}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_endpoint_restricts_tokens(server, path, prompt) -> None:
+    """The text has allowed letters only, and no bad word."""
+    letters = server.post("/tokenize", {"prompt": "aue", "add_special_tokens": False}).json()
+    name = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body = {**prompt, name: 12, "temperature": 2.0, "seed": 1, "ignore_eos": True}
+    allowed = {"allowed_token_ids": letters["tokens"]}
+    free = text_of(server.post(path, body | allowed | {"bad_words": []}).json())
+    bound = text_of(server.post(path, body | allowed | {"bad_words": ["aa", "e"]}).json())
+    assert set(free) == set("aue") and len(free) == 12
+    assert set(bound) == set("au") and "aa" not in bound and len(bound) == 12
+
+
+def text_of(answer) -> str:
+    """Return the text of a response of any endpoint."""
+    if "choices" in answer:
+        [choice] = answer["choices"]
+        return choice["text"] if "text" in choice else choice["message"]["content"]
+    if "output" in answer:
+        return answer["output"][0]["content"][0]["text"]
+    return answer["content"][0]["text"] if "content" in answer else answer["text"][0]
+
+
 def test_events_escape_unicode_line_ends(server) -> None:
     """Clients such as httpx split a stream with `str.splitlines`."""
     ends = [end for end in map(chr, range(0x3000)) if len(f"a{end}b".splitlines()) > 1]

@@ -84,6 +84,8 @@ def test_best_of_returns_the_most_probable_samples(server) -> None:
         ({"use_beam_search": True, "n": 11}, "n", "at most 10"),
         ({"use_beam_search": True, "temperature": 0.5}, "temperature", "null or 0 with"),
         ({"use_beam_search": True, "stop": "a"}, "stop", "must be null with"),
+        ({"use_beam_search": True, "bad_words": ["a"]}, "bad_words", "must be null with"),
+        ({"use_beam_search": True, "allowed_token_ids": [5]}, "allowed_token_ids", "null with"),
         ({"use_beam_search": True, "logprobs": 1}, "logprobs", "must be null with"),
         ({"use_beam_search": True, "stream": True}, "stream", "must be null with"),
         ({"use_beam_search": True, "max_tokens": 0}, "max_tokens", "at least 1"),

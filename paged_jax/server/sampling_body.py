@@ -1,0 +1,256 @@
+"""Types of fields of request bodies, and the fields of all endpoints that generate text.
+
+Fields have OpenAI's names, or vLLM's names if OpenAI has no such field.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from paged_jax.arguments import suggest
+from paged_jax.sampling.params import NUMBERS, Number
+
+T = TypeVar("T")
+
+# List that stops its validation at the first error. Collecting a million errors would block the
+# server for seconds.
+Items = Annotated[list[T], Field(fail_fast=True)]
+
+
+def _whole(value: Any) -> Any:
+    """Return a float without a fraction as an integer, because JSON has one type of number."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(_whole)
+TokenId = Annotated[int, Field(ge=0, lt=2**31), WHOLE]
+TokenIds = Annotated[Items[TokenId], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+# Pydantic's error type for unknown fields.
+UNKNOWN_FIELD = "extra_forbidden"
+
+# Prefix of vLLM's former fields for structured outputs, such as guided_json.
+_OLD_FORMS = "guided_"
+
+# Unknown fields that are ignored: hints for caches, routers, logs and reasoning models, which do
+# not change the response. (Chats pass the reasoning effort to the chat template.)
+_IGNORED = frozenset({
+    "prediction",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "reasoning_effort",
+    "rid",
+    "safety_identifier",
+    "separate_reasoning",
+    "stream_reasoning",
+    "verbosity",
+})  # fmt: skip
+
+# Unknown fields that are ignored if they are null or have one of these values: the defaults of
+# OpenAI, vLLM and SGLang, which clients often send. Other values would change the response.
+_NEUTRAL_VALUES: Mapping[str, Sequence[Any]] = {
+    "add_generation_prompt": (True,),
+    "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "custom_params": ({},),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_reasoning": (True,),
+    "mm_processor_kwargs": ({},),
+    "no_stop_trim": (False,),
+    "return_hidden_states": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "stop_regex": ([],),
+    "vllm_xargs": ({},),
+}
+
+
+def is_neutral(name: str, value: Any) -> bool:
+    """Return whether an unknown field can be ignored without changing the response.
+
+    Example:
+      >>> is_neutral("no_stop_trim", False), is_neutral("no_stop_trim", True)
+      (True, False)
+      >>> is_neutral("anything", None)
+      True
+    """
+    return value is None or name in _IGNORED or value in _NEUTRAL_VALUES.get(name, ())
+
+
+class Body(BaseModel):
+    """A JSON object of a request. Unknown fields are errors unless they are null."""
+
+    model_config = ConfigDict(
+        extra="allow",
+        strict=True,
+        allow_inf_nan=False,
+        json_schema_extra={"additionalProperties": {"type": "null"}},
+    )
+
+    # Function that returns whether an unknown field with a name and a value is ignored.
+    ignores: ClassVar[Callable[[str, Any], bool]] = staticmethod(lambda name, value: value is None)
+
+    @model_validator(mode="after")
+    def _refuse_unknown(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if not self.ignores(name, value):
+                raise PydanticCustomError(UNKNOWN_FIELD, "{rule}", self._unknown(name))
+        return self
+
+    @classmethod
+    def _unknown(cls, name: str) -> dict[str, str]:
+        """Return the name and the error message of an unknown field."""
+        name = name[:100]
+        wanted = "structured_outputs" if name.startswith(_OLD_FORMS) else name
+        near = suggest(wanted, cls.model_fields)
+        hint = "" if near is None else f" Did you mean {near}?"
+        rule = f"{name} is not supported here"
+        if (values := _NEUTRAL_VALUES.get(name)) is not None:
+            allowed = " or ".join(map(json.dumps, [None, *values]))
+            rule = f"{name} is supported here only as {allowed}"
+        return {"name": name, "rule": f"{rule}.{hint}"}
+
+
+class LenientBody(Body):
+    """A JSON object within a request, such as a message. Unknown fields are accepted."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
+
+    # Accepted, because clients send back extra fields of responses. Unknown fields of messages and
+    # functions reach the chat template; those of other objects are dropped.
+    ignores = staticmethod(lambda name, value: True)
+
+
+def _optional(number: Number) -> Any:
+    """Return the type of a sampling parameter: a number within its bounds, or null."""
+    bounds: dict[str, Any] = dict(number.bounds)
+    if number.help is not None:
+        bounds["description"] = f"{number.help[0].upper()}{number.help[1:]}."
+    if number.type is float:
+        return Annotated[float | None, Field(**bounds)]
+    description = bounds.pop("description", None)
+    whole: Any = Annotated[int, Field(**bounds), WHOLE]
+    return Annotated[whole | None, Field(description=description)]
+
+
+class StreamOptions(Body):
+    """Options of a stream: whether its last event, or each event, has the usage."""
+
+    include_usage: bool | None = Field(
+        None, description="Whether the last event of a stream has the usage of the request."
+    )
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: whether each event has the usage of its sample."
+    )
+    include_obfuscation: Literal[False] | None = Field(None, description="Accepted if it is false.")
+
+
+_FIELDS: dict[str, Any] = {name: (_optional(number), None) for name, number in NUMBERS.items()}
+_SamplingNumbers = create_model("_SamplingNumbers", __base__=Body, **_FIELDS)
+
+
+def _add_neutral(schema: dict[str, Any]) -> None:
+    ignored = {name: {"description": "Accepted and ignored."} for name in sorted(_IGNORED)}
+    neutral = {name: {"enum": [None, *values]} for name, values in _NEUTRAL_VALUES.items()}
+    # Fields of the body itself, such as the reasoning effort of chats, are not ignored.
+    schema["properties"] = ignored | neutral | schema["properties"]
+    schema["additionalProperties"] = {"type": "null"}
+
+
+class StructuredOutputs(Body):
+    """A constraint on the text. Exactly one field must be given."""
+
+    # The alias is needed because Pydantic's models have a method `json`.
+    json_schema_: str | dict[str, Any] | None = Field(
+        None, alias="json", description="A JSON schema, as an object or as a text."
+    )
+    regex: str | None = Field(None, description="A regular expression for the whole text.")
+    choice: Items[str] | None = Field(None, description="The allowed texts.")
+    grammar: str | None = Field(None, description="A grammar of llguidance, a variant of Lark.")
+    json_object: bool | None = Field(None, description="Whether the text is any JSON object.")
+
+
+class SamplingBody(_SamplingNumbers):
+    """Fields of the bodies of all endpoints that generate text.
+
+    Null means the default of the model or of the endpoint.
+    """
+
+    model_config = ConfigDict(json_schema_extra=_add_neutral)
+
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = Field(
+        None, description="Seed of the random draws; by default the server picks one."
+    )
+    n: Annotated[int, Field(ge=1), WHOLE] | None = Field(None, description="Number of samples.")
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = Field(
+        None,
+        description="Maximum number of tokens to generate. 0 only computes the prompt, for its "
+        "log-probabilities or for the prefix cache.",
+    )
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = Field(
+        None, description="Number of tokens before a stop token or stop string may end the text."
+    )
+    stop: Text | Items[Text] | None = Field(None, description="Texts that end the output.")
+    stop_token_ids: Items[TokenId] | None = Field(None, description="Tokens that end the output.")
+    ignore_eos: bool | None = Field(
+        None, description="Whether to continue after the model's end token."
+    )
+    logit_bias: dict[str, float] | None = Field(
+        None, description="Numbers that are added to the logits of tokens, by token id."
+    )
+    allowed_token_ids: TokenIds | None = Field(
+        None, description="The only tokens that may be generated."
+    )
+    bad_words: Items[Text] | None = Field(
+        None, description="Words that may not be generated, with or without a space before them."
+    )
+    skip_special_tokens: bool | None = Field(
+        None, description="Whether the text omits special tokens; by default true."
+    )
+    add_special_tokens: bool | None = Field(
+        None,
+        description="Whether the tokenizer adds special tokens such as BOS. By default true for "
+        "texts, and false for chats, because the chat template adds them.",
+    )
+    include_stop_str_in_output: bool | None = Field(
+        None, description="Whether the text ends with the stop string that ended it."
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None,
+        description="The form of the text, with exactly one of `json`, `regex`, `choice`, "
+        "`grammar` and `json_object`.",
+    )
+    stream: bool | None = Field(
+        None, description="Whether to send the text as events while it is generated."
+    )
+    cache_salt: str | None = Field(
+        None, description="Requests share cached blocks only if their salts are equal."
+    )
+    priority: Annotated[int, Field(gt=-(2**31), lt=2**31), WHOLE] | None = Field(
+        None, description="Requests with a lower value are served first."
+    )
+    timeout: Annotated[float | None, Field(gt=0)] = Field(
+        None, description="Seconds after which the request ends with the tokens generated so far."
+    )
+    explain: bool = Field(
+        False,
+        description="Whether the response explains why the request waited or was preempted, and "
+        "where its match in the prefix cache ended.",
+    )
+
+    ignores = staticmethod(is_neutral)

@@ -1,0 +1,146 @@
+"""Sequences with grammars beside others: equal tokens, and more steps for the others."""
+
+import pytest
+
+from paged_jax import Engine, SamplingParams, StructuredOutputsParams
+from paged_jax.cache.blocks import check_invariants
+from paged_jax.engine.stats import MaskClock
+from paged_jax.scheduler.step_plan import StepPlan
+from tests.support.structured import SIZES
+
+FORMS = [
+    StructuredOutputsParams(regex="[a-z ]{40,}"),
+    StructuredOutputsParams(regex="(one|two|three)( and (one more|two more|no more)){9}"),
+    None,
+    None,
+]
+WAYS = ["after one another", "queued", "called by a thread"]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(**{**SIZES, "num_blocks": 60})
+
+
+def set_way(engine: Engine, way: str, num_free_steps: int) -> None:
+    """Let an engine alternate with a fixed number of steps."""
+    lookahead, clock = engine.core.scheduler.lookahead, engine.core.mask_clock
+    lookahead._is_used = way != WAYS[0]
+    engine.core.executor.calls_wait = way == WAYS[2]
+    clock.note_read = lambda *args: None
+    lookahead.num_free_steps = num_free_steps
+
+
+def play(engine: Engine, indices, *, abort_at: int | None = None) -> tuple[dict, list[StepPlan]]:
+    """Return the tokens of the requests of some forms, and all plans."""
+    plans, run = [], engine.core.step_runner.queue
+    engine.core.step_runner.queue = lambda plan: plans.append(plan) or run(plan)
+    for index in indices:
+        options = {"max_tokens": 40, "seed": index, "temperature": 1.0 if index != 2 else 0.0}
+        options |= {"ignore_eos": FORMS[index] is None, "structured_outputs": FORMS[index]}
+        engine.add_request("It is", SamplingParams(**options), request_id=str(index))
+    tokens, count = {}, 0
+    while engine.has_unfinished:
+        count += 1
+        if count == abort_at:
+            engine.abort("1")
+            engine.core.guard.recover()
+        for output in engine.step():
+            tokens[int(output.request_id)] = output.outputs[0].token_ids
+    del engine.core.step_runner.queue
+    check_invariants(engine.cache.tables)
+    return tokens, plans
+
+
+@pytest.fixture(scope="module")
+def alone(engine) -> dict[int, list[int]]:
+    set_way(engine, WAYS[0], 0)
+    return {index: play(engine, [index])[0][index] for index in range(len(FORMS))}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("num_free_steps", [0, 1, 5])
+def test_tokens_do_not_depend_on_the_way(engine, alone, way, num_free_steps) -> None:
+    set_way(engine, way, num_free_steps)
+    tokens, plans = play(engine, range(len(FORMS)))
+    assert tokens == alone
+    # Plans without the sequences that wait for their masks.
+    apart = [plan for plan in plans if not plan.bound and len(plan.decodes) == 2]
+    has_apart = any(plan.num_steps == num_free_steps for plan in apart)
+    assert has_apart is (way != WAYS[0] and num_free_steps > 0)
+
+
+def test_others_need_fewer_plans(engine, alone) -> None:
+    """With k = 5 the others end in a sixth of the cycles of k = 0."""
+    counts = []
+    for num_free_steps in (0, 5):
+        set_way(engine, WAYS[1], num_free_steps)
+        tokens, plans = play(engine, range(len(FORMS)))
+        free = {index for index in tokens if FORMS[index] is None}
+        counts.append(sum(bool(plan.bound) and len(plan.decodes) == 4 for plan in plans))
+        assert {index: tokens[index] for index in free} == {index: alone[index] for index in free}
+    assert counts[1] <= counts[0] / 3
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_tokens_do_not_depend_on_interruptions(engine, alone, way) -> None:
+    for abort_at in (3, 4, 7):
+        set_way(engine, way, 3)
+        tokens, _ = play(engine, range(len(FORMS)), abort_at=abort_at)
+        del tokens[1]
+        assert tokens == {index: alone[index] for index in tokens} and len(tokens) == 3
+
+
+def test_tokens_do_not_depend_on_missing_blocks(engine, alone) -> None:
+    small = Engine(**{**SIZES, "num_blocks": 10})
+    set_way(small, WAYS[1], 4)
+    tokens, plans = play(small, range(len(FORMS)))
+    assert tokens == alone and small.stats.num_preemptions
+    assert any(plan.is_ahead and plan.bound for plan in plans)
+
+
+class Cycles:
+    """Simulated cycles, which take `fixed` seconds and `step` seconds for each of k steps."""
+
+    def __init__(self, plain: float, fixed: float, step: float):
+        self.plain, self.fixed, self.step, self.time = plain, fixed, step, 0.0
+        self.num_free_steps, bound, free = 1, object(), object()
+        self.plan = StepPlan(decodes=[bound, free], bound=[bound])
+        self.clock = MaskClock(self, 8, lambda: self.time)
+
+    def run(self, count: int) -> list[int]:
+        """Return k of each cycle."""
+        chosen = []
+        for _ in range(count):
+            k = self.num_free_steps
+            chosen.append(k)
+            self.time += self.fixed + k * self.step if k else self.plain
+            self.clock.note_read(self.plan, 1)
+        return chosen
+
+
+@pytest.mark.parametrize(
+    ("plain", "fixed", "step", "expected"),
+    [
+        (5.0, 2.5, 1.1, 2),  # slow host
+        (20.0, 2.5, 1.0, 7),  # the maximum
+        (13.5, 9.5, 7.5, 0),  # a step takes longer than the host
+        (17.0, 9.5, 7.5, 1),
+    ],
+)
+def test_mask_clock_chooses_the_most_steps_that_cost_nothing(plain, fixed, step, expected) -> None:
+    chosen = Cycles(plain, fixed, step).run(2000)
+    assert max(set(chosen), key=chosen.count) == expected
+    if expected:
+        assert plain * 1.11 >= fixed + expected * step
+    # Both are measured again from time to time.
+    assert {0, 1} <= set(chosen) and chosen.count(expected) > 0.6 * len(chosen)
+
+
+def test_mask_clock_adapts() -> None:
+    cycles = Cycles(5.0, 2.5, 1.1)
+    cycles.run(300)
+    cycles.plain = 12.0
+    assert max(cycles.run(600)) == 7
+    cycles.plain, cycles.step = 3.0, 2.0
+    assert cycles.run(900)[-100:].count(0) > 60
