@@ -18,4 +18,7 @@ WORKDIR /home/paged
 ENV XDG_CACHE_HOME=/cache
 VOLUME /cache
 EXPOSE 5000
+# The first start compiles programs, which takes minutes.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=15m \
+  CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:5000/ready')"]
 ENTRYPOINT ["python", "-m", "paged_jax.serve", "--host", "0.0.0.0"]

@@ -7,30 +7,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from paged_jax import Engine, serve
+from paged_jax import Engine, bench, serve
+from paged_jax.models.hub import is_model_name
 from paged_jax.server import Service, Settings, create_app
 from tests.support import ROOT
 from tests.support.tiny_model import SIZES
 
 PAGE = ROOT / "docs" / "deploy.md"
 FILES = [PAGE, ROOT / "examples" / "kubernetes.yaml", ROOT / "Dockerfile"]
-# Options of docker, apt-get, pip and kubectl.
+# Options of docker, apt-get, pip, hf and kubectl.
 OTHERS = {
     "--tag", "--build-arg", "--publish", "--env", "--volume", "--gpus", "--yes", "--uid",
     "--no-install-recommends", "--no-cache-dir", "--create-home", "--directory", "--owner",
-    "--from-literal", "--memory",
+    "--from-literal", "--memory", "--interval", "--timeout", "--start-period", "--exclude",
+    "--file", "--build",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_options_exist(path: Path) -> None:
     options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text())) - OTHERS
-    assert options and options <= set(serve._parser()._option_string_actions)
+    parsers = (serve._parser(), bench._parser())
+    assert options and options <= {name for each in parsers for name in each._option_string_actions}
 
 
 def documents() -> list[dict[str, Any]]:
-    yaml = pytest.importorskip("yaml")
     return list(yaml.safe_load_all((ROOT / "examples" / "kubernetes.yaml").read_text()))
 
 
@@ -53,7 +56,31 @@ def test_pod_uses_the_routes_of_the_server(tiny_model) -> None:
     assert f"EXPOSE {args.port}\n" in text
     assert f"--uid {pod['securityContext']['runAsUser']} " in text
     names = {each["name"] for each in server["env"]}
-    assert names == {serve._API_KEY, serve._ADMIN_KEY}
+    assert names == {serve._API_KEY, serve._ADMIN_KEY, "HF_HOME"}
+    # The server finds the model that the first container downloads.
+    [loader] = pod["initContainers"]
+    assert loader["command"][2] == args.model and is_model_name(args.model)
+    assert loader["env"][0] == server["env"][0]
+
+
+def test_compose_files_fit_together() -> None:
+    folder = ROOT / "examples" / "compose"
+    files = {path.stem: yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml")}
+    services = files["compose"]["services"]
+    for service in services.values():
+        for volume in service["volumes"]:
+            source = volume.partition(":")[0]
+            assert source in files["compose"]["volumes"] or (folder / source).is_file(), source
+    assert (folder / services["server"]["build"]["context"] / "Dockerfile").is_file()
+    port = serve._parser().parse_args([]).port
+    [scraped] = files["prometheus"]["scrape_configs"][0]["static_configs"]
+    assert scraped["targets"] == [f"server:{port}"] and "server" in services
+    [source] = files["datasources"]["datasources"]
+    assert source["url"].split("/")[2].partition(":")[0] in services
+    [provider] = files["dashboards"]["providers"]
+    home = services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home.startswith(provider["options"]["path"])
+    assert f"../grafana.json:{home}:ro" in services["grafana"]["volumes"]
 
 
 @pytest.mark.slow
