@@ -1,8 +1,12 @@
 """Command line for a conversation in the terminal: ``python -m paged_jax.chat --model PATH``."""
 
 import contextlib
+import dataclasses
+import signal
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from paged_jax import distributed
@@ -14,6 +18,7 @@ from paged_jax.command_line import (
     join_processes,
     one_line,
 )
+from paged_jax.formatting import format_bytes
 from paged_jax.generate import (
     add_sampling_arguments,
     given_params,
@@ -23,10 +28,15 @@ from paged_jax.generate import (
 from paged_jax.llm import LLM
 from paged_jax.monitoring import Status
 from paged_jax.sampling.params import SamplingParams
+from paged_jax.scheduler.outputs import RequestOutput
 
 _MAX_TOKENS = 1024
-# Message that starts a new conversation.
-_CLEAR = "/clear"
+# Messages that are commands.
+_RESET, _STATS, _HELP = ("/reset", "/clear"), "/stats", "/help"
+_COMMANDS = (
+    "/reset starts a new conversation, /stats shows the speed of the last answer and the memory, "
+    "Ctrl-C stops an answer, Ctrl-D ends the program."
+)
 # One part in this many of the context must be free for an answer: a quarter. Old messages are
 # dropped to free it.
 _FREE_PART = 4
@@ -49,8 +59,7 @@ def _parser() -> Parser:
             "--model ./folder --dtype int8",
         ),
         description="Talk to a chat model. Each line of standard input is a message, and the "
-        f"answer is streamed to standard output. {_CLEAR} starts a new conversation, Ctrl-C stops "
-        "an answer, Ctrl-D ends the program.",
+        f"answer is streamed to standard output. {_COMMANDS}",
     )
     add_engine_arguments(parser, defaults={"max_num_seqs": "1", "steps_per_dispatch": "1"})
     add_process_arguments(parser)
@@ -77,10 +86,16 @@ def _run(args: Any, status: Status) -> None:
     conversation = Conversation(llm, params, args.system)
     status.clear()
     for message in _read_messages():
-        if message == _CLEAR:
+        if message in _RESET:
             conversation.clear()
-            continue
-        _print_answer(conversation, message, status)
+        elif message == _STATS:
+            described = conversation.describe()  # may compile a program, see the status line
+            status.clear()
+            print(described, file=sys.stderr)
+        elif message == _HELP:
+            print(_COMMANDS, file=sys.stderr)
+        else:
+            _print_answer(conversation, message, status)
     if llm.stats.num_prompt_tokens:
         summary = summarise(llm)  # may compile a program, which the status line shows
         status.clear()
@@ -100,6 +115,11 @@ def _read_messages() -> Iterator[str]:
             if is_terminal:
                 print()
             return
+        except KeyboardInterrupt:
+            if not is_terminal:
+                raise
+            print("\n(Ctrl-D ends the program)", file=sys.stderr)
+            continue
         if message:
             yield message
 
@@ -107,10 +127,16 @@ def _read_messages() -> Iterator[str]:
 def _print_answer(conversation: "Conversation", message: str, status: Status) -> None:
     """Stream an answer to standard output. Ctrl-C stops it and the conversation goes on."""
     try:
-        for text in conversation.answer(message):
-            status.clear()
-            print(text, end="", flush=True)
-            status.mute()  # the terminal's current line now holds text
+        with (
+            _interrupts_as_flag() as is_interrupted,
+            contextlib.closing(conversation.answer(message)) as texts,
+        ):
+            for text in texts:
+                status.clear()
+                print(text, end="", flush=True)
+                status.mute()  # the terminal's current line now holds text
+                if is_interrupted():
+                    raise KeyboardInterrupt
         print(flush=True)
     except KeyboardInterrupt:
         if not sys.stdin.isatty():
@@ -121,6 +147,72 @@ def _print_answer(conversation: "Conversation", message: str, status: Status) ->
         print(f"error: {one_line(error)}", file=sys.stderr)
     finally:
         status.unmute()
+
+
+@contextlib.contextmanager
+def _interrupts_as_flag() -> Iterator[Callable[[], bool]]:
+    """Delay Ctrl-C on a terminal. The result returns whether it was pressed.
+
+    An exception within a step of the engine empties its cache, so an answer ends between two steps.
+    If Ctrl-C is pressed again, because a step takes long, `KeyboardInterrupt` is raised at once.
+    """
+    pressed: list[bool] = []
+    if not sys.stdin.isatty() or threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+
+    def note(number: int, frame: Any) -> None:
+        if pressed:
+            signal.default_int_handler(number, frame)
+        pressed.append(True)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@dataclasses.dataclass
+class AnswerTimes:
+    """Times and sizes of an answer, which may have been stopped.
+
+    Attributes:
+      start: time of the request, in seconds of `time.perf_counter`.
+      first: time of the first token; None before it.
+      last: time of the last token; None before the first token.
+      num_tokens: number of generated tokens.
+      num_prompt_tokens: number of tokens of the prompt.
+      num_cached_tokens: number of tokens of the prompt that the prefix cache held.
+    """
+
+    start: float
+    first: float | None = None
+    last: float | None = None
+    num_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    def note(self, output: RequestOutput) -> None:
+        """Record the newest output."""
+        self.num_tokens = len(output.outputs[0].token_ids)
+        self.num_prompt_tokens = len(output.prompt_token_ids)
+        self.num_cached_tokens = output.num_cached_tokens
+        if self.num_tokens:
+            self.last = time.perf_counter()
+            self.first = self.last if self.first is None else self.first
+
+    def describe(self) -> str:
+        """Return a line about the answer."""
+        if self.first is None or self.last is None:
+            return "last answer: no tokens"
+        seconds = self.last - self.first
+        speed = f"{(self.num_tokens - 1) / seconds:.1f}" if seconds else "-"
+        return (
+            f"last answer: {self.num_tokens} tokens, {speed} tokens/s | "
+            f"first token: {self.first - self.start:.2f} s | "
+            f"prompt: {self.num_prompt_tokens} tokens, {self.num_cached_tokens} cached"
+        )
 
 
 class Conversation:
@@ -139,11 +231,13 @@ class Conversation:
 
     Attributes:
       messages: the messages so far, in OpenAI's format.
+      times: times of the last answer; None before the first one.
     """
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None):
         self._llm = llm
         self._params = params
+        self.times: AnswerTimes | None = None
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self.clear()
         llm.chat_prompt([*self._system, {"role": "user", "content": "Hi"}])  # checks the template
@@ -152,8 +246,8 @@ class Conversation:
         """Start a new conversation, with the same system message."""
         self.messages = [*self._system]
 
-    def answer(self, message: str) -> Iterator[str]:
-        """Add a message of the user and yield the parts of the answer.
+    def answer(self, message: str) -> Generator[str]:
+        """Add a message of the user and yield the parts of the answer, which may be empty.
 
         If the iterator is closed early, the conversation keeps the text so far. If the conversation
         leaves less than a quarter of the context free, its oldest messages are dropped.
@@ -163,19 +257,31 @@ class Conversation:
           FloatingPointError: the model gave NaN.
         """
         self.messages.append({"role": "user", "content": message})
-        answer = ""
+        answer, self.times = "", AnswerTimes(time.perf_counter())
         try:
             outputs = self._llm.stream(self._next_prompt(), self._params)
             with contextlib.closing(outputs):
                 for _, output in outputs:
                     completion = output.outputs[0]
+                    self.times.note(output)
                     if completion.finish_reason == "error":
                         raise FloatingPointError(completion.stop_reason)
                     text, answer = completion.text[len(answer) :], completion.text
-                    if text:
-                        yield text
+                    yield text
         finally:
             self.messages.append({"role": "assistant", "content": answer})
+
+    def describe(self) -> str:
+        """Return lines about the speed of the last answer and about the memory."""
+        llm = self._llm
+        lines = [] if self.times is None else [self.times.describe()]
+        memory = f"{format_bytes(llm.cache.nbytes)} for {llm.num_blocks} blocks of the KV cache"
+        with contextlib.suppress(RuntimeError):  # other processes have parts of the weights
+            weights = sum(weight.nbytes for weight in llm.weights)
+            memory += f", {format_bytes(weights)} for the weights"
+        return "\n".join(
+            [*lines, f"conversation: {len(self.messages)} messages | memory: {memory}"]
+        )
 
     def _next_prompt(self) -> Any:
         """Return the prompt for the next answer, without the oldest messages if it is long."""

@@ -1,7 +1,13 @@
 """Tests of the command line `chat`, and of its conversations."""
 
+import contextlib
 import io
+import json
+import os
+import re
+import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +16,8 @@ import pytest
 from paged_jax import LLM, SamplingParams, chat
 from paged_jax.chat import Conversation, main
 from paged_jax.monitoring import Status
-from tests.support.tiny_model import SIZES, save_tiny_model
+from tests.support.live_server import wait_until
+from tests.support.tiny_model import EOS, SIZES, save_tiny_model
 
 # One letter and the text of each message; the context has 64 tokens.
 TEMPLATE = (
@@ -76,6 +83,19 @@ def test_clear_starts_a_new_conversation_with_the_same_system_message(run, llm) 
     assert out.splitlines()[-1] == answer
 
 
+def test_commands_are_not_messages(run, llm) -> None:
+    status, out, err = run("/help", "/stats", "one", "/stats", "/reset", "/stats")
+    assert (status, out) == (0, expected_answer(llm, user("one")) + "\n")
+    lines = err.splitlines()
+    help, *stats = lines[1:-1]
+    assert all(command in help for command in ("/reset", "/stats", "Ctrl-C", "Ctrl-D"))
+    memory = r"conversation: (\d) messages \| memory: .+ for 20 blocks .+ for the weights"
+    counts = [found[1] for line in stats if (found := re.fullmatch(memory, line))]
+    assert counts == ["0", "2", "0"]
+    [first, second] = [line for line in stats if line.startswith("last answer: 6 tokens, ")]
+    assert first == second and first.endswith("tokens, 0 cached")
+
+
 def test_oldest_messages_are_dropped_from_a_long_conversation(llm) -> None:
     system = {"role": "system", "content": "be"}
     conversation = Conversation(llm, PARAMS, "be")
@@ -137,6 +157,99 @@ def test_interrupt_stops_only_the_answer_on_a_terminal(monkeypatch, capsys, is_t
         return
     chat._print_answer(conversation, "why", Status())
     assert capsys.readouterr().out == "wh [stopped]\n"
+
+
+class Terminal:
+    """The chat in a pseudo-terminal, as its user sees it: typed keys and shown text.
+
+    A small process owns the terminal and copies between it and two pipes.
+    """
+
+    def __init__(self, *arguments: str):
+        spawn = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+        chat = [sys.executable, "-m", "paged_jax.chat", *arguments]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", spawn, *chat],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "TERM": "dumb"},
+        )
+        self.text = ""
+        self._start = 0  # of the text that `wait_for` has not found yet
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as shown:
+            while data := os.read(shown.fileno(), 4096):
+                self.text += data.decode()
+
+    def type(self, keys: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(keys.encode())
+        self._process.stdin.flush()
+
+    def wait_for(self, pattern: str) -> str:
+        """Wait for a text after the last found one, and return it with all text before it."""
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: re.search(pattern, self.text[self._start :]), 120)
+        found = re.search(pattern, self.text[self._start :])
+        assert found is not None, self.text
+        shown = self.text[self._start :][: found.end()]
+        self._start += found.end()
+        return shown
+
+    def wait(self) -> int:
+        """Wait for the end of the program, and return its exit code."""
+        return self._process.wait(60)
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # hangs up
+        self._process.terminate()
+        self._process.wait(60)
+        self._reader.join()
+
+
+@pytest.mark.slow
+def test_terminal_stops_answers_and_keeps_the_chat(tmp_path) -> None:
+    """Ctrl-C stops an answer of thousands of tokens, not the program."""
+    folder = save_tiny_model(tmp_path, chat_template=TEMPLATE, context=4096)
+    # No answer ends by itself.
+    (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": [EOS]}))
+    sizes = ["--block-size", "4", "--num-blocks", "1024", "--max-chunk", "16"]
+    sampling = ["--temperature", "0", "--max-tokens", "3900"]
+    with Terminal("--model", str(folder), *sizes, *sampling) as terminal:
+        terminal.wait_for("> ")
+        for message in ("why", "one"):
+            terminal.type(f"{message}\n")
+            # Text of the answer, after status lines that are erased.
+            terminal.wait_for(message + r"\r\n(compiling[^\r]*\r *\r)*(?!com)[\s\S]{10}")
+            terminal.type("\x03")
+            terminal.wait_for(r"\[stopped\]\r\n> ")
+            terminal.type("/stats\n")
+            stats = terminal.wait_for(r"the weights\r\n> ")
+            num_tokens, num_prompt, num_cached = map(
+                int, re.findall(r"(\d+) (?:tokens,|cached)", stats)
+            )
+            assert re.search(r"[\d.]+ tokens/s \| first token: [\d.]+ s", stats), terminal.text
+            assert 0 < num_tokens < 3000
+            assert (num_cached > 0) == (message == "one") and num_cached < num_prompt
+        assert "conversation: 4 messages" in stats
+        # Ctrl-C without an answer ends nothing, and drops the line.
+        terminal.type("typed\x03")
+        terminal.wait_for(r"Ctrl-D ends the program\)\r\n> ")
+        terminal.type("/reset\n")
+        terminal.wait_for("> ")
+        terminal.type("/stats\n")
+        terminal.wait_for("conversation: 0 messages")
+        terminal.type("\x04")
+        assert terminal.wait() == 0
+    assert "Traceback" not in terminal.text and "first token:" in terminal.text.splitlines()[-1]
 
 
 def test_model_without_a_chat_template_gives_one_line(run, tiny_folder) -> None:

@@ -88,7 +88,8 @@ class MessagesAnswer(Answer):
         [delta] = whole_samples(output)
         self._tracker.push(self.chat.parts(delta, is_whole=True), is_last=True)
         content = [_content(block) for block in self._tracker.blocks]
-        return self._message(content, output) | self._end(output.outputs[0])
+        message = self._message(content, self._usage(output))
+        return message | self._end(output.outputs[0])
 
     # Stream
 
@@ -111,8 +112,8 @@ class MessagesAnswer(Answer):
         events: list[JsonDict] = []
         for delta in deltas:
             if delta.start == 0:
-                start = {"type": "message_start", "message": self._message([], output)}
-                events += [start, {"type": "ping"}]
+                message = self._message([], self._usage(output) | {"output_tokens": 0})
+                events += [{"type": "message_start", "message": message}, {"type": "ping"}]
             is_last = delta.sample.finish_reason is not None
             for change in self._tracker.push(self.chat.parts(delta), is_last=is_last):
                 events += _events_of(change)
@@ -126,8 +127,7 @@ class MessagesAnswer(Answer):
 
     # Objects
 
-    def _message(self, content: list[JsonDict], output: RequestOutput) -> JsonDict:
-        counts = self._usage(output)
+    def _message(self, content: list[JsonDict], counts: JsonDict) -> JsonDict:
         return {
             "id": self.id,
             "type": "message",
@@ -136,7 +136,7 @@ class MessagesAnswer(Answer):
             "content": content,
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": counts if content else {**counts, "output_tokens": 0},
+            "usage": counts,
         }
 
     def _usage(self, output: RequestOutput) -> JsonDict:

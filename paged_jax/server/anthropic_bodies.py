@@ -61,6 +61,9 @@ class CountTokensBody(Body):
         None, description="Ignored: the prefix cache needs no marks."
     )
     context_management: dict[str, Any] | None = Field(None, description="Ignored.")
+    metadata: dict[str, Any] | None = Field(None, description="Ignored.")
+    service_tier: str | None = Field(None, description="Ignored.")
+    speed: str | None = Field(None, description="Ignored.")
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = Field(
         None, description="Only an empty list."
     )

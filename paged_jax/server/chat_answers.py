@@ -1,12 +1,14 @@
 """Responses of ``POST /v1/chat/completions``, with chat templates, reasoning and tool calls."""
 
 import functools
+import itertools
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from paged_jax.models.text.tokenizer import Tokenizer
-from paged_jax.scheduler.outputs import Logprob, RequestOutput
+from paged_jax.models.text.tool_reader import AnswerDelta
+from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from paged_jax.server import bodies, schemas
 from paged_jax.server.answers import OpenAiAnswer, SampleDelta, finite, usage, whole_samples
 from paged_jax.server.chat_messages import num_chars
@@ -82,7 +84,8 @@ class ChatAnswer(OpenAiAnswer):
         return to_json_dict(schemas.ChatCompletionResponse, **self.head, choices=choices, **end)
 
     def _choice(self, delta: SampleDelta) -> JsonDict:
-        found = self._delta(delta, is_whole=True)
+        parts = self.chat.parts(delta, is_whole=True)
+        found = self._delta(delta.sample.index, parts)
         calls = [
             schemas.ToolCall(id=call.id or "", function=call.function)
             for call in found.tool_calls or ()
@@ -97,17 +100,22 @@ class ChatAnswer(OpenAiAnswer):
             schemas.ChatChoice,
             index=delta.sample.index,
             message=message,
-            logprobs=self._logprobs(delta),
+            logprobs=self._logprobs(delta, parts),
             finish_reason=self.chat.finish_reason(delta.sample, bool(calls)),
             stop_reason=delta.sample.stop_reason,
             token_ids=self.sample_token_ids(delta),
         )
 
-    def _delta(self, delta: SampleDelta, *, is_whole: bool = False) -> schemas.ChatDelta:
-        """Return the new parts of a message; empty while a text may still become a call."""
+    def _delta(self, index: int, parts: Sequence[AnswerDelta]) -> schemas.ChatDelta:
+        """Return the new parts of a message; empty while a text may still become a call.
+
+        Args:
+          index: index of the sample.
+          parts: the new parts.
+        """
         texts = {"reasoning": "", "content": ""}
-        index, calls = delta.sample.index, list[schemas.ToolCallDelta]()
-        for kind, text in self.chat.parts(delta, is_whole=is_whole):
+        calls = list[schemas.ToolCallDelta]()
+        for kind, text in parts:
             if kind == "call":
                 calls.append(self._begin_call(index, text))
             elif kind == "arguments" and calls:
@@ -133,7 +141,7 @@ class ChatAnswer(OpenAiAnswer):
         index = self._num_calls.get(sample, 0)
         self._num_calls[sample] = index + 1
         function = schemas.CalledFunction(name=name, arguments="")
-        new_id = f"call_{secrets.token_hex(12)}"
+        new_id = self.chat.call_id(secrets.token_hex(12))
         return schemas.ToolCallDelta(index=index, id=new_id, type="function", function=function)
 
     def opening(self) -> list[JsonDict]:
@@ -149,17 +157,18 @@ class ChatAnswer(OpenAiAnswer):
 
     def _next_chunk(self, output: RequestOutput, delta: SampleDelta) -> JsonDict:
         message: JsonDict | schemas.ChatDelta
+        parts = self.chat.parts(delta)
         if self.chat.is_plain:
             message = to_json_dict(schemas.ChatDelta, content=delta.text)
         else:
-            message = self._delta(delta)
+            message = self._delta(delta.sample.index, parts)
         has_calls = self._num_calls.get(delta.sample.index, 0) > 0
         return self._chunk(
             delta.sample.index,
             message,
             usage=self.usage_so_far(output, delta),
             **(self.prompt_fields(output) if delta.start == 0 else {}),
-            logprobs=self._logprobs(delta),
+            logprobs=self._logprobs(delta, parts),
             finish_reason=self.chat.finish_reason(delta.sample, has_calls),
             stop_reason=delta.sample.stop_reason,
             token_ids=self.sample_token_ids(delta),
@@ -177,22 +186,31 @@ class ChatAnswer(OpenAiAnswer):
         choice = to_json_dict(schemas.ChatChunkChoice, index=index, delta=delta, **fields)
         return self.event([choice], usage=usage, prompt_token_ids=prompt_token_ids)
 
-    def _logprobs(self, delta: SampleDelta) -> schemas.ChatLogprobs | None:
+    def _logprobs(
+        self, delta: SampleDelta, parts: Sequence[AnswerDelta]
+    ) -> schemas.ChatLogprobs | None:
         if delta.logprobs is None:
             return None
         assert self.service.tokenizer is not None
         count = self.body.top_logprobs or 0
-        return {"content": chat_logprobs(self.service.tokenizer, delta, count)}
+        indices = itertools.chain(*self.chat.content_tokens(delta, parts))
+        return {"content": chat_logprobs(self.service.tokenizer, delta.sample, indices, count)}
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer, delta: SampleDelta, count: int
+    tokenizer: Tokenizer, sample: CompletionOutput, indices: Iterable[int], count: int
 ) -> Iterator[schemas.TokenLogprob]:
-    """Yield the log-probability of each new token, and of the `count` most probable tokens.
+    """Yield the log-probabilities of tokens, and of the most probable tokens at their positions.
 
-    `delta` must have log-probabilities.
+    Args:
+      tokenizer: the tokenizer of the model.
+      sample: a sample with log-probabilities.
+      indices: indices of the tokens in the sample.
+      count: number of most probable tokens at each position.
     """
-    for token_id, row in zip(delta.token_ids, delta.logprobs or (), strict=True):
+    assert sample.logprobs is not None
+    for index in indices:
+        token_id, row = sample.token_ids[index], sample.logprobs[index]
         # The candidates always include the generated token, even if it is not among the most
         # probable.
         top = sorted(row, key=lambda each: row[each].rank)[:count]

@@ -1,12 +1,15 @@
 """`Chat`: prompt, constraint and parsed answer of a chat, for the endpoints of all APIs."""
 
+import collections
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from paged_jax.models.text.chat_template import CALL_ID_LENGTH
 from paged_jax.models.text.grammar_source import form_rule
 from paged_jax.models.text.harmony import MARKS, HarmonyReader, harmony_grammar
 from paged_jax.models.text.reasoning import HARMONY, AnswerReader, ReasoningFormat, Start
+from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.models.text.tool_formats import Tool, ToolFormat
 from paged_jax.models.text.tool_grammars import tool_grammar
 from paged_jax.models.text.tool_reader import AnswerDelta
@@ -36,6 +39,7 @@ class Chat:
         self.service = service
         self.body = body
         self._readers: dict[int, AnswerReader | HarmonyReader] = {}
+        self._content_tokens: dict[int, ContentTokens] = {}
 
     @functools.cached_property
     def tools(self) -> list[Tool]:
@@ -186,6 +190,23 @@ class Chat:
         is_last = is_whole or delta.sample.finish_reason is not None
         return self._readers[index].push(delta.text, is_last=is_last)
 
+    def content_tokens(self, delta: SampleDelta, parts: Sequence[AnswerDelta]) -> list[list[int]]:
+        """Return the indices of the tokens of the content, for each part of a sample.
+
+        Args:
+          delta: new part of a sample, or the whole sample.
+          parts: its parts, see `parts`.
+        """
+        if self.is_plain:
+            return [list(range(delta.start, len(delta.sample.token_ids)))]
+        tokenizer = self.service.tokenizer
+        assert tokenizer is not None
+        shows_special = self._has_special_marks or self.body.skip_special_tokens is False
+        index = delta.sample.index
+        if delta.start == 0:
+            self._content_tokens[index] = ContentTokens(tokenizer, shows_special)
+        return self._content_tokens[index].push(delta.token_ids, parts)
+
     def num_reasoning_tokens(self, sample: CompletionOutput) -> int:
         """Return the number of tokens up to the end of the reasoning."""
         reader, tokenizer = self._readers.get(sample.index), self.service.tokenizer
@@ -201,6 +222,11 @@ class Chat:
             low, high = (low, middle) if self.reasoning.closing in text else (middle + 1, high)
         return low
 
+    def call_id(self, digits: str) -> str:
+        """Return the id of a call in the form that the template accepts, from random digits."""
+        has_short = self._tool_format is not None and self._tool_format.has_short_ids
+        return digits[:CALL_ID_LENGTH] if has_short else f"call_{digits}"
+
     def finish_reason(self, sample: CompletionOutput, has_calls: bool) -> str | None:
         """Return OpenAI's finish reason: ``"tool_calls"`` if the model chose to call a tool.
 
@@ -209,3 +235,55 @@ class Chat:
         is_named = isinstance(self.body.tool_choice, bodies.ToolChoice)
         reason = sample.finish_reason
         return "tool_calls" if reason == "stop" and has_calls and not is_named else reason
+
+
+class ContentTokens:
+    """Finder of the tokens whose text became the content of an answer.
+
+    The text of the tokens contains the parts of the answer in their order, between marks.
+
+    Args:
+      tokenizer: the tokenizer of the model.
+      shows_special: whether the text contains special tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, shows_special: bool):
+        self._tokenizer = tokenizer
+        self._shows_special = shows_special
+        self._num_tokens = 0
+        # Text after the last part, and the tokens that begin in it: index, start and end.
+        self._text = b""
+        self._tokens: collections.deque[tuple[int, int, int]] = collections.deque()
+        self._offset = 0  # position of `_text` in the text of all tokens
+
+    def push(self, token_ids: Sequence[int], parts: Sequence[AnswerDelta]) -> list[list[int]]:
+        """Return the indices of the tokens of the content, for each new part.
+
+        Args:
+          token_ids: the new tokens. Their text may become a part later.
+          parts: the new parts.
+        """
+        for token_id in token_ids:
+            is_hidden = not self._shows_special and self._tokenizer.is_special(token_id)
+            data = b"" if is_hidden else self._tokenizer.token_bytes(token_id)
+            start = self._offset + len(self._text)
+            self._tokens.append((self._num_tokens, start, start + len(data)))
+            self._text += data
+            self._num_tokens += 1
+        return [self._take(part) for part in parts]
+
+    def _take(self, part: AnswerDelta) -> list[int]:
+        """Remove the text of a part and the tokens that begin before its end."""
+        data = part.text.encode("utf-8", "replace")
+        at = self._text.find(data)
+        if at < 0 and part.kind in ("call", "arguments"):
+            return []  # arguments in tags are converted to JSON
+        at = max(at, 0)  # invalid bytes differ from their text
+        start, end = self._offset + at, self._offset + at + len(data)
+        found = []
+        while self._tokens and self._tokens[0][1] < end:
+            index, _, token_end = self._tokens.popleft()
+            if token_end > start and part.kind == "content":
+                found.append(index)
+        self._text, self._offset = self._text[at + len(data) :], end
+        return found

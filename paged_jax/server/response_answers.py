@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from paged_jax.sampling.params import StructuredOutputsParams
-from paged_jax.scheduler.outputs import RequestOutput
+from paged_jax.scheduler.outputs import CompletionOutput, RequestOutput
 from paged_jax.server.answer_blocks import Block, BlockChange, BlockTracker
 from paged_jax.server.answers import Answer, SampleDelta, form_of_schema, usage, whole_samples
 from paged_jax.server.chat_answers import chat_logprobs
 from paged_jax.server.chat_messages import num_chars
 from paged_jax.server.chats import Chat
 from paged_jax.server.request_log import RequestRecord
-from paged_jax.server.response_items import ResponsesBody, chat_body
+from paged_jax.server.response_items import ResponsesBody, ToolNames, chat_body
 from paged_jax.server.responses import ApiError, JsonDict, encode_named_event
 from paged_jax.server.service import Client, Service
 
@@ -35,11 +35,12 @@ class ResponsesAnswer(Answer):
     ):
         super().__init__(service, body, client, record)
         self.id = self.id.replace("-", "_", 1)
-        self.chat = Chat(service, chat_body(body, service.tokenizer))
+        self._names = ToolNames(body.tools or ())
+        self.chat = Chat(service, chat_body(body, service.tokenizer, self._names))
         self._tracker = BlockTracker()
         self._num_events = 0
-        self._last: RequestOutput | None = None
-        self._logprobs: list[JsonDict] = []
+        self._logprobs: dict[int, list[JsonDict]] = {}  # of each block of text
+        self._next_logprobs: list[JsonDict] = []  # of tokens whose text is not in a block yet
 
     def prompts(self) -> list[str | list[int]]:
         """Return the conversation as a prompt, rendered by the model's chat template."""
@@ -94,8 +95,7 @@ class ResponsesAnswer(Answer):
         """Return the whole response."""
         [output] = outputs
         [delta] = whole_samples(output)
-        self._add_logprobs(delta)
-        self._tracker.push(self.chat.parts(delta, is_whole=True), is_last=True)
+        self._changes(delta, is_whole=True)
         return self._response(output)
 
     # Stream
@@ -128,15 +128,12 @@ class ResponsesAnswer(Answer):
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
     ) -> list[JsonDict]:
         """Return the events with the new parts of the answer."""
-        events: list[JsonDict] = []
-        for delta in deltas:
-            new = self._add_logprobs(delta)
-            is_last = delta.sample.finish_reason is not None
-            for change in self._tracker.push(self.chat.parts(delta), is_last=is_last):
-                events += self._events_of(change, new)
-                if change.what == "extend" and change.block.kind == "content":
-                    new = []
-        return events
+        return [
+            event
+            for delta in deltas
+            for change, logprobs in self._changes(delta)
+            for event in self._events_of(change, logprobs)
+        ]
 
     def closing(self, outputs: Sequence[RequestOutput]) -> list[JsonDict]:
         """Return the last event of a stream: the whole response."""
@@ -162,9 +159,11 @@ class ResponsesAnswer(Answer):
             return [{"type": f"{name}.delta", **place, "delta": change.text, **extra}]
         key = "arguments" if block.kind == "call" else "text"
         text = _arguments(block) if block.kind == "call" else block.text
-        extra = {"logprobs": self._logprobs} if block.kind == "content" else {}
-        named = {"name": block.name} if block.kind == "call" else {}
+        extra = {"logprobs": self._logprobs_of(block)} if block.kind == "content" else {}
+        named = {"name": self._names.split(block.name)["name"]} if block.kind == "call" else {}
+        is_missing = block.kind == "call" and not block.text
         return [
+            *([{"type": f"{name}.delta", **place, "delta": text}] if is_missing else ()),
             {"type": f"{name}.done", **place, key: text, **extra, **named},
             *self._part_events(block, place, "done"),
             {
@@ -203,7 +202,7 @@ class ResponsesAnswer(Answer):
     def _part(self, block: Block) -> JsonDict:
         part: JsonDict = {"type": _PART_TYPES[block.kind], "text": block.text}
         if block.kind == "content":
-            part |= {"annotations": [], "logprobs": self._logprobs if block.text else []}
+            part |= {"annotations": [], "logprobs": self._logprobs_of(block)}
         return part
 
     def _item(self, block: Block, status: str = "completed") -> JsonDict:
@@ -217,8 +216,8 @@ class ResponsesAnswer(Answer):
         if block.kind == "content":
             return {"type": "message", **item, "role": "assistant", "content": content}
         arguments = _arguments(block) if status == "completed" else ""
-        call = {"call_id": f"call_{block.id}", "name": block.name, "arguments": arguments}
-        return {"type": "function_call", **item, **call}
+        call = {"call_id": self.chat.call_id(block.id), **self._names.split(block.name)}
+        return {"type": "function_call", **item, **call, "arguments": arguments}
 
     def _response(self, output: RequestOutput | None) -> JsonDict:
         """Return the object of the response; without an output, it is in progress."""
@@ -269,7 +268,7 @@ class ResponsesAnswer(Answer):
             "temperature": numbers["temperature"],
             "text": text,
             "tool_choice": body.tool_choice or "auto",
-            "tools": [tool for tool in body.tools or () if tool.get("type") == "function"],
+            "tools": [tool for tool in body.tools or () if ToolNames([tool]).functions],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": numbers["top_p"],
             "truncation": body.truncation or "disabled",
@@ -290,15 +289,39 @@ class ResponsesAnswer(Answer):
             "total_tokens": total.total_tokens,
         }
 
-    def _add_logprobs(self, delta: SampleDelta) -> list[JsonDict]:
-        """Return the log-probabilities of new tokens, which become a part of the answer."""
-        if delta.logprobs is None:
-            return []
+    def _changes(
+        self, delta: SampleDelta, *, is_whole: bool = False
+    ) -> list[tuple[BlockChange, list[JsonDict]]]:
+        """Add a new part of the sample. Return changes of blocks with their log-probabilities.
+
+        Args:
+          delta: new part of the sample, or the whole sample.
+          is_whole: whether `delta` is the whole sample, not a part of a stream.
+        """
+        parts = self.chat.parts(delta, is_whole=is_whole)
+        has_logprobs = delta.logprobs is not None
+        tokens = self.chat.content_tokens(delta, parts) if has_logprobs else [[]] * len(parts)
+        changes: list[tuple[BlockChange, list[JsonDict]]] = []
+        for part, indices in zip(parts, tokens, strict=True):
+            self._next_logprobs += self._token_logprobs(delta.sample, indices)
+            for change in self._tracker.push([part]):
+                taken: list[JsonDict] = []
+                if change.what == "extend" and change.block.kind == "content":
+                    taken, self._next_logprobs = self._next_logprobs, []
+                    self._logprobs.setdefault(change.block.index, []).extend(taken)
+                changes.append((change, taken))
+        is_last = is_whole or delta.sample.finish_reason is not None
+        return [*changes, *((change, []) for change in self._tracker.push([], is_last=is_last))]
+
+    def _token_logprobs(self, sample: CompletionOutput, indices: list[int]) -> list[JsonDict]:
         tokenizer, count = self.service.tokenizer, self.body.top_logprobs or 0
-        assert tokenizer is not None
-        new = [dict(each) for each in chat_logprobs(tokenizer, delta, count)]
-        self._logprobs += new
-        return new
+        if not indices or tokenizer is None:
+            return []
+        return [dict(each) for each in chat_logprobs(tokenizer, sample, indices, count)]
+
+    def _logprobs_of(self, block: Block) -> list[JsonDict]:
+        """Return the log-probabilities of a block; an empty list for a block without a text."""
+        return self._logprobs.get(block.index, []) if block.text else []
 
 
 def _item_id(block: Block) -> str:

@@ -4,6 +4,8 @@ The input of a response is a list of items: messages, reasoning, calls of functi
 results. Nothing is stored here, so each request contains the whole conversation.
 """
 
+import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -20,6 +22,8 @@ _SYSTEM = ("system", "developer")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _MEDIA = ("input_image", "input_file", "input_audio", "image", "file", "audio")
 _MAX_METADATA = 16
+# Maximum length of the name of a function in a chat, and the characters that it must not contain.
+_MAX_NAME, _NOT_IN_NAMES = 64, re.compile(r"[^a-zA-Z0-9_.-]")
 
 
 class TextFormat(LenientBody):
@@ -59,7 +63,7 @@ class ResponsesBody(SamplingBody):
     )
     n: Literal[1] | None = Field(None, description="Only 1.")
     tools: Items[dict[str, Any]] | None = Field(
-        None, description="Functions. Tools of other types are skipped."
+        None, description="Functions and namespaces of functions. Other types are skipped."
     )
     tool_choice: str | dict[str, Any] | None = Field(
         None,
@@ -111,15 +115,103 @@ class ResponsesBody(SamplingBody):
         return "message.output_text.logprobs" in (self.include or ())
 
 
-def chat_body(body: ResponsesBody, tokenizer: Tokenizer | None) -> bodies.ChatBody:
+class ToolNames:
+    """Names of functions, which may be in a namespace. Chats have only plain names.
+
+    A function in a namespace gets a name that joins both. A client sends and receives them apart.
+
+    Args:
+      tools: the tools of a request. Tools of unknown types are ignored.
+
+    Attributes:
+      functions: the functions by their names in the chat.
+
+    Example:
+      >>> inner = {"type": "function", "name": "read"}
+      >>> names = ToolNames([{"type": "namespace", "name": "files", "tools": [inner]}])
+      >>> names.join("files", "read"), names.split("files__read")
+      ('files__read', {'name': 'read', 'namespace': 'files'})
+    """
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]]):
+        self.functions: dict[str, Mapping[str, Any]] = {}
+        self._parts: dict[str, tuple[str, str]] = {}
+        for tool in tools:
+            is_plain = tool.get("type") == "function"
+            namespace = "" if is_plain else str(tool.get("name"))
+            for function in [tool] if is_plain else _inner_tools(tool):
+                name = str(function.get("name"))
+                joined = self.join(namespace, name)
+                self.functions[joined] = function
+                if namespace:
+                    self._parts[joined] = namespace, name
+
+    @staticmethod
+    def join(namespace: str | None, name: str) -> str:
+        """Return the name in the chat. A long name is cut and ends with a hash."""
+        if not namespace:
+            return name
+        joined = _NOT_IN_NAMES.sub("_", namespace.rstrip("_") + "__" + name)
+        if len(joined) <= _MAX_NAME:
+            return joined
+        digest = hashlib.sha256(f"{namespace}\n{name}".encode()).hexdigest()[:8]
+        return f"{joined[: _MAX_NAME - 9]}_{digest}"
+
+    def split(self, joined: str) -> JsonDict:
+        """Return the fields ``name`` and, for a function in a namespace, ``namespace``."""
+        if joined not in self._parts:
+            return {"name": joined}
+        namespace, name = self._parts[joined]
+        return {"name": name, "namespace": namespace}
+
+    def matching(self, choice: Mapping[str, Any]) -> list[str]:
+        """Return the names in the chat of the functions that a tool choice means.
+
+        Args:
+          choice: a function with or without its namespace, or a whole namespace.
+        """
+        name, namespace = str(choice.get("name")), choice.get("namespace")
+        if choice.get("type") == "namespace":
+            return [each for each, parts in self._parts.items() if parts[0] == name]
+        if (joined := self.join(namespace, name)) in self.functions:
+            return [joined]
+        return [each for each, parts in self._parts.items() if parts[1] == name and not namespace]
+
+
+def _inner_tools(tool: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the functions of a namespace; no functions for tools of other types.
+
+    The description of the first function begins with the description of the namespace.
+    """
+    listed = tool.get("tools") if tool.get("type") == "namespace" else None
+    inner: list[Mapping[str, Any]] = [
+        each
+        for each in (listed if isinstance(listed, list) else ())
+        if isinstance(each, Mapping) and each.get("type") == "function"
+    ]
+    if inner:
+        texts = filter(None, (tool.get("description"), inner[0].get("description")))
+        inner[0] = {**inner[0], "description": "\n".join(map(str, texts)) or None}
+    return inner
+
+
+def chat_body(
+    body: ResponsesBody, tokenizer: Tokenizer | None, names: ToolNames | None = None
+) -> bodies.ChatBody:
     """Return the chat that a body describes.
+
+    Args:
+      body: the body.
+      tokenizer: the tokenizer of the model; None if it has none.
+      names: names of the body's tools; by default made from them.
 
     Raises:
       ApiError: the input contains items that this server cannot read, or the tools are invalid.
     """
+    names = ToolNames(body.tools or ()) if names is None else names
     messages = list(_messages(body))
-    tools = [_tool(tool) for tool in body.tools or () if tool.get("type") == "function"]
-    choice, tools = _tool_choice(body.tool_choice, tools)
+    tools = [_tool(name, function) for name, function in names.functions.items()]
+    choice, tools = _tool_choice(body.tool_choice, tools, names)
     chat: JsonDict = {
         "messages": with_system_text(body.instructions, messages, tokenizer),
         "tools": tools or None,
@@ -184,7 +276,8 @@ def _add_to_turn(turn: JsonDict, kind: str, item: JsonDict, place: str) -> None:
         if thoughts:
             added["reasoning_content"] = thoughts
     elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        name = ToolNames.join(item.get("namespace"), str(item.get("name")))
+        function = {"name": name, "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         added["tool_calls"] = [*turn.get("tool_calls", ()), call]
     elif kind == "item_reference" and not str(item.get("id")).startswith("rs_"):
@@ -252,13 +345,16 @@ def with_system_text(
     return head + rest
 
 
-def _tool(tool: JsonDict) -> JsonDict:
-    names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool.get(name) for name in names}}
+def _tool(name: str, tool: Mapping[str, Any]) -> JsonDict:
+    fields = ("description", "parameters", "strict")
+    return {
+        "type": "function",
+        "function": {"name": name, **{field: tool.get(field) for field in fields}},
+    }
 
 
 def _tool_choice(
-    choice: str | Mapping[str, Any] | None, tools: list[JsonDict]
+    choice: str | Mapping[str, Any] | None, tools: list[JsonDict], names: ToolNames
 ) -> tuple[Any, list[JsonDict]]:
     """Return the choice in the form of a chat request, and the tools that may be called.
 
@@ -266,11 +362,17 @@ def _tool_choice(
       ApiError: the choice is unknown, or requires a call although there are no functions.
     """
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        names = [each.get("name") for each in choice.get("tools") or ()]
-        tools = [tool for tool in tools if tool["function"]["name"] in names]
+        allowed = [
+            name
+            for each in choice.get("tools") or ()
+            if isinstance(each, Mapping)
+            for name in names.matching(each)
+        ]
+        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
         choice = choice.get("mode", "auto")
     if isinstance(choice, Mapping) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}, tools
+        [name, *_] = names.matching(choice) or [str(choice.get("name"))]
+        return {"type": "function", "function": {"name": name}}, tools
     if choice not in (None, "none", "auto", "required"):
         raise ApiError(
             400,

@@ -1,5 +1,6 @@
 """Tool calls in the text of models: formats, grammars that enforce them, and the reader."""
 
+import functools
 import json
 import re
 from dataclasses import replace
@@ -204,6 +205,42 @@ def test_find_support_recognises_formats(family) -> None:
     assert format in (None, support.format)
 
 
+MISTRAL = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    "{% if c.id | length != 9 %}{{ raise_exception('ids must have length 9') }}{% endif %}"
+    "[TOOL_CALLS][{{ c.function.name }}|{{ c.id }}]{% endfor %}"
+    "{% if m.role == 'tool' %}{{ m.tool_call_id }}{% endif %}{% endfor %}"
+)
+
+
+def test_ids_that_a_template_rejects_become_short() -> None:
+    """A call and its result keep the same id, whichever server gave it."""
+    known = template(
+        '{"name": "NAME", "arguments": JSON, "id": "{{ c.id }}"}', "[TOOL_CALLS][", "]", ", "
+    )
+    check = "{% if m.tool_calls[0].id | length != 9 %}{{ raise_exception('9') }}{% endif %}"
+    strict = known.replace("[TOOL_CALLS]", f"{check}[TOOL_CALLS]")
+    formats = [support_of(source).format for source in (known, strict)]
+    assert [format.has_short_ids for format in formats] == [False, True]
+    assert formats[1] == replace(formats[0], has_short_ids=True)
+
+    def render(first: str, second: str) -> str:
+        calls = [
+            {"id": call_id, "type": "function", "function": {"name": "f", "arguments": {}}}
+            for call_id in (first, second)
+        ]
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "x"} for call in calls]
+        return ChatTemplate(MISTRAL).render(
+            [{"role": "assistant", "content": "", "tool_calls": calls}, *results]
+        )
+
+    assert "abcdefgh1" in render("abcdefgh1", "abcdefgh2")
+    text = render("call_1", "abcdefgh2")
+    first, second = re.findall(r"\|(\w{9})\]", text)
+    assert second == "abcdefgh2" and text.endswith(first + second) and first != second
+    assert render("call_1", "toolu_2").startswith(f"[TOOL_CALLS][f|{first}]")
+
+
 @pytest.mark.parametrize("family", UNKNOWN)
 def test_find_support_returns_no_format_for_unknown_calls(family) -> None:
     assert support_of(UNKNOWN[family]) == ToolSupport(True, True, None)
@@ -253,9 +290,9 @@ def test_reader_reads_calls_written_by_transformers(family) -> None:
     assert read(format, text) == [("weather", json.dumps(arguments, ensure_ascii=False))]
 
 
-def read(format: ToolFormat, *pieces: str) -> list[tuple[str, ...]]:
+def read(format: ToolFormat, *pieces: str, tools=()) -> list[tuple[str, ...]]:
     """Return the texts and calls of an answer that is read in pieces."""
-    reader, found = ToolReader(format), []
+    reader, found = ToolReader(format, tools), []
     for index, piece in enumerate(pieces, 1):
         for delta in reader.push(piece, is_last=index == len(pieces)):
             if delta.kind == "call":
@@ -293,6 +330,56 @@ def test_reader_does_not_depend_on_the_pieces(reading, cuts) -> None:
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[start:end] for start, end in zip(places, places[1:], strict=False)]
     assert read(format, *pieces) == want
+
+
+# A text, a number and a value of unknown type in tags; None stands for a text that is cut short.
+TAGGED = {"s": 'a "b"\n</parameter\n{1}', "n": 5, "any": "NaN"}
+TAGGED_TOOL = {
+    "function": {"name": "f", "parameters": {"properties": {"s": {"type": "string"}, "any": {}}}}
+}
+
+
+@functools.cache
+def tagged_call(family: str) -> tuple[ToolFormat, str]:
+    """Return a format of calls with tags, and a call with the arguments `TAGGED`."""
+    source = KNOWN[family][0]
+    format = support_of(source).format
+    assert format is not None
+    function = {"name": "f", "arguments": TAGGED}
+    call = {"id": "abcdefgh1", "type": "function", "function": function}
+    told = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    text = ChatTemplate(source).render(told, add_generation_prompt=False)
+    return format, text.removeprefix("<|start|>assistant\n").partition("<|end|>")[0]
+
+
+@pytest.mark.parametrize("family", ["qwen 3 coder", "glm 4.5", "glm 4.7", "minimax m2"])
+@given(st.lists(st.integers(0, 150), max_size=8), st.integers(0, 150))
+def test_reader_of_tags_does_not_depend_on_the_pieces(family, cuts, end) -> None:
+    """Also if the answer ends early. Texts of whole answers are complete JSON."""
+    format, text = tagged_call(family)
+    tools = [TAGGED_TOOL]
+    [(name, arguments)] = read(format, text, tools=tools)
+    assert name == "f" and json.loads(arguments) == TAGGED
+    text = text[:end]
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[start:stop] for start, stop in zip(places, places[1:], strict=False)]
+    found = read(format, *pieces, tools=tools)
+    assert found == read(format, text, tools=tools)
+    assert all(arguments.startswith(each[1]) for each in found if len(each) == 2)
+
+
+def test_reader_of_tags_reports_a_text_before_its_end() -> None:
+    format = support_of(KNOWN["qwen 3 coder"][0]).format
+    assert format is not None
+    reader = ToolReader(format, [TAGGED_TOOL])
+    start = "<tool_call>\n<function=f>\n<parameter=s>\n"
+    assert [tuple(delta) for delta in reader.push(start + 'a"')] == [
+        ("call", "f"), ("arguments", '{"s": "'), ("arguments", 'a\\"'),
+    ]  # fmt: skip
+    assert [tuple(delta) for delta in reader.push("b\n</par")] == [("arguments", "b")]
+    assert [tuple(delta) for delta in reader.push("c\n</parameter>\n")] == [
+        ("arguments", '\\n</parc"')
+    ]
 
 
 def test_reader_keeps_spaces_of_text_after_a_call() -> None:

@@ -374,6 +374,23 @@ def test_stream_has_the_reasoning_before_the_content(thinker) -> None:
     assert 0 < event.usage.completion_tokens_details.reasoning_tokens < 24
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_logprobs_leave_out_the_reasoning(thinker, is_stream) -> None:
+    options = {**THINK_ABOUT, "max_tokens": 24, "logprobs": True}
+    if is_stream:
+        choices = [
+            choice
+            for event in thinker.chat.completions.create(**options, stream=True)
+            for choice in event.choices
+        ]
+        content = "".join(choice.delta.content or "" for choice in choices)
+        tokens = [token for each in choices if each.logprobs for token in each.logprobs.content]
+    else:
+        [choice] = thinker.chat.completions.create(**options).choices
+        content, tokens = choice.message.content, choice.logprobs.content
+    assert b"".join(bytes(token.bytes) for token in tokens).decode().lstrip() == content != ""
+
+
 def test_reasoning_that_is_cut_short_has_no_content(thinker) -> None:
     answer = thinker.chat.completions.create(**THINK_ABOUT, max_tokens=1)
     message = answer.choices[0].message

@@ -9,8 +9,8 @@ import pytest
 
 from paged_jax import Engine
 from paged_jax.models.text.reasoning import FORMATS, ReasoningFormat
-from paged_jax.server import Settings
-from paged_jax.server.response_items import ResponsesBody, chat_body
+from paged_jax.server import Settings, bodies
+from paged_jax.server.response_items import ResponsesBody, ToolNames, chat_body
 from paged_jax.server.schemas import ResponseObject
 from tests.server.test_chat_answers import tokenizer_of
 from tests.support.live_server import LiveServer, error_of
@@ -115,6 +115,25 @@ def test_client_receives_calls_and_sends_results(client, is_stream) -> None:
     assert more.usage.input_tokens > answer.usage.input_tokens
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_logprobs_leave_out_the_reasoning(client, is_stream) -> None:
+    options = {**ASK, "max_output_tokens": 24, "include": ["message.output_text.logprobs"]}
+    options["extra_body"] = {"seed": 3}
+    if is_stream:
+        with client.responses.stream(**options) as stream:
+            events = list(stream)
+        streamed = [e for e in events if e.type == "response.output_text.delta"]
+        assert sum(len(event.logprobs) for event in streamed) > 0
+        answer = events[-1].response
+    else:
+        answer = client.responses.create(**options)
+    [part] = answer.output[1].content
+    spelled = b"".join(bytes(each.bytes) for each in part.logprobs).decode()
+    assert spelled.lstrip() == part.text != ""
+    count = answer.usage.output_tokens - answer.usage.output_tokens_details.reasoning_tokens
+    assert len(part.logprobs) in (count - 1, count), "a token of white space is left out"
+
+
 def test_logprobs_have_the_bytes_of_the_text(client) -> None:
     answer = client.responses.create(
         **ASK,
@@ -177,6 +196,70 @@ def test_tools_of_other_types_are_skipped(client) -> None:
         **ASK, tools=tools, tool_choice="auto", max_output_tokens=1, extra_body=QUIET
     )
     assert answer.tools == []
+
+
+NAMESPACE = {
+    "type": "namespace",
+    "name": "mcp__sky__",
+    "description": "The sky.",
+    "tools": [FUNCTIONS[0], {"type": "custom", "name": "draw"}],
+}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_calls_of_functions_in_a_namespace_have_it_apart(client, is_stream) -> None:
+    """The client knows the function by its own name, the chat by a joined name."""
+    options = {
+        **ASK,
+        "tools": [NAMESPACE, FUNCTIONS[1]],
+        "tool_choice": {"type": "function", "name": "weather"},
+        "extra_body": QUIET,
+    }
+    if is_stream:
+        with client.responses.stream(**options) as stream:
+            names = [e.name for e in stream if e.type == "response.function_call_arguments.done"]
+            answer = stream.get_final_response()
+        assert names == ["weather"]
+    else:
+        answer = client.responses.create(**options)
+    [call] = answer.output
+    assert (call.name, call.namespace) == ("weather", "mcp__sky__")
+    assert set(json.loads(call.arguments)) == {"city", "days"}
+    assert [tool.type for tool in answer.tools] == ["namespace", "function"]
+    function = chat_of(input=[call.model_dump()])[0]["tool_calls"][0]["function"]
+    assert function["name"] == "mcp__sky__weather"
+
+
+def test_names_in_a_chat_are_short_and_unique() -> None:
+    body = ResponsesBody.model_validate({"input": "x", "tools": [NAMESPACE, *FUNCTIONS]})
+    functions = [tool.function for tool in chat_body(body, None).tools]
+    assert [each.name for each in functions] == ["mcp__sky__weather", "weather", "now"]
+    assert functions[0].description == "The sky.\nThe weather of the next days."
+    joined = {ToolNames.join("space \N{SNOWMAN}" * 9, f"{'f' * 50}{i}") for i in range(9)}
+    assert len(joined) == 9 and set(map(len, joined)) == {64}
+    for name in joined:
+        bodies.FunctionParam(name=name)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "names"),
+    [
+        ([{"type": "namespace", "name": "mcp__sky__"}], ["mcp__sky__weather"]),
+        (
+            [{"type": "function", "name": "weather", "namespace": "mcp__sky__"}],
+            ["mcp__sky__weather"],
+        ),
+        ([{"type": "function", "name": "now"}, {"type": "mcp", "server_label": "x"}], ["now"]),
+        ([{"type": "function", "name": "weather"}], ["mcp__sky__weather"]),
+        ([{"type": "function", "name": "weather", "namespace": "other"}], []),
+    ],
+)
+def test_allowed_tools_select_functions(allowed, names) -> None:
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": allowed}
+    tools = [NAMESPACE, FUNCTIONS[1]]
+    body = ResponsesBody.model_validate({"input": "x", "tools": tools, "tool_choice": choice})
+    found = chat_body(body, None).tools or []
+    assert [tool.function.name for tool in found] == names
 
 
 @pytest.mark.parametrize(

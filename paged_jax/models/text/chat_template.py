@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ _ROLE_PROBE = "probed text"
 # Mark at the end of a message that the model continues. It keeps templates from trimming the text.
 _CUT = "\N{SNOWMAN}cut here\N{SNOWMAN}"
 _USER, _ASSISTANT = ({"role": role, "content": "Probe."} for role in ("user", "assistant"))
+# Length of the ids of calls that the templates of Mistral accept.
+CALL_ID_LENGTH = 9
 # Roles that are not checked: all templates support user and assistant, and `tool_support` checks
 # tool.
 _PLAIN_ROLES = ("user", "assistant", "tool")
@@ -129,12 +132,14 @@ class ChatTemplate:
         # Catch any exception, because expressions in templates raise errors of any type.
         except Exception as error:
             reason = " ".join(str(error).split())
-        # Try again with empty contents: some templates concatenate the content of every message,
-        # even if a message has none.
-        if any("content" not in message for message in chat):
-            chat = [{"content": "", **message} for message in chat]
-            with contextlib.suppress(Exception):
-                return template.render(messages=chat, **variables)
+        # Try again with changes that some templates need: empty contents, because they concatenate
+        # the content of every message, and ids of calls of nine letters or digits.
+        for change in (_with_contents, _with_short_ids):
+            changed = change(chat)
+            if changed != chat:
+                chat = changed
+                with contextlib.suppress(Exception):
+                    return template.render(messages=chat, **variables)
         rule = f"the model's template rejects the messages: {reason}"
         raise ChatTemplateError("apply_chat_template", rule)
 
@@ -296,6 +301,34 @@ def _as_templates_expect(given: Any, takes_parts: bool) -> dict[str, Any]:
     elif texts or "content" in message:
         message["content"] = "".join(texts)
     return _with_reasoning(message)
+
+
+def _with_contents(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages that all have a content, which may be empty."""
+    return [{"content": "", **message} for message in chat]
+
+
+def _with_short_ids(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with ids of calls, and of their results, of nine letters or digits.
+
+    An id always becomes the same short id, so that the prefix of a longer chat stays the same.
+    """
+
+    def shorten(item: Any, key: str) -> Any:
+        if not isinstance(item, Mapping) or not isinstance(given := item.get(key), str):
+            return item
+        if len(given) == CALL_ID_LENGTH and given.isalnum() and given.isascii():
+            return item
+        digest = hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()
+        return {**item, key: digest[:CALL_ID_LENGTH]}
+
+    changed = []
+    for message in chat:
+        message = dict(shorten(message, "tool_call_id"))
+        if isinstance(calls := message.get("tool_calls"), list):
+            message["tool_calls"] = [shorten(call, "id") for call in calls]
+        changed.append(message)
+    return changed
 
 
 def _check_continuation(chat: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> None:

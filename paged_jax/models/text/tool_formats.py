@@ -45,6 +45,7 @@ class ToolFormat:
       after_value: text after a value, for arguments in tags.
       separators: text between two items and text after a key of JSON.
       special_tokens: ids of the special tokens in these texts.
+      has_short_ids: whether the chat template accepts only ids of nine letters or digits.
     """
 
     before_name: str
@@ -59,6 +60,7 @@ class ToolFormat:
     after_value: str = ""
     separators: tuple[str, str] = (", ", ": ")
     special_tokens: tuple[tuple[str, int], ...] = ()
+    has_short_ids: bool = False
 
     @property
     def mark(self) -> str:
@@ -112,7 +114,7 @@ _NAMES = ("probed_function", "other_function")
 _KEYS = ("key_a", "key_b")
 _VALUE, _NUMBER, _TEXT = "probed value", 27182, "\N{SNOWMAN}"
 _ARGUMENTS = {_KEYS[0]: _VALUE, _KEYS[1]: _NUMBER}
-_PROBE_ID = "probe1234"
+_PROBE_ID, _LONG_ID = "probe1234", "call_of_a_probe"
 _QUESTION = {"role": "user", "content": "Probe?"}
 _TOOLS = [
     {
@@ -163,6 +165,10 @@ def find_support(render: Callable[..., str]) -> ToolSupport:
         found = HARMONY
     elif text is not None and called is not None:
         found = _find_format(text, called, rendered(_calling(2)))
+        if found is not None and _PROBE_ID in called:
+            # `ChatTemplate` replaces ids that a template rejects.
+            long = rendered(_calling(1, _LONG_ID))
+            found = replace(found, has_short_ids=long is None or _LONG_ID not in long)
     return ToolSupport(
         shows_tools=asked is None or _NAMES[0] in asked,
         writes_calls=called is None or _VALUE in called,
@@ -170,10 +176,10 @@ def find_support(render: Callable[..., str]) -> ToolSupport:
     )
 
 
-def _calling(count: int) -> dict[str, Any]:
+def _calling(count: int, call_id: str = _PROBE_ID) -> dict[str, Any]:
     calls = [
         {
-            "id": _PROBE_ID,
+            "id": call_id,
             "type": "function",
             "function": {"name": name, "arguments": _ARGUMENTS},
         }

@@ -4,7 +4,7 @@ import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from paged_jax.models.text.tool_formats import ID, NUMBER, Tool, ToolFormat
 
@@ -55,6 +55,7 @@ class ToolReader:
         self._skips_space = False  # white space between two calls is not text
         self._name = ""
         self._num_pairs = 0
+        self._is_in_text = False  # in a text in tags, whose pieces are reported as they come
         self._json = _JsonScanner()
         mark = format.mark
         self._start = mark or (format.opening + format.before_name)[:1]
@@ -122,6 +123,7 @@ class ToolReader:
     def _begin(self, name: str) -> list[AnswerDelta]:
         self._place = "xml" if self._format.kind == "xml" else "json"
         self._name, self._num_pairs, self._json = name, 0, _JsonScanner()
+        self._is_in_text = False
         return [AnswerDelta("call", name)]
 
     def _read_json(self, is_last: bool) -> list[AnswerDelta]:
@@ -135,15 +137,19 @@ class ToolReader:
         return [AnswerDelta("arguments", text)]
 
     def _read_xml(self, is_last: bool) -> list[AnswerDelta]:
+        if self._is_in_text:
+            return self._read_text_value(is_last)
         format, text = self._format, self._buffer
         rest = text.lstrip()
         if rest.startswith(format.before_key.strip()):
             key, found, value = rest[len(format.before_key.strip()) :].partition(format.after_key)
-            after = format.after_value.rstrip()
-            value, ended, rest = value.partition(after)
+            if found and self._is_text(key):
+                self._buffer, self._is_in_text = value, True
+                return [AnswerDelta("arguments", f'{self._pair_start(key)}"')]
+            value, ended, rest = value.partition(format.after_value.rstrip())
             if found and ended:
                 self._buffer = rest
-                return [AnswerDelta("arguments", self._pair(key, value))]
+                return [AnswerDelta("arguments", self._pair_start(key) + _as_json(value))]
         elif self._end.match(text):
             self._place = "after"
             return [AnswerDelta("arguments", "}" if self._num_pairs else "{}")]
@@ -153,19 +159,28 @@ class ToolReader:
             self._buffer = ""  # leave out an argument that was cut short
         return []
 
-    def _pair(self, key: str, value: str) -> str:
-        """Return the JSON of a pair, with the text before it in the object."""
-        self._num_pairs += 1
+    def _read_text_value(self, is_last: bool) -> list[AnswerDelta]:
+        """Read a piece of a text in tags, which is reported without waiting for its end."""
+        after = self._format.after_value.rstrip()
+        text, ended, rest = self._buffer.partition(after)
+        held = 0 if ended else overlap(text, after)
+        self._buffer = rest if ended else text[len(text) - held :]
+        self._is_in_text = not ended
+        if is_last and not ended:
+            self._buffer = ""  # a closing tag that was cut short
+        piece = json.dumps(text[: len(text) - held], ensure_ascii=False)[1:-1]
+        return [AnswerDelta("arguments", piece + ('"' if ended else ""))]
+
+    def _is_text(self, key: str) -> bool:
+        """Return whether the value of a key is a text according to the schema of the function."""
         properties = self._schemas.get(self._name, {}).get("properties") or {}
-        schema = properties.get(key)
-        found: Any = value
-        if not (isinstance(schema, Mapping) and schema.get("type") == "string"):
-            try:
-                found = json.loads(value)
-            except ValueError:
-                found = value
-        start = "{" if self._num_pairs == 1 else ", "
-        return f"{start}{json.dumps(key)}: {json.dumps(found, ensure_ascii=False)}"
+        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        return isinstance(schema, Mapping) and schema.get("type") == "string"
+
+    def _pair_start(self, key: str) -> str:
+        """Return the JSON before a value: the start of the object or a separator, and the key."""
+        self._num_pairs += 1
+        return f"{'{' if self._num_pairs == 1 else ', '}{json.dumps(key, ensure_ascii=False)}: "
 
     def _read_after(self, is_last: bool) -> list[AnswerDelta]:
         """Skip the text after the arguments, up to the next call or to the end of all calls."""
@@ -210,6 +225,19 @@ class ToolReader:
         self._buffer = after.removeprefix(closing)
         self._place, self._skips_space, self._is_start = "text", True, False
         return [delta for call in calls for delta in call]
+
+
+def _as_json(value: str) -> str:
+    """Return a value in tags as JSON: the same value if it is JSON, otherwise a text."""
+    try:
+        found = json.loads(value, parse_constant=_reject_constant)
+    except (ValueError, RecursionError):
+        found = value
+    return json.dumps(found, ensure_ascii=False)
+
+
+def _reject_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 class _JsonScanner:

@@ -1,0 +1,474 @@
+"""Answers in every format of calls, through all three APIs, whole and as streams.
+
+No model runs: the tokens of each answer are given, in the form that a chat template writes. So the
+tests cover constraint, parser and writers of all formats, and cost no compilation.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tokenizers
+
+from paged_jax import Tokenizer
+from paged_jax.models.loading.pretrained import bundled_folder
+from paged_jax.models.text.grammar import GrammarCompiler
+from paged_jax.models.text.harmony import MARKS
+from paged_jax.models.text.reasoning import HARMONY, THINK
+from paged_jax.models.text.tokenizer import Detokenizer
+from paged_jax.models.text.tool_grammars import ToolGrammars
+from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from paged_jax.server.answers import Answer, DeltaTracker
+from paged_jax.server.anthropic_answers import MessagesAnswer
+from paged_jax.server.anthropic_bodies import MessagesBody
+from paged_jax.server.bodies import ChatBody
+from paged_jax.server.chat_answers import ChatAnswer
+from paged_jax.server.request_log import RequestRecord
+from paged_jax.server.response_answers import ResponsesAnswer
+from paged_jax.server.response_items import ResponsesBody
+from paged_jax.server.responses import json_response
+from paged_jax.server.service import Client
+from tests.models.test_harmony import TEMPLATE as HARMONY_TEMPLATE
+from tests.models.test_tools import KNOWN
+from tests.support.tiny_model import EOS
+
+TEMPLATES = {name: source for name, (source, _) in KNOWN.items()} | {"gpt-oss": HARMONY_TEMPLATE}
+SHORT_IDS = "mistral v3 with short ids"
+_CHECK = "{% if m.tool_calls[0].id | length != 9 %}{{ raise_exception('length') }}{% endif %}"
+TEMPLATES[SHORT_IDS] = TEMPLATES["mistral v3"].replace("[TOOL_CALLS]", f"{_CHECK}[TOOL_CALLS]")
+# Marks that are special tokens in the vocabularies of their models.
+SPECIAL = [
+    *MARKS, "<|call|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|START_ACTION|>",
+    "<|END_ACTION|>", "<|tool_call|>", "<|/tool_call|>", "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
+    "<|python_start|>", "<|python_end|>",
+]  # fmt: skip
+NOTE = {
+    "text": {"type": "string"},
+    "count": {"type": "integer"},
+    "tags": {"type": "array", "items": {"type": "string"}},
+}
+PARAMETERS = {"type": "object", "properties": NOTE, "required": list(NOTE)}
+FUNCTIONS = [{"name": "note", "parameters": PARAMETERS}, {"name": "now"}]
+TEXT = 'São "Paulo"\n{x: [1]} </b> & \N{SNOWMAN} ' + "and so on, " * 4
+CALLS = [("note", {"text": TEXT, "count": 3, "tags": ["a", "é"]}), ("now", {})]
+CONTENT, THOUGHTS = "It is 5 \N{SNOWMAN}, so: ", "Hm, <b> or {x}? \N{SNOWMAN}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Answered:
+    """An answer, independent of the API that carried it."""
+
+    content: str
+    reasoning: str
+    calls: tuple[tuple[str, str], ...]
+    end: str
+    num_tokens: tuple[int, int, int]
+    logprobs: str | None = None
+
+    @property
+    def without_logprobs(self) -> "Answered":
+        return dataclasses.replace(self, logprobs=None)
+
+
+@functools.cache
+def backend() -> tokenizers.Tokenizer:
+    found = tokenizers.Tokenizer.from_file(str(bundled_folder() / "tokenizer.json"))
+    found.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in SPECIAL])
+    return found
+
+
+@functools.cache
+def service_of(family: str) -> Any:
+    """Return a service without an engine, whose model has the template of a family."""
+    tokenizer = Tokenizer(backend(), eos_token_ids=[EOS], chat_template=TEMPLATES[family])
+    grammars = GrammarCompiler(backend(), tokenizer.vocab_size, [EOS])
+    return SimpleNamespace(
+        tokenizer=tokenizer,
+        reasoning_format=HARMONY if family == "gpt-oss" else THINK,
+        grammars=grammars,
+        tool_grammars=ToolGrammars(grammars),
+        settings=SimpleNamespace(model_name="m"),
+    )
+
+
+# Answers
+
+
+def written_calls(family: str, count: int) -> str:
+    """Return calls as the template of a family writes them, without the end of the message."""
+    tokenizer = service_of(family).tokenizer
+    calls = [
+        {"id": "abcdefgh1", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, arguments in CALLS[:count]
+    ]
+    question = {"role": "user", "content": "Well?"}
+    tools = [{"type": "function", "function": function} for function in FUNCTIONS]
+    prompt = tokenizer.render_chat([question], tools=tools)
+    told = [question, {"role": "assistant", "content": "", "tool_calls": calls}]
+    text = tokenizer.render_chat(told, tools=tools, add_generation_prompt=False)
+    text = text.removeprefix(prompt)
+    return re.sub(r"(<\|(end|eom|call)\|>|<think>\s*</think>)\s*", "", text).strip("\n")
+
+
+def scripts(family: str) -> Iterator[tuple[str, str, Answered]]:
+    """Yield a name, the text of an answer, and its parts, for several answers."""
+    format = service_of(family).tokenizer.tool_format
+    assert format is not None
+    is_harmony = family == "gpt-oss"
+    calls = tuple((name, json.dumps(value, ensure_ascii=False)) for name, value in CALLS)
+    thoughts, content = f"<think>\n{THOUGHTS}\n</think>\n\n", CONTENT
+    if is_harmony:
+        thoughts = f"<|channel|>analysis<|message|>{THOUGHTS}<|end|><|start|>assistant"
+        content = f"<|channel|>final<|message|>{CONTENT}"
+    one = written_calls(family, 1)
+    empty = Answered("", "", (), "stop", (0, 0, 0))
+    yield "text", content, dataclasses.replace(empty, content=CONTENT)
+    called = dataclasses.replace(empty, calls=calls[:1], end="calls")
+    yield "call", one, called
+    thought = dataclasses.replace(called, reasoning=THOUGHTS)
+    yield "reasoning and call", thoughts + one, thought
+    yield (
+        "reasoning and text",
+        thoughts + content,
+        dataclasses.replace(empty, reasoning=THOUGHTS, content=CONTENT),
+    )
+    if format.between is not None:
+        two = dataclasses.replace(called, calls=calls)
+        yield "two calls", written_calls(family, 2), two
+    if format.mark:
+        yield "text and call", CONTENT + one, dataclasses.replace(called, content=CONTENT)
+
+
+def outputs_of(family: str, text: str, params: dict[str, Any], step: int) -> list[RequestOutput]:
+    """Return the outputs of the engine for a given text: one after each `step` tokens."""
+    tokenizer: Tokenizer = service_of(family).tokenizer
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    stream = Detokenizer(
+        tokenizer,
+        skip_special_tokens=params.get("skip_special_tokens", True),
+        continues_text=True,
+    )
+    shown, outputs = "", []
+    for count, token_id in enumerate(token_ids, 1):
+        shown += stream.push(token_id)
+        is_last = count == len(token_ids)
+        if is_last:
+            shown += stream.finish()
+        if count % step and not is_last:
+            continue
+        spelled = [{each: Logprob(-1.0, 1, "")} for each in token_ids[:count]]
+        sample = CompletionOutput(
+            0, shown, token_ids[:count], 0.0, spelled, "stop" if is_last else None
+        )
+        outputs.append(RequestOutput("r", None, [2, 3], [sample], is_last, RequestMetrics(0.0)))
+    return outputs
+
+
+# APIs
+
+
+def read_chat(body: dict[str, Any]) -> Answered:
+    [choice] = body["choices"]
+    message, usage = choice["message"], body["usage"]
+    ends = {"tool_calls": "calls", "stop": "stop", "length": "length"}
+    calls = message.get("tool_calls") or ()
+    tokens = choice["logprobs"]["content"]
+    return Answered(
+        message["content"] or "",
+        message.get("reasoning") or "",
+        tuple((call["function"]["name"], call["function"]["arguments"]) for call in calls),
+        ends[choice["finish_reason"]],
+        (
+            usage["prompt_tokens"],
+            usage["completion_tokens"],
+            usage["completion_tokens_details"]["reasoning_tokens"],
+        ),
+        spelled_by(tokens),
+    )
+
+
+def spelled_by(tokens: list[dict[str, Any]]) -> str:
+    return b"".join(bytes(token["bytes"]) for token in tokens).decode()
+
+
+def join_chat(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the whole answer that the deltas of a stream add up to."""
+    message: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": []}
+    tokens, reason = [], None
+    for event in events:
+        for choice in event["choices"]:
+            delta, reason = choice["delta"], choice.get("finish_reason")
+            message["content"] += delta.get("content") or ""
+            message["reasoning"] += delta.get("reasoning") or ""
+            for call in delta.get("tool_calls") or ():
+                if call["index"] == len(message["tool_calls"]):
+                    assert re.fullmatch("call_[0-9a-f]{24}|[0-9a-f]{9}", call["id"])
+                    message["tool_calls"].append({"function": dict(call["function"])})
+                else:
+                    function = message["tool_calls"][call["index"]]["function"]
+                    function["arguments"] += call["function"]["arguments"]
+            tokens += (choice.get("logprobs") or {"content": []})["content"]
+    choice = {"message": message, "finish_reason": reason, "logprobs": {"content": tokens}}
+    return {"choices": [choice], "usage": events[-1]["usage"]}
+
+
+def read_response(body: dict[str, Any]) -> Answered:
+    texts = {"reasoning": "", "message": ""}
+    calls, tokens = [], []
+    for item in body["output"]:
+        if item["type"] == "function_call":
+            calls.append((item["name"], item["arguments"]))
+            continue
+        [part] = item["content"]
+        texts[item["type"]] += part["text"]
+        tokens += part.get("logprobs", [])
+    usage, is_whole = body["usage"], body["status"] == "completed"
+    return Answered(
+        texts["message"],
+        texts["reasoning"],
+        tuple(calls),
+        ("calls" if calls else "stop") if is_whole else "length",
+        (
+            usage["input_tokens"],
+            usage["output_tokens"],
+            usage["output_tokens_details"]["reasoning_tokens"],
+        ),
+        spelled_by(tokens),
+    )
+
+
+def join_response(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the response that the deltas add up to; it must equal the one in the last event."""
+    items: list[dict[str, Any]] = []
+    for event in events:
+        kind = event["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            assert not event["item"].get("content") and not event["item"].get("arguments")
+            items.append(event["item"])
+        elif kind == "function_call_arguments.delta":
+            items[event["output_index"]]["arguments"] += event["delta"]
+        elif kind in ("reasoning_text.delta", "output_text.delta"):
+            item = items[event["output_index"]]
+            part = (item["content"] or [{"text": "", "logprobs": []}])[0]
+            part["text"] += event["delta"]
+            part["logprobs"] += event.get("logprobs", [])
+            item["content"] = [part]
+        elif kind == "output_item.done":
+            assert event["item"]["id"] == items[event["output_index"]]["id"]
+    last = events[-1]["response"]
+    joined = {**last, "output": items}
+    assert read_response(joined) == read_response(last)
+    return joined
+
+
+def read_message(body: dict[str, Any]) -> Answered:
+    texts = {"thinking": "", "text": ""}
+    calls = []
+    for block in body["content"]:
+        if block["type"] == "tool_use":
+            calls.append((block["name"], json.dumps(block["input"], ensure_ascii=False)))
+        else:
+            texts[block["type"]] += block[block["type"]]
+    usage = body["usage"]
+    ends = {"tool_use": "calls", "end_turn": "stop", "max_tokens": "length"}
+    return Answered(
+        texts["text"],
+        texts["thinking"],
+        tuple(calls),
+        ends[body["stop_reason"]],
+        (
+            usage["input_tokens"] + usage["cache_read_input_tokens"],
+            usage["output_tokens"],
+            usage["output_tokens_details"]["thinking_tokens"],
+        ),
+    )
+
+
+def join_message(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the message that the deltas of a stream add up to."""
+    start, *_, end, stop = events
+    message, blocks = start["message"], []
+    assert stop == {"type": "message_stop"} and message["content"] == []
+    for event in events:
+        if event["type"] == "content_block_start":
+            blocks.append({**event["content_block"], "json": ""})
+        elif event["type"] == "content_block_delta":
+            block, delta = blocks[event["index"]], event["delta"]
+            for key in ("text", "thinking"):
+                if key in delta:
+                    block[key] += delta[key]
+            block["json"] += delta.get("partial_json", "")
+    for block in blocks:
+        if block["type"] == "tool_use":
+            with contextlib.suppress(ValueError):  # the answer was cut short
+                block["input"] = json.loads(block["json"] or "{}")
+    return {**message, "content": blocks, **end["delta"], "usage": end["usage"]}
+
+
+def request_of(api: str, **fields: Any) -> Any:
+    if api == "chat":
+        tools = [{"type": "function", "function": function} for function in FUNCTIONS]
+        usage = {"include_usage": True}
+        asked = {"messages": [{"role": "user", "content": "Well?"}], "tools": tools}
+        return ChatBody.model_validate(
+            {**asked, "logprobs": True, "stream_options": usage, **fields}
+        )
+    if api == "responses":
+        tools = [{"type": "function", **function} for function in FUNCTIONS]
+        include = ["message.output_text.logprobs"]
+        asked = {"input": "Well?", "tools": tools, "include": include}
+        return ResponsesBody.model_validate({**asked, **fields})
+    tools = [
+        {"name": each["name"], "input_schema": each.get("parameters", {"type": "object"})}
+        for each in FUNCTIONS
+    ]
+    asked = {"messages": [{"role": "user", "content": "Well?"}], "max_tokens": 900}
+    return MessagesBody.model_validate({**asked, "tools": tools, **fields})
+
+
+APIS: dict[str, tuple[Any, Any, Any]] = {
+    "chat": (ChatAnswer, read_chat, join_chat),
+    "responses": (ResponsesAnswer, read_response, join_response),
+    "messages": (MessagesAnswer, read_message, join_message),
+}
+
+
+def answer_of(family: str, api: str, **fields: Any) -> Answer:
+    record = RequestRecord("1", False, "POST", "/")
+    return APIS[api][0](service_of(family), request_of(api, **fields), Client(), record)
+
+
+def events_of(answer: Answer, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
+    """Return the events of a stream, decoded from their bytes."""
+    tracker = DeltaTracker()
+    data = b"".join(map(answer.encode, answer.opening()))
+    for output in outputs:
+        data += answer.events(0, output, tracker.deltas(0, output))
+    data += b"".join(map(answer.encode, answer.closing(outputs[-1:])))
+    frames = [frame.splitlines() for frame in data.decode().split("\n\n") if frame]
+    events = [json.loads(lines[-1].removeprefix("data: ")) for lines in frames]
+    for event, lines in zip(events, frames, strict=True):
+        assert len(lines) == 1 or lines[0] == f"event: {event['type']}"
+    return events
+
+
+def cut(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    """Return outputs that end at `max_tokens`."""
+    *rest, last = outputs
+    sample = dataclasses.replace(last.outputs[0], finish_reason="length")
+    return [*rest, dataclasses.replace(last, outputs=[sample], finished=True)]
+
+
+def whole_of(answer: Answer, outputs: list[RequestOutput]) -> dict[str, Any]:
+    """Return a whole answer, decoded from its bytes."""
+    return json.loads(json_response(answer.response_body(outputs[-1:])).body)
+
+
+def answered(family: str, api: str, outputs: list[RequestOutput]) -> Answered:
+    """Return a whole answer, after a comparison with the same answer as a stream."""
+    _, read, join = APIS[api]
+    answer = answer_of(family, api)
+    answer.params()
+    answer.prompts()
+    whole = read(whole_of(answer, outputs))
+    stream = answer_of(family, api)
+    stream.params()
+    stream.prompts()
+    assert read(join(events_of(stream, outputs))) == whole
+    return whole
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_streams_and_whole_answers_are_the_same_in_all_apis(family) -> None:
+    for (name, text, want), step in zip(scripts(family), itertools.cycle([1, 3, 8])):
+        params = answer_of(family, "chat").params()
+        outputs = outputs_of(family, text, params, step)
+        for api in APIS:
+            found = answered(family, api, outputs)
+            num_tokens = 2, len(outputs[-1].outputs[0].token_ids)
+            assert found.num_tokens[:2] == num_tokens, (name, api)
+            assert (found.num_tokens[2] > 0) == bool(want.reasoning)
+            assert found.num_tokens[2] < num_tokens[1]
+            want = dataclasses.replace(want, num_tokens=found.num_tokens)
+            assert found.without_logprobs == want, (name, api)
+            if found.logprobs is not None:
+                # A token may also contain the beginning of a mark.
+                assert found.logprobs.startswith(want.content), (name, api)
+                assert len(found.logprobs) < len(want.content) + 8, (name, api)
+
+
+@pytest.mark.parametrize(("family", "length"), [(SHORT_IDS, 9), ("mistral v3", 29)])
+def test_ids_of_calls_have_the_length_that_the_template_accepts(family, length) -> None:
+    outputs = outputs_of(family, written_calls(family, 2), {"skip_special_tokens": False}, 1)
+    chat, response = (answer_of(family, api) for api in ("chat", "responses"))
+    for answer in (chat, response):
+        answer.params()
+    [choice] = whole_of(chat, outputs)["choices"]
+    ids = [call["id"] for call in choice["message"]["tool_calls"]]
+    ids += [item["call_id"] for item in whole_of(response, outputs)["output"]]
+    assert len(set(ids)) == 4 and set(map(len, ids)) == {length}
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_answers_that_are_cut_short_are_the_same_in_all_apis(family) -> None:
+    for _, text, _ in scripts(family):
+        outputs = outputs_of(family, text, answer_of(family, "chat").params(), 1)
+        for end in range(1, len(outputs), 1 + len(outputs) // 6):
+            chat, response, message = (answered(family, api, cut(outputs[:end])) for api in APIS)
+            assert chat.end == response.end == message.end == "length"
+            assert chat.num_tokens == response.num_tokens == message.num_tokens
+            # Blocks leave out white space, and arguments that are not complete JSON.
+            assert chat.content.strip() == response.content.strip() == message.content.strip()
+            assert chat.reasoning == response.reasoning == message.reasoning
+            names = [[name for name, _ in each.calls] for each in (chat, response, message)]
+            assert names[0] == names[1] == names[2]
+            for (_, one), (_, other) in zip(chat.calls, response.calls, strict=True):
+                assert other == (one or "{}")
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_grammar_accepts_what_the_template_writes(family) -> None:
+    service = service_of(family)
+    for name, text, want in scripts(family):
+        token_ids = service.tokenizer.encode(text, add_special_tokens=False)
+        for choice in ("auto", "required") if want.calls and not want.content else ("auto",):
+            answer = answer_of(family, "chat", tool_choice=choice)
+            answer.prompts()
+            grammar = service.grammars.compile(answer.params()["structured_outputs"])
+            assert grammar.start().validate_tokens(token_ids) == len(token_ids), (name, choice)
+        wrong = text.replace("note", "node")
+        if wrong != text and not want.content and not want.reasoning:
+            token_ids = service.tokenizer.encode(wrong, add_special_tokens=False)
+            assert grammar.start().validate_tokens(token_ids) < len(token_ids), name
+
+
+XML = ["qwen 3 coder", "glm 4.5", "glm 4.7", "minimax m2"]
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("family", XML)
+def test_texts_in_tags_are_streamed_piece_by_piece(family, api) -> None:
+    """A client sees the beginning of a long text long before its end."""
+    text = written_calls(family, 1)
+    answer = answer_of(family, api)
+    outputs = outputs_of(family, text, answer.params(), 1)
+    answer.prompts()
+    tracker, seen = DeltaTracker(), []
+    for output in outputs:
+        events = answer.events(0, output, tracker.deltas(0, output))
+        if b'"arguments":"' in events or b"arguments.delta" in events or b"partial_json" in events:
+            seen.append(len(output.outputs[0].token_ids))
+    texts = [output.outputs[0].text for output in outputs]
+    start, end = (
+        next(index for index, each in enumerate(texts) if part in each)
+        for part in ('"Paulo', TEXT.strip())
+    )
+    assert len([count for count in seen if start < count <= end]) > (end - start) / 2 > 10

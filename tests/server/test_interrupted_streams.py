@@ -1,0 +1,88 @@
+"""Streams of all three APIs that a client leaves after any event: blocks come home at once."""
+
+import pytest
+
+from paged_jax import Engine
+from paged_jax.models.text.reasoning import FORMATS, ReasoningFormat
+from paged_jax.server import Settings
+from tests.server.test_anthropic_answers import FUNCTIONS as MESSAGES_FUNCTIONS
+from tests.server.test_chat_answers import tokenizer_of
+from tests.server.test_response_answers import FUNCTIONS, TEMPLATE
+from tests.support.live_server import LiveServer, wait_until
+from tests.support.structured import SIZES, TOOLS
+
+CHAT = {"messages": [{"role": "user", "content": "Well?"}]}
+# An answer of reasoning and text, and an answer of calls, in each API.
+COMMON = {"stream": True, "temperature": 1, "seed": 3}
+BODIES = {
+    "chat text": ("/v1/chat/completions", {**CHAT, "max_tokens": 80}),
+    "chat calls": (
+        "/v1/chat/completions",
+        {**CHAT, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+    ),
+    "response text": ("/v1/responses", {"input": "Well?", "max_output_tokens": 80}),
+    "response calls": (
+        "/v1/responses",
+        {
+            "input": "Well?",
+            "tools": FUNCTIONS,
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+        },
+    ),
+    "message text": ("/v1/messages", {**CHAT, "max_tokens": 80}),
+    "message calls": (
+        "/v1/messages",
+        {
+            **CHAT,
+            "max_tokens": 100,
+            "tools": MESSAGES_FUNCTIONS,
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Server of a model whose reasoning ends with the first "e", which it writes soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FORMATS, "test", ReasoningFormat("<t>", "e"))
+        settings = Settings(model_name="bundled", reasoning_format="test")
+        engine = Engine(tokenizer=tokenizer_of(TEMPLATE), **SIZES)
+        with LiveServer(engine, settings) as server:
+            yield server
+
+
+def read_events(server: LiveServer, path: str, body: dict, most: float) -> int:
+    """Read at most this number of events, and leave. Return the number of events."""
+    count = 0
+    with server.client() as client, client.stream("POST", path, json=body) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines() if most else ():
+            count += line.startswith("data: ")
+            if count >= most:
+                break
+    return count
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_blocks_come_home_within_a_step_after_any_event(server, kind) -> None:
+    path, body = BODIES[kind][0], {**BODIES[kind][1], **COMMON}
+    num_events = read_events(server, path, body, float("inf"))
+    assert num_events > 6
+    num_cut = 0
+    for most in range(num_events):
+        before = server.service.snapshot.stats.num_generated_tokens
+        read_events(server, path, body, most)
+        wait_until(lambda: server.service.num_active == 0)
+        num_steps = server.service.snapshot.stats.num_steps
+        server.wait_until_idle()
+        stats = server.service.snapshot.stats
+        assert stats.num_steps <= num_steps + 1
+        if most == 0:
+            num_cut = stats.num_generated_tokens - before
+    whole = server.service.snapshot.stats.num_generated_tokens
+    read_events(server, path, body, float("inf"))
+    server.wait_until_idle()
+    assert num_cut < server.service.snapshot.stats.num_generated_tokens - whole
