@@ -47,7 +47,14 @@ from paged_jax.kernels.cascade import is_sharing_possible
 from paged_jax.kernels.checks import as_arrays, as_int32
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
 from paged_jax.kernels.pool_format import query_dtype
-from paged_jax.models.layer_attention import Attend, Heads, Projection, sliding_window_of
+from paged_jax.models.layer_attention import (
+    Attend,
+    Heads,
+    LayerInputs,
+    Projection,
+    Recurrence,
+    sliding_window_of,
+)
 
 # K and V pools of each group of layers.
 GroupPools = tuple[Pools, ...]
@@ -319,8 +326,9 @@ def decode_attention(
                 num_shared[group] = num_shared_blocks(tables, places.lengths, places.block_size)
 
     def attend(
-        layer: int | jax.Array, heads: Projection | Heads, carry: GroupPools
+        layer: int | jax.Array, heads: LayerInputs, carry: GroupPools
     ) -> tuple[jax.Array, GroupPools]:
+        assert not isinstance(heads, Recurrence), "the cache has no states"
         group, index = find_layer(places.layers, layer)
         q, pools = places.write(group, carry[group], heads, index, backend)
         arrays = q, pools.k, pools.v, places.groups[group].block_tables, places.lengths
@@ -349,8 +357,9 @@ def prefill_attention(
     """
 
     def attend(
-        layer: int | jax.Array, heads: Projection | Heads, carry: GroupPools
+        layer: int | jax.Array, heads: LayerInputs, carry: GroupPools
     ) -> tuple[jax.Array, GroupPools]:
+        assert not isinstance(heads, Recurrence), "the cache has no states"
         group, index = find_layer(places.layers, layer)
         q, pools = places.write(group, carry[group], heads, index, backend)
         out = paged_prefill_attention(

@@ -1,7 +1,8 @@
-"""Interface between a layer and its attention, and attention without a cache.
+"""Interface between a layer and its cache, and layers without a cache.
 
-A layer passes queries, keys and values, as `Projection` or `Heads`, to a function of the type
-`Attend`. The function decides what they attend to.
+A layer passes its inputs to a function of the type `Attend`. Attention layers pass queries, keys
+and values, as `Projection` or `Heads`, and the function decides what they attend to. Recurrent
+layers pass a `Recurrence`, and the function decides where the states come from and where they go.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,9 +10,11 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from paged_jax.formatting import short_repr
 from paged_jax.kernels.norm_rope import split_and_rotate
+from paged_jax.models.layer_groups import StateShape
 
 
 class Projection(NamedTuple):
@@ -71,12 +74,68 @@ class Heads(NamedTuple):
         return self.q, self.k, self.k[..., : self.value_dim] if self.v is None else self.v
 
 
-# State that each layer passes to the next: the K and V pools, or nothing without a cache.
+# Arrays of a recurrent layer for the sequences of a batch: ``[B, *shape]`` for each `StateShape`.
+States = tuple[jax.Array, ...]
+
+
+@short_repr
+class Recurrence(NamedTuple):
+    """Inputs of a recurrent layer, and the function that advances its states over them.
+
+    The function is pure, so a caller may run it on other states, on fewer tokens, or twice.
+
+    Attributes:
+      inputs: float32 ``[N, features]`` each, or ``[B, T, features]`` without a cache.
+      advance: function of the inputs ``[B, T, features]``, the states before the first token of
+        each row, and the number of tokens of each row, i32 ``[B]``. Tokens are at the beginning of
+        a row. Padding after them changes no state, and its outputs are arbitrary. It returns the
+        outputs, float32 ``[B, T, features]``, and the states after the last token of each row, in
+        the dtypes of the states before.
+      arrays: arrays of the states. A new sequence starts with zeros.
+    """
+
+    inputs: tuple[jax.Array, ...]
+    advance: Callable[[tuple[jax.Array, ...], States, jax.Array], tuple[jax.Array, States]]
+    arrays: tuple[StateShape, ...]
+
+    def run(self, states: States, num_tokens: jax.Array) -> tuple[jax.Array, States]:
+        """Advance the states of each row over its tokens.
+
+        Args:
+          states: states before the first token of each row, ``[B, *shape]`` for each array.
+          num_tokens: i32 ``[B]``, number of tokens of each row, 0 to T. T is N / B.
+
+        Returns:
+          The outputs, float32 ``[N, features]`` or ``[B, T, features]`` like the inputs, and the
+          new states.
+        """
+        B = num_tokens.shape[0]
+        rows = tuple(x.reshape(B, -1, x.shape[-1]) for x in self.inputs)
+        out, states = self.advance(rows, states, num_tokens)
+        return out.reshape(*self.inputs[0].shape[:-1], -1), states
+
+    def initial_states(self, batch_size: int, dtype: DTypeLike) -> States:
+        """Return the states of new sequences.
+
+        Args:
+          batch_size: number of sequences (B).
+          dtype: dtype of the arrays whose dtype is that of K and V.
+        """
+        return tuple(
+            jnp.zeros((batch_size, *array.shape), array.dtype or dtype) for array in self.arrays
+        )
+
+
+# Inputs of a layer that go to its cache.
+LayerInputs = Projection | Heads | Recurrence
+
+# State that each layer passes to the next: the pools of the cache, or nothing without a cache.
 Carry = TypeVar("Carry")
 
-# Attention of a layer: (layer index, projection or heads, carry) -> (output ``[..., H, U]``,
-# floating point, new carry). The index is traced if the layers run in a scan.
-Attend = Callable[[int | jax.Array, Projection | Heads, Carry], tuple[jax.Array, Carry]]
+# Connection of a layer to its cache: (layer index, inputs, carry) -> (output ``[..., H, U]``, or
+# ``[..., features]`` of a recurrence, floating point; new carry). The index is traced if the layers
+# run in a scan.
+Attend = Callable[[int | jax.Array, LayerInputs, Carry], tuple[jax.Array, Carry]]
 
 
 def sliding_window_of(sliding_windows: Sequence[int | None], index: int | jax.Array) -> int | None:
@@ -88,15 +147,21 @@ def sliding_window_of(sliding_windows: Sequence[int | None], index: int | jax.Ar
 
 
 def causal_attention(sliding_windows: Sequence[int | None]) -> Attend[Carry]:
-    """Return an `Attend` function: causal attention over sequences ``[B, T, ...]``, no cache.
+    """Return an `Attend` function for whole sequences ``[B, T, ...]``, without a cache.
+
+    Attention is causal. Recurrences start from zeros.
 
     Args:
       sliding_windows: sliding window of each layer, see `LlamaConfig`.
     """
 
     def attend(
-        index: int | jax.Array, heads: Projection | Heads, carry: Carry
+        index: int | jax.Array, heads: LayerInputs, carry: Carry
     ) -> tuple[jax.Array, Carry]:
+        if isinstance(heads, Recurrence):
+            B, T, _ = heads.inputs[0].shape
+            states = heads.initial_states(B, jnp.float32)
+            return heads.run(states, jnp.full(B, T, jnp.int32))[0], carry
         q, k, v = heads.split()
         sliding_window = sliding_window_of(sliding_windows, index)
         if heads.soft_cap is None and heads.sinks is None and heads.value_dim is None:

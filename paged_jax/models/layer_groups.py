@@ -40,12 +40,13 @@ class StateShape(NamedTuple):
     Attributes:
       name: name of the array in its layer.
       shape: shape for one sequence.
-      dtype: name of the dtype.
+      dtype: name of the dtype; None for the dtype of K and V, or of queries if K and V are
+        quantised.
     """
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str | None
 
 
 class LayerGroup(NamedTuple):
