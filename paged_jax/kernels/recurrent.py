@@ -1,0 +1,389 @@
+"""Recurrences over a state of fixed size: convolution, delta rule, and state space model.
+
+Each sequence has a state per layer. All ops take the states before the first token and return the
+states after the last one. They take one token at a time, or a chunk of any length::
+
+    T = 1     decay the state, add an outer product, read it            all heads at once
+    T > 1     [ tile 0 | tile 1 | tile 2 | padding ]                    tiles of 64 tokens
+                  |        |        |
+              products of tokens within a tile: no state, all tiles at once
+                  |        |        |
+              S --+--> S --+--> S --+--> S                              a scan over the tiles
+
+The arithmetic is float32. Factors of decay are exponentials of sums that are never positive, so
+they cannot overflow. Padding after the tokens of a row does not change its state.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Tokens in a tile of the chunked form, and in a block of the triangular inverse. With tiles of 128
+# tokens, the error of the inverse grows.
+_TILE, _BLOCK = 64, 16
+
+_einsum = functools.partial(jnp.einsum, precision="highest")
+_matmul = functools.partial(jnp.matmul, precision="highest")
+
+
+def causal_convolution(
+    x: jax.Array,
+    state: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    num_tokens: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Convolve each channel with its own filter over the last w tokens.
+
+    Inputs are rounded to the dtype of the state first. Results therefore do not depend on how a
+    sequence is divided into chunks.
+
+    Args:
+      x: float32 ``[B, T, F]``.
+      state: floating point ``[B, (w - 1) * F]``, the last w - 1 inputs of each sequence, the oldest
+        first; zeros before the first token.
+      weight: floating point ``[F, w]``. The last element belongs to the newest token.
+      bias: floating point ``[F]`` or None.
+      num_tokens: i32 ``[B]``, number of tokens of each row. The rest of the row is padding.
+
+    Returns:
+      The output, float32 ``[B, T, F]``, and the new state.
+
+    Example:
+      >>> x, state = jnp.array([[[1.0], [2.0], [4.0]]]), jnp.zeros((1, 1))
+      >>> out, state = causal_convolution(x, state, jnp.array([[10.0, 1]]), None, jnp.array([2]))
+      >>> out[0, :, 0].tolist(), state.tolist()
+      ([1.0, 12.0, 24.0], [[2.0]])
+    """
+    B, T, F = x.shape
+    width = weight.shape[1]
+    inputs = jnp.concatenate([state.reshape(B, width - 1, F), x.astype(state.dtype)], axis=1)
+    filters = weight.astype(jnp.float32).T
+    shifted = (inputs[:, i : i + T].astype(jnp.float32) for i in range(width))
+    out = sum(part * filters[i] for i, part in enumerate(shifted))
+    out = out if bias is None else out + bias.astype(jnp.float32)
+    if T == 1:
+        last = jnp.where((num_tokens > 0)[:, None, None], inputs[:, 1:], inputs[:, :-1])
+    else:
+        rows = num_tokens[:, None] + jnp.arange(width - 1, dtype=jnp.int32)
+        last = jnp.take_along_axis(inputs, rows[..., None], axis=1)
+    return jnp.asarray(out), last.reshape(state.shape)
+
+
+def delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    num_tokens: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Apply the gated delta rule (Yang et al., arXiv 2412.06464), or KDA (arXiv 2510.26692).
+
+    For each head and token, a state ``S [D, U]`` changes to::
+
+        S = exp(log_decay) * S
+        S = S + beta * outer(k, v - k @ S)
+        out = q @ S
+
+    Args:
+      q: float32 ``[B, T, K, D]``. Each head has G heads of values.
+      k: float32 ``[B, T, K, D]``.
+      v: float32 ``[B, T, K, G, U]``.
+      log_decay: float32 ``[B, T, K, G]``, at most 0; ``[B, T, K, G, D]`` if the elements of a key
+        decay at different rates.
+      beta: float32 ``[B, T, K, G]``, 0 to 2.
+      state: float32 ``[B, K, G, D, U]``.
+      num_tokens: i32 ``[B]``, number of tokens of each row. The rest of the row is padding.
+
+    Returns:
+      The output, float32 ``[B, T, K, G, U]``, and the new state.
+    """
+    log_decay, beta = _without_padding(num_tokens, log_decay, beta)
+    if log_decay.ndim == beta.ndim:
+        log_decay = log_decay[..., None]
+    if v.shape[1] == 1:
+        first = (x[:, 0] for x in (q, k, v, log_decay, beta))
+        out, state = _delta_step(*first, state)
+        return out[:, None], state
+    tiles = (_tiles(x) for x in (q, k, v, log_decay, beta[..., None]))
+    out, state = _delta_tiles(*tiles, state)
+    return _join(out, v.shape[1]), state
+
+
+def state_space(
+    x: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    log_decay: jax.Array,
+    state: jax.Array,
+    num_tokens: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Apply the recurrence of Mamba-2 (Dao and Gu, arXiv 2405.21060).
+
+    For each head and token, a state ``S [U, D]`` changes to ``exp(log_decay) * S + outer(x, b)``.
+    The output is ``S @ c``.
+
+    Args:
+      x: float32 ``[B, T, K, G, U]``, multiplied by the time steps. G heads share b and c.
+      b: float32 ``[B, T, K, D]``.
+      c: float32 ``[B, T, K, D]``.
+      log_decay: float32 ``[B, T, K, G]``, at most 0.
+      state: float32 ``[B, K, G, U, D]``.
+      num_tokens: i32 ``[B]``, number of tokens of each row. The rest of the row is padding.
+
+    Returns:
+      The output, float32 ``[B, T, K, G, U]``, and the new state.
+    """
+    x, log_decay = _without_padding(num_tokens, x, log_decay)
+    if x.shape[1] == 1:
+        outer = x[:, 0, ..., None] * b[:, 0, :, None, None]
+        state = jnp.exp(log_decay[:, 0, ..., None, None]) * state + outer
+        return jnp.sum(state * c[:, 0, :, None, None], axis=-1)[:, None], state
+    q, k, v, decay = (_tiles(each) for each in (c, b, x, log_decay[..., None]))
+    decay_TN, into, onto = _decays(decay)
+    inner = _einsum("bqktd,bqknd->bqktn", q, k)[:, :, :, None] * decay_TN
+    q, k = q[:, :, :, None] * into, k[:, :, :, None] * onto
+    out, state = _scan_tiles(q, k, v, None, inner, into[..., -1, :], state.swapaxes(-1, -2))
+    return _join(out, x.shape[1]), state.swapaxes(-1, -2)
+
+
+def _without_padding(num_tokens: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Return arrays ``[B, T, ...]`` with zeros in the padding."""
+    T = arrays[0].shape[1]
+    is_token = jnp.arange(T, dtype=jnp.int32)[None] < num_tokens[:, None]
+    return tuple(
+        jnp.where(is_token.reshape(is_token.shape + (1,) * (x.ndim - 2)), x, 0) for x in arrays
+    )
+
+
+def _delta_step(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Apply `delta_rule` to one token per row. The arrays have no dimension T.
+
+    The output is computed from the old state, so that a kernel can read and write the state once.
+    """
+    decay = jnp.exp(log_decay)
+    q, k = q[:, :, None], k[:, :, None]
+    predicted = jnp.sum((decay * k)[..., None] * state, axis=-2)
+    kept = jnp.sum((decay * q)[..., None] * state, axis=-2)
+    change = beta[..., None] * (v - predicted)
+    out = kept + jnp.sum(q * k, axis=-1, keepdims=True) * change
+    return out, decay[..., None] * state + k[..., None] * change[..., None, :]
+
+
+def _tiles(x: jax.Array) -> jax.Array:
+    """Divide ``[B, T, ..., last]`` into tiles ``[B, Q, ..., tile, last]``, padded with zeros."""
+    B, T = x.shape[:2]
+    tile = min(_TILE, max(_BLOCK, 1 << (T - 1).bit_length()))
+    x = jnp.pad(x, ((0, 0), (0, -T % tile), *[(0, 0)] * (x.ndim - 2)))
+    return jnp.moveaxis(x.reshape(B, -1, tile, *x.shape[2:]), 2, -2)
+
+
+def _join(tiles: jax.Array, T: int) -> jax.Array:
+    """Return ``[B, T, ...]`` from tiles ``[B, Q, ..., tile, last]``, without the padding."""
+    B = tiles.shape[0]
+    joined = jnp.moveaxis(tiles, -2, 2)
+    return joined.reshape(B, -1, *joined.shape[3:])[:, :T]
+
+
+def _decays(log_decay: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the decay between the tokens of a tile, if all elements of a key decay equally.
+
+    Sums start at each token. Differences of sums from the beginning of the tile would lose the
+    small decay between neighbours after a large one.
+
+    Args:
+      log_decay: float32 ``[..., tile, 1]``.
+
+    Returns:
+      The decay between the tokens, ``[..., tile, tile]``, 0 above the diagonal; from the state
+      before the tile to each token, ``[..., tile, 1]``; and from each token to the state after the
+      tile, ``[..., tile, 1]``.
+    """
+    tile = log_decay.shape[-2]
+    is_after = jnp.tri(tile, k=-1, dtype=bool)
+    sums = jnp.cumsum(jnp.where(is_after, log_decay, 0), axis=-2)
+    between = jnp.exp(jnp.where(jnp.tri(tile, dtype=bool), sums, -jnp.inf))
+    into = jnp.exp(jnp.cumsum(log_decay, axis=-2))
+    return between, into, between[..., -1, :, None]
+
+
+def _delta_tiles(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Apply `delta_rule` to tiles of tokens, see `_tiles`.
+
+    The changes of a tile's tokens depend on each other: ``(I + lower) @ changes = right``, where
+    `lower` has the products of keys below the diagonal.
+    """
+    tile = k.shape[-2]
+    if log_decay.shape[-1] == 1:
+        decay_TN, into, onto = _decays(log_decay)
+        lower, inner = (
+            _einsum("bqktd,bqknd->bqktn", x, k)[:, :, :, None] * decay_TN for x in (k, q)
+        )
+    else:
+        lower, inner, into, onto = _decayed_products(q, k, log_decay)
+    inverse = _invert(jnp.where(jnp.tri(tile, k=-1, dtype=bool), beta * lower, 0))
+    q, k = q[:, :, :, None], k[:, :, :, None]
+    values = _matmul(inverse, beta * v)
+    keys = _matmul(inverse, beta * into * k)
+    return _scan_tiles(q * into, k * onto, values, keys, inner, into[..., -1, :], state)
+
+
+def _scan_tiles(
+    q: jax.Array,
+    k: jax.Array,
+    values: jax.Array,
+    keys: jax.Array | None,
+    inner: jax.Array,
+    decay: jax.Array,
+    state: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Carry the state through the tiles of each row.
+
+    Args:
+      q: float32 ``[B, Q, K, G, tile, D]``, queries that read the state before the tile.
+      k: float32 ``[B, Q, K, G, tile, D]``, keys that write into the state after the tile.
+      values: float32 ``[B, Q, K, G, tile, U]``, written by `k`.
+      keys: float32 ``[B, Q, K, G, tile, D]``. The values that these read from the state before the
+        tile are not written. None to write all.
+      inner: float32 ``[B, Q, K, G, tile, tile]``, products of queries and keys of the tile.
+      decay: float32 ``[B, Q, K, G, D]`` or ``[B, Q, K, G, 1]``, decay of the state over the tile.
+      state: float32 ``[B, K, G, D, U]``.
+
+    Returns:
+      The output ``[B, Q, K, G, tile, U]`` and the new state.
+    """
+
+    def step(state: jax.Array, tile: tuple[jax.Array | None, ...]) -> tuple[jax.Array, jax.Array]:
+        q, k, values, keys, inner, decay = tile
+        assert q is not None and k is not None and decay is not None
+        written = values if keys is None else values - _matmul(keys, state)
+        out = _matmul(q, state) + _matmul(inner, written)
+        return decay[..., None] * state + _matmul(k.swapaxes(-1, -2), written), out
+
+    tiles = (q, k, values, keys, inner, decay)
+    if q.shape[1] == 1:
+        state, out = step(state, jax.tree.map(lambda x: x[:, 0], tiles))
+        return out[:, None], state
+    state, out = lax.scan(step, state, jax.tree.map(lambda x: x.swapaxes(0, 1), tiles))
+    return out.swapaxes(0, 1), state
+
+
+def _decayed_products(
+    q: jax.Array, k: jax.Array, log_decay: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return products of keys and of queries with keys, if elements of a key decay differently.
+
+    The decay between two tokens cannot be divided into a factor of each, which would overflow.
+    Within a block of 16 tokens, the exponent of each pair and element is computed. Between blocks,
+    both factors are relative to the beginning of the later block, where neither overflows::
+
+        token j ------> end of its block ------> beginning of the block of i ------> token i
+               to_end                   between                            from_start
+
+    Args:
+      q: float32 ``[B, Q, K, tile, D]``.
+      k: float32 ``[B, Q, K, tile, D]``.
+      log_decay: float32 ``[B, Q, K, G, tile, D]``.
+
+    Returns:
+      Products of keys with keys, and of queries with keys, ``[B, Q, K, G, tile, tile]``, of which
+      only elements up to the diagonal have a meaning; and the decay from the state before the tile
+      to each token, and from each token to the state after the tile, ``[B, Q, K, G, tile, D]``.
+    """
+    tile, D = log_decay.shape[-2:]
+    num_blocks = tile // _BLOCK
+
+    def blocks(x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:-2], num_blocks, _BLOCK, D)
+
+    decay, key_blocks = blocks(log_decay), blocks(k)[:, :, :, None]
+    number = jnp.arange(num_blocks)
+    later, earlier = number[:, None, None], number[:, None]
+    is_between = ((earlier < number) & (number < later))[..., None]
+    total = jnp.sum(decay, axis=-2)[..., None, None, :, :]
+    between = jnp.sum(jnp.where(is_between, total, 0), axis=-2)
+    to_block = _sum_after(decay)[..., None, :, :, :] + between[..., None, :]
+    is_earlier = (number < number[:, None])[..., None, None]
+    far_keys = jnp.exp(jnp.where(is_earlier, to_block, -jnp.inf)) * key_blocks[..., None, :, :, :]
+    from_start = jnp.exp(jnp.cumsum(decay, axis=-2))
+
+    is_after = jnp.tri(_BLOCK, k=-1, dtype=bool)[..., None]
+    sums = jnp.cumsum(jnp.where(is_after, decay[..., :, None, :], 0), axis=-3)
+    near = jnp.exp(jnp.where(jnp.tri(_BLOCK, dtype=bool)[..., None], sums, -jnp.inf))
+    near_keys = near * key_blocks[..., None, :, :]
+    is_near = jnp.eye(num_blocks, dtype=bool)[:, None, :, None]
+
+    def multiply(x: jax.Array) -> jax.Array:
+        x = blocks(x)[:, :, :, None]
+        far = _einsum("...wtd,...wxnd->...wtxn", x * from_start, far_keys)
+        close = jnp.sum(x[..., :, None, :] * near_keys, axis=-1)
+        both = jnp.where(is_near, close[..., :, :, None, :], far)
+        return both.reshape(*both.shape[:-4], tile, tile)
+
+    into, onto = jnp.exp(jnp.cumsum(log_decay, axis=-2)), jnp.exp(_sum_after(log_decay))
+    return multiply(k), multiply(q), into, onto
+
+
+def _sum_after(x: jax.Array) -> jax.Array:
+    """Return the sum of the later rows of ``[..., N, D]`` for each row."""
+    later = jnp.concatenate([x[..., 1:, :], jnp.zeros_like(x[..., :1, :])], axis=-2)
+    return lax.cumsum(later, axis=x.ndim - 2, reverse=True)
+
+
+@jax.custom_jvp
+def _invert(lower: jax.Array) -> jax.Array:
+    """Return the inverse of ``I + lower`` for strictly lower triangular ``[..., tile, tile]``.
+
+    Blocks of 16 rows on the diagonal are inverted by forward substitution, and then merged in
+    pairs. The product ``(I - lower) (I + lower^2) (I + lower^4) ...`` would be faster on some
+    devices, but its factors overflow if keys are nearly equal.
+    """
+    tile = lower.shape[-1]
+    pieces = lower.reshape(*lower.shape[:-2], tile // _BLOCK, _BLOCK, tile // _BLOCK, _BLOCK)
+    numbers = jnp.arange(tile // _BLOCK)
+    diagonal = jnp.moveaxis(pieces[..., numbers, :, numbers, :], 0, -3)
+
+    def substitute(row: int, inverse: jax.Array) -> jax.Array:
+        factors = lax.dynamic_slice_in_dim(diagonal, row, 1, axis=-2)
+        old = lax.dynamic_slice_in_dim(inverse, row, 1, axis=-2)
+        new = old - _matmul(factors, inverse)
+        return lax.dynamic_update_slice_in_dim(inverse, new, row, axis=-2)
+
+    identity = jnp.broadcast_to(jnp.eye(_BLOCK, dtype=lower.dtype), diagonal.shape)
+    inverse, size = lax.fori_loop(1, _BLOCK, substitute, identity), _BLOCK
+    while size < tile:
+        numbers = jnp.arange(0, tile // size, 2)
+        pieces = lower.reshape(*lower.shape[:-2], tile // size, size, tile // size, size)
+        below = jnp.moveaxis(pieces[..., numbers + 1, :, numbers, :], 0, -3)
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        below = -_matmul(_matmul(second, below), first)
+        top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        inverse = jnp.concatenate([top, jnp.concatenate([below, second], axis=-1)], axis=-2)
+        size *= 2
+    return inverse[..., 0, :, :]
+
+
+@_invert.defjvp
+def _invert_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    inverse = _invert(*primals)
+    return inverse, -_matmul(_matmul(inverse, tangents[0]), inverse)
