@@ -18,6 +18,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 # Tokens in a tile of the chunked form, and in a block of the triangular inverse. With tiles of 128
@@ -60,14 +61,14 @@ def causal_convolution(
     B, T, F = x.shape
     width = weight.shape[1]
     inputs = jnp.concatenate([state.reshape(B, width - 1, F), x.astype(state.dtype)], axis=1)
-    filters = weight.astype(jnp.float32).T
+    filters = weight.astype(jnp.float32).T[:, None, None]
     shifted = (inputs[:, i : i + T].astype(jnp.float32) for i in range(width))
     out = sum(part * filters[i] for i, part in enumerate(shifted))
-    out = out if bias is None else out + bias.astype(jnp.float32)
+    out = out if bias is None else out + bias.astype(jnp.float32)[None, None]
     if T == 1:
         last = jnp.where((num_tokens > 0)[:, None, None], inputs[:, 1:], inputs[:, :-1])
     else:
-        rows = num_tokens[:, None] + jnp.arange(width - 1, dtype=jnp.int32)
+        rows = num_tokens[:, None] + jnp.arange(width - 1, dtype=jnp.int32)[None]
         last = jnp.take_along_axis(inputs, rows[..., None], axis=1)
     return jnp.asarray(out), last.reshape(state.shape)
 
@@ -211,9 +212,9 @@ def _decays(log_decay: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
       tile, ``[..., tile, 1]``.
     """
     tile = log_decay.shape[-2]
-    is_after = jnp.tri(tile, k=-1, dtype=bool)
+    is_after = np.tri(tile, k=-1, dtype=bool)
     sums = jnp.cumsum(jnp.where(is_after, log_decay, 0), axis=-2)
-    between = jnp.exp(jnp.where(jnp.tri(tile, dtype=bool), sums, -jnp.inf))
+    between = jnp.exp(jnp.where(np.tri(tile, dtype=bool), sums, -jnp.inf))
     into = jnp.exp(jnp.cumsum(log_decay, axis=-2))
     return between, into, between[..., -1, :, None]
 
@@ -239,7 +240,7 @@ def _delta_tiles(
         )
     else:
         lower, inner, into, onto = _decayed_products(q, k, log_decay)
-    inverse = _invert(jnp.where(jnp.tri(tile, k=-1, dtype=bool), beta * lower, 0))
+    inverse = _invert(jnp.where(np.tri(tile, k=-1, dtype=bool), beta * lower, 0))
     q, k = q[:, :, :, None], k[:, :, :, None]
     values = _matmul(inverse, beta * v)
     keys = _matmul(inverse, beta * into * k)
@@ -315,7 +316,7 @@ def _decayed_products(
         return x.reshape(*x.shape[:-2], num_blocks, _BLOCK, D)
 
     decay, key_blocks = blocks(log_decay), blocks(k)[:, :, :, None]
-    number = jnp.arange(num_blocks)
+    number = np.arange(num_blocks)
     later, earlier = number[:, None, None], number[:, None]
     is_between = ((earlier < number) & (number < later))[..., None]
     total = jnp.sum(decay, axis=-2)[..., None, None, :, :]
@@ -325,11 +326,11 @@ def _decayed_products(
     far_keys = jnp.exp(jnp.where(is_earlier, to_block, -jnp.inf)) * key_blocks[..., None, :, :, :]
     from_start = jnp.exp(jnp.cumsum(decay, axis=-2))
 
-    is_after = jnp.tri(_BLOCK, k=-1, dtype=bool)[..., None]
+    is_after = np.tri(_BLOCK, k=-1, dtype=bool)[..., None]
     sums = jnp.cumsum(jnp.where(is_after, decay[..., :, None, :], 0), axis=-3)
-    near = jnp.exp(jnp.where(jnp.tri(_BLOCK, dtype=bool)[..., None], sums, -jnp.inf))
+    near = jnp.exp(jnp.where(np.tri(_BLOCK, dtype=bool)[..., None], sums, -jnp.inf))
     near_keys = near * key_blocks[..., None, :, :]
-    is_near = jnp.eye(num_blocks, dtype=bool)[:, None, :, None]
+    is_near = np.eye(num_blocks, dtype=bool)[:, None, :, None]
 
     def multiply(x: jax.Array) -> jax.Array:
         x = blocks(x)[:, :, :, None]
@@ -358,7 +359,7 @@ def _invert(lower: jax.Array) -> jax.Array:
     """
     tile = lower.shape[-1]
     pieces = lower.reshape(*lower.shape[:-2], tile // _BLOCK, _BLOCK, tile // _BLOCK, _BLOCK)
-    numbers = jnp.arange(tile // _BLOCK)
+    numbers = np.arange(tile // _BLOCK)
     diagonal = jnp.moveaxis(pieces[..., numbers, :, numbers, :], 0, -3)
 
     def substitute(row: int, inverse: jax.Array) -> jax.Array:
@@ -370,7 +371,7 @@ def _invert(lower: jax.Array) -> jax.Array:
     identity = jnp.broadcast_to(jnp.eye(_BLOCK, dtype=lower.dtype), diagonal.shape)
     inverse, size = lax.fori_loop(1, _BLOCK, substitute, identity), _BLOCK
     while size < tile:
-        numbers = jnp.arange(0, tile // size, 2)
+        numbers = np.arange(0, tile // size, 2)
         pieces = lower.reshape(*lower.shape[:-2], tile // size, size, tile // size, size)
         below = jnp.moveaxis(pieces[..., numbers + 1, :, numbers, :], 0, -3)
         first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]

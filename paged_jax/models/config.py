@@ -12,6 +12,7 @@ from paged_jax.models.config_json import read_fields, write_fields
 from paged_jax.models.family import SOFTMAX_ROUTER, Router, UnsupportedConfigError
 from paged_jax.models.layer_groups import (
     FULL,
+    RECURRENT,
     SLIDING,
     SPARSE,
     KVShape,
@@ -22,6 +23,7 @@ from paged_jax.models.layer_groups import (
     check_num_layers,
     group_layers,
 )
+from paged_jax.models.mixers import Mixer
 from paged_jax.models.model_folder import read_config_json
 from paged_jax.models.rope import QueryScale, Rope, RopeScaling
 
@@ -137,8 +139,9 @@ class LlamaConfig:
         `mlp.clamped_swiglu`; with `swiglu_limit` None experts use `hidden_act`.
       sliding_window: number of last tokens that a query attends to in layers with a window; None
         for all tokens.
-      layer_types: ``"full_attention"`` or ``"sliding_attention"`` for each layer; empty if all
-        layers are equal, with `sliding_window` for all of them if it is set.
+      layer_types: ``"full_attention"``, ``"sliding_attention"`` or ``"linear_attention"`` for each
+        layer; empty if all are equal attention layers, with `sliding_window` if it is set.
+      mixer: sizes of ``"linear_attention"`` layers, which are recurrent; None if there are none.
       mlp_layer_types: ``"dense"`` or ``"sparse"`` for each layer: an MLP of `intermediate_size`, or
         experts; empty if all layers are equal, with experts if `num_experts` is set.
       initializer_range: standard deviation of initial weights.
@@ -207,6 +210,7 @@ class LlamaConfig:
     swiglu_limit: float | None = None
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
+    mixer: Mixer | None = None
     mlp_layer_types: tuple[str, ...] = ()
     initializer_range: float = 0.02
     bos_token_id: int | None = None
@@ -261,10 +265,10 @@ class LlamaConfig:
 
     def _check_layer_types(self) -> None:
         sliding_window, num_layers = self.sliding_window, self.num_hidden_layers
-        check_layer_types(self.layer_types, sliding_window, num_layers)
+        check_layer_types(self.layer_types, sliding_window, num_layers, self.mixer)
         check_mlp_layer_types(self.mlp_layer_types, self.num_experts, num_layers)
         # Normalise uniform layers, so that equal models have equal configs.
-        if len(set(self.layer_types)) == 1:
+        if len(set(self.layer_types)) == 1 and self.mixer is None:
             if FULL in self.layer_types:
                 object.__setattr__(self, "sliding_window", None)
             object.__setattr__(self, "layer_types", ())
@@ -367,12 +371,21 @@ class LlamaConfig:
         local = KVShape(K, D, D)
         D = self.global_head_dim or D
         whole = KVShape(self.num_global_key_value_heads or K, D, D)
-        return tuple(whole if window is None else local for window in self.sliding_windows)
+        shapes = [whole if window is None else local for window in self.sliding_windows]
+        kinds = zip(self.mixers, shapes, strict=True)
+        return tuple(shape if mixer is None else None for mixer, shape in kinds)
 
     @property
+    def mixers(self) -> tuple[Mixer | None, ...]:
+        """Recurrence of each layer; None for attention layers."""
+        if self.mixer is None:
+            return (None,) * self.num_hidden_layers
+        return tuple(self.mixer if kind == RECURRENT else None for kind in self.layer_types)
+
+    @functools.cached_property
     def state_shapes(self) -> tuple[tuple[StateShape, ...], ...]:
         """Arrays that each layer keeps of a sequence; empty for attention layers."""
-        return ((),) * self.num_hidden_layers
+        return tuple(() if mixer is None else mixer.states for mixer in self.mixers)
 
     @property
     def has_experts(self) -> tuple[bool, ...]:
@@ -395,12 +408,17 @@ class LlamaConfig:
           >>> [layer.head_dim for layer in config.layer_configs]
           [8, 16]
         """
-        kinds = tuple(zip(self.sliding_windows, self.kv_shapes, self.has_experts, strict=True))
+        properties = self.sliding_windows, self.kv_shapes, self.mixers, self.has_experts
+        kinds = tuple(zip(*properties, strict=True))
         configs = {kind: self._of_layer(*kind) for kind in dict.fromkeys(kinds)}
         return tuple(configs[kind] for kind in kinds)
 
-    def _of_layer(self, window: int | None, kv: KVShape | None, has_experts: bool) -> "LlamaConfig":
-        changes: dict[str, Any] = {"layer_types": (), "mlp_layer_types": (), "rope_layers": ()}
+    def _of_layer(
+        self, window: int | None, kv: KVShape | None, mixer: Mixer | None, has_experts: bool
+    ) -> "LlamaConfig":
+        kinds = () if mixer is None else (RECURRENT,) * self.num_hidden_layers
+        changes: dict[str, Any] = {"layer_types": kinds, "mlp_layer_types": (), "rope_layers": ()}
+        changes |= {"mixer": mixer, "o_bias": self.o_bias and mixer is None}
         changes |= {"sliding_window": window, "global_head_dim": 0, "num_global_key_value_heads": 0}
         if kv is not None:
             changes |= {"num_key_value_heads": kv.num_kv_heads, "head_dim": kv.head_dim}
@@ -460,7 +478,8 @@ class LlamaConfig:
     @property
     def can_scan_layers(self) -> bool:
         """Whether all layers are equal and can be stacked, see `scan_layers` of `Llama`."""
-        return len(set(self.layer_configs)) == 1 and len(set(self.ropes)) == 1
+        kinds = {*zip(self.layer_configs, self.ropes, strict=True)}
+        return len(kinds) == 1 and self.mixer is None
 
     @property
     def dense_intermediate_size(self) -> int:

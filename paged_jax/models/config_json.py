@@ -13,7 +13,8 @@ from paged_jax.arguments import check_positive, is_int
 from paged_jax.models.experts_json import check_neutral, read_experts, write_experts
 from paged_jax.models.families import FAMILIES, PARTS
 from paged_jax.models.family import Family, InnerTextModel, UnsupportedConfigError
-from paged_jax.models.layer_groups import FULL, SLIDING, check_num_layers
+from paged_jax.models.layer_groups import FULL, RECURRENT, SLIDING, check_num_layers
+from paged_jax.models.mixers_json import read_layer_types, read_mixer, write_mixer
 from paged_jax.models.model_folder import read_boolean, read_entry, read_integer, read_number
 from paged_jax.models.quantisation import QUANTISATION_KEYS, find_quantisation
 from paged_jax.models.rope_json import longest_sequence, read_rope, read_rope_layers, write_rope
@@ -58,7 +59,8 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     config = text_config(config)
     model_type = _model_type(config)
     family = FAMILIES[model_type]
-    config = {**family.defaults, **config}
+    others = {key: config[other] for other, key in family.aliases.items() if other in config}
+    config = {**family.defaults, **config, **others}
     _check_supported(config, family)
     replacements = family.replacements.get("hidden_act", {})
     hidden_act = read_entry(config, family.key("hidden_act"), "silu")
@@ -68,12 +70,13 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     num_hidden_layers = read_integer(config, "num_hidden_layers")
     check_num_layers(num_hidden_layers)
     sliding_window, layer_types = _read_sliding_window(config, family, num_hidden_layers)
+    mixer = read_mixer(config, family) if RECURRENT in layer_types and family.mixer else None
     rope = read_rope(config, family, num_hidden_layers, layer_types)
     return {
         **dict(
             vocab_size=read_integer(config, "vocab_size"),
             hidden_size=read_integer(config, "hidden_size"),
-            intermediate_size=read_integer(config, "intermediate_size"),
+            intermediate_size=_read_intermediate_size(config, family),
             num_hidden_layers=num_hidden_layers,
             num_attention_heads=heads,
             num_key_value_heads=heads if kv_heads is None else kv_heads,
@@ -85,6 +88,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
             hidden_act={"swish": "silu", **replacements}.get(hidden_act, hidden_act),
             sliding_window=sliding_window,
             layer_types=layer_types,
+            mixer=mixer,
             initializer_range=read_number(config, "initializer_range", 0.02),
             bos_token_id=read_integer(config, "bos_token_id", None),
             eos_token_ids=_token_ids(config, "eos_token_id"),
@@ -142,7 +146,10 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     if family.global_heads:
         written["global_head_dim"] = fields["global_head_dim"] or fields["head_dim"]
         written["num_global_key_value_heads"] = fields["num_global_key_value_heads"] or None
-    return written | _write_sliding_window(fields, family) | write_experts(fields, family)
+    if family.has_adjusted_mlp:
+        written["block_auto_adjust_ff_dim"] = False
+    written |= _write_sliding_window(fields, family) | write_experts(fields, family)
+    return written | write_mixer(fields, family)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -220,6 +227,16 @@ def _model_type(config: Mapping[str, Any]) -> str:
     return model_type
 
 
+def _read_intermediate_size(config: Mapping[str, Any], family: Family) -> int:
+    size = read_integer(config, "intermediate_size")
+    if family.has_adjusted_mlp and read_boolean(config, "block_auto_adjust_ff_dim", True):
+        unit = read_integer(config, "block_multiple_of", 256)
+        check_positive("LlamaConfig", block_multiple_of=unit)
+        size = int(read_number(config, "block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+        size = unit * -(-size // unit)
+    return size
+
+
 def _check_supported(config: Mapping[str, Any], family: Family) -> None:
     find_quantisation(config, has_mxfp4=family.is_mxfp4)
     check_neutral(config, family, {**_NEUTRAL, **family.only})
@@ -279,6 +296,8 @@ def _read_sliding_window(
 def _layer_types(
     config: Mapping[str, Any], family: Family, sliding_window: int | None, num_hidden_layers: int
 ) -> tuple[str, ...]:
+    if family.mixer is not None:
+        return read_layer_types(config, family.mixer, num_hidden_layers)
     layer_types = config.get("layer_types")
     ends_full = family.sliding_layers == "pattern and the last"
     if layer_types is None:

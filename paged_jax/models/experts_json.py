@@ -37,6 +37,7 @@ _TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "swiglu_alpha": (is_real, "a number"),
     "swiglu_limit": (is_real, "a number"),
     "factor": (is_real, "a number"),
+    "has_correction_bias": (lambda value: isinstance(value, bool), "true or false"),
 }
 
 
@@ -96,7 +97,7 @@ def write_experts(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
         written[family.shared_experts] = fields["shared_expert_intermediate_size"] // size
     kinds = fields["mlp_layer_types"] or (SPARSE,) * fields["num_hidden_layers"]
     if family.dense_layers == "first":
-        written["first_k_dense_replace"] = [*kinds, SPARSE].index(SPARSE)
+        written[family.key("first_k_dense_replace")] = [*kinds, SPARSE].index(SPARSE)
     if family.dense_layers == "listed":
         written["decoder_sparse_step"] = 1
         written["mlp_only_layers"] = [i for i, kind in enumerate(kinds) if kind == DENSE]
@@ -150,7 +151,7 @@ def _read_layer_types(
 
 def _find_dense(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
     if family.dense_layers == "first":
-        num_dense = read_integer(config, "first_k_dense_replace", 0)
+        num_dense = read_integer(config, family.key("first_k_dense_replace"), 0)
         return [layer < num_dense for layer in range(num_layers)]
     if family.dense_layers == "none":
         return [False] * num_layers

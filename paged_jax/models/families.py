@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from paged_jax.models.expert_families import EXPERT_FAMILIES
 from paged_jax.models.family import BIASES, Family, InnerTextModel, Router, Scale
 from paged_jax.models.layer_groups import FULL, SLIDING
+from paged_jax.models.recurrent_families import RECURRENT_FAMILIES
 
 _GEMMA_DEFAULTS = {
     "num_attention_heads": 8,
@@ -414,6 +415,7 @@ FAMILIES: dict[str, Family] = {
         keys={"rms_norm_eps": "layer_norm_eps"},
     ),
     **EXPERT_FAMILIES,
+    **RECURRENT_FAMILIES,
 }
 
 # Models with images, by `model_type`.
@@ -430,4 +432,7 @@ PARTS: Mapping[str, InnerTextModel] = {
         {"max_position_embeddings": 128000, "rope_theta": 5e5},
         is_tied=False,
     ),
+    # Rotations have three positions, equal in text.
+    "qwen3_5": InnerTextModel("Qwen3_5ForConditionalGeneration", is_tied=False),
+    "qwen3_5_moe": InnerTextModel("Qwen3_5MoeForConditionalGeneration", is_tied=False),
 }

@@ -129,6 +129,28 @@ SOFTMAX_ROUTER = Router()
 
 
 @dataclasses.dataclass(frozen=True)
+class MixerKeys:
+    """How the ``config.json`` of a family describes recurrent layers.
+
+    Attributes:
+      kind: kind of recurrent layers, see `mixers_json.MIXERS`.
+      keys: key in ``config.json`` of each field of the kind's class that the file has.
+      fixed: fields of the class with the same value in the whole family.
+      layer_types_key: key of the list of the layers' types.
+      layer_types: types of layers in this list, with their names in `layer_groups` if they differ.
+      attention_layers: key that is read if there is no list: an integer n if every n-th layer has
+        attention, or a list of the layers that have attention.
+    """
+
+    kind: str
+    keys: Mapping[str, str]
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    layer_types_key: str = "layer_types"
+    layer_types: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    attention_layers: str = "full_attention_interval"
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
     """Properties of a model family that are not in its ``config.json``.
 
@@ -167,12 +189,16 @@ class Family:
         first layers, as many as `first_k_dense_replace`; ``"listed"``: layers in `mlp_only_layers`,
         and those that `decoder_sparse_step` leaves out. A list `mlp_layer_types` has precedence.
       is_mxfp4: whether checkpoints may store experts in MXFP4, see `Mxfp4Tensor`.
+      mixer: how configs describe recurrent layers; None for a family without them.
+      has_adjusted_mlp: whether `block_auto_adjust_ff_dim` may change `intermediate_size`.
+      aliases: other keys that files have, with the key that this library reads.
       scales: factors to read from ``config.json``.
       caps: soft caps to read from ``config.json``.
       only: keys in ``config.json`` that change the computation, with the only supported value.
       replacements: for fields of `LlamaConfig`, values of files and their replacements.
       keys: key in ``config.json`` of each `LlamaConfig` field whose key differs from its name.
-      tensors: tensor names of a layer that differ from those in `tensor_map`, by parameter. A fused
+      tensors: tensor names of a layer, and of the last norm (``norm``), that differ from those in
+        `tensor_map`, by parameter. A piece of a parameter follows a dot (``mixer_conv.q``). A fused
         parameter such as ``qkv_proj`` is one tensor in the files if it is listed here. A * stands
         for the number of an expert. ``shared_expert`` is the module of the expert for all tokens.
       prefixes: prefixes of tensor names and their replacements; None if the tensors belong to
@@ -200,6 +226,9 @@ class Family:
     shared_experts: str | None = None
     dense_layers: str = "none"
     is_mxfp4: bool = False
+    mixer: MixerKeys | None = None
+    has_adjusted_mlp: bool = False
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     scales: tuple[Scale, ...] = ()
     caps: tuple[str, ...] = ()
     only: Mapping[str, Any] = dataclasses.field(default_factory=dict)

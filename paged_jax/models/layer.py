@@ -1,6 +1,8 @@
 """A decoder layer of the Llama family. Attention is a function that the caller passes in."""
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_attention import Attend, Carry, Heads, Projection
 from paged_jax.models.matrices import add_matrix, get_matrix
 from paged_jax.models.matrix_formats import MatrixFormats
+from paged_jax.models.mixers import Mixer, MixerWeights, initial_vector
 from paged_jax.models.mlp import ExpertWeights, RouterArrays, gated_mlp, routed_experts
 from paged_jax.models.tensor_parallel import DeviceShard
 
@@ -33,7 +36,7 @@ _EXPERT_NORMS = ("router_norm", "expert_input_norm", "expert_out_norm", "shared_
 
 
 class Layer(nnx.Module):
-    """A decoder layer: attention and an MLP or experts, each with norms and a residual.
+    """A decoder layer: attention or a mixer, and an MLP or experts, with norms and residuals.
 
     A layer has the norms in `NORMS` for its config's `norm_placement`::
 
@@ -48,7 +51,8 @@ class Layer(nnx.Module):
     read once. For tensor parallelism, each matrix can be divided along its heads, its features F,
     or its experts X. `dims` defines the letters::
 
-        qkv_proj              [K, G + 2, D, E]   for each KV head its queries, key and value
+        qkv_proj              [K, G + 2, D, E]   for each KV head its queries, key and value; with
+                                                 output gates 2 G + 2: each query, and its gate
         o_proj                [E, H * D]         H = K * G, in the same order
         gate_up_proj          [2, F, E]          gate, up; of the shared expert if there are experts
         down_proj             [E, F]
@@ -57,6 +61,8 @@ class Layer(nnx.Module):
         experts_gate_up_proj  [X, 2, F, E]       experts_gate_up_bias  [X, 2, F]
         experts_down_proj     [X, E, F]          experts_down_bias     [X, E]
         shared_expert_gate    [1, E]
+
+    In recurrent layers, the parameters of a mixer replace those of attention, see `mixers`.
 
     Args:
       config: sizes and switches. With a shard, the config of a single device.
@@ -75,10 +81,7 @@ class Layer(nnx.Module):
         shard: DeviceShard | None = None,
         rngs: nnx.Rngs,
     ):
-        E, D = config.hidden_size, config.head_dim
-        H, K = config.num_attention_heads, config.num_key_value_heads
-        query_rows = H // K * (2 if config.attention_gate else 1)
-        qkv_heads = (K, query_rows + config.num_kv_rows, D)
+        E = config.hidden_size
         deviation = config.initializer_range
         # Projections into the residual stream start smaller, so that its variance does not grow
         # with depth (GPT-2, section 2.3).
@@ -94,8 +97,11 @@ class Layer(nnx.Module):
         names = NORMS[config.norm_placement]
         for name in (*names, *(_EXPERT_NORMS if config.separate_expert_norms else ())):
             setattr(self, name, nnx.Param(initial_norm_weight(config, (E,), dtype)))
-        add("qkv_proj", *qkv_heads, E)
-        add("o_proj", E, H * D, deviation=residual_deviation)
+        if config.mixer is None:
+            self._add_attention(add, residual_deviation, dtype)
+        else:
+            vector = functools.partial(initial_vector, dtype=dtype, key=rngs.params())
+            self._add_mixer(config.mixer, add, residual_deviation, vector)
         if F := config.dense_intermediate_size:
             add("gate_up_proj", 2, F, E)
             add("down_proj", E, F, deviation=residual_deviation)
@@ -103,6 +109,17 @@ class Layer(nnx.Module):
             self._add_experts(add, residual_deviation, dtype)
         if config.layer_scalar:
             self.layer_scalar = nnx.Param(jnp.ones(1, dtype))
+
+    def _add_attention(
+        self, add: Callable[..., None], residual_deviation: float, dtype: DTypeLike
+    ) -> None:
+        config = self.config
+        E, D = config.hidden_size, config.head_dim
+        H, K = config.num_attention_heads, config.num_key_value_heads
+        query_rows = H // K * (2 if config.attention_gate else 1)
+        qkv_heads = (K, query_rows + config.num_kv_rows, D)
+        add("qkv_proj", *qkv_heads, E)
+        add("o_proj", E, H * D, deviation=residual_deviation)
         if config.attention_sinks:
             self.sinks = nnx.Param(jnp.zeros(H, dtype))
         if config.qkv_bias:
@@ -114,6 +131,17 @@ class Layer(nnx.Module):
             q_shape, k_shape = ((K, H // K, D), (K, D)) if is_whole else ((D,), (D,))
             self.q_norm = nnx.Param(initial_norm_weight(config, q_shape, dtype))
             self.k_norm = nnx.Param(initial_norm_weight(config, k_shape, dtype))
+
+    def _add_mixer(
+        self, mixer: Mixer, add: Callable[..., None], residual_deviation: float, vector: Any
+    ) -> None:
+        for name, shape in mixer.shapes(self.config.hidden_size).items():
+            if name == "mixer_out_proj":
+                add(name, *shape, deviation=residual_deviation)
+            elif name.endswith("_proj"):
+                add(name, *shape)
+            else:
+                setattr(self, name, nnx.Param(vector(name, shape)))
 
     def _add_experts(
         self, add: Callable[..., None], residual_deviation: float, dtype: DTypeLike
@@ -175,11 +203,16 @@ class Layer(nnx.Module):
             return get_matrix(self, name, self.formats[name], self._float_dtype, stack, index)
 
         normed = self._norm("input_norm", x)
-        qkv = linear(normed, weight("qkv_proj"), backend=backend)
-        heads, gate = self._attention_input(qkv, cos, sin, query_scale)
-        out, carry = attend(index, heads, carry)
-        out = out if gate is None else out * jax.nn.sigmoid(gate)
-        out = linear(out.reshape(*x.shape[:-1], -1), weight("o_proj"), backend=backend)
+        if self.config.mixer is None:
+            qkv = linear(normed, weight("qkv_proj"), backend=backend)
+            heads, gate = self._attention_input(qkv, cos, sin, query_scale)
+            out, carry = attend(index, heads, carry)
+            out = out if gate is None else out * jax.nn.sigmoid(gate)
+            out = linear(out.reshape(*x.shape[:-1], -1), weight("o_proj"), backend=backend)
+        else:
+            mixed = self.config.mixer.mix(self._mixer_weights(normed, weight, backend))
+            out, carry = attend(index, mixed.recurrence, carry)
+            out = linear(mixed.finish(out), weight("mixer_out_proj"), backend=backend)
         if self.config.norm_placement == "parallel":
             # Add both outputs first, so that one all-reduce is enough.
             out = self._all_reduce(out + self._mlp(normed, weight, is_token, backend))
@@ -192,6 +225,15 @@ class Layer(nnx.Module):
         else:
             out = self._all_reduce(self._mlp(normed, weight, is_token, backend))
         return self._add(x, self._norm("mlp_out_norm", out), is_last=True), carry
+
+    def _mixer_weights(
+        self, normed: jax.Array, weight: Callable[[str], Weight], backend: str | None
+    ) -> MixerWeights:
+        return MixerWeights(
+            project=lambda name: linear(normed, weight(name), backend=backend),
+            multiply=lambda x, name: linear(x, weight(name), backend=backend),
+            vector=lambda name: getattr(self, name)[...].astype(jnp.float32),
+        )
 
     @property
     def _float_dtype(self) -> np.dtype:

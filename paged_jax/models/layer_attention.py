@@ -155,9 +155,7 @@ def causal_attention(sliding_windows: Sequence[int | None]) -> Attend[Carry]:
       sliding_windows: sliding window of each layer, see `LlamaConfig`.
     """
 
-    def attend(
-        index: int | jax.Array, heads: LayerInputs, carry: Carry
-    ) -> tuple[jax.Array, Carry]:
+    def attend(index: int | jax.Array, heads: LayerInputs, carry: Carry) -> tuple[jax.Array, Carry]:
         if isinstance(heads, Recurrence):
             B, T, _ = heads.inputs[0].shape
             states = heads.initial_states(B, jnp.float32)

@@ -11,7 +11,8 @@ from paged_jax.models.family import UnsupportedConfigError
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
-LAYER_TYPES = (FULL, SLIDING)
+RECURRENT = "linear_attention"
+LAYER_TYPES = (FULL, SLIDING, RECURRENT)
 # Types of a layer's MLP: dense, or experts.
 DENSE = "dense"
 SPARSE = "sparse"
@@ -126,14 +127,19 @@ def check_num_layers(num_layers: int) -> None:
 
 
 def check_layer_types(
-    layer_types: Sequence[str], sliding_window: int | None, num_layers: int
+    layer_types: Sequence[str], sliding_window: int | None, num_layers: int, mixer: object
 ) -> None:
-    """Check the types of attention layers, see `LlamaConfig`.
+    """Check the types of the layers, see `LlamaConfig`.
 
     Raises:
       UnsupportedConfigError: a type is unknown.
       ValueError: the number of types, or the sliding window, does not fit.
     """
+    if (mixer is not None) != (RECURRENT in layer_types):
+        raise ValueError(
+            f"LlamaConfig: mixer must be set where layer_types has {RECURRENT!r}, and only there, "
+            f"got {mixer} and {list(layer_types)}."
+        )
     if not layer_types:
         return
     if len(layer_types) != num_layers:

@@ -35,9 +35,17 @@ _MATRICES = (
     "shared_expert_gate",
     "experts_gate_up_proj",
     "experts_down_proj",
+    "mixer_in_proj",
+    "mixer_gates_proj",
+    "mixer_rank_proj",
+    "mixer_decay_proj",
+    "mixer_gate_proj",
+    "mixer_out_proj",
 )
 # Matrices of a layer that stay floating point in a quantised model, because they are small.
 _SMALL = ("router", "shared_expert_gate")
+# The same for layers with a mixer. Errors in gates add up in the state.
+_SMALL_OF_MIXERS = ("mixer_gates_proj", "mixer_rank_proj", "mixer_decay_proj", "mixer_gate_proj")
 
 # Names of formats that differ from the names of their codes.
 _NAMES = {"float8_e4m3fn": "fp8", "uint4": "int4"}
@@ -80,6 +88,8 @@ class MatrixFormats:
             return cls(WeightFormat(name_of(dtype)))
         floats = WeightFormat(name_of(config.dtype))
         others = {f"layers.{name}": floats for name in _SMALL} if config.num_experts else {}
+        if config.mixer is not None:
+            others |= {f"layers.{name}": floats for name in _SMALL_OF_MIXERS}
         for layer in set(config.layer_configs):
             for name, num_inputs in _num_inputs(layer).items():
                 if not fits(format, num_inputs):
@@ -182,11 +192,15 @@ def fits(format: WeightFormat, num_inputs: int) -> bool:
 def _num_inputs(config: LlamaConfig) -> dict[str, int]:
     """Return the number of inputs of each matrix of a layer."""
     inputs = {
-        "qkv_proj": config.hidden_size,
-        "o_proj": config.num_attention_heads * config.head_dim,
         "gate_up_proj": config.hidden_size,
         "down_proj": config.dense_intermediate_size,
     }
+    if config.mixer is None:
+        inputs["qkv_proj"] = config.hidden_size
+        inputs["o_proj"] = config.num_attention_heads * config.head_dim
+    else:
+        shapes = config.mixer.shapes(config.hidden_size)
+        inputs |= {name: shapes[name][-1] for name in ("mixer_in_proj", "mixer_out_proj")}
     if config.num_experts:
         inputs["experts_gate_up_proj"] = config.hidden_size
         inputs["experts_down_proj"] = config.moe_intermediate_size

@@ -160,6 +160,11 @@ def shard_config(function: str, config: LlamaConfig, num_devices: int) -> LlamaC
 
 
 def _check_divides(function: str, config: LlamaConfig, num_devices: int) -> None:
+    if config.mixer is not None and num_devices > 1:
+        raise ValueError(
+            f"{function}: tensor_parallel_size must be 1 for a model with recurrent layers, got "
+            f"{num_devices}."
+        )
     mlp = ["num_experts", "shared_expert_intermediate_size"]
     if not all(config.has_experts):
         mlp.append("intermediate_size")

@@ -216,8 +216,58 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 
+_DELTA = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+_DELTA_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+}
+
 # Other options of a config.json of these families.
 VARIANTS = {
+    "lfm2_moe": Case(
+        "lfm2_moe",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "qwen3_5_moe": Case("qwen3_5_moe_text", {**_DELTA, **_DELTA_EXPERTS}),
+    "qwen3_next": Case("qwen3_next", {**_DELTA, **_DELTA_EXPERTS, "mlp_only_layers": [0]}),
+    "qwen3_5": Case("qwen3_5_text", _DELTA),
+    "lfm2": Case(
+        "lfm2",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2 tied, with an adjusted MLP": Case(
+        "lfm2",
+        {
+            "full_attn_idxs": [1],
+            "conv_L_cache": 4,
+            "intermediate_size": 100,
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.5,
+            "block_multiple_of": 32,
+        },
+    ),
     "llama with a KV head per query head": Case("llama", {"num_key_value_heads": 4}),
     "llama tied, with llama3 rope": Case(
         "llama", {"tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE}

@@ -15,11 +15,25 @@ import numpy as np
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.families import FAMILIES
+from paged_jax.models.mixers import Mixer
 from paged_jax.models.rope import head_order
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _INNER = ("layers.", "embed_tokens.", "norm.")  # names that follow the prefix ``model.``
 
+# Tensor name of the weights of attention and of the MLP. A family may use other names.
+_NAMES = {
+    "q_proj": "self_attn.q_proj.weight",
+    "k_proj": "self_attn.k_proj.weight",
+    "v_proj": "self_attn.v_proj.weight",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "o_proj": "self_attn.o_proj.weight",
+    "gate_proj": "mlp.gate_proj.weight",
+    "up_proj": "mlp.up_proj.weight",
+    "down_proj": "mlp.down_proj.weight",
+    "norm": "model.norm.weight",
+}
 # Tensor name of each one-dimensional parameter of a layer. A family may use other names.
 _VECTORS = {
     "input_norm": "input_layernorm.weight",
@@ -220,7 +234,7 @@ def _model_mappings(config: LlamaConfig) -> Mapping[str, Mappings]:
     table = config.vocab_size, config.hidden_size
     return {
         "embed_tokens": (_map(EMBEDDINGS, table),),
-        "norm": (_map("model.norm.weight", (config.hidden_size,)),),
+        "norm": (_map({**_NAMES, **_family_tensors(config)}["norm"], (config.hidden_size,)),),
         "lm_head": (_map(HEAD, table),),
     }
 
@@ -233,12 +247,13 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
     """
     E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
     H, K = config.num_attention_heads, config.num_key_value_heads
-    names = _family_tensors(config)
+    names = {**_NAMES, **_family_tensors(config)}
     # Queries and keys rotate, and need the order of `head_order`. Values do not rotate.
     [rope, *_] = config.ropes
     paired_dim = D if rope is None else rope.paired_dim
     row_order = head_order(D, paired_dim, interleaved=config.rope_interleaved)
-    vectors = {name: (_map(tensor, (E,)),) for name, tensor in {**_VECTORS, **names}.items()}
+    norms = {**_VECTORS, **_family_tensors(config)}
+    vectors = {name: (_map(tensor, (E,)),) for name, tensor in norms.items()}
     if config.qk_norm_scope == "head":
         q_norm, k_norm = ((D,), (D,)), ((D,), (D,))
     else:
@@ -247,21 +262,23 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
         gate_up = (_map(names["gate_up_proj"], (2 * F, E), (2, F, E)),)
     else:
         gate_up = (
-            _map("mlp.gate_proj.weight", (F, E), (1, F, E), (0, 0, 0)),
-            _map("mlp.up_proj.weight", (F, E), (1, F, E), (1, 0, 0)),
+            _map(names["gate_proj"], (F, E), (1, F, E), (0, 0, 0)),
+            _map(names["up_proj"], (F, E), (1, F, E), (1, 0, 0)),
         )
     mappings: dict[str, Mappings] = {
         **vectors,
-        "qkv_proj": _qkv_mappings(config, "weight", row_order, names.get("qkv_proj")),
-        "qkv_bias": _qkv_mappings(config, "bias", row_order, None),
-        "q_norm": (_map("self_attn.q_norm.weight", *q_norm, row_order=row_order),),
-        "k_norm": (_map("self_attn.k_norm.weight", *k_norm, row_order=row_order),),
-        "o_proj": (_map("self_attn.o_proj.weight", (E, H * D)),),
+        "qkv_proj": _qkv_mappings(config, names, row_order),
+        "qkv_bias": _qkv_mappings(config, names, row_order, is_bias=True),
+        "q_norm": (_map(names["q_norm"], *q_norm, row_order=row_order),),
+        "k_norm": (_map(names["k_norm"], *k_norm, row_order=row_order),),
+        "o_proj": (_map(names["o_proj"], (E, H * D)),),
         "gate_up_proj": gate_up,
-        "down_proj": (_map("mlp.down_proj.weight", (E, F)),),
+        "down_proj": (_map(names["down_proj"], (E, F)),),
         "sinks": (_map("self_attn.sinks", (H,)),),
         "layer_scalar": (_map("layer_scalar", (1,)),),
     }
+    if config.mixer is not None:
+        mappings |= _mixer_mappings(config.mixer, E, names)
     if config.num_experts:
         mappings |= _expert_mappings(config, experts)
         if experts == "fused" or experts == "family" and "fused_gate_up_proj" in names:
@@ -274,18 +291,23 @@ def _family_tensors(config: LlamaConfig) -> Mapping[str, str]:
 
 
 def _qkv_mappings(
-    config: LlamaConfig, kind: str, row_order: tuple[int, ...] | None, fused_tensor: str | None
+    config: LlamaConfig,
+    names: Mapping[str, str],
+    row_order: tuple[int, ...] | None,
+    *,
+    is_bias: bool = False,
 ) -> Mappings:
     """Return the mappings of ``qkv_proj`` or ``qkv_bias``, to one fused tensor or to three tensors.
 
     Args:
       config: configuration of the model.
-      kind: ``"weight"`` or ``"bias"``.
+      names: names of the tensors of weights. Only weights may be fused.
       row_order: order of the elements of query and key heads, see `head_order`.
-      fused_tensor: name of the fused tensor; None for three tensors.
+      is_bias: whether the parameter is the bias.
     """
     D, H, K = config.head_dim, config.num_attention_heads, config.num_key_value_heads
-    columns = (config.hidden_size,) if kind == "weight" else ()
+    fused_tensor = None if is_bias else names.get("qkv_proj")
+    columns = () if is_bias else (config.hidden_size,)
     G, query_order = H // K, row_order
     if config.attention_gate:
         # The gate of a head follows its query. It does not rotate.
@@ -295,9 +317,10 @@ def _qkv_mappings(
     mappings, row = [], 0
     for name, heads, first_head, order in parts[: 1 + config.num_kv_rows]:
         num_rows = K * heads * D
+        tensor = fused_tensor or names[name]
         mappings.append(
             _map(
-                fused_tensor or f"self_attn.{name}.{kind}",
+                tensor.removesuffix("weight") + "bias" if is_bias else tensor,
                 (config.qkv_features if fused_tensor else num_rows, *columns),
                 (K, heads, D, *columns),
                 (0, first_head, 0, *[0] * len(columns)),
@@ -307,6 +330,39 @@ def _qkv_mappings(
         )
         row += num_rows
     return tuple(mappings)
+
+
+def _mixer_mappings(
+    mixer: Mixer, hidden_size: int, names: Mapping[str, str]
+) -> dict[str, Mappings]:
+    """Return the mappings of the parameters of a mixer.
+
+    A parameter is a whole tensor, or its pieces are tensors or consecutive rows of a tensor. The
+    tensor of the piece ``q`` of a parameter ``mixer_conv``, for example, is that of the name
+    ``mixer_conv.q``.
+    """
+    mappings: dict[str, Mappings] = {}
+    for name, shape in mixer.shapes(hidden_size).items():
+        rest = shape[1:] if len(shape) == 4 else ()  # vectors have one dimension, or the same shape
+        if name == "mixer_conv" or name.endswith("_proj"):
+            rest = shape[-1:] if name.endswith("_proj") else shape[-2:]
+        if name in names:
+            rows = math.prod(shape) // math.prod(rest)
+            mappings[name] = (_map(names[name], (rows, *rest), shape),)
+            continue
+        K, first, boxes = shape[0], 0, []
+        pieces = [(names[f"{name}.{piece}"], rows) for piece, rows in mixer.pieces[name]]
+        for index, (tensor, rows) in enumerate(pieces):
+            before, total = (
+                K * sum(each for other, each in some if other == tensor)
+                for some in (pieces[:index], pieces)
+            )
+            start = (0, first, *[0] * len(rest))
+            box = (K, rows, *rest)
+            boxes.append(_map(tensor, (total, *rest), box, start, first_row=before))
+            first += rows
+        mappings[name] = tuple(boxes)
+    return mappings
 
 
 def _expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Mappings]:

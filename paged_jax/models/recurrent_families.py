@@ -1,0 +1,182 @@
+"""Supported model families with recurrent layers, each an entry of `RECURRENT_FAMILIES`."""
+
+from collections.abc import Mapping
+
+from paged_jax.models.family import BIASES, Family, MixerKeys, Router
+from paged_jax.models.layer_groups import RECURRENT
+
+_SHORT_CONVOLUTION = MixerKeys(
+    "short_convolution",
+    keys={"num_channels": "hidden_size", "conv_width": "conv_L_cache"},
+    layer_types={"conv": RECURRENT},
+    attention_layers="full_attn_idxs",
+)
+_LFM2_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 128000,
+    "norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "conv_L_cache": 3,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LFM2_TENSORS = {
+    "norm": "model.embedding_norm.weight",
+    "input_norm": "operator_norm.weight",
+    "post_attention_norm": "ffn_norm.weight",
+    "q_norm": "self_attn.q_layernorm.weight",
+    "k_norm": "self_attn.k_layernorm.weight",
+    "o_proj": "self_attn.out_proj.weight",
+    "gate_proj": "feed_forward.w1.weight",
+    "up_proj": "feed_forward.w3.weight",
+    "down_proj": "feed_forward.w2.weight",
+    "mixer_in_proj": "conv.in_proj.weight",
+    "mixer_out_proj": "conv.out_proj.weight",
+    "mixer_conv": "conv.conv.weight",
+}
+_DELTA_KEYS = {
+    "num_key_heads": "linear_num_key_heads",
+    "num_value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "conv_width": "linear_conv_kernel_dim",
+}
+_DELTA_DEFAULTS = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+}
+_QWEN_DELTA = MixerKeys("gated_delta_net", keys={**_DELTA_KEYS, "norm_eps": "rms_norm_eps"})
+_QWEN3_5_DEFAULTS = {
+    **_DELTA_DEFAULTS,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "partial_rotary_factor": 0.25,
+}
+_QWEN3_5_FIXED = {"qk_norm": True, "norm_offset": 1.0, "attention_gate": True}
+_DELTA_TENSORS = {
+    "mixer_decay": "linear_attn.A_log",
+    "mixer_time": "linear_attn.dt_bias",
+    "mixer_norm": "linear_attn.norm.weight",
+    "mixer_out_proj": "linear_attn.out_proj.weight",
+    "mixer_conv.q": "linear_attn.conv1d.weight",
+    "mixer_conv.k": "linear_attn.conv1d.weight",
+    "mixer_conv.v": "linear_attn.conv1d.weight",
+}
+_QWEN3_5_TENSORS = {
+    **_DELTA_TENSORS,
+    "mixer_in_proj.q": "linear_attn.in_proj_qkv.weight",
+    "mixer_in_proj.k": "linear_attn.in_proj_qkv.weight",
+    "mixer_in_proj.v": "linear_attn.in_proj_qkv.weight",
+    "mixer_in_proj.z": "linear_attn.in_proj_z.weight",
+    "mixer_gates_proj.b": "linear_attn.in_proj_b.weight",
+    "mixer_gates_proj.a": "linear_attn.in_proj_a.weight",
+}
+_QWEN3_5_PREFIXES = {
+    "model.language_model.": "model.",
+    "model.visual.": None,
+    "mtp.": None,
+}
+
+RECURRENT_FAMILIES: Mapping[str, Family] = {
+    "lfm2": Family(
+        "Lfm2ForCausalLM",
+        _LFM2_DEFAULTS,
+        fixed={"qk_norm": True},
+        mixer=_SHORT_CONVOLUTION,
+        has_adjusted_mlp=True,
+        only={"conv_bias": False},
+        aliases={"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"},
+        keys={"rms_norm_eps": "norm_eps"},
+        tensors=_LFM2_TENSORS,
+    ),
+    "lfm2_moe": Family(
+        "Lfm2MoeForCausalLM",
+        {
+            **_LFM2_DEFAULTS,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792,
+            "num_dense_layers": 2,
+            "norm_topk_prob": True,
+            "use_expert_bias": True,
+            "routed_scaling_factor": 1.0,
+        },
+        fixed={"qk_norm": True},
+        mixer=_SHORT_CONVOLUTION,
+        experts=("norm_topk_prob",),
+        router=Router("sigmoid", epsilon=1e-6),
+        router_keys={"has_correction_bias": "use_expert_bias", "factor": "routed_scaling_factor"},
+        dense_layers="first",
+        only={"conv_bias": False},
+        aliases={"tie_embedding": "tie_word_embeddings"},
+        keys={"rms_norm_eps": "norm_eps", "first_k_dense_replace": "num_dense_layers"},
+        tensors={
+            **_LFM2_TENSORS,
+            "router": "feed_forward.gate.weight",
+            "router_correction_bias": "feed_forward.expert_bias",
+            "experts_gate_proj": "feed_forward.experts.*.w1.weight",
+            "experts_up_proj": "feed_forward.experts.*.w3.weight",
+            "experts_down_proj": "feed_forward.experts.*.w2.weight",
+        },
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        _QWEN3_5_DEFAULTS,
+        fixed=_QWEN3_5_FIXED,
+        partial_rope=True,
+        mixer=_QWEN_DELTA,
+        biases=BIASES,
+        tensors=_QWEN3_5_TENSORS,
+        prefixes=_QWEN3_5_PREFIXES,
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        {
+            **_QWEN3_5_DEFAULTS,
+            "num_key_value_heads": 2,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "intermediate_size": 512,  # no layer has a dense MLP
+        },
+        fixed={**_QWEN3_5_FIXED, "norm_topk_prob": True},
+        partial_rope=True,
+        mixer=_QWEN_DELTA,
+        biases=BIASES,
+        experts=("shared_expert_intermediate_size",),
+        tensors=_QWEN3_5_TENSORS,
+        prefixes=_QWEN3_5_PREFIXES,
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        {
+            **_QWEN3_5_DEFAULTS,
+            "num_key_value_heads": 2,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "norm_topk_prob": True,
+        },
+        fixed=_QWEN3_5_FIXED,
+        partial_rope=True,
+        mixer=_QWEN_DELTA,
+        biases=BIASES,
+        experts=("norm_topk_prob", "shared_expert_intermediate_size"),
+        dense_layers="listed",
+        tensors={
+            **_DELTA_TENSORS,
+            "mixer_in_proj": "linear_attn.in_proj_qkvz.weight",
+            "mixer_gates_proj": "linear_attn.in_proj_ba.weight",
+        },
+        prefixes={"mtp.": None},
+    ),
+}
