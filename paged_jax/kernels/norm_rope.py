@@ -23,6 +23,24 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, num_heads: int = 1)
     return scale_by(x, mean_square(x, num_heads=num_heads), weight, eps)
 
 
+def layer_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Normalise rows to mean 0 and variance 1 (Ba et al., 2016), without a bias.
+
+    Args:
+      x: float32 ``[..., E]``.
+      weight: floating point ``[E]``.
+      eps: constant added to the variance.
+
+    Example:
+      >>> layer_norm(jnp.array([[1.0, 3.0]]), jnp.array([1.0, 2.0]), 0.0)
+      Array([[-1.,  2.]], dtype=float32)
+    """
+    E = x.shape[-1]
+    centred = x - sum_rows(x) / E
+    weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    return centred * lax.rsqrt(sum_rows(jnp.square(centred)) / E + eps) * weight
+
+
 def mean_square(x: jax.Array, *, num_heads: int = 1) -> jax.Array:
     """Return the mean square of float32 ``[..., E]`` as ``[..., 1]``, see `rms_norm`."""
     return sum_rows(jnp.square(x), rows_per_token=num_heads) / x.shape[-1]

@@ -15,6 +15,7 @@ they cannot overflow. Padding after the tokens of a row does not change its stat
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,12 +108,13 @@ def delta_rule(
     if log_decay.ndim == beta.ndim:
         log_decay = log_decay[..., None]
     if v.shape[1] == 1:
-        first = (x[:, 0] for x in (q, k, v, log_decay, beta))
-        out, state = _delta_step(*first, state)
+        q, k, v, log_decay, beta = (x[:, 0] for x in (q, k, v, log_decay, beta))
+        out, state = _delta_step(q, k, v, log_decay, beta, state)
         return out[:, None], state
-    tiles = (_tiles(x) for x in (q, k, v, log_decay, beta[..., None]))
-    out, state = _delta_tiles(*tiles, state)
-    return _join(out, v.shape[1]), state
+    T = v.shape[1]
+    q, k, v, log_decay, beta = (_tiles(x) for x in (q, k, v, log_decay, beta[..., None]))
+    out, state = _delta_tiles(q, k, v, log_decay, beta, state)
+    return _join(out, T), state
 
 
 def state_space(
@@ -272,9 +274,8 @@ def _scan_tiles(
       The output ``[B, Q, K, G, tile, U]`` and the new state.
     """
 
-    def step(state: jax.Array, tile: tuple[jax.Array | None, ...]) -> tuple[jax.Array, jax.Array]:
+    def step(state: jax.Array, tile: Any) -> tuple[jax.Array, jax.Array]:
         q, k, values, keys, inner, decay = tile
-        assert q is not None and k is not None and decay is not None
         written = values if keys is None else values - _matmul(keys, state)
         out = _matmul(q, state) + _matmul(inner, written)
         return decay[..., None] * state + _matmul(k.swapaxes(-1, -2), written), out

@@ -11,7 +11,9 @@ from paged_jax.arguments import check_positive, names_arguments
 from paged_jax.models.config_json import read_fields, write_fields
 from paged_jax.models.family import SOFTMAX_ROUTER, Router, UnsupportedConfigError
 from paged_jax.models.layer_groups import (
+    DENSE,
     FULL,
+    NOTHING,
     RECURRENT,
     SLIDING,
     SPARSE,
@@ -23,7 +25,7 @@ from paged_jax.models.layer_groups import (
     check_num_layers,
     group_layers,
 )
-from paged_jax.models.mixers import Mixer
+from paged_jax.models.mixer_sizes import Mixer
 from paged_jax.models.model_folder import read_config_json
 from paged_jax.models.rope import QueryScale, Rope, RopeScaling
 
@@ -32,27 +34,17 @@ _CHOICES = {
     "qk_norm_scope": ("head", "projection"),
     "norm_placement": ("pre", "sandwich", "post", "parallel"),
     "norm_type": ("rms", "layer"),
-    "hidden_act": ("silu", "gelu", "gelu_pytorch_tanh"),
+    "hidden_act": ("silu", "gelu", "gelu_pytorch_tanh", "relu2"),
     "dtype": ("float32", "bfloat16", "float16"),
 }
 _FACTORS = (
-    "rms_norm_eps",
-    "rope_theta",
-    "embedding_multiplier",
-    "attention_multiplier",
-    "residual_multiplier",
-    "logit_scale",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "swiglu_alpha",
-    "swiglu_limit",
-)
+    "rms_norm_eps", "rope_theta", "embedding_multiplier", "attention_multiplier",
+    "residual_multiplier", "logit_scale", "attn_logit_softcapping", "final_logit_softcapping",
+    "swiglu_alpha", "swiglu_limit",
+)  # fmt: skip
 _OPTIONAL = (
-    "attention_multiplier",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "swiglu_limit",
-)
+    "attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping", "swiglu_limit",
+)  # fmt: skip
 # Far above any real model: a mistyped size fails here, before it exhausts the memory.
 _MAX_HEAD_DIM = 1 << 16
 _EXPERT_FIELDS = (
@@ -62,15 +54,9 @@ _EXPERT_FIELDS = (
     "shared_expert_intermediate_size",
 )
 _SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings",
+)  # fmt: skip
 
 
 @names_arguments
@@ -113,7 +99,8 @@ class LlamaConfig:
         after; ``"post"``: after; ``"parallel"``: one norm before both, which run in parallel.
       norm_type: ``"rms"`` or ``"layer"``.
       norm_offset: norms multiply by ``norm_offset + weight``.
-      hidden_act: activation of the gate: ``"silu"``, ``"gelu"`` or ``"gelu_pytorch_tanh"``.
+      hidden_act: activation of the gate: ``"silu"``, ``"gelu"``, ``"gelu_pytorch_tanh"``, or
+        ``"relu2"``, the square of ReLU.
       embedding_multiplier: factor of the embeddings. The factor itself is rounded to the dtype of
         the weights.
       attention_multiplier: factor of the attention scores; None for ``head_dim ** -0.5``.
@@ -139,11 +126,13 @@ class LlamaConfig:
         `mlp.clamped_swiglu`; with `swiglu_limit` None experts use `hidden_act`.
       sliding_window: number of last tokens that a query attends to in layers with a window; None
         for all tokens.
-      layer_types: ``"full_attention"``, ``"sliding_attention"`` or ``"linear_attention"`` for each
-        layer; empty if all are equal attention layers, with `sliding_window` if it is set.
+      layer_types: ``"full_attention"``, ``"sliding_attention"``, ``"linear_attention"`` or
+        ``"none"`` for each layer; empty if all are equal attention layers, with `sliding_window`.
       mixer: sizes of ``"linear_attention"`` layers, which are recurrent; None if there are none.
-      mlp_layer_types: ``"dense"`` or ``"sparse"`` for each layer: an MLP of `intermediate_size`, or
-        experts; empty if all layers are equal, with experts if `num_experts` is set.
+      mlp_layer_types: ``"dense"``, ``"sparse"`` or ``"none"`` for each layer: an MLP of
+        `intermediate_size`, experts, or neither; empty if all are equal, and have one.
+      gated_mlp: whether the activation of a gate is multiplied by other features; otherwise MLP and
+        experts have no gate, and the activation is that of the features.
       initializer_range: standard deviation of initial weights.
       bos_token_id, eos_token_ids: special tokens.
       model_type: key of the family in `families.FAMILIES`.
@@ -212,6 +201,7 @@ class LlamaConfig:
     layer_types: tuple[str, ...] = ()
     mixer: Mixer | None = None
     mlp_layer_types: tuple[str, ...] = ()
+    gated_mlp: bool = True
     initializer_range: float = 0.02
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -268,11 +258,11 @@ class LlamaConfig:
         check_layer_types(self.layer_types, sliding_window, num_layers, self.mixer)
         check_mlp_layer_types(self.mlp_layer_types, self.num_experts, num_layers)
         # Normalise uniform layers, so that equal models have equal configs.
-        if len(set(self.layer_types)) == 1 and self.mixer is None:
+        if set(self.layer_types) in ({FULL}, {SLIDING}):
             if FULL in self.layer_types:
                 object.__setattr__(self, "sliding_window", None)
             object.__setattr__(self, "layer_types", ())
-        if len(set(self.mlp_layer_types)) == 1:
+        if set(self.mlp_layer_types) in ({DENSE}, {SPARSE}):
             object.__setattr__(self, "mlp_layer_types", ())
 
     def _check_ropes(self) -> None:
@@ -371,28 +361,28 @@ class LlamaConfig:
         local = KVShape(K, D, D)
         D = self.global_head_dim or D
         whole = KVShape(self.num_global_key_value_heads or K, D, D)
-        shapes = [whole if window is None else local for window in self.sliding_windows]
-        kinds = zip(self.mixers, shapes, strict=True)
-        return tuple(shape if mixer is None else None for mixer, shape in kinds)
-
-    @property
-    def mixers(self) -> tuple[Mixer | None, ...]:
-        """Recurrence of each layer; None for attention layers."""
-        if self.mixer is None:
-            return (None,) * self.num_hidden_layers
-        return tuple(self.mixer if kind == RECURRENT else None for kind in self.layer_types)
+        return tuple({FULL: whole, SLIDING: local}.get(kind) for kind in self._layer_kinds)
 
     @functools.cached_property
     def state_shapes(self) -> tuple[tuple[StateShape, ...], ...]:
         """Arrays that each layer keeps of a sequence; empty for attention layers."""
-        return tuple(() if mixer is None else mixer.states for mixer in self.mixers)
+        states = () if self.mixer is None else self.mixer.states
+        return tuple(states if kind == RECURRENT else () for kind in self._layer_kinds)
+
+    @property
+    def _layer_kinds(self) -> tuple[str, ...]:
+        kind = FULL if self.sliding_window is None else SLIDING
+        return self.layer_types or (kind,) * self.num_hidden_layers
+
+    @property
+    def _mlp_kinds(self) -> tuple[str, ...]:
+        kind = SPARSE if self.num_experts else DENSE
+        return self.mlp_layer_types or (kind,) * self.num_hidden_layers
 
     @property
     def has_experts(self) -> tuple[bool, ...]:
         """Whether each layer has experts instead of a dense MLP."""
-        if not self.mlp_layer_types:
-            return (self.num_experts > 0,) * self.num_hidden_layers
-        return tuple(kind == SPARSE for kind in self.mlp_layer_types)
+        return tuple(kind == SPARSE for kind in self._mlp_kinds)
 
     @functools.cached_property
     def layer_configs(self) -> tuple["LlamaConfig", ...]:
@@ -408,21 +398,25 @@ class LlamaConfig:
           >>> [layer.head_dim for layer in config.layer_configs]
           [8, 16]
         """
-        properties = self.sliding_windows, self.kv_shapes, self.mixers, self.has_experts
+        properties = self.sliding_windows, self.kv_shapes, self._layer_kinds, self._mlp_kinds
         kinds = tuple(zip(*properties, strict=True))
         configs = {kind: self._of_layer(*kind) for kind in dict.fromkeys(kinds)}
         return tuple(configs[kind] for kind in kinds)
 
     def _of_layer(
-        self, window: int | None, kv: KVShape | None, mixer: Mixer | None, has_experts: bool
+        self, window: int | None, kv: KVShape | None, kind: str, mlp_kind: str
     ) -> "LlamaConfig":
-        kinds = () if mixer is None else (RECURRENT,) * self.num_hidden_layers
-        changes: dict[str, Any] = {"layer_types": kinds, "mlp_layer_types": (), "rope_layers": ()}
-        changes |= {"mixer": mixer, "o_bias": self.o_bias and mixer is None}
+        changes: dict[str, Any] = {
+            "layer_types": (kind,) * self.num_hidden_layers if kv is None else (),
+            "mlp_layer_types": (NOTHING,) * self.num_hidden_layers if mlp_kind == NOTHING else (),
+            "rope_layers": (),
+            "mixer": self.mixer if kind == RECURRENT else None,
+            "o_bias": self.o_bias and kv is not None,
+        }
         changes |= {"sliding_window": window, "global_head_dim": 0, "num_global_key_value_heads": 0}
         if kv is not None:
             changes |= {"num_key_value_heads": kv.num_kv_heads, "head_dim": kv.head_dim}
-        if not has_experts:
+        if mlp_kind != SPARSE:
             changes |= dict.fromkeys(_EXPERT_FIELDS, 0)
             changes |= {"expert_bias": False, "router": SOFTMAX_ROUTER}
             changes |= {"separate_expert_norms": False}
@@ -484,6 +478,8 @@ class LlamaConfig:
     @property
     def dense_intermediate_size(self) -> int:
         """Features of the MLP for all tokens; 0 if a layer has only routed experts."""
+        if NOTHING in self.mlp_layer_types and len({*self.mlp_layer_types}) == 1:
+            return 0
         return self.shared_expert_intermediate_size if self.num_experts else self.intermediate_size
 
     @property

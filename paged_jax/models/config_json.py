@@ -13,8 +13,14 @@ from paged_jax.arguments import check_positive, is_int
 from paged_jax.models.experts_json import check_neutral, read_experts, write_experts
 from paged_jax.models.families import FAMILIES, PARTS
 from paged_jax.models.family import Family, InnerTextModel, UnsupportedConfigError
-from paged_jax.models.layer_groups import FULL, RECURRENT, SLIDING, check_num_layers
-from paged_jax.models.mixers_json import read_layer_types, read_mixer, write_mixer
+from paged_jax.models.layer_groups import FULL, RECURRENT, SLIDING, SPARSE, check_num_layers
+from paged_jax.models.mixers_json import (
+    expand_layers,
+    read_layer_types,
+    read_mixer,
+    read_mlp_types,
+    write_mixer,
+)
 from paged_jax.models.model_folder import read_boolean, read_entry, read_integer, read_number
 from paged_jax.models.quantisation import QUANTISATION_KEYS, find_quantisation
 from paged_jax.models.rope_json import longest_sequence, read_rope, read_rope_layers, write_rope
@@ -60,7 +66,10 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     model_type = _model_type(config)
     family = FAMILIES[model_type]
     others = {key: config[other] for other, key in family.aliases.items() if other in config}
-    config = {**family.defaults, **config, **others}
+    config = {**config, **others}
+    if family.mixer is not None:
+        config = expand_layers(config, family.mixer, family.defaults)
+    config = {**family.defaults, **config}
     _check_supported(config, family)
     replacements = family.replacements.get("hidden_act", {})
     hidden_act = read_entry(config, family.key("hidden_act"), "silu")
@@ -97,7 +106,15 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         ),
         **_read_switches(config, family),
         **_read_global_heads(config, family, layer_types),
-    } | read_experts(config, family, num_hidden_layers)
+    } | _read_mlps(config, family, num_hidden_layers)
+
+
+def _read_mlps(config: Mapping[str, Any], family: Family, num_hidden_layers: int) -> dict[str, Any]:
+    kinds = () if family.mixer is None else read_mlp_types(config, family.mixer)
+    if kinds and SPARSE not in kinds:
+        return {"mlp_layer_types": kinds}
+    experts = read_experts(config, family, num_hidden_layers)
+    return experts | {"mlp_layer_types": kinds} if kinds else experts
 
 
 def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:

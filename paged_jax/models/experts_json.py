@@ -56,7 +56,7 @@ def read_experts(config: Mapping[str, Any], family: Family, num_layers: int) -> 
         return {}
     if family.experts_switch is not None and not config.get(family.experts_switch):
         return {"separate_expert_norms": False}
-    read = {*_DENSE_KEYS[family.dense_layers], *family.router_keys.values()}
+    read = {*_DENSE_KEYS[family.dense_layers], *family.router_keys.values(), *family.only}
     check_neutral(config, family, {k: v for k, v in _NEUTRAL.items() if k not in read})
     # `family.defaults` always contains the family's own key. So if the file has another key, use
     # that.
@@ -64,6 +64,9 @@ def read_experts(config: Mapping[str, Any], family: Family, num_layers: int) -> 
     others = [config[name] for name in _NUM_EXPERTS_KEYS if name in config and name != own]
     config = {**config, own: others[0]} if others else config
     fields = {name: _read(config, name, family.key(name)) for name in (*_SIZES, *family.experts)}
+    if fields["num_experts"] == 0 and fields.get("shared_expert_intermediate_size"):
+        # Without other experts, the shared expert is a dense MLP.
+        return {"intermediate_size": fields["shared_expert_intermediate_size"]}
     if family.shared_experts is not None:
         count = read_integer(config, family.shared_experts, 0)
         fields["shared_expert_intermediate_size"] = count * fields["moe_intermediate_size"]
@@ -88,6 +91,9 @@ def write_experts(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     switch = family.experts_switch
     if switch is not None and not fields["num_experts"]:
         return {switch: False}
+    if not fields["num_experts"] and "shared_expert_intermediate_size" in family.experts:
+        shared = family.key("shared_expert_intermediate_size")
+        return {family.key("num_experts"): 0, shared: fields["intermediate_size"]}
     router: Router = fields["router"]
     written = {family.key(name): fields[name] for name in (*_SIZES, *family.experts)}
     written |= {key: getattr(router, name) for name, key in family.router_keys.items()}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from paged_jax.models.expert_families import EXPERT_FAMILIES
-from paged_jax.models.family import BIASES, Family, InnerTextModel, Router, Scale
+from paged_jax.models.family import BIASES, GRANITE_SCALES, Family, InnerTextModel, Router, Scale
 from paged_jax.models.layer_groups import FULL, SLIDING
 from paged_jax.models.recurrent_families import RECURRENT_FAMILIES
 
@@ -349,12 +349,7 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 2,
         },
         biases=BIASES,
-        scales=(
-            Scale("embedding_multiplier", "embedding_multiplier"),
-            Scale("attention_multiplier", "attention_multiplier"),
-            Scale("residual_multiplier", "residual_multiplier"),
-            Scale("logit_scale", "logits_scaling", -1),
-        ),
+        scales=GRANITE_SCALES,
     ),
     "glm": Family(
         "GlmForCausalLM",

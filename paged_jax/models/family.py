@@ -49,6 +49,15 @@ class Scale:
         return int(number) if number.is_integer() else number
 
 
+# Factors of Granite models of all kinds.
+GRANITE_SCALES = (
+    Scale("embedding_multiplier", "embedding_multiplier"),
+    Scale("attention_multiplier", "attention_multiplier"),
+    Scale("residual_multiplier", "residual_multiplier"),
+    Scale("logit_scale", "logits_scaling", -1),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class InnerTextModel:
     """Text model inside of a model that also reads images, audio or video.
@@ -137,7 +146,13 @@ class MixerKeys:
       keys: key in ``config.json`` of each field of the kind's class that the file has.
       fixed: fields of the class with the same value in the whole family.
       layer_types_key: key of the list of the layers' types.
-      layer_types: types of layers in this list, with their names in `layer_groups` if they differ.
+      recurrent_type: type of recurrent layers in this list.
+      layer_types: other names of types that files may have, with their names in `layer_groups`.
+      mlp_types: types of layers that have only an MLP, with the type of the MLP. If there are any,
+        all other layers have no MLP, and the list determines the number of layers.
+      pattern_key: key of a string with a character for each layer that old files have instead of
+        the list, or None.
+      pattern: type of each character.
       attention_layers: key that is read if there is no list: an integer n if every n-th layer has
         attention, or a list of the layers that have attention.
     """
@@ -146,7 +161,11 @@ class MixerKeys:
     keys: Mapping[str, str]
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     layer_types_key: str = "layer_types"
+    recurrent_type: str = "linear_attention"
     layer_types: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    mlp_types: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    pattern_key: str | None = None
+    pattern: Mapping[str, str] = dataclasses.field(default_factory=dict)
     attention_layers: str = "full_attention_interval"
 
 
@@ -167,8 +186,9 @@ class Family:
         every n-th after it have no window; ``"pattern and the last"``: as ``"pattern"``, but the
         last layer never has a window; ``"unused"``: no layer, although configs have the keys of
         ``"switched"``.
-      rope_layers: which layers rotate queries and keys. ``"all"``; ``"sliding"``: layers with a
-        sliding window; ``"listed"``: layers with a 1 in `no_rope_layers`.
+      rope_layers: which layers rotate queries and keys. ``"all"``; ``"none"``; ``"sliding"``:
+        layers with a sliding window; ``"listed"``: layers with a 1 in `no_rope_layers`;
+        ``"switched"``: all if `position_embedding_type` is ``"rope"``, otherwise none.
       local_rope: whether layers with a sliding window have their own base without scaling.
       query_scale: where ``config.json`` has the factor of queries by position. ``"none"``: nowhere;
         ``"rope_parameters"``: there, as `llama_4_scaling_beta`.
@@ -201,6 +221,8 @@ class Family:
         `tensor_map`, by parameter. A piece of a parameter follows a dot (``mixer_conv.q``). A fused
         parameter such as ``qkv_proj`` is one tensor in the files if it is listed here. A * stands
         for the number of an expert. ``shared_expert`` is the module of the expert for all tokens.
+      written_prefixes: prefixes of this library's names, and their replacements in files that it
+        writes.
       prefixes: prefixes of tensor names and their replacements; None if the tensors belong to
         another part of a larger model and are not read.
       has_draft_layers: whether files may have more layers than the model. They predict several
@@ -235,6 +257,7 @@ class Family:
     replacements: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    written_prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prefixes: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     has_draft_layers: bool = False
 

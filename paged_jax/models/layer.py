@@ -11,13 +11,15 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.linear import Weight, linear, sum_rows
-from paged_jax.kernels.norm_rope import mean_square, rms_norm, rotate, scale_by
+from paged_jax.kernels.linear import Weight, linear
+from paged_jax.kernels.norm_rope import layer_norm, mean_square, rms_norm, rotate, scale_by
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_attention import Attend, Carry, Heads, Projection
+from paged_jax.models.layer_groups import NOTHING
 from paged_jax.models.matrices import add_matrix, get_matrix
 from paged_jax.models.matrix_formats import MatrixFormats
-from paged_jax.models.mixers import Mixer, MixerWeights, initial_vector
+from paged_jax.models.mixer_sizes import Mixer
+from paged_jax.models.mixers import MixerWeights, initial_vector, mix
 from paged_jax.models.mlp import ExpertWeights, RouterArrays, gated_mlp, routed_experts
 from paged_jax.models.tensor_parallel import DeviceShard
 
@@ -58,11 +60,11 @@ class Layer(nnx.Module):
         down_proj             [E, F]
         router                [X, E]             router_bias           [X]
         router_correction_bias  [X]              router_expert_scale   [X]
-        experts_gate_up_proj  [X, 2, F, E]       experts_gate_up_bias  [X, 2, F]
+        experts_gate_up_proj  [X, 2, F, E]       experts_gate_up_bias  [X, 2, F]; 1 without gates
         experts_down_proj     [X, E, F]          experts_down_bias     [X, E]
         shared_expert_gate    [1, E]
 
-    In recurrent layers, the parameters of a mixer replace those of attention, see `mixers`.
+    In recurrent layers, the parameters of a mixer replace those of attention, see `mixer_sizes`.
 
     Args:
       config: sizes and switches. With a shard, the config of a single device.
@@ -94,16 +96,15 @@ class Layer(nnx.Module):
         self.config = config
         self.formats = formats
         self.shard = shard
-        names = NORMS[config.norm_placement]
-        for name in (*names, *(_EXPERT_NORMS if config.separate_expert_norms else ())):
+        for name in (*_norms(config), *(_EXPERT_NORMS if config.separate_expert_norms else ())):
             setattr(self, name, nnx.Param(initial_norm_weight(config, (E,), dtype)))
-        if config.mixer is None:
+        if config.kv_shapes[0] is not None:
             self._add_attention(add, residual_deviation, dtype)
-        else:
+        if config.mixer is not None:
             vector = functools.partial(initial_vector, dtype=dtype, key=rngs.params())
             self._add_mixer(config.mixer, add, residual_deviation, vector)
         if F := config.dense_intermediate_size:
-            add("gate_up_proj", 2, F, E)
+            add("gate_up_proj", 2 if config.gated_mlp else 1, F, E)
             add("down_proj", E, F, deviation=residual_deviation)
         if config.num_experts:
             self._add_experts(add, residual_deviation, dtype)
@@ -150,7 +151,7 @@ class Layer(nnx.Module):
         E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
         num_local = X if self.shard is None else X // self.shard.num_devices
         add("router", X, E)
-        add("experts_gate_up_proj", num_local, 2, F, E)
+        add("experts_gate_up_proj", num_local, 2 if config.gated_mlp else 1, F, E)
         add("experts_down_proj", num_local, E, F, deviation=residual_deviation)
         if config.shared_expert_intermediate_size and config.shared_expert_gate:
             add("shared_expert_gate", 1, E)
@@ -202,23 +203,27 @@ class Layer(nnx.Module):
         def weight(name: str) -> Weight:
             return get_matrix(self, name, self.formats[name], self._float_dtype, stack, index)
 
-        normed = self._norm("input_norm", x)
-        if self.config.mixer is None:
+        normed, out = self._norm("input_norm", x), None
+        if self.config.mixer is not None:
+            mixed = mix(self.config.mixer, self._mixer_weights(normed, weight, backend))
+            out, carry = attend(index, mixed.recurrence, carry)
+            out = linear(mixed.finish(out), weight("mixer_out_proj"), backend=backend)
+        elif self.config.kv_shapes[0] is not None:
             qkv = linear(normed, weight("qkv_proj"), backend=backend)
             heads, gate = self._attention_input(qkv, cos, sin, query_scale)
             out, carry = attend(index, heads, carry)
             out = out if gate is None else out * jax.nn.sigmoid(gate)
             out = linear(out.reshape(*x.shape[:-1], -1), weight("o_proj"), backend=backend)
-        else:
-            mixed = self.config.mixer.mix(self._mixer_weights(normed, weight, backend))
-            out, carry = attend(index, mixed.recurrence, carry)
-            out = linear(mixed.finish(out), weight("mixer_out_proj"), backend=backend)
         if self.config.norm_placement == "parallel":
             # Add both outputs first, so that one all-reduce is enough.
+            assert out is not None
             out = self._all_reduce(out + self._mlp(normed, weight, is_token, backend))
             return self._add(x, self._with_bias(out), is_last=True), carry
-        out = self._with_bias(self._all_reduce(out))
-        x = self._add(x, self._norm("attention_out_norm", out))
+        if out is not None:
+            out = self._with_bias(self._all_reduce(out))
+            x = self._add(x, self._norm("attention_out_norm", out))
+        if NOTHING in self.config.mlp_layer_types:
+            return x, carry
         normed = self._norm("post_attention_norm", x)
         if self.config.separate_expert_norms:
             out = self._sum_experts(x, normed, weight, is_token, backend)
@@ -237,7 +242,7 @@ class Layer(nnx.Module):
 
     @property
     def _float_dtype(self) -> np.dtype:
-        return getattr(self, NORMS[self.config.norm_placement][0]).dtype
+        return getattr(self, _norms(self.config)[0]).dtype
 
     def _with_bias(self, out: jax.Array) -> jax.Array:
         return _add_bias(out, self.o_bias[...]) if self.config.o_bias else out
@@ -411,6 +416,16 @@ class Layer(nnx.Module):
         return q, k, v
 
 
+def _norms(config: LlamaConfig) -> tuple[str, ...]:
+    """Return the names of the norms of a layer. Layers with only one part have its norms."""
+    has_tokens, has_mlp = NOTHING not in config.layer_types, NOTHING not in config.mlp_layer_types
+    return tuple(
+        name
+        for name in NORMS[config.norm_placement]
+        if (has_tokens if name in ("input_norm", "attention_out_norm") else has_mlp)
+    )
+
+
 def initial_norm_weight(config: LlamaConfig, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """Return the initial weight of a norm, which multiplies by 1."""
     return jnp.full(shape, 1 - config.norm_offset, dtype)
@@ -422,24 +437,6 @@ def apply_norm(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Arra
     if config.norm_type == "layer":
         return layer_norm(x, weight, config.rms_norm_eps)
     return rms_norm(x, weight, config.rms_norm_eps)
-
-
-def layer_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Normalise rows to mean 0 and variance 1 (Ba et al., 2016), without a bias.
-
-    Args:
-      x: float32 ``[..., E]``.
-      weight: floating point ``[E]``.
-      eps: constant added to the variance.
-
-    Example:
-      >>> layer_norm(jnp.array([[1.0, 3.0]]), jnp.array([1.0, 2.0]), 0.0)
-      Array([[-1.,  2.]], dtype=float32)
-    """
-    E = x.shape[-1]
-    centred = x - sum_rows(x) / E
-    weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
-    return centred * lax.rsqrt(sum_rows(jnp.square(centred)) / E + eps) * weight
 
 
 def _effective_weight(config: LlamaConfig, weight: jax.Array) -> jax.Array:

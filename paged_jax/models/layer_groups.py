@@ -12,11 +12,14 @@ from paged_jax.models.family import UnsupportedConfigError
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 RECURRENT = "linear_attention"
-LAYER_TYPES = (FULL, SLIDING, RECURRENT)
+# Type of a layer that has only an MLP, and type of MLP of a layer that has none.
+NOTHING = "none"
+ATTENTION_TYPES = (FULL, SLIDING)
+LAYER_TYPES = (*ATTENTION_TYPES, RECURRENT, NOTHING)
 # Types of a layer's MLP: dense, or experts.
 DENSE = "dense"
 SPARSE = "sparse"
-MLP_TYPES = (DENSE, SPARSE)
+MLP_TYPES = (DENSE, SPARSE, NOTHING)
 # Far above any real model: a mistyped number fails here, before it exhausts the memory.
 _MAX_LAYERS = 10_000
 
@@ -136,7 +139,7 @@ def check_layer_types(
       ValueError: the number of types, or the sliding window, does not fit.
     """
     if (mixer is not None) != (RECURRENT in layer_types):
-        raise ValueError(
+        raise UnsupportedConfigError(
             f"LlamaConfig: mixer must be set where layer_types has {RECURRENT!r}, and only there, "
             f"got {mixer} and {list(layer_types)}."
         )

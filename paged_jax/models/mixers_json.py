@@ -6,8 +6,14 @@ from typing import Any
 
 from paged_jax.arguments import is_int, is_real
 from paged_jax.models.family import Family, MixerKeys
-from paged_jax.models.layer_groups import FULL, RECURRENT
-from paged_jax.models.mixers import GatedDeltaNet, KimiDelta, Mamba2, Mixer, ShortConvolution
+from paged_jax.models.layer_groups import FULL, NOTHING, RECURRENT
+from paged_jax.models.mixer_sizes import (
+    GatedDeltaNet,
+    KimiDelta,
+    Mamba2,
+    Mixer,
+    ShortConvolution,
+)
 
 # Kinds of recurrent layers by the name in `MixerKeys.kind`.
 MIXERS: Mapping[str, type[Mixer]] = {
@@ -16,6 +22,33 @@ MIXERS: Mapping[str, type[Mixer]] = {
     "kimi_delta": KimiDelta,
     "mamba2": Mamba2,
 }
+
+
+def expand_layers(
+    config: Mapping[str, Any], keys: MixerKeys, defaults: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return a config with a list of layer types where old files have a string.
+
+    Args:
+      config: content of the file.
+      keys: how the family describes recurrent layers.
+      defaults: defaults of the family.
+
+    Raises:
+      ValueError: the string has an unknown character.
+    """
+    pattern = config.get(keys.pattern_key) if keys.pattern_key else None
+    if pattern is not None and config.get(keys.layer_types_key) is None:
+        if not isinstance(pattern, str) or set(pattern) - set(keys.pattern):
+            raise ValueError(
+                f"LlamaConfig: {keys.pattern_key} must be a string of {''.join(keys.pattern)}, got "
+                f"{pattern!r}."
+            )
+        config = {**config, keys.layer_types_key: [keys.pattern[each] for each in pattern]}
+    names = config.get(keys.layer_types_key) or defaults.get(keys.layer_types_key)
+    if keys.mlp_types and isinstance(names, list):
+        config = {**config, "num_hidden_layers": len(names)}
+    return config
 
 
 def read_layer_types(
@@ -42,7 +75,15 @@ def read_layer_types(
         raise ValueError(
             f"LlamaConfig: {keys.layer_types_key} must name {num_layers} layers, got {names!r}."
         )
-    return tuple(keys.layer_types.get(name, name) for name in names)
+    kinds: dict[str, str] = {keys.recurrent_type: RECURRENT, **keys.layer_types}
+    kinds |= dict.fromkeys(keys.mlp_types, NOTHING)
+    return tuple(kinds[name] if name in kinds else name for name in names)
+
+
+def read_mlp_types(config: Mapping[str, Any], keys: MixerKeys) -> tuple[str, ...]:
+    """Return the type of each layer's MLP, if layers have either an MLP or another part."""
+    names: list[str] = config.get(keys.layer_types_key) or []
+    return tuple(keys.mlp_types.get(name, NOTHING) for name in names) if keys.mlp_types else ()
 
 
 def _default_layer_types(
@@ -75,6 +116,9 @@ def read_mixer(config: Mapping[str, Any], family: Family) -> Mixer:
     keys = family.mixer
     assert keys is not None
     kind = MIXERS[keys.kind]
+    size = config.get("mamba_expand", 0) * config["hidden_size"]
+    if config.get("mamba_d_head") == "auto" and config.get("mamba_n_heads"):
+        config = {**config, "mamba_d_head": size // config["mamba_n_heads"]}
     types = {field.name: field.type for field in dataclasses.fields(kind)}
     values = {name: _read(config, key, types[name]) for name, key in keys.keys.items()}
     return kind(**keys.fixed, **values)
@@ -84,6 +128,8 @@ def _read(config: Mapping[str, Any], key: str, kind: Any) -> Any:
     value = config.get(key)
     if value is None:
         raise ValueError(f"LlamaConfig: {key} is missing.")
+    if kind not in (int, float, bool):
+        return _read_limits(key, value)
     is_valid, name = {
         int: (is_int(value) and value > 0, "a positive integer"),
         float: (is_real(value), "a number"),
@@ -92,6 +138,17 @@ def _read(config: Mapping[str, Any], key: str, kind: Any) -> Any:
     if not is_valid:
         raise ValueError(f"LlamaConfig: {key} must be {name}, got {value!r}.")
     return value
+
+
+def _read_limits(key: str, value: Any) -> tuple[float, float]:
+    """Read a pair of numbers. JSON has no infinity; transformers 5 writes it as an object."""
+    pair = value if isinstance(value, list | tuple) else ()
+    pair = [each["__float__"] if isinstance(each, Mapping) else each for each in pair]
+    try:
+        low, high = map(float, pair)
+    except (TypeError, ValueError):
+        raise ValueError(f"LlamaConfig: {key} must be two numbers, got {value!r}.") from None
+    return low, high
 
 
 def write_mixer(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -104,9 +161,13 @@ def write_mixer(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     keys, mixer = family.mixer, fields["mixer"]
     if keys is None:
         return {}
-    names = {kind: name for name, kind in keys.layer_types.items()}
     kinds = fields["layer_types"] or (FULL,) * fields["num_hidden_layers"]
-    written: dict[str, Any] = {keys.layer_types_key: [names.get(kind, kind) for kind in kinds]}
+    names = [keys.recurrent_type if kind == RECURRENT else kind for kind in kinds]
+    if keys.mlp_types:
+        of_mlp = {kind: name for name, kind in keys.mlp_types.items()}
+        both = zip(names, fields["mlp_layer_types"], strict=True)
+        names = [of_mlp[mlp] if name == NOTHING else name for name, mlp in both]
+    written: dict[str, Any] = {keys.layer_types_key: names}
     if mixer is not None:
         written |= {key: getattr(mixer, name) for name, key in keys.keys.items()}
     return written

@@ -30,6 +30,7 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 # `route` and `sort_by_expert` compare all pairs instead of sorting, if this takes at most so many
 # comparisons: enough for 64 tokens with 128 experts, or for 64 tokens with 16 choices each.
@@ -43,7 +44,7 @@ class ExpertWeights(NamedTuple):
     """Weights of the experts of a layer, or of the experts on one device.
 
     Attributes:
-      gate_up_proj: ``[X, 2, F, E]``.
+      gate_up_proj: ``[X, 2, F, E]``, or ``[X, 1, F, E]`` without gates.
       down_proj: ``[X, E, F]``.
       gate_up_bias: ``[X, 2, F]`` or None.
       down_bias: ``[X, E]`` or None.
@@ -92,7 +93,7 @@ def gated_mlp(
     Args:
       config: configuration of the layer, which names the activation.
       x: float32 ``[..., E]``, normalised.
-      gate_up_proj: ``[2, F, E]``.
+      gate_up_proj: ``[2, F, E]``, or ``[1, F, E]`` without gates.
       down_proj: ``[E, F]``.
       backend: backend of the matrix multiplications, see `linear`.
 
@@ -100,8 +101,9 @@ def gated_mlp(
       float32 ``[..., E]``.
     """
     hidden = linear(x, gate_up_proj, backend=backend)
-    gate, up = hidden[..., 0, :], hidden[..., 1, :]
-    return linear(ACTIVATIONS[config.hidden_act](gate) * up, down_proj, backend=backend)
+    activation = ACTIVATIONS[config.hidden_act](hidden[..., 0, :])
+    hidden = activation * hidden[..., 1, :] if config.gated_mlp else activation
+    return linear(hidden, down_proj, backend=backend)
 
 
 def routed_experts(
@@ -154,6 +156,8 @@ def routed_experts(
 
 
 def _gated_activation(config: LlamaConfig) -> GatedActivation:
+    if not config.gated_mlp:
+        return lambda features, _: ACTIVATIONS[config.hidden_act](features)
     if config.swiglu_limit is None:
         return lambda gate, up: ACTIVATIONS[config.hidden_act](gate) * up
     return functools.partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
@@ -320,7 +324,8 @@ def apply_experts(
       x: float32 ``[N, E]``.
       routes: result of `route`.
       weights: X experts.
-      activation: function of gates and ups, each float32 ``[rows, F]``.
+      activation: function of gates and ups, each float32 ``[rows, F]``; without gates, both are the
+        same features.
       scales_inputs: whether the weights of `routes` are factors of the inputs, not of the outputs.
       backend: see `grouped_linear`.
 
@@ -342,7 +347,7 @@ def apply_experts(
     if scales_inputs:
         inputs = inputs * routes.weights.reshape(-1)[order][:, None]
     hidden = project(inputs, weights.gate_up_proj, weights.gate_up_bias)
-    hidden = activation(hidden[:, 0], hidden[:, 1])
+    hidden = activation(hidden[:, 0], hidden[:, -1])
     out = project(hidden, weights.down_proj, weights.down_bias)
     of_tokens = jnp.where((routes.experts < X)[..., None], out[places], 0)
     return _sum_in_order(of_tokens if scales_inputs else of_tokens * routes.weights[..., None])

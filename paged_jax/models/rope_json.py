@@ -6,7 +6,7 @@ from typing import Any
 
 from paged_jax.arguments import is_int, is_real
 from paged_jax.models.family import Family, UnsupportedConfigError
-from paged_jax.models.layer_groups import FULL, LAYER_TYPES, SLIDING
+from paged_jax.models.layer_groups import ATTENTION_TYPES, FULL, SLIDING
 from paged_jax.models.rope import SCALING_FIELDS, QueryScale, RopeScaling
 
 
@@ -56,6 +56,8 @@ def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
       fields: all fields of a `LlamaConfig` by name.
       family: family of the model.
     """
+    if family.rope_layers == "none":
+        return {}
     rope_scaling: RopeScaling | None = fields["rope_scaling"]
     scaling = None if rope_scaling is None else write_scaling(rope_scaling)
     # null would select the family's default scaling
@@ -69,6 +71,8 @@ def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if rope_scaling is not None and "original_max_position_embeddings" in family.defaults:
         original = rope_scaling.original_max_position_embeddings
         written["original_max_position_embeddings"] = original
+    if family.rope_layers == "switched":
+        written["position_embedding_type"] = "nope" if fields["rope_layers"] else "rope"
     if family.rope_layers == "listed":
         rotates = fields["rope_layers"] or (True,) * fields["num_hidden_layers"]
         written["no_rope_layers"] = list(map(int, rotates))
@@ -214,6 +218,10 @@ def read_rope_layers(
         return tuple(kind == SLIDING for kind in layer_types or (uniform,) * num_layers)
     if family.rope_layers == "all":
         return ()
+    if family.rope_layers in ("none", "switched"):
+        kind = config.get("position_embedding_type")
+        rotates = family.rope_layers == "switched" and kind == "rope"
+        return () if rotates else (False,) * num_layers
     rotates = config.get("no_rope_layers")  # despite its name, 1 marks a layer that rotates
     if rotates is None:
         interval = config.get("no_rope_layer_interval", 4)
@@ -270,13 +278,13 @@ def _split_by_layer_type(
             "LlamaConfig: rope_parameters that differ between layers are not supported for "
             f"{family.architecture}."
         )
-    if others := set(rope) - set(LAYER_TYPES):
+    if others := set(rope) - set(ATTENTION_TYPES):
         raise UnsupportedConfigError(
             f"LlamaConfig: rope_parameters of {min(others)!r} are not supported, only of "
-            f"{' and '.join(map(repr, LAYER_TYPES))}."
+            f"{' and '.join(map(repr, ATTENTION_TYPES))}."
         )
     full, sliding = (
-        _object(f"rope_parameters of {kind!r}", rope.get(kind)) for kind in LAYER_TYPES
+        _object(f"rope_parameters of {kind!r}", rope.get(kind)) for kind in ATTENTION_TYPES
     )
     return full, sliding
 

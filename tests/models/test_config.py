@@ -28,6 +28,7 @@ _QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 2, **_SIZES}
 _REQUIRED = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_state": 8},
 }
 
 

@@ -224,6 +224,11 @@ _DELTA = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 32,
 }
+_GRANITE_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_state": 24,
+    "shared_intermediate_size": 56,
+}
 _DELTA_EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -242,6 +247,51 @@ VARIANTS = {
             "num_experts": 6,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "granitemoehybrid": Case(
+        "granitemoehybrid",
+        {
+            **_GRANITE_MAMBA,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 0.7,
+        },
+    ),
+    "granitemoehybrid with rotation and a dense MLP": Case(
+        "granitemoehybrid",
+        {
+            **_GRANITE_MAMBA,
+            "mamba_n_groups": 2,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "layer_types": ["full_attention", "linear_attention"],
+            "position_embedding_type": "rope",
+            "attention_multiplier": 0.3,
+        },
+    ),
+    "nemotron_h": Case(
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+            "head_dim": 16,
+            "ssm_state_size": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            # transformers clamps time steps of prompts to this value.
+            "time_step_min": 1e-9,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "moe_shared_expert_intermediate_size": 56,
+            "n_group": 2,
+            "topk_group": 1,
             "routed_scaling_factor": 1.5,
         },
     ),

@@ -42,6 +42,7 @@ from paged_jax.models.loading.tensor_map import (
     TensorMapping,
     map_parameter,
     map_to_available,
+    name_in_file,
 )
 from paged_jax.models.matrices import Sharding, matrix_name
 from paged_jax.models.matrix_formats import MatrixFormats, float_type, is_matrix
@@ -230,7 +231,11 @@ def save_weights(model: PagedModel, folder: str | Path, *, max_file_bytes: int =
     for number, content in enumerate(files, 1):
         is_single = len(files) == 1
         file = SINGLE_FILE if is_single else f"model-{number:05}-of-{len(files):05}.safetensors"
-        written = {tensor: x for item in content for tensor, x in tensors(*item).items()}
+        written = {
+            name_in_file(model.config, tensor): x
+            for item in content
+            for tensor, x in tensors(*item).items()
+        }
         weight_map |= dict.fromkeys(written, file)
         partial = folder / (file + ".partial")
         # The file is renamed when it is complete, so that an interrupted save leaves no incomplete

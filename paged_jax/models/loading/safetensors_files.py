@@ -57,7 +57,9 @@ _WRAPPERS = {
 _ADAPTERS = re.compile(r"\.(lora_[AB]|lora_embedding_[AB]|base_layer|lora_magnitude_vector)(\.|$)")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
+_FUSED_EXPERTS = re.compile(
+    r"\.(experts\.(gate_up|down)_proj|block_sparse_moe\.\w+_linear\.weight)$"
+)
 
 # Readers by the name in `Scheme.reader`.
 READERS: Mapping[str, type[ModuleMatrix]] = {

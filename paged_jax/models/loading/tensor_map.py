@@ -15,7 +15,7 @@ import numpy as np
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.families import FAMILIES
-from paged_jax.models.mixers import Mixer
+from paged_jax.models.mixer_sizes import Mixer
 from paged_jax.models.rope import head_order
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -258,13 +258,6 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
         q_norm, k_norm = ((D,), (D,)), ((D,), (D,))
     else:
         q_norm, k_norm = ((H * D,), (K, H // K, D)), ((K * D,), (K, D))
-    if "gate_up_proj" in names:
-        gate_up = (_map(names["gate_up_proj"], (2 * F, E), (2, F, E)),)
-    else:
-        gate_up = (
-            _map(names["gate_proj"], (F, E), (1, F, E), (0, 0, 0)),
-            _map(names["up_proj"], (F, E), (1, F, E), (1, 0, 0)),
-        )
     mappings: dict[str, Mappings] = {
         **vectors,
         "qkv_proj": _qkv_mappings(config, names, row_order),
@@ -272,7 +265,7 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
         "q_norm": (_map(names["q_norm"], *q_norm, row_order=row_order),),
         "k_norm": (_map(names["k_norm"], *k_norm, row_order=row_order),),
         "o_proj": (_map(names["o_proj"], (E, H * D)),),
-        "gate_up_proj": gate_up,
+        "gate_up_proj": _gate_up_mappings(config, names, F),
         "down_proj": (_map(names["down_proj"], (E, F)),),
         "sinks": (_map("self_attn.sinks", (H,)),),
         "layer_scalar": (_map("layer_scalar", (1,)),),
@@ -284,6 +277,24 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
         if experts == "fused" or experts == "family" and "fused_gate_up_proj" in names:
             mappings |= _fused_expert_mappings(config)
     return mappings
+
+
+def _gate_up_mappings(config: LlamaConfig, names: Mapping[str, str], F: int) -> Mappings:
+    """Return the mappings of the first matrix of an MLP with F features."""
+    E = config.hidden_size
+    if "gate_up_proj" in names:
+        return (_map(names["gate_up_proj"], (2 * F, E), (2, F, E)),)
+    tensors = (names["gate_proj"], names["up_proj"]) if config.gated_mlp else (names["up_proj"],)
+    return tuple(_map(each, (F, E), (1, F, E), (i, 0, 0)) for i, each in enumerate(tensors))
+
+
+def name_in_file(config: LlamaConfig, name: str) -> str:
+    """Return the name of a tensor in files that transformers reads, see `standard_name`."""
+    family = FAMILIES.get(config.model_type)
+    for prefix, replacement in (family.written_prefixes if family else {}).items():
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
+    return name
 
 
 def _family_tensors(config: LlamaConfig) -> Mapping[str, str]:
@@ -370,20 +381,20 @@ def _expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Ma
     E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
     names = {**_EXPERTS, **_family_tensors(config)}
     shared = config.shared_expert_intermediate_size
-    module = names["shared_expert"]
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        if "gate_up_proj" not in names:
+            names[name] = f"{names['shared_expert']}.{name}.weight"
     mappings: dict[str, Mappings] = {
         "router": (_map(names["router"], (X, E)),),
         "router_correction_bias": (_map(names["router_correction_bias"], (X,)),),
         "router_expert_scale": (_map(names["router_expert_scale"], (X,)),),
         "shared_expert_gate": (_map("mlp.shared_expert_gate.weight", (1, E)),),
-        "gate_up_proj": (
-            _map(f"{module}.gate_proj.weight", (shared, E), (1, shared, E)),
-            _map(f"{module}.up_proj.weight", (shared, E), (1, shared, E), (1, 0, 0)),
-        ),
-        "down_proj": (_map(f"{module}.down_proj.weight", (E, shared)),),
+        "gate_up_proj": _gate_up_mappings(config, names, shared),
+        "down_proj": (_map(names["down_proj"], (E, shared)),),
     }
     if "experts_gate_up_proj" in names and experts != "separate":
         return mappings | _interleaved_expert_mappings(config, names)
+    first = 0 if config.gated_mlp else 1
     if "router_bias" in names:
         mappings |= _expert_bias_mappings(config, names)
         names = _EXPERTS
@@ -391,7 +402,7 @@ def _expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Ma
         "experts_gate_up_proj": tuple(
             _map(names[name].replace("*", str(x)), (F, E), (1, 1, F, E), (x, half, 0, 0))
             for x in range(X)
-            for half, name in enumerate(("experts_gate_proj", "experts_up_proj"))
+            for half, name in enumerate(("experts_gate_proj", "experts_up_proj")[first:])
         ),
         "experts_down_proj": tuple(
             _map(names["experts_down_proj"].replace("*", str(x)), (E, F), (1, E, F), (x, 0, 0))
@@ -425,10 +436,9 @@ def _fused_expert_mappings(config: LlamaConfig) -> dict[str, Mappings]:
     E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
     gate_up, down = (X, 2 * F, E), (X, E, F)
     names = {**_EXPERTS, **_family_tensors(config)}
-    router, bias = (
-        names[name].replace("block_sparse_moe.", "mlp.")
-        for name in ("router", "router_correction_bias")
-    )
+    router, bias = names["router"], names["router_correction_bias"]
+    if "fused_gate_up_proj" not in names:
+        router, bias = (name.replace("block_sparse_moe.", "mlp.") for name in (router, bias))
     return {
         "router": (_map(router, (X, E)),),
         "router_correction_bias": (_map(bias, (X,)),),

@@ -1,0 +1,271 @@
+"""Sizes, states and parameters of recurrent layers. Imports no JAX.
+
+A mixer takes the place of attention in a layer, see `mixers`. Its weights are grouped by heads of
+keys (K), so that they can be divided over devices together with the states. The parameters of a
+layer with a mixer, of which each kind has some::
+
+    mixer_in_proj     [K, rows, E]    inputs of the convolution and the gate of the output
+    mixer_gates_proj  [K, rows, E]    gates of each head
+    mixer_rank_proj   [1, 2 * D, E]   first half of two projections of rank D, for two gates
+    mixer_decay_proj  [K, D, D]       second half, decay
+    mixer_gate_proj   [K, D, D]       second half, gate of the output
+    mixer_out_proj    [E, values]
+    mixer_conv        [K, rows, 1, w]          mixer_conv_bias  [K, rows]
+    mixer_decay       [K, G] or [1, 1, K, 1]   logarithm of the decay of each head
+    mixer_time        [K, G] or [K, D]         bias of the time step
+    mixer_skip        [K, G]                   factor of the input that is added to the output
+    mixer_norm        [U] or [K, G * U]        norm of the output
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from paged_jax.models.layer_groups import StateShape
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixer:
+    """Sizes and switches of a kind of recurrent layer.
+
+    Attributes:
+      conv_width: number of tokens of a convolution (w).
+      conv_bias: whether the convolution has a bias.
+    """
+
+    conv_width: int
+    conv_bias: bool = False
+
+    @property
+    def states(self) -> tuple[StateShape, ...]:
+        """Arrays that a sequence keeps in each layer."""
+        raise NotImplementedError
+
+    def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
+        """Return the shape of each parameter, for hidden states of a size E."""
+        raise NotImplementedError
+
+    @property
+    def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
+        """Names and rows per head of the pieces of parameters, which files may store separately."""
+        return {}
+
+    def _conv_state(self, num_channels: int) -> StateShape:
+        # One dimension: devices would pad a dimension of three tokens to eight.
+        return StateShape("conv", ((self.conv_width - 1) * num_channels,), None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShortConvolution(Mixer):
+    """Gated short convolution of LFM2: ``c * convolution(b * x)``.
+
+    Attributes:
+      num_channels: number of channels (F).
+    """
+
+    num_channels: int
+
+    @property
+    def states(self) -> tuple[StateShape, ...]:
+        """Arrays of a sequence: the last inputs of the convolution."""
+        return (self._conv_state(self.num_channels),)
+
+    def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
+        """Return the shapes of the parameters."""
+        F = self.num_channels
+        return {
+            "mixer_in_proj": (3, F, hidden_size),
+            "mixer_out_proj": (hidden_size, F),
+            "mixer_conv": (F, 1, self.conv_width),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedDeltaNet(Mixer):
+    """Gated delta net (Yang et al., arXiv 2412.06464) of Qwen3-Next, Qwen3.5 and OLMo Hybrid.
+
+    Rows of ``mixer_in_proj`` for each head of keys: its query, its key, G values, G output gates.
+    Rows of ``mixer_gates_proj``: G of beta, G of the decay.
+
+    Attributes:
+      num_key_heads: number of heads of queries and keys (K).
+      num_value_heads: number of heads of values, each with its own state.
+      key_dim: elements of a key (D).
+      value_dim: elements of a value (U).
+      has_negative_eigenvalues: whether beta is between 0 and 2 instead of 0 and 1, so that a token
+        may change the sign of a part of the state.
+      norm_eps: constant added to the mean square in the norm of the output.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    has_negative_eigenvalues: bool = False
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                "GatedDeltaNet: num_value_heads must be a multiple of num_key_heads, got "
+                f"{self.num_value_heads} and {self.num_key_heads}."
+            )
+
+    @property
+    def heads(self) -> tuple[int, int, int, int]:
+        """Numbers K and G of heads, and sizes D and U of the state of a head."""
+        K = self.num_key_heads
+        return K, self.num_value_heads // K, self.key_dim, self.value_dim
+
+    @property
+    def states(self) -> tuple[StateShape, ...]:
+        """Arrays of a sequence: inputs of the convolution, and the state of each head."""
+        K, G, D, U = self.heads
+        return self._conv_state(K * (2 * D + G * U)), StateShape("state", (K * G, D, U), "float32")
+
+    def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
+        """Return the shapes of the parameters."""
+        K, G, D, U = self.heads
+        return {
+            "mixer_in_proj": (K, 2 * D + 2 * G * U, hidden_size),
+            "mixer_gates_proj": (K, 2 * G, hidden_size),
+            "mixer_out_proj": (hidden_size, K * G * U),
+            "mixer_conv": (K, 2 * D + G * U, 1, self.conv_width),
+            "mixer_decay": (K, G),
+            "mixer_time": (K, G),
+            "mixer_norm": (U,),
+        }
+
+    @property
+    def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
+        """Names and rows per head of keys of the pieces of parameters."""
+        _, G, D, U = self.heads
+        qkv = ("q", D), ("k", D), ("v", G * U)
+        return {
+            "mixer_in_proj": (*qkv, ("z", G * U)),
+            "mixer_gates_proj": (("b", G), ("a", G)),
+            "mixer_conv": qkv,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KimiDelta(Mixer):
+    """Kimi Delta Attention (arXiv 2510.26692): a delta rule whose elements decay independently.
+
+    Rows of ``mixer_in_proj`` for each head: its query, its key, its value.
+
+    Attributes:
+      num_heads: number of heads (K).
+      head_dim: elements of queries, keys and values (D), and the rank of the gates.
+      norm_eps: constant added to the mean square in the norm of the output.
+    """
+
+    num_heads: int
+    head_dim: int
+    norm_eps: float = 1e-5
+
+    @property
+    def states(self) -> tuple[StateShape, ...]:
+        """Arrays of a sequence: inputs of the convolution, and the state of each head."""
+        K, D = self.num_heads, self.head_dim
+        return self._conv_state(3 * K * D), StateShape("state", (K, D, D), "float32")
+
+    def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
+        """Return the shapes of the parameters."""
+        K, D = self.num_heads, self.head_dim
+        return {
+            "mixer_in_proj": (K, 3 * D, hidden_size),
+            "mixer_gates_proj": (K, 1, hidden_size),
+            "mixer_rank_proj": (1, 2 * D, hidden_size),
+            "mixer_decay_proj": (K, D, D),
+            "mixer_gate_proj": (K, D, D),
+            "mixer_out_proj": (hidden_size, K * D),
+            "mixer_conv": (K, 3 * D, 1, self.conv_width),
+            "mixer_decay": (1, 1, K, 1),
+            "mixer_time": (K, D),
+            "mixer_norm": (D,),
+        }
+
+    @property
+    def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
+        """Names and rows per head of the pieces of parameters."""
+        D = self.head_dim
+        qkv = ("q", D), ("k", D), ("v", D)
+        ranks = ("decay", D), ("gate", D)
+        return {"mixer_in_proj": qkv, "mixer_rank_proj": ranks, "mixer_conv": qkv}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mamba2(Mixer):
+    """Mamba-2 (Dao and Gu, arXiv 2405.21060) of Nemotron-H, Granite 4 and Falcon-H1.
+
+    Rows of ``mixer_in_proj`` for each group of heads: G * U gates of the output, G * U inputs, D of
+    b, D of c, G time steps.
+
+    Attributes:
+      num_heads: number of heads, each with its own state.
+      num_groups: number of groups (K) of heads that share b and c.
+      head_dim: elements of an input (U).
+      state_dim: elements of b and c (D).
+      norm: ``"after gate"``, ``"before gate"``, or ``"none"``: place of the norm of the output. It
+        normalises the heads of a group together.
+      norm_eps: constant added to the mean square in this norm.
+      time_limits: smallest and largest time step.
+    """
+
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    state_dim: int
+    norm: str = "after gate"
+    norm_eps: float = 1e-5
+    time_limits: tuple[float, float] = (0.0, math.inf)
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_groups:
+            raise ValueError(
+                "Mamba2: num_heads must be a multiple of num_groups, got "
+                f"{self.num_heads} and {self.num_groups}."
+            )
+
+    @property
+    def heads(self) -> tuple[int, int, int, int]:
+        """Numbers K and G of heads, and sizes D and U of the state of a head."""
+        K = self.num_groups
+        return K, self.num_heads // K, self.state_dim, self.head_dim
+
+    @property
+    def states(self) -> tuple[StateShape, ...]:
+        """Arrays of a sequence: inputs of the convolution, and the state of each head."""
+        K, G, D, U = self.heads
+        return self._conv_state(K * (2 * D + G * U)), StateShape("state", (K * G, U, D), "float32")
+
+    def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
+        """Return the shapes of the parameters."""
+        K, G, D, U = self.heads
+        shapes = {
+            "mixer_in_proj": (K, 2 * G * U + 2 * D + G, hidden_size),
+            "mixer_out_proj": (hidden_size, K * G * U),
+            "mixer_conv": (K, G * U + 2 * D, 1, self.conv_width),
+            "mixer_decay": (K, G),
+            "mixer_time": (K, G),
+            "mixer_skip": (K, G),
+        }
+        if self.conv_bias:
+            shapes["mixer_conv_bias"] = (K, G * U + 2 * D)
+        if self.norm != "none":
+            shapes["mixer_norm"] = (K, G * U)
+        return shapes
+
+    @property
+    def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
+        """Names and rows per group of the pieces of parameters."""
+        _, G, D, U = self.heads
+        xbc = ("x", G * U), ("b", D), ("c", D)
+        return {
+            "mixer_in_proj": (("z", G * U), *xbc, ("dt", G)),
+            "mixer_conv": xbc,
+            "mixer_conv_bias": xbc,
+        }
