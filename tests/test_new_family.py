@@ -1,4 +1,4 @@
-"""Tests of examples/new_family.py: the first Gemma, against transformers."""
+"""Tests of examples/new_family.py: VaultGemma, against transformers."""
 
 import importlib.util
 import math
@@ -14,24 +14,16 @@ from paged_jax.models.family import UnsupportedConfigError
 from paged_jax.models.llama import Llama
 from tests.support import ROOT
 
-# The config.json of Gemma 2B.
-_GEMMA_2B = {
-    "architectures": ["GemmaForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "head_dim": 256,
-    "hidden_act": "gelu",
-    "hidden_size": 2048,
-    "intermediate_size": 16384,
-    "max_position_embeddings": 8192,
-    "model_type": "gemma",
-    "num_attention_heads": 8,
-    "num_hidden_layers": 18,
-    "num_key_value_heads": 1,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 10000.0,
+# A config.json without the keys that have the values of the defaults.
+_VAULT_GEMMA_1B = {
+    "architectures": ["VaultGemmaForCausalLM"],
+    "model_type": "vaultgemma",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "sliding_window": 512,
     "torch_dtype": "bfloat16",
     "vocab_size": 256000,
 }
@@ -44,18 +36,19 @@ def example(monkeypatch):
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setitem(families.FAMILIES, "gemma", module.GEMMA)
-    monkeypatch.delitem(families.FAMILIES, "gemma")
+    monkeypatch.setitem(families.FAMILIES, "vaultgemma", module.VAULT_GEMMA)
+    monkeypatch.delitem(families.FAMILIES, "vaultgemma")
     return module
 
 
 def test_added_family_is_read_and_written(example):
-    with pytest.raises(UnsupportedConfigError, match="'GemmaForCausalLM' is not supported"):
-        LlamaConfig.from_dict(_GEMMA_2B)
-    example.add_gemma()
-    config = LlamaConfig.from_dict(_GEMMA_2B)
+    with pytest.raises(UnsupportedConfigError, match="'VaultGemmaForCausalLM' is not supported"):
+        LlamaConfig.from_dict(_VAULT_GEMMA_1B)
+    example.add_vault_gemma()
+    config = LlamaConfig.from_dict(_VAULT_GEMMA_1B)
     assert (config.norm_offset, config.hidden_act) == (1.0, "gelu_pytorch_tanh")
-    assert config.embedding_multiplier == math.sqrt(2048)
+    assert config.embedding_multiplier == math.sqrt(1152)
+    assert config.sliding_windows[:3] == (512, None, 512)
     assert config.tie_word_embeddings
     assert LlamaConfig.from_dict(config.to_dict()) == config
 
@@ -64,14 +57,14 @@ def test_added_family_is_read_and_written(example):
 def test_added_family_computes_the_same_as_transformers(example, tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    example.add_gemma()
+    example.add_vault_gemma()
     sizes = dict(
         vocab_size=48, hidden_size=32, intermediate_size=40, num_hidden_layers=2, head_dim=16,
-        num_attention_heads=4, num_key_value_heads=1, max_position_embeddings=64,
+        num_attention_heads=4, num_key_value_heads=1, max_position_embeddings=64, sliding_window=8,
     )  # fmt: skip
     torch.manual_seed(0)
-    theirs = transformers.GemmaForCausalLM(
-        transformers.GemmaConfig(**sizes, attn_implementation="eager")
+    theirs = transformers.VaultGemmaForCausalLM(
+        transformers.VaultGemmaConfig(**sizes, attn_implementation="eager")
     ).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():

@@ -9,9 +9,9 @@
     block      K and V of C tokens in all layers of a group, with scales if they are quantised
     overhead   the allocator's data about a block; for bfloat16 and float8 pools on CPUs also the
                copies that XLA makes of the pools
-    group      layers that keep the same; most models have one group. The first has P blocks, and
-               so have others without a window. A group with a window has ``min(P, S * w)`` blocks
-               if a slot needs at most w of them
+    group      layers that keep the same tokens in the same shapes; most models have one group. The
+               first group, and other groups without a window, have P blocks. A group with a window
+               has ``min(P, S * w)``, where w is the maximum number of blocks of a slot in it
 
 `Engine` and `python -m paged_jax.plan` use the same numbers. Weights, state and blocks are exact.
 The step is an upper bound. Tests compare it with the temporary memory of compiled programs. In

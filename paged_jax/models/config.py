@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paged_jax.arguments import check_positive, names_arguments
+from paged_jax.arguments import names_arguments
+from paged_jax.models.config_checks import check_choices, check_experts, check_sizes
 from paged_jax.models.config_json import read_fields, write_fields
-from paged_jax.models.family import SOFTMAX_ROUTER, Router, UnsupportedConfigError
+from paged_jax.models.family import SOFTMAX_ROUTER, Router
 from paged_jax.models.layer_groups import (
     DENSE,
     FULL,
@@ -29,34 +30,13 @@ from paged_jax.models.mixer_sizes import Mixer
 from paged_jax.models.model_folder import read_config_json
 from paged_jax.models.rope import QueryScale, Rope, RopeScaling
 
-# Allowed values of fields that select one of several options by name.
-_CHOICES = {
-    "qk_norm_scope": ("head", "projection"),
-    "norm_placement": ("pre", "sandwich", "post", "parallel"),
-    "norm_type": ("rms", "layer"),
-    "hidden_act": ("silu", "gelu", "gelu_pytorch_tanh", "relu2"),
-    "dtype": ("float32", "bfloat16", "float16"),
-}
-_FACTORS = (
-    "rms_norm_eps", "rope_theta", "embedding_multiplier", "attention_multiplier",
-    "residual_multiplier", "logit_scale", "attn_logit_softcapping", "final_logit_softcapping",
-    "swiglu_alpha", "swiglu_limit",
-)  # fmt: skip
-_OPTIONAL = (
-    "attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping", "swiglu_limit",
-)  # fmt: skip
-# Far above any real model: a mistyped size fails here, before it exhausts the memory.
-_MAX_HEAD_DIM = 1 << 16
+# Fields of a layer with experts.
 _EXPERT_FIELDS = (
     "num_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
 )
-_SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings",
-)  # fmt: skip
 
 
 @names_arguments
@@ -73,7 +53,7 @@ class LlamaConfig:
       num_attention_heads, num_key_value_heads: number of query heads (H) and of KV heads (K).
       head_dim: elements per head (D), even; 0 for ``hidden_size // num_attention_heads``.
       num_global_key_value_heads, global_head_dim: the same for layers without a sliding window, if
-        they differ from those of the other layers; 0 otherwise.
+        they differ from the other layers; 0 otherwise.
       max_position_embeddings: maximum length of a sequence in tokens.
       rms_norm_eps: constant added to the mean square (or variance) in norms.
       rope_theta, rope_scaling: base and scaling of the rotary frequencies.
@@ -216,42 +196,12 @@ class LlamaConfig:
                     f"head_dim is not given, got {self.hidden_size} and {self.num_attention_heads}."
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        check_positive("LlamaConfig", **{name: getattr(self, name) for name in _SIZES})
-        self._check_heads()
-        for field in _FACTORS:
-            value = getattr(self, field)
-            if value is None and field in _OPTIONAL:
-                continue
-            if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-                raise ValueError(f"LlamaConfig: {field} must be positive, got {value!r}.")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(
-                f"LlamaConfig: sliding_window must be positive or null, got {self.sliding_window}."
-            )
+        check_sizes(self)
         check_num_layers(self.num_hidden_layers)
-        self._check_experts()
+        check_experts(self)
         self._check_layer_types()
-        for field, choices in _CHOICES.items():
-            if getattr(self, field) not in choices:
-                raise UnsupportedConfigError(
-                    f"LlamaConfig: {field} must be one of {', '.join(choices)}, got "
-                    f"{getattr(self, field)!r}."
-                )
+        check_choices(self)
         self._check_ropes()
-
-    def _check_heads(self) -> None:
-        for name in ("num_key_value_heads", "num_global_key_value_heads"):
-            num_kv_heads = getattr(self, name)
-            if num_kv_heads < 0 or num_kv_heads and self.num_attention_heads % num_kv_heads:
-                raise ValueError(
-                    f"LlamaConfig: num_attention_heads must be a multiple of {name}, got "
-                    f"{self.num_attention_heads} and {num_kv_heads}."
-                )
-        for name in ("head_dim", "global_head_dim"):
-            if (size := getattr(self, name)) % 2 or not 0 <= size <= _MAX_HEAD_DIM:
-                raise ValueError(
-                    f"LlamaConfig: {name} must be even and at most {_MAX_HEAD_DIM}, got {size}."
-                )
 
     def _check_layer_types(self) -> None:
         sliding_window, num_layers = self.sliding_window, self.num_hidden_layers
@@ -274,31 +224,6 @@ class LlamaConfig:
         if all(self.rope_layers):
             object.__setattr__(self, "rope_layers", ())
         _ = self.ropes  # `Rope` checks the sizes
-
-    def _check_experts(self) -> None:
-        sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-        if any(getattr(self, name) for name in sizes):
-            check_positive("LlamaConfig", **{name: getattr(self, name) for name in sizes})
-        if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
-                "LlamaConfig: num_experts_per_tok must be at most num_experts, got "
-                f"{self.num_experts_per_tok} and {self.num_experts}."
-            )
-        if self.num_experts % self.router.num_groups:
-            raise ValueError(
-                "LlamaConfig: num_experts must be a multiple of the router's num_groups, got "
-                f"{self.num_experts} and {self.router.num_groups}."
-            )
-        if self.separate_expert_norms and self.norm_placement != "sandwich":
-            raise ValueError(
-                "LlamaConfig: norm_placement must be 'sandwich' with separate_expert_norms, got "
-                f"{self.norm_placement!r}."
-            )
-        if self.shared_expert_intermediate_size < 0:
-            raise ValueError(
-                "LlamaConfig: shared_expert_intermediate_size must be 0 or more, got "
-                f"{self.shared_expert_intermediate_size}."
-            )
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
@@ -386,9 +311,9 @@ class LlamaConfig:
 
     @functools.cached_property
     def layer_configs(self) -> tuple["LlamaConfig", ...]:
-        """Config of each layer, which describes a model in which all layers equal this layer.
+        """Config of each layer. It describes a model in which all layers equal this layer.
 
-        Its sizes are those of the layer. Equal layers share a config.
+        Its sizes are the sizes of the layer. Equal layers share a config.
 
         Example:
           >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
@@ -450,7 +375,7 @@ class LlamaConfig:
 
     @functools.cached_property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """Groups of layers that keep the same. The first group keeps the most tokens.
+        """Groups of layers with equal windows and shapes. The first keeps the most tokens.
 
         Example:
           >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,

@@ -22,7 +22,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "clip_qkv": None,
     "qkv_bias": True,
 }
-# Keys of which a family reads some to find the layers with a dense MLP, by `Family.dense_layers`.
+# Keys that describe the layers with a dense MLP, by `Family.dense_layers`.
 _DENSE_KEYS: Mapping[str, tuple[str, ...]] = {
     "none": (),
     "first": ("first_k_dense_replace",),

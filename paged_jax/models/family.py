@@ -66,7 +66,7 @@ class InnerTextModel:
       architecture: class of the whole model in transformers.
       model_type: key in `families.FAMILIES` of the text model, if its own config does not name it.
       defaults: values that transformers uses for keys that are missing in the config of the text
-        model, if they are not those of its family.
+        model, if they differ from the defaults of its family.
       is_tied: whether the head is tied to the embeddings if the outer config does not say it.
       has_cap: whether transformers applies ``final_logit_softcapping`` to the whole model.
       key: key of the text model's config.
@@ -206,8 +206,8 @@ class Family:
       shared_experts: key in ``config.json`` of the number of experts for all tokens, which are one
         MLP; None if it has their size.
       dense_layers: which layers have a dense MLP instead of experts. ``"none"``; ``"first"``: the
-        first layers, as many as `first_k_dense_replace`; ``"listed"``: layers in `mlp_only_layers`,
-        and those that `decoder_sparse_step` leaves out. A list `mlp_layer_types` has precedence.
+        first `first_k_dense_replace` layers; ``"listed"``: layers in `mlp_only_layers`, and layers
+        that `decoder_sparse_step` leaves out. A list `mlp_layer_types` has precedence.
       is_mxfp4: whether checkpoints may store experts in MXFP4, see `Mxfp4Tensor`.
       mixer: how configs describe recurrent layers; None for a family without them.
       has_adjusted_mlp: whether `block_auto_adjust_ff_dim` may change `intermediate_size`.
@@ -225,8 +225,8 @@ class Family:
         writes.
       prefixes: prefixes of tensor names and their replacements; None if the tensors belong to
         another part of a larger model and are not read.
-      has_draft_layers: whether files may have more layers than the model. They predict several
-        tokens at once, and are not read.
+      has_draft_layers: whether files may have more layers than the model. These layers predict
+        further tokens, and are not read.
     """
 
     architecture: str

@@ -305,13 +305,13 @@ class Layer(nnx.Module):
         is_token: jax.Array | None,
         backend: str | None,
     ) -> jax.Array:
-        """Return the sum of the normalised outputs of the experts and of the one for all tokens.
+        """Return the sum of the normalised outputs of the experts and of the shared expert.
 
         With a shard, both outputs are first summed over the devices.
 
         Args:
           x: float32 ``[..., E]``, the residual stream.
-          normed: float32 ``[..., E]``, input of the expert for all tokens.
+          normed: float32 ``[..., E]``, input of the shared expert.
           weight: see `_mlp`.
           is_token: see `_mlp`.
           backend: see `_mlp`.
@@ -359,9 +359,10 @@ class Layer(nnx.Module):
         """Return queries, keys and values in the form that `attend` takes, and gates of the output.
 
         Usually the form is a `Projection`: `attend` normalises and rotates it, because some kernels
-        do this while they write into the cache. What these kernels do not support is computed here
-        and returned as `Heads`: norms over all heads of a token (`qk_norm_scope` is
-        ``"projection"``), norms of values, values that are keys, and factors of normalised queries.
+        do this while they write into the cache. These kernels do not support norms over all heads
+        of a token (`qk_norm_scope` is ``"projection"``), norms of values, values that are keys, and
+        factors of normalised queries. In these cases everything is computed here, and the result is
+        `Heads`.
 
         Args:
           qkv: float32 ``[..., K, rows, D]``, before biases are added.

@@ -1,4 +1,4 @@
-"""Types of layers, what they keep in a cache, and groups of layers that keep the same.
+"""Types of layers, the shapes of their data in a cache, and groups of layers.
 
 Imports no JAX, because the scheduler uses it.
 """
@@ -54,7 +54,7 @@ class StateShape(NamedTuple):
 
 
 class LayerGroup(NamedTuple):
-    """Layers that keep the same: equal numbers of tokens, in equal shapes.
+    """Layers that keep equally many tokens in equal shapes.
 
     Attributes:
       sliding_window: number of last tokens that a query attends to, including its own; None for
@@ -83,7 +83,7 @@ def group_layers(
     kv_shapes: Sequence[KVShape | None],
     states: Sequence[tuple[StateShape, ...]],
 ) -> tuple[LayerGroup, ...]:
-    """Group layers by what they keep, with the group that keeps the most tokens first.
+    """Group layers by window and shapes, with the group that keeps the most tokens first.
 
     Groups with states come last. Layers that keep nothing are in no group.
 

@@ -13,7 +13,9 @@ import pytest
 from scipy.special import erf, expit, softmax
 
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.family import Router
 from paged_jax.models.llama import Llama
+from paged_jax.models.rope import QueryScale, RopeScaling
 from tests.support.covering import all_pairs
 from tests.support.random_model import random_llama
 
@@ -30,11 +32,15 @@ SIZES: dict[str, Any] = {
     "dtype": "float32",
 }
 SLIDING = {"sliding_window": WINDOW}
-EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+SHARED = {"shared_expert_intermediate_size": 16}
+GROUPS = {"num_groups": 3, "num_chosen_groups": 2}
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
     "norms": {
         "pre": {},
         "sandwich, 1 + weight": {"norm_placement": "sandwich", "norm_offset": 1.0},
+        "sandwich, separate for experts": {"norm_placement": "sandwich"}
+        | {"separate_expert_norms": True, **SHARED},
         "post": {"norm_placement": "post"},
         "parallel, of layers": {"norm_placement": "parallel", "norm_type": "layer"},
     },
@@ -48,10 +54,29 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
         "silu": {},
         "gelu": {"hidden_act": "gelu"},
         "gelu by tanh": {"hidden_act": "gelu_pytorch_tanh"},
-        "experts and a shared one": EXPERTS | {"shared_expert_intermediate_size": 16},
+        "experts and a shared one": EXPERTS | SHARED,
+        "sigmoid, bias and groups": EXPERTS
+        | SHARED
+        | {"shared_expert_gate": False, "norm_topk_prob": True}
+        | {"router": Router("sigmoid", has_correction_bias=True, **GROUPS, epsilon=0.1)},
+        "groups by their best expert": EXPERTS
+        | {"router": Router(**GROUPS, group_score="max", factor=1.7)},
+        "sigmoid of inputs": EXPERTS | {"router": Router("sigmoid", scales_inputs=True)},
+        "scaled experts": EXPERTS | {"router": Router(has_expert_scale=True)},
         "experts of gpt-oss": EXPERTS
         | {"norm_topk_prob": True, "expert_bias": True, "swiglu_limit": 0.3},
         "experts after a dense layer": EXPERTS | {"mlp_layer_types": ("dense", "sparse")},
+    },
+    "values": {
+        "plain": {},
+        "normed": {"value_norm": True},
+        "keys": {"value_norm": True, "attention_k_eq_v": True},
+    },
+    "queries": {
+        "plain": {},
+        "gated": {"attention_gate": True},
+        "scaled": {"query_scale": QueryScale(beta=0.5, length=4)},
+        "scaled without rotation": {"query_scale": QueryScale(0.7, 3, 1, only_without_rope=True)},
     },
     "scores": {
         "plain": {},
@@ -71,6 +96,8 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
         "all": {},
         "one": {"rope_layers": (False, True)},
         "half": {"partial_rotary_factor": 0.5},
+        "half of proportional pairs": {"partial_rotary_factor": 0.5}
+        | {"rope_scaling": RopeScaling("proportional", 2.0)},
         "local": {"rope_local_base_freq": THETAS[1]},
     },
     "biases": {"none": {}, "both": {"qkv_bias": True, "o_bias": True}},
@@ -78,7 +105,7 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
         "plain": {},
         "tied": {"tie_word_embeddings": True, "embedding_multiplier": 3.0},
         "scaled": {"logit_scale": 0.4, "residual_multiplier": 0.6},
-        "cap": {"final_logit_softcapping": 0.9},
+        "cap": {"final_logit_softcapping": 0.9, "layer_scalar": True},
     },
 }
 CASES = all_pairs({factor: [*kinds] for factor, kinds in KINDS.items()})
@@ -104,14 +131,17 @@ def forward(model: Llama, token_ids: np.ndarray) -> np.ndarray:
     x = table[token_ids] * config.embedding_multiplier
     for index, layer in enumerate(model.layers):
         normed = _norm(config, x, _get(layer, "input_norm"))
-        out = _attention(config, layer, index, normed)
         own = config.layer_configs[index]
+        out = _attention(config, own, layer, index, normed)
+        scalar = _get(layer, "layer_scalar") if config.layer_scalar else 1
         if config.norm_placement == "parallel":
-            x = x + config.residual_multiplier * (out + _mlp(own, layer, normed))
+            x = scalar * (x + config.residual_multiplier * (out + _mlp(own, layer, normed)))
             continue
         x = x + config.residual_multiplier * _norm(config, out, _get(layer, "attention_out_norm"))
-        out = _mlp(own, layer, _norm(config, x, _get(layer, "post_attention_norm")))
-        x = x + config.residual_multiplier * _norm(config, out, _get(layer, "mlp_out_norm"))
+        normed = _norm(config, x, _get(layer, "post_attention_norm"))
+        out = _mlp(own, layer, normed, x) if own.separate_expert_norms else _mlp(own, layer, normed)
+        out = config.residual_multiplier * _norm(config, out, _get(layer, "mlp_out_norm"))
+        x = scalar * (x + out)
     head = table if config.tie_word_embeddings else _get(model, "lm_head")
     logits = config.logit_scale * _norm(config, x, _get(model, "norm")) @ head.T
     return _capped(logits, config.final_logit_softcapping)
@@ -139,11 +169,18 @@ def _capped(x: np.ndarray, cap: float | None) -> np.ndarray:
     return x if cap is None else cap * np.tanh(x / cap)
 
 
-def _attention(config: LlamaConfig, layer: Any, index: int, x: np.ndarray) -> np.ndarray:
+def _attention(
+    config: LlamaConfig, own: LlamaConfig, layer: Any, index: int, x: np.ndarray
+) -> np.ndarray:
     qkv = np.einsum("te,kgde->tkgd", x, _get(layer, "qkv_proj"))
     if config.qkv_bias:
         qkv += _get(layer, "qkv_bias")
-    q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+    G = own.num_attention_heads // own.num_key_value_heads
+    q, gate, k, v = qkv[:, :, :G], None, qkv[:, :, -own.num_kv_rows], qkv[:, :, -1]
+    if config.attention_gate:
+        q, gate = qkv[:, :, : 2 * G : 2], qkv[:, :, 1 : 2 * G : 2]
+    if config.value_norm:
+        v = v / np.sqrt(np.square(v).mean(-1, keepdims=True) + config.rms_norm_eps)
     if config.qk_norm:
         is_whole = config.qk_norm_scope == "projection"
         q, k = (
@@ -155,7 +192,11 @@ def _attention(config: LlamaConfig, layer: Any, index: int, x: np.ndarray) -> np
     window = config.sliding_windows[index]
     if not config.rope_layers or config.rope_layers[index]:
         is_local = window is not None and config.rope_local_base_freq is not None
-        q, k = (_rotate(config, heads, THETAS[is_local]) for heads in (q, k))
+        q, k = (_rotate(config, heads, THETAS[is_local], is_local) for heads in (q, k))
+    rotates = not config.rope_layers or config.rope_layers[index]
+    if (by_position := config.query_scale) and not (by_position.only_without_rope and rotates):
+        turns = (np.arange(T) + by_position.offset) // by_position.length
+        q = q * (1 + by_position.beta * np.log(1 + turns)).reshape(T, 1, 1, 1)
     scale = config.attention_multiplier or q.shape[-1] ** -0.5
     scores = _capped(scale * np.einsum("tkgd,nkd->kgtn", q, k), config.attn_logit_softcapping)
     for token in range(T):
@@ -166,16 +207,21 @@ def _attention(config: LlamaConfig, layer: Any, index: int, x: np.ndarray) -> np
         sinks = _get(layer, "sinks").reshape(*scores.shape[:2], 1, 1)
         scores = np.concatenate([scores, np.broadcast_to(sinks, (*scores.shape[:3], 1))], axis=-1)
     out = np.einsum("kgtn,nkd->tkgd", softmax(scores, axis=-1)[..., :T], v)
+    out = out if gate is None else out * expit(gate)
     out = out.reshape(T, -1) @ _get(layer, "o_proj").T
     return out + _get(layer, "o_bias") if config.o_bias else out
 
 
-def _rotate(config: LlamaConfig, heads: np.ndarray, theta: float) -> np.ndarray:
+def _rotate(config: LlamaConfig, heads: np.ndarray, theta: float, is_local: bool) -> np.ndarray:
     """Rotate the pairs ``(x[i], x[i + D / 2])`` of heads ``[T, ..., D]``."""
     half = heads.shape[-1] // 2
     num_rotated = int(heads.shape[-1] * config.partial_rotary_factor)
     pairs = np.arange(half)
     frequencies = np.where(2 * pairs < num_rotated, theta ** (-2 * pairs / num_rotated), 0)
+    if (scaling := config.rope_scaling) is not None:
+        frequencies = theta ** (-pairs / half)
+        if not is_local:
+            frequencies = np.where(2 * pairs < num_rotated, frequencies / scaling.factor, 0)
     turns = np.exp(1j * np.arange(T)[:, None] * frequencies)
     turned = (heads[..., :half] + 1j * heads[..., half:]) * turns.reshape(
         T, *(1,) * (heads.ndim - 2), half
@@ -190,7 +236,10 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def _mlp(config: LlamaConfig, layer: Any, x: np.ndarray) -> np.ndarray:
+def _mlp(
+    config: LlamaConfig, layer: Any, x: np.ndarray, residual: np.ndarray | None = None
+) -> np.ndarray:
+    """Compute the MLP. With `residual`, experts and router normalise it as their own input."""
     act = ACTIVATIONS[config.hidden_act]
     out = np.zeros_like(x)
     if config.dense_intermediate_size:
@@ -198,21 +247,48 @@ def _mlp(config: LlamaConfig, layer: Any, x: np.ndarray) -> np.ndarray:
         out = (act(gate) * up) @ _get(layer, "down_proj").T
     if not config.num_experts:
         return out
-    if config.dense_intermediate_size:
+    inputs = logits_of = x
+    if residual is not None:
+        out = _norm(config, out, _get(layer, "shared_out_norm"))
+        inputs = _norm(config, residual, _get(layer, "expert_input_norm"))
+        logits_of = _norm(config, residual, _get(layer, "router_norm")) * x.shape[-1] ** -0.5
+    elif config.dense_intermediate_size and config.shared_expert_gate:
         out = out * expit(x @ _get(layer, "shared_expert_gate").T)
-    return out + np.stack([_experts(config, layer, row) for row in x])
+    rows = zip(inputs, logits_of, strict=True)
+    routed = np.stack([_experts(config, layer, *pair) for pair in rows])
+    if residual is not None:
+        routed = _norm(config, routed, _get(layer, "expert_out_norm"))
+    return out + routed
 
 
-def _experts(config: LlamaConfig, layer: Any, row: np.ndarray) -> np.ndarray:
+def _route(config: LlamaConfig, layer: Any, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the chosen experts of a token and their weights."""
+    router = config.router
+    scores = expit(logits) if router.scores == "sigmoid" else softmax(logits)
+    keys = scores + (_get(layer, "router_correction_bias") if router.has_correction_bias else 0)
+    groups = keys.reshape(router.num_groups, -1)
+    best = np.sort(groups, axis=1)[:, -1 if router.group_score == "max" else -2 :].sum(axis=1)
+    chosen_groups = np.argsort(-best)[: router.num_chosen_groups]
+    is_chosen = np.isin(np.arange(router.num_groups), chosen_groups)[:, None]
+    keys = np.where(is_chosen, groups, -np.inf).reshape(-1)
+    chosen = np.argsort(-keys)[: config.num_experts_per_tok]
+    weights = scores[chosen]
+    if config.norm_topk_prob:
+        weights = weights / (weights.sum() + router.epsilon)
+    if router.has_expert_scale:
+        weights = weights * _get(layer, "router_expert_scale")[chosen]
+    return chosen, weights * router.factor
+
+
+def _experts(config: LlamaConfig, layer: Any, row: np.ndarray, logits_of: np.ndarray) -> np.ndarray:
     """Compute the chosen experts for a token ``[E]``."""
-    logits = _get(layer, "router") @ row
+    logits = _get(layer, "router") @ logits_of
     if config.expert_bias:
         logits = logits + _get(layer, "router_bias")
-    chosen = np.argsort(-logits)[: config.num_experts_per_tok]
-    weights = softmax(logits[chosen]) if config.norm_topk_prob else softmax(logits)[chosen]
     total = np.zeros_like(row)
-    for expert, weight in zip(chosen, weights, strict=True):
-        gate, up = _get(layer, "experts_gate_up_proj")[expert] @ row
+    for expert, weight in zip(*_route(config, layer, logits), strict=True):
+        inputs, weight = (row * weight, 1) if config.router.scales_inputs else (row, weight)
+        gate, up = _get(layer, "experts_gate_up_proj")[expert] @ inputs
         if config.expert_bias:
             gate, up = np.stack([gate, up]) + _get(layer, "experts_gate_up_bias")[expert]
         if (limit := config.swiglu_limit) is None:

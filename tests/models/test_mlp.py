@@ -18,9 +18,11 @@ from paged_jax.kernels import grouped_linear
 from paged_jax.kernels.linear import Weight
 from paged_jax.models import mlp
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.family import Router
 from paged_jax.models.llama import Llama
 from paged_jax.models.mlp import (
     ExpertWeights,
+    RouterArrays,
     Routes,
     apply_experts,
     clamped_swiglu,
@@ -206,6 +208,29 @@ def test_route_chooses_the_largest_logits_and_breaks_ties(monkeypatch, most_comp
     routes = route(logits, 2, renormalise=True, is_token=is_token, local_experts=(2, 2))
     # Experts 2 and 3 are on this device, and the second row is padding.
     assert routes.experts.tolist() == [[2, 0], [2, 2], [2, 1]]
+
+
+@sorts
+def test_route_chooses_by_keys_and_weighs_by_scores(monkeypatch, most_comparisons) -> None:
+    """Each row tests one rule. Sigmoids of 0, 2 and -2 are 0.5, 0.88 and 0.12."""
+    monkeypatch.setattr(mlp, "_MAX_COMPARISONS", most_comparisons)
+    logits = jnp.array([[0.0, 2, -2, 0, 2, 0], [0, 0, 0, 0, 0, 0], [2, 2, 0, 0, 0, -2]])
+    bias = jnp.array([0.0, 0, 0.5, 0, -1, 0])
+    router = Router("sigmoid", has_correction_bias=True, factor=2.0)
+    routes = route(logits, 2, router, RouterArrays(bias), renormalise=False)
+    # The bias moves expert 2 up and expert 4 down. Weights do not contain it. Ties: lower index.
+    assert routes.experts.tolist() == [[1, 2], [2, 0], [2, 0]]
+    expected = 2 * jax.nn.sigmoid(jnp.array([[2.0, -2], [0, 0], [0, 2]]))
+    np.testing.assert_allclose(routes.weights, expected, rtol=1e-6)
+
+    # Groups (0, 1), (2, 3), (4, 5): by both experts, and by the better expert only.
+    groups = {"num_groups": 3, "num_chosen_groups": 1}
+    logits = jnp.array([[0.0, 0, 2, -9, -9, 1]])
+    for group_score, chosen in (("top2", [0, 1]), ("max", [2, 3])):
+        router = Router("sigmoid", **groups, group_score=group_score)
+        routes = route(logits, 2, router, renormalise=True)
+        assert routes.experts.tolist() == [chosen]
+        np.testing.assert_allclose(routes.weights.sum(), 1, rtol=1e-6)
 
 
 @sorts

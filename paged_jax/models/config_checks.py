@@ -1,0 +1,112 @@
+"""Checks of the fields of a `LlamaConfig`.
+
+The config imports this module, so the functions take any object with its fields.
+"""
+
+import math
+from typing import Any
+
+from paged_jax.arguments import check_positive
+from paged_jax.models.family import UnsupportedConfigError
+
+# Allowed values of fields that select one of several options by name.
+_CHOICES = {
+    "qk_norm_scope": ("head", "projection"),
+    "norm_placement": ("pre", "sandwich", "post", "parallel"),
+    "norm_type": ("rms", "layer"),
+    "hidden_act": ("silu", "gelu", "gelu_pytorch_tanh", "relu2"),
+    "dtype": ("float32", "bfloat16", "float16"),
+}
+_FACTORS = (
+    "rms_norm_eps", "rope_theta", "embedding_multiplier", "attention_multiplier",
+    "residual_multiplier", "logit_scale", "attn_logit_softcapping", "final_logit_softcapping",
+    "swiglu_alpha", "swiglu_limit",
+)  # fmt: skip
+_OPTIONAL = (
+    "attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping", "swiglu_limit",
+)  # fmt: skip
+# Far above any real model: a mistyped size fails here, before it exhausts the memory.
+_MAX_HEAD_DIM = 1 << 16
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings",
+)  # fmt: skip
+
+
+def check_sizes(config: Any) -> None:
+    """Check the sizes and factors of a config.
+
+    Args:
+      config: a `LlamaConfig`.
+
+    Raises:
+      ValueError: a number is out of range, or numbers do not fit together.
+    """
+    check_positive("LlamaConfig", **{name: getattr(config, name) for name in _SIZES})
+    for name in ("num_key_value_heads", "num_global_key_value_heads"):
+        num_kv_heads = getattr(config, name)
+        if num_kv_heads < 0 or num_kv_heads and config.num_attention_heads % num_kv_heads:
+            raise ValueError(
+                f"LlamaConfig: num_attention_heads must be a multiple of {name}, got "
+                f"{config.num_attention_heads} and {num_kv_heads}."
+            )
+    for name in ("head_dim", "global_head_dim"):
+        if (size := getattr(config, name)) % 2 or not 0 <= size <= _MAX_HEAD_DIM:
+            raise ValueError(
+                f"LlamaConfig: {name} must be even and at most {_MAX_HEAD_DIM}, got {size}."
+            )
+    for field in _FACTORS:
+        value = getattr(config, field)
+        if value is None and field in _OPTIONAL:
+            continue
+        if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+            raise ValueError(f"LlamaConfig: {field} must be positive, got {value!r}.")
+    if config.sliding_window is not None and config.sliding_window < 1:
+        raise ValueError(
+            f"LlamaConfig: sliding_window must be positive or null, got {config.sliding_window}."
+        )
+
+
+def check_choices(config: Any) -> None:
+    """Check the fields that select one of several options.
+
+    Raises:
+      UnsupportedConfigError: an option is unknown.
+    """
+    for field, choices in _CHOICES.items():
+        if getattr(config, field) not in choices:
+            raise UnsupportedConfigError(
+                f"LlamaConfig: {field} must be one of {', '.join(choices)}, got "
+                f"{getattr(config, field)!r}."
+            )
+
+
+def check_experts(config: Any) -> None:
+    """Check the sizes of experts, see `check_sizes`."""
+    sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    if any(getattr(config, name) for name in sizes):
+        check_positive("LlamaConfig", **{name: getattr(config, name) for name in sizes})
+    if config.num_experts_per_tok > config.num_experts:
+        raise ValueError(
+            "LlamaConfig: num_experts_per_tok must be at most num_experts, got "
+            f"{config.num_experts_per_tok} and {config.num_experts}."
+        )
+    if config.num_experts % config.router.num_groups:
+        raise ValueError(
+            "LlamaConfig: num_experts must be a multiple of the router's num_groups, got "
+            f"{config.num_experts} and {config.router.num_groups}."
+        )
+    if config.separate_expert_norms and config.num_experts:
+        check_positive(
+            "LlamaConfig", shared_expert_intermediate_size=config.shared_expert_intermediate_size
+        )
+        if config.norm_placement != "sandwich":
+            raise ValueError(
+                "LlamaConfig: norm_placement must be 'sandwich' with separate_expert_norms, "
+                f"got {config.norm_placement!r}."
+            )
+    if config.shared_expert_intermediate_size < 0:
+        raise ValueError(
+            "LlamaConfig: shared_expert_intermediate_size must be 0 or more, got "
+            f"{config.shared_expert_intermediate_size}."
+        )
