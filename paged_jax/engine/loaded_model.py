@@ -1,5 +1,6 @@
 """Loading of an engine's model, tokenizer and generation defaults."""
 
+import concurrent.futures
 import dataclasses
 import functools
 from pathlib import Path
@@ -59,9 +60,12 @@ class LoadedModel:
           OSError: files are missing, or cannot be read or downloaded.
         """
         options = find_files(options)
-        tokenizer = load_tokenizer(options.model, options.tokenizer)
+        # The tokenizer of a small model takes half as long as its weights.
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            reading = thread.submit(load_tokenizer, options.model, options.tokenizer)
+            weights, parallel = load_weights(options)
+            tokenizer = reading.result()
         generation_config = load_generation_config(options.model, tokenizer)
-        weights, parallel = load_weights(options)
         config = weights.layout_model.config
         eos_token_ids = find_eos_token_ids(config, tokenizer, generation_config)
         return cls(

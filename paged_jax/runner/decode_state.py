@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -104,6 +104,17 @@ class DecodeState:
         return self.sampling.output_counts.shape[1]
 
 
+# Function with the arguments and the result of `StoredPrograms.find`.
+FindProgram = Callable[[str, Any, tuple[Any, ...], int | None], Callable[..., Any]]
+
+
+def _compile_when_called(
+    name: str, jitted: Any, arguments: tuple[Any, ...], donated: int | None
+) -> Callable[..., Any]:
+    del name, arguments, donated
+    return jitted
+
+
 class Assignment(NamedTuple):
     """A sequence to assign to a slot.
 
@@ -132,7 +143,9 @@ class Assignment(NamedTuple):
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
 
-def assign(state: DecodeState, assignments: list[Assignment]) -> DecodeState:
+def assign(
+    state: DecodeState, assignments: list[Assignment], find: FindProgram = _compile_when_called
+) -> DecodeState:
     """Assign sequences to slots. Call it from the host.
 
     The cache does not change: the caller fills it with the K and V of the sequences.
@@ -140,6 +153,7 @@ def assign(state: DecodeState, assignments: list[Assignment]) -> DecodeState:
     Args:
       state: the state to change; everything except its cache is donated.
       assignments: the sequences.
+      find: see `StoredPrograms.find`.
 
     Returns:
       The new state. The `stop_ids` of a slot are the end-of-sequence tokens, then
@@ -162,7 +176,9 @@ def assign(state: DecodeState, assignments: list[Assignment]) -> DecodeState:
     platform = next(iter(state.token_ids.devices())).platform
     write = jit_for(platform, _write_rows, donate_argnums=0)
     for start in range(0, len(rows), _WIDTH):
-        parts = write(parts, _stacked(rows[start : start + _WIDTH], state.num_slots))
+        arguments = parts, _stacked(rows[start : start + _WIDTH], state.num_slots)
+        name = f"assignment of {len(arguments[1].token_ids)}"
+        parts = find(name, write, arguments, 0)(*arguments)
     return DecodeState(
         cache=state.cache,
         sampling=parts.sampling,

@@ -16,7 +16,6 @@ from paged_jax.models.paged_model import create_cache
 from paged_jax.runner import decode_state
 from paged_jax.runner.compiler import jit_for
 from paged_jax.runner.decode_state import Assignment, DecodeState, TokenMasks
-from paged_jax.runner.lowered import LoweredPrograms
 from paged_jax.runner.programs import (
     Call,
     ProgramKey,
@@ -26,6 +25,7 @@ from paged_jax.runner.programs import (
     shapes_of,
 )
 from paged_jax.runner.sizes import Sizes
+from paged_jax.runner.stored_programs import StoredPrograms
 from paged_jax.runner.weights import Division, ReplicaError, Weights
 from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
 
@@ -108,7 +108,7 @@ class Executor:
         self.programs = list_programs(
             self._program_key, sizes, num_top, num_groups=len(self.groups)
         )
-        self._lowered = LoweredPrograms(self._program_key, weights.layout_model)
+        self._stored = StoredPrograms(self._program_key, weights.layout_model, self._device)
         self._cache_dtype = cache_dtype
         self._on_compile = on_compile
         self._compiled: set[str] = set()
@@ -145,9 +145,12 @@ class Executor:
         division, platform = self.weights.division, self._device.platform
         shape = self.weights.config, self.sizes, self.num_blocks, self._cache_dtype, platform
         if division is None:
-            make = jit_for(platform, _empty_state, static_argnums=tuple(range(len(shape))))
+            names = ("config", "sizes", "num_blocks", "cache_dtype", "platform")
+            make = jit_for(platform, _empty_state, static_argnames=names)
+            static = dict(zip(names, shape, strict=True))
             with jax.default_device(self._device):
-                return jax.device_put(make(*shape), self._device)
+                make = self._stored.find("empty state", make, (), **static)
+                return jax.device_put(make(), self._device)
         # Create each part on its device: the whole state might not fit on one device.
         make = functools.partial(_empty_state, *shape)
         places = division.shardings(jax.eval_shape(make))
@@ -238,7 +241,7 @@ class Executor:
         assert self._state is not None
         self._is_new = False
         with self._compiling(call.name), jax.profiler.TraceAnnotation(call.name):
-            call = self._lowered.resolve(call, weights, self._state)
+            call = self._stored.resolve(call, weights, self._state)
             self._state, result = call.program(weights, self._state, *call.args, **call.static)
         division = self.weights.division
         return result if division is None else _check_replicas(division, call.name, result)
@@ -274,7 +277,7 @@ class Executor:
         self._join()
         self._is_new = False
         with self._compiling(_ASSIGNMENT):
-            self._state = decode_state.assign(self.state, assignments)
+            self._state = decode_state.assign(self.state, assignments, self._stored.find)
 
     def write_token_masks(self, masks: TokenMasks) -> None:
         """Write which tokens grammars allow next."""
@@ -321,7 +324,7 @@ class Executor:
                 self.programs, self.sizes, state.cache.group_pools, has_swap=has_swap
             )
             new = [call for call in calls if call.name not in self._compiled]
-            weights, resolve = self.weights.arrays, self._lowered.resolve
+            weights, resolve = self.weights.arrays, self._stored.resolve
             compile_calls(new, weights, state, resolve, report or (lambda *args: None))
         give_back_freed_memory()
         self._compiled |= {call.name for call in new}

@@ -418,7 +418,7 @@ def compile_calls(
       calls: the programs, and the shapes to compile them for.
       weights: the arrays of the model.
       state: the state; no program runs on it.
-      resolve: `LoweredPrograms.resolve`, which may replace the program of a call.
+      resolve: `StoredPrograms.resolve`, which may replace the program of a call.
       report: function that is called with the number of compiled programs, their total, and the
         name of the last compiled program.
     """
@@ -428,8 +428,9 @@ def compile_calls(
 
     def compile_call(call: Call) -> None:
         call = resolve(call, weights, state)
-        # JAX caches the executable. A later call with the same shapes does not compile again.
-        call.program.lower(weights, state, *call.args, **call.static).compile()
+        if not isinstance(call.program, jax.stages.Compiled):
+            # JAX caches the executable. A later call with the same shapes does not compile again.
+            call.program.lower(weights, state, *call.args, **call.static).compile()
 
     with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
         compiling = {threads.submit(compile_call, call): call for call in calls}

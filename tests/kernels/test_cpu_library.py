@@ -51,7 +51,7 @@ def fresh(monkeypatch, tmp_path):
 @pytest.fixture
 def unregistered(fresh, monkeypatch):
     """Pretend to have another processor, so that the kernels get targets unknown to XLA."""
-    monkeypatch.setattr(library, "_processor", lambda: str(fresh))
+    monkeypatch.setattr(library, "processor", lambda: str(fresh))
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_load_compiles_a_kernel_once(fresh, monkeypatch) -> None:
     monkeypatch.setenv("CXX", "false")
     assert "paged_jax_linear_float32" in run_fresh(25)
     assert list(fresh.glob("paged_jax/kernels/*")) == [kept]
-    monkeypatch.setattr(library, "_processor", lambda: "another")
+    monkeypatch.setattr(library, "processor", lambda: "another")
     library._load.cache_clear()
     assert "custom_call" not in run_fresh(26)
 

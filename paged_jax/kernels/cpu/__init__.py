@@ -35,7 +35,7 @@ from paged_jax.kernels.backend import (
     Weight,
 )
 from paged_jax.kernels.cpu import library
-from paged_jax.kernels.cpu.calls import Arrays, Attributes, PlainFunction, call, exporting_for_here
+from paged_jax.kernels.cpu.calls import Arrays, Attributes, PlainFunction, call
 from paged_jax.kernels.cpu.kernel import ELEMENTS, PACKED, Kernel, QuantisedOp, attention_attributes
 from paged_jax.kernels.cpu.library import load
 from paged_jax.kernels.dispatch import general_backend
@@ -366,9 +366,11 @@ class Cpu:
     sets_rows_in_place = staticmethod(_sets_rows_in_place)
     copies_weights = staticmethod(_copies_weights)
     copies_expert_weights = staticmethod(_copies_expert_weights)
-    exporting_for_here = staticmethod(exporting_for_here)
     targets = staticmethod(library.targets)
     load_called = staticmethod(library.load_called)
+    load_target = staticmethod(library.load_target)
+    find_targets = staticmethod(library.find_targets)
+    processor = staticmethod(library.processor)
     is_any_missing = staticmethod(library.is_any_missing)
 
     def unavailable(self, problem: Problem) -> str | None:

@@ -5,9 +5,7 @@ single CPU of this machine, the primitive becomes a custom call of the kernel, w
 compiles. Otherwise, the primitive becomes the plain function.
 """
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -98,23 +96,9 @@ def _lower_for_cpu(
     return _lower_plain(ctx, *operands, num_plain=num_plain, **rest)
 
 
-# Whether exported programs will be compiled and run on this machine.
-_IS_FOR_HERE: contextvars.ContextVar[bool] = contextvars.ContextVar("is_for_here", default=False)
-
-
-@contextlib.contextmanager
-def exporting_for_here() -> Iterator[None]:
-    """Let programs exported in this context call kernels, which only this machine has."""
-    token = _IS_FOR_HERE.set(True)
-    try:
-        yield
-    finally:
-        _IS_FOR_HERE.reset(token)
-
-
 def _is_for_one_device_here(context: mlir.ModuleContext) -> bool:
     """Return whether XLA will run the program in this process on one device, not partitioned."""
-    if context.lowering_parameters.for_export and not _IS_FOR_HERE.get():
+    if context.lowering_parameters.for_export:
         return False
     axes = context.axis_context
     if isinstance(axes, mlir.SPMDAxisContext):  # within jax.shard_map

@@ -255,11 +255,11 @@ def _command(kernel: Kernel) -> list[str]:
 def _digest(command: list[str]) -> str:
     """Return a digest of the sources, compiler command, version of jaxlib, and processor."""
     parts = [path.read_bytes() for path in sorted(_SOURCE.iterdir())]
-    parts += [text.encode() for text in (*command, jaxlib.version.__version__, _processor())]
+    parts += [text.encode() for text in (*command, jaxlib.version.__version__, processor())]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def _processor() -> str:
+def processor() -> str:
     """Return the operating system's description of the processor and its instruction sets."""
     lines = [platform.machine(), platform.processor()]
     try:

@@ -1,4 +1,4 @@
-"""Stored lowered programs are found again, and never used for another program."""
+"""Stored programs are found again, and never used for another program."""
 
 import dataclasses
 import logging
@@ -16,10 +16,11 @@ from flax import nnx
 
 from paged_jax import Engine, Llama, SamplingParams, user_cache
 from paged_jax.kernels.cpu import library
-from paged_jax.runner import lowered
+from paged_jax.kernels.dispatch import cpu_backend
+from paged_jax.runner import stored_programs
 from paged_jax.runner.executor import Executor
-from paged_jax.runner.lowered import LoweredPrograms
 from paged_jax.runner.programs import Call
+from paged_jax.runner.stored_programs import StoredPrograms
 from tests.support.tiny_model import BOS, SIZES
 from tests.support.workload import finish
 
@@ -33,20 +34,22 @@ def folder(tmp_path, monkeypatch) -> Path:
         shutil.copytree(kernels, user_cache.cache_folder("kernels"), dirs_exist_ok=True)
     monkeypatch.setattr(user_cache, "folder_beside_programs", user_cache.cache_folder)
     monkeypatch.setattr(library, "_MISSING", set())
-    monkeypatch.setattr(lowered, "_IMPORTED", time.time())  # files of this working tree may be new
-    lowered._source.cache_clear()
-    yield tmp_path / "paged_jax" / "lowered"
-    lowered._source.cache_clear()
+    monkeypatch.setattr(
+        stored_programs, "_IMPORTED", time.time()
+    )  # files of this working tree may be new
+    stored_programs._source.cache_clear()
+    yield tmp_path / "paged_jax" / "executables"
+    stored_programs._source.cache_clear()
 
 
 @pytest.fixture
 def no_lowering(monkeypatch) -> Callable[[], None]:
     """Return a function; after its call, every lowering of a program fails."""
 
-    def refuse(call: Call, *args: Any) -> Any:
-        pytest.fail(f"{call.name} is lowered")
+    def refuse(source: Any, *args: Any) -> Any:
+        pytest.fail(f"{source.function.__name__} is lowered")
 
-    return lambda: monkeypatch.setattr(lowered, "_lower", refuse)
+    return lambda: monkeypatch.setattr(stored_programs, "_lower", refuse)
 
 
 def generate(engine: Engine) -> dict[str, list[int]]:
@@ -61,14 +64,25 @@ def release(executor: Executor) -> Call:
     return executor.programs.release.call(np.zeros(executor.sizes.num_slots, bool))
 
 
+def read(executor: Executor, call: Call, path: Path) -> Any:
+    arguments = executor.weights.arrays, executor.state, *call.args
+    structure = jax.tree.structure((arguments, {}))
+    return stored_programs._read(path.parent, path.name, structure, executor.weights.device)
+
+
 def resolve(executor: Executor, call: Call) -> Call:
-    programs = LoweredPrograms(executor._program_key, executor.weights.layout_model)
+    programs = StoredPrograms(
+        executor._program_key, executor.weights.layout_model, executor.weights.device
+    )
     return programs.resolve(call, executor.weights.arrays, executor.state)
 
 
 @pytest.fixture
-def executor(tiny_model) -> Executor:
-    return Engine(tiny_model, **SIZES).core.executor
+def executor(tiny_model, folder) -> Executor:
+    executor = Engine(tiny_model, **SIZES).core.executor
+    for path in folder.iterdir():  # the program that makes the empty state
+        path.unlink()
+    return executor
 
 
 @pytest.mark.slow
@@ -91,10 +105,8 @@ def test_stored_program_donates_the_state(executor) -> None:
     """The compiled program has the same arguments, layouts and memory."""
     call = release(executor)
     arrays = executor.weights.arrays, executor.state
-    usual, kept, found = (
-        each.program.lower(*arrays, *each.args, **each.static).compile().memory_analysis()
-        for each in (call, resolve(executor, call), resolve(executor, call))
-    )
+    usual = call.program.lower(*arrays, *call.args, **call.static).compile().memory_analysis()
+    kept, found = (resolve(executor, call).program.memory_analysis() for _ in range(2))
     assert usual.alias_size_in_bytes > 10_000
     for kind in ("alias", "argument", "output", "temp"):
         sizes = [getattr(each, f"{kind}_size_in_bytes") for each in (usual, kept, found)]
@@ -117,19 +129,19 @@ def test_resolve_replaces_a_broken_file(executor, folder, monkeypatch, caplog, h
         bit = bytes([right[-9] ^ 1])
         wrong = {"truncated": right[:-1], "empty": b"", "a bit": right[:-9] + bit + right[-8:]}
         path.write_bytes(wrong[harm])
-    num_lowered, lower = 0, lowered._lower
+    num_lowered, lower = 0, stored_programs._lower
 
     def count(*args: Any) -> Any:
         nonlocal num_lowered
         num_lowered += 1
         return lower(*args)
 
-    monkeypatch.setattr(lowered, "_lower", count)
+    monkeypatch.setattr(stored_programs, "_lower", count)
     with caplog.at_level(logging.WARNING, "paged_jax"):
         resolve(executor, call)
     assert num_lowered == 1 and not caplog.records
     if harm != "of others":
-        assert lowered._read(folder, path.name) is not None
+        assert read(executor, call, path) is not None
 
 
 def test_resolve_works_with_a_read_only_folder(executor, folder, monkeypatch) -> None:
@@ -139,14 +151,16 @@ def test_resolve_works_with_a_read_only_folder(executor, folder, monkeypatch) ->
     monkeypatch.setattr(os, "replace", refuse)
     call = resolve(executor, release(executor))
     assert call.program is not release(executor).program
-    executor.run(call)
+    call.program(executor.weights.arrays, executor.state, *call.args)
     assert not list(folder.iterdir()), "no partial file is left"
 
 
 def keys(executor: Executor, call: Call | None = None, **changes: Any) -> str:
-    key = executor._program_key._replace(**changes)
-    arrays = executor.weights.arrays, executor.state
-    return lowered._key(key, call or release(executor), *arrays)
+    key, device = executor._program_key._replace(**changes), executor.weights.device
+    name, program, args, static = call or release(executor)
+    arguments = executor.weights.arrays, executor.state, *args
+    source = stored_programs._Source(program, arguments, static, 1, None)
+    return stored_programs._key(key, device, name, source)
 
 
 def test_key_depends_on_everything_that_affects_a_program(executor, monkeypatch) -> None:
@@ -164,7 +178,10 @@ def test_key_depends_on_everything_that_affects_a_program(executor, monkeypatch)
     ]
     with jax.default_matmul_precision("highest"):
         found.append(keys(executor))
-    monkeypatch.setenv(library.SWITCH, "0")
+    for variable in (library.SWITCH, "XLA_FLAGS"):
+        monkeypatch.setenv(variable, "0")
+        found.append(keys(executor))
+    monkeypatch.setattr(type(cpu_backend()), "processor", lambda self: "another")
     found.append(keys(executor))
     assert len(set(found)) == len(found)
 
@@ -186,12 +203,12 @@ def test_key_depends_on_every_field_of_the_model_config(tiny_model, executor) ->
 def test_key_depends_on_the_source_of_the_package(executor, tmp_path, monkeypatch) -> None:
     copy = tmp_path / "copy"
     names = shutil.ignore_patterns("__pycache__", "bundled")
-    shutil.copytree(lowered._PACKAGE, copy, ignore=names)
-    monkeypatch.setattr(lowered, "_PACKAGE", copy)
-    monkeypatch.setattr(lowered, "_IMPORTED", time.time() + 60)
+    shutil.copytree(stored_programs._PACKAGE, copy, ignore=names)
+    monkeypatch.setattr(stored_programs, "_PACKAGE", copy)
+    monkeypatch.setattr(stored_programs, "_IMPORTED", time.time() + 60)
 
     def key() -> str:
-        lowered._source.cache_clear()
+        stored_programs._source.cache_clear()
         return keys(executor)
 
     found = [key()]
@@ -202,7 +219,7 @@ def test_key_depends_on_the_source_of_the_package(executor, tmp_path, monkeypatc
         found.append(key())
     (copy / "models/rope.py").rename(copy / "models/ropes.py")
     found.append(key())
-    for module in (jax, lowered.jaxlib.version, lowered.flax, np):
+    for module in (jax, stored_programs.jaxlib.version, stored_programs.flax, np):
         with monkeypatch.context() as patch:
             patch.setattr(module, "__version__", "0")
             found.append(key())
@@ -210,9 +227,9 @@ def test_key_depends_on_the_source_of_the_package(executor, tmp_path, monkeypatc
 
 
 def test_resolve_stores_nothing_if_the_source_is_newer(executor, folder, monkeypatch) -> None:
-    newest = max(path.stat().st_ctime for path in lowered._PACKAGE.rglob("*.py"))
-    monkeypatch.setattr(lowered, "_IMPORTED", newest - 1)
-    lowered._source.cache_clear()
+    newest = max(path.stat().st_ctime for path in stored_programs._PACKAGE.rglob("*.py"))
+    monkeypatch.setattr(stored_programs, "_IMPORTED", newest - 1)
+    stored_programs._source.cache_clear()
     call = release(executor)
     assert resolve(executor, call) is call
     assert not list(folder.glob("*"))
@@ -224,10 +241,12 @@ class Outside(Llama):
 
 def test_resolve_stores_nothing_for_foreign_modules(executor, tiny_model, folder) -> None:
     call, model = release(executor), Outside(tiny_model.config, rngs=nnx.Rngs(0))
+    device = executor.weights.device
     arrays = executor.weights.arrays, executor.state
-    assert LoweredPrograms(executor._program_key, model).resolve(call, *arrays) is call
+    assert StoredPrograms(executor._program_key, model, device).resolve(call, *arrays) is call
     for changes in ({"platform": "gpu"}, {"division": "any"}):
-        programs = LoweredPrograms(executor._program_key._replace(**changes), tiny_model)
+        key = executor._program_key._replace(**changes)
+        programs = StoredPrograms(key, tiny_model, device)
         assert programs.resolve(call, *arrays) is call
     assert not list(folder.glob("*"))
 
@@ -246,17 +265,33 @@ def test_stored_program_depends_on_its_kernels(executor, folder, monkeypatch) ->
     library._MISSING.clear()
     resolve(executor, call)
     assert len(list(folder.iterdir())) == 1
-    [name] = [path.name for path in folder.iterdir()]
-    exported = lowered._read(folder, name)
-    assert exported is not None
-    # The same number of kernel calls as in the program without storage.
-    arrays = executor.weights.arrays, executor.state
-    usual, kept = (
-        each.program.lower(*arrays, *each.args, **each.static).as_text()
-        for each in (call, resolve(executor, call))
+    [path] = folder.iterdir()
+    assert read(executor, call, path) is not None
+    monkeypatch.setattr(library, "load", lambda kernel: library.Loaded("another", None))
+    assert read(executor, call, path) is None
+
+
+def test_stored_program_loads_its_kernels(executor, folder, monkeypatch) -> None:
+    [target] = (name for name in library.targets() if name.startswith("paged_jax_linear_float32_"))
+    if not library.load_target(target):
+        pytest.skip("no C++ compiler")
+    sizes = executor.sizes.num_slots
+    call = executor.programs.decode.call(
+        np.full(sizes, -1, np.int32), np.int32(0), np.bool_(False), np.bool_(False)
     )
-    names = library.find_targets(exported.mlir_module_serialized)
-    assert target in names
-    assert all(usual.count(name) == kept.count(name) > 0 for name in names)
-    monkeypatch.setattr(library, "load", lambda kernel: library.LoadedKernel("another", None))
-    assert lowered._read(folder, name) is None
+    arrays = executor.weights.arrays, executor.state
+    text = call.program.lower(*arrays, *call.args, **call.static).as_text()
+    resolve(executor, call)
+    [path] = folder.iterdir()
+    loaded: list[str] = []
+    monkeypatch.setattr(type(cpu_backend()), "load_target", lambda self, x: not loaded.append(x))
+    assert read(executor, call, path) is not None
+    assert target in loaded and set(loaded) == library.find_targets(text.encode())
+
+
+def test_programs_of_separate_layers_are_stored(tiny_model, folder) -> None:
+    model = Llama(tiny_model.config, scan_layers=False, rngs=nnx.Rngs(0))
+    executor = Engine(model, **SIZES).core.executor
+    call = release(executor)
+    assert resolve(executor, call) is not call
+    assert len(list(folder.iterdir())) == 2  # also the program that makes the empty state

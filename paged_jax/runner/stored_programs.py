@@ -1,0 +1,262 @@
+"""Compiled programs in files, so that the next process needs no tracing, lowering and compilation.
+
+JAX's compilation cache finds a program by its lowered text, so a process must trace and lower each
+program first. For a small model this takes most of the time of a second start. This module
+therefore stores executables, under a key of everything that they depend on:
+
+    the files of this package, the versions of its dependencies, JAX's settings, PAGED_JAX_* and
+    XLA_FLAGS variables, the processor; the program key, the static arguments, the shapes and dtypes
+    of all arguments.
+
+Tracing also registers kernels with XLA; reading a file does that too.
+
+Programs are stored only for a single CPU device: on other devices they depend on more than the key
+contains.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+import pickle
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax
+import jax
+import jaxlib.version
+import numpy as np
+from flax import nnx
+from jax.experimental import serialize_executable
+
+from paged_jax import user_cache
+from paged_jax.kernels.dispatch import cpu_backend
+from paged_jax.models.paged_model import PagedModel
+from paged_jax.runner.compiler import compiler_options
+from paged_jax.runner.decode_state import DecodeState
+from paged_jax.runner.programs import Call, ProgramKey
+
+_logger = logging.getLogger(__name__)
+
+_PACKAGE = Path(__file__).parents[1]
+# A file that was changed after this time may differ from the imported module. The margin of 5 s is
+# for modules of the package that are imported before this module (1 to 2 s earlier).
+_IMPORTED = time.time() - 5
+
+
+class StoredPrograms:
+    """Programs of an engine that are read from files or written to files.
+
+    Nothing is stored if `user_cache.keep_compiled_programs` was not called, or if the key would be
+    incomplete: with several devices, on other devices than CPUs, with modules from outside of this
+    package and Flax, or if a file of this package has changed since the process started.
+
+    Args:
+      program_key: see `ProgramKey`.
+      model: the model of the programs.
+      device: the device that runs the programs.
+    """
+
+    def __init__(self, program_key: ProgramKey, model: PagedModel, device: Any):
+        modules = (type(module).__module__ for _, module in nnx.iter_modules(model))
+        is_named = (
+            program_key.division is None
+            and program_key.platform == "cpu"
+            and all(module.startswith(("paged_jax.", "flax.")) for module in modules)
+        )
+        folder = user_cache.folder_beside_programs("executables") if is_named else None
+        self._folder = None if folder is None or _source() is None else folder
+        self._program_key = program_key
+        self._device = device
+        self._programs: dict[str, Any] = {}
+
+    def resolve(self, call: Call, weights: list[jax.Array], state: DecodeState) -> Call:
+        """Return the call with the program of a file. If there is no file, write it first.
+
+        Returns the call itself if programs are not stored.
+
+        Args:
+          call: the call.
+          weights: the first argument of the program.
+          state: the second argument of the program.
+        """
+        if self._folder is None:
+            return call
+        program_key = self._program_key
+        options = compiler_options(program_key.platform, is_unrolled=not program_key.is_scanned)
+        arguments = (weights, state, *call.args)
+        source = _Source(call.program.__wrapped__, arguments, call.static, 1, options)
+        return call._replace(program=self._find(self._folder, call.name, source), static={})
+
+    def find(
+        self,
+        name: str,
+        jitted: Any,
+        arguments: tuple[Any, ...],
+        donated: int | None = None,
+        **static: Any,
+    ) -> Callable[..., Any]:
+        """Return a program of `jit_for`. Read it from a file, or compile it and write the file.
+
+        Args:
+          name: name of the program and of the shapes of its arguments.
+          jitted: the function, which is used if programs are not stored.
+          arguments: its arguments; only their shapes and dtypes matter.
+          donated: index of the donated argument, or None.
+          **static: its static arguments.
+        """
+        if self._folder is None:
+            return functools.partial(jitted, **static)
+        options = compiler_options(self._program_key.platform)
+        source = _Source(jitted.__wrapped__, arguments, static, donated, options)
+        return self._find(self._folder, name, source)
+
+    def _find(self, folder: Path, name: str, source: "_Source") -> jax.stages.Compiled:
+        program = self._programs.get(name)
+        if program is None:
+            key = _key(self._program_key, self._device, name, source)
+            program = _read(folder, key, source.structure, self._device)
+            program = program or _compile(folder, key, source)
+            self._programs[name] = program
+        return program
+
+
+class _Source(NamedTuple):
+    """A function to compile.
+
+    Attributes:
+      function: the function.
+      arguments: its arguments.
+      static: its static arguments.
+      donated: index of the donated argument, or None.
+      options: see `compiler_options`.
+    """
+
+    function: Any
+    arguments: tuple[Any, ...]
+    static: dict[str, Any]
+    donated: int | None
+    options: Any
+
+    @property
+    def structure(self) -> Any:
+        """Structure of the arguments, and of an empty dict for keyword arguments."""
+        return jax.tree.structure((self.arguments, {}))
+
+
+class _Stored(NamedTuple):
+    """Content of a file.
+
+    Attributes:
+      executable: result of `serialize_executable.serialize`.
+      targets: FFI targets of the kernels that it calls.
+    """
+
+    executable: tuple[bytes, Any, Any]
+    targets: list[str]
+
+
+def _compile(folder: Path, key: str, source: _Source) -> jax.stages.Compiled:
+    """Compile a program and write its file, unless a kernel is missing."""
+    lowered = _lower(source, key)
+    program = lowered.compile()
+    if cpu_backend().is_any_missing():
+        return program
+    try:
+        executable = serialize_executable.serialize(program)
+    except jax.errors.JaxRuntimeError:
+        # The program is from JAX's cache, and XLA cannot serialise sorts of such programs again.
+        lowered = _lower(source, secrets.token_hex(8))
+        program = lowered.compile()
+        executable = serialize_executable.serialize(program)
+    targets = sorted(cpu_backend().find_targets(lowered.as_text().encode()))
+    blob = pickle.dumps(tuple(_Stored(executable, targets)))
+    user_cache.write(folder / key, _checksum(key, blob) + blob)
+    return program
+
+
+def _lower(source: _Source, suffix: str) -> jax.stages.Lowered:
+    """Lower a function. Its name gets a suffix, so that JAX's cache does not have the program."""
+
+    def program(*arguments: Any) -> Any:
+        return source.function(*arguments, **source.static)
+
+    program.__name__ = f"{source.function.__name__}_{suffix[:16]}"
+    jitted = jax.jit(program, donate_argnums=source.donated, compiler_options=source.options)
+    return jitted.lower(*source.arguments)
+
+
+def _read(folder: Path, key: str, structure: Any, device: Any) -> jax.stages.Compiled | None:
+    """Return a stored program; None if the file is missing, damaged, or cannot be used here.
+
+    Args:
+      folder: folder of the file.
+      key: its name.
+      structure: structure of the arguments, and of an empty dict for keyword arguments.
+      device: the device that runs the program.
+    """
+    content = user_cache.read(folder / key)
+    if content is None or not content.startswith(_checksum(key, content[_CHECKSUM_BYTES:])):
+        return None
+    try:
+        stored = _Stored(*pickle.loads(content[_CHECKSUM_BYTES:]))
+        serialised, own_structure, out_structure = stored.executable
+        if own_structure != structure or not all(map(cpu_backend().load_target, stored.targets)):
+            return None
+        return serialize_executable.deserialize_and_load(
+            serialised, own_structure, out_structure, execution_devices=(device,)
+        )
+    except Exception as error:  # compile it again after any error
+        _logger.info("%s is compiled again: %s", key, error)
+        return None
+
+
+_CHECKSUM_BYTES = hashlib.sha256().digest_size
+
+
+def _checksum(key: str, blob: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + blob).digest()
+
+
+def _key(program_key: ProgramKey, device: Any, name: str, source: _Source) -> str:
+    leaves, tree = jax.tree.flatten(source.arguments)
+    # Transfer guards belong to a thread, and do not affect tracing.
+    settings = {k: v for k, v in jax.config.values.items() if "transfer_guard" not in k}
+    parts = (
+        _source(),
+        cpu_backend().processor(),
+        os.cpu_count(),
+        device.id,
+        [(name, getattr(jax.config, name, settings[name])) for name in sorted(settings)],
+        sorted(item for item in os.environ.items() if item[0].startswith(("PAGED_JAX_", "XLA_"))),
+        program_key,
+        name,
+        sorted(source.static.items()),
+        source.donated,
+        source.options,
+        tree,
+        [jax.typeof(leaf) for leaf in leaves],
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@functools.cache
+def _source() -> str | None:
+    """Return a digest of this package and its dependencies' versions.
+
+    Returns None if a file of this package has changed since it was imported.
+    """
+    versions = (sys.version, *(x.__version__ for x in (jax, jaxlib.version, flax, np)))
+    digest = hashlib.sha256(repr(versions).encode())
+    for path in sorted(_PACKAGE.rglob("*")):
+        if path.is_file() and path.parent.name != "__pycache__":
+            # Use the inode change time: tools that copy files set the modification time.
+            if path.stat().st_ctime > _IMPORTED:
+                return None
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            digest.update(f"{path.relative_to(_PACKAGE)} {content}\n".encode())
+    return digest.hexdigest()
