@@ -131,9 +131,16 @@ def test_reference_is_up_to_date() -> None:
     assert {path.name for path in DOCS.glob("api/*")} == set(expected)
 
 
-def test_table_of_engine_options_is_up_to_date() -> None:
-    text = (DOCS / "engine.md").read_text()
-    assert script("make_reference").with_options_table(text) == text, "run `make docs`"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_are_up_to_date(page: Path) -> None:
+    text = page.read_text()
+    assert script("make_reference").with_tables(text) == text, "run `make docs`"
+
+
+def test_pages_have_every_table() -> None:
+    texts = "".join(page.read_text() for page in PAGES)
+    for name in script("make_reference").TABLES:
+        assert texts.count(f"<!-- {name}: written by make docs -->") == 1, name
 
 
 def test_reference_holds_every_public_name() -> None:

@@ -71,7 +71,9 @@ class OpenAiBody(SamplingBody):
         None, description="Number of most probable tokens to report at each prompt position."
     )
     use_beam_search: bool | None = Field(
-        None, description="Whether beam search finds the `n` most probable samples."
+        None,
+        description="Whether beam search finds the `n` most probable samples (at most 10), while "
+        "other requests run. Sampling fields and `stop` are then errors.",
     )
     length_penalty: Annotated[float | None, Field(ge=-10, le=10)] = Field(
         None, description="For beam search: above 0 favours long samples, below 0 short samples."
@@ -114,7 +116,9 @@ class CompletionBody(OpenAiBody):
     )
     suffix: Literal[""] | None = Field(None, description="Only an empty text.")
     best_of: Annotated[int, Field(ge=1), WHOLE] | None = Field(
-        None, description="Number of samples to draw; the `n` most probable are returned."
+        None,
+        description="Number of samples to draw; the `n` samples with the highest mean "
+        "log-probability are returned.",
     )
 
 
@@ -261,7 +265,8 @@ class ChatBody(OpenAiBody):
         None, description="Number of most probable tokens to report with each token."
     )
     reasoning_effort: str | None = Field(
-        None, description="Variable for the chat template. Most templates do not read it."
+        None,
+        description="Variable for the chat template, used by gpt-oss. `none` turns reasoning off.",
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the chat template, such as enable_thinking."

@@ -44,7 +44,7 @@ _OLD_FORMS = "guided_"
 
 # Unknown fields that are ignored: hints for caches, routers, logs and reasoning models, which do
 # not change the response. (Chats pass the reasoning effort to the chat template.)
-_IGNORED = frozenset({
+IGNORED = frozenset({
     "prediction",
     "prompt_cache_key",
     "prompt_cache_options",
@@ -59,7 +59,7 @@ _IGNORED = frozenset({
 
 # Unknown fields that are ignored if they are null or have one of these values: the defaults of
 # OpenAI, vLLM and SGLang, which clients often send. Other values would change the response.
-_NEUTRAL_VALUES: Mapping[str, Sequence[Any]] = {
+NEUTRAL_VALUES: Mapping[str, Sequence[Any]] = {
     "add_generation_prompt": (True,),
     "best_of": (1,),
     "chat_template_kwargs": ({},),
@@ -89,7 +89,7 @@ def is_neutral(name: str, value: Any) -> bool:
       >>> is_neutral("anything", None)
       True
     """
-    return value is None or name in _IGNORED or value in _NEUTRAL_VALUES.get(name, ())
+    return value is None or name in IGNORED or value in NEUTRAL_VALUES.get(name, ())
 
 
 class Body(BaseModel):
@@ -120,7 +120,7 @@ class Body(BaseModel):
         near = suggest(wanted, cls.model_fields)
         hint = "" if near is None else f" Did you mean {near}?"
         rule = f"{name} is not supported here"
-        if (values := _NEUTRAL_VALUES.get(name)) is not None:
+        if (values := NEUTRAL_VALUES.get(name)) is not None:
             allowed = " or ".join(map(json.dumps, [None, *values]))
             rule = f"{name} is supported here only as {allowed}"
         return {"name": name, "rule": f"{rule}.{hint}"}
@@ -140,7 +140,9 @@ def _optional(number: Number) -> Any:
     """Return the type of a sampling parameter: a number within its bounds, or null."""
     bounds: dict[str, Any] = dict(number.bounds)
     if number.help is not None:
-        bounds["description"] = f"{number.help[0].upper()}{number.help[1:]}."
+        # Command lines name their values X and N.
+        text = number.help.replace("the N ", "this number of the ").replace(" X", " this value")
+        bounds["description"] = f"{text[0].upper()}{text[1:]}."
     if number.type is float:
         return Annotated[float | None, Field(**bounds)]
     description = bounds.pop("description", None)
@@ -165,8 +167,8 @@ _SamplingNumbers = create_model("_SamplingNumbers", __base__=Body, **_FIELDS)
 
 
 def _add_neutral(schema: dict[str, Any]) -> None:
-    ignored = {name: {"description": "Accepted and ignored."} for name in sorted(_IGNORED)}
-    neutral = {name: {"enum": [None, *values]} for name, values in _NEUTRAL_VALUES.items()}
+    ignored = {name: {"description": "Accepted and ignored."} for name in sorted(IGNORED)}
+    neutral = {name: {"enum": [None, *values]} for name, values in NEUTRAL_VALUES.items()}
     # Fields of the body itself, such as the reasoning effort of chats, are not ignored.
     schema["properties"] = ignored | neutral | schema["properties"]
     schema["additionalProperties"] = {"type": "null"}

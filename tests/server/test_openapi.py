@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from starlette.routing import Route
 
 from paged_jax import Engine
 from paged_jax.cache.blocks import check_invariants
-from paged_jax.server import Settings
+from paged_jax.server import Settings, admin, create_app
+from paged_jax.server.openapi import ENDPOINTS
 from tests.support.live_server import LiveServer
 from tests.support.tiny_model import SIZES, save_tiny_model
 
@@ -53,6 +55,16 @@ def test_document_lists_the_tested_operations(server) -> None:
         (method, path) for path in paths for method in ("get", "post") if method in paths[path]
     ]
     assert {(method.upper(), path) for method, path in found} == set(OPERATIONS)
+
+
+def test_endpoints_are_the_routes_of_the_application(server) -> None:
+    """The table has all routes, except those of the operator and second names for routers."""
+    routes = create_app(server.service).routes
+    paths = {route.path.replace(":path", "") for route in routes if isinstance(route, Route)}
+    admin_paths = {route.path for route in admin.routes(server.service)}
+    others = admin_paths | {"/model_info", "/server_info"}
+    others |= {path for path in paths if path.startswith(("/cache/", "/chat/"))}
+    assert {each.path for each in ENDPOINTS} == paths - others
 
 
 @pytest.mark.slow
