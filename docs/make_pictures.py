@@ -22,6 +22,7 @@ from flax import nnx
 from paged_jax import Engine, Llama, LlamaConfig, PagedCache, RequestOutput, SamplingParams
 from paged_jax.cache import paged_cache
 from paged_jax.cache.blocks import num_blocks_needed
+from paged_jax.cache.groups import locate
 from paged_jax.cache.sequence_blocks import PrefixChain, digest_words, root_digest
 from paged_jax.kernels import paged_write
 
@@ -71,7 +72,7 @@ def write(cache: PagedCache, slot: int, text: str) -> PagedCache:
     cache, ok = paged_cache.reserve(cache, num_tokens, max_tokens=16)
     assert ok
     positions = jnp.arange(start, start + len(words), dtype=jnp.int32)
-    blocks, offsets = paged_cache.locate(cache.tables, jnp.full_like(positions, slot), positions)
+    blocks, offsets = locate(cache.tables, jnp.full_like(positions, slot), positions)
     letters = [[*map(ord, word.ljust(MOST_LETTERS))] for word in words]
     keys = jnp.array(letters, jnp.float32)[:, None]
     return cache.replace_pools(paged_write(cache.k, cache.v, keys, keys, blocks, offsets))

@@ -28,8 +28,8 @@ from paged_jax.cache.sequence_blocks import (
 )
 from paged_jax.dims import bind
 from paged_jax.formatting import short_repr
-from paged_jax.models.batch_places import check_token_ids
 from paged_jax.models.paged_model import PagedModel
+from paged_jax.models.step_arrays import check_token_ids
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import decode_steps
 from paged_jax.sampling.filters import Constraints

@@ -162,7 +162,7 @@ def compiled_bytes(engine: Engine, *kinds: str) -> dict[str, int]:
         "copy of blocks from the host": "swap",
     }
     held = {}
-    for call in list_calls(runner.executor.programs, sizes, runner.state.cache.group_pools):
+    for call in list_calls(runner.executor.programs, sizes, runner.state.cache):
         if names.get(call.name) not in kinds:
             continue
         lowered = call.program.lower(

@@ -9,13 +9,12 @@ from paged_jax.cache import blocks
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks import BlockTables, num_blocks_needed
 from paged_jax.cache.contents import gather, read_blocks, register_caches, write_blocks
-from paged_jax.cache.groups import CacheGroup
+from paged_jax.cache.groups import CacheGroup, locate
 from paged_jax.cache.paged_cache import (
     PagedCache,
     attach,
     forget,
     fork,
-    locate,
     publish,
     release,
     reorder,

@@ -21,8 +21,8 @@ from jax.typing import ArrayLike
 from paged_jax.arguments import check_positive
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks import BlockTables
-from paged_jax.cache.groups import CacheGroup
-from paged_jax.cache.paged_cache import PagedCache, find_layer, locate
+from paged_jax.cache.groups import CacheGroup, find_layer, locate
+from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.cache.sequence_blocks import first_kept_column
 from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.opaque_call import without_index_checks

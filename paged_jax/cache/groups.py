@@ -1,18 +1,22 @@
-"""Groups of layers of a KV cache that keep the same tokens.
+"""Groups of layers of a KV cache that keep the same tokens, and where layers and tokens are.
 
 Pools have shape ``[L, P, K, C, D]``: layer of the group, block, KV head, token in the block, head
 dimension. A block id refers to the same block in every layer of the group, in K and in V.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from paged_jax.arguments import check_positive, names_arguments
 from paged_jax.cache.blocks import BlockTables
 from paged_jax.cache.blocks.tables import describe_use
+from paged_jax.cache.states import LayerPlaces
+from paged_jax.dims import bind
 from paged_jax.formatting import cut, shortened
 from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.pool_format import check_pool_dtype, is_quantised
@@ -137,3 +141,58 @@ class CacheGroup:
     def nbytes(self) -> int:
         """Bytes of the pools and their scales, without the tables, which are small."""
         return sum(array.nbytes for array in self.pools if array is not None)
+
+
+def find_layer(layers: LayerPlaces, layer: Any) -> tuple[int, Any]:
+    """Return the index of a layer's group, and the index of the layer in that group.
+
+    Args:
+      layers: see `PagedCache`.
+      layer: index of the layer in the model, a Python integer or, with one group, a traced i32[].
+
+    Raises:
+      ValueError: `layer` is traced and there are several groups, or the layer keeps nothing.
+    """
+    if not isinstance(layer, Tracer):
+        if (place := layers[int(layer)]) is None:
+            raise ValueError(f"PagedCache: layer must keep something in the cache, got {layer}.")
+        return place
+    if layers != tuple((0, index) for index in range(len(layers))):
+        raise ValueError(
+            "PagedCache: layer must be a Python integer if layers are in several groups, got a "
+            "traced one. Unroll the loop over layers."
+        )
+    return 0, layer
+
+
+def locate(
+    tables: BlockTables, slots: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the block and the offset in the block of tokens, given their slots and positions.
+
+    Args:
+      tables: the block tables.
+      slots: i32[N], the slot of each token; negative for padding.
+      positions: i32[N], the position of each token in its sequence, from 0.
+
+    Returns:
+      `(blocks, offsets)`, both i32[N]. The block is P, which `paged_write` ignores, if there is no
+      such slot, the position is not below the length of the slot, or the block was freed.
+
+    Raises:
+      ValueError: `slots` and `positions` differ in shape.
+
+    Example:
+      >>> from paged_jax.cache.blocks import reserve
+      >>> tables = BlockTables.create(8, num_slots=2, max_blocks_per_slot=4, block_size=4)
+      >>> tables, _, _ = reserve(tables, jnp.array([5, 2]), max_tokens=8)
+      >>> [x.tolist() for x in locate(tables, jnp.array([0, 1, 1]), jnp.array([4, 1, 2]))]
+      [[1, 2, 8], [0, 1, 2]]
+    """
+    bind("locate", slots=(slots, "N"), positions=(positions, "N"))
+    is_slot = (slots >= 0) & (slots < tables.num_slots)
+    row = jnp.where(is_slot, slots, 0)
+    is_token = is_slot & (positions >= 0) & (positions < tables.lengths[row])
+    column = jnp.where(is_token, positions // tables.block_size, 0)
+    blocks = jnp.where(is_token, tables.block_tables[row, column], tables.num_blocks)
+    return blocks, positions % tables.block_size

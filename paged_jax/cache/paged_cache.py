@@ -3,7 +3,8 @@
 A cache is a list of groups. The layers of a group keep the same tokens, so they share block tables
 and pools. Most models have one group. Models with sliding windows in some layers have two groups:
 layers with full attention keep all tokens; layers with a window free the blocks that leave the
-window, so they need fewer blocks.
+window, so they need fewer blocks. Recurrent layers have a state for each slot, see
+`paged_jax.cache.states`.
 The slots of all groups are the same, and so are their lengths::
 
     layers  0  1  2  3  4  5          groups[0]  all tokens      layers 5 and 11
@@ -32,13 +33,12 @@ counted.
 
 import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from paged_jax.arguments import names_arguments
@@ -55,14 +55,22 @@ from paged_jax.cache.blocks.reserve import (
 )
 from paged_jax.cache.blocks.tables import shortest_lengths
 from paged_jax.cache.groups import CacheGroup
-from paged_jax.dims import bind
+from paged_jax.cache.states import (
+    LayerPlaces,
+    StateGroup,
+    StatePools,
+    StateTables,
+    follow_states,
+    forget_states,
+    publish_states,
+    release_states,
+    reserve_states,
+)
 from paged_jax.formatting import cut
 from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.dispatch import backend_for
+from paged_jax.kernels.opaque_call import take_or_fill
 from paged_jax.kernels.writing import copy_blocks
-
-# For each layer of a model: the index of its group, and the index of the layer in that group.
-LayerPlaces = tuple[tuple[int, int], ...]
 
 
 @jax.tree_util.register_dataclass
@@ -77,7 +85,8 @@ class PagedCache:
     Attributes:
       groups: the groups. The first group keeps the most tokens.
       layers: for each layer of the model, the index of its group and its index in that group
-        (static).
+        (static). None for layers without K and V.
+      states: the states of recurrent layers; None if the model has none.
 
     Example:
       >>> sizes = dict(num_kv_heads=1, block_size=4, head_dim=8, num_slots=2,
@@ -100,9 +109,10 @@ class PagedCache:
 
     groups: tuple[CacheGroup, ...]
     layers: LayerPlaces = field(metadata={"static": True})
+    states: StateGroup | None = None
 
     def __repr__(self) -> str:
-        return cut(f"PagedCache({', '.join(map(repr, self.groups))})")
+        return cut(f"PagedCache({', '.join(map(repr, self._all_groups))})")
 
     @classmethod
     @names_arguments
@@ -142,20 +152,35 @@ class PagedCache:
         """Return the cache with other pools in its only group."""
         return replace(self, groups=(self._only_group.replace_pools(pools),))
 
-    def replace_group_pools(self, pools: Sequence[Pools]) -> "PagedCache":
-        """Return the cache with other pools, one `Pools` per group."""
-        groups = zip(self.groups, pools, strict=True)
-        return replace(self, groups=tuple(group.replace_pools(new) for group, new in groups))
+    def replace_group_pools(self, pools: Sequence[Any]) -> "PagedCache":
+        """Return the cache with other pools, in the order of `group_pools`."""
+        count, states = len(self.groups), self.states
+        groups = zip(self.groups, pools[:count], strict=True)
+        if states is not None:
+            states = replace(states, pools=tuple(pools[count:]))
+        return replace(
+            self, groups=tuple(group.replace_pools(new) for group, new in groups), states=states
+        )
 
     def replace_tables(self, tables: Iterable[BlockTables]) -> "PagedCache":
         """Return the cache with other block tables, one `BlockTables` per group."""
         groups = zip(self.groups, tables, strict=True)
         return replace(self, groups=tuple(replace(group, tables=new) for group, new in groups))
 
+    def replace_states(
+        self, update: Callable[..., StateTables], *args: Any, **options: Any
+    ) -> "PagedCache":
+        """Return the cache with ``update(tables, *args, **options)`` as tables of the states."""
+        if self.states is None:
+            return self
+        tables = update(self.states.tables, *args, **options)
+        return replace(self, states=replace(self.states, tables=tables))
+
     @property
-    def group_pools(self) -> tuple[Pools, ...]:
-        """The pools of each group. A loop over layers carries them."""
-        return tuple(group.pools for group in self.groups)
+    def group_pools(self) -> tuple[Pools | StatePools, ...]:
+        """The pools of each group and of recurrent layers. A loop over layers carries them."""
+        states = () if self.states is None else self.states.pools
+        return *(group.pools for group in self.groups), *states
 
     @property
     def tables(self) -> BlockTables:
@@ -200,7 +225,11 @@ class PagedCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all pools and their scales, without the tables, which are small."""
-        return sum(group.nbytes for group in self.groups)
+        return sum(group.nbytes for group in self._all_groups)
+
+    @property
+    def _all_groups(self) -> tuple[CacheGroup | StateGroup, ...]:
+        return self.groups if self.states is None else (*self.groups, self.states)
 
     @property
     def _only_group(self) -> CacheGroup:
@@ -248,26 +277,6 @@ class PagedCache:
         return self._only_group.head_dim
 
 
-def find_layer(layers: LayerPlaces, layer: Any) -> tuple[int, Any]:
-    """Return the index of a layer's group, and the index of the layer in that group.
-
-    Args:
-      layers: see `PagedCache`.
-      layer: index of the layer in the model, a Python integer or, with one group, a traced i32[].
-
-    Raises:
-      ValueError: `layer` is traced and there are several groups.
-    """
-    if not isinstance(layer, Tracer):
-        return layers[int(layer)]
-    if layers != tuple((0, index) for index in range(len(layers))):
-        raise ValueError(
-            "PagedCache: layer must be a Python integer if layers are in several groups, got a "
-            "traced one. Unroll the loop over layers."
-        )
-    return 0, layer
-
-
 def reserve(
     cache: PagedCache,
     num_tokens: jax.Array,
@@ -278,7 +287,8 @@ def reserve(
     """Append room for tokens to slots, and copy shared blocks that the tokens are written to.
 
     This is `paged_jax.blocks.reserve` with the copies made in all layers. A copy reads and writes
-    one block. Without copies the pools are not touched.
+    one block. Without copies the pools are not touched. For recurrent layers it chooses the states
+    to read and to write, see `reserve_states`.
 
     Args:
       cache: the state. Donate it, or the pools are copied.
@@ -299,6 +309,7 @@ def reserve(
     ]
     ok = _all_possible(begun)
     done = (finish_reserve(reservation, ok) for reservation in begun)
+    cache = cache.replace_states(reserve_states, (num_tokens > 0) & ok)
     return _take(cache, done, backend), ok
 
 
@@ -315,6 +326,7 @@ def restore(
     begun = [begin_restore(each, num_tokens, max_tokens=max_tokens) for each in tables]
     ok = _all_possible(begun)
     done = (finish_restore(each, rest, ok) for each, rest in zip(tables, begun, strict=True))
+    cache = cache.replace_states(reserve_states, (num_tokens > 0) & ok)
     return _take(cache, done, backend), ok
 
 
@@ -324,7 +336,8 @@ def plan(
     """Plan blocks for tokens, and copy shared blocks; see `paged_jax.blocks.plan`.
 
     Slots with a limit above 0 first free the blocks that left their windows. `commit` must be the
-    next operation on the tables. See `reserve` for `backend`.
+    next operation on the tables. The states that these slots read and write are chosen here: each
+    of the slots must get a token unless the plan is for no tokens. See `reserve` for `backend`.
 
     Returns:
       The cache, and one plan per group, all for the same number of tokens.
@@ -335,6 +348,7 @@ def plan(
         most = functools.reduce(jnp.minimum, counts, jnp.asarray(most, jnp.int32))
     planned = [allocator.plan(g.tables, limits, most, max_tokens=max_tokens) for g in groups]
     copied = [_copy(g, each.copies, backend) for g, each in zip(groups, planned, strict=True)]
+    cache = cache.replace_states(reserve_states, (limits > 0) & (planned[0].num_tokens > 0))
     return replace(cache, groups=tuple(copied)), tuple(planned)
 
 
@@ -385,22 +399,30 @@ def fork(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Array]:
     """Make slots copies of other slots that share all blocks; see `paged_jax.blocks.fork`."""
     done = [allocator.fork(group.tables, parents) for group in cache.groups]
     # All groups return the same `ok`: it depends on slots and lengths, which all groups share.
+    cache = cache.replace_states(follow_states, parents, done[0][1])
     return cache.replace_tables(tables for tables, _ in done), done[0][1]
 
 
 def release(cache: PagedCache, mask: jax.Array) -> PagedCache:
     """Empty the slots of `mask` bool[S]; see `paged_jax.blocks.release`."""
+    cache = cache.replace_states(release_states, mask)
     return cache.replace_tables(allocator.release(group.tables, mask) for group in cache.groups)
 
 
 def reorder(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Array]:
     """Replace slots by copies of other slots; see `paged_jax.blocks.reorder`."""
     done = [allocator.reorder(group.tables, parents) for group in cache.groups]
+    cache = cache.replace_states(follow_states, parents, done[0][1])
     return cache.replace_tables(tables for tables, _ in done), done[0][1]
 
 
 def truncate(cache: PagedCache, lengths: jax.Array, *, max_tokens: int) -> PagedCache:
-    """Shorten slots to `lengths` i32[S]; see `paged_jax.blocks.truncate`."""
+    """Shorten slots to `lengths` i32[S]; see `paged_jax.blocks.truncate`. States cannot be cut."""
+    if cache.states is not None:
+        raise ValueError(
+            "truncate: cache must have no states of recurrent layers, because tokens overwrite "
+            "them. Fork the slot before you append tokens that you may want to remove."
+        )
     tables = [group.tables for group in cache.groups]
     for each in tables:
         # All groups have the same lengths, so the window of one group limits the cut of all.
@@ -420,11 +442,33 @@ def attach(
 ) -> tuple[PagedCache, jax.Array]:
     """Start an empty slot with the cached prefix of its tokens; see `paged_jax.blocks.attach`.
 
-    In groups with a window, only the blocks that the next token attends to must be cached.
+    In groups with a window, only the blocks that the next token attends to must be cached. With
+    recurrent layers, the prefix ends where there is a snapshot of their states.
+    """
+    cache, num_found, _ = attach_prefix(cache, slot, digests, token_ids, num_blocks)
+    return cache, num_found
+
+
+def attach_prefix(
+    cache: PagedCache,
+    slot: ArrayLike,
+    digests: jax.Array,
+    token_ids: jax.Array,
+    num_blocks: ArrayLike,
+) -> tuple[PagedCache, jax.Array, jax.Array]:
+    """Attach a prefix like `attach`.
+
+    Returns:
+      ``(cache, num_found, num_possible)``, i32[] both: the number of blocks of the prefix, and the
+      number that would be found if recurrent layers had snapshots everywhere.
     """
     before = tuple(group.tables for group in cache.groups)
-    tables, num_found = attach_groups(before, slot, digests, token_ids, num_blocks)
-    return cache.replace_tables(tables), num_found
+    states = None if cache.states is None else cache.states.tables
+    tables, states, num_found, num_possible = attach_groups(
+        before, slot, digests, token_ids, num_blocks, states
+    )
+    cache = cache.replace_states(lambda before: states or before)
+    return cache.replace_tables(tables), num_found, num_possible
 
 
 def publish(
@@ -433,47 +477,24 @@ def publish(
     columns: jax.Array,
     digests: jax.Array,
     token_ids: jax.Array,
+    is_snapshot: jax.Array | None = None,
 ) -> PagedCache:
     """Add full blocks to the prefix cache; see `paged_jax.blocks.publish`.
 
     A block has the same digest in all groups.
+
+    `is_snapshot` bool[N] marks the blocks with which to keep a snapshot of the states of recurrent
+    layers. It is ignored unless the last token of the slot is the last token of the block, because
+    the state is then another one.
     """
     before = tuple(group.tables for group in cache.groups)
+    if is_snapshot is not None:
+        is_snapshot &= take_or_fill(cache.lengths, slots) == (columns + 1) * cache.block_size
+        cache = cache.replace_states(publish_states, slots, is_snapshot, digests, token_ids)
     return cache.replace_tables(publish_groups(before, slots, columns, digests, token_ids))
 
 
 def forget(cache: PagedCache) -> PagedCache:
     """Remove all blocks from the prefix cache; see `paged_jax.blocks.forget`."""
+    cache = cache.replace_states(forget_states)
     return cache.replace_tables(allocator.forget(group.tables) for group in cache.groups)
-
-
-def locate(
-    tables: BlockTables, slots: jax.Array, positions: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the block and the offset in the block of tokens, given their slots and positions.
-
-    Args:
-      tables: the block tables.
-      slots: i32[N], the slot of each token; negative for padding.
-      positions: i32[N], the position of each token in its sequence, from 0.
-
-    Returns:
-      `(blocks, offsets)`, both i32[N]. The block is P, which `paged_write` ignores, if there is no
-      such slot, the position is not below the length of the slot, or the block was freed.
-
-    Raises:
-      ValueError: `slots` and `positions` differ in shape.
-
-    Example:
-      >>> tables = BlockTables.create(8, num_slots=2, max_blocks_per_slot=4, block_size=4)
-      >>> tables, _, _ = allocator.reserve(tables, jnp.array([5, 2]), max_tokens=8)
-      >>> [x.tolist() for x in locate(tables, jnp.array([0, 1, 1]), jnp.array([4, 1, 2]))]
-      [[1, 2, 8], [0, 1, 2]]
-    """
-    bind("locate", slots=(slots, "N"), positions=(positions, "N"))
-    is_slot = (slots >= 0) & (slots < tables.num_slots)
-    row = jnp.where(is_slot, slots, 0)
-    is_token = is_slot & (positions >= 0) & (positions < tables.lengths[row])
-    column = jnp.where(is_token, positions // tables.block_size, 0)
-    blocks = jnp.where(is_token, tables.block_tables[row, column], tables.num_blocks)
-    return blocks, positions % tables.block_size

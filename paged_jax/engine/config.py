@@ -17,7 +17,7 @@ from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, ge
 from jax.sharding import Mesh
 
 from paged_jax.arguments import ArgumentError, check_positive, is_int, is_real, refuse_unknown
-from paged_jax.engine.pool_size import KV_DTYPES
+from paged_jax.engine.pool_size import KV_DTYPES, choose_num_states
 from paged_jax.engine.request_factory import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from paged_jax.kernels import BACKENDS
 from paged_jax.kernels.linear import attends_to_tiles
@@ -245,6 +245,15 @@ class EngineConfig:
         vllm="speculative_config",
         decides_memory=True,
     )
+    num_snapshots: int | None = option(
+        None,
+        "states of recurrent layers that the prefix cache keeps, in addition to the states of "
+        "running samples; a cached prefix ends at one of them",
+        default_help="max_num_seqs with prefix caching, else 0",
+        bounds=NOT_NEGATIVE,
+        vllm=None,
+        decides_memory=True,
+    )
     cascade_attention: bool | None = option(
         None,
         "whether a decode step reads the common prefix of all running sequences once, instead of "
@@ -327,7 +336,7 @@ class EngineConfig:
           num_token_biases: number of biases that apply to every request, see `TokenBias`.
 
         Raises:
-          ValueError: max_model_len exceeds the model's context.
+          ValueError: max_model_len exceeds the context, or recurrent layers lack an option.
         """
         context = model_config.max_position_embeddings
         max_model_len = context if self.max_model_len is None else self.max_model_len
@@ -336,6 +345,14 @@ class EngineConfig:
                 f"{function}: max_model_len must be at most the model's context of {context}, got "
                 f"{max_model_len}."
             )
+        num_states = choose_num_states(
+            model_config,
+            num_slots=self.max_num_seqs,
+            num_snapshots=self.num_snapshots if self.enable_prefix_caching else 0,
+            num_drafts=self.num_speculative_tokens,
+            num_devices=self.tensor_parallel_size if self.mesh is None else self.mesh.size,
+        )
+        has_tiles = self.backend in (None, "cpu") and attends_to_tiles(platform) and not num_states
         return Sizes(
             block_size=self.block_size,
             num_slots=self.max_num_seqs,
@@ -346,7 +363,8 @@ class EngineConfig:
             max_logit_bias=MAX_LOGIT_BIAS + num_token_biases,
             # Round up, so that models with slightly different numbers of end tokens share programs.
             max_stop_ids=-(-(num_eos_token_ids + MAX_STOP_TOKEN_IDS) // 8) * 8,
-            tile=TILE if self.backend in (None, "cpu") and attends_to_tiles(platform) else None,
+            tile=TILE if has_tiles else None,
+            num_states=num_states,
         )
 
     def uses_cascade(self, model_config: LlamaConfig, platform: str) -> bool:

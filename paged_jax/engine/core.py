@@ -25,7 +25,7 @@ from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.drafts import Drafter
 from paged_jax.engine.footprint import Footprint, footprint
 from paged_jax.engine.loaded_model import LoadedModel
-from paged_jax.engine.pool_size import choose_num_blocks, resolve_kv_dtype
+from paged_jax.engine.pool_size import choose_num_blocks, choose_state_interval, resolve_kv_dtype
 from paged_jax.engine.postprocess import Postprocessor
 from paged_jax.engine.request_factory import RequestFactory
 from paged_jax.engine.requests import ChangeGuard, RequestTable, own_transfers
@@ -143,13 +143,16 @@ class EngineCore:
         self.options = options
         self.loaded = loaded
         self.executor = executor
-        self.runner = runner = ModelRunner(executor, loaded.eos_token_ids, loaded.token_bias)
+        interval = choose_state_interval(loaded.config, options.block_size)
+        self.runner = runner = ModelRunner(
+            executor, loaded.eos_token_ids, loaded.token_bias, interval
+        )
         self.num_blocks = executor.num_blocks
         self.group_sizes = memory.group_sizes(self.num_blocks)
         self.channel = channel
         self.is_leader = channel is None or jax.process_index() == 0
         self.scheduler = scheduler = _make_scheduler(
-            options, loaded, executor, memory, is_over_processes=channel is not None
+            options, loaded, executor, memory, interval, is_over_processes=channel is not None
         )
         max_model_len = executor.sizes.max_model_len
         self.max_length = min(max_model_len, scheduler.block_budget.max_length or max_model_len)
@@ -350,6 +353,7 @@ def _make_scheduler(
     loaded: LoadedModel,
     executor: Executor,
     memory: Footprint,
+    state_interval: int | None,
     *,
     is_over_processes: bool,
 ) -> Scheduler:
@@ -368,6 +372,8 @@ def _make_scheduler(
             max_swapped_blocks=int(options.swap_space * 2**30) // memory.block,
         ),
         groups=loaded.config.layer_groups,
+        state_groups=loaded.config.state_groups,
+        state_interval=state_interval,
     )
 
 

@@ -1,12 +1,14 @@
 """Memory that an engine takes on a device, computed from sizes without allocating anything.
 
-    memory >= weights + state + step + sum over groups of num_blocks * (block + overhead)
+    memory >= weights + state + recurrent + step
+              + sum over groups of num_blocks * (block + overhead)
 
     weights    all parameters in their dtype
     state      sampling state of S slots (5 * V bytes and a little more per slot), and their rows
                of the block tables
     step       temporary memory of a program: the maximum over all programs
     block      K and V of C tokens in all layers of a group, with scales if they are quantised
+    recurrent  states of recurrent layers, of all slots and snapshots
     overhead   the allocator's data about a block; for bfloat16 and float8 pools on CPUs also the
                copies that XLA makes of the pools
     group      layers that keep the same tokens in the same shapes; most models have one group. The
@@ -45,6 +47,7 @@ size, and Fx the intermediate size of an expert.
 """
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -57,7 +60,7 @@ from paged_jax.cache.sequence_blocks import max_blocks_in_slot, num_blocks_neede
 from paged_jax.formatting import format_bytes
 from paged_jax.kernels import padded_head_dim
 from paged_jax.kernels.linear import copies_weights
-from paged_jax.kernels.pool_format import is_quantised
+from paged_jax.kernels.pool_format import is_quantised, query_dtype
 from paged_jax.kernels.rows import sets_rows_in_place
 from paged_jax.kernels.weight_formats import FLOAT_CODES
 from paged_jax.models.config import LlamaConfig
@@ -116,12 +119,16 @@ class Footprint(NamedTuple):
       state: bytes of the slots; they do not depend on the number of blocks.
       steps: bytes of temporary memory by kind of program.
       groups: memory of blocks by group of layers; the group that keeps most tokens is first.
+      sequence_state: bytes of the states of recurrent layers of one sequence, or of one snapshot.
+      num_states: number of these states.
     """
 
     weights: int
     state: int
     steps: dict[str, int]
     groups: tuple[GroupFootprint, ...]
+    sequence_state: int = 0
+    num_states: int = 0
 
     @property
     def block(self) -> int:
@@ -139,9 +146,14 @@ class Footprint(NamedTuple):
         return max(self.steps.values())
 
     @property
+    def recurrent(self) -> int:
+        """Bytes of the states of recurrent layers, of all slots and snapshots."""
+        return self.sequence_state * self.num_states
+
+    @property
     def fixed(self) -> int:
         """Bytes of everything except blocks."""
-        return self.weights + self.state + self.step
+        return self.weights + self.state + self.recurrent + self.step
 
     @property
     def max_blocks(self) -> int:
@@ -212,7 +224,8 @@ class Footprint(NamedTuple):
         block = format_bytes(self.pool_bytes(1, with_overhead=True))
         raise ValueError(
             f"{field} must leave room for {format_bytes(self.weights)} of weights, "
-            f"{format_bytes(self.state)} of state, {format_bytes(self.step)} for a step and a "
+            f"{format_bytes(self.state + self.recurrent)} of state, {format_bytes(self.step)} for "
+            "a step and a "
             f"block of {block}, got {format_bytes(memory)}. Use more memory, a smaller dtype, or "
             "fewer slots."
         )
@@ -265,6 +278,18 @@ def footprint(
         state=state_bytes(config.vocab_size, sizes, windows),
         steps=steps,
         groups=groups,
+        sequence_state=sequence_state_bytes(shard or config, kv_dtype),
+        num_states=sizes.num_states,
+    )
+
+
+def sequence_state_bytes(config: LlamaConfig, kv_dtype: DTypeLike) -> int:
+    """Return the bytes of the states of recurrent layers of a sequence; 0 without such layers."""
+    other = query_dtype(kv_dtype)
+    return sum(
+        len(group.layers) * math.prod(each.shape) * jnp.dtype(each.dtype or other).itemsize
+        for group in config.state_groups
+        for each in group.states
     )
 
 

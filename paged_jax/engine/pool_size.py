@@ -1,5 +1,6 @@
-"""Dtype of K and V in an engine's pool, and its number of blocks."""
+"""Dtype and number of blocks and states in an engine's pools."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from paged_jax.arguments import ArgumentError
 from paged_jax.engine.footprint import Footprint
 from paged_jax.kernels.rows import sets_rows_in_place
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.layer_groups import STATE_INTERVAL
 from paged_jax.runner.sizes import Sizes
 
 # Values of the option `kv_dtype` other than "auto".
@@ -20,6 +24,7 @@ KV_DTYPES = {
     "int8": jnp.int8,
     "fp8": jnp.float8_e4m3fn,
 }
+
 _OWN_CGROUPS, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 # Memory for K and V on a device that does not report its memory.
 DEFAULT_CACHE_BYTES = 1 << 30
@@ -45,6 +50,48 @@ def resolve_kv_dtype(kv_dtype: str, weights_dtype: DTypeLike, platform: str) -> 
     # On a CPU without the C++ kernels, XLA copies a whole bfloat16 pool to float32 to write to it.
     is_in_place = dtype == jnp.bfloat16 and sets_rows_in_place(platform, dtype)
     return dtype if platform != "cpu" or is_in_place else jnp.dtype(jnp.float32)
+
+
+def choose_num_states(
+    model_config: LlamaConfig,
+    *,
+    num_slots: int,
+    num_snapshots: int | None,
+    num_drafts: int,
+    num_devices: int,
+) -> int:
+    """Return the number of states of recurrent layers in an engine's pools.
+
+    Args:
+      model_config: the configuration of the model.
+      num_slots: S. Each slot needs a state.
+      num_snapshots: number of states that the prefix cache keeps; None for S.
+      num_drafts: maximum number of draft tokens per sequence.
+      num_devices: number of devices that compute the model together.
+
+    Returns:
+      The number of states; 0 if no layer is recurrent.
+
+    Raises:
+      ArgumentError: the layers are recurrent, and an option is not supported for them.
+    """
+    if not model_config.state_groups:
+        return 0
+    if num_drafts:
+        raise ArgumentError(
+            "Engine",
+            "must be 0 in models with recurrent layers, because rejected tokens cannot be removed "
+            f"from their states, got {num_drafts}.",
+            "num_speculative_tokens",
+        )
+    if num_devices > 1:
+        raise ArgumentError(
+            "Engine",
+            "must be 1, and mesh None, in models with recurrent layers, because their states are "
+            f"not divided over devices yet, got {num_devices}.",
+            "tensor_parallel_size",
+        )
+    return num_slots + (num_slots if num_snapshots is None else num_snapshots)
 
 
 def choose_num_blocks(
@@ -77,17 +124,24 @@ def choose_num_blocks(
     return num_blocks
 
 
+def choose_state_interval(model_config: LlamaConfig, block_size: int) -> int | None:
+    """Return the `state_interval` of a scheduler; None if no layer is recurrent."""
+    return math.lcm(STATE_INTERVAL, block_size) if model_config.state_groups else None
+
+
 def _num_fitting_free_memory(device: Any, sizes: Sizes, footprint: Footprint) -> int:
     statistics = device.memory_stats()
     budget = DEFAULT_CACHE_BYTES
     if statistics and "bytes_limit" in statistics:
         free = statistics["bytes_limit"] - statistics["bytes_in_use"]
         budget = int(CACHE_FRACTION * free)
-    num_blocks = footprint.num_fitting(budget)
+    num_blocks = footprint.num_fitting(budget - footprint.recurrent)
     if not num_blocks:
+        states = f" and {footprint.recurrent} of states" if footprint.recurrent else ""
         raise ValueError(
             f"Engine: a block of {sizes.block_size} tokens must fit the {budget} bytes of memory "
-            f"for K and V, got {footprint.block} bytes. Use a smaller block_size."
+            f"for K and V, got {footprint.block} bytes{states}. Use a smaller block_size"
+            f"{' or fewer max_num_seqs' if states else ''}."
         )
     return num_blocks
 
@@ -110,7 +164,7 @@ def _num_fitting_fraction(device: Any, footprint: Footprint, memory_fraction: fl
 def _check_host_holds(device: Any, footprint: Footprint, num_blocks: int) -> None:
     """Check that the pool fits in host memory: otherwise the system would kill the process."""
     total = host_memory()
-    num_bytes = footprint.pool_bytes(num_blocks)
+    num_bytes = footprint.pool_bytes(num_blocks) + footprint.recurrent
     if device.platform == "cpu" and total is not None and num_bytes > total:
         raise ValueError(
             f"Engine: num_blocks must fit the memory of {total} bytes, got {num_blocks} blocks, "

@@ -99,7 +99,10 @@ class StepRunner:
         if request.prompt_logprobs is not None:
             return "nothing was looked up: log-probabilities of a prompt need all of it computed"
         return describe_match(
-            len(request.prompt_token_ids), request.num_cached_tokens, self._scheduler.block_size
+            len(request.prompt_token_ids),
+            request.num_cached_tokens,
+            self._scheduler.block_size,
+            request.sequences[0].num_known,
         )
 
     def _prefill(self, plan: StepPlan) -> None:

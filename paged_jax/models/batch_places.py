@@ -11,11 +11,8 @@ the function that a model calls in each layer::
                 attend to the blocks in the block tables
 
 `heads` holds the queries, keys and values of the layer. `carry` is a tuple of K and V pools, one
-entry for each group of layers.
-
-Shapes and dtypes of arguments are always checked. Values are checked outside of `jit` only, because
-they are unknown inside. Inside `jit`, a token id outside of the vocabulary is clamped, and rows
-with the same slot overwrite each other's tokens.
+entry for each group of layers. A recurrent layer passes a `Recurrence`. Then `attend` reads the
+states of the rows from the pools, advances them over the new tokens, and writes them back.
 """
 
 from collections.abc import Sequence
@@ -24,14 +21,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
-from jax.typing import ArrayLike
 
 from paged_jax.cache import paged_cache
-from paged_jax.cache.groups import CacheGroup
-from paged_jax.cache.paged_cache import LayerPlaces, PagedCache, find_layer
-from paged_jax.dims import bind
+from paged_jax.cache.groups import CacheGroup, find_layer, locate
+from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.cache.states import LayerPlaces, read_rows, write_rows
 from paged_jax.formatting import short_repr
 from paged_jax.kernels import (
     Pools,
@@ -44,7 +38,6 @@ from paged_jax.kernels import (
     paged_write,
 )
 from paged_jax.kernels.cascade import is_sharing_possible
-from paged_jax.kernels.checks import as_arrays, as_int32
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
 from paged_jax.kernels.pool_format import query_dtype
 from paged_jax.models.layer_attention import (
@@ -56,10 +49,8 @@ from paged_jax.models.layer_attention import (
     sliding_window_of,
 )
 
-# K and V pools of each group of layers.
-GroupPools = tuple[Pools, ...]
-# Arguments of a step: token ids i32 [B, T] or [B], slots i32 [B], numbers of tokens i32 [B].
-StepArrays = tuple[jax.Array, jax.Array, jax.Array]
+# `Pools` of each group of attention layers, then `StatePools` of each group of recurrent layers.
+GroupPools = tuple[Any, ...]
 
 
 class GroupPlaces(NamedTuple):
@@ -77,6 +68,55 @@ class GroupPlaces(NamedTuple):
     window: int | None
 
 
+class StatePlaces(NamedTuple):
+    """Entries of the rows' states in the pools of recurrent layers, see `cache.states`.
+
+    Attributes:
+      sources: i32 ``[B]``, the entry that each row reads; P, the number of entries, for zeros.
+      entries: i32 ``[B]``, the entry that each row writes; P for rows that write nothing.
+      num_entries: P.
+      layers: group of each recurrent layer and the layer's index in the group.
+    """
+
+    sources: jax.Array
+    entries: jax.Array
+    num_entries: int
+    layers: LayerPlaces
+
+    @classmethod
+    def of_rows(cls, cache: PagedCache, rows: jax.Array) -> "StatePlaces | None":
+        """Return the entries that `paged_cache.reserve` or `plan` has chosen.
+
+        Args:
+          cache: the cache.
+          rows: i32 ``[B]``, slot of each row; a slot past the last one for rows left out.
+
+        Returns:
+          The entries; None if the cache has no states.
+        """
+        if cache.states is None:
+            return None
+        tables, P = cache.states.tables, cache.states.num_entries
+        sources, entries = (
+            take_or_fill(x, rows, fill_value=P) for x in (tables.sources, tables.entries)
+        )
+        return cls(sources, entries, P, cache.states.layers)
+
+    def at_step(self, step: jax.Array, active: jax.Array) -> "StatePlaces":
+        """Return the entries of a decode step.
+
+        Steps after the first read the entries that the first step has written.
+
+        Args:
+          step: i32 ``[]``, number of the step in its dispatch, from 0.
+          active: bool ``[B]``, False for rows that get no token.
+        """
+        return self._replace(
+            sources=jnp.where(step == 0, self.sources, self.entries),
+            entries=jnp.where(active, self.entries, self.num_entries),
+        )
+
+
 @short_repr
 @dataclass(frozen=True)
 class BatchPlaces:
@@ -91,6 +131,7 @@ class BatchPlaces:
       groups: blocks in each group of layers.
       layers: group of each layer and the layer's index in the group.
       block_size: tokens per block (C).
+      states: entries of the states of recurrent layers; None if there are none.
     """
 
     lengths: jax.Array
@@ -100,6 +141,35 @@ class BatchPlaces:
     groups: tuple[GroupPlaces, ...]
     layers: LayerPlaces
     block_size: int
+    states: StatePlaces | None = None
+
+    def advance(
+        self, layer: int | jax.Array, recurrence: Recurrence, carry: GroupPools
+    ) -> tuple[jax.Array, GroupPools]:
+        """Advance the states of a recurrent layer over the new tokens.
+
+        Args:
+          layer: index of the layer in the model.
+          recurrence: the inputs of the layer and its recurrence.
+          carry: the pools.
+
+        Returns:
+          The output of the layer ``[N, features]``, and the new pools.
+
+        Raises:
+          ValueError: the cache has no states.
+        """
+        if self.states is None:
+            raise ValueError(
+                f"attend: cache must have states for layer {layer}, got none. Make the cache with "
+                "create_cache."
+            )
+        group, index = find_layer(self.states.layers, layer)
+        group += len(self.groups)
+        states = read_rows(carry[group], index, self.states.sources)
+        out, states = recurrence.run(states, self.num_tokens)
+        pools = write_rows(carry[group], index, self.states.entries, states)
+        return out, _replace(carry, group, pools)
 
     def write(
         self,
@@ -186,7 +256,16 @@ def reserve_places(
     Returns:
       The new cache; ``ok``, bool ``[]``, False if there were not enough blocks or a slot does not
       exist; and the places of the tokens. If ``ok`` is False, all rows are left out.
+
+    Raises:
+      ValueError: `has_tiles` is set, and the cache has states: the rows of a slot would all advance
+        the same state.
     """
+    if has_tiles and cache.states is not None:
+        raise ValueError(
+            "prefill_tiles: cache must have no states of recurrent layers, because the rows of a "
+            "slot run at the same time. Use prefill."
+        )
     num_slots, lengths = cache.num_slots, cache.lengths
     is_row = slots >= 0
     # A negative index would count from the end, so use an index past the end, which is dropped.
@@ -202,11 +281,12 @@ def reserve_places(
     requested = jnp.where(jnp.all(slots < num_slots), requested, -1)
     cache, ok = paged_cache.reserve(cache, requested, max_tokens=most, backend=backend)
     num_tokens = jnp.where(is_row & ok, num_tokens, 0)
+    states = StatePlaces.of_rows(cache, jnp.where(num_tokens > 0, rows, num_slots))
 
     steps = jnp.arange(T, dtype=jnp.int32)[None]
     positions = (starts[:, None] + steps).reshape(-1)
     owners = jnp.where(steps < num_tokens[:, None], slots[:, None], -1).reshape(-1)
-    located = [paged_cache.locate(group.tables, owners, positions) for group in cache.groups]
+    located = [locate(group.tables, owners, positions) for group in cache.groups]
     groups = [
         GroupPlaces(
             take_or_fill(group.block_tables, rows, fill_value=group.num_blocks),
@@ -223,6 +303,7 @@ def reserve_places(
         groups=tuple(groups),
         layers=cache.layers,
         block_size=cache.block_size,
+        states=states,
     )
     return cache, ok, places
 
@@ -242,7 +323,11 @@ def _sum_by_slot(
 
 
 def next_places(
-    cache: PagedCache, block_tables: Sequence[jax.Array], lengths: jax.Array, active: jax.Array
+    cache: PagedCache,
+    block_tables: Sequence[jax.Array],
+    lengths: jax.Array,
+    active: jax.Array,
+    states: StatePlaces | None = None,
 ) -> BatchPlaces:
     """Return the places of each active row's next token. The blocks must be reserved already.
 
@@ -251,6 +336,7 @@ def next_places(
       block_tables: i32 ``[B, M]``, block tables of the rows, for each group of the cache.
       lengths: i32 ``[B]``, sequence lengths without the next token.
       active: bool ``[B]``, False for rows that get no token.
+      states: entries of the rows in this step, if the cache has states.
     """
     block_size = cache.block_size
     column = (lengths // block_size)[:, None]
@@ -269,6 +355,7 @@ def next_places(
         ),
         layers=cache.layers,
         block_size=block_size,
+        states=states,
     )
 
 
@@ -290,7 +377,10 @@ def check_layers(function: str, places: BatchPlaces, sliding_windows: Sequence[i
             "Make it with create_cache."
         )
     for layer, sliding_window in enumerate(sliding_windows):
-        kept = places.groups[find_layer(places.layers, layer)[0]].window
+        place = places.layers[layer]
+        if place is None:
+            continue  # not an attention layer
+        kept = places.groups[place[0]].window
         if kept is not None and (sliding_window is None or sliding_window > kept):
             needed = "all" if sliding_window is None else sliding_window
             raise ValueError(
@@ -319,7 +409,8 @@ def decode_attention(
     num_shared: dict[int, jax.Array] = {}
     if cascade:
         full_layers = [layer for layer, window in enumerate(sliding_windows) if window is None]
-        for group in {find_layer(places.layers, layer)[0]: None for layer in full_layers}:
+        full_groups = [places.layers[layer] for layer in full_layers]
+        for group in {place[0]: None for place in full_groups if place is not None}:
             tables = places.groups[group].block_tables
             B, M = tables.shape
             if is_sharing_possible(B, M, places.block_size):
@@ -328,7 +419,8 @@ def decode_attention(
     def attend(
         layer: int | jax.Array, heads: LayerInputs, carry: GroupPools
     ) -> tuple[jax.Array, GroupPools]:
-        assert not isinstance(heads, Recurrence), "the cache has no states"
+        if isinstance(heads, Recurrence):
+            return places.advance(layer, heads, carry)
         group, index = find_layer(places.layers, layer)
         q, pools = places.write(group, carry[group], heads, index, backend)
         arrays = q, pools.k, pools.v, places.groups[group].block_tables, places.lengths
@@ -359,7 +451,8 @@ def prefill_attention(
     def attend(
         layer: int | jax.Array, heads: LayerInputs, carry: GroupPools
     ) -> tuple[jax.Array, GroupPools]:
-        assert not isinstance(heads, Recurrence), "the cache has no states"
+        if isinstance(heads, Recurrence):
+            return places.advance(layer, heads, carry)
         group, index = find_layer(places.layers, layer)
         q, pools = places.write(group, carry[group], heads, index, backend)
         out = paged_prefill_attention(
@@ -392,103 +485,5 @@ def _attention_options(
     }
 
 
-def _replace(carry: GroupPools, group: int, pools: Pools) -> GroupPools:
+def _replace(carry: GroupPools, group: int, pools: Any) -> GroupPools:
     return (*carry[:group], pools, *carry[group + 1 :])
-
-
-def as_step_arrays(
-    function: str,
-    vocab_size: int,
-    token_ids: ArrayLike,
-    slots: ArrayLike,
-    num_tokens: ArrayLike | None = None,
-    *,
-    has_tiles: bool = False,
-) -> StepArrays:
-    """Check the arguments of a step and convert them to int32.
-
-    Args:
-      function: function name for error messages.
-      vocab_size: vocabulary size (V).
-      token_ids: integers ``[B, T]``, or ``[B]`` without `num_tokens`.
-      slots: integers ``[B]``.
-      num_tokens: integers ``[B]``; None for a single token per row.
-      has_tiles: whether several rows may have the same slot.
-
-    Returns:
-      `token_ids`, `slots` and `num_tokens`, each i32.
-
-    Raises:
-      ValueError: shapes differ, an array has no integers or, outside of `jit`, a slot appears twice
-        or a token is not in the vocabulary.
-    """
-    if num_tokens is None:
-        letters, num_tokens = {"token_ids": "B", "slots": "B"}, np.ones(np.shape(slots), np.int32)
-    else:
-        letters = {"token_ids": "BT", "slots": "B", "num_tokens": "B"}
-    arrays = as_arrays(function, token_ids=token_ids, slots=slots, num_tokens=num_tokens)
-    bind(function, **{name: (arrays[name], each) for name, each in letters.items()})
-    rows = as_int32(function, **arrays)
-    if not has_tiles:
-        check_distinct_slots(function, slots)
-    if not isinstance(slots, Tracer) and not isinstance(num_tokens, Tracer):
-        num_tokens = np.where(np.asarray(slots) < 0, 0, np.asarray(num_tokens))
-        check_token_ids(function, vocab_size, token_ids, num_tokens)
-    return rows[0], rows[1], rows[2]
-
-
-def as_token_ids(function: str, vocab_size: int, token_ids: ArrayLike) -> jax.Array:
-    """Check token ids ``[B, T]`` of whole sequences, including padding, and convert them to int32.
-
-    Raises:
-      ValueError: the shape is not ``[B, T]``, the dtype is no integer or, outside of `jit`, a token
-        is not in the vocabulary.
-    """
-    arrays = as_arrays(function, token_ids=token_ids)
-    sizes = bind(function, token_ids=(arrays["token_ids"], "BT"))
-    [rows] = as_int32(function, **arrays)
-    check_token_ids(function, vocab_size, token_ids, np.full(sizes["B"], sizes["T"]))
-    return rows
-
-
-def check_distinct_slots(function: str, slots: ArrayLike) -> None:
-    """Check that slots ``[B]`` are distinct, except negative ones. Does nothing inside `jit`."""
-    if isinstance(slots, Tracer):
-        return
-    used, counts = np.unique(np.asarray(slots), return_counts=True)
-    if twice := used[(used >= 0) & (counts > 1)].tolist():
-        raise ValueError(
-            f"{function}: slots must be distinct, got {twice[0]} more than once. Append the tokens "
-            "of a slot in one row."
-        )
-
-
-def check_token_ids(
-    function: str,
-    vocab_size: int,
-    token_ids: ArrayLike,
-    num_tokens: ArrayLike,
-    *,
-    name: str = "token_ids",
-) -> None:
-    """Check that tokens are in the vocabulary. Does nothing inside `jit`.
-
-    Args:
-      function: function name for error messages.
-      vocab_size: vocabulary size (V).
-      token_ids: integers ``[B, T]`` or ``[B]``.
-      num_tokens: integers ``[B]``, number of tokens of each row to check.
-      name: name of the argument for error messages.
-
-    Raises:
-      ValueError: a token is not in the vocabulary.
-    """
-    if isinstance(token_ids, Tracer) or isinstance(num_tokens, Tracer):
-        return
-    rows = np.asarray(token_ids)
-    rows = rows.reshape(rows.shape[0], -1)
-    counts = np.arange(rows.shape[1]) < np.asarray(num_tokens)[:, None]
-    if (wrong := rows[counts & ((rows < 0) | (rows >= vocab_size))]).size:
-        raise ValueError(
-            f"{function}: {name} must be in 0..{vocab_size - 1}, the vocabulary, got {wrong[0]}."
-        )

@@ -25,6 +25,7 @@ from paged_jax.models.layer_groups import (
     check_mlp_layer_types,
     check_num_layers,
     group_layers,
+    group_states,
 )
 from paged_jax.models.mixer_sizes import Mixer
 from paged_jax.models.model_folder import read_config_json
@@ -375,19 +376,13 @@ class LlamaConfig:
 
     @functools.cached_property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """Groups of layers with equal windows and shapes. The first keeps the most tokens.
+        """Groups of layers that keep equal keys and values, see `layer_groups.group_layers`."""
+        return group_layers(self.sliding_windows, self.kv_shapes)
 
-        Example:
-          >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
-          ...     num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
-          ...     sliding_window=4,
-          ...     layer_types=("sliding_attention", "sliding_attention", "full_attention"))
-          >>> for group in config.layer_groups:
-          ...     print(group.sliding_window, group.layers)
-          None (2,)
-          4 (0, 1)
-        """
-        return group_layers(self.sliding_windows, self.kv_shapes, self.state_shapes)
+    @functools.cached_property
+    def state_groups(self) -> tuple[LayerGroup, ...]:
+        """Groups of recurrent layers with states of equal shapes; empty if there are none."""
+        return group_states(self.state_shapes)
 
     @property
     def num_layer_groups(self) -> int:

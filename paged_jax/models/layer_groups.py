@@ -3,6 +3,7 @@
 Imports no JAX, because the scheduler uses it.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,9 @@ LAYER_TYPES = (*ATTENTION_TYPES, RECURRENT, NOTHING)
 DENSE = "dense"
 SPARSE = "sparse"
 MLP_TYPES = (DENSE, SPARSE, NOTHING)
+# Number of tokens that recurrent layers process together in prompts. Chunks end at multiples of it,
+# so that the states do not depend on the sizes of chunks.
+STATE_INTERVAL = 64
 # Far above any real model: a mistyped number fails here, before it exhausts the memory.
 _MAX_LAYERS = 10_000
 
@@ -77,43 +81,78 @@ class LayerGroup(NamedTuple):
         per_head = self.kv.head_dim + self.kv.value_dim
         return len(self.layers) * self.kv.num_kv_heads * per_head
 
+    @property
+    def num_state_values(self) -> int:
+        """Number of values in the states of a sequence; float32 values count twice."""
+        sizes = (math.prod(each.shape) * (1 + (each.dtype == "float32")) for each in self.states)
+        return len(self.layers) * sum(sizes)
+
 
 def group_layers(
-    windows: Sequence[int | None],
-    kv_shapes: Sequence[KVShape | None],
-    states: Sequence[tuple[StateShape, ...]],
+    windows: Sequence[int | None], kv_shapes: Sequence[KVShape | None]
 ) -> tuple[LayerGroup, ...]:
-    """Group layers by window and shapes, with the group that keeps the most tokens first.
+    """Group layers by the keys and values they keep, with the group that keeps the most first.
 
-    Groups with states come last. Layers that keep nothing are in no group.
+    Layers without keys and values are in no group.
 
     Args:
       windows: sliding window of each layer in tokens; None for layers that attend to all tokens.
       kv_shapes: keys and values of each layer, or None.
-      states: states of each layer.
 
     Example:
       >>> small, large = KVShape(2, 64, 64), KVShape(1, 128, 128)
-      >>> for group in group_layers([4, None, 4, 8], [small, large, small, small], [()] * 4):
+      >>> for group in group_layers([4, None, 4, 8], [small, large, small, small]):
       ...     print(group.sliding_window, group.layers, group.kv.head_dim)
       None (1,) 128
       8 (3,) 64
       4 (0, 2) 64
     """
-    layers: dict[tuple[int | None, KVShape | None, tuple[StateShape, ...]], list[int]] = {}
-    for layer, kept in enumerate(zip(windows, kv_shapes, states, strict=True)):
-        layers.setdefault(kept, []).append(layer)
-    groups = [
-        LayerGroup(window, tuple(numbers), kv, arrays)
-        for (window, kv, arrays), numbers in layers.items()
-        if kv is not None or arrays
-    ]
+    layers: dict[tuple[int | None, KVShape], list[int]] = {}
+    for layer, (window, kv) in enumerate(zip(windows, kv_shapes, strict=True)):
+        if kv is not None:
+            layers.setdefault((window, kv), []).append(layer)
+    groups = [LayerGroup(window, tuple(own), kv) for (window, kv), own in layers.items()]
     # The sort is stable: among groups of the same window, the group of the first layer is first.
     return tuple(sorted(groups, key=_rank))
 
 
-def _rank(group: LayerGroup) -> tuple[bool, bool, int]:
-    return group.kv is None, group.sliding_window is not None, -(group.sliding_window or 0)
+def _rank(group: LayerGroup) -> tuple[bool, int]:
+    return group.sliding_window is not None, -(group.sliding_window or 0)
+
+
+def group_states(states: Sequence[tuple[StateShape, ...]]) -> tuple[LayerGroup, ...]:
+    """Group recurrent layers by the arrays they keep.
+
+    Args:
+      states: arrays of each layer; empty for layers that are not recurrent.
+
+    Example:
+      >>> conv = (StateShape("conv", (2, 64), "float32"),)
+      >>> [group.layers for group in group_states([conv, (), conv])]
+      [(0, 2)]
+    """
+    layers: dict[tuple[StateShape, ...], list[int]] = {}
+    for layer, arrays in enumerate(states):
+        if arrays:
+            layers.setdefault(arrays, []).append(layer)
+    return tuple(LayerGroup(None, tuple(own), None, arrays) for arrays, own in layers.items())
+
+
+def layer_places(
+    groups: Sequence[LayerGroup], num_layers: int
+) -> tuple[tuple[int, int] | None, ...]:
+    """Return for each layer the index of its group and its index in the group, or None.
+
+    Example:
+      >>> layer_places([LayerGroup(None, (1,)), LayerGroup(8, (0, 3))], 4)
+      ((1, 0), (0, 0), None, (1, 1))
+    """
+    places = {
+        layer: (index, number)
+        for index, group in enumerate(groups)
+        for number, layer in enumerate(group.layers)
+    }
+    return tuple(places.get(layer) for layer in range(num_layers))
 
 
 def check_num_layers(num_layers: int) -> None:

@@ -15,7 +15,6 @@ from jax.typing import DTypeLike
 from paged_jax.arguments import names_arguments
 from paged_jax.kernels.linear import Weight, linear
 from paged_jax.kernels.weight_formats import as_bits, from_bits
-from paged_jax.models.batch_places import as_token_ids
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer import Layer, apply_norm, initial_norm_weight
 from paged_jax.models.layer_attention import Attend, Carry, causal_attention
@@ -29,6 +28,7 @@ from paged_jax.models.matrices import (
 from paged_jax.models.matrix_formats import MatrixFormats, float_type
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.rope import all_rotations
+from paged_jax.models.step_arrays import as_token_ids
 from paged_jax.models.tensor_parallel import DeviceShard, TensorParallel
 
 

@@ -23,13 +23,13 @@ from paged_jax.arguments import check_positive, names_arguments
 from paged_jax.cache.groups import CacheGroup
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.cache.sequence_blocks import max_blocks_in_slot, num_blocks_needed
+from paged_jax.cache.states import StateGroup
 from paged_jax.kernels import padded_head_dim
+from paged_jax.kernels.pool_format import query_dtype
 from paged_jax.kernels.weight_formats import WeightFormat
 from paged_jax.models.batch_places import (
     BatchPlaces,
     GroupPools,
-    StepArrays,
-    as_step_arrays,
     check_layers,
     decode_attention,
     prefill_attention,
@@ -37,7 +37,9 @@ from paged_jax.models.batch_places import (
 )
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_attention import Attend, Carry
+from paged_jax.models.layer_groups import layer_places
 from paged_jax.models.matrix_formats import MatrixFormats
+from paged_jax.models.step_arrays import StepArrays, as_step_arrays
 
 
 class PagedModel(nnx.Module):
@@ -131,6 +133,7 @@ class PagedModel(nnx.Module):
         block_size: int = 16,
         max_tokens: int | None = None,
         dtype: DTypeLike = jnp.float32,
+        num_states: int | None = None,
     ) -> PagedCache:
         """Return an empty cache for this model, on the device that JAX uses by default.
 
@@ -154,6 +157,7 @@ class PagedModel(nnx.Module):
             block_size=block_size,
             max_tokens=max_tokens,
             dtype=dtype,
+            num_states=num_states,
         )
 
     @names_arguments
@@ -377,13 +381,14 @@ def create_cache(
     block_size: int = 16,
     max_tokens: int | None = None,
     dtype: DTypeLike = jnp.float32,
+    num_states: int | None = None,
     platform: str | None = None,
 ) -> PagedCache:
     """Return an empty cache for a model configuration.
 
     Layers with the same sliding window and the same shapes of keys and values form a group of the
     cache. Each group has its own blocks. A group with a window keeps only the blocks of the window,
-    and of the tokens that the last program appended.
+    and of the tokens that the last program appended. Recurrent layers have states instead.
 
     Args:
       config: configuration of the model.
@@ -398,6 +403,8 @@ def create_cache(
         to a slot. It determines w. A program may append more if other slots hold fewer blocks. None
         for `max_length`, with which windows save no memory.
       dtype: dtype of K and V. int8 and float8_e4m3fn quantise them, see `PagedCache.create`.
+      num_states: number of states of recurrent layers, at least `num_slots`; None for `num_slots`.
+        Further states are room for snapshots in the prefix cache, see `paged_cache.publish`.
       platform: platform of the cache; None for `jax.default_backend()`. On TPUs the last dimension
         of the pools is padded, see `kernels.padded_head_dim`.
 
@@ -444,9 +451,28 @@ def create_cache(
                 window=window,
             )
         )
-    places = {
-        layer: (index, number)
-        for index, group in enumerate(config.layer_groups)
-        for number, layer in enumerate(group.layers)
-    }
-    return PagedCache(tuple(groups), tuple(places[layer] for layer in range(len(places))))
+    states = _create_states(
+        config, num_slots if num_states is None else num_states, num_slots, block_size, dtype
+    )
+    places = layer_places(config.layer_groups, config.num_hidden_layers)
+    return PagedCache(tuple(groups), places, states)
+
+
+def _create_states(
+    config: LlamaConfig, num_entries: int, num_slots: int, block_size: int, dtype: DTypeLike
+) -> StateGroup | None:
+    """Return the states of recurrent layers; None if the model has none."""
+    if not config.state_groups:
+        return None
+    other = query_dtype(dtype)
+    arrays = [
+        [(len(group.layers), array.shape, array.dtype or other) for array in group.states]
+        for group in config.state_groups
+    ]
+    return StateGroup.create(
+        arrays,
+        layers=layer_places(config.state_groups, config.num_hidden_layers),
+        num_entries=num_entries,
+        num_slots=num_slots,
+        block_size=block_size,
+    )

@@ -29,8 +29,9 @@ from paged_jax.cache.blocks import ReservePlan
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.dims import bind
 from paged_jax.formatting import short_repr
-from paged_jax.models.batch_places import check_distinct_slots, next_places
+from paged_jax.models.batch_places import StatePlaces, next_places
 from paged_jax.models.paged_model import PagedModel
+from paged_jax.models.step_arrays import check_distinct_slots
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.sampling.filters import Constraints
 from paged_jax.sampling.sample import Draws, rows_of, sample
@@ -151,13 +152,15 @@ def decode_steps(
     cache, planned = _plan_steps(state.cache, first, num_wanted, max_steps, backend)
     num_possible = planned[0].num_tokens
     block_tables = [each.block_tables.at[first.slots].get(mode="clip") for each in planned]
+    states = StatePlaces.of_rows(cache, first.slots)
 
     def decode_step(carry: tuple[Any, _Batch, jax.Array]) -> tuple[Any, _Batch, jax.Array]:
         pools, batch, _ = carry
         # The barrier keeps operations on weights in the loop. If XLA moved them before the loop,
         # every dispatch on CPUs would first convert all bfloat16 weights to float32.
         weights, active = lax.optimization_barrier((model, batch.is_running))
-        places = next_places(cache, block_tables, batch.lengths, active)
+        entries = states and states.at_step(batch.num_steps, active)
+        places = next_places(cache, block_tables, batch.lengths, active, entries)
         logits, pools = weights.decode_at(
             pools, batch.token_ids, places, cascade=cascade, backend=backend
         )

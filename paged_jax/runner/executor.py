@@ -69,6 +69,7 @@ class Executor:
       vocab_size: V, size of the vocabulary.
       num_blocks: P, blocks in the pool of the first group of layers.
       groups: the groups of layers that keep the same tokens.
+      state_groups: the groups of recurrent layers.
       programs: the programs.
       weights: the weights; `Weights.replace` changes them.
       is_asleep: whether the engine sleeps; `reset` then frees the state and creates no new one.
@@ -105,6 +106,7 @@ class Executor:
         self.vocab_size = weights.config.vocab_size
         num_top = min(MAX_LOGPROBS, self.vocab_size)
         self.groups = weights.config.layer_groups
+        self.state_groups = weights.config.state_groups
         self.programs = list_programs(
             self._program_key, sizes, num_top, num_groups=len(self.groups)
         )
@@ -320,9 +322,7 @@ class Executor:
         # the host.
         has_swap = all(x.is_fully_addressable for x in self.weights.arrays)
         with self._state_to_compile_for() as state:
-            calls = list_calls(
-                self.programs, self.sizes, state.cache.group_pools, has_swap=has_swap
-            )
+            calls = list_calls(self.programs, self.sizes, state.cache, has_swap=has_swap)
             new = [call for call in calls if call.name not in self._compiled]
             weights, resolve = self.weights.arrays, self._stored.resolve
             compile_calls(new, weights, state, resolve, report or (lambda *args: None))
@@ -390,6 +390,7 @@ def _empty_state(
         block_size=sizes.block_size,
         max_tokens=sizes.most_tokens,
         dtype=cache_dtype,
+        num_states=sizes.num_states or None,
         platform=platform,
     )
     return DecodeState.create(

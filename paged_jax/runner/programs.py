@@ -20,7 +20,7 @@ Programs of beam search depend on the beam width, so they are compiled when they
 import concurrent.futures
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -31,8 +31,9 @@ from jax.sharding import PartitionSpec
 
 from paged_jax.cache import paged_cache
 from paged_jax.cache.contents import read_blocks, write_blocks
+from paged_jax.cache.paged_cache import PagedCache
+from paged_jax.cache.states import read_state, write_state
 from paged_jax.formatting import short_repr
-from paged_jax.kernels import Pools
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner import decoding
 from paged_jax.runner.compiler import compiler_options
@@ -126,11 +127,15 @@ class Programs(NamedTuple):
     release: ``(mask bool[S])`` to None.
     reserve: ``(num_tokens i32[S])`` to ``ok``.
     attach: ``(slot i32[], digests u32[M, 8], token_ids i32[M, C], num_blocks i32[])`` to the number
-      of blocks found.
-    publish: ``(slots i32[N], columns i32[N], digests u32[N, 8], token_ids i32[N, C])`` to None.
+      of blocks found. In models with recurrent layers to i32[2]: this number, and the number that
+      would be found if there were snapshots of their states everywhere.
+    publish: ``(slots i32[N], columns i32[N], digests u32[N, 8], token_ids i32[N, C])`` to None. In
+      models with recurrent layers also ``is_snapshot bool[N]``, see `cache.publish`.
     forget: ``()`` to None.
     read_blocks: ``(slot i32[], first i32[], group=)`` to their K and V, see `cache.read_blocks`.
     write_blocks: ``(slot i32[], first i32[], values, group=)`` to None.
+    read_state: ``(slot i32[])`` to the states of recurrent layers, see `states.read_state`.
+    write_state: ``(slot i32[], values)`` to None.
     """
 
     prefill: Program
@@ -146,6 +151,8 @@ class Programs(NamedTuple):
     forget: Program
     read_blocks: Program
     write_blocks: Program
+    read_state: Program
+    write_state: Program
 
 
 class ProgramKey(NamedTuple):
@@ -208,6 +215,8 @@ def list_programs(key: ProgramKey, sizes: Sizes, num_top: int, *, num_groups: in
             f"copy of {blocks} to the host", jit(_read_blocks, result=OF_HEADS), width
         ),
         write_blocks=Program(f"copy of {blocks} from the host", jit(_write_blocks, last=OF_HEADS)),
+        read_state=Program("copy of a state to the host", jit(_read_state)),
+        write_state=Program("copy of a state from the host", jit(_write_state)),
     )
 
 
@@ -315,12 +324,15 @@ def _reserve(key, weights, state, num_tokens):
 
 
 def _attach(key, weights, state, slot, digests, token_ids, num_blocks):
-    cache, num_found = paged_cache.attach(state.cache, slot, digests, token_ids, num_blocks)
-    return replace(state, cache=cache), num_found
+    cache, num_found, num_possible = paged_cache.attach_prefix(
+        state.cache, slot, digests, token_ids, num_blocks
+    )
+    state = replace(state, cache=cache)
+    return state, num_found if cache.states is None else jnp.stack([num_found, num_possible])
 
 
-def _publish(key, weights, state, slots, columns, digests, token_ids):
-    cache = paged_cache.publish(state.cache, slots, columns, digests, token_ids)
+def _publish(key, weights, state, slots, columns, digests, token_ids, is_snapshot=None):
+    cache = paged_cache.publish(state.cache, slots, columns, digests, token_ids, is_snapshot)
     return replace(state, cache=cache), None
 
 
@@ -337,15 +349,24 @@ def _write_blocks(key, weights, state, slot, first, values, *, group):
     return replace(state, cache=cache), None
 
 
+def _read_state(key, weights, state, slot):
+    return state, read_state(state.cache.states, slot)
+
+
+def _write_state(key, weights, state, slot, values):
+    states = write_state(state.cache.states, slot, values)
+    return replace(state, cache=replace(state.cache, states=states)), None
+
+
 _MAX_COMPILERS = 8
 
 
 def list_calls(
-    programs: Programs, sizes: Sizes, pools: Sequence[Pools], *, has_swap: bool = True
+    programs: Programs, sizes: Sizes, cache: PagedCache, *, has_swap: bool = True
 ) -> list[Call]:
     """Return one call per shape of each program except beam search, with arguments of padding."""
     S, C, M, W = sizes.num_slots, sizes.block_size, sizes.max_blocks_per_slot, PUBLISH_WIDTH
-    zero = np.int32(0)
+    zero, marks = np.int32(0), () if cache.states is None else (np.zeros(W, bool),)
     return [
         *_prefill_calls(programs, sizes),
         programs.score.call(
@@ -356,9 +377,11 @@ def list_calls(
         programs.release.call(np.zeros(S, bool)),
         programs.reserve.call(_zeros(S)),
         programs.attach.call(zero, np.zeros((M, 8), np.uint32), _zeros(M, C), zero),
-        programs.publish.call(no_slots(W), _zeros(W), np.zeros((W, 8), np.uint32), _zeros(W, C)),
+        programs.publish.call(
+            no_slots(W), _zeros(W), np.zeros((W, 8), np.uint32), _zeros(W, C), *marks
+        ),
         programs.forget.call(),
-        *(_swap_calls(programs, sizes, pools) if has_swap else []),
+        *(_swap_calls(programs, sizes, cache) if has_swap else []),
     ]
 
 
@@ -383,9 +406,16 @@ def _decode_calls(programs: Programs, sizes: Sizes) -> list[Call]:
     return calls
 
 
-def _swap_calls(programs: Programs, sizes: Sizes, pools: Sequence[Pools]) -> list[Call]:
+def _swap_calls(programs: Programs, sizes: Sizes, cache: PagedCache) -> list[Call]:
     zero, width, calls = np.int32(0), sizes.swap_width, []
-    for group, pools_of in enumerate(pools):
+    if cache.states is not None:
+        state = jax.tree.map(
+            lambda pool: np.zeros((pool.shape[0], *pool.shape[2:]), pool.dtype), cache.states.pools
+        )
+        # A slot that does not exist, so that nothing is written.
+        no_slot = np.int32(sizes.num_slots)
+        calls += [programs.read_state.call(zero), programs.write_state.call(no_slot, state)]
+    for group, pools_of in enumerate(each.pools for each in cache.groups):
         piece = jax.tree.map(
             lambda pool: np.zeros((pool.shape[0], width, *pool.shape[2:]), pool.dtype), pools_of
         )

@@ -27,6 +27,7 @@ class ModelRunner:
       executor: runs the programs.
       eos_token_ids: end-of-sequence tokens of the model.
       token_bias: biases that apply to every request.
+      state_interval: see `Scheduler`.
 
     Attributes:
       executor: runs the programs. Call `slots.flush` before its programs.
@@ -34,10 +35,14 @@ class ModelRunner:
     """
 
     def __init__(
-        self, executor: Executor, eos_token_ids: Iterable[int], token_bias: TokenBias = NO_BIAS
+        self,
+        executor: Executor,
+        eos_token_ids: Iterable[int],
+        token_bias: TokenBias = NO_BIAS,
+        state_interval: int | None = None,
     ):
         self.executor = executor
-        self.slots = Slots(executor, eos_token_ids, token_bias)
+        self.slots = Slots(executor, eos_token_ids, token_bias, state_interval)
         self._sizes = executor.sizes
         self._token_bias = token_bias
 

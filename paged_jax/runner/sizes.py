@@ -37,6 +37,8 @@ class Sizes(NamedTuple):
       tile: number of tokens in a row of a prefill program, if the chunks of several sequences are
         packed into rows of one length, see `pack_tiles`; None if each row is a chunk, padded to one
         of several lengths, see `pack`.
+      num_states: number of states of recurrent layers, for slots and snapshots; 0 if no layer is
+        recurrent.
 
     Example:
       >>> sizes = Sizes(block_size=16, num_slots=4, max_model_len=500, max_chunk=64,
@@ -54,6 +56,7 @@ class Sizes(NamedTuple):
     max_logit_bias: int
     max_stop_ids: int
     tile: int | None = None
+    num_states: int = 0
 
     @property
     def max_blocks_per_slot(self) -> int:

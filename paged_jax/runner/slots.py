@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -32,6 +33,24 @@ def slot_of(sequence: Sequence) -> int:
     return sequence.slot
 
 
+class _Publication(NamedTuple):
+    """A full block to add to the prefix cache.
+
+    Attributes:
+      slot: the slot that holds the block.
+      column: its column in the slot.
+      digest: its digest.
+      token_ids: its tokens.
+      is_snapshot: whether to keep the states of recurrent layers after its last token.
+    """
+
+    slot: int
+    column: int
+    digest: bytes
+    token_ids: list[int]
+    is_snapshot: bool
+
+
 class Slots:
     """The slots of the device, and the blocks in the prefix cache.
 
@@ -39,6 +58,7 @@ class Slots:
       executor: runs the programs.
       eos_token_ids: end-of-sequence tokens of the model.
       token_bias: biases that apply to every request.
+      state_interval: see `Scheduler`.
 
     Attributes:
       swap_seconds: total seconds of copies between device and host, without compilation.
@@ -51,10 +71,13 @@ class Slots:
         executor: Executor,
         eos_token_ids: Iterable[int],
         token_bias: TokenBias = NO_BIAS,
+        state_interval: int | None = None,
     ):
         self._executor = executor
         self._sizes = executor.sizes
         self._groups = executor.groups
+        self._state_groups = executor.state_groups
+        self._state_interval = state_interval
         self._eos_token_ids = sorted(eos_token_ids)
         self._token_bias = token_bias
         self.swap_seconds = 0.0
@@ -71,7 +94,7 @@ class Slots:
         # All digests in the prefix cache, and some that were evicted. Other digests are not cached.
         self._published: set[bytes] = set()
         # Updates collected for the next program, so that a step needs few calls for them.
-        self._to_publish: list[tuple[int, int, bytes, list[int]]] = []
+        self._to_publish: list[_Publication] = []
         self._to_release: list[int] = []
 
     # Called by the scheduler
@@ -94,6 +117,7 @@ class Slots:
         self._drop_evicted()
         count = (len(sequence.token_ids) - 1) // C  # the last token is always computed
         known = self._may_be_cached(sequence.digests[:count])
+        sequence.num_known = 0
         if not known:
             return 0
         count = len(known)
@@ -103,8 +127,10 @@ class Slots:
         slot, executor = slot_of(sequence), self._executor
         self.flush()
         call = executor.programs.attach.call(np.int32(slot), digests, token_ids, np.int32(count))
-        num_found = int(executor.run(call))
+        found = np.asarray(executor.run(call)).reshape(-1)
+        num_found, num_possible = int(found[0]), int(found[-1])
         self._num_published[slot] = num_found
+        sequence.num_known = num_possible * C
         return num_found * C
 
     def _may_be_cached(self, digests: list[bytes]) -> list[bytes]:
@@ -160,6 +186,9 @@ class Slots:
                 jax.device_get(executor.run(read.call(slot, first, group=group)))
                 for group, first in self._swap_copies(sequence)
             ]
+            if self._state_groups:
+                state = executor.run(executor.programs.read_state.call(slot))
+                sequence.host_blocks.append(jax.device_get(state))
         self.release(sequence)
 
     def swap_in(self, sequence: Sequence) -> None:
@@ -169,6 +198,9 @@ class Slots:
         num_tokens[slot] = sequence.num_computed
         with self._swapping(sequence):
             executor.run_unchecked(executor.programs.reserve.call(num_tokens))
+            if self._state_groups:
+                state = sequence.host_blocks.pop()
+                executor.run(executor.programs.write_state.call(slot, state))
             copies = zip(self._swap_copies(sequence), sequence.host_blocks, strict=True)
             for (group, first), values in copies:
                 write = executor.programs.write_blocks
@@ -185,7 +217,8 @@ class Slots:
         if self._executor.compile_seconds == compiled:
             self.swap_seconds += time.perf_counter() - start
             C, num_tokens = self._sizes.block_size, sequence.num_computed
-            self.num_swapped_blocks += num_swapped_blocks(num_tokens, C, self._groups)
+            groups = self._groups, self._state_groups
+            self.num_swapped_blocks += num_swapped_blocks(num_tokens, C, *groups)
 
     def _swap_copies(self, sequence: Sequence) -> list[tuple[int, np.int32]]:
         """Return ``(group, first)`` of each copy of a swap: the arguments of `read_blocks`."""
@@ -242,10 +275,15 @@ class Slots:
         if sequence.chain is None:
             return
         C, slot = self._sizes.block_size, slot_of(sequence)
-        for column in range(self._num_published[slot], sequence.num_computed // C):
+        # The states of recurrent layers are those after the last computed token.
+        interval, last = self._state_interval, sequence.num_computed // C - 1
+        is_point = interval and sequence.num_computed in sequence.snapshot_points(interval)
+        for column in range(self._num_published[slot], last + 1):
             token_ids = sequence.token_ids[column * C : (column + 1) * C]
-            self._to_publish.append((slot, column, sequence.digests[column], token_ids))
-            self._published.add(sequence.digests[column])
+            is_snapshot = bool(is_point) and column == last
+            digest = sequence.digests[column]
+            self._to_publish.append(_Publication(slot, column, digest, token_ids, is_snapshot))
+            self._published.add(digest)
             self._num_published[slot] = column + 1
 
     def reset_prefix_cache(self) -> None:
@@ -273,11 +311,13 @@ class Slots:
         self._to_publish, self._to_release = [], []
         return calls
 
-    def _publication(self, blocks: list[tuple[int, int, bytes, list[int]]]) -> Call:
+    def _publication(self, blocks: list["_Publication"]) -> Call:
         slots, columns = no_slots(PUBLISH_WIDTH), np.zeros(PUBLISH_WIDTH, np.int32)
         digests = np.zeros((PUBLISH_WIDTH, 8), np.uint32)
         token_ids = np.zeros((PUBLISH_WIDTH, self._sizes.block_size), np.int32)
-        for row, (slot, column, digest, tokens) in enumerate(blocks):
-            slots[row], columns[row], token_ids[row] = slot, column, tokens
-            digests[row] = digest_words([digest])[0]
-        return self._executor.programs.publish.call(slots, columns, digests, token_ids)
+        is_snapshot = np.zeros(PUBLISH_WIDTH, bool)
+        for row, block in enumerate(blocks):
+            slots[row], columns[row], token_ids[row] = block.slot, block.column, block.token_ids
+            digests[row], is_snapshot[row] = digest_words([block.digest])[0], block.is_snapshot
+        marks = (is_snapshot,) if self._state_groups else ()
+        return self._executor.programs.publish.call(slots, columns, digests, token_ids, *marks)

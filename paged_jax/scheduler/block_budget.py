@@ -42,6 +42,7 @@ class BlockMemory(Protocol):
         """Fill the empty slot of a sequence with the longest cached prefix of its tokens.
 
         Only the ``(len(token_ids) - 1) // C`` full blocks before the last token are looked up.
+        Sets `Sequence.num_known`.
 
         Returns:
           Number of tokens found.
@@ -66,32 +67,45 @@ class BlockMemory(Protocol):
 
 
 def make_block_budget(
-    num_blocks: int, block_size: int, max_chunk: int, groups: Items[LayerGroup]
+    num_blocks: int,
+    block_size: int,
+    max_chunk: int,
+    groups: Items[LayerGroup],
+    state_groups: Items[LayerGroup] = (),
 ) -> "BlockBudget":
     """Return the block budget of a model. The arguments are described in `Scheduler`."""
     window = groups[0].sliding_window
     if window is None:
-        return BlockBudget(num_blocks, block_size, groups)
-    return WindowBlockBudget(num_blocks, block_size, groups, window=window, max_chunk=max_chunk)
+        return BlockBudget(num_blocks, block_size, groups, state_groups)
+    return WindowBlockBudget(
+        num_blocks, block_size, groups, state_groups, window=window, max_chunk=max_chunk
+    )
 
 
-def num_swapped_blocks(num_tokens: int, block_size: int, groups: Items[LayerGroup]) -> int:
+def num_swapped_blocks(
+    num_tokens: int,
+    block_size: int,
+    groups: Items[LayerGroup],
+    state_groups: Items[LayerGroup] = (),
+) -> int:
     """Return the number of blocks that swapping a sequence copies.
 
     The unit is one block of all layers. A block of a group counts as a fraction: the values that
     the group keeps of a token, divided by the values of all groups. Groups with a window copy only
-    the blocks inside the window. The sum is rounded up.
+    the blocks inside the window. The values of recurrent states count like values of tokens. The
+    sum is rounded up.
 
     Example:
       >>> groups = LayerGroup(None, (3,)), LayerGroup(8, (0, 1, 2))
       >>> num_swapped_blocks(64, 16, groups[:1]), num_swapped_blocks(64, 16, groups)
       (4, 2)
     """
-    if len(groups) == 1:
+    if len(groups) == 1 and not state_groups:
         return num_kept_blocks(num_tokens, groups[0].sliding_window, block_size)
     kept = [num_kept_blocks(num_tokens, group.sliding_window, block_size) for group in groups]
     sizes = [group.num_values for group in groups]
     total = sum(size * num_blocks for size, num_blocks in zip(sizes, kept, strict=True))
+    total += -(-sum(group.num_state_values for group in state_groups) // block_size)
     return -(-total // sum(sizes))
 
 
@@ -104,12 +118,20 @@ class BlockBudget:
       num_blocks: P, number of blocks of the first group.
       block_size: C, number of tokens in a block.
       groups: the groups of layers. The first group keeps the most tokens.
+      state_groups: the groups of recurrent layers.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, groups: Items[LayerGroup]):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        groups: Items[LayerGroup],
+        state_groups: Items[LayerGroup] = (),
+    ):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._groups = groups
+        self._state_groups = state_groups
 
     # Counts for a single sequence
 
@@ -141,7 +163,7 @@ class BlockBudget:
 
     def num_swapped(self, num_tokens: int) -> int:
         """Return the number of blocks that swapping a sequence copies."""
-        return num_swapped_blocks(num_tokens, self.block_size, self._groups)
+        return num_swapped_blocks(num_tokens, self.block_size, self._groups, self._state_groups)
 
     # Counts for sequences while a step is planned
 
@@ -196,6 +218,7 @@ class WindowBlockBudget(BlockBudget):
       num_blocks: P, number of blocks of the first group.
       block_size: C, number of tokens in a block.
       groups: the groups of layers.
+      state_groups: the groups of recurrent layers.
       window: W, the largest window of the model, which is the window of the first group.
       max_chunk: maximum number of tokens that a step prefills per sequence.
     """
@@ -205,11 +228,12 @@ class WindowBlockBudget(BlockBudget):
         num_blocks: int,
         block_size: int,
         groups: Items[LayerGroup],
+        state_groups: Items[LayerGroup] = (),
         *,
         window: int,
         max_chunk: int,
     ):
-        super().__init__(num_blocks, block_size, groups)
+        super().__init__(num_blocks, block_size, groups, state_groups)
         self._window = window
         self._most_decoding = max_blocks_in_window(window, 1, block_size)
         self._most = max_blocks_in_window(window, max_chunk, block_size)

@@ -183,13 +183,17 @@ def _describe_choice(note: PreemptionNote, name: Callable[[str], str]) -> str:
     return f"it was preempted before {name(note.spared_request)} because it {why}"
 
 
-def describe_match(num_tokens: int, num_cached_tokens: int, block_size: int) -> str:
+def describe_match(
+    num_tokens: int, num_cached_tokens: int, block_size: int, num_known_tokens: int = 0
+) -> str:
     """Return a sentence that says where the match in the prefix cache ended, and why.
 
     Args:
       num_tokens: number of tokens of the prompt.
       num_cached_tokens: number of tokens that were found.
       block_size: C, number of tokens in a block.
+      num_known_tokens: number of tokens whose blocks were found. It is larger than
+        `num_cached_tokens` if a snapshot of the states of recurrent layers was lacking.
 
     Example:
       >>> describe_match(40, 16, block_size=16)  # doctest: +ELLIPSIS
@@ -200,6 +204,13 @@ def describe_match(num_tokens: int, num_cached_tokens: int, block_size: int) -> 
         return (
             f"nothing was looked up: only full blocks of {block_size} tokens are cached, the last "
             f"token is always computed, and the prompt has {num_tokens}"
+        )
+    if num_known_tokens > num_cached_tokens:
+        place = f"after token {num_cached_tokens - 1}" if num_cached_tokens else "in none of them"
+        return (
+            f"the blocks of tokens 0..{num_known_tokens - 1} were in the cache, but the last "
+            f"snapshot of the states of recurrent layers was {place}: no request has left one "
+            "further on, or the cache has evicted it since"
         )
     if num_found == num_blocks:
         return (

@@ -128,6 +128,10 @@ class Sequence:
       siblings: samples that become forks of this sequence when its prompt has been computed.
       num_wanted: number of free blocks that the sequence needed at the last attempt to admit it; 0
         if unknown.
+      num_known: number of prompt tokens whose blocks the last look-up has found. In models with
+        recurrent layers, `num_computed` may be lower, for lack of a snapshot of their states.
+      branch_points: numbers of tokens after which the states of recurrent layers are kept, because
+        other sequences branch off there.
       num_lost: value of `num_computed` when the last preemption released the blocks. Some of these
         tokens may still be in the prefix cache.
       length_before: number of tokens at the last preemption.
@@ -149,6 +153,8 @@ class Sequence:
     num_preemptions: int = 0
     siblings: list["Sequence"] = field(default_factory=list, repr=False)
     num_wanted: int = field(default=0, repr=False)
+    num_known: int = field(default=0, repr=False)
+    branch_points: set[int] = field(default_factory=set, repr=False)
     num_lost: int = field(default=0, repr=False)
     length_before: int = field(default=0, repr=False)
 
@@ -170,6 +176,7 @@ class Sequence:
         self.chain = chain
         self.grammar = grammar
         self.siblings = []
+        self.branch_points = set()
 
     @property
     def request(self) -> Request:
@@ -197,6 +204,14 @@ class Sequence:
     def num_prefill(self) -> int:
         """Number of tokens that prefill still has to compute."""
         return len(self.token_ids) - 1 - self.num_computed
+
+    def snapshot_points(self, interval: int) -> set[int]:
+        """Return the numbers of tokens after which prefill keeps the states of recurrent layers.
+
+        These are the last multiple of `interval` in the prefill, so that the same prompt finds it,
+        and the points where other sequences branch off.
+        """
+        return {(len(self.token_ids) - 1) // interval * interval, *self.branch_points}
 
     @property
     def draws_tokens(self) -> bool:
@@ -300,7 +315,8 @@ class Sequence:
         self.is_fork = False
         self.num_preemptions = 0
         self.siblings = []
-        self.num_wanted = self.num_lost = self.length_before = 0
+        self.branch_points = set()
+        self.num_wanted = self.num_known = self.num_lost = self.length_before = 0
         if self.grammar is not None:
             self.grammar.reset()
 

@@ -59,6 +59,10 @@ class Scheduler:
       costs: costs of both ways. The caller may change them at any time.
       groups: groups of layers that keep the same tokens, see `LlamaConfig.layer_groups`. The first
         group keeps the most tokens. By default all layers keep all tokens.
+      state_groups: groups of recurrent layers, see `LlamaConfig.state_groups`.
+      state_interval: number of tokens between the points where chunks of prompts end, and where the
+        prefix cache may keep states of recurrent layers; None if no layer is recurrent. It is a
+        multiple of `block_size`.
 
     Attributes:
       stats: totals since the scheduler was made.
@@ -84,6 +88,8 @@ class Scheduler:
         preemption: Preemption = "auto",
         costs: PreemptionCosts | None = None,
         groups: Items[LayerGroup] = (LayerGroup(None, (0,)),),
+        state_groups: Items[LayerGroup] = (),
+        state_interval: int | None = None,
     ):
         check_positive(
             "Scheduler",
@@ -114,7 +120,10 @@ class Scheduler:
         self.preemption: Preemption = preemption
         self.costs = costs or PreemptionCosts()
         self.stats = SchedulerStats()
-        self.block_budget = make_block_budget(num_blocks, block_size, max_chunk, groups)
+        self.state_interval = state_interval
+        self.block_budget = make_block_budget(
+            num_blocks, block_size, max_chunk, groups, state_groups
+        )
         self._queue = Queue(num_slots, self.block_budget, self.stats)
         self.lookahead = Lookahead(self._queue, max_steps, is_used=runs_ahead)
         self._admission = Admission(
@@ -124,6 +133,7 @@ class Scheduler:
             num_slots=num_slots,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
+            state_interval=state_interval if enable_prefix_caching else None,
         )
 
     # Requests
@@ -362,6 +372,8 @@ class Scheduler:
             self.block_budget,
             num_tokens=self.max_num_batched_tokens,
             max_chunk=self.max_chunk,
+            state_interval=self.state_interval,
+            keeps_states=self.enable_prefix_caching,
         )
 
     def _drop(self, memory: BlockMemory, sequence: Sequence) -> None:

@@ -1,5 +1,8 @@
 """Planning of an engine step: running sequences share it, then waiting sequences start."""
 
+import itertools
+from collections.abc import Iterable
+
 from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.scheduler.block_budget import BlockBudget, BlockMemory
 from paged_jax.scheduler.outputs import WaitReason
@@ -20,6 +23,9 @@ class StepPlanner:
       block_budget: counts blocks.
       num_tokens: maximum number of tokens in the step.
       max_chunk: maximum number of tokens that a step prefills per sequence.
+      state_interval: number of tokens between points where chunks end; None if no layer is
+        recurrent. See `Scheduler`.
+      keeps_states: whether chunks also end where the states of recurrent layers are kept.
 
     Attributes:
       plan: the plan.
@@ -37,6 +43,8 @@ class StepPlanner:
         *,
         num_tokens: int,
         max_chunk: int,
+        state_interval: int | None = None,
+        keeps_states: bool = False,
     ):
         self.plan = plan
         self.memory = memory
@@ -46,6 +54,8 @@ class StepPlanner:
         self._block_budget = block_budget
         self._block_size = block_budget.block_size
         self._max_chunk = max_chunk
+        self._state_interval = state_interval
+        self._keeps_states = keeps_states
         self._num_promised = self._num_growing = 0
         for sequence in queue.running:
             self.promise(sequence)
@@ -124,6 +134,8 @@ class StepPlanner:
         num_known = num_before + self._block_budget.num_freed_next(sequence)
         fits = max(0, (num_known + self.num_free) * self._block_size - start)
         num_tokens = min(sequence.num_prefill, self._max_chunk, self.num_tokens, fits)
+        if self._state_interval is not None:
+            num_tokens = self._align(sequence, num_tokens, self._state_interval)
         if num_tokens:
             self.plan.chunks.append((sequence, num_tokens))
             num_blocks = num_blocks_needed(start + num_tokens, self._block_size)
@@ -133,6 +145,22 @@ class StepPlanner:
                 self._add_first_decode(sequence)
             else:
                 self.plan.computed.append(sequence)
+
+    def _align(self, sequence: Sequence, num_tokens: int, interval: int) -> int:
+        """Return the length of a chunk in a model with recurrent layers.
+
+        The chunk ends at a multiple of the interval, unless it ends the prefill, so that the states
+        do not depend on the sizes of chunks. If it is too short for that, it stays as it is. It
+        also ends at the next point where the states are kept.
+        """
+        start = sequence.num_computed
+        end = start + num_tokens
+        if self._keeps_states and sequence.chain is not None:
+            points = sequence.snapshot_points(interval)
+            end = min((point for point in points if start < point < end), default=end)
+        if end < start + sequence.num_prefill and end // interval * interval > start:
+            end = end // interval * interval
+        return end - start
 
     def _add_first_decode(self, sequence: Sequence) -> None:
         """Decode a sequence in the step that completes its prefill, if tokens and blocks are left.
@@ -194,6 +222,7 @@ class Admission:
       num_slots: S, maximum number of sequences that run at a time.
       max_num_batched_tokens: maximum number of tokens in a step.
       enable_prefix_caching: whether prompts are looked up in the prefix cache.
+      state_interval: see `Scheduler`.
     """
 
     def __init__(
@@ -205,6 +234,7 @@ class Admission:
         num_slots: int,
         max_num_batched_tokens: int,
         enable_prefix_caching: bool,
+        state_interval: int | None = None,
     ):
         self._queue = queue
         self._block_budget = block_budget
@@ -212,6 +242,7 @@ class Admission:
         self._num_slots = num_slots
         self._max_num_batched_tokens = max_num_batched_tokens
         self._enable_prefix_caching = enable_prefix_caching
+        self._state_interval = state_interval
         # Sequences that the last call of `admit` deferred.
         self._deferred: list[Sequence] = []
 
@@ -236,6 +267,7 @@ class Admission:
             if not reason and not self.try_to_start(planner, sequence):
                 reason = "blocks"
             if not reason:
+                self._keep_common_prefixes(sequence, queue.waiting)
                 planner.add_chunk(sequence)
                 computing |= self.next_digest(sequence)
                 continue
@@ -269,6 +301,7 @@ class Admission:
         is_looked_up = self._num_cacheable(sequence) > 0 and not sequence.is_swapped
         if is_looked_up:
             sequence.num_computed = memory.attach(sequence)
+            self._add_branch_point(sequence, sequence.num_known)
         num_attached = num_free - memory.num_free
         num_needed = self._block_budget.num_for_admission(len(sequence.token_ids))
         if not sequence.is_swapped:
@@ -327,17 +360,45 @@ class Admission:
             return 0
         return (len(sequence.token_ids) - 1) // self._block_budget.block_size
 
+    def _add_branch_point(self, sequence: Sequence, num_common: int) -> None:
+        """Keep the states of recurrent layers near the end of a common prefix of sequences.
+
+        Args:
+          sequence: a sequence that computes the prefix, or the rest of it.
+          num_common: number of tokens that it has in common with another sequence.
+        """
+        if (interval := self._state_interval) is not None:
+            point = num_common // interval * interval
+            if point > sequence.num_computed:
+                sequence.branch_points.add(point)
+
     def _reason_to_wait(
         self, planner: StepPlanner, sequence: Sequence, computing: set[bytes]
     ) -> WaitReason:
         """Return why a sequence cannot start even if blocks are free; empty if it can."""
         if self.waits_for_prefix(sequence, computing):
+            for running in self._queue.running:
+                self._keep_common_prefixes(running, [sequence])
             return "same prefix"
         if not self._queue.free_slots:
             return "slots"
         if not planner.num_tokens:
             return "budget"
         return ""
+
+    def _keep_common_prefixes(self, sequence: Sequence, others: Iterable[Sequence]) -> None:
+        """Keep the states of recurrent layers where other sequences branch off.
+
+        Args:
+          sequence: a running sequence.
+          others: sequences that may start with the same tokens.
+        """
+        if self._state_interval is None:
+            return
+        for other in others:
+            pairs = zip(sequence.digests, other.digests, strict=False)
+            num_common = sum(1 for _ in itertools.takewhile(lambda x: x[0] == x[1], pairs))
+            self._add_branch_point(sequence, num_common * self._block_budget.block_size)
 
     def _defer(self, planner: StepPlanner, sequence: Sequence, reason: WaitReason) -> None:
         self._deferred.append(sequence)

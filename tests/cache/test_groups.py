@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paged_jax.cache import CacheGroup, PagedCache, contents, paged_cache
 from paged_jax.cache.blocks import check_invariants
+from paged_jax.cache.groups import locate
 from paged_jax.cache.sequence_blocks import first_kept_column, max_blocks_in_window
 from paged_jax.kernels import Pools
 from tests.support.block_model import Content
@@ -57,7 +58,7 @@ def write(cache: PagedCache, starts: jax.Array, tokens_SN: jax.Array) -> PagedCa
     slots = jnp.where(tokens_SN.reshape(-1) < 0, -1, slots)
 
     def put(group: CacheGroup) -> CacheGroup:
-        blocks, offsets = paged_cache.locate(group.tables, slots, positions)
+        blocks, offsets = locate(group.tables, slots, positions)
         values = tokens_SN.reshape(-1).astype(jnp.float32)
         k = group.pools.k.at[0, blocks, 0, offsets, 0].set(values, mode="drop")
         return group.replace_pools(Pools(k, group.pools.v))

@@ -11,6 +11,7 @@ import pytest
 from paged_jax.cache import contents
 from paged_jax.cache import paged_cache as lib
 from paged_jax.cache.blocks import check_invariants
+from paged_jax.cache.groups import locate
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.kernels.pool_format import is_quantised, quantise
 from paged_jax.kernels.rows import BITS
@@ -40,7 +41,7 @@ def i32(values) -> jax.Array:
 
 def write_layers(cache: PagedCache, k, v, slots, positions) -> PagedCache:
     """Write k and v [L, N, K, D] to the given slots and positions, in every layer."""
-    blocks, offsets = lib.locate(cache.tables, slots, positions)
+    blocks, offsets = locate(cache.tables, slots, positions)
     pools = cache.pools
     for layer in range(L):
         pools = paged_write(
@@ -192,12 +193,12 @@ def test_locate_returns_no_block_for_positions_without_a_token():
     cache, _ = RESERVE(make_cache(), i32([C + 1, 0, 2]), max_tokens=M * C)
     slots = i32([0, 0, 0, 0, 1, 2, 2, -1, S])
     positions = i32([0, C, C + 1, -1, 0, 1, 2, 0, 0])
-    blocks, offsets = lib.locate(cache.tables, slots, positions)
+    blocks, offsets = locate(cache.tables, slots, positions)
     table = cache.block_tables
     assert blocks.tolist() == [table[0, 0], table[0, 1], P, P, P, table[2, 0], P, P, P]
     assert offsets[:2].tolist() == [0, 0] and int(offsets[5]) == 1
     with pytest.raises(ValueError, match="locate: positions must have N"):
-        lib.locate(cache.tables, slots, positions[:2])
+        locate(cache.tables, slots, positions[:2])
 
 
 @pytest.mark.parametrize("dtype", KINDS)
@@ -461,7 +462,7 @@ def use_all_operations(digests: jax.Array, token_ids: jax.Array) -> tuple:
     cache = contents.write_blocks(
         lib.forget(cache), 0, 0, contents.read_blocks(cache, 0, 0, width=2)
     )
-    places = lib.locate(cache.tables, i32([0, 1]), i32([0, 3]))
+    places = locate(cache.tables, i32([0, 1]), i32([0, 3]))
     values = contents.gather(cache, 0, layer=0)
     return cache, is_reserved, num_found, is_forked, is_appended, is_reordered, places, values
 

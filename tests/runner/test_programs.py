@@ -48,7 +48,7 @@ def test_list_calls_has_a_call_of_each_program(num_drafts, tile, prefills) -> No
         num_layers=1, num_blocks=2, num_kv_heads=1, block_size=4, head_dim=8, num_slots=6,
         max_blocks_per_slot=sizes.max_blocks_per_slot,
     )  # fmt: skip
-    calls = list_calls(list_programs(KEY, sizes, num_top=4), sizes, cache.group_pools)
+    calls = list_calls(list_programs(KEY, sizes, num_top=4), sizes, cache)
     names = [call.name for call in calls]
     assert len(set(names)) == len(names)
     for kind, is_listed in (("decode", True), ("verification", num_drafts > 0)):
@@ -93,4 +93,4 @@ def test_list_calls_of_default_sizes_has_at_most_24_calls() -> None:
         num_layers=1, num_blocks=2, num_kv_heads=1, block_size=16, head_dim=8, num_slots=16,
         max_blocks_per_slot=sizes.max_blocks_per_slot,
     )  # fmt: skip
-    assert len(list_calls(list_programs(KEY, sizes, num_top=4), sizes, cache.group_pools)) <= 24
+    assert len(list_calls(list_programs(KEY, sizes, num_top=4), sizes, cache)) <= 24

@@ -66,9 +66,7 @@ def run(engine: Engine) -> dict[str, Any]:
 def compile_call(engine: Engine, name: str) -> jax.stages.Compiled:
     """Compile one of the engine's programs."""
     runner = engine.core.runner
-    calls = list_calls(
-        runner.executor.programs, runner.executor.sizes, runner.state.cache.group_pools
-    )
+    calls = list_calls(runner.executor.programs, runner.executor.sizes, runner.state.cache)
     [call] = [call for call in calls if call.name == name]
     arguments = runner.executor.weights.arrays, runner.state, *call.args
     return call.program.lower(*arguments, **call.static).compile()

@@ -5,6 +5,7 @@ import numpy as np
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks.tables import BlockTables
 from paged_jax.cache.sequence_blocks import first_kept_column, num_blocks_needed
+from paged_jax.cache.states import StateTables
 
 _ROW = 64  # blocks per line
 
@@ -40,6 +41,27 @@ def check_invariants(tables: BlockTables) -> None:
     for block, count in enumerate(np.asarray(tables.pool.ref_counts).tolist()):
         rule = f"be {entries[block]}, as in the tables"
         _require(count == entries[block], f"ref_counts[{block}]", rule, count)
+
+
+def check_states(tables: StateTables, lengths: np.ndarray) -> None:
+    """Check on the host that every entry is either free or used as often as the slots say.
+
+    Args:
+      tables: the entries of recurrent layers.
+      lengths: i32[S], the number of tokens in each slot.
+
+    Raises:
+      AssertionError: an invariant does not hold; the message names the first one.
+    """
+    _check_pool(tables.pool)
+    entries, num_entries = np.asarray(tables.entries), tables.num_entries
+    is_held = entries < num_entries
+    rule = f"be below {num_entries} if and only if a slot has tokens"
+    _require(np.array_equal(is_held, np.asarray(lengths) > 0), "entries", rule, entries.tolist())
+    counts = np.bincount(entries[is_held], minlength=num_entries)
+    refs = np.asarray(tables.pool.ref_counts)
+    rule = f"be {counts.tolist()}, as in the entries"
+    _require(np.array_equal(refs, counts), "ref_counts", rule, refs.tolist())
 
 
 def _checked_first_columns(tables: BlockTables, lengths: np.ndarray) -> np.ndarray:

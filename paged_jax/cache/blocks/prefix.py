@@ -12,6 +12,7 @@ from paged_jax.cache import block_pool
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks.tables import BlockTables, check_dtype
 from paged_jax.cache.sequence_blocks import first_kept_column
+from paged_jax.cache.states import StateTables, attach_state
 from paged_jax.dims import bind
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill, without_index_checks
 
@@ -57,17 +58,27 @@ def attach(
       >>> int(num_found), tables.block_tables.tolist(), tables.lengths.tolist()
       (1, [[0, 1], [0, 4]], [6, 4])
     """
-    (tables,), num_found = attach_groups((tables,), slot, digests, token_ids, num_blocks)
+    (tables,), _, num_found, _ = attach_groups((tables,), slot, digests, token_ids, num_blocks)
     return tables, num_found
 
 
 def attach_groups(
-    groups: Groups, slot: ArrayLike, digests: jax.Array, token_ids: jax.Array, num_blocks: ArrayLike
-) -> tuple[Groups, jax.Array]:
+    groups: Groups,
+    slot: ArrayLike,
+    digests: jax.Array,
+    token_ids: jax.Array,
+    num_blocks: ArrayLike,
+    states: StateTables | None = None,
+) -> tuple[Groups, StateTables | None, jax.Array, jax.Array]:
     """Attach a prefix of the same length in several groups of layers; see `attach`.
 
     A group without a window needs all blocks of the prefix. A group with a window needs only the
-    blocks that the next token attends to; its earlier blocks may have been evicted.
+    blocks that the next token attends to; its earlier blocks may have been evicted. Recurrent
+    layers, whose entries are `states`, need a snapshot at the end of the prefix.
+
+    Returns:
+      The tables of the groups and of the states, and two numbers of blocks, i32[] each: the length
+      of the prefix, and the length that it would have with snapshots everywhere.
     """
     first = groups[0]
     digests, token_ids = _as_contents("attach", first, digests, token_ids)
@@ -80,13 +91,23 @@ def attach_groups(
     length = take_or_fill(first.lengths, slot, fill_value=-1)
     limit = jnp.where(length == 0, jnp.minimum(num_blocks, len(digests)), 0)
     found = [_find_blocks(tables.pool, digests, token_ids, limit) for tables in groups]
-    num_found = _longest_prefix(groups, [is_hit for _, is_hit in found], limit)
+    hits = [is_hit for _, is_hit in found]
+    num_possible = num_found = _longest_prefix(groups, hits, limit)
+    entry = None
+    if states is not None:
+        entries, has_state = _find_blocks(states.pool, digests, token_ids, num_possible)
+        has_state = jnp.pad(has_state, (1, 0), constant_values=True)
+        num_found = _longest_prefix(groups, hits, limit, has_state)
+        entry = take_or_fill(entries, num_found - 1, fill_value=states.num_entries)
     # If nothing was found, use the index past the last slot: the updates are dropped.
     slot = jnp.where(num_found > 0, slot, first.num_slots)
-    return tuple(
+    if states is not None and entry is not None:
+        states = attach_state(states, slot, entry)
+    started = tuple(
         _start_slot(tables, slot, blocks, num_found)
         for tables, (blocks, _) in zip(groups, found, strict=True)
-    ), num_found
+    )
+    return started, states, num_found, num_possible
 
 
 @without_index_checks
@@ -273,13 +294,16 @@ def _find_blocks(
     return blocks, is_first & jnp.all(known == token_ids, axis=1)
 
 
-def _longest_prefix(groups: Groups, hits: list[jax.Array], limit: jax.Array) -> jax.Array:
+def _longest_prefix(
+    groups: Groups, hits: list[jax.Array], limit: jax.Array, is_allowed: jax.Array | None = None
+) -> jax.Array:
     """Return the number of blocks in the longest prefix that slots can start with.
 
     Args:
       groups: the tables of each group.
       hits: bool[N] per group, the blocks that were found.
       limit: i32[], the maximum number of blocks.
+      is_allowed: bool[N + 1], the lengths that other layers allow; None for all.
     """
     size = len(hits[0])
     index = jnp.arange(size, dtype=jnp.int32)
@@ -287,10 +311,10 @@ def _longest_prefix(groups: Groups, hits: list[jax.Array], limit: jax.Array) -> 
     whole = [is_hit for tables, is_hit in both if tables.window is None]
     longest = [jnp.min(jnp.where(is_hit, size, index), initial=size) for is_hit in whole]
     most = functools.reduce(jnp.minimum, longest or [limit])
-    if len(whole) == len(groups):
+    if len(whole) == len(groups) and is_allowed is None:
         return most
     counts = jnp.arange(size + 1, dtype=jnp.int32)
-    is_possible = counts <= most
+    is_possible = counts <= most if is_allowed is None else (counts <= most) & is_allowed
     for tables, is_hit in both:
         if tables.window is not None:
             kept = first_kept_column(counts * tables.block_size, tables.window, tables.block_size)

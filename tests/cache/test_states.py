@@ -1,0 +1,451 @@
+"""States of recurrent layers in a cache: random histories, compared with a plain model.
+
+The state of a layer is a number that depends on every token and on their order. It is wrong if a
+token is applied twice or skipped, or if the state comes from another sequence.
+"""
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from paged_jax.cache import CacheGroup, PagedCache, paged_cache, states
+from paged_jax.cache.blocks import check_invariants
+from paged_jax.cache.blocks.inspection import check_states
+from paged_jax.cache.sequence_blocks import max_blocks_in_window
+from paged_jax.cache.states import StateGroup
+from tests.support.block_model import Content
+from tests.support.block_tables import as_arrays, contents_of, i32
+from tests.support.window_model import GroupsModel
+
+S, M, C, L = 4, 8, 4, 2
+MAX_TOKENS = 6
+WINDOWS = [None, 9]
+NUM_BLOCKS = [18, min(18, S * max_blocks_in_window(9, MAX_TOKENS, C))]
+# One entry more than slots: snapshots often have to go.
+NUM_ENTRIES = S + 1
+
+
+def make_cache() -> PagedCache:
+    groups = [
+        CacheGroup.create(
+            num_layers=1, num_blocks=count, num_kv_heads=1, block_size=C, head_dim=1, num_slots=S,
+            max_blocks_per_slot=M, window=window,
+        )
+        for count, window in zip(NUM_BLOCKS, WINDOWS, strict=True)
+    ]  # fmt: skip
+    arrays = [[(L, (1,), jnp.float32), (L, (2,), jnp.bfloat16)]]
+    group = StateGroup.create(
+        arrays,
+        layers=(None, None, (0, 0), (0, 1)),
+        num_entries=NUM_ENTRIES,
+        num_slots=S,
+        block_size=C,
+    )
+    # A state that nobody has written must not be read.
+    poison = jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), group.pools)
+    return PagedCache(tuple(groups), ((0, 0), (1, 0), None, None), replace(group, pools=poison))
+
+
+def advance(value, token):
+    """Return the next state of the first array, an exact integer."""
+    return (31 * value + token + 1) % 8191
+
+
+def expected_state(tokens: list[int], layer: int) -> tuple[float, list[float]]:
+    """Return the state of a layer after some tokens: a number, and the last two tokens."""
+    value = 0
+    for token in tokens:
+        value = advance(value, token + layer)
+    return float(value), [float(token % 100) for token in ([0, 0] + tokens)[-2:]]
+
+
+def write(cache: PagedCache, tokens_SN: jax.Array) -> PagedCache:
+    """Advance the states of all slots over tokens; -1 is no token."""
+    assert cache.states is not None
+    tables, pools = cache.states.tables, cache.states.pools[0]
+    is_written = tokens_SN[:, 0] >= 0
+    reads = jnp.where(is_written, tables.sources, NUM_ENTRIES)
+    writes = jnp.where(is_written, tables.entries, NUM_ENTRIES)
+    for layer in range(L):
+        value, last = states.read_rows(pools, layer, reads)
+        for step in range(tokens_SN.shape[1]):
+            token = tokens_SN[:, step : step + 1]
+            value = jnp.where(token < 0, value, advance(value, token + layer))
+            new = jnp.concatenate([last[:, 1:], (token % 100).astype(last.dtype)], axis=1)
+            last = jnp.where(token < 0, last, new)
+        pools = states.write_rows(pools, layer, writes, (value, last))
+    return replace(cache, states=replace(cache.states, pools=(pools,)))
+
+
+def append(cache: PagedCache, counts: jax.Array, tokens_SN: jax.Array):
+    cache, ok = paged_cache.reserve(cache, counts, max_tokens=MAX_TOKENS)
+    return write(cache, jnp.where(ok, tokens_SN, -1)), ok
+
+
+def append_planned(cache: PagedCache, limits: jax.Array, most: jax.Array, tokens_SN: jax.Array):
+    """Append as many tokens as there are blocks for, up to `most` per slot."""
+    starts = cache.lengths
+    cache, planned = paged_cache.plan(cache, limits, most, max_tokens=MAX_TOKENS, backend=None)
+    num_new = jnp.minimum(limits, planned[0].num_tokens)
+    cache = paged_cache.commit(cache, planned, starts + num_new)
+    is_new = jnp.arange(MAX_TOKENS, dtype=jnp.int32)[None] < num_new[:, None]
+    return write(cache, jnp.where(is_new, tokens_SN, -1)), planned[0].num_tokens
+
+
+def swap(cache: PagedCache, source: jax.Array, target: jax.Array):
+    """Read the state of a slot, release it, and restore it in another slot or the same."""
+    assert cache.states is not None
+    num_tokens = cache.lengths[source]
+    saved = states.read_state(cache.states, source)
+    slots = jnp.arange(S, dtype=jnp.int32)
+    cache = paged_cache.release(cache, slots == source)
+    counts = jnp.where(slots == target, num_tokens, 0)
+    cache, ok = paged_cache.restore(cache, counts, max_tokens=M * C)
+    target = jnp.where(ok & (num_tokens > 0), target, S)
+    assert cache.states is not None
+    return replace(cache, states=states.write_state(cache.states, target, saved)), ok
+
+
+COMPILED = partial(jax.jit, donate_argnums=0)
+
+
+class Operations:
+    """Compiled operations with fixed shapes."""
+
+    def __init__(self, wrap: Callable[..., Any] = COMPILED):
+        self.append = wrap(append)
+        self.append_planned = wrap(append_planned)
+        self.swap = wrap(swap)
+        self.fork = wrap(paged_cache.fork)
+        self.release = wrap(paged_cache.release)
+        self.reorder = wrap(paged_cache.reorder)
+        self.attach = wrap(paged_cache.attach_prefix)
+        self.publish = wrap(paged_cache.publish)
+        self.forget = wrap(paged_cache.forget)
+
+
+class EntriesModel:
+    """Entries of slots in plain Python, with lists and a queue."""
+
+    def __init__(self):
+        self.free = deque(range(NUM_ENTRIES))
+        self.refs = dict.fromkeys(range(NUM_ENTRIES), 0)
+        self.cached: dict[int, tuple[Content, list[int]]] = {}  # with all tokens of the prefix
+        self.entries: list[int | None] = [None] * S
+
+    def hold(self, entry: int | None) -> None:
+        if entry is not None:
+            self.refs[entry] += 1
+
+    def drop(self, entry: int | None) -> None:
+        if entry is None:
+            return
+        self.refs[entry] -= 1
+        if not self.refs[entry] and entry in self.cached:
+            self.free.append(entry)
+        elif not self.refs[entry]:
+            self.free.appendleft(entry)
+
+    def reserve(self, writers: list[int]) -> None:
+        held = [self.entries[slot] for slot in writers]
+        # The last writer of an entry may keep it if all slots that use it write.
+        keepers = {
+            slot
+            for slot, entry in zip(writers, held, strict=True)
+            if entry is not None
+            and held.count(entry) == self.refs[entry]
+            and slot == max(s for s in writers if self.entries[s] == entry)
+        }
+        num_spare = len(self.free) - (len(writers) - len(keepers))
+        assert num_spare >= 0, "as many entries as slots suffice"
+        movers = []
+        for slot in writers:
+            is_spared = slot in keepers and self.entries[slot] in self.cached and num_spare > 0
+            num_spare -= is_spared
+            if slot not in keepers or is_spared:
+                movers.append(slot)
+        taken = [self.free.popleft() for _ in movers]
+        for slot in writers:
+            if slot not in movers:
+                self.cached = {e: c for e, c in self.cached.items() if e != self.entries[slot]}
+        old = [self.entries[slot] for slot in movers]
+        for slot, entry in zip(movers, taken, strict=True):
+            self.cached.pop(entry, None)
+            self.refs[entry], self.entries[slot] = 1, entry
+        for entry in old:
+            self.drop(entry)
+
+    def follow(self, parents: list[int]) -> None:
+        before = list(self.entries)
+        changed = [slot for slot, parent in enumerate(parents) if parent not in (-1, slot)]
+        for slot in changed:
+            self.entries[slot] = before[parents[slot]]
+            self.hold(self.entries[slot])
+        for slot in changed:
+            self.drop(before[slot])
+
+    def release(self, mask: list[bool]) -> None:
+        for slot in range(S):
+            if mask[slot]:
+                self.drop(self.entries[slot])
+                self.entries[slot] = None
+
+    def find(self, content: Content) -> int | None:
+        return next((entry for entry, known in self.cached.items() if known[0] == content), None)
+
+    def attach(self, slot: int, entry: int) -> None:
+        if not self.refs[entry]:
+            self.free.remove(entry)
+        self.hold(entry)
+        self.entries[slot] = entry
+
+    def publish(self, slot: int, content: Content, tokens: list[int]) -> None:
+        entry = self.entries[slot]
+        if entry is not None and entry not in self.cached and self.find(content) is None:
+            self.cached[entry] = content, tokens
+
+
+slots_of = partial(st.lists, min_size=S, max_size=S)
+
+
+class StatesMachine(RuleBasedStateMachine):
+    """Random histories, compared with the models after each operation."""
+
+    operations = Operations()
+
+    @initialize()
+    def start(self):
+        self.cache = make_cache()
+        self.blocks = GroupsModel(WINDOWS, NUM_BLOCKS, S, M, C)
+        self.model = EntriesModel()
+        self.num_written = 0
+        self.published = []  # for each of the latest published blocks: all tokens up to its end
+        self.counts = {"found": 0, "lacking": 0, "refused": 0, "forgotten": 0}
+
+    def new_tokens(self, counts: list[int], alike: bool) -> list[list[int]]:
+        """Return new unique tokens or, if alike, tokens that depend only on the position."""
+        self.num_written += 1000
+        starts = [len(t) if alike else self.num_written + 100 * s
+                  for s, t in enumerate(self.blocks.tokens)]  # fmt: skip
+        return [[*range(a, a + n)] for a, n in zip(starts, counts, strict=True)]
+
+    def as_array(self, new: list[list[int]]) -> jax.Array:
+        return i32([(tokens + [-1] * MAX_TOKENS)[:MAX_TOKENS] for tokens in new])
+
+    def reserve(self, new: list[list[int]]) -> bool:
+        ok, _ = self.blocks.reserve(new, MAX_TOKENS)
+        if ok:
+            num_cached = len(self.model.cached)
+            self.model.reserve([slot for slot, tokens in enumerate(new) if tokens])
+            self.counts["forgotten"] += num_cached - len(self.model.cached)
+        self.counts["refused"] += not ok
+        return ok
+
+    @rule(counts=slots_of(st.integers(0, MAX_TOKENS + 1)), alike=st.booleans())
+    def append(self, counts, alike):
+        new = self.new_tokens(counts, alike)
+        expected = self.reserve(new)
+        self.cache, ok = self.operations.append(self.cache, i32(counts), self.as_array(new))
+        assert bool(ok) == expected
+
+    @rule(slot=st.integers(0, S - 1), publishes=st.booleans())
+    def append_to_the_next_block(self, slot, publishes):
+        count = C - len(self.blocks.tokens[slot]) % C
+        self.append([count * (s == slot) for s in range(S)], alike=True)
+        if publishes:
+            self.publish_all()
+
+    @rule(limits=slots_of(st.integers(0, MAX_TOKENS)), most=st.integers(0, MAX_TOKENS))
+    def append_planned(self, limits, most):
+        new = self.new_tokens(limits, alike=False)
+        self.cache, num_tokens = self.operations.append_planned(
+            self.cache, i32(limits), i32(most), self.as_array(new)
+        )
+        for count in range(most, -1, -1):
+            for model in self.blocks.models:
+                model.slide([slot for slot, limit in enumerate(limits) if limit])
+            if self.reserve([tokens[:count] for tokens in new]):
+                break
+        assert int(num_tokens) == count
+
+    @precondition(lambda self: any(self.blocks.tokens) and not all(self.blocks.tokens))
+    @rule(data=st.data())
+    def fork(self, data):
+        running = [slot for slot, tokens in enumerate(self.blocks.tokens) if tokens]
+        choices = st.sampled_from([-1, *running])
+        parents = [-1 if tokens else data.draw(choices) for tokens in self.blocks.tokens]
+        assert self.blocks.fork(parents)
+        self.model.follow(parents)
+        self.cache, ok = self.operations.fork(self.cache, i32(parents))
+        assert ok
+
+    @rule(parents=slots_of(st.integers(-1, S)))
+    def reorder(self, parents):
+        expected = self.blocks.reorder(parents)
+        if expected:
+            self.model.follow(parents)
+        self.cache, ok = self.operations.reorder(self.cache, i32(parents))
+        assert bool(ok) == expected
+
+    @rule(mask=slots_of(st.booleans()))
+    def release(self, mask):
+        self.blocks.release(mask)
+        self.model.release(mask)
+        self.cache = self.operations.release(self.cache, jnp.array(mask))
+
+    @rule(source=st.integers(0, S - 1), goal=st.integers(0, S - 1))
+    def swap(self, source, goal):
+        tokens = list(self.blocks.tokens[source])
+        self.blocks.release([s == source for s in range(S)])
+        self.model.release([s == source for s in range(S)])
+        expected, _ = self.blocks.restore([tokens if s == goal else [] for s in range(S)], M * C)
+        if expected and tokens:
+            self.model.reserve([goal])
+        self.cache, ok = self.operations.swap(self.cache, i32(source), i32(goal))
+        assert bool(ok) == expected
+
+    @rule(places=st.lists(st.tuples(st.integers(0, S - 1), st.integers(0, M - 1)), max_size=M))
+    def publish(self, places):
+        """Publish blocks, and ask for a snapshot with each of them."""
+        entries = []
+        for slot, column in places:
+            tokens = self.blocks.tokens[slot]
+            known = contents_of(tokens)
+            content = known[column] if column < len(known) else Content((1,) * 8, [1] * C)
+            entries.append((slot, column, content))
+            if column < len(known):
+                self.published.append(tokens[: (column + 1) * C])
+            if len(tokens) == (column + 1) * C:
+                self.model.publish(slot, content, list(tokens))
+        self.published = self.published[-3 * NUM_BLOCKS[0] :]
+        self.blocks.publish(entries)
+        digests, token_ids = as_arrays([content for _, _, content in entries], S * M)
+        padding = [-1] * (S * M - len(entries))
+        self.cache = self.operations.publish(
+            self.cache,
+            i32([slot for slot, _, _ in entries] + padding),
+            i32([column for _, column, _ in entries] + padding),
+            digests,
+            token_ids,
+            jnp.ones(S * M, bool),
+        )
+
+    @rule()
+    def publish_all(self):
+        self.publish([(slot, column) for column in range(M) for slot in range(S)])
+
+    @precondition(lambda self: self.published)
+    @rule(data=st.data(), slot=st.integers(-1, S), empties=st.booleans())
+    def attach(self, data, slot, empties):
+        self.attach_to(slot, data.draw(st.sampled_from(self.published)), empties)
+
+    def attach_to(self, slot, tokens, empties):
+        if empties:
+            self.release([s == slot for s in range(S)])
+        known = contents_of(tokens)
+        before = copy.deepcopy(self.blocks)
+        possible = before.attach(slot, known)
+        # The prefix ends where there is a snapshot, and the other groups have their blocks.
+        best, entry = 0, None
+        for count in range(possible, 0, -1):
+            entry = self.model.find(known[count - 1])
+            if (
+                entry is not None
+                and copy.deepcopy(self.blocks).attach(slot, known[:count]) == count
+            ):
+                best = count
+                break
+        if best:
+            assert entry is not None
+            self.blocks.attach(slot, known[:best])
+            self.model.attach(slot, entry)
+        digests, token_ids = as_arrays(known, M)
+        self.cache, num_found, num_possible = self.operations.attach(
+            self.cache, i32(slot), digests, token_ids, i32(len(known))
+        )
+        assert (int(num_found), int(num_possible)) == (best, possible)
+        self.counts["found"] += best
+        self.counts["lacking"] += possible - best
+
+    @precondition(lambda self: len(self.model.cached) > 1)
+    @rule()
+    def forget(self):
+        self.blocks.forget()
+        self.model.cached.clear()
+        self.cache = self.operations.forget(self.cache)
+
+    @invariant()
+    def agrees_with_the_model(self):
+        cache = jax.device_get(self.cache)
+        for group in cache.groups:
+            check_invariants(group.tables)
+        tables, [[values, last]] = cache.states.tables, cache.states.pools
+        check_states(tables, cache.lengths)
+        pool, model = tables.pool, self.model
+        assert cache.lengths.tolist() == [len(tokens) for tokens in self.blocks.tokens]
+        held = [NUM_ENTRIES if entry is None else entry for entry in model.entries]
+        assert tables.entries.tolist() == held
+        assert pool.ref_counts.tolist() == list(model.refs.values())
+        ring = (int(pool.head) + np.arange(int(pool.num_free))) % NUM_ENTRIES
+        assert pool.free_queue[ring].tolist() == list(model.free)
+        assert np.flatnonzero(pool.is_cached).tolist() == sorted(model.cached)
+        contents = [(entry, tokens) for entry, (_, tokens) in model.cached.items()]
+        contents += [(e, t) for e, t in zip(held, self.blocks.tokens, strict=True) if t]
+        for entry, tokens in contents:
+            for layer in range(L):
+                found = values[layer, entry, 0], last[layer, entry].astype(np.float32).tolist()
+                assert found == expected_state(tokens, layer)
+
+
+TestHistories = StatesMachine.TestCase
+TestHistories.settings = settings(
+    max_examples=40,
+    stateful_step_count=30,
+    derandomize=True,
+    suppress_health_check=[*HealthCheck],  # type: ignore[arg-type]
+)
+
+
+def run_engine(machine: StatesMachine, num_steps: int) -> dict[str, int]:
+    """Attach, append, publish, fork, swap and release sequences in full pools."""
+    rng = np.random.default_rng(0)
+    machine.start()
+    for _ in range(num_steps):
+        slot = int(rng.integers(S))
+        if machine.blocks.tokens[slot] and rng.random() < 0.5:
+            machine.release([s == slot for s in range(S)])
+        if not machine.blocks.tokens[slot] and machine.published:
+            tokens = machine.published[rng.integers(len(machine.published))]
+            machine.attach_to(slot, tokens, False)
+        machine.append_to_the_next_block(slot, bool(rng.random() < 0.8))
+        if rng.random() < 0.3:
+            machine.append_planned([int(bool(t)) for t in machine.blocks.tokens], 1)
+        if rng.random() < 0.2:
+            machine.reorder([int(parent) for parent in rng.integers(-1, S, size=S)])
+        if rng.random() < 0.2:
+            machine.swap(slot, slot)
+        machine.agrees_with_the_model()
+    return machine.counts
+
+
+def test_histories_like_an_engine_match_the_model():
+    counts = run_engine(StatesMachine(), 150)
+    assert counts.pop("refused") and min(counts.values()) > 10, counts
+
+
+@pytest.mark.slow
+def test_histories_match_the_model_outside_of_jit():
+    machine = StatesMachine()
+    machine.operations = Operations(wrap=lambda operation: operation)
+    assert run_engine(machine, 25)["found"]

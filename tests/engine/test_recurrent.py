@@ -1,0 +1,197 @@
+"""Engine with recurrent layers: the same tokens as the plain model, whatever happens to a request.
+
+The model is `tests.support.recurrent_model`, whose states are wrong if a token is applied twice or
+skipped, or if a state comes from another sequence.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from paged_jax import Engine, RequestOutput, SamplingParams
+from paged_jax.arguments import ArgumentError
+from paged_jax.cache.blocks import check_invariants
+from paged_jax.cache.blocks.inspection import check_states
+from paged_jax.engine import pool_size
+from paged_jax.engine.config import EngineConfig
+from tests.support.recurrent_model import V, greedy_tokens, make_config, make_model
+from tests.support.workload import Job, play
+
+SIZES: dict[str, Any] = {
+    "block_size": 4, "max_num_seqs": 4, "max_model_len": 128, "max_chunk": 16, "num_blocks": 128,
+    "steps_per_dispatch": 3, "num_snapshots": 6, "kv_dtype": "float32",
+}  # fmt: skip
+# Tokens between the points where chunks end, fewer than usual.
+INTERVAL = 8
+# Blocks for one sequence and a half, so that sequences are preempted.
+FEW_BLOCKS = {"num_blocks": 34}
+
+
+@pytest.fixture(autouse=True)
+def short_interval(monkeypatch) -> None:
+    monkeypatch.setattr(pool_size, "STATE_INTERVAL", INTERVAL)
+
+
+def make_engine(**options: Any) -> Engine:
+    return Engine(make_model(), **SIZES | options)
+
+
+def greedy(count: int, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, **options)
+
+
+def random_tokens(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, V, count).tolist()
+
+
+def check_entries(engine: Engine) -> None:
+    cache = jax.device_get(engine.core.runner.state.cache)
+    for group in cache.groups:
+        check_invariants(group.tables)
+    check_states(cache.states.tables, cache.lengths)
+
+
+@pytest.fixture(scope="module")
+def jobs() -> list[Job]:
+    """Return prompts of which some share their first 40 tokens, and one has several samples."""
+    shared = random_tokens(0, 40)
+    prompts = [random_tokens(seed, length) for seed, length in ((1, 1), (2, 7), (3, 30), (4, 61))]
+    prompts += [shared + random_tokens(seed, length) for seed, length in ((5, 3), (6, 25), (7, 9))]
+    jobs = [
+        Job(f"{number}", {"prompt_token_ids": tokens}, greedy(20), at=number % 3)
+        for number, tokens in enumerate(prompts)
+    ]
+    several = {"prompt_token_ids": shared + random_tokens(8, 12)}
+    return [*jobs, Job("several", several, greedy(9, n=3), at=2)]
+
+
+@pytest.fixture(scope="module")
+def expected(jobs) -> dict[str, list[int]]:
+    tokens = {
+        job.name: greedy_tokens(
+            make_model(), list(job.prompt["prompt_token_ids"]), job.params.max_tokens or 0
+        )
+        for job in jobs
+    }
+    assert min(len(set(each)) for each in tokens.values()) > 5, "tokens depend on the states"
+    return tokens
+
+
+def run(engine: Engine, jobs: list[Job], expected: dict[str, list[int]]) -> None:
+    outputs = play(engine, jobs, on_step=lambda _: check_entries(engine))
+    for job in jobs:
+        assert len(outputs[job.name].outputs) == job.params.n
+        for sample in outputs[job.name].outputs:
+            assert list(sample.token_ids) == expected[job.name], job.name
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "cached": ({}, ("num_cached_tokens",)),
+    "uncached": ({"enable_prefix_caching": False}, ()),
+    "no snapshots": ({"num_snapshots": 0}, ()),
+    "short chunks": ({"max_num_batched_tokens": 6, "steps_per_dispatch": 1}, ()),
+    "recomputed": (
+        FEW_BLOCKS | {"preemption": "recompute"},
+        ("num_preemptions", "num_cached_tokens"),
+    ),
+    "swapped": (FEW_BLOCKS | {"preemption": "swap"}, ("num_swap_preemptions",)),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_engine_matches_the_plain_model(jobs, expected, name) -> None:
+    options, happens = VARIANTS[name]
+    engine = make_engine(**options)
+    run(engine, jobs, expected)
+    run(engine, jobs, expected)  # with a warm prefix cache
+    for counter in happens:
+        assert getattr(engine.stats, counter), f"{counter} must not be 0"
+    states = engine.core.runner.state.cache.states
+    assert states is not None
+    tables = states.tables
+    assert int(tables.pool.num_free) == tables.num_entries, "no state is in use"
+
+
+Prompts = list[list[int]]
+
+
+def ask(engine: Engine, prompts: Prompts, count: int, **options: Any) -> list[RequestOutput]:
+    """Run prompts that arrive together, and check their tokens."""
+    for number, prompt in enumerate(prompts):
+        tokens = {"prompt_token_ids": prompt}
+        engine.add_request(tokens, greedy(count), request_id=f"{number}", **options)
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_unfinished:
+        outputs |= {output.request_id: output for output in engine.step()}
+    found = [outputs[f"{number}"] for number in range(len(prompts))]
+    for prompt, output in zip(prompts, found, strict=True):
+        assert list(output.outputs[0].token_ids) == greedy_tokens(make_model(), prompt, count)
+    return found
+
+
+def with_tails(shared: list[int], count: int) -> Prompts:
+    return [shared + random_tokens(seed, 30) for seed in range(1, count + 1)]
+
+
+def test_prompts_with_a_common_prefix_compute_little_of_it_again() -> None:
+    shared, engine = random_tokens(0, 50), make_engine()
+    assert ask(engine, [shared], 1)[0].num_cached_tokens == 0
+    for prompt in with_tails(shared, 2):
+        [output] = ask(engine, [prompt], 8)
+        # The snapshot is at most an interval and a block before the end of the prefix.
+        assert 50 - INTERVAL - SIZES["block_size"] <= output.num_cached_tokens <= 50
+
+
+def test_a_branch_point_is_kept_for_the_third_prompt() -> None:
+    engine = make_engine()
+    outputs = [ask(engine, [prompt], 4)[0] for prompt in with_tails(random_tokens(0, 50), 3)]
+    assert [output.num_cached_tokens for output in outputs] == [0, 0, 48]
+
+
+def test_prompts_that_arrive_together_share_the_states_of_their_prefix() -> None:
+    outputs = ask(make_engine(), with_tails(random_tokens(0, 50), 3), 4)
+    assert [output.num_cached_tokens for output in outputs] == [0, 48, 48]
+
+
+def test_explain_says_that_a_snapshot_was_lacking() -> None:
+    engine = make_engine()
+    outputs = [ask(engine, [p], 1, explain=True)[0] for p in with_tails(random_tokens(0, 50), 3)]
+    matches = [str(output.explanation and output.explanation.prefix_match) for output in outputs]
+    assert "block 0" in matches[0]
+    assert "tokens 0..47 were in the cache" in matches[1] and "in none of them" in matches[1]
+    assert "block 12" in matches[2], "the snapshot is where the blocks end"
+
+
+def test_reset_prefix_cache_forgets_all_snapshots() -> None:
+    engine, prompt = make_engine(), random_tokens(0, 40)
+    assert [ask(engine, [prompt], 1)[0].num_cached_tokens for _ in range(2)] == [0, 32]
+    engine.reset_prefix_cache()
+    assert ask(engine, [prompt], 1)[0].num_cached_tokens == 0
+
+
+def test_sleep_and_wake_up_keep_the_tokens() -> None:
+    engine, prompt = make_engine(), random_tokens(0, 40)
+    engine.add_request({"prompt_token_ids": prompt}, greedy(20), request_id="one")
+    for _ in range(3):
+        engine.step()
+    engine.sleep()
+    engine.wake_up()
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_unfinished:
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert list(outputs["one"].outputs[0].token_ids) == greedy_tokens(make_model(), prompt, 20)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("num_speculative_tokens", 2, "rejected tokens cannot be removed"),
+        ("tensor_parallel_size", 2, "states are not divided"),
+    ],
+)
+def test_unsupported_options_are_refused(option, value, message) -> None:
+    options = EngineConfig(**{option: value})
+    with pytest.raises(ArgumentError, match=message):
+        options.program_sizes("Engine", make_config(), platform="cpu", num_eos_token_ids=0)
