@@ -206,6 +206,7 @@ def as_dict(
         "memory_bytes": plan.memory,
         "weight_bytes": footprint.weights,
         "state_bytes": footprint.state,
+        **_states(plan),
         "step_bytes": footprint.step,
         "program_bytes": footprint.steps,
         "token_bytes": plan.token_bytes,
@@ -220,6 +221,18 @@ def as_dict(
         "collectives": collectives(plan, sizes.num_slots)._asdict(),
         "lengths": [_length_as_dict(plan, length, device) for length in lengths],
     } | ({"groups": _groups(plan)} if plan.has_windows else {})
+
+
+def _states(plan: MemoryPlan) -> dict[str, int]:
+    """Return the sizes of the states of recurrent layers; nothing without such layers."""
+    footprint = plan.footprint
+    if not footprint.num_states:
+        return {}
+    return {
+        "recurrent_bytes": footprint.recurrent,
+        "sequence_state_bytes": footprint.sequence_state,
+        "num_states": footprint.num_states,
+    }
 
 
 def _groups(plan: MemoryPlan) -> list[dict[str, Any]]:
@@ -244,7 +257,7 @@ def _length_as_dict(plan: MemoryPlan, length: int, device: DeviceSpec | None) ->
         "num_contiguous": plan.num_contiguous,
         "ratio": _ratio(plan, length),
     }
-    if plan.has_windows:
+    if plan.keeps_less:
         counts["sequence_bytes"] = plan.sequence_bytes(length)
         counts["uniform_bytes"] = plan.uniform_bytes(length)
     if device is None:
@@ -280,6 +293,7 @@ def _rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
         ("memory", plan.memory, f"on {plan.platform}"),
         ("weights", footprint.weights, parameters),
         ("state", footprint.state, f"{sizes.num_slots} slots of {sizes.max_model_len:,} tokens"),
+        *_state_rows(plan),
         ("step", footprint.step, f"at most; {program} needs most"),
         *_block_rows(plan),
     ]
@@ -298,6 +312,19 @@ def _rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
     return [*rows, ("sent", sent, f"{note}{gathers} all-gather")]
 
 
+def _state_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
+    """Return a row for the states of recurrent layers; none without such layers."""
+    footprint, num_slots = plan.footprint, plan.sizes.num_slots
+    if not footprint.num_states:
+        return []
+    num_layers = sum(len(group.layers) for group in plan.config.state_groups)
+    note = (
+        f"of {num_layers} recurrent layers: {num_slots} slots and "
+        f"{footprint.num_states - num_slots} snapshots of {format_bytes(footprint.sequence_state)}"
+    )
+    return [("states", footprint.recurrent, note)]
+
+
 def _block_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
     """Return rows for all blocks of each group of layers, for one block and one sequence."""
     footprint, block_size, kv_dtype = plan.footprint, plan.sizes.block_size, plan.kv_dtype
@@ -306,16 +333,17 @@ def _block_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
         note = f"{size:,} of {block_size} tokens in {kv_dtype}"
         if group.window is None:
             note += f": {size * block_size:,} tokens"
-        if plan.has_windows:
+        if plan.keeps_less:
             note += f", in {_layers(plan, group)}"
         rows.append(("blocks", size * (group.block + group.overhead), note))
     rows.append(("a block", footprint.block, f"{format_bytes(plan.token_bytes)} a token"))
-    if plan.has_windows:
+    if plan.keeps_less:
         length = plan.sizes.max_model_len
         taken = plan.sequence_bytes(length)
         share = taken / plan.uniform_bytes(length)
         note = f"of {length:,} tokens, {share:.3f} of the bytes if all layers kept all tokens"
-        rows[-1] = ("a block", footprint.block, f"{rows[-1][2]} in all layers")
+        layers = "all layers" if plan.has_windows else "these layers"
+        rows[-1] = ("a block", footprint.block, f"{rows[-1][2]} in {layers}")
         rows.append(("sequence", taken, note))
     return rows
 

@@ -11,6 +11,8 @@ from paged_jax.engine.engine import Engine
 from paged_jax.engine.footprint import Footprint, GroupFootprint, record_bytes
 from paged_jax.engine.memory_plan import MemoryPlan, make_plan
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.layer_groups import RECURRENT
+from paged_jax.models.mixers import GatedDeltaNet
 from paged_jax.models.paged_model import create_cache
 from paged_jax.plan import as_dict, as_text
 from tests.support.random_model import random_llama
@@ -149,3 +151,42 @@ def test_read_bytes_counts_only_windows() -> None:
     token_of_a_layer = 2 * 16 * 128 * 2
     assert plan.read_bytes(512) == 62 * 512 * token_of_a_layer
     assert plan.read_bytes(8192) == (10 * 8192 + 52 * 1024) * token_of_a_layer
+
+
+# Sizes of Qwen3.5-35B-A3B: three of four layers are gated delta nets.
+QWEN = LlamaConfig(
+    vocab_size=248320,
+    hidden_size=2048,
+    intermediate_size=512,
+    num_hidden_layers=40,
+    num_attention_heads=16,
+    num_key_value_heads=2,
+    head_dim=256,
+    max_position_embeddings=262144,
+    layer_types=tuple(FULL if layer % 4 == 3 else RECURRENT for layer in range(40)),
+    mixer=GatedDeltaNet(
+        num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128, conv_width=4
+    ),
+    dtype="bfloat16",
+    model_type="qwen3_5_text",
+)
+
+
+@pytest.mark.parametrize("max_model_len", [32768, 131072])
+def test_plan_of_recurrent_layers_equals_the_cache(max_model_len) -> None:
+    plan = make_plan(QWEN, 141 * 10**9, "gpu", max_model_len=max_model_len, num_snapshots=6)
+    footprint, num_blocks = plan.footprint, plan.num_engine_blocks
+    cache = jax.eval_shape(
+        lambda: create_cache(
+            QWEN, num_slots=16, max_length=max_model_len, num_blocks=num_blocks, dtype="bfloat16",
+            num_states=22, platform="gpu",
+        )
+    )  # fmt: skip
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.group_pools))
+    assert num_bytes == footprint.pool_bytes(num_blocks) + footprint.recurrent
+    # 30 states f32 [32, 128, 128], and 3 inputs of a convolution over 8,192 channels in bfloat16.
+    assert footprint.sequence_state == 30 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert plan.token_bytes == 10 * 2 * 2 * 256 * 2
+    # 10 of 40 layers have K and V. The states are worth 3,144 tokens.
+    share = plan.sequence_bytes(max_model_len) / plan.uniform_bytes(max_model_len)
+    assert share == pytest.approx(0.25 + 3144 / 4 / max_model_len, abs=1e-4)

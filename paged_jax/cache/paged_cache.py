@@ -3,8 +3,7 @@
 A cache is a list of groups. The layers of a group keep the same tokens, so they share block tables
 and pools. Most models have one group. Models with sliding windows in some layers have two groups:
 layers with full attention keep all tokens; layers with a window free the blocks that leave the
-window, so they need fewer blocks. Recurrent layers have a state for each slot, see
-`paged_jax.cache.states`.
+window, so they need fewer blocks. Recurrent layers have a state for each slot, see `cache.states`.
 The slots of all groups are the same, and so are their lengths::
 
     layers  0  1  2  3  4  5          groups[0]  all tokens      layers 5 and 11
@@ -53,12 +52,7 @@ from paged_jax.cache.blocks.reserve import (
     finish_restore,
     num_possible,
 )
-from paged_jax.cache.blocks.tables import shortest_lengths
-from paged_jax.cache.groups import CacheGroup
-from paged_jax.cache.states import (
-    LayerPlaces,
-    StateGroup,
-    StatePools,
+from paged_jax.cache.blocks.state_tables import (
     StateTables,
     follow_states,
     forget_states,
@@ -66,6 +60,9 @@ from paged_jax.cache.states import (
     release_states,
     reserve_states,
 )
+from paged_jax.cache.blocks.tables import shortest_lengths
+from paged_jax.cache.groups import CacheGroup
+from paged_jax.cache.states import LayerPlaces, StateGroup, StatePools
 from paged_jax.formatting import cut
 from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.dispatch import backend_for
@@ -112,7 +109,7 @@ class PagedCache:
     states: StateGroup | None = None
 
     def __repr__(self) -> str:
-        return cut(f"PagedCache({', '.join(map(repr, self._all_groups))})")
+        return cut(f"PagedCache({', '.join(map(repr, self.all_groups))})")
 
     @classmethod
     @names_arguments
@@ -199,8 +196,8 @@ class PagedCache:
 
     @property
     def num_free_blocks(self) -> tuple[jax.Array, ...]:
-        """Number of free blocks in the pool of each group, i32[] each."""
-        return tuple(group.tables.pool.num_free for group in self.groups)
+        """Number of free blocks in the pool of each group, and of free states, i32[] each."""
+        return tuple(group.tables.pool.num_free for group in self.all_groups)
 
     @property
     def num_layers(self) -> int:
@@ -225,10 +222,11 @@ class PagedCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all pools and their scales, without the tables, which are small."""
-        return sum(group.nbytes for group in self._all_groups)
+        return sum(group.nbytes for group in self.all_groups)
 
     @property
-    def _all_groups(self) -> tuple[CacheGroup | StateGroup, ...]:
+    def all_groups(self) -> tuple[CacheGroup | StateGroup, ...]:
+        """The groups, and the states."""
         return self.groups if self.states is None else (*self.groups, self.states)
 
     @property
@@ -336,8 +334,8 @@ def plan(
     """Plan blocks for tokens, and copy shared blocks; see `paged_jax.blocks.plan`.
 
     Slots with a limit above 0 first free the blocks that left their windows. `commit` must be the
-    next operation on the tables. The states that these slots read and write are chosen here: each
-    of the slots must get a token unless the plan is for no tokens. See `reserve` for `backend`.
+    next operation on the tables. States are chosen here, for all of these slots, if the plan is for
+    any tokens. See `reserve` for `backend`.
 
     Returns:
       The cache, and one plan per group, all for the same number of tokens.

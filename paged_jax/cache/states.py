@@ -1,24 +1,6 @@
-"""States of recurrent layers: a pool of entries, and the entry of each slot.
+"""Pools of the states of recurrent layers, and reads and writes of their entries.
 
-A recurrent layer keeps arrays of a fixed size for each sequence, and each token overwrites them. An
-*entry* of the pool holds the state of a sequence in all recurrent layers, after some number of
-tokens. An id refers to the same entry in every layer::
-
-    entries     [ 3  3  P  0 ]       slots 0 and 1 share entry 3, slot 2 is empty
-    ref_counts  [ 1  0  0  2  0 ]    P, the number of entries, means "no entry"
-
-A program that appends tokens reads the whole state of a slot and writes a whole new state. It may
-write to another entry than it reads, at no further cost. So copy on write is a choice of two ids:
-`reserve_states` chooses for each slot the entry to read (`sources`) and the entry to write
-(`entries`). They are equal while the slot owns its entry. They differ if other slots share it, or
-if it is a *snapshot*: an entry in the prefix cache, which must not change. A new slot reads P,
-which stands for zeros, so it never sees the state of an earlier sequence.
-
-A snapshot is found under the digest of the attention block that ends where its tokens end. It stays
-in the pool after its last slot has left, until the entry is needed: least recently used snapshots
-are evicted first, as in `block_pool`. A slot holds at most one entry, so a pool with as many
-entries as slots never runs out. Further entries are room for snapshots. If there is no free entry,
-the last slot that uses a snapshot overwrites it, and the snapshot is forgotten.
+`paged_jax.cache.blocks.state_tables` says which entry holds the state of a slot.
 """
 
 from collections.abc import Sequence
@@ -28,11 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from paged_jax.arguments import check_positive, names_arguments
-from paged_jax.cache import block_pool
-from paged_jax.cache.block_pool import BlockPool
-from paged_jax.formatting import cut, integers, short_repr, shortened
-from paged_jax.kernels.opaque_call import take_or_fill, without_index_checks
+from paged_jax.arguments import names_arguments
+from paged_jax.cache.blocks.state_tables import StateTables
+from paged_jax.formatting import cut, integers, shortened
+from paged_jax.kernels.opaque_call import take_or_fill
 from paged_jax.kernels.rows import set_rows, take_rows
 
 # For each layer of a model: the index of its group, and the index of the layer in that group. None
@@ -42,59 +23,6 @@ LayerPlaces = tuple[tuple[int, int] | None, ...]
 # Arrays of a group of recurrent layers, each ``[L, P, ...]``: layer of the group, entry, and the
 # shape for one sequence.
 StatePools = tuple[jax.Array, ...]
-
-
-@short_repr
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StateTables:
-    """The entry of each slot, and which entries are free or snapshots.
-
-    Attributes:
-      pool: the `BlockPool` of the entries. The tokens of a snapshot are those of the attention
-        block that ends with it.
-      entries: i32[S], the entry with the state of each slot after all of its tokens; P if the slot
-        is empty. A program writes the new state of the slot to it.
-      sources: i32[S], the entry that the program reads; P for zeros.
-    """
-
-    pool: BlockPool
-    entries: jax.Array
-    sources: jax.Array
-
-    @classmethod
-    @names_arguments
-    def create(cls, num_entries: int, num_slots: int, block_size: int) -> "StateTables":
-        """Return `num_slots` empty slots over a pool of `num_entries` free entries.
-
-        Raises:
-          ValueError: a size is not a positive integer, or there are fewer entries than slots.
-        """
-        check_positive(
-            "StateTables.create",
-            num_entries=num_entries,
-            num_slots=num_slots,
-            block_size=block_size,
-        )
-        if num_entries < num_slots:
-            raise ValueError(
-                f"StateTables.create: num_entries must be at least num_slots = {num_slots}, so "
-                f"that all slots can have a state, got {num_entries}. Use more entries or fewer "
-                "slots."
-            )
-        # The arrays must be separate: a buffer can be donated only once.
-        entries, sources = (jnp.full(num_slots, num_entries, jnp.int32) for _ in range(2))
-        return cls(BlockPool.create(num_entries, block_size), entries, sources)
-
-    @property
-    def num_slots(self) -> int:
-        """Number of slots (S)."""
-        return self.entries.shape[0]
-
-    @property
-    def num_entries(self) -> int:
-        """Number of entries in the pool (P); also the id for "no entry"."""
-        return self.pool.num_blocks
 
 
 @jax.tree_util.register_dataclass
@@ -169,126 +97,6 @@ class StateGroup:
     def nbytes(self) -> int:
         """Bytes of the pools, without the tables, which are small."""
         return sum(array.nbytes for arrays in self.pools for array in arrays)
-
-
-@without_index_checks
-def reserve_states(tables: StateTables, is_writer: jax.Array) -> StateTables:
-    """Choose the entries that the next program reads and writes.
-
-    A slot of `is_writer` writes in place if no other slot uses its entry afterwards and the entry
-    is no snapshot. Otherwise it gets a free entry. Its old entry stays as it is, for other slots or
-    in the prefix cache. If there are too few free entries, snapshots that only writers use are
-    overwritten. All entries are chosen before an old one becomes free, so no program writes to an
-    entry that another slot reads.
-
-    Args:
-      tables: the state; may be donated.
-      is_writer: bool[S], the slots to which the program appends tokens. The program must write the
-        states of all of them.
-
-    Example:
-      >>> tables = StateTables.create(num_entries=4, num_slots=3, block_size=16)
-      >>> tables = reserve_states(tables, jnp.array([True, False, False]))
-      >>> tables = follow_states(tables, jnp.array([-1, 0, -1]), ok=True)      # slot 1 copies 0
-      >>> tables = reserve_states(tables, jnp.array([True, False, False]))
-      >>> tables.sources.tolist(), tables.entries.tolist()
-      ([0, 0, 4], [1, 0, 4])
-    """
-    P, pool = tables.num_entries, tables.pool
-    slots = jnp.arange(tables.num_slots, dtype=jnp.int32)
-    held = jnp.where(is_writer, tables.entries, P)
-    is_same_SS = held[:, None] == held[None, :]
-    num_writers = jnp.sum(is_same_SS, axis=0, dtype=jnp.int32)
-    last_writer = jnp.max(jnp.where(is_same_SS, slots[:, None], -1), axis=0)
-    # If all slots that share an entry write, the last one may keep it. P has no references.
-    may_keep = (last_writer == slots) & (num_writers == take_or_fill(pool.ref_counts, held))
-    may_keep &= held < P
-    is_snapshot = pool.is_cached.at[held].get(mode="fill", fill_value=False)
-    is_needed, is_wanted = is_writer & ~may_keep, may_keep & is_snapshot
-    num_spare = pool.num_free - jnp.sum(is_needed, dtype=jnp.int32)
-    is_taken = is_needed | (is_wanted & (jnp.cumsum(is_wanted, dtype=jnp.int32) <= num_spare))
-
-    pool, taken = block_pool.take(pool, is_taken)
-    pool = block_pool.forget(pool, jnp.where(may_keep & ~is_taken, held, P))
-    pool = block_pool.give_back(pool, jnp.where(is_taken, held, P))
-    return StateTables(
-        pool=pool,
-        entries=jnp.where(is_taken, taken, tables.entries),
-        sources=tables.entries,
-    )
-
-
-def follow_states(tables: StateTables, parents: jax.Array, ok: jax.Array) -> StateTables:
-    """Give slots the states of other slots. The entries are shared until a slot is written.
-
-    Args:
-      tables: the state; may be donated.
-      parents: i32[S], the slot whose state each slot gets; -1 or its own index leaves a slot
-        unchanged.
-      ok: bool[], whether to change anything. If it is True, all parents exist.
-    """
-    slots = jnp.arange(tables.num_slots, dtype=jnp.int32)
-    parents = jnp.where(ok & (parents >= 0), parents, slots)
-    is_changed = parents != slots
-    entries = tables.entries[parents]
-    pool = block_pool.hold(tables.pool, jnp.where(is_changed, entries, tables.num_entries))
-    pool = block_pool.give_back(pool, jnp.where(is_changed, tables.entries, tables.num_entries))
-    return replace(tables, pool=pool, entries=entries)
-
-
-def release_states(tables: StateTables, mask: jax.Array) -> StateTables:
-    """Empty the slots that `mask` bool[S] marks. Snapshots stay in the prefix cache."""
-    pool = block_pool.give_back(tables.pool, jnp.where(mask, tables.entries, tables.num_entries))
-    return replace(tables, pool=pool, entries=jnp.where(mask, tables.num_entries, tables.entries))
-
-
-@without_index_checks
-def attach_state(tables: StateTables, slot: jax.Array, entry: jax.Array) -> StateTables:
-    """Give an empty slot a snapshot. With P and a slot past the last one, nothing changes."""
-    pool = block_pool.revive(tables.pool, entry[None])
-    entries = tables.entries.at[slot].set(entry, mode="drop")
-    return replace(tables, pool=pool, entries=entries)
-
-
-@without_index_checks
-def publish_states(
-    tables: StateTables,
-    slots: jax.Array,
-    is_snapshot: jax.Array,
-    digests: jax.Array,
-    token_ids: jax.Array,
-) -> StateTables:
-    """Add the states of slots to the prefix cache, as snapshots.
-
-    An entry that is a snapshot already, or under whose digest there is one, does not change.
-
-    Args:
-      tables: the state; may be donated.
-      slots: i32[N], the slot of each snapshot.
-      is_snapshot: bool[N], whether to add the state of the slot. Its tokens must end with the block
-        of the digest. The slots must be distinct.
-      digests: u32[N, 8], digests of the attention blocks that end where the states end.
-      token_ids: i32[N, C], the tokens in these blocks.
-    """
-    pool, P = tables.pool, tables.num_entries
-    entries = take_or_fill(tables.entries, jnp.where(is_snapshot, slots, -1), fill_value=P)
-    is_known = block_pool.find(pool, digests, entries < P) < P
-    is_new = (entries < P) & ~is_known & ~pool.is_cached.at[entries].get(mode="clip")
-    # Slots can share an entry, and sequences with equal tokens can have different entries.
-    index = jnp.arange(len(slots), dtype=jnp.int32)
-    is_equal_NN = (entries[:, None] == entries[None]) | jnp.all(
-        digests[:, None] == digests[None], axis=2
-    )
-    is_earlier_NN = is_new[None] & (index[None] < index[:, None])
-    is_new &= ~jnp.any(is_equal_NN & is_earlier_NN, axis=1)
-    entries = jnp.where(is_new, entries, P)
-    return replace(tables, pool=block_pool.remember(pool, entries, digests, token_ids))
-
-
-def forget_states(tables: StateTables) -> StateTables:
-    """Remove all snapshots from the prefix cache."""
-    pool = replace(tables.pool, is_cached=jnp.zeros_like(tables.pool.is_cached))
-    return replace(tables, pool=pool)
 
 
 def read_rows(pools: StatePools, layer: int | jax.Array, entries: jax.Array) -> StatePools:

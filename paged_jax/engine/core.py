@@ -293,13 +293,20 @@ class EngineCore:
         return self.num_blocks - self.runner.slots.num_free
 
     def group_use(self) -> list[GroupUse]:
-        """Return the number of used blocks of each group of layers. Does not wait."""
+        """Return the number of used blocks of each group of layers, and states. Does not wait."""
         source = self.block_meter if self.is_ahead else self.runner.slots
-        groups = self.loaded.config.layer_groups
-        return [
+        config, free_blocks = self.loaded.config, source.free_blocks
+        groups = zip(config.layer_groups, self.group_sizes, free_blocks, strict=False)
+        uses = [
             GroupUse(group.sliding_window, len(group.layers), size, size - free)
-            for group, size, free in zip(groups, self.group_sizes, source.free_blocks, strict=True)
+            for group, size, free in groups
         ]
+        if config.state_groups:
+            size = self.executor.sizes.num_states
+            num_layers = sum(len(group.layers) for group in config.state_groups)
+            used = size - free_blocks[-1]
+            uses.append(GroupUse(None, num_layers, size, used, is_recurrent=True))
+        return uses
 
     def replace_weights(self, new: NewWeights) -> None:
         """Continue with new weights, which `weight_swap.prepare` has checked."""

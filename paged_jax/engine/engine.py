@@ -461,7 +461,7 @@ class Engine:
     def cache_groups(self) -> list[GroupUse]:
         """Blocks of each group of layers that keep the same tokens, the largest group first.
 
-        It does not wait, see `cache_use`. There is one group unless the layers' windows differ.
+        It does not wait, see `cache_use`. The states of recurrent layers are the last group.
         """
         return self.core.group_use()
 

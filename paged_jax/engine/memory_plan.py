@@ -109,21 +109,40 @@ class MemoryPlan:
         """Whether some layers have a sliding window."""
         return any(group.window is not None for group in self.footprint.groups)
 
+    @property
+    def keeps_less(self) -> bool:
+        """Whether some layers do not keep all tokens."""
+        return self.has_windows or self.footprint.num_states > 0
+
     def sequence_bytes(self, length: int) -> int:
-        """Return the peak bytes of K and V of a sequence of `length` tokens, on each device."""
+        """Return the peak bytes that a sequence of `length` tokens takes on each device.
+
+        These are its K and V, and its states of recurrent layers.
+        """
         footprint, block_size = self.footprint, self.sizes.block_size
-        return sum(g.block * g.num_held(length, block_size) for g in footprint.groups)
+        blocks = sum(g.block * g.num_held(length, block_size) for g in footprint.groups)
+        return blocks + footprint.sequence_state
 
     def uniform_bytes(self, length: int) -> int:
-        """Return `sequence_bytes` of the same model without sliding windows."""
-        return self.footprint.block * num_blocks_needed(length, self.sizes.block_size)
+        """Return `sequence_bytes` of a model in which all layers keep all tokens.
+
+        Recurrent layers count like the average attention layer.
+        """
+        num_blocks = num_blocks_needed(length, self.sizes.block_size)
+        num_recurrent = sum(len(group.layers) for group in self.shard.state_groups)
+        num_layers = sum(group.num_layers for group in self.footprint.groups)
+        return self.footprint.block * num_blocks * (num_layers + num_recurrent) // num_layers
 
     def read_bytes(self, length: int) -> int:
-        """Return the bytes of K and V that the last of `length` tokens attends to."""
+        """Return the bytes of the cache that a decode step reads and writes for a sequence.
+
+        These are the K and V that the last of `length` tokens attends to, and the states of
+        recurrent layers before and after it.
+        """
         windows = [length if g.window is None else g.window for g in self.footprint.groups]
         sizes = zip(self.footprint.groups, windows, strict=True)
         total = sum(group.block * min(length, window) for group, window in sizes)
-        return total // self.sizes.block_size
+        return total // self.sizes.block_size + 2 * self.footprint.sequence_state
 
     @property
     def num_copies(self) -> int:
@@ -141,7 +160,10 @@ class MemoryPlan:
             (group.block + group.overhead) * group.num_held(length, block_size)
             for group in footprint.groups
         )
-        return (self.memory - footprint.fixed) // taken
+        taken += footprint.sequence_state
+        num_snapshots = footprint.num_states - self.sizes.num_slots if footprint.num_states else 0
+        others = footprint.fixed - footprint.recurrent + num_snapshots * footprint.sequence_state
+        return (self.memory - others) // taken
 
     def num_running(self, length: int) -> int:
         """Return the number of sequences of `length` tokens that the engine runs together."""

@@ -75,19 +75,26 @@ class EngineStats:
 
 @dataclasses.dataclass(frozen=True)
 class GroupUse:
-    """Blocks of a group of layers that keep the same tokens.
+    """Blocks of a group of layers that keep the same tokens, or states of recurrent layers.
 
     Attributes:
       window: number of last tokens that these layers attend to; None for all.
       num_layers: number of layers in the group.
-      num_blocks: number of blocks in its pool.
-      num_used: number of blocks that samples hold.
+      num_blocks: number of blocks, or of states, in its pool.
+      num_used: number of blocks, or of states, that samples hold.
+      is_recurrent: whether these are states of recurrent layers.
     """
 
     window: int | None
     num_layers: int
     num_blocks: int
     num_used: int
+    is_recurrent: bool = False
+
+    @property
+    def kept(self) -> str:
+        """What these layers keep: a number of tokens, ``"all"``, or ``"states"``."""
+        return "states" if self.is_recurrent else str(self.window or "all")
 
 
 class Stopwatch:
@@ -291,7 +298,8 @@ class BlockMeter:
 
     Attributes:
       num_held: number of held blocks at the last count.
-      free_blocks: number of free blocks of each group of layers at the last count.
+      free_blocks: number of free blocks of each group of layers, and of free states, at the last
+        count.
     """
 
     def __init__(self, stats: EngineStats, scheduler: Scheduler, runner: ModelRunner):

@@ -136,7 +136,8 @@ class Executor:
         self._state = None  # free the memory before the new state is allocated
         if not self.is_asleep:
             self._state = self._new_state()
-            self._pool_sizes = [group.num_blocks for group in self._state.cache.groups]
+            pools = [group.tables.pool for group in self._state.cache.all_groups]
+            self._pool_sizes = [pool.num_blocks for pool in pools]
         self._is_new = True
         self._free_blocks: list[int] | None = self._pool_sizes
         # Results of the calls of `run_unchecked` since the last `check`: bool[] each, whether there
@@ -172,7 +173,7 @@ class Executor:
 
     @property
     def free_blocks(self) -> list[int]:
-        """Number of free blocks in the pool of each group of layers, including cached blocks."""
+        """Number of free blocks of each group of layers and of free states, with cached ones."""
         if self._free_blocks is None:
             self.check()
             self._free_blocks = [int(num_free) for num_free in self.state.cache.num_free_blocks]

@@ -107,10 +107,7 @@ class Scheduler:
                 f"{max_num_batched_tokens}. Use more tokens or fewer slots.",
                 "max_num_batched_tokens",
             )
-        if preemption not in get_args(Preemption):
-            *others, last = get_args(Preemption)
-            rule = f"must be {', '.join(others)} or {last}, got {preemption!r}."
-            raise ArgumentError("Scheduler", rule, "preemption")
+        _check_preemption(preemption)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -382,6 +379,13 @@ class Scheduler:
         self._queue.drop(sequence)
         if self._queue.waiting:
             self.lookahead.close()  # a waiting sequence may get the slot or the blocks
+
+
+def _check_preemption(preemption: Preemption) -> None:
+    if preemption not in get_args(Preemption):
+        *others, last = get_args(Preemption)
+        rule = f"must be {', '.join(others)} or {last}, got {preemption!r}."
+        raise ArgumentError("Scheduler", rule, "preemption")
 
 
 def _check_fits(sequence: Sequence, block_budget: BlockBudget) -> None:

@@ -266,9 +266,10 @@ class _EngineCollector(Collector):
                 gauge,
                 "paged_jax:kv_cache_usage_of_group",
                 "Fraction of blocks that samples hold, 0 to 1, by group of layers that keep the "
-                "same tokens: all tokens, or the tokens of a sliding window.",
+                "same tokens: all tokens, or the tokens of a sliding window; or the fraction of "
+                "states of recurrent layers.",
                 {
-                    (str(index), str(group.window or "all")): group.num_used / group.num_blocks
+                    (str(index), group.kept): group.num_used / group.num_blocks
                     for index, group in enumerate(now.groups)
                 },
                 ("group", "window"),

@@ -37,6 +37,7 @@ WRONG = {
     "preemption": "kill",
     "swap_space": float("inf"),
     "num_speculative_tokens": -1,
+    "num_snapshots": -1,
     "cascade_attention": 1,
     "seed": 2**63,
     "tensor_parallel_size": 0,

@@ -3,9 +3,9 @@
 import numpy as np
 
 from paged_jax.cache.block_pool import BlockPool
+from paged_jax.cache.blocks.state_tables import StateTables
 from paged_jax.cache.blocks.tables import BlockTables
 from paged_jax.cache.sequence_blocks import first_kept_column, num_blocks_needed
-from paged_jax.cache.states import StateTables
 
 _ROW = 64  # blocks per line
 

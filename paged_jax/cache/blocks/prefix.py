@@ -10,9 +10,9 @@ from jax.typing import ArrayLike
 
 from paged_jax.cache import block_pool
 from paged_jax.cache.block_pool import BlockPool
+from paged_jax.cache.blocks.state_tables import StateTables, attach_state
 from paged_jax.cache.blocks.tables import BlockTables, check_dtype
 from paged_jax.cache.sequence_blocks import first_kept_column
-from paged_jax.cache.states import StateTables, attach_state
 from paged_jax.dims import bind
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill, without_index_checks
 
