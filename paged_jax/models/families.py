@@ -278,7 +278,7 @@ FAMILIES: dict[str, Family] = {
         tensors={
             **_GEMMA_TENSORS,
             "router": "router.proj.weight",
-            "router_expert_scale": "router.per_expert_scale",
+            "router_expert_factor": "router.per_expert_scale",
             "shared_expert": "mlp",
             "fused_gate_up_proj": "experts.gate_up_proj",
             "fused_down_proj": "experts.down_proj",

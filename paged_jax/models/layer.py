@@ -12,9 +12,17 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.linear import Weight, linear
-from paged_jax.kernels.norm_rope import layer_norm, mean_square, rms_norm, rotate, scale_by
+from paged_jax.kernels.norm_rope import layer_norm, mean_square, rms_norm, rotate
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.layer_attention import Attend, Carry, Heads, Projection
+from paged_jax.models.layer_attention import (
+    Attend,
+    Carry,
+    Heads,
+    Projection,
+    norm_all_heads,
+    scale_queries,
+    split_gate,
+)
 from paged_jax.models.layer_groups import NOTHING
 from paged_jax.models.matrices import add_matrix, get_matrix
 from paged_jax.models.matrix_formats import MatrixFormats
@@ -59,7 +67,7 @@ class Layer(nnx.Module):
         gate_up_proj          [2, F, E]          gate, up; of the shared expert if there are experts
         down_proj             [E, F]
         router                [X, E]             router_bias           [X]
-        router_correction_bias  [X]              router_expert_scale   [X]
+        router_correction_bias  [X]              router_expert_factor   [X]
         experts_gate_up_proj  [X, 2, F, E]       experts_gate_up_bias  [X, 2, F]; 1 without gates
         experts_down_proj     [X, E, F]          experts_down_bias     [X, E]
         shared_expert_gate    [1, E]
@@ -159,7 +167,7 @@ class Layer(nnx.Module):
             # In bfloat16, biases that are close to each other would become equal.
             self.router_correction_bias = nnx.Param(jnp.zeros(X, jnp.float32))
         if config.router.has_expert_scale:
-            self.router_expert_scale = nnx.Param(jnp.ones(X, dtype))
+            self.router_expert_factor = nnx.Param(jnp.ones(X, dtype))
         if config.expert_bias:
             self.router_bias = nnx.Param(jnp.zeros(X, dtype))
             self.experts_gate_up_bias = nnx.Param(jnp.zeros((num_local, 2, F), dtype))
@@ -330,7 +338,7 @@ class Layer(nnx.Module):
         return self._norm("expert_out_norm", routed) + self._norm("shared_out_norm", shared)
 
     def _router_arrays(self) -> RouterArrays:
-        names = ("router_correction_bias", "router_expert_scale")
+        names = ("router_correction_bias", "router_expert_factor")
         return RouterArrays(*(self._vector(name) for name in names))
 
     def _vector(self, name: str) -> jax.Array | None:
@@ -377,7 +385,7 @@ class Layer(nnx.Module):
         if config.qkv_bias:
             qkv = _add_bias(qkv, self.qkv_bias[...])
         if config.attention_gate:
-            qkv, gate = _split_gate(qkv, config.num_kv_rows)
+            qkv, gate = split_gate(qkv, config.num_kv_rows)
         sm_scale, soft_cap = config.attention_multiplier, config.attn_logit_softcapping
         sinks = self.sinks[...] if config.attention_sinks else None
         norms = None
@@ -388,7 +396,7 @@ class Layer(nnx.Module):
         is_special = config.value_norm or config.attention_k_eq_v
         if not (is_whole or is_special or norms is not None and query_scale is not None):
             if query_scale is not None:
-                qkv = _scale_queries(qkv, query_scale)
+                qkv = scale_queries(qkv, query_scale)
             eps = config.rms_norm_eps
             return Projection(qkv, cos, sin, norms, eps, sm_scale, soft_cap, sinks), gate
         q, k, v = self._normed_heads(qkv, norms)
@@ -405,9 +413,8 @@ class Layer(nnx.Module):
         G = width - config.num_kv_rows
         q, k, v = qkv[..., :G, :], qkv[..., G, :], qkv[..., -1, :]
         if norms is not None and config.qk_norm_scope == "projection":
-            q, k = _norm_all_heads(
-                q.reshape(*rows, -1), k.reshape(*rows, -1), norms, eps, self.shard
-            )
+            mean = None if self.shard is None else self.shard.all_reduce_mean
+            q, k = norm_all_heads(q.reshape(*rows, -1), k.reshape(*rows, -1), norms, eps, mean)
         q, k = q.reshape(*rows, K * G, D), k.reshape(*rows, K, D)
         if norms is not None and config.qk_norm_scope == "head":
             q = rms_norm(q, norms[0], eps, num_heads=K * G)
@@ -443,54 +450,6 @@ def apply_norm(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Arra
 def _effective_weight(config: LlamaConfig, weight: jax.Array) -> jax.Array:
     """Return the factor of a norm: its weight, or float32 ``offset + weight``."""
     return weight.astype(jnp.float32) + config.norm_offset if config.norm_offset else weight
-
-
-def _norm_all_heads(
-    q: jax.Array,
-    k: jax.Array,
-    norms: tuple[jax.Array, jax.Array],
-    eps: float,
-    shard: DeviceShard | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Normalise queries and keys, each over all heads of a token.
-
-    Args:
-      q: float32 ``[..., H * D]``.
-      k: float32 ``[..., K * D]``.
-      norms: weights of the norms, floating point ``[K, G, D]`` and ``[K, D]``.
-      eps: constant added to the mean square.
-      shard: this device's share of the heads, or None.
-    """
-    q_mean, k_mean = mean_square(q), mean_square(k)
-    # The mean of the devices' means is the mean over all heads, as each device has equally many.
-    if shard is not None:
-        means = shard.all_reduce_mean(jnp.concatenate([q_mean, k_mean], axis=-1))
-        q_mean, k_mean = means[..., :1], means[..., 1:]
-    q = scale_by(q, q_mean, norms[0].reshape(-1), eps)
-    return q, scale_by(k, k_mean, norms[1].reshape(-1), eps)
-
-
-def _split_gate(qkv: jax.Array, num_kv_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Split the gates, each of which follows its query, from a projection.
-
-    Args:
-      qkv: float32 ``[..., K, 2 G + num_kv_rows, D]``.
-      num_kv_rows: number of rows of the key and the value of a KV head.
-
-    Returns:
-      The projection without gates ``[..., K, G + num_kv_rows, D]``, and gates ``[..., H, D]``.
-    """
-    *rows, K, width, D = qkv.shape
-    pairs = qkv[..., : width - num_kv_rows, :].reshape(*rows, K, -1, 2, D)
-    q, gate = pairs[..., 0, :], pairs[..., 1, :]
-    kv = qkv[..., width - num_kv_rows :, :]
-    return jnp.concatenate([q, kv], axis=-2), gate.reshape(*rows, -1, D)
-
-
-def _scale_queries(qkv: jax.Array, scale: jax.Array) -> jax.Array:
-    """Multiply the queries of a projection ``[..., K, G + 2, D]`` by factors ``[...]``."""
-    is_query = jnp.arange(qkv.shape[-2])[:, None] < qkv.shape[-2] - 2
-    return qkv * jnp.where(is_query, scale[..., None, None, None], 1)
 
 
 def _add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:

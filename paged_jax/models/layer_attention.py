@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from paged_jax.formatting import short_repr
-from paged_jax.kernels.norm_rope import split_and_rotate
+from paged_jax.kernels.norm_rope import mean_square, scale_by, split_and_rotate
 from paged_jax.models.layer_groups import StateShape
 
 
@@ -196,3 +196,52 @@ def _masked_attention(
         scores_BKGTN = jnp.concatenate([scores_BKGTN, sinks], axis=-1)
     weights_BKGTN = jax.nn.softmax(scores_BKGTN, axis=-1)[..., :T]
     return jnp.einsum("bkgtn,bnku->btkgu", weights_BKGTN, v).reshape(B, T, H, -1)
+
+
+def norm_all_heads(
+    q: jax.Array,
+    k: jax.Array,
+    norms: tuple[jax.Array, jax.Array],
+    eps: float,
+    mean_over_devices: Callable[[jax.Array], jax.Array] | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Normalise queries and keys, each over all heads of a token.
+
+    Args:
+      q: float32 ``[..., H * D]``.
+      k: float32 ``[..., K * D]``.
+      norms: weights of the norms, floating point ``[K, G, D]`` and ``[K, D]``.
+      eps: constant added to the mean square.
+      mean_over_devices: function that returns the mean over the devices that share the heads, or
+        None.
+    """
+    q_mean, k_mean = mean_square(q), mean_square(k)
+    # The mean of the devices' means is the mean over all heads, as each device has equally many.
+    if mean_over_devices is not None:
+        means = mean_over_devices(jnp.concatenate([q_mean, k_mean], axis=-1))
+        q_mean, k_mean = means[..., :1], means[..., 1:]
+    q = scale_by(q, q_mean, norms[0].reshape(-1), eps)
+    return q, scale_by(k, k_mean, norms[1].reshape(-1), eps)
+
+
+def split_gate(qkv: jax.Array, num_kv_rows: int) -> tuple[jax.Array, jax.Array]:
+    """Split the gates, each of which follows its query, from a projection.
+
+    Args:
+      qkv: float32 ``[..., K, 2 G + num_kv_rows, D]``.
+      num_kv_rows: number of rows of the key and the value of a KV head.
+
+    Returns:
+      The projection without gates ``[..., K, G + num_kv_rows, D]``, and gates ``[..., H, D]``.
+    """
+    *rows, K, width, D = qkv.shape
+    pairs = qkv[..., : width - num_kv_rows, :].reshape(*rows, K, -1, 2, D)
+    q, gate = pairs[..., 0, :], pairs[..., 1, :]
+    kv = qkv[..., width - num_kv_rows :, :]
+    return jnp.concatenate([q, kv], axis=-2), gate.reshape(*rows, -1, D)
+
+
+def scale_queries(qkv: jax.Array, scale: jax.Array) -> jax.Array:
+    """Multiply the queries of a projection ``[..., K, G + 2, D]`` by factors ``[...]``."""
+    is_query = jnp.arange(qkv.shape[-2])[:, None] < qkv.shape[-2] - 2
+    return qkv * jnp.where(is_query, scale[..., None, None, None], 1)

@@ -276,7 +276,7 @@ def _route(config: LlamaConfig, layer: Any, logits: np.ndarray) -> tuple[np.ndar
     if config.norm_topk_prob:
         weights = weights / (weights.sum() + router.epsilon)
     if router.has_expert_scale:
-        weights = weights * _get(layer, "router_expert_scale")[chosen]
+        weights = weights * _get(layer, "router_expert_factor")[chosen]
     return chosen, weights * router.factor
 
 

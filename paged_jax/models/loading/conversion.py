@@ -17,10 +17,10 @@ import jax.numpy as jnp
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.parameters import WeightsError
+from paged_jax.models.loading.tensor_boxes import TensorMapping
 from paged_jax.models.loading.tensor_map import (
     EMBEDDINGS,
     HEAD,
-    TensorMapping,
     map_to_available,
 )
 

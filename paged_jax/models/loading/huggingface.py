@@ -36,10 +36,10 @@ from paged_jax.models.loading.safetensors_files import (
 from paged_jax.models.loading.save_quantised import QuantisedWriter
 from paged_jax.models.loading.stored_matrices import StoredMatrix, read_box
 from paged_jax.models.loading.stored_tensors import StoredTensor
+from paged_jax.models.loading.tensor_boxes import TensorMapping
 from paged_jax.models.loading.tensor_map import (
     EMBEDDINGS,
     HEAD,
-    TensorMapping,
     map_parameter,
     map_to_available,
     name_in_file,

@@ -19,7 +19,7 @@ from paged_jax.models.loading.stored_matrices import (
     fit_format,
     is_quantised,
 )
-from paged_jax.models.loading.tensor_map import TensorMapping
+from paged_jax.models.loading.tensor_boxes import TensorMapping
 from paged_jax.models.matrices import SUFFIXES, matrix_name
 from paged_jax.models.matrix_formats import (
     DTYPE_FORMATS,

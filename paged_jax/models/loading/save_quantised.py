@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequantise, unpack
-from paged_jax.models.loading.tensor_map import TensorMapping
+from paged_jax.models.loading.tensor_boxes import TensorMapping
 from paged_jax.models.matrices import SUFFIXES
 from paged_jax.models.matrix_formats import MatrixFormats
 

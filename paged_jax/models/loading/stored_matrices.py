@@ -30,7 +30,7 @@ from paged_jax.kernels.weight_formats import (
     divide_groups,
 )
 from paged_jax.models.loading.stored_tensors import StoredTensor
-from paged_jax.models.loading.tensor_map import TensorMapping
+from paged_jax.models.loading.tensor_boxes import TensorMapping
 from paged_jax.models.quantise import quantise_on_host
 
 # Elements per read: 8 or 16 MB. This is little memory compared with a model, and enough to make the

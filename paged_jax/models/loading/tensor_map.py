@@ -8,13 +8,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Container, Iterator, Mapping
-from typing import Literal, TypeVar, get_args
-
-import jax
-import numpy as np
+from typing import Literal, get_args
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.families import FAMILIES
+from paged_jax.models.loading.tensor_boxes import TensorMapping, map_tensor
 from paged_jax.models.mixer_sizes import Mixer
 from paged_jax.models.rope import head_order
 
@@ -51,94 +49,9 @@ _EXPERTS = {
     "experts_up_proj": "mlp.experts.*.up_proj.weight",
     "experts_down_proj": "mlp.experts.*.down_proj.weight",
     "router_correction_bias": "mlp.gate.e_score_correction_bias",
-    "router_expert_scale": "mlp.router.per_expert_scale",
+    "router_expert_factor": "mlp.router.per_expert_scale",
     "shared_expert": "mlp.shared_expert",
 }
-
-Shape = tuple[int, ...]
-Array = TypeVar("Array", np.ndarray, jax.Array)
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorMapping:
-    """A Hugging Face tensor, or some of its rows, and the box of a parameter that it fills.
-
-    ``parameter[mapping.box]`` equals ``mapping.to_box(tensor)``. Usually this is only a reshape:
-    several dimensions of the box may count the rows (first dimension) of the tensor.
-
-    Attributes:
-      tensor: name of the tensor.
-      shape: shape of the tensor.
-      box_shape: shape of the box. It has the rank of the parameter.
-      box_start: index of the first element of the box in the parameter.
-      first_row: first row of the tensor in this box. Other boxes may hold the other rows.
-      row_order: permutation of n rows, applied to each n rows of the tensor: of them, row i of the
-        box holds row ``row_order[i]``. None if the order is the same.
-      axes: permutation of the tensor's axes, if the checkpoint stores it transposed; None
-        otherwise. The first axis stays first.
-      split_shape: with `axes`, shape of the tensor before the permutation, with some dimensions
-        split in two; None for `shape`.
-    """
-
-    tensor: str
-    shape: Shape
-    box_shape: Shape
-    box_start: Shape
-    first_row: int = 0
-    row_order: tuple[int, ...] | None = None
-    axes: tuple[int, ...] | None = None
-    split_shape: Shape | None = None
-
-    @property
-    def box_end(self) -> Shape:
-        """Index after the last element of the box in each dimension."""
-        return tuple(map(sum, zip(self.box_start, self.box_shape, strict=True)))
-
-    @property
-    def box(self) -> tuple[slice, ...]:
-        """Index of the box in the parameter."""
-        return tuple(map(slice, self.box_start, self.box_end))
-
-    @property
-    def num_row_axes(self) -> int:
-        """Number of dimensions of the box that count rows of the tensor."""
-        return len(self.box_shape) - len(self.shape) + 1
-
-    @property
-    def rows(self) -> np.ndarray:
-        """Row of the tensor at each index of the first `num_row_axes` dimensions of the box."""
-        shape = self.box_shape[: self.num_row_axes]
-        rows = self.first_row + np.arange(math.prod(shape)).reshape(shape)
-        return _reorder(rows, self.row_order, self.num_row_axes)
-
-    def to_box(self, tensor: Array) -> Array:
-        """Return the content of the box ``[*box_shape]`` from the tensor ``[*shape]``."""
-        if self.axes is not None:
-            split = tensor.reshape(self.split_shape or self.shape)
-            return split.transpose(self.axes).reshape(self.box_shape)
-        num_rows = math.prod(self.box_shape[: self.num_row_axes])
-        box = tensor[self.first_row : self.first_row + num_rows].reshape(self.box_shape)
-        return _reorder(box, self.row_order, self.num_row_axes)
-
-    def to_rows(self, box: Array) -> Array:
-        """Return the tensor rows in a box ``[*box_shape]``, the inverse of `to_box`."""
-        if self.axes is not None:
-            split = self.split_shape or self.shape
-            box = box.reshape(tuple(split[axis] for axis in self.axes))
-            return box.transpose(tuple(np.argsort(self.axes).tolist())).reshape(self.shape)
-        if self.row_order is not None:
-            inverse = tuple(np.argsort(self.row_order).tolist())
-            box = _reorder(box, inverse, self.num_row_axes)
-        return box.reshape(-1, *self.shape[1:])
-
-
-def _reorder(box: Array, order: tuple[int, ...] | None, num_row_axes: int) -> Array:
-    """Apply a permutation of n rows to each n rows of a box."""
-    if order is None:
-        return box
-    groups = box.reshape(-1, len(order), *box.shape[num_row_axes:])
-    return groups[:, np.array(order)].reshape(box.shape)
-
 
 Mappings = tuple[TensorMapping, ...]
 # How files store experts: as the family does; all experts in one tensor, as transformers 5 keeps
@@ -233,9 +146,9 @@ def _without_prefix(prefixes: Mapping[str, str | None], name: str) -> str | None
 def _model_mappings(config: LlamaConfig) -> Mapping[str, Mappings]:
     table = config.vocab_size, config.hidden_size
     return {
-        "embed_tokens": (_map(EMBEDDINGS, table),),
-        "norm": (_map({**_NAMES, **_family_tensors(config)}["norm"], (config.hidden_size,)),),
-        "lm_head": (_map(HEAD, table),),
+        "embed_tokens": (map_tensor(EMBEDDINGS, table),),
+        "norm": (map_tensor({**_NAMES, **_family_tensors(config)}["norm"], (config.hidden_size,)),),
+        "lm_head": (map_tensor(HEAD, table),),
     }
 
 
@@ -253,7 +166,7 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
     paired_dim = D if rope is None else rope.paired_dim
     row_order = head_order(D, paired_dim, interleaved=config.rope_interleaved)
     norms = {**_VECTORS, **_family_tensors(config)}
-    vectors = {name: (_map(tensor, (E,)),) for name, tensor in norms.items()}
+    vectors = {name: (map_tensor(tensor, (E,)),) for name, tensor in norms.items()}
     if config.qk_norm_scope == "head":
         q_norm, k_norm = ((D,), (D,)), ((D,), (D,))
     else:
@@ -262,13 +175,13 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
         **vectors,
         "qkv_proj": _qkv_mappings(config, names, row_order),
         "qkv_bias": _qkv_mappings(config, names, row_order, is_bias=True),
-        "q_norm": (_map(names["q_norm"], *q_norm, row_order=row_order),),
-        "k_norm": (_map(names["k_norm"], *k_norm, row_order=row_order),),
-        "o_proj": (_map(names["o_proj"], (E, H * D)),),
+        "q_norm": (map_tensor(names["q_norm"], *q_norm, row_order=row_order),),
+        "k_norm": (map_tensor(names["k_norm"], *k_norm, row_order=row_order),),
+        "o_proj": (map_tensor(names["o_proj"], (E, H * D)),),
         "gate_up_proj": _gate_up_mappings(config, names, F),
-        "down_proj": (_map(names["down_proj"], (E, F)),),
-        "sinks": (_map("self_attn.sinks", (H,)),),
-        "layer_scalar": (_map("layer_scalar", (1,)),),
+        "down_proj": (map_tensor(names["down_proj"], (E, F)),),
+        "sinks": (map_tensor("self_attn.sinks", (H,)),),
+        "layer_scalar": (map_tensor("layer_scalar", (1,)),),
     }
     if config.mixer is not None:
         mappings |= _mixer_mappings(config.mixer, E, names)
@@ -283,9 +196,9 @@ def _gate_up_mappings(config: LlamaConfig, names: Mapping[str, str], F: int) -> 
     """Return the mappings of the first matrix of an MLP with F features."""
     E = config.hidden_size
     if "gate_up_proj" in names:
-        return (_map(names["gate_up_proj"], (2 * F, E), (2, F, E)),)
+        return (map_tensor(names["gate_up_proj"], (2 * F, E), (2, F, E)),)
     tensors = (names["gate_proj"], names["up_proj"]) if config.gated_mlp else (names["up_proj"],)
-    return tuple(_map(each, (F, E), (1, F, E), (i, 0, 0)) for i, each in enumerate(tensors))
+    return tuple(map_tensor(each, (F, E), (1, F, E), (i, 0, 0)) for i, each in enumerate(tensors))
 
 
 def name_in_file(config: LlamaConfig, name: str) -> str:
@@ -330,7 +243,7 @@ def _qkv_mappings(
         num_rows = K * heads * D
         tensor = fused_tensor or names[name]
         mappings.append(
-            _map(
+            map_tensor(
                 tensor.removesuffix("weight") + "bias" if is_bias else tensor,
                 (config.qkv_features if fused_tensor else num_rows, *columns),
                 (K, heads, D, *columns),
@@ -359,7 +272,7 @@ def _mixer_mappings(
             rest = shape[-1:] if name.endswith("_proj") else shape[-2:]
         if name in names:
             rows = math.prod(shape) // math.prod(rest)
-            mappings[name] = (_map(names[name], (rows, *rest), shape),)
+            mappings[name] = (map_tensor(names[name], (rows, *rest), shape),)
             continue
         K, first, boxes = shape[0], 0, []
         pieces = [(names[f"{name}.{piece}"], rows) for piece, rows in mixer.pieces[name]]
@@ -370,7 +283,7 @@ def _mixer_mappings(
             )
             start = (0, first, *[0] * len(rest))
             box = (K, rows, *rest)
-            boxes.append(_map(tensor, (total, *rest), box, start, first_row=before))
+            boxes.append(map_tensor(tensor, (total, *rest), box, start, first_row=before))
             first += rows
         mappings[name] = tuple(boxes)
     return mappings
@@ -385,12 +298,12 @@ def _expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Ma
         if "gate_up_proj" not in names:
             names[name] = f"{names['shared_expert']}.{name}.weight"
     mappings: dict[str, Mappings] = {
-        "router": (_map(names["router"], (X, E)),),
-        "router_correction_bias": (_map(names["router_correction_bias"], (X,)),),
-        "router_expert_scale": (_map(names["router_expert_scale"], (X,)),),
-        "shared_expert_gate": (_map("mlp.shared_expert_gate.weight", (1, E)),),
+        "router": (map_tensor(names["router"], (X, E)),),
+        "router_correction_bias": (map_tensor(names["router_correction_bias"], (X,)),),
+        "router_expert_factor": (map_tensor(names["router_expert_factor"], (X,)),),
+        "shared_expert_gate": (map_tensor("mlp.shared_expert_gate.weight", (1, E)),),
         "gate_up_proj": _gate_up_mappings(config, names, shared),
-        "down_proj": (_map(names["down_proj"], (E, shared)),),
+        "down_proj": (map_tensor(names["down_proj"], (E, shared)),),
     }
     if "experts_gate_up_proj" in names and experts != "separate":
         return mappings | _interleaved_expert_mappings(config, names)
@@ -400,12 +313,14 @@ def _expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Ma
         names = _EXPERTS
     return mappings | {
         "experts_gate_up_proj": tuple(
-            _map(names[name].replace("*", str(x)), (F, E), (1, 1, F, E), (x, half, 0, 0))
+            map_tensor(names[name].replace("*", str(x)), (F, E), (1, 1, F, E), (x, half, 0, 0))
             for x in range(X)
             for half, name in enumerate(("experts_gate_proj", "experts_up_proj")[first:])
         ),
         "experts_down_proj": tuple(
-            _map(names["experts_down_proj"].replace("*", str(x)), (E, F), (1, E, F), (x, 0, 0))
+            map_tensor(
+                names["experts_down_proj"].replace("*", str(x)), (E, F), (1, E, F), (x, 0, 0)
+            )
             for x in range(X)
         ),
     }
@@ -419,14 +334,14 @@ def _expert_bias_mappings(config: LlamaConfig, names: Mapping[str, str]) -> dict
         for kind in ("gate", "up", "down")
     )
     return {
-        "router_bias": (_map(names["router_bias"], (X,)),),
+        "router_bias": (map_tensor(names["router_bias"], (X,)),),
         "experts_gate_up_bias": tuple(
-            _map(name.replace("*", str(x)), (F,), (1, 1, F), (x, half, 0))
+            map_tensor(name.replace("*", str(x)), (F,), (1, 1, F), (x, half, 0))
             for x in range(X)
             for half, name in enumerate((gate, up))
         ),
         "experts_down_bias": tuple(
-            _map(down.replace("*", str(x)), (E,), (1, E), (x, 0)) for x in range(X)
+            map_tensor(down.replace("*", str(x)), (E,), (1, E), (x, 0)) for x in range(X)
         ),
     }
 
@@ -440,8 +355,8 @@ def _fused_expert_mappings(config: LlamaConfig) -> dict[str, Mappings]:
     if "fused_gate_up_proj" not in names:
         router, bias = (name.replace("block_sparse_moe.", "mlp.") for name in (router, bias))
     return {
-        "router": (_map(router, (X, E)),),
-        "router_correction_bias": (_map(bias, (X,)),),
+        "router": (map_tensor(router, (X, E)),),
+        "router_correction_bias": (map_tensor(bias, (X,)),),
         "experts_gate_up_proj": (
             TensorMapping(names.get("fused_gate_up_proj", "mlp.experts.gate_up_proj"),
                           gate_up, (X, 2, F, E), (0,) * 4,
@@ -463,7 +378,7 @@ def _interleaved_expert_mappings(
     """
     E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
     return {
-        "router_bias": (_map(names["router_bias"], (X,)),),
+        "router_bias": (map_tensor(names["router_bias"], (X,)),),
         "experts_gate_up_proj": (
             TensorMapping(names["experts_gate_up_proj"], (X, E, 2 * F), (X, 2, F, E), (0,) * 4,
                           axes=(0, 3, 2, 1), split_shape=(X, E, F, 2)),
@@ -476,20 +391,5 @@ def _interleaved_expert_mappings(
             TensorMapping(names["experts_down_proj"], (X, F, E), (X, E, F), (0,) * 3,
                           axes=(0, 2, 1)),
         ),
-        "experts_down_bias": (_map(names["experts_down_bias"], (X, E)),),
+        "experts_down_bias": (map_tensor(names["experts_down_bias"], (X, E)),),
     }  # fmt: skip
-
-
-def _map(
-    tensor: str,
-    shape: Shape,
-    box_shape: Shape | None = None,
-    box_start: Shape | None = None,
-    *,
-    first_row: int = 0,
-    row_order: tuple[int, ...] | None = None,
-) -> TensorMapping:
-    """Return a mapping without transposition. By default the tensor is the whole parameter."""
-    box_shape = box_shape or shape
-    start = box_start or (0,) * len(box_shape)
-    return TensorMapping(tensor, shape, box_shape, start, first_row=first_row, row_order=row_order)
