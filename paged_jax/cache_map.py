@@ -422,7 +422,8 @@ class _Comparison:
             shared = [] if old is None else self._blocks_at(old, column)
             if not shared and len(present) == writers[0].num_samples:
                 shared = blocks[-1:]
-        # The other samples have copies, even if the sample in the last slot has finished.
+        # All samples whose block is not the shared block got a copy. The sample that kept the
+        # shared block may have finished.
         [kept] = shared or blocks[-1:]
         events = []
         for writer, block in zip(writers, blocks, strict=True):

@@ -202,8 +202,9 @@ def _join(tiles: jax.Array, T: int) -> jax.Array:
 def _decays(log_decay: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the decay between the tokens of a tile, if all elements of a key decay equally.
 
-    Sums start at each token. Differences of sums from the beginning of the tile would lose the
-    small decay between neighbours after a large one.
+    The exponents are summed separately from each token on. Differences of sums from the beginning
+    of the tile would be less exact: after a large decay, they would lose the small decay between
+    neighbours.
 
     Args:
       log_decay: float32 ``[..., tile, 1]``.

@@ -19,7 +19,8 @@ B = TypeVar("B", bound=BaseModel)
 _SMALL = 2**15
 # Maximum number of validation errors that are examined to find the best message.
 _MAX_MISTAKES = 100
-# Rules of fields that are accepted only with values that change nothing.
+# What an unsupported field must be: a value that does not change the response. Other values are
+# errors.
 _NO_AUDIO = "as this server does not support audio"
 _UNSUPPORTED = {
     "function_call": "be null, as calls are tool_calls here",

@@ -46,7 +46,7 @@ _MAX_ROWS = 128
 # Outputs of a program instance. `choose_tiling` assumes this number when it chooses the number of
 # parts into which the inputs are split.
 _PART_OUTPUTS = 64
-# Maximum number of these parts.
+# Maximum number of parts into which the inputs are split.
 _MAX_PARTS = 8
 # Minimum number of inputs of a part, and a divisor of the number of inputs of every part.
 _PART_INPUTS = 512
