@@ -50,13 +50,16 @@ def run_openai_agents(
 
     counter = Counter()
 
+    def until_called(context: Any, agent: Any) -> bool:
+        return not counter.num_calls
+
     async def run() -> Any:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any") as client:
             agent = agents.Agent(
                 name="Reporter",
                 instructions="Ask for the weather, then report.",
                 model=agents.OpenAIResponsesModel(model, openai_client=client),
-                tools=[agents.function_tool(counter.weather)],
+                tools=[agents.function_tool(counter.weather, is_enabled=until_called)],
                 output_type=Report,
                 # The library resets the choice to "auto" after the first call.
                 model_settings=agents.ModelSettings(
