@@ -226,7 +226,8 @@ class MaskClock:
     """
 
     # Number of cycles between two measurements with k = 0, and number of cycles of a measurement.
-    _PERIOD, _SAMPLES = 128, 6
+    # The period doubles each time that k = 1 is given up, because measuring it costs time.
+    _PERIOD, _LONGEST_PERIOD, _SAMPLES = 128, 2048, 6
     # Maximum duration of a cycle, relative to k = 0, and the maximum before k = 1 is given up.
     _MOST, _MOST_OF_ONE = 1.05, 1.1
 
@@ -237,7 +238,7 @@ class MaskClock:
         self._most = max(1, max_steps - 1)
         self._now = now
         self._read_at: float | None = None  # time at which the last masked tokens were read
-        self._num_cycles = 0
+        self._num_cycles, self._period = 0, self._PERIOD
         self._plain_seconds = 0.0  # of a cycle with k = 0
         self._samples: list[float] = []
         self._is_rejected = False  # whether k = 1 was given up in this period
@@ -261,7 +262,7 @@ class MaskClock:
 
     def _choose(self, seconds: float) -> None:
         """Choose k after cycles that took `seconds` with the present k."""
-        k, is_due = self._lookahead.num_free_steps, self._num_cycles >= self._PERIOD
+        k, is_due = self._lookahead.num_free_steps, self._num_cycles >= self._period
         if not k:
             self._plain_seconds = seconds
             if is_due or not self._is_rejected:
@@ -269,11 +270,13 @@ class MaskClock:
                 self._set(max(1, self._last))
                 return
         elif is_due:
-            self._is_rejected = False
+            self._is_rejected, self._period = False, self._PERIOD
             self._set(0)
             return
         elif seconds > self._plain_seconds * (self._MOST if k > 1 else self._MOST_OF_ONE):
-            self._is_rejected = k == 1
+            if k == 1:
+                self._is_rejected = True
+                self._period = min(2 * self._period, self._LONGEST_PERIOD)
             self._set(k - 1)
             return
         # A further step takes less than 1 / (k + 1) of a cycle: it has fewer rows.
