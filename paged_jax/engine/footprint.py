@@ -370,7 +370,7 @@ def block_bytes(
     for group in config.layer_groups if groups is None else groups:
         if group.kv is not None:
             rows = len(group.layers) * group.kv.num_kv_heads * block_size
-            for size in (group.kv.head_dim, group.kv.value_dim):
+            for size in filter(None, (group.kv.head_dim, group.kv.value_dim)):
                 total += rows * (padded_head_dim(size, platform) * itemsize + scale)
     return total
 
@@ -432,6 +432,8 @@ def _layer_features(layer: LlamaConfig) -> int:
     """Return the number of activations of a token in the larger part of a layer."""
     per_expert = 3 * (layer.moe_intermediate_size + layer.hidden_size)
     mlp = 3 * layer.dense_intermediate_size + layer.num_experts_per_tok * per_expert
+    if layer.latent is not None:
+        return max(mlp, 4 * layer.latent.num_features(layer.num_attention_heads))
     return max(mlp, 4 * layer.qkv_features)
 
 

@@ -19,6 +19,7 @@ from paged_jax.models.layer_groups import (
     SLIDING,
     SPARSE,
     KVShape,
+    LatentSizes,
     LayerGroup,
     StateShape,
     check_layer_types,
@@ -74,6 +75,7 @@ class LlamaConfig:
       attention_gate: whether the output of each query head is multiplied by the sigmoid of a gate,
         which is projected together with the query.
       query_scale: factor of queries that depends on their position, or None.
+      latent: sizes of latent attention, or None. `head_dim` is then the part that rotates.
       qk_norm_scope: ``"head"`` normalises each head separately, ``"projection"`` all heads of a
         token together.
       norm_placement: ``"pre"``: norms before attention and the MLP; ``"sandwich"``: before and
@@ -154,6 +156,7 @@ class LlamaConfig:
     value_norm: bool = False
     attention_k_eq_v: bool = False
     attention_gate: bool = False
+    latent: LatentSizes | None = None
     query_scale: QueryScale | None = None
     norm_placement: str = "pre"
     norm_type: str = "rms"
@@ -287,6 +290,8 @@ class LlamaConfig:
         local = KVShape(K, D, D)
         D = self.global_head_dim or D
         whole = KVShape(self.num_global_key_value_heads or K, D, D)
+        if self.latent is not None:
+            local = whole = self.latent.kv_shape
         return tuple({FULL: whole, SLIDING: local}.get(kind) for kind in self._layer_kinds)
 
     @functools.cached_property
@@ -340,7 +345,7 @@ class LlamaConfig:
             "o_bias": self.o_bias and kv is not None,
         }
         changes |= {"sliding_window": window, "global_head_dim": 0, "num_global_key_value_heads": 0}
-        if kv is not None:
+        if kv is not None and self.latent is None:
             changes |= {"num_key_value_heads": kv.num_kv_heads, "head_dim": kv.head_dim}
         if mlp_kind != SPARSE:
             changes |= dict.fromkeys(_EXPERT_FIELDS, 0)
@@ -366,9 +371,10 @@ class LlamaConfig:
         scaling = self.rope_scaling
         is_proportional = scaling is not None and scaling.rope_type == "proportional"
         factor = 1.0 if is_local and is_proportional else self.partial_rotary_factor
+        head_dim = kv.head_dim if self.latent is None else self.head_dim
         return Rope(
-            head_dim=kv.head_dim,
-            rotary_dim=int(kv.head_dim * factor),
+            head_dim=head_dim,
+            rotary_dim=int(head_dim * factor),
             theta=self.rope_theta if local_theta is None else local_theta,
             scaling=None if is_local else scaling,
             max_position_embeddings=self.max_position_embeddings,
@@ -406,6 +412,12 @@ class LlamaConfig:
     def num_kv_rows(self) -> int:
         """Number of rows of a KV head in the fused projection: its key and its value."""
         return 1 if self.attention_k_eq_v else 2
+
+    @property
+    def value_features(self) -> int:
+        """Number of inputs of the output projection of attention."""
+        per_head = self.head_dim if self.latent is None else self.latent.v_head_dim
+        return self.num_attention_heads * per_head
 
     @property
     def qkv_features(self) -> int:

@@ -55,6 +55,9 @@ def check_sizes(config: Any) -> None:
             raise ValueError(
                 f"LlamaConfig: {name} must be even and at most {_MAX_HEAD_DIM}, got {size}."
             )
+    if config.latent is not None:
+        heads = config.num_attention_heads, config.num_key_value_heads
+        config.latent.check(config.head_dim, *heads)
     for field in _FACTORS:
         value = getattr(config, field)
         if value is None and field in _OPTIONAL:

@@ -1,7 +1,8 @@
 """Read and write the fields of a `LlamaConfig` as a Hugging Face ``config.json``.
 
 An entry that changes the computation is either read, or rejected with an error that names it.
-Entries about rotary embeddings are in `rope_json`, and entries about experts in `experts_json`.
+Entries about rotary embeddings and latent attention are in `rope_json`, and entries about experts
+in `experts_json`.
 """
 
 import math
@@ -11,7 +12,7 @@ from typing import Any
 
 from paged_jax.arguments import check_positive, is_int
 from paged_jax.models.experts_json import check_neutral, read_experts, write_experts
-from paged_jax.models.families import FAMILIES, PARTS
+from paged_jax.models.families import ALIASES, FAMILIES, PARTS
 from paged_jax.models.family import Family, InnerTextModel, UnsupportedConfigError
 from paged_jax.models.layer_groups import FULL, RECURRENT, SLIDING, SPARSE, check_num_layers
 from paged_jax.models.mixers_json import (
@@ -23,7 +24,14 @@ from paged_jax.models.mixers_json import (
 )
 from paged_jax.models.model_folder import read_boolean, read_entry, read_integer, read_number
 from paged_jax.models.quantisation import QUANTISATION_KEYS, find_quantisation
-from paged_jax.models.rope_json import longest_sequence, read_rope, read_rope_layers, write_rope
+from paged_jax.models.rope_json import (
+    longest_sequence,
+    read_latent,
+    read_rope,
+    read_rope_layers,
+    write_latent,
+    write_rope,
+)
 
 # Keys that change the computation, with the value that has no effect. Any other value is rejected,
 # unless the family reads the key.
@@ -45,6 +53,16 @@ _NEUTRAL: Mapping[str, Any] = {
     "logits_scaling": 1,
     "logit_scale": 1,
 }
+
+# Beginnings of the names of models with sparse attention, in lower case.
+_WITH_INDEXER = (
+    "deepseek_v32",
+    "deepseekv32",
+    "deepseek_v4",
+    "deepseekv4",
+    "glm_moe_dsa",
+    "glmmoedsa",
+)
 
 # Fields of `LlamaConfig` that `write_fields` copies.
 _SAME_NAMES = (
@@ -106,6 +124,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         ),
         **_read_switches(config, family),
         **_read_global_heads(config, family, layer_types),
+        **read_latent(config, family),
     } | _read_mlps(config, family, num_hidden_layers)
 
 
@@ -141,12 +160,15 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         family.key("hidden_act"): fields["hidden_act"],
         family.key("rms_norm_eps"): fields["rms_norm_eps"],
         **write_rope(fields, family),
+        **write_latent(fields, family),
         "attention_dropout": 0.0,
         "eos_token_id": eos_token_ids[0] if len(eos_token_ids) == 1 else [*eos_token_ids] or None,
         # Written because the family's default belongs to another vocabulary.
         "pad_token_id": None,
         "torch_dtype": fields["dtype"],
     }
+    if family.has_latent:
+        del written["head_dim"]  # classes of transformers give it different meanings
     if family.biases:
         written["attention_bias"] = all(fields[field] for field in family.biases)
     written |= {cap: fields[cap] for cap in family.caps}
@@ -211,9 +233,11 @@ def _base_architecture(architecture: str) -> str:
 
 
 def _unsupported(kind: str, name: str) -> UnsupportedConfigError:
+    has_indexer = name.lower().startswith(_WITH_INDEXER)
+    reason = ": its sparse attention chooses tokens by an indexer" if has_indexer else ""
     return UnsupportedConfigError(
-        f"LlamaConfig: {kind} {name!r} is not supported. See docs/families.md for the models that "
-        "are."
+        f"LlamaConfig: {kind} {name!r} is not supported{reason}. See docs/families.md for the "
+        "models that are."
     )
 
 
@@ -235,6 +259,7 @@ def _model_type(config: Mapping[str, Any]) -> str:
         raise ValueError("LlamaConfig: model_type is missing.")
     if not isinstance(model_type, str):
         raise ValueError(f"LlamaConfig: model_type must be a name, got {model_type!r}.")
+    model_type = ALIASES.get(model_type, model_type)
     if model_type not in FAMILIES:
         raise _unsupported("model_type", model_type)
     if any(by_architecture[architecture] != model_type for architecture in architectures):

@@ -70,7 +70,7 @@ def read_experts(config: Mapping[str, Any], family: Family, num_layers: int) -> 
     if family.shared_experts is not None:
         count = read_integer(config, family.shared_experts, 0)
         fields["shared_expert_intermediate_size"] = count * fields["moe_intermediate_size"]
-    options = {name: _read(config, name, key) for name, key in family.router_keys.items()}
+    options = {name: _read(config, name, key) for name, key in _router_keys(config, family)}
     return fields | {
         "router": dataclasses.replace(family.router, **options),
         "mlp_layer_types": _read_layer_types(config, family, num_layers),
@@ -97,6 +97,9 @@ def write_experts(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     router: Router = fields["router"]
     written = {family.key(name): fields[name] for name in (*_SIZES, *family.experts)}
     written |= {key: getattr(router, name) for name, key in family.router_keys.items()}
+    if family.groups_switch is not None:
+        key, value = family.groups_switch
+        written[key] = value if router.num_groups > 1 else "greedy"
     written |= {} if switch is None else {switch: True}
     if family.shared_experts is not None:
         size = fields["moe_intermediate_size"]
@@ -104,10 +107,26 @@ def write_experts(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     kinds = fields["mlp_layer_types"] or (SPARSE,) * fields["num_hidden_layers"]
     if family.dense_layers == "first":
         written[family.key("first_k_dense_replace")] = [*kinds, SPARSE].index(SPARSE)
+        written["mlp_layer_types"] = list(kinds)  # some classes of transformers read this only
     if family.dense_layers == "listed":
         written["decoder_sparse_step"] = 1
         written["mlp_only_layers"] = [i for i, kind in enumerate(kinds) if kind == DENSE]
     return written
+
+
+def _router_keys(config: Mapping[str, Any], family: Family) -> list[tuple[str, str]]:
+    """Return the fields of the router to read, with their keys."""
+    keys = list(family.router_keys.items())
+    if family.groups_switch is None:
+        return keys
+    key, value = family.groups_switch
+    method = config.get(key) or "greedy"
+    if method not in ("greedy", value):
+        raise UnsupportedConfigError(
+            f"LlamaConfig: {key} = {method!r} is not supported for {family.architecture}, only "
+            f"'greedy' and {value!r}."
+        )
+    return [pair for pair in keys if method == value or "groups" not in pair[0]]
 
 
 def check_neutral(config: Mapping[str, Any], family: Family, neutral: Mapping[str, Any]) -> None:

@@ -413,6 +413,9 @@ FAMILIES: dict[str, Family] = {
     **RECURRENT_FAMILIES,
 }
 
+# Names of families in files of models that have no family of their own.
+ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+
 # Models with images, by `model_type`.
 PARTS: Mapping[str, InnerTextModel] = {
     "gemma3": InnerTextModel("Gemma3ForConditionalGeneration", has_cap=False),

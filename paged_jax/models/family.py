@@ -194,6 +194,7 @@ class Family:
         ``"rope_parameters"``: there, as `llama_4_scaling_beta`.
       global_heads: whether layers without a sliding window may have another head dimension and
         number of KV heads.
+      has_latent: whether attention is latent, see `LatentSizes`.
       partial_rope: whether a config may rotate only a part of each head.
       rope_interleaved: whether the two elements of a rotated pair are neighbours.
       biases: fields of `LlamaConfig` that `attention_bias` sets.
@@ -203,6 +204,8 @@ class Family:
       experts_switch: key in ``config.json`` that tells whether the model has experts, or None.
       router: how experts are chosen and weighted.
       router_keys: key in ``config.json`` of each field of `Router` that it has.
+      groups_switch: key in ``config.json``, and its value with which experts have groups; None if
+        they always have.
       shared_experts: key in ``config.json`` of the number of experts for all tokens, which are one
         MLP; None if it has their size.
       dense_layers: which layers have a dense MLP instead of experts. ``"none"``; ``"first"``: the
@@ -237,6 +240,7 @@ class Family:
     local_rope: bool = False
     query_scale: str = "none"
     global_heads: bool = False
+    has_latent: bool = False
     partial_rope: bool = False
     rope_interleaved: bool = False
     biases: tuple[str, ...] = ()
@@ -245,6 +249,7 @@ class Family:
     experts_switch: str | None = None
     router: Router = SOFTMAX_ROUTER
     router_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    groups_switch: tuple[str, str] | None = None
     shared_experts: str | None = None
     dense_layers: str = "none"
     is_mxfp4: bool = False

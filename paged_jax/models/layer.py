@@ -19,11 +19,14 @@ from paged_jax.models.layer_attention import (
     Carry,
     Heads,
     Projection,
+    latent_heads,
+    matrix_shapes,
     norm_all_heads,
     scale_queries,
     split_gate,
+    values_of_heads,
 )
-from paged_jax.models.layer_groups import NOTHING
+from paged_jax.models.layer_groups import NOTHING, LatentSizes
 from paged_jax.models.matrices import add_matrix, get_matrix
 from paged_jax.models.matrix_formats import MatrixFormats
 from paged_jax.models.mixer_sizes import Mixer
@@ -64,6 +67,7 @@ class Layer(nnx.Module):
         qkv_proj              [K, G + 2, D, E]   for each KV head its queries, key and value; with
                                                  output gates 2 G + 2: each query, and its gate
         o_proj                [E, H * D]         H = K * G, in the same order
+        latent_proj, q_proj, kv_b_proj           instead of qkv_proj, see `layer_attention`
         gate_up_proj          [2, F, E]          gate, up; of the shared expert if there are experts
         down_proj             [E, F]
         router                [X, E]             router_bias           [X]
@@ -127,8 +131,11 @@ class Layer(nnx.Module):
         H, K = config.num_attention_heads, config.num_key_value_heads
         query_rows = H // K * (2 if config.attention_gate else 1)
         qkv_heads = (K, query_rows + config.num_kv_rows, D)
-        add("qkv_proj", *qkv_heads, E)
-        add("o_proj", E, H * D, deviation=residual_deviation)
+        if config.latent is None:
+            add("qkv_proj", *qkv_heads, E)
+        else:
+            self._add_latent(config.latent, add, dtype)
+        add("o_proj", E, config.value_features, deviation=residual_deviation)
         if config.attention_sinks:
             self.sinks = nnx.Param(jnp.zeros(H, dtype))
         if config.qkv_bias:
@@ -140,6 +147,14 @@ class Layer(nnx.Module):
             q_shape, k_shape = ((K, H // K, D), (K, D)) if is_whole else ((D,), (D,))
             self.q_norm = nnx.Param(initial_norm_weight(config, q_shape, dtype))
             self.k_norm = nnx.Param(initial_norm_weight(config, k_shape, dtype))
+
+    def _add_latent(self, latent: LatentSizes, add: Callable[..., None], dtype: DTypeLike) -> None:
+        sizes = matrix_shapes(latent, self.config.num_attention_heads, self.config.hidden_size)
+        for name, shape in sizes.items():
+            add(name, *shape)
+        if latent.q_lora_rank:
+            self.q_a_norm = nnx.Param(jnp.ones(latent.q_lora_rank, dtype))
+        self.kv_a_norm = nnx.Param(jnp.ones(latent.kv_lora_rank, dtype))
 
     def _add_mixer(
         self, mixer: Mixer, add: Callable[..., None], residual_deviation: float, vector: Any
@@ -217,9 +232,11 @@ class Layer(nnx.Module):
             out, carry = attend(index, mixed.recurrence, carry)
             out = linear(mixed.finish(out), weight("mixer_out_proj"), backend=backend)
         elif self.config.kv_shapes[0] is not None:
-            qkv = linear(normed, weight("qkv_proj"), backend=backend)
-            heads, gate = self._attention_input(qkv, cos, sin, query_scale)
+            rotation = cos, sin, query_scale
+            heads, gate = self._project(normed, weight, rotation, backend)
             out, carry = attend(index, heads, carry)
+            if self.config.latent is not None:
+                out = values_of_heads(self.config.latent, out, weight("kv_b_proj"), backend)
             out = out if gate is None else out * jax.nn.sigmoid(gate)
             out = linear(out.reshape(*x.shape[:-1], -1), weight("o_proj"), backend=backend)
         if self.config.norm_placement == "parallel":
@@ -360,6 +377,22 @@ class Layer(nnx.Module):
 
     def _all_reduce(self, out: jax.Array) -> jax.Array:
         return out if self.shard is None else self.shard.all_reduce_sum(out)
+
+    def _project(
+        self,
+        x: jax.Array,
+        weight: Callable[[str], Weight],
+        rotation: tuple[jax.Array, jax.Array, jax.Array | None],
+        backend: str | None,
+    ) -> tuple[Projection | Heads, jax.Array | None]:
+        """Project the normalised input to heads and gates, see `_attention_input`."""
+        if self.config.latent is not None:
+            norms = self._vector("q_a_norm"), self.kv_a_norm[...]
+            scale = self.config.attention_multiplier
+            heads = latent_heads(self.config.latent, x, weight, norms, rotation, scale, backend)
+            return heads, None
+        qkv = linear(x, weight("qkv_proj"), backend=backend)
+        return self._attention_input(qkv, *rotation)
 
     def _attention_input(
         self, qkv: jax.Array, cos: jax.Array, sin: jax.Array, query_scale: jax.Array | None

@@ -3,6 +3,21 @@
 A layer passes its inputs to a function of the type `Attend`. Attention layers pass queries, keys
 and values, as `Projection` or `Heads`, and the function decides what they attend to. Recurrent
 layers pass a `Recurrence`, and the function decides where the states come from and where they go.
+
+In latent attention (DeepSeek-V2, section 2.1), keys and values of all heads are projections of a
+latent vector c of R elements. Keys have another part of a few rotated elements, which all heads
+share. With matrices A (keys) and B (values) of each head::
+
+    key of a head    [ A c | rotated ]          value of a head    B c
+
+The matrices are moved to the other side of the attention, so that keys and values of heads are
+never computed. All heads then attend to the same vectors ``[ c | rotated ]``, as in multi-query
+attention, and the first R elements of a vector are also its value::
+
+    query . key   =  (A^T query) . c  +  rotated query . rotated
+    sum of p B c  =  B (sum of p c)
+
+A cache of DeepSeek V3 keeps 576 elements per token and layer, instead of 40,960.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,11 +25,17 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from paged_jax.formatting import short_repr
-from paged_jax.kernels.norm_rope import mean_square, scale_by, split_and_rotate
-from paged_jax.models.layer_groups import StateShape
+from paged_jax.kernels.linear import Weight, grouped_linear, linear
+from paged_jax.kernels.norm_rope import mean_square, rms_norm, rotate, scale_by, split_and_rotate
+from paged_jax.kernels.weight_formats import dequantise
+from paged_jax.models.layer_groups import LatentSizes, StateShape
+
+# Constant in the norms of latent vectors. It does not depend on `rms_norm_eps` of the model.
+NORM_EPS = 1e-6
 
 
 class Projection(NamedTuple):
@@ -245,3 +266,120 @@ def scale_queries(qkv: jax.Array, scale: jax.Array) -> jax.Array:
     """Multiply the queries of a projection ``[..., K, G + 2, D]`` by factors ``[...]``."""
     is_query = jnp.arange(qkv.shape[-2])[:, None] < qkv.shape[-2] - 2
     return qkv * jnp.where(is_query, scale[..., None, None, None], 1)
+
+
+def matrix_shapes(latent: LatentSizes, num_heads: int, hidden_size: int) -> dict[str, tuple]:
+    """Return the shapes of the matrices of latent attention, without the output projection.
+
+    - ``latent_proj``: the latent vector of queries (if they have one), c, and the rotated part of
+      keys, from the hidden state.
+    - ``q_proj``: queries of each head, from the latent vector of queries or from the hidden state.
+    - ``kv_b_proj``: A and B of each head, from c.
+
+    Args:
+      latent: sizes of latent vectors and heads.
+      num_heads: number of query heads (H).
+      hidden_size: width of the residual stream (E).
+    """
+    return {
+        "latent_proj": (latent.q_lora_rank + latent.kv_shape.head_dim, hidden_size),
+        "q_proj": (num_heads, latent.query_dim, latent.q_lora_rank or hidden_size),
+        "kv_b_proj": (
+            num_heads,
+            latent.qk_nope_head_dim + latent.v_head_dim,
+            latent.kv_lora_rank,
+        ),
+    }
+
+
+def latent_heads(
+    latent: LatentSizes,
+    x: jax.Array,
+    weight: Callable[[str], Weight],
+    norms: tuple[jax.Array | None, jax.Array],
+    rotation: tuple[jax.Array, jax.Array, jax.Array | None],
+    sm_scale: float | None,
+    backend: str | None,
+) -> Heads:
+    """Return queries of all heads and the vectors that a cache keeps, ready for attention.
+
+    Args:
+      latent: sizes of latent vectors and heads.
+      x: float32 ``[..., E]``, the normalised hidden states.
+      weight: returns a matrix of `matrix_shapes`.
+      norms: weights of the norms of the latent vectors of queries (or None) and of keys.
+      rotation: float32 cosines and sines ``[..., rotated / 2]`` of the rotation angles, and factors
+        ``[...]`` of queries or None.
+      sm_scale: factor of the attention scores; None for the default of the sizes.
+      backend: backend of the matrix multiplications, see `linear`.
+    """
+    cos, sin, query_scale = rotation
+    q_rank, R, nope = latent.q_lora_rank, latent.kv_lora_rank, latent.qk_nope_head_dim
+    projected = linear(x, weight("latent_proj"), backend=backend)
+    of_queries, c, rotated = jnp.split(projected, [q_rank, q_rank + R], axis=-1)
+    q_norm, c_norm = norms
+    if q_norm is not None:
+        x = rms_norm(of_queries, q_norm, NORM_EPS)
+    q = linear(x, weight("q_proj"), backend=backend)
+    q = q if query_scale is None else q * query_scale[..., None, None]
+    c = rms_norm(c, c_norm, NORM_EPS)[..., None, :]
+    folded = _fold_keys(q[..., :nope], weight("kv_b_proj"))
+    return Heads(
+        q=jnp.concatenate([folded, rotate(q[..., nope:], cos, sin)], axis=-1),
+        k=jnp.concatenate([c, rotate(rotated[..., None, :], cos, sin)], axis=-1),
+        v=None,
+        sm_scale=sm_scale or latent.query_dim**-0.5,
+        value_dim=R,
+    )
+
+
+def _fold_keys(q: jax.Array, w: Weight) -> jax.Array:
+    """Multiply queries by the transposed matrices of keys: ``[..., H, nope]`` to ``[..., H, R]``.
+
+    The matrices of keys and values are multiplied by queries padded with zeros, because a slice
+    with the matrices of keys would be a copy.
+    """
+    values = w.values
+    if w.scales is not None:
+        values = dequantise(lax.stop_gradient(w.arrays), w.format.code)
+    padding = values.shape[1] - q.shape[-1]
+    q = jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, padding)])
+
+    def multiply(q: jax.Array, values: jax.Array) -> jax.Array:
+        precision = "highest" if values.dtype == jnp.float32 else None
+        return jnp.einsum(
+            "...hd,hdr->...hr",
+            q.astype(values.dtype),
+            values,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+
+    def multiply_floats(q: jax.Array, values: jax.Array) -> jax.Array:
+        return multiply(q, values.astype(jnp.float32))
+
+    # Half precision is slow on CPUs.
+    return lax.platform_dependent(q, values, cpu=multiply_floats, default=multiply)
+
+
+def values_of_heads(
+    latent: LatentSizes, out: jax.Array, w: Weight, backend: str | None
+) -> jax.Array:
+    """Multiply weighted sums of latent vectors by the matrices of values.
+
+    Args:
+      latent: sizes of latent vectors and heads.
+      out: floating point ``[..., H, R]``.
+      w: ``kv_b_proj``, see `matrix_shapes`.
+      backend: backend of the matrix multiplications, see `linear`.
+
+    Returns:
+      float32 ``[..., H, v_head_dim]``.
+    """
+    *rows, H, R = out.shape
+    by_head = jnp.moveaxis(out.reshape(-1, H, R), 1, 0)
+    num_rows = by_head.shape[1]
+    sizes = jnp.full(H, num_rows, jnp.int32)
+    projected = grouped_linear(by_head.reshape(-1, R), w, sizes, backend=backend)
+    projected = projected.reshape(H, num_rows, -1)[..., latent.qk_nope_head_dim :]
+    return jnp.moveaxis(projected, 0, 1).reshape(*rows, H, -1)

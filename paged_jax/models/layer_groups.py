@@ -34,12 +34,62 @@ class KVShape(NamedTuple):
     Attributes:
       num_kv_heads: number of KV heads (K).
       head_dim: elements of a key (D).
-      value_dim: elements of a value.
+      value_dim: elements of a value; 0 if the values are a part of the keys, which are kept once.
     """
 
     num_kv_heads: int
     head_dim: int
     value_dim: int
+
+
+class LatentSizes(NamedTuple):
+    """Sizes of latent attention, see `layer_attention`, with the names of ``config.json``.
+
+    Attributes:
+      q_lora_rank: elements of the latent vector of queries; 0 if there is none.
+      kv_lora_rank: elements of the latent vector of keys and values.
+      qk_nope_head_dim: elements of a head's queries and keys that do not rotate.
+      qk_rope_head_dim: elements that rotate.
+      v_head_dim: elements of a head's values.
+    """
+
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a head's query."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """Shape of the vectors that a layer keeps: all heads share them."""
+        return KVShape(1, self.kv_lora_rank + self.qk_rope_head_dim, 0)
+
+    def num_features(self, num_heads: int) -> int:
+        """Return the number of activations of a token in attention, for memory estimates."""
+        kept = self.kv_lora_rank + self.qk_rope_head_dim
+        return num_heads * (self.query_dim + kept + self.kv_lora_rank) + self.q_lora_rank + kept
+
+    def check(self, head_dim: int, num_heads: int, num_kv_heads: int) -> None:
+        """Check the sizes, and the fields of a `LlamaConfig` that describe heads.
+
+        Raises:
+          ValueError: a size is out of range, or they do not fit together.
+        """
+        sizes = self._asdict()
+        q_lora_rank = sizes.pop("q_lora_rank")
+        check_positive("LlamaConfig", **sizes)
+        if q_lora_rank < 0:
+            raise ValueError(f"LlamaConfig: q_lora_rank must be 0 or more, got {q_lora_rank}.")
+        if head_dim != self.qk_rope_head_dim or num_heads != num_kv_heads:
+            raise ValueError(
+                "LlamaConfig: head_dim must be qk_rope_head_dim, and num_key_value_heads must be "
+                f"num_attention_heads with latent attention, got {head_dim} and {num_kv_heads}."
+            )
 
 
 class StateShape(NamedTuple):

@@ -28,6 +28,9 @@ _MATRICES = (
     "embed_tokens",
     "lm_head",
     "qkv_proj",
+    "latent_proj",
+    "q_proj",
+    "kv_b_proj",
     "o_proj",
     "gate_up_proj",
     "down_proj",
@@ -90,6 +93,8 @@ class MatrixFormats:
         others = {f"layers.{name}": floats for name in _SMALL} if config.num_experts else {}
         if config.mixer is not None:
             others |= {f"layers.{name}": floats for name in _SMALL_OF_MIXERS}
+        if config.latent is not None:
+            others["layers.kv_b_proj"] = floats
         for layer in set(config.layer_configs):
             for name, num_inputs in _num_inputs(layer).items():
                 if not fits(format, num_inputs):
@@ -195,9 +200,13 @@ def _num_inputs(config: LlamaConfig) -> dict[str, int]:
         "gate_up_proj": config.hidden_size,
         "down_proj": config.dense_intermediate_size,
     }
-    if config.mixer is None:
+    if config.latent is not None:
+        inputs["latent_proj"] = config.hidden_size
+        inputs["q_proj"] = config.latent.q_lora_rank or config.hidden_size
+        inputs["o_proj"] = config.value_features
+    elif config.mixer is None:
         inputs["qkv_proj"] = config.hidden_size
-        inputs["o_proj"] = config.num_attention_heads * config.head_dim
+        inputs["o_proj"] = config.value_features
     else:
         shapes = config.mixer.shapes(config.hidden_size)
         inputs |= {name: shapes[name][-1] for name in ("mixer_in_proj", "mixer_out_proj")}

@@ -427,7 +427,7 @@ def create_cache(
         block_size=block_size,
         max_tokens=max_tokens,
     )
-    width = num_blocks_needed(max_length, block_size)
+    width, where = num_blocks_needed(max_length, block_size), platform or jax.default_backend()
     groups: list[CacheGroup] = []
     for window, layers, kv, _ in config.layer_groups:
         assert kv is not None
@@ -444,7 +444,8 @@ def create_cache(
                 num_blocks=num_blocks,
                 num_kv_heads=kv.num_kv_heads,
                 block_size=block_size,
-                head_dim=padded_head_dim(kv.head_dim, platform or jax.default_backend()),
+                head_dim=padded_head_dim(kv.head_dim, where),
+                value_dim=padded_head_dim(kv.value_dim, where),
                 num_slots=num_slots,
                 max_blocks_per_slot=width,
                 dtype=dtype,

@@ -1,4 +1,4 @@
-"""Read and write the entries about rotary embeddings of a Hugging Face ``config.json``."""
+"""Read and write the entries of a ``config.json`` about rotary embeddings and latent attention."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,8 @@ from typing import Any
 
 from paged_jax.arguments import is_int, is_real
 from paged_jax.models.family import Family, UnsupportedConfigError
-from paged_jax.models.layer_groups import ATTENTION_TYPES, FULL, SLIDING
+from paged_jax.models.layer_groups import ATTENTION_TYPES, FULL, SLIDING, LatentSizes
+from paged_jax.models.model_folder import read_boolean, read_integer
 from paged_jax.models.rope import SCALING_FIELDS, QueryScale, RopeScaling
 
 
@@ -33,7 +34,8 @@ def read_rope(
     if _is_nested(rope):
         rope, local = _split_by_layer_type(rope, family)
     merged = {**config, **{key: value for key, value in rope.items() if value is not None}}
-    partial_factor = _partial_factor(merged, family)
+    # In latent attention, a head has a part of its own that rotates.
+    partial_factor = 1.0 if family.has_latent else _partial_factor(merged, family)
     theta, scaling = _number(merged, "rope_theta", 10000.0), _read_scaling(rope, config)
     rope_of_others = theta, scaling, partial_factor
     return {
@@ -59,10 +61,14 @@ def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if family.rope_layers == "none":
         return {}
     rope_scaling: RopeScaling | None = fields["rope_scaling"]
+    scaling: dict[str, Any] | None
     scaling = None if rope_scaling is None else write_scaling(rope_scaling)
     # null would select the family's default scaling
     if scaling is None and "rope_parameters" in family.defaults:
         scaling = {"rope_type": "default"}
+    if scaling is not None and rope_scaling is not None:
+        if mscale := _mscale_all_dim(fields, rope_scaling.factor):
+            scaling["mscale_all_dim"] = mscale
     theta, local_theta = fields["rope_theta"], fields["rope_local_base_freq"]
     written: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
     partial = {"partial_rotary_factor": fields["partial_rotary_factor"]}
@@ -99,6 +105,59 @@ def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
         }
         return {"rope_parameters": parameters}
     return written
+
+
+def read_latent(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the fields of a `LlamaConfig` that describe latent attention.
+
+    Args:
+      config: content of the file, with the family's defaults.
+      family: family of the model.
+
+    Raises:
+      ValueError: a size is missing or has the wrong type.
+    """
+    if not family.has_latent:
+        return {}
+    sizes = {name: read_integer(config, name) for name in LatentSizes._fields[1:]}
+    latent = LatentSizes(read_integer(config, "q_lora_rank", None) or 0, **sizes)
+    rope, fields = _choose_object(config, family), {}
+    scaling = _read_scaling(rope, config)
+    if scaling is not None and rope.get("mscale_all_dim"):
+        # A correction of the scores for longer contexts. `attention_factor` is another one.
+        scale = _yarn_scale(scaling.factor, _required_number(rope, "mscale_all_dim"))
+        fields["attention_multiplier"] = latent.query_dim**-0.5 * scale**2
+    # All heads share one vector. Files repeat the number of heads in `num_key_value_heads`.
+    heads = read_integer(config, "num_attention_heads")
+    fields |= {"num_key_value_heads": heads, "head_dim": latent.qk_rope_head_dim}
+    return fields | {"latent": latent}
+
+
+def write_latent(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the entries of a ``config.json`` that `read_latent` and transformers can read.
+
+    Fields that the family cannot express are left out.
+
+    Args:
+      fields: all fields of a `LlamaConfig` by name.
+      family: family of the model.
+    """
+    latent: LatentSizes | None = fields["latent"]
+    if not family.has_latent or latent is None:
+        return {}
+    written = {**latent._asdict(), "rope_interleave": fields["rope_interleaved"]}
+    return written | {"q_lora_rank": latent.q_lora_rank or None}
+
+
+def _mscale_all_dim(fields: Mapping[str, Any], factor: float) -> float:
+    """Return the entry ``mscale_all_dim`` for the factor of the scores; 0 for no correction."""
+    latent: LatentSizes | None = fields["latent"]
+    multiplier = fields["attention_multiplier"]
+    if latent is None or multiplier is None or factor <= 1:
+        return 0.0
+    scale = math.sqrt(multiplier * latent.query_dim**0.5)
+    # 12 digits keep every number that a person wrote, and hide rounding errors.
+    return float(f"{(scale - 1) / (0.1 * math.log(factor)):.12g}")
 
 
 def _read_query_scale(
@@ -354,6 +413,8 @@ def _partial_factor(config: Mapping[str, Any], family: Family) -> float:
 
 
 def _is_interleaved(config: Mapping[str, Any], family: Family) -> bool:
+    if family.has_latent:
+        return read_boolean(config, "rope_interleave", family.rope_interleaved)
     given = config.get("rope_interleaved")
     if given is not None and given != family.rope_interleaved:
         raise UnsupportedConfigError(

@@ -34,6 +34,8 @@ AXIS = "tp"
 _DIVIDED = {
     "qkv_proj": 4,
     "qkv_bias": 3,
+    "q_proj": 3,
+    "kv_b_proj": 3,
     "q_norm": 3,
     "k_norm": 2,
     "o_proj": 1,

@@ -8,7 +8,7 @@ import pytest
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.families import FAMILIES
 from paged_jax.models.family import UnsupportedConfigError
-from paged_jax.models.layer_groups import KVShape
+from paged_jax.models.layer_groups import KVShape, LatentSizes
 from paged_jax.models.rope import RopeScaling
 
 _SIZES = {
@@ -29,6 +29,9 @@ _REQUIRED = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_state": 8},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    # With the default, all layers are dense, and the experts belong to no layer.
+    "deepseek_v3": {"first_k_dense_replace": 1},
 }
 
 
@@ -459,3 +462,40 @@ def test_from_file_explains_invalid_json(tmp_path, text, message) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         LlamaConfig.from_file(tmp_path)
+
+
+def test_from_dict_reads_latent_attention() -> None:
+    """The scores of DeepSeek V3 have a factor for its long contexts; pairs are neighbours."""
+    yarn = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
+    file = _of_family("deepseek_v3") | {"rope_scaling": yarn | {"beta_fast": 32, "beta_slow": 1}}
+    config = LlamaConfig.from_dict(file)
+    assert config.latent == LatentSizes(1536, 512, 128, 64, 128)
+    assert config.head_dim == 64 and config.rope_interleaved
+    assert config.attention_multiplier == pytest.approx(192**-0.5 * 1.8739, rel=1e-4)
+    assert config.rope_scaling is not None and config.rope_scaling.attention_factor == 1
+    [group] = config.layer_groups
+    assert group.kv == KVShape(num_kv_heads=1, head_dim=576, value_dim=0)
+    assert LlamaConfig.from_dict(file | {"model_type": "kimi_k2"}) == config
+    without = LlamaConfig.from_dict(file | {"rope_interleave": False, "q_lora_rank": None})
+    assert not without.rope_interleaved and without.latent == LatentSizes(0, 512, 128, 64, 128)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "deepseek_v4", "glm_moe_dsa"])
+def test_from_dict_refuses_sparse_attention(model_type) -> None:
+    message = f"model_type '{model_type}' is not supported: its sparse attention"
+    with pytest.raises(UnsupportedConfigError, match=message):
+        LlamaConfig.from_dict(_of_family(model_type))
+    with pytest.raises(UnsupportedConfigError, match="its sparse attention"):
+        LlamaConfig.from_dict({"architectures": ["DeepseekV32ForCausalLM"]})
+
+
+def test_latent_attention_checks_its_sizes() -> None:
+    config = LlamaConfig.from_dict(_of_family("deepseek_v3"))
+    for changes, message in (
+        ({"latent": config.latent._replace(kv_lora_rank=0)}, "kv_lora_rank must be"),
+        ({"latent": config.latent._replace(q_lora_rank=-1)}, "q_lora_rank must be 0 or more"),
+        ({"head_dim": 32}, "head_dim must be qk_rope_head_dim"),
+        ({"num_key_value_heads": 1}, "num_key_value_heads must be num_attention_heads"),
+    ):
+        with pytest.raises(ValueError, match=f"LlamaConfig: .*{message}"):
+            dataclasses.replace(config, **changes)

@@ -47,6 +47,30 @@ class Case:
 
 
 # The first layer is dense. Tokens choose two of three groups of experts.
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.9,
+    },
+}
 _GLM_EXPERTS: dict[str, Any] = {
     "head_dim": 24,
     "first_k_dense_replace": 1,
@@ -200,6 +224,16 @@ CASES = {
             },
         },
     ),
+    "deepseek_v2": Case(
+        "deepseek_v2",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "norm_topk_prob": False,
+        },
+    ),
+    "deepseek_v3": Case("deepseek_v3", {**_LATENT, "num_hidden_layers": 3}),
     "minimax_m2": Case(
         "minimax_m2",
         {"head_dim": 24, "rotary_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2},
@@ -448,6 +482,20 @@ VARIANTS = {
             "attention_bias": False,
         },
     ),
+    "deepseek_v2 without groups, with latent queries": Case(
+        "deepseek_v2",
+        {**_LATENT, "n_group": None, "topk_group": None, "topk_method": "greedy"}
+        | {"norm_topk_prob": False, "rope_parameters": {"rope_type": "default"}},
+    ),
+    "glm4_moe_lite": Case(
+        "glm4_moe_lite",
+        {**_LATENT, "rms_norm_eps": 1e-3, "mlp_layer_types": ["dense", "sparse"]},
+    ),
+    "mistral4": Case(
+        "mistral4",
+        {**_LATENT, "rope_parameters": _LATENT["rope_parameters"] | {"llama_4_scaling_beta": 0.3}},
+    ),
+    "deepseek_v3 with other pairs": Case("deepseek_v3", {**_LATENT, "rope_interleave": False}),
     "glm4 without biases": Case("glm4", {"head_dim": 16, "attention_bias": False}),
     "cohere2 untied, with biases": Case(
         "cohere2",
@@ -483,7 +531,15 @@ def reference(case: Case) -> Any:
     config = transformers().AutoConfig.for_model(
         case.model_type, attn_implementation="eager", **{**_SIZES, **case.changes}
     )
-    return _randomised(transformers().AutoModelForCausalLM.from_config, config)
+    return _randomised(lambda config: _model_class(config)._from_config(config), config)
+
+
+def _model_class(config: Any) -> Any:
+    """Return the class of a config. The automatic class does not know all families."""
+    known = transformers().AutoModelForCausalLM._model_mapping
+    if type(config) in known:
+        return known[type(config)]
+    return getattr(transformers(), type(config).__name__.replace("Config", "ForCausalLM"))
 
 
 def reference_with_images(case: Case) -> Any:
@@ -543,8 +599,8 @@ def embeddings(model: Any, token_ids: np.ndarray) -> np.ndarray:
 
 def load(folder: Path, **options: Any) -> Any:
     """Load a folder with transformers."""
-    auto = transformers().AutoModelForCausalLM
-    return auto.from_pretrained(folder, attn_implementation="eager", **options).eval()
+    kind = _model_class(transformers().AutoConfig.from_pretrained(folder))
+    return kind.from_pretrained(folder, attn_implementation="eager", **options).eval()
 
 
 class InterpretedTriton(Triton):

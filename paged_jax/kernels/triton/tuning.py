@@ -319,7 +319,7 @@ def slice_size(shape: Shape) -> int:
       [4, 32, 24]
     """
     is_tight = is_quantised(shape.pool_dtype) and _lanes(shape) <= 64
-    max_rows = 16 if _is_exact(shape) or is_tight or _lanes(shape) > 256 else 32
+    max_rows = 16 if _is_exact(shape) or is_tight or shape.value_dim else 32
     num_slices = math.ceil(shape.group / max_rows)
     return math.ceil(shape.group / num_slices)
 

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.families import FAMILIES
+from paged_jax.models.layer_groups import LatentSizes
 from paged_jax.models.loading.tensor_boxes import TensorMapping, map_tensor
 from paged_jax.models.mixer_sizes import Mixer
 from paged_jax.models.rope import head_order
@@ -177,7 +178,7 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
         "qkv_bias": _qkv_mappings(config, names, row_order, is_bias=True),
         "q_norm": (map_tensor(names["q_norm"], *q_norm, row_order=row_order),),
         "k_norm": (map_tensor(names["k_norm"], *k_norm, row_order=row_order),),
-        "o_proj": (map_tensor(names["o_proj"], (E, H * D)),),
+        "o_proj": (map_tensor(names["o_proj"], (E, config.value_features)),),
         "gate_up_proj": _gate_up_mappings(config, names, F),
         "down_proj": (map_tensor(names["down_proj"], (E, F)),),
         "sinks": (map_tensor("self_attn.sinks", (H,)),),
@@ -185,6 +186,8 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
     }
     if config.mixer is not None:
         mappings |= _mixer_mappings(config.mixer, E, names)
+    if config.latent is not None:
+        mappings |= _latent_mappings(config, config.latent)
     if config.num_experts:
         mappings |= _expert_mappings(config, experts)
         if experts == "fused" or experts == "family" and "fused_gate_up_proj" in names:
@@ -287,6 +290,36 @@ def _mixer_mappings(
             first += rows
         mappings[name] = tuple(boxes)
     return mappings
+
+
+def _latent_mappings(config: LlamaConfig, latent: LatentSizes) -> dict[str, Mappings]:
+    """Return the mappings of latent attention, see `layer_attention`."""
+    E, H, R = config.hidden_size, config.num_attention_heads, latent.kv_lora_rank
+    q_rank, nope, rope = latent.q_lora_rank, latent.qk_nope_head_dim, latent.qk_rope_head_dim
+    order = head_order(rope, rope, interleaved=config.rope_interleaved)
+    kv = functools.partial(map_tensor, "self_attn.kv_a_proj_with_mqa.weight", (R + rope, E))
+    projections = (
+        kv((R, E), (q_rank, 0)),
+        kv((rope, E), (q_rank + R, 0), first_row=R, row_order=order),
+    )
+    inputs, name, of_queries = E, "q_proj", ()
+    if q_rank:
+        inputs, name = q_rank, "q_b_proj"
+        of_queries = (map_tensor("self_attn.q_a_proj.weight", (q_rank, E)),)
+    query_order = None
+    if order is not None:
+        query_order = (*range(nope), *(nope + index for index in order))
+    size, kv_size = latent.query_dim, nope + latent.v_head_dim
+    return {
+        "latent_proj": of_queries + projections,
+        "q_proj": (
+            map_tensor(f"self_attn.{name}.weight", (H * size, inputs), (H, size, inputs),
+                 row_order=query_order),
+        ),
+        "kv_b_proj": (map_tensor("self_attn.kv_b_proj.weight", (H * kv_size, R), (H, kv_size, R)),),
+        "q_a_norm": (map_tensor("self_attn.q_a_layernorm.weight", (q_rank,)),),
+        "kv_a_norm": (map_tensor("self_attn.kv_a_layernorm.weight", (R,)),),
+    }  # fmt: skip
 
 
 def _expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Mappings]:
