@@ -94,6 +94,26 @@ _GEMMA4: dict[str, Any] = {
     "hidden_size_per_layer_input": 0,
     "final_logit_softcapping": 3.0,
 }
+_DELTA = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+_GRANITE_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_state": 24,
+    "shared_intermediate_size": 56,
+}
+_DELTA_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+}
+
 CASES = {
     "llama": Case("llama", {"head_dim": 24}),
     "mistral": Case("mistral", {"sliding_window": WINDOW}),
@@ -238,40 +258,15 @@ CASES = {
         "minimax_m2",
         {"head_dim": 24, "rotary_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2},
     ),
-}
-
-
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-
-_DELTA = {
-    "head_dim": 16,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 32,
-}
-_GRANITE_MAMBA = {
-    "mamba_n_heads": 8,
-    "mamba_d_state": 24,
-    "shared_intermediate_size": 56,
-}
-_DELTA_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 40,
-    "shared_expert_intermediate_size": 56,
-}
-
-# Other options of a config.json of these families.
-VARIANTS = {
+    "lfm2": Case(
+        "lfm2",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
     "lfm2_moe": Case(
         "lfm2_moe",
         {
@@ -284,6 +279,9 @@ VARIANTS = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "qwen3_5": Case("qwen3_5_text", _DELTA),
+    "qwen3_5_moe": Case("qwen3_5_moe_text", {**_DELTA, **_DELTA_EXPERTS}),
+    "qwen3_next": Case("qwen3_next", {**_DELTA, **_DELTA_EXPERTS, "mlp_only_layers": [0]}),
     "granitemoehybrid": Case(
         "granitemoehybrid",
         {
@@ -295,18 +293,6 @@ VARIANTS = {
             "attention_multiplier": 0.3,
             "residual_multiplier": 0.4,
             "logits_scaling": 0.7,
-        },
-    ),
-    "granitemoehybrid with rotation and a dense MLP": Case(
-        "granitemoehybrid",
-        {
-            **_GRANITE_MAMBA,
-            "mamba_n_groups": 2,
-            "num_local_experts": 0,
-            "num_experts_per_tok": 0,
-            "layer_types": ["full_attention", "linear_attention"],
-            "position_embedding_type": "rope",
-            "attention_multiplier": 0.3,
         },
     ),
     "nemotron_h": Case(
@@ -329,16 +315,30 @@ VARIANTS = {
             "routed_scaling_factor": 1.5,
         },
     ),
-    "qwen3_5_moe": Case("qwen3_5_moe_text", {**_DELTA, **_DELTA_EXPERTS}),
-    "qwen3_next": Case("qwen3_next", {**_DELTA, **_DELTA_EXPERTS, "mlp_only_layers": [0]}),
-    "qwen3_5": Case("qwen3_5_text", _DELTA),
-    "lfm2": Case(
-        "lfm2",
+}
+
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+# Other options of a config.json of these families.
+VARIANTS = {
+    "granitemoehybrid with rotation and a dense MLP": Case(
+        "granitemoehybrid",
         {
-            "num_hidden_layers": 4,
-            "layer_types": ["conv", "conv", "full_attention", "conv"],
-            "block_auto_adjust_ff_dim": False,
-            "tie_word_embeddings": False,
+            **_GRANITE_MAMBA,
+            "mamba_n_groups": 2,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "layer_types": ["full_attention", "linear_attention"],
+            "position_embedding_type": "rope",
+            "attention_multiplier": 0.3,
         },
     ),
     "lfm2 tied, with an adjusted MLP": Case(
