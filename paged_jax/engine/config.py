@@ -350,7 +350,6 @@ class EngineConfig:
             num_slots=self.max_num_seqs,
             num_snapshots=self.num_snapshots if self.enable_prefix_caching else 0,
             num_drafts=self.num_speculative_tokens,
-            num_devices=self.tensor_parallel_size if self.mesh is None else self.mesh.size,
         )
         has_tiles = self.backend in (None, "cpu") and attends_to_tiles(platform) and not num_states
         return Sizes(

@@ -58,7 +58,6 @@ def choose_num_states(
     num_slots: int,
     num_snapshots: int | None,
     num_drafts: int,
-    num_devices: int,
 ) -> int:
     """Return the number of states of recurrent layers in an engine's pools.
 
@@ -67,7 +66,6 @@ def choose_num_states(
       num_slots: S. Each slot needs a state.
       num_snapshots: number of states that the prefix cache keeps; None for S.
       num_drafts: maximum number of draft tokens per sequence.
-      num_devices: number of devices that compute the model together.
 
     Returns:
       The number of states; 0 if no layer is recurrent.
@@ -83,13 +81,6 @@ def choose_num_states(
             "must be 0 in models with recurrent layers, because rejected tokens cannot be removed "
             f"from their states, got {num_drafts}.",
             "num_speculative_tokens",
-        )
-    if num_devices > 1:
-        raise ArgumentError(
-            "Engine",
-            "must be 1, and mesh None, in models with recurrent layers, because their states are "
-            f"not divided over devices yet, got {num_devices}.",
-            "tensor_parallel_size",
         )
     return num_slots + (num_slots if num_snapshots is None else num_snapshots)
 

@@ -52,6 +52,15 @@ class Mixer:
         """Names and rows per head of the pieces of parameters, which files may store separately."""
         return {}
 
+    @property
+    def num_parts(self) -> int:
+        """Number of parts (K) that can be on different devices."""
+        raise NotImplementedError
+
+    def divide(self, num_devices: int) -> "Mixer":
+        """Return the sizes on each of several devices, whose number divides `num_parts`."""
+        raise NotImplementedError
+
     def _conv_state(self, num_channels: int) -> StateShape:
         # One dimension: devices would pad a dimension of three tokens to eight.
         return StateShape("conv", ((self.conv_width - 1) * num_channels,), None)
@@ -76,10 +85,24 @@ class ShortConvolution(Mixer):
         """Return the shapes of the parameters."""
         F = self.num_channels
         return {
-            "mixer_in_proj": (3, F, hidden_size),
+            "mixer_in_proj": (F, 3, hidden_size),
             "mixer_out_proj": (hidden_size, F),
-            "mixer_conv": (F, 1, self.conv_width),
+            "mixer_conv": (F, 1, 1, self.conv_width),
         }
+
+    @property
+    def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
+        """Names and rows per channel of the pieces of parameters."""
+        return {"mixer_in_proj": (("b", 1), ("c", 1), ("x", 1))}
+
+    @property
+    def num_parts(self) -> int:
+        """Number of channels."""
+        return self.num_channels
+
+    def divide(self, num_devices: int) -> "ShortConvolution":
+        """Return the sizes on each device."""
+        return dataclasses.replace(self, num_channels=self.num_channels // num_devices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,6 +172,16 @@ class GatedDeltaNet(Mixer):
             "mixer_conv": qkv,
         }
 
+    @property
+    def num_parts(self) -> int:
+        """Number of heads of keys."""
+        return self.num_key_heads
+
+    def divide(self, num_devices: int) -> "GatedDeltaNet":
+        """Return the sizes on each device."""
+        heads = (self.num_key_heads // num_devices, self.num_value_heads // num_devices)
+        return dataclasses.replace(self, num_key_heads=heads[0], num_value_heads=heads[1])
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KimiDelta(Mixer):
@@ -195,6 +228,15 @@ class KimiDelta(Mixer):
         qkv = ("q", D), ("k", D), ("v", D)
         ranks = ("decay", D), ("gate", D)
         return {"mixer_in_proj": qkv, "mixer_rank_proj": ranks, "mixer_conv": qkv}
+
+    @property
+    def num_parts(self) -> int:
+        """Number of heads."""
+        return self.num_heads
+
+    def divide(self, num_devices: int) -> "KimiDelta":
+        """Return the sizes on each device."""
+        return dataclasses.replace(self, num_heads=self.num_heads // num_devices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -269,3 +311,13 @@ class Mamba2(Mixer):
             "mixer_conv": xbc,
             "mixer_conv_bias": xbc,
         }
+
+    @property
+    def num_parts(self) -> int:
+        """Number of groups of heads."""
+        return self.num_groups
+
+    def divide(self, num_devices: int) -> "Mamba2":
+        """Return the sizes on each device."""
+        groups, heads = self.num_groups // num_devices, self.num_heads // num_devices
+        return dataclasses.replace(self, num_groups=groups, num_heads=heads)

@@ -86,7 +86,7 @@ def initial_vector(name: str, shape: Shape, dtype: DTypeLike, key: jax.Array) ->
 
 
 def _mix_convolution(sizes: ShortConvolution, weights: MixerWeights) -> Mixed:
-    b, c, x = jnp.moveaxis(weights.project("mixer_in_proj"), -2, 0)
+    b, c, x = jnp.moveaxis(weights.project("mixer_in_proj"), -1, 0)
     filters = weights.vector("mixer_conv").reshape(sizes.num_channels, sizes.conv_width)
 
     def advance(

@@ -32,7 +32,9 @@ _LFM2_TENSORS = {
     "gate_proj": "feed_forward.w1.weight",
     "up_proj": "feed_forward.w3.weight",
     "down_proj": "feed_forward.w2.weight",
-    "mixer_in_proj": "conv.in_proj.weight",
+    "mixer_in_proj.b": "conv.in_proj.weight",
+    "mixer_in_proj.c": "conv.in_proj.weight",
+    "mixer_in_proj.x": "conv.in_proj.weight",
     "mixer_out_proj": "conv.out_proj.weight",
     "mixer_conv": "conv.conv.weight",
 }

@@ -46,6 +46,17 @@ _DIVIDED = {
     "experts_down_proj": 3,
     "experts_down_bias": 2,
     "sinks": 1,
+    "mixer_in_proj": 3,
+    "mixer_gates_proj": 3,
+    "mixer_decay_proj": 3,
+    "mixer_gate_proj": 3,
+    "mixer_out_proj": 1,
+    "mixer_conv": 4,
+    "mixer_conv_bias": 2,
+    "mixer_decay": 2,
+    "mixer_time": 2,
+    "mixer_skip": 2,
+    "mixer_norm": 2,
     "embed_tokens": 2,
     "lm_head": 2,
 }
@@ -152,6 +163,7 @@ def shard_config(function: str, config: LlamaConfig, num_devices: int) -> LlamaC
     wide = widen_config(config, num_devices)
     return dataclasses.replace(
         wide,
+        mixer=None if wide.mixer is None else wide.mixer.divide(num_devices),
         vocab_size=-(-wide.vocab_size // num_devices),
         # Not divided if all layers have experts: no layer has a dense MLP of this size.
         intermediate_size=wide.intermediate_size // (1 if all(config.has_experts) else num_devices),
@@ -162,9 +174,10 @@ def shard_config(function: str, config: LlamaConfig, num_devices: int) -> LlamaC
 
 
 def _check_divides(function: str, config: LlamaConfig, num_devices: int) -> None:
-    if config.mixer is not None and num_devices > 1:
+    if config.mixer is not None and config.mixer.num_parts % num_devices:
         raise ValueError(
-            f"{function}: tensor_parallel_size must be 1 for a model with recurrent layers, got "
+            f"{function}: tensor_parallel_size must divide the {config.mixer.num_parts} parts of "
+            f"the recurrent layers (their channels, or heads with keys of their own), got "
             f"{num_devices}."
         )
     mlp = ["num_experts", "shared_expert_intermediate_size"]
@@ -267,6 +280,8 @@ class TensorParallel:
         kind, rank = _kind(name), len(shape)
         if not self._is_divided(kind) or name.endswith(ORDER):
             return PartitionSpec()
+        if rank < _DIVIDED[kind]:
+            return PartitionSpec()  # a norm of single recurrent heads
         if name.endswith((SCALE, MIN)) and _DIVIDED[kind] == 1 and shape[-1] == 1:
             return PartitionSpec()  # all parts of a row share its single scale
         return _divide(rank, rank - _DIVIDED[kind], AXIS)
@@ -329,7 +344,7 @@ class TensorParallel:
         return x
 
     def _is_divided(self, kind: str) -> bool:
-        is_of_one_head = kind.endswith("_norm") and self.config.qk_norm_scope == "head"
+        is_of_one_head = kind in ("q_norm", "k_norm") and self.config.qk_norm_scope == "head"
         return kind in _DIVIDED and not is_of_one_head
 
     def _mesh_of_copies(self, name: str) -> Mesh | None:

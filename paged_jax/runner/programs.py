@@ -47,7 +47,7 @@ from paged_jax.runner.sizes import (
     row_buckets,
     tile_buckets,
 )
-from paged_jax.runner.weights import OF_HEADS, WHOLE, Division, Graph
+from paged_jax.runner.weights import OF_HEADS, OF_STATES, WHOLE, Division, Graph
 from paged_jax.sampling.sample import ranks, top_logprobs
 
 
@@ -215,8 +215,8 @@ def list_programs(key: ProgramKey, sizes: Sizes, num_top: int, *, num_groups: in
             f"copy of {blocks} to the host", jit(_read_blocks, result=OF_HEADS), width
         ),
         write_blocks=Program(f"copy of {blocks} from the host", jit(_write_blocks, last=OF_HEADS)),
-        read_state=Program("copy of a state to the host", jit(_read_state)),
-        write_state=Program("copy of a state from the host", jit(_write_state)),
+        read_state=Program("copy of a state to the host", jit(_read_state, result=OF_STATES)),
+        write_state=Program("copy of a state from the host", jit(_write_state, last=OF_STATES)),
     )
 
 

@@ -64,6 +64,9 @@ def _bits(x: jax.Array) -> jax.Array:
 # blocks.
 WHOLE = PartitionSpec()
 OF_HEADS = PartitionSpec(None, None, AXIS)
+# Pools of states [L, P, ...] are divided like OF_HEADS, along their heads or
+# channels. A copy of the states of a sequence has no P.
+OF_STATES = PartitionSpec(None, AXIS)
 
 _Function = Callable[..., tuple[DecodeState, Any]]
 

@@ -188,7 +188,6 @@ def test_sleep_and_wake_up_keep_the_tokens() -> None:
     ("option", "value", "message"),
     [
         ("num_speculative_tokens", 2, "rejected tokens cannot be removed"),
-        ("tensor_parallel_size", 2, "states are not divided"),
     ],
 )
 def test_unsupported_options_are_refused(option, value, message) -> None:

@@ -183,6 +183,31 @@ for kind, ways in ((SANDWICH, ((2, "swap"), (4, "recompute"))), (PARALLEL, ((4, 
         assert bool(stats.num_swap_preemptions) == (preemption == "swap")
 """
 
+# Recurrent layers are divided by heads or channels, and so are the pools of their states.
+_RECURRENT = """
+from paged_jax import Engine
+from paged_jax.models.mixer_sizes import GatedDeltaNet, KimiDelta, Mamba2, ShortConvolution
+from tests.support.tensor_parallel import SIZES, generate, make_model
+
+WIDTH = dict(conv_width=4)
+DELTA = GatedDeltaNet(num_key_heads=4, num_value_heads=8, key_dim=6, value_dim=10, **WIDTH)
+MAMBA = Mamba2(num_heads=8, num_groups=4, head_dim=6, state_dim=10, conv_bias=True, **WIDTH)
+for mixer, num_devices, preemption in (
+    (ShortConvolution(num_channels=24, **WIDTH), 2, "swap"),
+    (DELTA, 4, "swap"),
+    (KimiDelta(num_heads=4, head_dim=6, **WIDTH), 2, "recompute"),
+    (MAMBA, 4, "recompute"),
+):
+    model = make_model(layer_types=("linear_attention", "full_attention"), mixer=mixer)
+    wanted = generate(Engine(model, **SIZES))
+    engine = Engine(model, **SIZES, preemption=preemption, tensor_parallel_size=num_devices)
+    assert generate(engine) == wanted, (mixer, num_devices)
+    for pool in engine.cache.states.pools[0]:
+        assert pool.addressable_shards[0].data.shape[2] == pool.shape[2] // num_devices
+    assert engine.stats.num_preemptions
+    assert bool(engine.stats.num_swap_preemptions) == (preemption == "swap")
+"""
+
 _WEIGHTS = """
 from flax import nnx
 from paged_jax import Engine
@@ -298,6 +323,11 @@ def test_tensor_parallel_loads_parts_of_files(tiny_folder, tmp_path) -> None:
 @pytest.mark.slow
 def test_tensor_parallel_of_different_layers_gives_equal_tokens() -> None:
     run_on_devices(_HEAD + _KINDS_OF_LAYERS)
+
+
+@pytest.mark.slow
+def test_tensor_parallel_of_recurrent_layers_gives_equal_tokens() -> None:
+    run_on_devices(_HEAD + _RECURRENT)
 
 
 @pytest.mark.slow

@@ -258,15 +258,6 @@ CASES = {
         "minimax_m2",
         {"head_dim": 24, "rotary_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2},
     ),
-    "lfm2": Case(
-        "lfm2",
-        {
-            "num_hidden_layers": 4,
-            "layer_types": ["conv", "conv", "full_attention", "conv"],
-            "block_auto_adjust_ff_dim": False,
-            "tie_word_embeddings": False,
-        },
-    ),
     "lfm2_moe": Case(
         "lfm2_moe",
         {
@@ -280,8 +271,6 @@ CASES = {
         },
     ),
     "qwen3_5": Case("qwen3_5_text", _DELTA),
-    "qwen3_5_moe": Case("qwen3_5_moe_text", {**_DELTA, **_DELTA_EXPERTS}),
-    "qwen3_next": Case("qwen3_next", {**_DELTA, **_DELTA_EXPERTS, "mlp_only_layers": [0]}),
     "granitemoehybrid": Case(
         "granitemoehybrid",
         {
@@ -329,6 +318,17 @@ _LLAMA3_ROPE = {
 
 # Other options of a config.json of these families.
 VARIANTS = {
+    "lfm2": Case(
+        "lfm2",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen3_5_moe": Case("qwen3_5_moe_text", {**_DELTA, **_DELTA_EXPERTS}),
+    "qwen3_next": Case("qwen3_next", {**_DELTA, **_DELTA_EXPERTS, "mlp_only_layers": [0]}),
     "granitemoehybrid with rotation and a dense MLP": Case(
         "granitemoehybrid",
         {
