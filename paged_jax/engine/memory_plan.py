@@ -368,7 +368,8 @@ def step_bound(plan: MemoryPlan, device: DeviceSpec, batch: int, length: int) ->
 def _read_fraction(config: LlamaConfig, name: str, experts: float) -> float:
     """Return the fraction of a parameter that a step reads; `experts` for expert weights."""
     kind = name.rpartition(".")[2]
-    if kind.startswith("embed_tokens") and not config.tie_word_embeddings:
+    is_head = config.tie_word_embeddings and not kind.startswith("embed_tokens_per_layer")
+    if kind.startswith("embed_tokens") and not is_head:
         return 0
     return experts if kind.startswith("experts_") else 1
 

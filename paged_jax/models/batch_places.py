@@ -185,7 +185,7 @@ class BatchPlaces:
           group: index of the group.
           pools: pools of the group.
           heads: queries, keys and values. A `Projection` is normalised and rotated first, in the
-            same kernel launch if the backend can.
+            same kernel launch if the backend can. Without keys, nothing is written.
           layer: index of the layer in the group.
           backend: backend of the attention, see `paged_attention`.
 
@@ -199,16 +199,17 @@ class BatchPlaces:
             "v_scale": pools.v_scale,
         }
         if isinstance(heads, Heads):
-            pools = paged_write(
-                pools.k,
-                pools.v,
-                heads.k,
-                heads.v,
-                blocks,
-                self.offsets,
-                backend=backend_for("write", backend),
-                **options,
-            )
+            if heads.k is not None:
+                pools = paged_write(
+                    pools.k,
+                    pools.v,
+                    heads.k,
+                    heads.v,
+                    blocks,
+                    self.offsets,
+                    backend=backend_for("write", backend),
+                    **options,
+                )
             return heads.q.astype(query_dtype(pools.k.dtype)), pools
         if pools.v is None:
             raise ValueError(

@@ -72,6 +72,8 @@ class LlamaConfig:
       value_norm: whether the values of each head are normalised, without a weight.
       attention_k_eq_v: whether layers without a sliding window have no projection of values.
         Their values are the projected keys, before these are normalised and rotated.
+      num_kv_shared_layers: number of last layers that have no keys and values. They read those of
+        the last layer of their type before them.
       attention_gate: whether the output of each query head is multiplied by the sigmoid of a gate,
         which is projected together with the query.
       query_scale: factor of queries that depends on their position, or None.
@@ -89,6 +91,9 @@ class LlamaConfig:
       attention_multiplier: factor of the attention scores; None for ``head_dim ** -0.5``.
       residual_multiplier: factor of the outputs of attention and the MLP.
       layer_scalar: whether the output of each layer is multiplied by a parameter.
+      hidden_size_per_layer_input: size of an embedding per token and layer, which each layer adds
+        to the residual stream through a gate; 0 for none.
+      use_double_wide_mlp: whether the MLP of layers without keys and values has twice the features.
       logit_scale: factor of the logits.
       attn_logit_softcapping, final_logit_softcapping: scores and logits become
         ``cap * tanh(x / cap)``; None for no cap.
@@ -155,6 +160,7 @@ class LlamaConfig:
     qk_norm_scope: str = "head"
     value_norm: bool = False
     attention_k_eq_v: bool = False
+    num_kv_shared_layers: int = 0
     attention_gate: bool = False
     latent: LatentSizes | None = None
     query_scale: QueryScale | None = None
@@ -166,6 +172,8 @@ class LlamaConfig:
     attention_multiplier: float | None = None
     residual_multiplier: float = 1.0
     layer_scalar: bool = False
+    hidden_size_per_layer_input: int = 0
+    use_double_wide_mlp: bool = False
     logit_scale: float = 1.0
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
@@ -211,6 +219,13 @@ class LlamaConfig:
         sliding_window, num_layers = self.sliding_window, self.num_hidden_layers
         check_layer_types(self.layer_types, sliding_window, num_layers, self.mixer)
         check_mlp_layer_types(self.mlp_layer_types, self.num_experts, num_layers)
+        layers = zip(self._layer_kinds, self.shares_kv, strict=True)
+        own = [kind for kind, shares in layers if not shares]
+        if own and (others := set(self._layer_kinds) - set(own)):
+            raise ValueError(
+                f"LlamaConfig: num_kv_shared_layers must leave a layer of type {min(others)!r} "
+                f"with keys and values, got {self.num_kv_shared_layers}."
+            )
         # Normalise uniform layers, so that equal models have equal configs.
         if set(self.layer_types) in ({FULL}, {SLIDING}):
             if FULL in self.layer_types:
@@ -294,6 +309,21 @@ class LlamaConfig:
             local = whole = self.latent.kv_shape
         return tuple({FULL: whole, SLIDING: local}.get(kind) for kind in self._layer_kinds)
 
+    @property
+    def shares_kv(self) -> tuple[bool, ...]:
+        """Whether each layer reads the keys and values of another layer."""
+        first = self.num_hidden_layers - self.num_kv_shared_layers
+        return tuple(layer >= first for layer in range(self.num_hidden_layers))
+
+    @functools.cached_property
+    def kv_sources(self) -> tuple[int, ...]:
+        """For each layer, the layer whose keys and values it reads, mostly itself."""
+        owners = {
+            kind: layer for layer, kind in enumerate(self._layer_kinds) if not self.shares_kv[layer]
+        }
+        layers = enumerate(zip(self._layer_kinds, self.shares_kv, strict=True))
+        return tuple(owners.get(kind, i) if shares else i for i, (kind, shares) in layers)
+
     @functools.cached_property
     def state_shapes(self) -> tuple[tuple[StateShape, ...], ...]:
         """Arrays that each layer keeps of a sequence; empty for attention layers."""
@@ -329,13 +359,15 @@ class LlamaConfig:
           >>> [layer.head_dim for layer in config.layer_configs]
           [8, 16]
         """
-        properties = self.sliding_windows, self.kv_shapes, self._layer_kinds, self._mlp_kinds
+        properties = (
+            self.sliding_windows, self.kv_shapes, self._layer_kinds, self._mlp_kinds, self.shares_kv
+        )  # fmt: skip
         kinds = tuple(zip(*properties, strict=True))
         configs = {kind: self._of_layer(*kind) for kind in dict.fromkeys(kinds)}
         return tuple(configs[kind] for kind in kinds)
 
     def _of_layer(
-        self, window: int | None, kv: KVShape | None, kind: str, mlp_kind: str
+        self, window: int | None, kv: KVShape | None, kind: str, mlp_kind: str, shares_kv: bool
     ) -> "LlamaConfig":
         changes: dict[str, Any] = {
             "layer_types": (kind,) * self.num_hidden_layers if kv is None else (),
@@ -343,7 +375,11 @@ class LlamaConfig:
             "rope_layers": (),
             "mixer": self.mixer if kind == RECURRENT else None,
             "o_bias": self.o_bias and kv is not None,
+            "num_kv_shared_layers": self.num_hidden_layers if shares_kv else 0,
+            "use_double_wide_mlp": False,
         }
+        if shares_kv and self.use_double_wide_mlp:
+            changes["intermediate_size"] = 2 * self.intermediate_size
         changes |= {"sliding_window": window, "global_head_dim": 0, "num_global_key_value_heads": 0}
         if kv is not None and self.latent is None:
             changes |= {"num_key_value_heads": kv.num_kv_heads, "head_dim": kv.head_dim}
@@ -383,7 +419,9 @@ class LlamaConfig:
     @functools.cached_property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
         """Groups of layers that keep equal keys and values, see `layer_groups.group_layers`."""
-        return group_layers(self.sliding_windows, self.kv_shapes)
+        shapes = zip(self.kv_shapes, self.shares_kv, strict=True)
+        kept = [None if shares else kv for kv, shares in shapes]
+        return group_layers(self.sliding_windows, kept)
 
     @functools.cached_property
     def state_groups(self) -> tuple[LayerGroup, ...]:
@@ -399,7 +437,7 @@ class LlamaConfig:
     def can_scan_layers(self) -> bool:
         """Whether all layers are equal and can be stacked, see `scan_layers` of `Llama`."""
         kinds = {*zip(self.layer_configs, self.ropes, strict=True)}
-        return len(kinds) == 1 and self.mixer is None
+        return len(kinds) == 1 and self.mixer is None and not self.hidden_size_per_layer_input
 
     @property
     def dense_intermediate_size(self) -> int:
@@ -411,6 +449,8 @@ class LlamaConfig:
     @property
     def num_kv_rows(self) -> int:
         """Number of rows of a KV head in the fused projection: its key and its value."""
+        if all(self.shares_kv):
+            return 0
         return 1 if self.attention_k_eq_v else 2
 
     @property

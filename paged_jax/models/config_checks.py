@@ -50,6 +50,16 @@ def check_sizes(config: Any) -> None:
                 f"LlamaConfig: num_attention_heads must be a multiple of {name}, got "
                 f"{config.num_attention_heads} and {num_kv_heads}."
             )
+    if not 0 <= config.num_kv_shared_layers <= config.num_hidden_layers:
+        raise ValueError(
+            "LlamaConfig: num_kv_shared_layers must be 0 to num_hidden_layers, got "
+            f"{config.num_kv_shared_layers}."
+        )
+    if config.hidden_size_per_layer_input < 0:
+        raise ValueError(
+            "LlamaConfig: hidden_size_per_layer_input must be 0 or more, got "
+            f"{config.hidden_size_per_layer_input}."
+        )
     for name in ("head_dim", "global_head_dim"):
         if (size := getattr(config, name)) % 2 or not 0 <= size <= _MAX_HEAD_DIM:
             raise ValueError(

@@ -70,6 +70,7 @@ _SAME_NAMES = (
     "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
     "tie_word_embeddings", "initializer_range", "bos_token_id",
 )  # fmt: skip
+_PER_LAYER_VOCABULARY = "vocab_size_per_layer_input"
 # Keys of a model with images that also apply to its text part.
 _SHARED_KEYS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", *QUANTISATION_KEYS)
 
@@ -180,6 +181,9 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
                 fields["head_dim"] ** -0.5 if factor is None else factor
             )
     written |= {key: fields[field] for field, key in family.switches.items()}
+    written |= {name: fields[name] for name in family.sizes}
+    if "hidden_size_per_layer_input" in family.sizes:
+        written[_PER_LAYER_VOCABULARY] = fields["vocab_size"]
     # Values without which the default of transformers is not supported.
     written |= {key: value for key, value in family.only.items() if key in family.defaults}
     if family.global_heads:
@@ -304,6 +308,14 @@ def _read_switches(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         switches[scale.field] = scale.read(number)
     if read_boolean(config, "attention_bias", False):
         switches |= dict.fromkeys(family.biases, True)
+    switches |= {name: read_integer(config, name, 0) for name in family.sizes}
+    if switches.get("hidden_size_per_layer_input"):
+        vocab_size = read_integer(config, "vocab_size")
+        given = read_integer(config, _PER_LAYER_VOCABULARY, vocab_size)
+        if given != vocab_size:
+            raise UnsupportedConfigError(
+                f"LlamaConfig: {_PER_LAYER_VOCABULARY} must equal vocab_size, got {given}."
+            )
     return switches | {
         field: read_boolean(config, key, False) for field, key in family.switches.items()
     }

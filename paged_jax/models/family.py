@@ -198,6 +198,7 @@ class Family:
       partial_rope: whether a config may rotate only a part of each head.
       rope_interleaved: whether the two elements of a rotated pair are neighbours.
       biases: fields of `LlamaConfig` that `attention_bias` sets.
+      sizes: fields of `LlamaConfig` to read as integers, 0 if they are missing.
       switches: key in ``config.json`` of each field of `LlamaConfig` that it turns on or off.
       experts: fields of `LlamaConfig` to read for the experts, in addition to their sizes; None for
         a family without experts.
@@ -244,6 +245,7 @@ class Family:
     partial_rope: bool = False
     rope_interleaved: bool = False
     biases: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
     switches: Mapping[str, str] = dataclasses.field(default_factory=dict)
     experts: tuple[str, ...] | None = None
     experts_switch: str | None = None

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.linear import Weight, linear
-from paged_jax.kernels.norm_rope import layer_norm, mean_square, rms_norm, rotate
+from paged_jax.kernels.norm_rope import layer_norm, rms_norm, rotate
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_attention import (
     Attend,
@@ -21,7 +20,7 @@ from paged_jax.models.layer_attention import (
     Projection,
     latent_heads,
     matrix_shapes,
-    norm_all_heads,
+    normed_heads,
     scale_queries,
     split_gate,
     values_of_heads,
@@ -31,7 +30,7 @@ from paged_jax.models.matrices import add_matrix, get_matrix
 from paged_jax.models.matrix_formats import MatrixFormats
 from paged_jax.models.mixer_sizes import Mixer
 from paged_jax.models.mixers import MixerWeights, initial_vector, mix
-from paged_jax.models.mlp import ExpertWeights, RouterArrays, gated_mlp, routed_experts
+from paged_jax.models.mlp import ACTIVATIONS, ExpertWeights, RouterArrays, gated_mlp, routed_experts
 from paged_jax.models.tensor_parallel import DeviceShard
 
 # Names of a layer's norms, by `norm_placement`. `input_norm` and `post_attention_norm` normalise
@@ -75,6 +74,8 @@ class Layer(nnx.Module):
         experts_gate_up_proj  [X, 2, F, E]       experts_gate_up_bias  [X, 2, F]; 1 without gates
         experts_down_proj     [X, E, F]          experts_down_bias     [X, E]
         shared_expert_gate    [1, E]
+        per_layer_gate        [d, E]             d = hidden_size_per_layer_input
+        per_layer_proj        [E, d]
 
     In recurrent layers, the parameters of a mixer replace those of attention, see `mixer_sizes`.
 
@@ -120,6 +121,10 @@ class Layer(nnx.Module):
             add("down_proj", E, F, deviation=residual_deviation)
         if config.num_experts:
             self._add_experts(add, residual_deviation, dtype)
+        if d := config.hidden_size_per_layer_input:
+            add("per_layer_gate", d, E)
+            add("per_layer_proj", E, d, deviation=residual_deviation)
+            self.per_layer_out_norm = nnx.Param(initial_norm_weight(config, (E,), dtype))
         if config.layer_scalar:
             self.layer_scalar = nnx.Param(jnp.ones(1, dtype))
 
@@ -146,7 +151,8 @@ class Layer(nnx.Module):
             is_whole = config.qk_norm_scope == "projection"
             q_shape, k_shape = ((K, H // K, D), (K, D)) if is_whole else ((D,), (D,))
             self.q_norm = nnx.Param(initial_norm_weight(config, q_shape, dtype))
-            self.k_norm = nnx.Param(initial_norm_weight(config, k_shape, dtype))
+            if config.num_kv_rows:
+                self.k_norm = nnx.Param(initial_norm_weight(config, k_shape, dtype))
 
     def _add_latent(self, latent: LatentSizes, add: Callable[..., None], dtype: DTypeLike) -> None:
         sizes = matrix_shapes(latent, self.config.num_attention_heads, self.config.hidden_size)
@@ -199,6 +205,7 @@ class Layer(nnx.Module):
         carry: Carry,
         is_token: jax.Array | None = None,
         query_scale: jax.Array | None = None,
+        per_layer_input: jax.Array | None = None,
         stack: "Layer | None" = None,
         backend: str | None = None,
     ) -> tuple[jax.Array, Carry]:
@@ -214,6 +221,8 @@ class Layer(nnx.Module):
           is_token: bool ``[...]``, False for padding rows, which use no expert; None if all rows
             are tokens.
           query_scale: float32 ``[...]``, factor of each token's queries, or None.
+          per_layer_input: float32 ``[..., hidden_size_per_layer_input]``, embedding of each token
+            for this layer, or None.
           stack: all layers in one module, stacked along the first dimension, if this layer is a
             slice of them; None otherwise. Some kernels read the weights from the stack, because a
             slice would be a copy.
@@ -243,7 +252,7 @@ class Layer(nnx.Module):
             # Add both outputs first, so that one all-reduce is enough.
             assert out is not None
             out = self._all_reduce(out + self._mlp(normed, weight, is_token, backend))
-            return self._add(x, self._with_bias(out), is_last=True), carry
+            return self._finish(x, self._with_bias(out), per_layer_input, weight, backend), carry
         if out is not None:
             out = self._with_bias(self._all_reduce(out))
             x = self._add(x, self._norm("attention_out_norm", out))
@@ -254,7 +263,8 @@ class Layer(nnx.Module):
             out = self._sum_experts(x, normed, weight, is_token, backend)
         else:
             out = self._all_reduce(self._mlp(normed, weight, is_token, backend))
-        return self._add(x, self._norm("mlp_out_norm", out), is_last=True), carry
+        out = self._norm("mlp_out_norm", out)
+        return self._finish(x, out, per_layer_input, weight, backend), carry
 
     def _mixer_weights(
         self, normed: jax.Array, weight: Callable[[str], Weight], backend: str | None
@@ -367,11 +377,27 @@ class Layer(nnx.Module):
         weight = self._vector(name)
         return x if weight is None else apply_norm(self.config, x, weight)
 
-    def _add(self, x: jax.Array, out: jax.Array, *, is_last: bool = False) -> jax.Array:
-        """Add an output to the residual stream; the last one of the layer may scale the sum."""
+    def _add(self, x: jax.Array, out: jax.Array) -> jax.Array:
+        """Add an output to the residual stream."""
         factor = self.config.residual_multiplier
-        x = x + (out if factor == 1 else out * factor)
-        if not (is_last and self.config.layer_scalar):
+        return x + (out if factor == 1 else out * factor)
+
+    def _finish(
+        self,
+        x: jax.Array,
+        out: jax.Array,
+        per_layer_input: jax.Array | None,
+        weight: Callable[[str], Weight],
+        backend: str | None,
+    ) -> jax.Array:
+        """Add the last output of the layer and the embedding of the layer, and scale the sum."""
+        x = self._add(x, out)
+        if per_layer_input is not None:
+            gate = linear(x, weight("per_layer_gate"), backend=backend)
+            out = ACTIVATIONS[self.config.hidden_act](gate) * per_layer_input
+            out = linear(out, weight("per_layer_proj"), backend=backend)
+            x = x + self._norm("per_layer_out_norm", out)
+        if not self.config.layer_scalar:
             return x
         return x * self.layer_scalar[...].astype(jnp.float32).reshape((1,) * x.ndim)
 
@@ -423,38 +449,21 @@ class Layer(nnx.Module):
         sinks = self.sinks[...] if config.attention_sinks else None
         norms = None
         if config.qk_norm:
-            q_norm, k_norm = self.q_norm[...], self.k_norm[...]
+            q_norm = self.q_norm[...]
+            k_norm = self.k_norm[...] if config.num_kv_rows else q_norm
             norms = _effective_weight(config, q_norm), _effective_weight(config, k_norm)
         is_whole = norms is not None and config.qk_norm_scope == "projection"
-        is_special = config.value_norm or config.attention_k_eq_v
+        is_special = config.value_norm or config.attention_k_eq_v or not config.num_kv_rows
         if not (is_whole or is_special or norms is not None and query_scale is not None):
             if query_scale is not None:
                 qkv = scale_queries(qkv, query_scale)
             eps = config.rms_norm_eps
             return Projection(qkv, cos, sin, norms, eps, sm_scale, soft_cap, sinks), gate
-        q, k, v = self._normed_heads(qkv, norms)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        mean = None if self.shard is None else self.shard.all_reduce_mean
+        q, k, v = normed_heads(config, qkv, norms, mean)
+        q, k = rotate(q, cos, sin), None if k is None else rotate(k, cos, sin)
         q = q if query_scale is None else q * query_scale[..., None, None]
         return Heads(q, k, v, sm_scale, soft_cap, sinks), gate
-
-    def _normed_heads(
-        self, qkv: jax.Array, norms: tuple[jax.Array, jax.Array] | None
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Split queries ``[..., H, D]``, keys and values ``[..., K, D]``, and normalise them."""
-        config, eps = self.config, self.config.rms_norm_eps
-        *rows, K, width, D = qkv.shape
-        G = width - config.num_kv_rows
-        q, k, v = qkv[..., :G, :], qkv[..., G, :], qkv[..., -1, :]
-        if norms is not None and config.qk_norm_scope == "projection":
-            mean = None if self.shard is None else self.shard.all_reduce_mean
-            q, k = norm_all_heads(q.reshape(*rows, -1), k.reshape(*rows, -1), norms, eps, mean)
-        q, k = q.reshape(*rows, K * G, D), k.reshape(*rows, K, D)
-        if norms is not None and config.qk_norm_scope == "head":
-            q = rms_norm(q, norms[0], eps, num_heads=K * G)
-            k = rms_norm(k, norms[1], eps, num_heads=K)
-        if config.value_norm:
-            v = v * lax.rsqrt(mean_square(v, num_heads=K) + eps)
-        return q, k, v
 
 
 def _norms(config: LlamaConfig) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from paged_jax.formatting import short_repr
 from paged_jax.kernels.linear import Weight, grouped_linear, linear
 from paged_jax.kernels.norm_rope import mean_square, rms_norm, rotate, scale_by, split_and_rotate
 from paged_jax.kernels.weight_formats import dequantise
+from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_groups import LatentSizes, StateShape
 
 # Constant in the norms of latent vectors. It does not depend on `rms_norm_eps` of the model.
@@ -76,6 +77,7 @@ class Heads(NamedTuple):
     Attributes:
       q: ``[N, H, D]``, floating point.
       k: ``[N, K, D]``. Query heads ``g * H / K`` to ``(g + 1) * H / K - 1`` share KV head ``g``.
+        None, like `v`, if the layer reads the keys and values of an earlier layer.
       v: ``[N, K, D]``. None if the values are the first `value_dim` elements of the keys, so that
         a cache stores them once.
       sm_scale, soft_cap, sinks: see `Projection`.
@@ -83,7 +85,7 @@ class Heads(NamedTuple):
     """
 
     q: jax.Array
-    k: jax.Array
+    k: jax.Array | None
     v: jax.Array | None
     sm_scale: float | None = None
     soft_cap: float | None = None
@@ -92,6 +94,7 @@ class Heads(NamedTuple):
 
     def split(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries ``[..., H, D]``, keys ``[..., K, D]`` and values ``[..., K, U]``."""
+        assert self.k is not None
         return self.q, self.k, self.k[..., : self.value_dim] if self.v is None else self.v
 
 
@@ -167,21 +170,34 @@ def sliding_window_of(sliding_windows: Sequence[int | None], index: int | jax.Ar
     return sliding_windows[index]
 
 
-def causal_attention(sliding_windows: Sequence[int | None]) -> Attend[Carry]:
+def causal_attention(
+    sliding_windows: Sequence[int | None], kv_sources: Sequence[int] = ()
+) -> Attend[Carry]:
     """Return an `Attend` function for whole sequences ``[B, T, ...]``, without a cache.
 
-    Attention is causal. Recurrences start from zeros.
+    Attention is causal. Recurrences start from zeros. Use the function for one forward pass: it
+    keeps the keys and values that later layers read.
 
     Args:
       sliding_windows: sliding window of each layer, see `LlamaConfig`.
+      kv_sources: for each layer, the layer whose keys and values it reads; empty if all layers read
+        their own.
     """
+    is_read = {source for layer, source in enumerate(kv_sources) if source != layer}
+    kept: dict[int, tuple[jax.Array, jax.Array]] = {}
 
     def attend(index: int | jax.Array, heads: LayerInputs, carry: Carry) -> tuple[jax.Array, Carry]:
         if isinstance(heads, Recurrence):
             B, T, _ = heads.inputs[0].shape
             states = heads.initial_states(B, jnp.float32)
             return heads.run(states, jnp.full(B, T, jnp.int32))[0], carry
+        if isinstance(heads, Heads) and heads.k is None:
+            assert isinstance(index, int)
+            k, v = kept[kv_sources[index]]
+            heads = heads._replace(k=k, v=v)
         q, k, v = heads.split()
+        if is_read and isinstance(index, int) and index in is_read:
+            kept[index] = k, v
         sliding_window = sliding_window_of(sliding_windows, index)
         if heads.soft_cap is None and heads.sinks is None and heads.value_dim is None:
             local = None if sliding_window is None else (sliding_window - 1, 0)
@@ -219,7 +235,43 @@ def _masked_attention(
     return jnp.einsum("bkgtn,bnku->btkgu", weights_BKGTN, v).reshape(B, T, H, -1)
 
 
-def norm_all_heads(
+def normed_heads(
+    config: LlamaConfig,
+    qkv: jax.Array,
+    norms: tuple[jax.Array, jax.Array] | None,
+    mean_over_devices: Callable[[jax.Array], jax.Array] | None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Split queries ``[..., H, D]``, keys and values ``[..., K, D]``, and normalise them.
+
+    Args:
+      config: configuration of the layer.
+      qkv: float32 ``[..., K, rows, D]``, without gates.
+      norms: weights of the norms of queries and keys, or None.
+      mean_over_devices: see `_norm_all_heads`.
+
+    Returns:
+      Queries, keys and values. Keys and values are None if the layer has none.
+    """
+    eps = config.rms_norm_eps
+    *rows, K, width, D = qkv.shape
+    G = width - config.num_kv_rows
+    if not config.num_kv_rows:
+        q = qkv.reshape(*rows, K * G, D)
+        return (q if norms is None else rms_norm(q, norms[0], eps, num_heads=K * G)), None, None
+    q, k, v = qkv[..., :G, :], qkv[..., G, :], qkv[..., -1, :]
+    if norms is not None and config.qk_norm_scope == "projection":
+        q, k = q.reshape(*rows, -1), k.reshape(*rows, -1)
+        q, k = _norm_all_heads(q, k, norms, eps, mean_over_devices)
+    q, k = q.reshape(*rows, K * G, D), k.reshape(*rows, K, D)
+    if norms is not None and config.qk_norm_scope == "head":
+        q = rms_norm(q, norms[0], eps, num_heads=K * G)
+        k = rms_norm(k, norms[1], eps, num_heads=K)
+    if config.value_norm:
+        v = v * lax.rsqrt(mean_square(v, num_heads=K) + eps)
+    return q, k, v
+
+
+def _norm_all_heads(
     q: jax.Array,
     k: jax.Array,
     norms: tuple[jax.Array, jax.Array],

@@ -189,20 +189,24 @@ def group_states(states: Sequence[tuple[StateShape, ...]]) -> tuple[LayerGroup, 
 
 
 def layer_places(
-    groups: Sequence[LayerGroup], num_layers: int
+    groups: Sequence[LayerGroup], kv_sources: Sequence[int]
 ) -> tuple[tuple[int, int] | None, ...]:
     """Return for each layer the index of its group and its index in the group, or None.
 
+    Args:
+      groups: the groups.
+      kv_sources: for each layer, the layer whose keys and values it reads, mostly itself.
+
     Example:
-      >>> layer_places([LayerGroup(None, (1,)), LayerGroup(8, (0, 3))], 4)
-      ((1, 0), (0, 0), None, (1, 1))
+      >>> layer_places([LayerGroup(None, (1,)), LayerGroup(8, (0, 3))], [0, 1, 2, 3, 1])
+      ((1, 0), (0, 0), None, (1, 1), (0, 0))
     """
     places = {
         layer: (index, number)
         for index, group in enumerate(groups)
         for number, layer in enumerate(group.layers)
     }
-    return tuple(places.get(layer) for layer in range(num_layers))
+    return tuple(places.get(layer) for layer in kv_sources)
 
 
 def check_num_layers(num_layers: int) -> None:

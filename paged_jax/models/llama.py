@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,14 @@ class Llama(PagedModel):
                 layer(layer_config, formats=formats.of_layer(index), rngs=rngs)
                 for index, layer_config in enumerate(config.layer_configs)
             )
+        if d := config.hidden_size_per_layer_input:
+            width = config.num_hidden_layers * d
+            for name, shape in (
+                ("embed_tokens_per_layer", (config.vocab_size, width)),
+                ("per_layer_model_proj", (width, config.hidden_size)),
+            ):
+                add_matrix(self, name, normal(rngs.params(), shape, floats), formats[name])
+            self.per_layer_norm = nnx.Param(initial_norm_weight(config, (d,), floats))
         self.norm = nnx.Param(initial_norm_weight(config, (config.hidden_size,), floats))
         if not config.tie_word_embeddings:
             initial = normal(rngs.params(), table, floats)
@@ -130,8 +139,9 @@ class Llama(PagedModel):
         steps = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
         positions = jnp.broadcast_to(steps, token_ids.shape)
         x = self._scale_embeddings(look_up_differentiably(self._table("embed_tokens"), token_ids))
-        attend = causal_attention(self.config.sliding_windows)
-        x, _ = self._run_layers(x, positions, attend, carry=())
+        per_layer = self._per_layer_inputs(x, positions, token_ids, look_up_differentiably)
+        attend = causal_attention(self.config.sliding_windows, self.config.kv_sources)
+        x, _ = self._run_layers(x, positions, attend, (), per_layer)
         return self.logits(x)
 
     @classmethod
@@ -224,7 +234,8 @@ class Llama(PagedModel):
         # Set the embeddings of padding rows (position -1) to zero. In models without biases, all
         # activations of these rows then stay zero, and the CPU kernels skip rows of zeros.
         x = jnp.where(positions[..., None] < 0, 0, x)
-        return self._run_layers(x, positions, attend, carry, backend)
+        per_layer = self._per_layer_inputs(x, positions, token_ids, find)
+        return self._run_layers(x, positions, attend, carry, per_layer, backend)
 
     def logits(self, x: jax.Array, backend: str | None = None) -> jax.Array:
         """Return the logits for rows of hidden states, see `PagedModel.logits`."""
@@ -257,12 +268,44 @@ class Llama(PagedModel):
         return get_matrix(self, name, self.formats[name], self.float_dtype)
 
     def _scale_embeddings(self, embeddings: jax.Array) -> jax.Array:
-        factor = self.config.embedding_multiplier
+        return self._scale(embeddings, self.config.embedding_multiplier)
+
+    def _scale(self, embeddings: jax.Array, factor: float) -> jax.Array:
         if factor == 1:
             return embeddings
         # Round the factor to the dtype of the weights, because Gemma was trained with a bfloat16
         # factor.
         return embeddings * jnp.asarray(factor, self.float_dtype).astype(jnp.float32)
+
+    def _per_layer_inputs(
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        token_ids: jax.Array,
+        find: Callable[[Weight, jax.Array], jax.Array],
+    ) -> jax.Array | None:
+        """Return the embedding of each token for each layer, ``[..., L, d]``, or None.
+
+        It is the mean of an embedding of the token and of a projection of `x`, times sqrt(2).
+
+        Args:
+          x: float32 ``[..., E]``, input of the first layer.
+          positions: i32 ``[...]``, -1 for padding.
+          token_ids: i32 ``[...]``.
+          find: function that looks up embeddings.
+        """
+        config = self.config
+        if not (d := config.hidden_size_per_layer_input):
+            return None
+        shape = (*token_ids.shape, config.num_hidden_layers, d)
+        table, projection = (
+            self._table(name) for name in ("embed_tokens_per_layer", "per_layer_model_proj")
+        )
+        of_tokens = self._scale(find(table, token_ids).reshape(shape), d**0.5)
+        of_tokens = jnp.where(positions[..., None, None] < 0, 0, of_tokens)
+        projected = (linear(x, projection) * config.hidden_size**-0.5).reshape(shape)
+        normed = apply_norm(config, projected, self.per_layer_norm[...])
+        return (normed + of_tokens) * 2**-0.5
 
     def _query_scale(self, layer: int, positions: jax.Array) -> jax.Array | None:
         scale, rope = self.config.query_scale, self.config.ropes[layer]
@@ -276,6 +319,7 @@ class Llama(PagedModel):
         positions: jax.Array,
         attend: Attend[Carry],
         carry: Carry,
+        per_layer: jax.Array | None,
         backend: str | None = None,
     ) -> tuple[jax.Array, Carry]:
         head_dims = [layer.head_dim for layer in self.config.layer_configs]
@@ -286,6 +330,8 @@ class Llama(PagedModel):
             for index, layer in enumerate(self.layers):
                 cos, sin = angles[index]
                 options["query_scale"] = self._query_scale(index, positions)
+                if per_layer is not None:
+                    options["per_layer_input"] = per_layer[..., index, :]
                 x, carry = layer(x, index=index, cos=cos, sin=sin, carry=carry, **options)
             return x, carry
         cos, sin = angles[0]

@@ -26,6 +26,10 @@ DTYPE_FORMATS = {
 # Names of matrices in a model or in a layer. All other parameters are floats.
 _MATRICES = (
     "embed_tokens",
+    "embed_tokens_per_layer",
+    "per_layer_model_proj",
+    "per_layer_gate",
+    "per_layer_proj",
     "lm_head",
     "qkv_proj",
     "latent_proj",
@@ -44,6 +48,14 @@ _MATRICES = (
     "mixer_decay_proj",
     "mixer_gate_proj",
     "mixer_out_proj",
+)
+# Matrices of the embeddings per layer. They stay floating point, because a step reads few rows of
+# the table, and the others are small.
+_PER_LAYER = (
+    "embed_tokens_per_layer",
+    "per_layer_model_proj",
+    "layers.per_layer_gate",
+    "layers.per_layer_proj",
 )
 # Matrices of a layer that stay floating point in a quantised model, because they are small.
 _SMALL = ("router", "shared_expert_gate")
@@ -91,6 +103,8 @@ class MatrixFormats:
             return cls(WeightFormat(name_of(dtype)))
         floats = WeightFormat(name_of(config.dtype))
         others = {f"layers.{name}": floats for name in _SMALL} if config.num_experts else {}
+        if config.hidden_size_per_layer_input:
+            others |= dict.fromkeys(_PER_LAYER, floats)
         if config.mixer is not None:
             others |= {f"layers.{name}": floats for name in _SMALL_OF_MIXERS}
         if config.latent is not None:

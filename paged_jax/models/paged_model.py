@@ -455,7 +455,7 @@ def create_cache(
     states = _create_states(
         config, num_slots if num_states is None else num_states, num_slots, block_size, dtype
     )
-    places = layer_places(config.layer_groups, config.num_hidden_layers)
+    places = layer_places(config.layer_groups, config.kv_sources)
     return PagedCache(tuple(groups), places, states)
 
 
@@ -472,7 +472,7 @@ def _create_states(
     ]
     return StateGroup.create(
         arrays,
-        layers=layer_places(config.state_groups, config.num_hidden_layers),
+        layers=layer_places(config.state_groups, range(config.num_hidden_layers)),
         num_entries=num_entries,
         num_slots=num_slots,
         block_size=block_size,

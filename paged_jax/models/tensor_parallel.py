@@ -58,12 +58,13 @@ _DIVIDED = {
     "mixer_skip": 2,
     "mixer_norm": 2,
     "embed_tokens": 2,
+    "embed_tokens_per_layer": 2,
     "lm_head": 2,
 }
 # Parameters that are divided by KV heads. If there are fewer KV heads than devices, several devices
 # have a copy of a head. Each copy keeps the key and the value of the head, see `_num_kept`.
 _OF_HEADS = ("qkv_proj", "qkv_bias", "q_norm", "k_norm")
-_OF_VOCABULARY = ("embed_tokens", "lm_head")
+_OF_VOCABULARY = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
 # Fields of a config with a number of KV heads, of which the second may be 0.
 _KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
 

@@ -27,7 +27,7 @@ _QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 2, **_SIZES}
 # Keys without which the default of transformers is not a supported model.
 _REQUIRED = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "gemma4_text": {"vocab_size_per_layer_input": 32},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_state": 8},
     "deepseek_v2": {"num_experts_per_tok": 2},
     # With the default, all layers are dense, and the experts belong to no layer.
@@ -243,6 +243,11 @@ def test_layer_configs_have_the_sizes_of_their_layers():
     assert [layer.num_experts for layer in layers] == [0, 0, 4]
     dense = _SMALL.intermediate_size
     assert [layer.dense_intermediate_size for layer in layers] == [dense, dense, 10]
+    shared = dataclasses.replace(config, num_kv_shared_layers=1)
+    assert (shared.kv_sources, shared.layer_configs[2].num_kv_rows) == ((0, 1, 1), 0)
+    assert [group.layers for group in shared.layer_groups] == [(1,), (0,)]
+    with pytest.raises(ValueError, match="must leave a layer of type 'full_attention'"):
+        dataclasses.replace(config, num_kv_shared_layers=2)
     # A layer's config describes a model of equal layers.
     for layer in layers:
         assert layer.can_scan_layers and layer.layer_configs == (layer,) * 3

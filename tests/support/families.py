@@ -219,6 +219,19 @@ CASES = {
     ),
     "glm4_moe": Case("glm4_moe", {**_GLM_EXPERTS, "use_qk_norm": True, "attention_bias": True}),
     "gemma4": Case("gemma4_text", _GEMMA4),
+    "gemma4 with embeddings per layer and shared keys": Case(
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "attention_k_eq_v": False,
+            "num_hidden_layers": 4,
+            "layer_types": [*_SLIDING, *_SLIDING],
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+        },
+    ),
     "gemma4 with experts": Case(
         "gemma4_text",
         {

@@ -7,6 +7,7 @@ and value projections. `map_parameter` lists the tensors of a parameter and thei
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Container, Iterator, Mapping
 from typing import Literal, get_args
 
@@ -18,7 +19,14 @@ from paged_jax.models.mixer_sizes import Mixer
 from paged_jax.models.rope import head_order
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_INNER = ("layers.", "embed_tokens.", "norm.")  # names that follow the prefix ``model.``
+# Names that follow the prefix ``model.``.
+_INNER = (
+    "layers.", "embed_tokens.", "norm.",
+    "embed_tokens_per_layer.", "per_layer_model_projection.", "per_layer_projection_norm.",
+)  # fmt: skip
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+# Tensors that layers without keys and values do not have. Some files have them nevertheless.
+_OF_KV = re.compile(r"self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 
 # Tensor name of the weights of attention and of the MLP. A family may use other names.
 _NAMES = {
@@ -42,6 +50,7 @@ _VECTORS = {
     "expert_input_norm": "pre_feedforward_layernorm_2.weight",
     "expert_out_norm": "post_feedforward_layernorm_2.weight",
     "router_norm": "router.scale",
+    "per_layer_out_norm": "post_per_layer_input_norm.weight",
 }
 # The same for the parameters of experts. A * stands for the number of an expert.
 _EXPERTS = {
@@ -129,11 +138,12 @@ def standard_name(config: LlamaConfig, name_in_file: str) -> str | None:
     """
     family = FAMILIES.get(config.model_type)
     name = _without_prefix({} if family is None else family.prefixes, name_in_file)
-    if name is not None and family is not None and family.has_draft_layers:
-        index = name.removeprefix("model.layers.").partition(".")[0]
-        if index.isdecimal() and int(index) >= config.num_hidden_layers:
-            return None
-    return name
+    if name is None or (found := _LAYER.fullmatch(name)) is None:
+        return name
+    layer, rest = int(found[1]), found[2]
+    if layer >= config.num_hidden_layers:
+        return None if family is not None and family.has_draft_layers else name
+    return None if config.shares_kv[layer] and _OF_KV.match(rest) else name
 
 
 def _without_prefix(prefixes: Mapping[str, str | None], name: str) -> str | None:
@@ -146,7 +156,13 @@ def _without_prefix(prefixes: Mapping[str, str | None], name: str) -> str | None
 
 def _model_mappings(config: LlamaConfig) -> Mapping[str, Mappings]:
     table = config.vocab_size, config.hidden_size
+    d = config.hidden_size_per_layer_input
+    width = config.num_hidden_layers * d
+    per_layer, projection = "model.embed_tokens_per_layer", "model.per_layer_model_projection"
     return {
+        "embed_tokens_per_layer": (map_tensor(f"{per_layer}.weight", (config.vocab_size, width)),),
+        "per_layer_model_proj": (map_tensor(f"{projection}.weight", (width, config.hidden_size)),),
+        "per_layer_norm": (map_tensor("model.per_layer_projection_norm.weight", (d,)),),
         "embed_tokens": (map_tensor(EMBEDDINGS, table),),
         "norm": (map_tensor({**_NAMES, **_family_tensors(config)}["norm"], (config.hidden_size,)),),
         "lm_head": (map_tensor(HEAD, table),),
@@ -161,7 +177,7 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
     """
     E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
     H, K = config.num_attention_heads, config.num_key_value_heads
-    names = {**_NAMES, **_family_tensors(config)}
+    d, names = config.hidden_size_per_layer_input, {**_NAMES, **_family_tensors(config)}
     # Queries and keys rotate, and need the order of `head_order`. Values do not rotate.
     [rope, *_] = config.ropes
     paired_dim = D if rope is None else rope.paired_dim
@@ -183,6 +199,8 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
         "down_proj": (map_tensor(names["down_proj"], (E, F)),),
         "sinks": (map_tensor("self_attn.sinks", (H,)),),
         "layer_scalar": (map_tensor("layer_scalar", (1,)),),
+        "per_layer_gate": (map_tensor("per_layer_input_gate.weight", (d, E)),),
+        "per_layer_proj": (map_tensor("per_layer_projection.weight", (E, d)),),
     }
     if config.mixer is not None:
         mappings |= _mixer_mappings(config.mixer, E, names)
