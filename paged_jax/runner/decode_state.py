@@ -8,11 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from paged_jax.cache import paged_cache
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.dims import bind
 from paged_jax.formatting import short_repr
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.paged_model import create_cache
 from paged_jax.runner.compiler import jit_for
 from paged_jax.runner.sizes import Sizes, no_slots
 from paged_jax.sampling.filters import NEVER, Constraints
@@ -102,6 +105,30 @@ class DecodeState:
     def vocab_size(self) -> int:
         """Size of the vocabulary (V)."""
         return self.sampling.output_counts.shape[1]
+
+
+def empty_state(
+    config: LlamaConfig, sizes: Sizes, num_blocks: int, cache_dtype: DTypeLike, platform: str
+) -> DecodeState:
+    """Return a state with an empty cache, see `create_cache` and `DecodeState.create`."""
+    cache = create_cache(
+        config,
+        num_slots=sizes.num_slots,
+        max_length=sizes.max_model_len,
+        num_blocks=num_blocks,
+        block_size=sizes.block_size,
+        max_tokens=sizes.most_tokens,
+        dtype=cache_dtype,
+        num_states=sizes.num_states or None,
+        platform=platform,
+    )
+    return DecodeState.create(
+        cache,
+        config.vocab_size,
+        max_logit_bias=sizes.max_logit_bias,
+        max_stop_ids=sizes.max_stop_ids,
+        max_forced=sizes.max_forced,
+    )
 
 
 # Function with the arguments and the result of `StoredPrograms.find`.

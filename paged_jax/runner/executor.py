@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 import jax
 from jax.typing import DTypeLike
 
-from paged_jax.models.config import LlamaConfig
-from paged_jax.models.paged_model import create_cache
 from paged_jax.runner import decode_state
 from paged_jax.runner.compiler import jit_for
-from paged_jax.runner.decode_state import Assignment, DecodeState, TokenMasks
+from paged_jax.runner.decode_state import Assignment, DecodeState, TokenMasks, empty_state
 from paged_jax.runner.programs import (
     Call,
     ProgramKey,
     compile_calls,
+    first_decode,
     list_calls,
     list_programs,
     shapes_of,
@@ -129,6 +128,9 @@ class Executor:
         # The last result with `free_blocks`; None if they are out of date.
         self._latest: QueuedResult | None = None
         self.reset()
+        if self._state is not None:  # the first request decodes after its prompt
+            first = first_decode(self.programs, sizes)
+            self._stored.read_ahead(first, weights.arrays, shapes_of(self._state))
 
     def reset(self) -> None:
         """Discard the state, and create an empty one unless the engine sleeps."""
@@ -149,13 +151,13 @@ class Executor:
         shape = self.weights.config, self.sizes, self.num_blocks, self._cache_dtype, platform
         if division is None:
             names = ("config", "sizes", "num_blocks", "cache_dtype", "platform")
-            make = jit_for(platform, _empty_state, static_argnames=names)
+            make = jit_for(platform, empty_state, static_argnames=names)
             static = dict(zip(names, shape, strict=True))
             with jax.default_device(self._device):
                 make = self._stored.find("empty state", make, (), **static)
                 return jax.device_put(make(), self._device)
         # Create each part on its device: the whole state might not fit on one device.
-        make = functools.partial(_empty_state, *shape)
+        make = functools.partial(empty_state, *shape)
         places = division.shardings(jax.eval_shape(make))
         return jax.jit(make, out_shardings=places)()
 
@@ -380,29 +382,6 @@ class Executor:
 
 
 # Jit this function as a whole. Otherwise a program would be compiled and kept for each array.
-def _empty_state(
-    config: LlamaConfig, sizes: Sizes, num_blocks: int, cache_dtype: DTypeLike, platform: str
-) -> DecodeState:
-    cache = create_cache(
-        config,
-        num_slots=sizes.num_slots,
-        max_length=sizes.max_model_len,
-        num_blocks=num_blocks,
-        block_size=sizes.block_size,
-        max_tokens=sizes.most_tokens,
-        dtype=cache_dtype,
-        num_states=sizes.num_states or None,
-        platform=platform,
-    )
-    return DecodeState.create(
-        cache,
-        config.vocab_size,
-        max_logit_bias=sizes.max_logit_bias,
-        max_stop_ids=sizes.max_stop_ids,
-        max_forced=sizes.max_forced,
-    )
-
-
 def _check_replicas(division: Division, program: str, result: Any) -> Any:
     """Check that all devices computed the same, and return the result of the program."""
     if not division.checks_replicas:

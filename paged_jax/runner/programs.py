@@ -397,6 +397,11 @@ def _prefill_calls(programs: Programs, sizes: Sizes) -> list[Call]:
     return [programs.prefill.call(_zeros(B, T), no_slots(B), _zeros(B)) for B, T in shapes]
 
 
+def first_decode(programs: Programs, sizes: Sizes) -> Call:
+    """Return the call of the decode program for the smallest number of samples."""
+    return _decode_calls(programs, sizes)[0]
+
+
 def _decode_calls(programs: Programs, sizes: Sizes) -> list[Call]:
     calls, no = [], np.bool_(False)
     for B in row_buckets(sizes.num_slots):

@@ -14,6 +14,7 @@ Programs are stored only for a single CPU device: on other devices they depend o
 contains.
 """
 
+import concurrent.futures
 import functools
 import hashlib
 import logging
@@ -73,6 +74,7 @@ class StoredPrograms:
         self._program_key = program_key
         self._device = device
         self._programs: dict[str, Any] = {}
+        self._reading: dict[str, concurrent.futures.Future[Any]] = {}
 
     def resolve(self, call: Call, weights: list[jax.Array], state: DecodeState) -> Call:
         """Return the call with the program of a file. If there is no file, write it first.
@@ -86,11 +88,31 @@ class StoredPrograms:
         """
         if self._folder is None:
             return call
+        source = self._source_of(call, weights, state)
+        return call._replace(program=self._find(self._folder, call.name, source), static={})
+
+    def read_ahead(self, call: Call, weights: list[jax.Array], state: Any) -> None:
+        """Start to read the program of a call in another thread, if it is stored.
+
+        Args:
+          call: the call.
+          weights: see `resolve`.
+          state: the state, or its shapes.
+        """
+        if self._folder is None:
+            return
+        source = self._source_of(call, weights, state)
+        key = _key(self._program_key, self._device, call.name, source)
+        thread = concurrent.futures.ThreadPoolExecutor(1)
+        reading = thread.submit(_read, self._folder, key, source.structure, self._device)
+        self._reading[call.name] = reading
+        thread.shutdown(wait=False)
+
+    def _source_of(self, call: Call, weights: list[jax.Array], state: Any) -> "_Source":
         program_key = self._program_key
         options = compiler_options(program_key.platform, is_unrolled=not program_key.is_scanned)
         arguments = (weights, state, *call.args)
-        source = _Source(call.program.__wrapped__, arguments, call.static, 1, options)
-        return call._replace(program=self._find(self._folder, call.name, source), static={})
+        return _Source(call.program.__wrapped__, arguments, call.static, 1, options)
 
     def find(
         self,
@@ -119,7 +141,9 @@ class StoredPrograms:
         program = self._programs.get(name)
         if program is None:
             key = _key(self._program_key, self._device, name, source)
-            program = _read(folder, key, source.structure, self._device)
+            reading = self._reading.pop(name, None)
+            program = None if reading is None else reading.result()
+            program = program or _read(folder, key, source.structure, self._device)
             program = program or _compile(folder, key, source)
             self._programs[name] = program
         return program

@@ -28,7 +28,7 @@ def test_executors_of_equal_sizes_share_the_program_of_a_new_state(
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         engine = Engine(tiny_model, **sizes)
-        assert len(compiled) == 1 and "_empty_state" in compiled[0]
+        assert len(compiled) == 1 and "empty_state" in compiled[0]
         engine.sleep()
         engine.wake_up()
         Engine(tiny_model, **sizes)

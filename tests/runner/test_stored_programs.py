@@ -295,3 +295,17 @@ def test_programs_of_separate_layers_are_stored(tiny_model, folder) -> None:
     call = release(executor)
     assert resolve(executor, call) is not call
     assert len(list(folder.iterdir())) == 2  # also the program that makes the empty state
+
+
+def test_read_ahead_gives_the_program_to_resolve(executor, folder, monkeypatch) -> None:
+    call = release(executor)
+    resolve(executor, call)
+    programs = StoredPrograms(
+        executor._program_key, executor.weights.layout_model, executor.weights.device
+    )
+    arrays = executor.weights.arrays, executor.state
+    programs.read_ahead(call, *arrays)
+    found = programs._reading[call.name].result()
+    assert found is not None
+    monkeypatch.setattr(stored_programs, "_read", lambda *args: pytest.fail("is read again"))
+    assert programs.resolve(call, *arrays).program is found
