@@ -72,12 +72,12 @@ class LlamaConfig:
       value_norm: whether the values of each head are normalised, without a weight.
       attention_k_eq_v: whether layers without a sliding window have no projection of values.
         Their values are the projected keys, before these are normalised and rotated.
-      num_kv_shared_layers: number of last layers that have no keys and values. They read those of
-        the last layer of their type before them.
+      num_kv_shared_layers: number of layers at the end that have no keys and values. Each reads the
+        keys and values of the last layer of its type that has them.
       attention_gate: whether the output of each query head is multiplied by the sigmoid of a gate,
         which is projected together with the query.
       query_scale: factor of queries that depends on their position, or None.
-      latent: sizes of latent attention, or None. `head_dim` is then the part that rotates.
+      latent: sizes of latent attention, or None. `head_dim` is then the size of the rotated part.
       qk_norm_scope: ``"head"`` normalises each head separately, ``"projection"`` all heads of a
         token together.
       norm_placement: ``"pre"``: norms before attention and the MLP; ``"sandwich"``: before and
@@ -115,12 +115,13 @@ class LlamaConfig:
       sliding_window: number of last tokens that a query attends to in layers with a window; None
         for all tokens.
       layer_types: ``"full_attention"``, ``"sliding_attention"``, ``"linear_attention"`` or
-        ``"none"`` for each layer; empty if all are equal attention layers, with `sliding_window`.
+        ``"none"`` (only an MLP) for each layer; empty if all are attention layers with the same
+        `sliding_window`.
       mixer: sizes of ``"linear_attention"`` layers, which are recurrent; None if there are none.
-      mlp_layer_types: ``"dense"``, ``"sparse"`` or ``"none"`` for each layer: an MLP of
-        `intermediate_size`, experts, or neither; empty if all are equal, and have one.
-      gated_mlp: whether the activation of a gate is multiplied by other features; otherwise MLP and
-        experts have no gate, and the activation is that of the features.
+      mlp_layer_types: ``"dense"`` (an MLP of `intermediate_size`), ``"sparse"`` (experts) or
+        ``"none"`` for each layer; empty if all layers have the same kind of MLP.
+      gated_mlp: whether an MLP or expert multiplies the activation of a gate by its features. If
+        False, there is no gate, and the activation applies to the features.
       initializer_range: standard deviation of initial weights.
       bos_token_id, eos_token_ids: special tokens.
       model_type: key of the family in `families.FAMILIES`.

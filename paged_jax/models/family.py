@@ -143,8 +143,8 @@ class MixerKeys:
 
     Attributes:
       kind: kind of recurrent layers, see `mixers_json.MIXERS`.
-      keys: key in ``config.json`` of each field of the kind's class that the file has.
-      fixed: fields of the class with the same value in the whole family.
+      keys: key in ``config.json`` of each field of the `Mixer` that the file determines.
+      fixed: fields of the `Mixer` with the same value in the whole family.
       layer_types_key: key of the list of the layers' types.
       recurrent_type: type of recurrent layers in this list.
       layer_types: other names of types that files may have, with their names in `layer_groups`.
@@ -180,12 +180,11 @@ class Family:
       sliding_layers: which layers have a sliding window. ``"none"``: no layer; ``"all"``: all
         layers if `sliding_window` is set; ``"switched"``: if `use_sliding_window` is true, the
         layers in `layer_types`, by default those from `max_window_layers` on; ``"last"``: the same
-        without that switch; ``"pattern"``: the
-        layers in `layer_types`, by default all but every n-th, where n is
-        `sliding_window_pattern`; ``"pattern from the first"``: the same, but the first layer and
-        every n-th after it have no window; ``"pattern and the last"``: as ``"pattern"``, but the
-        last layer never has a window; ``"unused"``: no layer, although configs have the keys of
-        ``"switched"``.
+        without the switch `use_sliding_window`; ``"pattern"``: the layers in `layer_types`, by
+        default all but every n-th, where n is `sliding_window_pattern`; ``"pattern from the
+        first"``: the same, but the first layer and every n-th after it have no window; ``"pattern
+        and the last"``: as ``"pattern"``, but the last layer never has a window; ``"unused"``: no
+        layer, although configs have the keys of ``"switched"``.
       rope_layers: which layers rotate queries and keys. ``"all"``; ``"none"``; ``"sliding"``:
         layers with a sliding window; ``"listed"``: layers with a 1 in `no_rope_layers`;
         ``"switched"``: all if `position_embedding_type` is ``"rope"``, otherwise none.
@@ -204,7 +203,7 @@ class Family:
         a family without experts.
       experts_switch: key in ``config.json`` that tells whether the model has experts, or None.
       router: how experts are chosen and weighted.
-      router_keys: key in ``config.json`` of each field of `Router` that it has.
+      router_keys: key of each field of `Router` that ``config.json`` has.
       groups_switch: key in ``config.json``, and its value with which experts have groups; None if
         they always have.
       shared_experts: key in ``config.json`` of the number of experts for all tokens, which are one

@@ -411,7 +411,7 @@ class Layer(nnx.Module):
         rotation: tuple[jax.Array, jax.Array, jax.Array | None],
         backend: str | None,
     ) -> tuple[Projection | Heads, jax.Array | None]:
-        """Project the normalised input to heads and gates, see `_attention_input`."""
+        """Project the normalised input for attention, see `_attention_input`."""
         if self.config.latent is not None:
             norms = self._vector("q_a_norm"), self.kv_a_norm[...]
             scale = self.config.attention_multiplier
@@ -467,7 +467,7 @@ class Layer(nnx.Module):
 
 
 def _norms(config: LlamaConfig) -> tuple[str, ...]:
-    """Return the names of the norms of a layer. Layers with only one part have its norms."""
+    """Return the norms of a layer: without attention or an MLP, only those of the other part."""
     has_tokens, has_mlp = NOTHING not in config.layer_types, NOTHING not in config.mlp_layer_types
     return tuple(
         name

@@ -13,7 +13,7 @@ from paged_jax.models.family import UnsupportedConfigError
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 RECURRENT = "linear_attention"
-# Type of a layer that has only an MLP, and type of MLP of a layer that has none.
+# In `layer_types` a layer that has only an MLP; in `mlp_layer_types` a layer without an MLP.
 NOTHING = "none"
 ATTENTION_TYPES = (FULL, SLIDING)
 LAYER_TYPES = (*ATTENTION_TYPES, RECURRENT, NOTHING)
