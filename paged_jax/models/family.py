@@ -181,10 +181,10 @@ class Family:
         layers if `sliding_window` is set; ``"switched"``: if `use_sliding_window` is true, the
         layers in `layer_types`, by default those from `max_window_layers` on; ``"last"``: the same
         without the switch `use_sliding_window`; ``"pattern"``: the layers in `layer_types`, by
-        default all but every n-th, where n is `sliding_window_pattern`; ``"pattern from the
-        first"``: the same, but the first layer and every n-th after it have no window; ``"pattern
-        and the last"``: as ``"pattern"``, but the last layer never has a window; ``"unused"``: no
-        layer, although configs have the keys of ``"switched"``.
+        default all but every n-th, where n is `sliding_window_pattern`;
+        ``"pattern from the first"``: the same, but the first layer and every n-th after it have no
+        window; ``"pattern and the last"``: as ``"pattern"``, but the last layer never has a window;
+        ``"unused"``: no layer, although configs have the keys of ``"switched"``.
       rope_layers: which layers rotate queries and keys. ``"all"``; ``"none"``; ``"sliding"``:
         layers with a sliding window; ``"listed"``: layers with a 1 in `no_rope_layers`;
         ``"switched"``: all if `position_embedding_type` is ``"rope"``, otherwise none.
