@@ -1,8 +1,8 @@
 """Sizes, states and parameters of recurrent layers. Imports no JAX.
 
 A mixer takes the place of attention in a layer, see `mixers`. Its weights are grouped by heads of
-keys (K), so that they can be divided over devices together with the states. The parameters of a
-layer with a mixer, of which each kind has some::
+keys (K), so that they can be divided over devices together with the states. Each kind of mixer has
+some of these parameters::
 
     mixer_in_proj     [K, rows, E]    inputs of the convolution and the gate of the output
     mixer_gates_proj  [K, rows, E]    gates of each head
@@ -49,7 +49,7 @@ class Mixer:
 
     @property
     def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Names and rows per head of the pieces of parameters, which files may store separately."""
+        """Name and rows per head of each piece of a parameter. Files may store them separately."""
         return {}
 
     @property
@@ -92,7 +92,7 @@ class ShortConvolution(Mixer):
 
     @property
     def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Names and rows per channel of the pieces of parameters."""
+        """Name and rows per channel of each piece of a parameter."""
         return {"mixer_in_proj": (("b", 1), ("c", 1), ("x", 1))}
 
     @property
@@ -163,7 +163,7 @@ class GatedDeltaNet(Mixer):
 
     @property
     def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Names and rows per head of keys of the pieces of parameters."""
+        """Name and rows per head of keys of each piece of a parameter."""
         _, G, D, U = self.heads
         qkv = ("q", D), ("k", D), ("v", G * U)
         return {
@@ -223,7 +223,7 @@ class KimiDelta(Mixer):
 
     @property
     def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Names and rows per head of the pieces of parameters."""
+        """Name and rows per head of each piece of a parameter."""
         D = self.head_dim
         qkv = ("q", D), ("k", D), ("v", D)
         ranks = ("decay", D), ("gate", D)
@@ -303,7 +303,7 @@ class Mamba2(Mixer):
 
     @property
     def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Names and rows per group of the pieces of parameters."""
+        """Name and rows per group of each piece of a parameter."""
         _, G, D, U = self.heads
         xbc = ("x", G * U), ("b", D), ("c", D)
         return {

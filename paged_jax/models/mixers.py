@@ -234,7 +234,7 @@ def _normalise(x: jax.Array) -> jax.Array:
 
 
 def _log_decay(weights: MixerWeights, steps: jax.Array) -> jax.Array:
-    """Return the logarithm of the decay from time steps ``[..., K, n]`` before softplus."""
+    """Return the logarithm of the decay, given time steps ``[..., K, n]`` before their softplus."""
     rates = jnp.exp(weights.vector("mixer_decay")).reshape(steps.shape[-2], -1)
     return -_expand(rates, steps.ndim) * jax.nn.softplus(steps)
 
@@ -247,7 +247,7 @@ def _gated_norm(out: jax.Array, gate: jax.Array, weights: MixerWeights, eps: flo
 
 
 def _expand(x: jax.Array, rank: int) -> jax.Array:
-    """Return an array with leading dimensions of size 1, so that it has a rank."""
+    """Add leading dimensions of size 1, so that an array has `rank` dimensions."""
     return x.reshape((1,) * (rank - x.ndim) + x.shape)
 
 

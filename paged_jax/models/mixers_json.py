@@ -81,7 +81,7 @@ def read_layer_types(
 
 
 def read_mlp_types(config: Mapping[str, Any], keys: MixerKeys) -> tuple[str, ...]:
-    """Return the type of each layer's MLP, if layers have either an MLP or another part."""
+    """Return the MLP type of each layer, if the family has layers with only an MLP."""
     names: list[str] = config.get(keys.layer_types_key) or []
     return tuple(keys.mlp_types.get(name, NOTHING) for name in names) if keys.mlp_types else ()
 
