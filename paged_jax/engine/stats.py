@@ -1,7 +1,6 @@
 """Counters of an engine: totals, times of the phases of a step, and blocks in use."""
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable
 
@@ -226,10 +225,11 @@ class MaskClock:
     """
 
     # Number of cycles between two measurements with k = 0, and number of cycles of a measurement.
-    # The period doubles each time that k = 1 is given up, because measuring it costs time.
-    _PERIOD, _LONGEST_PERIOD, _SAMPLES = 128, 2048, 6
-    # Maximum duration of a cycle, relative to k = 0, and the maximum before k = 1 is given up.
-    _MOST, _MOST_OF_ONE = 1.05, 1.1
+    # The period doubles when k = 1 takes far too long, because measuring it costs time.
+    _PERIOD, _LONGEST_PERIOD, _SAMPLES = 128, 2048, 8
+    # Maximum duration of a cycle with k > 1, with k = 1, and the duration that is far too long,
+    # relative to k = 0.
+    _MOST, _MOST_OF_ONE, _FAR_TOO_LONG = 1.05, 1.1, 1.4
 
     def __init__(
         self, lookahead: Lookahead, max_steps: int, now: Callable[[], float] = time.perf_counter
@@ -239,8 +239,10 @@ class MaskClock:
         self._now = now
         self._read_at: float | None = None  # time at which the last masked tokens were read
         self._num_cycles, self._period = 0, self._PERIOD
+        self._last = 1  # the last k > 0
         self._plain_seconds = 0.0  # of a cycle with k = 0
         self._samples: list[float] = []
+        self._doubtful_seconds = 0.0  # of a cycle that was too long, if k = 0 is measured again
         self._is_rejected = False  # whether k = 1 was given up in this period
         self._set(0)
 
@@ -258,35 +260,46 @@ class MaskClock:
         self._samples.append(self._read_at - before)
         # The first cycles after a change are partly planned with the previous k.
         if len(self._samples) == self._SAMPLES + 2:
-            self._choose(statistics.median(self._samples[2:]))
+            # Other programs on the machine make some cycles longer.
+            self._choose(sorted(self._samples[2:])[self._SAMPLES // 4])
 
     def _choose(self, seconds: float) -> None:
         """Choose k after cycles that took `seconds` with the present k."""
         k, is_due = self._lookahead.num_free_steps, self._num_cycles >= self._period
         if not k:
             self._plain_seconds = seconds
-            if is_due or not self._is_rejected:
-                self._num_cycles = 0
-                self._set(max(1, self._last))
-                return
+            if not self._is_rejected or is_due:
+                self._set(self._k_after_plain())
         elif is_due:
-            self._is_rejected, self._period = False, self._PERIOD
+            self._period = self._PERIOD
             self._set(0)
-            return
-        elif seconds > self._plain_seconds * (self._MOST if k > 1 else self._MOST_OF_ONE):
-            if k == 1:
-                self._is_rejected = True
-                self._period = min(2 * self._period, self._LONGEST_PERIOD)
-            self._set(k - 1)
-            return
+        elif self._is_too_long(seconds, k):
+            # Perhaps the machine has become slower: compare with a new measurement of k = 0.
+            self._doubtful_seconds = seconds
+            self._set(0)
         # A further step takes less than 1 / (k + 1) of a cycle: it has fewer rows.
         elif seconds * (1 + 0.6 / (k + 1)) < self._plain_seconds * self._MOST and k < self._most:
             self._set(k + 1)
-            return
         self._samples = self._samples[-2:]
 
+    def _is_too_long(self, seconds: float, k: int) -> bool:
+        return seconds > self._plain_seconds * (self._MOST if k > 1 else self._MOST_OF_ONE)
+
+    def _k_after_plain(self) -> int:
+        """Return k after a measurement of k = 0; 0 if k = 1 is given up for a period."""
+        k, seconds = max(1, self._last), self._doubtful_seconds
+        self._doubtful_seconds, self._is_rejected = 0.0, False
+        if not seconds:
+            self._num_cycles = 0
+        elif self._is_too_long(seconds, k):
+            k -= 1
+            self._is_rejected = not k
+            if not k and seconds > self._FAR_TOO_LONG * self._plain_seconds:
+                self._period = min(2 * self._period, self._LONGEST_PERIOD)
+        return k
+
     def _set(self, num_free_steps: int) -> None:
-        self._last = self._lookahead.num_free_steps
+        self._last = self._lookahead.num_free_steps or self._last
         self._lookahead.num_free_steps = num_free_steps
         self._samples = []
 

@@ -20,15 +20,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paged_jax import __version__
-from paged_jax.server import admin, bodies, cache_page, openapi, schemas
+from paged_jax.server import admin, cache_page, openapi, schemas
 from paged_jax.server.anthropic_answers import MessagesAnswer, count_tokens
-from paged_jax.server.anthropic_bodies import MessagesBody
 from paged_jax.server.chat_answers import ChatAnswer
 from paged_jax.server.completion_answers import CompletionAnswer, GenerateAnswer
 from paged_jax.server.completions import CompletionEndpoint
 from paged_jax.server.request_log import RECORD, RequestLogMiddleware
 from paged_jax.server.response_answers import ResponsesAnswer
-from paged_jax.server.response_items import ResponsesBody
 from paged_jax.server.responses import ApiError, json_response
 from paged_jax.server.security import CLIENT, Security
 from paged_jax.server.service import ClientGone, Service
@@ -119,16 +117,17 @@ def _cors(service: Service) -> list[Middleware]:
 
 
 def _generation_routes(service: Service) -> list[Route]:
-    endpoints: dict[str, tuple[Any, Any]] = {
-        "/generate": (bodies.GenerateBody, GenerateAnswer),
-        "/v1/completions": (bodies.CompletionBody, CompletionAnswer),
-        "/v1/chat/completions": (bodies.ChatBody, ChatAnswer),
-        "/v1/responses": (ResponsesBody, ResponsesAnswer),
-        "/v1/messages": (MessagesBody, MessagesAnswer),
+    answers: dict[str, Any] = {
+        "/generate": GenerateAnswer,
+        "/v1/completions": CompletionAnswer,
+        "/v1/chat/completions": ChatAnswer,
+        "/v1/responses": ResponsesAnswer,
+        "/v1/messages": MessagesAnswer,
     }
+    bodies: dict[str, Any] = {each.path: each.body for each in openapi.ENDPOINTS}
     return [
-        Route(path, CompletionEndpoint(service, body, answer), methods=["POST"])
-        for path, (body, answer) in endpoints.items()
+        Route(path, CompletionEndpoint(service, bodies[path], answer), methods=["POST"])
+        for path, answer in answers.items()
     ]
 
 

@@ -1,5 +1,8 @@
 """Sequences with grammars beside others: equal tokens, and more steps for the others."""
 
+import itertools
+
+import numpy as np
 import pytest
 
 from paged_jax import Engine, SamplingParams, StructuredOutputsParams
@@ -104,6 +107,7 @@ class Cycles:
 
     def __init__(self, plain: float, fixed: float, step: float):
         self.plain, self.fixed, self.step, self.time = plain, fixed, step, 0.0
+        self.noise = lambda: 1.0
         self.num_free_steps, bound, free = 1, object(), object()
         self.plan = StepPlan(decodes=[bound, free], bound=[bound])
         self.clock = MaskClock(self, 8, lambda: self.time)
@@ -114,7 +118,8 @@ class Cycles:
         for _ in range(count):
             k = self.num_free_steps
             chosen.append(k)
-            self.time += self.fixed + k * self.step if k else self.plain
+            seconds = self.fixed + k * self.step if k else self.plain
+            self.time += seconds * self.noise()
             self.clock.note_read(self.plan, 1)
         return chosen
 
@@ -144,3 +149,16 @@ def test_mask_clock_adapts() -> None:
     assert max(cycles.run(600)) == 7
     cycles.plain, cycles.step = 3.0, 2.0
     assert cycles.run(900)[-100:].count(0) > 60
+
+
+def test_mask_clock_is_not_misled_by_other_programs() -> None:
+    """Half of the cycles take up to twice as long, and all become slower and faster in waves."""
+    cycles, random = Cycles(5.0, 2.0, 0.5), np.random.default_rng(0)
+    waves = itertools.count()
+
+    def noise() -> float:
+        wave = 1.5 + np.sin(next(waves) / 100)
+        return wave * (1 + random.uniform(0, 1) * (random.uniform() < 0.5))
+
+    cycles.noise = noise
+    assert np.mean(cycles.run(4000)) > 2.5

@@ -43,6 +43,9 @@ REQUESTS = {
     "seeded samples": SamplingParams(n=2, seed=3, max_tokens=60, logprobs=2, ignore_eos=True),
     "biased": SamplingParams(logit_bias={5: 1.5, 7: -100.0}, stop_token_ids=[9], max_tokens=8),
     "form": SamplingParams(structured_outputs=StructuredOutputsParams(regex="(an?|the)+ in")),
+    "restricted": SamplingParams(
+        allowed_token_ids=range(300, 400), bad_words=["the", "in an"], max_tokens=20
+    ),
     "scored": SamplingParams(prompt_logprobs=1, max_tokens=2),
 }
 
@@ -53,7 +56,7 @@ def test_follow_gives_the_state_of_the_leader(channel, monkeypatch) -> None:
     )
     monkeypatch.setattr(loaded_model, "load_generation_config", lambda model, tokenizer: config)
     leader = Engine(**SIZES)
-    prompts = ["the sun", "the sun in", "an", "in", "the"]
+    prompts = ["the sun", "the sun in", "an", "in", "sun", "the"]
     for text, params in zip(prompts, REQUESTS.values(), strict=True):
         leader.add_request(text, params)
     outputs = []
