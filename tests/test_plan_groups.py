@@ -14,7 +14,9 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_groups import RECURRENT
 from paged_jax.models.mixers import GatedDeltaNet
 from paged_jax.models.paged_model import create_cache
+from paged_jax.models.tensor_parallel import shard_config
 from paged_jax.plan import as_dict, as_text
+from tests.support.model_shapes import DEEPSEEK_V2_LITE, DEEPSEEK_V3
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import CONFIG
 
@@ -190,3 +192,43 @@ def test_plan_of_recurrent_layers_equals_the_cache(max_model_len) -> None:
     # 10 of 40 layers have K and V. The states are worth 3,144 tokens.
     share = plan.sequence_bytes(max_model_len) / plan.uniform_bytes(max_model_len)
     assert share == pytest.approx(0.25 + 3144 / 4 / max_model_len, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "max_model_len", "kv_dtype", "token_bytes"),
+    [
+        ("V3", 32768, "bfloat16", 70_272),
+        ("V3", 131072, "bfloat16", 70_272),
+        ("V2-Lite", 32768, "bfloat16", 31_104),
+        ("V2-Lite", 131072, "fp8", 15_552 + 27 * 4),  # with a scale per layer
+    ],
+)
+def test_plan_of_latent_layers_equals_the_cache(name, max_model_len, kv_dtype, token_bytes) -> None:
+    """A token has 576 elements per layer, instead of 320 per layer and head."""
+    config = {"V3": DEEPSEEK_V3, "V2-Lite": DEEPSEEK_V2_LITE}[name]
+    sizes: Any = {"max_model_len": max_model_len, "kv_dtype": kv_dtype}
+    plan = make_plan(config, 2 * 10**12, "gpu", **sizes)
+    num_blocks, footprint = plan.num_engine_blocks, plan.footprint
+
+    def cache_bytes(config: LlamaConfig) -> int:
+        dtype = "float8_e4m3fn" if kv_dtype == "fp8" else kv_dtype
+        cache = jax.eval_shape(
+            lambda: create_cache(
+                config, num_slots=16, max_length=max_model_len, num_blocks=num_blocks,
+                dtype=dtype, platform="gpu",
+            )
+        )  # fmt: skip
+        assert all(group.pools.v is None for group in cache.groups)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.group_pools))
+
+    assert cache_bytes(config) == footprint.pool_bytes(num_blocks)
+    assert plan.token_bytes == token_bytes
+    materialised = 2 * 320 * config.num_attention_heads * config.num_hidden_layers
+    ratio = materialised / (576 * 2 * config.num_hidden_layers)
+    assert ratio == pytest.approx({"V3": 71.1, "V2-Lite": 8.9}[name], abs=0.1)
+    # Devices do not divide the vectors, unlike weights and heads.
+    assert cache_bytes(shard_config("plan", config, 8)) == footprint.pool_bytes(num_blocks)
+    if name == "V2-Lite":
+        parallel = make_plan(config, 2 * 10**12, "gpu", tensor_parallel_size=8, **sizes)
+        assert parallel.token_bytes == plan.token_bytes
+        assert parallel.footprint.weights < 0.2 * footprint.weights

@@ -43,6 +43,47 @@ GPT_OSS_20B = LlamaConfig.from_dict(
     }
 )
 
+_YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
+# Sizes of DeepSeek-V3: https://huggingface.co/deepseek-ai/DeepSeek-V3
+DEEPSEEK_V3 = LlamaConfig.from_dict(
+    {
+        "model_type": "deepseek_v3",
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "max_position_embeddings": 163840,
+        "rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        "torch_dtype": "bfloat16",
+    }
+)
+# Sizes of DeepSeek-V2-Lite: https://huggingface.co/deepseek-ai/DeepSeek-V2-Lite
+DEEPSEEK_V2_LITE = LlamaConfig.from_dict(
+    {
+        "model_type": "deepseek_v2",
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "q_lora_rank": None,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "topk_method": "greedy",
+        "max_position_embeddings": 163840,
+        "rope_scaling": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        "torch_dtype": "bfloat16",
+    }
+)
+
 
 def with_layers(config: LlamaConfig, num_layers: int) -> LlamaConfig:
     """Return the first layers of a model."""
