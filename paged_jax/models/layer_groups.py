@@ -51,6 +51,7 @@ class LatentSizes(NamedTuple):
       qk_nope_head_dim: elements of a head's queries and keys that do not rotate.
       qk_rope_head_dim: elements that rotate.
       v_head_dim: elements of a head's values.
+      num_copies: number of devices that each keep the vectors of all tokens.
     """
 
     q_lora_rank: int
@@ -58,6 +59,7 @@ class LatentSizes(NamedTuple):
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    num_copies: int = 1
 
     @property
     def query_dim(self) -> int:
@@ -66,8 +68,8 @@ class LatentSizes(NamedTuple):
 
     @property
     def kv_shape(self) -> KVShape:
-        """Shape of the vectors that a layer keeps: all heads share them."""
-        return KVShape(1, self.kv_lora_rank + self.qk_rope_head_dim, 0)
+        """Shape of the vectors that a layer keeps: all heads of a device share them."""
+        return KVShape(self.num_copies, self.kv_lora_rank + self.qk_rope_head_dim, 0)
 
     def num_features(self, num_heads: int) -> int:
         """Return the number of activations of a token in attention, for memory estimates."""

@@ -10,6 +10,9 @@ from paged_jax.models.layer_groups import ATTENTION_TYPES, FULL, SLIDING, Latent
 from paged_jax.models.model_folder import read_boolean, read_integer
 from paged_jax.models.rope import SCALING_FIELDS, QueryScale, RopeScaling
 
+# Keys of the sizes of latent attention that may not be null.
+_LATENT_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
 
 def read_rope(
     config: Mapping[str, Any], family: Family, num_layers: int, layer_types: Sequence[str]
@@ -119,7 +122,7 @@ def read_latent(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """
     if not family.has_latent:
         return {}
-    sizes = {name: read_integer(config, name) for name in LatentSizes._fields[1:]}
+    sizes = {name: read_integer(config, name) for name in _LATENT_KEYS}
     latent = LatentSizes(read_integer(config, "q_lora_rank", None) or 0, **sizes)
     rope, fields = _choose_object(config, family), {}
     scaling = _read_scaling(rope, config)
@@ -145,7 +148,8 @@ def write_latent(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     latent: LatentSizes | None = fields["latent"]
     if not family.has_latent or latent is None:
         return {}
-    written = {**latent._asdict(), "rope_interleave": fields["rope_interleaved"]}
+    written = {name: getattr(latent, name) for name in _LATENT_KEYS}
+    written["rope_interleave"] = fields["rope_interleaved"]
     return written | {"q_lora_rank": latent.q_lora_rank or None}
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +122,8 @@ class DeviceShard:
 def widen_config(config: LlamaConfig, num_devices: int) -> LlamaConfig:
     """Return the config, with KV heads repeated until there is at least one per device.
 
-    The additional heads are copies, so the model computes the same function.
+    The additional heads are copies, so the model computes the same function. In latent attention,
+    each device keeps all vectors.
 
     Example:
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=192,
@@ -130,7 +132,11 @@ def widen_config(config: LlamaConfig, num_devices: int) -> LlamaConfig:
       [2, 2, 4, 8]
     """
     heads = {name: getattr(config, name) for name in _KV_HEADS}
-    wide = {name: max(number, num_devices) for name, number in heads.items() if number}
+    wide: dict[str, Any] = {
+        name: max(number, num_devices) for name, number in heads.items() if number
+    }
+    if config.latent is not None:
+        wide = {"latent": config.latent._replace(num_copies=num_devices)}
     return dataclasses.replace(config, **wide)
 
 
@@ -171,6 +177,7 @@ def shard_config(function: str, config: LlamaConfig, num_devices: int) -> LlamaC
         shared_expert_intermediate_size=wide.shared_expert_intermediate_size // num_devices,
         num_attention_heads=wide.num_attention_heads // num_devices,
         **{name: getattr(wide, name) // num_devices for name in _KV_HEADS},
+        latent=config.latent,
     )
 
 

@@ -67,6 +67,26 @@ generate(llm)
 assert num_compiled(llm) == compiled, "a third round compiles nothing"
 """
 
+_LATENT = """
+from paged_jax import Engine
+from paged_jax.models.layer_groups import LatentSizes
+from tests.support.tensor_parallel import SIZES, generate, make_model
+
+# A latent vector of queries in the first model alone.
+for q_lora_rank, preemption in ((12, "swap"), (0, "recompute")):
+    latent = LatentSizes(q_lora_rank, 16, 6, 4, 5)
+    changes = {"num_key_value_heads": 8, "qkv_bias": False, "o_bias": False, "latent": latent}
+    model = make_model(**changes)
+    wanted = generate(Engine(model, **SIZES))
+    for num_devices in (2, 4):
+        engine = Engine(model, **SIZES, preemption=preemption, tensor_parallel_size=num_devices)
+        assert generate(engine) == wanted, (q_lora_rank, num_devices)
+        # Each device has the vectors of all tokens.
+        pool, values = engine.cache.k, engine.cache.v
+        assert values is None and pool.addressable_shards[0].data.shape[2:] == (1, 4, 20)
+        assert engine.stats.num_cached_tokens and engine.stats.num_preemptions
+"""
+
 _PROGRAMS = """
 import numpy as np
 from paged_jax import Engine
@@ -349,3 +369,8 @@ def test_engine_rejects_models_that_it_cannot_divide() -> None:
 @pytest.mark.optimised
 def test_decode_step_has_two_all_reduces_per_layer_and_copies_no_pool() -> None:
     run_on_devices(_PROGRAMS, num_devices=4)
+
+
+@pytest.mark.slow
+def test_latent_vectors_are_on_all_devices() -> None:
+    run_on_devices(_HEAD + _LATENT)
