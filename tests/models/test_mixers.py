@@ -1,0 +1,138 @@
+"""Recurrent layers of small models: gradients, states of any dtype, and the mapping of tensors."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from paged_jax.models import mixers
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.layer_groups import NOTHING, RECURRENT
+from paged_jax.models.llama import Llama
+from paged_jax.models.mixer_sizes import GatedDeltaNet, KimiDelta, Mamba2, ShortConvolution
+
+CONFIG = LlamaConfig(
+    vocab_size=40,
+    hidden_size=24,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
+MIXERS = {
+    "convolution": ShortConvolution(num_channels=24, conv_width=3),
+    "delta net": GatedDeltaNet(
+        num_key_heads=2,
+        num_value_heads=4,
+        key_dim=6,
+        value_dim=10,
+        conv_width=4,
+        has_negative_eigenvalues=True,
+    ),
+    "kimi delta": KimiDelta(num_heads=2, head_dim=6, conv_width=4),
+    "mamba": Mamba2(
+        num_heads=4, num_groups=2, head_dim=6, state_dim=10, conv_width=4, conv_bias=True
+    ),
+}
+TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 20), np.int32)
+
+
+def make_model(name: str, dtype=jnp.float32) -> Llama:
+    config = dataclasses.replace(
+        CONFIG, layer_types=(RECURRENT, "full_attention"), mixer=MIXERS[name]
+    )
+    model = Llama(config, dtype=dtype, rngs=nnx.Rngs(0))
+    leaves, treedef = jax.tree.flatten(nnx.state(model))
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noise = [0.2 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)]
+    leaves = [(x + y).astype(x.dtype) for x, y in zip(leaves, noise, strict=True)]
+    nnx.update(model, jax.tree.unflatten(treedef, leaves))
+    return model
+
+
+@functools.partial(nnx.jit)
+def loss(model: Llama, tokens: jax.Array) -> jax.Array:
+    log_probs = jax.nn.log_softmax(model(tokens)[:, :-1])
+    return -jnp.mean(jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1))
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_gradients_predict_the_change_of_the_loss(name) -> None:
+    """Also checks that no parameter of a recurrent layer is unused."""
+    model, tokens = make_model(name), jnp.asarray(TOKENS)
+    gradient = nnx.grad(loss)(model, tokens)
+    leaves = jax.tree.leaves(gradient)
+    assert all(np.isfinite(x).all() and np.any(x) for x in leaves)
+    norm = float(jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in leaves)))
+    graphdef, state = nnx.split(model)
+
+    def moved(step: float) -> float:
+        moved = jax.tree.map(lambda x, g: x + step / norm * g, state, gradient)
+        return float(loss(nnx.merge(graphdef, moved), tokens))
+
+    step = 1e-3
+    np.testing.assert_allclose((moved(step) - moved(-step)) / (2 * step), norm, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_states_have_the_shapes_and_dtypes_of_the_config(name) -> None:
+    config = make_model(name).config
+    states, no_states = config.state_shapes
+    assert not no_states and config.kv_shapes[0] is None
+    layer = make_model(name).layers[0]
+    x = jnp.ones((6, config.hidden_size))
+    weights = mixers.MixerWeights(
+        project=lambda name: jnp.einsum("ne,...e->n...", x, getattr(layer, name)[...]),
+        multiply=lambda x, name: jnp.einsum("nd,...d->n...", x, getattr(layer, name)[...]),
+        vector=lambda name: getattr(layer, name)[...].astype(jnp.float32),
+    )
+    recurrence = mixers.mix(MIXERS[name], weights).recurrence
+    assert recurrence.arrays == states
+    before = recurrence.initial_states(2, jnp.bfloat16)
+    out, after = recurrence.run(before, jnp.array([3, 0]))
+    assert out.shape[0] == 6 and out.dtype == jnp.float32
+    for shape, old, new in zip(states, before, after, strict=True):
+        assert new.shape == (2, *shape.shape)
+        assert new.dtype == old.dtype == jnp.dtype(shape.dtype or jnp.bfloat16)
+        assert np.any(np.asarray(new[0], np.float32))
+        assert not np.any(np.asarray(new[1], np.float32)), "a row without tokens"
+
+
+def test_decay_stays_float32_in_models_of_16_bits() -> None:
+    layer = make_model("mamba", jnp.bfloat16).layers[0]
+    dtypes = {name: getattr(layer, name).dtype for name in MIXERS["mamba"].shapes(24)}
+    assert {name for name, dtype in dtypes.items() if dtype == jnp.float32} == {
+        "mixer_decay",
+        "mixer_time",
+    }
+
+
+def test_layers_with_one_part_have_its_norm_only() -> None:
+    config = dataclasses.replace(
+        CONFIG,
+        num_hidden_layers=3,
+        layer_types=(RECURRENT, NOTHING, "full_attention"),
+        mlp_layer_types=(NOTHING, "dense", NOTHING),
+        mixer=MIXERS["mamba"],
+        gated_mlp=False,
+        hidden_act="relu2",
+    )
+    model = Llama(config, rngs=nnx.Rngs(0))
+    names = [set(nnx.to_pure_dict(nnx.state(layer))) for layer in model.layers]
+    assert names[1] == {"post_attention_norm", "gate_up_proj", "down_proj"}
+    assert model.layers[1].gate_up_proj.shape == (1, 32, 24)
+    assert names[2] == {"input_norm", "qkv_proj", "o_proj"}
+    assert "post_attention_norm" not in names[0]
+    assert config.layer_groups[0].layers == (2,)
+    assert np.isfinite(model(jnp.asarray(TOKENS))).all()
+
+
+def test_config_rejects_recurrent_layers_without_sizes() -> None:
+    with pytest.raises(ValueError, match="mixer must be set where layer_types has"):
+        dataclasses.replace(CONFIG, layer_types=(RECURRENT, "full_attention"))
+    with pytest.raises(ValueError, match="num_value_heads must be a multiple of num_key_heads"):
+        dataclasses.replace(MIXERS["delta net"], num_value_heads=3)
