@@ -336,7 +336,7 @@ class EngineConfig:
           num_token_biases: number of biases that apply to every request, see `TokenBias`.
 
         Raises:
-          ValueError: max_model_len exceeds the context, or recurrent layers lack an option.
+          ValueError: max_model_len exceeds the model's context.
         """
         context = model_config.max_position_embeddings
         max_model_len = context if self.max_model_len is None else self.max_model_len
@@ -349,7 +349,6 @@ class EngineConfig:
             model_config,
             num_slots=self.max_num_seqs,
             num_snapshots=self.num_snapshots if self.enable_prefix_caching else 0,
-            num_drafts=self.num_speculative_tokens,
         )
         has_tiles = self.backend in (None, "cpu") and attends_to_tiles(platform) and not num_states
         return Sizes(

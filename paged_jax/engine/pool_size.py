@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from paged_jax.arguments import ArgumentError
 from paged_jax.engine.footprint import Footprint
 from paged_jax.kernels.rows import sets_rows_in_place
 from paged_jax.models.config import LlamaConfig
@@ -53,11 +52,7 @@ def resolve_kv_dtype(kv_dtype: str, weights_dtype: DTypeLike, platform: str) -> 
 
 
 def choose_num_states(
-    model_config: LlamaConfig,
-    *,
-    num_slots: int,
-    num_snapshots: int | None,
-    num_drafts: int,
+    model_config: LlamaConfig, *, num_slots: int, num_snapshots: int | None
 ) -> int:
     """Return the number of states of recurrent layers in an engine's pools.
 
@@ -65,23 +60,12 @@ def choose_num_states(
       model_config: the configuration of the model.
       num_slots: S. Each slot needs a state.
       num_snapshots: number of states that the prefix cache keeps; None for S.
-      num_drafts: maximum number of draft tokens per sequence.
 
     Returns:
       The number of states; 0 if no layer is recurrent.
-
-    Raises:
-      ArgumentError: the layers are recurrent, and an option is not supported for them.
     """
     if not model_config.state_groups:
         return 0
-    if num_drafts:
-        raise ArgumentError(
-            "Engine",
-            "must be 0 in models with recurrent layers, because rejected tokens cannot be removed "
-            f"from their states, got {num_drafts}.",
-            "num_speculative_tokens",
-        )
     return num_slots + (num_slots if num_snapshots is None else num_snapshots)
 
 

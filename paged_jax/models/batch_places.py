@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from paged_jax.cache import paged_cache
 from paged_jax.cache.groups import CacheGroup, find_layer, locate
 from paged_jax.cache.paged_cache import PagedCache
-from paged_jax.cache.states import LayerPlaces, read_rows, write_rows
+from paged_jax.cache.states import LayerPlaces
 from paged_jax.formatting import short_repr
 from paged_jax.kernels import (
     Pools,
@@ -48,9 +48,7 @@ from paged_jax.models.layer_attention import (
     Recurrence,
     sliding_window_of,
 )
-
-# `Pools` of each group of attention layers, then `StatePools` of each group of recurrent layers.
-GroupPools = tuple[Any, ...]
+from paged_jax.models.state_places import GroupPools, StatePlaces
 
 
 class GroupPlaces(NamedTuple):
@@ -66,55 +64,6 @@ class GroupPlaces(NamedTuple):
     block_tables: jax.Array
     blocks: jax.Array
     window: int | None
-
-
-class StatePlaces(NamedTuple):
-    """Entries of the rows' states in the pools of recurrent layers, see `cache.states`.
-
-    Attributes:
-      sources: i32 ``[B]``, the entry that each row reads; P, the number of entries, for zeros.
-      entries: i32 ``[B]``, the entry that each row writes; P for rows that write nothing.
-      num_entries: P.
-      layers: group of each recurrent layer and the layer's index in the group.
-    """
-
-    sources: jax.Array
-    entries: jax.Array
-    num_entries: int
-    layers: LayerPlaces
-
-    @classmethod
-    def of_rows(cls, cache: PagedCache, rows: jax.Array) -> "StatePlaces | None":
-        """Return the entries that `paged_cache.reserve` or `plan` has chosen.
-
-        Args:
-          cache: the cache.
-          rows: i32 ``[B]``, slot of each row; a slot past the last one for rows left out.
-
-        Returns:
-          The entries; None if the cache has no states.
-        """
-        if cache.states is None:
-            return None
-        tables, P = cache.states.tables, cache.states.num_entries
-        sources, entries = (
-            take_or_fill(x, rows, fill_value=P) for x in (tables.sources, tables.entries)
-        )
-        return cls(sources, entries, P, cache.states.layers)
-
-    def at_step(self, step: jax.Array, active: jax.Array) -> "StatePlaces":
-        """Return the entries of a decode step.
-
-        Steps after the first read the entries that the first step has written.
-
-        Args:
-          step: i32 ``[]``, number of the step in its dispatch, from 0.
-          active: bool ``[B]``, False for rows that get no token.
-        """
-        return self._replace(
-            sources=jnp.where(step == 0, self.sources, self.entries),
-            entries=jnp.where(active, self.entries, self.num_entries),
-        )
 
 
 @short_repr
@@ -164,12 +113,7 @@ class BatchPlaces:
                 f"attend: cache must have states for layer {layer}, got none. Make the cache with "
                 "create_cache."
             )
-        group, index = find_layer(self.states.layers, layer)
-        group += len(self.groups)
-        states = read_rows(carry[group], index, self.states.sources)
-        out, states = recurrence.run(states, self.num_tokens)
-        pools = write_rows(carry[group], index, self.states.entries, states)
-        return out, _replace(carry, group, pools)
+        return self.states.advance(layer, recurrence, carry, self.num_tokens)
 
     def write(
         self,
@@ -241,6 +185,7 @@ def reserve_places(
     backend: str | None,
     *,
     has_tiles: bool = False,
+    postpones: bool = False,
 ) -> tuple[PagedCache, jax.Array, BatchPlaces]:
     """Reserve blocks for new tokens, and return where they go in the cache.
 
@@ -253,6 +198,8 @@ def reserve_places(
       backend: backend of block copies, see `paged_cache.reserve`.
       has_tiles: whether several rows may have the same slot. Their tokens follow each other, in the
         order of the rows (static).
+      postpones: whether recurrent layers leave their states as they are, until
+        `StatePlaces.advance_postponed` is called (static).
 
     Returns:
       The new cache; ``ok``, bool ``[]``, False if there were not enough blocks or a slot does not
@@ -282,7 +229,7 @@ def reserve_places(
     requested = jnp.where(jnp.all(slots < num_slots), requested, -1)
     cache, ok = paged_cache.reserve(cache, requested, max_tokens=most, backend=backend)
     num_tokens = jnp.where(is_row & ok, num_tokens, 0)
-    states = StatePlaces.of_rows(cache, jnp.where(num_tokens > 0, rows, num_slots))
+    states = StatePlaces.of_rows(cache, jnp.where(num_tokens > 0, rows, num_slots), postpones)
 
     steps = jnp.arange(T, dtype=jnp.int32)[None]
     positions = (starts[:, None] + steps).reshape(-1)

@@ -39,6 +39,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_attention import Attend, Carry
 from paged_jax.models.layer_groups import layer_places
 from paged_jax.models.matrix_formats import MatrixFormats
+from paged_jax.models.state_places import StatePlaces
 from paged_jax.models.step_arrays import StepArrays, as_step_arrays
 
 
@@ -194,8 +195,8 @@ class PagedModel(nnx.Module):
         """
         vocab_size = self.config.vocab_size
         step = as_step_arrays(self._name("prefill"), vocab_size, token_ids, slots, num_tokens)
-        x, cache, ok, num_tokens = self._run_chunks(cache, step, backend)
-        last = jnp.maximum(num_tokens - 1, 0)[:, None, None]
+        x, cache, ok, places = self._run_chunks(cache, step, backend)
+        last = jnp.maximum(places.num_tokens - 1, 0)[:, None, None]
         logits = self.logits(jnp.take_along_axis(x, last, axis=1)[:, 0], backend)
         return logits, cache, ok
 
@@ -249,6 +250,26 @@ class PagedModel(nnx.Module):
         step = as_step_arrays(self._name("score"), vocab_size, token_ids, slots, num_tokens)
         x, cache, ok, _ = self._run_chunks(cache, step, backend)
         return self.logits(x, backend), cache, ok
+
+    def score_drafts(
+        self,
+        cache: PagedCache,
+        token_ids: jax.Array,
+        slots: jax.Array,
+        num_tokens: jax.Array,
+        *,
+        backend: str | None = None,
+    ) -> tuple[jax.Array, PagedCache, jax.Array, StatePlaces | None]:
+        """Append drafts as `score`, but leave the states of recurrent layers as they are.
+
+        Returns:
+          The result of `score`, and the states, or None if no layer is recurrent. Call
+          `StatePlaces.advance_postponed` with the number of tokens that stay in each row.
+        """
+        vocab_size = self.config.vocab_size
+        step = as_step_arrays(self._name("score"), vocab_size, token_ids, slots, num_tokens)
+        x, cache, ok, places = self._run_chunks(cache, step, backend, postpones=True)
+        return self.logits(x, backend), cache, ok, places.states
 
     @names_arguments
     def decode(
@@ -351,17 +372,17 @@ class PagedModel(nnx.Module):
         backend: str | None,
         *,
         has_tiles: bool = False,
-    ) -> tuple[jax.Array, PagedCache, jax.Array, jax.Array]:
+        postpones: bool = False,
+    ) -> tuple[jax.Array, PagedCache, jax.Array, BatchPlaces]:
         """Append a chunk to each of several slots, and run the layers over the chunks.
 
         Returns:
-          The hidden states ``[B, T, E]``, the new cache, ``ok``, and the number of tokens that were
-          appended to each row, i32 ``[B]``.
+          The hidden states ``[B, T, E]``, the new cache, ``ok``, and the places of the tokens.
         """
         token_ids, slots, num_tokens = step
         B, T = token_ids.shape
         cache, ok, places = reserve_places(
-            cache, slots, num_tokens, T, backend, has_tiles=has_tiles
+            cache, slots, num_tokens, T, backend, has_tiles=has_tiles, postpones=postpones
         )
         sliding_windows = self.config.sliding_windows
         check_layers(self._name("prefill"), places, sliding_windows)
@@ -369,7 +390,7 @@ class PagedModel(nnx.Module):
         x, pools = self.hidden_states(
             token_ids.reshape(-1), places.positions, attend, cache.group_pools, backend
         )
-        return x.reshape(B, T, -1), cache.replace_group_pools(pools), ok, places.num_tokens
+        return x.reshape(B, T, -1), cache.replace_group_pools(pools), ok, places
 
 
 def create_cache(

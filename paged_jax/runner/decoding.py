@@ -29,8 +29,9 @@ from paged_jax.cache.blocks import ReservePlan
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.dims import bind
 from paged_jax.formatting import short_repr
-from paged_jax.models.batch_places import StatePlaces, next_places
+from paged_jax.models.batch_places import next_places
 from paged_jax.models.paged_model import PagedModel
+from paged_jax.models.state_places import StatePlaces
 from paged_jax.models.step_arrays import check_distinct_slots
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.sampling.filters import Constraints
@@ -226,7 +227,9 @@ def verify_steps(
     # draws one token after the confirmed drafts. So max_lengths - starts - 2 drafts are enough.
     num_drafts = jnp.clip(num_drafts, 0, jnp.clip(first.max_lengths - starts - 2, 0, T))
     fed = jnp.concatenate([first.token_ids[:, None], drafts.astype(jnp.int32)], axis=1)
-    logits, cache, ok = model.score(state.cache, fed, slots, num_drafts + 1, backend=backend)
+    logits, cache, ok, states = model.score_drafts(
+        state.cache, fed, slots, num_drafts + 1, backend=backend
+    )
     # Pad with -1, which equals no token: the token after the last draft is compared too.
     drafts = jnp.pad(drafts.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=-1)
 
@@ -238,8 +241,14 @@ def verify_steps(
 
     first = dataclasses.replace(first, is_running=first.is_running & ok)
     batch = lax.while_loop(lambda batch: jnp.any(batch.is_running), draw_next, first)
+    if states is not None:
+        pools = states.advance_postponed(cache.group_pools, batch.lengths - starts)
+        cache = cache.replace_group_pools(pools)
     if T:
-        cache = paged_cache.truncate(cache, batch.lengths_in(cache), max_tokens=T)
+        # The states have only the tokens that stay.
+        cut = dataclasses.replace(cache, states=None)
+        cut = paged_cache.truncate(cut, batch.lengths_in(cache), max_tokens=T)
+        cache = dataclasses.replace(cut, states=cache.states)
     return batch.put_back(state, cache, ok)
 
 

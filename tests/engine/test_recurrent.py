@@ -10,13 +10,13 @@ import jax
 import numpy as np
 import pytest
 
-from paged_jax import Engine, RequestOutput, SamplingParams
-from paged_jax.arguments import ArgumentError
+from paged_jax import LLM, BeamSearchParams, Engine, RequestOutput, SamplingParams, rollout
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.cache.blocks.inspection import check_states
 from paged_jax.engine import pool_size
-from paged_jax.engine.config import EngineConfig
-from tests.support.recurrent_model import V, greedy_tokens, make_config, make_model
+from paged_jax.engine.drafts import Drafter
+from paged_jax.scheduler.request import Sequence
+from tests.support.recurrent_model import V, greedy_tokens, make_model, token_logprobs
 from tests.support.workload import Job, play
 
 SIZES: dict[str, Any] = {
@@ -77,6 +77,22 @@ def expected(jobs) -> dict[str, list[int]]:
     }
     assert min(len(set(each)) for each in tokens.values()) > 5, "tokens depend on the states"
     return tokens
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_rejected_drafts_leave_no_trace_in_states(jobs, expected, preemption, monkeypatch) -> None:
+    def draft(drafter: Drafter, sequence: Sequence) -> list[int]:
+        """Draft some of the next tokens, and then a wrong one."""
+        count = sequence.num_generated
+        tokens = expected[sequence.request.request_id][count : count + count % 4]
+        return [*tokens, (tokens[-1] if tokens else count) + 1]
+
+    monkeypatch.setattr(Drafter, "_draft", draft)
+    options = FEW_BLOCKS | {"num_speculative_tokens": 4, "preemption": preemption}
+    engine = make_engine(**options)
+    run(engine, jobs, expected)
+    assert 10 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens - 10
+    assert engine.stats.num_preemptions
 
 
 def run(engine: Engine, jobs: list[Job], expected: dict[str, list[int]]) -> None:
@@ -184,13 +200,33 @@ def test_sleep_and_wake_up_keep_the_tokens() -> None:
     assert list(outputs["one"].outputs[0].token_ids) == greedy_tokens(make_model(), prompt, 20)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("num_speculative_tokens", 2, "rejected tokens cannot be removed"),
-    ],
-)
-def test_unsupported_options_are_refused(option, value, message) -> None:
-    options = EngineConfig(**{option: value})
-    with pytest.raises(ArgumentError, match=message):
-        options.program_sizes("Engine", make_config(), platform="cpu", num_eos_token_ids=0)
+def test_beam_search_and_prompt_logprobs_match_the_plain_model() -> None:
+    llm, prompt = LLM(make_model(), **SIZES), random_tokens(0, 40)
+    [found] = llm.beam_search(
+        {"prompt_token_ids": prompt}, BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
+    )
+    assert len({tuple(each.tokens) for each in found.sequences}) == 3
+    for each in found.sequences:
+        logprobs = token_logprobs(make_model(), each.tokens)
+        assert each.cum_logprob == pytest.approx(sum(logprobs[-6:]), abs=1e-4)
+    tokens = {"prompt_token_ids": prompt}
+    [output] = llm.generate([tokens], SamplingParams(max_tokens=1, prompt_logprobs=1))
+    assert output.prompt_logprobs is not None
+    scores = [
+        each[token].logprob
+        for token, each in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+        if each is not None
+    ]
+    np.testing.assert_allclose(scores, token_logprobs(make_model(), prompt), atol=1e-4)
+
+
+def test_rollout_matches_the_plain_model() -> None:
+    prompts = [random_tokens(1, 9), random_tokens(2, 3)]
+    padded = np.array([prompts[0], prompts[1] + [0] * 6], np.int32)
+    run = jax.jit(rollout, static_argnames=("max_tokens", "num_samples", "block_size"))
+    found = run(
+        make_model(), padded, np.array([9, 3], np.int32), max_tokens=7, num_samples=2,
+        temperature=0.0, block_size=4,
+    )  # fmt: skip
+    for row, tokens in enumerate(found.token_ids.tolist()):
+        assert tokens == greedy_tokens(make_model(), prompts[row // 2], 7)

@@ -121,6 +121,13 @@ def greedy_tokens(model: RecurrentModel, prompt: list[int], count: int) -> list[
     return tokens[length : length + count].tolist()
 
 
+def token_logprobs(model: RecurrentModel, tokens: list[int]) -> list[float]:
+    """Return the log-probabilities of all tokens except the first."""
+    padded = jnp.asarray(tokens + [0] * (256 - len(tokens)), jnp.int32)[None]
+    logprobs = jax.nn.log_softmax(_forward(model, padded)[0])
+    return [float(logprobs[place, token]) for place, token in enumerate(tokens[1:])]
+
+
 @nnx.jit
 def _forward(model: RecurrentModel, token_ids: jax.Array) -> jax.Array:
     return model(token_ids)

@@ -1,0 +1,126 @@
+"""Where the states of a step's rows are in the pools of recurrent layers.
+
+A step reads and writes each state once. A verification of drafts does not know yet which tokens
+stay, and a state cannot be cut. So it runs twice: `advance` computes the outputs of all tokens and
+leaves the states as they are, and `advance_postponed` then applies the accepted tokens only::
+
+    score T drafts      read S, outputs of T tokens          inputs of all recurrent layers are kept
+    accept n of them
+    advance             read S, apply n tokens, write S
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from paged_jax.cache.groups import find_layer
+from paged_jax.cache.states import LayerPlaces, read_rows, write_rows
+from paged_jax.kernels.opaque_call import take_or_fill
+
+if TYPE_CHECKING:  # types in annotations only
+    from paged_jax.cache.paged_cache import PagedCache
+    from paged_jax.models.layer_attention import Recurrence
+
+# `Pools` of each group of attention layers, then `StatePools` of each group of recurrent layers.
+GroupPools = tuple[Any, ...]
+
+
+class StatePlaces(NamedTuple):
+    """Entries of the rows' states, see `cache.states`.
+
+    Attributes:
+      sources: i32 ``[B]``, the entry that each row reads; P, the number of entries, for zeros.
+      entries: i32 ``[B]``, the entry that each row writes; P for rows that write nothing.
+      num_entries: P.
+      layers: group of each recurrent layer and the layer's index in the group.
+      first_pools: index of the first group of recurrent layers in the pools of the cache.
+      postponed: recurrences of layers whose states `advance` leaves as they are; None if it writes
+        them. The list grows while a program is traced.
+    """
+
+    sources: jax.Array
+    entries: jax.Array
+    num_entries: int
+    layers: LayerPlaces
+    first_pools: int
+    postponed: list[tuple[int | jax.Array, "Recurrence"]] | None = None
+
+    @classmethod
+    def of_rows(
+        cls, cache: "PagedCache", rows: jax.Array, postpones: bool = False
+    ) -> "StatePlaces | None":
+        """Return the entries that `paged_cache.reserve` or `plan` has chosen.
+
+        Args:
+          cache: the cache.
+          rows: i32 ``[B]``, slot of each row; a slot past the last one for rows left out.
+          postpones: whether `advance` leaves the states as they are.
+
+        Returns:
+          The entries; None if the cache has no states.
+        """
+        if cache.states is None:
+            return None
+        tables, P = cache.states.tables, cache.states.num_entries
+        sources, entries = (
+            take_or_fill(x, rows, fill_value=P) for x in (tables.sources, tables.entries)
+        )
+        layers, first = cache.states.layers, len(cache.groups)
+        return cls(sources, entries, P, layers, first, [] if postpones else None)
+
+    def at_step(self, step: jax.Array, active: jax.Array) -> "StatePlaces":
+        """Return the entries of a decode step.
+
+        Steps after the first read the entries that the first step has written.
+
+        Args:
+          step: i32 ``[]``, number of the step in its dispatch, from 0.
+          active: bool ``[B]``, False for rows that get no token.
+        """
+        return self._replace(
+            sources=jnp.where(step == 0, self.sources, self.entries),
+            entries=jnp.where(active, self.entries, self.num_entries),
+        )
+
+    def advance(
+        self,
+        layer: int | jax.Array,
+        recurrence: "Recurrence",
+        carry: GroupPools,
+        num_tokens: jax.Array,
+    ) -> tuple[jax.Array, GroupPools]:
+        """Advance the states of a recurrent layer, or only compute its output.
+
+        Args:
+          layer: index of the layer in the model.
+          recurrence: the inputs of the layer and its recurrence.
+          carry: the pools.
+          num_tokens: i32 ``[B]``, number of tokens of each row.
+
+        Returns:
+          The output of the layer ``[N, features]``, and the new pools.
+        """
+        group, index = find_layer(self.layers, layer)
+        group += self.first_pools
+        out, states = recurrence.run(read_rows(carry[group], index, self.sources), num_tokens)
+        if self.postponed is not None:
+            self.postponed.append((layer, recurrence))
+            return out, carry
+        pools = write_rows(carry[group], index, self.entries, states)
+        return out, (*carry[:group], pools, *carry[group + 1 :])
+
+    def advance_postponed(self, carry: GroupPools, num_tokens: jax.Array) -> GroupPools:
+        """Advance the states of all postponed layers.
+
+        Args:
+          carry: the pools.
+          num_tokens: i32 ``[B]``, number of tokens of each row to apply, from the first.
+
+        Returns:
+          The new pools.
+        """
+        places = self._replace(postponed=None)
+        for layer, recurrence in self.postponed or ():
+            _, carry = places.advance(layer, recurrence, carry, num_tokens)
+        return carry
