@@ -38,6 +38,22 @@ GEMMA = LlamaConfig(
 )
 
 
+# Sizes of Gemma 4 31B: https://huggingface.co/google/gemma-4-31b-it
+GEMMA_4 = dataclasses.replace(
+    GEMMA,
+    vocab_size=262144,
+    num_hidden_layers=60,
+    head_dim=256,
+    global_head_dim=512,
+    num_global_key_value_heads=4,
+    layer_types=tuple(FULL if layer % 6 == 5 else SLIDING for layer in range(60)),
+    attention_k_eq_v=True,
+    value_norm=True,
+    qk_norm=True,
+    model_type="gemma4_text",
+)
+
+
 def make_config(*layer_types: str, **changes: int) -> LlamaConfig:
     return dataclasses.replace(
         CONFIG,
@@ -104,6 +120,25 @@ def test_blocks_fill_the_memory_for_any_groups() -> None:
         num_blocks = footprint.num_blocks(memory)
         taken = [115 + footprint.pool_bytes(n, with_overhead=True) for n in range(num_blocks + 2)]
         assert taken[num_blocks] <= memory < taken[-1] or memory < 115 + 53 and not num_blocks
+
+
+@pytest.mark.parametrize(("length", "ratio"), [(32768, 0.134), (131072, 0.102)])
+def test_plan_of_gemma_4_equals_the_cache_to_the_byte(length, ratio) -> None:
+    """Layers with a window have 16 KV heads of 256, and other layers 4 of 512."""
+    plan = make_plan(GEMMA_4, 141 * 10**9, "gpu", max_model_len=length, max_num_seqs=2)
+    full, window = plan.footprint.groups
+    assert full.block // 16 == 81920 and window.block // 16 == 50 * 2 * 16 * 256 * 2
+    num_blocks = plan.num_engine_blocks
+    cache = jax.eval_shape(
+        lambda: create_cache(
+            GEMMA_4, num_slots=2, max_length=length, num_blocks=num_blocks, dtype="bfloat16",
+            max_tokens=plan.sizes.most_tokens, platform="gpu",
+        )
+    )  # fmt: skip
+    pools = jax.tree.leaves(cache.group_pools)
+    num_bytes = sum(x.size * x.dtype.itemsize for x in pools)
+    assert num_bytes == plan.footprint.pool_bytes(num_blocks) == 2 * plan.sequence_bytes(length)
+    assert round(plan.sequence_bytes(length) / plan.uniform_bytes(length), 3) == ratio
 
 
 def test_groups_of_all_tokens_have_equal_numbers_of_blocks() -> None:

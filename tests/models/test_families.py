@@ -185,11 +185,34 @@ def check_sample(theirs, output, sample) -> None:
         assert np.sort(values)[-NUM_TOP] >= np.sort(row)[-NUM_TOP] - 1e-4
 
 
-def test_from_pretrained_reads_the_text_part_of_a_model_with_images(tmp_path) -> None:
-    theirs = families.reference_with_images(CASES["gemma3"])
+# Families whose switches other families have, too. Their engines are tested once.
+OTHERS = {VARIANTS[name].model_type: name for name in VARIANTS}
+OTHERS = {
+    kind: OTHERS[kind] for kind in OTHERS if kind not in {c.model_type for c in CASES.values()}
+}
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_engine_of_a_variant_matches_transformers(model_type, tmp_path) -> None:
+    theirs = families.reference(VARIANTS[OTHERS[model_type]])
+    theirs.save_pretrained(tmp_path)
+    engine = Engine(
+        Llama.from_pretrained(tmp_path), block_size=8, num_blocks=24, max_num_seqs=1,
+        max_model_len=128, max_chunk=16, backend="xla",
+    )  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=NUM_TOP)
+    output = play(engine, [Job("a", {"prompt_token_ids": TOKENS[0, :41].tolist()}, params)])["a"]
+    check_empty(engine)
+    check_sample(theirs, output, output.outputs[0])
+
+
+@pytest.mark.parametrize("model_type", families.IMAGE_MODELS)
+def test_from_pretrained_reads_the_text_part_of_a_model_with_images(model_type, tmp_path) -> None:
+    theirs = families.reference_with_images(model_type)
     theirs.save_pretrained(tmp_path / "theirs")
     model = Llama.from_pretrained(tmp_path / "theirs")
-    assert model.config.model_type == "gemma3_text" and model.config.eos_token_ids == (1, 5)
+    assert model.config.model_type == families.IMAGE_MODELS[model_type][-1]
+    assert model.config.eos_token_ids == (1, 5)
     check_forward(model, varied_logits(theirs), tmp_path / "ours")
 
 

@@ -555,26 +555,69 @@ def _model_class(config: Any) -> Any:
     return getattr(transformers(), type(config).__name__.replace("Config", "ForCausalLM"))
 
 
-def reference_with_images(case: Case) -> Any:
-    """Return a transformers model for images, with the text model of a case, and Gemma 3."""
+# Models with images: classes of config and model in transformers, the case of their text model, and
+# the type of the text model that we load.
+IMAGE_MODELS = {
+    "gemma3": ("Gemma3Config", "Gemma3ForConditionalGeneration", "gemma3", "gemma3_text"),
+    "gemma4": ("Gemma4Config", "Gemma4ForConditionalGeneration", "gemma4", "gemma4_text"),
+    "mistral3": ("Mistral3Config", "Mistral3ForConditionalGeneration", "ministral3", "ministral3"),
+    "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration", "qwen3_vl", "qwen3"),
+}
+_IMAGES: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "vision_config": {"image_size": 8, "patch_size": 4},
+        "mm_tokens_per_image": 4,
+        "image_token_index": 0,
+    },
+    "gemma4": {
+        "vision_config": {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+        "audio_config": None,
+        "image_token_id": 0,
+    },
+    "mistral3": {
+        "vision_config": {
+            "image_size": 28, "patch_size": 14, "head_dim": 8, "model_type": "pixtral",
+        },
+        "image_token_index": 0,
+    },
+    "qwen3_vl": {
+        "vision_config": {
+            "depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+        "image_token_id": 0,
+    },
+}  # fmt: skip
+_VL_TEXT = {
+    "head_dim": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 4]},
+}
+
+
+def reference_with_images(model_type: str) -> Any:
+    """Return a transformers model for images, one of `IMAGE_MODELS`."""
     kinds = transformers()
+    config_class, model_class, case, _ = IMAGE_MODELS[model_type]
+    changes = _VL_TEXT if case == "qwen3_vl" else CASES[case].changes
     vision = {
         "hidden_size": 16,
         "intermediate_size": 16,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
-        "image_size": 8,
-        "patch_size": 4,
     }
-    config = kinds.Gemma3Config(
-        text_config={**_SIZES, **case.changes},
-        vision_config=vision,
-        mm_tokens_per_image=4,
-        eos_token_id=[1, 5],
-        image_token_index=0,
+    options = _IMAGES[model_type]
+    text = {**_SIZES, **changes, "eos_token_id": [1, 5]}
+    if case not in ("gemma3", "gemma4"):
+        text["model_type"] = "qwen3_vl_text" if case == "qwen3_vl" else case
+    if case == "gemma4":
+        text["pad_token_id"] = 0  # the model reads its embedding
+    config = getattr(kinds, config_class)(
+        text_config=text,
         attn_implementation="eager",
+        eos_token_id=[1, 5],
+        **{**options, "vision_config": {**vision, **options["vision_config"]}},
     )
-    return _randomised(kinds.Gemma3ForConditionalGeneration, config)
+    return _randomised(getattr(kinds, model_class), config)
 
 
 def _randomised(make: Callable[[Any], Any], config: Any) -> Any:
