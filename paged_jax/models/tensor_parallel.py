@@ -440,7 +440,7 @@ def _widener(mesh: Mesh, axis: int, num_kept: int | None) -> Convert:
 
 @functools.lru_cache
 def _narrower(mesh: Mesh, axis: int, num_kept: int | None) -> Convert:
-    """Return the inverse of the conversion of `_widener`."""
+    """Return the conversion back to ``[K, G + kept, ...]``, the inverse of `_widener`."""
 
     def narrow(x: jax.Array) -> jax.Array:
         if num_kept is None:

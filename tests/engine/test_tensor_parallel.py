@@ -117,8 +117,8 @@ for options in ({}, {"scan_layers": True}):
         assert ("paged_jax_linear" in compiled.as_text()) == has_kernels, name
 """
 
-# Weights from files, of which each device reads a part, and log-probabilities, with more devices
-# than KV heads.
+# There are more devices than KV heads. Each device reads a part of the weights from files, and
+# log-probabilities are requested.
 _FEATURES = """
 import sys
 

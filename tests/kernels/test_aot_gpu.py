@@ -240,7 +240,7 @@ def test_step_attends_on_tensor_cores_of_h200(results, name) -> None:
 
 @pytest.mark.parametrize("name", GPU_PARALLEL)
 def test_parallel_step_has_two_all_reduces_per_layer_on_h200(results, name) -> None:
-    """The step is from an engine on several GPUs, each of which runs the same kernels."""
+    """The step is from an engine on several GPUs. Each GPU runs the same kernels."""
     program, step = compiled(results, name), GPU_PARALLEL[name]
     pool_bytes = step.pool_gigabytes * 10**9
     num_layers = step.config.num_hidden_layers

@@ -143,7 +143,7 @@ def test_attention_splits_tables_larger_than_scalar_memory() -> None:
 
 @pytest.mark.slow
 def test_attention_does_not_round_weights_to_bfloat16() -> None:
-    """The error is that of rounding the output: half a unit in the last place."""
+    """The only error is the rounding of the output: half a unit in the last place."""
     batch = PagedBatch.random([700, 300], D=128, dtype=jnp.bfloat16)
     q = queries((2, 4, 128), jnp.bfloat16)
     got = batch.decode(q, backend="mosaic_tpu", interpret=FAST)

@@ -51,7 +51,7 @@ def test_assign_compiles_one_program_for_one_and_one_for_several(model, monkeypa
     assigned(2, 2)
     write = jit_for("cpu", decode_state._write_rows, donate_argnums=0)
     before = write._cache_size()
-    # All slots in a call; some slots, the last in a call of its own; no slot.
+    # All slots in one call; some slots, with the last slot in a separate call; no slot.
     jax.tree.map(np.testing.assert_array_equal, assigned(4), expected)
     jax.tree.map(np.testing.assert_array_equal, assigned(1, 0, 3), expected)
     assert write._cache_size() == before > 0
