@@ -154,7 +154,7 @@ def _interrupts_as_flag() -> Iterator[Callable[[], bool]]:
     """Delay Ctrl-C on a terminal. The result returns whether it was pressed.
 
     An exception within a step of the engine empties its cache, so an answer ends between two steps.
-    If Ctrl-C is pressed again, because a step takes long, `KeyboardInterrupt` is raised at once.
+    If Ctrl-C is pressed again, because a step takes long, `KeyboardInterrupt` is raised there.
     """
     pressed: list[bool] = []
     if not sys.stdin.isatty() or threading.current_thread() is not threading.main_thread():
@@ -231,7 +231,7 @@ class Conversation:
 
     Attributes:
       messages: the messages so far, in OpenAI's format.
-      times: times of the last answer; None before the first one.
+      times: times of the last answer; None before the first answer.
     """
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None):

@@ -87,7 +87,7 @@ def backend() -> tokenizers.Tokenizer:
 
 @functools.cache
 def service_of(family: str) -> Any:
-    """Return a service without an engine, whose model has the template of a family."""
+    """Return a service without an engine, with the template of a family."""
     tokenizer = Tokenizer(backend(), eos_token_ids=[EOS], chat_template=TEMPLATES[family])
     grammars = GrammarCompiler(backend(), tokenizer.vocab_size, [EOS])
     return SimpleNamespace(
@@ -246,7 +246,7 @@ def read_response(body: dict[str, Any]) -> Answered:
 
 
 def join_response(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the response that the deltas add up to; it must equal the one in the last event."""
+    """Return the response that the deltas add up to, which must equal the last event's."""
     items: list[dict[str, Any]] = []
     for event in events:
         kind = event["type"].removeprefix("response.")

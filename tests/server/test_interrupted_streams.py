@@ -1,4 +1,4 @@
-"""Streams of all three APIs that a client leaves after any event: blocks come home at once."""
+"""A client leaves a stream of each API after any event: its blocks are free within a step."""
 
 import pytest
 
@@ -45,7 +45,7 @@ BODIES = {
 
 @pytest.fixture(scope="module")
 def server():
-    """Server of a model whose reasoning ends with the first "e", which it writes soon."""
+    """Server in which the first "e" of an answer ends the reasoning."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FORMATS, "test", ReasoningFormat("<t>", "e"))
         settings = Settings(model_name="bundled", reasoning_format="test")

@@ -16,8 +16,8 @@ def _object(properties: Json, required: list[str], **more: Any) -> Json:
     return {"type": "object", "properties": properties, "required": required, **closed, **more}
 
 
-# Schemas with nested objects, enums, unions, definitions and keywords for humans. Texts are short,
-# because an unsure model would write long ones.
+# Schemas with nested objects, enums, unions, definitions and keywords for humans. Their texts are
+# short, because an unsure model fills the maximum length.
 _PATH = {"type": "string", "maxLength": 8}
 _SHELL = _object(
     {
@@ -118,7 +118,7 @@ def _reasoning(number: int, **fields: Any) -> Json:
     }
 
 
-# New items of each request after the first one.
+# New items of each later request.
 _CODEX_TURNS: list[list[Json]] = [
     [
         _reasoning(1, content=[{"type": "reasoning_text", "text": "Look."}]),
