@@ -267,7 +267,7 @@ def test_stored_program_depends_on_its_kernels(executor, folder, monkeypatch) ->
     assert len(list(folder.iterdir())) == 1
     [path] = folder.iterdir()
     assert read(executor, call, path) is not None
-    monkeypatch.setattr(library, "load", lambda kernel: library.Loaded("another", None))
+    monkeypatch.setattr(library, "load", lambda kernel: library.LoadedKernel("another", None))
     assert read(executor, call, path) is None
 
 
