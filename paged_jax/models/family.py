@@ -155,6 +155,8 @@ class MixerKeys:
       pattern: type of each character.
       attention_layers: key that is read if there is no list: an integer n if every n-th layer has
         attention, or a list of the layers that have attention.
+      nested: an object that old files have instead: its key, and the key of each of its entries
+        elsewhere. Its list `full_attn_layers` counts layers from 1.
     """
 
     kind: str
@@ -167,6 +169,7 @@ class MixerKeys:
     pattern_key: str | None = None
     pattern: Mapping[str, str] = dataclasses.field(default_factory=dict)
     attention_layers: str = "full_attention_interval"
+    nested: tuple[str, Mapping[str, str]] = ("", {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,6 +227,7 @@ class Family:
         `tensor_map`, by parameter. A piece of a parameter follows a dot (``mixer_conv.q``). A fused
         parameter such as ``qkv_proj`` is one tensor in the files if it is listed here. A * stands
         for the number of an expert. ``shared_expert`` is the module of the expert for all tokens.
+      renamed: parts of tensor names that some files have, and their replacements.
       written_prefixes: prefixes of this library's names, and their replacements in files that it
         writes.
       prefixes: prefixes of tensor names and their replacements; None if the tensors belong to
@@ -263,6 +267,7 @@ class Family:
     replacements: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     written_prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prefixes: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     has_draft_layers: bool = False

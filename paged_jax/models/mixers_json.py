@@ -27,7 +27,7 @@ MIXERS: Mapping[str, type[Mixer]] = {
 def expand_layers(
     config: Mapping[str, Any], keys: MixerKeys, defaults: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return a config with a list of layer types where old files have a string.
+    """Return a config with the entries of today where old files have others.
 
     Args:
       config: content of the file.
@@ -37,6 +37,13 @@ def expand_layers(
     Raises:
       ValueError: the string has an unknown character.
     """
+    key, entries = keys.nested
+    nested = config.get(key)
+    if isinstance(nested, Mapping):
+        config = {**{entries[name]: nested[name] for name in entries if name in nested}, **config}
+        full = nested.get("full_attn_layers")
+        if isinstance(full, list) and all(map(is_int, full)):
+            config = {keys.attention_layers: [layer - 1 for layer in full], **config}
     pattern = config.get(keys.pattern_key) if keys.pattern_key else None
     if pattern is not None and config.get(keys.layer_types_key) is None:
         if not isinstance(pattern, str) or set(pattern) - set(keys.pattern):

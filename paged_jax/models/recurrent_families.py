@@ -130,6 +130,45 @@ _NEMOTRON_MAMBA = MixerKeys(
     pattern_key="hybrid_override_pattern",
     pattern={"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"},
 )
+_KIMI_DELTA = MixerKeys(
+    "kimi_delta",
+    keys={
+        "num_heads": "linear_num_heads",
+        "head_dim": "linear_head_dim",
+        "conv_width": "linear_conv_kernel_dim",
+        "norm_eps": "rms_norm_eps",
+    },
+    nested=(
+        "linear_attn_config",
+        {
+            "num_heads": "linear_num_heads",
+            "head_dim": "linear_head_dim",
+            "short_conv_kernel_size": "linear_conv_kernel_dim",
+        },
+    ),
+)
+_KIMI_TENSORS = {
+    f"{name}.{piece}": f"self_attn.{piece}_{suffix}.weight"
+    for name, suffix in (("mixer_in_proj", "proj"), ("mixer_conv", "conv1d"))
+    for piece in ("q", "k", "v")
+}
+_KIMI_TENSORS |= {
+    "mixer_rank_proj.decay": "self_attn.f_a_proj.weight",
+    "mixer_rank_proj.gate": "self_attn.g_a_proj.weight",
+    "mixer_decay_proj": "self_attn.f_b_proj.weight",
+    "mixer_gate_proj": "self_attn.g_b_proj.weight",
+    "mixer_gates_proj": "self_attn.b_proj.weight",
+    "mixer_out_proj": "self_attn.o_proj.weight",
+    "mixer_decay": "self_attn.A_log",
+    "mixer_time": "self_attn.dt_bias",
+    "mixer_norm": "self_attn.o_norm.weight",
+    "router": "block_sparse_moe.gate.weight",
+    "router_correction_bias": "block_sparse_moe.gate.e_score_correction_bias",
+    "shared_expert": "block_sparse_moe.shared_experts",
+    "experts_gate_proj": "block_sparse_moe.experts.*.w1.weight",
+    "experts_up_proj": "block_sparse_moe.experts.*.w3.weight",
+    "experts_down_proj": "block_sparse_moe.experts.*.w2.weight",
+}
 
 RECURRENT_FAMILIES: Mapping[str, Family] = {
     "lfm2": Family(
@@ -351,6 +390,54 @@ RECURRENT_FAMILIES: Mapping[str, Family] = {
         written_prefixes={
             "model.embed_tokens.": "backbone.embeddings.",
             "model.": "backbone.",
+        },
+    ),
+    "kimi_linear": Family(
+        "KimiLinearForCausalLM",
+        {
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 1048576,
+            "rms_norm_eps": 1e-5,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "linear_num_heads": 32,
+            "linear_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "full_attention_interval": 4,
+            "num_experts": 256,
+            "num_experts_per_token": 8,
+            "moe_intermediate_size": 1024,
+            "num_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "moe_renormalize": True,
+            "routed_scaling_factor": 2.446,
+            "num_expert_group": 1,
+            "topk_group": 1,
+            "bos_token_id": 163584,
+            "eos_token_id": 163586,
+        },
+        fixed={"shared_expert_gate": False},
+        has_latent=True,
+        rope_layers="none",
+        mixer=_KIMI_DELTA,
+        only={"mla_use_nope": True, "moe_router_activation_func": "sigmoid"},
+        experts=("norm_topk_prob",),
+        router=Router("sigmoid", has_correction_bias=True, epsilon=1e-20),
+        router_keys={
+            "num_groups": "num_expert_group",
+            "num_chosen_groups": "topk_group",
+            "factor": "routed_scaling_factor",
+        },
+        shared_experts="num_shared_experts",
+        dense_layers="first",
+        aliases={"model_max_length": "max_position_embeddings"},
+        keys={"num_experts_per_tok": "num_experts_per_token", "norm_topk_prob": "moe_renormalize"},
+        tensors=_KIMI_TENSORS,
+        # transformers writes the dense MLP under the name of the experts.
+        renamed={
+            f"block_sparse_moe.{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")
         },
     ),
 }

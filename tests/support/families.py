@@ -297,6 +297,23 @@ CASES = {
             "logits_scaling": 0.7,
         },
     ),
+    "kimi_linear": Case(
+        "kimi_linear",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "linear_num_heads": 4,
+            "linear_head_dim": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
     "nemotron_h": Case(
         "nemotron_h",
         {

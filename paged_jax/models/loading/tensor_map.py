@@ -138,6 +138,8 @@ def standard_name(config: LlamaConfig, name_in_file: str) -> str | None:
     """
     family = FAMILIES.get(config.model_type)
     name = _without_prefix({} if family is None else family.prefixes, name_in_file)
+    for part, replacement in (family.renamed if family and name else {}).items():
+        name = name and name.replace(part, replacement)
     if name is None or (found := _LAYER.fullmatch(name)) is None:
         return name
     layer, rest = int(found[1]), found[2]
