@@ -21,7 +21,7 @@ from paged_jax.kernels.rows import set_rows, take_rows
 LayerPlaces = tuple[tuple[int, int] | None, ...]
 
 # Arrays of a group of recurrent layers, each ``[L, P, ...]``: layer of the group, entry, and the
-# shape for one sequence.
+# shape for a sequence.
 StatePools = tuple[jax.Array, ...]
 
 
@@ -68,11 +68,11 @@ class StateGroup:
         """Return a group with empty slots and zeroed pools.
 
         Args:
-          arrays: for each group of layers its arrays: number of layers, shape for one sequence, and
+          arrays: for each group of layers its arrays: number of layers, shape for a sequence, and
             dtype.
           layers: group of each layer of the model and its index in the group, see `StateGroup`.
           num_entries: P, entries in the pools, at least `num_slots`.
-          num_slots: S, maximum number of sequences in the cache at once.
+          num_slots: S, maximum number of sequences in the cache.
           block_size: C, tokens per block of the attention groups.
 
         Raises:

@@ -35,8 +35,8 @@ class StatePlaces(NamedTuple):
       num_entries: P.
       layers: group of each recurrent layer and the layer's index in the group.
       first_pools: index of the first group of recurrent layers in the pools of the cache.
-      postponed: recurrences of layers whose states `advance` leaves as they are; None if it writes
-        them. The list grows while a program is traced.
+      postponed: recurrences of layers with states that `advance` leaves as they are; None if it
+        writes all states. The list grows while a program is traced.
     """
 
     sources: jax.Array
@@ -54,7 +54,7 @@ class StatePlaces(NamedTuple):
 
         Args:
           cache: the cache.
-          rows: i32 ``[B]``, slot of each row; a slot past the last one for rows left out.
+          rows: i32 ``[B]``, slot of each row; a slot that does not exist for rows left out.
           postpones: whether `advance` leaves the states as they are.
 
         Returns:

@@ -4,6 +4,7 @@ The model is `tests.support.recurrent_model`, whose states are wrong if a token 
 skipped, or if a state comes from another sequence.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from paged_jax.cache.blocks import check_invariants
 from paged_jax.cache.blocks.inspection import check_states
 from paged_jax.engine import pool_size
 from paged_jax.engine.drafts import Drafter
+from paged_jax.runner.decode_state import DecodeState
+from paged_jax.runner.decoding import decode_steps
 from paged_jax.scheduler.request import Sequence
 from tests.support.recurrent_model import V, greedy_tokens, make_model, token_logprobs
 from tests.support.workload import Job, play
@@ -218,6 +221,22 @@ def test_beam_search_and_prompt_logprobs_match_the_plain_model() -> None:
         if each is not None
     ]
     np.testing.assert_allclose(scores, token_logprobs(make_model(), prompt), atol=1e-4)
+
+
+def test_decode_step_updates_the_states_in_place() -> None:
+    model = make_model()
+
+    def make_state() -> DecodeState:
+        cache = model.create_cache(num_slots=4, max_length=64, num_blocks=4096, num_states=65536)
+        return DecodeState.create(cache, V)
+
+    state = jax.eval_shape(make_state)
+    decode = jax.jit(functools.partial(decode_steps, max_steps=8), donate_argnums=1)
+    compiled = decode.lower(model, state, np.arange(4, dtype=np.int32), 8).compile()
+    pools = jax.tree.leaves(state.cache.group_pools)
+    num_bytes = sum(x.size * x.dtype.itemsize for x in pools)
+    memory = compiled.memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < num_bytes / 100
 
 
 def test_rollout_matches_the_plain_model() -> None:

@@ -40,7 +40,7 @@ class StateTables:
     """The entry of each slot, and which entries are free or snapshots.
 
     Attributes:
-      pool: the `BlockPool` of the entries. The tokens of a snapshot are those of the attention
+      pool: the `BlockPool` of the entries. The tokens of a snapshot are the tokens of the attention
         block that ends with it.
       entries: i32[S], the entry with the state of each slot after all of its tokens; P if the slot
         is empty. A program writes the new state of the slot to it.
@@ -93,12 +93,12 @@ def reserve_states(tables: StateTables, is_writer: jax.Array) -> StateTables:
     A slot of `is_writer` writes in place if no other slot uses its entry afterwards and the entry
     is no snapshot. Otherwise it gets a free entry. Its old entry stays as it is, for other slots or
     in the prefix cache. If there are too few free entries, snapshots that only writers use are
-    overwritten. All entries are chosen before an old one becomes free, so no program writes to an
+    overwritten. All entries are chosen before an old entry becomes free, so no program writes to an
     entry that another slot reads.
 
     Args:
       tables: the state; may be donated.
-      is_writer: bool[S], the slots to which the program appends tokens. The program must write the
+      is_writer: bool[S], the slots that get tokens from the program. The program must write the
         states of all of them.
 
     Example:
@@ -115,7 +115,7 @@ def reserve_states(tables: StateTables, is_writer: jax.Array) -> StateTables:
     is_same_SS = held[:, None] == held[None, :]
     num_writers = jnp.sum(is_same_SS, axis=0, dtype=jnp.int32)
     last_writer = jnp.max(jnp.where(is_same_SS, slots[:, None], -1), axis=0)
-    # If all slots that share an entry write, the last one may keep it. P has no references.
+    # If all slots that share an entry write, the last slot may keep it. P has no references.
     may_keep = (last_writer == slots) & (num_writers == take_or_fill(pool.ref_counts, held))
     may_keep &= held < P
     is_snapshot = pool.is_cached.at[held].get(mode="fill", fill_value=False)
@@ -138,8 +138,8 @@ def follow_states(tables: StateTables, parents: jax.Array, ok: jax.Array) -> Sta
 
     Args:
       tables: the state; may be donated.
-      parents: i32[S], the slot whose state each slot gets; -1 or its own index leaves a slot
-        unchanged.
+      parents: i32[S], the parent of each slot that gets the state of another slot; -1 or its own
+        index leaves a slot unchanged.
       ok: bool[], whether to change anything. If it is True, all parents exist.
     """
     slots = jnp.arange(tables.num_slots, dtype=jnp.int32)
@@ -159,7 +159,7 @@ def release_states(tables: StateTables, mask: jax.Array) -> StateTables:
 
 @without_index_checks
 def attach_state(tables: StateTables, slot: jax.Array, entry: jax.Array) -> StateTables:
-    """Give an empty slot a snapshot. With P and a slot past the last one, nothing changes."""
+    """Give an empty slot a snapshot. With P and a slot that does not exist, nothing changes."""
     pool = block_pool.revive(tables.pool, entry[None])
     entries = tables.entries.at[slot].set(entry, mode="drop")
     return replace(tables, pool=pool, entries=entries)
@@ -175,7 +175,7 @@ def publish_states(
 ) -> StateTables:
     """Add the states of slots to the prefix cache, as snapshots.
 
-    An entry that is a snapshot already, or under whose digest there is one, does not change.
+    Nothing changes for an entry that is a snapshot already, or if a snapshot has the digest.
 
     Args:
       tables: the state; may be donated.
