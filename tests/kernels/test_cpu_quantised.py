@@ -67,6 +67,16 @@ def test_linear_matches_float64_and_does_not_depend_on_other_rows(case) -> None:
         np.testing.assert_array_equal(LINEAR(x[-num_rows:], w), together[-num_rows:])
 
 
+@pytest.mark.parametrize("code", ["uint4", "int8"])
+def test_linear_divides_many_rows_into_chunks(code) -> None:
+    """A block of weights multiplies at most 264 rows before the next block."""
+    case = code, (64, 32), "float16", "float16" if code == "uint4" else None, False, 35, "bfloat16"
+    w, _, x = problem(case, 800)  # 600 rows without zeros
+    together = np.asarray(LINEAR(x, w))
+    parts = [LINEAR(part, w) for part in np.split(x, 8)]
+    np.testing.assert_array_equal(together, np.concatenate(parts))
+
+
 @pytest.mark.parametrize("code", ["e2m1", "nf4", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_linear_converts_every_value(code, dtype) -> None:
