@@ -25,7 +25,13 @@ from tests.support.decode_step import (
 from tests.support.engine_step import EngineStep
 from tests.support.expert_cases import ExpertCase
 from tests.support.kernel_cases import Case
-from tests.support.model_shapes import GEMMA_3_27B, GPT_OSS_20B, with_one_of_each
+from tests.support.model_shapes import (
+    DEEPSEEK_V2_LITE,
+    GEMMA_3_27B,
+    GPT_OSS_20B,
+    with_layers,
+    with_one_of_each,
+)
 from tests.support.quantised_cases import MODEL_FORMATS, QuantisedCase, QuantisedStep
 
 # The attention of Llama 3 8B, over contexts of 8192 tokens.
@@ -251,6 +257,13 @@ QUANTISED_EXPERTS: Mapping[str, ExpertCase] = {
 }
 
 # Engines with pools that fill a GPU: layers without and with a window.
+# The first layer has a dense MLP, and the second has experts.
+GPU_LATENT: Mapping[str, EngineStep] = {
+    "latent step of DeepSeek V2 Lite": EngineStep(
+        with_layers(DEEPSEEK_V2_LITE, 2), 30, max_model_len=32768
+    ),
+}
+
 GPU_FAMILIES: Mapping[str, EngineStep] = {
     "families: Gemma 3 27B": EngineStep(with_one_of_each(GEMMA_3_27B), 110, max_model_len=32768),
     "families: gpt-oss 20B": EngineStep(with_one_of_each(GPT_OSS_20B), 110, max_model_len=32768),
@@ -265,7 +278,7 @@ GPU_COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
 GPU_CASES: Mapping[str, Case | ExpertCase | QuantisedCase | DecodeStep | EngineStep] = {
     **QUANTISED, **QUANTISED_STEPS, **QUANTISED_EXPERTS, **EXPERTS,
     **GPU_DECODE, **GPU_PREFILL, **GPU_RAGGED, **GPU_UPDATES,
-    **GPU_XLA, **GPU_STEPS, **GPU_SINGLE, **GPU_PARALLEL, **GPU_FAMILIES
+    **GPU_XLA, **GPU_STEPS, **GPU_SINGLE, **GPU_PARALLEL, **GPU_FAMILIES, **GPU_LATENT
 }  # fmt: skip
 
 

@@ -87,8 +87,10 @@ DEEPSEEK_V2_LITE = LlamaConfig.from_dict(
 
 def with_layers(config: LlamaConfig, num_layers: int) -> LlamaConfig:
     """Return the first layers of a model."""
-    kinds = config.layer_types[:num_layers]
-    return dataclasses.replace(config, num_hidden_layers=num_layers, layer_types=kinds)
+    kinds, mlp_kinds = config.layer_types[:num_layers], config.mlp_layer_types[:num_layers]
+    return dataclasses.replace(
+        config, num_hidden_layers=num_layers, layer_types=kinds, mlp_layer_types=mlp_kinds
+    )
 
 
 def with_one_of_each(config: LlamaConfig) -> LlamaConfig:
