@@ -1,12 +1,12 @@
 """Recurrences over a state of fixed size: convolution, delta rule, and state space model.
 
 Each sequence has a state per layer. All ops take the states before the first token and return the
-states after the last one. They take one token at a time, or a chunk of any length::
+states after the last token. They take a single token, or a chunk of any length::
 
-    T = 1     decay the state, add an outer product, read it            all heads at once
+    T = 1     decay the state, add an outer product, read it            all heads together
     T > 1     [ tile 0 | tile 1 | tile 2 | padding ]                    tiles of 64 tokens
                   |        |        |
-              products of tokens within a tile: no state, all tiles at once
+              products of tokens within a tile: no state, all tiles together
                   |        |        |
               S --+--> S --+--> S --+--> S                              a scan over the tiles
 
@@ -307,9 +307,9 @@ def _decayed_products(
       log_decay: float32 ``[B, Q, K, G, tile, D]``.
 
     Returns:
-      Products of keys with keys, and of queries with keys, ``[B, Q, K, G, tile, tile]``, of which
-      only elements up to the diagonal have a meaning; and the decay from the state before the tile
-      to each token, and from each token to the state after the tile, ``[B, Q, K, G, tile, D]``.
+      Products of keys with keys, and of queries with keys, ``[B, Q, K, G, tile, tile]``; elements
+      above the diagonal are arbitrary. The decay from the state before the tile to each token, and
+      from each token to the state after the tile, ``[B, Q, K, G, tile, D]``.
     """
     tile, D = log_decay.shape[-2:]
     num_blocks = tile // _BLOCK

@@ -14,6 +14,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_groups import NOTHING, RECURRENT
 from paged_jax.models.llama import Llama
 from paged_jax.models.mixer_sizes import GatedDeltaNet, KimiDelta, Mamba2, ShortConvolution
+from paged_jax.models.paged_model import create_cache
 
 CONFIG = LlamaConfig(
     vocab_size=40,
@@ -100,6 +101,25 @@ def test_states_have_the_shapes_and_dtypes_of_the_config(name) -> None:
         assert new.dtype == old.dtype == jnp.dtype(shape.dtype or jnp.bfloat16)
         assert np.any(np.asarray(new[0], np.float32))
         assert not np.any(np.asarray(new[1], np.float32)), "a row without tokens"
+
+
+@pytest.mark.optimised
+def test_decode_step_updates_pools_of_states_in_place() -> None:
+    """The temporaries are two copies of the states of a batch in one layer: before and after."""
+    sizes = {"num_value_heads": 8, "key_dim": 64, "value_dim": 64}
+    mixer = dataclasses.replace(MIXERS["delta net"], **sizes)
+    kinds = (RECURRENT, RECURRENT, "full_attention")
+    config = dataclasses.replace(CONFIG, num_hidden_layers=3, layer_types=kinds, mixer=mixer)
+    model = Llama(config, rngs=nnx.Rngs(0))
+    cache = create_cache(config, num_slots=4, max_length=64, num_states=128)
+    assert cache.states is not None
+    held = sum(pool.nbytes for pools in cache.states.pools for pool in pools)
+    of_rows = held // (2 * 128) * 4
+    step = jax.jit(Llama.decode, donate_argnames="cache")
+    lowered = step.lower(model, cache, jnp.zeros(4, jnp.int32), jnp.arange(4))
+    memory = lowered.compile().memory_analysis()
+    assert memory.alias_size_in_bytes > held
+    assert memory.temp_size_in_bytes < 3 * of_rows
 
 
 def test_decay_stays_float32_in_models_of_16_bits() -> None:
