@@ -35,6 +35,8 @@ the output of every layer and adds them at the end. Attention reads the pool in 
 On CPUs, each program may also copy the gate and up weights of one expert twice in float32. Without
 the CPU kernels of this package, it may also copy the weights of the whole model.
 
+Programs that run recurrent layers also hold the states of S rows of a layer three times.
+
 Sampling takes the logits, copies of them, and a copy of 5 * V bytes of each slot's state. The
 tests compile programs for CPUs; `tests.support.aot_parallel` compiles programs for GPUs and TPUs
 ahead of time. Memory of drivers and libraries is not included: ``memory_fraction=0.9``
@@ -80,6 +82,10 @@ _TILE_BYTES = 4 << 20
 _RESIDUALS = 4
 # Bytes per logit of a step that samples. Measured: 8.7 arrays of 4 bytes (jax 0.10.2).
 _CHOICE_BYTES = 40
+# Copies of the states of all rows in a recurrent layer: read, advanced, and in the layout of the
+# products. Measured: 2.4 (jax 0.10.2).
+_STATE_COPIES = 3
+_MODEL_PROGRAMS = ("prefill", "score", "decode", "verify")
 # Bytes per entry of the block tables in programs that fork. Measured: 4.
 _TABLE_BYTES = 8
 # Bytes per block in programs that look up blocks by content. Measured: 25.
@@ -272,6 +278,8 @@ def footprint(
     if any(copies_weights(platform, dtype, has_experts=has_experts) for dtype in dtypes):
         copies = 4 * num_parameters(shard or config)
         steps = {program: taken + copies for program, taken in steps.items()}
+    rows = _STATE_COPIES * sizes.num_slots * _most_state_bytes(shard or config, kv_dtype)
+    steps = {name: taken + rows * (name in _MODEL_PROGRAMS) for name, taken in steps.items()}
     windows = [group.window for group in groups]
     return Footprint(
         weights=weights,
@@ -285,11 +293,19 @@ def footprint(
 
 def sequence_state_bytes(config: LlamaConfig, kv_dtype: DTypeLike) -> int:
     """Return the bytes of the states of recurrent layers of a sequence; 0 without such layers."""
+    groups = config.state_groups
+    return sum(len(group.layers) * _layer_state_bytes(group, kv_dtype) for group in groups)
+
+
+def _most_state_bytes(config: LlamaConfig, kv_dtype: DTypeLike) -> int:
+    """Return the bytes of the largest state of a layer; 0 without recurrent layers."""
+    return max((_layer_state_bytes(group, kv_dtype) for group in config.state_groups), default=0)
+
+
+def _layer_state_bytes(group: LayerGroup, kv_dtype: DTypeLike) -> int:
     other = query_dtype(kv_dtype)
     return sum(
-        len(group.layers) * math.prod(each.shape) * jnp.dtype(each.dtype or other).itemsize
-        for group in config.state_groups
-        for each in group.states
+        math.prod(each.shape) * jnp.dtype(each.dtype or other).itemsize for each in group.states
     )
 
 
