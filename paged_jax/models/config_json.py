@@ -63,6 +63,12 @@ _WITH_INDEXER = (
     "glm_moe_dsa",
     "glmmoedsa",
 )
+# Reasons, by the beginning of a `model_type` or class in lower case.
+_REASONS = {
+    **dict.fromkeys(_WITH_INDEXER, "its sparse attention chooses tokens by an indexer"),
+    "llama4": "its attention sees only the chunk of a token",
+    "gemma3n": "its layers have several residual streams",
+}
 
 # Fields of `LlamaConfig` that `write_fields` copies.
 _SAME_NAMES = (
@@ -231,14 +237,14 @@ def _base_architecture(architecture: str) -> str:
       >>> _base_architecture("Qwen3ForCausalLM"), _base_architecture("Gemma3ForCausalLM")
       ('Qwen3Model', 'Gemma3TextModel')
     """
-    if architecture == "Gemma3ForCausalLM":
-        return "Gemma3TextModel"
+    if architecture in ("Gemma3ForCausalLM", "Gemma4ForCausalLM"):
+        return architecture.replace("ForCausalLM", "TextModel")
     return architecture.partition("For")[0] + "Model"
 
 
 def _unsupported(kind: str, name: str) -> UnsupportedConfigError:
-    has_indexer = name.lower().startswith(_WITH_INDEXER)
-    reason = ": its sparse attention chooses tokens by an indexer" if has_indexer else ""
+    starts = [start for start in _REASONS if name.lower().startswith(start)]
+    reason = f": {_REASONS[starts[0]]}" if starts else ""
     return UnsupportedConfigError(
         f"LlamaConfig: {kind} {name!r} is not supported{reason}. See docs/families.md for the "
         "models that are."

@@ -259,6 +259,8 @@ def test_layer_configs_have_the_sizes_of_their_layers():
     ("config", "named"),
     [
         ({**_SIZES, "model_type": "gpt2"}, "gpt2"),
+        ({**_SIZES, "model_type": "llama4_text"}, "llama4_text.* only the chunk of a token"),
+        ({**_SIZES, "architectures": ["Gemma3nForCausalLM"]}, "Gemma3n.* several residual streams"),
         ({**_LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "SequenceClass"),
         ({**_LLAMA, "hidden_act": "relu"}, "hidden_act"),
         ({**_LLAMA, "rope_scaling": {"type": "mrope", "factor": 2.0}}, "mrope"),

@@ -234,7 +234,7 @@ def test_from_pretrained_explains_names_of_wrapped_models(folder, rename, messag
 
 
 @pytest.mark.parametrize(
-    "architecture", ["GPT2LMHeadModel", "LlamaForSequenceClassification", "DeepseekV3ForCausalLM"]
+    "architecture", ["GPT2LMHeadModel", "LlamaForSequenceClassification", "BloomForCausalLM"]
 )
 def test_read_config_names_an_unsupported_architecture(folder, architecture):
     edit_config(folder, architectures=[architecture])
