@@ -13,6 +13,7 @@ from paged_jax.models import mixers
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_groups import NOTHING, RECURRENT
 from paged_jax.models.llama import Llama
+from paged_jax.models.loading.tensor_map import standard_name
 from paged_jax.models.mixer_sizes import GatedDeltaNet, KimiDelta, Mamba2, ShortConvolution
 from paged_jax.models.paged_model import create_cache
 
@@ -156,3 +157,63 @@ def test_config_rejects_recurrent_layers_without_sizes() -> None:
         dataclasses.replace(CONFIG, layer_types=(RECURRENT, "full_attention"))
     with pytest.raises(ValueError, match="num_value_heads must be a multiple of num_key_heads"):
         dataclasses.replace(MIXERS["delta net"], num_value_heads=3)
+
+
+_SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 8,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+def test_from_dict_reads_the_pattern_of_old_nemotron_files() -> None:
+    config = LlamaConfig.from_dict(
+        {"model_type": "nemotron_h", "hybrid_override_pattern": "MEM*-", "head_dim": 8, **_SIZES}
+    )
+    assert config.layer_types == (RECURRENT, NOTHING, RECURRENT, "full_attention", NOTHING)
+    assert config.mlp_layer_types == (NOTHING, "sparse", NOTHING, NOTHING, "dense")
+    with pytest.raises(ValueError, match="hybrid_override_pattern must be a string of"):
+        LlamaConfig.from_dict(
+            {"model_type": "nemotron_h", "hybrid_override_pattern": "MX", **_SIZES}
+        )
+
+
+def test_from_dict_counts_the_layers_of_kimi_files_from_1() -> None:
+    nested = {"full_attn_layers": [4], "kda_layers": [1, 2, 3, 5], "head_dim": 16, "num_heads": 4}
+    nested["short_conv_kernel_size"] = 3
+    config = LlamaConfig.from_dict(
+        {"model_type": "kimi_linear", "linear_attn_config": nested, **_SIZES}
+    )
+    assert config.layer_types == (RECURRENT,) * 3 + ("full_attention", RECURRENT)
+    assert config.mixer == KimiDelta(num_heads=4, head_dim=16, conv_width=3)
+
+
+def test_from_dict_reads_the_text_part_of_qwen3_5() -> None:
+    part = {
+        "model_type": "qwen3_5_text",
+        "attn_output_gate": True,
+        "full_attention_interval": 2,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+        },
+        **_SIZES,
+    }
+    config = LlamaConfig.from_dict({"model_type": "qwen3_5", "text_config": part})
+    assert config.layer_types[:2] == (RECURRENT, "full_attention")
+    assert (config.rope_theta, config.partial_rotary_factor) == (1e7, 0.25)
+    names = {
+        "model.language_model.layers.0.linear_attn.A_log": "model.layers.0.linear_attn.A_log",
+        "model.visual.patch_embed.proj.weight": None,
+        "mtp.fc.weight": None,
+        "lm_head.weight": "lm_head.weight",
+    }
+    assert {name: standard_name(config, name) for name in names} == names
+    with pytest.raises(ValueError, match="attn_output_gate"):
+        LlamaConfig.from_dict({**part, "attn_output_gate": False})
