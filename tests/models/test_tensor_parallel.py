@@ -98,6 +98,30 @@ def test_logits_match_a_single_device() -> None:
     run_on_devices(_DIVIDED + _SAME_LOGITS)
 
 
+_OTHER_SWITCHES = """
+from paged_jax.models.family import Router
+
+GEMMA_4 = dict(attention_k_eq_v=True, value_norm=True, qk_norm=True, layer_scalar=True,
+               global_head_dim=8, num_global_key_value_heads=1, hidden_size_per_layer_input=6,
+               layer_types=("sliding_attention", "full_attention"), sliding_window=4)
+ROUTER = Router("sigmoid", has_correction_bias=True, num_groups=4, num_chosen_groups=2,
+                has_expert_scale=True)
+EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=12, router=ROUTER,
+               shared_expert_intermediate_size=20, shared_expert_gate=False,
+               norm_placement="sandwich", separate_expert_norms=True)
+for num_devices, changes in ((2, GEMMA_4), (4, dict(attention_gate=True)), (2, EXPERTS)):
+    model = make_model(**changes)
+    same, _ = divided_logits(model, num_devices)
+    expected = nnx.jit(logits)(model, TOKENS)
+    np.testing.assert_allclose(same, expected, atol=2e-5, err_msg=str(changes))
+"""
+
+
+@pytest.mark.slow
+def test_heads_gates_and_routers_match_a_single_device() -> None:
+    run_on_devices(_DIVIDED + _OTHER_SWITCHES)
+
+
 _SHARED_HEADS = """
 # Two devices share a KV head with four queries. Each computes two queries.
 # The vocabulary is odd, so it is padded.
