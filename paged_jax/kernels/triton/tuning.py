@@ -349,7 +349,9 @@ def programs_per_core(shape: Shape, params: DecodeParams, device: GpuInfo) -> in
     )
     # Shared memory has all stages except the current one, and 8 KB for communication of threads.
     shared_bytes = (params.num_stages - 1) * step_bytes + 8 * 1024
-    limit = _MAX_LARGE_PROGRAMS if shape.group > 16 else _MAX_PROGRAMS
+    # Latent attention takes as many registers as groups of more than 16 query heads.
+    is_large = shape.group > 16 or shape.value_dim > 0
+    limit = _MAX_LARGE_PROGRAMS if is_large else _MAX_PROGRAMS
     return min(max(_shared_kilobytes(device) * 1024 // shared_bytes, 1), limit)
 
 
