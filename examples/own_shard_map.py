@@ -78,6 +78,7 @@ def take_places(cache: PagedCache) -> tuple[PagedCache, jax.Array, jax.Array]:
 def attend(qkv: jax.Array, cache: PagedCache, blocks: jax.Array, offsets: jax.Array, layer: int):
     """Rotate, write K and V, and attend with a token per slot, for the heads of a device."""
     angles = (cache.lengths - 1)[:, None] * 1e4 ** -jnp.linspace(0, 1, D // 2, endpoint=False)
+    assert cache.v is not None  # only pools of latent attention have no values
     q, pools = paged_rope_write(
         cache.k, cache.v, qkv, jnp.cos(angles), jnp.sin(angles), blocks, offsets, layer=layer
     )

@@ -68,17 +68,17 @@ class Parser(argparse.ArgumentParser):
     """Argument parser that reports a mistake in one line on stderr, without the usage.
 
     Args:
-      command: name of the module of the command, see `program_name`.
+      command: name of the module of the command, see `program_name`; None if `prog` is given.
       examples: arguments of calls that the help shows at its end.
       **options: options of `argparse.ArgumentParser`.
     """
 
-    def __init__(self, command: str, *, examples: Iterable[str] = (), **options: Any):
-        name = program_name(command)
-        lines = "".join(f"\n  {name} {example}" for example in examples)
+    def __init__(self, command: str | None = None, *, examples: Iterable[str] = (), **options: Any):
+        if command is not None:
+            options["prog"] = program_name(command)
+        lines = [f"\n  {options['prog']} {example}" for example in examples]
         super().__init__(
-            prog=name,
-            epilog=f"{_EXAMPLES}{lines}",
+            epilog="".join([_EXAMPLES, *lines]) if lines else None,
             formatter_class=_Formatter,
             **options,
             allow_abbrev=False,

@@ -216,7 +216,7 @@ def test_plan_includes_copies_of_pools_on_cpus(kv_dtype, program) -> None:
 
 
 def test_memory_fraction_gives_the_planned_number_of_blocks(monkeypatch) -> None:
-    total = 104 << 20
+    total = 200 << 20
     set_memory(monkeypatch, total)
     engine = Engine(random_llama(CONFIG), block_size=4, max_num_seqs=4096, memory_fraction=0.5,
                     max_num_batched_tokens=4096)  # fmt: skip
@@ -235,13 +235,13 @@ def test_memory_fraction_allocates_at_most_what_slots_can_use(monkeypatch) -> No
 
 def test_memory_fraction_leaves_the_memory_of_other_arrays(monkeypatch) -> None:
     sizes = {"block_size": 4, "max_num_seqs": 2048, "memory_fraction": 1}
-    set_memory(monkeypatch, 32 << 20)
+    set_memory(monkeypatch, 64 << 20)
     alone = Engine(random_llama(CONFIG), **sizes)
-    set_memory(monkeypatch, 40 << 20, in_use=8 << 20)
+    set_memory(monkeypatch, 72 << 20, in_use=8 << 20)
     beside = Engine(random_llama(CONFIG), **sizes)
     own = sum(x.nbytes for x in alone.weights)
-    footprint = make_plan(CONFIG, 32 << 20, "cpu", block_size=4, max_num_seqs=2048).footprint
-    assert beside.num_blocks == footprint.num_blocks((32 << 20) + own) > alone.num_blocks
+    footprint = make_plan(CONFIG, 64 << 20, "cpu", block_size=4, max_num_seqs=2048).footprint
+    assert beside.num_blocks == footprint.num_blocks((64 << 20) + own) > alone.num_blocks
 
 
 def test_memory_fraction_without_room_for_a_block_is_an_error_with_numbers(monkeypatch) -> None:
