@@ -216,7 +216,7 @@ def test_plan_includes_copies_of_pools_on_cpus(kv_dtype, program) -> None:
 
 
 def test_memory_fraction_gives_the_planned_number_of_blocks(monkeypatch) -> None:
-    total = 200 << 20
+    total = 333 << 19
     set_memory(monkeypatch, total)
     engine = Engine(random_llama(CONFIG), block_size=4, max_num_seqs=4096, memory_fraction=0.5,
                     max_num_batched_tokens=4096)  # fmt: skip
