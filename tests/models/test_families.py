@@ -1,8 +1,9 @@
 """Each model family compared with Hugging Face transformers, on small random weights.
 
 Entries of `tests.support.families.CASES` are tested without a cache and in an engine. The engine's
-pool is so small that it preempts sequences, by swapping and by recomputation. Entries of `VARIANTS`
-are only loaded, run without a cache, and saved.
+pool is so small that it preempts sequences: by swapping with XLA, and by recomputation with Triton.
+The other two combinations are exhaustive. Entries of `VARIANTS` are only loaded, run without a
+cache, and saved.
 """
 
 from collections.abc import Iterator
@@ -29,7 +30,6 @@ from tests.support.workload import Job, check_empty, play
 # Importing torch and transformers takes seconds.
 pytestmark = pytest.mark.slow
 
-BACKENDS = "xla", "triton"  # the kernels of Triton are interpreted
 LENGTH, MAX_TOKENS = 512, 64
 NUM_TOP = 20
 TOKENS = np.random.default_rng(0).integers(2, VOCAB_SIZE, (1, LENGTH), np.int32)
@@ -105,8 +105,15 @@ def test_forward_of_a_variant_matches_transformers(tmp_path, variant) -> None:
     check_forward(model, varied_logits(theirs), tmp_path / "ours")
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "preemption"),
+    [
+        ("xla", "swap"),
+        ("triton", "recompute"),
+        pytest.param("xla", "recompute", marks=pytest.mark.exhaustive),
+        pytest.param("triton", "swap", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_engine_matches_transformers(
     case, model, products, monkeypatch, backend, preemption
 ) -> None:
