@@ -386,7 +386,7 @@ class Problem:
 
     @property
     def value_dim(self) -> int:
-        """Elements of a value (U)."""
+        """Elements of a value: U, or D if the sizes have no U."""
         return dict(self.sizes).get("U", self["D"])
 
     @property
@@ -395,7 +395,7 @@ class Problem:
 
         If the values are a part of the keys, they may have fewer elements.
         """
-        if self.shares_values or self.value_dim == self["D"]:
+        if self.shares_values or "U" not in dict(self.sizes) or self.value_dim == self["D"]:
             return None
         return (
             f"its values have a pool of their own only if they have {self['D']} elements like "
