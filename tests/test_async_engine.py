@@ -100,7 +100,7 @@ def test_aenter_raises_while_a_step_hangs(engine, monkeypatch) -> None:
         task = asyncio.create_task(complete(asynchronous, PROMPTS[0]))
         assert await asyncio.to_thread(is_in.wait, 30)
         await asynchronous.close(timeout=0.01)
-        with pytest.raises(RuntimeError, match="last step over"):
+        with pytest.raises(RuntimeError, match="last step must have ended"):
             await asynchronous.__aenter__()
         with pytest.raises(EngineClosedError):
             await complete(asynchronous, PROMPTS[1])

@@ -139,9 +139,11 @@ def test_second_start_of_the_command_line_compiles_nothing(home) -> None:
     text, hits = run()
     assert text == first and hits < 5  # a process may compile a program twice
     kept = {path.name for path in programs.iterdir()}
-    lowered = {path: path.stat().st_mtime_ns for path in (home / "paged_jax" / "lowered").iterdir()}
+    stored = {
+        path: path.stat().st_mtime_ns for path in (home / "paged_jax" / "executables").iterdir()
+    }
     again, hits = run()
     assert again == first and hits > 5
     assert {path.name for path in programs.iterdir() if path.name.endswith("-cache")} <= kept
-    # A program that is lowered again would be written again.
-    assert lowered == {path: path.stat().st_mtime_ns for path in lowered} and lowered
+    # A program that is compiled again would be written again.
+    assert stored == {path: path.stat().st_mtime_ns for path in stored} and stored

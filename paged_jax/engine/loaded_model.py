@@ -84,9 +84,15 @@ def find_files(options: EngineConfig) -> EngineConfig:
 
     Raises:
       OSError: a model is not in the local cache, or cannot be downloaded.
-      ValueError: a revision is given for a path.
+      ValueError: a revision is given for a path, or the model is a module of another kind than
+        `PagedModel`.
     """
     model, tokenizer = options.model, options.tokenizer
+    if isinstance(model, nnx.Module) and not isinstance(model, PagedModel):
+        raise ValueError(
+            "Engine: model must be a folder or a PagedModel, got a module of "
+            f"{type(model).__name__}. See 'A model of another package' in docs/embedding.md."
+        )
     if isinstance(model, (str, Path)):
         model = find_model(model, revision=options.revision, download=options.download)
         if not model.exists():
@@ -182,11 +188,6 @@ def load_tokenizer(
     Raises:
       ValueError: the model is a module, but not a `PagedModel`.
     """
-    if isinstance(model, nnx.Module) and not isinstance(model, PagedModel):
-        raise ValueError(
-            "Engine: model must be a folder or a PagedModel, got a module of "
-            f"{type(model).__name__}. See 'A model of another package' in docs/embedding.md."
-        )
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     if tokenizer is not None:

@@ -122,8 +122,8 @@ class QueryScale:
 
     Example:
       >>> scale = QueryScale(beta=0.1, length=16)
-      >>> scale.factors(jnp.array([0, 15, 16, 48])).round(3).tolist()
-      [1.0, 1.0, 1.0690000057220459, 1.1389999389648438]
+      >>> [f"{x:.3f}" for x in scale.factors(jnp.array([0, 15, 16, 48]))]
+      ['1.000', '1.000', '1.069', '1.139']
     """
 
     beta: float

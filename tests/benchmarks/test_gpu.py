@@ -151,7 +151,7 @@ def test_a_stage_leaves_at_most_eight_files(tmp_path, monkeypatch) -> None:
         "device.json", "device.log", "tests.log", "stages.json"
     }  # fmt: skip
     counts = json.loads((tmp_path / run.SUMMARY).read_text())["tests"]["tests"]
-    assert len(counts) == 9 and counts["test_ragged"]["tests"] == 1
+    assert len(counts) == 10 and counts["test_ragged"]["tests"] == 1
 
 
 def test_memcheck_runs_where_there_is_a_sanitizer(tmp_path, monkeypatch) -> None:
