@@ -377,6 +377,7 @@ class Scheduler:
         if sequence.slot is not None:
             memory.release(sequence)
         self._queue.drop(sequence)
+        self.lookahead.forget(sequence)
         if self._queue.waiting:
             self.lookahead.close()  # a waiting sequence may get the slot or the blocks
 

@@ -104,6 +104,11 @@ class Lookahead:
     def close(self) -> None:
         """Stop planning ahead until the scheduler has made the next plan."""
         self._is_open = False
+        self._rows = []
+
+    def forget(self, sequence: Sequence) -> None:
+        """Plan without a sequence that has ended, so that it can be freed."""
+        self._rows = [each for each in self._rows if each is not sequence]
 
     def next_plan(self, plan: StepPlan, now: float = 0.0) -> StepPlan | None:
         """Return the plan that follows a running plan whose tokens are not known yet.
