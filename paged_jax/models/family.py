@@ -228,6 +228,8 @@ class Family:
         parameter such as ``qkv_proj`` is one tensor in the files if it is listed here. A * stands
         for the number of an expert. ``shared_expert`` is the module of the expert for all tokens.
       renamed: parts of tensor names that some files have, and their replacements.
+      in_memory: parts of names in `tensors`, and their replacements in the models of transformers,
+        which may fuse tensors of its files.
       written_prefixes: prefixes of this library's names, and their replacements in files that it
         writes.
       prefixes: prefixes of tensor names and their replacements; None if the tensors belong to
@@ -268,6 +270,7 @@ class Family:
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    in_memory: Mapping[str, str] = dataclasses.field(default_factory=dict)
     written_prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prefixes: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     has_draft_layers: bool = False

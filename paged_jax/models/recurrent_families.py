@@ -312,6 +312,11 @@ RECURRENT_FAMILIES: Mapping[str, Family] = {
             "fused_gate_up_proj": "block_sparse_moe.input_linear.weight",
             "fused_down_proj": "block_sparse_moe.output_linear.weight",
         },
+        in_memory={
+            "router.layer.": "router.",
+            "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+            "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+        },
     ),
     "nemotron_h": Family(
         "NemotronHForCausalLM",
@@ -388,6 +393,7 @@ RECURRENT_FAMILIES: Mapping[str, Family] = {
         prefixes={
             "backbone.embeddings.": "model.embed_tokens.",
             "backbone.": "model.",
+            "model.embeddings.": "model.embed_tokens.",
             "mtp.": None,
         },
         written_prefixes={
@@ -438,6 +444,14 @@ RECURRENT_FAMILIES: Mapping[str, Family] = {
         aliases={"model_max_length": "max_position_embeddings"},
         keys={"num_experts_per_tok": "num_experts_per_token", "norm_topk_prob": "moe_renormalize"},
         tensors=_KIMI_TENSORS,
+        in_memory={
+            "block_sparse_moe.": "mlp.",
+            **{f"self_attn.{piece}_conv1d.": "self_attn.conv1d." for piece in ("q", "k", "v")},
+            **{
+                f"self_attn.{name}": f"self_attn.forget_gate.{name}"
+                for name in ("f_a_proj.", "f_b_proj.", "A_log", "dt_bias")
+            },
+        },
         # transformers writes the dense MLP under the name of the experts.
         renamed={
             f"block_sparse_moe.{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")

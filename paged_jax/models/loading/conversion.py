@@ -22,6 +22,7 @@ from paged_jax.models.loading.tensor_map import (
     EMBEDDINGS,
     HEAD,
     map_to_available,
+    standard_name,
 )
 
 # Hugging Face tensor name of each array of the other definition, by the name of the array. If axes
@@ -77,7 +78,7 @@ def find_sources(
     """
     sources: dict[str, TensorSource] = {}
     for name in shapes:
-        for tensor, source in _sources_of(name, rules, config.num_hidden_layers):
+        for tensor, source in _sources_of(name, rules, config):
             if tensor in sources:
                 raise WeightsError(
                     f"{function}: mapping must name {tensor} once, got {sources[tensor].name} and "
@@ -144,7 +145,9 @@ def _join(boxes: list[tuple[TensorMapping, jax.Array]], axis: int = 0) -> jax.Ar
     return joined[0] if len(joined) == 1 else jnp.concatenate(joined, axis=axis)
 
 
-def _sources_of(name: str, rules: NameMap, num_layers: int) -> Iterable[tuple[str, TensorSource]]:
+def _sources_of(
+    name: str, rules: NameMap, config: LlamaConfig
+) -> Iterable[tuple[str, TensorSource]]:
     """Return the tensors in an array, each with its source: one tensor, or one tensor per layer."""
     for pattern, target in rules.items():
         tensor, axes = (target, None) if isinstance(target, str) else target
@@ -154,10 +157,10 @@ def _sources_of(name: str, rules: NameMap, num_layers: int) -> Iterable[tuple[st
         if found.groups():
             return [(tensor.replace("*", found[1]), TensorSource(name, axes))]
         if "*" in tensor:
-            layers = range(num_layers)
+            layers = range(config.num_hidden_layers)
             return [(tensor.replace("*", str(i)), TensorSource(name, axes, i)) for i in layers]
         return [(tensor, TensorSource(name, axes))]
-    return [(name, TensorSource(name))]
+    return [(standard_name(config, name) or name, TensorSource(name))]
 
 
 def _check_shape(

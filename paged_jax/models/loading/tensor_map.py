@@ -64,8 +64,9 @@ _EXPERTS = {
 }
 
 Mappings = tuple[TensorMapping, ...]
-# How files store experts: as the family does; all experts in one tensor, as transformers 5 keeps
-# them in memory; or gate, up and down of each expert in separate tensors.
+# How files store experts: as the family does; all experts in one tensor and the names of
+# `Family.in_memory`, as transformers 5 has them; or gate, up and down of each expert in separate
+# tensors.
 ExpertLayout = Literal["family", "fused", "separate"]
 
 
@@ -179,7 +180,7 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
     """
     E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
     H, K = config.num_attention_heads, config.num_key_value_heads
-    d, names = config.hidden_size_per_layer_input, {**_NAMES, **_family_tensors(config)}
+    d, names = config.hidden_size_per_layer_input, {**_NAMES, **_family_tensors(config, experts)}
     # Queries and keys rotate, and need the order of `head_order`. Values do not rotate.
     [rope, *_] = config.ropes
     paired_dim = D if rope is None else rope.paired_dim
@@ -211,7 +212,7 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
     if config.num_experts:
         mappings |= _expert_mappings(config, experts)
         if experts == "fused" or experts == "family" and "fused_gate_up_proj" in names:
-            mappings |= _fused_expert_mappings(config)
+            mappings |= _fused_expert_mappings(config, experts)
     return mappings
 
 
@@ -233,8 +234,16 @@ def name_in_file(config: LlamaConfig, name: str) -> str:
     return name
 
 
-def _family_tensors(config: LlamaConfig) -> Mapping[str, str]:
-    return FAMILIES[config.model_type].tensors if config.model_type in FAMILIES else {}
+def _family_tensors(config: LlamaConfig, experts: ExpertLayout = "family") -> Mapping[str, str]:
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        return {}
+    if experts != "fused" or not family.in_memory:
+        return family.tensors
+    tensors = dict(family.tensors)
+    for part, replacement in family.in_memory.items():
+        tensors = {name: each.replace(part, replacement) for name, each in tensors.items()}
+    return tensors
 
 
 def _qkv_mappings(
@@ -345,7 +354,7 @@ def _latent_mappings(config: LlamaConfig, latent: LatentSizes) -> dict[str, Mapp
 def _expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Mappings]:
     """Return the mappings of the router and the experts of a layer."""
     E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
-    names = {**_EXPERTS, **_family_tensors(config)}
+    names = {**_EXPERTS, **_family_tensors(config, experts)}
     shared = config.shared_expert_intermediate_size
     for name in ("gate_proj", "up_proj", "down_proj"):
         if "gate_up_proj" not in names:
@@ -399,24 +408,31 @@ def _expert_bias_mappings(config: LlamaConfig, names: Mapping[str, str]) -> dict
     }
 
 
-def _fused_expert_mappings(config: LlamaConfig) -> dict[str, Mappings]:
-    """Return the mappings of the fused expert tensors that transformers 5 has in memory."""
+def _fused_expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Mappings]:
+    """Return the mappings of experts in fused tensors, and of their router."""
     E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
-    gate_up, down = (X, 2 * F, E), (X, E, F)
-    names = {**_EXPERTS, **_family_tensors(config)}
-    router, bias = names["router"], names["router_correction_bias"]
+    halves = 2 if config.gated_mlp else 1
+    gate_up, down = (X, halves * F, E), (X, E, F)
+    names = {**_EXPERTS, **_family_tensors(config, experts)}
+    router, bias, up = (
+        names[name] for name in ("router", "router_correction_bias", "experts_up_proj")
+    )
     if "fused_gate_up_proj" not in names:
-        router, bias = (name.replace("block_sparse_moe.", "mlp.") for name in (router, bias))
+        router, bias, up = (
+            name.replace("block_sparse_moe.", "mlp.") for name in (router, bias, up)
+        )
+    module = up.partition("*.")[0]  # such as "mlp.experts."
+    first = "gate_up_proj" if config.gated_mlp else "up_proj"
     return {
         "router": (map_tensor(router, (X, E)),),
         "router_correction_bias": (map_tensor(bias, (X,)),),
         "experts_gate_up_proj": (
-            TensorMapping(names.get("fused_gate_up_proj", "mlp.experts.gate_up_proj"),
-                          gate_up, (X, 2, F, E), (0,) * 4,
-                          axes=(0, 1, 2, 3), split_shape=(X, 2, F, E)),
+            TensorMapping(names.get("fused_gate_up_proj", f"{module}{first}"),
+                          gate_up, (X, halves, F, E), (0,) * 4,
+                          axes=(0, 1, 2, 3), split_shape=(X, halves, F, E)),
         ),
         "experts_down_proj": (
-            TensorMapping(names.get("fused_down_proj", "mlp.experts.down_proj"),
+            TensorMapping(names.get("fused_down_proj", f"{module}down_proj"),
                           down, down, (0,) * 3, axes=(0, 1, 2)),
         ),
     }  # fmt: skip
