@@ -295,11 +295,11 @@ def _decayed_products(
     """Return products of keys and of queries with keys, if elements of a key decay differently.
 
     The decay between two tokens cannot be divided into a factor of each, which would overflow.
-    Within a block of 16 tokens, the exponent of each pair and element is computed. Between blocks,
-    both factors are relative to the beginning of the later block, where neither overflows::
+    Within a block of 16 tokens, the exponent of each pair and element is computed. For keys before
+    a block, both factors are relative to the beginning of the block, where neither overflows::
 
-        token j ------> end of its block ------> beginning of the block of i ------> token i
-               to_end                   between                            from_start
+        token j ------> beginning of the block of i ------> token i
+                 to_block                       from_start
 
     Args:
       q: float32 ``[B, Q, K, tile, D]``.
@@ -311,38 +311,33 @@ def _decayed_products(
       above the diagonal are arbitrary. The decay from the state before the tile to each token, and
       from each token to the state after the tile, ``[B, Q, K, G, tile, D]``.
     """
-    tile, D = log_decay.shape[-2:]
-    num_blocks = tile // _BLOCK
+    tile = log_decay.shape[-2]
+    q, k = q[:, :, :, None], k[:, :, :, None]
+    is_after, is_seen = (np.tri(_BLOCK, k=i, dtype=bool)[..., None] for i in (-1, 0))
 
-    def blocks(x: jax.Array) -> jax.Array:
-        return x.reshape(*x.shape[:-2], num_blocks, _BLOCK, D)
+    # Each block has its own arrays. If one array had the keys of all blocks, XLA for CPUs (jaxlib
+    # 0.10) would compile the gradient of the keys to wrong values.
+    def products_of(start: int) -> tuple[jax.Array, jax.Array]:
+        """Return the products of a block with all keys, ``[..., 16, tile]``."""
+        block = slice(start, start + _BLOCK)
+        keys, decay = k[..., block, :], log_decay[..., block, :]
+        far_keys = jnp.exp(_sum_after(log_decay[..., :start, :])) * k[..., :start, :]
+        from_start = jnp.exp(jnp.cumsum(decay, axis=-2))
+        sums = jnp.cumsum(jnp.where(is_after, decay[..., :, None, :], 0), axis=-3)
+        near_keys = jnp.exp(jnp.where(is_seen, sums, -jnp.inf)) * keys[..., None, :, :]
 
-    decay, key_blocks = blocks(log_decay), blocks(k)[:, :, :, None]
-    number = np.arange(num_blocks)
-    later, earlier = number[:, None, None], number[:, None]
-    is_between = ((earlier < number) & (number < later))[..., None]
-    total = jnp.sum(decay, axis=-2)[..., None, None, :, :]
-    between = jnp.sum(jnp.where(is_between, total, 0), axis=-2)
-    to_block = _sum_after(decay)[..., None, :, :, :] + between[..., None, :]
-    is_earlier = (number < number[:, None])[..., None, None]
-    far_keys = jnp.exp(jnp.where(is_earlier, to_block, -jnp.inf)) * key_blocks[..., None, :, :, :]
-    from_start = jnp.exp(jnp.cumsum(decay, axis=-2))
+        def multiply(x: jax.Array) -> jax.Array:
+            far = _einsum("...td,...nd->...tn", x * from_start, far_keys)
+            near = jnp.sum(x[..., :, None, :] * near_keys, axis=-1)
+            later = jnp.zeros((*near.shape[:-1], tile - start - _BLOCK), near.dtype)
+            return jnp.concatenate([far, near, later], axis=-1)
 
-    is_after = np.tri(_BLOCK, k=-1, dtype=bool)[..., None]
-    sums = jnp.cumsum(jnp.where(is_after, decay[..., :, None, :], 0), axis=-3)
-    near = jnp.exp(jnp.where(np.tri(_BLOCK, dtype=bool)[..., None], sums, -jnp.inf))
-    near_keys = near * key_blocks[..., None, :, :]
-    is_near = np.eye(num_blocks, dtype=bool)[:, None, :, None]
+        return multiply(keys), multiply(q[..., block, :])
 
-    def multiply(x: jax.Array) -> jax.Array:
-        x = blocks(x)[:, :, :, None]
-        far = _einsum("...wtd,...wxnd->...wtxn", x * from_start, far_keys)
-        close = jnp.sum(x[..., :, None, :] * near_keys, axis=-1)
-        both = jnp.where(is_near, close[..., :, :, None, :], far)
-        return both.reshape(*both.shape[:-4], tile, tile)
-
+    rows = zip(*map(products_of, range(0, tile, _BLOCK)), strict=True)
+    lower, inner = (jnp.concatenate(each, axis=-2) for each in rows)
     into, onto = jnp.exp(jnp.cumsum(log_decay, axis=-2)), jnp.exp(_sum_after(log_decay))
-    return multiply(k), multiply(q), into, onto
+    return lower, inner, into, onto
 
 
 def _sum_after(x: jax.Array) -> jax.Array:

@@ -144,7 +144,7 @@ def _mix_kimi_delta(sizes: KimiDelta, weights: MixerWeights) -> Mixed:
         inputs: tuple[jax.Array, ...], states: States, num_tokens: jax.Array
     ) -> tuple[jax.Array, States]:
         qkv, beta, log_decay = inputs
-        qkv, conv = _convolve(sizes, weights, _without_gradient(qkv), states[0], num_tokens)
+        qkv, conv = _convolve(sizes, weights, qkv, states[0], num_tokens)
         B, T = qkv.shape[:2]
         q, k, v = jnp.moveaxis(qkv.reshape(B, T, K, 3, D), 3, 0)
         out, state = delta_rule(
@@ -227,20 +227,6 @@ def _convolve(
     bias = weights.vector("mixer_conv_bias").reshape(-1) if sizes.conv_bias else None
     out, state = causal_convolution(x, state, filters, bias, num_tokens)
     return jax.nn.silu(out), state
-
-
-@jax.custom_jvp
-def _without_gradient(x: jax.Array) -> jax.Array:
-    """Return `x`, and refuse to be differentiated."""
-    return x
-
-
-@_without_gradient.defjvp
-def _refuse_gradient(primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(
-        "Kimi Delta Attention: gradients are not supported. XLA for CPUs compiles the gradient of "
-        "keys whose elements decay differently to wrong values."
-    )
 
 
 def _normalise(x: jax.Array) -> jax.Array:
