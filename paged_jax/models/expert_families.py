@@ -3,28 +3,25 @@
 from collections.abc import Mapping
 from typing import Any
 
-from paged_jax.models.family import BIASES, Family, Router
+from paged_jax.models.family import BIASES, GROUP_KEYS, SIGMOID_ROUTER, Family, Router
 
 _EXPERT_SIZE_KEY = {"moe_intermediate_size": "intermediate_size"}
-# Router of GLM-4.5, dots.llm1 and their relatives, with groups of experts.
-_SIGMOID_ROUTER = Router("sigmoid", has_correction_bias=True, epsilon=1e-20)
-_GROUP_KEYS = {
-    "num_groups": "n_group",
-    "num_chosen_groups": "topk_group",
-    "factor": "routed_scaling_factor",
-}
-
-_LATENT_SWITCHES: Mapping[str, Any] = {
-    "has_latent": True,
-    "rope_interleaved": True,
-    "router_keys": _GROUP_KEYS,
+_NO_GATE = {"shared_expert_gate": False}
+# Families with shared experts and dense first layers.
+_WITH_SHARED_EXPERTS: Mapping[str, Any] = {
+    "router_keys": GROUP_KEYS,
     "shared_experts": "n_shared_experts",
     "dense_layers": "first",
     "keys": {"num_experts": "n_routed_experts"},
+    "tensors": {"shared_expert": "mlp.shared_experts"},
+}
+_WITH_LATENT: Mapping[str, Any] = {
+    **_WITH_SHARED_EXPERTS,
+    "fixed": _NO_GATE,
+    "has_latent": True,
+    "rope_interleaved": True,
     "has_draft_layers": True,
 }
-_SHARED_EXPERTS = {"shared_expert": "mlp.shared_experts"}
-_NO_GATE = {"shared_expert_gate": False}
 
 EXPERT_FAMILIES: Mapping[str, Family] = {
     "mixtral": Family(
@@ -120,12 +117,8 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
         switches={"qk_norm": "use_qk_norm"},
         only={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         experts=("norm_topk_prob",),
-        router=_SIGMOID_ROUTER,
-        router_keys=_GROUP_KEYS,
-        shared_experts="n_shared_experts",
-        dense_layers="first",
-        keys={"num_experts": "n_routed_experts"},
-        tensors=_SHARED_EXPERTS,
+        router=SIGMOID_ROUTER,
+        **_WITH_SHARED_EXPERTS,
         has_draft_layers=True,
     ),
     "dots1": Family(
@@ -147,12 +140,8 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
         sliding_layers="last",
         biases=BIASES,
         experts=("norm_topk_prob",),
-        router=_SIGMOID_ROUTER,
-        router_keys=_GROUP_KEYS,
-        shared_experts="n_shared_experts",
-        dense_layers="first",
-        keys={"num_experts": "n_routed_experts"},
-        tensors=_SHARED_EXPERTS,
+        router=SIGMOID_ROUTER,
+        **_WITH_SHARED_EXPERTS,
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
@@ -171,13 +160,11 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
             "bos_token_id": 1,
             "eos_token_id": 2,
         },
-        fixed=_NO_GATE,
         only={"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1},
         experts=(),
         router=Router(group_score="max"),
         groups_switch=("topk_method", "group_limited_greedy"),
-        tensors=_SHARED_EXPERTS,
-        **_LATENT_SWITCHES,
+        **_WITH_LATENT,
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
@@ -201,12 +188,10 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
             "bos_token_id": 0,
             "eos_token_id": 1,
         },
-        fixed=_NO_GATE,
         only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
         experts=("norm_topk_prob",),
-        router=_SIGMOID_ROUTER,
-        tensors=_SHARED_EXPERTS,
-        **_LATENT_SWITCHES,
+        router=SIGMOID_ROUTER,
+        **_WITH_LATENT,
     ),
     "glm4_moe_lite": Family(
         "Glm4MoeLiteForCausalLM",
@@ -231,12 +216,10 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
             "bos_token_id": 0,
             "eos_token_id": 1,
         },
-        fixed=_NO_GATE,
         only={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         experts=("norm_topk_prob",),
-        router=_SIGMOID_ROUTER,
-        tensors=_SHARED_EXPERTS,
-        **_LATENT_SWITCHES,
+        router=SIGMOID_ROUTER,
+        **_WITH_LATENT,
     ),
     "mistral4": Family(
         "Mistral4ForCausalLM",
@@ -271,16 +254,17 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
             "bos_token_id": 1,
             "eos_token_id": 2,
         },
-        fixed=_NO_GATE,
         query_scale="rope_parameters",
         experts=("norm_topk_prob",),
         router=Router(epsilon=1e-20),
-        tensors={
-            **_SHARED_EXPERTS,
-            "fused_gate_up_proj": "mlp.experts.gate_up_proj",
-            "fused_down_proj": "mlp.experts.down_proj",
+        **{
+            **_WITH_LATENT,
+            "tensors": {
+                **_WITH_LATENT["tensors"],
+                "fused_gate_up_proj": "mlp.experts.gate_up_proj",
+                "fused_down_proj": "mlp.experts.down_proj",
+            },
         },
-        **_LATENT_SWITCHES,
     ),
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM",

@@ -3,7 +3,15 @@
 import math
 from collections.abc import Mapping
 
-from paged_jax.models.family import BIASES, GRANITE_SCALES, Family, MixerKeys, Router
+from paged_jax.models.family import (
+    BIASES,
+    GRANITE_SCALES,
+    GROUP_KEYS,
+    SIGMOID_ROUTER,
+    Family,
+    MixerKeys,
+    Router,
+)
 from paged_jax.models.layer_groups import DENSE, FULL, RECURRENT, SPARSE
 
 _SHORT_CONVOLUTION = MixerKeys(
@@ -351,12 +359,8 @@ RECURRENT_FAMILIES: Mapping[str, Family] = {
         mixer=_NEMOTRON_MAMBA,
         biases=BIASES,
         experts=("norm_topk_prob", "shared_expert_intermediate_size"),
-        router=Router("sigmoid", has_correction_bias=True, epsilon=1e-20),
-        router_keys={
-            "num_groups": "n_group",
-            "num_chosen_groups": "topk_group",
-            "factor": "routed_scaling_factor",
-        },
+        router=SIGMOID_ROUTER,
+        router_keys=GROUP_KEYS,
         only={
             "n_shared_experts": 1,
             "moe_latent_size": None,
@@ -433,12 +437,8 @@ RECURRENT_FAMILIES: Mapping[str, Family] = {
         mixer=_KIMI_DELTA,
         only={"mla_use_nope": True, "moe_router_activation_func": "sigmoid"},
         experts=("norm_topk_prob",),
-        router=Router("sigmoid", has_correction_bias=True, epsilon=1e-20),
-        router_keys={
-            "num_groups": "num_expert_group",
-            "num_chosen_groups": "topk_group",
-            "factor": "routed_scaling_factor",
-        },
+        router=SIGMOID_ROUTER,
+        router_keys={**GROUP_KEYS, "num_groups": "num_expert_group"},
         shared_experts="num_shared_experts",
         dense_layers="first",
         aliases={"model_max_length": "max_position_embeddings"},
