@@ -52,6 +52,16 @@ def scale_by(x: jax.Array, mean_square: jax.Array, weight: jax.Array, eps: float
     return x * lax.rsqrt(mean_square + eps) * weight
 
 
+def expand(x: jax.Array, rank: int) -> jax.Array:
+    """Return `x` in float32, with leading dimensions of size 1 up to `rank` dimensions."""
+    return x.astype(jnp.float32).reshape((1,) * (rank - x.ndim) + x.shape)
+
+
+def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """Add a bias to the last dimensions of float32 `x`."""
+    return x + expand(bias, x.ndim)
+
+
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotate the pairs ``(x[i], x[i + D / 2])`` of each head (RoFormer, section 3.2.2).
 

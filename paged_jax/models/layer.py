@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.linear import Weight, linear
-from paged_jax.kernels.norm_rope import layer_norm, rms_norm, rotate
+from paged_jax.kernels.norm_rope import add_bias, expand, layer_norm, rms_norm, rotate
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_attention import (
     Attend,
@@ -280,7 +280,7 @@ class Layer(nnx.Module):
         return getattr(self, _norms(self.config)[0]).dtype
 
     def _with_bias(self, out: jax.Array) -> jax.Array:
-        return _add_bias(out, self.o_bias[...]) if self.config.o_bias else out
+        return add_bias(out, self.o_bias[...]) if self.config.o_bias else out
 
     def _mlp(
         self,
@@ -315,7 +315,7 @@ class Layer(nnx.Module):
         logits = linear(router_input, weight("router"), backend=backend)
         biases = (None, None)
         if config.expert_bias:
-            logits = _add_bias(logits, self.router_bias[...])
+            logits = add_bias(logits, self.router_bias[...])
             biases = self.experts_gate_up_bias[...], self.experts_down_bias[...]
         weights = ExpertWeights(
             weight("experts_gate_up_proj"), weight("experts_down_proj"), *biases
@@ -399,7 +399,7 @@ class Layer(nnx.Module):
             x = x + self._norm("per_layer_out_norm", out)
         if not self.config.layer_scalar:
             return x
-        return x * self.layer_scalar[...].astype(jnp.float32).reshape((1,) * x.ndim)
+        return x * expand(self.layer_scalar[...], x.ndim)
 
     def _all_reduce(self, out: jax.Array) -> jax.Array:
         return out if self.shard is None else self.shard.all_reduce_sum(out)
@@ -442,7 +442,7 @@ class Layer(nnx.Module):
         """
         config, gate = self.config, None
         if config.qkv_bias:
-            qkv = _add_bias(qkv, self.qkv_bias[...])
+            qkv = add_bias(qkv, self.qkv_bias[...])
         if config.attention_gate:
             qkv, gate = split_gate(qkv, config.num_kv_rows)
         sm_scale, soft_cap = config.attention_multiplier, config.attn_logit_softcapping
@@ -492,7 +492,3 @@ def apply_norm(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Arra
 def _effective_weight(config: LlamaConfig, weight: jax.Array) -> jax.Array:
     """Return the factor of a norm: its weight, or float32 ``offset + weight``."""
     return weight.astype(jnp.float32) + config.norm_offset if config.norm_offset else weight
-
-
-def _add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
-    return x + bias.astype(jnp.float32).reshape((1,) * (x.ndim - bias.ndim) + bias.shape)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.norm_rope import mean_square, rms_norm
+from paged_jax.kernels.norm_rope import add_bias, expand, mean_square, rms_norm
 from paged_jax.kernels.recurrent import causal_convolution, delta_rule, state_space
 from paged_jax.models.layer_attention import Recurrence, States
 from paged_jax.models.mixer_sizes import (
@@ -105,7 +105,7 @@ def _mix_delta_net(sizes: GatedDeltaNet, weights: MixerWeights) -> Mixed:
     qkv, z = fused[..., : 2 * D + G * U], fused[..., 2 * D + G * U :]
     gates = weights.project("mixer_gates_proj")
     beta = jax.nn.sigmoid(gates[..., :G]) * (2 if sizes.has_negative_eigenvalues else 1)
-    log_decay = _log_decay(weights, _add_bias(gates[..., G:], weights.vector("mixer_time")))
+    log_decay = _log_decay(weights, add_bias(gates[..., G:], weights.vector("mixer_time")))
 
     def advance(
         inputs: tuple[jax.Array, ...], states: States, num_tokens: jax.Array
@@ -136,7 +136,7 @@ def _mix_kimi_delta(sizes: KimiDelta, weights: MixerWeights) -> Mixed:
     beta = jax.nn.sigmoid(weights.project("mixer_gates_proj")[..., 0])
     low = weights.project("mixer_rank_proj")[..., 0, :]
     steps = weights.multiply(low[..., :D], "mixer_decay_proj")
-    steps = _add_bias(steps, weights.vector("mixer_time"))
+    steps = add_bias(steps, weights.vector("mixer_time"))
     log_decay = _log_decay(weights, steps)
     gate = jax.nn.sigmoid(weights.multiply(low[..., D:], "mixer_gate_proj"))
 
@@ -172,7 +172,7 @@ def _mix_mamba(sizes: Mamba2, weights: MixerWeights) -> Mixed:
     fused = weights.project("mixer_in_proj")
     ends = [G * U, 2 * G * U + 2 * D]
     z, xbc, steps = jnp.split(fused, ends, axis=-1)
-    steps = jax.nn.softplus(_add_bias(steps, weights.vector("mixer_time")))
+    steps = jax.nn.softplus(add_bias(steps, weights.vector("mixer_time")))
     steps = jnp.clip(steps, *sizes.time_limits)
 
     def advance(
@@ -188,11 +188,11 @@ def _mix_mamba(sizes: Mamba2, weights: MixerWeights) -> Mixed:
             x * steps[..., None],
             b,
             c,
-            -_expand(jnp.exp(weights.vector("mixer_decay")), 4) * steps,
+            -expand(jnp.exp(weights.vector("mixer_decay")), 4) * steps,
             states[1].reshape(B, K, G, U, D),
             num_tokens,
         )
-        out = out + _expand(weights.vector("mixer_skip")[..., None], 5) * x
+        out = out + expand(weights.vector("mixer_skip")[..., None], 5) * x
         return out.reshape(B, T, -1), (conv, state.reshape(states[1].shape))
 
     recurrence = Recurrence(_flatten_heads(K, xbc, steps), advance, sizes.states)
@@ -209,7 +209,7 @@ def _gate_and_norm(
     if sizes.norm == "after gate":
         grouped = grouped * gate
     scale = lax.rsqrt(mean_square(grouped, num_heads=sizes.num_groups) + sizes.norm_eps)
-    grouped = grouped * scale * _expand(weights.vector("mixer_norm"), grouped.ndim)
+    grouped = grouped * scale * expand(weights.vector("mixer_norm"), grouped.ndim)
     if sizes.norm == "before gate":
         grouped = grouped * gate
     return grouped.reshape(out.shape)
@@ -236,7 +236,7 @@ def _normalise(x: jax.Array) -> jax.Array:
 def _log_decay(weights: MixerWeights, steps: jax.Array) -> jax.Array:
     """Return the logarithm of the decay, given time steps ``[..., K, n]`` before their softplus."""
     rates = jnp.exp(weights.vector("mixer_decay")).reshape(steps.shape[-2], -1)
-    return -_expand(rates, steps.ndim) * jax.nn.softplus(steps)
+    return -expand(rates, steps.ndim) * jax.nn.softplus(steps)
 
 
 def _gated_norm(out: jax.Array, gate: jax.Array, weights: MixerWeights, eps: float) -> jax.Array:
@@ -244,16 +244,6 @@ def _gated_norm(out: jax.Array, gate: jax.Array, weights: MixerWeights, eps: flo
     heads = out.reshape(gate.shape)
     normed = rms_norm(heads, weights.vector("mixer_norm"), eps, num_heads=heads.shape[-2])
     return (normed * gate).reshape(out.shape)
-
-
-def _expand(x: jax.Array, rank: int) -> jax.Array:
-    """Add leading dimensions of size 1, so that an array has `rank` dimensions."""
-    return x.reshape((1,) * (rank - x.ndim) + x.shape)
-
-
-def _add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """Add a bias to the last dimensions of an array."""
-    return x + _expand(bias, x.ndim)
 
 
 def _flatten_heads(K: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
