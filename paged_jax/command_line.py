@@ -1,6 +1,7 @@
 """Parts that the command lines share: the parser, and the flags of engines and processes."""
 
 import argparse
+import functools
 import os
 import re
 import sys
@@ -55,6 +56,10 @@ _CALLABLE = re.compile(
 
 
 _EXAMPLES = "examples:"
+
+
+# Options that name a model.
+MODEL_OPTIONS = [each for each in option_specs() if each.name in ("model", "revision", "download")]
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -125,8 +130,7 @@ class Parser(argparse.ArgumentParser):
         if match is None:
             return message
         name, rest = match[1], message[match.end() :]
-        flag = f"--{name.replace('_', '-')}"
-        flag = next((x.flag for x in option_specs() if x.name == name and x.flag), flag)
+        flag = _option_flags().get(name, f"--{name.replace('_', '-')}")
         return (flag if flag in self._option_string_actions else name) + rest
 
     def _hint(self, message: str) -> str:
@@ -225,8 +229,13 @@ def add_option_flags(
 
 def _name_flags(text: str) -> str:
     """Replace the names of options in a text by their flags."""
-    flags = {each.name: each.flag for each in option_specs() if each.flag and "_" in each.name}
-    return re.sub(r"\w+", lambda match: flags.get(match[0]) or match[0], text)
+    flags = {name: flag for name, flag in _option_flags().items() if "_" in name}
+    return re.sub(r"\w+", lambda match: flags.get(match[0], match[0]), text)
+
+
+@functools.cache
+def _option_flags() -> dict[str, str]:
+    return {each.name: each.flag for each in option_specs() if each.flag}
 
 
 def given_options(args: argparse.Namespace, options: Iterable[OptionSpec]) -> dict[str, Any]:
@@ -251,6 +260,18 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return options | _contiguous_options(options) if args.contiguous else options
 
 
+def model_folder(options: Mapping[str, Any]) -> Path:
+    """Return the folder or file of the model that options name, see `find_model`.
+
+    Args:
+      options: `given_options`, with or without the options of `MODEL_OPTIONS`.
+    """
+    if "model" not in options:
+        return bundled_folder()
+    given = {each.name: options[each.name] for each in MODEL_OPTIONS if each.name in options}
+    return find_model(**given)
+
+
 def _contiguous_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of an engine that has one block for each sequence."""
     for name in ("block_size", "num_blocks", "memory_fraction"):
@@ -262,8 +283,7 @@ def _contiguous_options(options: Mapping[str, Any]) -> dict[str, Any]:
             )
     length = options.get("max_model_len")
     if length is None:
-        given = {name: options[name] for name in ("revision", "download") if name in options}
-        folder = find_model(options["model"], **given) if "model" in options else bundled_folder()
+        folder = model_folder(options)
         length = LlamaConfig.from_file(folder).max_position_embeddings
     # By default, the pool has as many blocks as the slots can use: one each.
     return {"block_size": length, "max_model_len": length, "enable_prefix_caching": False}

@@ -13,7 +13,13 @@ from typing import Any
 
 import jax
 
-from paged_jax.command_line import Parser, add_option_flags, given_options
+from paged_jax.command_line import (
+    MODEL_OPTIONS,
+    Parser,
+    add_option_flags,
+    given_options,
+    model_folder,
+)
 from paged_jax.engine.config import option_specs
 from paged_jax.engine.footprint import GroupFootprint
 from paged_jax.engine.memory_plan import (
@@ -26,9 +32,8 @@ from paged_jax.engine.memory_plan import (
 )
 from paged_jax.engine.pool_size import device_memory
 from paged_jax.formatting import format_bytes
-from paged_jax.models.hub import find_model
 from paged_jax.models.llama import Llama
-from paged_jax.models.loading.pretrained import bundled_folder, read_config, read_formats
+from paged_jax.models.loading.pretrained import read_config, read_formats
 
 # Options of an engine that change how much memory it takes.
 _OPTIONS = [each for each in option_specs() if each.decides_memory]
@@ -66,14 +71,7 @@ def _parser() -> Parser:
         ),
         description="Show the memory that an engine needs on a device, and how many sequences fit.",
     )
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="folder with a config.json, a GGUF file, or a name on the Hugging Face Hub, see "
-        "paged_jax.generate; default: the small bundled model",
-    )
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a named model")
-    parser.add_argument("--download", action="store_true", help="download a named model")
+    add_option_flags(parser, MODEL_OPTIONS, {})
     parser.add_argument(
         "--memory",
         type=parse_bytes,
@@ -147,8 +145,7 @@ def _from_arguments(args: argparse.Namespace, device: DeviceSpec | None) -> Memo
             f"--platform must be {device.platform} with --device {args.device}, got "
             f"{args.platform}. Leave one of them out."
         )
-    names = {"revision": args.revision, "download": args.download}
-    folder = bundled_folder() if args.model is None else find_model(args.model, **names)
+    folder = model_folder(given_options(args, MODEL_OPTIONS))
     config, options = read_config(folder), given_options(args, _OPTIONS)
     kept = {name: options[name] for name in ("dtype", "dequantise") if name in options}
     num_devices = options.get("tensor_parallel_size", 1)
