@@ -27,7 +27,7 @@ from paged_jax.server import bodies
 from paged_jax.server.anthropic_bodies import MessagesBody
 from paged_jax.server.openapi import ENDPOINTS
 from paged_jax.server.response_items import ResponsesBody
-from paged_jax.server.sampling_body import IGNORED, NEUTRAL_VALUES, Body, SamplingBody
+from paged_jax.server.sampling_body import IGNORED, NEUTRAL_VALUES, SamplingBody
 
 DOCS = Path(__file__).resolve().parent
 FOLDER = DOCS / "api"
@@ -281,11 +281,11 @@ def endpoints_table() -> str:
 
 
 def fields_table(body: type[BaseModel]) -> str:
-    """Return the table of the fields that a body has in addition to the fields of its base."""
+    """Return the table of the fields that a body has in addition to its base of sampling fields."""
     rows = ["| field | type | meaning |", "|---|---|---|"]
     schema = body.model_json_schema()
-    base = body.__bases__[0]
-    inherited = {} if base is Body or body is SamplingBody else base.model_fields
+    bases = [base for base in body.__bases__ if issubclass(base, SamplingBody)]
+    inherited = bases[0].model_fields if bases else {}
     for name, field in body.model_fields.items():
         if name not in inherited or field.description != inherited[name].description:
             kind = _type(schema["properties"][name], schema.get("$defs", {}))

@@ -37,7 +37,7 @@ class ThinkingConfig(LenientBody):
 
 
 class CountTokensBody(Body):
-    """Body of `POST /v1/messages/count_tokens`."""
+    """Body of `POST /v1/messages/count_tokens`; `MessagesBody` has these fields as well."""
 
     model: str | None = Field(None, description="Name of the served model.")
     messages: Annotated[Items[dict[str, Any]], Field(min_length=1)] = Field(description="The chat.")
@@ -70,52 +70,24 @@ class CountTokensBody(Body):
     container: None = Field(None, description="Must be null.")
 
 
-class MessagesBody(SamplingBody):
+class MessagesBody(CountTokensBody, SamplingBody):
     """Body of `POST /v1/messages`."""
 
-    model: str | None = Field(None, description="Name of the served model.")
-    messages: Annotated[Items[dict[str, Any]], Field(min_length=1)] = Field(description="The chat.")
     max_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] = Field(  # type: ignore[assignment]
         description="Maximum number of tokens to generate."
     )
-    system: str | Items[dict[str, Any]] | None = Field(None, description="The system message.")
     stop_sequences: Items[Text] | None = Field(None, description="Texts that end the output.")
     n: Literal[1] | None = Field(None, description="Only 1.")
-    tools: Items[dict[str, Any]] | None = Field(
-        None, description="Functions. Tools of other types are skipped."
-    )
-    tool_choice: dict[str, Any] | None = Field(
-        None,
-        description="Whether the model may call functions, must call one, or which one it must "
-        "call.",
-    )
-    thinking: ThinkingConfig | None = Field(
-        None, description="Whether the model reasons before it answers."
-    )
-    output_config: OutputConfig | None = Field(
-        None, description="The format of the text, and the effort of the reasoning."
-    )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the chat template, such as enable_thinking."
     )
     # Fields that are accepted and have no effect on this server.
-    metadata: dict[str, Any] | None = Field(None, description="Ignored.")
-    service_tier: str | None = Field(None, description="Ignored.")
-    cache_control: dict[str, Any] | None = Field(
-        None, description="Ignored: the prefix cache needs no marks."
-    )
-    context_management: dict[str, Any] | None = Field(None, description="Ignored.")
-    speed: str | None = Field(None, description="Ignored.")
     inference_geo: str | None = Field(None, description="Ignored.")
     diagnostics: Any = Field(None, description="Ignored.")
-    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = Field(
-        None, description="Only an empty list."
-    )
-    container: None = Field(None, description="Must be null.")
 
 
 def chat_of_messages(
-    body: MessagesBody | CountTokensBody, tokenizer: Tokenizer | None
+    body: CountTokensBody, tokenizer: Tokenizer | None
 ) -> bodies.ChatBody:
     """Return the chat that a body describes.
 
