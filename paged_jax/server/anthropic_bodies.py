@@ -86,9 +86,7 @@ class MessagesBody(CountTokensBody, SamplingBody):
     diagnostics: Any = Field(None, description="Ignored.")
 
 
-def chat_of_messages(
-    body: CountTokensBody, tokenizer: Tokenizer | None
-) -> bodies.ChatBody:
+def chat_of_messages(body: CountTokensBody, tokenizer: Tokenizer | None) -> bodies.ChatBody:
     """Return the chat that a body describes.
 
     Raises:
