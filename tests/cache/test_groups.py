@@ -21,7 +21,7 @@ from paged_jax.cache.groups import locate
 from paged_jax.cache.sequence_blocks import first_kept_column, max_blocks_in_window
 from paged_jax.kernels import Pools
 from tests.support.block_model import Content
-from tests.support.block_tables import as_arrays, cached, contents_of, free_blocks
+from tests.support.block_tables import as_arrays, cached, contents_of, free_blocks, i32, publish
 from tests.support.window_model import GroupsModel
 
 S, M, C = 4, 8, 4
@@ -33,10 +33,6 @@ P = 18
 HELD = [M, *[max_blocks_in_window(window, MAX_TOKENS, C) for window in (9, 3)]]
 NUM_BLOCKS = [P, *[min(P, S * held) for held in HELD[1:]]]
 assert NUM_BLOCKS == [18, 18, 16]
-
-
-def i32(values) -> jax.Array:
-    return jnp.array(values, jnp.int32)
 
 
 def make_cache() -> PagedCache:
@@ -240,15 +236,7 @@ class GroupsMachine(RuleBasedStateMachine):
             entries.append((slot, column, content))
         self.published = self.published[-3 * P :]
         self.model.publish(entries)
-        digests, token_ids = as_arrays([content for _, _, content in entries], S * M)
-        padding = [-1] * (S * M - len(entries))
-        self.cache = self.operations.publish(
-            self.cache,
-            i32([slot for slot, _, _ in entries] + padding),
-            i32([column for _, column, _ in entries] + padding),
-            digests,
-            token_ids,
-        )
+        self.cache = publish(self.cache, entries, self.operations.publish, S * M)
 
     def publish_all(self):
         self.publish([(slot, column) for column in range(M) for slot in range(S)])

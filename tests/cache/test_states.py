@@ -25,7 +25,7 @@ from paged_jax.cache.blocks.inspection import check_states
 from paged_jax.cache.sequence_blocks import max_blocks_in_window
 from paged_jax.cache.states import StateGroup
 from tests.support.block_model import Content
-from tests.support.block_tables import as_arrays, contents_of, i32
+from tests.support.block_tables import as_arrays, contents_of, i32, publish
 from tests.support.window_model import GroupsModel
 
 S, M, C, L = 4, 8, 4, 2
@@ -330,16 +330,8 @@ class StatesMachine(RuleBasedStateMachine):
                 self.model.publish(slot, content, list(tokens))
         self.published = self.published[-3 * NUM_BLOCKS[0] :]
         self.blocks.publish(entries)
-        digests, token_ids = as_arrays([content for _, _, content in entries], S * M)
-        padding = [-1] * (S * M - len(entries))
-        self.cache = self.operations.publish(
-            self.cache,
-            i32([slot for slot, _, _ in entries] + padding),
-            i32([column for _, column, _ in entries] + padding),
-            digests,
-            token_ids,
-            jnp.ones(S * M, bool),
-        )
+        with_snapshots = partial(self.operations.publish, is_snapshot=jnp.ones(S * M, bool))
+        self.cache = publish(self.cache, entries, with_snapshots, S * M)
 
     @rule()
     def publish_all(self):

@@ -251,15 +251,19 @@ def test_resolve_stores_nothing_for_foreign_modules(executor, tiny_model, folder
     assert not list(folder.glob("*"))
 
 
-def test_stored_program_depends_on_its_kernels(executor, folder, monkeypatch) -> None:
-    """A program is not stored if a kernel is missing, and not used if a kernel has changed."""
+def decode_with_kernels(executor):
+    """Return a call of the decode program and one of its C++ kernels, or skip the test."""
     [target] = (name for name in library.targets() if name.startswith("paged_jax_linear_float32_"))
     if not library.load_target(target):
         pytest.skip("no C++ compiler")
-    sizes = executor.sizes.num_slots
-    call = executor.programs.decode.call(
-        np.full(sizes, -1, np.int32), np.int32(0), np.bool_(False), np.bool_(False)
-    )
+    slots = np.full(executor.sizes.num_slots, -1, np.int32)
+    call = executor.programs.decode.call(slots, np.int32(0), np.bool_(False), np.bool_(False))
+    return call, target
+
+
+def test_stored_program_depends_on_its_kernels(executor, folder, monkeypatch) -> None:
+    """A program is not stored if a kernel is missing, and not used if a kernel has changed."""
+    call, _ = decode_with_kernels(executor)
     library._MISSING.add(library.Kernel("decode", np.dtype(np.float32)))
     assert resolve(executor, call) is not call and not list(folder.iterdir())
     library._MISSING.clear()
@@ -272,13 +276,7 @@ def test_stored_program_depends_on_its_kernels(executor, folder, monkeypatch) ->
 
 
 def test_stored_program_loads_its_kernels(executor, folder, monkeypatch) -> None:
-    [target] = (name for name in library.targets() if name.startswith("paged_jax_linear_float32_"))
-    if not library.load_target(target):
-        pytest.skip("no C++ compiler")
-    sizes = executor.sizes.num_slots
-    call = executor.programs.decode.call(
-        np.full(sizes, -1, np.int32), np.int32(0), np.bool_(False), np.bool_(False)
-    )
+    call, target = decode_with_kernels(executor)
     arrays = executor.weights.arrays, executor.state
     text = call.program.lower(*arrays, *call.args, **call.static).as_text()
     resolve(executor, call)

@@ -6,15 +6,11 @@ import dataclasses
 import anthropic
 import pytest
 
-from paged_jax import Engine
-from paged_jax.models.text.reasoning import FORMATS, ReasoningFormat
-from paged_jax.server import Settings, completions
+from paged_jax.server import completions
 from paged_jax.server.anthropic_bodies import MessagesBody, chat_of_messages
 from paged_jax.server.schemas import AnthropicMessage
-from tests.server.test_chat_answers import tokenizer_of
-from tests.server.test_response_answers import TEMPLATE
-from tests.support.live_server import LiveServer
-from tests.support.structured import SIZES, TOOLS
+from tests.support.reasoning_server import reasoning_server
+from tests.support.structured import TOOLS
 
 CHAT = [{"role": "user", "content": "Well?"}]
 ASK = {"model": "bundled", "messages": CHAT, "max_tokens": 24}
@@ -31,12 +27,8 @@ KEY = "secret key"
 
 @pytest.fixture(scope="module")
 def server():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FORMATS, "test", ReasoningFormat("<t>", "e"))
-        settings = Settings(model_name="bundled", reasoning_format="test", api_keys=(KEY,))
-        engine = Engine(tokenizer=tokenizer_of(TEMPLATE), **SIZES)
-        with LiveServer(engine, settings) as server:
-            yield server
+    with reasoning_server(api_keys=(KEY,)) as server:
+        yield server
 
 
 @pytest.fixture

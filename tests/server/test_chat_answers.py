@@ -6,17 +6,15 @@ from typing import Literal
 import openai
 import pydantic
 import pytest
-import tokenizers
 
-from paged_jax import Engine, Tokenizer
-from paged_jax.models.loading.pretrained import bundled_folder
+from paged_jax import Engine
 from paged_jax.models.text.chat_template import ChatTemplate
-from paged_jax.models.text.reasoning import FORMATS, ReasoningFormat
 from paged_jax.server import Settings
 from paged_jax.server.bodies import ChatBody, ToolParam
 from paged_jax.server.chat_messages import check_calls, template_messages, template_tools
 from paged_jax.server.responses import ApiError
 from tests.support.live_server import LiveServer, error_of
+from tests.support.reasoning_server import reasoning_server, tokenizer_of
 from tests.support.structured import (
     HERMES_TEMPLATE,
     LLAMA3_TEMPLATE,
@@ -25,7 +23,6 @@ from tests.support.structured import (
     TOOLS,
     ask_pydantic_ai,
 )
-from tests.support.tiny_model import EOS
 
 MESSAGES = [{"role": "user", "content": "Well?"}]
 ASK = {"model": "bundled", "messages": MESSAGES, "tools": TOOLS, "temperature": 1}
@@ -96,11 +93,6 @@ class Trip(pydantic.BaseModel):
 
     city: Literal["Oslo", "Rome"]
     is_far: bool
-
-
-def tokenizer_of(chat_template: str) -> Tokenizer:
-    backend = tokenizers.Tokenizer.from_file(str(bundled_folder() / "tokenizer.json"))
-    return Tokenizer(backend, eos_token_ids=[EOS], chat_template=chat_template)
 
 
 @pytest.fixture(scope="module", params=[HERMES_TEMPLATE, LLAMA3_TEMPLATE], ids=["hermes", "llama3"])
@@ -320,15 +312,8 @@ def test_prompt_is_truncated_at_its_start(server) -> None:
 
 @pytest.fixture(scope="module")
 def thinking_server():
-    """Server of a model whose reasoning ends with the first "e", which it writes soon."""
-    tokenizer = tokenizer_of(
-        HERMES_TEMPLATE + "{% if enable_thinking | default(true) %}<t>{% endif %}"
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FORMATS, "test", ReasoningFormat("<t>", "e"))
-        settings = Settings(model_name="bundled", reasoning_format="test")
-        with LiveServer(Engine(tokenizer=tokenizer, **SIZES), settings) as server:
-            yield server
+    with reasoning_server() as server:
+        yield server
 
 
 @pytest.fixture

@@ -4,27 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from paged_jax import Engine
-from paged_jax.models.text.reasoning import FORMATS, ReasoningFormat
-from paged_jax.server import Settings
 from tests.server.test_cache_page import ARGUMENTS, CHROMIUM
-from tests.server.test_chat_answers import tokenizer_of
-from tests.server.test_response_answers import TEMPLATE
-from tests.support.live_server import LiveServer
-from tests.support.structured import SIZES
+from tests.support.reasoning_server import reasoning_server
 
 
 @pytest.fixture(scope="module")
 def server():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FORMATS, "test", ReasoningFormat("<t>", "e"))
-        settings = Settings(model_name="a model", reasoning_format="test")
-        engine = Engine(tokenizer=tokenizer_of(TEMPLATE), steps_per_dispatch=1, **SIZES)
-        with LiveServer(engine, settings) as server:
-            # Compile the programs first, because the browser does not wait for long.
-            chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-            assert server.post("/v1/chat/completions", chat).status_code == 200
-            yield server
+    with reasoning_server(model_name="a model", steps_per_dispatch=1) as server:
+        # Compile the programs first, because the browser does not wait for long.
+        chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+        assert server.post("/v1/chat/completions", chat).status_code == 200
+        yield server
 
 
 def test_page_loads_only_its_own_files(server) -> None:

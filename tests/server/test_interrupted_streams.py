@@ -2,14 +2,11 @@
 
 import pytest
 
-from paged_jax import Engine
-from paged_jax.models.text.reasoning import FORMATS, ReasoningFormat
-from paged_jax.server import Settings
 from tests.server.test_anthropic_answers import FUNCTIONS as MESSAGES_FUNCTIONS
-from tests.server.test_chat_answers import tokenizer_of
-from tests.server.test_response_answers import FUNCTIONS, TEMPLATE
+from tests.server.test_response_answers import FUNCTIONS
 from tests.support.live_server import LiveServer, wait_until
-from tests.support.structured import SIZES, TOOLS
+from tests.support.reasoning_server import reasoning_server
+from tests.support.structured import TOOLS
 
 CHAT = {"messages": [{"role": "user", "content": "Well?"}]}
 # An answer of reasoning and text, and an answer of calls, in each API.
@@ -45,13 +42,8 @@ BODIES = {
 
 @pytest.fixture(scope="module")
 def server():
-    """Server in which the first "e" of an answer ends the reasoning."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FORMATS, "test", ReasoningFormat("<t>", "e"))
-        settings = Settings(model_name="bundled", reasoning_format="test")
-        engine = Engine(tokenizer=tokenizer_of(TEMPLATE), **SIZES)
-        with LiveServer(engine, settings) as server:
-            yield server
+    with reasoning_server() as server:
+        yield server
 
 
 def read_events(server: LiveServer, path: str, body: dict, most: float) -> int:

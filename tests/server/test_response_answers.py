@@ -7,16 +7,13 @@ import openai
 import pydantic
 import pytest
 
-from paged_jax import Engine
-from paged_jax.models.text.reasoning import FORMATS, ReasoningFormat
-from paged_jax.server import Settings, bodies
+from paged_jax.server import bodies
 from paged_jax.server.response_items import ResponsesBody, ToolNames, chat_body
 from paged_jax.server.schemas import ResponseObject
-from tests.server.test_chat_answers import tokenizer_of
-from tests.support.live_server import LiveServer, error_of
-from tests.support.structured import HERMES_TEMPLATE, SIZES, TOOLS
+from tests.support.live_server import error_of
+from tests.support.reasoning_server import reasoning_server
+from tests.support.structured import TOOLS
 
-TEMPLATE = HERMES_TEMPLATE + "{% if enable_thinking | default(true) %}<t>{% endif %}"
 FUNCTIONS = [{"type": "function", **tool["function"]} for tool in TOOLS]
 ASK = {"model": "bundled", "input": "Well?", "temperature": 1, "store": False}
 QUIET = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -31,13 +28,8 @@ class Trip(pydantic.BaseModel):
 
 @pytest.fixture(scope="module")
 def server():
-    """Server of a model whose reasoning ends with the first "e", which it writes soon."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FORMATS, "test", ReasoningFormat("<t>", "e"))
-        settings = Settings(model_name="bundled", reasoning_format="test")
-        engine = Engine(tokenizer=tokenizer_of(TEMPLATE), **SIZES)
-        with LiveServer(engine, settings) as server:
-            yield server
+    with reasoning_server() as server:
+        yield server
 
 
 @pytest.fixture

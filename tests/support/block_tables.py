@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,12 +72,15 @@ def as_arrays(contents: list[Content], size: int = M) -> tuple[jax.Array, jax.Ar
 
 
 def publish(
-    tables: BlockTables, entries: list[tuple[int, int, Content]], operation: Callable = PUBLISH
-) -> BlockTables:
-    """Publish the contents of blocks given by slot and column."""
-    entries = entries + [(-1, 0, Content((0,) * 8, [0] * C))] * (S * M - len(entries))
+    tables: Any,
+    entries: list[tuple[int, int, Content]],
+    operation: Callable = PUBLISH,
+    size: int = S * M,
+) -> Any:
+    """Publish the contents of blocks given by slot and column, in tables or in a cache."""
+    entries = entries + [(-1, 0, Content((0,) * 8, [0] * C))] * (size - len(entries))
     slots, columns, contents = zip(*entries, strict=True)
-    return operation(tables, i32(slots), i32(columns), *as_arrays(list(contents), S * M))
+    return operation(tables, i32(slots), i32(columns), *as_arrays(list(contents), size))
 
 
 def publish_slot(tables: BlockTables, slot: int, tokens: list[int]) -> BlockTables:
