@@ -4,11 +4,11 @@
     python -m benchmarks.weight_formats_time --formats q4_0 mxfp4 --rows 1 2048
 
 A program multiplies by many different weights in turn, so that no cache contains a weight. Each
-result is the input of the next multiplication. The result of one multiplication is compared with
-the weight in float64 first. For each format the table shows the time of a multiplication, the rate
-at which the weight is read as it is stored, compared with the copy rate of the device, and the
-speed compared with bfloat16. On a GPU it also shows the speed compared with XLA, which converts a
-tile of the weight to floats before it multiplies.
+result is the input of the next multiplication. Before the measurement, a result is compared with
+the same multiplication in float64. For each format the table shows the time of a multiplication,
+the rate at which the weight is read as it is stored, compared with the copy rate of the device, and
+the speed compared with bfloat16. On a GPU it also shows the speed compared with XLA, which converts
+a tile of the weight to floats before it multiplies.
 """
 
 import argparse

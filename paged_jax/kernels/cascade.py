@@ -84,7 +84,7 @@ def cascade_attention(
     """Compute `paged_attention`, but read the first `num_shared` blocks once for all sequences.
 
     The result equals `paged_attention` up to rounding. The last bits of a row may depend on whether
-    the other rows share its blocks. The arguments are those of `paged_attention`, except:
+    the other rows share its blocks. It has the arguments of `paged_attention`, except:
 
     - `block_tables`: integer ``[B, M]``. The first `num_shared` columns are full blocks, and are
       the same for all sequences that have tokens.

@@ -161,7 +161,7 @@ def paged_rope_write(
     of the heads of queries and keys (optional), rotary embedding (RoFormer, section 3.2.2, with the
     pairs ``x[i], x[i + D / 2]`` of Hugging Face), and `paged_write`. On GPUs they are one launch,
     which reads the projection once. Differentiable in the pools, projection, rotations and norms,
-    unless the pools are quantised. The arguments are those of `paged_write`, except:
+    unless the pools are quantised. It has the arguments of `paged_write`, except:
 
     - `qkv` instead of `k` and `v`: ``[N, K, G + 2, D]`` floating point, the G queries, the key and
       the value of each KV head. This order can be sharded over KV heads. D must be even. The op

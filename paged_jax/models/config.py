@@ -107,9 +107,9 @@ class LlamaConfig:
       norm_topk_prob: whether the weights of the chosen experts are divided by their sum.
       router: how experts are chosen and weighted.
       expert_bias: whether router and experts have biases.
-      separate_expert_norms: whether router and experts normalise the residual stream themselves,
-        with weights of their own, and the outputs of the experts and of the expert for all tokens
-        are normalised before they are added. Only if norms are before and after the MLP.
+      separate_expert_norms: whether the router and the experts have separate norms of the residual
+        stream, and the outputs of the experts and of the shared expert have separate norms before
+        they are added. Only if norms are before and after the MLP.
       swiglu_alpha, swiglu_limit: parameters of the activation of gpt-oss, see
         `mlp.clamped_swiglu`; with `swiglu_limit` None experts use `hidden_act`.
       sliding_window: number of last tokens that a query attends to in layers with a window; None

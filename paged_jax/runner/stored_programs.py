@@ -10,6 +10,9 @@ therefore stores executables, under a key of everything that they depend on:
 
 Tracing also registers kernels with XLA; reading a file does that too.
 
+A file contains machine code and pickled structures of arguments. So it is only read if it belongs
+to this user and nobody else may write to it, see `user_cache.read`.
+
 Programs are stored only for a single CPU device: on other devices they depend on more than the key
 contains.
 """
