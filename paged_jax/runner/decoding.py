@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from paged_jax.arguments import check_positive
@@ -145,7 +146,7 @@ def decode_steps(
     is_row = slots >= 0
 
     def wants_more(batch: _Batch) -> jax.Array:
-        has_stopped = jnp.any(is_row & batch.is_complete)
+        has_stopped = jnp.any(is_row & (batch.status == _COMPLETE))
         return jnp.any(batch.is_running) & ~(leave_on_stop & has_stopped)
 
     first = _Batch.take(state, slots, max_steps, num_top)
@@ -237,9 +238,9 @@ def verify_steps(
         i = batch.num_steps
         drawn = batch.draw(logits[:, i], with_top)
         is_confirmed = (drawn.token_ids == drafts[:, i]) & (i < num_drafts)
-        return dataclasses.replace(drawn, is_running=drawn.is_running & is_confirmed)
+        return dataclasses.replace(drawn, status=jnp.where(is_confirmed, drawn.status, _WAITING))
 
-    first = dataclasses.replace(first, is_running=first.is_running & ok)
+    first = dataclasses.replace(first, status=jnp.where(ok, first.status, _WAITING))
     batch = lax.while_loop(lambda batch: jnp.any(batch.is_running), draw_next, first)
     if states is not None:
         pools = states.advance_postponed(cache.group_pools, batch.lengths - starts)
@@ -269,6 +270,10 @@ def _plan_steps(
     return paged_cache.plan(cache, limits, most, max_tokens=max_steps, backend=backend)
 
 
+# Values of `_Batch.status`: the row draws further tokens, waits for the host, or has stopped.
+_RUNNING, _WAITING, _COMPLETE = np.int32(0), np.int32(1), np.int32(2)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Batch:
@@ -282,8 +287,7 @@ class _Batch:
     max_lengths: jax.Array  # i32 [B], as in `DecodeState`
     limits: jax.Array  # i32 [B], lengths at which rows are complete or wait for the host
     lengths: jax.Array  # i32 [B], tokens in the cache: all known tokens except the last
-    is_complete: jax.Array  # bool [B], whether the row has stopped
-    is_running: jax.Array  # bool [B], whether the row draws further tokens
+    status: jax.Array  # i32 [B], `_RUNNING`, `_WAITING` or `_COMPLETE`
     num_steps: jax.Array  # i32 [], decode steps so far
     drawn: jax.Array  # i32 [N, B, ...], the drawn tokens, packed by `Draws.pack`
 
@@ -304,12 +308,11 @@ class _Batch:
             limits=max_lengths if constraints is None else constraints.limit(max_lengths),
             # A row whose slot does not exist counts as running, so that `ok` becomes False.
             lengths=state.cache.lengths.at[rows].get(mode="fill", fill_value=-1),
-            is_complete=slots < 0,
-            is_running=slots >= 0,
+            status=jnp.where(slots >= 0, _RUNNING, _COMPLETE),
             num_steps=jnp.zeros((), jnp.int32),
             drawn=jnp.zeros((max_steps, slots.shape[0], 3 + 2 * num_top), jnp.int32),
         )
-        return batch._stop_rows(batch.token_ids, batch.lengths)
+        return batch._stop_rows(batch.token_ids)
 
     def draw(self, logits: jax.Array, with_top: jax.Array) -> "_Batch":
         """Draw a token for each running row from logits f32 [B, V], and stop complete rows."""
@@ -327,26 +330,28 @@ class _Batch:
             num_steps=self.num_steps + 1,
             drawn=self.drawn.at[self.num_steps].set(draws.pack()),
         )
-        return batch._stop_rows(ids, positions)
+        return batch._stop_rows(ids)
 
-    def _stop_rows(self, token_ids: jax.Array, positions: jax.Array) -> "_Batch":
-        """Return the batch after running rows got tokens i32[B] at these positions i32[B]."""
-        is_stop = self.is_running & self._is_stop(token_ids, positions)
-        is_waiting = (positions + 1 >= self.limits) & (positions >= 0)
-        return dataclasses.replace(
-            self,
-            is_complete=self.is_complete | is_stop,
-            is_running=self.is_running & ~is_stop & ~is_waiting,
-        )
+    @property
+    def is_running(self) -> jax.Array:
+        """Whether each row draws further tokens, bool[B]."""
+        return self.status == _RUNNING
 
-    def _is_stop(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """Return whether a token of each row, at these positions, ends its sequence."""
-        is_stop = jnp.any(token_ids[:, None] == self.stop_ids, axis=1)
+    def _stop_rows(self, last: jax.Array) -> "_Batch":
+        """Return the batch after running rows got the tokens `last` i32[B]."""
+        is_waiting = (self.lengths + 1 >= self.limits) & (self.lengths >= 0)
+        status = jnp.where(is_waiting, _WAITING, _RUNNING)
+        status = jnp.where(self._is_stop(last), _COMPLETE, status)
+        return dataclasses.replace(self, status=jnp.where(self.is_running, status, self.status))
+
+    def _is_stop(self, last: jax.Array) -> jax.Array:
+        """Return whether a token of each row, its last, ends its sequence, bool[B]."""
+        is_stop = jnp.any(last[:, None] == self.stop_ids, axis=1)
         # Ignore stop tokens before `held_until`: their logits are -inf there, but if all logits of
         # a row are -inf, token 0 is drawn, which may be a stop token. Positions of the prompt are
         # below `held_until` too, so the last prompt token stops no row.
-        is_stop &= positions >= self.sampling.held_until
-        return is_stop | ((positions + 1 >= self.max_lengths) & (positions >= 0))
+        is_stop &= self.lengths >= self.sampling.held_until
+        return is_stop | ((self.lengths + 1 >= self.max_lengths) & (self.lengths >= 0))
 
     def lengths_in(self, cache: PagedCache) -> jax.Array:
         """Return the lengths of all slots, i32[S], updated with the lengths of the rows."""

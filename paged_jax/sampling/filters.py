@@ -1,8 +1,7 @@
 """Changes of logits before a token is drawn: biases, penalties, grammar masks and filters."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,6 +14,34 @@ from paged_jax.formatting import short_repr
 from paged_jax.sampling.state import SlotSampling, num_mask_words
 
 
+def change_logits(
+    logits: jax.Array,
+    is_changed: jax.Array,
+    rows: SlotSampling,
+    positions: jax.Array,
+    active: jax.Array,
+    slots: jax.Array,
+    constraints: "Constraints | None",
+) -> jax.Array:
+    """Return logits f32[B, V] with all changes that the active rows need.
+
+    The arguments are those of `sample`. `is_changed`, bool[B], tells which rows need any change.
+    """
+
+    def adjust(z: jax.Array) -> jax.Array:
+        return mask(adjust_logits(z, rows, positions, active, slots))
+
+    def restrict(z: jax.Array) -> jax.Array:
+        z = adjust_logits(z, rows, positions, active, slots)
+        return mask(restrict_logits(z, rows, positions, slots))
+
+    def mask(z: jax.Array) -> jax.Array:
+        return z if constraints is None else constraints.mask(z, positions, active, slots)
+
+    is_restricted = jnp.any(rows.is_restricted & active)
+    return apply_first([(is_restricted, restrict), (jnp.any(is_changed), adjust)], logits)
+
+
 def adjust_logits(
     logits: jax.Array,
     rows: SlotSampling,
@@ -22,7 +49,7 @@ def adjust_logits(
     active: jax.Array,
     slots: jax.Array,
 ) -> jax.Array:
-    """Return logits f32[B, V] with biases, held-back tokens, penalties and restrictions applied.
+    """Return logits f32[B, V] with biases, held-back tokens and penalties applied.
 
     Neutral settings change no bit of a row. A row therefore does not depend on the settings of
     other rows.
@@ -42,12 +69,12 @@ def adjust_logits(
     r = rows.repetition_penalty[:, None]
     z = jnp.where(is_prompt | seen, jnp.where(z > 0, z / r, z * r), z)
     z = z - rows.frequency_penalty[:, None] * counts.astype(jnp.float32)
-    z = z - jnp.where(seen, rows.presence_penalty[:, None], 0.0)
-    restrict = functools.partial(_restrict, rows=rows, slots=slots)
-    return apply_if(jnp.any(rows.is_restricted & active), restrict, z)
+    return z - jnp.where(seen, rows.presence_penalty[:, None], 0.0)
 
 
-def _restrict(z: jax.Array, rows: SlotSampling, slots: jax.Array) -> jax.Array:
+def restrict_logits(
+    z: jax.Array, rows: SlotSampling, positions: jax.Array, slots: jax.Array
+) -> jax.Array:
     """Return logits f32[B, V] without tokens that are not allowed or that complete a bad word.
 
     An allowed token can always be drawn: a logit of -inf becomes the lowest finite number. Bad
@@ -58,12 +85,20 @@ def _restrict(z: jax.Array, rows: SlotSampling, slots: jax.Array) -> jax.Array:
     z = jnp.where(is_limited, _masked(z, masks), z)
     words = rows.bad_words.at[slots].get(mode="clip")
     first, last = words[..., :-1], words[..., -1]
-    is_begun = jnp.all((first < 0) | (first == rows.recent_ids[:, None]), axis=2)
+    num_recent = rows.recent_ids.shape[1]
+    # The columns of the L - 1 positions before, oldest first.
+    columns = positions[:, None] + jnp.arange(1, num_recent, dtype=jnp.int32)[None]
+    recent = jnp.take_along_axis(rows.recent_ids, columns % num_recent, axis=1)
+    is_begun = jnp.all((first < 0) | (first == recent[:, None]), axis=2)
     completing = jnp.where(is_begun, last, z.shape[1])
     row = jnp.arange(z.shape[0], dtype=jnp.int32)[:, None]
-    without = z.at[row, completing].set(-jnp.inf, mode="drop")
-    is_left = jnp.any(without > -jnp.inf, axis=1, keepdims=True)
-    return jnp.where(is_left, without, z)
+    # Count the excluded tokens instead of comparing logits before and after: that needs a copy.
+    is_possible = z.at[row, completing].get(mode="fill", fill_value=-jnp.inf) > -jnp.inf
+    is_same = completing[:, :, None] == completing[:, None]
+    is_repeated = jnp.any(is_same & jnp.tri(is_same.shape[1], k=-1, dtype=jnp.bool_)[None], axis=2)
+    is_left = count_true(z > -jnp.inf) > count_true(is_possible & ~is_repeated)
+    completing = jnp.where(is_left[:, None], completing, z.shape[1])
+    return z.at[row, completing].set(-jnp.inf, mode="drop")
 
 
 def _masked(z: jax.Array, masks: jax.Array) -> jax.Array:
@@ -76,14 +111,13 @@ def _masked(z: jax.Array, masks: jax.Array) -> jax.Array:
     return jnp.where(allowed, jnp.maximum(z, jnp.finfo(z.dtype).min), -jnp.inf)
 
 
-def next_recent_ids(rows: SlotSampling, token_ids: jax.Array, active: jax.Array) -> jax.Array:
-    """Return `recent_ids` of the rows after these tokens i32[B]; only bad words read them."""
-
-    def shift(recent: jax.Array) -> jax.Array:
-        longer = jnp.concatenate([recent[:, 1:], token_ids[:, None]], axis=1)
-        return jnp.where(active[:, None], longer, recent)
-
-    return apply_if(jnp.any(rows.is_restricted & active), shift, rows.recent_ids)
+def next_recent_ids(
+    rows: SlotSampling, token_ids: jax.Array, positions: jax.Array, active: jax.Array
+) -> jax.Array:
+    """Return `recent_ids` of the rows after these tokens i32[B] at these positions i32[B]."""
+    column = lax.broadcasted_iota(jnp.int32, rows.recent_ids.shape, 1)
+    is_new = (column == (positions % column.shape[1])[:, None]) & active[:, None]
+    return jnp.where(is_new, token_ids[:, None], rows.recent_ids)
 
 
 def filter_drawn(z: jax.Array, rows: SlotSampling, is_drawn: jax.Array) -> jax.Array:
@@ -307,18 +341,30 @@ def _nth_true(mask: jax.Array, number: jax.Array) -> jax.Array:
 def apply_if(
     is_needed: jax.Array, function: Callable[[jax.Array], jax.Array], x: jax.Array
 ) -> jax.Array:
-    """Return ``function(x)``. Skip the call at run time unless it is needed.
+    """Return ``function(x)``; `apply_first` with one function."""
+    return apply_first([(is_needed, function)], x)
 
-    If `is_needed` is false, ``function(x)`` must equal x. On GPUs the function always runs, because
-    the host waits for each condition longer than these functions take.
+
+def apply_first(
+    cases: Sequence[tuple[jax.Array, Callable[[jax.Array], jax.Array]]], x: jax.Array
+) -> jax.Array:
+    """Return ``function(x)`` of the first needed function, or `x` if none is needed.
+
+    Each function must do the work of the functions after it. If it is not needed, its result must
+    equal theirs. On GPUs the first function always runs, because the host waits for each condition
+    longer than these functions take.
 
     Args:
-      is_needed: bool[].
-      function: function of an array that returns an array of the same shape and dtype.
-      x: its argument.
+      cases: pairs of a condition bool[], whether a function is needed, and a function of an array
+        that returns an array of the same shape and dtype.
+      x: the argument of the functions.
     """
     is_cheap = lax.platform_dependent(cuda=lambda: True, rocm=lambda: True, default=lambda: False)
-    return lax.cond(is_needed | is_cheap, function, lambda x: x, x)
+    conditions, functions = zip(*cases, strict=True)
+    first = jnp.int32(len(cases))
+    for i in reversed(range(len(cases))):
+        first = jnp.where(conditions[i], i, first)
+    return lax.switch(jnp.where(is_cheap, 0, first), [*functions, lambda x: x], x)
 
 
 def count_true(mask: jax.Array) -> jax.Array:

@@ -140,16 +140,13 @@ def sample(
     is_drawn = active & (rows.temperature > 0)
     is_reported = jnp.any(active) & with_top if num_top else jnp.zeros((), jnp.bool_)
 
-    def adjust(z):
-        z = filters.adjust_logits(z, rows, positions, active, slots)
-        return z if constraints is None else constraints.mask(z, positions, active, slots)
-
     def force(tokens):
         tokens = tokens if constraints is None else constraints.force(tokens, positions)
         return jnp.where(active, tokens, 0)
 
     def choose(raw, tokens):
-        z = _finite_or_dropped(filters.apply_if(jnp.any(is_changed), adjust, raw))
+        z = filters.change_logits(raw, is_changed, rows, positions, active, slots, constraints)
+        z = _finite_or_dropped(z)
         draw = functools.partial(_draw, z, rows, positions, is_drawn)
         tokens = force(_choose(z, tokens, is_changed, is_drawn, draw))
         if not num_top:
@@ -177,7 +174,7 @@ def sample(
     counted = jnp.where(active, slots, rows.output_counts.shape[0])
     counts = rows.output_counts.at[counted, tokens].add(1, mode="drop")
     draws = draws._replace(logprobs=logprobs)
-    recent_ids = filters.next_recent_ids(rows, tokens, active)
+    recent_ids = filters.next_recent_ids(rows, tokens, positions, active)
     return draws, dataclasses.replace(rows, output_counts=counts, recent_ids=recent_ids)
 
 

@@ -63,7 +63,8 @@ class SlotSampling:
       held_until: i32[S], the first position at which they may appear.
       bad_words: i32[S, max_bad_words, L], the tokens of each bad word, at the end of its row. -1
         matches any token. The last token of an unused row is V, which is no token.
-      recent_ids: i32[S, L - 1], the last generated tokens; -2 before the first.
+      recent_ids: i32[S, L], the last generated tokens. The token at position p is in column p % L;
+        other columns have -2, which equals no token.
       allowed_masks: i32[S, ceil(V / 32)], one bit for each allowed token. The lowest bit of the
         first word is token 0. All bits are set if every token is allowed.
       is_restricted: bool[S], whether the slot has bad words or a token that is not allowed.
@@ -151,7 +152,7 @@ class SlotSampling:
                 bad_word_rows((), max_bad_words, vocab_size),
                 (num_slots, max_bad_words, MAX_BAD_WORD_TOKENS),
             ),
-            recent_ids=jnp.full((num_slots, MAX_BAD_WORD_TOKENS - 1), _NO_TOKEN, jnp.int32),
+            recent_ids=jnp.full((num_slots, MAX_BAD_WORD_TOKENS), _NO_TOKEN, jnp.int32),
             allowed_masks=jnp.full((num_slots, num_mask_words(vocab_size)), -1, jnp.int32),
             is_restricted=jnp.zeros(num_slots, jnp.bool_),
             changed_until=jnp.zeros(num_slots, jnp.int32),
@@ -249,7 +250,7 @@ def slot_row(
         held_ids=_padded("stop_token_ids", held_ids, state.held_ids.shape[1], vocab_size),
         held_until=_row(min(len(prompt) + min_tokens, _ALWAYS), np.int32),
         bad_words=_row(bad_word_rows(bad_word_ids, state.bad_words.shape[1], vocab_size), np.int32),
-        recent_ids=_row(_recent(output, state.recent_ids.shape[1]), np.int32),
+        recent_ids=_row(_recent(output, len(prompt)), np.int32),
         allowed_masks=_row(_allowed_mask(params, vocab_size), np.int32),
         is_restricted=_row(False, np.bool_),
         changed_until=_row(0, np.int32),
@@ -380,8 +381,11 @@ def _allowed_mask(params: SamplingParams, vocab_size: int) -> np.ndarray:
     return mask_of(allowed, vocab_size)
 
 
-def _recent(output: np.ndarray, length: int) -> np.ndarray:
-    return np.concatenate([np.full(length, _NO_TOKEN), output])[-length:]
+def _recent(output: np.ndarray, num_prompt_tokens: int) -> np.ndarray:
+    recent = np.full(MAX_BAD_WORD_TOKENS, _NO_TOKEN)
+    last = np.arange(max(0, len(output) - len(recent)), len(output))
+    recent[(num_prompt_tokens + last) % len(recent)] = output[last]
+    return recent
 
 
 def _row(values: Any, dtype: Any) -> Any:

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from paged_jax.sampling import filters
-from paged_jax.sampling.filters import Constraints, adjust_logits, filter_logits
+from paged_jax.sampling.filters import (
+    Constraints,
+    adjust_logits,
+    filter_logits,
+    restrict_logits,
+)
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.sampling.sample import rows_of, sample
 from paged_jax.sampling.state import SlotSampling, write_slot
@@ -250,12 +255,12 @@ def restricted_rows(*rows: dict) -> SlotSampling:
     return state
 
 
-def best_tokens(logits, state: SlotSampling, num_tokens: int = 1) -> list[list[int]]:
-    """Return the tokens that each slot draws from equal logits at every position."""
+def best_tokens(logits, state: SlotSampling, num_tokens=1, starts=(0, 0, 0)) -> list[list[int]]:
+    """Return the tokens that each slot draws from equal logits, from positions `starts` on."""
     slots, active = jnp.arange(3, dtype=jnp.int32), jnp.ones(3, jnp.bool_)
     rows, drawn = rows_of(state, slots), []
-    for position in range(num_tokens):
-        draws, rows = _draw_rows(logits, rows, jnp.full(3, position), active, slots)
+    for i in range(num_tokens):
+        draws, rows = _draw_rows(logits, rows, jnp.array(starts) + i, active, slots)
         drawn.append(draws.token_ids.tolist())
     return np.transpose(drawn).tolist()
 
@@ -280,17 +285,33 @@ def test_sample_completes_no_bad_word() -> None:
         {"bad_word_ids": [[9, 9, 8], [9, 9, 9], [7], [6]], "prompt_token_ids": [9, 9]},
         {"bad_word_ids": [[9, 9, 9, 9]]},
     )
-    assert best_tokens(logits, state, 5) == [
+    assert best_tokens(logits, state, 5, starts=(1, 2, 0)) == [
         [8, 8, 8, 8, 8],
         [9, 9, 5, 9, 9],
         [9, 9, 9, 8, 9],
     ]
 
 
+def test_bad_words_match_tokens_generated_before() -> None:
+    """The slot is written after 40 tokens, as for a preempted request."""
+    generated = [*range(20, 40), *range(20)]
+    longest = [*range(5, 20), 3]
+    state = restricted_rows(
+        {"bad_word_ids": [longest], "prompt_token_ids": [1] * 7, "output_token_ids": generated},
+        {"bad_word_ids": [[4, *longest[1:]]], "output_token_ids": generated},
+        {"bad_word_ids": [[19, 3], [3, 2]], "output_token_ids": generated},
+    )
+    logits = jnp.zeros((3, V)).at[:, 3].set(2.0).at[:, 2].set(1.0)
+    tokens = best_tokens(logits, state, 2, starts=(47, 40, 40))
+    assert tokens == [[2, 3], [3, 3], [2, 3]]
+
+
 def test_bad_words_yield_if_no_token_is_left() -> None:
     logits = jnp.zeros((3, V)).at[:, 5].set(1.0)
     state = restricted_rows(
-        {"allowed": [3], "bad_word_ids": [[3]]}, {"allowed": [3, 5], "bad_word_ids": [[5]]}, {}
+        {"allowed": [3], "bad_word_ids": [[3], [3, 3]]},
+        {"allowed": [3, 5], "bad_word_ids": [[5], [5, 5]]},
+        {},
     )
     assert best_tokens(logits, state, 2) == [[3, 3], [3, 3], [5, 5]]
 
@@ -300,7 +321,9 @@ def test_restrictions_do_not_change_other_rows() -> None:
     slots, active = jnp.arange(3, dtype=jnp.int32), jnp.ones(3, jnp.bool_)
     state = restricted_rows({"allowed": [7]}, {"bad_word_ids": [[2]]}, {})
     rows = rows_of(state, slots)
-    z = adjust_logits(logits, rows, jnp.zeros(3, jnp.int32), active, slots)
+    positions = jnp.zeros(3, jnp.int32)
+    z = adjust_logits(logits, rows, positions, active, slots)
+    z = restrict_logits(z, rows, positions, slots)
     np.testing.assert_array_equal(z[2], logits[2])
     np.testing.assert_array_equal(jnp.isfinite(z[0]).nonzero()[0], [7])
     np.testing.assert_array_equal(z[1], logits[1].at[2].set(-jnp.inf))
