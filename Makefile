@@ -19,7 +19,7 @@ AOT_TESTS ?= tests/kernels/test_aot_gpu.py tests/kernels/test_aot_other_gpus.py 
 # Additional options of pytest for `aot`, such as -m "not slow": all kernels, in fewer sizes.
 AOT_OPTIONS ?=
 
-.PHONY: demo demo-chat test quick durations lint docs aot bench gpu gpu-list clean
+.PHONY: demo demo-chat test quick durations lint docs pictures aot bench gpu gpu-list clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m paged_jax.generate --prompt "It is a truth universally acknowledged" --max-tokens 100
@@ -55,9 +55,13 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# Generate the API reference from docstrings, and all pictures. The results are committed.
+# Write the tables of the pages, and build the documentation site into site/. Broken links are errors.
 docs: $(VENV)/.test
-	JAX_PLATFORMS=cpu $(BIN)/python docs/make_reference.py
+	JAX_PLATFORMS=cpu $(BIN)/python docs/make_tables.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+# Draw the pictures and plots of the documentation. The results are committed.
+pictures: $(VENV)/.test
 	JAX_PLATFORMS=cpu $(BIN)/python docs/make_pictures.py
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.plots
 
@@ -92,7 +96,7 @@ gpu-%:
 	$(PYTHON) -m benchmarks.gpu --stage $* --out $(GPU_OUT)
 
 clean:
-	rm -rf $(VENV) $(AOT_VENV) .jax_cache build dist *.egg-info
+	rm -rf $(VENV) $(AOT_VENV) .jax_cache site build dist *.egg-info
 
 # The pip of Python 3.11 takes twice as long to resolve the dependencies.
 $(BIN)/python:
@@ -111,7 +115,7 @@ $(VENV)/.chat: $(VENV)/.demo
 
 # Comparisons with transformers skip unless the extra "peers", which is large, is installed.
 $(VENV)/.test: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable ".[test]" --group dev
+	$(BIN)/python -m pip install --quiet --editable ".[test]" --group dev --group docs
 	touch $@ $(VENV)/.demo
 
 $(VENV)/.bench: $(VENV)/.test

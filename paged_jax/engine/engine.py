@@ -31,10 +31,7 @@ class Engine:
     """Engine for continuous batching: requests join and leave the running batch at every step.
 
     Not thread-safe: overlapping calls raise RuntimeError. `AsyncEngine` accepts requests from many
-    tasks.
-
-    Args:
-      config: the options, passed as keyword arguments; `EngineConfig` describes them.
+    tasks. The arguments are the fields of `EngineConfig`.
 
     Attributes:
       core: scheduler, runner and requests of the engine; not a stable interface.
