@@ -284,12 +284,12 @@ class Conversation:
         )
 
     def _next_prompt(self) -> Any:
-        """Return the prompt for the next answer, without the oldest messages if it is long."""
+        """Return the prompt for the next answer, without the oldest messages if it is too long."""
         first, limit = len(self._system), self._llm.max_length
         while True:
             prompt: Any = self._llm.chat_prompt(self.messages)
-            is_short = len(prompt["prompt_token_ids"]) <= limit - limit // _FREE_PART
-            if is_short or len(self.messages) <= first + 1:
+            fits = len(prompt["prompt_token_ids"]) <= limit - limit // _FREE_PART
+            if fits or len(self.messages) <= first + 1:
                 return prompt
             del self.messages[first : first + 2]  # a message and its answer
 

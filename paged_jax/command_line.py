@@ -285,7 +285,7 @@ def _contiguous_options(options: Mapping[str, Any]) -> dict[str, Any]:
     if length is None:
         folder = model_folder(options)
         length = LlamaConfig.from_file(folder).max_position_embeddings
-    # By default, the pool has as many blocks as the slots can use: one each.
+    # The pool then has one block per slot, because a block holds a whole sequence.
     return {"block_size": length, "max_model_len": length, "enable_prefix_caching": False}
 
 

@@ -334,7 +334,7 @@ def _names_of(state: nnx.State) -> list[str]:
 
 
 def _leaves_by_name(params: nnx.State, own: list[str]) -> tuple[list[jax.Array], bool]:
-    """Return leaves in the order of the names `own`. Stack or unstack layers if needed.
+    """Return leaves in the order of the engine's names `own`. Stack or unstack layers if needed.
 
     Returns:
       The leaves, and whether they are floats for a model with quantised matrices. In this case they

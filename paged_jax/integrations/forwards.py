@@ -29,8 +29,8 @@ class ForwardComparison(NamedTuple):
       largest: largest difference of log-probabilities, in nats.
       is_close: whether `largest` is within the tolerance.
       explanation: a sentence with the probable reason.
-      config: a config that makes the model equal to the other forward pass. It is the model's own
-        config if `is_close`, and None if no such config was found.
+      config: a config that makes the model equal to the other forward pass: if `is_close`, the
+        config of the model; None if no such config was found.
     """
 
     largest: float

@@ -238,7 +238,7 @@ def _scale_queries(args: RaggedArgs, factors: dict[str, jax.Array]) -> RaggedArg
         return args
     dtype = wider_dtype(args.q.dtype, jnp.float32)
     factor = math.prod(as_scalar(_FUNCTION, name, factors[name], dtype) for name in names)
-    # Rows of `q` without a sequence may hold NaN, which would reach the gradient in the factor.
+    # Rows of `q` without a sequence may hold NaN, which would make the factor's gradient NaN.
     is_query = find_rows(args, find_chunks(args)).is_query[:, None, None]
     q = jnp.where(is_query, args.q, 0).astype(dtype) * factor
     return args._replace(q=q.astype(args.q.dtype))

@@ -54,7 +54,7 @@ CODES: Mapping[str, np.ndarray] = {
 BYTE_CODES = ("int8", "float8_e4m3fn")
 FLOAT_CODES = ("float32", "bfloat16", "float16")
 
-# Codes whose numbers, multiplied by this factor, are integers that fit in int8.
+# Factors that turn all numbers of a code into integers that fit in int8, by the name of the code.
 _INTEGER_FACTORS = {"int4": 1, "uint4": 1, "e2m1": 2, "int8": 1}
 
 

@@ -190,7 +190,7 @@ def paged_rope_write(
     """
     function = "paged_rope_write"
     if (q_norm is None) != (k_norm is None):
-        raise ValueError(f"{function}: q_norm and k_norm must be given both, or neither.")
+        raise ValueError(f"{function}: q_norm and k_norm must both be given, or neither.")
     qkv, cos, sin, blocks, offsets = map(jnp.asarray, (qkv, cos, sin, blocks, offsets))
     norms = None if q_norm is None or k_norm is None else (jnp.asarray(q_norm), jnp.asarray(k_norm))
     pools = jax.tree.map(jnp.asarray, Pools(k_pool, v_pool, k_scale, v_scale))

@@ -58,8 +58,8 @@ def read_experts(config: Mapping[str, Any], family: Family, num_layers: int) -> 
         return {"separate_expert_norms": False}
     read = {*_DENSE_KEYS[family.dense_layers], *family.router_keys.values(), *family.only}
     check_neutral(config, family, {k: v for k, v in _NEUTRAL.items() if k not in read})
-    # `family.defaults` always contains the family's own key. So if the file has another key, use
-    # that.
+    # `config` always has a value under the family's key, perhaps the family's default. So a value
+    # under another key comes from the file, and is used instead.
     own = family.key("num_experts")
     others = [config[name] for name in _NUM_EXPERTS_KEYS if name in config and name != own]
     config = {**config, own: others[0]} if others else config

@@ -425,14 +425,14 @@ PARTS: Mapping[str, InnerTextModel] = {
     "mistral3": InnerTextModel(
         "Mistral3ForConditionalGeneration", defaults={"model_type": "mistral"}
     ),
-    # The text model of Qwen3-VL is Qwen3. Rotations have three positions, equal in text.
+    # The text model of Qwen3-VL is Qwen3. It rotates by three positions, which are equal for text.
     "qwen3_vl": InnerTextModel(
         "Qwen3VLForConditionalGeneration",
         "qwen3",
         {"max_position_embeddings": 128000, "rope_theta": 5e5},
         is_tied=False,
     ),
-    # Rotations have three positions, equal in text.
+    # Rotates by three positions, which are equal for text.
     "qwen3_5": InnerTextModel("Qwen3_5ForConditionalGeneration", is_tied=False),
     "qwen3_5_moe": InnerTextModel("Qwen3_5MoeForConditionalGeneration", is_tied=False),
 }

@@ -64,7 +64,7 @@ class InnerTextModel:
 
     Attributes:
       architecture: class of the whole model in transformers.
-      model_type: key in `families.FAMILIES` of the text model, if its own config does not name it.
+      model_type: key of the text model in `families.FAMILIES`, if the config does not contain it.
       defaults: values that transformers uses for keys that are missing in the config of the text
         model, if they differ from the defaults of its family.
       is_tied: whether the head is tied to the embeddings if the outer config does not say it.

@@ -14,8 +14,8 @@ from paged_jax.kernels.weight_formats import INT8, PACKED_INPUTS, WeightFormat
 from paged_jax.models.config import LlamaConfig
 
 # Format of matrices that are quantised while they are loaded, by the dtype that the user asks for.
-# The output head is always int8, because errors in it matter most, and so are matrices of int4 on
-# devices where the inputs of a row do not fill whole groups.
+# The output head is always int8, because errors in it matter most. Instead of int4, a matrix gets
+# int8 if the inputs of a row do not fill whole groups on each device.
 DTYPE_FORMATS = {
     "int8": INT8,
     "fp8": WeightFormat("float8_e4m3fn", None, "float32"),

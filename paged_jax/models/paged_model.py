@@ -454,7 +454,7 @@ def create_cache(
         assert kv is not None
         most = num_slots * max_blocks_in_slot(window, max_length, max_tokens, block_size)
         if groups:
-            # Groups of all tokens have equal numbers of blocks, so that they cache equal prefixes.
+            # Groups without a window have equal numbers of blocks, so they cache equal prefixes.
             first = groups[0].num_blocks
             num_blocks = first if window is None else min(first, most)
         elif num_blocks is None:

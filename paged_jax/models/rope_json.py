@@ -37,7 +37,7 @@ def read_rope(
     if _is_nested(rope):
         rope, local = _split_by_layer_type(rope, family)
     merged = {**config, **{key: value for key, value in rope.items() if value is not None}}
-    # In latent attention, a head has a part of its own that rotates.
+    # In latent attention, a separate part of each head rotates as a whole.
     partial_factor = 1.0 if family.has_latent else _partial_factor(merged, family)
     theta, scaling = _number(merged, "rope_theta", 10000.0), _read_scaling(rope, config)
     rope_of_others = theta, scaling, partial_factor
@@ -174,7 +174,7 @@ def _read_query_scale(
       rope: the entry `rope_parameters`.
       family: family of the model.
     """
-    # Early files of Mistral have an object of their own.
+    # Early files of Mistral have a separate entry for these values.
     given = {**rope, **_object("llama_4_scaling", config.get("llama_4_scaling"))}
     beta = given.get("llama_4_scaling_beta", given.get("beta"))
     if beta is None:

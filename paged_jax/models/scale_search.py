@@ -10,8 +10,8 @@ of two sums, and so is the error that it saves compared with a scale of 0::
     uint4    scale = A / B    A = n w . u - sum(w) sum(u)     B = n u . u - sum(u)**2
              saved = A * A / B                                (uint4: divided by n, the group size)
 
-The codes that save most error are chosen. Then the group is rounded again with the best scale for
-these codes.
+The search chooses the codes with the largest `saved`. Then the group is rounded again with the best
+scale for these codes.
 
 All backends and NumPy return equal bits, because the search computes with integers: a group is
 multiplied by a power of two and rounded to 15 bits, so that all sums are exact in int32. The

@@ -175,7 +175,7 @@ class Executor:
 
     @property
     def free_blocks(self) -> list[int]:
-        """Number of free blocks of each group of layers and of free states, with cached ones."""
+        """Number of free blocks of each group, then of free states. Cached blocks count as free."""
         if self._free_blocks is None:
             self.check()
             self._free_blocks = [int(num_free) for num_free in self.state.cache.num_free_blocks]
@@ -285,7 +285,7 @@ class Executor:
             self._state = decode_state.assign(self.state, assignments, self._stored.find)
 
     def write_token_masks(self, masks: TokenMasks) -> None:
-        """Write which tokens grammars allow next."""
+        """Write masks of the tokens that grammars allow next."""
         self._join()
         self._write_token_masks(masks)
 

@@ -459,7 +459,7 @@ class Constraints:
         return jax.tree.map(lambda old, x: old.at[slots].set(x, mode="drop"), self, new)
 
     def limit(self, max_lengths: jax.Array) -> jax.Array:
-        """Return the lengths i32[B] at which rows end or wait, from the lengths where they end."""
+        """Return `max_lengths` i32[B], reduced to the lengths at which rows wait for the host."""
         return jnp.where(self.starts >= 0, jnp.minimum(max_lengths, self.waits_at), max_lengths)
 
     def is_masked(self, positions: jax.Array) -> jax.Array:

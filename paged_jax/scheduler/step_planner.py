@@ -423,7 +423,7 @@ class Admission:
     def _numbers(
         self, planner: StepPlanner, sequence: Sequence, reason: WaitReason
     ) -> dict[str, int]:
-        """Return the numbers that explain a reason to wait, see `Wait.numbers`."""
+        """Return `Wait.numbers` for a reason: the values that explain why the sequence waits."""
         if reason == "slots":
             return {"num_slots": self._num_slots}
         if reason == "budget":

@@ -312,7 +312,7 @@ class OpenAiAnswer(Answer):
         return self.usage([dataclasses.replace(output, outputs=[delta.sample])])
 
     def usage(self, outputs: Sequence[RequestOutput]) -> schemas.Usage:
-        """Return the numbers of tokens of a request."""
+        """Return the token counts of a request."""
         return usage(outputs)
 
     def closing(self, outputs: Sequence[RequestOutput]) -> list[JsonDict]:
@@ -382,7 +382,7 @@ def by_token_id(rows: Sequence[dict[int, Logprob] | None] | None) -> Any:
 
 
 def usage(outputs: Sequence[RequestOutput]) -> schemas.Usage:
-    """Return the numbers of prompt tokens, generated tokens and cached tokens."""
+    """Return the number of prompt tokens, of generated tokens and of cached tokens."""
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_new = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
     cached = sum(output.num_cached_tokens for output in outputs)

@@ -278,7 +278,7 @@ class ContentTokens:
         at = self._text.find(data)
         if at < 0 and part.kind in ("call", "arguments"):
             return []  # arguments in tags are converted to JSON
-        at = max(at, 0)  # invalid bytes differ from their text
+        at = max(at, 0)  # not found: the text has replacement characters for invalid bytes
         start, end = self._offset + at, self._offset + at + len(data)
         found = []
         while self._tokens and self._tokens[0][1] < end:

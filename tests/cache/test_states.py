@@ -58,7 +58,7 @@ def make_cache() -> PagedCache:
 
 
 def advance(value, token):
-    """Return the next state of the first array, an exact integer."""
+    """Return the state after a token. States are integers, so that tests can compare exactly."""
     return (31 * value + token + 1) % 8191
 
 

@@ -16,7 +16,7 @@ TYPES = pytest.mark.parametrize("pool_dtype", [jnp.int8, jnp.float8_e4m3fn], ids
 
 
 def all_pairs(pool_dtype) -> np.ndarray:
-    """Return all pairs of bytes as numbers, including -128, NaN and -0 (no results of rounding)."""
+    """Return all pairs of bytes in a dtype, even -128, NaN and -0, which rounding never yields."""
     pairs = np.stack(np.meshgrid(*2 * [np.arange(256, dtype=np.uint8)]), axis=-1)
     return pairs.reshape(-1).view(pool_dtype)
 

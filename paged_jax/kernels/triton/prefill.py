@@ -171,7 +171,7 @@ class _ChunkTile(NamedTuple):
     num_written: jax.Array | int
 
     def place(self, tokens: jax.Array, heads: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the index into the queries and the outputs for tokens of the chunk and heads."""
+        """Return the indices of tokens and heads in the arrays of queries and outputs."""
         if self.start is None:
             return self.sequence, tokens, heads
         return self.start + tokens, heads

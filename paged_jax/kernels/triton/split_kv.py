@@ -45,7 +45,8 @@ from paged_jax.kernels.triton.pallas import Instructions, plgpu
 # several per instance, later parts fill the gaps that short parts leave.
 _WAVES = 3
 
-# Cost of counting and merging, in loop steps of a program instance that runs alone on its SM.
+# Cost of merging the parts of a sequence: the merge takes as long as this number of loop steps of a
+# program instance that runs alone on its SM.
 _MERGE_STEPS = 6
 
 # One sixth of the program instances that the GPU runs at a time saturates the memory bandwidth.

@@ -389,7 +389,7 @@ def _fold(
     k: jax.Array,  # f32 [..., K, N, D]
     v: jax.Array,  # f32 [..., K, N, U]
     seen: jax.Array,  # bool [..., 1, R or 1, N]: the query attends to the token
-    valid: jax.Array,  # bool [..., 1, N]: some query attends to the token, so its value is finite
+    valid: jax.Array,  # bool [..., 1, N]: a query attends to the token, so its value is finite
     soft_cap: float | None,
 ) -> _RunningSoftmax:
     """Fold a tile of N tokens into a softmax."""

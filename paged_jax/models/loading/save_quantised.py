@@ -293,9 +293,9 @@ class QuantisedWriter:
         """Return the tensors to write instead of one tensor of a quantised matrix, by name.
 
         Args:
-          name: name of the parameter with the values.
-          mappings: mappings of the parameter to the tensor.
-          dtype: dtype of embeddings, which are expanded.
+          name: name of the matrix.
+          mappings: the pieces of the matrix that the tensor holds.
+          dtype: dtype of embeddings and the output head, which are written as floats.
         """
         format, tensor = self._formats[name], mappings[0].tensor
         given = (self._parameters.get(name + suffix) for suffix in ("", *SUFFIXES))

@@ -175,7 +175,7 @@ def quoted(text: str) -> str:
 
 
 def form_source(form: StructuredOutputsParams, text: str) -> str:
-    """Return llguidance's source of a form, given the result of `form_text`."""
+    """Return the llguidance grammar of a structured output, given the result of `form_text`."""
     from llguidance import LLMatcher
 
     if form.regex is not None:
