@@ -353,7 +353,7 @@ def _write_json(output: RequestOutput, llm: LLM) -> None:
 
 
 class _BlockPictures:
-    """Pictures of the block tables on stderr: first, with most blocks in use, and last."""
+    """Pictures of the block tables on stderr: at the start, at the fullest moment, at the end."""
 
     def __init__(self, llm: LLM, status: Status):
         self._llm = llm
@@ -364,7 +364,7 @@ class _BlockPictures:
         self._print(self._draw("before"))
 
     def update(self) -> None:
-        """Record the events since the last call. Keep the tables if most blocks are in use."""
+        """Record the events since the last call. Keep the tables if they are the fullest so far."""
         now = snapshot(self._llm)
         self._events += [event.text for event in changes(self._last, now)]
         self._last = now
@@ -372,7 +372,7 @@ class _BlockPictures:
             self._max_used, self._fullest = now.num_used, self._draw("at its fullest")
 
     def finish(self) -> None:
-        """Print the tables with most blocks in use, the events, and the tables at the end."""
+        """Print the tables at their fullest, the events, and the tables at the end."""
         self.update()
         num_left = len(self._events) - _MAX_EVENTS
         rest = [f"and {num_left} more"] if num_left > 0 else []

@@ -35,7 +35,7 @@ _BUCKET_BITS = 16
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockPool:
-    """State of the blocks: which are free, which are referenced how often, which are cached.
+    """State of the blocks: which are free, how often each is referenced, and which are cached.
 
     Attributes:
       ref_counts: i32[P], the number of table entries that refer to each block; 0 if it is free.

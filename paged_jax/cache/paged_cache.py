@@ -415,7 +415,7 @@ def reorder(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Arra
 
 
 def truncate(cache: PagedCache, lengths: jax.Array, *, max_tokens: int) -> PagedCache:
-    """Shorten slots to `lengths` i32[S]; see `paged_jax.blocks.truncate`. States cannot be cut."""
+    """Shorten slots to `lengths` i32[S]; see `paged_jax.blocks.truncate`. Not for states."""
     if cache.states is not None:
         raise ValueError(
             "truncate: cache must have no states of recurrent layers, because tokens overwrite "
@@ -423,7 +423,7 @@ def truncate(cache: PagedCache, lengths: jax.Array, *, max_tokens: int) -> Paged
         )
     tables = [group.tables for group in cache.groups]
     for each in tables:
-        # All groups have the same lengths, so the window of one group limits the cut of all.
+        # All groups have the same lengths, so the window of a group limits all of them.
         if each.window is not None:
             lengths = jnp.maximum(lengths, shortest_lengths(each))
     return cache.replace_tables(

@@ -84,8 +84,8 @@ class RequestFactory:
                 f"must be an integer in [0, 2**31), got {sample_offset!r}.", "sample_offset"
             )
         self._check_params(params)
-        form = params.structured_outputs
-        grammar = None if form is None else self.grammars.compile(form)
+        constraint = params.structured_outputs
+        grammar = None if constraint is None else self.grammars.compile(constraint)
         max_tokens = self._max_tokens(params, len(token_ids))
         # Keep the space before the first generated word if the prompt has tokens of text.
         continues_text = self.tokenizer is not None and not all(

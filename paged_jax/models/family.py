@@ -135,7 +135,7 @@ class Router:
 
 # Router of most families.
 SOFTMAX_ROUTER = Router()
-# Router of DeepSeek V3 and its relatives, and the keys of its numbers in ``config.json``.
+# Router of DeepSeek V3 and its relatives, and the keys of its options in ``config.json``.
 SIGMOID_ROUTER = Router("sigmoid", has_correction_bias=True, epsilon=1e-20)
 GROUP_KEYS = {
     "num_groups": "n_group",

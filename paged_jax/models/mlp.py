@@ -293,7 +293,7 @@ def _scores(logits: jax.Array, router: Router) -> jax.Array:
 
 
 def _keys(scores: jax.Array, router: Router, bias: jax.Array | None) -> jax.Array:
-    """Return the numbers by which experts are chosen, float32 ``[N, X]``; -inf for no choice."""
+    """Return the scores by which experts are chosen, float32 ``[N, X]``; -inf excludes one."""
     keys = scores if bias is None else scores + bias.astype(jnp.float32)[None]
     if router.num_chosen_groups == router.num_groups:
         return keys

@@ -1,8 +1,9 @@
 """Where the states of a step's rows are in the pools of recurrent layers.
 
 A step reads and writes each state once. A verification of drafts does not know yet which tokens
-stay, and a state cannot be cut. So it runs twice: `advance` computes the outputs of all tokens and
-leaves the states as they are, and `advance_postponed` then applies the accepted tokens only::
+are accepted, and a token cannot be removed from a state. So it runs twice: `advance` computes the
+outputs of all tokens and leaves the states unchanged, and `advance_postponed` then applies only the
+accepted tokens::
 
     score T drafts      read S, outputs of T tokens          inputs of all recurrent layers are kept
     accept n of them

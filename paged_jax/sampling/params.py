@@ -256,9 +256,9 @@ class SamplingParams:
       detokenize: convert the tokens to text. False saves this work if only tokens are needed.
       skip_special_tokens: omit special tokens from the text.
       include_stop_str_in_output: keep the stop string at the end of the text.
-      structured_outputs: the required form of the text, such as a JSON schema. The text ends when
-        the form is complete, or earlier at `max_tokens`. With `min_tokens` it ends later if the
-        form allows more text. With `ignore_eos` free text follows the form.
+      structured_outputs: constraint on the text, such as a JSON schema. The text ends when it is a
+        complete text of the constraint, or earlier at `max_tokens`. With `min_tokens` it ends later
+        if the constraint allows a longer text. With `ignore_eos` any text may follow.
 
     Raises:
       ValueError: a value is out of bounds. The message names the field and the bound.
@@ -322,12 +322,12 @@ class SamplingParams:
         self._check_logit_bias()
         self._check_stop()
         self._check_restrictions()
-        form = self.structured_outputs
+        constraint = self.structured_outputs
         self._require(
-            form is None or isinstance(form, StructuredOutputsParams),
+            constraint is None or isinstance(constraint, StructuredOutputsParams),
             "structured_outputs",
             "be StructuredOutputsParams or None",
-            "Use None for text of any form.",
+            "Use None for no constraint.",
         )
 
     def _check_logit_bias(self) -> None:

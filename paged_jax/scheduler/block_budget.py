@@ -206,8 +206,8 @@ class WindowBlockBudget(BlockBudget):
     left the window. A shared block becomes free only when all of its sequences free it, and the
     host does not know when that happens. The budget therefore counts the row of each sequence as if
     no block was shared. The pool never uses more blocks than that, so a plan within P blocks always
-    fits. The cost: sequences that share a prompt wait for as many blocks as other sequences, which
-    is at most a window and a chunk each.
+    fits. The cost: a sequence waits for the blocks of a window and a chunk even if it shares its
+    prompt with another sequence.
 
     Counting shared blocks would need the reference counts of the device: either a copy on the host
     that follows forks, block copies and prefix hits, or waiting for the device in every step. The

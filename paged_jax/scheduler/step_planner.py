@@ -75,7 +75,7 @@ class StepPlanner:
         self._num_growing += self._block_budget.can_grow(sequence)
 
     def _take(self, num_tokens: int, num_blocks: int) -> None:
-        """Subtract tokens and promised blocks from the numbers that are left."""
+        """Subtract tokens and promised blocks from the rest of the budget."""
         self.num_tokens -= num_tokens
         self.num_free -= num_blocks
         self._num_promised -= num_blocks

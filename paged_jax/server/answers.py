@@ -201,9 +201,9 @@ class Answer(ABC):
         if self.body.logit_bias is not None:
             given["logit_bias"] = _as_token_ids(self.body.logit_bias)
         if self.body.structured_outputs is not None:
-            form = self.body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+            constraint = self.body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
             try:
-                given["structured_outputs"] = StructuredOutputsParams(**form)
+                given["structured_outputs"] = StructuredOutputsParams(**constraint)
             except ArgumentError as error:
                 raise bad_request(error) from None
         return {name: value for name, value in given.items() if value is not None}
@@ -282,7 +282,7 @@ class OpenAiAnswer(Answer):
                     "response_format must be null or text if structured_outputs is given.",
                     param="response_format",
                 )
-            params["structured_outputs"] = _json_form(body.response_format)
+            params["structured_outputs"] = _json_constraint(body.response_format)
         return params
 
     @property
@@ -432,13 +432,13 @@ def explanation(output: RequestOutput) -> schemas.RequestExplanation | None:
     }
 
 
-def _json_form(format: bodies.ResponseFormat) -> StructuredOutputsParams:
+def _json_constraint(format: bodies.ResponseFormat) -> StructuredOutputsParams:
     if format.json_schema is None:
         return StructuredOutputsParams(json_object=True)
-    return form_of_schema(format.json_schema.schema_, bool(format.json_schema.strict))
+    return schema_constraint(format.json_schema.schema_, bool(format.json_schema.strict))
 
 
-def form_of_schema(schema: dict[str, Any], is_strict: bool) -> StructuredOutputsParams:
+def schema_constraint(schema: dict[str, Any], is_strict: bool) -> StructuredOutputsParams:
     """Return the constraint on a text to be JSON that matches a schema."""
     guidance = schema.get("x-guidance", {})
     if not is_strict and isinstance(guidance, dict):

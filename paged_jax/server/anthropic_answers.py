@@ -10,7 +10,7 @@ from starlette.responses import Response
 from paged_jax.sampling.params import StructuredOutputsParams
 from paged_jax.scheduler.outputs import CompletionOutput, RequestOutput
 from paged_jax.server.answer_blocks import Block, BlockChange, BlockTracker
-from paged_jax.server.answers import Answer, SampleDelta, form_of_schema, usage, whole_samples
+from paged_jax.server.answers import Answer, SampleDelta, schema_constraint, usage, whole_samples
 from paged_jax.server.anthropic_bodies import CountTokensBody, MessagesBody, chat_of_messages
 from paged_jax.server.chat_messages import num_chars
 from paged_jax.server.chats import Chat
@@ -77,10 +77,10 @@ class MessagesAnswer(Answer):
         params = super().params()
         if self.body.stop_sequences is not None:
             params["stop"] = self.body.stop_sequences
-        form: StructuredOutputsParams | None = params.get("structured_outputs")
+        constraint: StructuredOutputsParams | None = params.get("structured_outputs")
         if self._schema is not None:
-            form = form_of_schema(self._schema, is_strict=False)
-        return params | self.chat.params(form)
+            constraint = schema_constraint(self._schema, is_strict=False)
+        return params | self.chat.params(constraint)
 
     def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
         """Return the whole response."""

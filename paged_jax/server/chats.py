@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paged_jax.models.text.chat_template import CALL_ID_LENGTH
-from paged_jax.models.text.grammar_source import form_rule
+from paged_jax.models.text.grammar_source import constraint_rule
 from paged_jax.models.text.harmony import MARKS, HarmonyReader, harmony_grammar
 from paged_jax.models.text.reasoning import HARMONY, AnswerReader, ReasoningFormat, Start
 from paged_jax.models.text.tokenizer import Tokenizer
@@ -104,32 +104,34 @@ class Chat:
         assert tokenizer is not None
         return tokenizer.encode(prompt, add_special_tokens=bool(self.body.add_special_tokens))
 
-    def params(self, form: StructuredOutputsParams | None) -> dict[str, Any]:
+    def params(self, constraint: StructuredOutputsParams | None) -> dict[str, Any]:
         """Return the sampling parameters for the constraint, and for special tokens in the text.
 
         Args:
-          form: constraint on an answer without calls; None if it may be any text.
+          constraint: constraint on an answer without calls; None if it may be any text.
         """
         params: dict[str, Any] = {}
-        if (form := self._form(form)) is not None:
-            params["structured_outputs"] = form
+        if (constraint := self._constrain(constraint)) is not None:
+            params["structured_outputs"] = constraint
         if self._has_special_marks:
             params["skip_special_tokens"] = False
         return params
 
-    def _form(self, form: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+    def _constrain(
+        self, constraint: StructuredOutputsParams | None
+    ) -> StructuredOutputsParams | None:
         """Return the constraint on the whole text, given the constraint on the answer."""
         format, reasoning = self._tool_format, self.reasoning
-        if form is None and format is None:
+        if constraint is None and format is None:
             return None
         answer = None
-        if form is not None and (format is not None or reasoning is HARMONY):
-            answer = self._answer_rule(form)
+        if constraint is not None and (format is not None or reasoning is HARMONY):
+            answer = self._answer_rule(constraint)
         if reasoning is HARMONY:
             return self._bind(lambda tools: self._harmony_grammar(tools, answer))
         if format is not None:
             mark = reasoning.opening if reasoning and self._start == "either" else None
-            form = self._bind(
+            constraint = self._bind(
                 lambda tools: tool_grammar(
                     format,
                     tools,
@@ -139,10 +141,12 @@ class Chat:
                     not_first=mark,
                 )
             )
-        return form if form is None or reasoning is None else reasoning.constrain(form, self._start)
+        if constraint is None or reasoning is None:
+            return constraint
+        return reasoning.constrain(constraint, self._start)
 
     def _bind(self, write_grammar: Callable[[Sequence[Tool]], str]) -> StructuredOutputsParams:
-        return self.service.tool_grammars.form(write_grammar, self.tools, self.tool_choice)
+        return self.service.tool_grammars.constraint(write_grammar, self.tools, self.tool_choice)
 
     def _harmony_grammar(self, tools: Sequence[Tool], answer: str | None) -> str:
         assert self.service.tokenizer is not None
@@ -150,9 +154,9 @@ class Chat:
         token_ids = {mark: found for mark in MARKS if (found := find(mark)) is not None}
         return harmony_grammar(token_ids, tools, self.tool_choice, answer)
 
-    def _answer_rule(self, form: StructuredOutputsParams) -> str:
-        self.service.grammars.check(form)  # its error names the form, not the tools
-        return form_rule(form)
+    def _answer_rule(self, constraint: StructuredOutputsParams) -> str:
+        self.service.grammars.check(constraint)  # its error names the constraint, not the tools
+        return constraint_rule(constraint)
 
     @property
     def _has_special_marks(self) -> bool:

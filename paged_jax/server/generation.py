@@ -101,9 +101,9 @@ def _make_job(answer: Answer) -> Job:
             room = max(1, service.max_length - max(map(len, token_ids)))
             params = dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
         params = _limit_tokens(service, params, token_ids)
-        form = params.structured_outputs
+        constraint = params.structured_outputs
         # Compile the grammar in this thread, so that streams do not wait for it.
-        grammar = None if form is None else _compile(answer, form)
+        grammar = None if constraint is None else _compile(answer, constraint)
     except ValueError as error:
         raise bad_request(error) from None
     options: dict[str, Any] = {"explain": body.explain, "client": answer.client.name}
@@ -123,9 +123,9 @@ def _make_job(answer: Answer) -> Job:
     return Job(token_ids, params, f"{salt}:{own}" if salt else own, options, grammar)
 
 
-def _compile(answer: Answer, form: StructuredOutputsParams) -> Grammar:
+def _compile(answer: Answer, constraint: StructuredOutputsParams) -> Grammar:
     try:
-        return answer.service.grammars.compile(form)
+        return answer.service.grammars.compile(constraint)
     except ArgumentError as error:
         raise ArgumentError(error.function, error.problem, answer.constraint_field) from None
 

@@ -9,7 +9,7 @@ from typing import Any
 from paged_jax.sampling.params import StructuredOutputsParams
 from paged_jax.scheduler.outputs import CompletionOutput, RequestOutput
 from paged_jax.server.answer_blocks import Block, BlockChange, BlockTracker
-from paged_jax.server.answers import Answer, SampleDelta, form_of_schema, usage, whole_samples
+from paged_jax.server.answers import Answer, SampleDelta, schema_constraint, usage, whole_samples
 from paged_jax.server.chat_answers import chat_logprobs
 from paged_jax.server.chat_messages import num_chars
 from paged_jax.server.chats import Chat
@@ -82,14 +82,14 @@ class ResponsesAnswer(Answer):
         params = {**super().params(), "max_tokens": self.max_tokens}
         if self.body.has_logprobs:
             params["logprobs"] = self.body.top_logprobs or 0
-        form = params.get("structured_outputs")
+        constraint = params.get("structured_outputs")
         if (format := self._format) is not None:
-            form = StructuredOutputsParams(json_object=True)
+            constraint = StructuredOutputsParams(json_object=True)
             if format.type == "json_schema":
                 if format.schema_ is None:
                     raise ApiError(400, "text.format must have a schema.", param="text.format")
-                form = form_of_schema(format.schema_, bool(format.strict))
-        return params | self.chat.params(form)
+                constraint = schema_constraint(format.schema_, bool(format.strict))
+        return params | self.chat.params(constraint)
 
     def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
         """Return the whole response."""

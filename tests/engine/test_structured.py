@@ -17,7 +17,7 @@ from paged_jax.scheduler.outputs import RequestOutput
 from tests.support.structured import PERSON, SIZES, schemas
 from tests.support.tiny_model import EOS
 
-FORMS = [
+CONSTRAINTS = [
     StructuredOutputsParams(json=PERSON),
     StructuredOutputsParams(regex="(red|green|blue) [0-9]{2,4}!?"),
     StructuredOutputsParams(choice=["a long way home", "a long way off", "elsewhere"]),
@@ -39,9 +39,9 @@ def finish(engine: Engine) -> dict[str, RequestOutput]:
     return done
 
 
-def params(form: StructuredOutputsParams | None, **others) -> SamplingParams:
+def params(constraint: StructuredOutputsParams | None, **others) -> SamplingParams:
     return SamplingParams(
-        **{"temperature": 1.0, "max_tokens": 60, "structured_outputs": form, **others}
+        **{"temperature": 1.0, "max_tokens": 60, "structured_outputs": constraint, **others}
     )
 
 
@@ -49,8 +49,8 @@ def params(form: StructuredOutputsParams | None, **others) -> SamplingParams:
 @given(st.lists(schemas(), min_size=10, max_size=10))
 def test_samples_match_their_json_schemas(engine, drawn) -> None:
     for index, schema in enumerate(drawn):
-        form = StructuredOutputsParams(json=schema)
-        engine.add_request("It is", params(form, max_tokens=None), request_id=str(index))
+        constraint = StructuredOutputsParams(json=schema)
+        engine.add_request("It is", params(constraint, max_tokens=None), request_id=str(index))
     samples = [output.outputs[0] for _, output in sorted(finish(engine).items())]
     # Some objects contain many escape sequences and fill the context before they end.
     complete = [sample.finish_reason == "stop" for sample in samples]
@@ -62,17 +62,17 @@ def test_samples_match_their_json_schemas(engine, drawn) -> None:
 
 def run_all(engine: Engine, *, disturb=lambda engine: None) -> list[list[list[int]]]:
     """Return the tokens of requests with every grammar, two samples each."""
-    for index in range(len(FORMS)):
+    for index in range(len(CONSTRAINTS)):
         add(engine, index)
     disturb(engine)
     done = finish(engine)
-    return [[s.token_ids for s in done[str(i)].outputs] for i in range(len(FORMS))]
+    return [[s.token_ids for s in done[str(i)].outputs] for i in range(len(CONSTRAINTS))]
 
 
 def add(engine: Engine, index: int) -> None:
     # One request may continue after its structured output.
     options = {"ignore_eos": True, "min_tokens": 3, "max_tokens": 20} if index == 2 else {}
-    asked = params(FORMS[index], n=2, seed=index, **options)
+    asked = params(CONSTRAINTS[index], n=2, seed=index, **options)
     engine.add_request("It is", asked, request_id=str(index))
 
 
@@ -80,7 +80,7 @@ def add(engine: Engine, index: int) -> None:
 def alone(engine) -> list[list[list[int]]]:
     """Return the tokens of each request alone."""
     tokens = []
-    for index in range(len(FORMS)):
+    for index in range(len(CONSTRAINTS)):
         add(engine, index)
         tokens.append([sample.token_ids for sample in finish(engine)[str(index)].outputs])
     return tokens
@@ -114,8 +114,8 @@ def test_tokens_do_not_depend_on_engine_options(alone, changes) -> None:
 
 def test_forced_tokens_need_fewer_steps(engine) -> None:
     """The grammar has two choices: the model draws one token, which forces all others."""
-    form = StructuredOutputsParams(choice=["a" * 30, "b" * 30])
-    engine.add_request("It is", params(form))
+    constraint = StructuredOutputsParams(choice=["a" * 30, "b" * 30])
+    engine.add_request("It is", params(constraint))
     before = engine.stats.num_steps
     [output] = finish(engine).values()
     num_steps, num_tokens = engine.stats.num_steps - before, len(output.outputs[0].token_ids)
@@ -123,8 +123,8 @@ def test_forced_tokens_need_fewer_steps(engine) -> None:
 
 
 def test_logprobs_ignore_the_grammar(engine) -> None:
-    form = StructuredOutputsParams(choice=["a long way home"])
-    engine.add_request("It is", params(form, logprobs=2))
+    constraint = StructuredOutputsParams(choice=["a long way home"])
+    engine.add_request("It is", params(constraint, logprobs=2))
     [output] = finish(engine).values()
     [sample] = output.outputs
     assert sample.text == "a long way home"
@@ -138,19 +138,19 @@ def test_logprobs_ignore_the_grammar(engine) -> None:
 
 
 def test_max_tokens_cuts_a_structured_output_short(engine) -> None:
-    engine.add_request("It is", params(FORMS[0], max_tokens=3))
+    engine.add_request("It is", params(CONSTRAINTS[0], max_tokens=3))
     [output] = finish(engine).values()
     assert output.outputs[0].finish_reason == "length"
     assert output.outputs[0].text == '{"name": "'[: len(output.outputs[0].text)]
 
 
 def test_grammar_failure_ends_only_its_request(engine, alone) -> None:
-    engine.add_request("It is", params(FORMS[4]), request_id="bad")
+    engine.add_request("It is", params(CONSTRAINTS[4]), request_id="bad")
     while not engine.get_request("bad").sequences[0].num_generated:
         engine.step()
     # This happens if a grammar becomes too complex.
     engine.get_request("bad").sequences[0].grammar._matcher.consume_token(1535)
-    engine.add_request("It is", params(FORMS[0], n=2, seed=0), request_id="good")
+    engine.add_request("It is", params(CONSTRAINTS[0], n=2, seed=0), request_id="good")
     done = finish(engine)
     [failed] = done["bad"].outputs
     assert failed.finish_reason == "error" and "could not be followed" in failed.stop_reason
@@ -176,8 +176,8 @@ def break_grammars(monkeypatch):
 
 def test_generate_returns_the_text_before_a_grammar_failure(break_grammars) -> None:
     llm = LLM(**SIZES)
-    form = StructuredOutputsParams(regex="[0-9]{200}")
-    wanted = params(form, temperature=0, max_tokens=20)
+    constraint = StructuredOutputsParams(regex="[0-9]{200}")
+    wanted = params(constraint, temperature=0, max_tokens=20)
     [whole] = llm.generate("It is", wanted, use_tqdm=False)
     break_grammars(1)
     [output] = llm.generate("It is", wanted, use_tqdm=False)
@@ -190,8 +190,8 @@ def test_generate_returns_the_text_before_a_grammar_failure(break_grammars) -> N
 def test_grammar_failure_ends_only_its_sample(break_grammars) -> None:
     llm = LLM(**SIZES)
     break_grammars(1)
-    form = StructuredOutputsParams(regex="[0-9]{200}")
-    [output] = llm.generate("It is", params(form, n=3, seed=0, max_tokens=20), use_tqdm=False)
+    constraint = StructuredOutputsParams(regex="[0-9]{200}")
+    [output] = llm.generate("It is", params(constraint, n=3, seed=0, max_tokens=20), use_tqdm=False)
     reasons = [sample.finish_reason for sample in output.outputs]
     assert sorted(reasons) == ["error", "length", "length"]
     assert {len(each.token_ids) for each in output.outputs if each.finish_reason == "length"} == {
@@ -202,9 +202,9 @@ def test_grammar_failure_ends_only_its_sample(break_grammars) -> None:
 def test_rollout_raises_for_a_grammar_failure(break_grammars) -> None:
     llm = LLM(**SIZES)
     break_grammars(1)
-    form = StructuredOutputsParams(regex="[0-9]{200}")
+    constraint = StructuredOutputsParams(regex="[0-9]{200}")
     with pytest.raises(StructuredOutputError, match="LLM.rollout: the grammar could not be"):
-        llm.rollout(np.array([[5, 9, 2]]), np.array([3]), params(form, max_tokens=20))
+        llm.rollout(np.array([[5, 9, 2]]), np.array([3]), params(constraint, max_tokens=20))
 
 
 def test_min_tokens_delays_the_end_if_the_grammar_allows(engine) -> None:
@@ -214,10 +214,10 @@ def test_min_tokens_delays_the_end_if_the_grammar_allows(engine) -> None:
         ("[a-z]+", {}, 1),
         ("g", {"min_tokens": 9}, 2),
     ):
-        form = StructuredOutputsParams(regex=regex)
+        constraint = StructuredOutputsParams(regex=regex)
         [stop] = engine.tokenizer.encode("q", add_special_tokens=False)
         bias = {EOS: 100.0, stop: 90.0}
-        asked = params(form, logit_bias=bias, stop_token_ids=[stop], **options)
+        asked = params(constraint, logit_bias=bias, stop_token_ids=[stop], **options)
         engine.add_request("It is", asked)
         [output] = finish(engine).values()
         [sample] = output.outputs
@@ -227,8 +227,8 @@ def test_min_tokens_delays_the_end_if_the_grammar_allows(engine) -> None:
 
 def test_ignore_eos_continues_after_the_structured_output(engine) -> None:
     for regex in ("go", "go(ne)?"):  # the end is forced, and sampled
-        form = StructuredOutputsParams(regex=regex)
-        engine.add_request("It is", params(form, ignore_eos=True, max_tokens=20))
+        constraint = StructuredOutputsParams(regex=regex)
+        engine.add_request("It is", params(constraint, ignore_eos=True, max_tokens=20))
         [output] = finish(engine).values()
         [sample] = output.outputs
         assert sample.finish_reason == "length" and len(sample.token_ids) == 20

@@ -35,10 +35,10 @@ def grammars(tokenizer) -> GrammarCompiler:
 
 @pytest.fixture(scope="module")
 def start(grammars):
-    """Return a function that makes a cursor before the first token of a form."""
+    """Return a function that makes a cursor before the first token of a constraint."""
 
-    def make(params: SamplingParams = SamplingParams(), **form) -> GrammarCursor:  # noqa: B008
-        return GrammarCursor(grammars.compile(StructuredOutputsParams(**form)), params)
+    def make(params: SamplingParams = SamplingParams(), **constraint) -> GrammarCursor:  # noqa: B008
+        return GrammarCursor(grammars.compile(StructuredOutputsParams(**constraint)), params)
 
     return make
 
@@ -66,7 +66,7 @@ def is_person(text: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("form", "has_form"),
+    ("constraint", "is_allowed"),
     [
         ({"regex": "(red|green) [0-9]{2,4}!?"}, re.compile("(red|green) [0-9]{2,4}!?").fullmatch),
         ({"choice": [f"{index}" for index in range(3000)]}, lambda text: int(text) < 3000),
@@ -77,10 +77,10 @@ def is_person(text: str) -> bool:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_random_tokens_follow_the_form(start, tokenizer, form, has_form) -> None:
+def test_random_tokens_follow_the_constraint(start, tokenizer, constraint, is_allowed) -> None:
     rng = np.random.default_rng(0)
-    texts = [tokenizer.decode(walk(start(**form), rng)) for _ in range(12)]
-    assert all(map(has_form, texts)), texts
+    texts = [tokenizer.decode(walk(start(**constraint), rng)) for _ in range(12)]
+    assert all(map(is_allowed, texts)), texts
     assert len(set(texts)) > 2
 
 
@@ -98,8 +98,8 @@ def test_enum_with_thousands_of_labels_is_followed(start, tokenizer, labels) -> 
     rng = np.random.default_rng(0)
     schema = {"type": "object", "properties": {"it": {"enum": labels}}, "required": ["it"]}
     lark = f"start: call\ncall: %json {json.dumps({**schema, 'additionalProperties': False})}"
-    for form in ({"json": schema}, {"grammar": lark}):
-        text = tokenizer.decode(walk(start(**form), rng))
+    for constraint in ({"json": schema}, {"grammar": lark}):
+        text = tokenizer.decode(walk(start(**constraint), rng))
         assert json.loads(text)["it"] in labels, text
 
 
@@ -137,7 +137,7 @@ def test_label_fuel_does_not_help_other_parts_of_a_schema(grammars, place) -> No
         grammars.compile(StructuredOutputsParams(json=schema))
 
 
-def test_forced_tokens_follow_the_form_up_to_the_end(start, tokenizer) -> None:
+def test_forced_tokens_follow_the_constraint_up_to_the_end(start, tokenizer) -> None:
     cursor = start(json=PERSON)
     cursor.follow([], 0)
     assert tokenizer.decode(cursor.forced) == '{"name": "'
@@ -162,7 +162,9 @@ def test_mask_allows_end_and_continuation(start, tokenizer) -> None:
     assert {tokenizer.decode([token_id]) for token_id in allowed(cursor)} == {"", "b"}
 
 
-def test_mask_excludes_the_end_before_min_tokens_if_the_form_continues(start, tokenizer) -> None:
+def test_mask_excludes_the_end_before_min_tokens_if_the_constraint_continues(
+    start, tokenizer
+) -> None:
     def id_of(character: str) -> int:
         [token_id] = tokenizer.encode(character, add_special_tokens=False)
         return token_id
@@ -222,14 +224,16 @@ def test_objects_have_only_named_properties(start, tokenizer, schema, is_closed)
 
 def test_mask_allows_all_end_tokens(tokenizer) -> None:
     cursor = GrammarCursor(
-        GrammarCompiler(tokenizer.backend, V, [EOS, 77]).compile(_form(regex="a+"))
+        GrammarCompiler(tokenizer.backend, V, [EOS, 77]).compile(_constraint(regex="a+"))
     )
     cursor.follow(tokenizer.encode("a", add_special_tokens=False), 0)
     assert {EOS, 77} < set(allowed(cursor))
 
 
-def test_compile_returns_the_same_grammar_for_equal_forms(grammars) -> None:
-    assert grammars.compile(_form(json=PERSON)) is grammars.compile(_form(json=dict(PERSON)))
+def test_compile_returns_the_same_grammar_for_equal_constraints(grammars) -> None:
+    assert grammars.compile(_constraint(json=PERSON)) is grammars.compile(
+        _constraint(json=dict(PERSON))
+    )
 
 
 def test_failure_of_a_grammar_forces_an_end_token(start) -> None:
@@ -267,7 +271,7 @@ def _is_named(text: str) -> bool:
     ids=lambda normalizer: type(normalizer).__name__,
 )
 @pytest.mark.parametrize(
-    ("form", "is_good"),
+    ("constraint", "is_good"),
     [
         ({"json": NAMED}, _is_named),
         (
@@ -278,14 +282,14 @@ def _is_named(text: str) -> bool:
         ({"grammar": 'start: "  A é" B\nB: /x+Y/'}, lambda text: text.startswith("  A éx")),
     ],
 )
-def test_texts_follow_the_form_if_the_tokenizer_changes_texts(
-    tokenizer, normalizer, form, is_good
+def test_texts_follow_the_constraint_if_the_tokenizer_changes_texts(
+    tokenizer, normalizer, constraint, is_good
 ) -> None:
     """Such a tokenizer changes a text before it splits it, so the tokens spell another text."""
     backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
     backend.normalizer = normalizer
     changed = Tokenizer(backend)
-    grammar = GrammarCompiler(changed.backend, V, [EOS]).compile(_form(**form))
+    grammar = GrammarCompiler(changed.backend, V, [EOS]).compile(_constraint(**constraint))
     for seed in range(3):
         cursor = GrammarCursor(grammar)
         assert is_good(changed.decode(walk(cursor, np.random.default_rng(seed))))
@@ -299,7 +303,7 @@ def test_tokens_that_spell_the_forced_text_stay_forced(start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "reason"),
+    ("constraint", "reason"),
     [
         ({"regex": "(a"}, "unclosed group"),
         ({"grammar": "start: foo"}, 'unknown name: "foo"'),
@@ -308,9 +312,9 @@ def test_tokens_that_spell_the_forced_text_stay_forced(start) -> None:
         ({"json": {"type": "integer", "minimum": 2, "maximum": 1}}, "Unsatisfiable schema"),
     ],
 )
-def test_compile_rejects_a_form_with_the_reason(grammars, form, reason) -> None:
+def test_compile_rejects_a_constraint_with_the_reason(grammars, constraint, reason) -> None:
     with pytest.raises(ArgumentError, match=re.escape(reason)) as refusal:
-        grammars.compile(_form(**form))
+        grammars.compile(_constraint(**constraint))
     assert refusal.value.field == "structured_outputs" and "\n" not in str(refusal.value)
 
 
@@ -329,14 +333,14 @@ _CHAINS["references"]["json"]["$defs"]["r3499"] = {"const": "z"}
 
 
 @pytest.mark.parametrize("name", _CHAINS)
-def test_compile_of_deeply_nested_forms_does_not_crash(start, tokenizer, name) -> None:
+def test_compile_of_deeply_nested_constraints_does_not_crash(start, tokenizer, name) -> None:
     # In a thread with a small stack, as other servers use.
     cursor = start(**_CHAINS[name])
     assert tokenizer.decode(walk(cursor, np.random.default_rng(0))) in ("z", '"z"')
 
 
 @pytest.mark.parametrize(
-    ("form", "reason"),
+    ("constraint", "reason"),
     [
         ({"regex": "a?" * 10_000}, "too big"),  # would need 200 MB
         ({"regex": "(a{1000}){1000}"}, "too many expressions"),
@@ -344,34 +348,34 @@ def test_compile_of_deeply_nested_forms_does_not_crash(start, tokenizer, name) -
         ({"json": '{"items":' * 900 + "{}" + "}" * 900}, "nested too deeply"),
     ],
 )
-def test_compile_rejects_forms_that_are_too_large(grammars, form, reason) -> None:
+def test_compile_rejects_constraints_that_are_too_large(grammars, constraint, reason) -> None:
     with pytest.raises(ArgumentError, match=reason):
-        grammars.compile(_form(**form))
+        grammars.compile(_constraint(**constraint))
 
 
-def test_compile_keeps_long_forms_while_they_are_used(tokenizer) -> None:
+def test_compile_keeps_long_constraints_while_they_are_used(tokenizer) -> None:
     grammars = GrammarCompiler(tokenizer.backend, V, [EOS])
-    forms = [_form(regex="a" * 5000 + str(index)) for index in range(12)]
-    used = grammars.compile(forms[0])
-    kept = [weakref.ref(grammars.compile(form)) for form in forms]
+    constraints = [_constraint(regex="a" * 5000 + str(index)) for index in range(12)]
+    used = grammars.compile(constraints[0])
+    kept = [weakref.ref(grammars.compile(constraint)) for constraint in constraints]
     assert [each() is not None for each in kept] == [True] + [False] * 3 + [True] * 8
-    assert grammars.compile(forms[0]) is used
-    short = [weakref.ref(grammars.compile(_form(regex=f"a{index}"))) for index in range(80)]
+    assert grammars.compile(constraints[0]) is used
+    short = [weakref.ref(grammars.compile(_constraint(regex=f"a{index}"))) for index in range(80)]
     assert [each() is not None for each in short] == [False] * 16 + [True] * 64
 
 
 def test_compile_rejects_models_without_support(tokenizer, tiny_folder, monkeypatch) -> None:
-    form = _form(regex="a")
+    constraint = _constraint(regex="a")
     with pytest.raises(ArgumentError, match="no tokenizer"):
-        GrammarCompiler(None, V, [EOS]).compile(form)
+        GrammarCompiler(None, V, [EOS]).compile(constraint)
     with pytest.raises(ArgumentError, match="no end-of-sequence token"):
-        GrammarCompiler(tokenizer.backend, V, []).compile(form)
+        GrammarCompiler(tokenizer.backend, V, []).compile(constraint)
     with pytest.raises(ArgumentError, match="cannot read the model's tokenizer"):
-        GrammarCompiler(Tokenizer.from_folder(tiny_folder).backend, 42, [EOS]).compile(form)
+        GrammarCompiler(Tokenizer.from_folder(tiny_folder).backend, 42, [EOS]).compile(constraint)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ArgumentError, match=r'pip install "paged-jax\[structured\]"'):
-        GrammarCompiler(tokenizer.backend, V, [EOS]).compile(form)
+        GrammarCompiler(tokenizer.backend, V, [EOS]).compile(constraint)
 
 
-def _form(**form) -> StructuredOutputsParams:
-    return StructuredOutputsParams(**form)
+def _constraint(**constraint) -> StructuredOutputsParams:
+    return StructuredOutputsParams(**constraint)

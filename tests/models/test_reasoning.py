@@ -10,7 +10,7 @@ from paged_jax import StructuredOutputsParams, Tokenizer
 from paged_jax.arguments import ArgumentError
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.models.text.grammar import GrammarCompiler
-from paged_jax.models.text.grammar_source import form_rule
+from paged_jax.models.text.grammar_source import constraint_rule
 from paged_jax.models.text.reasoning import FORMATS, THINK, AnswerReader, select_format
 from paged_jax.models.text.tool_formats import HERMES, LLAMA3
 from paged_jax.models.text.tool_grammars import tool_grammar
@@ -118,8 +118,8 @@ def accepts(tokenizer):
     """Return whether a grammar accepts a text, completely or as a beginning."""
     compiler = GrammarCompiler(tokenizer.backend, V, [EOS])
 
-    def accepts(form: StructuredOutputsParams, text: str) -> bool:
-        matcher = compiler.compile(form).start()
+    def accepts(constraint: StructuredOutputsParams, text: str) -> bool:
+        matcher = compiler.compile(constraint).start()
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         if matcher.try_consume_tokens(token_ids) != len(token_ids):
             return False
@@ -134,7 +134,7 @@ SCHEMA = {
     "required": ["n"],
     "additionalProperties": False,
 }
-FORMS = {
+CONSTRAINTS = {
     "json": (StructuredOutputsParams(json=SCHEMA), '{"n": 1}', '{"m": 1}'),
     "object": (StructuredOutputsParams(json_object=True), "{}", "[]"),
     "regex": (StructuredOutputsParams(regex="a/b|c"), "a/b", "b"),
@@ -144,11 +144,11 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("kind", FORMS)
-def test_constrain_applies_the_form_to_the_answer(accepts, kind) -> None:
-    form, good, wrong = FORMS[kind]
-    assert THINK.constrain(form, "answer") is form
-    opened, either = THINK.constrain(form, "reasoning"), THINK.constrain(form, "either")
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+def test_constrain_applies_the_constraint_to_the_answer(accepts, kind) -> None:
+    constraint, good, wrong = CONSTRAINTS[kind]
+    assert THINK.constrain(constraint, "answer") is constraint
+    opened, either = THINK.constrain(constraint, "reasoning"), THINK.constrain(constraint, "either")
     for thoughts in ("hm {<tool_call>", ""):
         assert accepts(opened, f"{thoughts}</think>\n\n{good}")
         assert accepts(either, f"<think>\n{thoughts}</think>\n\n{good}")
@@ -162,14 +162,16 @@ def test_constrain_keeps_calls_out_of_the_reasoning(accepts, format) -> None:
     """With tools, an answer may be text, unless it begins with the mark of reasoning."""
     call = CALL if format is HERMES else '{"name": "now", "parameters": {}}'
     grammar = tool_grammar(format, TOOLS, "auto", not_first="<think>")
-    form = THINK.constrain(StructuredOutputsParams(grammar=grammar), "either")
-    assert accepts(form, f"<think>a {call}\n</think>\n\n{call}") and accepts(form, call)
-    assert accepts(form, "<think>a <tool_call></think>Yes.") and accepts(form, "Yes.")
-    assert not accepts(form, "<think>a") and not accepts(form, call[:-8])
+    constraint = THINK.constrain(StructuredOutputsParams(grammar=grammar), "either")
+    assert accepts(constraint, f"<think>a {call}\n</think>\n\n{call}") and accepts(constraint, call)
+    assert accepts(constraint, "<think>a <tool_call></think>Yes.") and accepts(constraint, "Yes.")
+    assert not accepts(constraint, "<think>a") and not accepts(constraint, call[:-8])
 
 
-def test_form_rule_can_be_part_of_a_grammar(accepts) -> None:
-    for form, good, wrong in FORMS.values():
-        rule = StructuredOutputsParams(grammar=f'start: "go: " rest\nrest: {form_rule(form)}')
+def test_constraint_rule_can_be_part_of_a_grammar(accepts) -> None:
+    for constraint, good, wrong in CONSTRAINTS.values():
+        rule = StructuredOutputsParams(
+            grammar=f'start: "go: " rest\nrest: {constraint_rule(constraint)}'
+        )
         assert accepts(rule, f"go: {good}") and not accepts(rule, f"go: {wrong}")
-    assert json.loads(form_rule(FORMS["json"][0]).removeprefix("%json "))["x-guidance"]
+    assert json.loads(constraint_rule(CONSTRAINTS["json"][0]).removeprefix("%json "))["x-guidance"]

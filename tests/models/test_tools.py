@@ -400,8 +400,8 @@ def tokenizer() -> Tokenizer:
 @pytest.mark.parametrize("format", [HERMES, LLAMA3], ids=["hermes", "llama3"])
 @pytest.mark.parametrize("choice", ["required", "weather"])
 def test_random_answers_are_calls_of_the_functions(tokenizer, format, choice) -> None:
-    form = StructuredOutputsParams(grammar=tool_grammar(format, TOOLS, choice))
-    grammar = GrammarCompiler(tokenizer.backend, V, [EOS]).compile(form)
+    constraint = StructuredOutputsParams(grammar=tool_grammar(format, TOOLS, choice))
+    grammar = GrammarCompiler(tokenizer.backend, V, [EOS]).compile(constraint)
     rng, seen = np.random.default_rng(0), set()
     for _ in range(10):
         calls = read(format, tokenizer.decode(walk(GrammarCursor(grammar), rng)))
@@ -422,10 +422,10 @@ def test_random_answers_are_calls_of_the_functions(tokenizer, format, choice) ->
 )
 @pytest.mark.parametrize("is_parallel", [True, False])
 def test_grammar_allows_text_before_a_call(tokenizer, format, text, is_parallel) -> None:
-    form = StructuredOutputsParams(
+    constraint = StructuredOutputsParams(
         grammar=tool_grammar(format, TOOLS, "auto", is_parallel=is_parallel)
     )
-    cursor = GrammarCursor(GrammarCompiler(tokenizer.backend, V, [EOS]).compile(form))
+    cursor = GrammarCursor(GrammarCompiler(tokenizer.backend, V, [EOS]).compile(constraint))
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     cursor.follow(token_ids[:-1], 0)
     assert not cursor.forced, "any token may come"
@@ -443,8 +443,8 @@ def grammars(compiler) -> ToolGrammars:
     return ToolGrammars(compiler)
 
 
-def form_of(grammars, tools, choice, format=HERMES):
-    return grammars.form(lambda tools: tool_grammar(format, tools, choice), tools, choice)
+def constraint_of(grammars, tools, choice, format=HERMES):
+    return grammars.constraint(lambda tools: tool_grammar(format, tools, choice), tools, choice)
 
 
 def tool(parameters, name="f", **fields):
@@ -498,8 +498,8 @@ NOT_BOUND = {
 
 def random_calls(grammars, compiler, tokenizer, tools, choice) -> list[dict]:
     """Return the arguments of random calls of a tool."""
-    form = form_of(grammars, tools, choice)
-    grammar = compiler.compile(form)
+    constraint = constraint_of(grammars, tools, choice)
+    grammar = compiler.compile(constraint)
     rng, found = np.random.default_rng(0), []
     for _ in range(5):
         [(name, arguments)] = read(HERMES, tokenizer.decode(walk(GrammarCursor(grammar), rng)))
@@ -509,7 +509,9 @@ def random_calls(grammars, compiler, tokenizer, tools, choice) -> list[dict]:
 
 
 @pytest.mark.parametrize("kind", HINTS)
-def test_form_enforces_supported_parts_of_schemas(grammars, compiler, tokenizer, kind) -> None:
+def test_constraint_enforces_supported_parts_of_schemas(
+    grammars, compiler, tokenizer, kind
+) -> None:
     tools = [tool(HINTS[kind]), tool(closed(), "g")]
     for name in ("f", "g"):
         found = random_calls(grammars, compiler, tokenizer, tools, name)
@@ -519,15 +521,15 @@ def test_form_enforces_supported_parts_of_schemas(grammars, compiler, tokenizer,
             else:
                 assert 1 <= arguments["n"] <= 9
             assert set(arguments) <= set(tools[name == "g"]["function"]["parameters"]["properties"])
-    assert form_of(grammars, tools, "auto").grammar is not None
+    assert constraint_of(grammars, tools, "auto").grammar is not None
 
 
 @pytest.mark.parametrize("kind", NOT_BOUND)
-def test_form_allows_any_object_for_unsupported_schemas(
+def test_constraint_allows_any_object_for_unsupported_schemas(
     grammars, compiler, tokenizer, kind
 ) -> None:
     tools = [tool(NOT_BOUND[kind]), tool(closed(), "g")]
-    grammar = compiler.compile(form_of(grammars, tools, "f"))
+    grammar = compiler.compile(constraint_of(grammars, tools, "f"))
     text = '<tool_call>\n{"name": "f", "arguments": {"anything": [1, {"b": null}]}}\n</tool_call>'
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     assert grammar.start().validate_tokens(token_ids) == len(token_ids)
@@ -537,54 +539,54 @@ def test_form_allows_any_object_for_unsupported_schemas(
 
 
 @pytest.mark.parametrize("kind", [*HINTS, *NOT_BOUND])
-def test_form_rejects_strict_tools_with_unsupported_schemas(grammars, kind) -> None:
+def test_constraint_rejects_strict_tools_with_unsupported_schemas(grammars, kind) -> None:
     schema = {**HINTS, **NOT_BOUND}[kind]
     tools = [tool(closed(), "fine", strict=True), tool(schema, "wrong", strict=True)]
     with pytest.raises(ArgumentError, match="schema for 'wrong': ") as error:
-        form_of(grammars, tools, "auto")
+        constraint_of(grammars, tools, "auto")
     assert error.value.field == "tools" and len(error.value.message) < 500
-    assert form_of(grammars, tools, "fine").grammar
-    form_of(grammars, [tool(closed(), strict=True), tool(schema, "g", strict=False)], "auto")
+    assert constraint_of(grammars, tools, "fine").grammar
+    constraint_of(grammars, [tool(closed(), strict=True), tool(schema, "g", strict=False)], "auto")
 
 
-def test_form_requires_arguments_as_an_object(grammars, compiler, tokenizer) -> None:
+def test_constraint_requires_arguments_as_an_object(grammars, compiler, tokenizer) -> None:
     """OpenAI: omitted `parameters` are an empty list; an empty schema allows everything."""
     for parameters, allowed in (
         (None, "{}"),
         ({}, '{"a": 1}'),
         ({"type": ["object", "null"]}, "{}"),
     ):
-        grammar = compiler.compile(form_of(grammars, [tool(parameters)], "f"))
+        grammar = compiler.compile(constraint_of(grammars, [tool(parameters)], "f"))
         for value, is_allowed in ((allowed, True), ("null", False), ("1", False)):
             text = f'<tool_call>\n{{"name": "f", "arguments": {value}}}\n</tool_call>'
             token_ids = tokenizer.encode(text, add_special_tokens=False)
             assert (grammar.start().validate_tokens(token_ids) == len(token_ids)) is is_allowed
 
 
-def test_form_does_not_count_descriptions(grammars) -> None:
+def test_constraint_does_not_count_descriptions(grammars) -> None:
     words = {"description": "x" * 50_000, "title": "y" * 50_000, "examples": ["z" * 50_000]}
     schema = closed(description={**LONG, **words}) | words
     schema["$defs"] = {"title": {"type": "string", **words}}
-    form = form_of(grammars, [tool(schema, strict=True)], "f")
-    assert len(form.grammar) < 1000 and "description" in form.grammar
+    constraint = constraint_of(grammars, [tool(schema, strict=True)], "f")
+    assert len(constraint.grammar) < 1000 and "description" in constraint.grammar
 
 
-def test_form_drops_the_largest_schemas(grammars, compiler, tokenizer) -> None:
+def test_constraint_drops_the_largest_schemas(grammars, compiler, tokenizer) -> None:
     large = closed(**{f"property_{i}": {"enum": [f"v{i}"]} for i in range(4000)})
     tools = [tool(large), tool(closed(), "g")]
     assert random_calls(grammars, compiler, tokenizer, tools, "g")
-    form = form_of(grammars, tools, "auto")
-    assert len(form.grammar) < 1000 and '"maximum": 9' in form.grammar
+    constraint = constraint_of(grammars, tools, "auto")
+    assert len(constraint.grammar) < 1000 and '"maximum": 9' in constraint.grammar
     many = [
         tool(closed(**{f"p{i}": {"type": "any"} for i in range(50)}), f"f{j}") for j in range(20)
     ]
     assert random_calls(grammars, compiler, tokenizer, [*many, tools[1]], "g")
-    form = form_of(grammars, [*many, tools[1]], "auto")
-    assert form.grammar.count('"maximum": 9') == 1, "too many to check each argument"
+    constraint = constraint_of(grammars, [*many, tools[1]], "auto")
+    assert constraint.grammar.count('"maximum": 9') == 1, "too many to check each argument"
     with pytest.raises(ArgumentError, match="schema for 'f': must have at most 131072 characters"):
-        form_of(grammars, [tool(large, strict=True)], "auto")
+        constraint_of(grammars, [tool(large, strict=True)], "auto")
 
 
-def test_form_rejects_models_without_grammars(tokenizer) -> None:
+def test_constraint_rejects_models_without_grammars(tokenizer) -> None:
     with pytest.raises(ArgumentError, match="tools must be None .* no end-of-sequence token"):
-        form_of(ToolGrammars(GrammarCompiler(tokenizer.backend, V, [])), [tool({})], "auto")
+        constraint_of(ToolGrammars(GrammarCompiler(tokenizer.backend, V, [])), [tool({})], "auto")

@@ -179,11 +179,11 @@ def test_invalid_forms_are_rejected(server, change, param, message) -> None:
 
 
 def test_slow_compilation_of_a_form_delays_no_other_request(server, monkeypatch) -> None:
-    may_end, compile_form = threading.Event(), server.service.grammars.compile
+    may_end, compile_now = threading.Event(), server.service.grammars.compile
 
     def compile_slowly(form):
         assert may_end.wait(30)
-        return compile_form(form)
+        return compile_now(form)
 
     monkeypatch.setattr(server.service, "grammars", SimpleNamespace(compile=compile_slowly))
     body = {"prompt": "It is", "structured_outputs": {"choice": ["yes"]}}

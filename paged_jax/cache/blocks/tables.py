@@ -412,10 +412,10 @@ def truncate(tables: BlockTables, lengths: jax.Array, *, max_tokens: int) -> Blo
 
     Args:
       tables: the state; may be donated.
-      lengths: i32[S], the maximum number of tokens to keep in each slot. A slot is cut by at most
-          `max_tokens`. With a window, it is not cut so far that its next token would attend to
-          freed blocks. The tokens appended by the last `reserve` or `commit` can always be cut.
-      max_tokens: upper bound on the tokens cut from a slot (static). The cost is a sort of
+      lengths: i32[S], the maximum number of tokens to keep in each slot. A slot loses at most
+          `max_tokens`. With a window, it keeps enough tokens that its next token does not attend to
+          freed blocks. The tokens appended by the last `reserve` or `commit` can always be removed.
+      max_tokens: upper bound on the tokens removed from a slot (static). The cost is a sort of
           S * ceil(max_tokens / C) entries.
 
     Raises:

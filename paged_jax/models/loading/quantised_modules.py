@@ -33,8 +33,8 @@ FLOATS = ("F32", "BF16", "F16")
 # Kernels read groups of at least this number of inputs. Matrices with smaller groups are expanded.
 _MIN_GROUP = 16
 _LOOKED_UP = 1 << 16  # values that `look_up` processes at a time
-# Codes whose numbers, multiplied by this factor, are integers. Matrices that cannot be packed are
-# stored as int8 in this way.
+# Factors that turn all numbers of a code into integers, by the name of the code. A matrix that
+# cannot be packed is stored as these integers in int8.
 _INTEGER_FACTORS = {"int4": 1, "uint4": 1, "e2m1": 2}
 
 

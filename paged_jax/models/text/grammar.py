@@ -1,8 +1,9 @@
 """Grammars over tokens, for structured outputs.
 
-A *form* is the format that a request requires: a `StructuredOutputsParams`. llguidance, from the
-extra ``structured``, compiles a form to a grammar and computes the allowed tokens. This module
-follows sequences of tokens with llguidance's matchers. A matcher holds a position in a grammar.
+A constraint says which texts a request allows: a `StructuredOutputsParams`. llguidance, from the
+extra ``structured``, compiles a constraint to a grammar and computes the allowed tokens. This
+module follows sequences of tokens with llguidance's matchers. A matcher holds a position in a
+grammar.
 """
 
 import functools
@@ -18,8 +19,8 @@ import tokenizers
 from paged_jax.arguments import ArgumentError
 from paged_jax.models.text.grammar_source import (
     MANY_LABELS,
-    form_source,
-    form_text,
+    constraint_source,
+    constraint_text,
     label_fuel,
     split_labels,
     unforced_source,
@@ -35,8 +36,8 @@ T = TypeVar("T")
 # Maximum number of grammars kept for later requests. At most _NUM_LONG of them may have a source of
 # more than _LONG characters, because such a grammar can take a hundred megabytes.
 _NUM_KEPT, _NUM_LONG, _LONG = 64, 8, 4096
-# Maximum number of characters of a form. llguidance recurses for nested rules and references, with
-# up to 500 bytes of stack per character, and aborts the process when the stack overflows.
+# Maximum number of characters of a constraint. llguidance recurses for nested rules and references,
+# with up to 500 bytes of stack per character, and aborts the process when the stack overflows.
 _MAX_CHARS = 2**17
 _STACK_PER_CHAR, _LEAST_STACK = 2048, 2**24
 # Limit on llguidance's work to build a lexer ("fuel"), a twentieth of its default. With the
@@ -47,10 +48,10 @@ _STACK_LOCK = threading.Lock()
 
 
 class GrammarCompiler:
-    """Compiler of forms (`StructuredOutputsParams`) to grammars, with a cache. It is thread-safe.
+    """Thread-safe compiler of constraints (`StructuredOutputsParams`) to grammars, with a cache.
 
     Args:
-      backend: the model's tokenizer, see `Tokenizer.backend`. If None, every form is rejected.
+      backend: the model's tokenizer, see `Tokenizer.backend`. None rejects every constraint.
       vocab_size: V, number of tokens of the model.
       eos_token_ids: tokens that end a text.
     """
@@ -70,30 +71,30 @@ class GrammarCompiler:
         # hold.
         self._alive = weakref.WeakValueDictionary[StructuredOutputsParams, Grammar]()
 
-    def compile(self, form: StructuredOutputsParams) -> "Grammar":
-        """Return the grammar of a form, compiled or from the cache.
+    def compile(self, constraint: StructuredOutputsParams) -> "Grammar":
+        """Return the grammar of a constraint, compiled or from the cache.
 
         Raises:
-          ArgumentError: llguidance rejects the form, or the form is too large; or the model has no
-            tokenizer or no end token, or llguidance is not installed.
+          ArgumentError: llguidance rejects the constraint, or the constraint is too large; or the
+            model has no tokenizer or no end token, or llguidance is not installed.
 
         Cost: milliseconds, seconds for a large schema. The first call also reads the vocabulary.
         """
-        grammar = self._alive.get(form)
+        grammar = self._alive.get(constraint)
         if grammar is None:
             # Compile without the lock, because compiling can take seconds.
-            grammar = self._compile(form)
+            grammar = self._compile(constraint)
         with self._lock:
-            self._keep(form, grammar)
+            self._keep(constraint, grammar)
         return grammar
 
-    def check(self, form: StructuredOutputsParams) -> None:
-        """Check that a form compiles. The grammar is not kept.
+    def check(self, constraint: StructuredOutputsParams) -> None:
+        """Check that a constraint compiles. The grammar is not kept.
 
         Raises:
           ArgumentError: see `compile`.
         """
-        self._compile(form)
+        self._compile(constraint)
 
     def check_available(self) -> None:
         """Check that grammars are available for this model.
@@ -104,30 +105,30 @@ class GrammarCompiler:
         """
         _ = self._ll_tokenizer
 
-    def _keep(self, form: StructuredOutputsParams, grammar: "Grammar") -> None:
-        self._alive[form] = self._kept[form] = grammar
-        self._kept.move_to_end(form)
+    def _keep(self, constraint: StructuredOutputsParams, grammar: "Grammar") -> None:
+        self._alive[constraint] = self._kept[constraint] = grammar
+        self._kept.move_to_end(constraint)
         long = [each for each, kept in self._kept.items() if kept.num_chars > _LONG]
         if len(long) > _NUM_LONG:
             del self._kept[long[0]]
         if len(self._kept) > _NUM_KEPT:
             self._kept.popitem(last=False)
 
-    def _compile(self, form: StructuredOutputsParams) -> "Grammar":
+    def _compile(self, constraint: StructuredOutputsParams) -> "Grammar":
         tokenizer = self._ll_tokenizer
-        if len(form.json or "") > _MAX_CHARS:
-            form = without_descriptions(form)
-        num_chars = len(form.json or form.regex or form.grammar or "")
-        num_chars += sum(map(len, form.choice or ()))
+        if len(constraint.json or "") > _MAX_CHARS:
+            constraint = without_descriptions(constraint)
+        num_chars = len(constraint.json or constraint.regex or constraint.grammar or "")
+        num_chars += sum(map(len, constraint.choice or ()))
         if num_chars > _MAX_CHARS:
             raise _error(f"must have at most {_MAX_CHARS} characters, got {num_chars}.")
         stack = _STACK_PER_CHAR * num_chars + _LEAST_STACK
 
         def unforced() -> "LLMatcher":
-            return _with_stack(stack, lambda: _unforced_matcher(tokenizer, form))
+            return _with_stack(stack, lambda: _unforced_matcher(tokenizer, constraint))
 
         try:
-            matcher = _with_stack(stack, lambda: _matcher(tokenizer, form))
+            matcher = _with_stack(stack, lambda: _matcher(tokenizer, constraint))
         except RecursionError:
             raise _error("cannot be compiled: it is nested too deeply") from None
         except ValueError as error:
@@ -336,27 +337,29 @@ class GrammarCursor:
             words[:] = rest
 
 
-def _matcher(tokenizer: "LLTokenizer", form: StructuredOutputsParams) -> "LLMatcher":
-    """Return a matcher of the form, positioned before the first token.
+def _matcher(tokenizer: "LLTokenizer", constraint: StructuredOutputsParams) -> "LLMatcher":
+    """Return a matcher of the constraint, positioned before the first token.
 
     Labels (see `grammar_source`) get fuel beyond `_LEXER_FUEL`, because their cost is linear. The
-    rest of the form must stay within `_LEXER_FUEL`.
+    rest of the constraint must stay within `_LEXER_FUEL`.
 
     Raises:
-      ValueError: llguidance rejects the form, or the form is too large.
+      ValueError: llguidance rejects the constraint, or the constraint is too large.
     """
-    text = form_text(form)
-    labels, shorter = split_labels(form, text)
+    text = constraint_text(constraint)
+    labels, shorter = split_labels(constraint, text)
     if shorter != text and len(labels) > MANY_LABELS:
-        _compiled(tokenizer, form_source(form, shorter), _LEXER_FUEL)
-    return _compiled(tokenizer, form_source(form, text), _LEXER_FUEL + label_fuel(labels))
+        _compiled(tokenizer, constraint_source(constraint, shorter), _LEXER_FUEL)
+    return _compiled(
+        tokenizer, constraint_source(constraint, text), _LEXER_FUEL + label_fuel(labels)
+    )
 
 
-def _unforced_matcher(tokenizer: "LLTokenizer", form: StructuredOutputsParams) -> "LLMatcher":
-    """Return a matcher of the form that forces no tokens. The caller must check `is_error`."""
-    text = form_text(form)
-    labels, _ = split_labels(form, text)
-    source = unforced_source(form_source(form, text))
+def _unforced_matcher(tokenizer: "LLTokenizer", constraint: StructuredOutputsParams) -> "LLMatcher":
+    """Return a matcher that forces no tokens. The caller must check `is_error`."""
+    text = constraint_text(constraint)
+    labels, _ = split_labels(constraint, text)
+    source = unforced_source(constraint_source(constraint, text))
     return _new_matcher(tokenizer, source, _LEXER_FUEL + label_fuel(labels))
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from paged_jax.sampling.params import StructuredOutputsParams
 
 MANY_LABELS = 1000
-"""Number of labels above which llguidance may work longer on a form, see `label_fuel`."""
+"""Number of labels above which llguidance may work longer on a constraint, see `label_fuel`."""
 _LABELS = re.compile(r'"(enum|anyOf|oneOf)"\s*:\s*(?=\[)')
 # The keys of a label in a union: {"const": "a", "title": "The first"}.
 _LABEL_KEYS = {"const", "type", "title", "description"}
@@ -138,30 +138,30 @@ def _closed(schema: Any) -> Any:
     return new
 
 
-def form_text(form: StructuredOutputsParams) -> str:
-    """Return the source text of a form: a regular expression, a Lark grammar or a JSON schema."""
-    if form.choice is not None:
+def constraint_text(constraint: StructuredOutputsParams) -> str:
+    """Return the text of a constraint: a regular expression, a Lark grammar or a JSON schema."""
+    if constraint.choice is not None:
         # A single terminal, because llguidance allows at most 2,000 alternatives in a rule.
-        return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, form.choice))}"
-    if form.regex is not None or form.grammar is not None:
-        return str(form.regex or form.grammar)
+        return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, constraint.choice))}"
+    if constraint.regex is not None or constraint.grammar is not None:
+        return str(constraint.regex or constraint.grammar)
     return json.dumps(
-        {"type": "object"} if form.json is None else close(json.loads(str(form.json)))
+        {"type": "object"} if constraint.json is None else close(json.loads(str(constraint.json)))
     )
 
 
-def form_rule(form: StructuredOutputsParams) -> str:
-    r"""Return the right side of a rule of a Lark grammar that accepts the texts of a form.
+def constraint_rule(constraint: StructuredOutputsParams) -> str:
+    r"""Return the right side of a rule of a Lark grammar that accepts the texts of a constraint.
 
     Example:
-      >>> form_rule(StructuredOutputsParams(regex=r"a/b\/c"))
+      >>> constraint_rule(StructuredOutputsParams(regex=r"a/b\/c"))
       '/a\\/b\\/c/'
     """
-    text = form_text(form)
-    if form.regex is not None:
+    text = constraint_text(constraint)
+    if constraint.regex is not None:
         escaped = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], text)
         return f"/{escaped}/".replace("\n", "\\n")
-    if form.grammar is not None or form.choice is not None:
+    if constraint.grammar is not None or constraint.choice is not None:
         return f"%lark {{\n{text}\n}}"
     schema = json.loads(text)
     guidance = schema.get("x-guidance")
@@ -174,13 +174,13 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def form_source(form: StructuredOutputsParams, text: str) -> str:
-    """Return the llguidance grammar of a structured output, given the result of `form_text`."""
+def constraint_source(constraint: StructuredOutputsParams, text: str) -> str:
+    """Return the llguidance grammar of a constraint, given the result of `constraint_text`."""
     from llguidance import LLMatcher
 
-    if form.regex is not None:
+    if constraint.regex is not None:
         return LLMatcher.grammar_from_regex(text)
-    if form.grammar is not None or form.choice is not None:
+    if constraint.grammar is not None or constraint.choice is not None:
         return LLMatcher.grammar_from_lark(text)
     return LLMatcher.grammar_from_json_schema(text, defaults=LAYOUT)
 
@@ -197,22 +197,22 @@ def unforced_source(source: str) -> str:
     return '%llguidance {"no_forcing": true}\n' + text
 
 
-def without_descriptions(form: StructuredOutputsParams) -> StructuredOutputsParams:
-    """Return a JSON form without the annotations of its schema."""
+def without_descriptions(constraint: StructuredOutputsParams) -> StructuredOutputsParams:
+    """Return a JSON constraint without the annotations of its schema."""
     try:
-        schema = json.dumps(without_annotations(json.loads(str(form.json))))
+        schema = json.dumps(without_annotations(json.loads(str(constraint.json))))
     except RecursionError:
-        return form
+        return constraint
     return StructuredOutputsParams(json=schema)
 
 
-def split_labels(form: StructuredOutputsParams, text: str) -> tuple[Sequence[Any], str]:
-    """Return the labels of a form, and its text with a single label per enum or union.
+def split_labels(constraint: StructuredOutputsParams, text: str) -> tuple[Sequence[Any], str]:
+    """Return the labels of a constraint, and its text with a single label per enum or union.
 
     For a ``choice``, the text is returned unchanged. The module docstring defines labels.
     """
-    if form.choice is not None:
-        return form.choice, text
+    if constraint.choice is not None:
+        return constraint.choice, text
     labels: list[Any] = []
     shorter, end, num_wasted = "", 0, 0
     for match in _LABELS.finditer(text):
@@ -240,7 +240,7 @@ def split_labels(form: StructuredOutputsParams, text: str) -> tuple[Sequence[Any
 
 
 def label_fuel(labels: Sequence[Any]) -> int:
-    """Return the fuel that a form gets for its labels, in addition to the usual limit.
+    """Return the fuel that a constraint gets for its labels, in addition to the usual limit.
 
     Measured: each label needs 13, plus 75 for each escaped character.
     """

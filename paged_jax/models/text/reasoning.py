@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paged_jax.arguments import ArgumentError
-from paged_jax.models.text.grammar_source import form_rule, quoted
+from paged_jax.models.text.grammar_source import constraint_rule, quoted
 from paged_jax.models.text.harmony import uses_harmony
 from paged_jax.models.text.tool_formats import Tool, ToolFormat
 from paged_jax.models.text.tool_reader import AnswerDelta, ToolReader, overlap
@@ -54,10 +54,12 @@ class ReasoningFormat:
             return "reasoning"
         return "answer" if end.endswith(self.closing) else "either"
 
-    def constrain(self, form: StructuredOutputsParams, start: Start) -> StructuredOutputsParams:
-        """Return a constraint that allows any reasoning, and applies `form` to the answer."""
+    def constrain(
+        self, constraint: StructuredOutputsParams, start: Start
+    ) -> StructuredOutputsParams:
+        """Return a constraint that allows any reasoning, and applies `constraint` to the answer."""
         if start == "answer":
-            return form
+            return constraint
         rules = {
             "reasoning": "start: rest_of_reasoning answer",
             "either": f"start: {quoted(self.opening)} rest_of_reasoning answer | answer",
@@ -70,7 +72,7 @@ class ReasoningFormat:
                     "rest_of_reasoning: inside_of_reasoning space_after_reasoning",
                     rf"inside_of_reasoning[lazy]: /(.|\n)*{closing}/",
                     r"space_after_reasoning: /\s{0,4}/",
-                    f"answer: {form_rule(form)}",
+                    f"answer: {constraint_rule(constraint)}",
                 ]
             )
         )

@@ -14,7 +14,7 @@ from paged_jax.models.text.grammar_source import LAYOUT, close, quoted, without_
 from paged_jax.models.text.tool_formats import HERMES, ID, NUMBER, Tool, ToolFormat
 from paged_jax.sampling.params import StructuredOutputsParams
 
-# Number of sets of tools whose forms are kept, because a chat sends its tools with each request.
+# Number of sets of tools whose constraints are cached. A chat sends its tools with each request.
 _NUM_KEPT = 32
 # Maximum number of schemas compiled separately to find unsupported schemas. Each takes
 # milliseconds.
@@ -261,7 +261,7 @@ class ToolGrammars:
         self._lock = threading.Lock()
         self._kept: OrderedDict[StructuredOutputsParams, StructuredOutputsParams] = OrderedDict()
 
-    def form(
+    def constraint(
         self, write_grammar: Callable[[Sequence[Tool]], str], tools: Sequence[Tool], choice: str
     ) -> StructuredOutputsParams:
         """Return the constraint on an answer, after checking that its grammar compiles.
@@ -284,19 +284,19 @@ class ToolGrammars:
 
         asked = write(tools)
         with self._lock:
-            form = self._kept.get(asked)
+            constraint = self._kept.get(asked)
         try:
             self._grammars.check_available()
-            if form is None:
-                form = self._compiling(write, asked, tools)
+            if constraint is None:
+                constraint = self._compiling(write, asked, tools)
         except ArgumentError as error:
             raise ArgumentError(error.function, error.problem, "tools") from None
         with self._lock:
-            self._kept[asked] = form
+            self._kept[asked] = constraint
             self._kept.move_to_end(asked)
             if len(self._kept) > _NUM_KEPT:
                 self._kept.popitem(last=False)
-        return form
+        return constraint
 
     def _compiling(
         self,
@@ -308,19 +308,19 @@ class ToolGrammars:
         if _failure(self._grammars.compile, asked) is None:
             return asked
         tools = self._supported(tools)
-        form = write(tools)
+        constraint = write(tools)
         # All schemas together may still be too large: drop the largest schemas first.
         hints = [i for i, tool in enumerate(tools) if not tool["function"].get("strict")]
         hints.sort(key=lambda i: -len(json.dumps(tools[i])))
         count = 1
-        while (error := _failure(self._grammars.compile, form)) is not None:
+        while (error := _failure(self._grammars.compile, constraint)) is not None:
             if not hints:
                 raise error
             for index in hints[:count]:
                 tools[index] = _with_parameters(tools[index], _ANY_OBJECT)
             hints, count = hints[count:], 2 * count
-            form = write(tools)
-        return form
+            constraint = write(tools)
+        return constraint
 
     def _supported(self, tools: Sequence[Tool]) -> list[Tool]:
         """Return the tools with the supported parts of their schemas.
@@ -371,10 +371,10 @@ class ToolGrammars:
 
 
 def _failure(
-    compile: Callable[[StructuredOutputsParams], object], form: StructuredOutputsParams
+    compile: Callable[[StructuredOutputsParams], object], constraint: StructuredOutputsParams
 ) -> ArgumentError | None:
     try:
-        compile(form)
+        compile(constraint)
     except ArgumentError as error:
         return error
     return None
