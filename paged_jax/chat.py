@@ -14,16 +14,18 @@ from paged_jax.command_line import (
     Parser,
     add_engine_arguments,
     add_process_arguments,
+    add_quiet_argument,
     engine_options,
     join_processes,
     one_line,
+    status_of,
 )
 from paged_jax.formatting import format_bytes
 from paged_jax.generate import (
     add_sampling_arguments,
     given_params,
+    print_summary,
     recommended_params,
-    summarise,
 )
 from paged_jax.llm import LLM
 from paged_jax.monitoring import Status
@@ -44,9 +46,9 @@ _FREE_PART = 4
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status; expected errors print one line."""
-    status = Status(has_lines=True)
     parser = _parser()
     args = parser.parse_args(argv)
+    status = status_of(args)
     return parser.run(lambda: _run(args, status), clear=status.leave_line)
 
 
@@ -65,9 +67,11 @@ def _parser() -> Parser:
     add_process_arguments(parser)
     sampling = parser.add_argument_group("sampling")
     add_sampling_arguments(sampling, default_max_tokens=_MAX_TOKENS)
-    parser.add_argument_group("conversation").add_argument(
+    conversation = parser.add_argument_group("conversation")
+    conversation.add_argument(
         "--system", metavar="TEXT", help="system message; default: from the chat template"
     )
+    add_quiet_argument(conversation)
     return parser
 
 
@@ -97,9 +101,7 @@ def _run(args: Any, status: Status) -> None:
         else:
             _print_answer(conversation, message, status)
     if llm.stats.num_prompt_tokens:
-        summary = summarise(llm)  # may compile a program, which the status line shows
-        status.clear()
-        print(summary, file=sys.stderr)
+        print_summary(llm, args, status)
 
 
 def _read_messages() -> Iterator[str]:

@@ -17,6 +17,7 @@ from paged_jax.engine.config import VLLM_NAMES, OptionSpec, option_specs
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.hub import find_model
 from paged_jax.models.loading.pretrained import bundled_folder
+from paged_jax.monitoring import Status
 from paged_jax.user_cache import keep_compiled_programs
 
 # Errors caused by the arguments, the files or the machine. JAX raises JaxRuntimeError if a device
@@ -197,6 +198,22 @@ def add_engine_arguments(
     )
 
 
+def add_quiet_argument(group: argparse._ArgumentGroup) -> None:
+    """Add ``--quiet``; `status_of` and `engine_options` read it."""
+    group.add_argument(
+        "--quiet",
+        action="store_true",
+        help="write nothing but results and errors: no progress and no summary",
+    )
+
+
+def status_of(args: argparse.Namespace) -> Status:
+    """Return the status line of a command, which stays empty with ``--quiet``."""
+    if args.quiet:
+        return Status(is_shown=False)
+    return Status(is_shown=args.show_progress, has_lines=args.show_progress is not False)
+
+
 def add_option_flags(
     group: argparse._ActionsContainer,
     options: Iterable[OptionSpec],
@@ -257,6 +274,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     if not args.no_compilation_cache:
         keep_compiled_programs()
     options = given_options(args, option_specs())
+    if getattr(args, "quiet", False):
+        options["show_progress"] = False
     return options | _contiguous_options(options) if args.contiguous else options
 
 

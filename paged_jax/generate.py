@@ -16,8 +16,10 @@ from paged_jax.command_line import (
     Parser,
     add_engine_arguments,
     add_process_arguments,
+    add_quiet_argument,
     engine_options,
     join_processes,
+    status_of,
 )
 from paged_jax.engine.request_factory import Prompt
 from paged_jax.formatting import LINE_ENDS, format_bytes
@@ -35,9 +37,9 @@ _MAX_EVENTS = 50
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status; expected errors print one line."""
-    status = Status(has_lines=True)
     parser = _parser()
     args = parser.parse_args(argv)
+    status = status_of(args)
     return parser.run(lambda: _run(args, status), clear=status.leave_line)
 
 
@@ -77,6 +79,7 @@ def _parser() -> Parser:
         "--chat", action="store_true", help="wrap each prompt in the model's chat template"
     )
     output.add_argument("--json", action="store_true", help="print a JSON object for each prompt")
+    add_quiet_argument(output)
     output.add_argument(
         "--show-blocks",
         action="store_true",
@@ -149,9 +152,7 @@ def _run(args: argparse.Namespace, status: Status) -> None:
         _complete(llm, prompts, params, write, pictures, status)
     if pictures is not None:
         pictures.finish()
-    summary = summarise(llm)  # may compile a program, which the status line shows
-    status.clear()
-    print(summary, file=sys.stderr)
+    print_summary(llm, args, status)
 
 
 def _complete(
@@ -393,6 +394,15 @@ class _BlockPictures:
     def _print(self, text: str) -> None:
         self._status.clear()
         print(f"\n{text}", file=sys.stderr)
+
+
+def print_summary(llm: LLM, args: argparse.Namespace, status: Status) -> None:
+    """Print the speed and the memory of all requests on stderr, unless ``--quiet`` is given."""
+    if args.quiet:
+        return
+    summary = summarise(llm)  # may compile a program, which the status line shows
+    status.clear()
+    print(summary, file=sys.stderr)
 
 
 def summarise(llm: LLM) -> str:

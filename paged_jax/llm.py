@@ -142,7 +142,8 @@ class LLM(Engine):
         """Run the requests of a call until all have finished."""
         with contextlib.closing(group):
             requests = list(group.requests.values())
-            status, note = Status(is_shown=None if use_tqdm else False), self.speed_note()
+            is_shown = self.core.options.show_progress if use_tqdm else False
+            status, note = Status(is_shown=is_shown), self.speed_note()
             with (
                 status.bar("requests", unit="req", total=len(requests)),
                 self.core.executor.showing_compilation(status.say),

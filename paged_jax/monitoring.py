@@ -8,6 +8,8 @@ from typing import Any, TextIO
 
 import jax
 
+_LOADING_DELAY = 0.5
+
 
 def is_interactive() -> bool:
     """Return whether stderr is a terminal or the output of a notebook."""
@@ -38,8 +40,24 @@ class Status:
         self._title = ""
 
     @contextlib.contextmanager
-    def bar(self, title: str, *, unit: str, total: int | None = None) -> Iterator[None]:
-        """Show a bar during the ``with`` statement. Status lines appear at its left end."""
+    def bar(
+        self,
+        title: str,
+        *,
+        unit: str,
+        total: int | None = None,
+        delay: float = 0.0,
+        leave: bool = True,
+    ) -> Iterator[None]:
+        """Show a bar during the ``with`` statement. Status lines appear at its left end.
+
+        Args:
+          title: text at the left end.
+          unit: unit of `total`. Bytes (``"B"``) are shown with prefixes such as ``M``.
+          total: number of units; None if it is not known yet.
+          delay: seconds after which the bar appears, so that quick work shows none.
+          leave: whether the bar stays after the ``with`` statement.
+        """
         if not self._is_shown:
             yield
             return
@@ -49,7 +67,15 @@ class Status:
         self.clear()
         self._title = title
         try:
-            with tqdm(total=total, desc=title, unit=unit, file=_file(self._stream)) as self._bar:
+            with tqdm(
+                total=total,
+                desc=title,
+                unit=unit,
+                unit_scale=unit == "B",
+                delay=delay,
+                leave=leave,
+                file=_file(self._stream),
+            ) as self._bar:
                 yield
         finally:
             self._bar = None
@@ -64,7 +90,8 @@ class Status:
         if self._bar is None:
             return
         self._bar.update(num)
-        self._bar.set_description_str(self._title)
+        if self._bar.desc != self._title:
+            self._bar.set_description_str(self._title)
         elapsed = self._bar.format_dict["elapsed"]
         if note is not None and elapsed:
             self._bar.set_postfix_str(note(elapsed), refresh=False)
@@ -112,6 +139,28 @@ class Status:
         if self._is_muted and self._stream.isatty():
             print(file=self._stream, flush=True)
         self.unmute()
+
+
+@contextlib.contextmanager
+def loading_bar(num_bytes: int, *, is_shown: bool | None) -> Iterator[Callable[[int], None]]:
+    """Show a bar while weights are loaded, in the first of several processes.
+
+    Args:
+      num_bytes: number of bytes to load.
+      is_shown: whether the bar is shown; None shows it on a terminal and in a notebook, if loading
+        takes longer than `_LOADING_DELAY` seconds.
+
+    Returns:
+      A context with the function that is called with the bytes that were loaded since its last
+      call.
+    """
+    if is_shown is False or jax.process_index():
+        yield lambda num: None
+        return
+    status = Status(is_shown=is_shown)
+    delay = _LOADING_DELAY if is_shown is None else 0.0
+    with status.bar("loading weights", unit="B", total=num_bytes, delay=delay, leave=False):
+        yield status.advance
 
 
 def _is_notebook() -> bool:

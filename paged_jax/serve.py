@@ -111,7 +111,10 @@ def _make_service(
 
     start = time.perf_counter()
     report("loading the model")
-    engine = Engine(**engine_options(args))
+    options = engine_options(args)
+    if args.log_format == "json":
+        options.setdefault("show_progress", False)  # stderr has only JSON
+    engine = Engine(**options)
     if not args.no_warmup:
         engine.warmup(lambda done, total, name: report(f"compiling {done} of {total}: {name}"))
     # The model and its programs live as long as the process. Without `freeze`, each full garbage

@@ -84,6 +84,13 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(run, tiny_folder) -> None:
     ), lines[-1]
 
 
+def test_quiet_writes_only_the_text(run) -> None:
+    args = ("--prompt", "ab", "--temperature", "0", "--max-tokens", "4")
+    status, text, _ = run(*args)
+    assert status == 0 and run(*args, "--quiet") == (0, text, "")
+    assert "loading the model" not in run(*args, "--no-progress")[2]
+
+
 def test_prompt_can_be_read_from_stdin(run, monkeypatch) -> None:
     expected = run("--prompt", "ab", "--max-tokens", "8")[1]
     monkeypatch.setattr(sys, "stdin", io.StringIO("ab\n"))

@@ -133,10 +133,7 @@ class EngineConfig:
         metavar="PATH",
     )
     revision: str | None = option(
-        None,
-        "branch, tag or commit of a model that is given by its name",
-        default_help="main",
-        metavar="NAME",
+        None, "branch, tag or commit of a named model", default_help="main", metavar="NAME"
     )
     download: bool = option(
         False,
@@ -232,10 +229,7 @@ class EngineConfig:
         vllm="preemption_mode",
     )
     swap_space: float = option(
-        4.0,
-        "host memory for swapped blocks, in GiB",
-        bounds=GIB,
-        metavar="GIB",
+        4.0, "host memory for swapped blocks, in GiB", bounds=GIB, metavar="GIB"
     )
     num_speculative_tokens: int = option(
         0,
@@ -284,6 +278,14 @@ class EngineConfig:
         "a part of the weights and of the KV cache",
         bounds=POSITIVE,
         decides_memory=True,
+    )
+    show_progress: bool | None = option(
+        None,
+        "whether to show progress bars on stderr while weights load and programs compile",
+        default_help="yes on a terminal and in a notebook",
+        bounds=SWITCH,
+        flag="--progress",
+        vllm="use_tqdm_on_load",
     )
     check_replicas: bool = option(
         False,

@@ -272,7 +272,7 @@ class Engine:
         if report is not None:
             self.core.runner.warmup(report)
             return
-        status = Status()
+        status = Status(is_shown=self.core.options.show_progress)
         with status.bar("compiling", unit="program"):
             self.core.runner.warmup(status.move_to)
 

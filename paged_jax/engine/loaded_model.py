@@ -134,7 +134,11 @@ def load_weights(options: EngineConfig) -> tuple[Weights, TensorParallel | None]
         is_copied = backend not in (None, "cpu") and jax.default_backend() == "cpu"
         scan_layers = False if is_copied else None
         loaded = Llama.from_pretrained(
-            model, dtype=options.dtype, scan_layers=scan_layers, dequantise=options.dequantise
+            model,
+            dtype=options.dtype,
+            scan_layers=scan_layers,
+            dequantise=options.dequantise,
+            show_progress=options.show_progress,
         )
         return Weights(loaded), None
     parallel = TensorParallel.create("Engine", mesh, read_config(folder))
@@ -143,6 +147,7 @@ def load_weights(options: EngineConfig) -> tuple[Weights, TensorParallel | None]
         dtype=options.dtype,
         sharding=parallel.model_sharding,
         dequantise=options.dequantise,
+        show_progress=options.show_progress,
     )
     parallel = dataclasses.replace(parallel, config=placed.config)  # with the dtype of the weights
     return Weights(placed, parallel, check_replicas=options.check_replicas), parallel

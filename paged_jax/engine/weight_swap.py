@@ -66,14 +66,9 @@ def load_weights_for(model: PagedModel, folder: str | Path) -> Llama:
     if Path(folder).exists():  # `from_pretrained` reports a missing folder
         _check_config(read_config(folder), model.config)
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    return from_pretrained(
-        Llama,
-        folder,
-        dtype=model.float_dtype,
-        scan_layers=model.scan_layers,
-        sharding=host,
-        formats=model.formats,
-    )
+    placement: Any = {"scan_layers": model.scan_layers, "sharding": host}
+    kinds: Any = {"dtype": model.float_dtype, "formats": model.formats}
+    return from_pretrained(Llama, folder, show_progress=False, **placement, **kinds)
 
 
 def _check_config(config: LlamaConfig, own: LlamaConfig) -> None:

@@ -154,6 +154,7 @@ class Llama(PagedModel):
         scan_layers: bool | None = None,
         sharding: Sharding = None,
         dequantise: bool = False,
+        show_progress: bool | None = None,
     ) -> "Llama":
         """Load a Hugging Face folder, a checkpoint of `save_checkpoint`, or a GGUF file.
 
@@ -171,6 +172,8 @@ class Llama(PagedModel):
             name (``"layers.0.qkv_proj"``, or ``"layers.qkv_proj"`` if stacked) and shape; None for
             the default device.
           dequantise: whether to expand quantised matrices of the files to floats of `dtype`.
+          show_progress: whether to show a progress bar on stderr; None shows it on a terminal and
+            in a notebook, if loading takes longer than half a second.
 
         Raises:
           FileNotFoundError: the folder, or its ``config.json``, does not exist.
@@ -192,6 +195,7 @@ class Llama(PagedModel):
             scan_layers=scan_layers,
             sharding=sharding,
             dequantise=dequantise,
+            show_progress=show_progress,
         )
 
     def save_pretrained(self, folder: str | Path) -> None:

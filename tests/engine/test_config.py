@@ -41,6 +41,7 @@ WRONG = {
     "cascade_attention": 1,
     "seed": 2**63,
     "tensor_parallel_size": 0,
+    "show_progress": "yes",
     "check_replicas": None,
     "on_compile": "print",
 }

@@ -1,23 +1,30 @@
 """Unusual heads, names and dtypes in model folders, compared with transformers."""
 
 import dataclasses
+import io
 import json
+import sys
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from paged_jax import monitoring
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.family import UnsupportedConfigError
 from paged_jax.models.llama import Llama
+from paged_jax.models.loading.orbax import save_checkpoint
 from paged_jax.models.loading.parameters import WeightsError
 from paged_jax.models.loading.pretrained import from_pretrained, read_config
+from paged_jax.monitoring import Status
 from paged_jax.plan import main as plan
 from tests.support import families
 from tests.support.families import CASES, VOCAB_SIZE, Case
+from tests.support.gguf_files import metadata_of, tensors_of, write
 from tests.support.random_model import random_llama
 
 TOKENS = np.random.default_rng(0).integers(2, VOCAB_SIZE, (1, 20), np.int32)
@@ -245,3 +252,53 @@ def test_read_config_names_an_unsupported_architecture(folder, architecture):
     edit_config(folder, architectures=None, model_type="gpt2")
     with pytest.raises(UnsupportedConfigError, match="'gpt2' .*docs/families.md"):
         read_config(folder)
+
+
+def _watch(monkeypatch):
+    """Return the numbers of bytes that the progress bar is advanced by, and what it writes."""
+    numbers, stream = [], io.StringIO()
+    advance = Status.advance
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(Status, "advance", lambda *args: numbers.append(args[1]) or advance(*args))
+    return numbers, stream
+
+
+def _save_as(kind, path):
+    """Save a model, and return its path and its number of bytes."""
+    model = random_llama(dataclasses.replace(_CONFIG, head_dim=8), scan_layers="stacked" in kind)
+    num_bytes = sum(x.nbytes for x in jax.tree.leaves(model))
+    if "orbax" in kind:
+        save_checkpoint(model, path)
+        return path, num_bytes
+    if kind == "gguf":
+        tensors = tensors_of(model, "llama", path / "folder")
+        return write(path / "a.gguf", metadata_of(model.config, "llama"), tensors), num_bytes
+    if kind == "quantised":
+        config = dataclasses.replace(_CONFIG, hidden_size=64, intermediate_size=64, head_dim=16)
+        random_llama(config).save_pretrained(path / "floats")
+        Llama.from_pretrained(path / "floats", dtype="int8").save_pretrained(path)
+        tensors = load_file(path / "model.safetensors").items()
+        return path, sum(x.nbytes for name, x in tensors if not name.endswith("_shape"))
+    model.save_pretrained(path)
+    return path, num_bytes
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "quantised", "gguf", "orbax", "stacked orbax"])
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_progress_bar_counts_the_bytes_of_all_weights(tmp_path, monkeypatch, kind, scan_layers):
+    path, num_bytes = _save_as(kind, tmp_path)
+    numbers, stream = _watch(monkeypatch)
+    Llama.from_pretrained(path, scan_layers=scan_layers, show_progress=True)
+    assert len(numbers) > 5 and sum(numbers) == num_bytes
+    assert "loading weights:" in stream.getvalue()
+
+
+def test_progress_bar_is_shown_only_if_loading_is_slow_or_it_is_requested(folder, monkeypatch):
+    numbers, stream = _watch(monkeypatch)
+    stream.isatty = lambda: True
+    for show_progress in (None, False):
+        Llama.from_pretrained(folder, show_progress=show_progress)
+        assert numbers != [] and stream.getvalue() == ""
+    monkeypatch.setattr(monitoring, "_LOADING_DELAY", 0.0)
+    Llama.from_pretrained(folder)
+    assert "loading weights:" in stream.getvalue()

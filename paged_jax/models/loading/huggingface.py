@@ -35,7 +35,7 @@ from paged_jax.models.loading.safetensors_files import (
 )
 from paged_jax.models.loading.save_quantised import QuantisedWriter
 from paged_jax.models.loading.stored_matrices import StoredMatrix, read_box
-from paged_jax.models.loading.stored_tensors import StoredTensor
+from paged_jax.models.loading.stored_tensors import CountedTensors, StoredTensor
 from paged_jax.models.loading.tensor_boxes import TensorMapping
 from paged_jax.models.loading.tensor_map import (
     EMBEDDINGS,
@@ -48,6 +48,7 @@ from paged_jax.models.matrices import Sharding, matrix_name
 from paged_jax.models.matrix_formats import MatrixFormats, float_type, is_matrix
 from paged_jax.models.model_folder import find_adapters
 from paged_jax.models.paged_model import PagedModel
+from paged_jax.monitoring import loading_bar
 
 _COMPARED_ROWS = 4096
 _ROTARY_BUFFERS = tuple(
@@ -65,6 +66,7 @@ def load_weights(
     sharding: Sharding = None,
     dequantise: bool = False,
     formats: MatrixFormats | None = None,
+    show_progress: bool | None = None,
 ) -> Model:
     """Load a model from a folder with ``model.safetensors``, whole or in shards, or from GGUF.
 
@@ -84,6 +86,7 @@ def load_weights(
       dequantise: whether to expand quantised matrices of the files to floats.
       formats: formats of the matrices of the model; None for the formats that `dtype` and the files
         determine.
+      show_progress: whether to show a progress bar, see `loading_bar`.
 
     Raises:
       WeightsError: the folder has no safetensors, a file is damaged, or a tensor is missing,
@@ -102,10 +105,31 @@ def load_weights(
         scan_layers=scan_layers and formats.can_stack,
         formats=formats if formats.is_quantised else None,
     )
+    used = {stored[each.tensor] for some in mappings.values() for each in some}
+    total = sum(tensor.format.num_bytes(tensor.shape) for tensor in used)
+    with loading_bar(total, is_shown=show_progress) as advance:
+        return _build(spec, CountedTensors(stored, advance), shapes, mappings)
+
+
+def _build(
+    spec: ModelSpec[Model],
+    stored: Mapping[str, StoredTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    mappings: Mapping[str, list[TensorMapping]],
+) -> Model:
+    """Build a model from the tensors of its files.
+
+    Args:
+      spec: the model.
+      stored: tensors by name.
+      shapes: shape of each parameter of the model with separate layers.
+      mappings: mappings of each of these parameters to its tensors.
+    """
+    config, formats = spec.config, spec.formats
     matrices = {
         name: StoredMatrix(shape, formats[name], mappings[name], stored)
         for name, shape in shapes.items()
-        if is_matrix(name) and formats[name].is_quantised
+        if formats is not None and is_matrix(name) and formats[name].is_quantised
     }
     reader = MatrixReader(matrices)
 

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,11 @@ from paged_jax.models.matrix_formats import (
     is_matrix,
 )
 from paged_jax.models.model_folder import read_json
+from paged_jax.monitoring import loading_bar
 
 _WEIGHTS, _FORMATS = "weights", "formats.json"
+# Bytes that are restored at a time. Each part costs milliseconds.
+_PART_BYTES = 1 << 28
 
 Shape = tuple[int, ...]
 # Arrays to restore, by name: shape, dtype and placement.
@@ -88,6 +92,7 @@ def load_checkpoint(
     sharding: Sharding = None,
     dequantise: bool = False,
     formats: MatrixFormats | None = None,
+    show_progress: bool | None = None,
 ) -> Model:
     """Load a checkpoint of `save_checkpoint`, each parameter directly to its devices.
 
@@ -105,6 +110,7 @@ def load_checkpoint(
       sharding: see `load_weights`.
       dequantise: whether to expand quantised matrices to floats.
       formats: see `load_weights`.
+      show_progress: see `load_weights`.
 
     Raises:
       WeightsError: the arrays are damaged, or do not fit the config.
@@ -130,9 +136,24 @@ def load_checkpoint(
     elif kept != formats:
         arrays = _restore_layer_by_layer(path, stored, targets)
     else:
-        arrays = _restore(path, stored, targets).items()
-    by_name = dict(_change_formats(arrays, kept, formats, final))
+        arrays = _restore_in_parts(path, stored, targets)
+    with loading_bar(_num_bytes(targets), is_shown=show_progress) as advance:
+        counted = _counted(arrays, advance)
+        by_name = dict(_change_formats(counted, kept, formats, final))
     return spec.build(lambda name, *_: by_name.pop(name))
+
+
+def _num_bytes(targets: Targets) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in targets.values())
+
+
+def _counted(
+    arrays: Iterable[tuple[str, jax.Array]], advance: Callable[[int], None]
+) -> Iterator[tuple[str, jax.Array]]:
+    """Yield arrays with their names, and report the bytes of each."""
+    for name, array in arrays:
+        advance(array.nbytes)
+        yield name, array
 
 
 def find_saved_formats(
@@ -201,6 +222,20 @@ def _restore(path: Path, stored: Mapping[str, Shape], targets: Targets) -> dict[
     except (ValueError, OSError) as error:
         raise _damaged(path, error) from None
     return {name: restored[name] for name in targets}
+
+
+def _restore_in_parts(
+    path: Path, stored: Mapping[str, Shape], targets: Targets
+) -> Iterator[tuple[str, jax.Array]]:
+    """Restore arrays in parts of about `_PART_BYTES`, so that a progress bar can move."""
+    part: dict[str, jax.ShapeDtypeStruct] = {}
+    for name, target in targets.items():
+        part[name] = target
+        if _num_bytes(part) >= _PART_BYTES:
+            yield from _restore(path, stored, part).items()
+            part = {}
+    if part:
+        yield from _restore(path, stored, part).items()
 
 
 def _restore_layer_by_layer(

@@ -51,6 +51,7 @@ def from_pretrained(
     sharding: Sharding = None,
     dequantise: bool = False,
     formats: MatrixFormats | None = None,
+    show_progress: bool | None = None,
 ) -> Model:
     """Load a model of a class, see `Llama.from_pretrained` and, for `formats`, `load_weights`."""
     folder = bundled_folder() if folder is None else Path(folder)
@@ -82,6 +83,7 @@ def from_pretrained(
         sharding=sharding,
         dequantise=dequantise,
         formats=formats,
+        show_progress=show_progress,
     )
 
 

@@ -7,7 +7,7 @@ in the folder `quantised`.
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -170,6 +170,33 @@ class QuantisedTensor(StoredTensor):
     def _dequantise(self, rows: slice) -> np.ndarray:
         """Return rows in float32, with the same roundings as the tool that defines the format."""
         return dequantise(self.read_arrays(rows), self.format.code)
+
+
+class CountedTensors(Mapping[str, StoredTensor]):
+    """Tensors by name that report their bytes, each when it is looked up for the first time.
+
+    Args:
+      tensors: the tensors.
+      report: function that is called with the number of bytes of a tensor in its format.
+    """
+
+    def __init__(self, tensors: Mapping[str, StoredTensor], report: Callable[[int], None]):
+        self._tensors = tensors
+        self._report = report
+        self._seen: set[str] = set()
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        tensor = self._tensors[name]
+        if name not in self._seen:
+            self._seen.add(name)
+            self._report(tensor.format.num_bytes(tensor.shape))
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def find_dtype(tensors: Iterable[StoredTensor]) -> str | None:
