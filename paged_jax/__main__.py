@@ -1,5 +1,6 @@
 """One command for all command lines: ``paged-jax COMMAND`` or ``python -m paged_jax COMMAND``."""
 
+import argparse
 import importlib
 import sys
 
@@ -17,12 +18,16 @@ _USAGE = """usage: paged-jax COMMAND ...
 {commands}
 
 `paged-jax COMMAND --help` lists the options of a command. Without --model, a small bundled model
-runs. Examples:
+runs. `paged-jax --print-completion SHELL` prints the completion for bash, zsh, tcsh or fish.
+Examples:
 
   paged-jax chat --model HuggingFaceTB/SmolLM2-135M-Instruct --download
   paged-jax serve --model ./model.gguf --port 8000
   paged-jax plan --model ./llama-3-8b --device h100
 """
+_COMPLETION = "--print-completion"
+# Placeholders of options whose values are paths, and the attribute of `shtab` that completes them.
+_PATHS = {"FILE": "FILE", "PATH": "FILE", "MODEL": "FILE", "DIR": "DIRECTORY"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,12 +41,44 @@ def main(argv: list[str] | None = None) -> int:
     if command == "--version":
         print(f"paged_jax {__version__}")
         return 0
+    if command == _COMPLETION:
+        return _print_completion(*arguments[:1])
     if command not in COMMANDS:
         names = ", ".join(COMMANDS)
-        print(f"paged-jax: error: COMMAND must be one of {names}, got {command}", file=sys.stderr)
-        return 2
+        return _fail(f"COMMAND must be one of {names}, got {command}")
     # Some commands need extras, and all need seconds to import.
     return importlib.import_module(f"paged_jax.{command}").main(arguments)
+
+
+def _fail(message: str) -> int:
+    print(f"paged-jax: error: {message}", file=sys.stderr)
+    return 2
+
+
+def _print_completion(shell: str = "") -> int:
+    """Print a script that completes all commands and their options in a shell."""
+    try:
+        import shtab
+    except ModuleNotFoundError:
+        return _fail("shtab is not installed. Run: pip install 'paged-jax[completion]'")
+    if shell not in shtab.SUPPORTED_SHELLS:
+        names = ", ".join(shtab.SUPPORTED_SHELLS)
+        return _fail(f"{_COMPLETION} must be one of {names}, got {shell or 'nothing'}")
+    parser = argparse.ArgumentParser(prog="paged-jax")
+    parser.add_argument("--version", action="store_true", help="show the version")
+    parser.add_argument(_COMPLETION, choices=shtab.SUPPORTED_SHELLS, help="print this completion")
+    commands = parser.add_subparsers()
+    for name, text in COMMANDS.items():
+        try:
+            parents = [importlib.import_module(f"paged_jax.{name}").make_parser()]
+        except SystemExit:  # an extra of this command is not installed
+            parents = []
+        added = commands.add_parser(name, parents=parents, add_help=not parents, help=text)
+        for action in added._actions:
+            if action.metavar in _PATHS:
+                vars(action)["complete"] = getattr(shtab, _PATHS[action.metavar])
+    print(shtab.complete(parser, shell))
+    return 0
 
 
 if __name__ == "__main__":

@@ -91,12 +91,13 @@ class Result:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status; expected errors print one line."""
-    parser = _parser()
+    parser = make_parser()
     args = parser.parse_args(argv)
     return parser.run(lambda: _run(args))
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
+    """Return the parser of the command ``bench``."""
     parser = Parser(
         "bench",
         examples=(

@@ -46,13 +46,14 @@ _FREE_PART = 4
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status; expected errors print one line."""
-    parser = _parser()
+    parser = make_parser()
     args = parser.parse_args(argv)
     status = status_of(args)
     return parser.run(lambda: _run(args, status), clear=status.leave_line)
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
+    """Return the parser of the command ``chat``."""
     parser = Parser(
         "chat",
         examples=(

@@ -48,7 +48,7 @@ _LENGTHS = (512, 2048, 8192, 32768, 131072)
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status, 1 if the model does not fit."""
-    parser = _parser()
+    parser = make_parser()
     args = parser.parse_args(argv)
     return parser.run(lambda: _print(args))
 
@@ -61,7 +61,8 @@ def _print(args: argparse.Namespace) -> None:
     print(json.dumps(as_dict(*shown)) if args.json else as_text(*shown))
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
+    """Return the parser of the command ``plan``."""
     parser = Parser(
         "plan",
         examples=(

@@ -57,7 +57,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until a signal and return the exit status; expected errors print one line."""
-    parser = _parser()
+    parser = make_parser()
     args = parser.parse_args(argv)
     return parser.run(lambda: _serve(args))
 
@@ -155,7 +155,8 @@ def _summary(engine: Engine, name: str, seconds: float) -> str:
     )
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
+    """Return the parser of the command ``serve``."""
     parser = Parser(
         "serve",
         examples=(

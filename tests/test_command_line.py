@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import importlib
+import re
+import subprocess
 import sys
 
 import pytest
@@ -62,7 +64,7 @@ def test_given_options_ignores_other_arguments() -> None:
 
 @pytest.mark.parametrize("command", [generate, serve])
 def test_commands_have_the_flags_of_all_options(command) -> None:
-    args = command._parser().parse_args(["--prompt", "x"] if command is generate else [])
+    args = command.make_parser().parse_args(["--prompt", "x"] if command is generate else [])
     names = {each.name for each in option_specs() if each.flag}
     assert names <= set(vars(args))
     args.no_compilation_cache = True
@@ -70,7 +72,7 @@ def test_commands_have_the_flags_of_all_options(command) -> None:
 
 
 def test_plan_has_the_flags_of_the_options_that_decide_the_memory() -> None:
-    args = vars(plan._parser().parse_args([]))
+    args = vars(plan.make_parser().parse_args([]))
     assert {each.name for each in option_specs() if each.decides_memory} <= set(args)
     assert not {"num_blocks", "steps_per_dispatch"} & set(args)
 
@@ -84,7 +86,7 @@ def test_vllm_names_of_options_are_understood(each) -> None:
         Engine(**{each.vllm: 1})
     if each.flag == f"--{each.name.replace('_', '-')}":
         message = f"unrecognized arguments: --{each.vllm.replace('_', '-')} 1"
-        assert serve._parser()._hint(message) == f". Did you mean {each.flag}?"
+        assert serve.make_parser()._hint(message) == f". Did you mean {each.flag}?"
 
 
 def test_subcommands_run_their_modules_with_the_other_arguments(capsys, monkeypatch) -> None:
@@ -100,6 +102,52 @@ def test_subcommands_run_their_modules_with_the_other_arguments(capsys, monkeypa
     assert capsys.readouterr().err.startswith("paged-jax: error: COMMAND must be one of generate,")
 
 
+def test_completion_of_bash_completes_commands_flags_and_values(capsys) -> None:
+    assert __main__.main(["--print-completion", "bash"]) == 0
+    lines = [
+        "",
+        "ser",
+        "serve --kv-dt",
+        "serve --kv-dtype int",
+        "plan --device h20",
+        "bench --good",
+    ]
+    complete = """
+    while read -ra words; do
+      COMP_WORDS=(paged-jax "${words[@]}") COMP_CWORD=${#words[@]} COMPREPLY=()
+      if [ ${#words[@]} = 0 ]; then COMP_WORDS=(paged-jax "") COMP_CWORD=1; fi
+      _shtab_paged_jax
+      echo "${COMPREPLY[@]}"
+    done"""
+    script = capsys.readouterr().out + complete
+    done = subprocess.run(
+        ["bash", "--norc", "-c", script],
+        input="\n".join(lines) + "\n",
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.splitlines() == [
+        "generate chat serve bench plan", "serve", "--kv-dtype", "int8", "h200", "--goodput",
+    ]  # fmt: skip
+    # Every flag of every command is in the script.
+    for name in __main__.COMMANDS:
+        parser = importlib.import_module(f"paged_jax.{name}").make_parser()
+        [found] = re.findall(rf"^_shtab_paged_jax_{name}_option_strings=\((.*)\)$", script, re.M)
+        assert set(found.split()) == set(parser._option_string_actions)
+
+
+def test_completion_without_shtab_or_for_an_unknown_shell_is_one_line(capsys, monkeypatch) -> None:
+    assert __main__.main(["--print-completion", "nosh"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "paged-jax: error: --print-completion must be one of bash, zsh, tcsh"
+    )
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert __main__.main(["--print-completion", "bash"]) == 2
+    assert capsys.readouterr().err == (
+        "paged-jax: error: shtab is not installed. Run: pip install 'paged-jax[completion]'\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("started", "name"),
     [
@@ -111,7 +159,7 @@ def test_subcommands_run_their_modules_with_the_other_arguments(capsys, monkeypa
 )
 def test_help_shows_examples_with_the_name_that_was_started(started, name, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", [started])
-    text = serve._parser().format_help()
+    text = serve.make_parser().format_help()
     assert text.startswith(f"usage: {name} [-h]")
     assert f"examples:\n  {name} --model ./model.gguf --port 8000\n" in text
 
@@ -129,7 +177,7 @@ def test_help_shows_examples_with_the_name_that_was_started(started, name, monke
 )
 def test_flags_of_other_programs_are_answered_with_ours(argument, flag, capsys) -> None:
     with pytest.raises(SystemExit):
-        generate._parser().parse_args(["--prompt", "ab", argument, "1"])
+        generate.make_parser().parse_args(["--prompt", "ab", argument, "1"])
     assert capsys.readouterr().err.endswith(f". Did you mean {flag}?\n")
 
 
@@ -146,5 +194,5 @@ def test_errors_name_flags_instead_of_functions(error, line, capsys) -> None:
     def fail() -> None:
         raise ValueError(error)
 
-    assert generate._parser().run(fail) == 1
+    assert generate.make_parser().run(fail) == 1
     assert capsys.readouterr().err.endswith(f"generate: error: {line}\n")

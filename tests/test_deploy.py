@@ -29,7 +29,7 @@ OTHERS = {
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_options_exist(path: Path) -> None:
     options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text())) - OTHERS
-    parsers = (serve._parser(), bench._parser())
+    parsers = (serve.make_parser(), bench.make_parser())
     assert options and options <= {name for each in parsers for name in each._option_string_actions}
 
 
@@ -41,7 +41,7 @@ def test_pod_uses_the_routes_of_the_server(tiny_model) -> None:
     deployment, service = documents()
     pod = deployment["spec"]["template"]["spec"]
     [server] = pod["containers"]
-    args = serve._parser().parse_args(server["args"])
+    args = serve.make_parser().parse_args(server["args"])
     wait = int(server["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod["terminationGracePeriodSeconds"] > wait + args.drain_timeout
     app = create_app(Service(Engine(tiny_model, **SIZES), Settings(model_name="tiny")))
@@ -72,7 +72,7 @@ def test_compose_files_fit_together() -> None:
             source = volume.partition(":")[0]
             assert source in files["compose"]["volumes"] or (folder / source).is_file(), source
     assert (folder / services["server"]["build"]["context"] / "Dockerfile").is_file()
-    port = serve._parser().parse_args([]).port
+    port = serve.make_parser().parse_args([]).port
     [scraped] = files["prometheus"]["scrape_configs"][0]["static_configs"]
     assert scraped["targets"] == [f"server:{port}"] and "server" in services
     [source] = files["datasources"]["datasources"]

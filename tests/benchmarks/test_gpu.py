@@ -28,7 +28,7 @@ PARSERS = {
     "benchmarks.attention": attention_run._parser,
     "benchmarks.attention.tune": tune._parser,
     "benchmarks.step": step_run._parser,
-    "paged_jax.generate": generate._parser,
+    "paged_jax.generate": generate.make_parser,
 }
 
 

@@ -235,7 +235,7 @@ def test_keys_from_the_environment_are_stripped(monkeypatch) -> None:
     """Kubernetes keeps the line end of a secret's file."""
     monkeypatch.setenv("PAGED_JAX_ADMIN_KEY", "admin\n")
     monkeypatch.setenv("PAGED_JAX_API_KEY", "one two\n")
-    args = serve._parser().parse_args(
+    args = serve.make_parser().parse_args(
         ["--allowed-host", "API.example.com", "--allowed-host", "::1"]
     )
     serve._check(args)
