@@ -1,7 +1,6 @@
 """Command line for a conversation in the terminal: ``python -m paged_jax.chat --model PATH``."""
 
 import contextlib
-import dataclasses
 import signal
 import sys
 import threading
@@ -176,48 +175,6 @@ def _interrupts_as_flag() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-@dataclasses.dataclass
-class AnswerTimes:
-    """Times and sizes of an answer, which may have been stopped.
-
-    Attributes:
-      start: time of the request, in seconds of `time.perf_counter`.
-      first: time of the first token; None before it.
-      last: time of the last token; None before the first token.
-      num_tokens: number of generated tokens.
-      num_prompt_tokens: number of tokens of the prompt.
-      num_cached_tokens: number of tokens of the prompt that the prefix cache held.
-    """
-
-    start: float
-    first: float | None = None
-    last: float | None = None
-    num_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-
-    def note(self, output: RequestOutput) -> None:
-        """Record the newest output."""
-        self.num_tokens = len(output.outputs[0].token_ids)
-        self.num_prompt_tokens = len(output.prompt_token_ids)
-        self.num_cached_tokens = output.num_cached_tokens
-        if self.num_tokens:
-            self.last = time.perf_counter()
-            self.first = self.last if self.first is None else self.first
-
-    def describe(self) -> str:
-        """Return a line about the answer."""
-        if self.first is None or self.last is None:
-            return "last answer: no tokens"
-        seconds = self.last - self.first
-        speed = f"{(self.num_tokens - 1) / seconds:.1f}" if seconds else "-"
-        return (
-            f"last answer: {self.num_tokens} tokens, {speed} tokens/s | "
-            f"first token: {self.first - self.start:.2f} s | "
-            f"prompt: {self.num_prompt_tokens} tokens, {self.num_cached_tokens} cached"
-        )
-
-
 class Conversation:
     """A conversation with a chat model.
 
@@ -234,13 +191,13 @@ class Conversation:
 
     Attributes:
       messages: the messages so far, in OpenAI's format.
-      times: times of the last answer; None before the first answer.
     """
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None):
         self._llm = llm
         self._params = params
-        self.times: AnswerTimes | None = None
+        # The newest output of the last answer, and its time.
+        self._newest: tuple[RequestOutput, float] | None = None
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self.clear()
         llm.chat_prompt([*self._system, {"role": "user", "content": "Hi"}])  # checks the template
@@ -260,13 +217,13 @@ class Conversation:
           FloatingPointError: the model gave NaN.
         """
         self.messages.append({"role": "user", "content": message})
-        answer, self.times = "", AnswerTimes(time.perf_counter())
+        answer, self._newest = "", None
         try:
             outputs = self._llm.stream(self._next_prompt(), self._params)
             with contextlib.closing(outputs):
                 for _, output in outputs:
                     completion = output.outputs[0]
-                    self.times.note(output)
+                    self._newest = output, time.perf_counter()
                     if completion.finish_reason == "error":
                         raise FloatingPointError(completion.stop_reason)
                     text, answer = completion.text[len(answer) :], completion.text
@@ -277,7 +234,7 @@ class Conversation:
     def describe(self) -> str:
         """Return lines about the speed of the last answer and about the memory."""
         llm = self._llm
-        lines = [] if self.times is None else [self.times.describe()]
+        lines = [] if self._newest is None else [_describe_answer(*self._newest)]
         memory = f"{format_bytes(llm.cache.nbytes)} for {llm.num_blocks} blocks of the KV cache"
         with contextlib.suppress(RuntimeError):  # other processes have parts of the weights
             weights = sum(weight.nbytes for weight in llm.weights)
@@ -295,6 +252,20 @@ class Conversation:
             if fits or len(self.messages) <= first + 1:
                 return prompt
             del self.messages[first : first + 2]  # a message and its answer
+
+
+def _describe_answer(output: RequestOutput, seen: float) -> str:
+    """Return a line about an answer, which may have been stopped after its output at `seen`."""
+    metrics, num_tokens = output.metrics, len(output.outputs[0].token_ids)
+    if metrics.first_token_time is None:
+        return "last answer: no tokens"
+    seconds = (metrics.finished_time or seen) - metrics.first_token_time
+    speed = f"{(num_tokens - 1) / seconds:.1f}" if num_tokens > 1 else "-"
+    return (
+        f"last answer: {num_tokens} tokens, {speed} tokens/s | "
+        f"first token: {metrics.first_token_time - metrics.arrival_time:.2f} s | "
+        f"prompt: {len(output.prompt_token_ids)} tokens, {output.num_cached_tokens} cached"
+    )
 
 
 if __name__ == "__main__":

@@ -193,9 +193,8 @@ class PagedModel(nnx.Module):
             twice or a token is not in the vocabulary. Inside `jit`, rows with the same slot
             overwrite each other's tokens, and tokens are clamped to the vocabulary.
         """
-        vocab_size = self.config.vocab_size
-        step = as_step_arrays(self._name("prefill"), vocab_size, token_ids, slots, num_tokens)
-        x, cache, ok, places = self._run_chunks(cache, step, backend)
+        arrays = token_ids, slots, num_tokens
+        x, cache, ok, places = self._run_chunks("prefill", cache, arrays, backend)
         last = jnp.maximum(places.num_tokens - 1, 0)[:, None, None]
         logits = self.logits(jnp.take_along_axis(x, last, axis=1)[:, 0], backend)
         return logits, cache, ok
@@ -221,9 +220,8 @@ class PagedModel(nnx.Module):
         Raises:
           ValueError: see `prefill`.
         """
-        name, vocab_size = self._name("prefill_tiles"), self.config.vocab_size
-        step = as_step_arrays(name, vocab_size, token_ids, slots, num_tokens, has_tiles=True)
-        x, cache, ok, _ = self._run_chunks(cache, step, backend, has_tiles=True)
+        arrays = token_ids, slots, num_tokens
+        x, cache, ok, _ = self._run_chunks("prefill_tiles", cache, arrays, backend, has_tiles=True)
         return x, cache, ok
 
     def score(
@@ -246,9 +244,8 @@ class PagedModel(nnx.Module):
         Raises:
           ValueError: see `prefill`.
         """
-        vocab_size = self.config.vocab_size
-        step = as_step_arrays(self._name("score"), vocab_size, token_ids, slots, num_tokens)
-        x, cache, ok, _ = self._run_chunks(cache, step, backend)
+        arrays = token_ids, slots, num_tokens
+        x, cache, ok, _ = self._run_chunks("score", cache, arrays, backend)
         return self.logits(x, backend), cache, ok
 
     def score_drafts(
@@ -266,9 +263,8 @@ class PagedModel(nnx.Module):
           The result of `score`, and the states, or None if no layer is recurrent. Call
           `StatePlaces.advance_postponed` with the number of tokens that stay in each row.
         """
-        vocab_size = self.config.vocab_size
-        step = as_step_arrays(self._name("score"), vocab_size, token_ids, slots, num_tokens)
-        x, cache, ok, places = self._run_chunks(cache, step, backend, postpones=True)
+        arrays = token_ids, slots, num_tokens
+        x, cache, ok, places = self._run_chunks("score", cache, arrays, backend, postpones=True)
         return self.logits(x, backend), cache, ok, places.states
 
     @names_arguments
@@ -367,8 +363,9 @@ class PagedModel(nnx.Module):
 
     def _run_chunks(
         self,
+        method: str,
         cache: PagedCache,
-        step: StepArrays,
+        arrays: StepArrays,
         backend: str | None,
         *,
         has_tiles: bool = False,
@@ -379,13 +376,15 @@ class PagedModel(nnx.Module):
         Returns:
           The hidden states ``[B, T, E]``, the new cache, ``ok``, and the places of the tokens.
         """
-        token_ids, slots, num_tokens = step
+        token_ids, slots, num_tokens = as_step_arrays(
+            self._name(method), self.config.vocab_size, *arrays, has_tiles=has_tiles
+        )
         B, T = token_ids.shape
         cache, ok, places = reserve_places(
             cache, slots, num_tokens, T, backend, has_tiles=has_tiles, postpones=postpones
         )
         sliding_windows = self.config.sliding_windows
-        check_layers(self._name("prefill"), places, sliding_windows)
+        check_layers(self._name(method), places, sliding_windows)
         attend = prefill_attention(places, B, T, sliding_windows, backend)
         x, pools = self.hidden_states(
             token_ids.reshape(-1), places.positions, attend, cache.group_pools, backend
