@@ -47,7 +47,7 @@ from benchmarks.attention.programs import (
 )
 from benchmarks.common.device_time import Rates, measure_rates, take_turns
 from benchmarks.common.environment import environment, write_json
-from paged_jax.kernels import triton
+from paged_jax.kernels import gpu_device, triton
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
 from paged_jax.kernels.pool_format import is_quantised
 from paged_jax.kernels.triton import tuning
@@ -266,7 +266,7 @@ def run(jobs: list[Job], path: Path, budget: float, json_path: Path | None = Non
       json_path: file for all times.
     """
     start = time.monotonic()
-    kind = tuning.device().kind
+    kind = gpu_device.device().kind
     about = environment()
     measured = f"jax {about['versions']['jax']}, commit {about['commit']}"
     rates, options = measure_rates(), Options(scale=1.0)
@@ -339,7 +339,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Tune, or list the candidates."""
     options = _parser().parse_args(arguments)
     jobs = make_jobs(options.ops, options.models, options.block_sizes, options.dtypes)
-    kind = tuning.device().kind
+    kind = gpu_device.device().kind
     if options.dry_run:
         for job in jobs:
             candidates = make_candidates(kind, job.op, job.shape)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from paged_jax.kernels import gpu_device
 from paged_jax.kernels.triton import tuning
 from tests.support.aot_cases import (
     EXPERTS,
@@ -174,7 +175,7 @@ def test_programs_per_core_fit_an_h200(results, name) -> None:
     shape = tuning.Shape(case.D, case.G, case.C, case.dtype, pool_dtype, case.U or 0)
     shape = shape._replace(group=tuning.slice_size(shape))
     params = tuning.decode_params("", shape)
-    counted = tuning.programs_per_core(shape, params, tuning.DEFAULT)
+    counted = tuning.programs_per_core(shape, params, gpu_device.DEFAULT)
     [attend] = program["kernels"]
     [launch] = [x for x in program["launches"] if x["name"] == attend["name"]]
     registers = params.num_warps * -(-32 * attend["registers"] // 256) * 256

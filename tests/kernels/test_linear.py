@@ -17,11 +17,11 @@ import pytest
 from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 
 from paged_jax.kernels import dispatch
+from paged_jax.kernels.gpu_device import GpuInfo
 from paged_jax.kernels.linear import Stack, Weight, grouped_linear, linear
 from paged_jax.kernels.mosaic_tpu.jax_kernels import choose_grouped_tiling
 from paged_jax.kernels.triton import grouped_linear as triton_kernel
 from paged_jax.kernels.triton.grouped_linear import find_tile
-from paged_jax.kernels.triton.tuning import GpuInfo
 from paged_jax.kernels.weight_formats import WeightArrays
 from tests.support.compiler import needs_compiler
 from tests.support.covering import all_pairs

@@ -13,7 +13,7 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from paged_jax.kernels.triton import tuning
+from paged_jax.kernels import gpu_device
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from tests.support.compiler import needs_compiler
@@ -233,7 +233,7 @@ def test_backend_none_is_xla_on_tpus_without_a_gather_over_sublanes(kind, is_ker
         assert (KERNEL["tpu"] in case.lower("tpu").as_text()) == is_kernel
 
 
-T4 = tuning.GpuInfo("Tesla T4", 40, (7, 5))
+T4 = gpu_device.GpuInfo("Tesla T4", 40, (7, 5))
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
+from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import AttentionArgs, Options, Problem
 from paged_jax.kernels.dispatch import choose_backend
-from paged_jax.kernels.triton import decode, refusal, tuning
+from paged_jax.kernels.triton import decode, refusal
 from paged_jax.kernels.triton.tuning import DecodeParams
 from tests.support.kernel_cases import Case, equations, lowering_for
 from tests.support.paged_batch import LAYER, OUT_OF_RANGE, PagedBatch, queries
@@ -343,14 +344,14 @@ def test_refusal_says_why(changes, reason) -> None:
 
 def test_refusal_of_fp8_depends_on_the_gpu() -> None:
     fp8 = problem(pool_dtype=jnp.float8_e4m3fn)
-    with tuning.assume(tuning.GpuInfo("NVIDIA A100", 108, (8, 0))):
+    with gpu_device.assume(gpu_device.GpuInfo("NVIDIA A100", 108, (8, 0))):
         assert "compute capability 8.9" in (refusal(fp8) or "")
         assert refusal(problem()) is None
         assert refusal(fp8, interpret=True) is None
 
 
 def test_refusal_names_gpus_before_ampere() -> None:
-    with tuning.assume(tuning.GpuInfo("Tesla T4", 40, (7, 5))):
+    with gpu_device.assume(gpu_device.GpuInfo("Tesla T4", 40, (7, 5))):
         choice = choose_backend(problem(), "cuda")
         assert choice.backend == "xla"
         assert choice.reason == (

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.kernels import dispatch
+from paged_jax.kernels import dispatch, gpu_device
+from paged_jax.kernels.gpu_device import GpuInfo
 from paged_jax.kernels.linear import Weight, grouped_linear, linear
-from paged_jax.kernels.triton import dequantise, tuning
+from paged_jax.kernels.triton import dequantise
 from paged_jax.kernels.triton.dequantise import TileFormat
-from paged_jax.kernels.triton.tuning import GpuInfo
 from paged_jax.kernels.weight_formats import CODES, WeightFormat
 from tests.support import ptx
 from tests.support.covering import all_pairs
@@ -260,13 +260,13 @@ def test_kernel_leaves_weights_to_xla() -> None:
     w = make_weight(random_arrays(small, (8, 64), rng), small, "bfloat16")
     assert "groups are multiples of 16 inputs, not 8" in kernel.refusal(w)
     for gpu, is_refused in (("NVIDIA A100", True), ("NVIDIA L4", False)):
-        capability = tuning.capability_of(gpu)
-        with tuning.assume(GpuInfo(gpu, 100, capability)):
+        capability = gpu_device.capability_of(gpu)
+        with gpu_device.assume(GpuInfo(gpu, 100, capability)):
             assert (
                 "8.9 and later" in (kernel.refusal(weight("fp8 in groups")) or "")
             ) == is_refused
             assert kernel.refusal(weight("q4_0")) is None
-    with tuning.assume(GpuInfo("Tesla T4", 40, (7, 5))):
+    with gpu_device.assume(GpuInfo("Tesla T4", 40, (7, 5))):
         assert "Tesla T4 has 7.5" in kernel.refusal(weight("q4_0"))
 
 

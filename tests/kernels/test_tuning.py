@@ -11,10 +11,12 @@ from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec, use_abstra
 from benchmarks.attention import cases as attention_cases
 from benchmarks.attention import tune as tune_kernels
 from benchmarks.common.device_time import Rates
+from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.dispatch import choose_backend
+from paged_jax.kernels.gpu_device import GpuInfo
 from paged_jax.kernels.triton import tuning
-from paged_jax.kernels.triton.tuning import DecodeParams, GpuInfo, PrefillParams, Shape
+from paged_jax.kernels.triton.tuning import DecodeParams, PrefillParams, Shape
 from tests.support.gpus import GPUS
 
 ENTRY = {"step_tokens": 32, "num_warps": 2, "num_stages": 4, "measured": "jax 0.0, commit 0"}
@@ -93,7 +95,7 @@ def test_prefill_rule_fits_the_shared_memory_of_each_gpu(
     """
     measured("{}")
     shape = Shape(head_dim, 4, 16, dtype, dtype)
-    with tuning.assume(gpu.device):
+    with gpu_device.assume(gpu.device):
         params = tuning.prefill_params(gpu.device.kind, shape, is_ragged=is_ragged)
     lanes, itemsize = 1 << (head_dim - 1).bit_length(), jnp.dtype(dtype).itemsize
     stage = 2 * params.step_tokens * lanes
@@ -107,7 +109,7 @@ def test_prefill_rule_fits_the_shared_memory_of_each_gpu(
 def test_prefill_rule_of_ragged_batches_has_smaller_steps_on_ampere_and_ada(measured) -> None:
     measured("{}")
     for name, tokens in (("a100", 32), ("a10", 32), ("l4", 32), ("rtx-pro-6000", 64)):
-        with tuning.assume(GPUS[name].device):
+        with gpu_device.assume(GPUS[name].device):
             plain, ragged = (
                 tuning.prefill_params("", SHAPE, is_ragged=is_ragged) for is_ragged in (False, True)
             )
@@ -138,7 +140,7 @@ def test_parse_refuses_a_malformed_table(text, message) -> None:
 
 
 def test_device_is_a_default_without_a_gpu() -> None:
-    assert tuning.device() == tuning.DEFAULT
+    assert gpu_device.device() == gpu_device.DEFAULT
 
 
 class Gpu:
@@ -164,7 +166,7 @@ def test_device_asks_jax_only_if_there_may_be_a_gpu(
     monkeypatch.setattr(tuning.importlib.metadata, "entry_points", lambda group: plugins)
     monkeypatch.setattr(jax, "local_devices", lambda backend: [Gpu])
     set_platforms(platforms)
-    assert tuning._first_gpu.__wrapped__() == tuning.DEFAULT
+    assert gpu_device._first_gpu.__wrapped__() == gpu_device.DEFAULT
 
 
 @pytest.mark.parametrize("platforms", ["cuda,cpu", "gpu"])
@@ -172,29 +174,29 @@ def test_device_is_the_first_gpu(monkeypatch, set_platforms, platforms) -> None:
     set_platforms(platforms)
     monkeypatch.setattr(tuning.importlib.metadata, "entry_points", lambda group: [Plugin])
     monkeypatch.setattr(jax, "local_devices", lambda backend: [Gpu])
-    assert tuning._first_gpu.__wrapped__() == GpuInfo("NVIDIA A100", 108, (8, 0))
+    assert gpu_device._first_gpu.__wrapped__() == GpuInfo("NVIDIA A100", 108, (8, 0))
 
     def no_gpu(backend):
         raise RuntimeError("Unknown backend cuda")
 
     monkeypatch.setattr(jax, "local_devices", no_gpu)
-    assert tuning._first_gpu.__wrapped__() == tuning.DEFAULT
+    assert gpu_device._first_gpu.__wrapped__() == gpu_device.DEFAULT
 
 
 def test_device_is_the_assumed_one() -> None:
-    with tuning.assume(GpuInfo("outer", 1)):
-        with tuning.assume(GpuInfo("inner", 2)):
-            assert tuning.device() == GpuInfo("inner", 2)
-        assert tuning.device() == GpuInfo("outer", 1)
-    assert tuning.device() == tuning.DEFAULT
+    with gpu_device.assume(GpuInfo("outer", 1)):
+        with gpu_device.assume(GpuInfo("inner", 2)):
+            assert gpu_device.device() == GpuInfo("inner", 2)
+        assert gpu_device.device() == GpuInfo("outer", 1)
+    assert gpu_device.device() == gpu_device.DEFAULT
 
 
 def test_device_is_the_abstract_gpu() -> None:
-    for cores, expected in ((114, 114), (None, tuning.DEFAULT.num_cores)):
+    for cores, expected in ((114, 114), (None, gpu_device.DEFAULT.num_cores)):
         gpu = AbstractDevice("NVIDIA H100 PCIe", cores, "gpu")
         with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
-            assert tuning.device() == GpuInfo("NVIDIA H100 PCIe", expected)
-            assert not tuning.is_assumed()
+            assert gpu_device.device() == GpuInfo("NVIDIA H100 PCIe", expected)
+            assert not gpu_device.is_assumed()
 
 
 @pytest.mark.parametrize(
@@ -232,7 +234,7 @@ def test_device_is_the_abstract_gpu() -> None:
     ],
 )
 def test_capability_of_matches_nvidias_list(kind, capability) -> None:
-    assert tuning.capability_of(kind) == capability
+    assert gpu_device.capability_of(kind) == capability
 
 
 FP8_DECODE = Problem(
@@ -249,23 +251,23 @@ FP8_DECODE = Problem(
 @pytest.mark.parametrize(
     ("kind", "first", "expected", "backend"),
     [
-        ("NVIDIA A100-SXM4-80GB", tuning.DEFAULT, (8, 0), "xla"),
-        ("NVIDIA H100 80GB HBM3", tuning.DEFAULT, (9, 0), "triton"),
+        ("NVIDIA A100-SXM4-80GB", gpu_device.DEFAULT, (8, 0), "xla"),
+        ("NVIDIA H100 80GB HBM3", gpu_device.DEFAULT, (9, 0), "triton"),
         ("NVIDIA of Tomorrow", GpuInfo("NVIDIA of Tomorrow", 40, (8, 6)), (8, 6), "xla"),
-        ("NVIDIA of Tomorrow", tuning.DEFAULT, (9, 0), "triton"),
+        ("NVIDIA of Tomorrow", gpu_device.DEFAULT, (9, 0), "triton"),
     ],
 )
 def test_device_inside_shard_map_has_its_own_capability(
     monkeypatch, kind, first, expected, backend
 ) -> None:
     """JAX knows the name of the GPUs of a mesh, but not their compute capability."""
-    monkeypatch.setattr(tuning, "_first_gpu", lambda: first)
+    monkeypatch.setattr(gpu_device, "_first_gpu", lambda: first)
     gpu = AbstractDevice(kind, 40, "gpu")
     mesh = AbstractMesh((2,), ("x",), abstract_device=gpu)
     seen = []
 
     def each(x):
-        seen.append((tuning.device(), choose_backend(FP8_DECODE, "cuda").backend))
+        seen.append((gpu_device.device(), choose_backend(FP8_DECODE, "cuda").backend))
         return x
 
     spec = PartitionSpec("x")
@@ -274,11 +276,11 @@ def test_device_inside_shard_map_has_its_own_capability(
 
 
 def test_is_assumed_if_jax_knows_no_gpu(monkeypatch) -> None:
-    assert tuning.is_assumed()
-    monkeypatch.setattr(tuning, "_first_gpu", lambda: GpuInfo("NVIDIA H200", 132))
-    assert not tuning.is_assumed()
-    with tuning.assume(GpuInfo("NVIDIA A100", 108)):
-        assert tuning.is_assumed()
+    assert gpu_device.is_assumed()
+    monkeypatch.setattr(gpu_device, "_first_gpu", lambda: GpuInfo("NVIDIA H200", 132))
+    assert not gpu_device.is_assumed()
+    with gpu_device.assume(GpuInfo("NVIDIA A100", 108)):
+        assert gpu_device.is_assumed()
 
 
 def test_make_candidates_begins_with_the_current_parameters() -> None:
@@ -357,7 +359,7 @@ def test_run_writes_a_new_table_and_ends_in_time(tmp_path, monkeypatch, capsys) 
 
     monkeypatch.setattr(tune_kernels, "tune_job", tune_job)
     monkeypatch.setattr(tune_kernels, "measure_rates", lambda: Rates(1.0, 1.0))
-    monkeypatch.setattr(tune_kernels.tuning, "device", lambda: GpuInfo("NVIDIA H200", 132))
+    monkeypatch.setattr(tune_kernels.gpu_device, "device", lambda: GpuInfo("NVIDIA H200", 132))
     monkeypatch.setattr(tune_kernels.time, "monotonic", lambda: now[0])
     path, times = tmp_path / "new" / "tuning.json", tmp_path / "times.json"
     # Three jobs take 90 seconds. A fourth job of 30 seconds would exceed the limit.

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from paged_jax.kernels.gpu_device import GpuInfo
 from paged_jax.kernels.linear import Weight
-from paged_jax.kernels.triton.tuning import GpuInfo
 from paged_jax.kernels.weight_formats import WeightFormat
 from paged_jax.models.mlp import ExpertWeights, apply_experts, route
 from tests.support.kernel_cases import H200, lower

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from paged_jax.kernels.triton.tuning import GpuInfo
+from paged_jax.kernels.gpu_device import GpuInfo
 
 
 class Gpu(NamedTuple):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import (
     AttentionArgs,
     CopyArgs,
@@ -24,9 +25,8 @@ from paged_jax.kernels.backend import (
 )
 from paged_jax.kernels.dispatch import Dispatch
 from paged_jax.kernels.pool_format import is_quantised
-from paged_jax.kernels.triton import tuning
 
-H200 = tuning.GpuInfo("NVIDIA H200", 132)
+H200 = gpu_device.GpuInfo("NVIDIA H200", 132)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Case:
         return AttentionArgs(q, pools, tables, lens, lens, sinks, layer)
 
     def lower(
-        self, platform: str, sharding: Any = None, gpu: tuning.GpuInfo = H200
+        self, platform: str, sharding: Any = None, gpu: gpu_device.GpuInfo = H200
     ) -> jax.stages.Lowered:
         """Lower the op for ``"cuda"`` or ``"tpu"``, with the pools donated if it writes to them."""
         donated = (0,) if self.op in ("write", "rope_write", "copy_blocks") else ()
@@ -188,7 +188,7 @@ def lower(
     function: Callable[..., Any],
     *shapes: Any,
     platform: str,
-    gpu: tuning.GpuInfo = H200,
+    gpu: gpu_device.GpuInfo = H200,
     **jit_options: Any,
 ) -> jax.stages.Lowered:
     """Lower a function for ``"cuda"`` or ``"tpu"``, on a machine that may have neither."""
@@ -197,7 +197,7 @@ def lower(
 
 
 @contextlib.contextmanager
-def lowering_for(platform: str, gpu: tuning.GpuInfo = H200) -> Iterator[None]:
+def lowering_for(platform: str, gpu: gpu_device.GpuInfo = H200) -> Iterator[None]:
     """Return a context for tracing and lowering for a device that may not exist here.
 
     Args:
@@ -207,7 +207,7 @@ def lowering_for(platform: str, gpu: tuning.GpuInfo = H200) -> Iterator[None]:
     if platform != "cuda":
         yield
         return
-    with tuning.assume(gpu), warnings.catch_warnings():
+    with gpu_device.assume(gpu), warnings.catch_warnings():
         # jax 0.11 and later warn that Pallas' Triton backend is deprecated.
         warnings.filterwarnings(
             "ignore", "The Pallas Triton backend is deprecated", category=DeprecationWarning

@@ -10,8 +10,8 @@ from flax import nnx
 
 from benchmarks.weight_formats_time import FORMATS
 from paged_jax import Llama
+from paged_jax.kernels.gpu_device import GpuInfo
 from paged_jax.kernels.linear import linear
-from paged_jax.kernels.triton.tuning import GpuInfo
 from paged_jax.kernels.weight_formats import WeightFormat
 from paged_jax.models.matrix_formats import MatrixFormats
 from tests.support.decode_step import DecodeStep

@@ -11,6 +11,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import (
     ATTENTION,
     AttentionArgs,
@@ -29,7 +30,7 @@ from paged_jax.kernels.backend import (
 from paged_jax.kernels.pool_format import QUANTISED
 from paged_jax.kernels.ragged_chunks import attend_in_parts
 from paged_jax.kernels.triton import grouped_linear as _grouped
-from paged_jax.kernels.triton import pallas, split_kv, tiles, tuning
+from paged_jax.kernels.triton import pallas, split_kv, tiles
 from paged_jax.kernels.triton import quantised_linear as _quantised
 from paged_jax.kernels.triton import write as _write
 from paged_jax.kernels.triton.decode import decode
@@ -136,6 +137,6 @@ def _gpu_refusal(problem: Problem) -> str | None:
     if (why_not := pallas.gpu_refusal()) is not None:
         return why_not
     is_fp8 = jnp.dtype(problem.pool_dtype) == jnp.float8_e4m3fn
-    if is_fp8 and tuning.device().compute_capability < (8, 9):
+    if is_fp8 and gpu_device.device().compute_capability < (8, 9):
         return "it converts float8_e4m3fn on GPUs of compute capability 8.9 and later only"
     return None

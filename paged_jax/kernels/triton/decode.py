@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
 from paged_jax.kernels.pool_format import Half, is_quantised
 from paged_jax.kernels.triton import tiles, tuning
@@ -66,7 +67,7 @@ def decode(
     q, pools, block_tables = args[:3]
     B, H, D = q.shape
     K, C = pools.num_kv_heads, pools.block_size
-    gpu = tuning.device()
+    gpu = gpu_device.device()
     value_dim = options.output_dim(D) if pools.shares_values else 0
     shape = tuning.Shape(D, H // K, C, q.dtype.name, pools.dtype.name, value_dim)
     group = _QueryGroup(H // K, tuning.slice_size(shape))

@@ -24,8 +24,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import Interpret, Weight
-from paged_jax.kernels.triton import dequantise, pallas, quantised_linear, tiles, tuning
+from paged_jax.kernels.triton import dequantise, pallas, quantised_linear, tiles
 from paged_jax.kernels.triton.dequantise import TileFormat, WeightTile
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 from paged_jax.kernels.triton.quantised_linear import multiply_tile
@@ -82,7 +83,7 @@ def choose_tiling(num_rows: int, num_groups: int, num_outputs: int, dtype: Any) 
     rows_of_group = num_rows / num_groups
     if rows_of_group < 32 or dtype == jnp.float32:
         programs = min(num_rows, num_groups) * num_outputs / 64
-        outputs = 64 if programs >= 2 * tuning.device().num_cores else 32
+        outputs = 64 if programs >= 2 * gpu_device.device().num_cores else 32
         return GroupedTiling(16, outputs, inputs, num_warps=4, num_stages=4)
     if rows_of_group < 128:
         return GroupedTiling(64, 128, inputs, num_warps=4, num_stages=3)

@@ -6,7 +6,7 @@ computes the ops instead.
 Since JAX 0.11, the lowering of a Triton kernel needs to know the GPU. It takes a GPU of this
 process, or the device of the abstract mesh (`jax.sharding.use_abstract_mesh`) under which the
 kernel was traced. Without a GPU, `pallas_call` therefore traces kernels under a mesh that names the
-GPU of `tuning.device`.
+GPU of `gpu_device.device`.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ from jax.core import ShapedArray
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, get_abstract_mesh, use_abstract_mesh
 
+from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.opaque_call import only_on
-from paged_jax.kernels.triton import tuning
 
 # XLA does not compile Triton kernels for older GPUs (Turing, Volta and earlier).
 _LEAST_CAPABILITY = (8, 0)
@@ -41,8 +41,8 @@ def refusal() -> str | None:
 
 
 def gpu_refusal() -> str | None:
-    """Return why kernels cannot be compiled for the GPU of `tuning.device`, or None."""
-    gpu = tuning.device()
+    """Return why kernels cannot be compiled for the GPU of `gpu_device.device`, or None."""
+    gpu = gpu_device.device()
     if gpu.compute_capability < _LEAST_CAPABILITY:
         needed, found = (".".join(map(str, x)) for x in (_LEAST_CAPABILITY, gpu.compute_capability))
         return (
@@ -55,7 +55,7 @@ def gpu_refusal() -> str | None:
 def pallas_call(
     kernel: Callable, out_shape: Any, *, interpret: Interpret, **options: Any
 ) -> Callable:
-    """Return `pl.pallas_call` of a kernel for the GPU of `tuning.device`, or in the interpreter."""
+    """Return `pl.pallas_call` of a kernel for `gpu_device.device`, or in the interpreter."""
     if interpret:
         return pl.pallas_call(kernel, out_shape, interpret=interpret, **options)
     mesh = _mesh_of_device()
@@ -74,11 +74,11 @@ def pallas_call(
 
 
 def _mesh_of_device() -> AbstractMesh | None:
-    """Return a mesh without axes on the GPU of `tuning.device`, or None if JAX knows the GPU."""
-    if not (tuning.is_assumed() and get_abstract_mesh().empty):
+    """Return a mesh without axes on `gpu_device.device`, or None if JAX knows the GPU."""
+    if not (gpu_device.is_assumed() and get_abstract_mesh().empty):
         # Keep the current mesh if it has axes, because the arrays are sharded over it.
         return None
-    device = tuning.device()
+    device = gpu_device.device()
     gpu = AbstractDevice(device.kind or "NVIDIA H100", device.num_cores, "gpu")
     return AbstractMesh((), (), abstract_device=gpu)
 

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Options, RaggedArgs
 from paged_jax.kernels.pool_format import Half
 from paged_jax.kernels.ragged_chunks import Chunks
@@ -104,7 +105,7 @@ def _params(args: AttentionArgs, options: Options, is_ragged: bool = False) -> t
         pools.dtype.name,
         options.output_dim(D) if pools.shares_values else 0,
     )
-    return tuning.prefill_params(tuning.device().kind, shape, is_ragged=is_ragged)
+    return tuning.prefill_params(gpu_device.device().kind, shape, is_ragged=is_ragged)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "params", "interpret"))

@@ -28,9 +28,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import Interpret, Weight
 from paged_jax.kernels.dispatch import general_backend
-from paged_jax.kernels.triton import dequantise, pallas, tiles, tuning
+from paged_jax.kernels.triton import dequantise, pallas, tiles
 from paged_jax.kernels.triton.dequantise import TileFormat, WeightTile
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 from paged_jax.kernels.weight_formats import BYTE_CODES, PACKED_INPUTS, WeightArrays, WeightFormat
@@ -95,7 +96,7 @@ def rows_refusal(x: jax.Array) -> str | None:
 def format_refusal(w: Weight) -> str | None:
     """Return why a kernel for quantised weights cannot read a weight, or None if it can."""
     format = w.format
-    if format.code == "float8_e4m3fn" and tuning.device().compute_capability < (8, 9):
+    if format.code == "float8_e4m3fn" and gpu_device.device().compute_capability < (8, 9):
         return "it converts float8_e4m3fn on GPUs of compute capability 8.9 and later only"
     if w.values.size > _MAX_ELEMENTS:
         return f"its offsets are int32, and the weight has {w.values.size} bytes"
@@ -146,10 +147,10 @@ def choose_tiling(num_rows: int, w: Weight) -> QuantisedTiling:
       QuantisedTiling(rows=64, outputs=128, inputs=128, parts=8, num_warps=4, num_stages=3)
     """
     num_outputs, num_inputs = w.shape
-    generation = tuning.device().compute_capability[0]
+    generation = gpu_device.device().compute_capability[0]
     rows = max(8, min(pl.next_power_of_2(num_rows), _MAX_TILE_ROWS))
     # Split the inputs into enough parts for four program instances on each SM.
-    wanted = 4 * tuning.device().num_cores // pl.cdiv(num_outputs, _PART_OUTPUTS)
+    wanted = 4 * gpu_device.device().num_cores // pl.cdiv(num_outputs, _PART_OUTPUTS)
     parts = max(1, min(wanted, num_inputs // _PART_INPUTS, _MAX_PARTS))
     outputs, inputs, *launch = choose_shape(rows, num_inputs, w.format)
     if generation == 12 and rows > 16:
