@@ -15,7 +15,8 @@ AOT_VENV ?= .venv-aot
 # The version of jax in that environment, such as jax==0.10.2, and the tests that run there.
 AOT_JAX ?= jax
 AOT_TESTS ?= tests/kernels/test_aot_gpu.py tests/kernels/test_aot_other_gpus.py \
-	tests/kernels/test_aot_tpu.py tests/kernels/test_aot_other_tpus.py tests/kernels/test_aot_quantised.py
+	tests/kernels/test_aot_mosaic_gpu.py tests/kernels/test_aot_tpu.py tests/kernels/test_aot_other_tpus.py \
+	tests/kernels/test_aot_quantised.py
 # Additional options of pytest for `aot`, such as -m "not slow": all kernels, in fewer sizes.
 AOT_OPTIONS ?=
 

@@ -98,6 +98,7 @@ _CLASSES = {
     "mosaic_tpu": ("paged_jax.kernels.mosaic_tpu", "MosaicTpu"),
     "reference": ("paged_jax.kernels.reference", "Reference"),
     "triton": ("paged_jax.kernels.triton", "Triton"),
+    "mosaic_gpu": ("paged_jax.kernels.mosaic_gpu", "MosaicGpu"),
     "xla": ("paged_jax.kernels.xla", "Xla"),
 }
 

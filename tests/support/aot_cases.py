@@ -160,6 +160,22 @@ GPU_OTHERS: Mapping[str, Case] = {
     for name in names
 }
 
+
+def _mosaic(cases: Mapping[str, Case], *names: str) -> dict[str, Case]:
+    """Return calls of Triton's cases for the backend `mosaic_gpu`, under other names."""
+    return {
+        f"mosaic: {name}": dataclasses.replace(cases[name], backend="mosaic_gpu") for name in names
+    }
+
+
+MOSAIC_UPDATES: Mapping[str, Case] = _mosaic(
+    GPU_UPDATES,
+    "write of 64 tokens", "write, D 80", "write, float32", "write, latent",
+    "rope_write of 64 tokens", "rope_write, D 64", "rope_write, D 256", "rope_write, norms",
+    "rope_write, float32", "copy_blocks", "copy_blocks, D 80", "copy_blocks, int8",
+    "copy_blocks, latent",
+)  # fmt: skip
+
 # Calls with ``backend=None``, for GPUs without Triton.
 GPU_XLA: Mapping[str, Case] = {
     "decode by XLA": _gpu("decode", backend=None, L=1),
@@ -278,7 +294,8 @@ GPU_COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
 GPU_CASES: Mapping[str, Case | ExpertCase | QuantisedCase | DecodeStep | EngineStep] = {
     **QUANTISED, **QUANTISED_STEPS, **QUANTISED_EXPERTS, **EXPERTS,
     **GPU_DECODE, **GPU_PREFILL, **GPU_RAGGED, **GPU_UPDATES,
-    **GPU_XLA, **GPU_STEPS, **GPU_SINGLE, **GPU_PARALLEL, **GPU_FAMILIES, **GPU_LATENT
+    **MOSAIC_UPDATES, **GPU_XLA,
+    **GPU_STEPS, **GPU_SINGLE, **GPU_PARALLEL, **GPU_FAMILIES, **GPU_LATENT
 }  # fmt: skip
 
 

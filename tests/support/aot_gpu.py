@@ -34,9 +34,12 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={DUMP} --xla_dump_emitter_re=ptx"
 )
+# Mosaic GPU compiles its kernels itself, and XLA calls them.
+os.environ.update(MOSAIC_GPU_DUMP_TO=str(DUMP), MOSAIC_GPU_DUMP_PTX="1")
 
 import jax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
+from jax.experimental.mosaic.gpu import utils as mosaic_utils  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
 from tests.support.aot_cases import (  # noqa: E402
@@ -82,6 +85,8 @@ def find_devices(shape: str, gpu: Gpu) -> Any:
 def compile_case(name: str, gpu: Gpu) -> dict[str, Any]:
     """Compile a case and return its resources."""
     case = GPU_CASES[name]
+    # Without a GPU, Mosaic GPU would compile for compute capability 9.0.
+    mosaic_utils._infer_arch = lambda: gpu.device.compute_capability
     if isinstance(case, EngineStep):
         lowered = case.lower("cuda", find_devices(case.topology, gpu))
     else:
@@ -163,7 +168,8 @@ def examine_kernel(path: Path) -> dict[str, Any]:
     loops = find_loops(listing)
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?\], *\[.*?\], *(\w+)", ptx)
     return {
-        "name": find(r"\.entry (\w+)", ptx),
+        "name": find(r"\.entry (\w+)", ptx).removesuffix("_mosaic_gpu_kernel"),
+        "target": target,
         "registers": int(find(r"Used (\d+) registers", log)),
         "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
         "loop_instructions": [len(loop) for loop in loops],
@@ -171,6 +177,9 @@ def examine_kernel(path: Path) -> dict[str, Any]:
         "async_copies": Counter(f"{int(size, base=0)} bytes" for size in copies),
         "tensor_core_products": len(re.findall(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma", ptx)),
         "warpgroup_products": len(re.findall(r"wgmma\.mma_async", ptx)),
+        "bulk_copies": Counter(
+            re.findall(r"cp\.async\.bulk\.(?:tensor\.\dd\.)?(global|shared)", ptx)
+        ),
         "counting": find_counting(listing),
         "divisions_by_constants": find_divisions_by_constants(ptx),
         "waits_first": waits_first(ptx),

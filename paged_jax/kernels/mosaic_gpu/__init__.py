@@ -1,0 +1,57 @@
+"""Backend ``"mosaic_gpu"`` for NVIDIA GPUs: Pallas kernels, compiled through Mosaic GPU.
+
+JAX deprecated Pallas' Triton backend in 0.11, and this backend takes its place when it is removed.
+As long as the Triton backend exists, it is preferred.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+
+from paged_jax.kernels.backend import (
+    CopyArgs,
+    Interpret,
+    Options,
+    Pools,
+    Problem,
+    RopeWriteArgs,
+    WriteArgs,
+)
+from paged_jax.kernels.mosaic_gpu import launch, pool_updates
+from paged_jax.kernels.mosaic_gpu.pool_updates import copy_blocks, rope_write, write
+
+__all__ = ["MosaicGpu", "copy_blocks", "rope_write", "write"]
+
+
+@dataclass(frozen=True)
+class MosaicGpu:
+    """The backend ``"mosaic_gpu"``.
+
+    Attributes:
+      interpret: whether to run the kernels in JAX's simulator of a GPU, or its parameters.
+    """
+
+    interpret: Interpret = False
+
+    platform: ClassVar[str | None] = "cuda"
+
+    def refusal(self, problem: Problem) -> str | None:
+        """Return why the kernels cannot solve a problem, or None if they can."""
+        return launch.refusal(self.interpret) or pool_updates.refusal(problem)
+
+    def interpreted(self, interpret: Interpret) -> "MosaicGpu":
+        """Return the same backend with kernels in the simulator."""
+        return MosaicGpu(interpret)
+
+    def write(self, args: WriteArgs) -> Pools:
+        """Write new tokens, in one launch."""
+        return write(args, self.interpret)
+
+    def rope_write(self, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
+        """Normalise, rotate and write, in one launch."""
+        return rope_write(args, options, self.interpret)
+
+    def copy_blocks(self, args: CopyArgs) -> Pools:
+        """Copy blocks, in one launch."""
+        return copy_blocks(args, self.interpret)

@@ -1,0 +1,168 @@
+"""Tests of the GPU kernels of the backend `mosaic_gpu`, in JAX's simulator of a GPU.
+
+The simulator detects races between thread blocks, threads and bulk copies. It exists from jax
+0.11.2 on; `test_aot_mosaic_gpu.py` compiles the kernels.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax.kernels import gpu_device
+from paged_jax.kernels.backend import Pools
+from paged_jax.kernels.dispatch import choose_backend
+from paged_jax.kernels.gpu_device import GpuInfo
+from paged_jax.kernels.mosaic_gpu import MosaicGpu, launch
+from tests.kernels.test_rope_write import check, make_new
+from tests.kernels.test_triton_write import problem
+from tests.kernels.test_writing import (
+    assert_same_bits,
+    copy,
+    expected_write,
+    make_places,
+    make_tokens,
+    poisoned,
+    write,
+)
+
+needs_simulator = pytest.mark.skipif(
+    launch.refusal(interpret=True) is not None, reason="this jax has no simulator of a GPU"
+)
+
+
+@functools.cache
+def simulated() -> dict[str, Any]:
+    """Return the arguments of an op that run it in the simulator."""
+    simulator = launch.plgpu.InterpretGPUParams(detect_races=True)
+    return {"backend": "mosaic_gpu", "interpret": simulator}
+
+
+def assert_no_races() -> None:
+    """Check that the last simulated kernel had no race. JAX has no public function for it."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    assert not gpu_callbacks.get_races().races_found
+
+
+@needs_simulator
+@pytest.mark.parametrize(
+    ("K", "C", "D", "num_tokens", "new_dtype", "dtype", "lanes"),
+    [
+        (3, 4, 8, 6, "float32", "bfloat16", None),
+        (2, 4, 64, 5, "bfloat16", "bfloat16", None),
+        (1, 2, 576, 4, "float32", "float16", None),
+        (2, 8, 80, 5, "float16", "float32", 128),
+    ],
+)
+def test_write_matches_numpy(K, C, D, num_tokens, new_dtype, dtype, lanes) -> None:
+    """One token has a block out of range."""
+    num_blocks = num_tokens // C + 2
+    pools = poisoned(jnp.dtype(dtype), (2, num_blocks, K, C, lanes or D))
+    k, v = make_tokens(num_tokens, jnp.dtype(new_dtype), K, D)
+    places = make_places(num_tokens, num_blocks, C)
+    written = write(pools, k, v, *places, **simulated())
+    assert_same_bits(written, expected_write(pools, k, v, *places), head_dim=D)
+    assert_no_races()
+
+
+@needs_simulator
+def test_write_of_latent_keys_and_of_no_layer() -> None:
+    k, _ = make_tokens(3, jnp.bfloat16, 1, 320)
+    places = make_places(3, 2, 4)
+    pools = Pools(poisoned(jnp.dtype("bfloat16"), (2, 2, 1, 4, 320)).k, None)
+    for layer in (1, 2):
+        written = write(pools, k, None, *places, layer=layer, **simulated())
+        expected = pools.k.copy()
+        if layer == 1:
+            expected[layer, places[0], :, places[1]] = k
+        assert_same_bits(written, Pools(expected, None))
+
+
+@needs_simulator
+@pytest.mark.parametrize(
+    ("H", "K", "D", "new_dtype", "dtype", "has_norms"),
+    [
+        (8, 2, 64, "float32", "bfloat16", True),
+        (3, 1, 128, "bfloat16", "float32", False),
+        (2, 1, 256, "bfloat16", "bfloat16", True),
+    ],
+)
+def test_rope_write_matches_float64(H, K, D, new_dtype, dtype, has_norms) -> None:
+    pools = poisoned(jnp.dtype(dtype), (2, 3, K, 4, D))
+    new = make_new(5, H, K, D, jnp.dtype(new_dtype), has_norms=has_norms)
+    check(pools, new, make_places(5, 3, 4), **simulated())
+    assert_no_races()
+
+
+@needs_simulator
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+def test_copy_blocks_copies_all_layers(dtype) -> None:
+    """Pairs with a block out of range are ignored."""
+    rng = np.random.default_rng(0)
+    pools = jax.tree.map(
+        lambda pool: rng.normal(size=pool.shape).astype(pool.dtype),
+        poisoned(jnp.dtype(dtype), (2, 6, 3, 4, 16)),
+    )
+    copied = copy(pools, np.array([1, 9, 2, 4]), np.array([3, 2, 0, -1]), **simulated())
+    expected = jax.tree.map(np.copy, pools)
+    for pool in jax.tree.leaves(expected):
+        pool[:, [3, 0]] = pool[:, [1, 2]]
+    assert_same_bits(copied, expected)
+    assert_no_races()
+
+
+@needs_simulator
+def test_gradient_of_a_write_is_the_gradient_in_plain_jax() -> None:
+    pool, places = jnp.zeros((2, 2, 1, 4, 8)), make_places(3, 2, 4)
+    k = jnp.asarray(make_tokens(3, K=1, D=8))[0]
+
+    def loss(k, backend):
+        return jnp.sum(write(Pools(pool, pool), k, k, *places, **backend).k[1] ** 2)
+
+    got, want = (jax.grad(loss)(k, backend) for backend in (simulated(), {"backend": "xla"}))
+    np.testing.assert_allclose(got, want)
+
+
+@needs_simulator
+@pytest.mark.parametrize(
+    ("refused", "reason"),
+    [
+        (problem("int8"), "it writes bfloat16, float16, float32"),
+        (problem("bfloat16", D=20), "rows of a multiple of 8 elements"),
+        (problem("bfloat16", "rope_write", D=80, H=4), "halves of a multiple of 32 elements"),
+        (problem("bfloat16", "rope_write", D=256, H=512), "do not fit shared memory"),
+        (problem("int8", "copy_blocks", K=1, C=1, D=24), "a block has"),
+    ],
+)
+def test_unsupported_updates_are_refused(refused, reason) -> None:
+    assert reason in str(MosaicGpu().refusal(refused))
+
+
+@needs_simulator
+@pytest.mark.parametrize(
+    ("gpu", "capability", "is_supported"),
+    [
+        ("NVIDIA H200", (9, 0), True),
+        ("NVIDIA B200", (10, 0), True),
+        ("NVIDIA A100", (8, 0), False),
+        ("NVIDIA RTX PRO 6000", (12, 0), False),
+    ],
+)
+def test_gpus_without_the_kernels_are_refused(gpu, capability, is_supported) -> None:
+    with gpu_device.assume(GpuInfo(gpu, 100, capability)):
+        why_not = MosaicGpu().refusal(problem("bfloat16"))
+    assert (why_not is None) == is_supported
+    assert is_supported or f"{gpu} has {capability[0]}.{capability[1]}" in str(why_not)
+
+
+def test_triton_is_preferred_to_mosaic_gpu() -> None:
+    assert choose_backend(problem("bfloat16"), "cuda").backend == "triton"
+
+
+def test_jax_without_mosaic_gpu_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(launch, "plgpu", None)
+    assert "jax 0.11.2 or later" in str(MosaicGpu().refusal(problem("bfloat16")))
