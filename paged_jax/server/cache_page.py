@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from paged_jax.cache_map import block_text
 from paged_jax.server.responses import ApiError
-from paged_jax.server.security import CLIENT, wrong_key
+from paged_jax.server.security import CHAT_FILES, CLIENT, wrong_key
 from paged_jax.server.service import Service
 
 _TYPES = {
@@ -52,7 +52,7 @@ def routes(service: Service) -> list[Route]:
 
 
 def chat_page_routes() -> list[Route]:
-    """Return the routes of the page for chats, which needs no key except the key of the API."""
+    """Return the routes of the page for chats. They need no key: the page asks for it."""
 
     def route(path: str, name: str) -> Route:
         async def answer(request: Request) -> Response:
@@ -60,7 +60,7 @@ def chat_page_routes() -> list[Route]:
 
         return Route(path, answer, methods=["GET"])
 
-    files = [route(f"/chat/{name}", name) for name in ("chat.js", "chat.css")]
+    files = [route(f"/chat/{name}", name) for name in CHAT_FILES]
     return [route("/", "chat.html"), *files]
 
 

@@ -12,10 +12,15 @@ from paged_jax.server.request_log import RECORD
 from paged_jax.server.responses import ApiError, shutting_down
 from paged_jax.server.service import Client, Service
 
+# Names of the files that the page for chats loads.
+CHAT_FILES = ("chat.js", "chat.css")
 # Key of the ASGI scope under which the request's `Client` is stored.
 CLIENT = "paged_jax.client"
 # Paths that need no key and are answered while the server drains.
 _PROBES = ("/health", "/live", "/ping", "/ready")
+# Paths that need no key: the page for chats, which asks for the key itself. Some clients check with
+# `HEAD /`, without their key, whether a server exists.
+_PAGES = ("/", *(f"/chat/{name}" for name in CHAT_FILES))
 
 
 class Security:
@@ -50,11 +55,12 @@ class Security:
         self._check_host(headers.get("host", ""))
         client = scope[CLIENT] = self._client(scope, headers)
         # An outer application may have mounted this application under `root_path`.
-        if scope["path"].removeprefix(scope.get("root_path", "")) in _PROBES:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path in _PROBES:
             return
         if self._service.is_draining:
             raise shutting_down()
-        if not client.is_known:
+        if not client.is_known and path not in _PAGES:
             raise wrong_key()
 
     def _check_host(self, host: str) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 
+import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
@@ -26,8 +27,17 @@ def locked(tiny_folder):
         yield server
 
 
+def test_chat_page_needs_no_key(locked) -> None:
+    """Claude Code checks with HEAD, without its key, whether a server exists."""
+    assert httpx.head(locked.url).status_code == 200
+    for path in ("/", "/chat/chat.js", "/chat/chat.css"):
+        assert locked.get(path).status_code == 200
+    for path in ("/chat", "/chat/cache.js", "/chat/../v1/models", "//"):
+        assert locked.get(path).status_code == 401
+
+
 @pytest.mark.parametrize("path", ["/metrics", "/v1/models", "/openapi.json", "/nothing"])
-def test_all_routes_but_probes_require_a_key(locked, path) -> None:
+def test_most_routes_require_a_key(locked, path) -> None:
     assert locked.get("/health").status_code == 200
     wrong = [bearer(key) for key in ("first-ke", "first-key2", "ä")]
     for headers in ({}, {"authorization": "Bearer"}, *wrong):

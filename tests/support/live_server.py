@@ -102,7 +102,9 @@ class LiveServer:
     def wait_until_idle(self) -> None:
         """Wait until no request runs and all blocks are free."""
         wait_until(lambda: self.service.num_active == 0)
-        wait_until(lambda: self.get("/health").json()["blocks"]["used"] == 0)
+        keys = self.service.settings.api_keys
+        headers = bearer(keys[0]) if keys else {}
+        wait_until(lambda: self.get("/health", headers=headers).json()["blocks"]["used"] == 0)
 
 
 def read_answer(connection: socket.socket, method: str = "POST") -> tuple[int, bytes]:
