@@ -2,8 +2,8 @@
 
 Entries of `tests.support.families.CASES` are tested without a cache and in an engine. The engine's
 pool is so small that it preempts sequences: by swapping with XLA, and by recomputation with Triton.
-The other two combinations are exhaustive. Entries of `VARIANTS` are only loaded, run without a
-cache, and saved.
+The other two combinations are exhaustive. One of the two engines of a case verifies drafts, in turn
+the first and the second. Entries of `VARIANTS` are only loaded, run without a cache, and saved.
 """
 
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 from paged_jax import Engine, SamplingParams
+from paged_jax.engine.drafts import Drafter
 from paged_jax.kernels import dispatch
 from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.triton import grouped_linear as triton_kernel
@@ -23,6 +24,7 @@ from paged_jax.models.llama import Llama
 from paged_jax.models.loading.huggingface import save_weights
 from paged_jax.models.matrices import look_up_differentiably
 from paged_jax.runner import runner
+from paged_jax.scheduler.request import Sequence
 from tests.support import families
 from tests.support.families import CASES, VARIANTS, VOCAB_SIZE
 from tests.support.workload import Job, check_empty, play
@@ -31,17 +33,18 @@ from tests.support.workload import Job, check_empty, play
 pytestmark = pytest.mark.slow
 
 LENGTH, MAX_TOKENS = 512, 64
+NUM_DRAFTS = 4
 NUM_TOP = 20
 TOKENS = np.random.default_rng(0).integers(2, VOCAB_SIZE, (1, LENGTH), np.int32)
 
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
-    """Return the model of transformers, and its folder."""
+    """Return the model of transformers, its folder, and the number of the case."""
     folder = tmp_path_factory.mktemp("theirs")
     model = families.reference(CASES[request.param])
     model.save_pretrained(folder)
-    return model, folder
+    return model, folder, list(CASES).index(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +124,9 @@ def test_engine_matches_transformers(
 
     With swapping, all positions of the longest prompt are also scored.
     """
-    theirs, _ = case
+    theirs, _, number = case
     swaps = preemption == "swap"
+    speculates = number % 2 == (backend == "xla")
     traced_before = len(products)
     backends = {**dispatch.BACKENDS, "triton": families.InterpretedTriton()}
     monkeypatch.setattr(dispatch, "BACKENDS", backends)
@@ -137,6 +141,7 @@ def test_engine_matches_transformers(
         max_chunk=16,
         max_num_batched_tokens=32,
         preemption=preemption,
+        num_speculative_tokens=NUM_DRAFTS if speculates else 0,
         backend=backend,
     )
     prompt = TOKENS[0, : LENGTH - MAX_TOKENS].tolist()
@@ -157,6 +162,14 @@ def test_engine_matches_transformers(
         # The second prompt with a beginning leaves a snapshot of the states, which the third finds.
         again = {"prompt_token_ids": prompt[:shared] + prompt[90:99]}
         jobs.append(Job("same beginning again", again, greedy, at=60))
+    if speculates:
+        draft_some(
+            monkeypatch,
+            {
+                j.name: families.greedy_tokens(theirs, j.prompt["prompt_token_ids"], MAX_TOKENS)
+                for j in jobs[:3]
+            },
+        )
     outputs = play(engine, jobs)
     check_empty(engine)
     samples = [(output, sample) for output in outputs.values() for sample in output.outputs]
@@ -164,6 +177,8 @@ def test_engine_matches_transformers(
         check_sample(theirs, output, sample)
     assert len({token for _, sample in samples for token in sample.token_ids}) > 10
     stats = engine.stats
+    if speculates:
+        assert 5 < stats.num_accepted_tokens < stats.num_draft_tokens - 5
     assert stats.num_cached_tokens > 0
     assert stats.num_preemptions > 0
     assert (stats.num_swap_preemptions > 0) == swaps
@@ -174,6 +189,17 @@ def test_engine_matches_transformers(
         assert all(products) or jax.default_backend() == "gpu"
     else:
         assert len(products) == traced_before
+
+
+def draft_some(monkeypatch, expected: dict[str, list[int]]) -> None:
+    """Draft 0 to 3 of the expected tokens of some requests, and then a wrong token."""
+
+    def draft(_: Drafter, sequence: Sequence) -> list[int]:
+        count = sequence.num_generated
+        tokens = expected.get(sequence.request.request_id, [])[count : count + count % NUM_DRAFTS]
+        return [*tokens, ((tokens or [count])[-1] + 1) % VOCAB_SIZE]
+
+    monkeypatch.setattr(Drafter, "_draft", draft)
 
 
 def check_sample(theirs, output, sample) -> None:

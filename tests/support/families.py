@@ -284,6 +284,8 @@ CASES = {
         },
     ),
     "qwen3_5": Case("qwen3_5_text", _DELTA),
+    "qwen3_5_moe": Case("qwen3_5_moe_text", {**_DELTA, **_DELTA_EXPERTS}),
+    "qwen3_next": Case("qwen3_next", {**_DELTA, **_DELTA_EXPERTS, "mlp_only_layers": [0]}),
     "granitemoehybrid": Case(
         "granitemoehybrid",
         {
@@ -357,8 +359,6 @@ VARIANTS = {
             "tie_word_embeddings": False,
         },
     ),
-    "qwen3_5_moe": Case("qwen3_5_moe_text", {**_DELTA, **_DELTA_EXPERTS}),
-    "qwen3_next": Case("qwen3_next", {**_DELTA, **_DELTA_EXPERTS, "mlp_only_layers": [0]}),
     "granitemoehybrid with rotation and a dense MLP": Case(
         "granitemoehybrid",
         {
@@ -661,6 +661,17 @@ def logits(model: Any, token_ids: np.ndarray) -> np.ndarray:
     """Return the logits of a transformers model, float32 ``[B, T, V]``, for tokens ``[B, T]``."""
     with torch().no_grad():
         return model(torch().from_numpy(np.asarray(token_ids)).long()).logits.numpy()
+
+
+def greedy_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Return the most probable next tokens by a transformers model with its cache."""
+    with torch().no_grad():
+        ids = torch().tensor([prompt])
+        found = model.generate(
+            ids, attention_mask=torch().ones_like(ids), do_sample=False, max_new_tokens=count,
+            eos_token_id=-1, pad_token_id=0,
+        )  # fmt: skip
+    return found[0, len(prompt) :].tolist()
 
 
 def embeddings(model: Any, token_ids: np.ndarray) -> np.ndarray:
