@@ -11,8 +11,8 @@ from paged_jax.engine.engine import Engine
 from paged_jax.engine.footprint import Footprint, GroupFootprint, record_bytes
 from paged_jax.engine.memory_plan import MemoryPlan, make_plan
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.layer_groups import RECURRENT
-from paged_jax.models.mixers import GatedDeltaNet
+from paged_jax.models.layer_groups import HYBRID, RECURRENT
+from paged_jax.models.mixer_sizes import GatedDeltaNet, Mamba2
 from paged_jax.models.paged_model import create_cache
 from paged_jax.models.tensor_parallel import shard_config
 from paged_jax.plan import as_dict, as_text
@@ -227,6 +227,29 @@ def test_plan_of_recurrent_layers_equals_the_cache(max_model_len) -> None:
     # 10 of 40 layers have K and V. The states are worth 3,144 tokens.
     share = plan.sequence_bytes(max_model_len) / plan.uniform_bytes(max_model_len)
     assert share == pytest.approx(0.25 + 3144 / 4 / max_model_len, abs=1e-4)
+
+
+def test_plan_of_layers_with_attention_and_a_recurrence_equals_the_cache() -> None:
+    """Each of 44 layers keeps tokens and a state, with the sizes of Falcon-H1 7B."""
+    mixer = Mamba2(
+        num_heads=24, num_groups=1, head_dim=128, state_dim=256, conv_width=4, conv_bias=True
+    )
+    changes: Any = {"num_hidden_layers": 44, "num_key_value_heads": 2, "head_dim": 128}
+    changes |= {"layer_types": (HYBRID,) * 44, "num_attention_heads": 12, "mixer": mixer}
+    config = dataclasses.replace(QWEN, **changes)
+    plan = make_plan(config, 10**12, "gpu", max_model_len=32768, num_snapshots=6)
+    cache = jax.eval_shape(
+        lambda: create_cache(
+            config, num_slots=16, max_length=32768, num_blocks=plan.num_engine_blocks,
+            dtype="bfloat16", num_states=22, platform="gpu",
+        )
+    )  # fmt: skip
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.group_pools))
+    footprint = plan.footprint
+    assert num_bytes == footprint.pool_bytes(plan.num_engine_blocks) + footprint.recurrent
+    assert plan.token_bytes == 44 * 2 * 2 * 128 * 2
+    channels = 24 * 128 + 2 * 256
+    assert footprint.sequence_state == 44 * (24 * 128 * 256 * 4 + 3 * channels * 2)
 
 
 @pytest.mark.parametrize(

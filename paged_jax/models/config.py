@@ -10,12 +10,13 @@ from typing import Any
 from paged_jax.arguments import names_arguments
 from paged_jax.models.config_checks import check_choices, check_experts, check_sizes
 from paged_jax.models.config_json import read_fields, write_fields
-from paged_jax.models.family import SOFTMAX_ROUTER, Router
+from paged_jax.models.family import NO_MULTIPLIERS, SOFTMAX_ROUTER, Multipliers, Router
 from paged_jax.models.layer_groups import (
     DENSE,
     FULL,
+    HYBRID,
     NOTHING,
-    RECURRENT,
+    RECURRENT_TYPES,
     SLIDING,
     SPARSE,
     KVShape,
@@ -90,6 +91,7 @@ class LlamaConfig:
         the weights.
       attention_multiplier: factor of the attention scores; None for ``head_dim ** -0.5``.
       residual_multiplier: factor of the outputs of attention and the MLP.
+      multipliers: further factors within a layer.
       layer_scalar: whether the output of each layer is multiplied by a parameter.
       hidden_size_per_layer_input: size of an embedding per token and layer, which each layer adds
         to the residual stream through a gate; 0 for none.
@@ -114,10 +116,10 @@ class LlamaConfig:
         `mlp.clamped_swiglu`; with `swiglu_limit` None experts use `hidden_act`.
       sliding_window: number of last tokens that a query attends to in layers with a window; None
         for all tokens.
-      layer_types: ``"full_attention"``, ``"sliding_attention"``, ``"linear_attention"`` or
-        ``"none"`` (only an MLP) for each layer; empty if all are attention layers with the same
-        `sliding_window`.
-      mixer: sizes of ``"linear_attention"`` layers, which are recurrent; None if there are none.
+      layer_types: ``"full_attention"``, ``"sliding_attention"``, ``"linear_attention"``,
+        ``"hybrid"`` (full and linear attention, added) or ``"none"`` (only an MLP) for each layer;
+        empty if all are attention layers with the same `sliding_window`.
+      mixer: sizes of linear attention, which is recurrent; None if no layer has it.
       mlp_layer_types: ``"dense"`` (an MLP of `intermediate_size`), ``"sparse"`` (experts) or
         ``"none"`` for each layer; empty if all layers have the same kind of MLP.
       gated_mlp: whether an MLP or expert multiplies the activation of a gate by its features. If
@@ -172,6 +174,7 @@ class LlamaConfig:
     embedding_multiplier: float = 1.0
     attention_multiplier: float | None = None
     residual_multiplier: float = 1.0
+    multipliers: Multipliers = NO_MULTIPLIERS
     layer_scalar: bool = False
     hidden_size_per_layer_input: int = 0
     use_double_wide_mlp: bool = False
@@ -308,7 +311,8 @@ class LlamaConfig:
         whole = KVShape(self.num_global_key_value_heads or K, D, D)
         if self.latent is not None:
             local = whole = self.latent.kv_shape
-        return tuple({FULL: whole, SLIDING: local}.get(kind) for kind in self._layer_kinds)
+        shapes = {FULL: whole, HYBRID: whole, SLIDING: local}
+        return tuple(shapes.get(kind) for kind in self._layer_kinds)
 
     @property
     def shares_kv(self) -> tuple[bool, ...]:
@@ -329,7 +333,7 @@ class LlamaConfig:
     def state_shapes(self) -> tuple[tuple[StateShape, ...], ...]:
         """Arrays that each layer keeps of a sequence; empty for attention layers."""
         states = () if self.mixer is None else self.mixer.states
-        return tuple(states if kind == RECURRENT else () for kind in self._layer_kinds)
+        return tuple(states if kind in RECURRENT_TYPES else () for kind in self._layer_kinds)
 
     @property
     def _layer_kinds(self) -> tuple[str, ...]:
@@ -370,11 +374,12 @@ class LlamaConfig:
     def _of_layer(
         self, window: int | None, kv: KVShape | None, kind: str, mlp_kind: str, shares_kv: bool
     ) -> "LlamaConfig":
+        is_recurrent = kind in RECURRENT_TYPES
         changes: dict[str, Any] = {
-            "layer_types": (kind,) * self.num_hidden_layers if kv is None else (),
+            "layer_types": (kind,) * self.num_hidden_layers if kv is None or is_recurrent else (),
             "mlp_layer_types": (NOTHING,) * self.num_hidden_layers if mlp_kind == NOTHING else (),
             "rope_layers": (),
-            "mixer": self.mixer if kind == RECURRENT else None,
+            "mixer": self.mixer if is_recurrent else None,
             "o_bias": self.o_bias and kv is not None,
             "num_kv_shared_layers": self.num_hidden_layers if shares_kv else 0,
             "use_double_wide_mlp": False,

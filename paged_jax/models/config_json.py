@@ -10,11 +10,17 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from paged_jax.arguments import check_positive, is_int
+from paged_jax.arguments import check_positive, is_int, is_real
 from paged_jax.models.experts_json import check_neutral, read_experts, write_experts
 from paged_jax.models.families import ALIASES, FAMILIES, PARTS
-from paged_jax.models.family import Family, InnerTextModel, UnsupportedConfigError
-from paged_jax.models.layer_groups import FULL, RECURRENT, SLIDING, SPARSE, check_num_layers
+from paged_jax.models.family import Family, InnerTextModel, Multipliers, UnsupportedConfigError
+from paged_jax.models.layer_groups import (
+    FULL,
+    RECURRENT_TYPES,
+    SLIDING,
+    SPARSE,
+    check_num_layers,
+)
 from paged_jax.models.mixers_json import (
     expand_layers,
     read_layer_types,
@@ -104,7 +110,8 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     num_hidden_layers = read_integer(config, "num_hidden_layers")
     check_num_layers(num_hidden_layers)
     sliding_window, layer_types = _read_sliding_window(config, family, num_hidden_layers)
-    mixer = read_mixer(config, family) if RECURRENT in layer_types and family.mixer else None
+    has_mixer = family.mixer is not None and {*RECURRENT_TYPES} & {*layer_types}
+    mixer = read_mixer(config, family) if has_mixer else None
     rope = read_rope(config, family, num_hidden_layers, layer_types)
     return {
         **dict(
@@ -183,9 +190,11 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         if scale.key not in written:
             factor = fields[scale.field]
             # Only the attention multiplier can be None; this is its default.
-            written[scale.key] = scale.write(
-                fields["head_dim"] ** -0.5 if factor is None else factor
-            )
+            number = scale.write(fields["head_dim"] ** -0.5 if factor is None else factor)
+            # Some classes of transformers accept only floats.
+            is_float = isinstance(family.defaults.get(scale.key), float)
+            written[scale.key] = float(number) if is_float else number
+    written |= _write_multipliers(fields["multipliers"], family)
     written |= {key: fields[field] for field, key in family.switches.items()}
     written |= {name: fields[name] for name in family.sizes}
     if "hidden_size_per_layer_input" in family.sizes:
@@ -312,6 +321,8 @@ def _read_switches(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         if not sys.float_info.min < number < math.inf:
             raise ValueError(f"LlamaConfig: {scale.key} must be positive, got {number!r}.")
         switches[scale.field] = scale.read(number)
+    if family.multipliers:
+        switches["multipliers"] = _read_multipliers(config, family)
     if read_boolean(config, "attention_bias", False):
         switches |= dict.fromkeys(family.biases, True)
     switches |= {name: read_integer(config, name, 0) for name in family.sizes}
@@ -325,6 +336,27 @@ def _read_switches(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return switches | {
         field: read_boolean(config, key, False) for field, key in family.switches.items()
     }
+
+
+def _read_multipliers(config: Mapping[str, Any], family: Family) -> Multipliers:
+    factors: dict[str, float] = {}
+    for name, (key, index) in family.multipliers.items():
+        value = config.get(key)
+        if index is not None:
+            value = value[index] if isinstance(value, list) and len(value) > index else value
+        if not is_real(value):
+            raise ValueError(f"LlamaConfig: {key} must be numbers, got {config.get(key)!r}.")
+        factors[name] = float(value)
+    return Multipliers(**factors)
+
+
+def _write_multipliers(multipliers: Multipliers, family: Family) -> dict[str, Any]:
+    written: dict[str, Any] = {}
+    for name, (key, index) in family.multipliers.items():
+        factor = getattr(multipliers, name)
+        # The fields of a list have ascending indices.
+        written[key] = factor if index is None else [*written.get(key, ()), factor]
+    return written
 
 
 def _read_sliding_window(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from paged_jax.models.expert_families import EXPERT_FAMILIES
 from paged_jax.models.family import BIASES, GRANITE_SCALES, Family, InnerTextModel, Router, Scale
 from paged_jax.models.layer_groups import FULL, SLIDING
+from paged_jax.models.mamba_families import MAMBA_FAMILIES
 from paged_jax.models.recurrent_families import RECURRENT_FAMILIES
 
 _GEMMA_DEFAULTS = {
@@ -412,6 +413,7 @@ FAMILIES: dict[str, Family] = {
         keys={"rms_norm_eps": "layer_norm_eps"},
     ),
     **EXPERT_FAMILIES,
+    **MAMBA_FAMILIES,
     **RECURRENT_FAMILIES,
 }
 

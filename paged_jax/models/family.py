@@ -145,6 +145,36 @@ GROUP_KEYS = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Multipliers:
+    """Factors of activations in a layer, as in muP (Yang et al., arXiv 2203.03466).
+
+    Attributes:
+      attention_in: factor of the input of attention.
+      key: factor of the keys.
+      attention_out: factor of the output of attention, after the projection.
+      mlp_gate: factor of the gate of the MLP, before the activation.
+      mlp_out: factor of the output of the MLP.
+
+    Raises:
+      ValueError: a factor is not finite.
+    """
+
+    attention_in: float = 1.0
+    key: float = 1.0
+    attention_out: float = 1.0
+    mlp_gate: float = 1.0
+    mlp_out: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, factor in dataclasses.asdict(self).items():
+            if not math.isfinite(factor):
+                raise ValueError(f"Multipliers: {name} must be finite, got {factor!r}.")
+
+
+NO_MULTIPLIERS = Multipliers()
+
+
+@dataclasses.dataclass(frozen=True)
 class MixerKeys:
     """How the ``config.json`` of a family describes recurrent layers.
 
@@ -152,7 +182,10 @@ class MixerKeys:
       kind: kind of recurrent layers, see `mixers_json.MIXERS`.
       keys: key in ``config.json`` of each field of the `Mixer` that the file determines.
       fixed: fields of the `Mixer` with the same value in the whole family.
+      norm_switches: keys that tell whether the mixer has a norm, and whether the norm is before
+        the gate of the output; None if `fixed` or a default determines it.
       layer_types_key: key of the list of the layers' types.
+      uniform_type: type of all layers in a family whose files do not list the types, or None.
       recurrent_type: type of recurrent layers in this list.
       layer_types: other names of types that files may have, with their names in `layer_groups`.
       mlp_types: types of layers that have only an MLP, with the type of the MLP. If there are any,
@@ -169,7 +202,9 @@ class MixerKeys:
     kind: str
     keys: Mapping[str, str]
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    norm_switches: tuple[str, str] | None = None
     layer_types_key: str = "layer_types"
+    uniform_type: str | None = None
     recurrent_type: str = "linear_attention"
     layer_types: Mapping[str, str] = dataclasses.field(default_factory=dict)
     mlp_types: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -226,6 +261,7 @@ class Family:
       has_adjusted_mlp: whether `block_auto_adjust_ff_dim` may change `intermediate_size`.
       aliases: other keys that files have, with the key that this library reads.
       scales: factors to read from ``config.json``.
+      multipliers: key of each field of `Multipliers`, with an index if the entry is a list.
       caps: soft caps to read from ``config.json``.
       only: keys in ``config.json`` that change the computation, with the only supported value.
       replacements: for fields of `LlamaConfig`, values of files and their replacements.
@@ -271,6 +307,7 @@ class Family:
     has_adjusted_mlp: bool = False
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     scales: tuple[Scale, ...] = ()
+    multipliers: Mapping[str, tuple[str, int | None]] = dataclasses.field(default_factory=dict)
     caps: tuple[str, ...] = ()
     only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     replacements: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.linear import Weight, linear
-from paged_jax.kernels.norm_rope import add_bias, expand, layer_norm, rms_norm, rotate
+from paged_jax.kernels.norm_rope import add_bias, expand, rotate
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_attention import (
     Attend,
@@ -26,25 +26,20 @@ from paged_jax.models.layer_attention import (
     values_of_heads,
 )
 from paged_jax.models.layer_groups import NOTHING, LatentSizes
+from paged_jax.models.layer_norms import (
+    EXPERT_NORMS,
+    apply_norm,
+    effective_weight,
+    initial_norm_weight,
+    multiply,
+    norm_names,
+)
 from paged_jax.models.matrices import add_matrix, get_matrix
 from paged_jax.models.matrix_formats import MatrixFormats
 from paged_jax.models.mixer_sizes import Mixer
 from paged_jax.models.mixers import MixerWeights, initial_vector, mix
 from paged_jax.models.mlp import ACTIVATIONS, ExpertWeights, RouterArrays, gated_mlp, routed_experts
 from paged_jax.models.tensor_parallel import DeviceShard
-
-# Names of a layer's norms, by `norm_placement`. `input_norm` and `post_attention_norm` normalise
-# the inputs of attention and of the MLP. `attention_out_norm` and `mlp_out_norm` normalise their
-# outputs before these are added to the residual stream.
-NORMS = {
-    "pre": ("input_norm", "post_attention_norm"),
-    "sandwich": ("input_norm", "attention_out_norm", "post_attention_norm", "mlp_out_norm"),
-    "post": ("attention_out_norm", "mlp_out_norm"),
-    "parallel": ("input_norm",),
-}
-# Further norms of layers with `separate_expert_norms`: of the inputs of the router and of the
-# experts, and of the outputs of the experts and of the expert for all tokens.
-_EXPERT_NORMS = ("router_norm", "expert_input_norm", "expert_out_norm", "shared_out_norm")
 
 
 class Layer(nnx.Module):
@@ -78,6 +73,7 @@ class Layer(nnx.Module):
         per_layer_proj        [E, d]
 
     In recurrent layers, the parameters of a mixer replace those of attention, see `mixer_sizes`.
+    Hybrid layers have both, and add the outputs.
 
     Args:
       config: sizes and switches. With a shard, the config of a single device.
@@ -109,7 +105,7 @@ class Layer(nnx.Module):
         self.config = config
         self.formats = formats
         self.shard = shard
-        for name in (*_norms(config), *(_EXPERT_NORMS if config.separate_expert_norms else ())):
+        for name in (*norm_names(config), *(EXPERT_NORMS if config.separate_expert_norms else ())):
             setattr(self, name, nnx.Param(initial_norm_weight(config, (E,), dtype)))
         if config.kv_shapes[0] is not None:
             self._add_attention(add, residual_deviation, dtype)
@@ -240,14 +236,16 @@ class Layer(nnx.Module):
             mixed = mix(self.config.mixer, self._mixer_weights(normed, weight, backend))
             out, carry = attend(index, mixed.recurrence, carry)
             out = linear(mixed.finish(out), weight("mixer_out_proj"), backend=backend)
-        elif self.config.kv_shapes[0] is not None:
-            rotation = cos, sin, query_scale
+        if self.config.kv_shapes[0] is not None:
+            rotation, of_mixer = (cos, sin, query_scale), out
             heads, gate = self._project(normed, weight, rotation, backend)
             out, carry = attend(index, heads, carry)
             if self.config.latent is not None:
                 out = values_of_heads(self.config.latent, out, weight("kv_b_proj"), backend)
             out = out if gate is None else out * jax.nn.sigmoid(gate)
             out = linear(out.reshape(*x.shape[:-1], -1), weight("o_proj"), backend=backend)
+            out = multiply(out, self.config.multipliers.attention_out)
+            out = out if of_mixer is None else out + of_mixer
         if self.config.norm_placement == "parallel":
             # Add both outputs first, so that one all-reduce is enough.
             assert out is not None
@@ -277,10 +275,12 @@ class Layer(nnx.Module):
 
     @property
     def _float_dtype(self) -> np.dtype:
-        return getattr(self, _norms(self.config)[0]).dtype
+        return getattr(self, norm_names(self.config)[0]).dtype
 
     def _with_bias(self, out: jax.Array) -> jax.Array:
-        return add_bias(out, self.o_bias[...]) if self.config.o_bias else out
+        if not self.config.o_bias:
+            return out
+        return add_bias(out, multiply(self.o_bias[...], self.config.multipliers.attention_out))
 
     def _mlp(
         self,
@@ -379,8 +379,7 @@ class Layer(nnx.Module):
 
     def _add(self, x: jax.Array, out: jax.Array) -> jax.Array:
         """Add an output to the residual stream."""
-        factor = self.config.residual_multiplier
-        return x + (out if factor == 1 else out * factor)
+        return x + multiply(out, self.config.residual_multiplier)
 
     def _finish(
         self,
@@ -417,6 +416,7 @@ class Layer(nnx.Module):
             scale = self.config.attention_multiplier
             heads = latent_heads(self.config.latent, x, weight, norms, rotation, scale, backend)
             return heads, None
+        x = multiply(x, self.config.multipliers.attention_in)
         qkv = linear(x, weight("qkv_proj"), backend=backend)
         return self._attention_input(qkv, *rotation)
 
@@ -446,12 +446,14 @@ class Layer(nnx.Module):
         if config.attention_gate:
             qkv, gate = split_gate(qkv, config.num_kv_rows)
         sm_scale, soft_cap = config.attention_multiplier, config.attn_logit_softcapping
+        if config.multipliers.key != 1:
+            sm_scale = (sm_scale or config.head_dim**-0.5) * config.multipliers.key
         sinks = self.sinks[...] if config.attention_sinks else None
         norms = None
         if config.qk_norm:
             q_norm = self.q_norm[...]
             k_norm = self.k_norm[...] if config.num_kv_rows else q_norm
-            norms = _effective_weight(config, q_norm), _effective_weight(config, k_norm)
+            norms = effective_weight(config, q_norm), effective_weight(config, k_norm)
         is_whole = norms is not None and config.qk_norm_scope == "projection"
         is_special = config.value_norm or config.attention_k_eq_v or not config.num_kv_rows
         if not (is_whole or is_special or norms is not None and query_scale is not None):
@@ -464,31 +466,3 @@ class Layer(nnx.Module):
         q, k = rotate(q, cos, sin), None if k is None else rotate(k, cos, sin)
         q = q if query_scale is None else q * query_scale[..., None, None]
         return Heads(q, k, v, sm_scale, soft_cap, sinks), gate
-
-
-def _norms(config: LlamaConfig) -> tuple[str, ...]:
-    """Return the norms of a layer: without attention or an MLP, only those of the other part."""
-    has_tokens, has_mlp = NOTHING not in config.layer_types, NOTHING not in config.mlp_layer_types
-    return tuple(
-        name
-        for name in NORMS[config.norm_placement]
-        if (has_tokens if name in ("input_norm", "attention_out_norm") else has_mlp)
-    )
-
-
-def initial_norm_weight(config: LlamaConfig, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-    """Return the initial weight of a norm, which multiplies by 1."""
-    return jnp.full(shape, 1 - config.norm_offset, dtype)
-
-
-def apply_norm(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Apply a norm of the model's type to float32 ``x [..., E]`` with a weight ``[E]``."""
-    weight = _effective_weight(config, weight)
-    if config.norm_type == "layer":
-        return layer_norm(x, weight, config.rms_norm_eps)
-    return rms_norm(x, weight, config.rms_norm_eps)
-
-
-def _effective_weight(config: LlamaConfig, weight: jax.Array) -> jax.Array:
-    """Return the factor of a norm: its weight, or float32 ``offset + weight``."""
-    return weight.astype(jnp.float32) + config.norm_offset if config.norm_offset else weight

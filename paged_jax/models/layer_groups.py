@@ -13,10 +13,13 @@ from paged_jax.models.family import UnsupportedConfigError
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 RECURRENT = "linear_attention"
+# Both at the same time: the outputs of full attention and of a recurrence are added.
+HYBRID = "hybrid"
 # In `layer_types` a layer that has only an MLP; in `mlp_layer_types` a layer without an MLP.
 NOTHING = "none"
 ATTENTION_TYPES = (FULL, SLIDING)
-LAYER_TYPES = (*ATTENTION_TYPES, RECURRENT, NOTHING)
+RECURRENT_TYPES = (RECURRENT, HYBRID)
+LAYER_TYPES = (*ATTENTION_TYPES, *RECURRENT_TYPES, NOTHING)
 # Types of a layer's MLP: dense, or experts.
 DENSE = "dense"
 SPARSE = "sparse"
@@ -233,10 +236,10 @@ def check_layer_types(
       UnsupportedConfigError: a type is unknown.
       ValueError: the number of types, or the sliding window, does not fit.
     """
-    if (mixer is not None) != (RECURRENT in layer_types):
+    if (mixer is not None) != bool({*RECURRENT_TYPES} & {*layer_types}):
         raise UnsupportedConfigError(
-            f"LlamaConfig: mixer must be set where layer_types has {RECURRENT!r}, and only there, "
-            f"got {mixer} and {list(layer_types)}."
+            f"LlamaConfig: mixer must be set where layer_types has {RECURRENT!r} or {HYBRID!r}, "
+            f"and only there, got {mixer} and {list(layer_types)}."
         )
     if not layer_types:
         return

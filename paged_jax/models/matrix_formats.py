@@ -218,10 +218,10 @@ def _num_inputs(config: LlamaConfig) -> dict[str, int]:
         inputs["latent_proj"] = config.hidden_size
         inputs["q_proj"] = config.latent.q_lora_rank or config.hidden_size
         inputs["o_proj"] = config.value_features
-    elif config.mixer is None:
+    elif config.kv_shapes[0] is not None:
         inputs["qkv_proj"] = config.hidden_size
         inputs["o_proj"] = config.value_features
-    else:
+    if config.mixer is not None:
         shapes = config.mixer.shapes(config.hidden_size)
         inputs |= {name: shapes[name][-1] for name in ("mixer_in_proj", "mixer_out_proj")}
     if config.num_experts:

@@ -255,6 +255,8 @@ class Mamba2(Mixer):
         normalises the heads of a group together.
       norm_eps: constant added to the mean square in this norm.
       time_limits: smallest and largest time step.
+      in_multiplier, out_multiplier: factors of the input and of the output, as in muP.
+      piece_multipliers: factors of the projected gates, inputs, b, c and time steps.
     """
 
     num_heads: int
@@ -264,6 +266,9 @@ class Mamba2(Mixer):
     norm: str = "after gate"
     norm_eps: float = 1e-5
     time_limits: tuple[float, float] = (0.0, math.inf)
+    in_multiplier: float = 1.0
+    out_multiplier: float = 1.0
+    piece_multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_groups:

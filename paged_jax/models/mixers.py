@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -170,6 +171,8 @@ def _mix_kimi_delta(sizes: KimiDelta, weights: MixerWeights) -> Mixed:
 def _mix_mamba(sizes: Mamba2, weights: MixerWeights) -> Mixed:
     K, G, D, U = sizes.heads
     fused = weights.project("mixer_in_proj")
+    if (factors := _row_multipliers(sizes)) is not None:
+        fused = fused * expand(factors, fused.ndim)
     ends = [G * U, 2 * G * U + 2 * D]
     z, xbc, steps = jnp.split(fused, ends, axis=-1)
     steps = jax.nn.softplus(add_bias(steps, weights.vector("mixer_time")))
@@ -195,8 +198,22 @@ def _mix_mamba(sizes: Mamba2, weights: MixerWeights) -> Mixed:
         out = out + expand(weights.vector("mixer_skip")[..., None], 5) * x
         return out.reshape(B, T, -1), (conv, state.reshape(states[1].shape))
 
-    recurrence = Recurrence(_flatten_heads(K, xbc, steps), advance, sizes.states)
-    return Mixed(recurrence, lambda out: _gate_and_norm(sizes, weights, out, jax.nn.silu(z)))
+    def finish(out: jax.Array) -> jax.Array:
+        out = _gate_and_norm(sizes, weights, out, jax.nn.silu(z))
+        return out if sizes.out_multiplier == 1 else out * sizes.out_multiplier
+
+    return Mixed(Recurrence(_flatten_heads(K, xbc, steps), advance, sizes.states), finish)
+
+
+def _row_multipliers(sizes: Mamba2) -> jax.Array | None:
+    """Return the factor of each row of a group in the fused projection, or None if all are 1."""
+    factors = [sizes.in_multiplier * factor for factor in sizes.piece_multipliers]
+    if all(factor == 1 for factor in factors):
+        return None
+    counts = [rows for _, rows in sizes.pieces["mixer_in_proj"]]
+    return jnp.repeat(
+        jnp.array(factors, jnp.float32), np.array(counts), total_repeat_length=sum(counts)
+    )
 
 
 def _gate_and_norm(

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from paged_jax.arguments import is_int, is_real
 from paged_jax.models.family import Family, MixerKeys
@@ -72,6 +72,8 @@ def read_layer_types(
       ValueError: the entry has another type or length.
     """
     names = config.get(keys.layer_types_key)
+    if names is None and keys.uniform_type is not None:
+        return (keys.uniform_type,) * num_layers
     if names is None:
         return _default_layer_types(config, keys, num_layers)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -123,11 +125,14 @@ def read_mixer(config: Mapping[str, Any], family: Family) -> Mixer:
     keys = family.mixer
     assert keys is not None
     kind = MIXERS[keys.kind]
-    size = config.get("mamba_expand", 0) * config["hidden_size"]
+    size = config.get("mamba_d_ssm") or config.get("mamba_expand", 0) * config["hidden_size"]
     if config.get("mamba_d_head") == "auto" and config.get("mamba_n_heads"):
         config = {**config, "mamba_d_head": size // config["mamba_n_heads"]}
     types = {field.name: field.type for field in dataclasses.fields(kind)}
     values = {name: _read(config, key, types[name]) for name, key in keys.keys.items()}
+    if keys.norm_switches is not None:
+        has_norm, is_before = (_read(config, key, bool) for key in keys.norm_switches)
+        values["norm"] = ("before gate" if is_before else "after gate") if has_norm else "none"
     return kind(**keys.fixed, **values)
 
 
@@ -136,7 +141,7 @@ def _read(config: Mapping[str, Any], key: str, kind: Any) -> Any:
     if value is None:
         raise ValueError(f"LlamaConfig: {key} is missing.")
     if kind not in (int, float, bool):
-        return _read_limits(key, value)
+        return _read_numbers(key, value, len(get_args(kind)))
     is_valid, name = {
         int: (is_int(value) and value > 0, "a positive integer"),
         float: (is_real(value), "a number"),
@@ -147,15 +152,17 @@ def _read(config: Mapping[str, Any], key: str, kind: Any) -> Any:
     return value
 
 
-def _read_limits(key: str, value: Any) -> tuple[float, float]:
-    """Read a pair of numbers. JSON has no infinity; transformers 5 writes it as an object."""
-    pair = value if isinstance(value, list | tuple) else ()
-    pair = [each["__float__"] if isinstance(each, Mapping) else each for each in pair]
+def _read_numbers(key: str, value: Any, count: int) -> tuple[float, ...]:
+    """Read a list of numbers. JSON has no infinity; transformers 5 writes it as an object."""
+    values = value if isinstance(value, list | tuple) else ()
+    values = [each["__float__"] if isinstance(each, Mapping) else each for each in values]
     try:
-        low, high = map(float, pair)
+        numbers = tuple(map(float, values))
     except (TypeError, ValueError):
-        raise ValueError(f"LlamaConfig: {key} must be two numbers, got {value!r}.") from None
-    return low, high
+        numbers = ()
+    if len(numbers) != count:
+        raise ValueError(f"LlamaConfig: {key} must be {count} numbers, got {value!r}.")
+    return numbers
 
 
 def write_mixer(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -174,7 +181,12 @@ def write_mixer(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
         of_mlp = {kind: name for name, kind in keys.mlp_types.items()}
         both = zip(names, fields["mlp_layer_types"], strict=True)
         names = [of_mlp[mlp] if name == NOTHING else name for name, mlp in both]
-    written: dict[str, Any] = {keys.layer_types_key: names}
+    written: dict[str, Any] = {} if keys.uniform_type else {keys.layer_types_key: names}
     if mixer is not None:
         written |= {key: getattr(mixer, name) for name, key in keys.keys.items()}
+        if keys.norm_switches is not None:
+            has_norm, is_before = keys.norm_switches
+            written |= {has_norm: mixer.norm != "none", is_before: mixer.norm != "after gate"}
+        if "mamba_d_ssm" in family.defaults:
+            written["mamba_d_ssm"] = mixer.num_heads * mixer.head_dim
     return written

@@ -100,10 +100,13 @@ def gated_mlp(
     Returns:
       float32 ``[..., E]``.
     """
-    hidden = linear(x, gate_up_proj, backend=backend)
-    activation = ACTIVATIONS[config.hidden_act](hidden[..., 0, :])
+    hidden, factors = linear(x, gate_up_proj, backend=backend), config.multipliers
+    gate = hidden[..., 0, :]
+    gate = gate if factors.mlp_gate == 1 else gate * factors.mlp_gate
+    activation = ACTIVATIONS[config.hidden_act](gate)
     hidden = activation * hidden[..., 1, :] if config.gated_mlp else activation
-    return linear(hidden, down_proj, backend=backend)
+    out = linear(hidden, down_proj, backend=backend)
+    return out if factors.mlp_out == 1 else out * factors.mlp_out
 
 
 def routed_experts(

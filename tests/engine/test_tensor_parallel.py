@@ -206,19 +206,23 @@ for kind, ways in ((SANDWICH, ((2, "swap"), (4, "recompute"))), (PARALLEL, ((4, 
 # Recurrent layers are divided by heads or channels, and so are the pools of their states.
 _RECURRENT = """
 from paged_jax import Engine
+from paged_jax.models.family import Multipliers
 from paged_jax.models.mixer_sizes import GatedDeltaNet, KimiDelta, Mamba2, ShortConvolution
 from tests.support.tensor_parallel import SIZES, generate, make_model
 
 WIDTH = dict(conv_width=4)
 DELTA = GatedDeltaNet(num_key_heads=4, num_value_heads=8, key_dim=6, value_dim=10, **WIDTH)
 MAMBA = Mamba2(num_heads=8, num_groups=4, head_dim=6, state_dim=10, conv_bias=True, **WIDTH)
-for mixer, num_devices, preemption in (
-    (ShortConvolution(num_channels=24, **WIDTH), 2, "swap"),
-    (DELTA, 4, "swap"),
-    (KimiDelta(num_heads=4, head_dim=6, **WIDTH), 2, "recompute"),
-    (MAMBA, 4, "recompute"),
+FACTORS = Multipliers(attention_in=0.7, key=1.4, attention_out=0.6, mlp_gate=1.3, mlp_out=0.8)
+for kind, mixer, num_devices, preemption in (
+    ("linear_attention", ShortConvolution(num_channels=24, **WIDTH), 2, "swap"),
+    ("linear_attention", DELTA, 4, "swap"),
+    ("linear_attention", KimiDelta(num_heads=4, head_dim=6, **WIDTH), 2, "recompute"),
+    ("linear_attention", MAMBA, 4, "recompute"),
+    ("hybrid", MAMBA, 2, "swap"),
 ):
-    model = make_model(layer_types=("linear_attention", "full_attention"), mixer=mixer)
+    changes = {"multipliers": FACTORS} if kind == "hybrid" else {}
+    model = make_model(layer_types=(kind, "full_attention"), mixer=mixer, **changes)
     wanted = generate(Engine(model, **SIZES))
     engine = Engine(model, **SIZES, preemption=preemption, tensor_parallel_size=num_devices)
     assert generate(engine) == wanted, (mixer, num_devices)

@@ -11,7 +11,8 @@ from flax import nnx
 
 from paged_jax.models import mixers
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.layer_groups import NOTHING, RECURRENT
+from paged_jax.models.family import Multipliers
+from paged_jax.models.layer_groups import HYBRID, NOTHING, RECURRENT
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.tensor_map import standard_name
 from paged_jax.models.mixer_sizes import GatedDeltaNet, KimiDelta, Mamba2, ShortConvolution
@@ -39,7 +40,20 @@ MIXERS = {
     "mamba": Mamba2(
         num_heads=4, num_groups=2, head_dim=6, state_dim=10, conv_width=4, conv_bias=True
     ),
+    # With attention in the same layer.
+    "hybrid": Mamba2(
+        num_heads=4,
+        num_groups=2,
+        head_dim=6,
+        state_dim=10,
+        conv_width=4,
+        norm="before gate",
+        in_multiplier=0.7,
+        out_multiplier=1.2,
+        piece_multipliers=(0.8, 1.1, 0.9, 1.3, 0.6),
+    ),
 }
+MULTIPLIERS = Multipliers(attention_in=0.7, key=1.4, attention_out=0.6, mlp_gate=1.3, mlp_out=0.8)
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 20), np.int32)
 
 
@@ -47,6 +61,11 @@ def make_model(name: str, dtype=jnp.float32) -> Llama:
     config = dataclasses.replace(
         CONFIG, layer_types=(RECURRENT, "full_attention"), mixer=MIXERS[name]
     )
+    if name == "hybrid":
+        kinds = (HYBRID, "full_attention")
+        config = dataclasses.replace(
+            config, layer_types=kinds, multipliers=MULTIPLIERS, o_bias=True
+        )
     model = Llama(config, dtype=dtype, rngs=nnx.Rngs(0))
     leaves, treedef = jax.tree.flatten(nnx.state(model))
     keys = jax.random.split(jax.random.key(1), len(leaves))
@@ -84,7 +103,7 @@ def test_gradients_predict_the_change_of_the_loss(name) -> None:
 def test_states_have_the_shapes_and_dtypes_of_the_config(name) -> None:
     config = make_model(name).config
     states, no_states = config.state_shapes
-    assert not no_states and config.kv_shapes[0] is None
+    assert not no_states and (config.kv_shapes[0] is None) == (name != "hybrid")
     layer = make_model(name).layers[0]
     x = jnp.ones((6, config.hidden_size))
     weights = mixers.MixerWeights(
@@ -189,6 +208,31 @@ def test_from_dict_counts_the_layers_of_kimi_files_from_1() -> None:
     )
     assert config.layer_types == (RECURRENT,) * 3 + ("full_attention", RECURRENT)
     assert config.mixer == KimiDelta(num_heads=4, head_dim=16, conv_width=3)
+
+
+def test_from_dict_reads_the_factors_of_falcon_files() -> None:
+    given = {
+        "model_type": "falcon_h1",
+        "mamba_d_ssm": 24,
+        "mamba_n_heads": 4,
+        "mamba_rms_norm": True,
+        "mlp_multipliers": [0.9, 0.3],
+        "ssm_multipliers": [0.5, 0.25, 0.2, 0.3, 0.4],
+        "key_multiplier": 0.4,
+        **_SIZES,
+    }
+    config = LlamaConfig.from_dict(given)
+    assert config.layer_types == (HYBRID,) * 5
+    assert config.multipliers == Multipliers(key=0.4, mlp_gate=0.9, mlp_out=0.3)
+    assert isinstance(config.mixer, Mamba2)
+    assert (config.mixer.head_dim, config.mixer.norm) == (6, "before gate")
+    # Each layer keeps tokens and a state.
+    assert [group.layers for group in config.layer_groups] == [tuple(range(5))]
+    assert [group.layers for group in config.state_groups] == [tuple(range(5))]
+    with pytest.raises(ValueError, match="ssm_multipliers must be 5 numbers"):
+        LlamaConfig.from_dict({**given, "ssm_multipliers": [1.0, 2.0]})
+    with pytest.raises(ValueError, match="mlp_multipliers must be numbers"):
+        LlamaConfig.from_dict({**given, "mlp_multipliers": [1.0]})
 
 
 def test_from_dict_reads_the_text_part_of_qwen3_5() -> None:

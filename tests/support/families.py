@@ -107,6 +107,21 @@ _GRANITE_MAMBA = {
     "mamba_d_state": 24,
     "shared_intermediate_size": 56,
 }
+_FALCON = {
+    "head_dim": 24,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 24,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.7,
+    "attention_in_multiplier": 0.9,
+    "key_multiplier": 0.6,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.1,
+    "ssm_out_multiplier": 0.7,
+    "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7],
+    "mlp_multipliers": [1.3, 0.6],
+}
 _DELTA_EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -299,6 +314,16 @@ CASES = {
             "logits_scaling": 0.7,
         },
     ),
+    "falcon_h1": Case(
+        "falcon_h1",
+        {
+            **_FALCON,
+            "mamba_n_groups": 2,
+            "attention_bias": True,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": True,
+        },
+    ),
     "kimi_linear": Case(
         "kimi_linear",
         {
@@ -382,6 +407,17 @@ VARIANTS = {
             "block_multiple_of": 32,
         },
     ),
+    "falcon_h1 tied, with a norm after the gate": Case(
+        "falcon_h1",
+        {
+            **_FALCON,
+            "mamba_d_ssm": 128,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon_h1 without a norm": Case("falcon_h1", {**_FALCON, "mamba_conv_bias": False}),
     "llama with a KV head per query head": Case("llama", {"num_key_value_heads": 4}),
     "llama tied, with llama3 rope": Case(
         "llama", {"tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE}
