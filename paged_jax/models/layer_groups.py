@@ -263,7 +263,7 @@ def check_mlp_layer_types(kinds: Sequence[str], num_experts: int, num_layers: in
     """Check the types of the layers' MLPs, see `LlamaConfig`.
 
     Raises:
-      ValueError: the number of types does not fit, or a type is unknown or does not fit.
+      ValueError: there is not one type per layer, or a type is unknown or contradicts the family.
     """
     if not kinds:
         return

@@ -16,20 +16,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from paged_jax.cache import CacheGroup, PagedCache, paged_cache, states
+from paged_jax.cache import PagedCache, paged_cache, states
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.cache.blocks.inspection import check_states
 from paged_jax.cache.sequence_blocks import max_blocks_in_window
 from paged_jax.cache.states import StateGroup
 from tests.support.block_model import Content
 from tests.support.block_tables import as_arrays, contents_of, i32, publish
-from tests.support.window_model import GroupsModel
+from tests.support.cache_histories import (
+    JIT,
+    MAX_TOKENS,
+    SETTINGS,
+    C,
+    CacheMachine,
+    CacheOperations,
+    M,
+    S,
+    make_groups,
+    slots_of,
+)
 
-S, M, C, L = 4, 8, 4, 2
-MAX_TOKENS = 6
+L = 2
 WINDOWS = [None, 9]
 NUM_BLOCKS = [18, min(18, S * max_blocks_in_window(9, MAX_TOKENS, C))]
 # One entry more than slots: snapshots often have to go.
@@ -37,13 +46,8 @@ NUM_ENTRIES = S + 1
 
 
 def make_cache() -> PagedCache:
-    groups = [
-        CacheGroup.create(
-            num_layers=1, num_blocks=count, num_kv_heads=1, block_size=C, head_dim=1, num_slots=S,
-            max_blocks_per_slot=M, window=window,
-        )
-        for count, window in zip(NUM_BLOCKS, WINDOWS, strict=True)
-    ]  # fmt: skip
+    """Return a cache with NaN as states: a state that was not written must not be read."""
+    groups = make_groups(WINDOWS, NUM_BLOCKS)
     arrays = [[(L, (1,), jnp.float32), (L, (2,), jnp.bfloat16)]]
     group = StateGroup.create(
         arrays,
@@ -52,9 +56,8 @@ def make_cache() -> PagedCache:
         num_slots=S,
         block_size=C,
     )
-    # A state that nobody has written must not be read.
     poison = jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), group.pools)
-    return PagedCache(tuple(groups), ((0, 0), (1, 0), None, None), replace(group, pools=poison))
+    return PagedCache(groups, ((0, 0), (1, 0), None, None), replace(group, pools=poison))
 
 
 def advance(value, token):
@@ -70,7 +73,7 @@ def expected_state(tokens: list[int], layer: int) -> tuple[float, list[float]]:
     return float(value), [float(token % 100) for token in ([0, 0] + tokens)[-2:]]
 
 
-def write(cache: PagedCache, tokens_SN: jax.Array) -> PagedCache:
+def write(cache: PagedCache, starts: jax.Array, tokens_SN: jax.Array) -> PagedCache:
     """Advance the states of all slots over tokens; -1 is no token."""
     assert cache.states is not None
     tables, pools = cache.states.tables, cache.states.pools[0]
@@ -88,21 +91,6 @@ def write(cache: PagedCache, tokens_SN: jax.Array) -> PagedCache:
     return replace(cache, states=replace(cache.states, pools=(pools,)))
 
 
-def append(cache: PagedCache, counts: jax.Array, tokens_SN: jax.Array):
-    cache, ok = paged_cache.reserve(cache, counts, max_tokens=MAX_TOKENS)
-    return write(cache, jnp.where(ok, tokens_SN, -1)), ok
-
-
-def append_planned(cache: PagedCache, limits: jax.Array, most: jax.Array, tokens_SN: jax.Array):
-    """Append as many tokens as there are blocks for, up to `most` per slot."""
-    starts = cache.lengths
-    cache, planned = paged_cache.plan(cache, limits, most, max_tokens=MAX_TOKENS, backend=None)
-    num_new = jnp.minimum(limits, planned[0].num_tokens)
-    cache = paged_cache.commit(cache, planned, starts + num_new)
-    is_new = jnp.arange(MAX_TOKENS, dtype=jnp.int32)[None] < num_new[:, None]
-    return write(cache, jnp.where(is_new, tokens_SN, -1)), planned[0].num_tokens
-
-
 def swap(cache: PagedCache, source: jax.Array, target: jax.Array):
     """Read the state of a slot, release it, and restore it in another slot or the same."""
     assert cache.states is not None
@@ -117,22 +105,13 @@ def swap(cache: PagedCache, source: jax.Array, target: jax.Array):
     return replace(cache, states=states.write_state(cache.states, target, saved)), ok
 
 
-COMPILED = partial(jax.jit, donate_argnums=0)
-
-
-class Operations:
+class Operations(CacheOperations):
     """Compiled operations with fixed shapes."""
 
-    def __init__(self, wrap: Callable[..., Any] = COMPILED):
-        self.append = wrap(append)
-        self.append_planned = wrap(append_planned)
+    def __init__(self, wrap: Callable[..., Any] = JIT):
+        super().__init__(write, wrap)
         self.swap = wrap(swap)
-        self.fork = wrap(paged_cache.fork)
-        self.release = wrap(paged_cache.release)
-        self.reorder = wrap(paged_cache.reorder)
         self.attach = wrap(paged_cache.attach_prefix)
-        self.publish = wrap(paged_cache.publish)
-        self.forget = wrap(paged_cache.forget)
 
 
 class EntriesModel:
@@ -216,32 +195,20 @@ class EntriesModel:
             self.cached[entry] = content, tokens
 
 
-slots_of = partial(st.lists, min_size=S, max_size=S)
-
-
-class StatesMachine(RuleBasedStateMachine):
+class StatesMachine(CacheMachine):
     """Random histories, compared with the models after each operation."""
 
+    windows, num_blocks = WINDOWS, NUM_BLOCKS
     operations = Operations()
 
     @initialize()
     def start(self):
-        self.cache = make_cache()
-        self.blocks = GroupsModel(WINDOWS, NUM_BLOCKS, S, M, C)
+        super().start()
         self.model = EntriesModel()
-        self.num_written = 0
-        self.published = []  # for each of the latest published blocks: all tokens up to its end
         self.counts = {"found": 0, "lacking": 0, "refused": 0, "forgotten": 0}
 
-    def new_tokens(self, counts: list[int], alike: bool) -> list[list[int]]:
-        """Return new unique tokens or, if alike, tokens that depend only on the position."""
-        self.num_written += 1000
-        starts = [len(t) if alike else self.num_written + 100 * s
-                  for s, t in enumerate(self.blocks.tokens)]  # fmt: skip
-        return [[*range(a, a + n)] for a, n in zip(starts, counts, strict=True)]
-
-    def as_array(self, new: list[list[int]]) -> jax.Array:
-        return i32([(tokens + [-1] * MAX_TOKENS)[:MAX_TOKENS] for tokens in new])
+    def make_cache(self) -> PagedCache:
+        return make_cache()
 
     def reserve(self, new: list[list[int]]) -> bool:
         ok, _ = self.blocks.reserve(new, MAX_TOKENS)
@@ -252,32 +219,12 @@ class StatesMachine(RuleBasedStateMachine):
         self.counts["refused"] += not ok
         return ok
 
-    @rule(counts=slots_of(st.integers(0, MAX_TOKENS + 1)), alike=st.booleans())
-    def append(self, counts, alike):
-        new = self.new_tokens(counts, alike)
-        expected = self.reserve(new)
-        self.cache, ok = self.operations.append(self.cache, i32(counts), self.as_array(new))
-        assert bool(ok) == expected
-
     @rule(slot=st.integers(0, S - 1), publishes=st.booleans())
     def append_to_the_next_block(self, slot, publishes):
         count = C - len(self.blocks.tokens[slot]) % C
         self.append([count * (s == slot) for s in range(S)], alike=True)
         if publishes:
             self.publish_all()
-
-    @rule(limits=slots_of(st.integers(0, MAX_TOKENS)), most=st.integers(0, MAX_TOKENS))
-    def append_planned(self, limits, most):
-        new = self.new_tokens(limits, alike=False)
-        self.cache, num_tokens = self.operations.append_planned(
-            self.cache, i32(limits), i32(most), self.as_array(new)
-        )
-        for count in range(most, -1, -1):
-            for model in self.blocks.models:
-                model.slide([slot for slot, limit in enumerate(limits) if limit])
-            if self.reserve([tokens[:count] for tokens in new]):
-                break
-        assert int(num_tokens) == count
 
     @precondition(lambda self: any(self.blocks.tokens) and not all(self.blocks.tokens))
     @rule(data=st.data())
@@ -318,29 +265,14 @@ class StatesMachine(RuleBasedStateMachine):
     @rule(places=st.lists(st.tuples(st.integers(0, S - 1), st.integers(0, M - 1)), max_size=M))
     def publish(self, places):
         """Publish blocks, and ask for a snapshot with each of them."""
-        entries = []
-        for slot, column in places:
+        entries = self.entries_of(places)
+        for slot, column, content in entries:
             tokens = self.blocks.tokens[slot]
-            known = contents_of(tokens)
-            content = known[column] if column < len(known) else Content((1,) * 8, [1] * C)
-            entries.append((slot, column, content))
-            if column < len(known):
-                self.published.append(tokens[: (column + 1) * C])
             if len(tokens) == (column + 1) * C:
                 self.model.publish(slot, content, list(tokens))
-        self.published = self.published[-3 * NUM_BLOCKS[0] :]
         self.blocks.publish(entries)
         with_snapshots = partial(self.operations.publish, is_snapshot=jnp.ones(S * M, bool))
         self.cache = publish(self.cache, entries, with_snapshots, S * M)
-
-    @rule()
-    def publish_all(self):
-        self.publish([(slot, column) for column in range(M) for slot in range(S)])
-
-    @precondition(lambda self: self.published)
-    @rule(data=st.data(), slot=st.integers(-1, S), empties=st.booleans())
-    def attach(self, data, slot, empties):
-        self.attach_to(slot, data.draw(st.sampled_from(self.published)), empties)
 
     def attach_to(self, slot, tokens, empties):
         if empties:
@@ -401,12 +333,7 @@ class StatesMachine(RuleBasedStateMachine):
 
 
 TestHistories = StatesMachine.TestCase
-TestHistories.settings = settings(
-    max_examples=40,
-    stateful_step_count=30,
-    derandomize=True,
-    suppress_health_check=[*HealthCheck],  # type: ignore[arg-type]
-)
+TestHistories.settings = SETTINGS
 
 
 def run_engine(machine: StatesMachine, num_steps: int) -> dict[str, int]:

@@ -34,7 +34,7 @@ TILE = 128
 QUERIES = 128
 
 # Maximum elements of the queries in a tile. It only limits the tiles of latent attention, in which
-# all heads have the elements of a latent vector.
+# the query of each head is as long as a latent vector.
 _TILE_ELEMENTS = 1 << 21
 
 # Bytes of keys (and of values) that a step of the decode loop gathers. They fit in the cache of a
