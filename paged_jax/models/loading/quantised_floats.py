@@ -35,7 +35,6 @@ from paged_jax.models.loading.quantised_modules import (
     scales_of_rows,
 )
 from paged_jax.models.loading.stored_tensors import StoredTensor
-from paged_jax.models.quantisation import Scheme
 
 MXFP4_BLOCK = 32  # numbers per scale
 MXFP4_BLOCK_BYTES = MXFP4_BLOCK // 2
@@ -54,6 +53,7 @@ class Fp8Matrix(ModuleMatrix):
 
     required = (".weight",)
     optional = (".weight_scale", ".weight_scale_inv")
+    _code = "float8_e4m3fn"
 
     @property
     def _scale(self) -> str:
@@ -80,16 +80,12 @@ class Fp8Matrix(ModuleMatrix):
         self._check_part(self._scale, (*FLOATS, *exponents), *shapes)
 
     @property
-    def _code(self) -> str:
-        return "float8_e4m3fn"
-
-    @property
     def _scale_dtype(self) -> str:
         scale = self.parts[self._scale]
         return "bfloat16" if scale.dtype in _EXPONENTS else float_dtype(scale)
 
     def _read_values(self, rows: slice) -> np.ndarray:
-        values = self.parts[".weight"].read_raw((rows,))
+        values = super()._read_values(rows)
         if ((values.view(np.uint8) & 0x7F) == 0x7F).any():
             raise WeightsError(f"load_weights: {self.name} must be finite.")
         return values
@@ -107,12 +103,11 @@ class Mxfp4Matrix(ModuleMatrix):
     """The format mxfp4-pack-quantized of compressed-tensors: scales are exponents of two."""
 
     required = (".weight_packed", ".weight_scale")
+    _code = "e2m1"
+    scale_dtype = "bfloat16"
 
-    @classmethod
-    def _shape_of(
-        cls, name: str, parts: Mapping[str, StoredTensor], scheme: Scheme
-    ) -> tuple[int, int]:
-        values = parts[cls.required[0]]
+    def _find_shape(self) -> tuple[int, int]:
+        values = self.parts[self.required[0]]
         num_outputs, columns = matrix_shape(values)
         return num_outputs, columns * (8 if values.dtype == "U32" else 2)
 
@@ -120,14 +115,6 @@ class Mxfp4Matrix(ModuleMatrix):
         values, scale = self.required[:2]
         self._check_part(values, ("U8",), (self.shape[0], self.shape[1] // 2))
         self._check_part(scale, ("U8", "F8_E8M0"), (self.shape[0], self._check_groups()))
-
-    @property
-    def _code(self) -> str:
-        return "e2m1"
-
-    @property
-    def _scale_dtype(self) -> str:
-        return "bfloat16"
 
     def _read_pairs(self, rows: slice) -> np.ndarray | None:
         return self.parts[self.required[0]].read_raw((rows,)).view(np.uint8)
@@ -155,6 +142,7 @@ class Nvfp4Matrix(Mxfp4Matrix):
     """The format nvfp4-pack-quantized of compressed-tensors: a global scale divides the scales."""
 
     required = (".weight_packed", ".weight_scale", ".weight_global_scale")
+    _apply = np.divide
 
     def _check(self) -> None:
         values, scale, factor = self.required
@@ -162,18 +150,12 @@ class Nvfp4Matrix(Mxfp4Matrix):
         self._check_part(scale, ("F8_E4M3",), (self.shape[0], self._check_groups()))
         self._check_part(factor, ("F32",), (), (1,))
 
-    @property
-    def _scale_dtype(self) -> str:
-        return "float32"
-
     def _read_groups(self, rows: slice) -> GroupScales:
         scales = self.parts[self.required[1]].read_raw((rows,)).astype(np.float32)
         factor = self.parts[self.required[2]].read_raw().reshape(1, 1)
         return GroupScales(self._apply(scales, factor))
 
-    @staticmethod
-    def _apply(scales: np.ndarray, factor: np.ndarray) -> np.ndarray:
-        return scales / factor
+    scale_dtype = "float32"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -181,10 +163,7 @@ class ModelOptNvfp4Matrix(Nvfp4Matrix):
     """The NVFP4 format of ModelOpt: a global scale multiplies the scales of groups."""
 
     required = (".weight", ".weight_scale", ".weight_scale_2")
-
-    @staticmethod
-    def _apply(scales: np.ndarray, factor: np.ndarray) -> np.ndarray:
-        return scales * factor
+    _apply = np.multiply
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -200,11 +179,8 @@ class Mxfp4Experts(ModuleMatrix):
     required = ("_blocks", "_scales")
     result = ""
 
-    @classmethod
-    def _shape_of(
-        cls, name: str, parts: Mapping[str, StoredTensor], scheme: Scheme
-    ) -> tuple[int, ...]:
-        *experts, num_outputs, num_blocks = parts["_scales"].shape or (0, 0)
+    def _find_shape(self) -> tuple[int, ...]:
+        *experts, num_outputs, num_blocks = self.parts["_scales"].shape or (0, 0)
         return *experts, num_blocks * MXFP4_BLOCK, num_outputs
 
     def _check(self) -> None:
@@ -250,12 +226,10 @@ class BitsandbytesMatrix(ModuleMatrix):
         ".weight.nested_quant_map",
         *(f".weight.quant_state.bitsandbytes__{name}" for name in _STATES),
     )
+    scale_dtype = "float32"
 
-    @classmethod
-    def _shape_of(
-        cls, name: str, parts: Mapping[str, StoredTensor], scheme: Scheme
-    ) -> tuple[int, int]:
-        shape = _read_state(name, parts)["shape"]
+    def _find_shape(self) -> tuple[int, int]:
+        shape = self._state["shape"]
         return shape[0], shape[1]
 
     @functools.cached_property
@@ -293,10 +267,6 @@ class BitsandbytesMatrix(ModuleMatrix):
     @property
     def _group_size(self) -> int:
         return math.gcd(self.shape[1], self._state["blocksize"])
-
-    @property
-    def _scale_dtype(self) -> str:
-        return "float32"
 
     def _read_pairs(self, rows: slice) -> np.ndarray | None:
         start, stop = self._elements(rows)

@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -31,7 +30,6 @@ from paged_jax.models.loading.quantised_modules import (
     unpack_words,
 )
 from paged_jax.models.loading.stored_tensors import StoredTensor
-from paged_jax.models.quantisation import Scheme
 
 # Position of each of 8 columns in a word of AWQ.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -43,6 +41,7 @@ class Int8Matrix(ModuleMatrix):
 
     required = (".weight", ".weight_scale")
     optional = (".weight_zero_point",)
+    _code = "int8"
 
     def _check(self) -> None:
         num_outputs, num_inputs = self.shape
@@ -60,19 +59,8 @@ class Int8Matrix(ModuleMatrix):
             raise WeightsError(f"load_weights: {self.name} must have a weight_zero_point.")
 
     @property
-    def _code(self) -> str:
-        return "int8"
-
-    @property
-    def _scale_dtype(self) -> str:
-        return float_dtype(self.parts[".weight_scale"])
-
-    @property
     def _min_dtype(self) -> str | None:
         return "float32" if ".weight_zero_point" in self.parts else None
-
-    def _read_values(self, rows: slice) -> np.ndarray:
-        return self.parts[".weight"].read_raw((rows,))
 
     def _read_groups(self, rows: slice) -> GroupScales:
         scales = self._rows(".weight_scale", rows)
@@ -92,6 +80,8 @@ class BitsandbytesInt8Matrix(ModuleMatrix):
 
     required = (".weight", ".SCB")
     optional = (".weight_format",)
+    _code = "int8"
+    scale_dtype = "float32"
 
     def _check(self) -> None:
         self._check_part(".weight", ("I8",), self.shape)
@@ -103,17 +93,6 @@ class BitsandbytesInt8Matrix(ModuleMatrix):
                     f"load_weights: {self.parts['.weight_format'].name} must be 0, the layout of "
                     "rows. Save the model again with a newer bitsandbytes."
                 )
-
-    @property
-    def _code(self) -> str:
-        return "int8"
-
-    @property
-    def _scale_dtype(self) -> str:
-        return "float32"
-
-    def _read_values(self, rows: slice) -> np.ndarray:
-        return self.parts[".weight"].read_raw((rows,))
 
     def _read_groups(self, rows: slice) -> GroupScales:
         return GroupScales(self.parts[".SCB"].read_raw((rows,))[:, None] / np.float32(127))
@@ -199,21 +178,18 @@ class CompressedIntegerMatrix(IntegerMatrix):
     required = (".weight_packed", ".weight_scale", ".weight_shape")
     optional = (".weight_zero_point", ".weight_g_idx")
 
-    @classmethod
-    def _shape_of(
-        cls, name: str, parts: Mapping[str, StoredTensor], scheme: Scheme
-    ) -> tuple[int, int]:
-        rows, words = matrix_shape(parts[".weight_packed"])
-        stored = parts[".weight_shape"]
+    def _find_shape(self) -> tuple[int, int]:
+        rows, words = matrix_shape(self.parts[".weight_packed"])
+        stored = self.parts[".weight_shape"]
         if stored.dtype not in ("I64", "I32") or stored.shape != (2,):
             raise WeightsError(
                 f"load_weights: {stored.name} must be I64 [2], got {stored.dtype} "
                 f"{[*stored.shape]}."
             )
         num_outputs, num_inputs = stored.read_raw().tolist()
-        if num_outputs != rows or math.ceil(num_inputs * scheme.bits / 32) != words:
+        if num_outputs != rows or math.ceil(num_inputs * self.scheme.bits / 32) != words:
             raise WeightsError(
-                f"load_weights: {stored.name} must fit {scheme.bits} bits in words [{rows}, "
+                f"load_weights: {stored.name} must fit {self.scheme.bits} bits in words [{rows}, "
                 f"{words}], got {[num_outputs, num_inputs]}."
             )
         return num_outputs, num_inputs
@@ -235,10 +211,6 @@ class CompressedIntegerMatrix(IntegerMatrix):
             raise WeightsError(f"load_weights: {self.name} must have a weight_zero_point.")
         if has_order:
             self._check_part(".weight_g_idx", ("I32",), self.shape[1:])
-
-    @property
-    def _scale_dtype(self) -> str:
-        return float_dtype(self.parts[".weight_scale"])
 
     @property
     def _has_zeros(self) -> bool:
@@ -268,16 +240,22 @@ class CompressedIntegerMatrix(IntegerMatrix):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class AwqMatrix(IntegerMatrix):
-    """The format gemm of AutoAWQ: transposed, with outputs packed in another order."""
+class TransposedMatrix(IntegerMatrix):
+    """Integers, zero points and scales with the outputs as the last dimension."""
 
     required = (".qweight", ".qzeros", ".scales")
+    scales = ".scales"
 
-    @classmethod
-    def _shape_of(
-        cls, name: str, parts: Mapping[str, StoredTensor], scheme: Scheme
-    ) -> tuple[int, int]:
-        num_inputs, words = matrix_shape(parts[".qweight"])
+    def _read_scales(self, rows: slice) -> np.ndarray:
+        return np.ascontiguousarray(self.parts[".scales"].read_raw((slice(None), rows)).T)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AwqMatrix(TransposedMatrix):
+    """The format gemm of AutoAWQ: outputs are packed in another order."""
+
+    def _find_shape(self) -> tuple[int, int]:
+        num_inputs, words = matrix_shape(self.parts[".qweight"])
         return words * 8, num_inputs
 
     def _check(self) -> None:
@@ -288,10 +266,6 @@ class AwqMatrix(IntegerMatrix):
         self._check_part(".scales", FLOATS, (groups, num_outputs))
 
     @property
-    def _scale_dtype(self) -> str:
-        return float_dtype(self.parts[".scales"])
-
-    @property
     def _has_zeros(self) -> bool:
         return True
 
@@ -300,9 +274,6 @@ class AwqMatrix(IntegerMatrix):
 
     def _read_unsigned(self, rows: slice) -> np.ndarray:
         return self._unpack(".qweight", rows)
-
-    def _read_scales(self, rows: slice) -> np.ndarray:
-        return np.ascontiguousarray(self.parts[".scales"].read_raw((slice(None), rows)).T)
 
     def _read_zeros(self, rows: slice) -> np.ndarray:
         return self._unpack(".qzeros", rows).astype(np.int32) - self._centre
@@ -319,8 +290,8 @@ class AwqMatrix(IntegerMatrix):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class GptqMatrix(IntegerMatrix):
-    """The formats gptq and gptq_v2: transposed, with a group for each input in `g_idx`.
+class GptqMatrix(TransposedMatrix):
+    """The formats gptq and gptq_v2, with a group for each input in `g_idx`.
 
     Stored zero points are 1 smaller in version 1 (`Scheme.zero_offset`). There, the largest stored
     value stands for the zero point 0: tools subtract 1 from zero points of 0 to 15 and keep 4 bits.
@@ -328,15 +299,11 @@ class GptqMatrix(IntegerMatrix):
     written by a tool for version 2, and is read as version 2.
     """
 
-    required = (".qweight", ".qzeros", ".scales")
     optional = (".g_idx",)
 
-    @classmethod
-    def _shape_of(
-        cls, name: str, parts: Mapping[str, StoredTensor], scheme: Scheme
-    ) -> tuple[int, int]:
-        words, num_outputs = matrix_shape(parts[".qweight"])
-        return num_outputs, words * (32 // scheme.bits)
+    def _find_shape(self) -> tuple[int, int]:
+        words, num_outputs = matrix_shape(self.parts[".qweight"])
+        return num_outputs, words * (32 // self.scheme.bits)
 
     def _check(self) -> None:
         num_outputs, num_inputs = self.shape
@@ -351,10 +318,6 @@ class GptqMatrix(IntegerMatrix):
         self._check_part(".scales", FLOATS, (groups, num_outputs))
         if ".g_idx" in self.parts:
             self._check_part(".g_idx", ("I32",), (num_inputs,))
-
-    @property
-    def _scale_dtype(self) -> str:
-        return float_dtype(self.parts[".scales"])
 
     @functools.cached_property
     def _zero_offset(self) -> int:
@@ -381,9 +344,6 @@ class GptqMatrix(IntegerMatrix):
     def _read_words(self, rows: slice) -> np.ndarray:
         return self.parts[".qweight"].read_raw((slice(None), rows)).T
 
-    def _read_scales(self, rows: slice) -> np.ndarray:
-        return np.ascontiguousarray(self.parts[".scales"].read_raw((slice(None), rows)).T)
-
     def _read_zeros(self, rows: slice) -> np.ndarray:
         start, stop, _ = rows.indices(self.shape[0])
         first, last = start // self._per_word, math.ceil(stop / self._per_word)
@@ -401,13 +361,11 @@ class MlxMatrix(ModuleMatrix):
     """The mode affine of MLX: ``value * scale + bias``."""
 
     required = (".weight", ".scales", ".biases")
+    scales = ".scales"
 
-    @classmethod
-    def _shape_of(
-        cls, name: str, parts: Mapping[str, StoredTensor], scheme: Scheme
-    ) -> tuple[int, int]:
-        num_outputs, words = matrix_shape(parts[".weight"])
-        return num_outputs, words * 32 // scheme.bits
+    def _find_shape(self) -> tuple[int, int]:
+        num_outputs, words = matrix_shape(self.parts[".weight"])
+        return num_outputs, words * 32 // self.scheme.bits
 
     def _check(self) -> None:
         groups = self._check_groups()
@@ -418,10 +376,6 @@ class MlxMatrix(ModuleMatrix):
     @property
     def _code(self) -> str:
         return "uint4" if self.scheme.bits == 4 else "int8"
-
-    @property
-    def _scale_dtype(self) -> str:
-        return float_dtype(self.parts[".scales"])
 
     @property
     def _min_dtype(self) -> str | None:

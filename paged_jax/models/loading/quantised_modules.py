@@ -118,9 +118,15 @@ class ModuleMatrix(QuantisedTensor):
     scheme: Scheme
 
     # Tensors are named after the module plus one of the endings in `required` and `optional`. The
-    # matrix is named after the module plus `result`.
+    # first has the values, and `scales` is the ending of the scales. The matrix is named after the
+    # module plus `result`.
     required: ClassVar[tuple[str, ...]]
     optional: ClassVar[tuple[str, ...]] = ()
+    scales: ClassVar[str] = ".weight_scale"
+    # Dtype of the scales that `_read_groups` returns; None for their dtype in the file.
+    scale_dtype: ClassVar[str | None] = None
+    # Code of the stored values, see `WeightFormat`.
+    _code: ClassVar[str]
     result: ClassVar[str] = ".weight"
 
     @classmethod
@@ -144,26 +150,18 @@ class ModuleMatrix(QuantisedTensor):
                     f"load_weights: {parts[end].name} does not belong to {scheme.reader}, the "
                     "format in the quantisation config."
                 )
-        shape = cls._shape_of(name, parts, scheme)
         first = parts[cls.required[0]]
-        matrix = cls(first.path, name, shape, scheme.reader, parts, scheme)
+        matrix = cls(first.path, name, (), scheme.reader, parts, scheme)
+        matrix = dataclasses.replace(matrix, shape=matrix._find_shape())
         matrix._check()
         return matrix
 
-    @classmethod
-    def _shape_of(
-        cls, name: str, parts: Mapping[str, StoredTensor], scheme: Scheme
-    ) -> tuple[int, ...]:
+    def _find_shape(self) -> tuple[int, ...]:
         """Return ``(out, in)``. By default it is the shape of the stored values."""
-        return matrix_shape(parts[cls.required[0]])
+        return matrix_shape(self.parts[self.required[0]])
 
     def _check(self) -> None:
         """Check that dtypes and shapes of the tensors fit together."""
-        raise NotImplementedError
-
-    @property
-    def _code(self) -> str:
-        """Code of the stored values, see `WeightFormat`."""
         raise NotImplementedError
 
     @property
@@ -173,17 +171,16 @@ class ModuleMatrix(QuantisedTensor):
 
     @property
     def _scale_dtype(self) -> str:
-        """Dtype of the scales that `read_groups` returns."""
-        raise NotImplementedError
+        return self.scale_dtype or float_dtype(self.parts[self.scales])
 
     @property
     def _min_dtype(self) -> str | None:
-        """Dtype of the minima that `read_groups` returns; None for no minima."""
+        """Dtype of the minima that `_read_groups` returns; None for no minima."""
         return None
 
     def _read_values(self, rows: slice) -> np.ndarray:
         """Read stored values ``[rows, in]``: 8-bit values, or 4-bit values in a byte each."""
-        raise NotImplementedError
+        return self.parts[self.required[0]].read_raw((rows,))
 
     def _read_pairs(self, rows: slice) -> np.ndarray | None:
         """Read 4-bit values as pairs, uint8 ``[rows, in / 2]``, the first in the low bits.
