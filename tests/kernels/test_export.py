@@ -132,7 +132,7 @@ def test_export_of_ragged_paged_attention_for_a_tpu() -> None:
 
 
 def test_export_with_symbolic_sizes_is_refused() -> None:
-    """The error names the symbolic size in one sentence, instead of a comparison that JAX cannot do."""
+    """One sentence names the symbolic size. JAX would fail later, in a comparison of sizes."""
     sizes = export.symbolic_shape("b, t, n, p")
     b, t, n, p = sizes
     int32, pool = jnp.int32, jax.ShapeDtypeStruct(POOLS[0].shape, np.float32)
