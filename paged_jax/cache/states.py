@@ -1,4 +1,4 @@
-"""Pools of the states of recurrent layers, and reads and writes of their entries.
+"""Pools of the states of recurrent layers, and reads and writes of the state of a slot.
 
 `paged_jax.cache.blocks.state_tables` says which entry holds the state of a slot.
 """
@@ -14,7 +14,7 @@ from paged_jax.arguments import names_arguments
 from paged_jax.cache.blocks.state_tables import StateTables
 from paged_jax.formatting import cut, integers, shortened
 from paged_jax.kernels.opaque_call import take_or_fill
-from paged_jax.kernels.rows import set_rows, take_rows
+from paged_jax.kernels.rows import set_rows
 
 # For each layer of a model: the index of its group, and the index of the layer in that group. None
 # for a layer in no group.
@@ -97,50 +97,6 @@ class StateGroup:
     def nbytes(self) -> int:
         """Bytes of the pools, without the tables, which are small."""
         return sum(array.nbytes for arrays in self.pools for array in arrays)
-
-
-def read_rows(pools: StatePools, layer: int | jax.Array, entries: jax.Array) -> StatePools:
-    """Return the states of a layer in some entries.
-
-    Args:
-      pools: arrays ``[L, P, ...]``.
-      layer: index of the layer in its group.
-      entries: i32[B], the entry of each row; P for zeros.
-
-    Returns:
-      Arrays ``[B, ...]``.
-    """
-
-    def read(pool: jax.Array) -> jax.Array:
-        L, P, *shape = pool.shape
-        is_held = entries < P
-        rows = take_rows(pool.reshape(L * P, *shape), layer * P + jnp.where(is_held, entries, 0))
-        return jnp.where(is_held.reshape(-1, *[1] * len(shape)), rows, 0)
-
-    return tuple(map(read, pools))
-
-
-def write_rows(
-    pools: StatePools, layer: int | jax.Array, entries: jax.Array, states: StatePools
-) -> StatePools:
-    """Write the states of a layer into some entries.
-
-    Args:
-      pools: arrays ``[L, P, ...]``.
-      layer: index of the layer in its group.
-      entries: i32[B], the entry of each row, distinct; rows with P are dropped.
-      states: arrays ``[B, ...]``.
-    """
-
-    def write(pool: jax.Array, new: jax.Array) -> jax.Array:
-        L, P, *_ = pool.shape
-        # Each dropped row gets its own index past the end: the indices must be distinct, and entry
-        # P of a layer would be entry 0 of the next layer.
-        index = jnp.arange(len(entries), dtype=jnp.int32)
-        rows = jnp.where(entries < P, layer * P + entries, L * P + index)
-        return set_rows(pool, rows, new.astype(pool.dtype))
-
-    return tuple(write(pool, new) for pool, new in zip(pools, states, strict=True))
 
 
 def read_state(group: StateGroup, slot: jax.Array) -> tuple[StatePools, ...]:

@@ -45,6 +45,7 @@ from paged_jax.kernels.backend import (
 
 if TYPE_CHECKING:
     from paged_jax.kernels.cpu import Cpu
+    from paged_jax.kernels.state_rows import StateStep
     from paged_jax.kernels.xla import Xla
 
 _logger = logging.getLogger(__name__)
@@ -89,6 +90,19 @@ class QuantisedLinearOps(Protocol):
 
     def quantised_linear(self, x: jax.Array, w: Weight) -> jax.Array:
         """Multiply the last dimension by a weight, as `paged_jax.kernels.linear.linear`."""
+        ...
+
+
+@runtime_checkable
+class StateOps(Protocol):
+    """Op of a backend that advances the states of recurrent layers in their pool."""
+
+    def state_refusal(self, step: "StateStep") -> str | None:
+        """Return why the backend cannot run a step, or None if it can."""
+        ...
+
+    def advance_rows(self, step: "StateStep") -> tuple[jax.Array, jax.Array]:
+        """Return the output and the new pool, as `paged_jax.kernels.recurrent.advance_rows`."""
         ...
 
 
@@ -235,6 +249,34 @@ def run_grouped_linear(args: GroupedArgs, name: str | None, interpret: Interpret
         if isinstance(backend, GroupedLinearOps) and backend.grouped_refusal(args) is None:
             branches[backend.platform] = backend.grouped_linear
     return lax.platform_dependent(args, default=general_backend().grouped_linear, **branches)
+
+
+def run_state_step(step: "StateStep", name: str | None) -> tuple[jax.Array, jax.Array]:
+    """Advance states by one token on a backend, or on the best one for each platform.
+
+    Args:
+      step: the arrays, see `paged_jax.kernels.state_rows`.
+      name: name of a backend, or None. XLA runs steps that the backend does not support.
+
+    Returns:
+      The output of each row, and the new pool.
+    """
+    has_kernel = {
+        each: backend
+        for each, backend in BACKENDS.items()
+        if name in (None, each)
+        and isinstance(backend, StateOps)
+        and backend.state_refusal(step) is None
+    }
+    own = has_kernel.get(name or "")
+    if isinstance(own, PallasBackend) and own.interpret:
+        return own.advance_rows(step)
+    branches = {
+        backend.platform: backend.advance_rows
+        for backend in has_kernel.values()
+        if backend.platform is not None
+    }
+    return lax.platform_dependent(step, default=general_backend().advance_rows, **branches)
 
 
 def load_cpu_kernels(program: bytes) -> None:

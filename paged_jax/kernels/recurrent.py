@@ -10,17 +10,31 @@ states after the last token. They take a single token, or a chunk of any length:
                   |        |        |
               S --+--> S --+--> S --+--> S                              a scan over the tiles
 
+A single token may also advance the states in their pool, see `StateRows`. A backend then reads and
+writes each state once. Without one, XLA gathers the states and scatters them back.
+
 The arithmetic is float32. Factors of decay are exponentials of sums that are never positive, so
 they cannot overflow. Padding after the tokens of a row does not change its state.
 """
 
 import functools
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from paged_jax.kernels.dispatch import general_backend, run_state_step
+from paged_jax.kernels.rows import set_states, take_states
+from paged_jax.kernels.state_rows import (
+    ConvolutionStep,
+    DeltaStep,
+    StateRows,
+    StateSpaceStep,
+    StateStep,
+)
 
 # Tokens in a tile of the chunked form, and in a block of the triangular inverse. With tiles of 128
 # tokens, the error of the inverse grows.
@@ -29,14 +43,17 @@ _TILE, _BLOCK = 64, 16
 _einsum = functools.partial(jnp.einsum, precision="highest")
 _matmul = functools.partial(jnp.matmul, precision="highest")
 
+# The states of the rows of a batch, or the rows of a pool that holds them.
+State = TypeVar("State", jax.Array, StateRows)
+
 
 def causal_convolution(
     x: jax.Array,
-    state: jax.Array,
+    state: State,
     weight: jax.Array,
     bias: jax.Array | None,
     num_tokens: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, State]:
     """Convolve each channel with its own filter over the last w tokens.
 
     Inputs are rounded to the dtype of the state first. Results therefore do not depend on how a
@@ -45,7 +62,7 @@ def causal_convolution(
     Args:
       x: float32 ``[B, T, F]``.
       state: floating point ``[B, (w - 1) * F]``, the last w - 1 inputs of each sequence, the oldest
-        first; zeros before the first token.
+        first; zeros before the first token. Or, if T is 1, `StateRows` of a pool of them.
       weight: floating point ``[F, w]``. The last element belongs to the newest token.
       bias: floating point ``[F]`` or None.
       num_tokens: i32 ``[B]``, number of tokens of each row. The rest of the row is padding.
@@ -60,6 +77,9 @@ def causal_convolution(
       ([1.0, 12.0, 24.0], [[2.0]])
     """
     B, T, F = x.shape
+    if isinstance(state, StateRows):
+        step = ConvolutionStep(state, x[:, 0], weight, bias, num_tokens)
+        return _run_step(step)
     width = weight.shape[1]
     inputs = jnp.concatenate([state.reshape(B, width - 1, F), x.astype(state.dtype)], axis=1)
     filters = weight.astype(jnp.float32).T[:, None, None]
@@ -80,9 +100,9 @@ def delta_rule(
     v: jax.Array,
     log_decay: jax.Array,
     beta: jax.Array,
-    state: jax.Array,
+    state: State,
     num_tokens: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, State]:
     """Apply the gated delta rule (Yang et al., arXiv 2412.06464), or KDA (arXiv 2510.26692).
 
     For each head and token, a state ``S [D, U]`` changes to::
@@ -98,7 +118,8 @@ def delta_rule(
       log_decay: float32 ``[B, T, K, G]``, at most 0; ``[B, T, K, G, D]`` if the elements of a key
         decay at different rates.
       beta: float32 ``[B, T, K, G]``, 0 to 2.
-      state: float32 ``[B, K, G, D, U]``.
+      state: float32 ``[B, K, G, D, U]`` or ``[B, K * G, D, U]``; or, if T is 1, `StateRows` of a
+        pool ``[L, P, K * G, D, U]``.
       num_tokens: i32 ``[B]``, number of tokens of each row. The rest of the row is padding.
 
     Returns:
@@ -107,14 +128,17 @@ def delta_rule(
     log_decay, beta = _without_padding(num_tokens, log_decay, beta)
     if log_decay.ndim == beta.ndim:
         log_decay = log_decay[..., None]
-    if v.shape[1] == 1:
+    if isinstance(state, StateRows):
+        return _run_step(DeltaStep(state, *(x[:, 0] for x in (q, k, v, log_decay, beta))))
+    B, T, K, G, U = v.shape
+    before = state.reshape(B, K, G, -1, U)
+    if T == 1:
         q, k, v, log_decay, beta = (x[:, 0] for x in (q, k, v, log_decay, beta))
-        out, state = _delta_step(q, k, v, log_decay, beta, state)
-        return out[:, None], state
-    T = v.shape[1]
+        out, new = _delta_step(q, k, v, log_decay, beta, before)
+        return out[:, None], new.reshape(state.shape)
     q, k, v, log_decay, beta = (_tiles(x) for x in (q, k, v, log_decay, beta[..., None]))
-    out, state = _delta_tiles(q, k, v, log_decay, beta, state)
-    return _join(out, T), state
+    out, new = _delta_tiles(q, k, v, log_decay, beta, before)
+    return _join(out, T), new.reshape(state.shape)
 
 
 def state_space(
@@ -122,9 +146,9 @@ def state_space(
     b: jax.Array,
     c: jax.Array,
     log_decay: jax.Array,
-    state: jax.Array,
+    state: State,
     num_tokens: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, State]:
     """Apply the recurrence of Mamba-2 (Dao and Gu, arXiv 2405.21060).
 
     For each head and token, a state ``S [U, D]`` changes to ``exp(log_decay) * S + outer(x, b)``.
@@ -135,23 +159,68 @@ def state_space(
       b: float32 ``[B, T, K, D]``.
       c: float32 ``[B, T, K, D]``.
       log_decay: float32 ``[B, T, K, G]``, at most 0.
-      state: float32 ``[B, K, G, U, D]``.
+      state: float32 ``[B, K, G, U, D]`` or ``[B, K * G, U, D]``; or, if T is 1, `StateRows` of a
+        pool ``[L, P, K * G, U, D]``.
       num_tokens: i32 ``[B]``, number of tokens of each row. The rest of the row is padding.
 
     Returns:
       The output, float32 ``[B, T, K, G, U]``, and the new state.
     """
     x, log_decay = _without_padding(num_tokens, x, log_decay)
-    if x.shape[1] == 1:
+    if isinstance(state, StateRows):
+        return _run_step(StateSpaceStep(state, *(each[:, 0] for each in (x, b, c, log_decay))))
+    B, T, K, G, U = x.shape
+    before = state.reshape(B, K, G, U, -1)
+    if T == 1:
         outer = x[:, 0, ..., None] * b[:, 0, :, None, None]
-        state = jnp.exp(log_decay[:, 0, ..., None, None]) * state + outer
-        return jnp.sum(state * c[:, 0, :, None, None], axis=-1)[:, None], state
+        new = jnp.exp(log_decay[:, 0, ..., None, None]) * before + outer
+        out = jnp.sum(new * c[:, 0, :, None, None], axis=-1)[:, None]
+        return out, new.reshape(state.shape)
     q, k, v, decay = (_tiles(each) for each in (c, b, x, log_decay[..., None]))
     decay_TN, into, onto = _decays(decay)
     inner = _einsum("bqktd,bqknd->bqktn", q, k)[:, :, :, None] * decay_TN
     q, k = q[:, :, :, None] * into, k[:, :, :, None] * onto
-    out, state = _scan_tiles(q, k, v, None, inner, into[..., -1, :], state.swapaxes(-1, -2))
-    return _join(out, x.shape[1]), state.swapaxes(-1, -2)
+    out, new = _scan_tiles(q, k, v, None, inner, into[..., -1, :], before.swapaxes(-1, -2))
+    return _join(out, T), new.swapaxes(-1, -2).reshape(state.shape)
+
+
+def advance_rows(step: StateStep) -> tuple[jax.Array, jax.Array]:
+    """Run a step of one token per row in plain JAX: gather the states, advance them, scatter them.
+
+    Returns:
+      The output of each row, float32, and the new pool.
+    """
+    rows, states = step.rows, take_states(step.rows)
+    num_tokens = jnp.ones(rows.num_rows, jnp.int32)
+    if isinstance(step, ConvolutionStep):
+        x, num_tokens = step.x[:, None], step.num_tokens
+        out, new = causal_convolution(x, states, step.weight, step.bias, num_tokens)
+    elif isinstance(step, DeltaStep):
+        q, k, v, log_decay, beta = (x[:, None] for x in step[1:])
+        out, new = delta_rule(q, k, v, log_decay, beta, states, num_tokens)
+    else:
+        x, b, c, log_decay = (x[:, None] for x in step[1:])
+        out, new = state_space(x, b, c, log_decay, states, num_tokens)
+    return out[:, 0], set_states(rows, new)
+
+
+@jax.custom_jvp
+def _advance(step: StateStep) -> tuple[jax.Array, jax.Array]:
+    """Run a step on the backend of its rows. Differentiable like `advance_rows`."""
+    return run_state_step(step, step.rows.backend)
+
+
+@_advance.defjvp
+def _advance_jvp(primals: Any, tangents: Any) -> Any:
+    _, tangent = jax.jvp(general_backend().advance_rows, primals, tangents)
+    return _advance(*primals), tangent
+
+
+def _run_step(step: StateStep) -> tuple[jax.Array, StateRows]:
+    layer = jnp.asarray(step.rows.layer, jnp.int32)
+    rows = replace(step.rows, layer=layer)
+    out, pool = _advance(step._replace(rows=rows))
+    return out[:, None], step.rows.with_pool(pool)
 
 
 def _without_padding(num_tokens: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:

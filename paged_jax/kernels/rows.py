@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 
 from paged_jax.kernels.dispatch import cpu_backend
 from paged_jax.kernels.opaque_call import without_index_checks
+from paged_jax.kernels.state_rows import StateRows
 
 # Dtypes for which XLA's CPU backend gathers and scatters through a copy of the whole array in a
 # wider dtype, each with an integer dtype of the same width.
@@ -104,3 +105,26 @@ def _take_rows_as_bits(matrix: jax.Array, rows: jax.Array) -> jax.Array:
     matrix, rows = lax.optimization_barrier((matrix, rows))
     bits = lax.bitcast_convert_type(matrix, BITS[matrix.dtype])
     return lax.bitcast_convert_type(_take_rows_as_is(bits, rows), matrix.dtype)
+
+
+def take_states(rows: StateRows) -> jax.Array:
+    """Return the states of the rows of a batch, ``[B, ...]``; zeros for sources out of range."""
+    L, P, *shape = rows.pool.shape
+    is_held = (rows.sources >= 0) & (rows.sources < P)
+    index = rows.layer * P + jnp.where(is_held, rows.sources, 0)
+    states = take_rows(rows.pool.reshape(L * P, *shape), index)
+    return jnp.where(is_held.reshape(-1, *[1] * len(shape)), states, 0)
+
+
+def set_states(rows: StateRows, states: jax.Array) -> jax.Array:
+    """Return the pool with new states of the rows of a batch, ``[B, ...]``.
+
+    States of rows whose entry is out of range are dropped.
+    """
+    L, P, *_ = rows.pool.shape
+    is_kept = (rows.entries >= 0) & (rows.entries < P)
+    # Each dropped row gets its own index past the end: the indices must be distinct, and entry P of
+    # a layer would be entry 0 of the next layer.
+    index = jnp.arange(rows.num_rows, dtype=jnp.int32)
+    index = jnp.where(is_kept, rows.layer * P + rows.entries, L * P + index)
+    return set_rows(rows.pool, index, states.astype(rows.pool.dtype))

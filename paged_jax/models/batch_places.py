@@ -93,7 +93,11 @@ class BatchPlaces:
     states: StatePlaces | None = None
 
     def advance(
-        self, layer: int | jax.Array, recurrence: Recurrence, carry: GroupPools
+        self,
+        layer: int | jax.Array,
+        recurrence: Recurrence,
+        carry: GroupPools,
+        backend: str | None = None,
     ) -> tuple[jax.Array, GroupPools]:
         """Advance the states of a recurrent layer over the new tokens.
 
@@ -101,6 +105,7 @@ class BatchPlaces:
           layer: index of the layer in the model.
           recurrence: the inputs of the layer and its recurrence.
           carry: the pools.
+          backend: see `StatePlaces.advance`.
 
         Returns:
           The output of the layer ``[N, features]``, and the new pools.
@@ -113,7 +118,7 @@ class BatchPlaces:
                 f"attend: cache must have states for layer {layer}, got none. Make the cache with "
                 "create_cache."
             )
-        return self.states.advance(layer, recurrence, carry, self.num_tokens)
+        return self.states.advance(layer, recurrence, carry, self.num_tokens, backend)
 
     def write(
         self,
@@ -368,7 +373,7 @@ def decode_attention(
         layer: int | jax.Array, heads: LayerInputs, carry: GroupPools
     ) -> tuple[jax.Array, GroupPools]:
         if isinstance(heads, Recurrence):
-            return places.advance(layer, heads, carry)
+            return places.advance(layer, heads, carry, backend)
         group, index = find_layer(places.layers, layer)
         q, pools = places.write(group, carry[group], heads, index, backend)
         arrays = q, pools.k, pools.v, places.groups[group].block_tables, places.lengths
@@ -400,7 +405,7 @@ def prefill_attention(
         layer: int | jax.Array, heads: LayerInputs, carry: GroupPools
     ) -> tuple[jax.Array, GroupPools]:
         if isinstance(heads, Recurrence):
-            return places.advance(layer, heads, carry)
+            return places.advance(layer, heads, carry, backend)
         group, index = find_layer(places.layers, layer)
         q, pools = places.write(group, carry[group], heads, index, backend)
         out = paged_prefill_attention(

@@ -21,7 +21,7 @@ A cache of DeepSeek V3 keeps 576 elements per token and layer, instead of 40,960
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +99,8 @@ class Heads(NamedTuple):
 
 
 # Arrays of a recurrent layer for the sequences of a batch: ``[B, *shape]`` for each `StateShape`.
-States = tuple[jax.Array, ...]
+# Or, in a step of one token, `StateRows` of the pools of these arrays.
+States = tuple[Any, ...]
 
 
 @short_repr
@@ -116,17 +117,21 @@ class Recurrence(NamedTuple):
         outputs, float32 ``[B, T, features]``, and the states after the last token of each row, in
         the dtypes of the states before.
       arrays: arrays of the states. A new sequence starts with zeros.
+      takes_rows: whether `advance` also takes `StateRows` instead of arrays, if each row has one
+        token. It returns them with the new pools. The states are then updated where they are.
     """
 
     inputs: tuple[jax.Array, ...]
     advance: Callable[[tuple[jax.Array, ...], States, jax.Array], tuple[jax.Array, States]]
     arrays: tuple[StateShape, ...]
+    takes_rows: bool = False
 
     def run(self, states: States, num_tokens: jax.Array) -> tuple[jax.Array, States]:
         """Advance the states of each row over its tokens.
 
         Args:
-          states: states before the first token of each row, ``[B, *shape]`` for each array.
+          states: states before the first token of each row, ``[B, *shape]`` for each array, or
+            `StateRows`.
           num_tokens: i32 ``[B]``, number of tokens of each row, 0 to T. T is N / B.
 
         Returns:

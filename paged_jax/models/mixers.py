@@ -97,7 +97,7 @@ def _mix_convolution(sizes: ShortConvolution, weights: MixerWeights) -> Mixed:
         out, state = causal_convolution(gated, state, filters, None, num_tokens)
         return out, (state,)
 
-    return Mixed(Recurrence((b * x,), advance, sizes.states), lambda out: c * out)
+    return Mixed(Recurrence((b * x,), advance, sizes.states, takes_rows=True), lambda out: c * out)
 
 
 def _mix_delta_net(sizes: GatedDeltaNet, weights: MixerWeights) -> Mixed:
@@ -121,12 +121,14 @@ def _mix_delta_net(sizes: GatedDeltaNet, weights: MixerWeights) -> Mixed:
             qkv[..., 2 * D :].reshape(B, T, K, G, U),
             log_decay.reshape(B, T, K, G),
             beta.reshape(B, T, K, G),
-            states[1].reshape(B, K, G, D, U),
+            states[1],
             num_tokens,
         )
-        return out.reshape(B, T, -1), (conv, state.reshape(states[1].shape))
+        return out.reshape(B, T, -1), (conv, state)
 
-    recurrence = Recurrence(_flatten_heads(K, qkv, beta, log_decay), advance, sizes.states)
+    recurrence = Recurrence(
+        _flatten_heads(K, qkv, beta, log_decay), advance, sizes.states, takes_rows=True
+    )
     gate = jax.nn.silu(z.reshape(*z.shape[:-2], K * G, U))
     return Mixed(recurrence, lambda out: _gated_norm(out, gate, weights, sizes.norm_eps))
 
@@ -154,17 +156,17 @@ def _mix_kimi_delta(sizes: KimiDelta, weights: MixerWeights) -> Mixed:
             v[..., None, :],
             log_decay.reshape(B, T, K, 1, D),
             beta.reshape(B, T, K, 1),
-            states[1][:, :, None],
+            states[1],
             num_tokens,
         )
-        return out.reshape(B, T, -1), (conv, state[:, :, 0])
+        return out.reshape(B, T, -1), (conv, state)
 
     inputs = (
         qkv.reshape(*qkv.shape[:-2], -1),
         beta,
         log_decay.reshape(*log_decay.shape[:-2], -1),
     )
-    recurrence = Recurrence(inputs, advance, sizes.states)
+    recurrence = Recurrence(inputs, advance, sizes.states, takes_rows=True)
     return Mixed(recurrence, lambda out: _gated_norm(out, gate, weights, sizes.norm_eps))
 
 
@@ -192,17 +194,18 @@ def _mix_mamba(sizes: Mamba2, weights: MixerWeights) -> Mixed:
             b,
             c,
             -expand(jnp.exp(weights.vector("mixer_decay")), 4) * steps,
-            states[1].reshape(B, K, G, U, D),
+            states[1],
             num_tokens,
         )
         out = out + expand(weights.vector("mixer_skip")[..., None], 5) * x
-        return out.reshape(B, T, -1), (conv, state.reshape(states[1].shape))
+        return out.reshape(B, T, -1), (conv, state)
 
     def finish(out: jax.Array) -> jax.Array:
         out = _gate_and_norm(sizes, weights, out, jax.nn.silu(z))
         return out if sizes.out_multiplier == 1 else out * sizes.out_multiplier
 
-    return Mixed(Recurrence(_flatten_heads(K, xbc, steps), advance, sizes.states), finish)
+    recurrence = Recurrence(_flatten_heads(K, xbc, steps), advance, sizes.states, takes_rows=True)
+    return Mixed(recurrence, finish)
 
 
 def _row_multipliers(sizes: Mamba2) -> jax.Array | None:
@@ -236,9 +239,9 @@ def _convolve(
     sizes: Mixer,
     weights: MixerWeights,
     x: jax.Array,
-    state: jax.Array,
+    state: Any,
     num_tokens: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Any]:
     """Run the convolution of a layer with the activation that follows it."""
     filters = weights.vector("mixer_conv").reshape(-1, sizes.conv_width)
     bias = weights.vector("mixer_conv_bias").reshape(-1) if sizes.conv_bias else None

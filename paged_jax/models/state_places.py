@@ -1,9 +1,10 @@
 """Where the states of a step's rows are in the pools of recurrent layers.
 
-A step reads and writes each state once. A verification of drafts does not know yet which tokens
-are accepted, and a token cannot be removed from a state. So it runs twice: `advance` computes the
-outputs of all tokens and leaves the states unchanged, and `advance_postponed` then applies only the
-accepted tokens::
+A step reads and writes each state once. If each row has one token, the layer may advance the states
+in their pools, see `paged_jax.kernels.state_rows`. A verification of drafts does not know yet which
+tokens are accepted, and a token cannot be removed from a state. So it runs twice: `advance`
+computes the outputs of all tokens and leaves the states unchanged, and `advance_postponed` then
+applies only the accepted tokens::
 
     score T drafts      read S, outputs of T tokens          inputs of all recurrent layers are kept
     accept n of them
@@ -16,8 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.cache.groups import find_layer
-from paged_jax.cache.states import LayerPlaces, read_rows, write_rows
+from paged_jax.cache.states import LayerPlaces
 from paged_jax.kernels.opaque_call import take_or_fill
+from paged_jax.kernels.rows import set_states, take_states
+from paged_jax.kernels.state_rows import StateRows
 
 if TYPE_CHECKING:  # types in annotations only
     from paged_jax.cache.paged_cache import PagedCache
@@ -90,6 +93,7 @@ class StatePlaces(NamedTuple):
         recurrence: "Recurrence",
         carry: GroupPools,
         num_tokens: jax.Array,
+        backend: str | None = None,
     ) -> tuple[jax.Array, GroupPools]:
         """Advance the states of a recurrent layer, or only compute its output.
 
@@ -98,17 +102,26 @@ class StatePlaces(NamedTuple):
           recurrence: the inputs of the layer and its recurrence.
           carry: the pools.
           num_tokens: i32 ``[B]``, number of tokens of each row.
+          backend: backend of a step of one token, see `paged_jax.kernels.dispatch`.
 
         Returns:
           The output of the layer ``[N, features]``, and the new pools.
         """
         group, index = find_layer(self.layers, layer)
         group += self.first_pools
-        out, states = recurrence.run(read_rows(carry[group], index, self.sources), num_tokens)
-        if self.postponed is not None:
-            self.postponed.append((layer, recurrence))
-            return out, carry
-        pools = write_rows(carry[group], index, self.entries, states)
+        rows = tuple(
+            StateRows(pool, index, self.sources, self.entries, backend) for pool in carry[group]
+        )
+        has_one_token = recurrence.inputs[0].shape[0] == num_tokens.shape[0]
+        if recurrence.takes_rows and has_one_token and self.postponed is None:
+            out, new = recurrence.run(rows, num_tokens)
+            pools = tuple(each.pool for each in new)
+        else:
+            out, new = recurrence.run(tuple(map(take_states, rows)), num_tokens)
+            if self.postponed is not None:
+                self.postponed.append((layer, recurrence))
+                return out, carry
+            pools = tuple(map(set_states, rows, new))
         return out, (*carry[:group], pools, *carry[group + 1 :])
 
     def advance_postponed(self, carry: GroupPools, num_tokens: jax.Array) -> GroupPools:

@@ -23,6 +23,8 @@ from paged_jax.cache.blocks import check_invariants
 from paged_jax.cache.blocks.inspection import check_states
 from paged_jax.cache.sequence_blocks import max_blocks_in_window
 from paged_jax.cache.states import StateGroup
+from paged_jax.kernels.rows import set_states, take_states
+from paged_jax.kernels.state_rows import StateRows
 from tests.support.block_model import Content
 from tests.support.block_tables import as_arrays, contents_of, i32, publish
 from tests.support.cache_histories import (
@@ -81,13 +83,14 @@ def write(cache: PagedCache, starts: jax.Array, tokens_SN: jax.Array) -> PagedCa
     reads = jnp.where(is_written, tables.sources, NUM_ENTRIES)
     writes = jnp.where(is_written, tables.entries, NUM_ENTRIES)
     for layer in range(L):
-        value, last = states.read_rows(pools, layer, reads)
+        rows = [StateRows(pool, layer, reads, writes) for pool in pools]
+        value, last = map(take_states, rows)
         for step in range(tokens_SN.shape[1]):
             token = tokens_SN[:, step : step + 1]
             value = jnp.where(token < 0, value, advance(value, token + layer))
             new = jnp.concatenate([last[:, 1:], (token % 100).astype(last.dtype)], axis=1)
             last = jnp.where(token < 0, last, new)
-        pools = states.write_rows(pools, layer, writes, (value, last))
+        pools = tuple(map(set_states, rows, (value, last)))
     return replace(cache, states=replace(cache.states, pools=(pools,)))
 
 

@@ -24,6 +24,7 @@ from tests.support.aot_cases import (
     GPU_SINGLE,
     GPU_STEPS,
     GPU_UPDATES,
+    STATES,
     asked_for,
     compiled,
     exactly,
@@ -203,6 +204,25 @@ def test_kernels_wait_for_the_previous_kernel_on_h200(results, name) -> None:
     """A kernel may be launched while the kernel that writes its operands still runs."""
     kernels = compiled(results, name)["kernels"]
     assert kernels and all(kernel["waits_first"] is True for kernel in kernels), kernels
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_are_read_and_written_once_on_h200(results, name) -> None:
+    program, case = compiled(results, name), STATES[name]
+    [kernel] = program["kernels"]
+    launches = [launch["name"] for launch in program["launches"]]
+    assert launches.count(kernel["name"]) == 1
+    # The other launches compute gates and leave out padding.
+    assert len(launches) <= 3, launches
+    assert_fits(program)
+    assert kernel["waits_first"] is True and kernel["divisions_by_constants"] == []
+    # Only the pool is as large; the outputs and the masked inputs of all rows are smaller.
+    assert program["aliased_bytes"] == case.pool_bytes
+    assert program["temporary_bytes"] <= 0.002 * case.pool_bytes
+    if case.op != "convolution":
+        # 128 threads hold 4,096 elements of a state, and load and store 4 at a time.
+        accesses = kernel["global_accesses"]
+        assert accesses["st"] == 8 and accesses["ld"] in (8, 9), accesses
 
 
 @pytest.mark.parametrize("name", EXPERTS)

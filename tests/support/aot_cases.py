@@ -33,6 +33,7 @@ from tests.support.model_shapes import (
     with_one_of_each,
 )
 from tests.support.quantised_cases import MODEL_FORMATS, QuantisedCase, QuantisedStep
+from tests.support.state_cases import StateCase
 
 # The attention of Llama 3 8B, over contexts of 8192 tokens.
 _LLAMA = Case("decode", B=8, T=64, K=8, G=4, C=16, D=128, M=512)
@@ -237,6 +238,16 @@ GPU_PARALLEL: Mapping[str, EngineStep] = {
     ),
 }
 
+# Steps of recurrent layers: Qwen3.5-35B-A3B, Kimi-Linear, OLMo Hybrid, and Nemotron 3 Nano.
+STATES: Mapping[str, StateCase] = {
+    "states, delta rule": StateCase("delta"),
+    "states, delta rule of one sequence": StateCase("delta", B=1),
+    "states, delta rule by element": StateCase("delta", K=32, G=1, by_element=True),
+    "states, delta rule, D 96": StateCase("delta", K=30, G=1, D=96, U=192),
+    "states, Mamba-2": StateCase("state_space", K=8, G=8, U=64),
+    "states, convolution": StateCase("convolution", D=4, U=8192, dtype="bfloat16"),
+}
+
 # gpt-oss, with sizes that are not multiples of 128, Qwen3-30B-A3B, and Mixtral.
 EXPERTS: Mapping[str, ExpertCase] = {
     **{
@@ -291,8 +302,10 @@ GPU_COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "step, products undivided": {"xla_gpu_experimental_force_split_k": 1},
 }
 
-GPU_CASES: Mapping[str, Case | ExpertCase | QuantisedCase | DecodeStep | EngineStep] = {
-    **QUANTISED, **QUANTISED_STEPS, **QUANTISED_EXPERTS, **EXPERTS,
+GPU_CASES: Mapping[
+    str, Case | ExpertCase | QuantisedCase | StateCase | DecodeStep | EngineStep
+] = {
+    **STATES, **QUANTISED, **QUANTISED_STEPS, **QUANTISED_EXPERTS, **EXPERTS,
     **GPU_DECODE, **GPU_PREFILL, **GPU_RAGGED, **GPU_UPDATES,
     **MOSAIC_UPDATES, **GPU_XLA,
     **GPU_STEPS, **GPU_SINGLE, **GPU_PARALLEL, **GPU_FAMILIES, **GPU_LATENT
@@ -474,7 +487,7 @@ TPU_CASES: Mapping[
 } | TPU_OTHERS
 
 # Prefixes of the names of this library's Triton kernels. XLA's kernels have other names.
-OUR_KERNELS = ("paged_", "copy_blocks", "grouped_linear", "quantised_linear")
+OUR_KERNELS = ("paged_", "copy_blocks", "grouped_linear", "quantised_linear", "recurrent_")
 
 
 def count_collectives(text: str) -> dict[str, int]:

@@ -54,6 +54,7 @@ from tests.support.expert_cases import ExpertCase  # noqa: E402
 from tests.support.gpus import GPUS, Gpu  # noqa: E402
 from tests.support.kernel_cases import Case  # noqa: E402
 from tests.support.quantised_cases import QuantisedCase, count_weight_reads  # noqa: E402
+from tests.support.state_cases import StateCase  # noqa: E402
 
 
 def find_tool(name: str) -> str:
@@ -91,7 +92,8 @@ def compile_case(name: str, gpu: Gpu) -> dict[str, Any]:
         lowered = case.lower("cuda", find_devices(case.topology, gpu))
     else:
         sharding = SingleDeviceSharding(find_devices("1x1x1", gpu)[0])
-        others = {"gpu": gpu.device} if isinstance(case, Case | ExpertCase | QuantisedCase) else {}
+        is_op = isinstance(case, Case | ExpertCase | QuantisedCase | StateCase)
+        others = {"gpu": gpu.device} if is_op else {}
         lowered = case.lower("cuda", sharding, **others)
     for path in DUMP.iterdir():
         path.unlink()
@@ -175,6 +177,7 @@ def examine_kernel(path: Path) -> dict[str, Any]:
         "loop_instructions": [len(loop) for loop in loops],
         "spills_in_loops": sum("SpillRefill" in line for loop in loops for line in loop),
         "async_copies": Counter(f"{int(size, base=0)} bytes" for size in copies),
+        "global_accesses": count_accesses(ptx),
         "tensor_core_products": len(re.findall(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma", ptx)),
         "warpgroup_products": len(re.findall(r"wgmma\.mma_async", ptx)),
         "bulk_copies": Counter(
@@ -192,6 +195,11 @@ def run(tool: str, *arguments: str) -> tuple[str, str]:
     if done.returncode:
         raise RuntimeError(f"{tool} {' '.join(arguments)}: {done.stderr}")
     return done.stdout, done.stderr
+
+
+def count_accesses(ptx: str) -> dict[str, int]:
+    """Count the loads and stores of 16 bytes per thread in global memory, in the code."""
+    return Counter(re.findall(r"(ld|st)\.global\S*?\.v4\.b32", ptx))
 
 
 def find_loops(listing: str) -> list[list[str]]:

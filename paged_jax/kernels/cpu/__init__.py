@@ -40,11 +40,16 @@ from paged_jax.kernels.cpu.kernel import ELEMENTS, PACKED, Kernel, QuantisedOp, 
 from paged_jax.kernels.cpu.library import load
 from paged_jax.kernels.dispatch import general_backend
 from paged_jax.kernels.ragged_chunks import attend_in_parts
+from paged_jax.kernels.state_rows import ConvolutionStep, DeltaStep, StateStep
 from paged_jax.kernels.weight_formats import CODES, WeightArrays
 
 # Maximum elements of a value: the size of arrays on the stack of the attention kernels (MAX_U in
 # `source/decode.cc`).
 _MAX_VALUE_DIM = 512
+
+# Maximum elements of a key of the delta rule: the size of arrays on the stack (MAX_D in
+# `source/state_rows.h`).
+_MAX_KEY_DIM = 1024
 
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -351,6 +356,51 @@ def _sets_rows_in_place(dtype: DTypeLike) -> bool:
     return dtype in ELEMENTS and load(Kernel("set_rows", dtype)).target is not None
 
 
+def _state_refusal(step: StateStep) -> str | None:
+    """Return why the kernels cannot run a step of recurrent layers, or None if they can."""
+    dtype = step.rows.pool.dtype
+    if dtype not in (_FLOATS if isinstance(step, ConvolutionStep) else (jnp.float32,)):
+        return f"its states are {dtype}"
+    if isinstance(step, DeltaStep) and step.k.shape[-1] > _MAX_KEY_DIM:
+        return f"its keys have at most {_MAX_KEY_DIM} elements, not {step.k.shape[-1]}"
+    return None
+
+
+def _advance_rows(step: StateStep) -> tuple[jax.Array, jax.Array]:
+    """Run a step of recurrent layers by `source/*_step.cc`. The pool is updated in place."""
+    rows, pool = step.rows, step.rows.pool
+    if isinstance(step, ConvolutionStep):
+        op, F = "convolution_step", step.x.shape[1]
+        bias = jnp.zeros(F, jnp.float32) if step.bias is None else step.bias
+        filters = step.weight.astype(jnp.float32).T
+        x = step.x.astype(pool.dtype)
+        arrays: Arrays = (x, filters, bias.astype(jnp.float32), step.num_tokens)
+    else:
+        arrays = step[1:]
+        op = "delta_step" if isinstance(step, DeltaStep) else "state_space_step"
+    operands = (pool, jnp.asarray(rows.layer, jnp.int32), rows.sources, rows.entries, *arrays)
+    leaves, structure = jax.tree.flatten(step)
+    pool, out = call(
+        Kernel(op, pool.dtype),
+        _PlainStep(structure),
+        operands,
+        plain_operands=tuple(leaves),
+        is_in_place=True,
+    )
+    return out, pool
+
+
+@dataclass(frozen=True)
+class _PlainStep:
+    """Equivalent of the kernels for recurrent layers in plain JAX, for the leaves of a step."""
+
+    structure: Any
+
+    def __call__(self, *leaves: jax.Array) -> list[jax.Array]:
+        out, pool = general_backend().advance_rows(jax.tree.unflatten(self.structure, leaves))
+        return [pool, out]
+
+
 @dataclass(frozen=True)
 class Cpu:
     """The backend ``"cpu"``. It has no ops for writes and copies of blocks: XLA runs them."""
@@ -362,6 +412,8 @@ class Cpu:
     linear = staticmethod(_linear)
     sum_rows = staticmethod(_sum_rows)
     grouped_linear = staticmethod(_grouped_linear)
+    state_refusal = staticmethod(_state_refusal)
+    advance_rows = staticmethod(_advance_rows)
     set_rows = staticmethod(_set_rows)
     sets_rows_in_place = staticmethod(_sets_rows_in_place)
     copies_weights = staticmethod(_copies_weights)

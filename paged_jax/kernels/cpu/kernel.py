@@ -22,7 +22,10 @@ ELEMENTS: dict[Any, str] = {
 PACKED = "packed"
 CODE_ELEMENTS = {"int8": "Int8", "float8_e4m3fn": "Float8", PACKED: "Packed"}
 
-FloatOp = Literal["decode", "prefill", "linear", "grouped_linear", "set_rows"]
+FloatOp = Literal[
+    "decode", "prefill", "linear", "grouped_linear", "set_rows",
+    "delta_step", "state_space_step", "convolution_step",
+]  # fmt: skip
 QuantisedOp = Literal["quantised_linear", "quantised_grouped_linear"]
 KernelOp = FloatOp | QuantisedOp
 

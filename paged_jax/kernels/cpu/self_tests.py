@@ -3,7 +3,7 @@
 `library` runs the test of a kernel when it loads the kernel, before programs call it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -118,6 +118,80 @@ def _test_set_rows(target: str, kernel: Kernel) -> Results:
     return np.asarray(got).astype(np.float32), rows
 
 
+def _test_delta_step(target: str, kernel: Kernel) -> Results:
+    D, U = 24, 43
+    q, k, v, log_decay, beta = _random((3, 2, D), (3, 2, D), (3, 2, 2, U), (3, 2, 2, D), (3, 2, 2))
+
+    def advance(state: np.ndarray, b: int) -> tuple[np.ndarray, np.ndarray]:
+        heads = [np.repeat(x[b], 2, axis=0) for x in (q, k)]
+        of_values = [x[b].reshape(4, -1) for x in (v, np.exp(-np.abs(log_decay)), beta)]
+        (q_HD, k_HD), (v_HU, decay_HD, beta_H1) = heads, of_values
+        state = decay_HD[..., None] * state
+        change = beta_H1 * (v_HU - np.einsum("hd,hdu->hu", k_HD, state))
+        state = state + k_HD[..., None] * change[:, None]
+        return np.einsum("hd,hdu->hu", q_HD, state), state
+
+    arrays = q, k, v, -np.abs(log_decay), beta
+    return _test_step(target, kernel, (4, D, U), arrays, (3, 2, 2, U), advance)
+
+
+def _test_state_space_step(target: str, kernel: Kernel) -> Results:
+    U, D = 5, 43
+    x, b, c, log_decay = _random((3, 2, 2, U), (3, 2, D), (3, 2, D), (3, 2, 2))
+
+    def advance(state: np.ndarray, row: int) -> tuple[np.ndarray, np.ndarray]:
+        b_HD, c_HD = (np.repeat(each[row], 2, axis=0) for each in (b, c))
+        decay = np.exp(-np.abs(log_decay[row])).reshape(4, 1, 1)
+        state = decay * state + x[row].reshape(4, U, 1) * b_HD[:, None]
+        return np.einsum("hud,hd->hu", state, c_HD), state
+
+    arrays = x, b, c, -np.abs(log_decay)
+    return _test_step(target, kernel, (4, U, D), arrays, (3, 2, 2, U), advance)
+
+
+def _test_convolution_step(target: str, kernel: Kernel) -> Results:
+    F, width = 43, 4
+    filters, bias = _random((width, F), (F,))
+    x, num_tokens = np.arange(3 * F, dtype=np.float32).reshape(3, F) % 16, np.array([1, 1, 0])
+
+    def advance(state: np.ndarray, row: int) -> tuple[np.ndarray, np.ndarray]:
+        inputs = np.concatenate([state.reshape(width - 1, F), x[row : row + 1]])
+        out = (inputs * filters).sum(0) + bias
+        return out, (inputs[1:] if num_tokens[row] else inputs[:-1]).reshape(-1)
+
+    arrays = x.astype(kernel.dtype), filters, bias, num_tokens.astype(np.int32)
+    return _test_step(target, kernel, ((width - 1) * F,), arrays, (3, F), advance)
+
+
+def _random(*shapes: tuple[int, ...]) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def _test_step(
+    target: str,
+    kernel: Kernel,
+    shape: tuple[int, ...],
+    arrays: Sequence[np.ndarray],
+    out_shape: tuple[int, ...],
+    advance: Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]],
+) -> Results:
+    """Advance three rows: rows 0 and 1 share a state, which row 0 overwrites, row 2 reads zeros."""
+    pool = np.random.default_rng(1).integers(-8, 8, (2, 4, *shape)).astype(np.float32)
+    ids = np.array([1, 1, 4], np.int32), np.array([1, 3, 0], np.int32)
+    outs = [jax.ShapeDtypeStruct(pool.shape, kernel.dtype)]
+    outs.append(jax.ShapeDtypeStruct(out_shape, jnp.float32))
+    call = jax.ffi.ffi_call(target, outs, input_output_aliases={0: 0})
+    got = jax.jit(call)(pool.astype(kernel.dtype), np.int32(1), *ids, *arrays)
+    befores = pool[1, 1].copy(), pool[1, 1].copy(), np.zeros(shape, np.float32)
+    want = []
+    for row, (entry, before) in enumerate(zip(ids[1], befores, strict=True)):
+        out, pool[1, entry] = advance(before, row)
+        want.append(out.reshape(-1))
+    flat = np.concatenate([np.asarray(x).astype(np.float32).reshape(-1) for x in got])
+    return flat, np.concatenate([pool.reshape(-1), *want])
+
+
 SELF_TESTS: dict[str, Callable[[str, Kernel], Results]] = {
     "decode": _test_decode,
     "prefill": _test_prefill,
@@ -126,4 +200,7 @@ SELF_TESTS: dict[str, Callable[[str, Kernel], Results]] = {
     "quantised_linear": _test_quantised_linear,
     "quantised_grouped_linear": _test_quantised_grouped_linear,
     "set_rows": _test_set_rows,
+    "delta_step": _test_delta_step,
+    "state_space_step": _test_state_space_step,
+    "convolution_step": _test_convolution_step,
 }

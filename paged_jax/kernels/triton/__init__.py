@@ -29,9 +29,11 @@ from paged_jax.kernels.backend import (
 )
 from paged_jax.kernels.pool_format import QUANTISED
 from paged_jax.kernels.ragged_chunks import attend_in_parts
+from paged_jax.kernels.state_rows import StateStep
 from paged_jax.kernels.triton import grouped_linear as _grouped
 from paged_jax.kernels.triton import pallas, split_kv, tiles
 from paged_jax.kernels.triton import quantised_linear as _quantised
+from paged_jax.kernels.triton import recurrent as _recurrent
 from paged_jax.kernels.triton import write as _write
 from paged_jax.kernels.triton.decode import decode
 from paged_jax.kernels.triton.prefill import attend_to_chunks, prefill
@@ -102,6 +104,14 @@ class Triton:
     def quantised_linear(self, x: jax.Array, w: Weight) -> jax.Array:
         """Multiply the last dimension by a quantised weight, in one launch."""
         return _quantised.linear(x, w, interpret=self.interpret)
+
+    def state_refusal(self, step: StateStep) -> str | None:
+        """Return why the kernels cannot advance these states, or None if they can."""
+        return _recurrent.refusal(step, self.interpret)
+
+    def advance_rows(self, step: StateStep) -> tuple[jax.Array, jax.Array]:
+        """Advance states of recurrent layers by one token, in one launch."""
+        return _recurrent.advance_rows(step, self.interpret)
 
 
 def refusal(problem: Problem, interpret: Interpret = False) -> str | None:

@@ -108,7 +108,7 @@ def _write(interpret: Interpret, args: WriteArgs) -> Pools:
         rows=rows,
         lanes=lanes,
     )
-    written = _call_in_place(
+    written = call_in_place(
         kernel,
         "paged_write",
         jax.tree.map(_as_rows, pools),
@@ -288,7 +288,7 @@ def _rope_write(
         has_norms=args.norms is not None,
     )
     layer, qkv = jnp.reshape(args.layer, 1), args.qkv.reshape(N * num_heads, D)
-    q, written = _call_in_place(
+    q, written = call_in_place(
         kernel,
         "paged_rope_write",
         jax.tree.map(_as_rows, pools),
@@ -384,7 +384,7 @@ def copy_blocks(args: CopyArgs, interpret: Interpret = False) -> Pools:
     pools, sources, targets = args
     L, P = pools.k.shape[:2]
     views = jax.tree.map(lambda pool: tiles.to_words(pool.reshape(L * P, -1), jnp.uint32), pools)
-    copied = _call_in_place(
+    copied = call_in_place(
         functools.partial(_copy_kernel, num_blocks=P),
         "copy_blocks",
         views,
@@ -422,10 +422,10 @@ def _copy_row(ref, source, target):
     lax.fori_loop(0, pl.cdiv(num_words, tile), copy_tile, None)
 
 
-def _call_in_place(
+def call_in_place(
     kernel: Callable[..., None],
     name: str,
-    views: Pools,
+    views: Any,
     arguments: Sequence[jax.Array],
     *,
     grid: tuple[int, ...],
@@ -439,7 +439,7 @@ def _call_in_place(
       kernel: takes refs of the arguments, of the pools as inputs, of `out`, and of the pools as
         outputs.
       name: name of the kernel.
-      views: the pools, in any shape.
+      views: tree of the pools, in any shape.
       arguments: other inputs.
       grid: grid of the launch.
       num_warps: warps in a program instance.

@@ -21,6 +21,7 @@ from paged_jax.kernels.backend import (
 )
 from paged_jax.kernels.norm_rope import rope_then_write
 from paged_jax.kernels.ragged_chunks import attend_in_parts
+from paged_jax.kernels.recurrent import advance_rows
 from paged_jax.kernels.xla.attention import attend_to_chunks, decode, prefill
 from paged_jax.kernels.xla.linear import grouped_gradients, grouped_linear, linear
 from paged_jax.kernels.xla.writing import copy_blocks, write
@@ -38,6 +39,7 @@ class Xla:
     linear = staticmethod(linear)
     grouped_linear = staticmethod(grouped_linear)
     grouped_gradients = staticmethod(grouped_gradients)
+    advance_rows = staticmethod(advance_rows)
 
     def refusal(self, problem: Problem) -> str | None:
         """Return None, because every problem is supported."""

@@ -1,0 +1,66 @@
+// Rows of a step of recurrent layers, and their states in a pool [L, P, ...].
+//
+// Operands of all kernels: the pool, layer i32, sources i32 [B], entries i32 [B]. A row reads the entry of
+// its source, or zeros if that is no entry, and writes its own entry, or nothing. Results: the pool, which is
+// the same buffer, and the outputs. Rows with the same source are advanced together, and the row that writes
+// in place comes last, so that all of them read the old state.
+#pragma once
+
+#include "frame.h"
+#include "units.h"
+
+namespace {
+
+constexpr int NUM_SHARED = 4;       // operands that all kernels have
+constexpr int MAX_D = 1024;         // elements of a key: the size of arrays on the stack
+constexpr int64_t PART_BYTES = 64 * 1024;  // state that a thread takes at a time
+
+struct StateRows {
+  char* pool;
+  const int32_t *sources, *entries;
+  int64_t layer, P, B, entry_bytes;
+
+  // Reads the operands. `element_bytes` is the size of an element of the pool.
+  explicit StateRows(XLA_FFI_CallFrame* frame, int64_t element_bytes) {
+    const XLA_FFI_Buffer *before = argument(frame, 0), *after = result(frame, 0);
+    pool = (char*)after->data;
+    layer = *(const int32_t*)argument(frame, 1)->data;
+    sources = (const int32_t*)argument(frame, 2)->data;
+    entries = (const int32_t*)argument(frame, 3)->data;
+    P = before->dims[1], B = argument(frame, 2)->dims[0];
+    entry_bytes = element_bytes;
+    for (int64_t i = 2; i < before->rank; i++) entry_bytes *= before->dims[i];
+    if (before->data != after->data)  // XLA has not aliased the buffers
+      memcpy(pool, before->data, before->dims[0] * P * entry_bytes);
+  }
+
+  bool is_entry(int64_t entry) const { return entry >= 0 && entry < P; }
+
+  // Returns a pointer to an entry, or null.
+  template <class Element>
+  Element* find(int64_t entry) const {
+    return is_entry(entry) ? (Element*)(pool + (layer * P + entry) * entry_bytes) : nullptr;
+  }
+
+  bool shares(int64_t row, int64_t other) const {
+    return sources[row] == sources[other] && is_entry(sources[row]);
+  }
+
+  // Calls `advance` with `row` and all other rows with its source, if `row` is the first of them.
+  template <class Advance>
+  void for_sharers(int64_t row, Advance advance) const {
+    for (int64_t other = 0; other < row; other++)
+      if (shares(row, other)) return;
+    int64_t in_place = -1;
+    for (int64_t other = row; other < B; other++) {
+      if (other != row && !shares(row, other)) continue;
+      if (is_entry(sources[other]) && entries[other] == sources[other])
+        in_place = other;
+      else
+        advance(other);
+    }
+    if (in_place >= 0) advance(in_place);
+  }
+};
+
+}  // namespace

@@ -1,0 +1,236 @@
+"""Steps of recurrent layers on NVIDIA GPUs: a token per row, with the states in their pool.
+
+A program instance loads a tile of the state of a head into registers, and advances it::
+
+    gated delta rule, state [D, U]              Mamba-2, state [U, D]
+
+          tile of U                                   all of D
+         +---------+---------+- -                +-------------------+
+    all  |         |         |           tile    |                   |  instance 0
+    of D |    0    |    1    |           of U    +-------------------+
+         |         |         |                   |                   |  instance 1
+         +---------+---------+- -                +-------------------+
+
+Columns of the delta rule, and rows of Mamba-2, do not depend on each other. A convolution has
+tiles of channels.
+
+Rows that read the same entry are advanced by the program instance of the first of these rows, from
+the same registers; the other program instances end immediately. So a row may write the entry that
+other rows read, and a state that is shared is read once. The pool is aliased with the output. If it
+is donated, its other entries are not read, written or copied.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from paged_jax.kernels.backend import Interpret
+from paged_jax.kernels.state_rows import ConvolutionStep, DeltaStep, StateStep
+from paged_jax.kernels.triton import pallas, tiles
+from paged_jax.kernels.triton.pallas import plgpu
+from paged_jax.kernels.triton.write import call_in_place
+
+# Elements of a state that a program instance advances, and its warps. Not measured.
+_TILE, _NUM_WARPS = 4096, 4
+# Channels of a convolution in a program instance.
+_CHANNELS = 512
+# Maximum elements of a key: with more, a tile would not fit the registers.
+_MAX_KEY_DIM = 512
+# Maximum number of rows, whose sources each program instance compares.
+_MAX_ROWS = 4096
+
+
+def refusal(step: StateStep, interpret: Interpret = False) -> str | None:
+    """Return why these kernels cannot run a step, or None if they can."""
+    why_not = pallas.refusal() or (None if interpret else pallas.gpu_refusal())
+    if why_not is not None:
+        return why_not
+    dtype = step.rows.pool.dtype
+    if dtype.name not in (tiles.FLOATING if isinstance(step, ConvolutionStep) else ("float32",)):
+        return f"its states are {dtype}"
+    if step.rows.num_rows > _MAX_ROWS:
+        return f"it has at most {_MAX_ROWS} rows, not {step.rows.num_rows}"
+    if not isinstance(step, ConvolutionStep):
+        D = (step.k if isinstance(step, DeltaStep) else step.b).shape[-1]
+        if D > _MAX_KEY_DIM:
+            return f"its keys have at most {_MAX_KEY_DIM} elements, not {D}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def advance_rows(step: StateStep, interpret: Interpret = False) -> tuple[jax.Array, jax.Array]:
+    """Run a step in one launch. Return the output of each row, float32, and the new pool."""
+    rows, pool = step.rows, step.rows.pool
+    (L, P, *shape), B = pool.shape, rows.num_rows
+    if isinstance(step, ConvolutionStep):
+        F = step.x.shape[1]
+        bias = jnp.zeros(F, jnp.float32) if step.bias is None else step.bias
+        arrays: tuple[jax.Array, ...] = (step.x, step.weight, bias, step.num_tokens)
+        channels = min(_CHANNELS, pl.next_power_of_2(F))
+        kernel = functools.partial(_convolution_kernel, channels=channels)
+        name, out_shape, view_shape = "recurrent_convolution", (B, F), (L * P, *shape)
+        grid = B, pl.cdiv(F, channels)
+    else:
+        if isinstance(step, DeltaStep):
+            kernel, name, keys, values = _delta_kernel, "recurrent_delta", step.k, step.v
+        else:
+            kernel, name = _state_space_kernel, "recurrent_state_space"
+            keys, values = step.b, step.x
+        arrays, out_shape, U = step[1:], values.shape, values.shape[-1]
+        lanes = pl.next_power_of_2(keys.shape[-1])
+        tile = max(min(_TILE // lanes, pl.next_power_of_2(U)), 1)
+        kernel = functools.partial(kernel, lanes=lanes, tile=tile)
+        view_shape, grid = (L * P * shape[0], *shape[1:]), (B * shape[0], pl.cdiv(U, tile))
+    layer = jnp.asarray(rows.layer, jnp.int32).reshape(1)
+    out, [new] = call_in_place(
+        functools.partial(kernel, num_entries=P),
+        name,
+        [pool.reshape(view_shape)],
+        (layer, rows.sources, rows.entries, *arrays),
+        grid=grid,
+        num_warps=_NUM_WARPS,
+        interpret=interpret,
+        out=jax.ShapeDtypeStruct(out_shape, jnp.float32),
+    )
+    return out, new.reshape(pool.shape)
+
+
+def _for_sharers(
+    sources_ref: Any, row: jax.Array, num_entries: int, advance: Callable[[jax.Array], None]
+) -> None:
+    """Call `advance` with `row` and each later row that reads the same entry.
+
+    Nothing happens if an earlier row reads that entry.
+    """
+    B = sources_ref.shape[0]
+    index = jnp.arange(pl.next_power_of_2(B), dtype=jnp.int32)
+    sources = plgpu.load(sources_ref.at[index], mask=index < B, other=-1)
+    source = sources_ref[row]
+    is_entry = (source >= 0) & (source < num_entries)
+    is_same = (sources == source) & is_entry
+    num_before = jnp.sum((is_same & (index < row)).astype(jnp.int32))
+    num_after = jnp.sum((is_same & (index > row)).astype(jnp.int32))
+
+    @pl.when(num_before == 0)
+    def _():
+        def step(_: jax.Array, row: jax.Array) -> jax.Array:
+            advance(row)
+            return jnp.min(jnp.where(is_same & (index > row), index, B)).astype(jnp.int32)
+
+        lax.fori_loop(0, 1 + num_after, step, row)
+
+
+def _locate(layer_ref: Any, ids_ref: Any, row: jax.Array, num_entries: int) -> tuple[Any, Any]:
+    """Return the index of an entry in all layers, and whether it exists."""
+    entry = ids_ref[row]
+    is_entry = (entry >= 0) & (entry < num_entries)
+    return layer_ref[0] * num_entries + jnp.where(is_entry, entry, 0), is_entry
+
+
+def _load(ref: Any, mask: jax.Array) -> jax.Array:
+    return plgpu.load(ref, mask=mask, other=0.0)
+
+
+def _delta_kernel(
+    layer_ref, sources_ref, entries_ref, q_ref, k_ref, v_ref, log_decay_ref, beta_ref, _, out_ref,
+    pool_ref, *, num_entries, lanes, tile,
+):  # fmt: skip
+    (_, K, G, U), D = v_ref.shape, k_ref.shape[-1]
+    first, head, group = _split_heads(pl.program_id(0), K, G)
+    d, u = jnp.arange(lanes, dtype=jnp.int32), jnp.arange(tile, dtype=jnp.int32)
+    u += pl.program_id(1) * tile
+    mask_DU = (d < D)[:, None] & (u < U)[None]
+
+    def place(entry: jax.Array) -> tuple[Any, ...]:
+        return (entry * K + head) * G + group, d[:, None], u[None]
+
+    entry, is_entry = _locate(layer_ref, sources_ref, first, num_entries)
+    state_DU = _load(pool_ref.at[place(entry)], mask_DU & is_entry)
+
+    def advance(row: jax.Array) -> None:
+        q_D, k_D = (_load(ref.at[row, head, d], d < D) for ref in (q_ref, k_ref))
+        if log_decay_ref.shape[-1] == 1:
+            decay = jnp.exp(log_decay_ref[row, head, group, 0])
+        else:
+            decay = jnp.exp(_load(log_decay_ref.at[row, head, group, d], d < D))[:, None]
+        decay_DU = decay * state_DU
+        predicted_U = jnp.sum(k_D[:, None] * decay_DU, axis=0)
+        kept_U = jnp.sum(q_D[:, None] * decay_DU, axis=0)
+        value_U = _load(v_ref.at[row, head, group, u], u < U)
+        change_U = beta_ref[row, head, group] * (value_U - predicted_U)
+        out_U = kept_U + jnp.sum(q_D * k_D) * change_U
+        plgpu.store(out_ref.at[row, head, group, u], out_U, mask=u < U)
+        entry, is_kept = _locate(layer_ref, entries_ref, row, num_entries)
+        new_DU = decay_DU + k_D[:, None] * change_U[None]
+        plgpu.store(pool_ref.at[place(entry)], new_DU, mask=mask_DU & is_kept)
+
+    _for_sharers(sources_ref, first, num_entries, advance)
+
+
+def _state_space_kernel(
+    layer_ref, sources_ref, entries_ref, x_ref, b_ref, c_ref, log_decay_ref, _, out_ref, pool_ref,
+    *, num_entries, lanes, tile,
+):  # fmt: skip
+    (_, K, G, U), D = x_ref.shape, b_ref.shape[-1]
+    first, head, group = _split_heads(pl.program_id(0), K, G)
+    d, u = jnp.arange(lanes, dtype=jnp.int32), jnp.arange(tile, dtype=jnp.int32)
+    u += pl.program_id(1) * tile
+    mask_UD = (u < U)[:, None] & (d < D)[None]
+
+    def place(entry: jax.Array) -> tuple[Any, ...]:
+        return (entry * K + head) * G + group, u[:, None], d[None]
+
+    entry, is_entry = _locate(layer_ref, sources_ref, first, num_entries)
+    state_UD = _load(pool_ref.at[place(entry)], mask_UD & is_entry)
+
+    def advance(row: jax.Array) -> None:
+        b_D, c_D = (_load(ref.at[row, head, d], d < D) for ref in (b_ref, c_ref))
+        x_U = _load(x_ref.at[row, head, group, u], u < U)
+        decay = jnp.exp(log_decay_ref[row, head, group])
+        new_UD = decay * state_UD + x_U[:, None] * b_D[None]
+        out_U = jnp.sum(new_UD * c_D[None], axis=1)
+        plgpu.store(out_ref.at[row, head, group, u], out_U, mask=u < U)
+        entry, is_kept = _locate(layer_ref, entries_ref, row, num_entries)
+        plgpu.store(pool_ref.at[place(entry)], new_UD, mask=mask_UD & is_kept)
+
+    _for_sharers(sources_ref, first, num_entries, advance)
+
+
+def _split_heads(index: jax.Array, K: int, G: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the row, the key head and the value head of a program instance."""
+    row, head = lax.div(index, jnp.int32(K * G)), lax.rem(index, jnp.int32(K * G))
+    return row, lax.div(head, jnp.int32(G)), lax.rem(head, jnp.int32(G))
+
+
+def _convolution_kernel(
+    layer_ref, sources_ref, entries_ref, x_ref, weight_ref, bias_ref, num_tokens_ref, _, out_ref,
+    pool_ref, *, num_entries, channels,
+):  # fmt: skip
+    first, (F, width) = pl.program_id(0), weight_ref.shape
+    f = pl.program_id(1) * channels + jnp.arange(channels, dtype=jnp.int32)
+    mask = f < F
+    entry, is_entry = _locate(layer_ref, sources_ref, first, num_entries)
+    filters = [_load(weight_ref.at[f, i], mask).astype(jnp.float32) for i in range(width)]
+    bias = _load(bias_ref.at[f], mask).astype(jnp.float32)
+    # Lanes past the last channel are past the end of the entry too, so that no lane writes the
+    # element of another lane.
+    places = [jnp.where(mask, i * F + f, (width - 1) * F) for i in range(width - 1)]
+    before = [_load(pool_ref.at[entry, place], mask & is_entry) for place in places]
+
+    def advance(row: jax.Array) -> None:
+        added = _load(x_ref.at[row, f], mask).astype(pool_ref.dtype)
+        inputs = [*before, added]
+        products = (x.astype(jnp.float32) * w for x, w in zip(inputs, filters, strict=True))
+        plgpu.store(out_ref.at[row, f], sum(products) + bias, mask=mask)
+        entry, is_kept = _locate(layer_ref, entries_ref, row, num_entries)
+        has_token = num_tokens_ref[row] > 0
+        for place, old, new in zip(places, before, inputs[1:], strict=True):
+            new = jnp.where(has_token, new, old)
+            plgpu.store(pool_ref.at[entry, place], new, mask=mask & is_kept)
+
+    _for_sharers(sources_ref, first, num_entries, advance)
