@@ -7,7 +7,12 @@ from pydantic import Field
 
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.server import bodies
-from paged_jax.server.response_items import validated_chat, with_system_text
+from paged_jax.server.response_items import (
+    kind_of,
+    string_of,
+    validated_chat,
+    with_system_text,
+)
 from paged_jax.server.responses import ApiError, JsonDict
 from paged_jax.server.sampling_body import WHOLE, Body, Items, LenientBody, SamplingBody, Text
 
@@ -114,14 +119,20 @@ def chat_of_messages(body: CountTokensBody, tokenizer: Tokenizer | None) -> bodi
             "add_generation_prompt": not is_continued,
             "reasoning_effort": None if config is None else config.effort,
             "chat_template_kwargs": {**variables, **own} or None,
-        }
+        },
+        "messages",
     )
 
 
 def _system(system: str | list[dict[str, Any]] | None) -> str | None:
     if not isinstance(system, list):
         return system
-    texts = [str(block.get("text", "")) for block in system if block.get("type") == "text"]
+    texts = []
+    for index, block in enumerate(system):
+        place = f"system.{index}"
+        if block.get("type") != "text":
+            raise ApiError(400, f"{place}.type must be text.", param=place)
+        texts.append(string_of(block, "text", place))
     return "\n".join(text for text in texts if not text.startswith(_BILLING)) or None
 
 
@@ -146,18 +157,19 @@ def _messages(message: Mapping[str, Any], index: int) -> Iterator[JsonDict]:
     thoughts: list[str] = []
     calls: list[JsonDict] = []
     for number, block in enumerate(content):
-        kind = block.get("type") if isinstance(block, Mapping) else None
         where = f"{place}.{number}"
+        kind = kind_of(block, where)
         if kind in _MEDIA:
             raise ApiError(
                 400, f"{where} must be text, got {kind}: this model reads only text.", param=where
             )
         if kind == "text":
-            texts.append(str(block.get("text", "")))
+            texts.append(string_of(block, "text", where))
         elif kind == "thinking":
-            thoughts.append(str(block.get("thinking", "")))
+            thoughts.append(string_of(block, "thinking", where))
         elif kind == "tool_use":
-            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+            name = string_of(block, "name", where)
+            function = {"name": name, "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
             yield {
@@ -178,13 +190,21 @@ def _result(block: Mapping[str, Any], place: str) -> str:
     """Return the text of the result of a call."""
     content = block.get("content") or ""
     if not isinstance(content, str):
-        for part in content:
-            if isinstance(part, Mapping) and part.get("type") in _MEDIA:
-                raise ApiError(
-                    400, f"{place} must contain only text, got {part['type']}.", param=place
-                )
-        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+        content = "".join(_result_texts(content, f"{place}.content"))
     return f"Error: {content}" if block.get("is_error") else content
+
+
+def _result_texts(content: Any, place: str) -> Iterator[str]:
+    """Yield the texts of the blocks of a result. Blocks of unknown types are skipped."""
+    if not isinstance(content, list):
+        raise ApiError(400, f"{place} must be a text or a list of blocks.", param=place)
+    for index, part in enumerate(content):
+        where = f"{place}.{index}"
+        kind = kind_of(part, where)
+        if kind in _MEDIA:
+            raise ApiError(400, f"{where} must be text, got {kind}.", param=where)
+        if kind == "text":
+            yield string_of(part, "text", where)
 
 
 def _joined(messages: list[JsonDict]) -> list[JsonDict]:

@@ -221,15 +221,21 @@ def chat_body(
         "chat_template_kwargs": body.chat_template_kwargs,
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
     }
-    return validated_chat(chat)
+    return validated_chat(chat, "input")
 
 
-def validated_chat(chat: JsonDict) -> bodies.ChatBody:
+def validated_chat(chat: JsonDict, field: str) -> bodies.ChatBody:
     """Return a chat as a body of ``POST /v1/chat/completions``.
+
+    Args:
+      chat: the fields of the chat.
+      field: name of the body field that has the messages.
 
     Raises:
       ApiError: the chat is invalid.
     """
+    if not chat["messages"]:
+        raise ApiError(400, f"{field} must contain at least one message.", param=field)
     try:
         return bodies.ChatBody.model_validate(chat)
     except ValidationError as error:
@@ -253,7 +259,7 @@ def _messages(body: ResponsesBody) -> Iterator[JsonDict]:
                 yield turn
             turn = {}
             content = _text(item.get("content"), f"{place}.content")
-            yield {"role": str(role), "content": content}
+            yield {"role": string_of(item, "role", place), "content": content}
         elif kind == "function_call_output":
             if turn:
                 yield turn
@@ -276,7 +282,7 @@ def _add_to_turn(turn: JsonDict, kind: str, item: JsonDict, place: str) -> None:
         if thoughts:
             added["reasoning_content"] = thoughts
     elif kind == "function_call":
-        name = ToolNames.join(item.get("namespace"), str(item.get("name")))
+        name = ToolNames.join(item.get("namespace"), string_of(item, "name", place))
         function = {"name": name, "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         added["tool_calls"] = [*turn.get("tool_calls", ()), call]
@@ -306,17 +312,40 @@ def _text(content: Any, place: str) -> str:
         raise ApiError(400, f"{place} must be a text or a list of parts.", param=place)
     texts = []
     for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
+        param = f"{place}.{index}"
+        kind = kind_of(part, param)
         if kind in _MEDIA:
-            param = f"{place}.{index}"
             raise ApiError(
                 400, f"{param} must be text, got {kind}: this model reads only text.", param=param
             )
         if kind == "refusal":
-            texts.append(str(part.get("refusal", "")))
+            texts.append(string_of(part, "refusal", param))
         elif kind in _TEXTS:
-            texts.append(str(part.get("text", "")))
+            texts.append(string_of(part, "text", param))
     return "".join(texts)
+
+
+def kind_of(part: Any, place: str) -> Any:
+    """Return the type of a part of a content.
+
+    Raises:
+      ApiError: the part is not an object.
+    """
+    if not isinstance(part, Mapping):
+        raise ApiError(400, f"{place} must be an object with a type.", param=place)
+    return part.get("type")
+
+
+def string_of(part: Mapping[str, Any], name: str, place: str) -> str:
+    """Return the text in a field of an item or of a part.
+
+    Raises:
+      ApiError: the field is missing, or is not a text.
+    """
+    text = part.get(name)
+    if not isinstance(text, str):
+        raise ApiError(400, f"{place}.{name} must be a text.", param=f"{place}.{name}")
+    return text
 
 
 def with_system_text(

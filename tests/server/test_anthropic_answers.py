@@ -157,9 +157,26 @@ def test_blocks_become_messages_of_a_chat() -> None:
     ]
 
 
+def user_says(*blocks: object) -> dict:
+    return {"messages": [{"role": "user", "content": list(blocks)}]}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (user_says(), "messages must contain at least one message"),
+        (user_says("x"), "messages.0.content.0 must be an object"),
+        (user_says({"type": "text", "text": None}), "messages.0.content.0.text must be a text"),
+        (user_says({"type": "tool_use", "id": "t"}), "messages.0.content.0.name must be a text"),
+        (
+            user_says({"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}),
+            "messages.0.content.0.content.0 must be text, got image",
+        ),
+        (
+            user_says({"type": "tool_result", "tool_use_id": "t", "content": 5}),
+            "messages.0.content.0.content must be a text or a list",
+        ),
+        ({"system": [{"type": "image"}]}, "system.0.type must be text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "must be text"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "must be user or assistant"),
         ({"tool_choice": {"type": "every"}}, "tool_choice must be auto"),

@@ -270,6 +270,19 @@ def test_allowed_tools_select_functions(allowed, names) -> None:
         ({"tool_choice": "any"}, "tool_choice", 'must be "none", "auto", "required"'),
         ({"input": "word " * 2000}, "input", "This model's maximum context length"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "must have a schema"),
+        ({"input": [{"type": "web_search_call"}]}, "input", "at least one message"),
+        ({"input": [{"content": "x", "type": "message"}]}, "input.0.role", "must be a text"),
+        ({"input": [{"role": "user", "content": ["x"]}]}, "input.0.content.0", "an object"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": None}]}]},
+            "input.0.content.0.text",
+            "must be a text",
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]},
+            "input.0.name",
+            "must be a text",
+        ),
     ],
 )
 def test_invalid_bodies_are_rejected(server, change, param, message) -> None:
