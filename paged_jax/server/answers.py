@@ -184,6 +184,12 @@ class Answer(ABC):
         return self.body.max_tokens
 
     @property
+    def stop(self) -> tuple[str, list[str]]:
+        """The body field with stop strings, and the stop strings."""
+        stop = self.body.stop
+        return "stop", [stop] if isinstance(stop, str) else stop or []
+
+    @property
     def max_prompt_tokens(self) -> int:
         """Maximum tokens of a prompt: the context, less one token unless `max_tokens` is 0."""
         return self.service.max_model_len - (self.max_tokens != 0)

@@ -68,6 +68,13 @@ class MessagesAnswer(Answer):
         return "output_config.format" if is_schema else super().constraint_field
 
     @property
+    def stop(self) -> tuple[str, list[str]]:
+        """The body field with stop strings, and the stop strings."""
+        field, stop = super().stop
+        own = self.body.stop_sequences
+        return (field, stop) if own is None else ("stop_sequences", [*stop, *own])
+
+    @property
     def _schema(self) -> dict[str, Any] | None:
         config = self.body.output_config
         return None if config is None or config.format is None else config.format.schema_
@@ -76,7 +83,7 @@ class MessagesAnswer(Answer):
         """Return the sampling parameters, with the constraint on the whole text."""
         params = super().params()
         if self.body.stop_sequences is not None:
-            params["stop"] = self.body.stop_sequences
+            params["stop"] = self.stop[1]
         constraint: StructuredOutputsParams | None = params.get("structured_outputs")
         if self._schema is not None:
             constraint = schema_constraint(self._schema, is_strict=False)

@@ -69,10 +69,10 @@ def check_request(answer: Answer) -> None:
     limits.check("max_prompts", answer.num_prompts, "prompt", what="the number of prompts")
     given = "n" if answer.num_samples == (body.n or 1) else "best_of"
     limits.check("max_n", answer.num_samples, given)
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    limits.check("max_stop", len(stop), "stop", what="the number of stop strings")
+    field, stop = answer.stop
+    limits.check("max_stop", len(stop), field, what="the number of stop strings")
     longest = max(map(len, stop), default=0)
-    limits.check("max_stop_chars", longest, "stop", what="the length of a stop string")
+    limits.check("max_stop_chars", longest, field, what="the length of a stop string")
     num_chars, per_token = answer.num_chars, answer.service.max_token_chars
     is_truncated = getattr(body, "truncate_prompt_tokens", None) is not None
     if num_chars > answer.max_prompt_tokens * per_token and not is_truncated:

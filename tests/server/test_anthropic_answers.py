@@ -182,6 +182,9 @@ def user_says(*blocks: object) -> dict:
         ({"tool_choice": {"type": "every"}}, "tool_choice must be auto"),
         ({"messages": [{"role": "user", "content": "word " * 2000}]}, "prompt is too long"),
         ({"surprise": 1}, "surprise is not supported here"),
+        ({"stop_sequences": ["a"] * 17}, "stop strings must be at most 16"),
+        ({"stop_sequences": ["a"] * 9, "stop": ["b"] * 8}, "must be at most 16 .*got 17"),
+        ({"stop_sequences": ["a" * 5000]}, "length of a stop string must be at most"),
     ],
 )
 def test_errors_have_the_form_of_the_api(client, change, message) -> None:
