@@ -193,8 +193,8 @@ def _tokens(parts: Parts, is_stream: bool) -> tuple[list[int], list[float]]:
     for seconds, data in parts:
         *events, pending = (pending + data).split(b"\n\n")
         for event in events:
-            data = event[event.find(b"data: ") + len(b"data: ") :]
-            if data != b"[DONE]":
+            _, has_data, data = event.partition(b"data: ")  # a ping has no data
+            if has_data and data != b"[DONE]":
                 token_ids += json.loads(data)["outputs"][0]["token_ids"]
         times += [seconds] * (len(token_ids) - len(times))
     return token_ids, times

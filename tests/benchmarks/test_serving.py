@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from benchmarks import http_server
 from benchmarks.serving import peers as serving_peers
 from benchmarks.serving import report as serving_report
 from benchmarks.serving import run as serving
@@ -495,3 +496,13 @@ def test_vllm_runs_in_its_own_python(tmp_path) -> None:
         serving_peers.VLLM, tmp_path, "float32", [], [], {}, timeout=60, python=python
     )
     assert record == {"called": "benchmarks.serving.vllm_peer"}
+
+
+def test_clients_over_http_skip_pings() -> None:
+    def event(*token_ids: int) -> bytes:
+        return b"data: %b\n\n" % json.dumps({"outputs": [{"token_ids": token_ids}]}).encode()
+
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n: ping\n\n"
+    parts = [(1.0, head), (2.0, event(5, 6) + b": pi"), (3.0, b"ng\n\n"), (4.0, event(7))]
+    parts.append((5.0, b"data: [DONE]\n\n"))
+    assert http_server._tokens(parts, is_stream=True) == ([5, 6, 7], [2.0, 2.0, 4.0])
