@@ -14,7 +14,7 @@ from paged_jax.runner.decode_state import DecodeState, TokenMasks, find_token_ma
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.executor import Executor, QueuedResult, require_blocks
 from paged_jax.runner.programs import BeamTokens, Scores
-from paged_jax.runner.sizes import no_slots, pack, pack_tiles, row_bucket
+from paged_jax.runner.sizes import no_slots, pack, row_bucket
 from paged_jax.runner.slots import Slots, slot_of
 from paged_jax.sampling.params import NO_BIAS, TokenBias
 from paged_jax.scheduler.request import Sequence
@@ -64,38 +64,20 @@ class ModelRunner:
 
     def prefill(self, chunks: Collection[tuple[Sequence, int]]) -> None:
         """Prefill chunks: pairs of a sequence and the number of its next tokens to prefill."""
-        chunks, sizes = list(chunks), self._sizes
-        counts = [count for _, count in chunks]
-        if sizes.tile is not None:
-            for num_rows, indices in pack_tiles(counts, sizes):
-                self._prefill_tiles([chunks[index] for index in indices], num_rows, sizes.tile)
-            return
-        for width, num_rows, indices in pack(counts, sizes.max_chunk, sizes.num_slots):
+        chunks = list(chunks)
+        for width, num_rows, indices in pack([count for _, count in chunks], self._sizes):
             token_ids = np.zeros((num_rows, width), np.int32)
-            slots, num_tokens = no_slots(num_rows), np.zeros(num_rows, np.int32)
-            for row, index in enumerate(indices):
-                sequence, count = chunks[index]
-                start = sequence.num_computed
-                token_ids[row, :count] = sequence.token_ids[start : start + count]
-                slots[row], num_tokens[row] = slot_of(sequence), count
+            slots, num_tokens, row = no_slots(num_rows), np.zeros(num_rows, np.int32), 0
+            for sequence, count in (chunks[index] for index in indices):
+                start, end = sequence.num_computed, sequence.num_computed + count
+                for first in range(start, end, width):
+                    tokens = sequence.token_ids[first : min(first + width, end)]
+                    token_ids[row, : len(tokens)] = tokens
+                    slots[row], num_tokens[row] = slot_of(sequence), len(tokens)
+                    row += 1
             self.slots.flush()
             prefill = self.executor.programs.prefill
             self.executor.run_unchecked(prefill.call(token_ids, slots, num_tokens))
-
-    def _prefill_tiles(self, chunks: list[tuple[Sequence, int]], num_rows: int, tile: int) -> None:
-        """Prefill chunks in one call, each in consecutive rows of `tile` tokens."""
-        token_ids = np.zeros((num_rows, tile), np.int32)
-        slots, num_tokens, row = no_slots(num_rows), np.zeros(num_rows, np.int32), 0
-        for sequence, count in chunks:
-            start, end = sequence.num_computed, sequence.num_computed + count
-            for first in range(start, end, tile):
-                tokens = sequence.token_ids[first : min(first + tile, end)]
-                token_ids[row, : len(tokens)] = tokens
-                slots[row], num_tokens[row] = slot_of(sequence), len(tokens)
-                row += 1
-        self.slots.flush()
-        prefill = self.executor.programs.prefill
-        self.executor.run_unchecked(prefill.call(token_ids, slots, num_tokens))
 
     def score(self, sequence: Sequence, count: int) -> Scores:
         """Prefill `count` tokens of a sequence, and return the scores of the next tokens.

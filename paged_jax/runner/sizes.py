@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
       max_stop_ids: maximum number of stop tokens of a request.
       tile: number of tokens in a row of a prefill program, if the chunks of several sequences are
         packed into rows of one length, see `pack_tiles`; None if each row is a chunk, padded to one
-        of several lengths, see `pack`.
+        of several lengths, see `pack_chunks`.
       num_states: number of states of recurrent layers, for slots and snapshots; 0 if no layer is
         recurrent.
 
@@ -107,14 +107,23 @@ TILE = 8
 MIN_CHUNK = 16
 
 
-def pack(counts: Sequence[int], max_chunk: int, num_slots: int) -> list[tuple[int, int, list[int]]]:
-    """Arrange chunks with `counts` tokens in batches.
+# ``(T, B, indices)``: tokens per row, number of rows, and the chunks in them. Chunks of more than T
+# tokens take consecutive rows.
+Batch = tuple[int, int, list[int]]
 
-    Returns:
-      ``(T, B, indices)`` of each batch: tokens per row, number of rows, and the chunks in it.
+
+def pack(counts: Sequence[int], sizes: Sizes) -> list[Batch]:
+    """Arrange chunks with `counts` tokens in batches."""
+    if sizes.tile is not None:
+        return pack_tiles(counts, sizes)
+    return pack_chunks(counts, sizes.max_chunk, sizes.num_slots)
+
+
+def pack_chunks(counts: Sequence[int], max_chunk: int, num_slots: int) -> list[Batch]:
+    """Arrange chunks in batches with a row for each chunk.
 
     Example:
-      >>> pack([500, 12, 9, 16], max_chunk=512, num_slots=8)
+      >>> pack_chunks([500, 12, 9, 16], max_chunk=512, num_slots=8)
       [(16, 4, [1, 2, 3]), (512, 1, [0])]
     """
     widths: dict[int, list[int]] = {}
@@ -131,22 +140,19 @@ def pack(counts: Sequence[int], max_chunk: int, num_slots: int) -> list[tuple[in
     return batches
 
 
-def pack_tiles(counts: Sequence[int], sizes: Sizes) -> list[tuple[int, list[int]]]:
-    """Arrange chunks with `counts` tokens in batches of rows of `sizes.tile` tokens.
+def pack_tiles(counts: Sequence[int], sizes: Sizes) -> list[Batch]:
+    """Arrange chunks in batches of rows of `sizes.tile` tokens.
 
     Each chunk takes consecutive rows of one batch, and only its last row is padded::
 
         row      0  1  2  3  4  5  6  7        rows of 8 tokens
         chunks   a  a  a  b  b  c  -  -        of 20, 16 and 3 tokens, and padding
 
-    Returns:
-      ``(B, indices)`` of each batch: its number of rows, and the chunks in it.
-
     Example:
       >>> sizes = Sizes(block_size=16, num_slots=4, max_model_len=64, max_chunk=64, max_steps=1,
       ...               num_drafts=0, max_logit_bias=32, max_stop_ids=16, tile=8)
       >>> pack_tiles([20, 16, 3, 40], sizes)
-      [(9, [0, 1, 2]), (9, [3])]
+      [(8, 9, [0, 1, 2]), (8, 9, [3])]
     """
     assert sizes.tile is not None
     buckets = tile_buckets(sizes)
@@ -160,7 +166,7 @@ def pack_tiles(counts: Sequence[int], sizes: Sizes) -> list[tuple[int, list[int]
         num_rows += rows
         indices.append(index)
     batches += [(num_rows, indices)] if indices else []
-    return [(min(b for b in buckets if b >= rows), chunks) for rows, chunks in batches]
+    return [(sizes.tile, min(b for b in buckets if b >= rows), each) for rows, each in batches]
 
 
 def tile_buckets(sizes: Sizes) -> list[int]:

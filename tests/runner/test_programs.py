@@ -71,9 +71,9 @@ def test_pack_tiles_gives_every_chunk_consecutive_rows_of_one_batch(
 ) -> None:
     sizes = SIZES._replace(max_chunk=50, tile=tile, num_slots=num_slots)
     batches = pack_tiles(counts, sizes)
-    assert [index for _, indices in batches for index in indices] == list(range(len(counts)))
-    for num_rows, indices in batches:
-        assert num_rows in tile_buckets(sizes)
+    assert [index for _, _, indices in batches for index in indices] == list(range(len(counts)))
+    for width, num_rows, indices in batches:
+        assert width == tile and num_rows in tile_buckets(sizes)
         needed = sum(-(-counts[index] // tile) for index in indices)
         assert 0 < needed <= num_rows
         # The next smaller program would not suffice.
@@ -83,7 +83,7 @@ def test_pack_tiles_gives_every_chunk_consecutive_rows_of_one_batch(
 def test_pack_tiles_puts_the_chunks_of_a_full_step_into_one_batch() -> None:
     """A step has up to `max_chunk` tokens of several prompts, whose last rows are padded."""
     sizes = SIZES._replace(max_chunk=512, tile=8, num_slots=16)
-    assert pack_tiles([190, 201, 121], sizes) == [(72, [0, 1, 2])]
+    assert pack_tiles([190, 201, 121], sizes) == [(8, 72, [0, 1, 2])]
 
 
 def test_list_calls_of_default_sizes_has_at_most_24_calls() -> None:
