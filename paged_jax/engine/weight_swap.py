@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from paged_jax.models.matrices import (
 from paged_jax.models.matrix_formats import MatrixFormats, is_matrix
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner.executor import Executor
+from paged_jax.runner.weights import Weights
 
 # Fields of a config that do not affect the outputs of a model.
 _IRRELEVANT = {
@@ -80,6 +81,27 @@ def _check_config(config: LlamaConfig, own: LlamaConfig) -> None:
             )
 
 
+class _Leaves(NamedTuple):
+    """Leaves of the engine's model, in the order of its flattened state; hashable."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
+    shardings: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, weights: Weights) -> "_Leaves":
+        shapes, dtypes, shardings = zip(
+            *((x.shape, x.dtype, x.sharding) for x in weights.layout), strict=True
+        )
+        return cls(tuple(weights.names), shapes, dtypes, shardings)
+
+    @property
+    def floats(self) -> list[str]:
+        """Names without those of scales, minima and orders."""
+        return [name for name in self.names if not name.endswith(SUFFIXES)]
+
+
 class NewWeights(NamedTuple):
     """Weights that `WeightSwap.prepare` has checked.
 
@@ -121,38 +143,38 @@ class WeightSwap:
         model = self._executor.weights.layout_model
         if mapping is not None:
             return self._prepare_other(model, params, mapping)
-        names = _names_of(nnx.state(model))
+        leaves = _Leaves.of(self._executor.weights)
         formats = getattr(model, "formats", None)
         if isinstance(params, PagedModel):
             _check_same_formats(getattr(params, "formats", formats), formats)
             params = nnx.state(params)
         if isinstance(params, nnx.State):
-            params, are_floats = _leaves_by_name(params, names)
+            params, are_floats = _leaves_by_name(params, leaves)
             if are_floats and formats is not None:
-                return self._prepare_floats(params, names, formats)
+                return self._prepare_floats(params, leaves, formats)
         elif not isinstance(params, list | tuple):
             raise ValueError(
                 "update_params: params must be a model, its nnx.state, or a list of its leaves, "
                 f"got {type(params).__name__}. Pass a mapping for other definitions of the model."
             )
-        new, layout = jax.tree.leaves(params), self._executor.weights.layout
-        _check_shapes([jnp.shape(x) for x in new], [x.shape for x in layout])
-        _check_values([jnp.result_type(x) for x in new], [x.dtype for x in layout], names)
-        arrays = [_to_devices(x, y.sharding) for x, y in zip(new, layout, strict=True)]
-        return NewWeights(arrays, _copying(*_dtypes_and_shardings(layout)))
+        new = jax.tree.leaves(params)
+        _check_shapes([jnp.shape(x) for x in new], leaves.shapes)
+        _check_values([jnp.result_type(x) for x in new], leaves)
+        arrays = [_to_devices(x, place) for x, place in zip(new, leaves.shardings, strict=True)]
+        return NewWeights(arrays, _copying(leaves))
 
     def _prepare_floats(
-        self, params: list[Any], names: list[str], formats: MatrixFormats
+        self, params: list[Any], leaves: _Leaves, formats: MatrixFormats
     ) -> NewWeights:
         """Prepare floats for a model with quantised matrices."""
-        layout = dict(zip(names, self._executor.weights.layout, strict=True))
-        own = [name for name in names if not name.endswith(SUFFIXES)]
+        layout = dict(zip(leaves.names, self._executor.weights.layout, strict=True))
+        own = leaves.floats
         shapes = [(*layout[x].shape[:-1], _num_inputs(layout[x], formats[x])) for x in own]
         shapes = [y if is_matrix(x) else layout[x].shape for x, y in zip(own, shapes, strict=True)]
         _check_shapes([jnp.shape(x) for x in params], shapes)
-        arrays = [_to_devices(x, layout[y].sharding) for x, y in zip(params, own, strict=True)]
-        convert = _quantising(tuple(names), formats, *_dtypes_and_shardings(list(layout.values())))
-        return NewWeights(arrays, convert)
+        pairs = zip(own, params, strict=True)
+        arrays = {name: _to_devices(x, layout[name].sharding) for name, x in pairs}
+        return NewWeights(arrays, _converting(leaves, formats))
 
     def _prepare_other(self, model: PagedModel, params: Any, mapping: NameMap) -> NewWeights:
         if not isinstance(model, Llama):
@@ -160,12 +182,10 @@ class WeightSwap:
                 "update_params: mapping must be None unless the engine's model is a Llama, got a "
                 f"mapping for {type(model).__name__}. Pass weights with the names of that model."
             )
-        arrays, layout = named_arrays(params), self._executor.weights.layout
-        names = tuple(_names_of(nnx.state(model)))
+        arrays, leaves = named_arrays(params), _Leaves.of(self._executor.weights)
         shapes = {name: jnp.shape(array) for name, array in arrays.items()}
-        matrices = [name for name in names if not name.endswith(SUFFIXES)]
-        sources = find_sources("update_params", model.config, matrices, shapes, mapping)
-        place = layout[0].sharding
+        sources = find_sources("update_params", model.config, leaves.floats, shapes, mapping)
+        place = leaves.shardings[0]
         used = {source.name for source in sources.values()}
         near = {
             name: _to_devices(arrays[name], _divided_sharding(shapes[name], place))
@@ -173,19 +193,15 @@ class WeightSwap:
         }
         if model.config.tie_word_embeddings and HEAD in sources:
             _check_tied_head(model.config, near, sources)
-        rules = tuple(sources.items())
-        return NewWeights(
-            near,
-            _assembling(model.config, names, model.formats, rules, *_dtypes_and_shardings(layout)),
-        )
+        convert = _converting(leaves, model.formats, model.config, tuple(sources.items()))
+        return NewWeights(near, convert)
 
     def replace(self, new: NewWeights) -> None:
         """Replace the engine's weights. The old arrays are deleted unless they are shared."""
         ours = {id(x) for x in self._executor.weights.arrays}
         is_own = any(id(x) in ours for x in jax.tree.leaves(new.arrays))
         if self._are_shared or is_own or not ours:
-            layout = self._executor.weights.layout
-            buffers = _allocating(tuple(x.shape for x in layout), *_dtypes_and_shardings(layout))
+            buffers = _allocating(_Leaves.of(self._executor.weights))
             self._executor.update_weights(lambda old: new.convert(new.arrays, buffers()))
         else:
             self._executor.update_weights(lambda old: new.convert(new.arrays, old))
@@ -205,12 +221,6 @@ def _check_tied_head(
             f"update_params: {HEAD} must equal the embeddings, because the engine's model ties "
             "them, got other values. Make the engine with a model that is not tied."
         )
-
-
-def _dtypes_and_shardings(
-    layout: list[jax.ShapeDtypeStruct],
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    return tuple(x.dtype for x in layout), tuple(x.sharding for x in layout)
 
 
 def _to_devices(array: Any, place: Sharding) -> jax.Array:
@@ -239,49 +249,32 @@ def _divided_sharding(shape: tuple[int, ...], place: Sharding) -> Sharding:
 
 
 @functools.lru_cache(maxsize=16)
-def _copying(dtypes: tuple[Any, ...], places: tuple[Any, ...]) -> Callable[..., list[jax.Array]]:
-    def copy(arrays: list[jax.Array], buffers: list[jax.Array]) -> list[jax.Array]:
-        return [jnp.copy(x).astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
-
-    return _writing(copy, places)
+def _copying(leaves: _Leaves) -> Callable[..., list[jax.Array]]:
+    return _writing(lambda arrays: dict(zip(leaves.names, arrays, strict=True)), leaves)
 
 
 @functools.lru_cache(maxsize=16)
-def _assembling(
-    config: LlamaConfig,
-    names: tuple[str, ...],
+def _converting(
+    leaves: _Leaves,
     formats: MatrixFormats,
-    rules: tuple[tuple[str, Any], ...],
-    dtypes: tuple[Any, ...],
-    places: tuple[Any, ...],
+    config: LlamaConfig | None = None,
+    sources: tuple[tuple[str, TensorSource], ...] = (),
 ) -> Callable[..., list[jax.Array]]:
-    sources = dict(rules)
+    """Return a program that quantises floats by name.
 
-    def assemble_all(arrays: dict[str, jax.Array], buffers: list[jax.Array]) -> list[jax.Array]:
+    With `config` and `sources`, the floats have the names and shapes of another model.
+    """
+
+    def convert(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         new: dict[str, jax.Array] = {}
-        for name in names:
-            if not name.endswith(SUFFIXES):
-                new |= _in_format(name, assemble(config, name, arrays, sources), formats)
-        return [jnp.copy(new[name]).astype(t) for name, t in zip(names, dtypes, strict=True)]
-
-    return _writing(assemble_all, places)
-
-
-@functools.lru_cache(maxsize=16)
-def _quantising(
-    names: tuple[str, ...],
-    formats: MatrixFormats,
-    dtypes: tuple[Any, ...],
-    places: tuple[Any, ...],
-) -> Callable[..., list[jax.Array]]:
-    def quantise_all(arrays: list[jax.Array], buffers: list[jax.Array]) -> list[jax.Array]:
-        new: dict[str, jax.Array] = {}
-        floats = [name for name in names if not name.endswith(SUFFIXES)]
-        for name, array in zip(floats, arrays, strict=True):
+        for name in leaves.floats:
+            array = (
+                arrays[name] if config is None else assemble(config, name, arrays, dict(sources))
+            )
             new |= _in_format(name, array, formats)
-        return [jnp.copy(new[name]).astype(t) for name, t in zip(names, dtypes, strict=True)]
+        return new
 
-    return _writing(quantise_all, places)
+    return _writing(convert, leaves)
 
 
 def _in_format(name: str, array: jax.Array, formats: MatrixFormats) -> dict[str, jax.Array]:
@@ -295,9 +288,18 @@ def _in_format(name: str, array: jax.Array, formats: MatrixFormats) -> dict[str,
     return {name + suffix: each for suffix, each in pairs if each is not None}
 
 
-def _writing(function: Callable[..., Any], places: tuple[Any, ...]) -> Callable[..., Any]:
+def _writing(
+    function: Callable[..., dict[str, jax.Array]], leaves: _Leaves
+) -> Callable[..., list[jax.Array]]:
+    """Return a program that writes the result of `function`, arrays by name, into the leaves."""
+
+    def write(arrays: Any, buffers: list[jax.Array]) -> list[jax.Array]:
+        new = function(arrays)
+        pairs = zip(leaves.names, leaves.dtypes, strict=True)
+        return [jnp.copy(new[name]).astype(dtype) for name, dtype in pairs]
+
     # The program does not read `buffers`. They are donated, so the results use their memory.
-    return jax.jit(function, donate_argnums=1, keep_unused=True, out_shardings=list(places))
+    return jax.jit(write, donate_argnums=1, keep_unused=True, out_shardings=list(leaves.shardings))
 
 
 @functools.lru_cache(maxsize=16)
@@ -312,30 +314,23 @@ def _comparing(
 
 
 @functools.lru_cache(maxsize=16)
-def _allocating(
-    shapes: tuple[Any, ...], dtypes: tuple[Any, ...], places: tuple[Any, ...]
-) -> Callable[[], list[jax.Array]]:
+def _allocating(leaves: _Leaves) -> Callable[[], list[jax.Array]]:
     def allocate() -> list[jax.Array]:
-        return [jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        pairs = zip(leaves.shapes, leaves.dtypes, strict=True)
+        return [jnp.zeros(shape, dtype) for shape, dtype in pairs]
 
-    return jax.jit(allocate, out_shardings=list(places))
-
-
-def _names_of(state: nnx.State) -> list[str]:
-    """Return names of parameters, such as ``"layers.0.qkv_proj"``, in the order of the leaves."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(state)
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
-    return [name.removesuffix(".value") for name in names]
+    return jax.jit(allocate, out_shardings=list(leaves.shardings))
 
 
-def _leaves_by_name(params: nnx.State, own: list[str]) -> tuple[list[jax.Array], bool]:
-    """Return leaves in the order of the engine's names `own`. Stack or unstack layers if needed.
+def _leaves_by_name(params: nnx.State, leaves: _Leaves) -> tuple[list[jax.Array], bool]:
+    """Return arrays in the order of the engine's leaves. Stack or unstack layers if needed.
 
     Returns:
-      The leaves, and whether they are floats for a model with quantised matrices. In this case they
-      have the order of `own` without the names of scales, minima and orders.
+      The arrays, and whether they are floats for a model with quantised matrices. In this case they
+      have the order of `leaves.floats`.
     """
-    arrays = dict(zip(_names_of(params), jax.tree.leaves(params), strict=True))
+    own = leaves.names
+    arrays = named_arrays(params)
     for kind in {name.split(".")[-1] for name in own if name.startswith("layers.")}:
         stack = f"layers.{kind}"
         layers = [f"layers.{i}.{kind}" for i in range(len(arrays))]
@@ -344,8 +339,8 @@ def _leaves_by_name(params: nnx.State, own: list[str]) -> tuple[list[jax.Array],
             arrays[stack] = jnp.stack([arrays.pop(name) for name in given])
         elif stack not in own and stack in arrays:
             arrays |= dict(zip(layers, arrays.pop(stack), strict=False))
-    floats = [name for name in own if not name.endswith(SUFFIXES)]
-    are_floats = floats != own and sorted(arrays) == sorted(floats)
+    floats = leaves.floats
+    are_floats = len(floats) < len(own) and sorted(arrays) == sorted(floats)
     if not are_floats:
         _check_names(sorted(arrays), sorted(own))
     return [arrays[name] for name in (floats if are_floats else own)], are_floats
@@ -370,13 +365,13 @@ def _describe(format: WeightFormat) -> str:
     return f"{format.code} in groups of {format.group_size}" if format.group_size else format.code
 
 
-def _check_values(dtypes: list[Any], own: list[Any], names: list[str]) -> None:
+def _check_values(dtypes: list[Any], leaves: _Leaves) -> None:
     """Check that quantised matrices get values of the same dtype.
 
     Other parameters may have any float dtype.
     """
-    scaled = {matrix_name(name) for name in names if name.endswith(SCALE)}
-    for name, its, ours in zip(names, dtypes, own, strict=False):
+    scaled = {matrix_name(name) for name in leaves.names if name.endswith(SCALE)}
+    for name, its, ours in zip(leaves.names, dtypes, leaves.dtypes, strict=False):
         if its != ours and name in scaled:
             raise ValueError(
                 f"update_params: params must have the formats of the engine's model, or be floats "
@@ -398,8 +393,8 @@ def _check_names(names: list[str], own: list[str]) -> None:
         )
 
 
-def _check_shapes(shapes: list[tuple[int, ...]], own: list[tuple[int, ...]]) -> None:
-    if shapes != own:
+def _check_shapes(shapes: Sequence[tuple[int, ...]], own: Sequence[tuple[int, ...]]) -> None:
+    if list(shapes) != list(own):
         pairs = zip(shapes, own, strict=False)
         differing = next(((its, ours) for its, ours in pairs if its != ours), None)
         raise ValueError(

@@ -180,6 +180,7 @@ class Weights:
     Attributes:
       arrays: arguments of the programs, in the order of the model's flattened state; empty while
         the weights are freed.
+      names: names of the weights, in the same order.
       layout: shapes, dtypes and shardings of the weights in the model layout, see `TensorParallel`.
       graphdef: structure of the module that programs run, see `Graph.key`.
       treedef: structure of its weights.
@@ -199,7 +200,7 @@ class Weights:
     ):
         self._model_graphdef, state = nnx.split(model)
         arrays, self.treedef = jax.tree.flatten(state)
-        self._parallel, self._names = parallel, list(named_arrays(state))
+        self._parallel, self.names = parallel, list(named_arrays(state))
         if parallel is None:
             self.config, self.division = model.config, None
             self.graphdef = Graph.key(self._model_graphdef)
@@ -210,7 +211,7 @@ class Weights:
         else:
             assert isinstance(model, Llama), "other models are not divided"
             self.config = parallel.wide_config
-            named = list(zip(self._names, arrays, strict=True))
+            named = list(zip(self.names, arrays, strict=True))
             parallel.check_formats("Engine", model.formats, {name: x.shape for name, x in named})
             self.graphdef = nnx.graphdef(model.make_shard(parallel))
             specs = tuple(parallel.program_spec(name, x.shape) for name, x in named)
@@ -229,7 +230,7 @@ class Weights:
         elif self._parallel is None:
             self.arrays = list(arrays)
         else:
-            named = zip(self._names, arrays, strict=True)
+            named = zip(self.names, arrays, strict=True)
             self.arrays = [self._parallel.to_program_layout(name, x) for name, x in named]
 
     def update(self, function: Callable[[list[jax.Array]], list[jax.Array]]) -> None:
@@ -244,7 +245,7 @@ class Weights:
         """The arrays in the model layout, converted from the layout of the programs."""
         if self._parallel is None or not self.arrays:
             return list(self.arrays)
-        named = zip(self._names, self.arrays, strict=True)
+        named = zip(self.names, self.arrays, strict=True)
         return [self._parallel.to_model_layout(name, x) for name, x in named]
 
     @property
