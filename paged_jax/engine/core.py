@@ -286,12 +286,6 @@ class EngineCore:
         )
 
     @own_transfers()
-    def num_used_blocks(self) -> int:
-        """Return the number of blocks of the first group that requests use. Does not wait."""
-        if self.is_ahead:
-            return self.block_meter.num_held
-        return self.num_blocks - self.runner.slots.num_free
-
     def group_use(self) -> list[GroupUse]:
         """Return the number of used blocks of each group of layers, and states. Does not wait."""
         source = self.block_meter if self.is_ahead else self.runner.slots

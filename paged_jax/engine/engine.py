@@ -452,7 +452,8 @@ class Engine:
 
         It does not wait for the device: while a step is queued, it describes the step before.
         """
-        return self.core.num_used_blocks() / self.num_blocks
+        first, *_ = self.core.group_use()
+        return first.num_used / first.num_blocks
 
     @property
     def cache_groups(self) -> list[GroupUse]:

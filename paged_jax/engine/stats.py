@@ -313,7 +313,6 @@ class BlockMeter:
       runner: has the number of free blocks.
 
     Attributes:
-      num_held: number of held blocks at the last count.
       free_blocks: number of free blocks of each group of layers, and of free states, at the last
         count.
     """
@@ -322,10 +321,14 @@ class BlockMeter:
         self._stats = stats
         self._scheduler = scheduler
         self._runner = runner
-        self.num_held = 0
         self.free_blocks = runner.slots.free_blocks
         self._num_saved = 0  # `_num_saved` and `_num_unshared` are sums over all steps
         self._num_unshared = 0
+
+    @property
+    def num_held(self) -> int:
+        """Number of blocks of the first group that were held at the last count."""
+        return self._scheduler.num_blocks - self.free_blocks[0]
 
     def count_step(self, plan: StepPlan, tokens: StepTokens | None) -> None:
         """Count the blocks after a step, before its tokens are appended to the sequences."""
@@ -356,8 +359,8 @@ class BlockMeter:
           free_blocks: number of free blocks of each group of layers.
         """
         self.free_blocks = free_blocks
-        self.num_held = self._scheduler.num_blocks - free_blocks[0]
-        self._stats.peak_num_blocks = max(self._stats.peak_num_blocks, self.num_held)
-        self._num_saved += num_unshared - self.num_held
+        num_held = self.num_held
+        self._stats.peak_num_blocks = max(self._stats.peak_num_blocks, num_held)
+        self._num_saved += num_unshared - num_held
         self._num_unshared += num_unshared
         self._stats.sharing = self._num_saved / max(1, self._num_unshared)
