@@ -83,6 +83,7 @@ class LlamaConfig:
         token together.
       norm_placement: ``"pre"``: norms before attention and the MLP; ``"sandwich"``: before and
         after; ``"post"``: after; ``"parallel"``: one norm before both, which run in parallel.
+      norm_placements: `norm_placement` of each layer; empty if it is the same in all layers.
       norm_type: ``"rms"`` or ``"layer"``.
       norm_offset: norms multiply by ``norm_offset + weight``.
       hidden_act: activation of the gate: ``"silu"``, ``"gelu"``, ``"gelu_pytorch_tanh"``, or
@@ -168,6 +169,7 @@ class LlamaConfig:
     latent: LatentSizes | None = None
     query_scale: QueryScale | None = None
     norm_placement: str = "pre"
+    norm_placements: tuple[str, ...] = ()
     norm_type: str = "rms"
     norm_offset: float = 0.0
     hidden_act: str = "silu"
@@ -237,6 +239,8 @@ class LlamaConfig:
             object.__setattr__(self, "layer_types", ())
         if set(self.mlp_layer_types) in ({DENSE}, {SPARSE}):
             object.__setattr__(self, "mlp_layer_types", ())
+        if set(self.norm_placements) == {self.norm_placement}:
+            object.__setattr__(self, "norm_placements", ())
 
     def _check_ropes(self) -> None:
         if self.rope_layers and len(self.rope_layers) != self.num_hidden_layers:
@@ -365,20 +369,29 @@ class LlamaConfig:
           [8, 16]
         """
         properties = (
-            self.sliding_windows, self.kv_shapes, self._layer_kinds, self._mlp_kinds, self.shares_kv
+            self.sliding_windows, self.kv_shapes, self._layer_kinds, self._mlp_kinds,
+            self.shares_kv, self.norm_placements or (self.norm_placement,) * self.num_hidden_layers,
         )  # fmt: skip
         kinds = tuple(zip(*properties, strict=True))
         configs = {kind: self._of_layer(*kind) for kind in dict.fromkeys(kinds)}
         return tuple(configs[kind] for kind in kinds)
 
     def _of_layer(
-        self, window: int | None, kv: KVShape | None, kind: str, mlp_kind: str, shares_kv: bool
+        self,
+        window: int | None,
+        kv: KVShape | None,
+        kind: str,
+        mlp_kind: str,
+        shares_kv: bool,
+        norm_placement: str,
     ) -> "LlamaConfig":
         is_recurrent = kind in RECURRENT_TYPES
         changes: dict[str, Any] = {
             "layer_types": (kind,) * self.num_hidden_layers if kv is None or is_recurrent else (),
             "mlp_layer_types": (NOTHING,) * self.num_hidden_layers if mlp_kind == NOTHING else (),
             "rope_layers": (),
+            "norm_placement": norm_placement,
+            "norm_placements": (),
             "mixer": self.mixer if is_recurrent else None,
             "o_bias": self.o_bias and kv is not None,
             "num_kv_shared_layers": self.num_hidden_layers if shares_kv else 0,

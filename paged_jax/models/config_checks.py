@@ -85,6 +85,7 @@ def check_choices(config: Any) -> None:
 
     Raises:
       UnsupportedConfigError: an option is unknown.
+      ValueError: `norm_placements` has another number of layers.
     """
     for field, choices in _CHOICES.items():
         if getattr(config, field) not in choices:
@@ -92,6 +93,17 @@ def check_choices(config: Any) -> None:
                 f"LlamaConfig: {field} must be one of {', '.join(choices)}, got "
                 f"{getattr(config, field)!r}."
             )
+    placements = config.norm_placements
+    if placements and len(placements) != config.num_hidden_layers:
+        raise ValueError(
+            f"LlamaConfig: norm_placements must name {config.num_hidden_layers} layers, got "
+            f"{len(placements)}."
+        )
+    if others := {*placements} - {*_CHOICES["norm_placement"]}:
+        raise UnsupportedConfigError(
+            "LlamaConfig: norm_placements must be of "
+            f"{', '.join(_CHOICES['norm_placement'])}, got {min(others)!r}."
+        )
 
 
 def check_experts(config: Any) -> None:

@@ -113,6 +113,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     has_mixer = family.mixer is not None and {*RECURRENT_TYPES} & {*layer_types}
     mixer = read_mixer(config, family) if has_mixer else None
     rope = read_rope(config, family, num_hidden_layers, layer_types)
+    placements = _read_norm_placements(family, layer_types)
     return {
         **dict(
             vocab_size=read_integer(config, "vocab_size"),
@@ -130,6 +131,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
             sliding_window=sliding_window,
             layer_types=layer_types,
             mixer=mixer,
+            norm_placements=placements,
             initializer_range=read_number(config, "initializer_range", 0.02),
             bos_token_id=read_integer(config, "bos_token_id", None),
             eos_token_ids=_token_ids(config, "eos_token_id"),
@@ -140,6 +142,17 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         **_read_global_heads(config, family, layer_types),
         **read_latent(config, family),
     } | _read_mlps(config, family, num_hidden_layers)
+
+
+def _read_norm_placements(family: Family, layer_types: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `norm_placement` of each layer, or an empty tuple if it is the same in all layers."""
+    if family.recurrent_norm_placement is None:
+        return ()
+    of_others = family.fixed.get("norm_placement", "pre")
+    return tuple(
+        family.recurrent_norm_placement if kind in RECURRENT_TYPES else of_others
+        for kind in layer_types
+    )
 
 
 def _read_mlps(config: Mapping[str, Any], family: Family, num_hidden_layers: int) -> dict[str, Any]:

@@ -182,6 +182,8 @@ class MixerKeys:
       kind: kind of recurrent layers, see `mixers_json.MIXERS`.
       keys: key in ``config.json`` of each field of the `Mixer` that the file determines.
       fixed: fields of the `Mixer` with the same value in the whole family.
+      ratios: for keys that files may lack, two keys and a factor. The value is the factor times the
+        first entry, divided by the second (if it is not None), without its fraction.
       norm_switches: keys that tell whether the mixer has a norm, and whether the norm is before
         the gate of the output; None if `fixed` or a default determines it.
       layer_types_key: key of the list of the layers' types.
@@ -202,6 +204,7 @@ class MixerKeys:
     kind: str
     keys: Mapping[str, str]
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ratios: Mapping[str, tuple[str, str | None, float]] = dataclasses.field(default_factory=dict)
     norm_switches: tuple[str, str] | None = None
     layer_types_key: str = "layer_types"
     uniform_type: str | None = None
@@ -232,7 +235,8 @@ class Family:
         ``"unused"``: no layer, although configs have the keys of ``"switched"``.
       rope_layers: which layers rotate queries and keys. ``"all"``; ``"none"``; ``"sliding"``:
         layers with a sliding window; ``"listed"``: layers with a 1 in `no_rope_layers`;
-        ``"switched"``: all if `position_embedding_type` is ``"rope"``, otherwise none.
+        ``"switched"``: all if `position_embedding_type` is ``"rope"``, otherwise none;
+        ``"with a base"``: all, unless `rope_theta` is null.
       local_rope: whether layers with a sliding window have their own base without scaling.
       query_scale: where ``config.json`` has the factor of queries by position. ``"none"``: nowhere;
         ``"rope_parameters"``: there, as `llama_4_scaling_beta`.
@@ -258,6 +262,7 @@ class Family:
         that `decoder_sparse_step` leaves out. A list `mlp_layer_types` has precedence.
       is_mxfp4: whether checkpoints may store experts in MXFP4, see `Mxfp4Tensor`.
       mixer: how configs describe recurrent layers; None for a family without them.
+      recurrent_norm_placement: `norm_placement` of recurrent layers, if it differs from the others.
       has_adjusted_mlp: whether `block_auto_adjust_ff_dim` may change `intermediate_size`.
       aliases: other keys that files have, with the key that this library reads.
       scales: factors to read from ``config.json``.
@@ -304,6 +309,7 @@ class Family:
     dense_layers: str = "none"
     is_mxfp4: bool = False
     mixer: MixerKeys | None = None
+    recurrent_norm_placement: str | None = None
     has_adjusted_mlp: bool = False
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     scales: tuple[Scale, ...] = ()

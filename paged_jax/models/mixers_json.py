@@ -128,6 +128,10 @@ def read_mixer(config: Mapping[str, Any], family: Family) -> Mixer:
     size = config.get("mamba_d_ssm") or config.get("mamba_expand", 0) * config["hidden_size"]
     if config.get("mamba_d_head") == "auto" and config.get("mamba_n_heads"):
         config = {**config, "mamba_d_head": size // config["mamba_n_heads"]}
+    for key, (first, second, factor) in keys.ratios.items():
+        if config.get(key) is None:
+            divisor = 1 if second is None else config[second]
+            config = {**config, key: int(factor * config[first] / divisor)}
     types = {field.name: field.type for field in dataclasses.fields(kind)}
     values = {name: _read(config, key, types[name]) for name, key in keys.keys.items()}
     if keys.norm_switches is not None:

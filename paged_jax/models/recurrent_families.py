@@ -61,6 +61,30 @@ _DELTA_DEFAULTS = {
     "linear_conv_kernel_dim": 4,
     "full_attention_interval": 4,
 }
+_OLMO_DELTA = MixerKeys(
+    "gated_delta_net",
+    keys={**_DELTA_KEYS, "has_negative_eigenvalues": "linear_allow_neg_eigval"},
+    fixed={"norm_eps": 1e-5},
+    ratios={
+        "linear_num_key_heads": ("num_attention_heads", None, 1),
+        "linear_num_value_heads": ("num_attention_heads", None, 1),
+        "linear_key_head_dim": ("hidden_size", "linear_num_key_heads", 0.75),
+        "linear_value_head_dim": ("linear_key_head_dim", None, 2),
+    },
+)
+_OLMO_TENSORS = {
+    **{f"mixer_in_proj.{piece}": f"linear_attn.{piece}_proj.weight" for piece in ("q", "k", "v")},
+    **{f"mixer_conv.{piece}": f"linear_attn.{piece}_conv1d.weight" for piece in ("q", "k", "v")},
+    "mixer_in_proj.z": "linear_attn.g_proj.weight",
+    "mixer_gates_proj.b": "linear_attn.b_proj.weight",
+    "mixer_gates_proj.a": "linear_attn.a_proj.weight",
+    "mixer_out_proj": "linear_attn.o_proj.weight",
+    "mixer_decay": "linear_attn.A_log",
+    "mixer_time": "linear_attn.dt_bias",
+    "mixer_norm": "linear_attn.o_norm.weight",
+    "attention_out_norm": "post_attention_layernorm.weight",
+    "mlp_out_norm": "post_feedforward_layernorm.weight",
+}
 _QWEN_DELTA = MixerKeys("gated_delta_net", keys={**_DELTA_KEYS, "norm_eps": "rms_norm_eps"})
 _QWEN3_5_DEFAULTS = {
     **_DELTA_DEFAULTS,
@@ -229,6 +253,30 @@ RECURRENT_FAMILIES: Mapping[str, Family] = {
             **_DELTA_TENSORS,
             "mixer_in_proj": "linear_attn.in_proj_qkvz.weight",
             "mixer_gates_proj": "linear_attn.in_proj_ba.weight",
+        },
+        prefixes={"mtp.": None},
+    ),
+    "olmo_hybrid": Family(
+        "OlmoHybridForCausalLM",
+        {
+            "max_position_embeddings": 65536,
+            "linear_conv_kernel_dim": 4,
+            "linear_allow_neg_eigval": True,
+            "full_attention_interval": 4,
+            "eos_token_id": 100257,
+        },
+        fixed={"norm_placement": "post", "qk_norm": True, "qk_norm_scope": "projection"},
+        rope_layers="with a base",
+        mixer=_OLMO_DELTA,
+        recurrent_norm_placement="pre",
+        biases=BIASES,
+        only={"hidden_act": "silu"},
+        tensors=_OLMO_TENSORS,
+        in_memory={f"linear_attn.{piece}_conv1d.": "linear_attn.conv1d." for piece in "qkv"},
+        # Names of the norms of recurrent layers. transformers uses the second for all layers.
+        renamed={
+            "attention_layer_norm.": "input_layernorm.",
+            "feedforward_layer_norm.": "post_attention_layernorm.",
         },
         prefixes={"mtp.": None},
     ),

@@ -63,6 +63,8 @@ def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """
     if family.rope_layers == "none":
         return {}
+    if family.rope_layers == "with a base" and fields["rope_layers"]:
+        return {"rope_theta": None}
     rope_scaling: RopeScaling | None = fields["rope_scaling"]
     scaling: dict[str, Any] | None
     scaling = None if rope_scaling is None else write_scaling(rope_scaling)
@@ -281,6 +283,10 @@ def read_rope_layers(
         return tuple(kind == SLIDING for kind in layer_types or (uniform,) * num_layers)
     if family.rope_layers == "all":
         return ()
+    if family.rope_layers == "with a base":
+        parameters = _object("rope_parameters", config.get("rope_parameters"))
+        theta = {"rope_theta": 0.0, **config, **parameters}["rope_theta"]
+        return (False,) * num_layers if theta is None else ()
     if family.rope_layers in ("none", "switched"):
         kind = config.get("position_embedding_type")
         rotates = family.rope_layers == "switched" and kind == "rope"

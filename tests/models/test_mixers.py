@@ -8,12 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from paged_jax.models import mixers
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.family import Multipliers
 from paged_jax.models.layer_groups import HYBRID, NOTHING, RECURRENT
 from paged_jax.models.llama import Llama
+from paged_jax.models.loading.huggingface import save_weights
+from paged_jax.models.loading.parameters import WeightsError
 from paged_jax.models.loading.tensor_map import standard_name
 from paged_jax.models.mixer_sizes import GatedDeltaNet, KimiDelta, Mamba2, ShortConvolution
 from paged_jax.models.paged_model import create_cache
@@ -233,6 +236,43 @@ def test_from_dict_reads_the_factors_of_falcon_files() -> None:
         LlamaConfig.from_dict({**given, "ssm_multipliers": [1.0, 2.0]})
     with pytest.raises(ValueError, match="mlp_multipliers must be numbers"):
         LlamaConfig.from_dict({**given, "mlp_multipliers": [1.0]})
+
+
+def test_from_dict_reads_the_layers_of_olmo_hybrid_files() -> None:
+    given = {"model_type": "olmo_hybrid", **_SIZES, "hidden_size": 32, "rope_theta": None}
+    config = LlamaConfig.from_dict(given)
+    assert config.layer_types == (RECURRENT,) * 3 + ("full_attention", RECURRENT)
+    sizes = {"num_key_heads": 2, "num_value_heads": 2, "key_dim": 12, "value_dim": 24}
+    assert config.mixer == GatedDeltaNet(
+        conv_width=4, has_negative_eigenvalues=True, norm_eps=1e-5, **sizes
+    )
+    assert config.norm_placements == ("pre",) * 3 + ("post", "pre")
+    assert [layer.norm_placement for layer in config.layer_configs] == [*config.norm_placements]
+    assert config.rope_layers == (False,) * 5
+    for rope in ({"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_type": "default"}):
+        assert LlamaConfig.from_dict({**given, "rope_parameters": rope}).ropes[3] is not None
+    with pytest.raises(ValueError, match="norm_placements must name 5 layers"):
+        dataclasses.replace(config, norm_placements=("pre",))
+    with pytest.raises(ValueError, match="norm_placements must be of .* got 'before'"):
+        dataclasses.replace(config, norm_placements=("before",) * 5)
+
+
+def test_load_weights_joins_convolutions_that_were_divided_equally(tmp_path) -> None:
+    """transformers divides the convolution of OLMo Hybrid into thirds when it saves a model."""
+    given = {"model_type": "olmo_hybrid", **_SIZES, "hidden_size": 32}
+    model = Llama(LlamaConfig.from_dict(given), rngs=nnx.Rngs(0))
+    save_weights(model, tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    names = [f"model.layers.0.linear_attn.{piece}_conv1d.weight" for piece in "qkv"]
+    assert [len(tensors[name]) for name in names] == [24, 24, 48]
+    thirds = np.split(np.concatenate([tensors[name] for name in names]), 3)
+    save_file(tensors | dict(zip(names, thirds, strict=True)), path)
+    same = Llama.from_pretrained(tmp_path)
+    np.testing.assert_array_equal(same.layers[0].mixer_conv[...], model.layers[0].mixer_conv[...])
+    save_file(tensors | {names[2]: thirds[2]}, path)
+    with pytest.raises(WeightsError, match="v_conv1d.weight must have shape"):
+        Llama.from_pretrained(tmp_path)
 
 
 def test_from_dict_reads_the_text_part_of_qwen3_5() -> None:

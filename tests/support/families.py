@@ -324,6 +324,7 @@ CASES = {
             "mamba_norm_before_gate": True,
         },
     ),
+    "olmo_hybrid": Case("olmo_hybrid", {**_DELTA, "attention_bias": True}),
     "kimi_linear": Case(
         "kimi_linear",
         {
@@ -418,6 +419,15 @@ VARIANTS = {
         },
     ),
     "falcon_h1 without a norm": Case("falcon_h1", {**_FALCON, "mamba_conv_bias": False}),
+    "olmo_hybrid without rotation, with sizes by default": Case(
+        "olmo_hybrid",
+        {
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 4,
+            "linear_allow_neg_eigval": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        },
+    ),
     "llama with a KV head per query head": Case("llama", {"num_key_value_heads": 4}),
     "llama tied, with llama3 rope": Case(
         "llama", {"tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE}

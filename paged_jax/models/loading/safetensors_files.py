@@ -34,8 +34,8 @@ from paged_jax.models.loading.quantised_integers import (
     MlxMatrix,
 )
 from paged_jax.models.loading.quantised_modules import ModuleMatrix
-from paged_jax.models.loading.stored_tensors import FLOAT_DTYPES, StoredTensor
-from paged_jax.models.loading.tensor_map import EMBEDDINGS, HEAD, standard_name
+from paged_jax.models.loading.stored_tensors import FLOAT_DTYPES, JoinedTensor, StoredTensor
+from paged_jax.models.loading.tensor_map import EMBEDDINGS, HEAD, map_parameter, standard_name
 from paged_jax.models.model_folder import describe_folder, read_json
 from paged_jax.models.quantisation import Quantisation, Scheme, read_quantisation
 
@@ -160,7 +160,32 @@ def name_tensors(
         named[name] = tensor
     if config.tie_word_embeddings and HEAD in named and EMBEDDINGS not in named:
         named[EMBEDDINGS] = named.pop(HEAD)
+    _join_convolutions(named, config)
     return named
+
+
+def _join_convolutions(named: dict[str, StoredTensor], config: LlamaConfig) -> None:
+    """Join the parts of convolutions that have other sizes than queries, keys and values.
+
+    transformers divides a fused convolution into equal parts when it saves a model.
+    """
+    for layer, layer_config in enumerate(config.layer_configs):
+        if layer_config.mixer is None:
+            continue
+        name = f"layers.{layer}.mixer_conv"
+        separate, fused = (
+            list(map_parameter(config, name, experts=layout)) for layout in ("family", "fused")
+        )
+        found = tuple(named[each.tensor] for each in separate if each.tensor in named)
+        is_joined = len({each.tensor for each in fused}) == 1 and len(found) == len(separate)
+        if len(separate) < 2 or separate == fused or not is_joined:
+            continue
+        if [each.shape for each in found] != [each.shape for each in separate]:
+            joined = JoinedTensor.of_pieces(fused[0].tensor, found)
+            if joined.shape == fused[0].shape:
+                for each in separate:
+                    del named[each.tensor]
+                named[joined.name] = joined
 
 
 def check_names(names: Iterable[str]) -> None:

@@ -135,6 +135,28 @@ class StoredTensor:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class JoinedTensor(StoredTensor):
+    """Rows of several small tensors in a row, as one tensor.
+
+    Attributes:
+      pieces: the tensors.
+    """
+
+    pieces: tuple[StoredTensor, ...] = ()
+
+    @classmethod
+    def of_pieces(cls, name: str, pieces: tuple[StoredTensor, ...]) -> "JoinedTensor":
+        """Return the joined tensor of pieces with equal dtypes and equal shapes of a row."""
+        first = pieces[0]
+        shape = (sum(piece.shape[0] for piece in pieces), *first.shape[1:])
+        return cls(first.path, name, shape, first.dtype, pieces)
+
+    def read_raw(self, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """Read all pieces, and return a part of the joined tensor."""
+        return np.concatenate([piece.read_raw() for piece in self.pieces])[index]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class QuantisedTensor(StoredTensor):
     """A matrix ``[*out, in]`` in a quantised format.
 
