@@ -22,6 +22,7 @@ from paged_jax.models.layer_groups import (
     KVShape,
     LatentSizes,
     LayerGroup,
+    LayerKind,
     StateShape,
     check_layer_types,
     check_mlp_layer_types,
@@ -32,14 +33,6 @@ from paged_jax.models.layer_groups import (
 from paged_jax.models.mixer_sizes import Mixer
 from paged_jax.models.model_folder import read_config_json
 from paged_jax.models.rope import QueryScale, Rope, RopeScaling
-
-# Fields of a layer with experts.
-_EXPERT_FIELDS = (
-    "num_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-)
 
 
 @names_arguments
@@ -368,47 +361,16 @@ class LlamaConfig:
           >>> [layer.head_dim for layer in config.layer_configs]
           [8, 16]
         """
+        L = self.num_hidden_layers
+        placements = self.norm_placements or (self.norm_placement,) * L
         properties = (
-            self.sliding_windows, self.kv_shapes, self._layer_kinds, self._mlp_kinds,
-            self.shares_kv, self.norm_placements or (self.norm_placement,) * self.num_hidden_layers,
+            self._layer_kinds, self._mlp_kinds, self.sliding_windows, self.kv_shapes,
+            self.shares_kv, placements,
         )  # fmt: skip
-        kinds = tuple(zip(*properties, strict=True))
-        configs = {kind: self._of_layer(*kind) for kind in dict.fromkeys(kinds)}
+        kinds = tuple(LayerKind(*each) for each in zip(*properties, strict=True))
+        distinct = dict.fromkeys(kinds)
+        configs = {kind: dataclasses.replace(self, **kind.changes(self)) for kind in distinct}
         return tuple(configs[kind] for kind in kinds)
-
-    def _of_layer(
-        self,
-        window: int | None,
-        kv: KVShape | None,
-        kind: str,
-        mlp_kind: str,
-        shares_kv: bool,
-        norm_placement: str,
-    ) -> "LlamaConfig":
-        is_recurrent = kind in RECURRENT_TYPES
-        changes: dict[str, Any] = {
-            "layer_types": (kind,) * self.num_hidden_layers if kv is None or is_recurrent else (),
-            "mlp_layer_types": (NOTHING,) * self.num_hidden_layers if mlp_kind == NOTHING else (),
-            "rope_layers": (),
-            "norm_placement": norm_placement,
-            "norm_placements": (),
-            "mixer": self.mixer if is_recurrent else None,
-            "o_bias": self.o_bias and kv is not None,
-            "num_kv_shared_layers": self.num_hidden_layers if shares_kv else 0,
-            "use_double_wide_mlp": False,
-        }
-        if shares_kv and self.use_double_wide_mlp:
-            changes["intermediate_size"] = 2 * self.intermediate_size
-        changes |= {"sliding_window": window, "global_head_dim": 0, "num_global_key_value_heads": 0}
-        if kv is not None and self.latent is None:
-            changes |= {"num_key_value_heads": kv.num_kv_heads, "head_dim": kv.head_dim}
-        if mlp_kind != SPARSE:
-            changes |= dict.fromkeys(_EXPERT_FIELDS, 0)
-            changes |= {"expert_bias": False, "router": SOFTMAX_ROUTER}
-            changes |= {"separate_expert_norms": False}
-        if window is not None:
-            changes |= {"attention_k_eq_v": False}
-        return dataclasses.replace(self, **changes)
 
     @functools.cached_property
     def ropes(self) -> tuple[Rope | None, ...]:

@@ -179,7 +179,7 @@ class MixerKeys:
     """How the ``config.json`` of a family describes recurrent layers.
 
     Attributes:
-      kind: kind of recurrent layers, see `mixers_json.MIXERS`.
+      kind: kind of recurrent layers, see `layers_json.MIXERS`.
       keys: key in ``config.json`` of each field of the `Mixer` that the file determines.
       fixed: fields of the `Mixer` with the same value in the whole family.
       ratios: for keys that files may lack, two keys and a factor. The value is the factor times the
@@ -197,6 +197,7 @@ class MixerKeys:
       pattern: type of each character.
       attention_layers: key that is read if there is no list: an integer n if every n-th layer has
         attention, or a list of the layers that have attention.
+      has_attention: whether the last layer has attention if no other layer has by default.
       nested: an object that old files have instead: its key, and the key of each of its entries
         elsewhere. Its list `full_attn_layers` counts layers from 1.
     """
@@ -214,6 +215,7 @@ class MixerKeys:
     pattern_key: str | None = None
     pattern: Mapping[str, str] = dataclasses.field(default_factory=dict)
     attention_layers: str = "full_attention_interval"
+    has_attention: bool = False
     nested: tuple[str, Mapping[str, str]] = ("", {})
 
 

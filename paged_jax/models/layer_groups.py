@@ -5,10 +5,10 @@ Imports no JAX, because the scheduler uses it.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paged_jax.arguments import check_positive
-from paged_jax.models.family import UnsupportedConfigError
+from paged_jax.models.family import SOFTMAX_ROUTER, UnsupportedConfigError
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -24,6 +24,13 @@ LAYER_TYPES = (*ATTENTION_TYPES, *RECURRENT_TYPES, NOTHING)
 DENSE = "dense"
 SPARSE = "sparse"
 MLP_TYPES = (DENSE, SPARSE, NOTHING)
+# Fields of a `LlamaConfig` for the sizes of experts.
+_EXPERT_FIELDS = (
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
 # Number of tokens that recurrent layers process together in prompts. Chunks end at multiples of it,
 # so that the states do not depend on the sizes of chunks.
 STATE_INTERVAL = 64
@@ -110,6 +117,58 @@ class StateShape(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: str | None
+
+
+class LayerKind(NamedTuple):
+    """Properties in which the layers of a model may differ, apart from their rotation.
+
+    Attributes:
+      kind, mlp_kind: type of the layer and of its MLP.
+      window: number of last tokens that a query attends to; None for all tokens.
+      kv: keys and values that the layer keeps, or None.
+      shares_kv: whether it reads the keys and values of another layer.
+      norm_placement: where its norms are, see `LlamaConfig`.
+    """
+
+    kind: str
+    mlp_kind: str
+    window: int | None
+    kv: KVShape | None
+    shares_kv: bool
+    norm_placement: str
+
+    def changes(self, config: Any) -> dict[str, Any]:
+        """Return the changed fields of a config in which all layers equal this layer.
+
+        Args:
+          config: the `LlamaConfig` of the model. It imports this module.
+        """
+        L, is_recurrent = config.num_hidden_layers, self.kind in RECURRENT_TYPES
+        changes: dict[str, Any] = {
+            "layer_types": (self.kind,) * L if self.kv is None or is_recurrent else (),
+            "mlp_layer_types": (NOTHING,) * L if self.mlp_kind == NOTHING else (),
+            "rope_layers": (),
+            "norm_placement": self.norm_placement,
+            "norm_placements": (),
+            "mixer": config.mixer if is_recurrent else None,
+            "o_bias": config.o_bias and self.kv is not None,
+            "num_kv_shared_layers": L if self.shares_kv else 0,
+            "use_double_wide_mlp": False,
+            "sliding_window": self.window,
+            "global_head_dim": 0,
+            "num_global_key_value_heads": 0,
+        }
+        if self.shares_kv and config.use_double_wide_mlp:
+            changes["intermediate_size"] = 2 * config.intermediate_size
+        if self.kv is not None and config.latent is None:
+            changes |= {"num_key_value_heads": self.kv.num_kv_heads, "head_dim": self.kv.head_dim}
+        if self.mlp_kind != SPARSE:
+            changes |= dict.fromkeys(_EXPERT_FIELDS, 0)
+            changes |= {"expert_bias": False, "router": SOFTMAX_ROUTER}
+            changes |= {"separate_expert_norms": False}
+        if self.window is not None:
+            changes["attention_k_eq_v"] = False
+        return changes
 
 
 class LayerGroup(NamedTuple):

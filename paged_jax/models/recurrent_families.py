@@ -65,6 +65,7 @@ _OLMO_DELTA = MixerKeys(
     "gated_delta_net",
     keys={**_DELTA_KEYS, "has_negative_eigenvalues": "linear_allow_neg_eigval"},
     fixed={"norm_eps": 1e-5},
+    has_attention=True,
     ratios={
         "linear_num_key_heads": ("num_attention_heads", None, 1),
         "linear_num_value_heads": ("num_attention_heads", None, 1),

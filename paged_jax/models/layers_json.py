@@ -1,12 +1,12 @@
-"""Read and write the entries about recurrent layers of a Hugging Face ``config.json``."""
+"""Read and write the entries about types of layers of a Hugging Face ``config.json``."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from paged_jax.arguments import is_int, is_real
-from paged_jax.models.family import Family, MixerKeys
-from paged_jax.models.layer_groups import FULL, NOTHING, RECURRENT
+from paged_jax.arguments import check_positive, is_int, is_real
+from paged_jax.models.family import Family, MixerKeys, UnsupportedConfigError
+from paged_jax.models.layer_groups import FULL, NOTHING, RECURRENT, RECURRENT_TYPES, SLIDING
 from paged_jax.models.mixer_sizes import (
     GatedDeltaNet,
     KimiDelta,
@@ -14,6 +14,8 @@ from paged_jax.models.mixer_sizes import (
     Mixer,
     ShortConvolution,
 )
+from paged_jax.models.model_folder import read_boolean, read_integer
+from paged_jax.models.rope_json import read_rope_layers
 
 # Kinds of recurrent layers by the name in `MixerKeys.kind`.
 MIXERS: Mapping[str, type[Mixer]] = {
@@ -101,7 +103,10 @@ def _default_layer_types(
     """Return the layer types of files that do not list them."""
     layers, value = range(num_layers), config.get(keys.attention_layers)
     if is_int(value) and value > 0:
-        return tuple(RECURRENT if (layer + 1) % value else FULL for layer in layers)
+        kinds = [RECURRENT if (layer + 1) % value else FULL for layer in layers]
+        if keys.has_attention and FULL not in kinds:
+            kinds[-1] = FULL
+        return tuple(kinds)
     if isinstance(value, list) and all(is_int(layer) for layer in value):
         return tuple(FULL if layer in value else RECURRENT for layer in layers)
     if value is None:
@@ -194,3 +199,125 @@ def write_mixer(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
         if "mamba_d_ssm" in family.defaults:
             written["mamba_d_ssm"] = mixer.num_heads * mixer.head_dim
     return written
+
+
+def read_sliding_window(
+    config: Mapping[str, Any], family: Family, num_hidden_layers: int
+) -> tuple[int | None, tuple[str, ...]]:
+    """Return `sliding_window` and `layer_types`."""
+    sliding_window = read_integer(config, "sliding_window", None)
+    if family.sliding_layers == "none" and sliding_window is not None:
+        raise UnsupportedConfigError(
+            f"LlamaConfig: sliding_window is not supported for {family.architecture}, "
+            f"got {sliding_window}."
+        )
+    if family.sliding_layers in ("switched", "unused"):
+        is_on = read_boolean(config, "use_sliding_window", False)
+        if is_on and family.sliding_layers == "unused":
+            raise UnsupportedConfigError(
+                f"LlamaConfig: use_sliding_window is not supported for {family.architecture}."
+            )
+        sliding_window = sliding_window if is_on else None
+    layer_types = _layer_types(config, family, sliding_window, num_hidden_layers)
+    if FULL in layer_types and sliding_window is not None and family.sliding_layers == "all":
+        raise ValueError(
+            f"LlamaConfig: sliding_window must be null where layer_types has {FULL!r}, "
+            f"got {sliding_window}."
+        )
+    return sliding_window, layer_types
+
+
+def _layer_types(
+    config: Mapping[str, Any], family: Family, sliding_window: int | None, num_hidden_layers: int
+) -> tuple[str, ...]:
+    if family.mixer is not None:
+        return read_layer_types(config, family.mixer, num_hidden_layers)
+    layer_types = config.get("layer_types")
+    ends_full = family.sliding_layers == "pattern and the last"
+    if layer_types is None:
+        if sliding_window is None or family.sliding_layers == "all":
+            return ()
+        layer_types = _layer_types_by_default(config, family, num_hidden_layers)
+        return (*layer_types[:-1], FULL) if ends_full else layer_types
+    if not isinstance(layer_types, list) or not all(isinstance(kind, str) for kind in layer_types):
+        raise ValueError(f"LlamaConfig: layer_types must be a list of names, got {layer_types!r}.")
+    if len(layer_types) != num_hidden_layers:
+        raise ValueError(
+            f"LlamaConfig: layer_types must name {num_hidden_layers} layers, got {layer_types!r}."
+        )
+    return (*layer_types[:-1], FULL) if ends_full else tuple(layer_types)
+
+
+def _layer_types_by_default(
+    config: Mapping[str, Any], family: Family, num_hidden_layers: int
+) -> tuple[str, ...]:
+    """Return the layer types that transformers assumes if `layer_types` is missing."""
+    layers = range(num_hidden_layers)
+    if family.sliding_layers.startswith("pattern"):
+        every = read_integer(config, "sliding_window_pattern")
+        check_positive("LlamaConfig", sliding_window_pattern=every)
+        first_full = 0 if family.sliding_layers == "pattern from the first" else every - 1
+        is_full = [layer % every == first_full for layer in layers]
+    elif family.rope_layers == "listed":
+        is_full = read_rope_layers(config, family, num_hidden_layers, ()) or [True for _ in layers]
+    else:
+        num_full = read_integer(config, "max_window_layers", 28)
+        is_full = [layer < num_full for layer in layers]
+    return tuple(FULL if full else SLIDING for full in is_full)
+
+
+def read_global_heads(
+    config: Mapping[str, Any], family: Family, layer_types: tuple[str, ...]
+) -> dict[str, int]:
+    """Return the heads of layers without a sliding window, if they differ from the other layers."""
+    if not family.global_heads:
+        return {}
+    head_dim = read_integer(config, "global_head_dim", 0)
+    heads = read_integer(config, "num_global_key_value_heads", 0)
+    if not config.get("attention_k_eq_v"):
+        heads = 0
+    if (layers := config.get("per_layer_config")) is not None:
+        full = [str(layer) for layer, kind in enumerate(layer_types) if kind == FULL]
+        changes = [{**layers.get(layer, layers.get(int(layer), {}))} for layer in full]
+        others = {str(layer) for layer, changed in layers.items() if changed} - {*full}
+        if others or any(each != changes[0] for each in changes):
+            raise UnsupportedConfigError(
+                "LlamaConfig: per_layer_config must change all layers without a sliding window in "
+                f"the same way, and no others, got {layers!r}."
+            )
+        [first, *_] = changes or [{}]
+        head_dim, heads = first.pop("head_dim", 0), first.pop("num_key_value_heads", 0)
+        if first:
+            raise UnsupportedConfigError(
+                f"LlamaConfig: {min(first)} in per_layer_config is not supported."
+            )
+    head_dim = 0 if head_dim == config.get("head_dim") else head_dim
+    heads = 0 if heads == config.get("num_key_value_heads") else heads
+    return {"global_head_dim": head_dim, "num_global_key_value_heads": heads}
+
+
+def write_sliding_window(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the entries of a ``config.json`` that `read_sliding_window` can read."""
+    if family.sliding_layers in ("none", "unused"):
+        return {}
+    sliding_window = fields["sliding_window"]
+    written: dict[str, Any] = {"sliding_window": sliding_window}
+    if family.sliding_layers == "all":
+        return written
+    uniform = FULL if sliding_window is None else SLIDING
+    layer_types = [*fields["layer_types"]] or [uniform] * fields["num_hidden_layers"]
+    if family.sliding_layers == "switched":
+        written["use_sliding_window"] = sliding_window is not None
+        written["max_window_layers"] = [*layer_types, SLIDING].index(SLIDING)
+    return written | {"layer_types": layer_types}
+
+
+def read_norm_placements(family: Family, layer_types: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `norm_placement` of each layer, or an empty tuple if it is the same in all layers."""
+    if family.recurrent_norm_placement is None:
+        return ()
+    of_others = family.fixed.get("norm_placement", "pre")
+    return tuple(
+        family.recurrent_norm_placement if kind in RECURRENT_TYPES else of_others
+        for kind in layer_types
+    )
