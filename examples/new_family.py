@@ -7,7 +7,7 @@ config.json, and values for switches of `LlamaConfig`. VaultGemma differs from G
 it has norms before attention and the MLP, but not after. Loading, saving, the cache, the engine and
 tensor parallelism need no changes.
 
-`docs/families.md` lists all switches and explains how to test an entry.
+`docs/new-models.md` lists all switches and explains how to test an entry.
 """
 
 import argparse

@@ -44,7 +44,7 @@ def samples(page: Path) -> list[str]:
 
 
 # Pages with samples that compile a model or an engine.
-_SLOW = ("embedding", "generate", "paged-attention", "training")
+_SLOW = ("embedding", "generate", "more-ops", "paged-attention", "trainers", "training")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_readme_is_short() -> None:
 
 @pytest.mark.slow
 def test_sharded_sample_prints_the_output_in_the_page_on_two_devices() -> None:
-    texts = samples(DOCS / "embedding.md")
+    texts = samples(DOCS / "more-ops.md")
     sample = "".join(text for text in texts if "shard_map" in text or "auto_axes" in text)
     assert "shard_map" in sample and "auto_axes" in sample
     program = f"{sample}\nassert out.sharding.num_devices == 2"
@@ -119,6 +119,12 @@ def test_templates_and_citation_are_valid() -> None:
         assert all(field["attributes"]["label"] for field in template["body"]), path
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == paged_jax.__version__
+
+
+@pytest.mark.parametrize("page", [*TOP_PAGES, *PAGES], ids=lambda page: page.name)
+def test_pages_are_short(page: Path) -> None:
+    if page.name != "CHANGELOG.md":
+        assert len(page.read_text().splitlines()) <= 250, "split the page by subject"
 
 
 def test_index_names_every_page() -> None:

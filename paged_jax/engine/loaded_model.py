@@ -91,7 +91,7 @@ def find_files(options: EngineConfig) -> EngineConfig:
     if isinstance(model, nnx.Module) and not isinstance(model, PagedModel):
         raise ValueError(
             "Engine: model must be a folder or a PagedModel, got a module of "
-            f"{type(model).__name__}. See 'A model of another package' in docs/embedding.md."
+            f"{type(model).__name__}. See 'A model of another package' in docs/new-models.md."
         )
     if isinstance(model, (str, Path)):
         model = find_model(model, revision=options.revision, download=options.download)

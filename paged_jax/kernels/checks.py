@@ -167,7 +167,7 @@ def check_sharding(function: str, arrays: Any) -> None:
             raise ValueError(
                 f"{function}: arrays must not be on a mesh with explicit axes, got "
                 f"{jax.typeof(array)}. Call it in jax.shard_map(..., check_vma=False) or through "
-                "jax.sharding.auto_axes, see 'Tensor parallel over KV heads' in docs/embedding.md."
+                "jax.sharding.auto_axes, see 'Tensor parallel over KV heads' in docs/more-ops.md."
             )
 
 

@@ -1,6 +1,6 @@
 """Pydantic models of the bodies of OpenAI's older endpoints, of `/generate` and of `/tokenize`.
 
-`openapi` publishes them, and the tables in docs/serving.md are made from them.
+`openapi` publishes them, and the tables in docs/http-fields.md are made from them.
 """
 
 from typing import Annotated, Any, Literal, Self
