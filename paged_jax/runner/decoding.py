@@ -160,7 +160,8 @@ def decode_steps(
         pools, batch, _ = carry
         # The barrier keeps operations on weights in the loop. If XLA moved them before the loop,
         # every dispatch on CPUs would first convert all bfloat16 weights to float32.
-        weights, active = lax.optimization_barrier((model, batch.is_running))
+        weights, status = lax.optimization_barrier((model, batch.status))
+        active = status == _RUNNING
         entries = states and states.at_step(batch.num_steps, active)
         places = next_places(cache, block_tables, batch.lengths, active, entries)
         logits, pools = weights.decode_at(
