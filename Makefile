@@ -64,6 +64,7 @@ docs: $(VENV)/.test
 # Draw the pictures and plots of the documentation. The results are committed.
 pictures: $(VENV)/.test
 	JAX_PLATFORMS=cpu $(BIN)/python docs/make_pictures.py
+	JAX_PLATFORMS=cpu $(BIN)/python docs/make_cache_picture.py
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.plots
 
 aot: $(AOT_VENV)/.aot

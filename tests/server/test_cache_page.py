@@ -168,7 +168,7 @@ def test_page_shows_requests_in_a_browser(server, page, tmp_path: Path) -> None:
     for index in (0, 3):  # tokens per second and blocks in use have risen and fallen
         wait_until(lambda index=index: len(heights(curves.nth(index))) > 1)
 
-    # The next block to be evicted is fainter than the last.
+    # The next block to be evicted is paler than the last.
     order = [b for b in state(server)["free_order"] if state(server)["is_cached"][b]]
     alpha = "x => Number(recency()[x])"
     assert page.evaluate(alpha, order[0]) < page.evaluate(alpha, order[-1]) == 1
@@ -191,3 +191,124 @@ def test_page_shows_requests_in_a_browser(server, page, tmp_path: Path) -> None:
         page.set_viewport_size({"width": width, "height": 800})
         overflow = page.locator("html").evaluate("e => e.scrollWidth - e.clientWidth")
         assert overflow <= 0, width
+
+
+# The opacity in the middle of each block, 0 to 255.
+OPACITIES = """() => {
+  const { data, width } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  return [...Array(state.num_blocks).keys()].map((block) => {
+    const [x, y] = cornerOf(block).map((each) => Math.floor(each + (cell - GAP) / 2));
+    return data[4 * (y * width + x) + 3];
+  });
+}"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_free_and_cached_blocks_differ(server, page, scheme) -> None:
+    """A free block is an outline, and the palest cached block is filled."""
+    generate(server)
+    page.emulate_media(color_scheme=scheme)
+    wait_until(lambda: page.locator("#num-used").inner_text() == "0")
+    page.evaluate("draw()")
+    kinds = page.evaluate("[...Array(state.num_blocks).keys()].map(kindOf)")
+    opacities = page.evaluate(OPACITIES)
+    found = {
+        kind: {x for x, of in zip(opacities, kinds, strict=True) if of == kind} for kind in kinds
+    }
+    assert found.keys() == {"free", "cached"} and found["free"] == {0} and min(found["cached"]) > 90
+
+
+def running(request_id: str, sample: int, block_ids: list[int]) -> dict:
+    """Return a sequence as the page receives it."""
+    return {
+        "request_id": request_id, "sample": sample, "num_samples": 2, "slot": sample,
+        "priority": 0, "num_prompt_tokens": 8, "num_tokens": 11, "num_computed": 10,
+        "num_preemptions": 0, "is_fork": sample > 0, "block_ids": block_ids, "state": "decode",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_click_marks_the_blocks_of_a_sequence(server, page) -> None:
+    name = "gen-0123456789abcdef-0"
+    sequences = [running(name, 0, [7, 3, 5]), running(name, 1, [7, 3, 6])]
+    counts = [{7: 2, 3: 2, 5: 1, 6: 1}.get(block, 0) for block in range(SIZES["num_blocks"])]
+    given = state(server) | {"ref_counts": counts, "sequences": sequences, "events": []}
+    holders = [
+        {
+            "request_id": name,
+            "sample": i,
+            "start": 0,
+            "token_ids": [1],
+            "text": "a",
+            "is_cached": True,
+        }
+        for i in range(2)
+    ]
+    page.route("**/cache/state*", lambda route: route.fulfill(json=given))
+    page.route("**/cache/blocks/*", lambda route: route.fulfill(json=holders))
+    rows = page.locator("#sequences tr")
+    rows.nth(1).wait_for()
+    button = rows.nth(1).locator("button")
+    button.focus()
+    page.keyboard.press("Enter")
+    assert rows.nth(1).get_attribute("class") == "marked"
+    assert page.evaluate("[...placesOf(marked)]") == [[7, 0], [3, 1], [6, 2]]
+    page.wait_for_timeout(700)  # the focus and the mark survive new states
+    assert button.evaluate("each => document.activeElement === each")
+    assert button.get_attribute("aria-pressed") == "true"
+    page.keyboard.press("Escape")
+    assert page.evaluate("marked") is None
+
+    # Clicks on a shared block mark its sequences one after the other.
+    x, y = page.evaluate("cornerOf(7)")
+    marked = []
+    for _ in range(3):
+        page.locator("#map").click(position={"x": x + 4, "y": y + 4})
+        marked.append(page.evaluate("marked"))
+    assert marked == [f'["{name}",0]', f'["{name}",1]', None]
+    assert page.evaluate("canvas.getContext('2d').globalAlpha") == 1
+
+    # The box and the table name a request in the same way, and the title has the whole id.
+    box = page.locator("#block p").first
+    box.wait_for()
+    assert box.inner_text().startswith(f"request {button.inner_text()}, sample 0")
+    assert box.get_attribute("title") == button.get_attribute("title") == name
+    assert len(button.inner_text()) < len(name)
+
+    # The mark ends with the sequence.
+    rows.nth(0).click()
+    assert page.evaluate("marked") is not None
+    given["sequences"] = []
+    wait_until(lambda: page.evaluate("marked") is None)
+
+
+@pytest.mark.slow
+def test_events_of_a_kind_share_a_row(page) -> None:
+    page.evaluate("refresh = () => {}")
+    page.wait_for_timeout(700)
+    events = [
+        {"number": 10**6 + i, "time": time, "kind": kind, "request_id": None, "text": f"{kind} {i}"}
+        for i, (kind, time) in enumerate(
+            [("evict", 1.0), ("evict", 1.5), ("copy_on_write", 1.6), ("evict", 2.0), ("evict", 9.0)]
+        )
+    ]
+    page.evaluate(
+        "events => { byId('events').replaceChildren(); folds = []; log(events); }", events
+    )
+    rows = page.locator("#events > li")
+    kinds = page.locator("#events .kind").all_inner_texts()
+    assert kinds == ["evict", "copy on write", "evict × 3"]
+    assert rows.nth(2).locator("summary").inner_text().endswith("evict 3")
+    assert not rows.nth(2).locator("p").first.is_visible()
+    rows.nth(2).locator("summary").click()
+    assert rows.nth(2).locator("p").all_inner_texts() == ["evict 1", "evict 0"]
+    # A row stays open when another event joins it.
+    for number in (1, 2):
+        event = {"number": 10**7 + number, "time": 9.5, "kind": "evict", "request_id": None}
+        page.evaluate("event => log([event])", event | {"text": f"more {number}"})
+        assert rows.count() == 3
+        assert rows.first.locator(".kind").inner_text() == f"evict × {1 + number}"
+        if number == 1:
+            rows.first.locator("summary").click()
+    assert rows.first.locator("p").all_inner_texts() == ["more 1", "evict 4"]

@@ -4,7 +4,10 @@
 
 const INTERVAL = 300; // milliseconds between a response and the next request
 const GAP = 1;
-const MAX_EVENTS = 200;
+const MAX_EVENTS = 200; // maximum rows of events
+const FOLD_SECONDS = 2; // events of one kind share a row for this time
+const MAX_FOLDED = 50; // maximum texts in a row
+const PALEST = 0.4; // opacity of the cached block that is evicted first
 const HISTORY = 120; // maximum seconds that the curves show
 const SHORTEST = 15; // minimum seconds that the curves show
 const WINDOW = 3; // seconds over which rates are averaged
@@ -38,6 +41,8 @@ let state = null;
 let lastEvent = 0;
 let pointed = null; // the block under the pointer
 let described = null; // its content when it was last described
+let marked = null; // key of the sequence whose blocks are marked
+const rows = new Map(); // rows of the table by the key of their sequence
 let samples = []; // counts of the last minutes, in order of time
 let columns = 1;
 let cell = 10;
@@ -72,11 +77,11 @@ function layOut() {
   canvas.getContext("2d").setTransform(ratio, 0, 0, ratio, 0, 0);
 }
 
-// Returns the opacity of each cached block. The next block to be evicted is the faintest.
+// Returns the opacity of each cached block. The next block to be evicted is the palest.
 function recency() {
   const cached = state.free_order.filter((block) => state.is_cached[block]);
   const shades = {};
-  cached.forEach((block, rank) => (shades[block] = 0.25 + (0.75 * (rank + 1)) / cached.length));
+  cached.forEach((block, rank) => (shades[block] = PALEST + ((1 - PALEST) * (rank + 1)) / cached.length));
   return shades;
 }
 
@@ -87,35 +92,87 @@ function draw() {
   const colors = {};
   for (const kind of ["free", "cached", "used", "shared"]) {
     // Custom properties keep light-dark() unresolved, but the legend's swatches have resolved colors.
-    colors[kind] = getComputedStyle(document.querySelector(`#legend .${kind}`)).backgroundColor;
+    const style = getComputedStyle(document.querySelector(`#legend .${kind}`));
+    colors[kind] = kind === "free" ? style.borderTopColor : style.backgroundColor;
   }
+  const text = getComputedStyle(document.body).color;
   const shades = recency();
+  const places = placesOf(marked);
   for (let block = 0; block < state.num_blocks; block++) {
-    const kind = kindOf(block);
-    const x = (block % columns) * cell;
-    const y = Math.floor(block / columns) * cell;
-    context.globalAlpha = 1;
-    if (kind === "cached") {
-      context.fillStyle = colors.free;
-      context.fillRect(x, y, cell - GAP, cell - GAP);
-      context.globalAlpha = shades[block];
-    }
-    context.fillStyle = colors[kind];
-    context.fillRect(x, y, cell - GAP, cell - GAP);
-    if (kind === "shared") {
-      context.globalAlpha = Math.min(0.6, 0.12 * (state.ref_counts[block] - 2));
-      context.fillStyle = "black";
-      context.fillRect(x, y, cell - GAP, cell - GAP);
-    }
+    const faded = marked !== null && !places.has(block) ? 0.5 : 1;
+    drawBlock(context, block, colors, faded, shades[block]);
+    if (places.has(block)) drawMark(context, block, places.get(block), text);
   }
   context.globalAlpha = 1;
   if (pointed !== null) {
-    context.strokeStyle = getComputedStyle(document.body).color;
+    context.strokeStyle = text;
     context.lineWidth = 2;
-    const x = (pointed % columns) * cell;
-    const y = Math.floor(pointed / columns) * cell;
-    context.strokeRect(x, y, cell - GAP, cell - GAP);
+    context.strokeRect(...cornerOf(pointed), cell - GAP, cell - GAP);
   }
+}
+
+function cornerOf(block) {
+  return [(block % columns) * cell, Math.floor(block / columns) * cell];
+}
+
+// Draws a block: an outline if it is free, otherwise a filled square.
+function drawBlock(context, block, colors, faded, shade) {
+  const kind = kindOf(block);
+  const [x, y] = cornerOf(block);
+  const size = cell - GAP;
+  context.globalAlpha = faded;
+  if (kind === "free") {
+    context.strokeStyle = colors.free;
+    context.lineWidth = 1;
+    context.strokeRect(x + 0.5, y + 0.5, size - 1, size - 1);
+    return;
+  }
+  if (kind === "cached") context.globalAlpha = faded * shade;
+  context.fillStyle = colors[kind];
+  context.fillRect(x, y, size, size);
+  if (kind === "shared") {
+    context.globalAlpha = faded * Math.min(0.6, 0.12 * (state.ref_counts[block] - 2));
+    context.fillStyle = "black";
+    context.fillRect(x, y, size, size);
+  }
+}
+
+// Outlines a block of the marked sequence, and writes its place in the block table if there is room.
+function drawMark(context, block, place, color) {
+  const [x, y] = cornerOf(block);
+  const size = cell - GAP;
+  context.globalAlpha = 1;
+  context.strokeStyle = color;
+  context.lineWidth = size > 8 ? 2 : 1;
+  context.strokeRect(x + 1, y + 1, size - 2, size - 2);
+  if (size < 16) return;
+  context.fillStyle = "white";
+  context.font = "600 10px system-ui, sans-serif";
+  context.textAlign = "center";
+  context.textBaseline = "middle";
+  context.fillText(place, x + size / 2, y + size / 2 + 1);
+}
+
+const keyOf = (sequence) => JSON.stringify([sequence.request_id, sequence.sample]);
+
+// Returns the place of each block in the block table of a sequence.
+function placesOf(key) {
+  const sequence = state.sequences.find((each) => keyOf(each) === key);
+  return new Map(sequence?.block_ids.map((block, place) => [block, place]));
+}
+
+// Marks the blocks of a sequence; null unmarks them.
+function mark(key) {
+  marked = key;
+  if (state === null) return;
+  list();
+  draw();
+}
+
+// Marks the next sequence that holds a block, so that repeated clicks show all of them.
+function markNextHolder(block) {
+  const keys = state.sequences.filter((each) => each.block_ids.includes(block)).map(keyOf);
+  mark(keys[keys.indexOf(marked) + 1] ?? null);
 }
 
 function count() {
@@ -130,11 +187,26 @@ function shortName(requestId) {
   return name.length > 14 ? `${name.slice(0, 8)}…${name.slice(-3)}` : name;
 }
 
+// Returns the row of a sequence. Rows are kept while their sequence exists, so that a click or the
+// focus is not lost when the table changes.
 function rowOf(sequence, middle, blocks) {
-  const row = element("tr");
-  const name = element("td", shortName(sequence.request_id));
-  name.title = sequence.request_id; // the table may show a shortened id
-  row.append(name, element("td", sequence.sample, "number"), ...middle);
+  const key = keyOf(sequence);
+  if (!rows.has(key)) {
+    const button = element("button", shortName(sequence.request_id));
+    button.title = sequence.request_id;
+    const name = element("td");
+    name.append(button);
+    const row = element("tr");
+    row.append(name);
+    row.addEventListener("click", () => mark(marked === key ? null : key));
+    rows.set(key, row);
+  }
+  const row = rows.get(key);
+  const [name] = row.children;
+  name.firstChild.setAttribute("aria-pressed", marked === key);
+  row.classList.toggle("marked", marked === key);
+  while (row.lastChild !== name) row.lastChild.remove();
+  row.append(element("td", sequence.sample, "number"), ...middle);
   row.append(element("td", sequence.num_tokens, "number"), element("td", blocks, "number"));
   return row;
 }
@@ -148,12 +220,19 @@ function waitingCell(sequence) {
 }
 
 function list() {
+  const keys = new Set([...state.sequences, ...state.waiting].map(keyOf));
+  if (!keys.has(marked)) marked = null;
+  for (const key of rows.keys()) if (!keys.has(key)) rows.delete(key);
   const running = state.sequences.map((sequence) => {
     const middle = [element("td", sequence.slot, "number"), element("td", sequence.state)];
     return rowOf(sequence, middle, sequence.block_ids.length);
   });
   const waiting = state.waiting.map((sequence) => rowOf(sequence, [waitingCell(sequence)], ""));
-  byId("sequences").replaceChildren(...running, ...waiting);
+  const present = [...byId("sequences").children];
+  const wanted = [...running, ...waiting];
+  if (present.length !== wanted.length || present.some((row, index) => row !== wanted[index])) {
+    byId("sequences").replaceChildren(...wanted);
+  }
   const used = state.ref_counts.filter((n) => n > 0).length;
   byId("totals").textContent =
     `${state.sequences.length} in slots, ${state.waiting.length} waiting; ` +
@@ -234,20 +313,51 @@ function plot() {
   });
 }
 
+// Events of the same kind within FOLD_SECONDS share a row, so that a burst hides no other kind.
+let folds = []; // newest last: kind, time of the first event, row, and texts
+
 function log(events) {
+  const changed = new Set();
   for (const event of events) {
     lastEvent = Math.max(lastEvent, event.number);
-    const row = element("li");
     const name = event.request_id ?? "";
-    row.append(
-      element("time", new Date(event.time * 1000).toLocaleTimeString()),
-      element("span", event.kind.replaceAll("_", " "), "kind"),
-      name ? event.text.replaceAll(name, shortName(name)) : event.text,
-    );
-    row.title = event.text;
-    byId("events").prepend(row);
+    let fold = folds.find((each) => each.kind === event.kind && event.time - each.start < FOLD_SECONDS);
+    if (fold === undefined) {
+      fold = { kind: event.kind, start: event.time, row: element("li"), texts: [], count: 0 };
+      folds.push(fold);
+      byId("events").prepend(fold.row);
+    }
+    fold.count++;
+    fold.texts.unshift(name ? event.text.replaceAll(name, shortName(name)) : event.text);
+    fold.texts.length = Math.min(fold.texts.length, MAX_FOLDED);
+    changed.add(fold);
   }
+  changed.forEach(showFold);
+  const newest = events.at(-1)?.time ?? 0;
+  folds = folds.filter((fold) => newest - fold.start < FOLD_SECONDS);
   while (byId("events").childElementCount > MAX_EVENTS) byId("events").lastElementChild.remove();
+}
+
+// Shows the newest text of a row. The other texts appear when the row is opened.
+function showFold(fold) {
+  const [text, ...others] = fold.texts;
+  const kind = fold.kind.replaceAll("_", " ");
+  const line = [
+    element("time", new Date(fold.start * 1000).toLocaleTimeString()),
+    element("span", fold.count > 1 ? `${kind} × ${fold.count}` : kind, "kind"),
+    text,
+  ];
+  if (!others.length) {
+    fold.row.replaceChildren(...line);
+    return;
+  }
+  const details = element("details");
+  details.open = fold.row.querySelector("details")?.open ?? false;
+  const summary = element("summary");
+  summary.append(...line);
+  details.append(summary, ...others.map((each) => element("p", each)));
+  if (fold.count > fold.texts.length) details.append(element("p", `and ${fold.count - fold.texts.length} earlier`));
+  fold.row.replaceChildren(details);
 }
 
 function say(text, isBad) {
@@ -278,9 +388,9 @@ async function refresh() {
     state = answer;
     byId("model").textContent = state.model;
     say("live");
+    list();
     draw();
     count();
-    list();
     sample();
     plot();
     log(state.events);
@@ -294,7 +404,7 @@ async function refresh() {
 function titleOf(holder) {
   if (holder.request_id === null) return "free, in the prefix cache; prompts that begin with this text reuse it:";
   const end = holder.start + holder.token_ids.length - 1;
-  return `request ${holder.request_id}, sample ${holder.sample}, tokens ${holder.start} to ${end}`;
+  return `request ${shortName(holder.request_id)}, sample ${holder.sample}, tokens ${holder.start} to ${end}`;
 }
 
 function textOf(holder) {
@@ -316,7 +426,9 @@ async function describe(block) {
   const parts = [element("h3", held > 1 ? `${title} by ${held}` : title)];
   try {
     for (const holder of await ask(`cache/blocks/${block}`)) {
-      parts.push(element("p", titleOf(holder)), element("code", textOf(holder)));
+      const title = element("p", titleOf(holder));
+      if (holder.request_id !== null) title.title = holder.request_id;
+      parts.push(title, element("code", textOf(holder)));
     }
   } catch (error) {
     parts.push(element("p", error.message));
@@ -335,7 +447,12 @@ canvas.addEventListener("pointermove", (event) => {
   const column = Math.floor(event.offsetX / cell);
   if (column < columns) point(Math.floor(event.offsetY / cell) * columns + column);
 });
+canvas.addEventListener("click", () => pointed !== null && markNextHolder(pointed));
+addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && marked !== null) mark(null);
+});
 canvas.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && pointed !== null) markNextHolder(pointed);
   const move = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns }[event.key];
   if (move === undefined) return;
   event.preventDefault();
