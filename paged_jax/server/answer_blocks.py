@@ -47,6 +47,7 @@ class BlockTracker:
 
     Attributes:
       blocks: all blocks so far.
+      is_open: whether the last block may be extended.
 
     Example:
       >>> tracker = BlockTracker()
@@ -58,7 +59,7 @@ class BlockTracker:
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
-        self._is_open = False
+        self.is_open = False
         self._space = ""  # white space that precedes a text, if one follows
 
     def push(self, parts: Iterable[AnswerDelta], *, is_last: bool = False) -> list[BlockChange]:
@@ -74,7 +75,7 @@ class BlockTracker:
                 changes += [*self._close(), self._open("call", text)]
                 continue
             wanted: BlockKind = "call" if kind == "arguments" else kind
-            if not self._is_open or self.blocks[-1].kind != wanted:
+            if not self.is_open or self.blocks[-1].kind != wanted:
                 text, self._space = self._space + text, ""
                 if not text.strip():
                     self._space = text
@@ -85,12 +86,12 @@ class BlockTracker:
         return [*changes, *(self._close() if is_last else ())]
 
     def _open(self, kind: BlockKind, name: str = "") -> BlockChange:
-        self._is_open, self._space = True, ""
+        self.is_open, self._space = True, ""
         self.blocks.append(Block(len(self.blocks), kind, name))
         return BlockChange("open", self.blocks[-1])
 
     def _close(self) -> list[BlockChange]:
-        if not self._is_open:
+        if not self.is_open:
             return []
-        self._is_open = False
+        self.is_open = False
         return [BlockChange("close", self.blocks[-1])]

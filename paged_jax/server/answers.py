@@ -282,13 +282,8 @@ class OpenAiAnswer(Answer):
                 param="length_penalty",
             )
         if body.response_format is not None and body.response_format.type != "text":
-            if "structured_outputs" in params:
-                raise ApiError(
-                    400,
-                    "response_format must be null or text if structured_outputs is given.",
-                    param="response_format",
-                )
-            params["structured_outputs"] = _json_constraint(body.response_format)
+            format = _json_constraint(body.response_format)
+            params["structured_outputs"] = only_constraint(params, format, "response_format")
         return params
 
     @property
@@ -451,6 +446,26 @@ def schema_constraint(schema: dict[str, Any], is_strict: bool) -> StructuredOutp
         # A schema is a hint unless it is strict: unsupported keywords are ignored.
         schema = {**schema, "x-guidance": {"lenient": True, **guidance}}
     return StructuredOutputsParams(json=schema)
+
+
+def only_constraint(
+    params: dict[str, Any], format: StructuredOutputsParams | None, field: str
+) -> StructuredOutputsParams | None:
+    """Return the only constraint on a text; None if there is none.
+
+    Args:
+      params: sampling parameters, which may have ``structured_outputs``.
+      format: the constraint of the API's own field.
+      field: name of this field.
+
+    Raises:
+      ApiError: there are two constraints.
+    """
+    constraint = params.get("structured_outputs")
+    if format is not None and constraint is not None:
+        rule = "must be null or text if structured_outputs is given"
+        raise ApiError(400, f"{field} {rule}.", param=field)
+    return constraint if format is None else format
 
 
 def _as_token_ids(bias: dict[str, float]) -> dict[int, float]:

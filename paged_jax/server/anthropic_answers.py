@@ -7,10 +7,17 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from paged_jax.sampling.params import StructuredOutputsParams
 from paged_jax.scheduler.outputs import CompletionOutput, RequestOutput
 from paged_jax.server.answer_blocks import Block, BlockChange, BlockTracker
-from paged_jax.server.answers import Answer, SampleDelta, schema_constraint, usage, whole_samples
+from paged_jax.server.answers import (
+    Answer,
+    SampleDelta,
+    explanation,
+    only_constraint,
+    schema_constraint,
+    usage,
+    whole_samples,
+)
 from paged_jax.server.anthropic_bodies import CountTokensBody, MessagesBody, chat_of_messages
 from paged_jax.server.chat_messages import num_chars
 from paged_jax.server.chats import Chat
@@ -84,10 +91,10 @@ class MessagesAnswer(Answer):
         params = super().params()
         if self.body.stop_sequences is not None:
             params["stop"] = self.stop[1]
-        constraint: StructuredOutputsParams | None = params.get("structured_outputs")
-        if self._schema is not None:
-            constraint = schema_constraint(self._schema, is_strict=False)
-        return params | self.chat.params(constraint)
+        schema = self._schema
+        format = None if schema is None else schema_constraint(schema, is_strict=False)
+        constraint = only_constraint(params, format, "output_config.format")
+        return params | self.chat.params(constraint, self.constraint_field)
 
     def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
         """Return the whole response."""
@@ -96,7 +103,7 @@ class MessagesAnswer(Answer):
         self._tracker.push(self.chat.parts(delta, is_whole=True), is_last=True)
         content = [_content(block) for block in self._tracker.blocks]
         message = self._message(content, self._usage(output))
-        return message | self._end(output.outputs[0])
+        return message | self._end(output.outputs[0]) | self._explanations(output)
 
     # Stream
 
@@ -130,7 +137,8 @@ class MessagesAnswer(Answer):
         """Return the last events of a stream: the stop reason and the usage."""
         [output] = outputs
         delta = {"type": "message_delta", "delta": self._end(output.outputs[0])}
-        return [{**delta, "usage": self._usage(output)}, {"type": "message_stop"}]
+        delta |= {"usage": self._usage(output), **self._explanations(output)}
+        return [delta, {"type": "message_stop"}]
 
     # Objects
 
@@ -159,6 +167,9 @@ class MessagesAnswer(Answer):
                 "thinking_tokens": self.chat.num_reasoning_tokens(output.outputs[0])
             },
         }
+
+    def _explanations(self, output: RequestOutput) -> JsonDict:
+        return {"explanations": [explanation(output)]} if self.body.explain else {}
 
     def _end(self, sample: CompletionOutput) -> JsonDict:
         """Return the reason why the answer ended, and the stop string that ended it."""

@@ -63,7 +63,9 @@ class ChatAnswer(OpenAiAnswer):
             )
         if body.logprobs:
             params["logprobs"] = body.top_logprobs or 0
-        return params | self.chat.params(params.get("structured_outputs"))
+        is_own = body.structured_outputs is not None
+        field = "structured_outputs" if is_own else "response_format"
+        return params | self.chat.params(params.get("structured_outputs"), field)
 
     def usage(self, outputs: Sequence[RequestOutput]) -> schemas.Usage:
         """Return the usage, with the number of tokens of the reasoning."""

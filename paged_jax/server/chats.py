@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from paged_jax.arguments import ArgumentError
 from paged_jax.models.text.chat_template import CALL_ID_LENGTH
 from paged_jax.models.text.grammar_source import constraint_rule
 from paged_jax.models.text.harmony import MARKS, HarmonyReader, harmony_grammar
@@ -104,21 +105,22 @@ class Chat:
         assert tokenizer is not None
         return tokenizer.encode(prompt, add_special_tokens=bool(self.body.add_special_tokens))
 
-    def params(self, constraint: StructuredOutputsParams | None) -> dict[str, Any]:
+    def params(self, constraint: StructuredOutputsParams | None, field: str) -> dict[str, Any]:
         """Return the sampling parameters for the constraint, and for special tokens in the text.
 
         Args:
           constraint: constraint on an answer without calls; None if it may be any text.
+          field: name of the body field that has this constraint.
         """
         params: dict[str, Any] = {}
-        if (constraint := self._constrain(constraint)) is not None:
+        if (constraint := self._constrain(constraint, field)) is not None:
             params["structured_outputs"] = constraint
         if self._has_special_marks:
             params["skip_special_tokens"] = False
         return params
 
     def _constrain(
-        self, constraint: StructuredOutputsParams | None
+        self, constraint: StructuredOutputsParams | None, field: str
     ) -> StructuredOutputsParams | None:
         """Return the constraint on the whole text, given the constraint on the answer."""
         format, reasoning = self._tool_format, self.reasoning
@@ -126,7 +128,7 @@ class Chat:
             return None
         answer = None
         if constraint is not None and (format is not None or reasoning is HARMONY):
-            answer = self._answer_rule(constraint)
+            answer = self._answer_rule(constraint, field)
         if reasoning is HARMONY:
             return self._bind(lambda tools: self._harmony_grammar(tools, answer))
         if format is not None:
@@ -143,7 +145,13 @@ class Chat:
             )
         if constraint is None or reasoning is None:
             return constraint
-        return reasoning.constrain(constraint, self._start)
+        whole = reasoning.constrain(constraint, self._start)
+        try:
+            self.service.grammars.compile(whole)
+        except ArgumentError:
+            self._check(constraint, field)  # an error without the grammar around the constraint
+            raise
+        return whole
 
     def _bind(self, write_grammar: Callable[[Sequence[Tool]], str]) -> StructuredOutputsParams:
         return self.service.tool_grammars.constraint(write_grammar, self.tools, self.tool_choice)
@@ -154,9 +162,15 @@ class Chat:
         token_ids = {mark: found for mark in MARKS if (found := find(mark)) is not None}
         return harmony_grammar(token_ids, tools, self.tool_choice, answer)
 
-    def _answer_rule(self, constraint: StructuredOutputsParams) -> str:
-        self.service.grammars.check(constraint)  # its error names the constraint, not the tools
+    def _answer_rule(self, constraint: StructuredOutputsParams, field: str) -> str:
+        self._check(constraint, field)  # its error names the constraint, not the tools
         return constraint_rule(constraint)
+
+    def _check(self, constraint: StructuredOutputsParams, field: str) -> None:
+        try:
+            self.service.grammars.check(constraint)
+        except ArgumentError as error:
+            raise ArgumentError(error.function, error.problem, field) from None
 
     @property
     def _has_special_marks(self) -> bool:

@@ -1,6 +1,5 @@
 """Responses of ``POST /v1/responses``, whole or as a stream of events."""
 
-import functools
 import json
 import time
 from collections.abc import Sequence
@@ -9,7 +8,15 @@ from typing import Any
 from paged_jax.sampling.params import StructuredOutputsParams
 from paged_jax.scheduler.outputs import CompletionOutput, RequestOutput
 from paged_jax.server.answer_blocks import Block, BlockChange, BlockTracker
-from paged_jax.server.answers import Answer, SampleDelta, schema_constraint, usage, whole_samples
+from paged_jax.server.answers import (
+    Answer,
+    SampleDelta,
+    explanation,
+    only_constraint,
+    schema_constraint,
+    usage,
+    whole_samples,
+)
 from paged_jax.server.chat_answers import chat_logprobs
 from paged_jax.server.chat_messages import num_chars
 from paged_jax.server.chats import Chat
@@ -38,7 +45,9 @@ class ResponsesAnswer(Answer):
         self._names = ToolNames(body.tools or ())
         self.chat = Chat(service, chat_body(body, service.tokenizer, self._names))
         self._tracker = BlockTracker()
+        self._cut_block: Block | None = None  # the last block, if the answer was cut short in it
         self._num_events = 0
+        self._echoed = _echo(body)
         self._logprobs: dict[int, list[JsonDict]] = {}  # of each block of text
         self._next_logprobs: list[JsonDict] = []  # of tokens whose text is not in a block yet
 
@@ -82,14 +91,16 @@ class ResponsesAnswer(Answer):
         params = {**super().params(), "max_tokens": self.max_tokens}
         if self.body.has_logprobs:
             params["logprobs"] = self.body.top_logprobs or 0
-        constraint = params.get("structured_outputs")
-        if (format := self._format) is not None:
-            constraint = StructuredOutputsParams(json_object=True)
-            if format.type == "json_schema":
-                if format.schema_ is None:
-                    raise ApiError(400, "text.format must have a schema.", param="text.format")
-                constraint = schema_constraint(format.schema_, bool(format.strict))
-        return params | self.chat.params(constraint)
+        constraint = only_constraint(params, self._format_constraint(), "text.format")
+        return params | self.chat.params(constraint, self.constraint_field)
+
+    def _format_constraint(self) -> StructuredOutputsParams | None:
+        format = self._format
+        if format is None or format.type == "json_object":
+            return None if format is None else StructuredOutputsParams(json_object=True)
+        if format.schema_ is None:
+            raise ApiError(400, "text.format must have a schema.", param="text.format")
+        return schema_constraint(format.schema_, bool(format.strict))
 
     def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
         """Return the whole response."""
@@ -156,7 +167,8 @@ class ResponsesAnswer(Answer):
         name = _text_event(block)
         if change.what == "extend":
             extra = {"logprobs": logprobs} if block.kind == "content" else {}
-            return [{"type": f"{name}.delta", **place, "delta": change.text, **extra}]
+            event = {"type": f"{name}.delta", **place, "delta": change.text, **extra}
+            return [event, *self._summary_events(block, place, "delta", delta=change.text)]
         key = "arguments" if block.kind == "call" else "text"
         text = _arguments(block) if block.kind == "call" else block.text
         extra = {"logprobs": self._logprobs_of(block)} if block.kind == "content" else {}
@@ -178,19 +190,27 @@ class ResponsesAnswer(Answer):
         if block.kind == "call":
             return []
         events = [{"type": f"response.content_part.{what}", **place, "part": self._part(block)}]
-        if block.kind == "reasoning" and self._wants_summary:
-            where = {k: v for k, v in place.items() if k != "content_index"} | {"summary_index": 0}
-            part = {"type": "summary_text", "text": block.text}
-            if what == "done":
-                text = {"type": "response.reasoning_summary_text", **where}
-                events += [
-                    {**text, "type": f"{text['type']}.delta", "delta": block.text},
-                    {**text, "type": f"{text['type']}.done", "text": block.text},
-                ]
-            events.append(
-                {"type": f"response.reasoning_summary_part.{what}", **where, "part": part}
-            )
-        return events
+        if what == "done":
+            events += self._summary_events(block, place, "done", text=block.text)
+        part = {"type": "summary_text", "text": block.text}
+        return events + self._summary_events(block, place, what, part=part)
+
+    def _summary_events(
+        self, block: Block, place: JsonDict, what: str, **fields: Any
+    ) -> list[JsonDict]:
+        """Return an event of the summary of reasoning, which is the reasoning itself.
+
+        Args:
+          block: the block of the item.
+          place: the fields that tell the place of an event.
+          what: the last word in the name of the event.
+          **fields: further fields of the event.
+        """
+        if block.kind != "reasoning" or not self._wants_summary:
+            return []
+        where = {key: value for key, value in place.items() if key != "content_index"}
+        name = "response.reasoning_summary_" + ("part" if "part" in fields else "text")
+        return [{"type": f"{name}.{what}", **where, "summary_index": 0, **fields}]
 
     # Objects
 
@@ -205,8 +225,9 @@ class ResponsesAnswer(Answer):
             part |= {"annotations": [], "logprobs": self._logprobs_of(block)}
         return part
 
-    def _item(self, block: Block, status: str = "completed") -> JsonDict:
-        """Return a block as an item of the output."""
+    def _item(self, block: Block, status: str | None = None) -> JsonDict:
+        """Return a block as an item of the output, with its final status by default."""
+        status = status or ("incomplete" if block is self._cut_block else "completed")
         item: JsonDict = {"id": _item_id(block), "status": status}
         content = [self._part(block)] if block.text and block.kind != "call" else []
         if block.kind == "reasoning":
@@ -215,7 +236,7 @@ class ResponsesAnswer(Answer):
             return {"type": "reasoning", **item, "summary": summary, "content": content}
         if block.kind == "content":
             return {"type": "message", **item, "role": "assistant", "content": content}
-        arguments = _arguments(block) if status == "completed" else ""
+        arguments = "" if status == "in_progress" else _arguments(block)
         call = {"call_id": self.chat.call_id(block.id), **self._names.split(block.name)}
         return {"type": "function_call", **item, **call, "arguments": arguments}
 
@@ -228,9 +249,13 @@ class ResponsesAnswer(Answer):
             is_cut = reason not in ("stop", None)
             status = "incomplete" if is_cut else "completed"
             details = {"reason": "max_output_tokens"} if is_cut else None
-            counts = self._usage(output)
+            counts = _usage(output, self.chat.num_reasoning_tokens(output.outputs[0]))
             items = [self._item(block) for block in self._tracker.blocks]
+        explained: JsonDict = {}
+        if output is not None and self.body.explain:
+            explained["explanations"] = [explanation(output)]
         return {
+            **explained,
             "id": self.id,
             "object": "response",
             "created_at": self.created,
@@ -241,52 +266,7 @@ class ResponsesAnswer(Answer):
             "model": self.service.settings.model_name,
             "output": items,
             "usage": counts,
-            **self._echo,
-        }
-
-    @functools.cached_property
-    def _echo(self) -> JsonDict:
-        """Fields of the body that a response repeats."""
-        body = self.body
-        reasoning = body.reasoning
-        numbers = body.model_dump(include={"temperature", "top_p"})
-        text: JsonDict = {"format": {"type": "text"}}
-        if self._format is not None:
-            text["format"] = self._format.model_dump(by_alias=True, exclude_none=True)
-        return {
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "background": False,
-            "reasoning": {
-                "effort": None if reasoning is None else reasoning.effort,
-                "summary": None if reasoning is None else reasoning.summary,
-            },
-            "store": False,
-            "temperature": numbers["temperature"],
-            "text": text,
-            "tool_choice": body.tool_choice or "auto",
-            "tools": [tool for tool in body.tools or () if ToolNames([tool]).functions],
-            "top_logprobs": body.top_logprobs or 0,
-            "top_p": numbers["top_p"],
-            "truncation": body.truncation or "disabled",
-            "user": body.user,
-        }
-
-    def _usage(self, output: RequestOutput) -> JsonDict:
-        total = usage([output])
-        reasoning = self.chat.num_reasoning_tokens(output.outputs[0])
-        return {
-            "input_tokens": total.prompt_tokens,
-            "input_tokens_details": {
-                "cached_tokens": total.prompt_tokens_details.cached_tokens,
-                "cache_write_tokens": 0,
-            },
-            "output_tokens": total.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": reasoning},
-            "total_tokens": total.total_tokens,
+            **self._echoed,
         }
 
     def _changes(
@@ -311,6 +291,8 @@ class ResponsesAnswer(Answer):
                     self._logprobs.setdefault(change.block.index, []).extend(taken)
                 changes.append((change, taken))
         is_last = is_whole or delta.sample.finish_reason is not None
+        if is_last and delta.sample.finish_reason != "stop" and self._tracker.is_open:
+            self._cut_block = self._tracker.blocks[-1]
         return [*changes, *((change, []) for change in self._tracker.push([], is_last=is_last))]
 
     def _token_logprobs(self, sample: CompletionOutput, indices: list[int]) -> list[JsonDict]:
@@ -322,6 +304,52 @@ class ResponsesAnswer(Answer):
     def _logprobs_of(self, block: Block) -> list[JsonDict]:
         """Return the log-probabilities of a block; an empty list for a block without a text."""
         return self._logprobs.get(block.index, []) if block.text else []
+
+
+def _echo(body: ResponsesBody) -> JsonDict:
+    """Return the fields of the body that a response repeats."""
+    reasoning = body.reasoning
+    numbers = body.model_dump(include={"temperature", "top_p"})
+    format = None if body.text is None else body.text.format
+    text: JsonDict = {"format": {"type": "text"}}
+    if format is not None and format.type != "text":
+        text["format"] = format.model_dump(by_alias=True, exclude_none=True)
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "background": False,
+        "reasoning": {
+            "effort": None if reasoning is None else reasoning.effort,
+            "summary": None if reasoning is None else reasoning.summary,
+        },
+        "store": False,
+        "temperature": numbers["temperature"],
+        "text": text,
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [tool for tool in body.tools or () if ToolNames([tool]).functions],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": numbers["top_p"],
+        "truncation": body.truncation or "disabled",
+        "user": body.user,
+    }
+
+
+def _usage(output: RequestOutput, num_reasoning_tokens: int) -> JsonDict:
+    """Return the numbers of tokens of a response."""
+    total = usage([output])
+    return {
+        "input_tokens": total.prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": total.prompt_tokens_details.cached_tokens,
+            "cache_write_tokens": 0,
+        },
+        "output_tokens": total.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
+        "total_tokens": total.total_tokens,
+    }
 
 
 def _item_id(block: Block) -> str:

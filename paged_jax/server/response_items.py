@@ -112,7 +112,7 @@ class ResponsesBody(SamplingBody):
     @property
     def has_logprobs(self) -> bool:
         """Whether the answer contains log-probabilities."""
-        return "message.output_text.logprobs" in (self.include or ())
+        return "message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs)
 
 
 class ToolNames:

@@ -182,6 +182,13 @@ def user_says(*blocks: object) -> dict:
         ({"tool_choice": {"type": "every"}}, "tool_choice must be auto"),
         ({"messages": [{"role": "user", "content": "word " * 2000}]}, "prompt is too long"),
         ({"surprise": 1}, "surprise is not supported here"),
+        (
+            {
+                "output_config": {"format": {"type": "json_schema", "schema": {}}},
+                "structured_outputs": {"regex": "a"},
+            },
+            "output_config.format must be null or text if structured_outputs is given",
+        ),
         ({"stop_sequences": ["a"] * 17}, "stop strings must be at most 16"),
         ({"stop_sequences": ["a"] * 9, "stop": ["b"] * 8}, "must be at most 16 .*got 17"),
         ({"stop_sequences": ["a" * 5000]}, "length of a stop string must be at most"),
@@ -192,6 +199,16 @@ def test_errors_have_the_form_of_the_api(client, change, message) -> None:
         client.messages.create(**{**ASK, "extra_body": change})
     assert error.value.body["type"] == "error"
     assert error.value.body["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_explanations_are_part_of_the_answer(client, is_stream) -> None:
+    options = {**ASK, "max_tokens": 2, "extra_body": {"explain": True}}
+    if is_stream:
+        answer = [*client.messages.create(**options, stream=True)][-2]
+    else:
+        answer = client.messages.create(**options)
+    assert answer.explanations[0]["prefix_match"]
 
 
 def test_wrong_key_is_rejected_in_the_form_of_the_api(server) -> None:

@@ -54,22 +54,25 @@ def test_client_receives_reasoning_and_text(client) -> None:
 def test_stream_has_every_event_in_order(client) -> None:
     """The sum of the deltas equals the final response."""
     options = {**ASK, "max_output_tokens": 24, "reasoning": {"summary": "auto"}}
-    with client.responses.stream(**options, extra_body={"seed": 3}) as stream:
+    with client.responses.stream(**options, extra_body={"seed": 17}) as stream:
         events = list(stream)
     final = events[-1].response
     kinds = [event.type for event in events if event.type != "response.output_text.delta"]
     assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
     assert kinds[-1] == "response.incomplete"
     assert [event.sequence_number for event in events] == list(range(len(events)))
+    summary = [e.delta for e in events if e.type == "response.reasoning_summary_text.delta"]
+    assert len(summary) > 1, "the summary is streamed, too"
     for name in ("output_item", "content_part"):
         assert kinds.count(f"response.{name}.added") == kinds.count(f"response.{name}.done") == 2
     text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
     thoughts = "".join(e.delta for e in events if e.type == "response.reasoning_text.delta")
     reasoning, message = final.output
     assert text == message.content[0].text and thoughts == reasoning.content[0].text
-    assert reasoning.summary[0].text == thoughts
+    assert reasoning.summary[0].text == thoughts == "".join(summary)
+    assert (reasoning.status, message.status) == ("completed", "incomplete")
     done = [e.item for e in events if e.type == "response.output_item.done"]
-    assert [each.id for each in done] == [each.id for each in final.output]
+    assert [each.model_dump() for each in done] == [each.model_dump() for each in final.output]
 
 
 def test_client_parses_objects(client) -> None:
@@ -137,6 +140,9 @@ def test_logprobs_have_the_bytes_of_the_text(client) -> None:
     [part] = answer.output[0].content
     assert b"".join(bytes(each.bytes) for each in part.logprobs).decode() == part.text
     assert all(len(each.top_logprobs) >= 2 for each in part.logprobs)
+    options = {"max_output_tokens": 4, "top_logprobs": 2, "extra_body": QUIET}
+    answer = client.responses.create(**ASK, **options)
+    assert len(answer.output[0].content[0].logprobs) == 4, "top_logprobs alone asks for them"
 
 
 def chat_of(**fields):
@@ -270,6 +276,16 @@ def test_allowed_tools_select_functions(allowed, names) -> None:
         ({"tool_choice": "any"}, "tool_choice", 'must be "none", "auto", "required"'),
         ({"input": "word " * 2000}, "input", "This model's maximum context length"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "must have a schema"),
+        (
+            {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+            "text.format",
+            "must be null or text if structured_outputs is given",
+        ),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": {"type": "no"}}}},
+            "text.format",
+            "Invalid type: no",
+        ),
         ({"input": [{"type": "web_search_call"}]}, "input", "at least one message"),
         ({"input": [{"content": "x", "type": "message"}]}, "input.0.role", "must be a text"),
         ({"input": [{"role": "user", "content": ["x"]}]}, "input.0.content.0", "an object"),
@@ -288,3 +304,14 @@ def test_allowed_tools_select_functions(allowed, names) -> None:
 def test_invalid_bodies_are_rejected(server, change, param, message) -> None:
     error = error_of(server.post("/v1/responses", {"input": "x", **change}), 400)
     assert message in error["message"] and error["param"] == param
+    assert "reasoning" not in error["message"], "no rule of the grammar around a schema"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_explanations_are_part_of_the_response(client, is_stream) -> None:
+    options = {**ASK, "max_output_tokens": 2, "extra_body": {**QUIET, "explain": True}}
+    if is_stream:
+        answer = [*client.responses.create(**options, stream=True)][-1].response
+    else:
+        answer = client.responses.create(**options)
+    assert answer.explanations[0]["prefix_match"]
