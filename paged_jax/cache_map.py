@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import jax
 import numpy as np
 
+from paged_jax.cache.drawing import BlockMap, BlockRow, draw_html
 from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.engine.stats import GroupUse
 from paged_jax.formatting import short_repr
@@ -120,6 +121,16 @@ class CacheMap:
     hit_rate: float
     num_cache_resets: int
     groups: list[GroupUse]
+
+    def _repr_html_(self) -> str:
+        """Return the block map for notebooks."""
+        rows = [BlockRow(_name(s), s.num_tokens, s.block_ids) for s in self.sequences]
+        title = (
+            f"{self.num_used} of {self.num_blocks} blocks of {self.block_size} tokens in use, "
+            f"{self.num_cached_only} more in the prefix cache"
+        )
+        ref_counts, is_cached = np.array(self.ref_counts), np.array(self.is_cached)
+        return draw_html(BlockMap(title, ref_counts, is_cached, rows))
 
 
 @short_repr

@@ -64,7 +64,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def integers(array: Any, ndim: int) -> np.ndarray | None:
-    """Return the values of an integer array with `ndim` dimensions; None if they cannot be read.
+    """Return an array of integers or bools with `ndim` dimensions; None if it cannot be read.
 
     The values cannot be read while a function is traced, after the array was donated, or if parts
     of it are in other processes. A `repr` must not fail in these cases.
@@ -73,7 +73,7 @@ def integers(array: Any, ndim: int) -> np.ndarray | None:
         values = np.asarray(array)
     except Exception:
         return None
-    return values if values.ndim == ndim and values.dtype.kind in "iu" else None
+    return values if values.ndim == ndim and values.dtype.kind in "iub" else None
 
 
 class _Short(reprlib.Repr):

@@ -259,3 +259,12 @@ def test_changes_has_no_evictions_if_the_cache_is_reset(model) -> None:
     after = snapshot(engine)
     assert before.num_cached_only and not after.num_cached_only
     assert changes(before, after) == []
+
+
+def test_html_of_a_snapshot_shows_samples_and_escapes_their_names(tiny_folder) -> None:
+    engine = Engine(tiny_folder, **SIZES)
+    engine.add_request("ab", request_id="<i>")
+    engine.step()
+    page = snapshot(engine)._repr_html_()
+    assert page.count('title="block ') == SIZES["num_blocks"] and 'class="u" title=' in page
+    assert "sample 0 of request &lt;i&gt;" in page and "<i>" not in page

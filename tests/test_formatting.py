@@ -3,12 +3,14 @@
 import dataclasses
 import importlib
 import pkgutil
+import re
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import paged_jax
 from paged_jax import (
@@ -23,9 +25,14 @@ from paged_jax import (
     Rollout,
     SamplingParams,
     StructuredOutputsParams,
+    Tokenizer,
 )  # fmt: skip
-from paged_jax.cache import reserve
+from paged_jax.cache import fork, reserve
+from paged_jax.cache.drawing import BlockMap, BlockRow, draw_html, draw_text
+from paged_jax.engine.config import EngineConfig
+from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.models.rope import RopeScaling
+from paged_jax.models.text.generation_config import GenerationConfig
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.programs import BeamTokens, Scores
@@ -161,6 +168,60 @@ def test_repr_of_a_configuration_is_complete() -> None:
         for field in dataclasses.fields(value):
             assert f"{field.name}={getattr(value, field.name)!r}" in repr(value)
     assert str(factors) in repr(scaling) and str(config.layer_types) in repr(config)
+
+
+def test_repr_of_a_model_and_its_parts_is_short(tiny_model, tiny_folder) -> None:
+    assert check_short(tiny_model).startswith("Llama(llama, ")
+    assert f"{sum(x.size for x in jax.tree.leaves(tiny_model)):,} parameters" in repr(tiny_model)
+    check_short(nnx.eval_shape(lambda: tiny_model))
+    assert "chat template" in check_short(Tokenizer.from_folder(tiny_folder))
+    text = check_short(EngineConfig(max_num_seqs=4, swap_space=1.0))
+    assert text == "EngineConfig(max_num_seqs=4, swap_space=1.0)"
+    check_short(GenerationConfig.from_folder(bundled_folder()))
+    text = str(tiny_model.config)
+    assert len(text) <= 200 and text.startswith("LlamaConfig(vocab_size=")
+
+
+def test_str_of_tables_draws_the_blocks_of_each_slot() -> None:
+    cache, _ = reserve(small_cache(), jnp.array([10, 0, 3]), max_tokens=16)
+    cache, _ = fork(cache, jnp.array([-1, 2, -1]))
+    assert str(cache.tables) == "\n".join(
+        [
+            "BlockTables(4 of 8 blocks of 4 tokens in use, lengths [10, 3, 3])",
+            "  slot  tokens  blocks",
+            "     0      10  0 1 2",
+            "     1       3  3",
+            "     2       3  3",
+            "  pool: . free, c free and cached, digits count the sequences of a block",
+            "     0  1112....",
+        ]
+    )
+    traced = []
+    jax.jit(lambda cache: traced.append((str(cache.tables), cache._repr_html_())))(cache)
+    assert traced[0][0].startswith("BlockTables(") and traced[0][1] == ""
+
+
+def test_drawings_of_a_large_pool_are_limited() -> None:
+    counts = np.ones(10_000, np.int32)
+    rows = [BlockRow(str(i), 9_000, [*range(500)]) for i in range(100)]
+    blocks = BlockMap("title", counts, counts == 0, rows)
+    text, page = draw_text(blocks), draw_html(blocks)
+    assert len(text.splitlines()) < 40 and max(map(len, text.splitlines())) < 90
+    for part in ("0 1 2 3", "... 500 in all", "and 84 more", "more blocks"):
+        assert part in text and part in page
+    assert len(page) < 200_000
+
+
+def test_html_of_a_block_map_is_escaped_and_has_a_cell_for_each_block() -> None:
+    counts, is_cached = np.array([2, 1, 0, 0]), np.array([True, False, True, False])
+    page = draw_html(BlockMap("<b>&", counts, is_cached, [BlockRow("<script>\"'", 3, [0])]))
+    assert "<script>" not in page and "<b>&amp" not in page.replace("&lt;b&gt;&amp;", "")
+    assert re.findall(r'<i class="(.)" title="block (\d)', page) == [
+        ("s", "0"), ("u", "1"), ("c", "2"), ("f", "3"),
+    ]  # fmt: skip
+    cache, _ = reserve(small_cache(), jnp.array([10, 0, 3]), max_tokens=16)
+    assert cache._repr_html_().count('title="block ') == 8
+    assert "<td>2</td><td>3</td><td>3</td>" in cache.tables._repr_html_()
 
 
 def public_classes() -> list[type]:

@@ -111,6 +111,9 @@ class PagedCache:
     def __repr__(self) -> str:
         return cut(f"PagedCache({', '.join(map(repr, self.all_groups))})")
 
+    def _repr_html_(self) -> str:
+        return "".join(each.tables._repr_html_() or "" for each in self.groups)
+
     @classmethod
     @names_arguments
     def create(
@@ -302,9 +305,7 @@ def reserve(
     Raises:
       ValueError: `num_tokens` is not i32[S] or `max_tokens` is not a positive integer.
     """
-    begun = [
-        begin_reserve(group.tables, num_tokens, max_tokens=max_tokens) for group in cache.groups
-    ]
+    begun = [begin_reserve(x.tables, num_tokens, max_tokens=max_tokens) for x in cache.groups]
     ok = _all_possible(begun)
     done = (finish_reserve(reservation, ok) for reservation in begun)
     cache = cache.replace_states(reserve_states, (num_tokens > 0) & ok)

@@ -1,9 +1,8 @@
 """`EngineConfig`: every option of an engine, described once.
 
 Each field carries its help text, bounds, command-line flag and vLLM's name as metadata.
-`option_specs` reads the metadata. Argument checks, command-line flags, the memory planner and the
-table in the documentation are derived from it, so a new option is a field here and the code that
-uses it.
+`option_specs` reads them for argument checks, command-line flags, the memory planner and the
+documentation. So a new option is a field here and the code that uses it.
 """
 
 import dataclasses
@@ -19,6 +18,7 @@ from jax.sharding import Mesh
 from paged_jax.arguments import ArgumentError, check_positive, is_int, is_real, refuse_unknown
 from paged_jax.engine.pool_size import KV_DTYPES, choose_num_states
 from paged_jax.engine.request_factory import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from paged_jax.formatting import short_repr
 from paged_jax.kernels import BACKENDS
 from paged_jax.kernels.linear import attends_to_tiles
 from paged_jax.models.config import LlamaConfig
@@ -81,10 +81,9 @@ def option(
 ) -> Any:
     """Declare a field of `EngineConfig`.
 
-    The arguments become the attributes of an `OptionSpec`. Defaults: the help shows `default`,
-    `choices` are those of `bounds`, `flag` is the name of the field with dashes, and `vllm` is the
-    name of the field. None for `flag` means that the option has no command-line flag. None for
-    `vllm` means that vLLM has no such option.
+    The arguments become the attributes of an `OptionSpec`. By default, the help shows `default`,
+    `choices` are those of `bounds`, and `flag` and `vllm` are the name of the field. None for
+    `flag` means that there is no command-line flag. None for `vllm`: vLLM has no such option.
     """
     metadata = {
         "help": help,
@@ -99,6 +98,7 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+@short_repr
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """Options of an `Engine`, checked when they are set.

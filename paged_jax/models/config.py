@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paged_jax.arguments import names_arguments
+from paged_jax.formatting import shortened
 from paged_jax.models.config_checks import check_choices, check_experts, check_sizes
 from paged_jax.models.config_json import read_fields, write_fields
 from paged_jax.models.family import NO_MULTIPLIERS, SOFTMAX_ROUTER, Multipliers, Router
@@ -198,6 +199,10 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...] = ()
     model_type: str = "llama"
     dtype: str = "float32"
+
+    def __str__(self) -> str:
+        """Show the fields that differ from their defaults. The `repr` shows all fields."""
+        return shortened(self)
 
     def __post_init__(self) -> None:
         if not self.head_dim:

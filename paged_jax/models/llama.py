@@ -63,6 +63,17 @@ class Llama(PagedModel):
       (1, 3, 32)
     """
 
+    def __repr__(self) -> str:
+        # During a transformation, leaves may be placeholders.
+        arrays = [x for x in jax.tree.leaves(self) if hasattr(x, "size") and hasattr(x, "dtype")]
+        config, num_parameters = self.config, sum(x.size for x in arrays)
+        dtype = max(arrays, key=lambda x: x.size).dtype if arrays else config.dtype
+        return (
+            f"Llama({config.model_type}, {num_parameters:,} parameters, {dtype}, "
+            f"{config.num_hidden_layers} layers, hidden_size={config.hidden_size}, "
+            f"vocab_size={config.vocab_size})"
+        )
+
     def __init__(
         self,
         config: LlamaConfig,

@@ -18,12 +18,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from paged_jax.arguments import check_positive, names_arguments
 from paged_jax.cache import block_pool
 from paged_jax.cache.block_pool import BlockPool
+from paged_jax.cache.drawing import BlockMap, BlockRow, draw_html, draw_text
 from paged_jax.cache.sequence_blocks import first_kept_column, num_blocks_needed
 from paged_jax.dims import bind
 from paged_jax.formatting import cut, integers, shortened
@@ -70,6 +72,15 @@ class BlockTables:
     def __repr__(self) -> str:
         use = describe_use(self)
         return shortened(self) if use is None else cut(f"BlockTables({use})")
+
+    def __str__(self) -> str:
+        """Draw the blocks of each slot and the pool."""
+        blocks = _read_map(self)
+        return repr(self) if blocks is None else draw_text(blocks)
+
+    def _repr_html_(self) -> str | None:
+        blocks = _read_map(self)
+        return None if blocks is None else draw_html(blocks)
 
     @classmethod
     @names_arguments
@@ -156,6 +167,23 @@ def _check_below(name: str, size: int, advice: str) -> None:
         raise ValueError(
             f"BlockTables.create: {name} must be below {_MAX_SIZE}, got {size}. {advice}"
         )
+
+
+def _read_map(tables: BlockTables) -> BlockMap | None:
+    """Return the blocks of a pool and of its slots; None if the arrays cannot be read."""
+    arrays = tables.block_tables, tables.lengths, tables.pool.ref_counts, tables.pool.is_cached
+    values = [integers(array, ndim) for array, ndim in zip(arrays, (2, 1, 1, 1), strict=True)]
+    if any(value is None for value in values):
+        return None
+    block_tables, lengths, ref_counts, is_cached = map(np.asarray, values)
+    rows = [
+        # Freed blocks and empty columns have an id after the last block.
+        BlockRow(str(slot), int(length), row[row < len(ref_counts)].tolist())
+        for slot, (length, row) in enumerate(zip(lengths, block_tables, strict=True))
+        if length
+    ]
+    title = f"BlockTables({describe_use(tables)})"
+    return BlockMap(title, ref_counts, is_cached, rows)
 
 
 def describe_use(tables: BlockTables) -> str | None:

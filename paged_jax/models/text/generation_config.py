@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Never
 
 from paged_jax.arguments import is_int, is_real
+from paged_jax.formatting import short_repr
 from paged_jax.models.model_folder import read_json
 from paged_jax.sampling.params import NUMBERS, Number, SamplingParams, TokenBias
 
@@ -48,6 +49,7 @@ _UNSUPPORTED_IF_DRAWN: Mapping[str, Collection[Any]] = {
 }
 
 
+@short_repr
 @dataclasses.dataclass(frozen=True)
 class GenerationConfig:
     """Generation defaults of a model.

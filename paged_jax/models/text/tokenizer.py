@@ -107,12 +107,13 @@ class Tokenizer:
             if chat_template is None
             else ChatTemplate(chat_template, tool_template, self.special_tokens)
         )
-        self._special_ids = frozenset(
-            token_id
-            for token_id, token in backend.get_added_tokens_decoder().items()
-            if token.special
-        )
+        added = backend.get_added_tokens_decoder().items()
+        self._special_ids = frozenset(token_id for token_id, token in added if token.special)
         self._anchor_id, self._anchor_length = self._find_anchor()
+
+    def __repr__(self) -> str:
+        template = "no chat template" if self.chat_template is None else "a chat template"
+        return f"Tokenizer({self.backend.get_vocab_size()} tokens, {template})"
 
     @classmethod
     @names_arguments

@@ -1,0 +1,135 @@
+"""Drawings of the blocks of a cache: a table as text, and a map as HTML for notebooks.
+
+They show blocks in the order of the pool, and the block ids of each sequence. Both are limited in
+size, so that the cache of a large engine can be printed.
+"""
+
+import html
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+_PER_LINE = 64  # blocks per line of the pool
+_MAX_LINES = 16  # maximum number of lines of the pool
+_MAX_ROWS = 16  # maximum number of sequences
+_MAX_IDS = 16  # maximum number of block ids of a sequence
+_MAX_CELLS = 2048  # maximum number of blocks of a map
+
+# The colors suit a light and a dark page: a free block is an outline in the color of the text.
+_STYLE = """
+.paged-jax-map { font: 13px/1.5 system-ui, sans-serif; max-width: 60em }
+.paged-jax-map div { display: flex; flex-wrap: wrap; gap: 2px; margin: 6px 0 }
+.paged-jax-map i { box-sizing: border-box; width: 14px; height: 14px; border-radius: 2px }
+.paged-jax-map i.f { border: 1px solid currentColor; opacity: .35 }
+.paged-jax-map i.c { background: #55a86b }
+.paged-jax-map i.u { background: #5b8def }
+.paged-jax-map i.s { background: #e8862e }
+.paged-jax-map p { display: flex; gap: 6px; align-items: center; margin: 0 }
+.paged-jax-map td, .paged-jax-map th { text-align: left; padding: 0 1em 0 0 }
+"""
+_KINDS = {"f": "free", "c": "free, in the prefix cache", "u": "used", "s": "shared"}
+
+
+class BlockRow(NamedTuple):
+    """Blocks of a sequence.
+
+    Attributes:
+      name: name of the sequence, such as its slot.
+      num_tokens: number of tokens.
+      block_ids: its blocks, in the order of its tokens, without freed blocks.
+    """
+
+    name: str
+    num_tokens: int
+    block_ids: Sequence[int]
+
+
+class BlockMap(NamedTuple):
+    """Blocks of a pool and of the sequences that use them.
+
+    Attributes:
+      title: one line about the pool.
+      ref_counts: number of sequences that use each block.
+      is_cached: whether the prefix cache can find each block.
+      rows: the sequences.
+    """
+
+    title: str
+    ref_counts: np.ndarray
+    is_cached: np.ndarray
+    rows: Sequence[BlockRow]
+
+
+def draw_text(blocks: BlockMap) -> str:
+    """Return a table of the sequences and their blocks, and the pool, as lines of text.
+
+    Example:
+      >>> counts, is_cached = np.array([2, 1, 0, 0]), np.array([True, False, True, False])
+      >>> rows = [BlockRow("0", 9, [0, 1]), BlockRow("1", 8, [0])]
+      >>> print(draw_text(BlockMap("2 of 4 blocks in use", counts, is_cached, rows)))
+      2 of 4 blocks in use
+        slot  tokens  blocks
+           0       9  0 1
+           1       8  0
+        pool: . free, c free and cached, digits count the sequences of a block
+           0  21c.
+    """
+    lines = [blocks.title]
+    if blocks.rows:
+        lines.append("  slot  tokens  blocks")
+    for row in blocks.rows[:_MAX_ROWS]:
+        lines.append(f"  {row.name:>4}  {row.num_tokens:6d}  {_ids(row.block_ids)}")
+    if len(blocks.rows) > _MAX_ROWS:
+        lines.append(f"  and {len(blocks.rows) - _MAX_ROWS} more")
+    lines.append("  pool: . free, c free and cached, digits count the sequences of a block")
+    symbols = "".join(
+        str(min(int(count), 9)) if count else "c" if cached else "."
+        for count, cached in zip(blocks.ref_counts, blocks.is_cached, strict=True)
+    )
+    for start in range(0, len(symbols), _PER_LINE)[:_MAX_LINES]:
+        lines.append(f"  {start:4d}  {symbols[start : start + _PER_LINE]}")
+    if len(symbols) > _PER_LINE * _MAX_LINES:
+        lines.append(f"  and {len(symbols) - _PER_LINE * _MAX_LINES} more blocks")
+    return "\n".join(lines)
+
+
+def draw_html(blocks: BlockMap) -> str:
+    """Return the map of the blocks and a table of the sequences as HTML. Names are escaped."""
+    legend = " ".join(f'<i class="{kind}"></i>{text}' for kind, text in _KINDS.items())
+    cells = "".join(
+        f'<i class="{_kind(int(count), bool(cached))}" title="block {block}, '
+        f'used by {int(count)}"></i>'
+        for block, (count, cached) in enumerate(
+            zip(blocks.ref_counts[:_MAX_CELLS], blocks.is_cached[:_MAX_CELLS], strict=True)
+        )
+    )
+    num_left_out = max(len(blocks.ref_counts) - _MAX_CELLS, 0)
+    more = f"<p>and {num_left_out} more blocks</p>" if num_left_out else ""
+    rows = "".join(
+        f"<tr><td>{html.escape(row.name)}</td><td>{row.num_tokens}</td>"
+        f"<td>{_ids(row.block_ids)}</td></tr>"
+        for row in blocks.rows[:_MAX_ROWS]
+    )
+    if len(blocks.rows) > _MAX_ROWS:
+        rows += f"<tr><td>and {len(blocks.rows) - _MAX_ROWS} more</td></tr>"
+    head = "<tr><th>sequence</th><th>tokens</th><th>blocks</th></tr>"
+    table = f"<table>{head}{rows}</table>" if rows else ""
+    return (
+        f"<style>{_STYLE}</style><section class='paged-jax-map'>"
+        f"<b>{html.escape(blocks.title)}</b><p>{legend}</p><div>{cells}</div>{more}{table}"
+        "</section>"
+    )
+
+
+def _kind(count: int, is_cached: bool) -> str:
+    if count:
+        return "s" if count > 1 else "u"
+    return "c" if is_cached else "f"
+
+
+def _ids(block_ids: Sequence[int]) -> str:
+    shown = [str(block) for block in block_ids[:_MAX_IDS]]
+    if len(block_ids) > _MAX_IDS:
+        shown.append(f"... {len(block_ids)} in all")
+    return " ".join(shown)
