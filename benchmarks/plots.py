@@ -33,9 +33,14 @@ _COLORS = {"paged_jax": OURS, "transformers": "#e5904a", "llama.cpp": "#57a773"}
 
 def plot_serving(pyplot: Any, report: Report) -> Any:
     """Draw rates and times to the first token of every schedule, and of the peers."""
-    figure, (rates, waits, peers) = pyplot.subplots(
-        1, 3, figsize=(15, 4.2), layout="constrained", width_ratios=(3, 2, 3)
+    figure, axes = pyplot.subplot_mosaic(
+        [["rates", "waits"], ["peers", "peers"]],
+        figsize=(10, 6),
+        layout="constrained",
+        width_ratios=(3, 2),
+        height_ratios=(2, 1),
     )
+    rates, waits, peers = axes["rates"], axes["waits"], axes["peers"]
     labels = [name.replace("naive", "one request at a time") for name in report["results"]]
     colors = [OURS if "paged" in name else OTHERS for name in report["results"]]
     runs = list(report["results"].values())

@@ -24,7 +24,7 @@ from paged_jax.cache import paged_cache
 from paged_jax.cache.blocks import num_blocks_needed
 from paged_jax.cache.groups import locate
 from paged_jax.cache.sequence_blocks import PrefixChain, digest_words, root_digest
-from paged_jax.kernels import paged_write
+from paged_jax.kernels import paged_attention, paged_write
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402, after the choice of how to draw
@@ -94,11 +94,9 @@ def sharing_panels() -> list[Panel]:
     copied = write(forked, 1, "a cat")
     both = write(copied, 0, "nobody")
     return [
-        Panel("1. B is forked from A: both tables name the same blocks", forked, "AB"),
-        Panel(
-            "2. B writes: its last block is copied first, the full one stays shared", copied, "AB"
-        ),
-        Panel("3. A writes: the block is its own again, nothing is copied", both, "AB"),
+        Panel("1. Sharing: B is forked from A, and both tables have the same blocks", forked, "AB"),
+        Panel("2. Copy-on-write: B writes, so its last block is copied first", copied, "AB"),
+        Panel("3. A writes into a block with a single holder: nothing is copied", both, "AB"),
     ]
 
 
@@ -106,15 +104,7 @@ def prefix_panels() -> list[Panel]:
     """Return a sequence that ends, and the next sequence, which finds its blocks."""
     system = "you are a helpful assistant , be brief"
     first, second = f"{system} what is paging ? it", f"{system} why small blocks ?"
-    digests = PrefixChain(root_digest(b"weights"), BLOCK_SIZE).digests(_token_ids(first))
-    columns = jnp.arange(len(digests), dtype=jnp.int32)
-    published = paged_cache.publish(
-        write(empty_cache(), 0, first),
-        jnp.zeros_like(columns),
-        columns,
-        jnp.asarray(digest_words(digests)),
-        _full_blocks(first),
-    )
+    published = publish(write(empty_cache(), 0, first), 0, first)
     digests = PrefixChain(root_digest(b"weights"), BLOCK_SIZE).digests(_token_ids(second))
     attached, num_found = paged_cache.attach(
         paged_cache.release(published, jnp.array([True, False, False])),
@@ -127,8 +117,8 @@ def prefix_panels() -> list[Panel]:
     complete = write(attached, 1, rest)
     return [
         Panel("1. A runs: its full blocks can be found by their tokens", published, "AB"),
-        Panel("2. A has ended. B begins alike, and holds what was found", attached, "AB"),
-        Panel("3. Only the rest of B is computed, in a block of its own", complete, "AB"),
+        Panel("2. A has ended. B begins with the same words, and gets the blocks", attached, "AB"),
+        Panel("3. Only the rest of B is computed, in a new block", complete, "AB"),
     ]
 
 
@@ -141,10 +131,70 @@ def _full_blocks(text: str) -> jax.Array:
     return jnp.array(ids[: len(ids) // BLOCK_SIZE * BLOCK_SIZE]).reshape(-1, BLOCK_SIZE)
 
 
+def free_list_panels() -> list[Panel]:
+    """Return allocations from the free list, and two sequences that free their blocks."""
+    cache = write(empty_cache(), 0, "paged attention reads keys and values")
+    cache = write(cache, 1, "a block table says where")
+    ended = paged_cache.release(cache, jnp.array([True, False, False]))
+    cached = paged_cache.release(publish(ended, 1, "a block table says where"), jnp.arange(3) == 1)
+    new = write(cached, 2, "new sequences take blocks from the head of the list ,")
+    return [
+        Panel("1. All blocks are free, and the list holds their ids", empty_cache(), "ABC"),
+        Panel("2. A and B took blocks from the head of the list", cache, "ABC"),
+        Panel("3. A has ended: its blocks are at the head", ended, "ABC"),
+        Panel("4. B has ended: block 2 can still be found, so it goes to the tail", cached, "ABC"),
+        Panel("5. C took blocks from the head; block 2 remains in the cache", new, "ABC"),
+    ]
+
+
+def publish(cache: PagedCache, slot: int, text: str) -> PagedCache:
+    """Register the full blocks of a slot, so that they can be found by their words."""
+    digests = PrefixChain(root_digest(b"weights"), BLOCK_SIZE).digests(_token_ids(text))
+    columns = jnp.arange(len(digests), dtype=jnp.int32)
+    slots, words = jnp.full_like(columns, slot), jnp.asarray(digest_words(digests))
+    return paged_cache.publish(cache, slots, columns, words, _full_blocks(text))
+
+
+def draw_free_list(panels: Sequence[Panel]) -> Any:
+    """Draw the pool of each panel, and below it the free list."""
+    figure, axes = pyplot.subplots(
+        len(panels), 1, figsize=(9, 1.75 * len(panels)), layout="constrained"
+    )
+    for each, panel in zip(axes, panels, strict=True):
+        pool = panel.cache.tables.pool
+        places = (int(pool.head) + np.arange(int(pool.num_free))) % pool.num_blocks
+        queue = np.asarray(pool.free_queue)[places].tolist()
+        for block in range(pool.num_blocks):
+            _draw_square(each, 1.9 + 1.05 * block, 1.3, block, panel)
+        for place, block in enumerate(queue):
+            _draw_square(each, 1.9 + 1.05 * place, 0, block, panel)
+        each.text(0, 1.65, "pool", fontsize=11, va="center")
+        each.text(0, 0.35, "free list", fontsize=11, va="center")
+        if queue:
+            each.text(1.8, 0.35, "head", fontsize=9, ha="right", va="center", color="#707070")
+        each.set_title(panel.title, fontsize=13, loc="left")
+        each.set(xlim=(-0.1, 2 + 1.05 * pool.num_blocks), ylim=(-0.15, 2.1))
+        each.axis("off")
+    return figure
+
+
+def _draw_square(axes: Any, x: float, y: float, block: int, panel: Panel) -> None:
+    """Draw a block as a square with its number, and with the name of its sequence."""
+    pool, tables = panel.cache.tables.pool, np.asarray(panel.cache.block_tables)
+    label, color = f"{block}", GRAY
+    if bool(pool.is_cached[block]):
+        label, color = f"{block}, cached", CACHED
+    elif pool.ref_counts[block]:
+        [slot] = np.flatnonzero((tables == block).any(axis=1)).tolist()
+        label, color = f"{block}: {panel.names[slot]}", COLORS[slot]
+    axes.add_patch(Rectangle((x, y), 1, 0.7, facecolor=color, alpha=0.35, edgecolor=color))
+    axes.text(x + 0.5, y + 0.35, label, fontsize=10, ha="center", va="center")
+
+
 def draw_panels(panels: Sequence[Panel]) -> Any:
     """Draw the panels below each other."""
     figure, axes = pyplot.subplots(
-        len(panels), 1, figsize=(9, 4.4 * len(panels)), squeeze=False, layout="constrained"
+        len(panels), 1, figsize=(9, 3.5 * len(panels)), squeeze=False, layout="constrained"
     )
     for each, panel in zip(axes[:, 0], panels, strict=True):
         _draw(each, panel)
@@ -292,6 +342,67 @@ def _small_engine() -> Engine:
     )
 
 
+class SoftmaxStep(NamedTuple):
+    """State of the online softmax after a block.
+
+    Attributes:
+      scores: scores of all tokens so far.
+      peak: the running maximum.
+      factor: factor of the earlier terms of the sums.
+      total: the running denominator.
+    """
+
+    scores: np.ndarray
+    peak: float
+    factor: float
+    total: float
+
+
+def softmax_steps() -> list[SoftmaxStep]:
+    """Attend to three blocks one after the other, and compare the result with the op."""
+    table, length, head_dim = [2, 0, 3], 11, 16
+    k_pool, v_pool = jax.random.normal(jax.random.key(0), (2, 1, 4, 1, BLOCK_SIZE, head_dim))
+    q = jax.random.normal(jax.random.key(363), (1, 1, head_dim))  # the maximum grows twice
+    steps, scores, peak, total = [], np.zeros(0), -np.inf, 0.0
+    for column, block in enumerate(table):
+        num_tokens = min(BLOCK_SIZE, length - column * BLOCK_SIZE)
+        new = np.asarray(k_pool[0, block, 0] @ q[0, 0])[:num_tokens] * head_dim**-0.5
+        scores, old_peak, peak = np.append(scores, new), peak, max(peak, float(new.max()))
+        factor = float(np.exp(old_peak - peak))
+        total = factor * total + float(np.exp(new - peak).sum())
+        steps.append(SoftmaxStep(scores, peak, factor, total))
+    _, lse = paged_attention(
+        q, k_pool, v_pool, jnp.array([table]), jnp.array([length]), return_lse=True
+    )
+    assert np.isclose(peak + np.log(total), lse[0, 0], atol=1e-5)
+    return steps
+
+
+def draw_softmax(steps: Sequence[SoftmaxStep]) -> Any:
+    """Draw scores and weights after each block."""
+    figure, axes = pyplot.subplots(
+        2, len(steps), figsize=(10, 4.8), sharex=True, sharey="row", layout="constrained"
+    )
+    num_tokens = len(steps[-1].scores)
+    for number, step in enumerate(steps):
+        (top, below), places = axes[:, number], np.arange(len(step.scores))
+        colors = [COLORS[place // BLOCK_SIZE] for place in places]
+        top.bar(places, step.scores, color=colors)
+        top.axhline(step.peak, color="black", linewidth=1, linestyle="--")
+        top.set_title(f"after block {number + 1}: maximum m = {step.peak:.2f}", fontsize=11)
+        below.bar(places, np.exp(step.scores - step.peak), color=colors)
+        sums = f"denominator l = {step.total:.2f}"
+        if number:
+            sums += f"\nearlier terms times {step.factor:.2f}"
+        below.set_title(sums, fontsize=11)
+        below.set(xlim=(-0.7, num_tokens - 0.3), xticks=range(num_tokens), xlabel="token")
+        for each in (top, below):
+            each.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].set_ylabel("score s", fontsize=11)
+    axes[1, 0].set_ylabel("weight exp(s - m)", fontsize=11)
+    return figure
+
+
 def draw_trace(trace: Trace) -> Any:
     """Draw a row for each request, with the used blocks below."""
     figure, (rows, use) = pyplot.subplots(
@@ -309,7 +420,7 @@ def draw_trace(trace: Trace) -> Any:
     kinds = {"waits": WAITS, "reads its prompt": READS, "gets a token": DECODES}
     handles = [Patch(color=color, label=label) for label, color in kinds.items()]
     rows.legend(handles=handles, loc="lower left", fontsize=10)
-    rows.set_title("Three slots, five requests: a request that ends makes room at once", loc="left")
+    rows.set_title("Three slots, five requests: the next request starts when one ends", loc="left")
     steps = range(len(trace.starts))
     use.bar(steps, trace.num_blocks, width=0.9, color=GRAY)
     use.set_ylabel("blocks held\n(of 24)", fontsize=10)
@@ -335,6 +446,8 @@ def figures() -> dict[str, Any]:
     """Return every picture, by the name of its file."""
     return {
         "block-tables.png": draw_panels(tables_panels()),
+        "online-softmax.png": draw_softmax(softmax_steps()),
+        "free-list.png": draw_free_list(free_list_panels()),
         "sharing.png": draw_panels(sharing_panels()),
         "prefix-cache.png": draw_panels(prefix_panels()),
         "continuous-batching.png": draw_trace(run_engine()),
