@@ -15,12 +15,14 @@ from paged_jax.kernels import gpu_device
 from paged_jax.kernels.triton import tuning
 from tests.support.aot_cases import (
     EXPERTS,
+    GPU_COMPLETE,
     GPU_DECODE,
     GPU_FAMILIES,
     GPU_LATENT,
     GPU_PARALLEL,
     GPU_PREFILL,
     GPU_RAGGED,
+    GPU_RECURRENT,
     GPU_SINGLE,
     GPU_STEPS,
     GPU_UPDATES,
@@ -46,7 +48,10 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def results(request) -> dict[str, Any]:
     """Figures of the cases. One process compiles the ops, and another the whole steps."""
-    steps = {**GPU_STEPS, **GPU_SINGLE, **GPU_PARALLEL, **GPU_FAMILIES, **GPU_LATENT}.keys()
+    steps = {
+        **GPU_STEPS, **GPU_SINGLE, **GPU_PARALLEL, **GPU_FAMILIES, **GPU_LATENT, **GPU_RECURRENT,
+        **GPU_COMPLETE,
+    }.keys()  # fmt: skip
     names = asked_for(request, "name")
     parts = names - steps, names & steps
     with ThreadPoolExecutor() as threads:
@@ -289,6 +294,30 @@ def test_latent_step_copies_no_pool_on_h200(results, name) -> None:
     [attend] = [x for x in program["kernels"] if x["name"] == "paged_decode"]
     assert attend["spills_in_loops"] == 0 and attend["tensor_core_products"] > 0, attend
     assert set(attend["async_copies"]) == {"16 bytes"}, attend
+
+
+@pytest.mark.parametrize(
+    "name", [*GPU_RECURRENT, *(pytest.param(name, marks=pytest.mark.slow) for name in GPU_COMPLETE)]
+)
+def test_recurrent_step_copies_no_state_on_h200(results, name) -> None:
+    """A recurrent layer has one launch for its convolution, and one for the states of its heads."""
+    step = {**GPU_RECURRENT, **GPU_COMPLETE}[name]
+    program, config = compiled(results, name), step.config
+    pool_bytes = step.pool_gigabytes * 10**9
+    # Pools of keys, values and states. XLA copies none of them, and keeps no gathered states.
+    assert program["aliased_bytes"] > 0.99 * pool_bytes
+    assert program["temporary_bytes"] < 0.01 * pool_bytes
+    launches = Counter(launch["name"].partition("__")[0] for launch in program["launches"])
+    num_recurrent = sum(shapes != () for shapes in config.state_shapes)
+    assert launches["recurrent_delta"] == launches["recurrent_convolution"] == num_recurrent
+    assert launches["paged_decode"] == config.num_hidden_layers - num_recurrent
+    for kernel in program["kernels"]:
+        assert kernel["spills_in_loops"] == 0, kernel
+        if kernel["name"].startswith("recurrent_delta"):
+            accesses = kernel["global_accesses"]
+            assert accesses["st"] == 8 and accesses["ld"] in (8, 9), accesses
+        if kernel["name"].startswith("paged_decode"):
+            assert kernel["tensor_core_products"] > 0, kernel
 
 
 @pytest.mark.parametrize("name", GPU_FAMILIES)

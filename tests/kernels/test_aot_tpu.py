@@ -15,6 +15,7 @@ from tests.support.aot_cases import (
     TPU_FAMILIES,
     TPU_PARALLEL,
     TPU_RAGGED,
+    TPU_STATES,
     TPU_STEPS,
     TPU_UPDATES,
     asked_for,
@@ -44,6 +45,7 @@ def compilations(request) -> dict[str, Any]:
 
     def compile_for(generation: str) -> dict[str, Any]:
         steps = TPU_STEPS[generation] | TPU_PARALLEL[generation] | TPU_FAMILIES[generation]
+        steps |= TPU_STATES[generation]
         return run_script("aot_tpu", generation, *exactly([*names, *steps]))
 
     with ThreadPoolExecutor() as threads:
@@ -132,6 +134,19 @@ def test_step_of_different_layers_fills_a_tpu(results, generation) -> None:
         assert program["collectives"] == {"all-reduce": 2 * num_layers + 1, "all-gather": 1}
         assert program["aliased_bytes"] > 0.99 * pool_bytes
         # A copy of the embedding of gpt-oss, which is no multiple of 128 lanes, would exceed this.
+        assert program["temporary_bytes"] < 0.005 * pool_bytes, name
+
+
+def test_step_with_states_or_latents_copies_no_pool_on_tpus(results, generation) -> None:
+    """The steps are from an engine on 16 TPUs, which divide the heads of states."""
+    for name, step in TPU_STATES[generation].items():
+        program, pool_bytes = compiled(results, name), step.pool_gigabytes * 10**9
+        assert program["collectives"] == {
+            "all-reduce": 2 * step.config.num_hidden_layers + 1,
+            "all-gather": 1,
+        }
+        assert program["aliased_bytes"] > 0.99 * pool_bytes
+        # XLA gathers the states of a layer before it advances them.
         assert program["temporary_bytes"] < 0.005 * pool_bytes, name
 
 

@@ -29,6 +29,7 @@ from tests.support.model_shapes import (
     DEEPSEEK_V2_LITE,
     GEMMA_3_27B,
     GPT_OSS_20B,
+    QWEN_3_5_35B,
     with_layers,
     with_one_of_each,
 )
@@ -291,6 +292,19 @@ GPU_LATENT: Mapping[str, EngineStep] = {
     ),
 }
 
+# Three recurrent layers and an attention layer. The weights of the complete model take 70 GB.
+GPU_RECURRENT: Mapping[str, EngineStep] = {
+    "recurrent step of Qwen3.5 35B": EngineStep(
+        with_layers(QWEN_3_5_35B, 4), 50, max_model_len=32768
+    ),
+}
+
+# All layers.
+GPU_COMPLETE: Mapping[str, EngineStep] = {
+    "complete step of Qwen3.5 35B": EngineStep(QWEN_3_5_35B, 50, max_model_len=32768),
+    "complete step of DeepSeek V2 Lite": EngineStep(DEEPSEEK_V2_LITE, 90, max_model_len=32768),
+}
+
 GPU_FAMILIES: Mapping[str, EngineStep] = {
     "families: Gemma 3 27B": EngineStep(with_one_of_each(GEMMA_3_27B), 110, max_model_len=32768),
     "families: gpt-oss 20B": EngineStep(with_one_of_each(GPT_OSS_20B), 110, max_model_len=32768),
@@ -308,7 +322,8 @@ GPU_CASES: Mapping[
     **STATES, **QUANTISED, **QUANTISED_STEPS, **QUANTISED_EXPERTS, **EXPERTS,
     **GPU_DECODE, **GPU_PREFILL, **GPU_RAGGED, **GPU_UPDATES,
     **MOSAIC_UPDATES, **GPU_XLA,
-    **GPU_STEPS, **GPU_SINGLE, **GPU_PARALLEL, **GPU_FAMILIES, **GPU_LATENT
+    **GPU_STEPS, **GPU_SINGLE, **GPU_PARALLEL, **GPU_FAMILIES, **GPU_LATENT, **GPU_RECURRENT,
+    **GPU_COMPLETE,
 }  # fmt: skip
 
 
@@ -436,6 +451,26 @@ TPU_FAMILIES: Mapping[str, Mapping[str, EngineStep]] = {
     "v6e": {},
 }
 
+# Models with states of recurrent layers, and with latent attention, on 16 chips.
+TPU_STATES: Mapping[str, Mapping[str, EngineStep]] = {
+    "v5e": {
+        f"{kind} step of {name}": EngineStep(
+            with_layers(config, num_layers),
+            pool_gigabytes=8,
+            batch=8,
+            block_size=128,
+            max_model_len=32768,
+            num_devices=16,
+            topology="v5e:4x4",
+        )
+        for kind, name, config, num_layers in (
+            ("recurrent", "Qwen3.5 35B", QWEN_3_5_35B, 4),
+            ("latent", "DeepSeek V2 Lite", DEEPSEEK_V2_LITE, 2),
+        )
+    },
+    "v6e": {},
+}
+
 # Layers are not stacked: XLA copies 8-bit matrices out of a stack (v6e, fp8 in blocks: 558 MB).
 TPU_QUANTISED_STEPS: Mapping[str, QuantisedStep] = {
     name: dataclasses.replace(step, block_size=128, max_blocks_per_slot=64)
@@ -482,6 +517,7 @@ TPU_CASES: Mapping[
         **steps,
         **TPU_PARALLEL[generation],
         **TPU_FAMILIES[generation],
+        **TPU_STATES[generation],
     }  # fmt: skip
     for generation, steps in TPU_STEPS.items()
 } | TPU_OTHERS

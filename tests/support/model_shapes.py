@@ -84,6 +84,36 @@ DEEPSEEK_V2_LITE = LlamaConfig.from_dict(
     }
 )
 
+# Sizes of Qwen3.5-35B-A3B: https://huggingface.co/Qwen/Qwen3.5-35B-A3B
+QWEN_3_5_35B = LlamaConfig.from_dict(
+    {
+        "model_type": "qwen3_5_moe_text",
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "full_attention_interval": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "max_position_embeddings": 262144,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000000,
+            "partial_rotary_factor": 0.25,
+        },
+        "torch_dtype": "bfloat16",
+    }
+)
+
 
 def with_layers(config: LlamaConfig, num_layers: int) -> LlamaConfig:
     """Return the first layers of a model."""

@@ -69,8 +69,8 @@ def advance_rows(step: StateStep, interpret: Interpret = False) -> tuple[jax.Arr
     (L, P, *shape), B = pool.shape, rows.num_rows
     if isinstance(step, ConvolutionStep):
         F = step.x.shape[1]
-        bias = jnp.zeros(F, jnp.float32) if step.bias is None else step.bias
-        arrays: tuple[jax.Array, ...] = (step.x, step.weight, bias, step.num_tokens)
+        filters = (step.weight,) if step.bias is None else (step.weight, step.bias)
+        arrays: tuple[jax.Array, ...] = (step.num_tokens, step.x, *filters)
         channels = min(_CHANNELS, pl.next_power_of_2(F))
         kernel = functools.partial(_convolution_kernel, channels=channels)
         name, out_shape, view_shape = "recurrent_convolution", (B, F), (L * P, *shape)
@@ -208,15 +208,16 @@ def _split_heads(index: jax.Array, K: int, G: int) -> tuple[jax.Array, jax.Array
 
 
 def _convolution_kernel(
-    layer_ref, sources_ref, entries_ref, x_ref, weight_ref, bias_ref, num_tokens_ref, _, out_ref,
-    pool_ref, *, num_entries, channels,
+    layer_ref, sources_ref, entries_ref, num_tokens_ref, x_ref, weight_ref, *refs,
+    num_entries, channels,
 ):  # fmt: skip
+    *bias_refs, _, out_ref, pool_ref = refs
     first, (F, width) = pl.program_id(0), weight_ref.shape
     f = pl.program_id(1) * channels + jnp.arange(channels, dtype=jnp.int32)
     mask = f < F
     entry, is_entry = _locate(layer_ref, sources_ref, first, num_entries)
     filters = [_load(weight_ref.at[f, i], mask).astype(jnp.float32) for i in range(width)]
-    bias = _load(bias_ref.at[f], mask).astype(jnp.float32)
+    biases = [_load(ref.at[f], mask).astype(jnp.float32) for ref in bias_refs]
     # Lanes past the last channel are past the end of the entry too, so that no lane writes the
     # element of another lane.
     places = [jnp.where(mask, i * F + f, (width - 1) * F) for i in range(width - 1)]
@@ -226,7 +227,7 @@ def _convolution_kernel(
         added = _load(x_ref.at[row, f], mask).astype(pool_ref.dtype)
         inputs = [*before, added]
         products = (x.astype(jnp.float32) * w for x, w in zip(inputs, filters, strict=True))
-        plgpu.store(out_ref.at[row, f], sum(products) + bias, mask=mask)
+        plgpu.store(out_ref.at[row, f], sum(biases, sum(products)), mask=mask)
         entry, is_kept = _locate(layer_ref, entries_ref, row, num_entries)
         has_token = num_tokens_ref[row] > 0
         for place, old, new in zip(places, before, inputs[1:], strict=True):
