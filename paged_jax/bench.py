@@ -115,8 +115,12 @@ def make_parser() -> Parser:
         metavar="URL",
         help="address of the API; default: http://127.0.0.1:5000/v1",
     )
-    server.add_argument("--model", metavar="NAME", help="default: the first model of the server")
-    server.add_argument("--endpoint", choices=_ENDPOINTS, default="chat", help="default: chat")
+    server.add_argument(
+        "--model", metavar="NAME", help="name of the model; default: the first model of the server"
+    )
+    server.add_argument(
+        "--endpoint", choices=_ENDPOINTS, default="chat", help="kind of the requests; default: chat"
+    )
     _add_requests(parser.add_argument_group("requests"))
     report = parser.add_argument_group("report")
     report.add_argument(
@@ -144,7 +148,10 @@ def _add_requests(requests: argparse._ArgumentGroup) -> None:
         "at once",
     )
     requests.add_argument(
-        "--max-concurrency", type=int, metavar="N", help="requests at once; default: all"
+        "--max-concurrency",
+        type=int,
+        metavar="N",
+        help="maximum number of requests at a time; default: all",
     )
     requests.add_argument(
         "--dataset",
@@ -153,22 +160,36 @@ def _add_requests(requests: argparse._ArgumentGroup) -> None:
         "file; default: random words",
     )
     requests.add_argument(
-        "--input-len", type=int, default=128, metavar="N", help="random words; default: 128"
+        "--input-len",
+        type=int,
+        default=128,
+        metavar="N",
+        help="number of random words in a prompt; default: 128",
     )
     requests.add_argument(
         "--prefix-len",
         type=int,
         default=0,
         metavar="N",
-        help="random words that all prompts begin with; default: 0",
+        help="number of random words that all prompts begin with; default: 0",
     )
     requests.add_argument(
-        "--max-tokens", type=int, default=64, metavar="N", help="tokens to generate; default: 64"
+        "--max-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="maximum number of tokens to generate for a prompt; default: 64",
     )
     requests.add_argument(
         "--ignore-eos", action="store_true", help="generate --max-tokens tokens for each prompt"
     )
-    requests.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    requests.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of random words and arrival times; default: 0",
+    )
 
 
 def _goal(text: str) -> tuple[str, float]:
@@ -176,7 +197,9 @@ def _goal(text: str) -> tuple[str, float]:
     with contextlib.suppress(ValueError):
         if name in _METRICS and float(value) > 0:
             return name, float(value)
-    raise argparse.ArgumentTypeError(f"must be one of {', '.join(_METRICS)}, as ttft:500")
+    raise argparse.ArgumentTypeError(
+        f"must be a metric ({', '.join(_METRICS)}) and milliseconds, such as ttft:500"
+    )
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -311,7 +334,7 @@ def summarise(results: list[Result], seconds: float, goals: Mapping[str, float])
     Args:
       results: the requests.
       seconds: duration of the run.
-      goals: most milliseconds of each metric for goodput; empty for no goodput.
+      goals: maximum milliseconds of each metric for goodput; empty for no goodput.
     """
     done = [result for result in results if result.error is None]
     values = [result.milliseconds() for result in done]

@@ -245,7 +245,8 @@ def add_option_flags(
 
 
 def _name_flags(text: str) -> str:
-    """Replace the names of options in a text by their flags."""
+    """Replace the names of options in a text by their flags, and leave out words about Python."""
+    text = re.sub("; in Python also [^;]*", "", text)
     flags = {name: flag for name, flag in _option_flags().items() if "_" in name}
     return re.sub(r"\w+", lambda match: flags.get(match[0], match[0]), text)
 

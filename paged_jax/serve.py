@@ -263,9 +263,9 @@ def _add_client_arguments(server: argparse._ArgumentGroup) -> None:
         "--reasoning-format",
         default="auto",
         choices=("auto", "none", *REASONING_FORMATS),
-        help="marks of the reasoning that answers of chats report apart from their content; auto "
-        "detects them from the chat template, none leaves the reasoning in the content; default: "
-        "auto",
+        help="marks that the model writes around its reasoning, so that answers of chats report it "
+        "apart from their content; auto detects them from the chat template, none leaves the "
+        "reasoning in the content; default: auto",
     )
 
 

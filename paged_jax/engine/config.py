@@ -144,15 +144,15 @@ class EngineConfig:
     dtype: str = option(
         "auto",
         "type of the weights; int8, fp8 and int4 quantise matrices while they are loaded; with "
-        "other types, matrices that the checkpoint stores quantised stay so",
+        "other types, matrices that are quantised in the checkpoint stay quantised",
         default_help="auto, as saved in the checkpoint",
         choices=("auto", *DTYPES),
         decides_memory=True,
     )
     dequantise: bool = option(
         False,
-        "expand quantised matrices of the checkpoint to floats of the type dtype, instead of "
-        "keeping them in their format",
+        "expand quantised matrices of the checkpoint to floats, instead of keeping them in their "
+        "format",
         bounds=SWITCH,
         vllm=None,
         decides_memory=True,
@@ -217,7 +217,7 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = option(
         True,
-        "share the cached blocks of prompts that begin with the same tokens between requests",
+        "share the cached blocks between requests whose prompts begin with the same tokens",
         bounds=SWITCH,
         flag="--no-prefix-caching",
     )

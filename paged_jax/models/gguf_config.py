@@ -23,7 +23,7 @@ _REQUIRED: Any = object()
 # Factors of the rotary frequencies, float32 ``[rotary_dim / 2]``. They divide the frequencies.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
-# Entries that do not change the results, after the prefix of the architecture.
+# Entries without effect on the results. The prefix of the architecture precedes these names.
 _IGNORED = frozenset(
     (
         "vocab_size", "tensor_data_layout", "rope.scaling.finetuned",

@@ -66,7 +66,7 @@ _DIVIDED = {
 # have a copy of a head. Each copy keeps the key and the value of the head, see `_num_kept`.
 _OF_HEADS = ("qkv_proj", "qkv_bias", "q_norm", "k_norm")
 _OF_VOCABULARY = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
-# Fields of a config with a number of KV heads, of which the second may be 0.
+# Fields of a config that count KV heads. The second may be 0.
 _KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
 
 Convert = Callable[[jax.Array], jax.Array]
