@@ -326,17 +326,15 @@ def _read_gptq(entries: Entries) -> Quantisation:
 
 
 def _read_bitsandbytes(entries: Entries) -> Quantisation:
-    is_4_bits = entries.choice(
-        "load_in_4bit", "_load_in_4bit", choices=(True, False), default=False
-    )
-    is_8_bits = entries.choice(
-        "load_in_8bit", "_load_in_8bit", choices=(True, False), default=False
-    )
+    flags = (True, False)
+    is_4_bits = entries.choice("load_in_4bit", "_load_in_4bit", choices=flags, default=False)
+    is_8_bits = entries.choice("load_in_8bit", "_load_in_8bit", choices=flags, default=False)
     if is_4_bits == is_8_bits:
         raise entries.error("load_in_4bit", "must differ from load_in_8bit", is_4_bits)
     entries.choice("bnb_4bit_quant_type", choices=("nf4", "fp4"), default="fp4")
     entries.choice("bnb_4bit_quant_storage", choices=("uint8", "torch.uint8"), default="uint8")
-    scheme = Scheme("bitsandbytes-4", 4) if is_4_bits else Scheme("bitsandbytes-8")
+    # The tensors tell the size of 4-bit blocks; 64 is the default of bitsandbytes.
+    scheme = Scheme("bitsandbytes-4", 4, (1, 64)) if is_4_bits else Scheme("bitsandbytes-8")
     return _finish(entries, scheme, _BITSANDBYTES_KEYS, "llm_int8_skip_modules")
 
 
@@ -351,7 +349,8 @@ def _read_mlx(entries: Entries) -> Quantisation:
         choices = (4, 8) if is_affine else (4,)
         bits = part.choice("bits", choices=choices, default=usual.bits if usual else 4)
         group = part.size("group_size", default=(usual.block[1] if usual else None) or 64)
-        return Scheme("mlx" if is_affine else "mlx-mxfp4", bits, (1, group))
+        reader = "mlx" if is_affine else "mlx-mxfp4"
+        return Scheme(reader, bits, (1, group), has_zero_points=is_affine or None)
 
     usual = scheme(entries, None)
     schemes: list[tuple[Pattern, Scheme | None]] = []

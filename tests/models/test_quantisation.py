@@ -120,7 +120,7 @@ PUBLISHED = {
             "llm_int8_skip_modules": ["lm_head", "merger", "model.layers.1.mlp"],
             "llm_int8_threshold": 6.0,
         },
-        Scheme("bitsandbytes-4", 4),
+        Scheme("bitsandbytes-4", 4, (1, 64)),
     ),
     "bitsandbytes int8": (
         {"quant_method": "bitsandbytes", "load_in_8bit": True},
@@ -158,8 +158,8 @@ def test_find_quantisation_reads_gpt_oss_and_mlx() -> None:
     }  # fmt: skip
     mlx = find_quantisation({"quantization": entry, "quantization_config": entry})
     assert mlx is not None
-    assert mlx.scheme_of(PROJECTION) == Scheme("mlx", 8, (1, 32))
-    assert mlx.scheme_of("model.embed_tokens") == Scheme("mlx", 4, (1, 64))
+    assert mlx.scheme_of(PROJECTION) == Scheme("mlx", 8, (1, 32), has_zero_points=True)
+    assert mlx.scheme_of("model.embed_tokens") == Scheme("mlx", 4, (1, 64), has_zero_points=True)
     assert mlx.ignoring("lm_head") == "lm_head" and mlx.ignoring(PROJECTION) is None
 
 

@@ -1,6 +1,7 @@
 """Load any model: a Hugging Face folder, an Orbax checkpoint, a GGUF file, or the bundled model."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.linear import reads_stacked_weights
+from paged_jax.kernels.weight_formats import WeightFormat
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.config_json import text_config
 from paged_jax.models.families import FAMILIES
@@ -27,19 +29,25 @@ from paged_jax.models.loading.orbax import (
     load_checkpoint,
 )
 from paged_jax.models.loading.parameters import Model, ModelSpec, WeightsError, resolve_dtype
-from paged_jax.models.loading.planned_formats import plan_formats
 from paged_jax.models.loading.safetensors_files import (
+    READERS,
     check_counts,
     check_names,
     find_quantisation,
     list_tensors,
     name_tensors,
 )
+from paged_jax.models.loading.stored_matrices import fit_format
 from paged_jax.models.loading.stored_tensors import find_dtype
+from paged_jax.models.loading.tensor_map import map_parameter
 from paged_jax.models.matrices import Sharding
-from paged_jax.models.matrix_formats import DTYPE_FORMATS, MatrixFormats
+from paged_jax.models.matrix_formats import DTYPE_FORMATS, MatrixFormats, is_matrix, name_of
 from paged_jax.models.model_folder import describe_folder, read_config_json
-from paged_jax.models.quantisation import read_quantisation
+from paged_jax.models.quantisation import Quantisation, Scheme, read_quantisation
+from paged_jax.models.tensor_parallel import divides_inputs
+
+# Schemes that also quantise embeddings and the output head.
+_OF_EMBEDDINGS = ("mlx", "mlx-mxfp4")
 
 
 def from_pretrained(
@@ -156,9 +164,64 @@ def read_formats(
         if quantisation is None or dequantise or resolved in DTYPE_FORMATS:
             return None
         spec = ModelSpec(model_class, config, resolved, config.can_scan_layers)
-        return plan_formats(spec, quantisation, num_devices=num_devices)
+        return _plan_formats(spec, quantisation, num_devices=num_devices)
     options: Any = {"dtype": dtype, "dequantise": dequantise, "num_devices": num_devices}
     return find_formats(model_class, folder, config, **options)
+
+
+def _plan_formats(
+    spec: ModelSpec, quantisation: Quantisation, *, num_devices: int = 1
+) -> MatrixFormats:
+    """Return the formats that the matrices of a model probably have, from its config alone.
+
+    Args:
+      spec: the model with matrices of floats.
+      quantisation: the quantisation that its config describes.
+      num_devices: number of devices that compute the model together.
+    """
+    floats = WeightFormat(name_of(spec.dtype))
+    formats = {}
+    for name, shape in spec.separate_shapes().items():
+        if not is_matrix(name):
+            continue
+        schemes = [
+            _scheme_of(quantisation, mapping.tensor.removesuffix(".weight"))
+            for mapping in map_parameter(spec.config, name)
+        ]
+        # A matrix is expanded if only some of its tensors are quantised.
+        scheme = schemes[0] if all(each == schemes[0] for each in schemes) else None
+        format: WeightFormat | str = floats
+        if scheme is not None:
+            num_parts = num_devices if divides_inputs(name) else 1
+            format = _usual_format(scheme)
+            if math.gcd(format.group_size or shape[-1], shape[-1]) == shape[-1]:
+                format = dataclasses.replace(format, group_size=None)
+            format = fit_format(format, shape[-1], num_parts)
+        formats[name] = floats if isinstance(format, str) else format
+    return MatrixFormats.create(formats)
+
+
+def _usual_format(scheme: Scheme) -> WeightFormat:
+    """Return the usual format of a scheme. A config does not name the dtype of scales."""
+    reader = READERS[scheme.reader]
+    usual = "bfloat16" if scheme.exponent_scales else reader.usual_scale_dtype
+    code, scale_dtype = reader.code_of(scheme), reader.scale_dtype or usual
+    min_dtype = scale_dtype if code == "uint4" else "float32"
+    has_minima = scheme.has_zero_points and not scheme.is_symmetric
+    return WeightFormat(code, scheme.block[1], scale_dtype, min_dtype if has_minima else None)
+
+
+def _scheme_of(quantisation: Quantisation, module: str) -> Scheme | None:
+    scheme = quantisation.scheme_of(module)
+    if scheme is None or quantisation.ignoring(module) is not None:
+        return None
+    if module.endswith((".embed_tokens", "lm_head")) and scheme.reader not in _OF_EMBEDDINGS:
+        return None
+    is_expert = ".experts." in module
+    if scheme.reader == "mxfp4-experts" and not is_expert:
+        return None
+    is_router = module.endswith((".gate", ".router", ".shared_expert_gate"))
+    return None if is_router else scheme
 
 
 def bundled_folder() -> Path:

@@ -53,7 +53,8 @@ class Fp8Matrix(ModuleMatrix):
 
     required = (".weight",)
     optional = (".weight_scale", ".weight_scale_inv")
-    _code = "float8_e4m3fn"
+    code = "float8_e4m3fn"
+    usual_scale_dtype = "float32"
 
     @property
     def _scale(self) -> str:
@@ -103,7 +104,7 @@ class Mxfp4Matrix(ModuleMatrix):
     """The format mxfp4-pack-quantized of compressed-tensors: scales are exponents of two."""
 
     required = (".weight_packed", ".weight_scale")
-    _code = "e2m1"
+    code = "e2m1"
     scale_dtype = "bfloat16"
 
     def _find_shape(self) -> tuple[int, int]:
@@ -178,6 +179,8 @@ class Mxfp4Experts(ModuleMatrix):
 
     required = ("_blocks", "_scales")
     result = ""
+    code = "e2m1"
+    scale_dtype = "bfloat16"
 
     def _find_shape(self) -> tuple[int, ...]:
         *experts, num_outputs, num_blocks = self.parts["_scales"].shape or (0, 0)
@@ -226,6 +229,7 @@ class BitsandbytesMatrix(ModuleMatrix):
         ".weight.nested_quant_map",
         *(f".weight.quant_state.bitsandbytes__{name}" for name in _STATES),
     )
+    code = "nf4"
     scale_dtype = "float32"
 
     def _find_shape(self) -> tuple[int, int]:

@@ -30,6 +30,7 @@ from paged_jax.models.loading.quantised_modules import (
     unpack_words,
 )
 from paged_jax.models.loading.stored_tensors import StoredTensor
+from paged_jax.models.quantisation import Scheme
 
 # Position of each of 8 columns in a word of AWQ.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -41,7 +42,7 @@ class Int8Matrix(ModuleMatrix):
 
     required = (".weight", ".weight_scale")
     optional = (".weight_zero_point",)
-    _code = "int8"
+    code = "int8"
 
     def _check(self) -> None:
         num_outputs, num_inputs = self.shape
@@ -80,7 +81,7 @@ class BitsandbytesInt8Matrix(ModuleMatrix):
 
     required = (".weight", ".SCB")
     optional = (".weight_format",)
-    _code = "int8"
+    code = "int8"
     scale_dtype = "float32"
 
     def _check(self) -> None:
@@ -109,9 +110,10 @@ class BitsandbytesInt8Matrix(ModuleMatrix):
 class IntegerMatrix(ModuleMatrix):
     """A matrix of unsigned integers with a zero point for each scale."""
 
-    @property
-    def _code(self) -> str:
-        return "int4" if self.scheme.bits == 4 else "int8"
+    @classmethod
+    def code_of(cls, scheme: Scheme) -> str:
+        """Return the code of the stored values, see `ModuleMatrix`."""
+        return "int4" if scheme.bits == 4 else "int8"
 
     @property
     def _centre(self) -> int:
@@ -216,11 +218,11 @@ class CompressedIntegerMatrix(IntegerMatrix):
     def _has_zeros(self) -> bool:
         return ".weight_zero_point" in self.parts
 
-    def _group_index(self) -> np.ndarray | None:
+    def _group_index(self) -> np.ndarray:
         part = self.parts.get(".weight_g_idx")
-        return (
-            None if part is None else read_group_index(part, self.parts[".weight_scale"].shape[1])
-        )
+        if part is None:
+            return super()._group_index()
+        return read_group_index(part, self.parts[".weight_scale"].shape[1])
 
     def _read_words(self, rows: slice) -> np.ndarray:
         return self.parts[".weight_packed"].read_raw((rows,))
@@ -245,6 +247,7 @@ class TransposedMatrix(IntegerMatrix):
 
     required = (".qweight", ".qzeros", ".scales")
     scales = ".scales"
+    usual_scale_dtype = "float16"
 
     def _read_scales(self, rows: slice) -> np.ndarray:
         return np.ascontiguousarray(self.parts[".scales"].read_raw((slice(None), rows)).T)
@@ -337,9 +340,11 @@ class GptqMatrix(TransposedMatrix):
     def _has_zeros(self) -> bool:
         return bool((self._zeros(self.parts[".qzeros"].read_raw()) != self._centre).any())
 
-    def _group_index(self) -> np.ndarray | None:
+    def _group_index(self) -> np.ndarray:
         part = self.parts.get(".g_idx")
-        return None if part is None else read_group_index(part, self.parts[".scales"].shape[0])
+        if part is None:
+            return super()._group_index()
+        return read_group_index(part, self.parts[".scales"].shape[0])
 
     def _read_words(self, rows: slice) -> np.ndarray:
         return self.parts[".qweight"].read_raw((slice(None), rows)).T
@@ -373,9 +378,10 @@ class MlxMatrix(ModuleMatrix):
         for end in (".scales", ".biases"):
             self._check_part(end, FLOATS, (self.shape[0], groups))
 
-    @property
-    def _code(self) -> str:
-        return "uint4" if self.scheme.bits == 4 else "int8"
+    @classmethod
+    def code_of(cls, scheme: Scheme) -> str:
+        """Return the code of the stored values, see `ModuleMatrix`."""
+        return "uint4" if scheme.bits == 4 else "int8"
 
     @property
     def _min_dtype(self) -> str | None:

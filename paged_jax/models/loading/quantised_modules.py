@@ -123,11 +123,13 @@ class ModuleMatrix(QuantisedTensor):
     required: ClassVar[tuple[str, ...]]
     optional: ClassVar[tuple[str, ...]] = ()
     scales: ClassVar[str] = ".weight_scale"
-    # Dtype of the scales that `_read_groups` returns; None for their dtype in the file.
-    scale_dtype: ClassVar[str | None] = None
-    # Code of the stored values, see `WeightFormat`.
-    _code: ClassVar[str]
     result: ClassVar[str] = ".weight"
+    # Code of the stored values, see `WeightFormat`.
+    code: ClassVar[str]
+    # Dtype of the scales that `_read_groups` returns; None for their dtype in the file, which is
+    # usually the second one.
+    scale_dtype: ClassVar[str | None] = None
+    usual_scale_dtype: ClassVar[str] = "bfloat16"
 
     @classmethod
     def combine(
@@ -156,6 +158,11 @@ class ModuleMatrix(QuantisedTensor):
         matrix._check()
         return matrix
 
+    @classmethod
+    def code_of(cls, scheme: Scheme) -> str:
+        """Return the code of the stored values of matrices with a scheme."""
+        return cls.code
+
     def _find_shape(self) -> tuple[int, ...]:
         """Return ``(out, in)``. By default it is the shape of the stored values."""
         return matrix_shape(self.parts[self.required[0]])
@@ -163,6 +170,10 @@ class ModuleMatrix(QuantisedTensor):
     def _check(self) -> None:
         """Check that dtypes and shapes of the tensors fit together."""
         raise NotImplementedError
+
+    @property
+    def _code(self) -> str:
+        return self.code_of(self.scheme)
 
     @property
     def _group_size(self) -> int:
@@ -193,16 +204,13 @@ class ModuleMatrix(QuantisedTensor):
         """Read the scales and minima of the file's groups for some rows."""
         raise NotImplementedError
 
-    def _group_index(self) -> np.ndarray | None:
-        """Return the file's group of each input; None if groups are consecutive inputs."""
-        return None
+    def _group_index(self) -> np.ndarray:
+        """Return the file's group of each input. By default groups are consecutive inputs."""
+        return np.arange(self.shape[1]) // self._group_size
 
     @functools.cached_property
     def _layout(self) -> GroupLayout:
-        index = self._group_index()
-        return GroupLayout.of(
-            np.arange(self.shape[1]) // self._group_size if index is None else index
-        )
+        return GroupLayout.of(self._group_index())
 
     @functools.cached_property
     def format(self) -> WeightFormat:
