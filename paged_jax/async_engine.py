@@ -5,6 +5,7 @@ get outputs through their own event loops.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import logging
@@ -12,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from paged_jax.arguments import names_arguments
 from paged_jax.engine.engine import Engine
@@ -143,7 +144,7 @@ class AsyncEngine:
         finally:
             if not stream.is_done:  # a cancelled task must not wait
                 with contextlib.suppress(EngineClosedError):
-                    self._send(_Command(self._cancel, (stream,)))
+                    self._send(self._cancel, stream)
 
     @property
     def failure(self) -> BaseException | None:
@@ -159,15 +160,17 @@ class AsyncEngine:
         return await self._call(function, self._engine)
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        command = _Command(function, args, asyncio.get_running_loop())
-        self._send(command)
-        return await command.future
+        return await asyncio.wrap_future(self._send(function, *args))
 
-    def _send(self, command: "_Command") -> None:
+    def _send(self, function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
+        """Send a command to the engine's thread, and return the future of its result."""
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()  # a command runs even if its task is cancelled
         with self._lock:
             if not self._is_running:
                 raise self._closed()
-            self._commands.put(command)
+            self._commands.put(_Command(function, args, future))
+        return future
 
     def _closed(self) -> "EngineClosedError":
         state = "a closed one" if self._failure is None else "one that has failed"
@@ -188,7 +191,7 @@ class AsyncEngine:
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:
-                command.fail(self._closed())
+                command.future.set_exception(self._closed())
         streams = dict(self._streams)
         if self._failure is not None:
             # Tell the tasks first: a failed engine may be unable to end its requests below.
@@ -313,35 +316,15 @@ class _Stream:
         return item
 
 
-class _Command:
-    """Function for the engine's thread to call, and the future of a task that waits for it."""
+class _Command(NamedTuple):
+    """Function for the engine's thread to call, and the future that gets its result."""
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        loop: asyncio.AbstractEventLoop | None = None,
-    ):
-        self._function = function
-        self._args = args
-        self._loop = loop
-        self.future: Any = None if loop is None else loop.create_future()
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    future: concurrent.futures.Future[Any]
 
     def run(self) -> None:
         try:
-            result = self._function(*self._args)
+            self.future.set_result(self.function(*self.args))
         except Exception as error:
-            self.fail(error)
-        else:
-            self._answer("set_result", result)
-
-    def fail(self, error: Exception) -> None:
-        self._answer("set_exception", error)
-
-    def _answer(self, method: str, value: Any) -> None:
-        def answer() -> None:
-            if not self.future.cancelled():
-                getattr(self.future, method)(value)
-
-        if self._loop is not None:
-            _call_in(self._loop, answer)
+            self.future.set_exception(error)
