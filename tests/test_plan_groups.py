@@ -141,6 +141,30 @@ def test_plan_of_gemma_4_equals_the_cache_to_the_byte(length, ratio) -> None:
     assert round(plan.sequence_bytes(length) / plan.uniform_bytes(length), 3) == ratio
 
 
+@pytest.mark.parametrize(("length", "ratio"), [(32768, 0.45), (131072, 0.3)])
+def test_plan_of_chunked_layers_equals_the_cache_to_the_byte(length, ratio) -> None:
+    """Of the 48 layers of Llama 4 Scout, 36 keep a chunk of 8,192 tokens."""
+    kinds = tuple(FULL if layer % 4 == 3 else "chunked_attention" for layer in range(48))
+    changes: Any = {"num_hidden_layers": 48, "layer_types": kinds, "num_key_value_heads": 8}
+    changes |= {"sliding_window": None, "attention_chunk_size": 8192, "num_attention_heads": 40}
+    config = dataclasses.replace(GEMMA, **changes)
+    plan = make_plan(config, 2 * 10**12, "gpu", max_model_len=length, max_num_seqs=2)
+    full, chunked = plan.footprint.groups
+    assert (full.window, chunked.window) == (None, 8192)
+    assert full.block // 16 == 12 * 2 * 8 * 128 * 2 and chunked.block == 3 * full.block
+    num_blocks = plan.num_engine_blocks
+    cache = jax.eval_shape(
+        lambda: create_cache(
+            config, num_slots=2, max_length=length, num_blocks=num_blocks, dtype="bfloat16",
+            max_tokens=plan.sizes.most_tokens, platform="gpu",
+        )
+    )  # fmt: skip
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.group_pools))
+    assert num_bytes == plan.footprint.pool_bytes(num_blocks)
+    share = plan.sequence_bytes(length) / plan.uniform_bytes(length)
+    assert share == pytest.approx(ratio, abs=1e-3)
+
+
 def test_groups_of_all_tokens_have_equal_numbers_of_blocks() -> None:
     """Such groups have layers with other heads. They cache prefixes of equal length."""
     groups = tuple(

@@ -38,6 +38,7 @@ from paged_jax.kernels import (
     paged_write,
 )
 from paged_jax.kernels.cascade import is_sharing_possible
+from paged_jax.kernels.chunked import chunked_attention, chunked_prefill_attention
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
 from paged_jax.kernels.pool_format import query_dtype
 from paged_jax.models.layer_attention import (
@@ -346,6 +347,7 @@ def decode_attention(
     places: BatchPlaces,
     sliding_windows: Sequence[int | None],
     *,
+    chunks: Sequence[int | None] = (None,),
     cascade: bool,
     backend: str | None,
 ) -> Attend[GroupPools]:
@@ -354,6 +356,7 @@ def decode_attention(
     Args:
       places: places of the tokens.
       sliding_windows: sliding window of each layer of the model.
+      chunks: size of the chunks that each layer attends to, or None.
       cascade: whether to read the blocks that all sequences share once per step, instead of once
         per sequence, see `cascade_attention`.
       backend: backend of the attention, see `paged_attention`.
@@ -379,7 +382,9 @@ def decode_attention(
         arrays = q, pools.k, pools.v, places.groups[group].block_tables, places.lengths
         options = _attention_options(heads, pools, index, backend)
         sliding_window = sliding_window_of(sliding_windows, layer)
-        if sliding_window is None and group in num_shared:
+        if (chunk := sliding_window_of(chunks, layer)) is not None:
+            out = chunked_attention(*arrays, chunk=chunk, **options)
+        elif sliding_window is None and group in num_shared:
             out = cascade_attention(*arrays, num_shared[group], **options)
         else:
             out = paged_attention(*arrays, sliding_window=sliding_window, **options)
@@ -389,7 +394,13 @@ def decode_attention(
 
 
 def prefill_attention(
-    places: BatchPlaces, B: int, T: int, sliding_windows: Sequence[int | None], backend: str | None
+    places: BatchPlaces,
+    B: int,
+    T: int,
+    sliding_windows: Sequence[int | None],
+    backend: str | None,
+    *,
+    chunks: Sequence[int | None] = (None,),
 ) -> Attend[GroupPools]:
     """Return the attention function of a prefill step, with B chunks of up to T tokens.
 
@@ -399,6 +410,7 @@ def prefill_attention(
       T: tokens per row.
       sliding_windows: sliding window of each layer of the model.
       backend: backend of the attention, see `paged_attention`.
+      chunks: size of the chunks that each layer attends to, or None.
     """
 
     def attend(
@@ -408,16 +420,15 @@ def prefill_attention(
             return places.advance(layer, heads, carry, backend)
         group, index = find_layer(places.layers, layer)
         q, pools = places.write(group, carry[group], heads, index, backend)
-        out = paged_prefill_attention(
-            q.reshape(B, T, *q.shape[1:]),
-            pools.k,
-            pools.v,
-            places.groups[group].block_tables,
-            places.lengths,
-            places.num_tokens,
-            sliding_window=sliding_window_of(sliding_windows, layer),
-            **_attention_options(heads, pools, index, backend),
-        )
+        tables, chunk = places.groups[group].block_tables, sliding_window_of(chunks, layer)
+        rows = q.reshape(B, T, *q.shape[1:])
+        arrays = rows, pools.k, pools.v, tables, places.lengths, places.num_tokens
+        options = _attention_options(heads, pools, index, backend)
+        if chunk is None:
+            window = sliding_window_of(sliding_windows, layer)
+            out = paged_prefill_attention(*arrays, sliding_window=window, **options)
+        else:
+            out = chunked_prefill_attention(*arrays, chunk=chunk, **options)
         return out.reshape(*q.shape[:2], out.shape[-1]), _replace(carry, group, pools)
 
     return attend

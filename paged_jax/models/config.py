@@ -13,6 +13,7 @@ from paged_jax.models.config_checks import check_choices, check_experts, check_s
 from paged_jax.models.config_json import read_fields, write_fields
 from paged_jax.models.family import NO_MULTIPLIERS, SOFTMAX_ROUTER, Multipliers, Router
 from paged_jax.models.layer_groups import (
+    CHUNKED,
     DENSE,
     FULL,
     HYBRID,
@@ -64,6 +65,8 @@ class LlamaConfig:
       tie_word_embeddings: whether the embedding table is also the output head.
       qkv_bias, o_bias: whether the attention projections have biases.
       qk_norm: whether queries and keys are normalised.
+      qk_norm_weight: whether these norms have weights.
+      qk_norm_layers: whether each layer has these norms; empty if all or none have.
       value_norm: whether the values of each head are normalised, without a weight.
       attention_k_eq_v: whether layers without a sliding window have no projection of values.
         Their values are the projected keys, before these are normalised and rotated.
@@ -111,9 +114,11 @@ class LlamaConfig:
         `mlp.clamped_swiglu`; with `swiglu_limit` None experts use `hidden_act`.
       sliding_window: number of last tokens that a query attends to in layers with a window; None
         for all tokens.
-      layer_types: ``"full_attention"``, ``"sliding_attention"``, ``"linear_attention"``,
-        ``"hybrid"`` (full and linear attention, added) or ``"none"`` (only an MLP) for each layer;
-        empty if all are attention layers with the same `sliding_window`.
+      attention_chunk_size: number of consecutive tokens that attend only to each other, in layers
+        with chunks; None if there are none.
+      layer_types: ``"full_attention"``, ``"sliding_attention"``, ``"chunked_attention"``,
+        ``"linear_attention"``, ``"hybrid"`` (full and linear attention, added) or ``"none"`` (only
+        an MLP) for each layer; empty if all are attention layers with the same `sliding_window`.
       mixer: sizes of linear attention, which is recurrent; None if no layer has it.
       mlp_layer_types: ``"dense"`` (an MLP of `intermediate_size`), ``"sparse"`` (experts) or
         ``"none"`` for each layer; empty if all layers have the same kind of MLP.
@@ -155,6 +160,8 @@ class LlamaConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+    qk_norm_weight: bool = True
+    qk_norm_layers: tuple[bool, ...] = ()
     qk_norm_scope: str = "head"
     value_norm: bool = False
     attention_k_eq_v: bool = False
@@ -190,6 +197,7 @@ class LlamaConfig:
     swiglu_alpha: float = 1.702
     swiglu_limit: float | None = None
     sliding_window: int | None = None
+    attention_chunk_size: int | None = None
     layer_types: tuple[str, ...] = ()
     mixer: Mixer | None = None
     mlp_layer_types: tuple[str, ...] = ()
@@ -221,7 +229,8 @@ class LlamaConfig:
 
     def _check_layer_types(self) -> None:
         sliding_window, num_layers = self.sliding_window, self.num_hidden_layers
-        check_layer_types(self.layer_types, sliding_window, num_layers, self.mixer)
+        chunk_size = self.attention_chunk_size
+        check_layer_types(self.layer_types, sliding_window, chunk_size, num_layers, self.mixer)
         check_mlp_layer_types(self.mlp_layer_types, self.num_experts, num_layers)
         layers = zip(self._layer_kinds, self.shares_kv, strict=True)
         own = [kind for kind, shares in layers if not shares]
@@ -239,6 +248,8 @@ class LlamaConfig:
             object.__setattr__(self, "mlp_layer_types", ())
         if set(self.norm_placements) == {self.norm_placement}:
             object.__setattr__(self, "norm_placements", ())
+        if set(self.qk_norm_layers) == {self.qk_norm}:
+            object.__setattr__(self, "qk_norm_layers", ())
 
     def _check_ropes(self) -> None:
         if self.rope_layers and len(self.rope_layers) != self.num_hidden_layers:
@@ -299,10 +310,15 @@ class LlamaConfig:
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
-        """Number of last tokens that each layer attends to, including the query's; None for all."""
-        if not self.layer_types:
-            return (self.sliding_window,) * self.num_hidden_layers
-        return tuple(self.sliding_window if kind == SLIDING else None for kind in self.layer_types)
+        """Number of last tokens that each layer may attend to, or None. It includes the query's."""
+        windows = {SLIDING: self.sliding_window, CHUNKED: self.attention_chunk_size}
+        return tuple(windows.get(kind) for kind in self._layer_kinds)
+
+    @property
+    def attention_chunks(self) -> tuple[int | None, ...]:
+        """Number of consecutive tokens that attend to each other, or None for other layers."""
+        size = self.attention_chunk_size
+        return tuple(size if kind == CHUNKED else None for kind in self._layer_kinds)
 
     @functools.cached_property
     def kv_shapes(self) -> tuple[KVShape | None, ...]:
@@ -313,7 +329,7 @@ class LlamaConfig:
         whole = KVShape(self.num_global_key_value_heads or K, D, D)
         if self.latent is not None:
             local = whole = self.latent.kv_shape
-        shapes = {FULL: whole, HYBRID: whole, SLIDING: local}
+        shapes = {FULL: whole, HYBRID: whole, SLIDING: local, CHUNKED: local}
         return tuple(shapes.get(kind) for kind in self._layer_kinds)
 
     @property
@@ -370,7 +386,7 @@ class LlamaConfig:
         placements = self.norm_placements or (self.norm_placement,) * L
         properties = (
             self._layer_kinds, self._mlp_kinds, self.sliding_windows, self.kv_shapes,
-            self.shares_kv, placements,
+            self.shares_kv, placements, self.qk_norm_layers or (self.qk_norm,) * L,
         )  # fmt: skip
         kinds = tuple(LayerKind(*each) for each in zip(*properties, strict=True))
         distinct = dict.fromkeys(kinds)

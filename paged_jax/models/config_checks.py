@@ -74,10 +74,9 @@ def check_sizes(config: Any) -> None:
             continue
         if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
             raise ValueError(f"LlamaConfig: {field} must be positive, got {value!r}.")
-    if config.sliding_window is not None and config.sliding_window < 1:
-        raise ValueError(
-            f"LlamaConfig: sliding_window must be positive or null, got {config.sliding_window}."
-        )
+    for field in ("sliding_window", "attention_chunk_size"):
+        if (window := getattr(config, field)) is not None and window < 1:
+            raise ValueError(f"LlamaConfig: {field} must be positive or null, got {window}.")
 
 
 def check_choices(config: Any) -> None:
@@ -85,7 +84,7 @@ def check_choices(config: Any) -> None:
 
     Raises:
       UnsupportedConfigError: an option is unknown.
-      ValueError: `norm_placements` has another number of layers.
+      ValueError: a list has another number of layers.
     """
     for field, choices in _CHOICES.items():
         if getattr(config, field) not in choices:
@@ -94,11 +93,11 @@ def check_choices(config: Any) -> None:
                 f"{getattr(config, field)!r}."
             )
     placements = config.norm_placements
-    if placements and len(placements) != config.num_hidden_layers:
-        raise ValueError(
-            f"LlamaConfig: norm_placements must name {config.num_hidden_layers} layers, got "
-            f"{len(placements)}."
-        )
+    for field in ("norm_placements", "qk_norm_layers"):
+        if (count := len(getattr(config, field))) not in (0, config.num_hidden_layers):
+            raise ValueError(
+                f"LlamaConfig: {field} must name {config.num_hidden_layers} layers, got {count}."
+            )
     if others := {*placements} - {*_CHOICES["norm_placement"]}:
         raise UnsupportedConfigError(
             "LlamaConfig: norm_placements must be of "

@@ -17,6 +17,7 @@ from paged_jax.models.family import Family, InnerTextModel, Multipliers, Unsuppo
 from paged_jax.models.layer_groups import RECURRENT_TYPES, SPARSE, check_num_layers
 from paged_jax.models.layers_json import (
     expand_layers,
+    read_chunk_size,
     read_global_heads,
     read_mixer,
     read_mlp_types,
@@ -68,7 +69,6 @@ _WITH_INDEXER = (
 # Reasons, by the beginning of a `model_type` or class in lower case.
 _REASONS = {
     **dict.fromkeys(_WITH_INDEXER, "its sparse attention chooses tokens by an indexer"),
-    "llama4": "its attention sees only the chunk of a token",
     "gemma3n": "its layers have several residual streams",
 }
 
@@ -110,6 +110,8 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     mixer = read_mixer(config, family) if has_mixer else None
     rope = read_rope(config, family, num_hidden_layers, layer_types)
     placements = read_norm_placements(family, layer_types)
+    switches = _read_switches(config, family)
+    has_norms = family.norms_rotated and switches.get("qk_norm")
     return {
         **dict(
             vocab_size=read_integer(config, "vocab_size"),
@@ -125,16 +127,18 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
             tie_word_embeddings=read_boolean(config, "tie_word_embeddings", False),
             hidden_act={"swish": "silu", **replacements}.get(hidden_act, hidden_act),
             sliding_window=sliding_window,
+            attention_chunk_size=read_chunk_size(config, family, layer_types),
             layer_types=layer_types,
             mixer=mixer,
             norm_placements=placements,
+            qk_norm_layers=rope["rope_layers"] if has_norms else (),
             initializer_range=read_number(config, "initializer_range", 0.02),
             bos_token_id=read_integer(config, "bos_token_id", None),
             eos_token_ids=_token_ids(config, "eos_token_id"),
             model_type=model_type,
             dtype=_dtype(config),
         ),
-        **_read_switches(config, family),
+        **switches,
         **read_global_heads(config, family, layer_types),
         **read_latent(config, family),
     } | _read_mlps(config, family, num_hidden_layers)
@@ -204,6 +208,8 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         written["num_global_key_value_heads"] = fields["num_global_key_value_heads"] or None
     if family.has_adjusted_mlp:
         written["block_auto_adjust_ff_dim"] = False
+    if "intermediate_size" in family.keys:
+        written[family.key("intermediate_size")] = written["intermediate_size"]
     written |= write_sliding_window(fields, family) | write_experts(fields, family)
     return written | write_mixer(fields, family)
 
@@ -244,7 +250,7 @@ def _base_architecture(architecture: str) -> str:
       >>> _base_architecture("Qwen3ForCausalLM"), _base_architecture("Gemma3ForCausalLM")
       ('Qwen3Model', 'Gemma3TextModel')
     """
-    if architecture in ("Gemma3ForCausalLM", "Gemma4ForCausalLM"):
+    if architecture in ("Gemma3ForCausalLM", "Gemma4ForCausalLM", "Llama4ForCausalLM"):
         return architecture.replace("ForCausalLM", "TextModel")
     return architecture.partition("For")[0] + "Model"
 
@@ -287,7 +293,7 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 def _read_intermediate_size(config: Mapping[str, Any], family: Family) -> int:
-    size = read_integer(config, "intermediate_size")
+    size = read_integer(config, family.key("intermediate_size"))
     if family.has_adjusted_mlp and read_boolean(config, "block_auto_adjust_ff_dim", True):
         unit = read_integer(config, "block_multiple_of", 256)
         check_positive("LlamaConfig", block_multiple_of=unit)

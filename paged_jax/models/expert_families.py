@@ -24,6 +24,62 @@ _WITH_LATENT: Mapping[str, Any] = {
 }
 
 EXPERT_FAMILIES: Mapping[str, Family] = {
+    "llama4_text": Family(
+        "Llama4ForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "num_experts_per_tok": 1,
+            "num_local_experts": 16,
+            "interleave_moe_layer_step": 1,
+            "use_qk_norm": True,
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        fixed={"qk_norm_weight": False, "shared_expert_gate": False},
+        sliding_layers="chunked",
+        rope_layers="listed",
+        rope_interleaved=True,
+        query_scale="attn_temperature_tuning",
+        norms_rotated=True,
+        biases=BIASES,
+        switches={"qk_norm": "use_qk_norm"},
+        experts=("shared_expert_intermediate_size",),
+        router=Router("sigmoid", scales_inputs=True),
+        dense_layers="others",
+        keys={
+            "intermediate_size": "intermediate_size_mlp",
+            "num_experts": "num_local_experts",
+            "shared_expert_intermediate_size": "intermediate_size",
+            **_EXPERT_SIZE_KEY,
+        },
+        tensors={
+            **{
+                f"{name}_proj": f"feed_forward.{name}_proj.weight"
+                for name in ("gate", "up", "down")
+            },
+            "router": "feed_forward.router.weight",
+            "shared_expert": "feed_forward.shared_expert",
+            "transposed_gate_up_proj": "feed_forward.experts.gate_up_proj",
+            "transposed_down_proj": "feed_forward.experts.down_proj",
+        },
+        prefixes={
+            "language_model.model.": "model.",
+            "language_model.lm_head.": "lm_head.",
+            "vision_model.": None,
+            "multi_modal_projector.": None,
+        },
+    ),
     "mixtral": Family(
         "MixtralForCausalLM",
         {

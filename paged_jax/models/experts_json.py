@@ -27,6 +27,7 @@ _DENSE_KEYS: Mapping[str, tuple[str, ...]] = {
     "none": (),
     "first": ("first_k_dense_replace",),
     "listed": ("decoder_sparse_step", "mlp_only_layers"),
+    "others": ("interleave_moe_layer_step", "moe_layers"),
 }
 _SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 # transformers uses any of these keys for the number of experts.
@@ -111,6 +112,8 @@ def write_experts(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if family.dense_layers == "listed":
         written["decoder_sparse_step"] = 1
         written["mlp_only_layers"] = [i for i, kind in enumerate(kinds) if kind == DENSE]
+    if family.dense_layers == "others":
+        written["moe_layers"] = [i for i, kind in enumerate(kinds) if kind == SPARSE]
     return written
 
 
@@ -180,9 +183,12 @@ def _find_dense(config: Mapping[str, Any], family: Family, num_layers: int) -> l
         return [layer < num_dense for layer in range(num_layers)]
     if family.dense_layers == "none":
         return [False] * num_layers
-    step = read_integer(config, "decoder_sparse_step", 1)
-    check_positive("LlamaConfig", decoder_sparse_step=step)
-    listed = read_entry(config, "mlp_only_layers", [])
+    step_key, list_key = _DENSE_KEYS[family.dense_layers]
+    step = read_integer(config, step_key, 1)
+    check_positive("LlamaConfig", **{step_key: step})
+    listed = read_entry(config, list_key, [])
     if not isinstance(listed, list) or not all(map(is_int, listed)):
-        raise ValueError(f"LlamaConfig: mlp_only_layers must be a list of layers, got {listed!r}.")
+        raise ValueError(f"LlamaConfig: {list_key} must be a list of layers, got {listed!r}.")
+    if family.dense_layers == "others" and listed:
+        return [layer not in listed for layer in range(num_layers)]
     return [layer in listed or (layer + 1) % step > 0 for layer in range(num_layers)]

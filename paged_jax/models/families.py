@@ -424,6 +424,7 @@ ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 PARTS: Mapping[str, InnerTextModel] = {
     "gemma3": InnerTextModel("Gemma3ForConditionalGeneration", has_cap=False),
     "gemma4": InnerTextModel("Gemma4ForConditionalGeneration"),
+    "llama4": InnerTextModel("Llama4ForConditionalGeneration", is_tied=False),
     "mistral3": InnerTextModel(
         "Mistral3ForConditionalGeneration", defaults={"model_type": "mistral"}
     ),

@@ -234,14 +234,17 @@ class Family:
         default all but every n-th, where n is `sliding_window_pattern`;
         ``"pattern from the first"``: the same, but the first layer and every n-th after it have no
         window; ``"pattern and the last"``: as ``"pattern"``, but the last layer never has a window;
-        ``"unused"``: no layer, although configs have the keys of ``"switched"``.
+        ``"unused"``: no layer, although configs have the keys of ``"switched"``; ``"chunked"``: no
+        layer; the layers in `layer_types` attend to chunks, by default those that rotate.
       rope_layers: which layers rotate queries and keys. ``"all"``; ``"none"``; ``"sliding"``:
         layers with a sliding window; ``"listed"``: layers with a 1 in `no_rope_layers`;
         ``"switched"``: all if `position_embedding_type` is ``"rope"``, otherwise none;
         ``"with a base"``: all, unless `rope_theta` is null.
       local_rope: whether layers with a sliding window have their own base without scaling.
       query_scale: where ``config.json`` has the factor of queries by position. ``"none"``: nowhere;
-        ``"rope_parameters"``: there, as `llama_4_scaling_beta`.
+        ``"rope_parameters"``: there, as `llama_4_scaling_beta`; ``"attn_temperature_tuning"``: in
+        keys of Llama 4, for layers that do not rotate.
+      norms_rotated: whether only layers that rotate queries and keys may normalise them.
       global_heads: whether layers without a sliding window may have another head dimension and
         number of KV heads.
       has_latent: whether attention is latent, see `LatentSizes`.
@@ -261,7 +264,9 @@ class Family:
         MLP; None if it has their size.
       dense_layers: which layers have a dense MLP instead of experts. ``"none"``; ``"first"``: the
         first `first_k_dense_replace` layers; ``"listed"``: layers in `mlp_only_layers`, and layers
-        that `decoder_sparse_step` leaves out. A list `mlp_layer_types` has precedence.
+        that `decoder_sparse_step` leaves out; ``"others"``: layers that are not in `moe_layers`, by
+        default all but every n-th, where n is `interleave_moe_layer_step`. A list
+        `mlp_layer_types` has precedence.
       is_mxfp4: whether checkpoints may store experts in MXFP4, see `Mxfp4Tensor`.
       mixer: how configs describe recurrent layers; None for a family without them.
       recurrent_norm_placement: `norm_placement` of recurrent layers, if it differs from the others.
@@ -295,6 +300,7 @@ class Family:
     rope_layers: str = "all"
     local_rope: bool = False
     query_scale: str = "none"
+    norms_rotated: bool = False
     global_heads: bool = False
     has_latent: bool = False
     partial_rope: bool = False

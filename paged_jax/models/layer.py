@@ -143,7 +143,7 @@ class Layer(nnx.Module):
             self.qkv_bias = nnx.Param(jnp.zeros(qkv_heads, dtype))
         if config.o_bias:
             self.o_bias = nnx.Param(jnp.zeros(E, dtype))
-        if config.qk_norm:
+        if config.qk_norm and config.qk_norm_weight:
             is_whole = config.qk_norm_scope == "projection"
             q_shape, k_shape = ((K, H // K, D), (K, D)) if is_whole else ((D,), (D,))
             self.q_norm = nnx.Param(initial_norm_weight(config, q_shape, dtype))
@@ -450,7 +450,9 @@ class Layer(nnx.Module):
             sm_scale = (sm_scale or config.head_dim**-0.5) * config.multipliers.key
         sinks = self.sinks[...] if config.attention_sinks else None
         norms = None
-        if config.qk_norm:
+        if config.qk_norm and not config.qk_norm_weight:
+            norms = (jnp.ones(config.head_dim, jnp.float32),) * 2
+        elif config.qk_norm:
             q_norm = self.q_norm[...]
             k_norm = self.k_norm[...] if config.num_kv_rows else q_norm
             norms = effective_weight(config, q_norm), effective_weight(config, k_norm)

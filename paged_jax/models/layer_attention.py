@@ -168,7 +168,7 @@ Attend = Callable[[int | jax.Array, LayerInputs, Carry], tuple[jax.Array, Carry]
 
 
 def sliding_window_of(sliding_windows: Sequence[int | None], index: int | jax.Array) -> int | None:
-    """Return the sliding window of a layer. The index may be traced if all windows are equal."""
+    """Return the entry of a layer. The index may be traced if all entries are equal."""
     if len(set(sliding_windows)) == 1:
         return sliding_windows[0]
     assert isinstance(index, int)
@@ -176,7 +176,10 @@ def sliding_window_of(sliding_windows: Sequence[int | None], index: int | jax.Ar
 
 
 def causal_attention(
-    sliding_windows: Sequence[int | None], kv_sources: Sequence[int] = ()
+    sliding_windows: Sequence[int | None],
+    kv_sources: Sequence[int] = (),
+    *,
+    chunks: Sequence[int | None] = (None,),
 ) -> Attend[Carry]:
     """Return an `Attend` function for whole sequences ``[B, T, ...]``, without a cache.
 
@@ -187,6 +190,7 @@ def causal_attention(
       sliding_windows: sliding window of each layer, see `LlamaConfig`.
       kv_sources: for each layer, the layer whose keys and values it reads; empty if all layers read
         their own.
+      chunks: number of consecutive tokens that attend to each other in each layer, or None.
     """
     is_read = {source for layer, source in enumerate(kv_sources) if source != layer}
     kept: dict[int, tuple[jax.Array, jax.Array]] = {}
@@ -204,22 +208,32 @@ def causal_attention(
         if is_read and isinstance(index, int) and index in is_read:
             kept[index] = k, v
         sliding_window = sliding_window_of(sliding_windows, index)
-        if heads.soft_cap is None and heads.sinks is None and heads.value_dim is None:
+        chunk = sliding_window_of(chunks, index)
+        is_usual = heads.soft_cap is None and heads.sinks is None and heads.value_dim is None
+        if is_usual and chunk is None:
             local = None if sliding_window is None else (sliding_window - 1, 0)
             out = jax.nn.dot_product_attention(
                 q, k, v, is_causal=True, local_window_size=local, scale=heads.sm_scale
             )
         else:
-            out = _masked_attention(q, k, v, heads, sliding_window)
+            out = _masked_attention(q, k, v, heads, sliding_window, chunk)
         return out, carry
 
     return attend
 
 
 def _masked_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, heads: Projection | Heads, sliding_window: int | None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    heads: Projection | Heads,
+    sliding_window: int | None,
+    chunk: int | None,
 ) -> jax.Array:
-    """Compute attention with a soft cap, sinks or short values, which `jax.nn` does not support."""
+    """Compute attention with options that `jax.nn` does not support.
+
+    They are a soft cap, sinks, short values and chunks.
+    """
     B, T, H, D = q.shape
     K = k.shape[2]
     scale = D**-0.5 if heads.sm_scale is None else heads.sm_scale
@@ -231,6 +245,8 @@ def _masked_attention(
     seen_TN = distance_TN >= 0
     if sliding_window is not None:
         seen_TN &= distance_TN < sliding_window
+    if chunk is not None:
+        seen_TN &= (jnp.arange(T)[:, None] // chunk) == (jnp.arange(T)[None] // chunk)
     scores_BKGTN = jnp.where(seen_TN[None, None, None], scores_BKGTN, -jnp.inf)
     if heads.sinks is not None:
         sinks = heads.sinks.astype(jnp.float32).reshape(1, K, H // K, 1, 1)

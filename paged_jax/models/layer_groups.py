@@ -12,6 +12,8 @@ from paged_jax.models.family import SOFTMAX_ROUTER, UnsupportedConfigError
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+# Attention to the tokens of the same chunk of consecutive positions.
+CHUNKED = "chunked_attention"
 RECURRENT = "linear_attention"
 # Both at the same time: the outputs of full attention and of a recurrence are added.
 HYBRID = "hybrid"
@@ -19,7 +21,7 @@ HYBRID = "hybrid"
 NOTHING = "none"
 ATTENTION_TYPES = (FULL, SLIDING)
 RECURRENT_TYPES = (RECURRENT, HYBRID)
-LAYER_TYPES = (*ATTENTION_TYPES, *RECURRENT_TYPES, NOTHING)
+LAYER_TYPES = (*ATTENTION_TYPES, CHUNKED, *RECURRENT_TYPES, NOTHING)
 # Types of a layer's MLP: dense, or experts.
 DENSE = "dense"
 SPARSE = "sparse"
@@ -128,6 +130,7 @@ class LayerKind(NamedTuple):
       kv: keys and values that the layer keeps, or None.
       shares_kv: whether it reads the keys and values of another layer.
       norm_placement: where its norms are, see `LlamaConfig`.
+      has_qk_norm: whether it normalises queries and keys.
     """
 
     kind: str
@@ -136,6 +139,7 @@ class LayerKind(NamedTuple):
     kv: KVShape | None
     shares_kv: bool
     norm_placement: str
+    has_qk_norm: bool
 
     def changes(self, config: Any) -> dict[str, Any]:
         """Return the changed fields of a config in which all layers equal this layer.
@@ -144,8 +148,9 @@ class LayerKind(NamedTuple):
           config: the `LlamaConfig` of the model. It imports this module.
         """
         L, is_recurrent = config.num_hidden_layers, self.kind in RECURRENT_TYPES
+        is_special = self.kv is None or is_recurrent or self.kind == CHUNKED
         changes: dict[str, Any] = {
-            "layer_types": (self.kind,) * L if self.kv is None or is_recurrent else (),
+            "layer_types": (self.kind,) * L if is_special else (),
             "mlp_layer_types": (NOTHING,) * L if self.mlp_kind == NOTHING else (),
             "rope_layers": (),
             "norm_placement": self.norm_placement,
@@ -154,7 +159,10 @@ class LayerKind(NamedTuple):
             "o_bias": config.o_bias and self.kv is not None,
             "num_kv_shared_layers": L if self.shares_kv else 0,
             "use_double_wide_mlp": False,
-            "sliding_window": self.window,
+            "sliding_window": None if self.kind == CHUNKED else self.window,
+            "attention_chunk_size": self.window if self.kind == CHUNKED else None,
+            "qk_norm": self.has_qk_norm,
+            "qk_norm_layers": (),
             "global_head_dim": 0,
             "num_global_key_value_heads": 0,
         }
@@ -287,7 +295,11 @@ def check_num_layers(num_layers: int) -> None:
 
 
 def check_layer_types(
-    layer_types: Sequence[str], sliding_window: int | None, num_layers: int, mixer: object
+    layer_types: Sequence[str],
+    sliding_window: int | None,
+    chunk_size: int | None,
+    num_layers: int,
+    mixer: object,
 ) -> None:
     """Check the types of the layers, see `LlamaConfig`.
 
@@ -300,9 +312,9 @@ def check_layer_types(
             f"LlamaConfig: mixer must be set where layer_types has {RECURRENT!r} or {HYBRID!r}, "
             f"and only there, got {mixer} and {list(layer_types)}."
         )
-    if not layer_types:
+    if not layer_types and chunk_size is None:
         return
-    if len(layer_types) != num_layers:
+    if layer_types and len(layer_types) != num_layers:
         raise ValueError(
             f"LlamaConfig: layer_types must name {num_layers} layers, got {len(layer_types)}."
         )
@@ -315,6 +327,11 @@ def check_layer_types(
         raise ValueError(
             f"LlamaConfig: sliding_window must be an integer where layer_types has {SLIDING!r}, "
             "got null."
+        )
+    if (CHUNKED in layer_types) != (chunk_size is not None):
+        raise UnsupportedConfigError(
+            "LlamaConfig: attention_chunk_size must be an integer where layer_types has "
+            f"{CHUNKED!r}, and only there, got {chunk_size} and {list(layer_types)}."
         )
 
 

@@ -6,7 +6,14 @@ from typing import Any, get_args
 
 from paged_jax.arguments import check_positive, is_int, is_real
 from paged_jax.models.family import Family, MixerKeys, UnsupportedConfigError
-from paged_jax.models.layer_groups import FULL, NOTHING, RECURRENT, RECURRENT_TYPES, SLIDING
+from paged_jax.models.layer_groups import (
+    CHUNKED,
+    FULL,
+    NOTHING,
+    RECURRENT,
+    RECURRENT_TYPES,
+    SLIDING,
+)
 from paged_jax.models.mixer_sizes import (
     GatedDeltaNet,
     KimiDelta,
@@ -233,6 +240,10 @@ def _layer_types(
     if family.mixer is not None:
         return read_layer_types(config, family.mixer, num_hidden_layers)
     layer_types = config.get("layer_types")
+    if family.sliding_layers == "chunked" and layer_types is None:
+        rotates = read_rope_layers(config, family, num_hidden_layers, ())
+        kind = FULL if config.get("attention_chunk_size") is None else CHUNKED
+        return tuple(kind if each else FULL for each in rotates or (True,) * num_hidden_layers)
     ends_full = family.sliding_layers == "pattern and the last"
     if layer_types is None:
         if sliding_window is None or family.sliding_layers == "all":
@@ -300,6 +311,9 @@ def write_sliding_window(fields: Mapping[str, Any], family: Family) -> dict[str,
     """Return the entries of a ``config.json`` that `read_sliding_window` can read."""
     if family.sliding_layers in ("none", "unused"):
         return {}
+    if family.sliding_layers == "chunked":
+        kinds = [*fields["layer_types"]] or [FULL] * fields["num_hidden_layers"]
+        return {"attention_chunk_size": fields["attention_chunk_size"], "layer_types": kinds}
     sliding_window = fields["sliding_window"]
     written: dict[str, Any] = {"sliding_window": sliding_window}
     if family.sliding_layers == "all":
@@ -310,6 +324,15 @@ def write_sliding_window(fields: Mapping[str, Any], family: Family) -> dict[str,
         written["use_sliding_window"] = sliding_window is not None
         written["max_window_layers"] = [*layer_types, SLIDING].index(SLIDING)
     return written | {"layer_types": layer_types}
+
+
+def read_chunk_size(
+    config: Mapping[str, Any], family: Family, layer_types: tuple[str, ...]
+) -> int | None:
+    """Return the number of tokens of a chunk of attention, or None if no layer has chunks."""
+    if family.sliding_layers != "chunked" or CHUNKED not in layer_types:
+        return None
+    return read_integer(config, "attention_chunk_size", None)
 
 
 def read_norm_placements(family: Family, layer_types: tuple[str, ...]) -> tuple[str, ...]:

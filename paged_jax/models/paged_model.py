@@ -23,9 +23,7 @@ from paged_jax.arguments import check_positive, names_arguments
 from paged_jax.cache.groups import CacheGroup
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.cache.sequence_blocks import max_blocks_in_slot, num_blocks_needed
-from paged_jax.cache.states import StateGroup
 from paged_jax.kernels import padded_head_dim
-from paged_jax.kernels.pool_format import query_dtype
 from paged_jax.kernels.weight_formats import WeightFormat
 from paged_jax.models.batch_places import (
     BatchPlaces,
@@ -39,7 +37,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_attention import Attend, Carry
 from paged_jax.models.layer_groups import layer_places
 from paged_jax.models.matrix_formats import MatrixFormats
-from paged_jax.models.state_places import StatePlaces
+from paged_jax.models.state_places import StatePlaces, create_states
 from paged_jax.models.step_arrays import StepArrays, as_step_arrays
 
 
@@ -353,7 +351,10 @@ class PagedModel(nnx.Module):
                 "window."
             )
         check_layers(self._name("decode"), places, sliding_windows)
-        attend = decode_attention(places, sliding_windows, cascade=cascade, backend=backend)
+        chunks = self.config.attention_chunks
+        attend = decode_attention(
+            places, sliding_windows, chunks=chunks, cascade=cascade, backend=backend
+        )
         x, pools = self.hidden_states(token_ids, places.positions, attend, pools, backend)
         return self.logits(x, backend), pools
 
@@ -385,7 +386,8 @@ class PagedModel(nnx.Module):
         )
         sliding_windows = self.config.sliding_windows
         check_layers(self._name(method), places, sliding_windows)
-        attend = prefill_attention(places, B, T, sliding_windows, backend)
+        chunks = self.config.attention_chunks
+        attend = prefill_attention(places, B, T, sliding_windows, backend, chunks=chunks)
         x, pools = self.hidden_states(
             token_ids.reshape(-1), places.positions, attend, cache.group_pools, backend
         )
@@ -440,6 +442,11 @@ def create_cache(
       [(1, 256, 1, 16, 8), (2, 28, 1, 16, 8)]
     """
     max_tokens = max_length if max_tokens is None else max_tokens
+    if (chunk := config.attention_chunk_size) is not None and chunk % block_size:
+        raise ValueError(
+            f"create_cache: block_size must divide attention_chunk_size = {chunk}, got "
+            f"{block_size}."
+        )
     check_positive(
         "create_cache",
         max_length=max_length,
@@ -472,28 +479,8 @@ def create_cache(
                 window=window,
             )
         )
-    states = _create_states(
+    states = create_states(
         config, num_slots if num_states is None else num_states, num_slots, block_size, dtype
     )
     places = layer_places(config.layer_groups, config.kv_sources)
     return PagedCache(tuple(groups), places, states)
-
-
-def _create_states(
-    config: LlamaConfig, num_entries: int, num_slots: int, block_size: int, dtype: DTypeLike
-) -> StateGroup | None:
-    """Return the states of recurrent layers; None if the model has none."""
-    if not config.state_groups:
-        return None
-    other = query_dtype(dtype)
-    arrays = [
-        [(len(group.layers), array.shape, array.dtype or other) for array in group.states]
-        for group in config.state_groups
-    ]
-    return StateGroup.create(
-        arrays,
-        layers=layer_places(config.state_groups, range(config.num_hidden_layers)),
-        num_entries=num_entries,
-        num_slots=num_slots,
-        block_size=block_size,
-    )

@@ -84,9 +84,9 @@ class RopeScaling:
             )
         if not (math.isfinite(self.factor) and self.factor > 0):
             raise ValueError(f"LlamaConfig: rope factor must be positive, got {self.factor!r}.")
-        if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
+        if not 0 < self.low_freq_factor <= self.high_freq_factor < math.inf:
             raise ValueError(
-                "LlamaConfig: low_freq_factor must be positive and less than high_freq_factor, "
+                "LlamaConfig: low_freq_factor must be positive and at most high_freq_factor, "
                 f"got {self.low_freq_factor!r} and {self.high_freq_factor!r}."
             )
         if self.original_max_position_embeddings < 1:
@@ -264,6 +264,8 @@ def _kept_by_llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray
     """
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
+    if span == 0:
+        return (turns >= scaling.low_freq_factor).astype(np.float64)
     return np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
 
 

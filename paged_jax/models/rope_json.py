@@ -109,6 +109,10 @@ def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
             "original_max_position_embeddings": scale.length,
         }
         return {"rope_parameters": parameters}
+    if family.query_scale == "attn_temperature_tuning":
+        written["attn_temperature_tuning"] = scale is not None
+        if scale is not None:
+            written |= {"attn_scale": scale.beta, "floor_scale": scale.length}
     return written
 
 
@@ -176,6 +180,13 @@ def _read_query_scale(
       rope: the entry `rope_parameters`.
       family: family of the model.
     """
+    if family.query_scale == "attn_temperature_tuning":
+        # Early files have a number of layers instead of true.
+        if not config.get("attn_temperature_tuning"):
+            return None
+        beta = _required_number(config, "attn_scale")
+        length = _required_number(config, "floor_scale")
+        return QueryScale(beta, int(length), offset=1, only_without_rope=True)
     # Early files of Mistral have a separate entry for these values.
     given = {**rope, **_object("llama_4_scaling", config.get("llama_4_scaling"))}
     beta = given.get("llama_4_scaling_beta", given.get("beta"))
@@ -292,7 +303,7 @@ def read_rope_layers(
         rotates = family.rope_layers == "switched" and kind == "rope"
         return () if rotates else (False,) * num_layers
     rotates = config.get("no_rope_layers")  # despite its name, 1 marks a layer that rotates
-    if rotates is None:
+    if rotates in (None, []):
         interval = config.get("no_rope_layer_interval", 4)
         if not is_int(interval) or interval < 1:
             raise ValueError(

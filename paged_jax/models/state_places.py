@@ -15,15 +15,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from paged_jax.cache.groups import find_layer
-from paged_jax.cache.states import LayerPlaces
+from paged_jax.cache.states import LayerPlaces, StateGroup
 from paged_jax.kernels.opaque_call import take_or_fill
+from paged_jax.kernels.pool_format import query_dtype
 from paged_jax.kernels.rows import set_states, take_states
 from paged_jax.kernels.state_rows import StateRows
+from paged_jax.models.layer_groups import layer_places
 
 if TYPE_CHECKING:  # types in annotations only
     from paged_jax.cache.paged_cache import PagedCache
+    from paged_jax.models.config import LlamaConfig
     from paged_jax.models.layer_attention import Recurrence
 
 # `Pools` of each group of attention layers, then `StatePools` of each group of recurrent layers.
@@ -138,3 +142,23 @@ class StatePlaces(NamedTuple):
         for layer, recurrence in self.postponed or ():
             _, carry = places.advance(layer, recurrence, carry, num_tokens)
         return carry
+
+
+def create_states(
+    config: "LlamaConfig", num_entries: int, num_slots: int, block_size: int, dtype: DTypeLike
+) -> StateGroup | None:
+    """Return the states of recurrent layers; None if the model has none."""
+    if not config.state_groups:
+        return None
+    other = query_dtype(dtype)
+    arrays = [
+        [(len(group.layers), array.shape, array.dtype or other) for array in group.states]
+        for group in config.state_groups
+    ]
+    return StateGroup.create(
+        arrays,
+        layers=layer_places(config.state_groups, range(config.num_hidden_layers)),
+        num_entries=num_entries,
+        num_slots=num_slots,
+        block_size=block_size,
+    )

@@ -9,7 +9,8 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.families import FAMILIES
 from paged_jax.models.family import UnsupportedConfigError
 from paged_jax.models.layer_groups import KVShape, LatentSizes
-from paged_jax.models.rope import RopeScaling
+from paged_jax.models.paged_model import create_cache
+from paged_jax.models.rope import QueryScale, RopeScaling
 
 _SIZES = {
     "vocab_size": 32,
@@ -255,11 +256,34 @@ def test_layer_configs_have_the_sizes_of_their_layers():
     assert _SMALL.layer_configs == (_SMALL,) * 3
 
 
+def test_from_dict_reads_the_chunks_of_llama_4():
+    given = {**_of_family("llama4_text"), "num_hidden_layers": 5, "head_dim": 8}
+    config = LlamaConfig.from_dict({**given, "attention_chunk_size": 24, "no_rope_layers": []})
+    chunked = ("chunked_attention",) * 3
+    assert config.layer_types == (*chunked, "full_attention", "chunked_attention")
+    assert config.sliding_windows == config.attention_chunks == (24, 24, 24, None, 24)
+    assert config.qk_norm_layers == config.rope_layers == (True, True, True, False, True)
+    assert [layer.qk_norm for layer in config.layer_configs] == [*config.qk_norm_layers]
+    assert config.query_scale == QueryScale(0.1, 8192, offset=1, only_without_rope=True)
+    # Without chunks, all layers attend to all tokens.
+    whole = LlamaConfig.from_dict({**given, "attention_chunk_size": None})
+    assert whole.attention_chunks == (None,) * 5 and not whole.layer_types
+    other = {"interleave_moe_layer_step": 2, "attn_temperature_tuning": False}
+    config = LlamaConfig.from_dict({**given, **other})
+    assert config.has_experts == (False, True, False, True, False)
+    assert config.query_scale is None
+    with pytest.raises(ValueError, match="attention_chunk_size must be an integer where"):
+        dataclasses.replace(config, attention_chunk_size=None)
+    with pytest.raises(ValueError, match="attention_chunk_size must be positive"):
+        dataclasses.replace(config, attention_chunk_size=0)
+    with pytest.raises(ValueError, match="block_size must divide attention_chunk_size = 8192"):
+        create_cache(config, num_slots=1, max_length=48, block_size=24)
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
         ({**_SIZES, "model_type": "gpt2"}, "gpt2"),
-        ({**_SIZES, "model_type": "llama4_text"}, "llama4_text.* only the chunk of a token"),
         ({**_SIZES, "architectures": ["Gemma3nForCausalLM"]}, "Gemma3n.* several residual streams"),
         ({**_LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "SequenceClass"),
         ({**_LLAMA, "hidden_act": "relu"}, "hidden_act"),
@@ -372,7 +396,7 @@ def test_from_dict_names_unsupported_features(config, named):
             for size in (0, 1, -8, 10**400)
         ],
         ({"model_type": "granite", "logits_scaling": 1e-320}, "logits_scaling must be positive"),
-        ({"rope_scaling": {**_LLAMA3_ROPE, "low_freq_factor": 4.0}}, "low_freq_factor must be"),
+        ({"rope_scaling": {**_LLAMA3_ROPE, "low_freq_factor": 4.5}}, "low_freq_factor must be"),
         ({"architectures": ["MistralForCausalLM"]}, "architectures must fit"),
         ({"layer_types": ["full_attention"]}, "layer_types must name 3 layers"),
         ({"layer_types": [["full_attention"]] * 3}, "layer_types must be a list of names"),

@@ -94,6 +94,18 @@ _GEMMA4: dict[str, Any] = {
     "hidden_size_per_layer_input": 0,
     "final_logit_softcapping": 3.0,
 }
+# Chunks are shorter than most sequences, and the last layer does not rotate.
+_LLAMA4 = {
+    "head_dim": 24,
+    "num_hidden_layers": 4,
+    "attention_chunk_size": WINDOW,
+    "intermediate_size": 40,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "floor_scale": 48,
+    "attn_scale": 0.3,
+}
 _DELTA = {
     "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention"],
@@ -286,6 +298,7 @@ CASES = {
         "minimax_m2",
         {"head_dim": 24, "rotary_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2},
     ),
+    "llama4": Case("llama4_text", {**_LLAMA4, "moe_layers": [1, 3]}),
     "lfm2_moe": Case(
         "lfm2_moe",
         {
@@ -419,6 +432,22 @@ VARIANTS = {
         },
     ),
     "falcon_h1 without a norm": Case("falcon_h1", {**_FALCON, "mamba_conv_bias": False}),
+    "llama4 with experts in all layers, without norms": Case(
+        "llama4_text",
+        {
+            **_LLAMA4,
+            "num_hidden_layers": 2,
+            "no_rope_layers": [0, 1],
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "num_experts_per_tok": 1,
+            "attention_bias": True,
+        },
+    ),
+    "llama4 without chunks": Case(
+        "llama4_text",
+        {**_LLAMA4, "num_hidden_layers": 2, "attention_chunk_size": None, "moe_layers": [0]},
+    ),
     "olmo_hybrid without rotation, with sizes by default": Case(
         "olmo_hybrid",
         {

@@ -367,6 +367,8 @@ def _expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Ma
         "gate_up_proj": _gate_up_mappings(config, names, shared),
         "down_proj": (map_tensor(names["down_proj"], (E, shared)),),
     }
+    if "transposed_gate_up_proj" in names and experts != "separate":
+        return mappings | _transposed_expert_mappings(config, names)
     if "experts_gate_up_proj" in names and experts != "separate":
         return mappings | _interleaved_expert_mappings(config, names)
     first = 0 if config.gated_mlp else 1
@@ -434,6 +436,23 @@ def _fused_expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[s
         "experts_down_proj": (
             TensorMapping(names.get("fused_down_proj", f"{module}down_proj"),
                           down, down, (0,) * 3, axes=(0, 1, 2)),
+        ),
+    }  # fmt: skip
+
+
+def _transposed_expert_mappings(
+    config: LlamaConfig, names: Mapping[str, str]
+) -> dict[str, Mappings]:
+    """Return the mappings of the experts of Llama 4, whose matrices are ``[in, out]``."""
+    E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
+    return {
+        "experts_gate_up_proj": (
+            TensorMapping(names["transposed_gate_up_proj"], (X, E, 2 * F), (X, 2, F, E), (0,) * 4,
+                          axes=(0, 2, 3, 1), split_shape=(X, E, 2, F)),
+        ),
+        "experts_down_proj": (
+            TensorMapping(names["transposed_down_proj"], (X, F, E), (X, E, F), (0,) * 3,
+                          axes=(0, 2, 1)),
         ),
     }  # fmt: skip
 
