@@ -210,6 +210,7 @@ def test_mask_allows_everything_after_the_end(start, tokenizer) -> None:
         ({"required": ["other"]}, False),
         ({"additionalProperties": {"type": "null"}}, False),
         ({"allOf": [{"properties": {"b": {"type": "null"}}, "required": ["b"]}]}, False),
+        ({"allOf": [{"properties": {"name": {"const": "x"}}, "required": ["name"]}]}, True),
     ],
 )
 def test_objects_have_only_named_properties(start, tokenizer, schema, is_closed) -> None:

@@ -483,6 +483,9 @@ HINTS = {
     "oneOf": closed(a={"oneOf": [{"const": 1}, {"const": 2}]}),
     "remote": closed(r={"$ref": "https://example.com/schema.json"}),
     "type": closed(a={"type": "any"}),
+    "contains": closed(a={"type": "array", "maxItems": 0, "contains": {}}),
+    "dependentSchemas": closed() | {"dependentSchemas": {"n": {"required": ["n"]}}},
+    "unevaluatedProperties": closed() | {"unevaluatedProperties": False},
     "dependentRequired": closed() | {"dependentRequired": {"n": ["n"]}},
 }
 # Schemas that llguidance does not support at all. Arguments still have to be an object.

@@ -7,9 +7,10 @@ build a lexer; a grammar that needs more than its limit is rejected.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from paged_jax.models.text.json_schemas import close, without_annotations
 from paged_jax.sampling.params import StructuredOutputsParams
 
 MANY_LABELS = 1000
@@ -31,111 +32,6 @@ LAYOUT: Any = {
 
 The names of properties are then forced, and a model cannot fill the context with white space.
 """
-# Keys for human readers, which do not affect validation.
-_ANNOTATIONS = frozenset({
-    "$comment", "$schema", "default", "deprecated", "description", "example", "examples",
-    "readOnly", "title", "writeOnly",
-})  # fmt: skip
-# Keys that state which unnamed properties an object may have, and keys that combine schemas.
-_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
-_JOINED = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSchemas")
-
-
-class _SchemaKeys(NamedTuple):
-    """Keys of a schema whose values contain schemas.
-
-    Attributes:
-      mappings: keys with a mapping from names to schemas.
-      lists: keys with a list of schemas.
-      single: keys with a single schema.
-    """
-
-    mappings: tuple[str, ...]
-    lists: tuple[str, ...]
-    single: tuple[str, ...]
-
-    def replace(self, schema: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
-        """Return the schema with each direct inner schema replaced by ``function(inner)``."""
-        new = dict(schema)
-        for name, part in schema.items():
-            if name in self.mappings and isinstance(part, Mapping):
-                new[name] = {key: function(value) for key, value in part.items()}
-            elif name in self.lists and isinstance(part, list):
-                new[name] = [*map(function, part)]
-            elif name in self.single:
-                new[name] = function(part)
-        return new
-
-
-# `_CLOSABLE` has the keys whose inner schemas `close` closes too. `_ALL` has all keys with inner
-# schemas.
-_CLOSABLE = _SchemaKeys(
-    ("properties", "patternProperties", "$defs", "definitions"),
-    ("anyOf", "oneOf", "prefixItems"),
-    ("items", "additionalProperties"),
-)
-_ALL = _SchemaKeys(
-    (*_CLOSABLE.mappings, "dependentSchemas"),
-    (*_CLOSABLE.lists, "allOf", "items"),
-    (
-        *_CLOSABLE.single, "additionalItems", "contains", "else", "if", "not", "propertyNames",
-        "then", "unevaluatedItems", "unevaluatedProperties",
-    ),
-)  # fmt: skip
-
-
-def without_annotations(schema: Any) -> Any:
-    """Return a schema without descriptions, titles, defaults and other annotations.
-
-    Both schemas accept the same texts. Annotations can be most of a schema.
-
-    Example:
-      >>> without_annotations({"title": "T", "properties": {"title": {"description": "It."}}})
-      {'properties': {'title': {}}}
-    """
-    if not isinstance(schema, Mapping):
-        return schema
-    kept = {name: part for name, part in schema.items() if name not in _ANNOTATIONS}
-    return _ALL.replace(kept, without_annotations)
-
-
-def close(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Forbid properties that a schema does not name, unless the schema says otherwise.
-
-    Frameworks usually generate schemas that allow further properties, and an unsure model would
-    write further properties until the context is full. Every text that matches the closed schema
-    matches the given schema.
-
-    A schema is left unchanged if it says which further properties are allowed, or if it combines
-    several descriptions of an object. These could contradict each other when closed.
-
-    Example:
-      >>> close({"type": "object", "properties": {"a": {"type": "null"}}})
-      {'type': 'object', 'properties': {'a': {'type': 'null'}}, 'additionalProperties': False}
-    """
-    return schema if _is_joined(schema) else _closed(schema)
-
-
-def _is_joined(schema: Any) -> bool:
-    if not isinstance(schema, Mapping):
-        return False
-    if "allOf" in schema or "properties" in schema and any(name in schema for name in _JOINED):
-        return True
-    inner: list[Any] = []
-    _CLOSABLE.replace(schema, inner.append)
-    return any(map(_is_joined, inner))
-
-
-def _closed(schema: Any) -> Any:
-    if not isinstance(schema, Mapping):
-        return schema
-    new = _CLOSABLE.replace(schema, _closed)
-    named, required = schema.get("properties"), schema.get("required", [])
-    if isinstance(named, Mapping) and isinstance(required, list):
-        are_named = all(isinstance(name, str) and name in named for name in required)
-        if are_named and not any(name in schema for name in _OPEN):
-            new["additionalProperties"] = False
-    return new
 
 
 def constraint_text(constraint: StructuredOutputsParams) -> str:

@@ -10,7 +10,15 @@ from typing import Any
 
 from paged_jax.arguments import ArgumentError
 from paged_jax.models.text.grammar import GrammarCompiler
-from paged_jax.models.text.grammar_source import LAYOUT, close, quoted, without_annotations
+from paged_jax.models.text.grammar_source import LAYOUT, quoted
+from paged_jax.models.text.json_schemas import (
+    DEFINITIONS,
+    close,
+    is_text,
+    merged,
+    resolve,
+    without_annotations,
+)
 from paged_jax.models.text.tool_formats import HERMES, ID, NUMBER, Tool, ToolFormat
 from paged_jax.sampling.params import StructuredOutputsParams
 
@@ -23,8 +31,6 @@ _MAX_CHECKS = 512
 _MAX_LENGTH = 256
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
-# Keys of a schema with definitions that its arguments may refer to.
-_DEFINITIONS = ("$defs", "definitions")
 # Rules for the varying parts of texts around calls: ids of nine letters or digits, and numbers.
 _HOLES = {ID: "call_id", NUMBER: "call_number"}
 _HOLE_RULES = {"call_id": "/[a-zA-Z0-9]{9}/", "call_number": "/[0-9]{1,3}/"}
@@ -128,11 +134,12 @@ class _Writer:
         self, rule: str, schema: Mapping[str, Any], options: Mapping[str, Any]
     ) -> tuple[str, list[str]]:
         """Return an expression for pairs of keys and values, and the rules that it needs."""
-        shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
+        shared = {name: schema[name] for name in DEFINITIONS if name in schema}
         properties, required = schema.get("properties") or {}, schema.get("required") or ()
         parts: list[tuple[str, bool]] = []
         rules: list[str] = []
         for index, (name, inner) in enumerate(properties.items()):
+            inner = resolve(inner, schema)
             inner = {**inner, **shared} if isinstance(inner, Mapping) else {}
             value = f"{rule}_value_{index}"
             rules.append(self._value(value, inner, options))
@@ -182,11 +189,6 @@ def _schema(
         "lenient": not function.get("strict"),
     }
     return close(_arguments(function.get("parameters"))), options
-
-
-def is_text(schema: Any) -> bool:
-    """Return whether a value of a schema is a text, which tags contain without quotes."""
-    return isinstance(schema, Mapping) and schema.get("type") == "string"
 
 
 def _json(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
@@ -341,10 +343,10 @@ class ToolGrammars:
 
     def _loosened(self, tool: Tool, max_checks: int) -> Tool:
         """Return a tool with the supported parts of its unsupported schema."""
-        schema = tool["function"]["parameters"]
+        schema = merged(tool["function"]["parameters"])
         properties = schema.get("properties")
         if isinstance(properties, Mapping) and len(properties) <= max_checks:
-            shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
+            shared = {name: schema[name] for name in DEFINITIONS if name in schema}
             bound = {
                 name: self._supported_argument(tool, name, argument, shared)
                 for name, argument in properties.items()

@@ -3,9 +3,10 @@
 import ast
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
+from paged_jax.models.text.json_schemas import argument_schemas, is_text
 from paged_jax.models.text.tool_formats import ID, NUMBER, Tool, ToolFormat
 
 # Maximum number of characters between the mark of a call and its arguments. A longer text is no
@@ -45,9 +46,8 @@ class ToolReader:
 
     def __init__(self, format: ToolFormat, tools: Sequence[Tool] = ()):
         self._format = format
-        self._schemas = {
-            tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools
-        }
+        self._functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+        self._schemas: dict[str, dict[str, Any]] = {}  # of the arguments of called functions
         self._buffer = ""
         # Position: in text, before the name of a call, in its arguments, or after them.
         self._place: Literal["text", "head", "json", "xml", "python", "after"] = "text"
@@ -173,9 +173,10 @@ class ToolReader:
 
     def _is_text(self, key: str) -> bool:
         """Return whether the value of a key is a text according to the schema of the function."""
-        properties = self._schemas.get(self._name, {}).get("properties") or {}
-        schema = properties.get(key) if isinstance(properties, Mapping) else None
-        return isinstance(schema, Mapping) and schema.get("type") == "string"
+        if self._name not in self._schemas:
+            parameters = self._functions.get(self._name, {}).get("parameters") or {}
+            self._schemas[self._name] = argument_schemas(parameters)
+        return is_text(self._schemas[self._name].get(key))
 
     def _pair_start(self, key: str) -> str:
         """Return the JSON before a value: the start of the object or a separator, and the key."""

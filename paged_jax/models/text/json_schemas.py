@@ -1,0 +1,283 @@
+"""JSON schemas as trees: annotations, references, schemas joined with `allOf`, closed objects."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+# Keys for human readers, which do not affect validation.
+_ANNOTATIONS = frozenset({
+    "$comment", "$schema", "default", "deprecated", "description", "example", "examples",
+    "readOnly", "title", "writeOnly",
+})  # fmt: skip
+# Keys that state which unnamed properties an object may have, and keys that combine schemas.
+_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
+_JOINED = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSchemas")
+
+
+class _SchemaKeys(NamedTuple):
+    """Keys of a schema with schemas in their values.
+
+    Attributes:
+      mappings: keys with a mapping from names to schemas.
+      lists: keys with a list of schemas.
+      single: keys with a single schema.
+    """
+
+    mappings: tuple[str, ...]
+    lists: tuple[str, ...]
+    single: tuple[str, ...]
+
+    def replace(self, schema: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
+        """Return the schema with each direct inner schema replaced by ``function(inner)``."""
+        new = dict(schema)
+        for name, part in schema.items():
+            if name in self.mappings and isinstance(part, Mapping):
+                new[name] = {key: function(value) for key, value in part.items()}
+            elif name in self.lists and isinstance(part, list):
+                new[name] = [*map(function, part)]
+            elif name in self.single:
+                new[name] = function(part)
+        return new
+
+
+# `_CLOSABLE` has the keys with inner schemas that `close` closes too, `_ALL` all keys with inner
+# schemas.
+_CLOSABLE = _SchemaKeys(
+    ("properties", "patternProperties", "$defs", "definitions"),
+    ("anyOf", "oneOf", "prefixItems"),
+    ("items", "additionalProperties"),
+)
+_ALL = _SchemaKeys(
+    (*_CLOSABLE.mappings, "dependentSchemas"),
+    (*_CLOSABLE.lists, "allOf", "items"),
+    (
+        *_CLOSABLE.single, "additionalItems", "contains", "else", "if", "not", "propertyNames",
+        "then", "unevaluatedItems", "unevaluatedProperties",
+    ),
+)  # fmt: skip
+
+
+def without_annotations(schema: Any) -> Any:
+    """Return a schema without descriptions, titles, defaults and other annotations.
+
+    Both schemas accept the same texts. Annotations can be most of a schema.
+
+    Example:
+      >>> without_annotations({"title": "T", "properties": {"title": {"description": "It."}}})
+      {'properties': {'title': {}}}
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = {name: part for name, part in schema.items() if name not in _ANNOTATIONS}
+    return _ALL.replace(kept, without_annotations)
+
+
+def close(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Forbid properties that a schema does not name, unless the schema says otherwise.
+
+    Frameworks usually generate schemas that allow further properties, and an unsure model would
+    write further properties until the context is full. Every text that matches the closed schema
+    matches the given schema.
+
+    The objects of an `allOf` are merged first. A schema is left unchanged if it says which further
+    properties are allowed, or if it still combines several descriptions of an object. These could
+    contradict each other when closed.
+
+    Example:
+      >>> close({"type": "object", "properties": {"a": {"type": "null"}}})
+      {'type': 'object', 'properties': {'a': {'type': 'null'}}, 'additionalProperties': False}
+    """
+    schema = merged(schema)
+    return schema if _is_joined(schema) else _closed(schema)
+
+
+def _is_joined(schema: Any) -> bool:
+    if not isinstance(schema, Mapping):
+        return False
+    if "allOf" in schema or "properties" in schema and any(name in schema for name in _JOINED):
+        return True
+    inner: list[Any] = []
+    _CLOSABLE.replace(schema, inner.append)
+    return any(map(_is_joined, inner))
+
+
+def _closed(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    new = _CLOSABLE.replace(schema, _closed)
+    named, required = schema.get("properties"), schema.get("required", [])
+    if isinstance(named, Mapping) and isinstance(required, list):
+        are_named = all(isinstance(name, str) and name in named for name in required)
+        if are_named and not any(name in schema for name in _OPEN):
+            new["additionalProperties"] = False
+    return new
+
+
+# Keys of the objects that `merged` joins. Annotations and definitions are allowed too.
+_OBJECT_KEYS = {"type", "properties", "required", "additionalProperties"}
+DEFINITIONS = ("$defs", "definitions")
+"""Keys of a schema with definitions that its other parts may refer to."""
+# Keys of a schema that stay in it when its parts are merged.
+_KEPT = frozenset((*DEFINITIONS, "x-guidance"))
+# Maximum size of the merged schema, as a multiple of the size of the schema.
+_MAX_GROWTH = 4
+
+
+def merged(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Join each `allOf` of plain objects to one object, and each reference with its siblings.
+
+    Both schemas accept the same texts. Descriptions of an object with other keys than its
+    properties and required properties are not joined, and neither are recursive ones.
+
+    Example:
+      >>> parts = [{"properties": {name: {}}, "required": [name]} for name in "ab"]
+      >>> merged({"allOf": parts})
+      {'properties': {'a': {}, 'b': {}}, 'required': ['a', 'b']}
+    """
+    try:
+        return _Merger(schema).merge(schema)
+    except (RecursionError, _TooLargeError):
+        return schema
+
+
+class _TooLargeError(Exception):
+    """The merged schema would be too large, because it repeats definitions."""
+
+
+class _Merger:
+    """Merger of the parts of a schema.
+
+    Args:
+      root: the whole schema, to which local references refer.
+    """
+
+    def __init__(self, root: Any):
+        self._root = root
+        self._room: int | None = None  # number of characters that may be repeated
+        self._active: list[str] = []  # references to the schemas that are being merged
+
+    def merge(self, schema: Any) -> Any:
+        """Return a schema with all its parts merged, if possible."""
+        if not isinstance(schema, Mapping):
+            return schema
+        new = _ALL.replace(schema, self.merge)
+        kept = {key: new[key] for key in _KEPT if key in new}
+        own = {key: new[key] for key in new.keys() - _KEPT - _ANNOTATIONS - {"allOf", "$ref"}}
+        parts = new.get("allOf", [])
+        if not isinstance(parts, list):
+            return new
+        if "$ref" in new and (own or parts):
+            parts = [{"$ref": new["$ref"]}, *parts]
+        if not parts:
+            return new
+        if len(parts) == 1 and not own and isinstance(parts[0], Mapping):
+            return {**parts[0], **kept}
+        objects = [*map(self._object, parts), self._object(own, is_beside=True)]
+        # Properties come in the order of the schema.
+        order = [key for key in new if key in ("properties", "allOf", "$ref")]
+        if order[0] == "properties":
+            objects.insert(0, objects.pop())
+        found = [each for each in objects if each is not None]
+        return {**self._joined(found), **kept} if len(found) == len(objects) else new
+
+    def _object(self, part: Any, *, is_beside: bool = False) -> dict[str, Any] | None:
+        """Return a description of an object that can be joined with others; None if it cannot.
+
+        Args:
+          part: the description, or a reference to it.
+          is_beside: whether these are the keys beside an `allOf`, which may close the object.
+        """
+        reference = part.get("$ref") if isinstance(part, Mapping) else None
+        if isinstance(reference, str) and not part.keys() - {"$ref"} - _ANNOTATIONS:
+            return self._target(reference)
+        if not isinstance(part, Mapping):
+            return {} if part is True else None
+        found = {key: value for key, value in part.items() if key not in _ANNOTATIONS}
+        if is_beside and found.get("unevaluatedProperties") is False:
+            del found["unevaluatedProperties"]
+            found["additionalProperties"] = False
+        elif found.get("additionalProperties", True) is not True:
+            return None
+        is_object = (
+            not found.keys() - _OBJECT_KEYS
+            and found.get("type", "object") == "object"
+            and isinstance(found.get("properties", {}), Mapping)
+            and isinstance(found.get("required", []), list)
+        )
+        return found if is_object else None
+
+    def _target(self, reference: str) -> dict[str, Any] | None:
+        """Return the object that a local reference means; None if it cannot be joined."""
+        target = resolve({"$ref": reference}, self._root)
+        if target is None or reference in self._active:
+            return None
+        if self._room is None:
+            self._room = _MAX_GROWTH * len(json.dumps(self._root))
+        self._room -= len(json.dumps(target))
+        if self._room < 0:
+            raise _TooLargeError
+        self._active.append(reference)
+        found = self._object(self.merge(target))
+        self._active.pop()
+        return found
+
+    def _joined(self, objects: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return an object with the properties and required properties of all objects."""
+        new: dict[str, Any] = {}
+        properties: dict[str, Any] = {}
+        required: dict[str, None] = {}
+        for each in objects:
+            for name, schema in each.get("properties", {}).items():
+                before = properties.setdefault(name, schema)
+                if before != schema:
+                    properties[name] = self.merge({"allOf": [before, schema]})
+            required |= dict.fromkeys(each.get("required", []))
+            new |= {key: each[key] for key in ("type", "additionalProperties") if key in each}
+        if properties:
+            new["properties"] = properties
+        return new | ({"required": list(required)} if required else {})
+
+
+def resolve(schema: Any, root: Any) -> Any:
+    """Return the schema to which a plain local reference refers; other schemas are returned.
+
+    Args:
+      schema: a schema, which may be ``{"$ref": "#/..."}``.
+      root: the schema with the definitions.
+
+    Returns:
+      A schema that is no plain reference. None if there is none at the place of the reference.
+
+    Example:
+      >>> resolve({"$ref": "#/$defs/a"}, {"$defs": {"a": {"type": "null"}}})
+      {'type': 'null'}
+    """
+    seen: set[str] = set()
+    while isinstance(schema, Mapping) and isinstance(place := schema.get("$ref"), str):
+        if schema.keys() - {"$ref"} - _ANNOTATIONS:
+            return schema
+        if place in seen or not place.startswith("#/"):
+            return None
+        seen.add(place)
+        schema = root
+        for name in place[2:].split("/"):
+            name = name.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(name) if isinstance(schema, Mapping) else None
+    return schema
+
+
+def argument_schemas(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schemas of the arguments of a function, without plain references.
+
+    Args:
+      parameters: the schema of all arguments.
+    """
+    schema = merged({**parameters, "type": "object"})
+    properties = schema.get("properties")
+    named = properties if isinstance(properties, Mapping) else {}
+    return {name: resolve(inner, schema) for name, inner in named.items()}
+
+
+def is_text(schema: Any) -> bool:
+    """Return whether a value of a schema is a text, which tags contain without quotes."""
+    return isinstance(schema, Mapping) and schema.get("type") == "string"
