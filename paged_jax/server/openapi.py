@@ -195,7 +195,8 @@ ENDPOINTS = (
         "/cache",
         "",
         None,
-        "a page that shows the blocks live, the events of blocks, and the throughput",
+        "a page that shows the blocks live, the events of blocks, and the throughput; a click "
+        "marks the blocks of a sequence",
     ),
     _get("/openapi.json", "", None, "the OpenAPI description of all endpoints"),
 )
