@@ -19,6 +19,9 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
+# A link whose text is the name of a page, such as "[serving.md](serving.md#tools)".
+_NAME = re.compile(r"\[[\w-]+\.md\](?=\(([^)#\s]*[\w-]+\.md))")
+_TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)#\s]+)((?:#[^)\s]*)?)(?=\))")
 # Files that a browser would download are shown as pages.
 _SOURCES = {".py": "python", ".yaml": "yaml"}
@@ -68,7 +71,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point the links of a page at the paths in the site."""
+    """Point the links of a page at the paths in the site, and show the titles of the pages."""
     uri = page.file.src_uri
     path = uri if (ROOT / uri).exists() and uri != "README.md" else f"docs/{uri}"
 
@@ -76,4 +79,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = site_path(linked_path(path, match[1]))
         return os.path.relpath(target, posixpath.dirname(uri) or ".") + match[2]
 
+    def title(match: re.Match[str]) -> str:
+        target = ROOT / linked_path(path, match[1])
+        found = _TITLE.search(target.read_text()) if target.is_file() else None
+        return f"[{found[1]}]" if found else match[0]
+
+    markdown = _NAME.sub(title, markdown)
     return markdown if path.endswith(".py.md") else _LINK.sub(link, markdown)

@@ -5,9 +5,12 @@ import importlib.util
 import inspect
 import io
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -121,6 +124,60 @@ def test_templates_and_citation_are_valid() -> None:
     assert citation["version"] == paged_jax.__version__
 
 
+def commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each shell command in a page that runs something of this repository."""
+    joined = re.sub(r" \\\n *", " ", text)
+    for line in re.findall(
+        r"^(?:\$ | {4})?((?:[A-Z_]+=\S+ )*(?:paged-jax|python -m|python|pip|make) .*)$",
+        joined,
+        re.MULTILINE,
+    ):
+        words = shlex.split(line, comments=True)
+        yield [word for word in words if word != "&" and not re.match(r"[A-Z_]+=", word)]
+
+
+def check_command(words: list[str]) -> None:
+    """Fail if a command has an unknown flag, target, extra or file."""
+    match words:
+        case ["make", *targets]:
+            makefile = (ROOT / "Makefile").read_text()
+            for target in targets:
+                assert re.search(
+                    rf"^({target}|{target.partition('-')[0]}-%):", makefile, re.MULTILINE
+                )
+        case ["pip", "install", *packages]:
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+                "optional-dependencies"
+            ]
+            for package in packages:
+                named = re.search(r"(?:^\.|paged-jax)\[([\w,]+)\]", package)
+                assert not named or set(named[1].split(",")) <= set(extras)
+        case ["paged-jax", "--print-completion", shell, *_]:
+            assert shell in ("bash", "zsh", "fish", "tcsh")
+        case ["paged-jax", name, *flags] | ["python", "-m", "paged_jax", name, *flags]:
+            importlib.import_module(f"paged_jax.{name}").make_parser().parse_args(flags)
+        case ["python", "-m", module, *flags] if module.startswith("paged_jax."):
+            importlib.import_module(module).make_parser().parse_args(flags)
+        case ["python", "-m", module, *_] if module.startswith(("benchmarks.", "tests.")):
+            assert importlib.util.find_spec(module), module
+        case ["python", file, *_] if file != "-m":
+            assert (ROOT / file).is_file(), file
+
+
+@pytest.mark.parametrize("page", [README, *TOP_PAGES, *PAGES], ids=lambda page: page.name)
+def test_commands_have_known_names_and_flags(page: Path) -> None:
+    for words in commands(page.read_text()):
+        try:
+            check_command(words)
+        except SystemExit as error:
+            raise AssertionError(words) from error
+
+
+def test_pages_have_commands_of_every_kind() -> None:
+    found = {words[0] for page in PAGES for words in commands(page.read_text())}
+    assert found == {"paged-jax", "python", "pip", "make"}
+
+
 @pytest.mark.parametrize("page", [*TOP_PAGES, *PAGES], ids=lambda page: page.name)
 def test_pages_are_short(page: Path) -> None:
     if page.name != "CHANGELOG.md":
@@ -158,6 +215,8 @@ def site(tmp_path_factory) -> Path:
 def test_reference_holds_every_public_name(site: Path) -> None:
     objects = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
     documented = {line.split()[0] for line in objects.splitlines()}
+    # A module hides a function with the same name.
+    assert "py:module" not in objects
     public = {
         name
         for package in (paged_jax, kernels)
