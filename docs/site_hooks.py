@@ -7,8 +7,12 @@ the paths of the repository, without the leading ``docs/``:
     CONTRIBUTING.md               CONTRIBUTING.md
     examples/train.py             examples/train.py.md, a page with the source
     benchmarks/results/x.json     benchmarks/results/x.json, as it is
+    docs/notebooks/ops.ipynb      notebooks/ops.md, a page with the cells
+
+All notebooks are pages of the section "Guides".
 """
 
+import json
 import os.path
 import posixpath
 import re
@@ -31,6 +35,8 @@ def site_path(path: str) -> str:
     """Return the path in the site of a file in the repository."""
     if Path(path).suffix in _SOURCES:
         path += ".md"
+    if path.endswith(".ipynb"):
+        path = path.removesuffix(".ipynb") + ".md"
     return path.removeprefix("docs/")
 
 
@@ -55,10 +61,40 @@ def linked_files(pages: list[str]) -> list[str]:
     return found
 
 
+def notebooks() -> list[str]:
+    """Return the notebooks of the documentation, as paths in the repository."""
+    found = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
+    return [path.relative_to(ROOT).as_posix() for path in found]
+
+
+def notebook_page(path: str) -> str:
+    """Return the cells of a notebook, with their printed output, as Markdown."""
+    name = posixpath.basename(path)
+    parts = []
+    for cell in json.loads((ROOT / path).read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"````python\n{source}\n````")
+        for output in cell.get("outputs", []):
+            text = output.get("text") or output.get("data", {}).get("text/plain", [])
+            parts.append(f"````text\n{''.join(text)}\n````" if text else "")
+    parts.append(f'<a href="../{name}" download>Download this notebook</a>')
+    return "\n\n".join(parts)
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Add the notebooks to the section "Guides" of the navigation."""
+    pages = [site_path(path) for path in notebooks()]
+    for section in config.nav or []:
+        if pages and "Guides" in section:
+            section["Guides"].append({"Notebooks": pages})
+
+
 def on_files(files: Files, config: MkDocsConfig) -> None:
-    """Add the files outside ``docs/`` to the files of the site."""
+    """Add the notebooks, and the files outside ``docs/``, to the files of the site."""
     pages = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
-    for path in linked_files(pages):
+    for path in notebooks():
+        files.append(File.generated(config, site_path(path), content=notebook_page(path)))
+    for path in linked_files(pages + notebooks()):
         source, language = ROOT / path, _SOURCES.get(Path(path).suffix)
         if language:
             text = f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n"
