@@ -365,7 +365,8 @@ def _make_scheduler(
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_chunk=executor.sizes.max_chunk,
         max_steps=options.steps_per_dispatch,
-        runs_ahead=not options.num_speculative_tokens,  # drafts need the latest tokens
+        runs_ahead=True,
+        has_drafts=options.num_speculative_tokens > 0,
         enable_prefix_caching=options.enable_prefix_caching,
         preemption=_preemption_mode(options, is_over_processes),
         costs=PreemptionCosts(

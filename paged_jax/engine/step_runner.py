@@ -120,9 +120,11 @@ class StepRunner:
     def _decode(self, plan: StepPlan) -> QueuedResult | StepTokens:
         with_top = any(s.request.params.logprobs is not None for s in plan.decodes)
         num_planned = sum(count for _, count in plan.chunks) + len(plan.decodes)
-        drafts = self._drafter.drafts(
-            plan.decodes, self._scheduler.max_num_batched_tokens - num_planned
-        )
+        drafts = None
+        if not plan.is_ahead:  # drafts depend on the latest tokens
+            drafts = self._drafter.drafts(
+                plan.decodes, self._scheduler.max_num_batched_tokens - num_planned
+            )
         if drafts is not None:
             tokens = self._runner.verify(plan.decodes, drafts, bound=plan.bound, with_top=with_top)
             if tokens.ok:

@@ -53,6 +53,7 @@ class Scheduler:
       max_chunk: maximum number of tokens that a step prefills per sequence.
       max_steps: maximum number of decode steps on the device at a time.
       runs_ahead: whether to plan steps ahead, see `Lookahead`.
+      has_drafts: whether steps may verify drafts, see `Lookahead`.
       enable_prefix_caching: whether prompts are looked up in the prefix cache.
       preemption: what happens to the blocks of a preempted sequence. ``"recompute"`` releases them,
         ``"swap"`` copies them to host memory, ``"auto"`` chooses the cheaper way.
@@ -84,6 +85,7 @@ class Scheduler:
         max_chunk: int,
         max_steps: int = 1,
         runs_ahead: bool = False,
+        has_drafts: bool = False,
         enable_prefix_caching: bool = True,
         preemption: Preemption = "auto",
         costs: PreemptionCosts | None = None,
@@ -121,10 +123,10 @@ class Scheduler:
         self.block_budget = make_block_budget(
             num_blocks, block_size, max_chunk, groups, state_groups
         )
-        self._queue = Queue(num_slots, self.block_budget, self.stats)
-        self.lookahead = Lookahead(self._queue, max_steps, is_used=runs_ahead)
+        queue = self._queue = Queue(num_slots, self.block_budget, self.stats)
+        self.lookahead = Lookahead(queue, max_steps, is_used=runs_ahead, has_drafts=has_drafts)
         self._admission = Admission(
-            self._queue,
+            queue,
             self.block_budget,
             self.stats,
             num_slots=num_slots,

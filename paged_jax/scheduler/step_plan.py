@@ -55,6 +55,9 @@ class Lookahead:
         device   | all, 1 step | others, k steps | all, 1 step | others, k steps |
         host           read, compute the masks         read, compute the masks
 
+    With drafts, which depend on the latest tokens, lookahead is used only beside sequences with a
+    grammar. Plans made ahead then decode without drafts.
+
     Lookahead stops when a request arrives or expires, when a sequence ends while others wait, when
     blocks run out, and if all sequences have a grammar. Then the host reads all tokens, and the
     scheduler makes the next plan.
@@ -64,16 +67,18 @@ class Lookahead:
       max_steps: maximum number of decode steps on the device at a time. With lookahead, each of two
         plans has half of them, rounded up. A new request then waits at most one step longer.
       is_used: whether to plan ahead.
+      has_drafts: whether plans that are not made ahead may verify drafts.
 
     Attributes:
       num_free_steps: k, number of decode steps in which only sequences without a grammar decode. 0
         if all sequences wait for the masks. `MaskClock` sets it, to less than `max_steps`.
     """
 
-    def __init__(self, queue: Queue, max_steps: int, *, is_used: bool):
+    def __init__(self, queue: Queue, max_steps: int, *, is_used: bool, has_drafts: bool = False):
         self._queue = queue
         self._max_steps = max_steps
         self._is_used = is_used
+        self._has_drafts = has_drafts
         self._is_open = False
         self._rows: list[Sequence] = []
         self._has_grammars = False
@@ -98,7 +103,7 @@ class Lookahead:
         # A chunk may complete blocks of a prefix that a waiting sequence shares. Then the waiting
         # sequence may fit into the next step.
         may_admit_next |= bool(plan.chunks and queue.waiting and queue.free_slots)
-        is_free = not plan.bound or can_alternate
+        is_free = can_alternate if plan.bound else not self._has_drafts
         self._is_open = self._is_used and is_full and is_free and not may_admit_next
 
     def close(self) -> None:
@@ -126,6 +131,8 @@ class Lookahead:
         decodes = [sequence for sequence in self._rows if sequence.slot is not None]
         if self._has_grammars:
             return self._plan_beside_grammars(plan, decodes)
+        if self._has_drafts:
+            return None
         longest = max((s.max_length - len(s.token_ids) for s in decodes), default=0)
         return self._make(decodes, min(self.max_steps, longest - plan.num_steps))
 

@@ -34,6 +34,12 @@ def set_way(engine: Engine, way: str, num_free_steps: int) -> None:
     lookahead.num_free_steps = num_free_steps
 
 
+@pytest.fixture(scope="module")
+def drafting() -> Engine:
+    """Engine that verifies drafts."""
+    return Engine(**{**SIZES, "num_blocks": 60}, num_speculative_tokens=3)
+
+
 def play(engine: Engine, indices, *, abort_at: int | None = None) -> tuple[dict, list[StepPlan]]:
     """Return the tokens of the requests of some forms, and all plans."""
     plans, run = [], engine.core.step_runner.queue
@@ -71,6 +77,26 @@ def test_tokens_do_not_depend_on_the_way(engine, alone, way, num_free_steps) -> 
     apart = [plan for plan in plans if not plan.bound and len(plan.decodes) == 2]
     has_apart = any(plan.num_steps == num_free_steps for plan in apart)
     assert has_apart is (way != WAYS[0] and num_free_steps > 0)
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+@pytest.mark.parametrize("num_free_steps", [0, 3])
+def test_tokens_do_not_depend_on_drafts(drafting, alone, way, num_free_steps) -> None:
+    set_way(drafting, way, num_free_steps)
+    num_drafts = drafting.stats.num_drafts
+    tokens, plans = play(drafting, range(len(FORMS)))
+    assert tokens == alone
+    # Without the sequences that wait for their masks, and without drafts.
+    apart = [plan for plan in plans if plan.is_ahead]
+    assert bool(apart) is (num_free_steps > 0)
+    assert any(len(plan.decodes) == 2 and plan.num_steps == num_free_steps for plan in apart) is (
+        num_free_steps > 0
+    )
+    if not num_free_steps:
+        assert drafting.stats.num_drafts > num_drafts
+    # After the last grammar, no plan is made ahead.
+    last = max(index for index, plan in enumerate(plans) if plan.bound)
+    assert not any(plan.is_ahead for plan in plans[last + 2 :])
 
 
 def test_others_need_fewer_plans(engine, alone) -> None:

@@ -10,7 +10,9 @@ from tests.support.fake_memory import FakeMemory, append, make_request
 class Steps:
     """A scheduler with lookahead and eight blocks of four tokens."""
 
-    def __init__(self, *, num_slots: int = 2, max_steps: int = 8, runs_ahead: bool = True):
+    def __init__(
+        self, *, num_slots: int = 2, max_steps: int = 8, runs_ahead: bool = True, **options: bool
+    ):
         self.memory = FakeMemory(num_slots, 8, 4)
         self.scheduler = Scheduler(
             num_slots,
@@ -20,6 +22,7 @@ class Steps:
             max_chunk=8,
             max_steps=max_steps,
             runs_ahead=runs_ahead,
+            **options,
         )
         self.requests = []
 
@@ -171,9 +174,11 @@ class KnownTokens:
         self.is_over = self.ends and self._seen >= self._num_forced
 
 
-def beside_grammars(*grammars: KnownTokens, num_free: int = 1, k: int = 3) -> Steps:
+def beside_grammars(
+    *grammars: KnownTokens, num_free: int = 1, k: int = 3, **options: bool
+) -> Steps:
     """Return steps of requests with grammars, followed by requests without."""
-    steps = Steps(num_slots=len(grammars) + num_free)
+    steps = Steps(num_slots=len(grammars) + num_free, **options)
     steps.scheduler.lookahead.num_free_steps = k
     for grammar in (*grammars, *[None] * num_free):
         steps.add(2)
@@ -233,6 +238,21 @@ def test_no_plan_ahead_if_the_others_wait_too() -> None:
     plan = steps.plan()
     steps.scheduler.lookahead.num_free_steps = 0
     assert steps.ahead(plan) is None
+
+
+def test_with_drafts_plans_are_ahead_only_beside_grammars() -> None:
+    steps = Steps(has_drafts=True)
+    steps.add()
+    assert steps.ahead(steps.plan()) is None, "drafts need the latest tokens"
+    steps = beside_grammars(KnownTokens(forced=1, ends=True), has_drafts=True)
+    plan = steps.plan()
+    alone = steps.ahead(plan)
+    assert alone is not None and len(alone.decodes) == 1
+    draw_all(plan, waiting=4)
+    both = steps.ahead(alone)
+    assert both is not None and len(both.decodes) == 2
+    draw_all(alone)
+    assert steps.ahead(both) is None, "the grammar has ended"
 
 
 def test_plans_are_long_again_after_the_grammars_have_ended() -> None:
