@@ -54,8 +54,10 @@ from paged_jax.cache.blocks.reserve import (
 )
 from paged_jax.cache.blocks.state_tables import (
     StateTables,
+    commit_marks,
     follow_states,
     forget_states,
+    plan_states,
     publish_states,
     release_states,
     reserve_states,
@@ -66,7 +68,6 @@ from paged_jax.cache.states import LayerPlaces, StateGroup, StatePools
 from paged_jax.formatting import cut
 from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.dispatch import backend_for
-from paged_jax.kernels.opaque_call import take_or_fill
 from paged_jax.kernels.writing import copy_blocks
 
 
@@ -287,9 +288,8 @@ def reserve(
 ) -> tuple[PagedCache, jax.Array]:
     """Append room for tokens to slots, and copy shared blocks that the tokens are written to.
 
-    This is `paged_jax.blocks.reserve` with the copies made in all layers. A copy reads and writes
-    one block. Without copies the pools are not touched. For recurrent layers it chooses the states
-    to read and to write, see `reserve_states`.
+    This is `paged_jax.blocks.reserve` with the copies of blocks made in all layers. Without copies
+    the pools are not touched. The states to read and to write are chosen by `reserve_states`.
 
     Args:
       cache: the state. Donate it, or the pools are copied.
@@ -335,8 +335,8 @@ def plan(
     """Plan blocks for tokens, and copy shared blocks; see `paged_jax.blocks.plan`.
 
     Slots with a limit above 0 first free the blocks that left their windows. `commit` must be the
-    next operation on the tables. States are chosen here, for all of these slots, if the plan is for
-    any tokens. See `reserve` for `backend`.
+    next operation on the tables. States are chosen here if the plan is for any tokens, see
+    `plan_states`. See `reserve` for `backend`.
 
     Returns:
       The cache, and one plan per group, all for the same number of tokens.
@@ -347,7 +347,8 @@ def plan(
         most = functools.reduce(jnp.minimum, counts, jnp.asarray(most, jnp.int32))
     planned = [allocator.plan(g.tables, limits, most, max_tokens=max_tokens) for g in groups]
     copied = [_copy(g, each.copies, backend) for g, each in zip(groups, planned, strict=True)]
-    cache = cache.replace_states(reserve_states, (limits > 0) & (planned[0].num_tokens > 0))
+    count = planned[0].num_tokens
+    cache = cache.replace_states(plan_states, (limits > 0) & (count > 0), cache.lengths, count)
     return replace(cache, groups=tuple(copied)), tuple(planned)
 
 
@@ -357,6 +358,7 @@ def commit(cache: PagedCache, planned: Sequence[ReservePlan], lengths: jax.Array
     See `paged_jax.blocks.commit`.
     """
     pairs = zip(cache.groups, planned, strict=True)
+    cache = cache.replace_states(commit_marks, lengths)
     return cache.replace_tables(allocator.commit(g.tables, each, lengths) for g, each in pairs)
 
 
@@ -483,13 +485,12 @@ def publish(
     A block has the same digest in all groups.
 
     `is_snapshot` bool[N] marks the blocks with which to keep a snapshot of the states of recurrent
-    layers. It is ignored unless the last token of the slot is the last token of the block, because
-    the state is then another one.
+    layers. It is ignored unless the slot has a state or a mark that ends with the block.
     """
     before = tuple(group.tables for group in cache.groups)
     if is_snapshot is not None:
-        is_snapshot &= take_or_fill(cache.lengths, slots) == (columns + 1) * cache.block_size
-        cache = cache.replace_states(publish_states, slots, is_snapshot, digests, token_ids)
+        new = slots, is_snapshot, digests, token_ids, (columns + 1) * cache.block_size
+        cache = cache.replace_states(publish_states, *new, cache.lengths)
     return cache.replace_tables(publish_groups(before, slots, columns, digests, token_ids))
 
 

@@ -40,6 +40,9 @@ class StatePlaces(NamedTuple):
     Attributes:
       sources: i32 ``[B]``, the entry that each row reads; P, the number of entries, for zeros.
       entries: i32 ``[B]``, the entry that each row writes; P for rows that write nothing.
+      spares: i32 ``[B]``, the entry that each row writes from `turns` tokens on, see
+        `state_tables.plan_states`; P for rows that never turn.
+      turns: i32 ``[B]``, number of tokens at which each row turns to its spare entry.
       num_entries: P.
       layers: group of each recurrent layer and the layer's index in the group.
       first_pools: index of the first group of recurrent layers in the pools of the cache.
@@ -49,6 +52,8 @@ class StatePlaces(NamedTuple):
 
     sources: jax.Array
     entries: jax.Array
+    spares: jax.Array
+    turns: jax.Array
     num_entries: int
     layers: LayerPlaces
     first_pools: int
@@ -71,24 +76,30 @@ class StatePlaces(NamedTuple):
         if cache.states is None:
             return None
         tables, P = cache.states.tables, cache.states.num_entries
-        sources, entries = (
-            take_or_fill(x, rows, fill_value=P) for x in (tables.sources, tables.entries)
+        sources, entries, spares, turns = (
+            take_or_fill(x, rows, fill_value=P)
+            for x in (tables.sources, tables.entries, tables.spares, tables.turns)
         )
         layers, first = cache.states.layers, len(cache.groups)
-        return cls(sources, entries, P, layers, first, [] if postpones else None)
+        ids = sources, entries, spares, turns
+        return cls(*ids, P, layers, first, [] if postpones else None)
 
-    def at_step(self, step: jax.Array, active: jax.Array) -> "StatePlaces":
+    def at_step(self, step: jax.Array, active: jax.Array, lengths: jax.Array) -> "StatePlaces":
         """Return the entries of a decode step.
 
-        Steps after the first read the entries that the first step has written.
+        Steps after the first read the entries that the previous step has written.
 
         Args:
           step: i32 ``[]``, number of the step in its dispatch, from 0.
           active: bool ``[B]``, False for rows that get no token.
+          lengths: i32 ``[B]``, tokens of each row before the step.
         """
+        P, has_spare = self.num_entries, self.spares < self.num_entries
+        first = jnp.where(step == 0, self.sources, self.entries)
+        entries = jnp.where(has_spare & (lengths >= self.turns), self.spares, self.entries)
         return self._replace(
-            sources=jnp.where(step == 0, self.sources, self.entries),
-            entries=jnp.where(active, self.entries, self.num_entries),
+            sources=jnp.where(has_spare & (lengths > self.turns), self.spares, first),
+            entries=jnp.where(active, entries, P),
         )
 
     def advance(

@@ -162,7 +162,7 @@ def decode_steps(
         # every dispatch on CPUs would first convert all bfloat16 weights to float32.
         weights, status = lax.optimization_barrier((model, batch.status))
         active = status == _RUNNING
-        entries = states and states.at_step(batch.num_steps, active)
+        entries = states and states.at_step(batch.num_steps, active, batch.lengths)
         places = next_places(cache, block_tables, batch.lengths, active, entries)
         logits, pools = weights.decode_at(
             pools, batch.token_ids, places, cascade=cascade, backend=backend

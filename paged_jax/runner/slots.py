@@ -278,9 +278,11 @@ class Slots:
         # The states of recurrent layers are those after the last computed token.
         interval, last = self._state_interval, sequence.num_computed // C - 1
         is_point = interval and sequence.num_computed in sequence.snapshot_points(interval)
+        # A sequence that decodes has left a mark, see `cache.blocks.state_tables`.
+        mark = (sequence.num_computed - 1) // interval * interval // C - 1 if interval else -1
         for column in range(self._num_published[slot], last + 1):
             token_ids = sequence.token_ids[column * C : (column + 1) * C]
-            is_snapshot = bool(is_point) and column == last
+            is_snapshot = (bool(is_point) and column == last) or column == mark
             digest = sequence.digests[column]
             self._to_publish.append(_Publication(slot, column, digest, token_ids, is_snapshot))
             self._published.add(digest)

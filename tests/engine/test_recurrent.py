@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paged_jax import LLM, BeamSearchParams, Engine, RequestOutput, SamplingParams, rollout
-from paged_jax.cache.blocks import check_invariants
+from paged_jax.cache.blocks import check_invariants, state_tables
 from paged_jax.cache.blocks.inspection import check_states
 from paged_jax.engine import pool_size
 from paged_jax.engine.drafts import Drafter
@@ -35,6 +35,7 @@ FEW_BLOCKS = {"num_blocks": 34}
 @pytest.fixture(autouse=True)
 def short_interval(monkeypatch) -> None:
     monkeypatch.setattr(pool_size, "STATE_INTERVAL", INTERVAL)
+    monkeypatch.setattr(state_tables, "MARK_GRID", INTERVAL)
 
 
 def make_engine(**options: Any) -> Engine:
@@ -249,3 +250,19 @@ def test_rollout_matches_the_plain_model() -> None:
     )  # fmt: skip
     for row, tokens in enumerate(found.token_ids.tolist()):
         assert tokens == greedy_tokens(make_model(), prompts[row // 2], 7)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_next_turn_continues_from_a_state_in_the_answer(steps) -> None:
+    """The states of an answer are kept at multiples of the interval, although no chunk ends there.
+
+    The second prompt has the first prompt, its answer, and new tokens.
+    """
+    engine = make_engine(steps_per_dispatch=steps)
+    prompt = random_tokens(30, 13)
+    [first] = ask(engine, [prompt], 30)
+    turn = prompt + list(first.outputs[0].token_ids) + random_tokens(31, 5)
+    [second] = ask(engine, [turn], 9)
+    # 13 + 30 tokens, of which the last was never an input: the last multiple of 8 is 40.
+    assert second.num_cached_tokens == 40
+    check_entries(engine)

@@ -58,9 +58,13 @@ def check_states(tables: StateTables, lengths: np.ndarray) -> None:
     is_held = entries < num_entries
     rule = f"be below {num_entries} if and only if a slot has tokens"
     _require(np.array_equal(is_held, np.asarray(lengths) > 0), "entries", rule, entries.tolist())
-    counts = np.bincount(entries[is_held], minlength=num_entries)
+    marks = np.asarray(tables.marks)
+    is_marked = marks < num_entries
+    _require(np.all(is_held | ~is_marked), "marks", "be of slots with tokens", marks.tolist())
+    used = np.concatenate([entries[is_held], marks[is_marked]])
+    counts = np.bincount(used, minlength=num_entries)
     refs = np.asarray(tables.pool.ref_counts)
-    rule = f"be {counts.tolist()}, as in the entries"
+    rule = f"be {counts.tolist()}, as in the entries and marks"
     _require(np.array_equal(refs, counts), "ref_counts", rule, refs.tolist())
 
 

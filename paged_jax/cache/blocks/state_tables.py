@@ -19,8 +19,17 @@ in the pool after its last slot has left, until the entry is needed: least recen
 are evicted first, as in `block_pool`. A slot holds at most one entry, so a pool with as many
 entries as slots never runs out. Further entries are room for snapshots. If there is no free entry,
 the last slot that uses a snapshot overwrites it, and the snapshot is forgotten.
+
+While a sequence decodes, each slot also keeps its state at the last multiple of 64 tokens, as a
+*mark*: the step that computes the next token writes to another entry, and the old entry stays. The
+host does not know the tokens yet, so it cannot publish the state at once. It publishes the mark
+when the sequence ends. The next turn of a conversation then continues from there::
+
+    tokens     0 ........... 64 ........... 128 ... 150, end
+    entry          3                5           1            marks: 3, then 5
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import jax
@@ -31,6 +40,9 @@ from paged_jax.cache import block_pool
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.formatting import short_repr
 from paged_jax.kernels.opaque_call import take_or_fill, without_index_checks
+
+# Marks are states after multiples of so many tokens, like the ends of chunks of prompts.
+MARK_GRID = 64
 
 
 @short_repr
@@ -45,11 +57,20 @@ class StateTables:
       entries: i32[S], the entry with the state of each slot after all of its tokens; P if the slot
         is empty. A program writes the new state of the slot to it.
       sources: i32[S], the entry that the program reads; P for zeros.
+      marks: i32[S], an entry with an earlier state of the slot; P for none.
+      mark_lengths: i32[S], number of tokens in that state.
+      spares: i32[S], a free entry to which the planned program turns at `turns` tokens, so that it
+        leaves a mark; P for none. See `plan_marks`.
+      turns: i32[S], number of tokens of the next mark.
     """
 
     pool: BlockPool
     entries: jax.Array
     sources: jax.Array
+    marks: jax.Array
+    mark_lengths: jax.Array
+    spares: jax.Array
+    turns: jax.Array
 
     @classmethod
     @names_arguments
@@ -72,8 +93,12 @@ class StateTables:
                 "slots."
             )
         # The arrays must be separate: a buffer can be donated only once.
-        entries, sources = (jnp.full(num_slots, num_entries, jnp.int32) for _ in range(2))
-        return cls(BlockPool.create(num_entries, block_size), entries, sources)
+        entries, sources, marks, spares = (
+            jnp.full(num_slots, num_entries, jnp.int32) for _ in range(4)
+        )
+        mark_lengths, turns = (jnp.zeros(num_slots, jnp.int32) for _ in range(2))
+        pool = BlockPool.create(num_entries, block_size)
+        return cls(pool, entries, sources, marks, mark_lengths, spares, turns)
 
     @property
     def num_slots(self) -> int:
@@ -120,16 +145,79 @@ def reserve_states(tables: StateTables, is_writer: jax.Array) -> StateTables:
     may_keep &= held < P
     is_snapshot = pool.is_cached.at[held].get(mode="fill", fill_value=False)
     is_needed, is_wanted = is_writer & ~may_keep, may_keep & is_snapshot
+    # Marks make room first.
+    is_short = jnp.sum(is_needed | is_wanted, dtype=jnp.int32) > pool.num_free
+    tables = _drop_marks(tables, jnp.broadcast_to(is_short, is_writer.shape))
+    pool = tables.pool
     num_spare = pool.num_free - jnp.sum(is_needed, dtype=jnp.int32)
     is_taken = is_needed | (is_wanted & (jnp.cumsum(is_wanted, dtype=jnp.int32) <= num_spare))
 
     pool, taken = block_pool.take(pool, is_taken)
     pool = block_pool.forget(pool, jnp.where(may_keep & ~is_taken, held, P))
     pool = block_pool.give_back(pool, jnp.where(is_taken, held, P))
-    return StateTables(
+    return replace(
+        tables,
         pool=pool,
         entries=jnp.where(is_taken, taken, tables.entries),
         sources=tables.entries,
+        spares=jnp.full_like(tables.spares, P),
+    )
+
+
+def _drop_marks(tables: StateTables, mask: jax.Array) -> StateTables:
+    """Free the marks of slots that `mask` bool[S] marks."""
+    P = tables.num_entries
+    pool = block_pool.give_back(tables.pool, jnp.where(mask, tables.marks, P))
+    return replace(tables, pool=pool, marks=jnp.where(mask, P, tables.marks))
+
+
+def mark_interval(block_size: int) -> int:
+    """Return the number of tokens between the marks of a slot, a multiple of the block size."""
+    return math.lcm(MARK_GRID, block_size)
+
+
+@without_index_checks
+def plan_states(
+    tables: StateTables, is_writer: jax.Array, lengths: jax.Array, most: jax.Array
+) -> StateTables:
+    """Choose entries for a program that appends tokens one at a time, and where it leaves marks.
+
+    A program that reaches ``turns`` tokens in a slot must read that state from the entry of the
+    slot, and write the following states to its spare entry. Then call `commit_marks`. Marks use
+    free entries only, and leave half of the entries beyond one per slot to snapshots.
+
+    Args:
+      tables: the state; may be donated.
+      is_writer: bool[S], the slots that get tokens, see `reserve_states`.
+      lengths: i32[S], tokens of each slot before the program.
+      most: i32[], maximum number of tokens of a slot.
+    """
+    tables = reserve_states(tables, is_writer)
+    interval, P = mark_interval(tables.pool.token_ids.shape[1]), tables.num_entries
+    turns = (lengths + interval - 1) // interval * interval
+    # A slot that starts at such a length leaves its entry, unless it leaves a shared entry anyway.
+    is_left = (turns > lengths) | (tables.sources == tables.entries)
+    is_reached = is_writer & is_left & (turns > 0) & (turns < lengths + most)
+    is_reached &= (tables.marks == P) | (tables.mark_lengths != turns)
+    room = tables.pool.num_free - (P - tables.num_slots) // 2
+    is_reached &= jnp.cumsum(is_reached, dtype=jnp.int32) <= room
+    return replace(tables, spares=block_pool.peek(tables.pool, is_reached), turns=turns)
+
+
+@without_index_checks
+def commit_marks(tables: StateTables, lengths: jax.Array) -> StateTables:
+    """Keep the marks that the program has left in slots with `lengths` i32[S] tokens after it."""
+    P = tables.num_entries
+    has_turned = (tables.spares < P) & (lengths > tables.turns)
+    pool = block_pool.take_some(tables.pool, tables.spares, has_turned)
+    pool = block_pool.give_back(pool, jnp.where(has_turned, tables.marks, P))
+    return replace(
+        tables,
+        pool=pool,
+        entries=jnp.where(has_turned, tables.spares, tables.entries),
+        marks=jnp.where(has_turned, tables.entries, tables.marks),
+        mark_lengths=jnp.where(has_turned, tables.turns, tables.mark_lengths),
+        spares=jnp.full_like(tables.spares, P),
     )
 
 
@@ -146,6 +234,7 @@ def follow_states(tables: StateTables, parents: jax.Array, ok: jax.Array) -> Sta
     parents = jnp.where(ok & (parents >= 0), parents, slots)
     is_changed = parents != slots
     entries = tables.entries[parents]
+    tables = _drop_marks(tables, is_changed)
     pool = block_pool.hold(tables.pool, jnp.where(is_changed, entries, tables.num_entries))
     pool = block_pool.give_back(pool, jnp.where(is_changed, tables.entries, tables.num_entries))
     return replace(tables, pool=pool, entries=entries)
@@ -153,6 +242,7 @@ def follow_states(tables: StateTables, parents: jax.Array, ok: jax.Array) -> Sta
 
 def release_states(tables: StateTables, mask: jax.Array) -> StateTables:
     """Empty the slots that `mask` bool[S] marks. Snapshots stay in the prefix cache."""
+    tables = _drop_marks(tables, mask)
     pool = block_pool.give_back(tables.pool, jnp.where(mask, tables.entries, tables.num_entries))
     return replace(tables, pool=pool, entries=jnp.where(mask, tables.num_entries, tables.entries))
 
@@ -172,21 +262,28 @@ def publish_states(
     is_snapshot: jax.Array,
     digests: jax.Array,
     token_ids: jax.Array,
+    ends: jax.Array,
+    lengths: jax.Array,
 ) -> StateTables:
-    """Add the states of slots to the prefix cache, as snapshots.
+    """Add the states and marks of slots to the prefix cache, as snapshots.
 
-    Nothing changes for an entry that is a snapshot already, or if a snapshot has the digest.
+    Nothing changes for an entry that is a snapshot already, or if a snapshot has the digest, or if
+    the slot has neither a state nor a mark with as many tokens.
 
     Args:
       tables: the state; may be donated.
       slots: i32[N], the slot of each snapshot.
-      is_snapshot: bool[N], whether to add the state of the slot. Its tokens must end with the block
-        of the digest. The slots must be distinct.
+      is_snapshot: bool[N], whether to add the state of the slot at the end of the block.
       digests: u32[N, 8], digests of the attention blocks that end where the states end.
       token_ids: i32[N, C], the tokens in these blocks.
+      ends: i32[N], number of tokens up to the end of each block.
+      lengths: i32[S], number of tokens of each slot.
     """
     pool, P = tables.pool, tables.num_entries
-    entries = take_or_fill(tables.entries, jnp.where(is_snapshot, slots, -1), fill_value=P)
+    rows = jnp.where(is_snapshot, slots, -1)
+    entries, marks = (take_or_fill(x, rows, fill_value=P) for x in (tables.entries, tables.marks))
+    marks = jnp.where(take_or_fill(tables.mark_lengths, rows) == ends, marks, P)
+    entries = jnp.where(take_or_fill(lengths, rows) == ends, entries, marks)
     is_known = block_pool.find(pool, digests, entries < P) < P
     is_new = (entries < P) & ~is_known & ~pool.is_cached.at[entries].get(mode="clip")
     # Slots can share an entry, and sequences with equal tokens can have different entries.
@@ -201,6 +298,7 @@ def publish_states(
 
 
 def forget_states(tables: StateTables) -> StateTables:
-    """Remove all snapshots from the prefix cache."""
+    """Remove all snapshots from the prefix cache, and all marks."""
+    tables = _drop_marks(tables, jnp.ones_like(tables.marks, bool))
     pool = replace(tables.pool, is_cached=jnp.zeros_like(tables.pool.is_cached))
     return replace(tables, pool=pool)

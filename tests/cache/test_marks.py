@@ -1,0 +1,147 @@
+"""Marks: earlier states that slots keep while they decode. The model is a list of tokens.
+
+A program is simulated in Python. Each entry holds the tokens of its state.
+"""
+
+import hashlib
+from typing import Any
+
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from paged_jax.cache.blocks import state_tables
+from paged_jax.cache.blocks.inspection import check_states
+from paged_jax.cache.blocks.state_tables import StateTables
+from paged_jax.models.state_places import StatePlaces
+
+S, C, INTERVAL = 3, 4, 8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short_interval():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_tables, "MARK_GRID", INTERVAL)
+        yield
+
+
+class Simulation:
+    """Slots, and the tokens whose state each entry holds."""
+
+    def __init__(self, num_entries: int):
+        self.tables = StateTables.create(num_entries, S, C)
+        self.contents: list[tuple[int, ...] | None] = [None] * num_entries
+        self.tokens: list[list[int]] = [[] for _ in range(S)]
+        self.known: dict[bytes, tuple[int, ...]] = {}
+        self.next_token = 0
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(tokens) for tokens in self.tokens], np.int32)
+
+    def decode(self, limits: list[int], most: int) -> None:
+        """Append up to `limits` tokens to each slot, like a dispatch of `most` steps."""
+        is_writer = np.array(limits) > 0
+        args = jnp.asarray(is_writer), jnp.asarray(self.lengths), jnp.int32(most)
+        self.tables = state_tables.plan_states(self.tables, *args)
+        ids = (self.tables.sources, self.tables.entries, self.tables.spares, self.tables.turns)
+        P = self.tables.num_entries
+        places = StatePlaces(*ids, P, (), 0)
+        for step in range(max(limits)):
+            active = np.array(limits) > step
+            now = places.at_step(jnp.int32(step), jnp.asarray(active), jnp.asarray(self.lengths))
+            sources, entries = now.sources.tolist(), now.entries.tolist()
+            before = [self.contents[source] if source < P else () for source in sources]
+            for slot in np.flatnonzero(active):
+                assert before[slot] == tuple(self.tokens[slot])
+                self.tokens[slot].append(self.next_token)
+                self.next_token += 1
+                self.contents[entries[slot]] = tuple(self.tokens[slot])
+            assert all(
+                entry == P for entry, is_on in zip(entries, active, strict=True) if not is_on
+            )
+        self.tables = state_tables.commit_marks(self.tables, jnp.asarray(self.lengths))
+
+    def publish(self, slot: int) -> None:
+        """Ask for a snapshot at the end of each full block of a slot."""
+        tokens = self.tokens[slot]
+        ends = np.arange(C, len(tokens) + 1, C, dtype=np.int32)
+        digests = [hashlib.sha256(str(tokens[:end]).encode()).digest() for end in ends]
+        self.known |= {
+            digest: tuple(tokens[:end]) for digest, end in zip(digests, ends, strict=True)
+        }
+        if not digests:
+            return
+        words = np.stack([np.frombuffer(digest, np.uint32) for digest in digests])
+        blocks = np.array([tokens[end - C : end] for end in ends], np.int32)
+        slots, marks = np.full(len(ends), slot, np.int32), np.ones(len(ends), bool)
+        arrays: Any = slots, marks, words, blocks, ends, self.lengths
+        self.tables = state_tables.publish_states(self.tables, *map(jnp.asarray, arrays))
+
+    def follow(self, parents: list[int]) -> None:
+        new = [
+            slot if not self.tokens[max(parent, 0)] or parent < 0 else parent
+            for slot, parent in enumerate(parents)
+        ]
+        self.tokens = [list(self.tokens[parent]) for parent in new]
+        args = jnp.asarray(new, jnp.int32), jnp.asarray(True)
+        self.tables = state_tables.follow_states(self.tables, *args)
+
+    def release(self, slot: int) -> None:
+        mask = np.arange(S) == slot
+        self.tables = state_tables.release_states(self.tables, jnp.asarray(mask))
+        self.tokens[slot] = []
+
+    def check(self) -> None:
+        tables = self.tables
+        check_states(tables, self.lengths)
+        for slot in range(S):
+            if self.tokens[slot]:
+                assert self.contents[int(tables.entries[slot])] == tuple(self.tokens[slot])
+            if (mark := int(tables.marks[slot])) < tables.num_entries:
+                length = int(tables.mark_lengths[slot])
+                assert length % INTERVAL == 0
+                assert self.contents[mark] == tuple(self.tokens[slot][:length])
+        for entry in np.flatnonzero(tables.pool.is_cached):
+            assert (
+                self.contents[entry] == self.known[np.asarray(tables.pool.digests[entry]).tobytes()]
+            )
+
+
+LIMITS = st.lists(st.integers(0, 6), min_size=S, max_size=S).filter(any)
+ACTIONS = st.one_of(
+    st.tuples(st.just("decode"), LIMITS, st.integers(0, 3)),
+    st.tuples(st.just("publish"), st.integers(0, S - 1)),
+    st.tuples(st.just("release"), st.integers(0, S - 1)),
+    st.tuples(st.just("follow"), st.lists(st.integers(-1, S - 1), min_size=S, max_size=S)),
+)
+
+
+@settings(max_examples=25)
+@given(st.integers(S, 3 * S), st.lists(ACTIONS, min_size=4, max_size=14))
+def test_states_and_marks_hold_the_tokens_of_their_slots(num_entries, actions) -> None:
+    """Nothing leaks, no snapshot is overwritten, and as many entries as slots suffice."""
+    simulation = Simulation(num_entries)
+    for name, *args in actions:
+        if name == "decode":
+            limits, more = args
+            simulation.decode(limits, max(limits) + more)
+        else:
+            getattr(simulation, name)(*args)
+        simulation.check()
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8])
+def test_a_long_decode_leaves_a_snapshot_at_the_last_multiple(steps) -> None:
+    simulation = Simulation(2 * S)
+    while len(simulation.tokens[0]) < 21:
+        count = min(steps, 21 - len(simulation.tokens[0]))
+        simulation.decode([count, 0, 0], steps)
+    assert simulation.tables.mark_lengths.tolist()[0] == 16
+    simulation.publish(0)
+    simulation.release(0)
+    simulation.check()
+    [entry] = np.flatnonzero(simulation.tables.pool.is_cached)
+    assert len(simulation.contents[entry] or ()) == 16
