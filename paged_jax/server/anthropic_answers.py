@@ -113,7 +113,7 @@ class MessagesAnswer(Answer):
 
     def failure(self, error: ApiError) -> bytes:
         """Return the last event of a stream that fails."""
-        return encode_named_event("error", anthropic_error(error))
+        return encode_named_event("error", anthropic_error(error, self.record.request_id))
 
     def opening(self) -> list[JsonDict]:
         """Return nothing: the first event contains the number of prompt tokens."""

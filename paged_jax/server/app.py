@@ -196,7 +196,8 @@ async def _openapi(service: Service, request: Request) -> Response:
 
 
 async def _models(service: Service, request: Request) -> Response:
-    return json_response(schemas.ModelList(data=[_model_card(service)]))
+    card = _model_card(service)
+    return json_response(schemas.ModelList(data=[card], first_id=card.id, last_id=card.id))
 
 
 async def _model(service: Service, request: Request) -> Response:
@@ -205,9 +206,12 @@ async def _model(service: Service, request: Request) -> Response:
 
 
 def _model_card(service: Service) -> schemas.ModelCard:
+    name, created = service.settings.model_name, service.created
     return schemas.ModelCard(
-        id=service.settings.model_name,
-        created=service.created,
+        id=name,
+        display_name=name,
+        created=created,
+        created_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created)),
         max_model_len=service.max_model_len,
     )
 
@@ -236,8 +240,9 @@ def _router_infos(service: Service) -> tuple[schemas.ModelInfo, schemas.ServerIn
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    request.scope[RECORD].note_error(error.code, str(error))
-    return error.response(request.scope["path"])
+    record = request.scope[RECORD]
+    record.note_error(error.code, str(error))
+    return error.response(request.scope["path"], record.request_id)
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
@@ -259,11 +264,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
 async def _internal_error(request: Request, error: Exception) -> Response:
     # Starlette raises the error again, so the log contains its traceback. This response bypasses
     # the request log, which would add the header.
-    headers = {"X-Request-ID": request.scope[RECORD].request_id}
+    request_id = request.scope[RECORD].request_id
+    headers = {"X-Request-ID": request_id}
     message = "Something went wrong in the server."
-    return ApiError(500, message, code="internal_error", headers=headers).response(
-        request.scope["path"]
-    )
+    error = ApiError(500, message, code="internal_error", headers=headers)
+    return error.response(request.scope["path"], request_id)
 
 
 # Startup

@@ -166,6 +166,15 @@ class ToolParam(LenientBody):
     type: Literal["function"]
     function: FunctionParam
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_function(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("type", "function") != "function":
+            kind = str(value["type"])[:100]
+            rule = 'type must be "function", as this server has no other tools, got {kind}'
+            raise PydanticCustomError("tool_type", rule, {"kind": kind})
+        return value
+
 
 class FunctionName(Body):
     """Name of a function."""

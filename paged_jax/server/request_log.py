@@ -28,6 +28,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paged_jax.scheduler.outputs import RequestOutput
+from paged_jax.server.responses import is_anthropic
 
 try:
     from opentelemetry import propagate, trace
@@ -206,8 +207,11 @@ class RequestLogMiddleware:
         async def send_and_record(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                name = (b"x-request-id", record.request_id.encode())
-                message = {**message, "headers": [*message["headers"], name]}
+                value = record.request_id.encode()
+                new = [(b"x-request-id", value)]
+                if is_anthropic(record.path):  # the name that Anthropic's client reads
+                    new.append((b"request-id", value))
+                message = {**message, "headers": [*message["headers"], *new]}
             elif message["type"] == "http.response.body":
                 record.is_complete = not message.get("more_body", False)
             await send(message)

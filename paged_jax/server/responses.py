@@ -135,9 +135,9 @@ class ApiError(Exception):
             }
         }
 
-    def response(self, path: str = "") -> JSONResponse:
+    def response(self, path: str = "", request_id: str | None = None) -> JSONResponse:
         """Return the error as an HTTP response, in the format of the API of a path."""
-        body = anthropic_error(self) if is_anthropic(path) else self.body()
+        body = anthropic_error(self, request_id) if is_anthropic(path) else self.body()
         return JSONResponse(body, self.status, self.headers)
 
 
@@ -146,7 +146,7 @@ def is_anthropic(path: str) -> bool:
     return path.endswith(_ANTHROPIC)
 
 
-def anthropic_error(error: ApiError) -> JsonDict:
+def anthropic_error(error: ApiError, request_id: str | None) -> JsonDict:
     """Return the JSON of an error in Anthropic's format."""
     kind = _ANTHROPIC_ERRORS.get(error.status)
     if kind is None:
@@ -155,7 +155,8 @@ def anthropic_error(error: ApiError) -> JsonDict:
     if error.code == "context_length_exceeded":
         # Agents shorten the chat when they read these words.
         message = f"prompt is too long: {message}"
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    detail = {"type": kind, "message": message}
+    return {"type": "error", "error": detail, "request_id": request_id}
 
 
 def bad_request(error: ValueError) -> ApiError:

@@ -284,6 +284,7 @@ class AnthropicError(BaseModel):
 
     type: Literal["error"]
     error: dict[str, str]
+    request_id: str | None
 
 
 class TokenCount(BaseModel):
@@ -323,11 +324,14 @@ class TokenizerInfo(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """The served model."""
+    """The served model, with the fields of OpenAI's API and of Anthropic's."""
 
     id: str
     object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
     created: int
+    created_at: str
+    display_name: str
     owned_by: str = "paged_jax"
     max_model_len: int
 
@@ -337,6 +341,9 @@ class ModelList(BaseModel):
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
+    has_more: bool = False
+    first_id: str
+    last_id: str
 
 
 class ModelInfo(BaseModel):

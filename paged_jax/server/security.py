@@ -45,8 +45,9 @@ class Security:
         try:
             self._check(scope)
         except ApiError as error:
-            scope[RECORD].note_error(error.code, str(error))
-            await error.response(scope["path"])(scope, receive, send)
+            record = scope[RECORD]
+            record.note_error(error.code, str(error))
+            await error.response(scope["path"], record.request_id)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -199,6 +199,16 @@ def test_errors_have_the_form_of_the_api(client, change, message) -> None:
         client.messages.create(**{**ASK, "extra_body": change})
     assert error.value.body["type"] == "error"
     assert error.value.body["error"]["type"] == "invalid_request_error"
+    assert error.value.body["request_id"] == error.value.request_id
+    assert error.value.request_id, "the client reads it from a header"
+
+
+def test_client_lists_the_model(client) -> None:
+    page = client.models.list()
+    [card] = page.data
+    assert (card.id, card.display_name, card.type) == ("bundled", "bundled", "model")
+    assert card.created_at.year >= 2026 and not page.has_more
+    assert client.models.retrieve("bundled") == card
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

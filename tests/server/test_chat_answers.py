@@ -237,6 +237,11 @@ def test_pydantic_ai_receives_objects_by_tools(server) -> None:
             "String should match pattern",
         ),
         (
+            {"tools": [{"type": "custom", "custom": {"name": "f"}}]},
+            "tools.0",
+            'type must be "function", as this server has no other tools, got custom',
+        ),
+        (
             {"messages": [{"role": "assistant"}]},
             "messages.0",
             "content must be given, unless there are tool_calls, a refusal or reasoning",
