@@ -117,20 +117,24 @@ _CLASSES = {
 }
 
 
+# Backends of the user, see `add_backend`.
+_ADDED: dict[str, Backend] = {}
+
+
 class _Backends(Mapping[str, Backend]):
     """Backends by name, imported when they are first looked up."""
 
     def __getitem__(self, name: str) -> Backend:
-        return _load(name)
+        return _ADDED[name] if name in _ADDED else _load(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_CLASSES)
+        return iter((*_CLASSES, *_ADDED))
 
     def __len__(self) -> int:
-        return len(_CLASSES)
+        return len(_CLASSES) + len(_ADDED)
 
     def __contains__(self, name: object) -> bool:
-        return name in _CLASSES
+        return name in _CLASSES or name in _ADDED
 
 
 @functools.cache
@@ -140,6 +144,26 @@ def _load(name: str) -> Backend:
 
 
 BACKENDS: Mapping[str, Backend] = _Backends()
+
+
+def add_backend(name: str, backend: Backend) -> None:
+    """Add a backend to this process, which calls and engines use with ``backend=name``.
+
+    A backend needs `Backend.refusal` and the methods of `AttentionOps` or of `WritingOps`. Other
+    ops use the backend that is best for the platform. ``examples/new_backend.py`` is an example.
+
+    Args:
+      name: name of the backend, not the name of a backend of this library.
+      backend: the backend. Its `platform` is None, so that it is used only by its name.
+
+    Raises:
+      ValueError: the name is taken, or `platform` is not None.
+    """
+    if name in _CLASSES:
+        raise ValueError(f"add_backend: name must not be one of {', '.join(_CLASSES)}, got {name}.")
+    if backend.platform is not None:
+        raise ValueError(f"add_backend: backend.platform must be None, got {backend.platform!r}.")
+    _ADDED[name] = backend
 
 
 def _check_interpret(function: str, name: str | None, interpret: Interpret) -> None:

@@ -1,0 +1,53 @@
+"""Tests of examples/new_backend.py: a backend of the user, against float64 and in an engine."""
+
+import numpy as np
+import pytest
+
+from examples.new_backend import LoopBackend
+from paged_jax import LLM, SamplingParams
+from paged_jax.kernels import BACKENDS, dispatch
+from paged_jax.kernels.dispatch import add_backend
+from tests.support.paged_batch import PagedBatch, queries
+from tests.support.tiny_model import SIZES
+
+LENGTHS, QUERY_LENS = [0, 1, 8, 9, 41], [0, 1, 3, 0, 7]
+SINKS = np.array([0.3, -1.0, 2.5, 0.0, 4.0, -3.0], np.float32)
+
+
+@pytest.fixture
+def loop(monkeypatch) -> dict:
+    monkeypatch.setattr(dispatch, "_ADDED", {})
+    add_backend("loop", LoopBackend())
+    return {"backend": "loop"}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 5, "soft_cap": 2.0}, {"scale": 0.3, "sinks": SINKS}]
+)
+def test_loop_over_blocks_matches_float64(loop, options) -> None:
+    """Unused blocks and places are NaN."""
+    batch = PagedBatch.random(LENGTHS)
+    q = queries((len(LENGTHS), max(QUERY_LENS), 6, 16))
+    got = batch.attend(q, QUERY_LENS, **loop, **options)
+    want = batch.expected(q, QUERY_LENS, **options)
+    for a, b in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
+        np.testing.assert_allclose(a.astype(np.float64), b, rtol=0, atol=1e-5)
+
+
+def test_engine_runs_on_the_backend(loop, tiny_folder) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6)
+    found, expected = (
+        LLM(tiny_folder, **SIZES, backend=backend).generate(["the cat sat", "ab"], params)
+        for backend in ("loop", "reference")
+    )
+    for a, b in zip(found, expected, strict=True):
+        assert a.outputs[0].token_ids == b.outputs[0].token_ids
+
+
+def test_add_backend_checks_the_name_and_the_platform(loop, monkeypatch) -> None:
+    assert "loop" in BACKENDS and list(BACKENDS)[-1] == "loop" and len(BACKENDS) == len([*BACKENDS])
+    with pytest.raises(ValueError, match="name must not be one of cpu, .*, got xla"):
+        add_backend("xla", LoopBackend())
+    monkeypatch.setattr(LoopBackend, "platform", "cpu")
+    with pytest.raises(ValueError, match="backend.platform must be None, got 'cpu'"):
+        add_backend("other", LoopBackend())
