@@ -11,7 +11,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from paged_jax.kernels import gpu_device
+from paged_jax.kernels import gpu_device, split_kv
 from paged_jax.kernels.backend import (
     ATTENTION,
     AttentionArgs,
@@ -31,7 +31,7 @@ from paged_jax.kernels.pool_format import QUANTISED
 from paged_jax.kernels.ragged_chunks import attend_in_parts
 from paged_jax.kernels.state_rows import StateStep
 from paged_jax.kernels.triton import grouped_linear as _grouped
-from paged_jax.kernels.triton import pallas, split_kv, tiles
+from paged_jax.kernels.triton import pallas, tiles
 from paged_jax.kernels.triton import quantised_linear as _quantised
 from paged_jax.kernels.triton import recurrent as _recurrent
 from paged_jax.kernels.triton import write as _write

@@ -18,6 +18,12 @@ mostly from the L2 cache.
 
 `split_kv` describes how sequences are split into parts and how the results are merged. If the batch
 is not split, the kernel has no counters and no partial results.
+
+The last program instance sees all partial results, because the counter is an atomic addition with
+acquire and release semantics on the whole GPU. One thread of a program instance executes the
+addition, between two barriers: all threads have stored before the first barrier, and none reads
+before the second, where Triton passes the count to all threads. (PTX ISA, Memory Consistency Model,
+"Causality Order".)
 """
 
 import functools
@@ -26,24 +32,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
 from paged_jax.kernels.pool_format import Half, is_quantised
-from paged_jax.kernels.triton import tiles, tuning
-from paged_jax.kernels.triton.pallas import Instructions, choose_instructions, pallas_call, plgpu
-from paged_jax.kernels.triton.split_kv import (
+from paged_jax.kernels.split_kv import (
     KVPart,
     KVSplit,
     choose_num_parts,
+    divide,
     find_part,
-    is_last_part,
-    load_lengths,
-    merge_parts,
+    remainder,
     take_part,
+    zero_counters,
 )
+from paged_jax.kernels.triton import tiles, tuning
+from paged_jax.kernels.triton.pallas import Instructions, choose_instructions, pallas_call, plgpu
 
 
 def decode(
@@ -134,7 +141,7 @@ def _decode(
     results = [((B, H, U), q.dtype), ((B, H), jnp.float32)]
     counts, aliases = None, {}
     if split.num_parts:
-        counts, aliases = _zeros(args, num_slices), {0: len(results)}
+        counts, aliases = zero_counters(args, num_slices), {0: len(results)}
         results += [(counts.shape, counts.dtype), ((N, H, U), jnp.float32), ((N, H), jnp.float32)]
     out, lse, *_ = pallas_call(
         functools.partial(
@@ -157,20 +164,6 @@ def _decode(
     return out, lse
 
 
-def _zeros(args: AttentionArgs, num_slices: int) -> jax.Array:
-    """Return zeroed counters, i32 ``[B, num_slices]``, for the parts of each sequence and slice.
-
-    XLA would turn `jnp.zeros` into a constant, and copy it for each layer in a separate launch.
-    These zeros are computed from the layer index, so XLA computes the counters of all layers in one
-    kernel. They are zero because no length equals ``-1 - layer``. XLA merges such computations only
-    if they read the same array, and if it has more than one element. The lengths of a single
-    sequence have one element, so the block tables are read too.
-    """
-    number = -1 - jnp.asarray(args.layer, jnp.int32)
-    is_one = (args.context_lens == number) & (args.block_tables[:, 0] == number)
-    return jnp.broadcast_to(is_one[:, None], (is_one.size, num_slices)).astype(jnp.int32)
-
-
 def _attend_kernel(
     _zeros_ref: Any,
     q_ref: Any,
@@ -189,7 +182,7 @@ def _attend_kernel(
     place, program = pl.program_id(0), pl.program_id(1)
     head, slice_index = place, 0
     if group.num_slices > 1:
-        head, slice_index = (f(place, group.num_slices) for f in (tiles.divide, tiles.remainder))
+        head, slice_index = (f(place, group.num_slices) for f in (divide, remainder))
     group_slice, layer = _GroupSlice(group, head, slice_index), layer_ref[0]
     value_dim = result_refs[0].shape[2] if pools.shares_values else 0
     parts = tiles.parts_of(q_ref.shape[2], value_dim)
@@ -240,7 +233,7 @@ def _attend(
     dtype = tiles.operand_dtype(q_ref.dtype, kv.pool_dtype)
     num_rows, num_copies = _choose_rows(group_slice.group.slice_size, dtype)
     rows = jnp.arange(num_copies * num_rows, dtype=jnp.int32)
-    heads, is_row = group_slice.query_heads(tiles.remainder(rows, num_rows))
+    heads, is_row = group_slice.query_heads(remainder(rows, num_rows))
     num_arrays = 2 if is_quantised(kv.pool_dtype) else 1
     q = tuple(
         plgpu.load(
@@ -388,3 +381,97 @@ def _load_tile(
         words = is_quantised(kv.pool_dtype)
         arrays += instructions.split_words(tile, kv.pool_dtype) if words else [tile]
     return tuple(array.astype(dtype) for array in arrays)
+
+
+# Elements of partial outputs that a merge loads at a time: 64 for each of 128 threads, which are 16
+# parts of 4 heads of 128 lanes. For heads wider than 128 lanes, and for float32, a merge loads half
+# as many, because the sums take more registers. With more elements only two program instances, not
+# three, would fit an SM.
+_MERGE_TILE = 8192
+_WIDE = 128
+
+# Initial peak of a merge. With -inf, exp(peak - new_peak) would be NaN if no part has tokens.
+_LOWEST = float(np.finfo(np.float32).min)
+
+
+def load_lengths(split: KVSplit, lens_ref: Any) -> jax.Array:
+    """Load the lengths of the sequences from a ref of i32 ``[B]``, for `find_part`.
+
+    The result is i32 with B rounded up to a power of two; the additional elements are 0.
+    """
+    rows = jnp.arange(pl.next_power_of_2(split.batch), dtype=jnp.int32)
+    return plgpu.load(lens_ref.at[rows], mask=rows < split.batch, other=0)
+
+
+def is_last_part(
+    counts_ref: Any,
+    place: tuple[jax.Array, ...],
+    count: jax.Array,
+    instructions: Instructions,
+) -> jax.Array:
+    """Increment the counter of a sequence; return whether this part is the last.
+
+    The program instance must have stored its partial result.
+
+    Args:
+      counts_ref: i32 counters, zero when the kernel starts; updated.
+      place: scalar indices of the counter: the sequence, and the slice of query heads.
+      count: number of parts of the sequence.
+      instructions: instructions of the kernel.
+    """
+    instructions.barrier()
+    return plgpu.atomic_add(counts_ref, place, jnp.int32(1)) == count - 1
+
+
+def merge_parts(
+    partial_refs: Any,
+    heads: jax.Array,
+    is_row: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    dtype: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Merge the partial results of a sequence.
+
+    Args:
+      partial_refs: refs of f32 ``[N, H, D]`` and ``[N, H]``, the output and the log-sum-exp that
+        each program instance has stored.
+      heads: i32 ``[R]``, the query head of each row.
+      is_row: bool ``[R]``, False for rows without a query head.
+      start: i32 scalar, the first program instance of the sequence.
+      count: i32 scalar, number of parts of the sequence.
+      dtype: dtype of the operands of the kernel's matmuls.
+
+    Returns:
+      f32 ``[R, lanes]`` output, and f32 ``[R]`` log-sum-exp.
+    """
+    out_ref, lse_ref = partial_refs
+    D = out_ref.shape[2]
+    lanes = jnp.arange(tiles.num_lanes(D), dtype=jnp.int32)
+    R = heads.size
+    is_large = lanes.size > _WIDE or dtype == jnp.float32
+    num_at_once = max((_MERGE_TILE // 2 if is_large else _MERGE_TILE) // (R * lanes.size), 1)
+    turns = jnp.arange(num_at_once, dtype=jnp.int32)
+
+    def fold(turn, carry):
+        peak, total, out = carry
+        index = turn * num_at_once + turns
+        programs, is_read = start + index, (index < count)[:, None] & is_row[None]
+        lse = plgpu.load(lse_ref.at[programs[:, None], heads[None]], mask=is_read, other=-jnp.inf)
+        partial = plgpu.load(
+            out_ref.at[programs[:, None, None], heads[None, :, None], lanes[None, None]],
+            mask=is_read[:, :, None] & (lanes < D)[None, None],
+            other=0.0,
+        )
+        new_peak = jnp.maximum(peak, jnp.max(lse, axis=0))
+        decay, weights = jnp.exp(peak - new_peak), jnp.exp(lse - new_peak[None])
+        out = out * decay[:, None] + jnp.sum(partial * weights[:, :, None], axis=0)
+        return new_peak, total * decay + jnp.sum(weights, axis=0), out
+
+    nothing = jnp.zeros((R,), jnp.float32)
+    carry = (nothing + _LOWEST, nothing, jnp.zeros((R, lanes.size), jnp.float32))
+    num_turns = divide(count + num_at_once - 1, num_at_once)
+    peak, total, out = lax.fori_loop(0, num_turns, fold, carry)
+    is_empty = total == 0
+    lse = jnp.where(is_empty, -jnp.inf, peak + jnp.log(total))
+    return out / jnp.where(is_empty, 1.0, total)[:, None], lse

@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 
 from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import Interpret, Weight
+from paged_jax.kernels.split_kv import divide
 from paged_jax.kernels.triton import dequantise, pallas, quantised_linear, tiles
 from paged_jax.kernels.triton.dequantise import TileFormat, WeightTile
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
@@ -217,7 +218,7 @@ def find_tile(
       [[0, 1], [2], [3, 4], False]
     """
     groups = jnp.arange(sizes.size, dtype=jnp.int32)
-    ends = jnp.cumsum(tiles.divide(sizes + tile_rows - 1, tile_rows), dtype=jnp.int32)
+    ends = jnp.cumsum(divide(sizes + tile_rows - 1, tile_rows), dtype=jnp.int32)
     is_before = ends <= tile
     group = jnp.sum(is_before, dtype=jnp.int32)
     begin = jnp.sum(jnp.where(is_before, sizes, 0), dtype=jnp.int32)

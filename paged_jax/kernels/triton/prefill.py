@@ -35,6 +35,7 @@ from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Options, RaggedArgs
 from paged_jax.kernels.pool_format import Half
 from paged_jax.kernels.ragged_chunks import Chunks
+from paged_jax.kernels.split_kv import divide, remainder
 from paged_jax.kernels.triton import tiles, tuning
 from paged_jax.kernels.triton.pallas import Instructions, choose_instructions, pallas_call, plgpu
 
@@ -192,7 +193,7 @@ def _tile_of_ragged(
     B, program = query_lens_ref.shape[0], pl.program_id(1)
     index = jnp.arange(pl.next_power_of_2(B), dtype=jnp.int32)
     lens = plgpu.load(query_lens_ref.at[index], mask=index < B, other=0)
-    counts = tiles.divide(lens * group + query_rows - 1, query_rows)
+    counts = divide(lens * group + query_rows - 1, query_rows)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     is_before = ends <= program
     sequence = jnp.sum(is_before, dtype=jnp.int32)
@@ -248,7 +249,7 @@ def _attend_kernel(
     num_rows = query_len * G
 
     rows = first_row + jnp.arange(query_rows, dtype=jnp.int32)
-    tokens, heads = tiles.divide(rows, G), head * G + tiles.remainder(rows, G)
+    tokens, heads = divide(rows, G), head * G + remainder(rows, G)
     U = out_ref.shape[-1]
     parts = tiles.parts_of(D, U if pools.shares_values else 0)
     lanes = [
@@ -289,8 +290,8 @@ def _attend_kernel(
             ),
             q,
             chunk_start + tokens,
-            chunk_start + tiles.divide(first_row, G),
-            chunk_start + tiles.divide(last_row, G),
+            chunk_start + divide(first_row, G),
+            chunk_start + divide(last_row, G),
             tiles.KVHead(pools, pool_dtype, tables_ref, sequence, layer_ref[0], head, parts),
             options,
             step_tokens,
@@ -366,10 +367,10 @@ def _separate_masked_steps(
     the positions of the first and the last query of the tile.
     """
     begin = full_begin = jnp.int32(0)
-    full_end, end = tiles.divide(first + 1, step_tokens), tiles.divide(last, step_tokens) + 1
+    full_end, end = divide(first + 1, step_tokens), divide(last, step_tokens) + 1
     if window is not None:
-        begin = tiles.divide(jnp.maximum(first - window + 1, 0), step_tokens)
-        full_begin = tiles.divide(jnp.maximum(last - window, -1) + step_tokens, step_tokens)
+        begin = divide(jnp.maximum(first - window + 1, 0), step_tokens)
+        full_begin = divide(jnp.maximum(last - window, -1) + step_tokens, step_tokens)
     is_worth_it = full_end - full_begin >= _MIN_UNMASKED_STEPS
     full_begin, full_end = (jnp.where(is_worth_it, x, begin) for x in (full_begin, full_end))
     ranges = [_StepRange(full_begin, full_end, False), _StepRange(full_end, end, True)]

@@ -36,6 +36,7 @@ from jax.experimental import pallas as pl
 
 from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.pool_format import Half, is_quantised, matmul_dtype
+from paged_jax.kernels.split_kv import divide, remainder
 from paged_jax.kernels.triton.pallas import Instructions, plgpu
 
 # Minimum size of the dimension that a matmul sums over (k of an mma instruction).
@@ -459,21 +460,3 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     # By default Triton rounds float32 operands to TF32 (10 bits of mantissa).
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
-
-
-def divide(x: jax.Array, divisor: int) -> jax.Array:
-    """Return ``x // divisor`` of non-negative i32 numbers; `//` would also handle signs.
-
-    The divisor is converted to i32, because a Python integer would be 64 bits wide under
-    jax_enable_x64.
-    """
-    if divisor & (divisor - 1):
-        return lax.div(x, jnp.full_like(x, divisor))
-    return lax.shift_right_logical(x, jnp.full_like(x, divisor.bit_length() - 1))
-
-
-def remainder(x: jax.Array, divisor: int) -> jax.Array:
-    """Return ``x % divisor`` of non-negative i32 numbers, like `divide`."""
-    if divisor & (divisor - 1):
-        return lax.rem(x, jnp.full_like(x, divisor))
-    return x & (divisor - 1)

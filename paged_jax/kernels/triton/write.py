@@ -58,6 +58,7 @@ from paged_jax.kernels.backend import (
 )
 from paged_jax.kernels.dispatch import general_backend
 from paged_jax.kernels.pool_format import QUANTISED, query_dtype, scale_of_peak
+from paged_jax.kernels.split_kv import divide, remainder
 from paged_jax.kernels.triton import tiles
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 
@@ -136,7 +137,7 @@ def _write_kernel(layer_ref, blocks_ref, offsets_ref, *refs, num_halves, pool_sh
     pool_refs, scale_refs = pool_refs[:num_halves], pool_refs[num_halves:]
 
     new = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
-    token, head = tiles.divide(new, pool_shape[2]), tiles.remainder(new, pool_shape[2])
+    token, head = divide(new, pool_shape[2]), remainder(new, pool_shape[2])
     is_new = new < num_new
     row, is_kept = _find_rows(layer_ref, blocks_ref, offsets_ref, token, head, is_new, pool_shape)
 

@@ -1,4 +1,4 @@
-"""Split-KV schedule of the decode kernel: parts of sequences, and the merge of their results.
+"""Split-KV schedule of decode kernels for GPUs: the parts of sequences.
 
 A launch has a fixed number of program instances per KV head, but sequences of any lengths. Long
 sequences are split into parts, so that all program instances read about the same number of tokens.
@@ -9,9 +9,8 @@ The maximum number of loop steps in a part is the number of steps of the batch d
     parts               |a a a|a a a|a a|a a a||b b||c c|c c c|   at most three steps each
     program instances      0     1    2    3     4    5    6     7 8 9    7 to 9 have no part
 
-Each program instance computes its part from the lengths of the batch, in registers. No list of
-parts is stored in memory, and none is computed before the launch. `find_part` is plain `jnp`, so
-it also runs outside of a kernel.
+`find_part` is plain `jnp`. The Triton kernel calls it in each program instance, and the Mosaic GPU
+kernel reads a list of parts that is computed once per step.
 
 If a sequence has several parts, each of their program instances stores a partial result and then
 increments a counter. The program instance that increments it last merges all partial results in
@@ -21,25 +20,16 @@ another::
     part 0   reads K and V ....... stores, count is 1
     part 1   reads K and V .............. stores, count is 3: merges all, stores the result
     part 2   reads K and V ......... stores, count is 2
-
-The last program instance sees all partial results, because the counter is an atomic addition with
-acquire and release semantics on the whole GPU. One thread of a program instance executes the
-addition, between two barriers: all threads have stored before the first barrier, and none reads
-before the second, where Triton passes the count to all threads. (PTX ISA, Memory Consistency Model,
-"Causality Order".)
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 
-from paged_jax.kernels.triton import tiles
-from paged_jax.kernels.triton.pallas import Instructions, plgpu
+from paged_jax.kernels.backend import AttentionArgs
 
 # Number of parts per resident program instance in a large batch. Parts differ in length; with
 # several per instance, later parts fill the gaps that short parts leave.
@@ -69,6 +59,8 @@ class KVSplit(NamedTuple):
       step_tokens: tokens in a loop step.
       capacity: tokens that a row of the block table can hold.
       window: size of the sliding window in tokens; None for no window.
+      alignment: a divisor of `step_tokens`. Steps start at its multiples, even if a window starts
+        between two of them.
     """
 
     batch: int
@@ -76,11 +68,14 @@ class KVSplit(NamedTuple):
     step_tokens: int
     capacity: int
     window: int | None = None
+    alignment: int = 1
 
     @property
     def max_steps(self) -> int:
         """Number of loop steps over the longest possible sequence."""
-        visible = self.capacity if self.window is None else min(self.capacity, self.window)
+        visible = self.capacity
+        if self.window is not None:
+            visible = min(visible, self.window + self.alignment - 1)
         return math.ceil(visible / self.step_tokens)
 
     @property
@@ -104,7 +99,7 @@ class KVPart(NamedTuple):
       sequence: row of the sequence in the batch.
       index: index of the part in its sequence.
       count: number of parts of the sequence.
-      first: position of the first token that the query sees.
+      first: position of the first token that the query sees, rounded down to the alignment.
       length: length of the sequence.
       begin: first loop step of the part. Step 0 of a sequence starts at token `first`.
       end: end of the loop steps (exclusive).
@@ -151,15 +146,6 @@ def choose_num_parts(batch: int, kv_heads: int, max_steps: int, resident: int) -
     saved_steps = max(max_steps, least_steps) - max(longest, least_steps)
     is_worth_it = saved_steps > _MERGE_STEPS or max_steps > _LONG_STEPS
     return num_parts if is_worth_it and batch <= MAX_SEQUENCES else 0
-
-
-def load_lengths(split: KVSplit, lens_ref: Any) -> jax.Array:
-    """Load the lengths of the sequences from a ref of i32 ``[B]``, for `find_part`.
-
-    The result is i32 with B rounded up to a power of two; the additional elements are 0.
-    """
-    rows = jnp.arange(pl.next_power_of_2(split.batch), dtype=jnp.int32)
-    return plgpu.load(lens_ref.at[rows], mask=rows < split.batch, other=0)
 
 
 def find_part(split: KVSplit, lengths: jax.Array, program: jax.Array) -> KVPart:
@@ -212,7 +198,7 @@ def _divide(split: KVSplit, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
     is_sequence = jnp.arange(lengths.size, dtype=jnp.int32) < split.batch
     steps = jnp.where(is_sequence, _count_steps(split, lengths), 0)
     total = jnp.sum(steps, dtype=jnp.int32)
-    max_steps = tiles.divide(total + split.num_parts - 1, split.num_parts)
+    max_steps = divide(total + split.num_parts - 1, split.num_parts)
     max_steps = jnp.maximum(max_steps, 1)
     counts = jnp.where(is_sequence, _count_parts(steps, max_steps), 0)
     return max_steps, jnp.cumsum(counts, dtype=jnp.int32)
@@ -225,99 +211,47 @@ def _count_parts(steps: jax.Array, max_steps: jax.Array) -> jax.Array:
 
 def _count_steps(split: KVSplit, length: jax.Array) -> jax.Array:
     length, first = _visible(split, length)
-    return tiles.divide(length - first + split.step_tokens - 1, split.step_tokens)
+    return divide(length - first + split.step_tokens - 1, split.step_tokens)
 
 
 def _visible(split: KVSplit, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the length of a sequence, and the position of the first token that its query sees."""
+    """Return the length of a sequence, and the position at which its steps start."""
     # The length is clipped to the table: on a GPU an address past the end of an array raises no
     # error.
     length = jnp.clip(length, 0, split.capacity)
     if split.window is None:
         return length, jnp.zeros_like(length)
-    return length, jnp.maximum(length - split.window, 0)
+    first = jnp.maximum(length - split.window, 0)
+    return length, first - remainder(first, split.alignment)
 
 
-# Elements of partial outputs that a merge loads at a time: 64 for each of 128 threads, which are 16
-# parts of 4 heads of 128 lanes. For heads wider than 128 lanes, and for float32, a merge loads half
-# as many, because the sums take more registers. With more elements only two program instances, not
-# three, would fit an SM.
-_MERGE_TILE = 8192
-_WIDE = 128
+def zero_counters(args: AttentionArgs, num_slices: int) -> jax.Array:
+    """Return zeroed counters, i32 ``[B, num_slices]``, for the parts of each sequence and slice.
 
-# Initial peak of a merge. With -inf, exp(peak - new_peak) would be NaN if no part has tokens.
-_LOWEST = float(np.finfo(np.float32).min)
-
-
-def is_last_part(
-    counts_ref: Any,
-    place: tuple[jax.Array, ...],
-    count: jax.Array,
-    instructions: Instructions,
-) -> jax.Array:
-    """Increment the counter of a sequence; return whether this part is the last.
-
-    The program instance must have stored its partial result.
-
-    Args:
-      counts_ref: i32 counters, zero when the kernel starts; updated.
-      place: scalar indices of the counter: the sequence, and the slice of query heads.
-      count: number of parts of the sequence.
-      instructions: instructions of the kernel.
+    XLA would turn `jnp.zeros` into a constant, and copy it for each layer in a separate launch.
+    These zeros are computed from the layer index, so XLA computes the counters of all layers in one
+    kernel. They are zero because no length equals ``-1 - layer``. XLA merges such computations only
+    if they read the same array, and if it has more than one element. The lengths of a single
+    sequence have one element, so the block tables are read too.
     """
-    instructions.barrier()
-    return plgpu.atomic_add(counts_ref, place, jnp.int32(1)) == count - 1
+    number = -1 - jnp.asarray(args.layer, jnp.int32)
+    is_one = (args.context_lens == number) & (args.block_tables[:, 0] == number)
+    return jnp.broadcast_to(is_one[:, None], (is_one.size, num_slices)).astype(jnp.int32)
 
 
-def merge_parts(
-    partial_refs: Any,
-    heads: jax.Array,
-    is_row: jax.Array,
-    start: jax.Array,
-    count: jax.Array,
-    dtype: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """Merge the partial results of a sequence.
+def divide(x: jax.Array, divisor: int) -> jax.Array:
+    """Return ``x // divisor`` of non-negative i32 numbers; `//` would also handle signs.
 
-    Args:
-      partial_refs: refs of f32 ``[N, H, D]`` and ``[N, H]``, the output and the log-sum-exp that
-        each program instance has stored.
-      heads: i32 ``[R]``, the query head of each row.
-      is_row: bool ``[R]``, False for rows without a query head.
-      start: i32 scalar, the first program instance of the sequence.
-      count: i32 scalar, number of parts of the sequence.
-      dtype: dtype of the operands of the kernel's matmuls.
-
-    Returns:
-      f32 ``[R, lanes]`` output, and f32 ``[R]`` log-sum-exp.
+    The divisor is converted to i32, because a Python integer would be 64 bits wide under
+    jax_enable_x64.
     """
-    out_ref, lse_ref = partial_refs
-    D = out_ref.shape[2]
-    lanes = jnp.arange(tiles.num_lanes(D), dtype=jnp.int32)
-    R = heads.size
-    is_large = lanes.size > _WIDE or dtype == jnp.float32
-    num_at_once = max((_MERGE_TILE // 2 if is_large else _MERGE_TILE) // (R * lanes.size), 1)
-    turns = jnp.arange(num_at_once, dtype=jnp.int32)
+    if divisor & (divisor - 1):
+        return lax.div(x, jnp.full_like(x, divisor))
+    return lax.shift_right_logical(x, jnp.full_like(x, divisor.bit_length() - 1))
 
-    def fold(turn, carry):
-        peak, total, out = carry
-        index = turn * num_at_once + turns
-        programs, is_read = start + index, (index < count)[:, None] & is_row[None]
-        lse = plgpu.load(lse_ref.at[programs[:, None], heads[None]], mask=is_read, other=-jnp.inf)
-        partial = plgpu.load(
-            out_ref.at[programs[:, None, None], heads[None, :, None], lanes[None, None]],
-            mask=is_read[:, :, None] & (lanes < D)[None, None],
-            other=0.0,
-        )
-        new_peak = jnp.maximum(peak, jnp.max(lse, axis=0))
-        decay, weights = jnp.exp(peak - new_peak), jnp.exp(lse - new_peak[None])
-        out = out * decay[:, None] + jnp.sum(partial * weights[:, :, None], axis=0)
-        return new_peak, total * decay + jnp.sum(weights, axis=0), out
 
-    nothing = jnp.zeros((R,), jnp.float32)
-    carry = (nothing + _LOWEST, nothing, jnp.zeros((R, lanes.size), jnp.float32))
-    num_turns = tiles.divide(count + num_at_once - 1, num_at_once)
-    peak, total, out = lax.fori_loop(0, num_turns, fold, carry)
-    is_empty = total == 0
-    lse = jnp.where(is_empty, -jnp.inf, peak + jnp.log(total))
-    return out / jnp.where(is_empty, 1.0, total)[:, None], lse
+def remainder(x: jax.Array, divisor: int) -> jax.Array:
+    """Return ``x % divisor`` of non-negative i32 numbers, like `divide`."""
+    if divisor & (divisor - 1):
+        return lax.rem(x, jnp.full_like(x, divisor))
+    return x & (divisor - 1)
