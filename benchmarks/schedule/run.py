@@ -6,7 +6,7 @@
 
 The program instances of a decode call of Llama 3 8B run on the SMs of an H200, which share the
 memory bandwidth (`machine.py`; its constants are estimates). The parts come from the kernel's own
-function, `paged_jax.kernels.split_kv`, and are compared with the previous rule, which used
+function, `paged_jax.kernels.gpu_device`, and are compared with the previous rule, which used
 the width of the table. Mixes of lengths are synthetic, or drawn from traces of production services
 if their folder is given or found.
 

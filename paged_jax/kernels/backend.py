@@ -483,5 +483,9 @@ class GroupedLinearOps(Protocol):
 
 
 def has_op(backend: Backend, op: Op) -> bool:
-    """Return whether a backend has an op."""
-    return isinstance(backend, AttentionOps if op in ATTENTION else WritingOps)
+    """Return whether a backend has an op.
+
+    A backend that lacks some ops of a group lists them in its attribute `missing_ops`.
+    """
+    has_group = isinstance(backend, AttentionOps if op in ATTENTION else WritingOps)
+    return has_group and op not in getattr(backend, "missing_ops", ())

@@ -423,7 +423,7 @@ def prefill_attention(
         tables, chunk = places.groups[group].block_tables, sliding_window_of(chunks, layer)
         rows = q.reshape(B, T, *q.shape[1:])
         arrays = rows, pools.k, pools.v, tables, places.lengths, places.num_tokens
-        options = _attention_options(heads, pools, index, backend)
+        options = _attention_options(heads, pools, index, backend_for("prefill", backend))
         if chunk is None:
             window = sliding_window_of(sliding_windows, layer)
             out = paged_prefill_attention(*arrays, sliding_window=window, **options)

@@ -7,6 +7,7 @@ import pytest
 
 from paged_jax.kernels.mosaic_gpu import launch
 from tests.support.aot_cases import (
+    MOSAIC_DECODE,
     MOSAIC_UPDATES,
     asked_for,
     compiled,
@@ -53,3 +54,48 @@ def test_update_is_one_launch_of_bulk_copies_in_place(compilations, target, name
     # XLA's table of the output buffers.
     assert program["temporary_bytes"] <= 64
     assert program["aliased_bytes"] == MOSAIC_UPDATES[name].pool_bytes
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", parameters(MOSAIC_DECODE))
+def test_decode_multiplies_blocks_from_bulk_copies(compilations, target, name) -> None:
+    program, case = compiled(compilations[target], name), MOSAIC_DECODE[name]
+    [kernel] = program["kernels"]
+    assert kernel["target"] == TARGETS[target]
+    assert kernel["spills_in_loops"] == 0 and kernel["spilled_bytes"] == 0, kernel
+    # The same source for both generations, so neither `wgmma` nor `tcgen05`.
+    assert kernel["tensor_core_products"] > 0 and kernel["warpgroup_products"] == 0, kernel
+    assert kernel["bulk_copies"]["shared"] > 0, kernel
+    # Earlier launches compute the list of parts, once for all layers of a step.
+    assert [launch["name"] for launch in program["launches"]][-1:] == ["kCustomCall"]
+    assert len(program["launches"]) <= 8, program["launches"]
+    share = 0.001 if case.U is None else 0.012
+    assert program["temporary_bytes"] <= share * case.pool_bytes
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ["mosaic: decode", "mosaic: decode of one sequence of 128K"])
+def test_decode_stores_parts_before_it_counts_them(compilations, target, name) -> None:
+    """All threads of a thread block store the part, and all threads of another may load it."""
+    [kernel] = compiled(compilations[target], name)["kernels"]
+    order = iter(kernel["counting"])
+    for instruction in (
+        "UBLKCP",  # the bulk copy of the part
+        "BAR.SYNC",  # all threads have stored
+        "MEMBAR.ALL.GPU",  # and the whole GPU sees it,
+        "ATOMG.E.ADD.STRONG.GPU",  # before a thread counts
+        "CCTL.IVALL",  # and invalidates the L1 cache,
+        "BAR.SYNC",  # before any thread
+        "LD",  # loads what the others have stored
+    ):
+        assert instruction in order, kernel["counting"]
+
+
+@pytest.mark.parametrize("target", ["h200"])
+@pytest.mark.parametrize("name", ["mosaic: decode"])
+def test_decode_takes_few_instructions(compilations, target, name) -> None:
+    """The bound of Triton's kernel; see `test_aot_gpu`. Two thread blocks fit an SM."""
+    [kernel] = compiled(compilations[target], name)["kernels"]
+    whole, *_ = kernel["loop_instructions"]
+    assert whole <= 420
+    assert 2 * 4 * 32 * kernel["registers"] <= 65_536

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from paged_jax.kernels import gpu_device
-from paged_jax.kernels.backend import Pools
-from paged_jax.kernels.dispatch import choose_backend
+from paged_jax.kernels.backend import Options, Pools, Problem
+from paged_jax.kernels.dispatch import backend_for, choose_backend
 from paged_jax.kernels.gpu_device import GpuInfo
-from paged_jax.kernels.mosaic_gpu import MosaicGpu, launch
+from paged_jax.kernels.mosaic_gpu import MosaicGpu, flash_decode, launch
 from tests.kernels.test_rope_write import check, make_new
 from tests.kernels.test_triton_write import problem
 from tests.kernels.test_writing import (
@@ -28,6 +28,8 @@ from tests.kernels.test_writing import (
     poisoned,
     write,
 )
+from tests.support.paged_batch import PagedBatch, queries
+from tests.support.processes import run_on_devices
 
 needs_simulator = pytest.mark.skipif(
     launch.refusal(interpret=True) is not None, reason="this jax has no simulator of a GPU"
@@ -41,11 +43,18 @@ def simulated() -> dict[str, Any]:
     return {"backend": "mosaic_gpu", "interpret": simulator}
 
 
-def assert_no_races() -> None:
-    """Check that the last simulated kernel had no race. JAX has no public function for it."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+@pytest.fixture
+def assert_no_races(capsys):
+    """Return a function that checks that the simulator has reported no race.
 
-    assert not gpu_callbacks.get_races().races_found
+    It does not know atomic additions, so it reports races between the counters of thread blocks.
+    """
+
+    def check_output() -> None:
+        races = capsys.readouterr().out.split("RACE DETECTED")[1:]
+        assert not [race for race in races if race.count("(GpuInstructions.count)") != 2], races
+
+    return check_output
 
 
 @needs_simulator
@@ -58,7 +67,7 @@ def assert_no_races() -> None:
         (2, 8, 80, 5, "float16", "float32", 128),
     ],
 )
-def test_write_matches_numpy(K, C, D, num_tokens, new_dtype, dtype, lanes) -> None:
+def test_write_matches_numpy(K, C, D, num_tokens, new_dtype, dtype, lanes, assert_no_races) -> None:
     """One token has a block out of range."""
     num_blocks = num_tokens // C + 2
     pools = poisoned(jnp.dtype(dtype), (2, num_blocks, K, C, lanes or D))
@@ -91,7 +100,7 @@ def test_write_of_latent_keys_and_of_no_layer() -> None:
         (2, 1, 256, "bfloat16", "bfloat16", True),
     ],
 )
-def test_rope_write_matches_float64(H, K, D, new_dtype, dtype, has_norms) -> None:
+def test_rope_write_matches_float64(H, K, D, new_dtype, dtype, has_norms, assert_no_races) -> None:
     pools = poisoned(jnp.dtype(dtype), (2, 3, K, 4, D))
     new = make_new(5, H, K, D, jnp.dtype(new_dtype), has_norms=has_norms)
     check(pools, new, make_places(5, 3, 4), **simulated())
@@ -100,7 +109,7 @@ def test_rope_write_matches_float64(H, K, D, new_dtype, dtype, has_norms) -> Non
 
 @needs_simulator
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
-def test_copy_blocks_copies_all_layers(dtype) -> None:
+def test_copy_blocks_copies_all_layers(dtype, assert_no_races) -> None:
     """Pairs with a block out of range are ignored."""
     rng = np.random.default_rng(0)
     pools = jax.tree.map(
@@ -125,6 +134,73 @@ def test_gradient_of_a_write_is_the_gradient_in_plain_jax() -> None:
 
     got, want = (jax.grad(loss)(k, backend) for backend in (simulated(), {"backend": "xla"}))
     np.testing.assert_allclose(got, want)
+
+
+# Each case has other code: one or two groups of columns, one or several pieces of a head, blocks
+# that are smaller or larger than a step, and heads that are cut into slices.
+DECODES = {
+    "unsplit": {"lengths": [0, 1, 70], "G": 4, "num_parts": 0},
+    "parts": {"lengths": [140, 5, 0], "num_parts": 3, "G": 3, "D": 128},
+    "sinks": {"lengths": [70, 77], "num_parts": 2, "K": 2, "G": 12, "C": 8, "has_sinks": True,
+              "options": {"soft_cap": 5.0, "scale": 0.3}},
+    "window": {"lengths": [300, 17], "num_parts": 3, "C": 128, "has_sinks": True,
+               "options": {"sliding_window": 100}},
+    "wide": {"lengths": [70, 9], "num_parts": 2, "D": 256, "dtype": "float16"},
+    "latent": {"lengths": [70, 9], "num_parts": 2, "G": 16, "D": 320, "value_dim": 256},
+}  # fmt: skip
+
+
+@needs_simulator
+@pytest.mark.parametrize("name", DECODES)
+def test_decode_matches_float64(name, monkeypatch, assert_no_races) -> None:
+    """Unused blocks and tokens are NaN, and unused entries of tables are out of range."""
+    case = {"K": 1, "G": 4, "C": 16, "D": 64, "dtype": "bfloat16", "options": {}} | DECODES[name]
+    monkeypatch.setattr(flash_decode, "choose_num_parts", lambda *_: case["num_parts"])
+    dtype, H = jnp.dtype(case["dtype"]), case["K"] * case["G"]
+    options = dict(case["options"])
+    if case.get("has_sinks"):
+        options["sinks"] = np.linspace(-2, 4, H, dtype=np.float32)
+    batch = PagedBatch.random(
+        case["lengths"], K=case["K"], C=case["C"], D=case["D"], dtype=dtype, extra_width=1,
+        value_dim=case.get("value_dim"),
+    )  # fmt: skip
+    q = queries((len(case["lengths"]), H, case["D"]), dtype)
+    out, lse = batch.decode(q, **simulated(), **options)
+    want_out, want_lse = batch.expected_decode(q.astype(np.float64), **options)
+    assert out.dtype == dtype and lse.dtype == np.float32
+    np.testing.assert_allclose(lse, want_lse, atol=2e-6)
+    # The rounding of the result to half precision, and errors of float32.
+    half_step = float(jnp.finfo(dtype).eps) / 2
+    assert (np.abs(out - want_out) <= half_step * np.abs(want_out) * 1.001 + 2e-5).all()
+    assert_no_races()
+
+
+def decode_problem(**changes) -> Problem:
+    sizes = {"B": 2, "K": 2, "H": 8, "C": 16, "D": 128, "M": 4} | changes
+    q_dtype, pool_dtype = (jnp.dtype(sizes.pop(x, "bfloat16")) for x in ("q_dtype", "pool_dtype"))
+    return Problem(
+        op="decode", sizes=tuple(sizes.items()), q_dtype=q_dtype, pool_dtype=pool_dtype,
+        has_sinks=False, options=Options(), lanes=sizes["D"], shares_values="U" in sizes,
+    )  # fmt: skip
+
+
+@needs_simulator
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"K": 1, "H": 128, "D": 576, "U": 512}, None),
+        ({"pool_dtype": "int8"}, "must both be bfloat16 or float16"),
+        ({"q_dtype": "float32"}, "must both be bfloat16 or float16"),
+        ({"C": 12}, "blocks of a power of two"),
+        ({"C": 4}, "of at least 8 tokens"),
+        ({"D": 80}, "heads of a multiple of 64 elements"),
+        ({"K": 1, "H": 71}, "which 71 cannot be cut into"),
+    ],
+)
+def test_unsupported_attention_is_refused(changes, reason) -> None:
+    refused = MosaicGpu().refusal(decode_problem(**changes))
+    assert refused is None if reason is None else reason in str(refused)
 
 
 @needs_simulator
@@ -163,6 +239,42 @@ def test_triton_is_preferred_to_mosaic_gpu() -> None:
     assert choose_backend(problem("bfloat16"), "cuda").backend == "triton"
 
 
+@pytest.mark.parametrize("op", ["prefill", "ragged"])
+def test_models_attend_to_prompts_on_another_backend(op) -> None:
+    assert backend_for(op, "mosaic_gpu") is None
+    assert backend_for("decode", "mosaic_gpu") == "mosaic_gpu"
+
+
 def test_jax_without_mosaic_gpu_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(launch, "plgpu", None)
     assert "jax 0.11.2 or later" in str(MosaicGpu().refusal(problem("bfloat16")))
+
+
+# Simulates a future version of JAX without Pallas' Triton backend.
+WITHOUT_TRITON = """
+import sys
+
+class WithoutTriton:
+    def find_spec(self, name, path=None, target=None):
+        if name == "jax.experimental.pallas.triton":
+            raise ImportError(name)
+
+sys.meta_path.insert(0, WithoutTriton())
+import paged_jax
+from tests.support.gpus import GPUS
+from tests.support.kernel_cases import Case
+
+for gpu in ("h200", "b200", "a100"):
+    for op in ("decode", "write", "rope_write", "copy_blocks", "prefill"):
+        text = Case(op).lower("cuda", gpu=GPUS[gpu].device).as_text()
+        print(gpu, op, "mosaic_gpu" in text)
+"""
+
+
+@needs_simulator
+def test_backend_none_is_mosaic_gpu_without_triton_in_jax() -> None:
+    """Kernels of prompts, and GPUs of other compute capabilities, use XLA."""
+    lines = [line.split() for line in run_on_devices(WITHOUT_TRITON, 1).splitlines()]
+    assert len(lines) == 15
+    for gpu, op, is_kernel in lines:
+        assert (is_kernel == "True") == (gpu != "a100" and op != "prefill"), (gpu, op)

@@ -170,6 +170,13 @@ def _mosaic(cases: Mapping[str, Case], *names: str) -> dict[str, Case]:
     }
 
 
+MOSAIC_DECODE: Mapping[str, Case] = _mosaic(
+    GPU_DECODE,
+    "decode", "decode of one sequence of 128K", "decode, blocks of 64", "decode, blocks of 8",
+    "decode, group of 1", "decode, group of 7", "decode, group of 12", "decode, D 64",
+    "decode, D 256", "decode, float16", "decode, all variants", "decode, latent",
+)  # fmt: skip
+
 MOSAIC_UPDATES: Mapping[str, Case] = _mosaic(
     GPU_UPDATES,
     "write of 64 tokens", "write, D 80", "write, float32", "write, latent",
@@ -321,7 +328,7 @@ GPU_CASES: Mapping[
 ] = {
     **STATES, **QUANTISED, **QUANTISED_STEPS, **QUANTISED_EXPERTS, **EXPERTS,
     **GPU_DECODE, **GPU_PREFILL, **GPU_RAGGED, **GPU_UPDATES,
-    **MOSAIC_UPDATES, **GPU_XLA,
+    **MOSAIC_DECODE, **MOSAIC_UPDATES, **GPU_XLA,
     **GPU_STEPS, **GPU_SINGLE, **GPU_PARALLEL, **GPU_FAMILIES, **GPU_LATENT, **GPU_RECURRENT,
     **GPU_COMPLETE,
 }  # fmt: skip

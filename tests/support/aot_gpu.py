@@ -225,16 +225,17 @@ def find_counting(listing: str) -> list[str]:
     """Return the memory-ordering instructions around an atomic addition, without repetitions.
 
     The range is from the last store before the addition to the next load. Empty if there is no
-    addition.
+    addition. Mosaic GPU stores by bulk copies (UBLKCP), and loads by generic addresses (LD).
     """
-    pattern = r"\b(STG|LDG|BAR\.SYNC|MEMBAR[.\w]*|ATOMG[.\w]*|CCTL\.IVALL)\b"
+    pattern = r"\b(STG|UBLKCP|LDG|LD(?=\.)|BAR\.SYNC|MEMBAR[.\w]*|ATOMG[.\w]*|CCTL\.IVALL)"
     names = [name for name, _ in itertools.groupby(re.findall(pattern, listing))]
     counts = [i for i, name in enumerate(names) if name.startswith("ATOMG")]
     if not counts:
         return []
     [count] = counts
-    begin = max(i for i in range(count) if names[i] == "STG")
-    return names[begin : names.index("LDG", count) + 1]
+    begin = max(i for i in range(count) if names[i] in ("STG", "UBLKCP"))
+    end = min(i for i in range(count, len(names)) if names[i] in ("LDG", "LD"))
+    return names[begin : end + 1]
 
 
 def find_divisions_by_constants(ptx: str) -> list[str]:

@@ -10,18 +10,24 @@ from typing import ClassVar
 import jax
 
 from paged_jax.kernels.backend import (
+    ATTENTION,
+    AttentionArgs,
     CopyArgs,
     Interpret,
+    Op,
     Options,
     Pools,
     Problem,
+    RaggedArgs,
+    RaggedOptions,
     RopeWriteArgs,
     WriteArgs,
 )
-from paged_jax.kernels.mosaic_gpu import launch, pool_updates
+from paged_jax.kernels.mosaic_gpu import flash_decode, launch, pool_updates
+from paged_jax.kernels.mosaic_gpu.flash_decode import decode
 from paged_jax.kernels.mosaic_gpu.pool_updates import copy_blocks, rope_write, write
 
-__all__ = ["MosaicGpu", "copy_blocks", "rope_write", "write"]
+__all__ = ["MosaicGpu", "copy_blocks", "decode", "rope_write", "write"]
 
 
 @dataclass(frozen=True)
@@ -36,13 +42,29 @@ class MosaicGpu:
 
     platform: ClassVar[str | None] = "cuda"
 
+    # There is no kernel for prompts yet.
+    missing_ops: ClassVar[tuple[Op, ...]] = ("prefill", "ragged")
+
     def refusal(self, problem: Problem) -> str | None:
         """Return why the kernels cannot solve a problem, or None if they can."""
-        return launch.refusal(self.interpret) or pool_updates.refusal(problem)
+        if (why_not := launch.refusal(self.interpret)) is not None:
+            return why_not
+        attends = problem.op in ATTENTION
+        return flash_decode.refusal(problem) if attends else pool_updates.refusal(problem)
 
     def interpreted(self, interpret: Interpret) -> "MosaicGpu":
         """Return the same backend with kernels in the simulator."""
         return MosaicGpu(interpret)
+
+    def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+        """Run a decode, in one launch."""
+        return decode(args, options, interpret=self.interpret)
+
+    def attend_ragged(
+        self, args: RaggedArgs, options: RaggedOptions
+    ) -> tuple[jax.Array, jax.Array]:
+        """Not implemented, see `missing_ops`."""
+        raise NotImplementedError
 
     def write(self, args: WriteArgs) -> Pools:
         """Write new tokens, in one launch."""

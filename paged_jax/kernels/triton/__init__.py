@@ -11,7 +11,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from paged_jax.kernels import gpu_device, split_kv
+from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import (
     ATTENTION,
     AttentionArgs,
@@ -123,8 +123,10 @@ def refusal(problem: Problem, interpret: Interpret = False) -> str | None:
     """
     if (why_not := pallas.refusal() or (None if interpret else _gpu_refusal(problem))) is not None:
         return why_not
-    if problem.op == "ragged" and problem["B"] > split_kv.MAX_SEQUENCES:
-        return f"a ragged batch has at most {split_kv.MAX_SEQUENCES} sequences, not {problem['B']}"
+    if problem.op == "ragged" and problem["B"] > gpu_device.MAX_SEQUENCES:
+        return (
+            f"a ragged batch has at most {gpu_device.MAX_SEQUENCES} sequences, not {problem['B']}"
+        )
     attends = problem.op in ATTENTION
     return _pool_refusal(problem, "reads" if attends else "writes") or (
         tiles.refusal(problem) if attends else _write.refusal(problem)

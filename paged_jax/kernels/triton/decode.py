@@ -16,8 +16,8 @@ A large group is cut into slices that fit the registers of a program instance. F
 group of a shared prefix has the query heads of all sequences. Each slice reads K and V again,
 mostly from the L2 cache.
 
-`split_kv` describes how sequences are split into parts and how the results are merged. If the batch
-is not split, the kernel has no counters and no partial results.
+`paged_jax.kernels.gpu_device` describes how sequences are split into parts and how the results are
+merged. If the batch is not split, the kernel has no counters and no partial results.
 
 The last program instance sees all partial results, because the counter is an atomic addition with
 acquire and release semantics on the whole GPU. One thread of a program instance executes the
@@ -38,8 +38,7 @@ from jax.experimental import pallas as pl
 
 from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
-from paged_jax.kernels.pool_format import Half, is_quantised
-from paged_jax.kernels.split_kv import (
+from paged_jax.kernels.gpu_device import (
     KVPart,
     KVSplit,
     choose_num_parts,
@@ -49,6 +48,7 @@ from paged_jax.kernels.split_kv import (
     take_part,
     zero_counters,
 )
+from paged_jax.kernels.pool_format import Half, is_quantised
 from paged_jax.kernels.triton import tiles, tuning
 from paged_jax.kernels.triton.pallas import Instructions, choose_instructions, pallas_call, plgpu
 

@@ -10,7 +10,7 @@ its group::
 
 A quantised weight is converted in registers, see `quantised_linear`.
 
-As in `split_kv`, each program instance computes its tile from the group sizes, in registers. No
+As in `decode`, each program instance computes its tile from the group sizes, in registers. No
 list of tiles is stored in memory. The grid has the maximum number of tiles; program instances
 without a tile end immediately. Consecutive program instances have consecutive tiles. Tiles of the
 same group read the same rows of its weight, which are then in the L2 cache.
@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 
 from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import Interpret, Weight
-from paged_jax.kernels.split_kv import divide
+from paged_jax.kernels.gpu_device import divide
 from paged_jax.kernels.triton import dequantise, pallas, quantised_linear, tiles
 from paged_jax.kernels.triton.dequantise import TileFormat, WeightTile
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu

@@ -1,0 +1,493 @@
+r"""Decode attention in bulk copies and `mma` instructions, for compute capability 9.0 and 10.x.
+
+A thread block attends with the G query heads of one KV head to one part of one sequence, see
+`paged_jax.kernels.gpu_device`. Bulk copies bring whole blocks of K and V into a ring of tiles in
+shared memory, some steps ahead of the matmuls::
+
+    pools [L, P, K, C, D]                 ring of tiles [stages, T, D]       registers
+    table: 7 2 9 4 ...
+    blocks 7 2 9 4 of the KV head  --->   tokens 0 .. T - 1        --->      step 0
+                                   --->   tokens T .. 2 * T - 1    --->      step 1   ...
+
+Tokens are the rows of the first matmul and elements of values the rows of the second, so the 16
+rows per warp of an `mma` are all used. The query heads are the columns, padded to R = 8 or 16::
+
+    scores [T, R] = K [T, D] @ queries [D, R]
+    out   [U, R] += V^T [U, T] @ weights [T, R]
+
+Each warp has the scores of some of the tokens, and its rows of the output need the weights of all
+tokens. The weights are therefore exchanged through shared memory, and the maximum of the scores is
+computed across warps. In half precision, a weight keeps only 8 or 11 bits, so the rounding errors
+of the weights are multiplied too.
+
+The last thread block of a sequence merges the partial results of its parts. A group of more heads
+than fit the registers is cut into slices with a thread block each, which read K and V again.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from paged_jax.kernels import gpu_device
+from paged_jax.kernels.backend import AttentionArgs, Interpret, Options, Problem
+from paged_jax.kernels.gpu_device import (
+    KVPart,
+    KVSplit,
+    choose_num_parts,
+    find_part,
+    take_part,
+    zero_counters,
+)
+from paged_jax.kernels.mosaic_gpu.launch import (
+    MAX_SHARED_MEMORY,
+    MIN_SLICE,
+    MMA_COLUMNS,
+    MMA_ROWS,
+    TILE_LANES,
+    TILE_ROWS,
+    WIDE,
+    DecodeInputs,
+    DecodeSizes,
+    GpuInstructions,
+    SharedTiles,
+    TileCopies,
+    cut_lanes,
+    launch,
+    plgpu,
+    shared_tiles,
+)
+
+_DTYPES = ("bfloat16", "float16")
+
+
+# Initial peak. With -inf, exp2(peak - new_peak) would be NaN if no token is seen.
+_LOWEST = float(np.finfo(np.float32).min)
+
+# Output f32 ``[size, 8]`` for each piece of the values, and log-sum-exp f32 ``[8]``.
+_Result = tuple[tuple[jax.Array, ...], jax.Array]
+
+
+def refusal(problem: Problem) -> str | None:
+    """Return why this kernel cannot solve a decode, or None if it can."""
+    dtype = jnp.dtype(problem.pool_dtype)
+    if dtype.name not in _DTYPES or jnp.dtype(problem.q_dtype) != dtype:
+        names = " or ".join(_DTYPES)
+        return f"queries and pools must both be {names}, got {problem.q_dtype} and {dtype}"
+    if (why_not := problem.separate_values_refusal) is not None:
+        return why_not
+    G, C, D, U = problem["H"] // problem["K"], problem["C"], problem["D"], problem.value_dim
+    if C % TILE_ROWS or C & (C - 1):
+        return f"it reads blocks of a power of two of at least {TILE_ROWS} tokens, got {C}"
+    if D % TILE_LANES or U % MMA_ROWS:
+        return f"it reads heads of a multiple of {TILE_LANES} elements, got {D} and values of {U}"
+    sizes = DecodeSizes.choose(problem["B"], problem["M"], G, C, D, U, problem.shares_values, None)
+    if sizes.slice_size < min(G, MIN_SLICE):
+        return f"it cuts groups of query heads into equal slices, which {G} cannot be cut into"
+    if sizes.shared_memory() > MAX_SHARED_MEMORY:
+        return f"heads of {D} elements do not fit shared memory"
+    return None
+
+
+def decode(
+    args: AttentionArgs, options: Options, *, interpret: Interpret = False,
+    num_parts: int | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Attend with one query per sequence, in one launch.
+
+    Args:
+      args: arrays of the call.
+      options: options of the call.
+      interpret: whether to run in the simulator.
+      num_parts: approximate number of parts of the batch, 0 to split no sequence; by default
+        `choose_num_parts`.
+    """
+    (B, H, D), pools, M = args.q.shape, args.pools, args.block_tables.shape[1]
+    U, K = options.output_dim(D), pools.num_kv_heads
+    sizes = DecodeSizes.choose(
+        B, M, H // K, pools.block_size, D, U, pools.shares_values, options.sliding_window
+    )
+    if num_parts is None:
+        memory = sizes.shared_memory() + 2048
+        resident = gpu_device.device().num_cores * max(MAX_SHARED_MEMORY // memory, 1)
+        num_places = H // sizes.slice_size
+        num_parts = choose_num_parts(B, num_places, sizes.split.max_steps, resident)
+    sizes = sizes._replace(split=sizes.split._replace(num_parts=num_parts))
+    return _decode(args, options, sizes, interpret)
+
+
+class _Outputs(NamedTuple):
+    """Refs of the results, see `_decode`."""
+
+    out: Any
+    lse: Any
+    partial_out: Any
+    partial_lse: Any
+
+
+@functools.partial(jax.jit, static_argnames=("options", "sizes", "interpret"))
+def _decode(
+    args: AttentionArgs, options: Options, sizes: DecodeSizes, interpret: Interpret
+) -> tuple[jax.Array, jax.Array]:
+    q, pools, block_tables, context_lens, _, sinks, layer = args
+    (B, H, _), N = q.shape, sizes.split.num_programs
+    num_places, U = H // sizes.slice_size, sizes.value_dim
+    num_groups = pl.cdiv(sizes.slice_size, MMA_COLUMNS)
+    inputs = DecodeInputs(
+        parts=_list_parts(sizes.split, context_lens),
+        q=q,
+        pools=pools,
+        block_tables=block_tables,
+        layer=jnp.asarray(layer, jnp.int32).reshape(1),
+        sinks=sinks,
+    )
+    (out, lse, *_), _ = launch(
+        functools.partial(
+            _attend_kernel,
+            options=options,
+            sizes=sizes,
+            instructions=GpuInstructions(is_simulated=bool(interpret)),
+        ),
+        "paged_decode",
+        grid={"place": num_places, "program": N},
+        arguments=[inputs],
+        updated=[zero_counters(args, num_places)],
+        outputs=[
+            jax.ShapeDtypeStruct((B, H, U), q.dtype),
+            jax.ShapeDtypeStruct((B, H), jnp.float32),
+            jax.ShapeDtypeStruct((N, num_places, num_groups, U, MMA_COLUMNS), jnp.float32),
+            jax.ShapeDtypeStruct((N, num_places, num_groups, MMA_COLUMNS), jnp.float32),
+        ],
+        scratch=[shared_tiles(sizes, num_groups, q.dtype)],
+        interpret=interpret,
+    )
+    return out, lse
+
+
+def _list_parts(split: KVSplit, context_lens: jax.Array) -> jax.Array:
+    """Return the fields of the part of each thread block, i32 ``[N, 8]``.
+
+    The layers of a step have the same lengths, so XLA computes the list once per step.
+    """
+    programs = jnp.arange(split.num_programs, dtype=jnp.int32)
+    if split.num_parts:
+        parts = jax.vmap(lambda program: find_part(split, context_lens, program))(programs)
+    else:
+        parts = jax.vmap(lambda n, length: take_part(split, n, 0, 1, length))(
+            programs, context_lens
+        )
+    return jnp.stack([field.astype(jnp.int32) for field in parts], axis=1)
+
+
+def _attend_kernel(
+    inputs: DecodeInputs,
+    counts_ref: Any,
+    *refs: Any,
+    options: Options,
+    sizes: DecodeSizes,
+    instructions: GpuInstructions,
+) -> None:
+    *output_refs, shared = refs
+    outputs = _Outputs(*output_refs)
+    place, program = lax.axis_index("place"), lax.axis_index("program")
+    part = KVPart(*(inputs.parts[program, field] for field in range(len(KVPart._fields))))
+
+    @pl.when(part.is_there != 0)
+    def _():
+        copies = TileCopies(inputs, part, place, sizes, shared)
+        copies.start_first()
+        results = [
+            _finish(softmax, columns, inputs.sinks, copies, options)
+            for columns, softmax in enumerate(_fold_part(copies, options, instructions))
+        ]
+        is_whole = part.count == 1
+
+        @pl.when(is_whole)
+        def _():
+            _store(outputs, copies, results)
+
+        @pl.when(~is_whole)
+        def _():
+            _arrange(shared, results)
+            instructions.store(shared.sums, outputs.partial_out.at[program, place])
+            instructions.store(shared.rows, outputs.partial_lse.at[program, place])
+            instructions.count(counts_ref, (part.sequence, place), shared.count)
+
+            @pl.when(shared.count[0] == part.count - 1)
+            def _():
+                refs = outputs.partial_out, outputs.partial_lse
+                start = program - part.index
+                merged = [
+                    _merge(refs, start, part.count, (place, columns))
+                    for columns in range(len(results))
+                ]
+                _store(outputs, copies, merged)
+
+
+class _WeightedSum(NamedTuple):
+    """Softmax and weighted sum over the tokens so far, for 8 query heads.
+
+    Attributes:
+      peak: f32 ``[8]``, the largest score in units of log 2.
+      total: f32 ``[T, 8]``, sums of weights; their sum over T is the denominator.
+      out: f32 ``[size, 8]`` for each piece of the values, the weighted sum.
+    """
+
+    peak: jax.Array
+    total: jax.Array
+    out: tuple[jax.Array, ...]
+
+
+def _fold_part(
+    copies: TileCopies, options: Options, instructions: GpuInstructions
+) -> tuple[_WeightedSum, ...]:
+    """Compute the softmax of the queries over the tokens of a part, for each 8 query heads."""
+    sizes, shared, part = copies.sizes, copies.shared, copies.part
+    T, num_groups = sizes.step_tokens, shared.rows.shape[0]
+    start = _WeightedSum(
+        jnp.full((MMA_COLUMNS,), _LOWEST, jnp.float32),
+        jnp.zeros((T, MMA_COLUMNS), jnp.float32),
+        tuple(jnp.zeros((size, MMA_COLUMNS), jnp.float32) for _, size in sizes.value_lanes),
+    )
+    plgpu.barrier_wait(shared.is_loaded)
+    # Queries of wide heads do not fit the registers, and are loaded in each step.
+    queries = None if sizes.head_dim > WIDE else _load_queries(copies)
+
+    def fold(step, carry, *, is_masked):
+        softmaxes, blocks = carry
+        slot, position = copies.slot(step), part.first + step * T
+        is_seen = None
+        if is_masked:
+            is_seen = functools.partial(_is_seen, position, part=part, options=options)
+        plgpu.barrier_wait(shared.is_full.at[slot])
+        weighed = []
+        for columns, scores in enumerate(_score(copies, slot, queries, instructions)):
+            scores = _scale(scores, options)
+            if is_seen is not None:
+                scores = jnp.where(is_seen(scores, 0), scores, -jnp.inf)
+            softmax, weights = _weigh(softmaxes[columns], scores)
+            for turn, x in enumerate(_split_rounding(weights, shared.weights.dtype)):
+                _rows_of(shared.weights.at[turn], columns)[...] = x
+            weighed.append(softmax)
+        plgpu.commit_smem()
+
+        # All threads have finished the previous step, so its tiles can be overwritten.
+        @pl.when(step > part.begin)
+        def _():
+            copies.start(step + sizes.num_stages - 1, blocks)
+
+        blocks = copies.load_blocks(step + sizes.num_stages)
+        return tuple(_add_values(copies, slot, weighed, is_seen, instructions)), blocks
+
+    carry = (start,) * num_groups, copies.load_blocks(part.begin + sizes.num_stages)
+    # All steps over a window are masked. Otherwise only the end of the sequence is.
+    masked_begin = part.begin
+    if options.sliding_window is None:
+        masked_begin = jnp.clip(lax.div(part.length, jnp.int32(T)), part.begin, part.end)
+        whole = functools.partial(fold, is_masked=False)
+        carry = lax.fori_loop(part.begin, masked_begin, whole, carry)
+    masked = functools.partial(fold, is_masked=True)
+    return lax.fori_loop(masked_begin, part.end, masked, carry)[0]
+
+
+def _load_queries(copies: TileCopies) -> list[list[jax.Array]]:
+    """Load the queries: ``[size, 8]`` for each 8 query heads and each piece of the keys."""
+    shared = copies.shared
+    return [
+        [
+            plgpu.load(_rows_of(shared.q, columns).at[pl.ds(*lanes)], optimized=False)
+            for lanes in copies.sizes.key_lanes
+        ]
+        for columns in range(shared.rows.shape[0])
+    ]
+
+
+def _score(
+    copies: TileCopies,
+    slot: jax.Array,
+    queries: list[list[jax.Array]] | None,
+    instructions: GpuInstructions,
+) -> list[jax.Array]:
+    """Return the products of keys and queries, f32 ``[T, 8]`` for each 8 query heads."""
+    shared, T = copies.shared, copies.sizes.step_tokens
+    scores = [jnp.zeros((T, MMA_COLUMNS), jnp.float32)] * shared.rows.shape[0]
+    queries = _load_queries(copies) if queries is None else queries
+    for piece, ring in enumerate(shared.k):
+        keys = ring[slot]
+        for columns, pieces in enumerate(queries):
+            scores[columns] = instructions.mma(scores[columns], keys, pieces[piece])
+    return scores
+
+
+def _add_values(
+    copies: TileCopies,
+    slot: jax.Array,
+    softmaxes: list[_WeightedSum],
+    is_seen: Callable[[jax.Array, int], jax.Array] | None,
+    instructions: GpuInstructions,
+) -> list[_WeightedSum]:
+    """Add the values of a step, multiplied by the weights in shared memory."""
+    shared = copies.shared
+    weights = [
+        [_rows_of(shared.weights.at[turn], columns)[...] for turn in range(2)]
+        for columns in range(len(softmaxes))
+    ]
+    outs = [list(softmax.out) for softmax in softmaxes]
+    for piece, ring in enumerate(shared.v or shared.k[: len(outs[0])]):
+        values = ring.at[slot].transpose((1, 0))[...]
+        if is_seen is not None:
+            # Unused tokens of a block may be NaN, and 0 * NaN is NaN.
+            values = jnp.where(is_seen(values, 1), values, jnp.zeros_like(values))
+        for out, pair in zip(outs, weights, strict=True):
+            for x in pair:
+                out[piece] = instructions.mma(out[piece], values, x)
+    return [x._replace(out=tuple(out)) for x, out in zip(softmaxes, outs, strict=True)]
+
+
+def _rows_of(ref: Any, columns: int) -> Any:
+    """Return the rows of 8 query heads of a ref ``[R, x]``, as ``[x, 8]``."""
+    return ref.at[pl.ds(columns * MMA_COLUMNS, MMA_COLUMNS)].transpose((1, 0))
+
+
+def _finish(
+    softmax: _WeightedSum, columns: int, sinks_ref: Any, copies: TileCopies, options: Options
+) -> _Result:
+    """Return the result of a part."""
+    peak, total, out = softmax.peak, jnp.sum(softmax.total, axis=0), softmax.out
+    if sinks_ref is not None:
+        sinks = _load_sinks(columns, sinks_ref, copies)
+        new_peak = jnp.maximum(peak, sinks)
+        decay = jnp.exp2(peak - new_peak)
+        total = total * decay + jnp.exp2(sinks - new_peak)
+        out = tuple(x * _as_columns(decay, x.shape) for x in out)
+        peak = new_peak
+    lse = peak * np.float32(math.log(2)) + jnp.log(total)
+    return _divide(out, total, lse)
+
+
+def _load_sinks(columns: int, sinks_ref: Any, copies: TileCopies) -> jax.Array:
+    """Return the sinks in units of log 2, f32 ``[8]``. They count once, in the first part."""
+    row = copies.shared.rows.at[columns]
+    first = columns * MMA_COLUMNS
+    for turn in range(first, min(first + MMA_COLUMNS, copies.sizes.slice_size)):
+        sink = sinks_ref[copies.first_query_head + turn].astype(jnp.float32)
+        is_first = copies.part.index == 0
+        row[turn - first] = jnp.where(is_first, sink * np.float32(1 / math.log(2)), -jnp.inf)
+    plgpu.commit_smem()
+    return plgpu.load(row, optimized=False)
+
+
+def _is_seen(
+    start: jax.Array, like: jax.Array, axis: int, part: KVPart, options: Options
+) -> jax.Array:
+    """Return whether the query sees each token; tokens are axis `axis` of an array."""
+    position = plgpu.broadcasted_iota(jnp.int32, like.shape, axis) + start
+    is_seen = position < part.length
+    if options.sliding_window is not None:
+        is_seen &= position >= part.length - options.sliding_window
+    return is_seen
+
+
+def _scale(scores: jax.Array, options: Options) -> jax.Array:
+    """Return scores in units of log 2, scaled and capped."""
+    if options.soft_cap is None:
+        return scores * np.float32(options.scale / math.log(2))
+    # tanh(x) = 1 - 2 / (exp(2 * x) + 1). The instruction for tanh is less precise.
+    squared = jnp.exp2(scores * np.float32(2 * options.scale / (options.soft_cap * math.log(2))))
+    return np.float32(options.soft_cap / math.log(2)) * (1 - 2 / (squared + 1))
+
+
+def _weigh(softmax: _WeightedSum, scores: jax.Array) -> tuple[_WeightedSum, jax.Array]:
+    """Update peak and sums of weights, scale the output down, and return the weights ``[T, 8]``."""
+    peak = jnp.maximum(softmax.peak, jnp.max(scores, axis=0))
+    decay = jnp.exp2(softmax.peak - peak)
+    weights = jnp.exp2(scores - _as_columns(peak, scores.shape))
+    total = softmax.total * _as_columns(decay, scores.shape) + weights
+    out = tuple(x * _as_columns(decay, x.shape) for x in softmax.out)
+    return _WeightedSum(peak, total, out), weights
+
+
+def _as_columns(row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Repeat a row ``[8]`` to ``[x, 8]``."""
+    return lax.broadcast_in_dim(row, shape, [1])
+
+
+def _split_rounding(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return f32 numbers rounded to a dtype, and the rounding errors in the same dtype."""
+    rounded = x.astype(dtype)
+    return rounded, (x - rounded.astype(jnp.float32)).astype(dtype)
+
+
+def _divide(out: tuple[jax.Array, ...], total: jax.Array, lse: jax.Array) -> _Result:
+    """Divide an output by the sum of the weights; the result without a token is 0 and -inf."""
+    is_empty = total == 0
+    factor = 1 / jnp.where(is_empty, jnp.ones_like(total), total)
+    lse = jnp.where(is_empty, jnp.full_like(lse, -jnp.inf), lse)
+    return tuple(x * _as_columns(factor, x.shape) for x in out), lse
+
+
+def _merge(
+    partial_refs: tuple[Any, Any],
+    start: jax.Array,
+    count: jax.Array,
+    place: tuple[jax.Array, int],
+) -> _Result:
+    """Merge the results of `count` parts, from part `start` on, for 8 query heads of a place."""
+    out_ref, lse_ref = partial_refs
+    pieces = cut_lanes(0, out_ref.shape[3])
+
+    def fold(turn, carry):
+        peak, total, out = carry
+        index = start + turn, *place
+        lse = plgpu.load(lse_ref.at[index], optimized=False)
+        new_peak = jnp.maximum(peak, lse)
+        decay, weight = jnp.exp(peak - new_peak), jnp.exp(lse - new_peak)
+        out = tuple(
+            x * _as_columns(decay, x.shape)
+            + plgpu.load(out_ref.at[(*index, pl.ds(*lanes))], optimized=False)
+            * _as_columns(weight, x.shape)
+            for x, lanes in zip(out, pieces, strict=True)
+        )
+        return new_peak, total * decay + weight, out
+
+    nothing = jnp.zeros((MMA_COLUMNS,), jnp.float32)
+    out = tuple(jnp.zeros((size, MMA_COLUMNS), jnp.float32) for _, size in pieces)
+    carry = (jnp.full_like(nothing, _LOWEST), nothing, out)
+    peak, total, out = lax.fori_loop(0, count, fold, carry)
+    return _divide(out, total, peak + jnp.log(total))
+
+
+def _arrange(shared: SharedTiles, results: list[_Result]) -> None:
+    """Store a result in shared memory."""
+    for columns, (out, lse) in enumerate(results):
+        for lanes, x in zip(cut_lanes(0, shared.sums.shape[1]), out, strict=True):
+            shared.sums[columns, pl.ds(*lanes)] = x
+        shared.rows[columns] = lse
+    plgpu.commit_smem()
+
+
+def _store(outputs: _Outputs, copies: TileCopies, results: list[_Result]) -> None:
+    """Store the result of a sequence."""
+    shared, size, sequence = copies.shared, copies.sizes.slice_size, copies.part.sequence
+    _arrange(shared, results)
+    # Each warp has two of the 8 rows.
+    tiling = plgpu.Tiling(((4, 32), (1,)))
+    layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    for columns in range(len(results)):
+        heads = pl.ds(columns * MMA_COLUMNS, MMA_COLUMNS)
+        tile = shared.sums.at[columns].transpose((1, 0))
+        out = plgpu.load(tile, layout=layout, optimized=False)
+        shared.out[heads] = out.astype(shared.out.dtype)
+    plgpu.commit_smem()
+    target = outputs.out.at[sequence, copies.query_heads]
+    plgpu.copy_smem_to_gmem(shared.out.at[pl.ds(0, size)], target)
+    for turn in range(size):
+        lse = shared.rows[turn // MMA_COLUMNS, turn % MMA_COLUMNS]
+        outputs.lse[sequence, copies.first_query_head + turn] = lse
+    plgpu.wait_smem_to_gmem(0)
