@@ -165,6 +165,24 @@ def test_plan_of_chunked_layers_equals_the_cache_to_the_byte(length, ratio) -> N
     assert share == pytest.approx(ratio, abs=1e-3)
 
 
+def test_plan_of_shared_keys_and_values_equals_the_cache_to_the_byte() -> None:
+    """Of the 35 layers of Gemma 3n E4B, the last 15 read keys and values of layers 18 and 19."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 35}
+    config = LlamaConfig.from_dict({"model_type": "gemma3n_text", **sizes, "dtype": "bfloat16"})
+    assert config.kv_sources[20:] == (18, 18, 18, 18, 19) * 3
+    plan = make_plan(config, 141 * 10**9, "gpu", max_model_len=32768, max_num_seqs=2)
+    assert [group.num_layers for group in plan.footprint.groups] == [4, 16]
+    assert plan.footprint.groups[0].block // 16 == 4 * 2 * 2 * 256 * 2
+    cache = jax.eval_shape(
+        lambda: create_cache(
+            config, num_slots=2, max_length=32768, num_blocks=plan.num_engine_blocks,
+            dtype="bfloat16", max_tokens=plan.sizes.most_tokens, platform="gpu",
+        )
+    )  # fmt: skip
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.group_pools))
+    assert num_bytes == plan.footprint.pool_bytes(plan.num_engine_blocks)
+
+
 def test_groups_of_all_tokens_have_equal_numbers_of_blocks() -> None:
     """Such groups have layers with other heads. They cache prefixes of equal length."""
     groups = tuple(

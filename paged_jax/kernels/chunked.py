@@ -1,13 +1,13 @@
 """Attention within chunks of consecutive tokens, with the kernels of full attention.
 
-A token attends to the tokens of its own chunk, from the first one to itself. A chunk has whole
+A token attends to the tokens of its chunk, from the first token to itself. A chunk has whole
 blocks, so this is full attention over a part of the block table. No kernel needs another mask::
 
     chunks of 4 blocks      b0 b1 b2 b3 | b4 b5 b6 b7 | b8 b9
     a query in block b6                   b4 b5 b6             its part of the table
     a query in block b9                                 b8 b9
 
-The queries of a prompt may belong to several chunks. Each row is then divided into one row for each
+The queries of a prompt may belong to several chunks. Each row is then divided into a row for each
 chunk, with the queries of that chunk::
 
     queries of a row        6 7 8 9           chunks of 8 tokens

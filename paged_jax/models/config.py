@@ -25,6 +25,7 @@ from paged_jax.models.layer_groups import (
     LatentSizes,
     LayerGroup,
     LayerKind,
+    ResidualStreams,
     StateShape,
     check_layer_types,
     check_mlp_layer_types,
@@ -47,6 +48,8 @@ class LlamaConfig:
     Attributes:
       vocab_size, hidden_size: vocabulary size (V), and width of the residual stream (E).
       intermediate_size: features of the dense MLP (F).
+      intermediate_sizes: features of the dense MLP of each layer; empty if all have
+        `intermediate_size`, which is the largest of them.
       num_hidden_layers: number of layers (L).
       num_attention_heads, num_key_value_heads: number of query heads (H) and of KV heads (K).
       head_dim: elements per head (D), even; 0 for ``hidden_size // num_attention_heads``.
@@ -93,6 +96,13 @@ class LlamaConfig:
       layer_scalar: whether the output of each layer is multiplied by a parameter.
       hidden_size_per_layer_input: size of an embedding per token and layer, which each layer adds
         to the residual stream through a gate; 0 for none.
+      vocab_size_per_layer_input: number of tokens with such an embedding, from the first, if it is
+        not `vocab_size`; 0 otherwise. Other tokens have the embedding of token 0.
+      residual_streams: number of residual streams and further options; None for a single stream.
+      laurel_rank: rank of two projections of the normalised input of attention, whose output is
+        added beside attention; 0 for none.
+      activation_sparsity: fraction of the gates of each layer's MLP that are 0, if gates have a
+        normal distribution; empty if there is none.
       use_double_wide_mlp: whether the MLP of layers without keys and values has twice the features.
       logit_scale: factor of the logits.
       attn_logit_softcapping, final_logit_softcapping: scores and logits become
@@ -179,6 +189,11 @@ class LlamaConfig:
     residual_multiplier: float = 1.0
     multipliers: Multipliers = NO_MULTIPLIERS
     layer_scalar: bool = False
+    intermediate_sizes: tuple[int, ...] = ()
+    vocab_size_per_layer_input: int = 0
+    residual_streams: ResidualStreams | None = None
+    laurel_rank: int = 0
+    activation_sparsity: tuple[float, ...] = ()
     hidden_size_per_layer_input: int = 0
     use_double_wide_mlp: bool = False
     logit_scale: float = 1.0
@@ -250,6 +265,10 @@ class LlamaConfig:
             object.__setattr__(self, "norm_placements", ())
         if set(self.qk_norm_layers) == {self.qk_norm}:
             object.__setattr__(self, "qk_norm_layers", ())
+        if not any(self.activation_sparsity):
+            object.__setattr__(self, "activation_sparsity", ())
+        if set(self.intermediate_sizes) == {self.intermediate_size}:
+            object.__setattr__(self, "intermediate_sizes", ())
 
     def _check_ropes(self) -> None:
         if self.rope_layers and len(self.rope_layers) != self.num_hidden_layers:
@@ -387,6 +406,8 @@ class LlamaConfig:
         properties = (
             self._layer_kinds, self._mlp_kinds, self.sliding_windows, self.kv_shapes,
             self.shares_kv, placements, self.qk_norm_layers or (self.qk_norm,) * L,
+            self.activation_sparsity or (0.0,) * L,
+            self.intermediate_sizes or (self.intermediate_size,) * L,
         )  # fmt: skip
         kinds = tuple(LayerKind(*each) for each in zip(*properties, strict=True))
         distinct = dict.fromkeys(kinds)
@@ -439,7 +460,8 @@ class LlamaConfig:
     def can_scan_layers(self) -> bool:
         """Whether all layers are equal and can be stacked, see `scan_layers` of `Llama`."""
         kinds = {*zip(self.layer_configs, self.ropes, strict=True)}
-        return len(kinds) == 1 and self.mixer is None and not self.hidden_size_per_layer_input
+        is_special = self.mixer is not None or self.residual_streams is not None
+        return len(kinds) == 1 and not is_special and not self.hidden_size_per_layer_input
 
     @property
     def dense_intermediate_size(self) -> int:

@@ -65,6 +65,23 @@ def check_sizes(config: Any) -> None:
             raise ValueError(
                 f"LlamaConfig: {name} must be even and at most {_MAX_HEAD_DIM}, got {size}."
             )
+    sizes = config.intermediate_sizes
+    if sizes and (min(sizes) < 1 or max(sizes) != config.intermediate_size):
+        raise ValueError(
+            "LlamaConfig: intermediate_sizes must be positive, and intermediate_size the largest "
+            f"of them, got {list(sizes)} and {config.intermediate_size}."
+        )
+    if not all(0 <= sparsity < 1 for sparsity in config.activation_sparsity):
+        raise ValueError(
+            "LlamaConfig: activation_sparsity must be at least 0 and less than 1, got "
+            f"{list(config.activation_sparsity)}."
+        )
+    streams = config.residual_streams
+    if streams is not None and not (streams.count > 1 and 0 <= streams.active < streams.count):
+        raise ValueError(
+            "LlamaConfig: residual_streams must have at least 2 streams, and one of them active, "
+            f"got {streams}."
+        )
     if config.latent is not None:
         heads = config.num_attention_heads, config.num_key_value_heads
         config.latent.check(config.head_dim, *heads)
@@ -93,7 +110,8 @@ def check_choices(config: Any) -> None:
                 f"{getattr(config, field)!r}."
             )
     placements = config.norm_placements
-    for field in ("norm_placements", "qk_norm_layers"):
+    lists = ("norm_placements", "qk_norm_layers", "activation_sparsity", "intermediate_sizes")
+    for field in lists:
         if (count := len(getattr(config, field))) not in (0, config.num_hidden_layers):
             raise ValueError(
                 f"LlamaConfig: {field} must name {config.num_hidden_layers} layers, got {count}."

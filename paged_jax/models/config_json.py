@@ -23,8 +23,10 @@ from paged_jax.models.layers_json import (
     read_mlp_types,
     read_norm_placements,
     read_sliding_window,
+    read_streams,
     write_mixer,
     write_sliding_window,
+    write_streams,
 )
 from paged_jax.models.model_folder import read_boolean, read_entry, read_integer, read_number
 from paged_jax.models.quantisation import QUANTISATION_KEYS, find_quantisation
@@ -69,7 +71,6 @@ _WITH_INDEXER = (
 # Reasons, by the beginning of a `model_type` or class in lower case.
 _REASONS = {
     **dict.fromkeys(_WITH_INDEXER, "its sparse attention chooses tokens by an indexer"),
-    "gemma3n": "its layers have several residual streams",
 }
 
 # Fields of `LlamaConfig` that `write_fields` copies.
@@ -141,6 +142,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         **switches,
         **read_global_heads(config, family, layer_types),
         **read_latent(config, family),
+        **read_streams(config, family, num_hidden_layers),
     } | _read_mlps(config, family, num_hidden_layers)
 
 
@@ -200,7 +202,7 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     written |= {key: fields[field] for field, key in family.switches.items()}
     written |= {name: fields[name] for name in family.sizes}
     if "hidden_size_per_layer_input" in family.sizes:
-        written[_PER_LAYER_VOCABULARY] = fields["vocab_size"]
+        written[_PER_LAYER_VOCABULARY] = fields[_PER_LAYER_VOCABULARY] or fields["vocab_size"]
     # Values without which the default of transformers is not supported.
     written |= {key: value for key, value in family.only.items() if key in family.defaults}
     if family.global_heads:
@@ -211,7 +213,7 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     if "intermediate_size" in family.keys:
         written[family.key("intermediate_size")] = written["intermediate_size"]
     written |= write_sliding_window(fields, family) | write_experts(fields, family)
-    return written | write_mixer(fields, family)
+    return written | write_mixer(fields, family) | write_streams(fields, family)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -250,7 +252,7 @@ def _base_architecture(architecture: str) -> str:
       >>> _base_architecture("Qwen3ForCausalLM"), _base_architecture("Gemma3ForCausalLM")
       ('Qwen3Model', 'Gemma3TextModel')
     """
-    if architecture in ("Gemma3ForCausalLM", "Gemma4ForCausalLM", "Llama4ForCausalLM"):
+    if architecture in [f"{name}ForCausalLM" for name in ("Gemma3", "Gemma3n", "Gemma4", "Llama4")]:
         return architecture.replace("ForCausalLM", "TextModel")
     return architecture.partition("For")[0] + "Model"
 
@@ -293,6 +295,9 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 def _read_intermediate_size(config: Mapping[str, Any], family: Family) -> int:
+    sizes = config.get("intermediate_size")
+    if family.has_streams and isinstance(sizes, list) and sizes and all(map(is_int, sizes)):
+        return max(sizes)
     size = read_integer(config, family.key("intermediate_size"))
     if family.has_adjusted_mlp and read_boolean(config, "block_auto_adjust_ff_dim", True):
         unit = read_integer(config, "block_multiple_of", 256)
@@ -333,7 +338,9 @@ def _read_switches(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if switches.get("hidden_size_per_layer_input"):
         vocab_size = read_integer(config, "vocab_size")
         given = read_integer(config, _PER_LAYER_VOCABULARY, vocab_size)
-        if given != vocab_size:
+        if _PER_LAYER_VOCABULARY in family.sizes:
+            switches[_PER_LAYER_VOCABULARY] = 0 if given == vocab_size else given
+        elif given != vocab_size:
             raise UnsupportedConfigError(
                 f"LlamaConfig: {_PER_LAYER_VOCABULARY} must equal vocab_size, got {given}."
             )

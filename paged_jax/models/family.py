@@ -270,6 +270,7 @@ class Family:
       is_mxfp4: whether checkpoints may store experts in MXFP4, see `Mxfp4Tensor`.
       mixer: how configs describe recurrent layers; None for a family without them.
       recurrent_norm_placement: `norm_placement` of recurrent layers, if it differs from the others.
+      has_streams: whether layers have several residual streams, and lists may describe the MLPs.
       has_adjusted_mlp: whether `block_auto_adjust_ff_dim` may change `intermediate_size`.
       aliases: other keys that files have, with the key that this library reads.
       scales: factors to read from ``config.json``.
@@ -318,6 +319,7 @@ class Family:
     is_mxfp4: bool = False
     mixer: MixerKeys | None = None
     recurrent_norm_placement: str | None = None
+    has_streams: bool = False
     has_adjusted_mlp: bool = False
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     scales: tuple[Scale, ...] = ()

@@ -26,19 +26,26 @@ from paged_jax.models.layer_attention import (
     values_of_heads,
 )
 from paged_jax.models.layer_groups import NOTHING, LatentSizes
-from paged_jax.models.layer_norms import (
-    EXPERT_NORMS,
-    apply_norm,
-    effective_weight,
-    initial_norm_weight,
-    multiply,
-    norm_names,
-)
 from paged_jax.models.matrices import add_matrix, get_matrix
 from paged_jax.models.matrix_formats import MatrixFormats
 from paged_jax.models.mixer_sizes import Mixer
 from paged_jax.models.mixers import MixerWeights, initial_vector, mix
 from paged_jax.models.mlp import ACTIVATIONS, ExpertWeights, RouterArrays, gated_mlp, routed_experts
+from paged_jax.models.residual import (
+    EXPERT_NORMS,
+    Embed,
+    add_low_rank,
+    add_stream_weights,
+    add_to_streams,
+    apply_norm,
+    correct_streams,
+    effective_weight,
+    initial_norm_weight,
+    multiply,
+    norm_names,
+    predict_streams,
+    stream_weights,
+)
 from paged_jax.models.tensor_parallel import DeviceShard
 
 
@@ -71,6 +78,7 @@ class Layer(nnx.Module):
         shared_expert_gate    [1, E]
         per_layer_gate        [d, E]             d = hidden_size_per_layer_input
         per_layer_proj        [E, d]
+        laurel_left           [r, E]             laurel_right          [E, r]
 
     In recurrent layers, the parameters of a mixer replace those of attention, see `mixer_sizes`.
     Hybrid layers have both, and add the outputs.
@@ -121,6 +129,12 @@ class Layer(nnx.Module):
             add("per_layer_gate", d, E)
             add("per_layer_proj", E, d, deviation=residual_deviation)
             self.per_layer_out_norm = nnx.Param(initial_norm_weight(config, (E,), dtype))
+        if rank := config.laurel_rank:
+            add("laurel_left", rank, E)
+            add("laurel_right", E, rank, deviation=residual_deviation)
+            self.laurel_norm = nnx.Param(initial_norm_weight(config, (E,), dtype))
+        if config.residual_streams is not None:
+            add_stream_weights(self, config.residual_streams.count, rngs, dtype)
         if config.layer_scalar:
             self.layer_scalar = nnx.Param(jnp.ones(1, dtype))
 
@@ -208,37 +222,41 @@ class Layer(nnx.Module):
         """Run the layer.
 
         Args:
-          x: float32 ``[..., E]``, the residual stream.
+          x: float32 ``[..., E]``, the residual stream, or ``[..., n, E]`` if there are several.
           index: number of the layer in the model; traced in a scan over layers.
           cos: float32 ``[..., D / 2]``, cosines of the rotation angles of each token.
           sin: float32 ``[..., D / 2]``, sines of the same angles.
           attend: attention of the layer, see `Attend`.
           carry: state that is passed to `attend`, such as the K and V pools.
-          is_token: bool ``[...]``, False for padding rows, which use no expert; None if all rows
-            are tokens.
+          is_token: bool ``[...]``, False for padding rows, which use no expert; None for none.
           query_scale: float32 ``[...]``, factor of each token's queries, or None.
           per_layer_input: float32 ``[..., hidden_size_per_layer_input]``, embedding of each token
             for this layer, or None.
           stack: all layers in one module, stacked along the first dimension, if this layer is a
-            slice of them; None otherwise. Some kernels read the weights from the stack, because a
-            slice would be a copy.
+            slice of them; None otherwise. Some kernels read the stack, because slices are copies.
           backend: backend of the matrix multiplications, see `linear`.
 
         Returns:
-          The new residual stream, float32 ``[..., E]``, and the carry that `attend` returned.
+          The new residual stream, of the shape of `x`, and the carry that `attend` returned.
         """
+        streams = None
+        if self.config.residual_streams is not None:
+            streams = predict_streams(self.config, x, stream_weights(self))
+            x = streams[..., self.config.residual_streams.active, :]
 
         def weight(name: str) -> Weight:
             return get_matrix(self, name, self.formats[name], self._float_dtype, stack, index)
 
+        make_embed = functools.partial(self._per_layer, per_layer_input, weight, backend)
+        embed = None if per_layer_input is None else make_embed
         normed, out = self._norm("input_norm", x), None
         if self.config.mixer is not None:
             mixed = mix(self.config.mixer, self._mixer_weights(normed, weight, backend))
             out, carry = attend(index, mixed.recurrence, carry)
             out = linear(mixed.finish(out), weight("mixer_out_proj"), backend=backend)
         if self.config.kv_shapes[0] is not None:
-            rotation, of_mixer = (cos, sin, query_scale), out
-            heads, gate = self._project(normed, weight, rotation, backend)
+            of_mixer = out
+            heads, gate = self._project(normed, weight, (cos, sin, query_scale), backend)
             out, carry = attend(index, heads, carry)
             if self.config.latent is not None:
                 out = values_of_heads(self.config.latent, out, weight("kv_b_proj"), backend)
@@ -247,13 +265,13 @@ class Layer(nnx.Module):
             out = multiply(out, self.config.multipliers.attention_out)
             out = out if of_mixer is None else out + of_mixer
         if self.config.norm_placement == "parallel":
-            # Add both outputs first, so that one all-reduce is enough.
-            assert out is not None
+            assert out is not None  # both outputs are added first, so one all-reduce is enough
             out = self._all_reduce(out + self._mlp(normed, weight, is_token, backend))
-            return self._finish(x, self._with_bias(out), per_layer_input, weight, backend), carry
+            return self._finish(x, self._with_bias(out), embed), carry
         if out is not None:
             out = self._with_bias(self._all_reduce(out))
             x = self._add(x, self._norm("attention_out_norm", out))
+        x = add_low_rank(self.config, x, normed, weight, self._vector("laurel_norm"), backend)
         if NOTHING in self.config.mlp_layer_types:
             return x, carry
         normed = self._norm("post_attention_norm", x)
@@ -262,7 +280,24 @@ class Layer(nnx.Module):
         else:
             out = self._all_reduce(self._mlp(normed, weight, is_token, backend))
         out = self._norm("mlp_out_norm", out)
-        return self._finish(x, out, per_layer_input, weight, backend), carry
+        if streams is not None:
+            x = correct_streams(self.config, streams, self._add(x, out), stream_weights(self))
+            return add_to_streams(self.config, x, stream_weights(self), embed), carry
+        return self._finish(x, out, embed), carry
+
+    def _per_layer(
+        self,
+        per_layer_input: jax.Array | None,
+        weight: Callable[[str], Weight],
+        backend: str | None,
+        x: jax.Array,
+    ) -> jax.Array:
+        """Return the embedding of the layer, times a gate that depends on ``x [..., E]``."""
+        assert per_layer_input is not None
+        gate = linear(x, weight("per_layer_gate"), backend=backend)
+        out = ACTIVATIONS[self.config.hidden_act](gate) * per_layer_input
+        out = linear(out, weight("per_layer_proj"), backend=backend)
+        return self._norm("per_layer_out_norm", out)
 
     def _mixer_weights(
         self, normed: jax.Array, weight: Callable[[str], Weight], backend: str | None
@@ -292,7 +327,8 @@ class Layer(nnx.Module):
         """Run the MLP or experts. With a shard, return this device's part of a sum over devices."""
         config = self.config
         if not config.num_experts:
-            return gated_mlp(config, x, weight("gate_up_proj"), weight("down_proj"), backend)
+            matrices = weight("gate_up_proj"), weight("down_proj")
+            return gated_mlp(config, x, *matrices, backend, mean_over_devices=self._mean)
         out = self._experts(x, x, weight, is_token, backend)
         if not config.shared_expert_intermediate_size:
             return out
@@ -326,7 +362,7 @@ class Layer(nnx.Module):
             x,
             logits,
             weights,
-            self._router_arrays(),
+            RouterArrays(*map(self._vector, ("router_correction_bias", "router_expert_factor"))),
             is_token=is_token,
             first_expert=None if self.shard is None else self.shard.index * num_local,
             backend=backend,
@@ -364,10 +400,6 @@ class Layer(nnx.Module):
         routed, shared = jnp.split(self._all_reduce(out), 2, axis=-1)
         return self._norm("expert_out_norm", routed) + self._norm("shared_out_norm", shared)
 
-    def _router_arrays(self) -> RouterArrays:
-        names = ("router_correction_bias", "router_expert_factor")
-        return RouterArrays(*(self._vector(name) for name in names))
-
     def _vector(self, name: str) -> jax.Array | None:
         parameter = getattr(self, name, None)
         return None if parameter is None else parameter[...]
@@ -381,27 +413,20 @@ class Layer(nnx.Module):
         """Add an output to the residual stream."""
         return x + multiply(out, self.config.residual_multiplier)
 
-    def _finish(
-        self,
-        x: jax.Array,
-        out: jax.Array,
-        per_layer_input: jax.Array | None,
-        weight: Callable[[str], Weight],
-        backend: str | None,
-    ) -> jax.Array:
+    def _finish(self, x: jax.Array, out: jax.Array, embed: Embed | None) -> jax.Array:
         """Add the last output of the layer and the embedding of the layer, and scale the sum."""
         x = self._add(x, out)
-        if per_layer_input is not None:
-            gate = linear(x, weight("per_layer_gate"), backend=backend)
-            out = ACTIVATIONS[self.config.hidden_act](gate) * per_layer_input
-            out = linear(out, weight("per_layer_proj"), backend=backend)
-            x = x + self._norm("per_layer_out_norm", out)
+        x = x if embed is None else x + embed(x)
         if not self.config.layer_scalar:
             return x
         return x * expand(self.layer_scalar[...], x.ndim)
 
     def _all_reduce(self, out: jax.Array) -> jax.Array:
         return out if self.shard is None else self.shard.all_reduce_sum(out)
+
+    @property
+    def _mean(self) -> Callable[[jax.Array], jax.Array] | None:
+        return None if self.shard is None else self.shard.all_reduce_mean
 
     def _project(
         self,
@@ -451,7 +476,8 @@ class Layer(nnx.Module):
         sinks = self.sinks[...] if config.attention_sinks else None
         norms = None
         if config.qk_norm and not config.qk_norm_weight:
-            norms = (jnp.ones(config.head_dim, jnp.float32),) * 2
+            ones = jnp.ones(config.head_dim, jnp.float32)
+            norms = ones, ones
         elif config.qk_norm:
             q_norm = self.q_norm[...]
             k_norm = self.k_norm[...] if config.num_kv_rows else q_norm
@@ -463,8 +489,7 @@ class Layer(nnx.Module):
                 qkv = scale_queries(qkv, query_scale)
             eps = config.rms_norm_eps
             return Projection(qkv, cos, sin, norms, eps, sm_scale, soft_cap, sinks), gate
-        mean = None if self.shard is None else self.shard.all_reduce_mean
-        q, k, v = normed_heads(config, qkv, norms, mean)
+        q, k, v = normed_heads(config, qkv, norms, self._mean)
         q, k = rotate(q, cos, sin), None if k is None else rotate(k, cos, sin)
         q = q if query_scale is None else q * query_scale[..., None, None]
         return Heads(q, k, v, sm_scale, soft_cap, sinks), gate

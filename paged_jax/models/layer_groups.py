@@ -106,6 +106,21 @@ class LatentSizes(NamedTuple):
             )
 
 
+class ResidualStreams(NamedTuple):
+    """Residual streams of each token, see `residual`.
+
+    Attributes:
+      count: number of streams (n), at least 2.
+      active: index of the stream that the layers compute.
+      scales_active: whether the active stream is multiplied by a weight before it chooses the
+        embedding of a layer.
+    """
+
+    count: int
+    active: int = 0
+    scales_active: bool = True
+
+
 class StateShape(NamedTuple):
     """An array that a recurrent layer keeps of each sequence.
 
@@ -131,6 +146,8 @@ class LayerKind(NamedTuple):
       shares_kv: whether it reads the keys and values of another layer.
       norm_placement: where its norms are, see `LlamaConfig`.
       has_qk_norm: whether it normalises queries and keys.
+      sparsity: fraction of the features of its MLP that are 0.
+      intermediate_size: features of its dense MLP.
     """
 
     kind: str
@@ -140,6 +157,8 @@ class LayerKind(NamedTuple):
     shares_kv: bool
     norm_placement: str
     has_qk_norm: bool
+    sparsity: float
+    intermediate_size: int
 
     def changes(self, config: Any) -> dict[str, Any]:
         """Return the changed fields of a config in which all layers equal this layer.
@@ -159,6 +178,9 @@ class LayerKind(NamedTuple):
             "o_bias": config.o_bias and self.kv is not None,
             "num_kv_shared_layers": L if self.shares_kv else 0,
             "use_double_wide_mlp": False,
+            "activation_sparsity": (self.sparsity,) * L if self.sparsity else (),
+            "intermediate_size": self.intermediate_size,
+            "intermediate_sizes": (),
             "sliding_window": None if self.kind == CHUNKED else self.window,
             "attention_chunk_size": self.window if self.kind == CHUNKED else None,
             "qk_norm": self.has_qk_norm,
@@ -167,7 +189,7 @@ class LayerKind(NamedTuple):
             "num_global_key_value_heads": 0,
         }
         if self.shares_kv and config.use_double_wide_mlp:
-            changes["intermediate_size"] = 2 * config.intermediate_size
+            changes["intermediate_size"] = 2 * self.intermediate_size
         if self.kv is not None and config.latent is None:
             changes |= {"num_key_value_heads": self.kv.num_kv_heads, "head_dim": self.kv.head_dim}
         if self.mlp_kind != SPARSE:

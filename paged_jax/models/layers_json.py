@@ -13,6 +13,7 @@ from paged_jax.models.layer_groups import (
     RECURRENT,
     RECURRENT_TYPES,
     SLIDING,
+    ResidualStreams,
 )
 from paged_jax.models.mixer_sizes import (
     GatedDeltaNet,
@@ -24,6 +25,8 @@ from paged_jax.models.mixer_sizes import (
 from paged_jax.models.model_folder import read_boolean, read_integer
 from paged_jax.models.rope_json import read_rope_layers
 
+# Sparsity of the first layers of Gemma 3n, if the file does not have it.
+_NUM_SPARSE, _SPARSITY = 10, 0.95
 # Kinds of recurrent layers by the name in `MixerKeys.kind`.
 MIXERS: Mapping[str, type[Mixer]] = {
     "short_convolution": ShortConvolution,
@@ -324,6 +327,67 @@ def write_sliding_window(fields: Mapping[str, Any], family: Family) -> dict[str,
         written["use_sliding_window"] = sliding_window is not None
         written["max_window_layers"] = [*layer_types, SLIDING].index(SLIDING)
     return written | {"layer_types": layer_types}
+
+
+def read_streams(
+    config: Mapping[str, Any], family: Family, num_hidden_layers: int
+) -> dict[str, Any]:
+    """Return the fields of residual streams, and of MLPs that differ between layers.
+
+    Args:
+      config: content of the file, with the family's defaults.
+      family: family of the model.
+      num_hidden_layers: number of layers (L).
+
+    Raises:
+      ValueError: an entry has another type, or a list has another length.
+    """
+    if not family.has_streams:
+        return {}
+    streams = ResidualStreams(
+        read_integer(config, "altup_num_inputs"),
+        read_integer(config, "altup_active_idx"),
+        read_boolean(config, "altup_correct_scale", True),
+    )
+    sizes = config.get("intermediate_size")
+    sparsity = config.get("activation_sparsity_pattern")
+    if sparsity is None:
+        num_sparse = _NUM_SPARSE if num_hidden_layers > _NUM_SPARSE else 0
+        sparsity = [_SPARSITY] * num_sparse + [0.0] * (num_hidden_layers - num_sparse)
+    for key, values in {
+        "intermediate_size": sizes,
+        "activation_sparsity_pattern": sparsity,
+    }.items():
+        if isinstance(values, list) and not (
+            len(values) == num_hidden_layers and all(map(is_real, values))
+        ):
+            raise ValueError(
+                f"LlamaConfig: {key} must list {num_hidden_layers} numbers, got {values!r}."
+            )
+    if not isinstance(sparsity, list):
+        raise ValueError(
+            f"LlamaConfig: activation_sparsity_pattern must be a list, got {sparsity!r}."
+        )
+    return {
+        "residual_streams": streams,
+        "intermediate_sizes": tuple(map(int, sizes)) if isinstance(sizes, list) else (),
+        "activation_sparsity": tuple(map(float, sparsity)),
+    }
+
+
+def write_streams(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the entries of a ``config.json`` that `read_streams` can read."""
+    streams: ResidualStreams | None = fields["residual_streams"]
+    if not family.has_streams or streams is None:
+        return {}
+    L = fields["num_hidden_layers"]
+    return {
+        "altup_num_inputs": streams.count,
+        "altup_active_idx": streams.active,
+        "altup_correct_scale": streams.scales_active,
+        "intermediate_size": [*fields["intermediate_sizes"]] or [fields["intermediate_size"]] * L,
+        "activation_sparsity_pattern": [*fields["activation_sparsity"]] or [0.0] * L,
+    }
 
 
 def read_chunk_size(

@@ -19,7 +19,6 @@ from paged_jax.kernels.weight_formats import as_bits, from_bits
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer import Layer
 from paged_jax.models.layer_attention import Attend, Carry, causal_attention
-from paged_jax.models.layer_norms import apply_norm, initial_norm_weight
 from paged_jax.models.matrices import (
     Sharding,
     add_matrix,
@@ -29,6 +28,7 @@ from paged_jax.models.matrices import (
 )
 from paged_jax.models.matrix_formats import MatrixFormats, float_type
 from paged_jax.models.paged_model import PagedModel
+from paged_jax.models.residual import apply_norm, initial_norm_weight, merge_streams, split_streams
 from paged_jax.models.rope import all_rotations
 from paged_jax.models.step_arrays import as_token_ids
 from paged_jax.models.tensor_parallel import DeviceShard, TensorParallel
@@ -120,18 +120,28 @@ class Llama(PagedModel):
                 layer(layer_config, formats=formats.of_layer(index), rngs=rngs)
                 for index, layer_config in enumerate(config.layer_configs)
             )
-        if d := config.hidden_size_per_layer_input:
-            width = config.num_hidden_layers * d
-            for name, shape in (
-                ("embed_tokens_per_layer", (config.vocab_size, width)),
-                ("per_layer_model_proj", (width, config.hidden_size)),
-            ):
-                add_matrix(self, name, normal(rngs.params(), shape, floats), formats[name])
-            self.per_layer_norm = nnx.Param(initial_norm_weight(config, (d,), floats))
+        self._add_streams(normal, floats, rngs)
         self.norm = nnx.Param(initial_norm_weight(config, (config.hidden_size,), floats))
         if not config.tie_word_embeddings:
             initial = normal(rngs.params(), table, floats)
             add_matrix(self, "lm_head", initial, formats["lm_head"])
+
+    def _add_streams(self, normal: Any, floats: np.dtype, rngs: nnx.Rngs) -> None:
+        """Add the parameters of embeddings per layer and of residual streams."""
+        config, formats = self.config, self.formats
+        if d := config.hidden_size_per_layer_input:
+            width = config.num_hidden_layers * d
+            num_rows = config.vocab_size_per_layer_input or config.vocab_size
+            for name, shape in (
+                ("embed_tokens_per_layer", (num_rows, width)),
+                ("per_layer_model_proj", (width, config.hidden_size)),
+            ):
+                add_matrix(self, name, normal(rngs.params(), shape, floats), formats[name])
+            self.per_layer_norm = nnx.Param(initial_norm_weight(config, (d,), floats))
+        if config.residual_streams is not None:
+            others = config.residual_streams.count - 1, config.hidden_size, config.hidden_size
+            for name in ("stream_proj", "stream_out_proj"):
+                add_matrix(self, name, normal(rngs.params(), others, floats), formats[name])
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """Return the logits of whole sequences, without a cache. Differentiable in the weights.
@@ -320,6 +330,9 @@ class Llama(PagedModel):
         table, projection = (
             self._table(name) for name in ("embed_tokens_per_layer", "per_layer_model_proj")
         )
+        if size := config.vocab_size_per_layer_input:
+            size *= 1 if self.shard is None else self.shard.num_devices
+            token_ids = jnp.where(token_ids < size, token_ids, 0)
         of_tokens = self._scale(find(table, token_ids).reshape(shape), d**0.5)
         of_tokens = jnp.where(positions[..., None, None] < 0, 0, of_tokens)
         projected = (linear(x, projection) * config.hidden_size**-0.5).reshape(shape)
@@ -341,6 +354,9 @@ class Llama(PagedModel):
         per_layer: jax.Array | None,
         backend: str | None = None,
     ) -> tuple[jax.Array, Carry]:
+        has_streams = self.config.residual_streams is not None
+        if has_streams:
+            x = split_streams(x, self._table("stream_proj"), backend)
         head_dims = [layer.head_dim for layer in self.config.layer_configs]
         angles = all_rotations(positions, self.config.ropes, head_dims)
         is_token = positions >= 0 if self.config.num_experts else None
@@ -352,6 +368,8 @@ class Llama(PagedModel):
                 if per_layer is not None:
                     options["per_layer_input"] = per_layer[..., index, :]
                 x, carry = layer(x, index=index, cos=cos, sin=sin, carry=carry, **options)
+            if has_streams:
+                x = merge_streams(x, self._table("stream_out_proj"), backend)
             return x, carry
         cos, sin = angles[0]
         options["query_scale"] = self._query_scale(0, positions)

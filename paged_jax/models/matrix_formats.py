@@ -30,6 +30,10 @@ _MATRICES = (
     "per_layer_model_proj",
     "per_layer_gate",
     "per_layer_proj",
+    "stream_proj",
+    "stream_out_proj",
+    "laurel_left",
+    "laurel_right",
     "lm_head",
     "qkv_proj",
     "latent_proj",
@@ -57,6 +61,8 @@ _PER_LAYER = (
     "layers.per_layer_gate",
     "layers.per_layer_proj",
 )
+# Matrices of residual streams stay floating point, because errors in them affect all layers.
+_OF_STREAMS = ("stream_proj", "stream_out_proj", "layers.laurel_left", "layers.laurel_right")
 # Matrices of a layer that stay floating point in a quantised model, because they are small.
 _SMALL = ("router", "shared_expert_gate")
 # The same for layers with a mixer. Errors in gates add up in the state.
@@ -105,6 +111,8 @@ class MatrixFormats:
         others = {f"layers.{name}": floats for name in _SMALL} if config.num_experts else {}
         if config.hidden_size_per_layer_input:
             others |= dict.fromkeys(_PER_LAYER, floats)
+        if config.residual_streams is not None or config.laurel_rank:
+            others |= dict.fromkeys(_OF_STREAMS, floats)
         if config.mixer is not None:
             others |= {f"layers.{name}": floats for name in _SMALL_OF_MIXERS}
         if config.latent is not None:

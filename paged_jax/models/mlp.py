@@ -14,6 +14,7 @@ experts are on other devices.
 
 import functools
 import operator
+import statistics
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -87,6 +88,8 @@ def gated_mlp(
     gate_up_proj: Weight,
     down_proj: Weight,
     backend: str | None,
+    *,
+    mean_over_devices: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
     """Run a dense MLP.
 
@@ -96,6 +99,8 @@ def gated_mlp(
       gate_up_proj: ``[2, F, E]``, or ``[1, F, E]`` without gates.
       down_proj: ``[E, F]``.
       backend: backend of the matrix multiplications, see `linear`.
+      mean_over_devices: function that returns the mean over the devices that share the features, or
+        None.
 
     Returns:
       float32 ``[..., E]``.
@@ -103,10 +108,30 @@ def gated_mlp(
     hidden, factors = linear(x, gate_up_proj, backend=backend), config.multipliers
     gate = hidden[..., 0, :]
     gate = gate if factors.mlp_gate == 1 else gate * factors.mlp_gate
+    if config.activation_sparsity:
+        gate = _keep_largest(gate, config.activation_sparsity[0], mean_over_devices)
     activation = ACTIVATIONS[config.hidden_act](gate)
     hidden = activation * hidden[..., 1, :] if config.gated_mlp else activation
     out = linear(hidden, down_proj, backend=backend)
     return out if factors.mlp_out == 1 else out * factors.mlp_out
+
+
+def _keep_largest(
+    gate: jax.Array,
+    sparsity: float,
+    mean_over_devices: Callable[[jax.Array], jax.Array] | None,
+) -> jax.Array:
+    """Subtract a threshold from gates ``[..., F]``, and set negative results to 0.
+
+    A fraction `sparsity` of a normal distribution is below the threshold.
+    """
+    mean = sum_rows(gate) / gate.shape[-1]
+    square = sum_rows(jnp.square(gate)) / gate.shape[-1]
+    if mean_over_devices is not None:
+        means = mean_over_devices(jnp.concatenate([mean, square], axis=-1))
+        mean, square = means[..., :1], means[..., 1:]
+    deviation = jnp.sqrt(jnp.maximum(square - jnp.square(mean), 0))
+    return jax.nn.relu(gate - mean - deviation * statistics.NormalDist().inv_cdf(sparsity))
 
 
 def routed_experts(

@@ -174,6 +174,8 @@ def shard_config(function: str, config: LlamaConfig, num_devices: int) -> LlamaC
         vocab_size=-(-wide.vocab_size // num_devices),
         # Not divided if all layers have experts: no layer has a dense MLP of this size.
         intermediate_size=wide.intermediate_size // (1 if all(config.has_experts) else num_devices),
+        intermediate_sizes=tuple(size // num_devices for size in wide.intermediate_sizes),
+        vocab_size_per_layer_input=wide.vocab_size_per_layer_input // num_devices,
         shared_expert_intermediate_size=wide.shared_expert_intermediate_size // num_devices,
         num_attention_heads=wide.num_attention_heads // num_devices,
         **{name: getattr(wide, name) // num_devices for name in _KV_HEADS},
@@ -196,6 +198,15 @@ def _check_divides(function: str, config: LlamaConfig, num_devices: int) -> None
             raise ValueError(
                 f"{function}: tensor_parallel_size must divide the model's {name} of "
                 f"{getattr(config, name)}, got {num_devices}."
+            )
+    sizes = [config.vocab_size_per_layer_input, *config.intermediate_sizes]
+    if config.vocab_size_per_layer_input:
+        sizes.append(config.vocab_size)
+    for size in sizes:
+        if size % num_devices:
+            raise ValueError(
+                f"{function}: tensor_parallel_size must divide the model's vocabularies and "
+                f"intermediate_sizes, of which one is {size}, got {num_devices}."
             )
     for name in _KV_HEADS:
         num_heads = getattr(config, name)

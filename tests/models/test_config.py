@@ -8,7 +8,7 @@ import pytest
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.families import FAMILIES
 from paged_jax.models.family import UnsupportedConfigError
-from paged_jax.models.layer_groups import KVShape, LatentSizes
+from paged_jax.models.layer_groups import KVShape, LatentSizes, ResidualStreams
 from paged_jax.models.paged_model import create_cache
 from paged_jax.models.rope import QueryScale, RopeScaling
 
@@ -28,6 +28,7 @@ _QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 2, **_SIZES}
 # Keys without which the default of transformers is not a supported model.
 _REQUIRED = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gemma3n_text": {"num_kv_shared_layers": 1},
     "gemma4_text": {"vocab_size_per_layer_input": 32},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_state": 8},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -256,6 +257,33 @@ def test_layer_configs_have_the_sizes_of_their_layers():
     assert _SMALL.layer_configs == (_SMALL,) * 3
 
 
+def test_from_dict_reads_the_streams_and_lists_of_gemma_3n():
+    given = {**_of_family("gemma3n_text"), "num_hidden_layers": 12, "num_kv_shared_layers": 0}
+    config = LlamaConfig.from_dict(given)
+    assert config.residual_streams == ResidualStreams(4, 0, True)
+    assert config.activation_sparsity == (0.95,) * 10 + (0.0,) * 2
+    assert (config.vocab_size_per_layer_input, config.laurel_rank) == (262144, 64)
+    lists = {
+        "intermediate_size": [24] * 11 + [40],
+        "activation_sparsity_pattern": [0.0] * 12,
+        "vocab_size_per_layer_input": 32,
+    }
+    config = LlamaConfig.from_dict({**given, **lists})
+    assert (config.intermediate_size, config.activation_sparsity) == (40, ())
+    assert [layer.intermediate_size for layer in config.layer_configs] == [24] * 11 + [40]
+    assert config.vocab_size_per_layer_input == 0, "as many as the vocabulary"
+    assert LlamaConfig.from_dict(config.to_dict()) == config
+    for key in ("intermediate_size", "activation_sparsity_pattern"):
+        with pytest.raises(ValueError, match=f"{key} must list 12 numbers"):
+            LlamaConfig.from_dict({**given, key: [1, 2]})
+    with pytest.raises(ValueError, match="activation_sparsity must be at least 0 and less than 1"):
+        dataclasses.replace(config, activation_sparsity=(1.0,) * 12)
+    with pytest.raises(ValueError, match="residual_streams must have at least 2 streams"):
+        dataclasses.replace(config, residual_streams=ResidualStreams(2, 2))
+    with pytest.raises(ValueError, match="intermediate_sizes must be positive"):
+        dataclasses.replace(config, intermediate_size=24)
+
+
 def test_from_dict_reads_the_chunks_of_llama_4():
     given = {**_of_family("llama4_text"), "num_hidden_layers": 5, "head_dim": 8}
     config = LlamaConfig.from_dict({**given, "attention_chunk_size": 24, "no_rope_layers": []})
@@ -284,7 +312,6 @@ def test_from_dict_reads_the_chunks_of_llama_4():
     ("config", "named"),
     [
         ({**_SIZES, "model_type": "gpt2"}, "gpt2"),
-        ({**_SIZES, "architectures": ["Gemma3nForCausalLM"]}, "Gemma3n.* several residual streams"),
         ({**_LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "SequenceClass"),
         ({**_LLAMA, "hidden_act": "relu"}, "hidden_act"),
         ({**_LLAMA, "rope_scaling": {"type": "mrope", "factor": 2.0}}, "mrope"),

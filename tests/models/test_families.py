@@ -183,9 +183,10 @@ def test_engine_matches_transformers(
     assert stats.num_preemptions > 0
     assert (stats.num_swap_preemptions > 0) == swaps
     assert (stats.num_recomputed_tokens > 0) != swaps
-    # The experts use the backend of the attention.
+    # Experts and residual streams use the backend of the attention.
     if backend == "triton":
-        assert bool(products) == bool(model.config.num_experts)
+        config = model.config
+        assert bool(products) == bool(config.num_experts or config.residual_streams)
         assert all(products) or jax.default_backend() == "gpu"
     else:
         assert len(products) == traced_before

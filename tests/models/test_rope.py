@@ -256,6 +256,16 @@ def test_llama3_scales_only_long_wavelengths():
     )
 
 
+def test_llama3_with_equal_factors_is_a_step():
+    """As in Llama 4 Scout: wavelengths above the original context are divided."""
+    entry = {**_REAL["Llama-3.1-8B"][-1], "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    plain = 500.0 ** -(np.arange(32) / 32)
+    is_short = 2 * np.pi / plain <= entry["original_max_position_embeddings"]
+    expected = np.where(is_short, plain, plain / entry["factor"])
+    frequencies = _rope(64, 131072, 500.0, entry).frequencies()
+    np.testing.assert_allclose(frequencies, expected, rtol=1e-6)
+
+
 def test_yarn_without_a_transition_is_a_step():
     """If both bounds are the same pair, the reference code avoids a division by zero."""
     entry = {**_YARN, "beta_fast": 2.0, "beta_slow": 2.0, "truncate": False}

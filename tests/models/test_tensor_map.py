@@ -99,8 +99,8 @@ def test_families_without_a_complete_index():
         "smollm3", "qwen2_moe", "olmo3", "glm4", "cohere2", "seed_oss", "ernie4_5", "cwm", "gemma",
         "glm", "cohere", "glm4_moe", "dots1", "minimax_m2", "gemma4_text", "ministral3",
         "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid",
-        "nemotron_h", "llama4_text", "falcon_h1", "olmo_hybrid", "kimi_linear", "deepseek_v2",
-        "deepseek_v3", "glm4_moe_lite", "mistral4",
+        "nemotron_h", "llama4_text", "gemma3n_text", "falcon_h1", "olmo_hybrid", "kimi_linear",
+        "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4",
     }  # fmt: skip
 
 

@@ -100,6 +100,8 @@ def test_logits_match_a_single_device() -> None:
 
 _OTHER_SWITCHES = """
 from paged_jax.models.family import Router
+from paged_jax.models.layer_groups import ResidualStreams
+from paged_jax.models.rope import QueryScale
 
 GEMMA_4 = dict(attention_k_eq_v=True, value_norm=True, qk_norm=True, layer_scalar=True,
                global_head_dim=8, num_global_key_value_heads=1, hidden_size_per_layer_input=6,
@@ -109,7 +111,15 @@ ROUTER = Router("sigmoid", has_correction_bias=True, num_groups=4, num_chosen_gr
 EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=12, router=ROUTER,
                shared_expert_intermediate_size=20, shared_expert_gate=False,
                norm_placement="sandwich", separate_expert_norms=True)
-for num_devices, changes in ((2, GEMMA_4), (4, dict(attention_gate=True)), (2, EXPERTS)):
+GEMMA_3N = dict(residual_streams=ResidualStreams(3, 1), laurel_rank=6, norm_placement="sandwich",
+                hidden_size_per_layer_input=6, vocab_size=48, vocab_size_per_layer_input=40,
+                activation_sparsity=(0.7, 0.0), intermediate_sizes=(48, 32))
+LLAMA_4 = dict(qk_norm=True, qk_norm_weight=False, qk_norm_layers=(True, False),
+               rope_layers=(True, False), query_scale=QueryScale(0.3, 4, 1, True), num_experts=8,
+               num_experts_per_tok=2, moe_intermediate_size=12, shared_expert_gate=False,
+               shared_expert_intermediate_size=20, router=Router("sigmoid", scales_inputs=True))
+for num_devices, changes in ((2, GEMMA_4), (4, dict(attention_gate=True)), (2, EXPERTS),
+                             (2, GEMMA_3N), (4, LLAMA_4)):
     model = make_model(**changes)
     same, _ = divided_logits(model, num_devices)
     expected = nnx.jit(logits)(model, TOKENS)

@@ -83,6 +83,19 @@ _GLM_EXPERTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.5,
 }
+_GEMMA3N: dict[str, Any] = {
+    "head_dim": 16,
+    "sliding_window": WINDOW,
+    "num_hidden_layers": 4,
+    "layer_types": [*_SLIDING, *_SLIDING],
+    "intermediate_size": [96, 96, 64, 96],
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE - 10,
+    "num_kv_shared_layers": 2,
+    "laurel_rank": 6,
+    "activation_sparsity_pattern": [0.6, 0.0, 0.9, 0.0],
+    "final_logit_softcapping": 3.0,
+}
 # Layers without a window have other heads, and their values are their keys.
 _GEMMA4: dict[str, Any] = {
     "head_dim": 16,
@@ -245,6 +258,7 @@ CASES = {
         },
     ),
     "glm4_moe": Case("glm4_moe", {**_GLM_EXPERTS, "use_qk_norm": True, "attention_bias": True}),
+    "gemma3n": Case("gemma3n_text", _GEMMA3N),
     "gemma4": Case("gemma4_text", _GEMMA4),
     "gemma4 with embeddings per layer and shared keys": Case(
         "gemma4_text",
@@ -492,6 +506,21 @@ VARIANTS = {
             "sliding_window": WINDOW,
             "num_hidden_layers": 3,
             "layer_types": [*_SLIDING, *_SLIDING[:1]],
+        },
+    ),
+    "gemma3n with another active stream": Case(
+        "gemma3n_text",
+        {
+            **_GEMMA3N,
+            "intermediate_size": 96,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "num_kv_shared_layers": 0,
+            "activation_sparsity_pattern": None,
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+            "altup_correct_scale": False,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
         },
     ),
     "gemma3 untied": Case(

@@ -14,7 +14,13 @@ from typing import Literal, get_args
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.families import FAMILIES
 from paged_jax.models.layer_groups import LatentSizes
-from paged_jax.models.loading.tensor_boxes import TensorMapping, map_tensor
+from paged_jax.models.loading.tensor_boxes import (
+    Mappings,
+    TensorMapping,
+    interleaved_expert_mappings,
+    map_tensor,
+    transposed_expert_mappings,
+)
 from paged_jax.models.mixer_sizes import Mixer
 from paged_jax.models.rope import head_order
 
@@ -23,6 +29,7 @@ EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _INNER = (
     "layers.", "embed_tokens.", "norm.",
     "embed_tokens_per_layer.", "per_layer_model_projection.", "per_layer_projection_norm.",
+    "altup_projections.", "altup_unembed_projections.",
 )  # fmt: skip
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 # Tensors that layers without keys and values do not have. Some files have them nevertheless.
@@ -51,6 +58,9 @@ _VECTORS = {
     "expert_out_norm": "post_feedforward_layernorm_2.weight",
     "router_norm": "router.scale",
     "per_layer_out_norm": "post_per_layer_input_norm.weight",
+    "laurel_norm": "laurel.post_laurel_norm.weight",
+    "stream_norm": "altup.router_norm.weight",
+    "stream_factor": "altup.correct_output_scale",
 }
 # The same for the parameters of experts. A * stands for the number of an expert.
 _EXPERTS = {
@@ -63,7 +73,6 @@ _EXPERTS = {
     "shared_expert": "mlp.shared_expert",
 }
 
-Mappings = tuple[TensorMapping, ...]
 # How files store experts: as the family does; all experts in one tensor and the names of
 # `Family.in_memory`, as transformers 5 has them; or gate, up and down of each expert in separate
 # tensors.
@@ -162,8 +171,19 @@ def _model_mappings(config: LlamaConfig) -> Mapping[str, Mappings]:
     d = config.hidden_size_per_layer_input
     width = config.num_hidden_layers * d
     per_layer, projection = "model.embed_tokens_per_layer", "model.per_layer_model_projection"
+    num_rows, E = config.vocab_size_per_layer_input or config.vocab_size, config.hidden_size
+    num_others = 0 if config.residual_streams is None else config.residual_streams.count - 1
+
+    def of_streams(module: str) -> Mappings:
+        names = [f"model.{module}.{stream}.weight" for stream in range(num_others)]
+        return tuple(
+            map_tensor(name, (E, E), (1, E, E), (stream, 0, 0)) for stream, name in enumerate(names)
+        )
+
     return {
-        "embed_tokens_per_layer": (map_tensor(f"{per_layer}.weight", (config.vocab_size, width)),),
+        "stream_proj": of_streams("altup_projections"),
+        "stream_out_proj": of_streams("altup_unembed_projections"),
+        "embed_tokens_per_layer": (map_tensor(f"{per_layer}.weight", (num_rows, width)),),
         "per_layer_model_proj": (map_tensor(f"{projection}.weight", (width, config.hidden_size)),),
         "per_layer_norm": (map_tensor("model.per_layer_projection_norm.weight", (d,)),),
         "embed_tokens": (map_tensor(EMBEDDINGS, table),),
@@ -204,7 +224,16 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
         "layer_scalar": (map_tensor("layer_scalar", (1,)),),
         "per_layer_gate": (map_tensor("per_layer_input_gate.weight", (d, E)),),
         "per_layer_proj": (map_tensor("per_layer_projection.weight", (E, d)),),
+        "laurel_left": (map_tensor("laurel.linear_left.weight", (config.laurel_rank, E)),),
+        "laurel_right": (map_tensor("laurel.linear_right.weight", (E, config.laurel_rank)),),
     }
+    if config.residual_streams is not None:
+        n = config.residual_streams.count
+        mappings |= {
+            "stream_router": (map_tensor("altup.modality_router.weight", (n, E)),),
+            "stream_predict": (map_tensor("altup.prediction_coefs.weight", (n * n, n)),),
+            "stream_correct": (map_tensor("altup.correction_coefs.weight", (n, n)),),
+        }
     if config.mixer is not None:
         mappings |= _mixer_mappings(config.mixer, E, names)
     if config.latent is not None:
@@ -368,9 +397,9 @@ def _expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Ma
         "down_proj": (map_tensor(names["down_proj"], (E, shared)),),
     }
     if "transposed_gate_up_proj" in names and experts != "separate":
-        return mappings | _transposed_expert_mappings(config, names)
+        return mappings | transposed_expert_mappings(config, names)
     if "experts_gate_up_proj" in names and experts != "separate":
-        return mappings | _interleaved_expert_mappings(config, names)
+        return mappings | interleaved_expert_mappings(config, names)
     first = 0 if config.gated_mlp else 1
     if "router_bias" in names:
         mappings |= _expert_bias_mappings(config, names)
@@ -437,47 +466,4 @@ def _fused_expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[s
             TensorMapping(names.get("fused_down_proj", f"{module}down_proj"),
                           down, down, (0,) * 3, axes=(0, 1, 2)),
         ),
-    }  # fmt: skip
-
-
-def _transposed_expert_mappings(
-    config: LlamaConfig, names: Mapping[str, str]
-) -> dict[str, Mappings]:
-    """Return the mappings of the experts of Llama 4, whose matrices are ``[in, out]``."""
-    E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
-    return {
-        "experts_gate_up_proj": (
-            TensorMapping(names["transposed_gate_up_proj"], (X, E, 2 * F), (X, 2, F, E), (0,) * 4,
-                          axes=(0, 2, 3, 1), split_shape=(X, E, 2, F)),
-        ),
-        "experts_down_proj": (
-            TensorMapping(names["transposed_down_proj"], (X, F, E), (X, E, F), (0,) * 3,
-                          axes=(0, 2, 1)),
-        ),
-    }  # fmt: skip
-
-
-def _interleaved_expert_mappings(
-    config: LlamaConfig, names: Mapping[str, str]
-) -> dict[str, Mappings]:
-    """Return the mappings of the experts of gpt-oss.
-
-    Their matrices are ``[in, out]``, and gate and up columns alternate.
-    """
-    E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
-    return {
-        "router_bias": (map_tensor(names["router_bias"], (X,)),),
-        "experts_gate_up_proj": (
-            TensorMapping(names["experts_gate_up_proj"], (X, E, 2 * F), (X, 2, F, E), (0,) * 4,
-                          axes=(0, 3, 2, 1), split_shape=(X, E, F, 2)),
-        ),
-        "experts_gate_up_bias": (
-            TensorMapping(names["experts_gate_up_bias"], (X, 2 * F), (X, 2, F), (0,) * 3,
-                          axes=(0, 2, 1), split_shape=(X, F, 2)),
-        ),
-        "experts_down_proj": (
-            TensorMapping(names["experts_down_proj"], (X, F, E), (X, E, F), (0,) * 3,
-                          axes=(0, 2, 1)),
-        ),
-        "experts_down_bias": (map_tensor(names["experts_down_bias"], (X, E)),),
     }  # fmt: skip

@@ -1,0 +1,241 @@
+"""Residual stream of a layer: its norms, factors of its activations, and several streams.
+
+In Gemma 3n, the residual stream of a token has n vectors (AltUp, arXiv 2301.13310). A layer
+predicts all of them from each other, runs on one of them, and corrects the others by the error of
+that prediction::
+
+    streams [n, E] --> predicted [n, E] --> layer on the active stream --> output [E]
+                              |                                              |
+                              +--> corrected = predicted + c (output - predicted active stream)
+
+The factors c and the factors of the prediction depend on the active stream.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from paged_jax.kernels.linear import Weight, grouped_linear, linear
+from paged_jax.kernels.norm_rope import expand, layer_norm, mean_square, rms_norm
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.layer_groups import NOTHING, ResidualStreams
+
+# Names of a layer's norms, by `norm_placement`. `input_norm` and `post_attention_norm` normalise
+# the inputs of attention and of the MLP. `attention_out_norm` and `mlp_out_norm` normalise their
+# outputs before they are added to the residual stream.
+NORMS = {
+    "pre": ("input_norm", "post_attention_norm"),
+    "sandwich": ("input_norm", "attention_out_norm", "post_attention_norm", "mlp_out_norm"),
+    "post": ("attention_out_norm", "mlp_out_norm"),
+    "parallel": ("input_norm",),
+}
+# Further norms of layers with `separate_expert_norms`: of the inputs of the router and of the
+# experts, and of the outputs of the experts and of the expert for all tokens.
+EXPERT_NORMS = ("router_norm", "expert_input_norm", "expert_out_norm", "shared_out_norm")
+# Smallest mean square of a stream that is divided by its root mean square.
+_MIN_MEAN_SQUARE = 1e-5
+
+
+def norm_names(config: LlamaConfig) -> tuple[str, ...]:
+    """Return the names of a layer's norms.
+
+    A layer without attention has only the norms of its MLP, and a layer without an MLP has only the
+    norms of its attention.
+    """
+    has_tokens, has_mlp = NOTHING not in config.layer_types, NOTHING not in config.mlp_layer_types
+    return tuple(
+        name
+        for name in NORMS[config.norm_placement]
+        if (has_tokens if name in ("input_norm", "attention_out_norm") else has_mlp)
+    )
+
+
+def multiply(x: jax.Array, factor: float) -> jax.Array:
+    """Return ``x * factor``, or `x` if the factor is 1."""
+    return x if factor == 1 else x * factor
+
+
+def initial_norm_weight(config: LlamaConfig, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    """Return the initial weight of a norm, which multiplies by 1."""
+    return jnp.full(shape, 1 - config.norm_offset, dtype)
+
+
+def apply_norm(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Apply a norm of the model's type to float32 ``x [..., E]`` with a weight ``[E]``."""
+    weight = effective_weight(config, weight)
+    if config.norm_type == "layer":
+        return layer_norm(x, weight, config.rms_norm_eps)
+    return rms_norm(x, weight, config.rms_norm_eps)
+
+
+def effective_weight(config: LlamaConfig, weight: jax.Array) -> jax.Array:
+    """Return the factor of a norm: its weight, or float32 ``offset + weight``."""
+    return weight.astype(jnp.float32) + config.norm_offset if config.norm_offset else weight
+
+
+class StreamWeights(NamedTuple):
+    """Parameters of a layer for its streams, each floating point.
+
+    Attributes:
+      norm: ``[E]``, norm of the active stream.
+      router: ``[n, E]``, projection of the active stream to n numbers.
+      predict: ``[n * n, n]``, from these numbers to the factors of the prediction.
+      correct: ``[n, n]``, from these numbers to the factors of the correction.
+      factor: ``[E]``, factor of the active stream in the gate of the embedding of the layer.
+    """
+
+    norm: jax.Array
+    router: jax.Array
+    predict: jax.Array
+    correct: jax.Array
+    factor: jax.Array
+
+
+# Function of a stream ``[..., E]`` that returns the gated embedding of the layer ``[..., E]``.
+Embed = Callable[[jax.Array], jax.Array]
+
+
+def add_low_rank(
+    config: LlamaConfig,
+    x: jax.Array,
+    normed: jax.Array,
+    weight: Callable[[str], Weight],
+    norm: jax.Array | None,
+    backend: str | None,
+) -> jax.Array:
+    """Add a projection of low rank of the normalised input of attention, if the layer has it.
+
+    Args:
+      config: configuration of the layer.
+      x: float32 ``[..., E]``, the residual stream after attention.
+      normed: float32 ``[..., E]``, the input of attention.
+      weight: returns a matrix of the layer.
+      norm: weight of the norm of the projection, or None.
+      backend: backend of the matrix multiplications, see `linear`.
+    """
+    if norm is None:
+        return x
+    low = linear(normed, weight("laurel_left"), backend=backend)
+    out = linear(low, weight("laurel_right"), backend=backend)
+    return (x + normed + apply_norm(config, out, norm)) * 2**-0.5
+
+
+def add_stream_weights(layer: Any, count: int, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+    """Add the parameters of n streams to a layer, see `StreamWeights`."""
+    config: LlamaConfig = layer.config
+    E, n = config.hidden_size, count
+    normal = nnx.initializers.normal(config.initializer_range)
+    for name, shape in {"router": (n, E), "predict": (n * n, n), "correct": (n, n)}.items():
+        setattr(layer, f"stream_{name}", nnx.Param(normal(rngs.params(), shape, dtype)))
+    layer.stream_norm = nnx.Param(initial_norm_weight(config, (E,), dtype))
+    layer.stream_factor = nnx.Param(jnp.ones(E, dtype))
+
+
+def stream_weights(layer: Any) -> StreamWeights:
+    """Return the parameters of a layer for its streams."""
+    return StreamWeights(*(getattr(layer, f"stream_{each}")[...] for each in StreamWeights._fields))
+
+
+def predict_streams(config: LlamaConfig, x: jax.Array, weights: StreamWeights) -> jax.Array:
+    """Return the predicted streams float32 ``[..., n, E]`` before a layer.
+
+    Args:
+      config: configuration of the layer.
+      x: float32 ``[..., n, E]``.
+      weights: the parameters.
+    """
+    n = x.shape[-2]
+    modes = _modes(config, x[..., _streams(config).active, :], weights)
+    factors = _multiply(modes, weights.predict).reshape(*modes.shape[:-1], n, n)
+    return x + jnp.einsum("...ba,...ae->...be", factors, x, precision="highest")
+
+
+def correct_streams(
+    config: LlamaConfig, predicted: jax.Array, out: jax.Array, weights: StreamWeights
+) -> jax.Array:
+    """Return the streams float32 ``[..., n, E]`` after a layer.
+
+    Args:
+      config: configuration of the layer.
+      predicted: float32 ``[..., n, E]``, result of `predict_streams`.
+      out: float32 ``[..., E]``, the output of the layer for the active stream.
+      weights: the parameters.
+    """
+    factors = 1 + _multiply(_modes(config, out, weights), weights.correct)
+    error = out - predicted[..., _streams(config).active, :]
+    return predicted + factors[..., None] * error[..., None, :]
+
+
+def add_to_streams(
+    config: LlamaConfig, x: jax.Array, weights: StreamWeights, embed: Embed | None
+) -> jax.Array:
+    """Add the embedding of the layer to all streams ``[..., n, E]`` but the first.
+
+    Args:
+      config: configuration of the layer.
+      x: float32 ``[..., n, E]``.
+      weights: the parameters.
+      embed: function that returns the embedding; None if layers have no embeddings.
+    """
+    if embed is None:
+        return x
+    active = x[..., _streams(config).active, :]
+    if _streams(config).scales_active:
+        active = active * expand(weights.factor, active.ndim)
+    return x.at[..., 1:, :].add(embed(active)[..., None, :])
+
+
+def split_streams(x: jax.Array, proj: Weight, backend: str | None) -> jax.Array:
+    """Return the first streams ``[..., n, E]`` of embeddings float32 ``[..., E]``.
+
+    Args:
+      x: the embeddings, which are the first stream.
+      proj: ``[n - 1, E, E]``, projections to the other streams.
+      backend: backend of the matrix multiplication, see `linear`.
+    """
+    others = _with_mean_square(linear(x, proj, backend=backend), mean_square(x)[..., None, :])
+    return jnp.concatenate([x[..., None, :], others], axis=-2)
+
+
+def merge_streams(x: jax.Array, proj: Weight, backend: str | None) -> jax.Array:
+    """Return the mean ``[..., E]`` of the last streams. All but the first are projected.
+
+    Args:
+      x: float32 ``[..., n, E]``.
+      proj: ``[n - 1, E, E]``.
+      backend: backend of the matrix multiplication, see `grouped_linear`.
+    """
+    *rows, n, E = x.shape
+    by_stream = jnp.moveaxis(x.reshape(-1, n, E)[:, 1:], 1, 0)
+    num_rows = by_stream.shape[1]
+    sizes = jnp.full(n - 1, num_rows, jnp.int32)
+    others = grouped_linear(by_stream.reshape(-1, E), proj, sizes, backend=backend)
+    others = jnp.moveaxis(others.reshape(n - 1, num_rows, E), 0, 1).reshape(*rows, n - 1, E)
+    first = x[..., :1, :]
+    others = _with_mean_square(others, mean_square(first))
+    return (first[..., 0, :] + jnp.sum(others, axis=-2)) / n
+
+
+def _streams(config: LlamaConfig) -> ResidualStreams:
+    assert config.residual_streams is not None
+    return config.residual_streams
+
+
+def _modes(config: LlamaConfig, x: jax.Array, weights: StreamWeights) -> jax.Array:
+    """Return n numbers between -1 and 1, float32 ``[..., n]``, of a stream ``[..., E]``."""
+    normed = apply_norm(config, x, weights.norm) / config.hidden_size
+    return jnp.tanh(_multiply(normed, weights.router))
+
+
+def _multiply(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.einsum("...i,oi->...o", x, w.astype(jnp.float32), precision="highest")
+
+
+def _with_mean_square(x: jax.Array, target: jax.Array) -> jax.Array:
+    """Scale ``x [..., E]`` to a mean square."""
+    mean = mean_square(x, num_heads=x.shape[-2])
+    return x * jnp.sqrt(target / jnp.maximum(mean, _MIN_MEAN_SQUARE))
