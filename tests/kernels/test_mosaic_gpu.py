@@ -45,14 +45,13 @@ def simulated() -> dict[str, Any]:
 
 @pytest.fixture
 def assert_no_races(capsys):
-    """Return a function that checks that the simulator has reported no race.
+    """Return a function that checks that the simulator has printed no race.
 
-    It does not know atomic additions, so it reports races between the counters of thread blocks.
+    From jax 0.12 on, a race is also an error of the simulated call.
     """
 
     def check_output() -> None:
-        races = capsys.readouterr().out.split("RACE DETECTED")[1:]
-        assert not [race for race in races if race.count("(GpuInstructions.count)") != 2], races
+        assert "RACE DETECTED" not in capsys.readouterr().out
 
     return check_output
 

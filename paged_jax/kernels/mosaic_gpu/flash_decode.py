@@ -217,7 +217,7 @@ def _attend_kernel(
             _arrange(shared, results)
             instructions.store(shared.sums, outputs.partial_out.at[program, place])
             instructions.store(shared.rows, outputs.partial_lse.at[program, place])
-            instructions.count(counts_ref, (part.sequence, place), shared.count)
+            instructions.count(counts_ref, (part.sequence, place), shared.count, part.index)
 
             @pl.when(shared.count[0] == part.count - 1)
             def _():

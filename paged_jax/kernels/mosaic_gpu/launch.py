@@ -142,7 +142,9 @@ class GpuInstructions(NamedTuple):
             plgpu.copy_smem_to_gmem(tile_ref, target_ref)
             plgpu.wait_smem_to_gmem(0)
 
-    def count(self, counts_ref: Any, place: tuple[Any, ...], count_ref: Any) -> None:
+    def count(
+        self, counts_ref: Any, place: tuple[Any, ...], count_ref: Any, arrival: jax.Array
+    ) -> None:
         """Increment a counter in memory by 1, and store its previous value in shared memory.
 
         What other thread blocks have stored before they incremented the counter is visible to all
@@ -152,10 +154,11 @@ class GpuInstructions(NamedTuple):
           counts_ref: i32 counters in memory.
           place: index of the counter.
           count_ref: i32 ``[1]`` in shared memory.
+          arrival: the previous value if thread blocks run in order. The simulator takes it, because
+            it runs them in order, and would report a race for an addition that is not atomic.
         """
         if self.is_simulated:
-            count_ref[0] = counts_ref[place]
-            counts_ref[place] = count_ref[0] + 1
+            count_ref[0] = arrival
         else:
             _count(counts_ref.at[place], count_ref)
 
