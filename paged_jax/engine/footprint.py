@@ -267,7 +267,7 @@ def footprint(
       ...                   formats=MatrixFormats.of_dtype("float32", config),
       ...                   kv_dtype="float32", platform="cpu")
       >>> needs.weights, needs.state, needs.block
-      (1171200, 46252, 20480)
+      (1171200, 46268, 20480)
     """
     groups = _group_footprints(shard or config, sizes, kv_dtype, platform)
     block = sum(group.block for group in groups)

@@ -213,7 +213,7 @@ def programs_per_core(shape: Shape, params: DecodeParams, device: GpuInfo) -> in
 
     Example:
       >>> shape = Shape(128, 4, 16, "bfloat16", "bfloat16")
-      >>> programs_per_core(shape, DecodeParams(64, num_warps=4, num_stages=3), DEFAULT)
+      >>> programs_per_core(shape, DecodeParams(64, num_warps=4, num_stages=3), GpuInfo("", 132))
       3
     """
     scale_bytes = 8 if is_quantised(shape.pool_dtype) else 0
