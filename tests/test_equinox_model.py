@@ -8,4 +8,7 @@ def test_example_decodes_as_the_plain_forward_pass_with_a_shared_prompt(capsys) 
     lines = capsys.readouterr().out.splitlines()
     # The prompt of 20 tokens has 3 blocks, of which both continuations keep 2.
     assert "3 of 16 blocks of 8 tokens in use, lengths [20, 20]" in lines[0]
-    assert "6 of 16 blocks of 8 tokens in use, lengths [30, 30]" in lines[-1]
+    [end] = [line for line in lines if line.startswith("at the end")]
+    assert "6 of 16 blocks of 8 tokens in use, lengths [30, 30]" in end
+    # The first two blocks are shared, the next four are not.
+    assert lines[-1].endswith("221111..........")
