@@ -151,7 +151,7 @@ def predict_streams(config: LlamaConfig, x: jax.Array, weights: StreamWeights) -
     n = x.shape[-2]
     modes = _modes(config, x[..., _streams(config).active, :], weights)
     factors = _multiply(modes, weights.predict).reshape(*modes.shape[:-1], n, n)
-    return x + jnp.einsum("...ba,...ae->...be", factors, x, precision="highest")
+    return x + jnp.matmul(factors, x, precision="highest")
 
 
 def correct_streams(
@@ -232,7 +232,7 @@ def _modes(config: LlamaConfig, x: jax.Array, weights: StreamWeights) -> jax.Arr
 
 
 def _multiply(x: jax.Array, w: jax.Array) -> jax.Array:
-    return jnp.einsum("...i,oi->...o", x, w.astype(jnp.float32), precision="highest")
+    return jnp.matmul(x, w.astype(jnp.float32).T, precision="highest")
 
 
 def _with_mean_square(x: jax.Array, target: jax.Array) -> jax.Array:
