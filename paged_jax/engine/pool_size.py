@@ -1,6 +1,5 @@
 """Dtype and number of blocks and states in an engine's pools."""
 
-import math
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from paged_jax.cache.blocks.state_tables import state_interval
 from paged_jax.engine.footprint import Footprint
 from paged_jax.kernels.rows import sets_rows_in_place
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.layer_groups import STATE_INTERVAL
 from paged_jax.runner.sizes import Sizes
 
 # Values of the option `kv_dtype` other than "auto".
@@ -101,7 +100,7 @@ def choose_num_blocks(
 
 def choose_state_interval(model_config: LlamaConfig, block_size: int) -> int | None:
     """Return the `state_interval` of a scheduler; None if no layer is recurrent."""
-    return math.lcm(STATE_INTERVAL, block_size) if model_config.state_groups else None
+    return state_interval(block_size) if model_config.state_groups else None
 
 
 def _num_fitting_free_memory(device: Any, sizes: Sizes, footprint: Footprint) -> int:

@@ -33,9 +33,6 @@ _EXPERT_FIELDS = (
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
 )
-# Number of tokens that recurrent layers process together in prompts. Chunks end at multiples of it,
-# so that the states do not depend on the sizes of chunks.
-STATE_INTERVAL = 64
 # Far above any real model: a mistyped number fails here, before it exhausts the memory.
 _MAX_LAYERS = 10_000
 

@@ -23,7 +23,7 @@ S, C, INTERVAL = 3, 4, 8
 @pytest.fixture(autouse=True, scope="module")
 def _short_interval():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state_tables, "MARK_GRID", INTERVAL)
+        patch.setattr(state_tables, "STATE_INTERVAL", INTERVAL)
         yield
 
 

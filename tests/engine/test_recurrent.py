@@ -14,7 +14,6 @@ import pytest
 from paged_jax import LLM, BeamSearchParams, Engine, RequestOutput, SamplingParams, rollout
 from paged_jax.cache.blocks import check_invariants, state_tables
 from paged_jax.cache.blocks.inspection import check_states
-from paged_jax.engine import pool_size
 from paged_jax.engine.drafts import Drafter
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import decode_steps
@@ -34,8 +33,7 @@ FEW_BLOCKS = {"num_blocks": 34}
 
 @pytest.fixture(autouse=True)
 def short_interval(monkeypatch) -> None:
-    monkeypatch.setattr(pool_size, "STATE_INTERVAL", INTERVAL)
-    monkeypatch.setattr(state_tables, "MARK_GRID", INTERVAL)
+    monkeypatch.setattr(state_tables, "STATE_INTERVAL", INTERVAL)
 
 
 def make_engine(**options: Any) -> Engine:

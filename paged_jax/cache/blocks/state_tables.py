@@ -41,8 +41,9 @@ from paged_jax.cache.block_pool import BlockPool
 from paged_jax.formatting import short_repr
 from paged_jax.kernels.opaque_call import take_or_fill, without_index_checks
 
-# Marks are states after multiples of so many tokens, like the ends of chunks of prompts.
-MARK_GRID = 64
+# Number of tokens that recurrent layers process together in prompts. Chunks end at multiples of it,
+# so that the states do not depend on the sizes of chunks. Marks are states after such multiples.
+STATE_INTERVAL = 64
 
 
 @short_repr
@@ -171,9 +172,9 @@ def _drop_marks(tables: StateTables, mask: jax.Array) -> StateTables:
     return replace(tables, pool=pool, marks=jnp.where(mask, P, tables.marks))
 
 
-def mark_interval(block_size: int) -> int:
-    """Return the number of tokens between the marks of a slot, a multiple of the block size."""
-    return math.lcm(MARK_GRID, block_size)
+def state_interval(block_size: int) -> int:
+    """Return the tokens between marks, and between ends of chunks: a multiple of the block size."""
+    return math.lcm(STATE_INTERVAL, block_size)
 
 
 @without_index_checks
@@ -193,7 +194,7 @@ def plan_states(
       most: i32[], maximum number of tokens of a slot.
     """
     tables = reserve_states(tables, is_writer)
-    interval, P = mark_interval(tables.pool.token_ids.shape[1]), tables.num_entries
+    interval, P = state_interval(tables.pool.token_ids.shape[1]), tables.num_entries
     turns = (lengths + interval - 1) // interval * interval
     # A slot that starts at such a length leaves its entry, unless it leaves a shared entry anyway.
     is_left = (turns > lengths) | (tables.sources == tables.entries)
