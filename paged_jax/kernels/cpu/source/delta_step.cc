@@ -15,7 +15,7 @@ struct DeltaStep {
   StateRows rows;
   const float *q, *k, *v, *log_decay, *beta;
   float* out;
-  int64_t K, H, D, U, decays, heads_of_part, parts_of_row;
+  int64_t K, H, D, U, decays;
 
   // Factors of a head: decay, key, and decayed key and query.
   struct Factors {
@@ -23,12 +23,8 @@ struct DeltaStep {
     float beta, product;
   };
 
-  void run(int64_t part) {
-    int64_t first = part % parts_of_row * heads_of_part;
-    int64_t last = smaller(first + heads_of_part, H);
-    rows.for_sharers(part / parts_of_row, [&](int64_t row) {
-      for (int64_t head = first; head < last; head++) advance(row, head);
-    });
+  void run(int64_t part) const {
+    rows.for_heads(part, H, [&](int64_t row, int64_t head) { advance(row, head); });
   }
 
   void advance(int64_t row, int64_t head) const {
@@ -103,9 +99,7 @@ XLA_FFI_Error* run(XLA_FFI_CallFrame* frame) {
   call.decays = argument(frame, NUM_SHARED + 3)->dims[3];
   call.out = (float*)result(frame, 1)->data;
   call.K = key->dims[1], call.H = pool->dims[2], call.D = pool->dims[3], call.U = pool->dims[4];
-  call.heads_of_part = 1 + (PART_BYTES - 1) / (call.D * call.U * (int64_t)sizeof(float));
-  call.parts_of_row = (call.H + call.heads_of_part - 1) / call.heads_of_part;
-  in_parallel(frame, call, call.rows.B * call.parts_of_row);
+  in_parallel(frame, call, call.rows.count_parts(call.H));
   return nullptr;
 }
 

@@ -61,6 +61,26 @@ struct StateRows {
     }
     if (in_place >= 0) advance(in_place);
   }
+
+  // Number of heads that a thread takes at a time, of the H heads of an entry.
+  int64_t heads_of_part(int64_t H) const { return 1 + (PART_BYTES - 1) / (entry_bytes / H); }
+
+  int64_t parts_of_row(int64_t H) const {
+    return (H + heads_of_part(H) - 1) / heads_of_part(H);
+  }
+
+  // Number of parts of all rows. A part is some heads of a row and of its sharers.
+  int64_t count_parts(int64_t H) const { return B * parts_of_row(H); }
+
+  // Calls `advance` with the rows and heads of a part.
+  template <class Advance>
+  void for_heads(int64_t part, int64_t H, Advance advance) const {
+    int64_t first = part % parts_of_row(H) * heads_of_part(H);
+    int64_t last = smaller(first + heads_of_part(H), H);
+    for_sharers(part / parts_of_row(H), [&](int64_t row) {
+      for (int64_t head = first; head < last; head++) advance(row, head);
+    });
+  }
 };
 
 }  // namespace

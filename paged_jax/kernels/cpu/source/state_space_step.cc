@@ -11,14 +11,10 @@ struct StateSpaceStep {
   StateRows rows;
   const float *x, *b, *c, *log_decay;
   float* out;
-  int64_t K, H, U, D, heads_of_part, parts_of_row;
+  int64_t K, H, U, D;
 
-  void run(int64_t part) {
-    int64_t first = part % parts_of_row * heads_of_part;
-    int64_t last = smaller(first + heads_of_part, H);
-    rows.for_sharers(part / parts_of_row, [&](int64_t row) {
-      for (int64_t head = first; head < last; head++) advance(row, head);
-    });
+  void run(int64_t part) const {
+    rows.for_heads(part, H, [&](int64_t row, int64_t head) { advance(row, head); });
   }
 
   void advance(int64_t row, int64_t head) const {
@@ -62,9 +58,7 @@ XLA_FFI_Error* run(XLA_FFI_CallFrame* frame) {
   call.x = floats(0), call.b = floats(1), call.c = floats(2), call.log_decay = floats(3);
   call.out = (float*)result(frame, 1)->data;
   call.K = key->dims[1], call.H = pool->dims[2], call.U = pool->dims[3], call.D = pool->dims[4];
-  call.heads_of_part = 1 + (PART_BYTES - 1) / (call.D * call.U * (int64_t)sizeof(float));
-  call.parts_of_row = (call.H + call.heads_of_part - 1) / call.heads_of_part;
-  in_parallel(frame, call, call.rows.B * call.parts_of_row);
+  in_parallel(frame, call, call.rows.count_parts(call.H));
   return nullptr;
 }
 
