@@ -177,6 +177,23 @@ def _only_layer(
 attend_differentiably.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
+def with_plain_gradients(
+    kernel: Callable[[Any], Any], plain: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+    """Return `kernel` with the derivatives of `plain`, which computes the same in plain JAX.
+
+    JAX cannot differentiate kernels. Both take one pytree of arrays.
+    """
+    function = jax.custom_jvp(kernel)
+
+    @function.defjvp
+    def differentiate(primals: Any, tangents: Any) -> Any:
+        _, out_dot = jax.jvp(plain, primals, tangents)
+        return function(*primals), out_dot
+
+    return function
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _differentiable_once(function: str, arrays: Any) -> Any:
     del function

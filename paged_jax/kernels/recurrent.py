@@ -27,6 +27,7 @@ import numpy as np
 from jax import lax
 
 from paged_jax.kernels.dispatch import general_backend, run_state_step
+from paged_jax.kernels.gradients import with_plain_gradients
 from paged_jax.kernels.rows import set_states, take_states
 from paged_jax.kernels.state_rows import (
     ConvolutionStep,
@@ -204,22 +205,13 @@ def advance_rows(step: StateStep) -> tuple[jax.Array, jax.Array]:
     return out[:, 0], set_states(rows, new)
 
 
-@jax.custom_jvp
-def _advance(step: StateStep) -> tuple[jax.Array, jax.Array]:
-    """Run a step on the backend of its rows. Differentiable like `advance_rows`."""
-    return run_state_step(step, step.rows.backend)
-
-
-@_advance.defjvp
-def _advance_jvp(primals: Any, tangents: Any) -> Any:
-    _, tangent = jax.jvp(general_backend().advance_rows, primals, tangents)
-    return _advance(*primals), tangent
-
-
 def _run_step(step: StateStep) -> tuple[jax.Array, StateRows]:
     layer = jnp.asarray(step.rows.layer, jnp.int32)
     rows = replace(step.rows, layer=layer)
-    out, pool = _advance(step._replace(rows=rows))
+    run = with_plain_gradients(
+        lambda step: run_state_step(step, step.rows.backend), general_backend().advance_rows
+    )
+    out, pool = run(step._replace(rows=rows))
     return out[:, None], step.rows.with_pool(pool)
 
 

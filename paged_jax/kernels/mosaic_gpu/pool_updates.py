@@ -44,6 +44,7 @@ from paged_jax.kernels.backend import (
     WriteArgs,
 )
 from paged_jax.kernels.dispatch import general_backend
+from paged_jax.kernels.gradients import with_plain_gradients
 from paged_jax.kernels.mosaic_gpu.launch import (
     MAX_BOX,
     MAX_SHARED_MEMORY,
@@ -95,11 +96,11 @@ def refusal(problem: Problem) -> str | None:
 @functools.partial(jax.jit, static_argnames="interpret")
 def write(args: WriteArgs, interpret: Interpret = False) -> Pools:
     """Write K and V of N tokens, in one launch."""
-    return _write(interpret, args)
+    kernel = functools.partial(_write, interpret=interpret)
+    return with_plain_gradients(kernel, general_backend().write)(args)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _write(interpret: Interpret, args: WriteArgs) -> Pools:
+def _write(args: WriteArgs, interpret: Interpret) -> Pools:
     pools = args.pools
     new = [x for x in (args.k, args.v) if x is not None]
     updated = [x for x in (pools.k, pools.v) if x is not None]
@@ -119,13 +120,6 @@ def _write(interpret: Interpret, args: WriteArgs) -> Pools:
         interpret=interpret,
     )
     return pools._replace(k=written[0], v=None if pools.v is None else written[1])
-
-
-@_write.defjvp
-def _write_jvp(interpret, primals, tangents):
-    # Differentiate the same write in plain JAX, because JAX cannot differentiate the kernel.
-    _, out_dot = jax.jvp(general_backend().write, primals, tangents)
-    return _write(interpret, *primals), out_dot
 
 
 def _write_kernel(layer_ref, blocks_ref, offsets_ref, *refs, num_halves):
@@ -183,12 +177,13 @@ def rope_write(
     args: RopeWriteArgs, options: Options, interpret: Interpret = False
 ) -> tuple[jax.Array, Pools]:
     """Run `paged_rope_write` in one launch: normalise, rotate, write, and return the queries."""
-    return _rope_write(options, interpret, args)
+    kernel = functools.partial(_rope_write, options=options, interpret=interpret)
+    plain = functools.partial(general_backend().rope_write, options=options)
+    return with_plain_gradients(kernel, plain)(args)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _rope_write(
-    options: Options, interpret: Interpret, args: RopeWriteArgs
+    args: RopeWriteArgs, options: Options, interpret: Interpret
 ) -> tuple[jax.Array, Pools]:
     pools, (N, K, width, D) = args.pools, args.qkv.shape
     dtype, H = query_dtype(pools.k.dtype), K * (width - 2)
@@ -223,13 +218,6 @@ def _rope_write(
         interpret=interpret,
     )
     return q, pools._replace(k=k_pool, v=v_pool)
-
-
-@_rope_write.defjvp
-def _rope_write_jvp(options, interpret, primals, tangents):
-    plain = functools.partial(general_backend().rope_write, options=options)
-    _, out_dot = jax.jvp(plain, primals, tangents)
-    return _rope_write(options, interpret, *primals), out_dot
 
 
 def _rope_write_kernel(

@@ -58,6 +58,7 @@ from paged_jax.kernels.backend import (
 )
 from paged_jax.kernels.dispatch import general_backend
 from paged_jax.kernels.gpu_device import divide, remainder
+from paged_jax.kernels.gradients import with_plain_gradients
 from paged_jax.kernels.pool_format import QUANTISED, query_dtype, scale_of_peak
 from paged_jax.kernels.triton import tiles
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
@@ -91,11 +92,11 @@ def refusal(problem: Problem) -> str | None:
 @functools.partial(jax.jit, static_argnames="interpret")
 def write(args: WriteArgs, interpret: Interpret = False) -> Pools:
     """Write K and V of N tokens, in one launch."""
-    return _write(interpret, args)
+    kernel = functools.partial(_write, interpret=interpret)
+    return with_plain_gradients(kernel, general_backend().write)(args)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _write(interpret: Interpret, args: WriteArgs) -> Pools:
+def _write(args: WriteArgs, interpret: Interpret) -> Pools:
     pools, k, v, blocks, offsets, layer = args
     N, K, D = k.shape
     new = [x.reshape(N * K, -1) for x in (k, v) if x is not None]
@@ -119,13 +120,6 @@ def _write(interpret: Interpret, args: WriteArgs) -> Pools:
         interpret=interpret,
     )
     return jax.tree.map(_from_words, written, pools)
-
-
-@_write.defjvp
-def _write_jvp(interpret, primals, tangents):
-    # Differentiate the same write in plain JAX, because JAX cannot differentiate the kernel.
-    _, out_dot = jax.jvp(general_backend().write, primals, tangents)
-    return _write(interpret, *primals), out_dot
 
 
 def _write_kernel(layer_ref, blocks_ref, offsets_ref, *refs, num_halves, pool_shape, pool_dtype,
@@ -268,12 +262,13 @@ def rope_write(
     args: RopeWriteArgs, options: Options, interpret: Interpret = False
 ) -> tuple[jax.Array, Pools]:
     """Run `paged_rope_write` in one launch: normalise, rotate, write, and return the queries."""
-    return _rope_write(options, interpret, args)
+    kernel = functools.partial(_rope_write, options=options, interpret=interpret)
+    plain = functools.partial(general_backend().rope_write, options=options)
+    return with_plain_gradients(kernel, plain)(args)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _rope_write(
-    options: Options, interpret: Interpret, args: RopeWriteArgs
+    args: RopeWriteArgs, options: Options, interpret: Interpret
 ) -> tuple[jax.Array, Pools]:
     pools, (N, K, width, D) = args.pools, args.qkv.shape
     num_heads, H, half_lanes = K * width, K * (width - 2), pl.next_power_of_2(D // 2)
@@ -300,13 +295,6 @@ def _rope_write(
         out=jax.ShapeDtypeStruct((N * H, D), query_dtype(pools.k.dtype)),
     )
     return q.reshape(N, H, D), jax.tree.map(_from_words, written, pools)
-
-
-@_rope_write.defjvp
-def _rope_write_jvp(options, interpret, primals, tangents):
-    plain = functools.partial(general_backend().rope_write, options=options)
-    _, out_dot = jax.jvp(plain, primals, tangents)
-    return _rope_write(options, interpret, *primals), out_dot
 
 
 def _rope_write_kernel(
