@@ -1,6 +1,5 @@
 """The kernels of the backend `mosaic_gpu`, compiled for GPUs of compute capability 9.0 and 10.0."""
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -9,12 +8,10 @@ from paged_jax.kernels.mosaic_gpu import launch
 from tests.support.aot_cases import (
     MOSAIC_DECODE,
     MOSAIC_UPDATES,
-    asked_for,
+    compile_for_gpus,
     compiled,
-    exactly,
     has_gpu_compiler,
     parameters,
-    run_script,
 )
 
 pytestmark = [
@@ -31,14 +28,7 @@ TARGETS = {"h200": "sm_90a", "b200": "sm_100a"}
 
 @pytest.fixture(scope="module")
 def compilations(request) -> dict[str, dict[str, Any]]:
-    """Results of the script by GPU and case. Both GPUs are compiled for at the same time."""
-    names, targets = (asked_for(request, what) for what in ("name", "target"))
-
-    def compile_for(target: str) -> dict[str, Any]:
-        return run_script("aot_gpu", f"--gpu={target}", *exactly(names))
-
-    with ThreadPoolExecutor(2) as threads:
-        return dict(zip(targets, threads.map(compile_for, targets), strict=True))
+    return compile_for_gpus(request)
 
 
 @pytest.mark.parametrize("target", TARGETS)

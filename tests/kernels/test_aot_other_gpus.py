@@ -1,6 +1,5 @@
 """The usual calls compiled for GPUs other than an H200, with less memory and other instructions."""
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -8,11 +7,9 @@ import pytest
 from paged_jax.kernels.triton import tuning
 from tests.support.aot_cases import (
     GPU_OTHERS,
-    asked_for,
+    compile_for_gpus,
     compiled,
-    exactly,
     has_gpu_compiler,
-    run_script,
 )
 from tests.support.gpus import GPUS
 
@@ -26,14 +23,7 @@ TARGETS = ("a100", "l4", "b200", "rtx-pro-6000")
 
 @pytest.fixture(scope="module")
 def compilations(request) -> dict[str, dict[str, Any]]:
-    """Results of the script by GPU and case. Two GPUs are compiled for at the same time."""
-    names, targets = (asked_for(request, what) for what in ("name", "target"))
-
-    def compile_for(target: str) -> dict[str, Any]:
-        return run_script("aot_gpu", f"--gpu={target}", *exactly(names))
-
-    with ThreadPoolExecutor(2) as threads:
-        return dict(zip(targets, threads.map(compile_for, targets), strict=True))
+    return compile_for_gpus(request)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import pytest
@@ -567,6 +568,20 @@ def asked_for(request: pytest.FixtureRequest, what: str) -> set[str]:
     items = [item for item in request.session.items if item.path == request.path]
     calls = [item.callspec for item in items if hasattr(item, "callspec")]
     return {call.params[what] for call in calls if what in call.params}
+
+
+def compile_for_gpus(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """Return the results of ``aot_gpu`` by GPU and case, for the selected tests of a file.
+
+    The tests have parameters ``name`` and ``target``. Two GPUs are compiled for at the same time.
+    """
+    names, targets = (asked_for(request, what) for what in ("name", "target"))
+
+    def compile_for(target: str) -> dict[str, Any]:
+        return run_script("aot_gpu", f"--gpu={target}", *exactly(names))
+
+    with ThreadPoolExecutor(2) as threads:
+        return dict(zip(targets, threads.map(compile_for, targets), strict=True))
 
 
 def chosen(cases: Mapping[str, Any], arguments: Sequence[str]) -> list[str]:
