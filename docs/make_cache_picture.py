@@ -2,9 +2,9 @@
 
     python docs/make_cache_picture.py         # writes docs/cache-page.png
 
-The server has the bundled model and a small pool. First some requests end, whose blocks stay in the
-prefix cache. Then requests with several samples run, which share blocks. The blocks of one sequence
-are marked.
+The server has the bundled model and a small pool. First some requests end, and their blocks stay in
+the prefix cache. Then requests with several samples run, which share blocks. The picture marks the
+blocks of a sequence.
 """
 
 import argparse

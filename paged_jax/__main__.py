@@ -26,7 +26,7 @@ Examples:
   paged-jax plan --model ./llama-3-8b --device h100
 """
 _COMPLETION = "--print-completion"
-# Placeholders of options whose values are paths, and the attribute of `shtab` that completes them.
+# Attribute of `shtab` that completes the paths of an option, by the placeholder of the option.
 _PATHS = {"FILE": "FILE", "PATH": "FILE", "MODEL": "FILE", "DIR": "DIRECTORY"}
 
 
