@@ -96,7 +96,7 @@ from tests.support.tensor_parallel import (
 
 # Enough blocks that a copy of a pool, or of one layer of it, would be noticed.
 for options in ({}, {"scan_layers": True}):
-    engine = Engine(make_model(**options), **SIZES | {"num_blocks": 64000}, tensor_parallel_size=4)
+    engine = Engine(make_model(**options), **SIZES | {"num_blocks": 128000}, tensor_parallel_size=4)
     held = engine.cache.nbytes // 4
     # Two all-reduces per layer (a scan has the code of one layer) and one for the embedding. The
     # last layer of a prefill has none, because only its K and V are used.

@@ -306,7 +306,7 @@ BAD = {
     "cos": (dict(cos=ANGLES[:, :2]), r"cos must be f32 \[N, D / 2\], here \[2, 4\], got"),
     "sin": (dict(sin=ANGLES.astype(jnp.bfloat16)), r"sin must be f32 .* got bfloat16 \[2, 4\]"),
     "norm": (dict(q_norm=np.ones(D), k_norm=np.ones(4)), "k_norm must have D"),
-    "one norm": (dict(q_norm=np.ones(D)), "q_norm and k_norm must be given both, or neither"),
+    "one norm": (dict(q_norm=np.ones(D)), "q_norm and k_norm must both be given, or neither"),
     "odd head": (
         dict(qkv=QKV[..., :7], k_pool=POOL[..., :7], v_pool=POOL[..., :7]),
         r"D \(head dimension\) must be even, got 7",
