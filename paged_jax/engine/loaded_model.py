@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from paged_jax.engine.config import EngineConfig
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.gguf_file import is_gguf
-from paged_jax.models.hub import find_model
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.pretrained import bundled_folder, read_config
+from paged_jax.models.model_folder import find_model
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.tensor_parallel import TensorParallel
 from paged_jax.models.text.generation_config import GenerationConfig
