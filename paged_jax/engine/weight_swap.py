@@ -27,11 +27,12 @@ from paged_jax.models.loading.tensor_map import EMBEDDINGS, HEAD
 from paged_jax.models.matrices import (
     SCALE,
     SUFFIXES,
+    MatrixFormats,
     change_format,
+    is_matrix,
     is_stacked,
     matrix_name,
 )
-from paged_jax.models.matrix_formats import MatrixFormats, is_matrix
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.weights import Weights

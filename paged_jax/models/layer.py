@@ -26,8 +26,7 @@ from paged_jax.models.layer_attention import (
     values_of_heads,
 )
 from paged_jax.models.layer_groups import NOTHING, LatentSizes
-from paged_jax.models.matrices import add_matrix, get_matrix
-from paged_jax.models.matrix_formats import MatrixFormats
+from paged_jax.models.matrices import MatrixFormats, add_matrix, get_matrix
 from paged_jax.models.mixer_sizes import Mixer
 from paged_jax.models.mixers import MixerWeights, initial_vector, mix
 from paged_jax.models.mlp import ACTIVATIONS, ExpertWeights, RouterArrays, gated_mlp, routed_experts

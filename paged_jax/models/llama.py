@@ -20,13 +20,14 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer import Layer
 from paged_jax.models.layer_attention import Attend, Carry, causal_attention
 from paged_jax.models.matrices import (
+    MatrixFormats,
     Sharding,
     add_matrix,
+    float_type,
     get_matrix,
     look_up,
     look_up_differentiably,
 )
-from paged_jax.models.matrix_formats import MatrixFormats, float_type
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.residual import apply_norm, initial_norm_weight, merge_streams, split_streams
 from paged_jax.models.rope import all_rotations

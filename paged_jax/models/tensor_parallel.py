@@ -23,8 +23,15 @@ from paged_jax.arguments import check_positive
 from paged_jax.kernels.linear import Weight
 from paged_jax.kernels.weight_formats import PACKED_INPUTS
 from paged_jax.models.config import LlamaConfig
-from paged_jax.models.matrices import MIN, ORDER, SCALE, look_up, matrix_name
-from paged_jax.models.matrix_formats import MatrixFormats, is_matrix
+from paged_jax.models.matrices import (
+    MIN,
+    ORDER,
+    SCALE,
+    MatrixFormats,
+    is_matrix,
+    look_up,
+    matrix_name,
+)
 
 # Name of the mesh axis of the devices.
 AXIS = "tp"

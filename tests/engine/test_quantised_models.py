@@ -20,7 +20,7 @@ from paged_jax.models.llama import Llama
 from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
 from paged_jax.models.loading.parameters import WeightsError, named_arrays
 from paged_jax.models.loading.pretrained import from_pretrained
-from paged_jax.models.matrix_formats import MatrixFormats
+from paged_jax.models.matrices import MatrixFormats
 from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama
 

@@ -20,8 +20,7 @@ from paged_jax.models.loading import stored_matrices
 from paged_jax.models.loading.huggingface import find_formats, load_weights
 from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
 from paged_jax.models.loading.parameters import named_arrays
-from paged_jax.models.matrices import SCALE, SUFFIXES
-from paged_jax.models.matrix_formats import DTYPE_FORMATS, MatrixFormats, is_matrix
+from paged_jax.models.matrices import DTYPE_FORMATS, SCALE, SUFFIXES, MatrixFormats, is_matrix
 from paged_jax.models.quantise import quantise
 from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama

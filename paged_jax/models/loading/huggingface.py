@@ -25,7 +25,6 @@ from paged_jax.models.loading.parameters import (
     named_arrays,
     resolve_dtype,
 )
-from paged_jax.models.loading.quantised_matrices import MatrixReader, choose_formats
 from paged_jax.models.loading.safetensors_files import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -34,7 +33,12 @@ from paged_jax.models.loading.safetensors_files import (
     find_tensors,
 )
 from paged_jax.models.loading.save_quantised import QuantisedWriter
-from paged_jax.models.loading.stored_matrices import StoredMatrix, read_box
+from paged_jax.models.loading.stored_matrices import (
+    MatrixReader,
+    StoredMatrix,
+    choose_formats,
+    read_box,
+)
 from paged_jax.models.loading.stored_tensors import CountedTensors, StoredTensor
 from paged_jax.models.loading.tensor_boxes import TensorMapping
 from paged_jax.models.loading.tensor_map import (
@@ -44,8 +48,7 @@ from paged_jax.models.loading.tensor_map import (
     map_to_available,
     name_in_file,
 )
-from paged_jax.models.matrices import Sharding, matrix_name
-from paged_jax.models.matrix_formats import MatrixFormats, float_type, is_matrix
+from paged_jax.models.matrices import MatrixFormats, Sharding, float_type, is_matrix, matrix_name
 from paged_jax.models.model_folder import find_adapters
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.monitoring import loading_bar

@@ -31,17 +31,15 @@ from paged_jax.models.loading.parameters import (
     resolve_dtype,
 )
 from paged_jax.models.matrices import (
+    DTYPE_FORMATS,
     SUFFIXES,
+    MatrixFormats,
     Sharding,
     change_format,
-    is_stacked,
-    matrix_name,
-)
-from paged_jax.models.matrix_formats import (
-    DTYPE_FORMATS,
-    MatrixFormats,
     float_type,
     is_matrix,
+    is_stacked,
+    matrix_name,
 )
 from paged_jax.models.model_folder import read_json
 from paged_jax.monitoring import loading_bar

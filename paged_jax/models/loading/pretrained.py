@@ -40,8 +40,7 @@ from paged_jax.models.loading.safetensors_files import (
 from paged_jax.models.loading.stored_matrices import fit_format
 from paged_jax.models.loading.stored_tensors import find_dtype
 from paged_jax.models.loading.tensor_map import map_parameter
-from paged_jax.models.matrices import Sharding
-from paged_jax.models.matrix_formats import DTYPE_FORMATS, MatrixFormats, is_matrix, name_of
+from paged_jax.models.matrices import DTYPE_FORMATS, MatrixFormats, Sharding, is_matrix, name_of
 from paged_jax.models.model_folder import describe_folder, read_config_json
 from paged_jax.models.quantisation import Quantisation, Scheme, read_quantisation
 from paged_jax.models.tensor_parallel import divides_inputs
