@@ -1,7 +1,8 @@
 """Contents of a cache: copies of slots to the host and back, and state dictionaries.
 
-`read_blocks` copies the blocks of a sequence out of the pools, including shared blocks. To bring
-the sequence back, possibly into another slot, call `paged_cache.restore` and then `write_blocks`.
+`read_blocks` copies the blocks of a sequence out of the pools, including shared blocks, and
+`read_state` the states of recurrent layers. To bring the sequence back, possibly into another slot,
+call `paged_cache.restore`, then `write_blocks` and `write_state`.
 
 A state dictionary for `flax.serialization` has an entry for each field of a cache, including static
 fields. `to_bytes`, `from_bytes` and `from_state_dict` accept a cache, also inside a larger tree
@@ -21,11 +22,11 @@ from jax.typing import ArrayLike
 from paged_jax.arguments import check_positive
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks import BlockTables
-from paged_jax.cache.groups import CacheGroup, find_layer, locate
+from paged_jax.cache.groups import CacheGroup, StateGroup, StatePools, find_layer, locate
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.cache.sequence_blocks import first_kept_column
 from paged_jax.kernels.backend import Pools
-from paged_jax.kernels.opaque_call import without_index_checks
+from paged_jax.kernels.opaque_call import take_or_fill, without_index_checks
 from paged_jax.kernels.rows import set_rows
 
 
@@ -180,6 +181,35 @@ def _check_values(pools: Pools, values: Pools) -> int:
                 f"{list(new.shape)}. Pass the result of read_blocks from a cache of the same kind."
             )
     return width
+
+
+def read_state(group: StateGroup, slot: jax.Array) -> tuple[StatePools, ...]:
+    """Copy the state of a slot out of the pools; zeros for an empty slot.
+
+    Returns:
+      For each group of layers its arrays, each ``[L, ...]``.
+    """
+    entry = take_or_fill(group.tables.entries, slot, fill_value=group.num_entries)
+    is_held = entry < group.num_entries
+    index = jnp.where(is_held, entry, 0)
+
+    def read(pool: jax.Array) -> jax.Array:
+        return jnp.where(is_held, jax.lax.dynamic_index_in_dim(pool, index, 1, keepdims=False), 0)
+
+    return jax.tree.map(read, group.pools)
+
+
+def write_state(group: StateGroup, slot: jax.Array, values: tuple[StatePools, ...]) -> StateGroup:
+    """Write the result of `read_state` into the entry of a slot; an empty slot stays empty."""
+    entry = take_or_fill(group.tables.entries, slot, fill_value=group.num_entries)
+
+    def write(pool: jax.Array, new: jax.Array) -> jax.Array:
+        L, P, *_ = pool.shape
+        layers = jnp.arange(L, dtype=jnp.int32)
+        rows = jnp.where(entry < P, layers * P + entry, L * P + layers)
+        return set_rows(pool, rows, new)
+
+    return replace(group, pools=jax.tree.map(write, group.pools, values))
 
 
 def gather(

@@ -1,10 +1,13 @@
-"""Groups of layers of a KV cache that keep the same tokens, and where layers and tokens are.
+"""Groups of layers of a cache that keep the same tokens, and where layers and tokens are.
 
-Pools have shape ``[L, P, K, C, D]``: layer of the group, block, KV head, token in the block, head
-dimension. A block id refers to the same block in every layer of the group, in K and in V.
+Pools of K and V have shape ``[L, P, K, C, D]``: layer of the group, block, KV head, token in the
+block, head dimension. A block id refers to the same block in every layer of the group, in K and in
+V. Pools of the states of recurrent layers have shape ``[L, P, ...]``: layer, entry, and the shape
+for a sequence. `paged_jax.cache.blocks.state_tables` says which entry holds the state of a slot.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -14,13 +17,21 @@ from jax.typing import DTypeLike
 
 from paged_jax.arguments import check_positive, names_arguments
 from paged_jax.cache.blocks import BlockTables
+from paged_jax.cache.blocks.state_tables import StateTables
 from paged_jax.cache.blocks.tables import describe_use
-from paged_jax.cache.states import LayerPlaces
 from paged_jax.dims import bind
-from paged_jax.formatting import cut, shortened
+from paged_jax.formatting import cut, integers, shortened
 from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.pool_format import check_pool_dtype, is_quantised
 from paged_jax.kernels.writing import check_num_rows
+
+# For each layer of a model: the index of its group, and the index of the layer in that group. None
+# for a layer in no group.
+LayerPlaces = tuple[tuple[int, int] | None, ...]
+
+# Arrays of a group of recurrent layers, each ``[L, P, ...]``: layer of the group, entry, and the
+# shape for a sequence.
+StatePools = tuple[jax.Array, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -141,6 +152,80 @@ class CacheGroup:
     def nbytes(self) -> int:
         """Bytes of the pools and their scales, without the tables, which are small."""
         return sum(array.nbytes for array in self.pools if array is not None)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StateGroup:
+    """States of all recurrent layers of a model.
+
+    Layers with arrays of equal shapes share pools. All layers share the entries.
+
+    Attributes:
+      pools: for each group of layers its arrays, each ``[L, P, ...]``.
+      tables: the entries of the slots.
+      layers: for each layer of the model, the index of its group of recurrent layers and its index
+        in that group; None for layers that are not recurrent (static).
+    """
+
+    pools: tuple[StatePools, ...]
+    tables: StateTables
+    layers: LayerPlaces = field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        entries = integers(self.tables.pool.num_free, 0)
+        if entries is None:
+            return shortened(self)
+        num_entries = self.tables.num_entries
+        num_layers = sum(arrays[0].shape[0] for arrays in self.pools)
+        return cut(
+            f"StateGroup({num_layers} layers, {num_entries - int(entries)} of {num_entries} states "
+            "in use)"
+        )
+
+    @classmethod
+    @names_arguments
+    def create(
+        cls,
+        arrays: Sequence[Sequence[tuple[int, tuple[int, ...], DTypeLike]]],
+        *,
+        layers: LayerPlaces,
+        num_entries: int,
+        num_slots: int,
+        block_size: int,
+    ) -> "StateGroup":
+        """Return a group with empty slots and zeroed pools.
+
+        Args:
+          arrays: for each group of layers its arrays: number of layers, shape for a sequence, and
+            dtype.
+          layers: group of each layer of the model and its index in the group, see `StateGroup`.
+          num_entries: P, entries in the pools, at least `num_slots`.
+          num_slots: S, maximum number of sequences in the cache.
+          block_size: C, tokens per block of the attention groups.
+
+        Raises:
+          ValueError: a size is not a positive integer, or there are fewer entries than slots.
+        """
+        tables = StateTables.create(num_entries, num_slots, block_size)
+        pools = tuple(
+            tuple(
+                jnp.zeros((num_layers, num_entries, *shape), dtype)
+                for num_layers, shape, dtype in group
+            )
+            for group in arrays
+        )
+        return cls(pools, tables, layers)
+
+    @property
+    def num_entries(self) -> int:
+        """Number of entries in the pools (P)."""
+        return self.tables.num_entries
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pools, without the tables, which are small."""
+        return sum(array.nbytes for arrays in self.pools for array in arrays)
 
 
 def find_layer(layers: LayerPlaces, layer: Any) -> tuple[int, Any]:

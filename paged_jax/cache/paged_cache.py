@@ -3,7 +3,7 @@
 A cache is a list of groups. The layers of a group keep the same tokens, so they share block tables
 and pools. Most models have one group. Models with sliding windows in some layers have two groups:
 layers with full attention keep all tokens; layers with a window free the blocks that leave the
-window, so they need fewer blocks. Recurrent layers have a state for each slot, see `cache.states`.
+window, so they need fewer blocks. Recurrent layers have a state for each slot, see `StateGroup`.
 The slots of all groups are the same, and so are their lengths::
 
     layers  0  1  2  3  4  5          groups[0]  all tokens      layers 5 and 11
@@ -49,7 +49,6 @@ from paged_jax.cache.blocks.reserve import (
     begin_reserve,
     begin_restore,
     finish_reserve,
-    finish_restore,
     num_possible,
 )
 from paged_jax.cache.blocks.state_tables import (
@@ -63,8 +62,7 @@ from paged_jax.cache.blocks.state_tables import (
     reserve_states,
 )
 from paged_jax.cache.blocks.tables import shortest_lengths
-from paged_jax.cache.groups import CacheGroup
-from paged_jax.cache.states import LayerPlaces, StateGroup, StatePools
+from paged_jax.cache.groups import CacheGroup, LayerPlaces, StateGroup, StatePools
 from paged_jax.formatting import cut
 from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.dispatch import backend_for
@@ -306,10 +304,7 @@ def reserve(
       ValueError: `num_tokens` is not i32[S] or `max_tokens` is not a positive integer.
     """
     begun = [begin_reserve(x.tables, num_tokens, max_tokens=max_tokens) for x in cache.groups]
-    ok = _all_possible(begun)
-    done = (finish_reserve(reservation, ok) for reservation in begun)
-    cache = cache.replace_states(reserve_states, (num_tokens > 0) & ok)
-    return _take(cache, done, backend), ok
+    return _finish(cache, begun, num_tokens, backend)
 
 
 def restore(
@@ -321,12 +316,8 @@ def restore(
     inside the window. `num_tokens` i32[S] is the number of tokens of each slot; 0 leaves a slot
     unchanged. See `reserve` for the other arguments and the result.
     """
-    tables = [group.tables for group in cache.groups]
-    begun = [begin_restore(each, num_tokens, max_tokens=max_tokens) for each in tables]
-    ok = _all_possible(begun)
-    done = (finish_restore(each, rest, ok) for each, rest in zip(tables, begun, strict=True))
-    cache = cache.replace_states(reserve_states, (num_tokens > 0) & ok)
-    return _take(cache, done, backend), ok
+    begun = [begin_restore(x.tables, num_tokens, max_tokens=max_tokens) for x in cache.groups]
+    return _finish(cache, begun, num_tokens, backend)
 
 
 def plan(
@@ -362,27 +353,23 @@ def commit(cache: PagedCache, planned: Sequence[ReservePlan], lengths: jax.Array
     return cache.replace_tables(allocator.commit(g.tables, each, lengths) for g, each in pairs)
 
 
-def _all_possible(reservations: Sequence[Reservation]) -> jax.Array:
-    return functools.reduce(operator.and_, [each.is_possible for each in reservations])
-
-
 def _slide(group: CacheGroup, limits: jax.Array) -> CacheGroup:
     if group.tables.window is None:
         return group
     return replace(group, tables=allocator.slide(group.tables, limits > 0))
 
 
-def _take(
-    cache: PagedCache,
-    done: Iterable[tuple[BlockTables, BlockCopies, jax.Array]],
-    backend: str | None,
-) -> PagedCache:
-    """Make the block copies of each group, and return the cache with the new tables."""
-    groups = [
-        replace(_copy(group, copies, backend), tables=tables)
-        for group, (tables, copies, _) in zip(cache.groups, done, strict=True)
-    ]
-    return replace(cache, groups=tuple(groups))
+def _finish(
+    cache: PagedCache, begun: Sequence[Reservation], num_tokens: jax.Array, backend: str | None
+) -> tuple[PagedCache, jax.Array]:
+    """Apply the reservations of all groups and make their block copies, or change nothing."""
+    ok = functools.reduce(operator.and_, [each.is_possible for each in begun])
+    groups = []
+    for group, reservation in zip(cache.groups, begun, strict=True):
+        tables, copies, _ = finish_reserve(reservation, ok)
+        groups.append(replace(_copy(group, copies, backend), tables=tables))
+    cache = cache.replace_states(reserve_states, (num_tokens > 0) & ok)
+    return replace(cache, groups=tuple(groups)), ok
 
 
 def _copy(group: CacheGroup, copies: BlockCopies, backend: str | None) -> CacheGroup:

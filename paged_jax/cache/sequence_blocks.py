@@ -113,18 +113,6 @@ def num_cached_tokens_at(length: int) -> int:
     return length - 1
 
 
-def length_with_cached_tokens(num_tokens: int) -> int:
-    """Return the length of a sequence that has `num_tokens` tokens in the cache.
-
-    This is the inverse of `num_cached_tokens_at`.
-
-    Example:
-      >>> length_with_cached_tokens(4)
-      5
-    """
-    return num_tokens + 1
-
-
 def root_digest(weights: bytes, cache_salt: str = "") -> bytes:
     """Return the 32-byte digest that is the parent of every first block.
 

@@ -23,9 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.cache import paged_cache
-from paged_jax.cache.groups import CacheGroup, find_layer, locate
+from paged_jax.cache.groups import CacheGroup, LayerPlaces, find_layer, locate
 from paged_jax.cache.paged_cache import PagedCache
-from paged_jax.cache.states import LayerPlaces
 from paged_jax.formatting import short_repr
 from paged_jax.kernels import (
     Pools,

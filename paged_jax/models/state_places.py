@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from paged_jax.cache.groups import find_layer
-from paged_jax.cache.states import LayerPlaces, StateGroup
+from paged_jax.cache.groups import LayerPlaces, StateGroup, find_layer
 from paged_jax.kernels.opaque_call import take_or_fill
 from paged_jax.kernels.pool_format import query_dtype
 from paged_jax.kernels.rows import set_states, take_states
@@ -35,7 +34,7 @@ GroupPools = tuple[Any, ...]
 
 
 class StatePlaces(NamedTuple):
-    """Entries of the rows' states, see `cache.states`.
+    """Entries of the rows' states, see `StateTables`.
 
     Attributes:
       sources: i32 ``[B]``, the entry that each row reads; P, the number of entries, for zeros.

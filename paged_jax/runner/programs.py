@@ -30,9 +30,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from paged_jax.cache import paged_cache
-from paged_jax.cache.contents import read_blocks, write_blocks
+from paged_jax.cache.contents import read_blocks, read_state, write_blocks, write_state
 from paged_jax.cache.paged_cache import PagedCache
-from paged_jax.cache.states import read_state, write_state
 from paged_jax.formatting import short_repr
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.runner import decoding
@@ -134,7 +133,7 @@ class Programs(NamedTuple):
     forget: ``()`` to None.
     read_blocks: ``(slot i32[], first i32[], group=)`` to their K and V, see `cache.read_blocks`.
     write_blocks: ``(slot i32[], first i32[], values, group=)`` to None.
-    read_state: ``(slot i32[])`` to the states of recurrent layers, see `states.read_state`.
+    read_state: ``(slot i32[])`` to the states of recurrent layers, see `cache.contents.read_state`.
     write_state: ``(slot i32[], values)`` to None.
     """
 

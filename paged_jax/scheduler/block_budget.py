@@ -17,7 +17,6 @@ from typing import Protocol
 
 from paged_jax.cache.sequence_blocks import (
     first_kept_column,
-    length_with_cached_tokens,
     max_blocks_in_window,
     num_blocks_needed,
     num_cached_tokens_at,
@@ -138,7 +137,7 @@ class BlockBudget:
     @property
     def max_length(self) -> int | None:
         """Maximum number of tokens of a sequence that fits the pool; None if unlimited."""
-        return length_with_cached_tokens(self.num_blocks * self.block_size)
+        return self.num_blocks * self.block_size + 1  # the last token is not in the cache
 
     def num_required(self, num_tokens: int) -> int:
         """Return the minimum number of blocks for a sequence of `num_tokens` tokens."""

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from paged_jax.cache import PagedCache, paged_cache, states
+from paged_jax.cache import PagedCache, contents, paged_cache
 from paged_jax.cache.blocks import check_invariants
 from paged_jax.cache.blocks.inspection import check_states
+from paged_jax.cache.groups import StateGroup
 from paged_jax.cache.sequence_blocks import max_blocks_in_window
-from paged_jax.cache.states import StateGroup
 from paged_jax.kernels.rows import set_states, take_states
 from paged_jax.kernels.state_rows import StateRows
 from tests.support.block_model import Content
@@ -98,14 +98,14 @@ def swap(cache: PagedCache, source: jax.Array, target: jax.Array):
     """Read the state of a slot, release it, and restore it in another slot or the same."""
     assert cache.states is not None
     num_tokens = cache.lengths[source]
-    saved = states.read_state(cache.states, source)
+    saved = contents.read_state(cache.states, source)
     slots = jnp.arange(S, dtype=jnp.int32)
     cache = paged_cache.release(cache, slots == source)
     counts = jnp.where(slots == target, num_tokens, 0)
     cache, ok = paged_cache.restore(cache, counts, max_tokens=M * C)
     target = jnp.where(ok & (num_tokens > 0), target, S)
     assert cache.states is not None
-    return replace(cache, states=states.write_state(cache.states, target, saved)), ok
+    return replace(cache, states=contents.write_state(cache.states, target, saved)), ok
 
 
 class Operations(CacheOperations):

@@ -102,18 +102,19 @@ def restore(
       ([[8, 8, 0, 1, 2, 8, 8, 8]], [17])
     """
     reservation = begin_restore(tables, num_tokens, max_tokens=max_tokens)
-    return finish_restore(tables, reservation, reservation.is_possible)
+    return finish_reserve(reservation, reservation.is_possible)
 
 
 class Reservation(NamedTuple):
-    """A prepared `reserve` in one group of layers.
+    """A prepared `reserve` or `restore` in one group of layers.
 
     The caller passes it to `finish_reserve` after it has prepared all groups, because `reserve`
     changes nothing unless it is possible in all of them.
     """
 
-    tables: BlockTables  # after blocks that left the windows were freed
+    tables: BlockTables  # the result if nothing is applied: only blocks outside windows were freed
     end: jax.Array  # i32[S], the lengths afterwards
+    first_columns: jax.Array | None  # i32[S], the `first_columns` afterwards
     writes: "SharedWrites"
     columns: jax.Array  # i32[S, W], see `plan_columns`
     is_taken: jax.Array  # bool[S, W], whether a column gets a new block
@@ -141,7 +142,8 @@ def begin_reserve(
     columns_SW, is_taken_SW = plan_columns(tables, end, writes.is_copy, max_tokens)
     is_enough = jnp.sum(is_taken_SW, dtype=jnp.int32) <= tables.pool.num_free
     ok = jnp.all(is_in_bounds) & is_enough
-    return Reservation(tables, end, writes, columns_SW, is_taken_SW, ok)
+    first_columns = tables.first_columns
+    return Reservation(tables, end, first_columns, writes, columns_SW, is_taken_SW, ok)
 
 
 def finish_reserve(
@@ -156,7 +158,7 @@ def finish_reserve(
     Returns:
       See `reserve`.
     """
-    tables, end, writes, columns_SW, is_taken_SW, _ = reservation
+    tables, end, first_columns, writes, columns_SW, is_taken_SW, _ = reservation
     is_taken_SW &= ok
     is_copy = writes.is_copy & ok
     pool, taken_SW = block_pool.take(tables.pool, is_taken_SW)
@@ -170,7 +172,16 @@ def finish_reserve(
         target=jnp.where(is_copy, taken_SW[:, 0], tables.num_blocks),
     )
     lengths = jnp.where(ok, end, tables.lengths)
-    return replace(tables, pool=pool, block_tables=block_tables, lengths=lengths), copies, ok
+    if first_columns is not None and tables.first_columns is not None:
+        first_columns = jnp.where(ok, first_columns, tables.first_columns)
+    after = replace(
+        tables,
+        pool=pool,
+        block_tables=block_tables,
+        lengths=lengths,
+        first_columns=first_columns,
+    )
+    return after, copies, ok
 
 
 def begin_restore(tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int) -> Reservation:
@@ -185,29 +196,17 @@ def begin_restore(tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int
     window, first_columns = state
     is_new = num_tokens > 0
     kept = first_kept_column(num_tokens, window, tables.block_size)
-    first_columns = jnp.where(is_new, kept, first_columns)
     num_left = jnp.where(is_new, kept * tables.block_size, 0)
-    tables = replace(
-        tables, first_columns=first_columns, lengths=jnp.where(is_new, num_left, tables.lengths)
+    slid = replace(
+        tables,
+        first_columns=jnp.where(is_new, kept, first_columns),
+        lengths=jnp.where(is_new, num_left, tables.lengths),
     )
     # At most window + 2 * C tokens are appended: the window, and less than a block on each side.
     most = min(max_tokens, window + 2 * tables.block_size)
-    return begin_reserve(tables, num_tokens - num_left, max_tokens=most, function="restore")
-
-
-def finish_restore(
-    before: BlockTables, reservation: Reservation, ok: jax.Array
-) -> tuple[BlockTables, BlockCopies, jax.Array]:
-    """Apply a reservation of `begin_restore`, or change nothing; see `finish_reserve`.
-
-    `before` are the tables that were passed to `begin_restore`.
-    """
-    tables, copies, ok = finish_reserve(reservation, ok)
-    if tables.first_columns is None or before.first_columns is None:
-        return tables, copies, ok
-    lengths = jnp.where(ok, tables.lengths, before.lengths)
-    first_columns = jnp.where(ok, tables.first_columns, before.first_columns)
-    return replace(tables, lengths=lengths, first_columns=first_columns), copies, ok
+    begun = begin_reserve(slid, num_tokens - num_left, max_tokens=most, function="restore")
+    before = replace(begun.tables, lengths=tables.lengths, first_columns=first_columns)
+    return begun._replace(tables=before)
 
 
 @short_repr
