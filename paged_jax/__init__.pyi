@@ -14,7 +14,6 @@ from .engine.beam_search import BeamSearchOutput as BeamSearchOutput
 from .engine.beam_search import BeamSearchParams as BeamSearchParams
 from .engine.beam_search import BeamSearchSequence as BeamSearchSequence
 from .engine.engine import Engine as Engine
-from .engine.stats import EngineStats as EngineStats
 from .kernels.attention import paged_attention as paged_attention
 from .kernels.attention import paged_prefill_attention as paged_prefill_attention
 from .kernels.cascade import cascade_attention as cascade_attention
@@ -36,6 +35,7 @@ from .sampling.params import SamplingParams as SamplingParams
 from .sampling.params import StructuredOutputError as StructuredOutputError
 from .sampling.params import StructuredOutputsParams as StructuredOutputsParams
 from .scheduler.outputs import CompletionOutput as CompletionOutput
+from .scheduler.outputs import EngineStats as EngineStats
 from .scheduler.outputs import Explanation as Explanation
 from .scheduler.outputs import Logprob as Logprob
 from .scheduler.outputs import PreemptionNote as PreemptionNote

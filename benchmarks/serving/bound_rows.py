@@ -76,7 +76,7 @@ def measure(engine: Engine, case: Case, seconds: float, *, first_seed: int = 0) 
       first_seed: seed of the first request; each further request has the next seed.
     """
     lookahead = engine.core.scheduler.lookahead
-    was_used, lookahead._is_used = lookahead._is_used, case.can_choose or not case.num_bound
+    was_used, lookahead.is_used = lookahead.is_used, case.can_choose or not case.num_bound
     seeds = iter(range(first_seed, sys.maxsize))
 
     def add(kind: str) -> None:
@@ -108,7 +108,7 @@ def measure(engine: Engine, case: Case, seconds: float, *, first_seed: int = 0) 
         step()
     for sequence in engine.sequences:
         engine.abort(sequence.request.request_id)
-    lookahead._is_used = was_used
+    lookahead.is_used = was_used
     rates = [(counts[kind] - before[kind]) / elapsed for kind in ("bound", "free")]
     return Speeds(rates[0] / max(1, case.num_bound), rates[1] / max(1, case.num_free))
 

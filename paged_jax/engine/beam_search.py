@@ -420,8 +420,8 @@ class _SearchBatch:
         sequence.chain = self._core.requests.prefix_chain(sequence.request)
         num_tokens = self._runner.slots.attach(sequence)
         sequence.num_computed = sequence.program_start = num_tokens
-        scheduler.stats.num_queried_tokens += len(sequence.token_ids) - 1
-        scheduler.stats.num_cached_tokens += num_tokens
+        self._core.stats.num_queried_tokens += len(sequence.token_ids) - 1
+        self._core.stats.num_cached_tokens += num_tokens
 
     def _prefill(self, sequences: list[SlotUser]) -> None:
         """Compute prompts except their last tokens, and publish their blocks for prefix caching."""

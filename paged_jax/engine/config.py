@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, ge
 from jax.sharding import Mesh
 
 from paged_jax.arguments import ArgumentError, check_positive, is_int, is_real, refuse_unknown
-from paged_jax.engine.pool_size import KV_DTYPES, choose_num_states
+from paged_jax.engine.pool_size import KV_DTYPES
 from paged_jax.engine.request_factory import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from paged_jax.formatting import short_repr
 from paged_jax.kernels import BACKENDS
@@ -347,11 +347,10 @@ class EngineConfig:
                 f"{function}: max_model_len must be at most the model's context of {context}, got "
                 f"{max_model_len}."
             )
-        num_states = choose_num_states(
-            model_config,
-            num_slots=self.max_num_seqs,
-            num_snapshots=self.num_snapshots if self.enable_prefix_caching else 0,
-        )
+        num_states = 0
+        if model_config.state_groups:  # each slot needs a state of recurrent layers
+            num_snapshots = self.max_num_seqs if self.num_snapshots is None else self.num_snapshots
+            num_states = self.max_num_seqs + (num_snapshots if self.enable_prefix_caching else 0)
         has_tiles = self.backend in (None, "cpu") and attends_to_tiles(platform) and not num_states
         return Sizes(
             block_size=self.block_size,

@@ -1,7 +1,7 @@
 """`EngineCore`: one step of continuous batching, and the parts that a step needs.
 
     schedule       choose what runs: `paged_jax.scheduler`, which allocates the blocks as it decides
-    run            prefill chunks, fork samples, decode: `StepRunner` on `paged_jax.runner`
+    run            prefill chunks, fork samples, decode: `paged_jax.runner`
     postprocess    append tokens to samples, finish complete samples: `Postprocessor`
 
 Each step queues the next decode steps before it reads its own tokens, so the device decodes while
@@ -14,27 +14,28 @@ The requests on the host hold everything that is needed to compute the device's 
 that is cut short, by Ctrl-C or for lack of memory, therefore loses no request.
 """
 
-import dataclasses
 import functools
 import time
+from typing import NamedTuple
 
 import jax
 
 from paged_jax.arguments import ArgumentError
+from paged_jax.cache.blocks.state_tables import state_interval
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.drafts import Drafter
 from paged_jax.engine.footprint import Footprint, footprint
 from paged_jax.engine.loaded_model import LoadedModel
-from paged_jax.engine.pool_size import choose_num_blocks, choose_state_interval, resolve_kv_dtype
+from paged_jax.engine.pool_size import choose_num_blocks, resolve_kv_dtype
 from paged_jax.engine.postprocess import Postprocessor
 from paged_jax.engine.request_factory import RequestFactory
 from paged_jax.engine.requests import ChangeGuard, RequestTable, own_transfers
-from paged_jax.engine.stats import BlockMeter, EngineStats, GroupUse, MaskClock, StepClock
-from paged_jax.engine.step_runner import PendingStep, StepRunner
+from paged_jax.engine.stats import BlockMeter, GroupUse, MaskClock, StepClock
 from paged_jax.engine.weight_swap import NewWeights, Sleep, WeightSwap
 from paged_jax.kernels import check_backend_runs_on
 from paged_jax.models.text.grammar import GrammarCompiler
-from paged_jax.runner.executor import Executor
+from paged_jax.runner.decoding import StepTokens
+from paged_jax.runner.executor import Executor, QueuedResult
 from paged_jax.runner.processes import (
     Channel,
     LeadingExecutor,
@@ -42,12 +43,27 @@ from paged_jax.runner.processes import (
     least_of_processes,
 )
 from paged_jax.runner.runner import ModelRunner
+from paged_jax.scheduler.outputs import EngineStats
 from paged_jax.scheduler.preemption import Preemption, PreemptionCosts
-from paged_jax.scheduler.request import Request
+from paged_jax.scheduler.request import Request, Sequence
 from paged_jax.scheduler.scheduler import Scheduler
+from paged_jax.scheduler.step_plan import StepPlan
 
 # Assumed speed of copies between host and device, until the first swap is measured.
 HOST_BYTES_PER_SECOND = 1e10
+
+
+class PendingStep(NamedTuple):
+    """A step in flight: its programs are queued, and the host has not read its tokens.
+
+    Attributes:
+      plan: the plan of the step.
+      drawn: the queued result, or the tokens of a verification, which are already on the host; None
+        if nothing decodes.
+    """
+
+    plan: StepPlan
+    drawn: QueuedResult | StepTokens | None
 
 
 class EngineCore:
@@ -68,12 +84,12 @@ class EngineCore:
       request_factory: makes requests from prompts.
       requests: the unfinished requests.
       guard: allows one change at a time, and restarts the engine after an interrupted change.
-      stats: totals that the engine itself counts; see `total_stats`.
+      stats: totals of all parts, except the seconds of compilation.
       clock: measures the phases of a step.
       mask_clock: measures how long the masks of grammars take.
       block_meter: counts used blocks after each step.
       postprocessor: appends tokens to samples.
-      step_runner: runs plans of the scheduler.
+      drafter: drafts tokens to verify.
       weight_swap: replaces the weights.
       sleep: frees the memory of the device for a while.
     """
@@ -143,7 +159,8 @@ class EngineCore:
         self.options = options
         self.loaded = loaded
         self.executor = executor
-        interval = choose_state_interval(loaded.config, options.block_size)
+        is_recurrent = bool(loaded.config.state_groups)
+        interval = state_interval(options.block_size) if is_recurrent else None
         self.runner = runner = ModelRunner(
             executor, loaded.eos_token_ids, loaded.token_bias, interval
         )
@@ -151,9 +168,8 @@ class EngineCore:
         self.group_sizes = memory.group_sizes(self.num_blocks)
         self.channel = channel
         self.is_leader = channel is None or jax.process_index() == 0
-        self.scheduler = scheduler = _make_scheduler(
-            options, loaded, executor, memory, interval, is_over_processes=channel is not None
-        )
+        self.stats = EngineStats()
+        self.scheduler = scheduler = self._make_scheduler(memory, interval)
         max_model_len = executor.sizes.max_model_len
         self.max_length = min(max_model_len, scheduler.block_budget.max_length or max_model_len)
         backend = None if loaded.tokenizer is None else loaded.tokenizer.backend
@@ -166,22 +182,40 @@ class EngineCore:
             seed=options.seed,
             grammars=self.grammars,
         )
-        drafter = Drafter(options.num_speculative_tokens)
-        self.requests = RequestTable(scheduler, runner, drafter)
+        self.drafter = Drafter(options.num_speculative_tokens, self.stats)
+        self.requests = RequestTable(scheduler, runner)
         self.guard = ChangeGuard(self.restart)
-        self.stats = EngineStats()
         self.clock = StepClock(self.stats, runner)
         self.mask_clock = MaskClock(scheduler.lookahead, scheduler.max_steps)
         self.block_meter = BlockMeter(self.stats, scheduler, runner)
         self.postprocessor = Postprocessor(
             loaded.tokenizer, loaded.eos_token_ids, self.requests, self.stats
         )
-        self.step_runner = StepRunner(
-            runner, scheduler, self.postprocessor, drafter, self.clock, self.stats
-        )
         self.weight_swap = WeightSwap(executor, are_shared=loaded.is_shared)
         self.sleep = Sleep(executor)
         self._ahead: PendingStep | None = None
+
+    def _make_scheduler(self, memory: Footprint, state_interval: int | None) -> Scheduler:
+        options, executor, config = self.options, self.executor, self.loaded.config
+        return Scheduler(
+            options.max_num_seqs,
+            executor.num_blocks,
+            options.block_size,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_chunk=executor.sizes.max_chunk,
+            max_steps=options.steps_per_dispatch,
+            has_drafts=options.num_speculative_tokens > 0,
+            enable_prefix_caching=options.enable_prefix_caching,
+            preemption=_preemption_mode(options, is_over_processes=self.channel is not None),
+            costs=PreemptionCosts(
+                seconds_per_block=memory.block / HOST_BYTES_PER_SECOND,
+                max_swapped_blocks=int(options.swap_space * 2**30) // memory.block,
+            ),
+            groups=config.layer_groups,
+            state_groups=config.state_groups,
+            state_interval=state_interval,
+            stats=self.stats,
+        )
 
     @property
     def is_ahead(self) -> bool:
@@ -213,8 +247,8 @@ class EngineCore:
                 next_plan = self.scheduler.lookahead.next_plan(plan, time.perf_counter())
             with clock.running:
                 if next_plan is not None:
-                    self._ahead = self.step_runner.queue(next_plan)
-                tokens = self.step_runner.read(pending)
+                    self._ahead = self._queue(next_plan)
+                tokens = self._read(pending)
             if tokens is not None:
                 self.mask_clock.note_read(plan, int(tokens.num_steps))
             if tokens is not None and not tokens.ok:
@@ -237,8 +271,52 @@ class EngineCore:
         """Plan a step from the tokens that the host has, and queue it."""
         with self.clock.scheduling:
             plan = self.scheduler.schedule(self.runner.slots, time.perf_counter())
+        self.requests.note_start(plan)
         with self.clock.running:
-            return self.step_runner.queue(plan)
+            return self._queue(plan)
+
+    def _queue(self, plan: StepPlan) -> PendingStep:
+        """Queue the programs of a plan."""
+        with self.clock.prefilling:
+            self._prefill(plan.chunks)
+            self.runner.slots.fork(plan.forks)
+        with self.clock.decoding:
+            return PendingStep(plan, self._decode(plan) if plan.decodes else None)
+
+    def _prefill(self, chunks: list[tuple[Sequence, int]]) -> None:
+        self.runner.prefill([chunk for chunk in chunks if not _is_scored(chunk[0])])
+        for sequence, count in chunks:
+            if _is_scored(sequence):
+                scores = self.runner.score(sequence, count)
+                self.postprocessor.append_prompt_logprobs(sequence, scores)
+            sequence.advance(count)
+            self.runner.slots.publish(sequence)
+
+    def _decode(self, plan: StepPlan) -> QueuedResult | StepTokens:
+        if not plan.is_ahead:  # drafts depend on the latest tokens
+            num_planned = sum(count for _, count in plan.chunks) + len(plan.decodes)
+            most = self.scheduler.max_num_batched_tokens - num_planned
+            drafts = self.drafter.drafts(plan.decodes, most)
+            if drafts is not None:
+                tokens = self.runner.verify(plan, drafts)
+                if tokens.ok:
+                    self.drafter.count(drafts, tokens.num_new)
+                    return tokens
+        return self.runner.decode(plan)
+
+    def _read(self, pending: PendingStep) -> StepTokens | None:
+        """Wait for the tokens of a step and return them; None if nothing decodes.
+
+        Raises:
+          RuntimeError: there were not enough free blocks for the plan.
+        """
+        plan, drawn = pending
+        with self.clock.decoding:
+            self.executor.check()
+            tokens = self.executor.read(drawn) if isinstance(drawn, QueuedResult) else drawn
+        if tokens is not None and not tokens.num_steps and not plan.is_ahead:
+            raise RuntimeError("Engine: the scheduler must leave blocks for a step, got none.")
+        return tokens
 
     def _drop_ended(self) -> None:
         """Discard the step that is queued ahead if all of its sequences have ended."""
@@ -271,19 +349,6 @@ class EngineCore:
             self.requests.end(request, "abort")
             self._drop_ended()
         return request
-
-    def total_stats(self) -> EngineStats:
-        """Return the totals of the engine, its runner and its scheduler."""
-        scheduled = self.scheduler.stats
-        return dataclasses.replace(
-            self.stats,
-            compile_seconds=self.executor.compile_seconds,
-            num_preemptions=scheduled.num_preemptions,
-            num_swap_preemptions=scheduled.num_swap_preemptions,
-            num_recomputed_tokens=scheduled.num_recomputed_tokens,
-            num_queried_tokens=scheduled.num_queried_tokens,
-            num_cached_tokens=scheduled.num_cached_tokens,
-        )
 
     @own_transfers()
     def group_use(self) -> list[GroupUse]:
@@ -349,37 +414,7 @@ class EngineCore:
             )
 
 
-def _make_scheduler(
-    options: EngineConfig,
-    loaded: LoadedModel,
-    executor: Executor,
-    memory: Footprint,
-    state_interval: int | None,
-    *,
-    is_over_processes: bool,
-) -> Scheduler:
-    return Scheduler(
-        options.max_num_seqs,
-        executor.num_blocks,
-        options.block_size,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_chunk=executor.sizes.max_chunk,
-        max_steps=options.steps_per_dispatch,
-        runs_ahead=True,
-        has_drafts=options.num_speculative_tokens > 0,
-        enable_prefix_caching=options.enable_prefix_caching,
-        preemption=_preemption_mode(options, is_over_processes),
-        costs=PreemptionCosts(
-            seconds_per_block=memory.block / HOST_BYTES_PER_SECOND,
-            max_swapped_blocks=int(options.swap_space * 2**30) // memory.block,
-        ),
-        groups=loaded.config.layer_groups,
-        state_groups=loaded.config.state_groups,
-        state_interval=state_interval,
-    )
-
-
-def _preemption_mode(options: EngineConfig, is_over_processes: bool) -> Preemption:
+def _preemption_mode(options: EngineConfig, *, is_over_processes: bool) -> Preemption:
     """Return the preemption mode: the option or, with several processes, ``"recompute"``.
 
     Raises:
@@ -394,3 +429,8 @@ def _preemption_mode(options: EngineConfig, is_over_processes: bool) -> Preempti
             "preemption",
         )
     return "recompute"
+
+
+def _is_scored(sequence: Sequence) -> bool:
+    """Return whether a sequence computes the prompt log-probabilities of its request."""
+    return sequence.request.prompt_logprobs is not None and sequence.index == 0

@@ -4,8 +4,13 @@ Prompt lookup (Saxena, 2023): text often repeats earlier text, above all in summ
 code. The lookup needs no draft model. A wrong draft costs only its part of a verification pass.
 """
 
+import weakref
 from collections.abc import Sequence as Items
 
+import numpy as np
+from jax.typing import ArrayLike
+
+from paged_jax.scheduler.outputs import EngineStats
 from paged_jax.scheduler.request import Sequence
 
 
@@ -54,11 +59,14 @@ class Drafter:
 
     Args:
       max_drafts: maximum number of tokens in a draft; 0 turns drafts off.
+      stats: totals of the engine; `count` updates them.
     """
 
-    def __init__(self, max_drafts: int):
+    def __init__(self, max_drafts: int, stats: EngineStats):
         self._max_drafts = max_drafts
-        self._indices: dict[Sequence, NgramIndex] = {}
+        self._stats = stats
+        self._indices: weakref.WeakKeyDictionary[Sequence, NgramIndex]
+        self._indices = weakref.WeakKeyDictionary()
 
     def drafts(self, sequences: Items[Sequence], max_tokens: int) -> list[list[int]] | None:
         """Draft the next tokens of each sequence.
@@ -86,10 +94,13 @@ class Drafter:
         index.extend(sequence.token_ids)
         return index.guess(self._max_drafts)
 
-    def drop(self, sequence: Sequence) -> None:
-        """Drop the index of a sequence that has ended."""
-        self._indices.pop(sequence, None)
-
-    def clear(self) -> None:
-        """Drop the indices of all sequences."""
-        self._indices.clear()
+    def count(self, drafts: list[list[int]], num_new: ArrayLike) -> None:
+        """Count the drafts of a step, in which each sequence got `num_new` i32[B] tokens."""
+        stats, num_accepted = self._stats, np.maximum(np.asarray(num_new) - 1, 0)
+        stats.num_drafts += sum(map(bool, drafts))
+        stats.num_draft_tokens += sum(map(len, drafts))
+        stats.num_accepted_tokens += int(num_accepted.sum())
+        positions = np.arange(self._max_drafts)
+        before = stats.num_accepted_at or (0,) * len(positions)
+        counts = before + (num_accepted[:, None] > positions).sum(axis=0)
+        stats.num_accepted_at = tuple(counts.tolist())

@@ -1,6 +1,7 @@
 """`Engine`: continuous batching. Requests join and leave the running batch at every step."""
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from paged_jax.engine.config import EngineConfig, takes_options
 from paged_jax.engine.core import EngineCore
 from paged_jax.engine.request_factory import Prompt
 from paged_jax.engine.requests import Delivery, own_transfers
-from paged_jax.engine.stats import EngineStats, GroupUse
+from paged_jax.engine.stats import GroupUse
 from paged_jax.engine.weight_swap import TAGS, load_weights_for
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.conversion import NameMap
@@ -23,7 +24,7 @@ from paged_jax.monitoring import Status
 from paged_jax.runner.processes import follow
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.explain import RequestHistory
-from paged_jax.scheduler.outputs import RequestOutput
+from paged_jax.scheduler.outputs import EngineStats, RequestOutput
 from paged_jax.scheduler.request import Request, Sequence
 
 
@@ -439,7 +440,8 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Totals since the engine was built."""
-        return self.core.total_stats()
+        core = self.core
+        return dataclasses.replace(core.stats, compile_seconds=core.executor.compile_seconds)
 
     @property
     def is_compiling(self) -> bool:

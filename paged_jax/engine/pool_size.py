@@ -1,4 +1,4 @@
-"""Dtype and number of blocks and states in an engine's pools."""
+"""Dtype and number of the blocks in an engine's pools, and the memory of devices."""
 
 import os
 from pathlib import Path
@@ -8,10 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from paged_jax.cache.blocks.state_tables import state_interval
 from paged_jax.engine.footprint import Footprint
 from paged_jax.kernels.rows import sets_rows_in_place
-from paged_jax.models.config import LlamaConfig
 from paged_jax.runner.sizes import Sizes
 
 # Values of the option `kv_dtype` other than "auto".
@@ -50,24 +48,6 @@ def resolve_kv_dtype(kv_dtype: str, weights_dtype: DTypeLike, platform: str) -> 
     return dtype if platform != "cpu" or is_in_place else jnp.dtype(jnp.float32)
 
 
-def choose_num_states(
-    model_config: LlamaConfig, *, num_slots: int, num_snapshots: int | None
-) -> int:
-    """Return the number of states of recurrent layers in an engine's pools.
-
-    Args:
-      model_config: the configuration of the model.
-      num_slots: S. Each slot needs a state.
-      num_snapshots: number of states that the prefix cache keeps; None for S.
-
-    Returns:
-      The number of states; 0 if no layer is recurrent.
-    """
-    if not model_config.state_groups:
-        return 0
-    return num_slots + (num_slots if num_snapshots is None else num_snapshots)
-
-
 def choose_num_blocks(
     device: Any,
     sizes: Sizes,
@@ -96,11 +76,6 @@ def choose_num_blocks(
         num_blocks = min(footprint.max_blocks, num_fitting)
     _check_host_holds(device, footprint, num_blocks)
     return num_blocks
-
-
-def choose_state_interval(model_config: LlamaConfig, block_size: int) -> int | None:
-    """Return the `state_interval` of a scheduler; None if no layer is recurrent."""
-    return state_interval(block_size) if model_config.state_groups else None
 
 
 def _num_fitting_free_memory(device: Any, sizes: Sizes, footprint: Footprint) -> int:

@@ -5,12 +5,11 @@ import time
 from typing import Any, NamedTuple
 
 from paged_jax.engine.requests import RequestTable
-from paged_jax.engine.stats import EngineStats
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.programs import Scores
 from paged_jax.sampling.sample import Draws
-from paged_jax.scheduler.outputs import Logprob
+from paged_jax.scheduler.outputs import EngineStats, Logprob
 from paged_jax.scheduler.request import Request, Sequence
 from paged_jax.scheduler.step_plan import StepPlan
 
@@ -164,20 +163,17 @@ class Postprocessor:
                 break
         return num_appended
 
-    def append_prompt_logprobs(
-        self, request: Request, scores: Scores, *, start: int, count: int
-    ) -> None:
+    def append_prompt_logprobs(self, sequence: Sequence, scores: Scores) -> None:
         """Append the log-probabilities of the prompt tokens that follow the tokens of a chunk.
 
         Args:
-          request: a request with `prompt_logprobs`.
+          sequence: a sequence of a request with `prompt_logprobs`, before the chunk.
           scores: scores of the next tokens, one row per token of the chunk.
-          start: position of the first token of the chunk.
-          count: number of tokens in the chunk.
         """
+        request = sequence.request
         assert request.prompt_logprobs is not None and request.params.prompt_logprobs is not None
-        for row in range(count):
-            position = start + row + 1
+        for row in range(len(scores.logprobs)):
+            position = sequence.num_computed + row + 1
             # Skip tokens that have been scored before, and generated tokens: after a preemption,
             # chunks are computed again and include them.
             if position == len(request.prompt_logprobs) < len(request.prompt_token_ids):

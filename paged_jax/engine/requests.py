@@ -15,17 +15,18 @@ from typing import Any
 import jax
 
 from paged_jax.cache.sequence_blocks import PrefixChain, root_digest
-from paged_jax.engine.drafts import Drafter
 from paged_jax.runner.runner import ModelRunner
+from paged_jax.scheduler.explain import describe_match
 from paged_jax.scheduler.request import Request, Sequence
 from paged_jax.scheduler.scheduler import Scheduler
+from paged_jax.scheduler.step_plan import StepPlan
 
 
 class RequestTable:
     """Table of the unfinished requests.
 
     Args:
-      scheduler, runner, drafter: these objects are told when a request ends.
+      scheduler, runner: these objects are told when a request ends.
 
     Attributes:
       unfinished: unfinished requests by id.
@@ -35,10 +36,9 @@ class RequestTable:
       weights_version: number of times that the weights were replaced.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, drafter: Drafter):
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner):
         self._scheduler = scheduler
         self._runner = runner
-        self._drafter = drafter
         self.unfinished: dict[str, Request] = {}
         self.ended: list[Request] = []
         self.num_added = 0
@@ -57,15 +57,37 @@ class RequestTable:
         self.unfinished[request.request_id] = request
         self.num_added += 1
 
+    def note_start(self, plan: StepPlan) -> None:
+        """Record when requests run for the first time, and what the prefix cache had for them."""
+        now = time.perf_counter()
+        chunked = (sequence for sequence, _ in plan.chunks)
+        for sequence in [*chunked, *plan.computed, *plan.decodes]:
+            request = sequence.request
+            if request.metrics.first_scheduled_time is None:
+                request.mark(first_scheduled_time=now)
+                request.num_cached_tokens = sequence.num_computed
+                if request.history is not None:
+                    request.history.prefix_match = self._describe_match(request)
+
+    def _describe_match(self, request: Request) -> str:
+        if not self._scheduler.enable_prefix_caching:
+            return "nothing was looked up: the engine runs without prefix caching"
+        if request.prompt_logprobs is not None:
+            return "nothing was looked up: log-probabilities of a prompt need all of it computed"
+        return describe_match(
+            len(request.prompt_token_ids),
+            request.num_cached_tokens,
+            self._scheduler.block_size,
+            request.sequences[0].num_known,
+        )
+
     def finish(self, sequence: Sequence) -> None:
         """Free the slot and the blocks of a complete sequence."""
         self._scheduler.finish(self._runner.slots, sequence)
-        self._drafter.drop(sequence)
 
     def end(self, request: Request, finish_reason: str, stop_reason: str | None = None) -> None:
         """End an unfinished request with its tokens so far, and free its slots and blocks."""
-        for sequence in self._scheduler.abort(self._runner.slots, request):
-            self._drafter.drop(sequence)
+        self._scheduler.abort(self._runner.slots, request)
         for sequence in request.sequences:
             sequence.completion.end(finish_reason, stop_reason)
         self.remove(request)
@@ -91,7 +113,6 @@ class RequestTable:
                 self.ended.append(request)
                 self.remove(request)
         self._runner.reset()
-        self._drafter.clear()
         for request in self.unfinished.values():
             self._set_chains(request)
         sequences = [s for request in self.unfinished.values() for s in request.sequences]

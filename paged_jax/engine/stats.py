@@ -1,4 +1,4 @@
-"""Counters of an engine: totals, times of the phases of a step, and blocks in use."""
+"""Clocks and counters of an engine: times of the phases of a step, and blocks in use."""
 
 import dataclasses
 import time
@@ -9,67 +9,10 @@ import jax
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.runner import ModelRunner
+from paged_jax.scheduler.outputs import EngineStats
 from paged_jax.scheduler.request import Sequence
 from paged_jax.scheduler.scheduler import Scheduler
 from paged_jax.scheduler.step_plan import Lookahead, StepPlan
-
-
-@dataclasses.dataclass
-class EngineStats:
-    """Totals of an engine since it was built. Times do not include compilation.
-
-    Attributes:
-      num_steps: engine steps run so far; each may decode several tokens of a sequence.
-      num_prompt_tokens: prompt tokens computed, without those found in the prefix cache.
-      num_generated_tokens: tokens drawn.
-      num_decode_tokens: tokens drawn in dispatches that did not compile.
-      prefill_seconds: seconds in programs that prefill.
-      decode_seconds: seconds in programs that decode, until their tokens were on the host.
-      host_seconds: seconds of work on the host while the device was idle.
-      schedule_seconds: seconds of planning, including the plan's operations on the cache.
-      postprocess_seconds: seconds of converting tokens to text and ending requests.
-        `schedule_seconds` and `postprocess_seconds` are part of `host_seconds`, except for steps in
-        which the device decoded at the same time.
-      compile_seconds: seconds of compilation, in the first calls of programs.
-      first_token_seconds: seconds from the arrival of the first request to its first token,
-        including compilation.
-      peak_num_blocks: maximum number of blocks that requests held at the end of a step.
-      num_preemptions: number of times that a sequence lost its blocks to others.
-      num_swap_preemptions: number of preemptions that copied the blocks to host memory.
-      num_recomputed_tokens: number of tokens computed again after a preemption.
-      num_queried_tokens: number of tokens looked up in the prefix cache.
-      num_cached_tokens: number of tokens found in the prefix cache.
-      num_drafts: number of drafts in speculative decoding.
-      num_draft_tokens: number of drafted tokens.
-      num_accepted_tokens: number of drafted tokens that were accepted.
-      num_accepted_at: number of accepted tokens by their position in the draft.
-      sharing: fraction of blocks saved by sharing: blocks saved divided by the blocks that all
-        sequences would hold without sharing, both summed over all steps (Kwon et al., 2023, section
-        6.3).
-    """
-
-    num_steps: int = 0
-    num_prompt_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_decode_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    host_seconds: float = 0.0
-    schedule_seconds: float = 0.0
-    postprocess_seconds: float = 0.0
-    compile_seconds: float = 0.0
-    first_token_seconds: float = 0.0
-    peak_num_blocks: int = 0
-    num_preemptions: int = 0
-    num_swap_preemptions: int = 0
-    num_recomputed_tokens: int = 0
-    num_queried_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_at: tuple[int, ...] = ()
-    sharing: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -405,7 +405,7 @@ def require_blocks(*oks: Any) -> None:
         )
 
 
-class CallThread:
+class CallThread(concurrent.futures.ThreadPoolExecutor):
     """Thread that makes calls in the order of submission and ends when the object is deleted.
 
     JAX usually queues a program and returns. On GPUs, a program with a data-dependent loop returns
@@ -419,19 +419,17 @@ class CallThread:
     """
 
     def __init__(self) -> None:
-        self._thread: concurrent.futures.ThreadPoolExecutor | None = None
+        super().__init__(1, "paged_jax caller")
 
-    def submit(self, function: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+    def submit(self, fn: Any, /, *args: Any, **options: Any) -> concurrent.futures.Future[Any]:
         """Call a function after all earlier ones, with the JAX settings of the calling thread."""
-        if self._thread is None:
-            self._thread = concurrent.futures.ThreadPoolExecutor(1, "paged_jax caller")
         settings = _settings()
 
         def call() -> Any:
             with _with_settings(settings):
-                return function()
+                return fn(*args, **options)
 
-        return self._thread.submit(call)
+        return super().submit(call)
 
 
 # JAX settings of a thread that affect calls, and their context managers. With other settings,

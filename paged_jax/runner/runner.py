@@ -18,6 +18,7 @@ from paged_jax.runner.sizes import no_slots, pack, row_bucket
 from paged_jax.runner.slots import Slots, slot_of
 from paged_jax.sampling.params import NO_BIAS, TokenBias
 from paged_jax.scheduler.request import Sequence
+from paged_jax.scheduler.step_plan import StepPlan
 
 
 class ModelRunner:
@@ -99,64 +100,35 @@ class ModelRunner:
             parts.append(jax.tree.map(lambda x, n=size: x[:n], scores))
         return jax.tree.map(lambda *parts: np.concatenate(parts), *parts)
 
-    def decode(
-        self,
-        sequences: Collection[Sequence],
-        num_steps: int,
-        *,
-        bound: Collection[Sequence] = (),
-        leave_on_stop: bool,
-        with_top: bool,
-        is_ahead: bool = False,
-    ) -> QueuedResult:
-        """Queue up to `num_steps` decode steps. `Executor.read` turns the result into tokens.
+    def decode(self, plan: StepPlan) -> QueuedResult:
+        """Queue the decode steps of a plan. `Executor.read` turns the result into tokens.
 
-        Args:
-          sequences: sequences that decode.
-          num_steps: see `decode_steps`.
-          bound: sequences whose grammar restricts their next tokens, see `StepPlan`.
-          leave_on_stop: see `decode_steps`.
-          with_top: see `decode_steps`.
-          is_ahead: whether to queue the steps before the tokens of the last call have been read.
-            The sequences must have their slots already. Sequences that stopped in that call draw
-            nothing.
+        The steps of a plan that was made ahead are queued before the tokens of the last call have
+        been read. Its sequences must have their slots already. Sequences that stopped in that call
+        draw nothing.
         """
-        slots = self._decode_slots(sequences)
-        masks = find_token_masks(bound, num_steps, self._sizes, self.executor.vocab_size)
-        limits = np.int32(num_steps), np.bool_(leave_on_stop), np.bool_(with_top)
+        slots = self._decode_slots(plan.decodes)
+        masks = find_token_masks(plan.bound, plan.num_steps, self._sizes, self.executor.vocab_size)
+        limits = np.int32(plan.num_steps), np.bool_(plan.leave_on_stop), _with_top(plan)
         call = self.executor.programs.decode.call(slots, *limits)
-        if is_ahead:
+        if plan.is_ahead:
             return self.executor.queue_ahead([*self.slots.take_calls(), call], masks)
         self._write_masks(masks)
         self.slots.flush()
         return self.executor.queue(call)
 
-    def verify(
-        self,
-        sequences: Collection[Sequence],
-        drafts: Collection[Collection[int]],
-        *,
-        bound: Collection[Sequence] = (),
-        with_top: bool,
-    ) -> StepTokens:
-        """Draw the next tokens of sequences with drafts, and copy them to the host.
-
-        Args:
-          sequences: sequences that decode.
-          drafts: guesses of the next tokens of each sequence.
-          bound: see `decode`.
-          with_top: see `decode_steps`.
-        """
+    def verify(self, plan: StepPlan, drafts: Collection[Collection[int]]) -> StepTokens:
+        """Draw the next tokens of a plan's sequences, given drafts, and copy them to the host."""
         verify = self.executor.programs.verify
-        slots = self._decode_slots(sequences)
-        num_steps = 1 + max(map(len, drafts))
-        self._write_masks(find_token_masks(bound, num_steps, self._sizes, self.executor.vocab_size))
+        slots = self._decode_slots(plan.decodes)
+        num_steps, vocab_size = 1 + max(map(len, drafts)), self.executor.vocab_size
+        self._write_masks(find_token_masks(plan.bound, num_steps, self._sizes, vocab_size))
         self.slots.flush()
         guesses = np.zeros((slots.size, self._sizes.num_drafts), np.int32)
         num_drafts = np.zeros(slots.size, np.int32)
         for row, draft in enumerate(drafts):
             guesses[row, : len(draft)], num_drafts[row] = list(draft), len(draft)
-        return self.executor.fetch(verify.call(guesses, num_drafts, slots, np.bool_(with_top)))
+        return self.executor.fetch(verify.call(guesses, num_drafts, slots, _with_top(plan)))
 
     def beam(
         self, beams: Iterable[tuple[int, int, int, int]], *, num_rows: int, num_top: int
@@ -195,3 +167,8 @@ class ModelRunner:
         slots = no_slots(row_bucket(len(sequences), self._sizes.num_slots))
         slots[: len(sequences)] = [slot_of(sequence) for sequence in sequences]
         return slots
+
+
+def _with_top(plan: StepPlan) -> np.bool_:
+    """Return whether any sequence reports its most probable tokens."""
+    return np.bool_(any(s.request.params.logprobs is not None for s in plan.decodes))

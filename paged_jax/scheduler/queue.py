@@ -3,8 +3,8 @@
 import bisect
 import collections
 import heapq
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 from paged_jax.arguments import ArgumentError
 from paged_jax.scheduler.block_budget import BlockBudget
@@ -13,40 +13,6 @@ from paged_jax.scheduler.request import Request, Sequence
 
 # Priority, turn, arrival, index. No two sequences have the same rank.
 _Rank = tuple[int, int, int, int]
-
-
-@dataclass
-class SchedulerStats:
-    """Totals since the scheduler was made.
-
-    Attributes:
-      num_admitted: sequences that got a slot for the first time.
-      num_finished: sequences that completed.
-      num_aborted: sequences of aborted requests.
-      num_expired: sequences whose deadline passed.
-      num_recompute_preemptions: preemptions that released the blocks of a sequence.
-      num_swap_preemptions: preemptions that copied the blocks to host memory.
-      num_recomputed_tokens: tokens that were computed again after a preemption.
-      num_queried_tokens: tokens that were looked up in the prefix cache.
-      num_cached_tokens: tokens that were found in the prefix cache.
-      peak_running: maximum number of sequences that ran at the same time.
-    """
-
-    num_admitted: int = 0
-    num_finished: int = 0
-    num_aborted: int = 0
-    num_expired: int = 0
-    num_recompute_preemptions: int = 0
-    num_swap_preemptions: int = 0
-    num_recomputed_tokens: int = 0
-    num_queried_tokens: int = 0
-    num_cached_tokens: int = 0
-    peak_running: int = 0
-
-    @property
-    def num_preemptions(self) -> int:
-        """Number of preemptions of both kinds."""
-        return self.num_recompute_preemptions + self.num_swap_preemptions
 
 
 class FairQueue:
@@ -110,49 +76,12 @@ def _with_ranks(own: list[Sequence], num_running: int) -> Iterator[tuple[_Rank, 
         yield (priority, turn, arrival, index), sequence
 
 
-class Deadlines:
-    """Heap of the times at which requests expire. It may still contain requests that have ended."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, str]] = []
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def add(self, request: Request) -> None:
-        """Add the deadline of a request, if it has one."""
-        if request.deadline is not None:
-            heapq.heappush(self._heap, (request.deadline, request.arrival, request.request_id))
-
-    def is_due(self, now: float) -> bool:
-        """Return whether any deadline has passed."""
-        return bool(self._heap) and self._heap[0][0] <= now
-
-    def pop_due(self, now: float) -> list[tuple[int, str]]:
-        """Remove the deadlines that have passed; return the arrivals and ids of their requests."""
-        due = []
-        while self.is_due(now):
-            _, arrival, request_id = heapq.heappop(self._heap)
-            due.append((arrival, request_id))
-        return due
-
-    def keep_only(self, arrivals: Mapping[str, int]) -> None:
-        """Remove the deadlines of all requests except the given ones.
-
-        Args:
-          arrivals: arrival numbers of the requests to keep, by request id.
-        """
-        self._heap = [entry for entry in self._heap if arrivals.get(entry[2]) == entry[1]]
-        heapq.heapify(self._heap)
-
-
 class Queue:
     """All unfinished sequences: waiting in the queue or running in a slot.
 
     Args:
       num_slots: S, maximum number of sequences that run at a time.
       block_budget: counts blocks.
-      stats: totals of the scheduler; the queue counts sequences that get a slot.
 
     Attributes:
       waiting: the waiting sequences.
@@ -160,14 +89,13 @@ class Queue:
       free_slots: the free slots.
       unfinished: all unfinished sequences.
       requests: the requests of these sequences, by id.
-      deadlines: the deadlines of these requests.
+      by_deadline: deadline, arrival and request of requests with a deadline, the earliest first.
       num_swapped_blocks: number of blocks of waiting sequences in host memory.
     """
 
-    def __init__(self, num_slots: int, block_budget: BlockBudget, stats: SchedulerStats):
+    def __init__(self, num_slots: int, block_budget: BlockBudget):
         self._num_slots = num_slots
         self._block_budget = block_budget
-        self._stats = stats
         self.clear()
 
     def clear(self) -> None:
@@ -178,7 +106,7 @@ class Queue:
         self.free_slots = list(range(self._num_slots))[::-1]
         self.unfinished: set[Sequence] = set()
         self.requests: dict[str, Request] = {}
-        self.deadlines = Deadlines()
+        self.by_deadline: list[tuple[float, int, Request]] = []
         self.num_swapped_blocks = 0
 
     @property
@@ -207,12 +135,8 @@ class Queue:
         """Add sequences of a request to the unfinished sequences, without queueing them."""
         self.requests[request.request_id] = request
         self.unfinished.update(sequences)
-        self.deadlines.add(request)
-        if len(self.deadlines) > 2 * len(self.requests):
-            # Finished requests may have left deadlines that are far in the future.
-            self.deadlines.keep_only(
-                {name: request.arrival for name, request in self.requests.items()}
-            )
+        if request.deadline is not None:
+            bisect.insort(self.by_deadline, (request.deadline, request.arrival, request))
 
     def drop(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended. The samples in its `siblings` join the queue."""
@@ -232,16 +156,13 @@ class Queue:
         self._end_wait(sequence)
         if not any(s in self.unfinished for s in request.sequences):
             del self.requests[request.request_id]
+            if request.deadline is not None:
+                self.by_deadline = [x for x in self.by_deadline if x[2] is not request]
 
-    def pop_expired(self, now: float) -> list[Sequence]:
-        """Return the unfinished sequences whose deadlines have passed since the last call."""
-        expired: list[Sequence] = []
-        for arrival, request_id in self.deadlines.pop_due(now):
-            request = self.requests.get(request_id)
-            # A later request may have taken the same id.
-            if request is not None and request.arrival == arrival:
-                expired += self.unfinished_of(request)
-        return expired
+    def expired(self, now: float) -> list[Sequence]:
+        """Return the unfinished sequences whose deadlines have passed."""
+        due = itertools.takewhile(lambda entry: entry[0] <= now, self.by_deadline)
+        return [sequence for *_, request in due for sequence in self.unfinished_of(request)]
 
     # Waiting
 
@@ -295,7 +216,6 @@ class Queue:
         """Move a sequence that has left the waiting queue into a free slot."""
         sequence.slot = self.free_slots.pop()
         self._end_wait(sequence)
-        self._stats.num_admitted += not sequence.num_preemptions
         bisect.insort(self.running, sequence, key=lambda s: s.seniority)
 
     def free_slot(self, sequence: Sequence) -> None:

@@ -27,15 +27,14 @@ senior sequence therefore finishes, then the next, and so on. Waiting clients ta
 
 import dataclasses
 from collections.abc import Sequence as Items
-from typing import get_args
 
-from paged_jax.arguments import ArgumentError, check_positive
+from paged_jax.arguments import ArgumentError
 from paged_jax.cache.sequence_blocks import num_cached_tokens_at
 from paged_jax.models.layer_groups import LayerGroup
 from paged_jax.scheduler.block_budget import BlockBudget, BlockMemory, make_block_budget
-from paged_jax.scheduler.outputs import PreemptionNote
+from paged_jax.scheduler.outputs import EngineStats, PreemptionNote
 from paged_jax.scheduler.preemption import Preemption, PreemptionCosts, PreemptionPolicy
-from paged_jax.scheduler.queue import Queue, SchedulerStats
+from paged_jax.scheduler.queue import Queue
 from paged_jax.scheduler.request import Request, Sequence
 from paged_jax.scheduler.step_plan import Lookahead, StepPlan
 from paged_jax.scheduler.step_planner import Admission, StepPlanner
@@ -52,7 +51,6 @@ class Scheduler:
         each sequence that decodes. At least `num_slots`.
       max_chunk: maximum number of tokens that a step prefills per sequence.
       max_steps: maximum number of decode steps on the device at a time.
-      runs_ahead: whether to plan steps ahead, see `Lookahead`.
       has_drafts: whether steps may verify drafts, see `Lookahead`.
       enable_prefix_caching: whether prompts are looked up in the prefix cache.
       preemption: what happens to the blocks of a preempted sequence. ``"recompute"`` releases them,
@@ -64,15 +62,11 @@ class Scheduler:
       state_interval: number of tokens between the points where chunks of prompts end, and where the
         prefix cache may keep states of recurrent layers; None if no layer is recurrent. It is a
         multiple of `block_size`.
+      stats: totals of the engine; the scheduler counts preemptions and look-ups of prefixes.
 
     Attributes:
-      stats: totals since the scheduler was made.
       block_budget: counts the blocks of sequences.
       lookahead: plans steps before the tokens of the last step are known.
-
-    Raises:
-      ValueError: a size is not positive, max_num_batched_tokens is below num_slots, or preemption
-        is unknown.
     """
 
     def __init__(
@@ -84,7 +78,6 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_chunk: int,
         max_steps: int = 1,
-        runs_ahead: bool = False,
         has_drafts: bool = False,
         enable_prefix_caching: bool = True,
         preemption: Preemption = "auto",
@@ -92,24 +85,8 @@ class Scheduler:
         groups: Items[LayerGroup] = (LayerGroup(None, (0,)),),
         state_groups: Items[LayerGroup] = (),
         state_interval: int | None = None,
+        stats: EngineStats | None = None,
     ):
-        check_positive(
-            "Scheduler",
-            num_slots=num_slots,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_chunk=max_chunk,
-            max_steps=max_steps,
-        )
-        if max_num_batched_tokens < num_slots:
-            raise ArgumentError(
-                "Scheduler",
-                f"must be at least num_slots = {num_slots}, so that all slots can decode, got "
-                f"{max_num_batched_tokens}. Use more tokens or fewer slots.",
-                "max_num_batched_tokens",
-            )
-        _check_preemption(preemption)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -118,13 +95,13 @@ class Scheduler:
         self.enable_prefix_caching = enable_prefix_caching
         self.preemption: Preemption = preemption
         self.costs = costs or PreemptionCosts()
-        self.stats = SchedulerStats()
+        self.stats = stats or EngineStats()
         self.state_interval = state_interval
         self.block_budget = make_block_budget(
             num_blocks, block_size, max_chunk, groups, state_groups
         )
-        queue = self._queue = Queue(num_slots, self.block_budget, self.stats)
-        self.lookahead = Lookahead(queue, max_steps, is_used=runs_ahead, has_drafts=has_drafts)
+        queue = self._queue = Queue(num_slots, self.block_budget)
+        self.lookahead = Lookahead(queue, max_steps, has_drafts=has_drafts)
         self._admission = Admission(
             queue,
             self.block_budget,
@@ -166,21 +143,18 @@ class Scheduler:
         """Release a complete sequence. Does nothing if its request was aborted before."""
         if sequence in self._queue.unfinished:
             self._drop(memory, sequence)
-            self.stats.num_finished += 1
 
     def abort(self, memory: BlockMemory, request: Request) -> list[Sequence]:
         """Release all unfinished sequences of a request and return them."""
         sequences = self._queue.unfinished_of(request)
         for sequence in sequences:
             self._drop(memory, sequence)
-        self.stats.num_aborted += len(sequences)
         return sequences
 
     def restart(self, sequences: list[Sequence]) -> None:
         """Queue these sequences again, to be computed from their tokens in an empty cache.
 
         All other sequences are dropped, and all slots, swapped blocks and plans are cleared.
-        `stats` are kept.
         """
         by_request: dict[Request, list[Sequence]] = {}
         for sequence in sequences:
@@ -250,14 +224,12 @@ class Scheduler:
         plan.leave_on_stop = bool(self._queue.waiting)
         if plan.chunks:
             self._admission.retry_deferred()
-        self.stats.peak_running = max(self.stats.peak_running, len(self.running))
         return plan
 
     def _expire(self, memory: BlockMemory, now: float) -> list[Sequence]:
-        expired = self._queue.pop_expired(now)
+        expired = self._queue.expired(now)
         for sequence in expired:
             self._drop(memory, sequence)
-        self.stats.num_expired += len(expired)
         return expired
 
     def _admit_urgent(self, memory: BlockMemory) -> None:
@@ -350,7 +322,7 @@ class Scheduler:
             memory.release(sequence)
             sequence.num_lost = sequence.num_computed
             sequence.num_computed = sequence.program_start = 0
-            self.stats.num_recompute_preemptions += 1
+        self.stats.num_preemptions += 1
         sequence.num_preemptions += 1
         sequence.is_fork = False
         sequence.length_before = len(sequence.token_ids)
@@ -382,13 +354,6 @@ class Scheduler:
         self.lookahead.forget(sequence)
         if self._queue.waiting:
             self.lookahead.close()  # a waiting sequence may get the slot or the blocks
-
-
-def _check_preemption(preemption: Preemption) -> None:
-    if preemption not in get_args(Preemption):
-        *others, last = get_args(Preemption)
-        rule = f"must be {', '.join(others)} or {last}, got {preemption!r}."
-        raise ArgumentError("Scheduler", rule, "preemption")
 
 
 def _check_fits(sequence: Sequence, block_budget: BlockBudget) -> None:

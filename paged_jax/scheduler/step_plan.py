@@ -66,18 +66,18 @@ class Lookahead:
       queue: the waiting sequences and the slots.
       max_steps: maximum number of decode steps on the device at a time. With lookahead, each of two
         plans has half of them, rounded up. A new request then waits at most one step longer.
-      is_used: whether to plan ahead.
       has_drafts: whether plans that are not made ahead may verify drafts.
 
     Attributes:
+      is_used: whether to plan ahead; True unless a test or benchmark changes it.
       num_free_steps: k, number of decode steps in which only sequences without a grammar decode. 0
         if all sequences wait for the masks. `MaskClock` sets it, to less than `max_steps`.
     """
 
-    def __init__(self, queue: Queue, max_steps: int, *, is_used: bool, has_drafts: bool = False):
+    def __init__(self, queue: Queue, max_steps: int, *, has_drafts: bool = False):
         self._queue = queue
         self._max_steps = max_steps
-        self._is_used = is_used
+        self.is_used = True
         self._has_drafts = has_drafts
         self._is_open = False
         self._rows: list[Sequence] = []
@@ -104,7 +104,7 @@ class Lookahead:
         # sequence may fit into the next step.
         may_admit_next |= bool(plan.chunks and queue.waiting and queue.free_slots)
         is_free = can_alternate if plan.bound else not self._has_drafts
-        self._is_open = self._is_used and is_full and is_free and not may_admit_next
+        self._is_open = self.is_used and is_full and is_free and not may_admit_next
 
     def close(self) -> None:
         """Stop planning ahead until the scheduler has made the next plan."""
@@ -126,7 +126,7 @@ class Lookahead:
           A plan of more decode steps. None if the scheduler must plan first, or if all sequences
           will be complete.
         """
-        if not self._is_open or self._queue.deadlines.is_due(now):
+        if not self._is_open or self._queue.expired(now):
             return None
         decodes = [sequence for sequence in self._rows if sequence.slot is not None]
         if self._has_grammars:

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 from paged_jax.cache.sequence_blocks import num_blocks_needed
 from paged_jax.scheduler.block_budget import BlockBudget, BlockMemory
-from paged_jax.scheduler.outputs import WaitReason
-from paged_jax.scheduler.queue import Queue, SchedulerStats
+from paged_jax.scheduler.outputs import EngineStats, WaitReason
+from paged_jax.scheduler.queue import Queue
 from paged_jax.scheduler.request import Sequence
 from paged_jax.scheduler.step_plan import StepPlan
 
@@ -218,7 +218,7 @@ class Admission:
     Args:
       queue: the waiting sequences and the slots.
       block_budget: counts blocks.
-      stats: totals of the scheduler; look-ups in the prefix cache are counted here.
+      stats: totals; look-ups in the prefix cache are counted here.
       num_slots: S, maximum number of sequences that run at a time.
       max_num_batched_tokens: maximum number of tokens in a step.
       enable_prefix_caching: whether prompts are looked up in the prefix cache.
@@ -229,7 +229,7 @@ class Admission:
         self,
         queue: Queue,
         block_budget: BlockBudget,
-        stats: SchedulerStats,
+        stats: EngineStats,
         *,
         num_slots: int,
         max_num_batched_tokens: int,

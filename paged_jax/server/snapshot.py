@@ -16,8 +16,8 @@ from typing import Any
 
 from paged_jax.cache_map import CacheMap, changes, snapshot
 from paged_jax.engine.engine import Engine
-from paged_jax.engine.stats import EngineStats, GroupUse
-from paged_jax.scheduler.outputs import WaitReason
+from paged_jax.engine.stats import GroupUse
+from paged_jax.scheduler.outputs import EngineStats, WaitReason
 
 # Seconds between two snapshots of the history, and seconds that the history covers.
 _INTERVAL, _HISTORY_SECONDS = 0.5, 120.0

@@ -24,7 +24,7 @@ def test_measure_counts_the_tokens_of_both_kinds(monkeypatch) -> None:
     # Without the choice, all texts get a token in each step. (Some were replaced.)
     assert 0.6 < one.free / one.bound < 1.7
     assert measure(engine, CASES["1 free"], 0.05).bound == 0
-    assert not engine.has_unfinished and engine.core.scheduler.lookahead._is_used
+    assert not engine.has_unfinished and engine.core.scheduler.lookahead.is_used
 
 
 def test_lines_have_the_ratios() -> None:

@@ -28,7 +28,7 @@ def engine() -> Engine:
 def set_way(engine: Engine, way: str, num_free_steps: int) -> None:
     """Let an engine alternate with a fixed number of steps."""
     lookahead, clock = engine.core.scheduler.lookahead, engine.core.mask_clock
-    lookahead._is_used = way != WAYS[0]
+    lookahead.is_used = way != WAYS[0]
     engine.core.executor.calls_wait = way == WAYS[2]
     clock.note_read = lambda *args: None
     lookahead.num_free_steps = num_free_steps
@@ -42,8 +42,8 @@ def drafting() -> Engine:
 
 def play(engine: Engine, indices, *, abort_at: int | None = None) -> tuple[dict, list[StepPlan]]:
     """Return the tokens of the requests of some forms, and all plans."""
-    plans, run = [], engine.core.step_runner.queue
-    engine.core.step_runner.queue = lambda plan: plans.append(plan) or run(plan)
+    plans, run = [], engine.core._queue
+    engine.core._queue = lambda plan: plans.append(plan) or run(plan)
     for index in indices:
         options = {"max_tokens": 40, "seed": index, "temperature": 1.0 if index != 2 else 0.0}
         options |= {"ignore_eos": FORMS[index] is None, "structured_outputs": FORMS[index]}
@@ -56,7 +56,7 @@ def play(engine: Engine, indices, *, abort_at: int | None = None) -> tuple[dict,
             engine.core.guard.recover()
         for output in engine.step():
             tokens[int(output.request_id)] = output.outputs[0].token_ids
-    del engine.core.step_runner.queue
+    del engine.core._queue
     check_invariants(engine.cache.tables)
     return tokens, plans
 

@@ -32,7 +32,7 @@ def tokenizer(tiny_folder) -> Tokenizer:
 def make_engine(tiny_model, tokenizer) -> Callable[..., Engine]:
     def make(way: str = WAYS[1], **options: Any) -> Engine:
         engine = Engine(tiny_model, tokenizer=tokenizer, **{**SIZES, **options})
-        engine.core.scheduler.lookahead._is_used = way != WAYS[0]
+        engine.core.scheduler.lookahead.is_used = way != WAYS[0]
         engine.core.executor.calls_wait = way == WAYS[2]
         return engine
 
@@ -73,7 +73,7 @@ def texts(outputs: dict) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def expected(tiny_model, tokenizer) -> dict[str, Any]:
     engine = Engine(tiny_model, tokenizer=tokenizer, **SIZES)
-    engine.core.scheduler.lookahead._is_used = False
+    engine.core.scheduler.lookahead.is_used = False
     return texts(play(engine, jobs()))
 
 
@@ -85,9 +85,9 @@ def test_step_queues_the_next_step_before_it_reads_tokens(make_engine, monkeypat
     runner, executor = engine.core.runner, engine.core.executor
     decode, read = runner.decode, executor.read
 
-    def queueing(sequences, num_steps, **options):
-        events.append(("queue", num_steps))
-        return decode(sequences, num_steps, **options)
+    def queueing(plan):
+        events.append(("queue", plan.num_steps))
+        return decode(plan)
 
     def reading(pending):
         tokens = read(pending)
@@ -132,7 +132,7 @@ def test_num_free_counts_the_queued_step(make_engine, way) -> None:
 
 def test_drafts_turn_off_lookahead(make_engine) -> None:
     engine = make_engine("after one another", num_speculative_tokens=2)
-    assert engine.core.scheduler.lookahead._is_used is False
+    assert engine.core.scheduler.lookahead.is_used is False
     engine = Engine(engine.model, **SIZES, num_speculative_tokens=2)
     engine.add_request(OTHER, GREEDY)
     engine.step()
@@ -316,8 +316,8 @@ def test_timeout_ends_a_request_despite_lookahead(make_engine) -> None:
     engine.step()
     assert engine.core.is_ahead
     request = engine.get_request(late)
-    deadlines = engine.core.scheduler._queue.deadlines
-    deadlines._heap = [(0.0, *entry[1:]) for entry in deadlines._heap]
+    queue = engine.core.scheduler._queue
+    queue.by_deadline = [(0.0, *entry[1:]) for entry in queue.by_deadline]
     while engine.has_unfinished:
         engine.step()
     assert request.sequences[0].completion.stop_reason == "deadline"

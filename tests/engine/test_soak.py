@@ -44,7 +44,7 @@ def clock(monkeypatch) -> SimpleNamespace:
     """Return the clock of the engine. Tests set its time in seconds."""
     clock = SimpleNamespace(now=0.0)
     fake_time = SimpleNamespace(perf_counter=lambda: clock.now)
-    for module in ("core", "engine", "postprocess", "requests", "stats", "step_runner"):
+    for module in ("core", "engine", "postprocess", "requests", "stats"):
         monkeypatch.setattr(f"paged_jax.engine.{module}.time", fake_time)
     return clock
 

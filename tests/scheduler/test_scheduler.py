@@ -25,21 +25,6 @@ from tests.support.scheduling import C, add, check_outputs, make_engine, prompt_
 PREEMPTIONS = ("auto", "recompute", "swap")
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"num_slots": 0}, "num_slots must be a positive integer, got 0"),
-        ({"num_blocks": 1.5}, "num_blocks must be a positive integer, got 1.5"),
-        ({"max_steps": True}, "max_steps must be a positive integer, got True"),
-        ({"budget": 3}, "max_num_batched_tokens must be at least num_slots = 4.*got 3"),
-        ({"preemption": "drop"}, "must be auto, recompute or swap, got 'drop'"),
-    ],
-)
-def test_scheduler_rejects_invalid_sizes(sizes, message):
-    with pytest.raises(ValueError, match=f"Scheduler: .*{message}"):
-        make_engine(**sizes)
-
-
 def test_add_rejects_sequences_that_do_not_fit_the_pool():
     engine = make_engine(num_blocks=5)
     add(engine, 0, length=1, max_tokens=20)  # 5 blocks: the last token is never written
@@ -71,7 +56,6 @@ def test_abort_frees_all_blocks():
     assert scheduler.abort(memory, request) == []
     engine.run()
     check_outputs(engine)
-    assert (scheduler.stats.num_aborted, scheduler.stats.num_finished) == (5, 1)
 
 
 def test_abort_frees_swapped_blocks():
@@ -93,8 +77,7 @@ def test_finish_after_abort_does_nothing():
     engine.step()
     engine.scheduler.abort(engine.memory, first.request)
     engine.scheduler.finish(engine.memory, second)
-    stats = engine.scheduler.stats
-    assert (stats.num_aborted, stats.num_finished) == (2, 0)
+    assert engine.scheduler.sequences == []
     check_outputs(engine)
 
 
@@ -158,7 +141,6 @@ def test_schedule_expires_waiting_and_running_requests():
     assert engine.step(now=9.0).expired == running
     engine.run()
     check_outputs(engine)
-    assert engine.scheduler.stats.num_expired == 5
 
 
 def test_schedule_keeps_a_later_request_with_an_expired_id():
@@ -176,7 +158,7 @@ def test_deadlines_of_finished_requests_are_removed():
     for number in range(50):
         add(engine, number, length=3, deadline=1e9 + number)
         engine.run()
-    assert len(engine.scheduler._queue.deadlines) <= 2
+    assert not engine.scheduler._queue.by_deadline
     [left] = add(engine, 50, length=3, max_tokens=60, deadline=5.0)
     engine.step()
     assert engine.step(now=6.0).expired == [left]
@@ -187,13 +169,12 @@ def test_schedule_returns_an_empty_plan_without_requests():
     assert engine.step() == StepPlan()
 
 
-def test_stats_count_admissions_and_cached_tokens():
+def test_stats_count_cached_tokens():
     engine = make_engine(num_slots=3)
     add(engine, 0, length=9, num_samples=3)
     add(engine, 1, length=9, prompt=prompt_of(0, 9))
     engine.run()
     stats = engine.scheduler.stats
-    assert (stats.num_admitted, stats.num_finished, stats.peak_running) == (4, 4, 3)
     assert (stats.num_queried_tokens, stats.num_cached_tokens) == (16, 8)
     assert stats.num_preemptions == stats.num_recomputed_tokens == 0
 

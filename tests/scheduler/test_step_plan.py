@@ -10,9 +10,7 @@ from tests.support.fake_memory import FakeMemory, append, make_request
 class Steps:
     """A scheduler with lookahead and eight blocks of four tokens."""
 
-    def __init__(
-        self, *, num_slots: int = 2, max_steps: int = 8, runs_ahead: bool = True, **options: bool
-    ):
+    def __init__(self, *, num_slots: int = 2, max_steps: int = 8, **options: bool):
         self.memory = FakeMemory(num_slots, 8, 4)
         self.scheduler = Scheduler(
             num_slots,
@@ -21,7 +19,6 @@ class Steps:
             max_num_batched_tokens=16,
             max_chunk=8,
             max_steps=max_steps,
-            runs_ahead=runs_ahead,
             **options,
         )
         self.requests = []
@@ -71,7 +68,8 @@ def test_two_plans_have_at_most_max_steps(max_steps) -> None:
 
 
 def test_next_plan_is_none_if_lookahead_is_disabled() -> None:
-    steps = Steps(runs_ahead=False)
+    steps = Steps()
+    steps.scheduler.lookahead.is_used = False
     steps.add()
     plan = steps.plan()
     assert plan.num_steps == 8 and steps.ahead(plan) is None

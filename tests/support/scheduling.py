@@ -25,6 +25,7 @@ def make_engine(
         max_steps=max_steps,
         **options,
     )
+    scheduler.lookahead.is_used = False  # the fake engine reads all tokens before it plans
     return FakeEngine(scheduler, num_slots, eos=None)
 
 

@@ -107,7 +107,7 @@ def check_empty(engine: Engine) -> None:
         assert int(group.tables.pool.num_free) == group.num_blocks
         assert group.tables.lengths.tolist() == [0] * engine.max_num_seqs
     scheduler, slots = engine.core.scheduler, engine.core.runner.slots
-    assert not engine.core.requests.unfinished and not engine.core.step_runner._drafter._indices
+    assert not engine.core.requests.unfinished
     assert not scheduler.waiting and not scheduler.running and not scheduler.has_unfinished
     assert not scheduler._queue.unfinished
     assert sorted(scheduler._queue.free_slots) == list(range(engine.max_num_seqs))
