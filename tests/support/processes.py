@@ -18,7 +18,7 @@ def run_on_devices(program: str, *arguments: object, num_devices: int = 4) -> st
         [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)],
         check=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-        timeout=600,
+        timeout=1800,  # for a stuck program, on a busy machine
         stdout=subprocess.PIPE,
         text=True,
     ).stdout
