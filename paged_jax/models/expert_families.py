@@ -1,9 +1,21 @@
-"""Supported model families with experts, each an entry of `EXPERT_FAMILIES`."""
+"""Supported model families with experts or latent attention, each an entry of `EXPERT_FAMILIES`.
+
+Other families with recurrent layers are in `recurrent_families`.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
-from paged_jax.models.family import BIASES, GROUP_KEYS, SIGMOID_ROUTER, Family, Router
+from paged_jax.models.family import (
+    BIASES,
+    GROUP_KEYS,
+    SIGMOID_ROUTER,
+    Family,
+    MixerKeys,
+    Router,
+    name_experts,
+    name_mlp,
+)
 
 _EXPERT_SIZE_KEY = {"moe_intermediate_size": "intermediate_size"}
 _NO_GATE = {"shared_expert_gate": False}
@@ -21,6 +33,54 @@ _WITH_LATENT: Mapping[str, Any] = {
     "has_latent": True,
     "rope_interleaved": True,
     "has_draft_layers": True,
+}
+
+_KIMI_DELTA = MixerKeys(
+    "kimi_delta",
+    keys={
+        "num_heads": "linear_num_heads",
+        "head_dim": "linear_head_dim",
+        "conv_width": "linear_conv_kernel_dim",
+        "norm_eps": "rms_norm_eps",
+    },
+    nested=(
+        "linear_attn_config",
+        {
+            "num_heads": "linear_num_heads",
+            "head_dim": "linear_head_dim",
+            "short_conv_kernel_size": "linear_conv_kernel_dim",
+        },
+    ),
+)
+_KIMI_TENSORS = {
+    "mixer_in_proj.*": "self_attn.*_proj.weight",
+    "mixer_conv.*": "self_attn.*_conv1d.weight",
+    "mixer_rank_proj.decay": "self_attn.f_a_proj.weight",
+    "mixer_rank_proj.gate": "self_attn.g_a_proj.weight",
+    "mixer_decay_proj": "self_attn.f_b_proj.weight",
+    "mixer_gate_proj": "self_attn.g_b_proj.weight",
+    "mixer_gates_proj": "self_attn.b_proj.weight",
+    "mixer_out_proj": "self_attn.o_proj.weight",
+    "mixer_decay": "self_attn.A_log",
+    "mixer_time": "self_attn.dt_bias",
+    "mixer_norm": "self_attn.o_norm.weight",
+    "router": "block_sparse_moe.gate.weight",
+    "router_correction_bias": "block_sparse_moe.gate.e_score_correction_bias",
+    "shared_expert": "block_sparse_moe.shared_experts",
+    **name_experts("block_sparse_moe.experts"),
+}
+
+# Scaling of the rotary frequencies of Mistral 4.
+MISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
 }
 
 EXPERT_FAMILIES: Mapping[str, Family] = {
@@ -64,10 +124,7 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
             **_EXPERT_SIZE_KEY,
         },
         tensors={
-            **{
-                f"{name}_proj": f"feed_forward.{name}_proj.weight"
-                for name in ("gate", "up", "down")
-            },
+            **name_mlp("feed_forward"),
             "router": "feed_forward.router.weight",
             "shared_expert": "feed_forward.shared_expert",
             "transposed_gate_up_proj": "feed_forward.experts.gate_up_proj",
@@ -98,9 +155,7 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
         keys={"num_experts": "num_local_experts", **_EXPERT_SIZE_KEY},
         tensors={
             "router": "block_sparse_moe.gate.weight",
-            "experts_gate_proj": "block_sparse_moe.experts.*.w1.weight",
-            "experts_up_proj": "block_sparse_moe.experts.*.w3.weight",
-            "experts_down_proj": "block_sparse_moe.experts.*.w2.weight",
+            **name_experts("block_sparse_moe.experts"),
         },
     ),
     "qwen2_moe": Family(
@@ -296,17 +351,7 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
             "routed_scaling_factor": 1.0,
             "n_group": 1,
             "topk_group": 1,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 128.0,
-                "original_max_position_embeddings": 8192,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "mscale_all_dim": 1.0,
-                "mscale": 1.0,
-                "llama_4_scaling_beta": 0.1,
-            },
+            "rope_parameters": MISTRAL_ROPE,
             "bos_token_id": 1,
             "eos_token_id": 2,
         },
@@ -349,9 +394,7 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
         tensors={
             "router": "block_sparse_moe.gate.weight",
             "router_correction_bias": "block_sparse_moe.e_score_correction_bias",
-            "experts_gate_proj": "block_sparse_moe.experts.*.w1.weight",
-            "experts_up_proj": "block_sparse_moe.experts.*.w3.weight",
-            "experts_down_proj": "block_sparse_moe.experts.*.w2.weight",
+            **name_experts("block_sparse_moe.experts"),
         },
     ),
     "gpt_oss": Family(
@@ -392,6 +435,58 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
             "experts_gate_up_bias": "mlp.experts.gate_up_proj_bias",
             "experts_down_proj": "mlp.experts.down_proj",
             "experts_down_bias": "mlp.experts.down_proj_bias",
+        },
+    ),
+    "kimi_linear": Family(
+        "KimiLinearForCausalLM",
+        {
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 1048576,
+            "rms_norm_eps": 1e-5,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "linear_num_heads": 32,
+            "linear_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "full_attention_interval": 4,
+            "num_experts": 256,
+            "num_experts_per_token": 8,
+            "moe_intermediate_size": 1024,
+            "num_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "moe_renormalize": True,
+            "routed_scaling_factor": 2.446,
+            "num_expert_group": 1,
+            "topk_group": 1,
+            "bos_token_id": 163584,
+            "eos_token_id": 163586,
+        },
+        fixed={"shared_expert_gate": False},
+        has_latent=True,
+        rope_layers="none",
+        mixer=_KIMI_DELTA,
+        only={"mla_use_nope": True, "moe_router_activation_func": "sigmoid"},
+        experts=("norm_topk_prob",),
+        router=SIGMOID_ROUTER,
+        router_keys={**GROUP_KEYS, "num_groups": "num_expert_group"},
+        shared_experts="num_shared_experts",
+        dense_layers="first",
+        aliases={"model_max_length": "max_position_embeddings"},
+        keys={"num_experts_per_tok": "num_experts_per_token", "norm_topk_prob": "moe_renormalize"},
+        tensors=_KIMI_TENSORS,
+        in_memory={
+            "block_sparse_moe.": "mlp.",
+            "self_attn.*_conv1d.": "self_attn.conv1d.",
+            **{
+                f"self_attn.{name}": f"self_attn.forget_gate.{name}"
+                for name in ("f_a_proj.", "f_b_proj.", "A_log", "dt_bias")
+            },
+        },
+        # transformers writes the dense MLP under the name of the experts.
+        renamed={
+            f"block_sparse_moe.{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")
         },
     ),
 }

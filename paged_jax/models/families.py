@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 
-from paged_jax.models.expert_families import EXPERT_FAMILIES
+from paged_jax.models.expert_families import EXPERT_FAMILIES, MISTRAL_ROPE
 from paged_jax.models.family import BIASES, GRANITE_SCALES, Family, InnerTextModel, Router, Scale
 from paged_jax.models.layer_groups import FULL, SLIDING
-from paged_jax.models.mamba_families import MAMBA_FAMILIES
 from paged_jax.models.recurrent_families import RECURRENT_FAMILIES
 
 _GEMMA_DEFAULTS = {
@@ -92,15 +91,10 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 262144,
             "rms_norm_eps": 1e-5,
             "rope_parameters": {
-                "rope_type": "yarn",
+                **MISTRAL_ROPE,
                 "rope_theta": 1e6,
                 "factor": 16.0,
                 "original_max_position_embeddings": 16384,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "mscale_all_dim": 1.0,
-                "mscale": 1.0,
-                "llama_4_scaling_beta": 0.1,
             },
             "bos_token_id": 1,
             "eos_token_id": 2,
@@ -459,7 +453,6 @@ FAMILIES: dict[str, Family] = {
         keys={"rms_norm_eps": "layer_norm_eps"},
     ),
     **EXPERT_FAMILIES,
-    **MAMBA_FAMILIES,
     **RECURRENT_FAMILIES,
 }
 

@@ -144,6 +144,17 @@ GROUP_KEYS = {
 }
 
 
+def name_mlp(module: str) -> dict[str, str]:
+    """Return the tensor names of a dense MLP in a module of a layer."""
+    return {f"{name}_proj": f"{module}.{name}_proj.weight" for name in ("gate", "up", "down")}
+
+
+def name_experts(module: str) -> dict[str, str]:
+    """Return the tensor names of experts whose matrices are called w1, w2 and w3."""
+    names = {"gate": "w1", "up": "w3", "down": "w2"}
+    return {f"experts_{kind}_proj": f"{module}.*.{name}.weight" for kind, name in names.items()}
+
+
 @dataclasses.dataclass(frozen=True)
 class Multipliers:
     """Factors of activations in a layer, as in muP (Yang et al., arXiv 2203.03466).
@@ -280,9 +291,11 @@ class Family:
       replacements: for fields of `LlamaConfig`, values of files and their replacements.
       keys: key in ``config.json`` of each `LlamaConfig` field whose key differs from its name.
       tensors: tensor names of a layer, and of the last norm (``norm``), that differ from those in
-        `tensor_map`, by parameter. A piece of a parameter follows a dot (``mixer_conv.q``). A fused
-        parameter such as ``qkv_proj`` is one tensor in the files if it is listed here. A * stands
-        for the number of an expert. ``shared_expert`` is the module of the expert for all tokens.
+        `tensor_map`, by parameter. A piece of a parameter follows a dot (``mixer_conv.q``). A * in
+        the place of the piece gives all other pieces; if the tensor's name also has a *, each has
+        its own tensor. A fused parameter such as ``qkv_proj`` is one tensor in the files if it is
+        listed here. In the names of experts, a * stands for the number of an expert.
+        ``shared_expert`` is the module of the expert for all tokens.
       renamed: parts of tensor names that some files have, and their replacements.
       in_memory: parts of names in `tensors`, and their replacements in the models of transformers,
         which may fuse tensors of its files.

@@ -1,25 +1,26 @@
 """Supported model families with recurrent layers, each an entry of `RECURRENT_FAMILIES`.
 
-Families with Mamba-2 are in `mamba_families`.
+Kimi Linear, which also has latent attention, is in `expert_families`.
 """
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 from paged_jax.models.family import (
     BIASES,
+    GRANITE_SCALES,
     GROUP_KEYS,
     SIGMOID_ROUTER,
     Family,
     MixerKeys,
     Router,
+    Scale,
+    name_experts,
+    name_mlp,
 )
+from paged_jax.models.layer_groups import DENSE, FULL, HYBRID, RECURRENT, SPARSE
 
-_SHORT_CONVOLUTION = MixerKeys(
-    "short_convolution",
-    keys={"num_channels": "hidden_size", "conv_width": "conv_L_cache"},
-    recurrent_type="conv",
-    attention_layers="full_attn_idxs",
-)
 _LFM2_DEFAULTS = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 128000,
@@ -29,6 +30,16 @@ _LFM2_DEFAULTS = {
     "tie_word_embeddings": True,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+_LFM2: Mapping[str, Any] = {
+    "fixed": {"qk_norm": True},
+    "mixer": MixerKeys(
+        "short_convolution",
+        keys={"num_channels": "hidden_size", "conv_width": "conv_L_cache"},
+        recurrent_type="conv",
+        attention_layers="full_attn_idxs",
+    ),
+    "only": {"conv_bias": False},
 }
 _LFM2_TENSORS = {
     "norm": "model.embedding_norm.weight",
@@ -40,9 +51,7 @@ _LFM2_TENSORS = {
     "gate_proj": "feed_forward.w1.weight",
     "up_proj": "feed_forward.w3.weight",
     "down_proj": "feed_forward.w2.weight",
-    "mixer_in_proj.b": "conv.in_proj.weight",
-    "mixer_in_proj.c": "conv.in_proj.weight",
-    "mixer_in_proj.x": "conv.in_proj.weight",
+    "mixer_in_proj.*": "conv.in_proj.weight",
     "mixer_out_proj": "conv.out_proj.weight",
     "mixer_conv": "conv.conv.weight",
 }
@@ -52,14 +61,6 @@ _DELTA_KEYS = {
     "key_dim": "linear_key_head_dim",
     "value_dim": "linear_value_head_dim",
     "conv_width": "linear_conv_kernel_dim",
-}
-_DELTA_DEFAULTS = {
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "full_attention_interval": 4,
 }
 _OLMO_DELTA = MixerKeys(
     "gated_delta_net",
@@ -74,11 +75,10 @@ _OLMO_DELTA = MixerKeys(
     },
 )
 _OLMO_TENSORS = {
-    **{f"mixer_in_proj.{piece}": f"linear_attn.{piece}_proj.weight" for piece in ("q", "k", "v")},
-    **{f"mixer_conv.{piece}": f"linear_attn.{piece}_conv1d.weight" for piece in ("q", "k", "v")},
+    "mixer_in_proj.*": "linear_attn.*_proj.weight",
     "mixer_in_proj.z": "linear_attn.g_proj.weight",
-    "mixer_gates_proj.b": "linear_attn.b_proj.weight",
-    "mixer_gates_proj.a": "linear_attn.a_proj.weight",
+    "mixer_gates_proj.*": "linear_attn.*_proj.weight",
+    "mixer_conv.*": "linear_attn.*_conv1d.weight",
     "mixer_out_proj": "linear_attn.o_proj.weight",
     "mixer_decay": "linear_attn.A_log",
     "mixer_time": "linear_attn.dt_bias",
@@ -86,9 +86,13 @@ _OLMO_TENSORS = {
     "attention_out_norm": "post_attention_layernorm.weight",
     "mlp_out_norm": "post_feedforward_layernorm.weight",
 }
-_QWEN_DELTA = MixerKeys("gated_delta_net", keys={**_DELTA_KEYS, "norm_eps": "rms_norm_eps"})
 _QWEN3_5_DEFAULTS = {
-    **_DELTA_DEFAULTS,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
     "num_key_value_heads": 4,
     "head_dim": 256,
     "max_position_embeddings": 32768,
@@ -96,77 +100,103 @@ _QWEN3_5_DEFAULTS = {
     "partial_rotary_factor": 0.25,
 }
 _QWEN3_5_FIXED = {"qk_norm": True, "norm_offset": 1.0, "attention_gate": True}
+_QWEN3_5: Mapping[str, Any] = {
+    "partial_rope": True,
+    "mixer": MixerKeys("gated_delta_net", keys={**_DELTA_KEYS, "norm_eps": "rms_norm_eps"}),
+    "biases": BIASES,
+    "only": {"attn_output_gate": True},
+}
 _DELTA_TENSORS = {
     "mixer_decay": "linear_attn.A_log",
     "mixer_time": "linear_attn.dt_bias",
     "mixer_norm": "linear_attn.norm.weight",
     "mixer_out_proj": "linear_attn.out_proj.weight",
-    "mixer_conv.q": "linear_attn.conv1d.weight",
-    "mixer_conv.k": "linear_attn.conv1d.weight",
-    "mixer_conv.v": "linear_attn.conv1d.weight",
+    "mixer_conv.*": "linear_attn.conv1d.weight",
 }
 _QWEN3_5_TENSORS = {
     **_DELTA_TENSORS,
-    "mixer_in_proj.q": "linear_attn.in_proj_qkv.weight",
-    "mixer_in_proj.k": "linear_attn.in_proj_qkv.weight",
-    "mixer_in_proj.v": "linear_attn.in_proj_qkv.weight",
+    "mixer_in_proj.*": "linear_attn.in_proj_qkv.weight",
     "mixer_in_proj.z": "linear_attn.in_proj_z.weight",
-    "mixer_gates_proj.b": "linear_attn.in_proj_b.weight",
-    "mixer_gates_proj.a": "linear_attn.in_proj_a.weight",
+    "mixer_gates_proj.*": "linear_attn.in_proj_*.weight",
 }
-_QWEN3_5_PREFIXES = {
-    "model.language_model.": "model.",
-    "model.visual.": None,
-    "mtp.": None,
+_QWEN3_5_PREFIXES = {"model.language_model.": "model.", "model.visual.": None, "mtp.": None}
+_MAMBA_TENSORS = {
+    "mixer_in_proj.*": "mamba.in_proj.weight",
+    "mixer_conv.*": "mamba.conv1d.weight",
+    "mixer_conv_bias.*": "mamba.conv1d.bias",
+    "mixer_decay": "mamba.A_log",
+    "mixer_time": "mamba.dt_bias",
+    "mixer_skip": "mamba.D",
+    "mixer_norm": "mamba.norm.weight",
+    "mixer_out_proj": "mamba.out_proj.weight",
 }
-_KIMI_DELTA = MixerKeys(
-    "kimi_delta",
+_GRANITE_MAMBA = MixerKeys(
+    "mamba2",
     keys={
-        "num_heads": "linear_num_heads",
-        "head_dim": "linear_head_dim",
-        "conv_width": "linear_conv_kernel_dim",
+        "num_heads": "mamba_n_heads",
+        "num_groups": "mamba_n_groups",
+        "head_dim": "mamba_d_head",
+        "state_dim": "mamba_d_state",
+        "conv_width": "mamba_d_conv",
+        "conv_bias": "mamba_conv_bias",
+        "time_limits": "time_step_limit",
         "norm_eps": "rms_norm_eps",
     },
-    nested=(
-        "linear_attn_config",
-        {
-            "num_heads": "linear_num_heads",
-            "head_dim": "linear_head_dim",
-            "short_conv_kernel_size": "linear_conv_kernel_dim",
-        },
-    ),
+    layer_types={"mamba": RECURRENT, "attention": FULL},
+    attention_layers="attention_layer_indices",
 )
-_KIMI_TENSORS = {
-    f"{name}.{piece}": f"self_attn.{piece}_{suffix}.weight"
-    for name, suffix in (("mixer_in_proj", "proj"), ("mixer_conv", "conv1d"))
-    for piece in ("q", "k", "v")
+_FALCON_MAMBA = MixerKeys(
+    "mamba2",
+    keys={
+        **_GRANITE_MAMBA.keys,
+        "in_multiplier": "ssm_in_multiplier",
+        "out_multiplier": "ssm_out_multiplier",
+        "piece_multipliers": "ssm_multipliers",
+    },
+    norm_switches=("mamba_rms_norm", "mamba_norm_before_gate"),
+    layer_types_key="layers_block_type",
+    uniform_type=HYBRID,
+)
+_NEMOTRON_MAMBA = MixerKeys(
+    "mamba2",
+    keys={
+        "num_heads": "mamba_num_heads",
+        "num_groups": "n_groups",
+        "head_dim": "mamba_head_dim",
+        "state_dim": "ssm_state_size",
+        "conv_width": "conv_kernel",
+        "conv_bias": "use_conv_bias",
+        "norm_eps": "layer_norm_epsilon",
+    },
+    layer_types_key="layers_block_type",
+    layer_types={"mamba": RECURRENT, "attention": FULL},
+    mlp_types={"mlp": DENSE, "moe": SPARSE},
+    pattern_key="hybrid_override_pattern",
+    pattern={"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"},
+)
+# Defaults of the configs of Granite 4 and Falcon-H1 in transformers.
+_MAMBA_DEFAULTS = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_head": "auto",
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "time_step_limit": [0.0, math.inf],
 }
-_KIMI_TENSORS |= {
-    "mixer_rank_proj.decay": "self_attn.f_a_proj.weight",
-    "mixer_rank_proj.gate": "self_attn.g_a_proj.weight",
-    "mixer_decay_proj": "self_attn.f_b_proj.weight",
-    "mixer_gate_proj": "self_attn.g_b_proj.weight",
-    "mixer_gates_proj": "self_attn.b_proj.weight",
-    "mixer_out_proj": "self_attn.o_proj.weight",
-    "mixer_decay": "self_attn.A_log",
-    "mixer_time": "self_attn.dt_bias",
-    "mixer_norm": "self_attn.o_norm.weight",
-    "router": "block_sparse_moe.gate.weight",
-    "router_correction_bias": "block_sparse_moe.gate.e_score_correction_bias",
-    "shared_expert": "block_sparse_moe.shared_experts",
-    "experts_gate_proj": "block_sparse_moe.experts.*.w1.weight",
-    "experts_up_proj": "block_sparse_moe.experts.*.w3.weight",
-    "experts_down_proj": "block_sparse_moe.experts.*.w2.weight",
-}
+# Keys of Falcon-H1 with a factor each.
+_FALCON_FACTORS = (
+    "embedding_multiplier", "lm_head_multiplier", "attention_in_multiplier", "key_multiplier",
+    "attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier",
+)  # fmt: skip
 
 RECURRENT_FAMILIES: Mapping[str, Family] = {
     "lfm2": Family(
         "Lfm2ForCausalLM",
         _LFM2_DEFAULTS,
-        fixed={"qk_norm": True},
-        mixer=_SHORT_CONVOLUTION,
+        **_LFM2,
         has_adjusted_mlp=True,
-        only={"conv_bias": False},
         aliases={"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"},
         keys={"rms_norm_eps": "norm_eps"},
         tensors=_LFM2_TENSORS,
@@ -183,32 +213,25 @@ RECURRENT_FAMILIES: Mapping[str, Family] = {
             "use_expert_bias": True,
             "routed_scaling_factor": 1.0,
         },
-        fixed={"qk_norm": True},
-        mixer=_SHORT_CONVOLUTION,
+        **_LFM2,
         experts=("norm_topk_prob",),
         router=Router("sigmoid", epsilon=1e-6),
         router_keys={"has_correction_bias": "use_expert_bias", "factor": "routed_scaling_factor"},
         dense_layers="first",
-        only={"conv_bias": False},
         aliases={"tie_embedding": "tie_word_embeddings"},
         keys={"rms_norm_eps": "norm_eps", "first_k_dense_replace": "num_dense_layers"},
         tensors={
             **_LFM2_TENSORS,
             "router": "feed_forward.gate.weight",
             "router_correction_bias": "feed_forward.expert_bias",
-            "experts_gate_proj": "feed_forward.experts.*.w1.weight",
-            "experts_up_proj": "feed_forward.experts.*.w3.weight",
-            "experts_down_proj": "feed_forward.experts.*.w2.weight",
+            **name_experts("feed_forward.experts"),
         },
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
         _QWEN3_5_DEFAULTS,
         fixed=_QWEN3_5_FIXED,
-        partial_rope=True,
-        mixer=_QWEN_DELTA,
-        biases=BIASES,
-        only={"attn_output_gate": True},
+        **_QWEN3_5,
         tensors=_QWEN3_5_TENSORS,
         prefixes=_QWEN3_5_PREFIXES,
     ),
@@ -224,10 +247,7 @@ RECURRENT_FAMILIES: Mapping[str, Family] = {
             "intermediate_size": 512,  # no layer has a dense MLP
         },
         fixed={**_QWEN3_5_FIXED, "norm_topk_prob": True},
-        partial_rope=True,
-        mixer=_QWEN_DELTA,
-        biases=BIASES,
-        only={"attn_output_gate": True},
+        **_QWEN3_5,
         experts=("shared_expert_intermediate_size",),
         tensors=_QWEN3_5_TENSORS,
         prefixes=_QWEN3_5_PREFIXES,
@@ -244,10 +264,7 @@ RECURRENT_FAMILIES: Mapping[str, Family] = {
             "norm_topk_prob": True,
         },
         fixed=_QWEN3_5_FIXED,
-        partial_rope=True,
-        mixer=_QWEN_DELTA,
-        biases=BIASES,
-        only={"attn_output_gate": True},
+        **_QWEN3_5,
         experts=("norm_topk_prob", "shared_expert_intermediate_size"),
         dense_layers="listed",
         tensors={
@@ -273,7 +290,7 @@ RECURRENT_FAMILIES: Mapping[str, Family] = {
         biases=BIASES,
         only={"hidden_act": "silu"},
         tensors=_OLMO_TENSORS,
-        in_memory={f"linear_attn.{piece}_conv1d.": "linear_attn.conv1d." for piece in "qkv"},
+        in_memory={"linear_attn.*_conv1d.": "linear_attn.conv1d."},
         # Names of the norms of recurrent layers. transformers uses the second for all layers.
         renamed={
             "attention_layer_norm.": "input_layernorm.",
@@ -281,56 +298,161 @@ RECURRENT_FAMILIES: Mapping[str, Family] = {
         },
         prefixes={"mtp.": None},
     ),
-    "kimi_linear": Family(
-        "KimiLinearForCausalLM",
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
         {
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 1048576,
-            "rms_norm_eps": 1e-5,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "linear_num_heads": 32,
-            "linear_head_dim": 128,
-            "linear_conv_kernel_dim": 4,
-            "full_attention_interval": 4,
-            "num_experts": 256,
-            "num_experts_per_token": 8,
-            "moe_intermediate_size": 1024,
-            "num_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "moe_renormalize": True,
-            "routed_scaling_factor": 2.446,
-            "num_expert_group": 1,
-            "topk_group": 1,
-            "bos_token_id": 163584,
-            "eos_token_id": 163586,
+            "max_position_embeddings": 2048,
+            "embedding_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024,
+            **_MAMBA_DEFAULTS,
+            "attention_layer_indices": [],
+            "rms_norm_eps": 1e-6,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
         },
-        fixed={"shared_expert_gate": False},
-        has_latent=True,
-        rope_layers="none",
-        mixer=_KIMI_DELTA,
-        only={"mla_use_nope": True, "moe_router_activation_func": "sigmoid"},
-        experts=("norm_topk_prob",),
-        router=SIGMOID_ROUTER,
-        router_keys={**GROUP_KEYS, "num_groups": "num_expert_group"},
-        shared_experts="num_shared_experts",
-        dense_layers="first",
-        aliases={"model_max_length": "max_position_embeddings"},
-        keys={"num_experts_per_tok": "num_experts_per_token", "norm_topk_prob": "moe_renormalize"},
-        tensors=_KIMI_TENSORS,
+        fixed={"norm_topk_prob": True, "shared_expert_gate": False},
+        rope_layers="switched",
+        mixer=_GRANITE_MAMBA,
+        biases=BIASES,
+        experts=("shared_expert_intermediate_size",),
+        only={"mamba_proj_bias": False},
+        scales=GRANITE_SCALES,
+        keys={
+            "num_experts": "num_local_experts",
+            "moe_intermediate_size": "intermediate_size",
+            "shared_expert_intermediate_size": "shared_intermediate_size",
+        },
+        tensors={
+            **_MAMBA_TENSORS,
+            "gate_up_proj": "shared_mlp.input_linear.weight",
+            "down_proj": "shared_mlp.output_linear.weight",
+            "router": "block_sparse_moe.router.layer.weight",
+            "fused_gate_up_proj": "block_sparse_moe.input_linear.weight",
+            "fused_down_proj": "block_sparse_moe.output_linear.weight",
+        },
         in_memory={
-            "block_sparse_moe.": "mlp.",
-            **{f"self_attn.{piece}_conv1d.": "self_attn.conv1d." for piece in ("q", "k", "v")},
-            **{
-                f"self_attn.{name}": f"self_attn.forget_gate.{name}"
-                for name in ("f_a_proj.", "f_b_proj.", "A_log", "dt_bias")
-            },
+            "router.layer.": "router.",
+            "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+            "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
         },
-        # transformers writes the dense MLP under the name of the experts.
-        renamed={
-            f"block_sparse_moe.{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")
+    ),
+    "falcon_h1": Family(
+        "FalconH1ForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+            "mamba_d_ssm": 1024,
+            **_MAMBA_DEFAULTS,
+            "mamba_norm_before_gate": True,
+            "mamba_rms_norm": False,
+            **dict.fromkeys(_FALCON_FACTORS, 1.0),
+            "mlp_multipliers": [1.0, 1.0],
+            "ssm_multipliers": [1.0] * 5,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        mixer=_FALCON_MAMBA,
+        biases=BIASES,
+        only={"mamba_proj_bias": False, "projectors_bias": False, "hidden_act": "silu"},
+        scales=(GRANITE_SCALES[0], Scale("logit_scale", "lm_head_multiplier")),
+        multipliers={
+            "attention_in": ("attention_in_multiplier", None),
+            "key": ("key_multiplier", None),
+            "attention_out": ("attention_out_multiplier", None),
+            "mlp_gate": ("mlp_multipliers", 0),
+            "mlp_out": ("mlp_multipliers", 1),
+        },
+        tensors={
+            **_MAMBA_TENSORS,
+            **name_mlp("feed_forward"),
+            "norm": "model.final_layernorm.weight",
+            "post_attention_norm": "pre_ff_layernorm.weight",
+        },
+        prefixes={"final_layernorm.": "model.final_layernorm."},
+    ),
+    "nemotron_h": Family(
+        "NemotronHForCausalLM",
+        {
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 4096,
+            "intermediate_size": 21504,
+            "mlp_hidden_act": "relu2",
+            "layer_norm_epsilon": 1e-5,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "ssm_state_size": 128,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "conv_kernel": 4,
+            "use_conv_bias": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        fixed={"shared_expert_gate": False, "gated_mlp": False},
+        rope_layers="none",
+        mixer=_NEMOTRON_MAMBA,
+        biases=BIASES,
+        experts=("norm_topk_prob", "shared_expert_intermediate_size"),
+        router=SIGMOID_ROUTER,
+        router_keys=GROUP_KEYS,
+        only={
+            "n_shared_experts": 1,
+            "moe_latent_size": None,
+            "use_bias": False,
+            "mamba_proj_bias": False,
+            "mamba_hidden_act": "silu",
+        },
+        aliases={
+            "mamba_n_groups": "n_groups",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_conv_bias": "use_conv_bias",
+        },
+        keys={
+            "hidden_act": "mlp_hidden_act",
+            "rms_norm_eps": "layer_norm_epsilon",
+            "num_experts": "n_routed_experts",
+            "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+        },
+        tensors={
+            **{name: tensor.replace("mamba", "mixer") for name, tensor in _MAMBA_TENSORS.items()},
+            "norm": "model.norm_f.weight",
+            "input_norm": "norm.weight",
+            "post_attention_norm": "norm.weight",
+            **{f"{name}_proj": f"mixer.{name}_proj.weight" for name in ("q", "k", "v", "o")},
+            "o_bias": "mixer.o_proj.bias",
+            "up_proj": "mixer.up_proj.weight",
+            "down_proj": "mixer.down_proj.weight",
+            "router": "mixer.gate.weight",
+            "router_correction_bias": "mixer.gate.e_score_correction_bias",
+            "shared_expert": "mixer.shared_experts",
+            "experts_up_proj": "mixer.experts.*.up_proj.weight",
+            "experts_down_proj": "mixer.experts.*.down_proj.weight",
+        },
+        prefixes={
+            "backbone.embeddings.": "model.embed_tokens.",
+            "backbone.": "model.",
+            "model.embeddings.": "model.embed_tokens.",
+            "mtp.": None,
+        },
+        written_prefixes={
+            "model.embed_tokens.": "backbone.embeddings.",
+            "model.": "backbone.",
         },
     ),
 }

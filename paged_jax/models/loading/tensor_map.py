@@ -322,9 +322,8 @@ def _mixer_mappings(
 ) -> dict[str, Mappings]:
     """Return the mappings of the parameters of a mixer.
 
-    A parameter is a whole tensor, or its pieces are tensors or consecutive rows of a tensor. The
-    tensor of the piece ``q`` of a parameter ``mixer_conv``, for example, is that of the name
-    ``mixer_conv.q``.
+    A parameter is a whole tensor, or its pieces are tensors or consecutive rows of a tensor, see
+    `Family.tensors`.
     """
     mappings: dict[str, Mappings] = {}
     for name, shape in mixer.shapes(hidden_size).items():
@@ -336,7 +335,11 @@ def _mixer_mappings(
             mappings[name] = (map_tensor(names[name], (rows, *rest), shape),)
             continue
         K, first, boxes = shape[0], 0, []
-        pieces = [(names[f"{name}.{piece}"], rows) for piece, rows in mixer.pieces[name]]
+        of_all = names.get(f"{name}.*", "")
+        pieces = [
+            (names.get(f"{name}.{piece}", of_all.replace("*", piece)), rows)
+            for piece, rows in mixer.pieces[name]
+        ]
         for index, (tensor, rows) in enumerate(pieces):
             before, total = (
                 K * sum(each for other, each in some if other == tensor)
