@@ -173,15 +173,15 @@ class MessagesAnswer(Answer):
 
     def _end(self, sample: CompletionOutput) -> JsonDict:
         """Return the reason why the answer ended, and the stop string that ended it."""
-        is_string = isinstance(sample.stop_reason, str) and sample.finish_reason == "stop"
-        if any(block.kind == "call" for block in self._tracker.blocks) and not (
-            sample.finish_reason == "length"
-        ):
+        if sample.finish_reason != "stop":
+            # Also for the end of `timeout`, because Anthropic's API has no other reason for an
+            # answer that was cut short.
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if any(block.kind == "call" for block in self._tracker.blocks):
             return {"stop_reason": "tool_use", "stop_sequence": None}
-        if is_string:
+        if isinstance(sample.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": sample.stop_reason}
-        reason = "end_turn" if sample.finish_reason == "stop" else "max_tokens"
-        return {"stop_reason": reason, "stop_sequence": None}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
 async def count_tokens(service: Service, request: Request) -> Response:

@@ -113,7 +113,7 @@ def chat_of_messages(body: CountTokensBody, tokenizer: Tokenizer | None) -> bodi
         {
             "messages": with_system_text(_system(body.system), _joined(messages), tokenizer),
             "tools": tools or None,
-            "tool_choice": None if choice == "auto" and not tools else choice,
+            "tool_choice": choice,
             "parallel_tool_calls": is_parallel,
             "continue_final_message": is_continued,
             "add_generation_prompt": not is_continued,

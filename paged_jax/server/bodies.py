@@ -189,6 +189,20 @@ class ToolChoice(Body):
     function: FunctionName
 
 
+class AllowedTools(Body):
+    """Functions that the model may call, or must call if the mode is required."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[Items[ToolChoice], Field(min_length=1)]
+
+
+class AllowedToolChoice(Body):
+    """Choice between some of the tools. The prompt contains all tools, so its prefix is cached."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class MessageParam(LenientBody):
     """A message of a chat. All fields are passed to the chat template, which may ignore them.
 
@@ -281,10 +295,12 @@ class ChatBody(OpenAiBody):
         None, description="Variables for the chat template, such as enable_thinking."
     )
     tools: Items[ToolParam] | None = Field(None, description="Functions that the model may call.")
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = Field(
-        None,
-        description="Whether the model may call functions, must call one, or which one it must "
-        "call.",
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolChoice | None = (
+        Field(
+            None,
+            description="Whether the model may call functions, must call one, or must call a named "
+            "function. `allowed_tools` limits the functions.",
+        )
     )
     parallel_tool_calls: bool | None = Field(
         None, description="Whether an answer may have several calls; by default true."

@@ -44,7 +44,7 @@ class Chat:
 
     @functools.cached_property
     def tools(self) -> list[Tool]:
-        """Tools that the model may call."""
+        """Tools in the prompt. `_allowed_tools` has those that the model may call."""
         body, tokenizer = self.body, self.service.tokenizer
         is_asked = body.tool_choice not in (None, "none", "auto")
         if is_asked and not body.tools:
@@ -55,22 +55,48 @@ class Chat:
             )
         if tokenizer is None or not body.tools or body.tool_choice == "none":
             return []
-        tools: list[Tool] = [*template_tools(body.tools, tokenizer)]
-        if isinstance(body.tool_choice, bodies.ToolChoice):
-            if self.tool_choice not in [tool["function"]["name"] for tool in tools]:
-                raise ApiError(400, "tool_choice must name one of the tools.", param="tool_choice")
-        return tools
+        return [*template_tools(body.tools, tokenizer)]
 
     @property
-    def tool_choice(self) -> str:
-        """``"auto"``, ``"required"`` or the name of the function to call."""
-        choice = self.body.tool_choice or "auto"
-        return choice.function.name if isinstance(choice, bodies.ToolChoice) else choice
+    def _allowed_tools(self) -> list[Tool]:
+        """Tools that the model may call."""
+        choice = self.body.tool_choice
+        if isinstance(choice, bodies.ToolChoice):
+            listed = [choice]
+        elif isinstance(choice, bodies.AllowedToolChoice):
+            listed = choice.allowed_tools.tools
+        else:
+            return self.tools
+        names = [each.function.name for each in listed]
+        known = {tool["function"]["name"]: tool for tool in self.tools}
+        if wrong := next((name for name in names if name not in known), None):
+            rule = f"must name tools of the request, got {wrong!r}"
+            raise ApiError(400, f"tool_choice {rule}.", param="tool_choice")
+        return [tool for name, tool in known.items() if name in names]
+
+    @property
+    def _must_call(self) -> bool:
+        """Whether the answer must be a call."""
+        choice = self.body.tool_choice
+        if isinstance(choice, bodies.AllowedToolChoice):
+            choice = choice.allowed_tools.mode
+        return self._names_tool or choice == "required"
+
+    @property
+    def _names_tool(self) -> bool:
+        """Whether the request names the function to call. The answer is then a single call."""
+        return isinstance(self.body.tool_choice, bodies.ToolChoice)
 
     @property
     def _tool_format(self) -> ToolFormat | None:
         assert self.service.tokenizer is not None
         return self.service.tokenizer.tool_format if self.tools else None
+
+    @property
+    def _is_harmony(self) -> bool:
+        """Whether the answer consists of messages in channels."""
+        format = self._tool_format
+        return self.reasoning is HARMONY or (format is not None and format.kind == "harmony")
 
     @property
     def reasoning(self) -> ReasoningFormat | None:
@@ -127,9 +153,9 @@ class Chat:
         if constraint is None and format is None:
             return None
         answer = None
-        if constraint is not None and (format is not None or reasoning is HARMONY):
+        if constraint is not None and (format is not None or self._is_harmony):
             answer = self._answer_rule(constraint, field)
-        if reasoning is HARMONY:
+        if self._is_harmony:
             return self._bind(lambda tools: self._harmony_grammar(tools, answer))
         if format is not None:
             mark = reasoning.opening if reasoning and self._start == "either" else None
@@ -137,8 +163,8 @@ class Chat:
                 lambda tools: tool_grammar(
                     format,
                     tools,
-                    self.tool_choice,
-                    is_parallel=self.body.parallel_tool_calls is not False,
+                    is_required=self._must_call,
+                    is_parallel=self.body.parallel_tool_calls is not False and not self._names_tool,
                     answer=answer,
                     not_first=mark,
                 )
@@ -154,13 +180,13 @@ class Chat:
         return whole
 
     def _bind(self, write_grammar: Callable[[Sequence[Tool]], str]) -> StructuredOutputsParams:
-        return self.service.tool_grammars.constraint(write_grammar, self.tools, self.tool_choice)
+        return self.service.tool_grammars.constraint(write_grammar, self._allowed_tools)
 
     def _harmony_grammar(self, tools: Sequence[Tool], answer: str | None) -> str:
         assert self.service.tokenizer is not None
         find = self.service.tokenizer.backend.token_to_id
         token_ids = {mark: found for mark in MARKS if (found := find(mark)) is not None}
-        return harmony_grammar(token_ids, tools, self.tool_choice, answer)
+        return harmony_grammar(token_ids, tools, is_required=self._must_call, answer=answer)
 
     def _answer_rule(self, constraint: StructuredOutputsParams, field: str) -> str:
         self._check(constraint, field)  # its error names the constraint, not the tools
@@ -178,7 +204,7 @@ class Chat:
         tokenizer, reasoning = self.service.tokenizer, self.reasoning
         if tokenizer is None:
             return False
-        if reasoning is HARMONY:
+        if self._is_harmony:
             return True
         marks = () if reasoning is None else (reasoning.opening, reasoning.closing)
         is_special = any(map(tokenizer.is_special_text, marks))
@@ -202,11 +228,17 @@ class Chat:
         if is_whole or index not in self._readers:
             self._readers[index] = (
                 HarmonyReader()
-                if self.reasoning is HARMONY
+                if self._is_harmony
                 else AnswerReader(self.reasoning, self._start, self._tool_format, self.tools)
             )
         is_last = is_whole or delta.sample.finish_reason is not None
-        return self._readers[index].push(delta.text, is_last=is_last)
+        parts = self._readers[index].push(delta.text, is_last=is_last)
+        if self.reasoning is None:  # Harmony's reader always finds the reasoning
+            return [
+                AnswerDelta("content", part.text) if part.kind == "reasoning" else part
+                for part in parts
+            ]
+        return parts
 
     def content_tokens(self, delta: SampleDelta, parts: Sequence[AnswerDelta]) -> list[list[int]]:
         """Return the indices of the tokens of the content, for each part of a sample.
@@ -228,9 +260,8 @@ class Chat:
     def num_reasoning_tokens(self, sample: CompletionOutput) -> int:
         """Return the number of tokens up to the end of the reasoning."""
         reader, tokenizer = self._readers.get(sample.index), self.service.tokenizer
-        if reader is None or not reader.has_reasoned or tokenizer is None:
+        if reader is None or not reader.has_reasoned or tokenizer is None or not self.reasoning:
             return 0
-        assert self.reasoning is not None
         low, high = 0, len(sample.token_ids)
         if reader.is_inside:
             return high
@@ -250,9 +281,9 @@ class Chat:
 
         If the request names the function to call, OpenAI's reason is ``"stop"``.
         """
-        is_named = isinstance(self.body.tool_choice, bodies.ToolChoice)
         reason = sample.finish_reason
-        return "tool_calls" if reason == "stop" and has_calls and not is_named else reason
+        is_chosen = reason == "stop" and has_calls and not self._names_tool
+        return "tool_calls" if is_chosen else reason
 
 
 class ContentTokens:

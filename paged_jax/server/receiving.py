@@ -42,8 +42,8 @@ _UNIONS = {
     "prompt": "be a text, a list of texts, token ids, or a list of token ids of each prompt, "
     "none of them empty",
     "stop": "be a text or a list of texts, none of them empty",
-    "tool_choice": 'be "none", "auto", "required" or {"type": "function", "function": '
-    '{"name": NAME}}',
+    "tool_choice": 'be "none", "auto", "required", {"type": "function", "function": '
+    '{"name": NAME}} or {"type": "allowed_tools", "allowed_tools": {"mode": MODE, "tools": LIST}}',
 }
 
 

@@ -245,11 +245,13 @@ class ResponsesAnswer(Answer):
         status, details, counts = "in_progress", None, None
         items: list[JsonDict] = []
         if output is not None:
-            reason = output.outputs[0].finish_reason
-            is_cut = reason not in ("stop", None)
-            status = "incomplete" if is_cut else "completed"
-            details = {"reason": "max_output_tokens"} if is_cut else None
-            counts = _usage(output, self.chat.num_reasoning_tokens(output.outputs[0]))
+            [sample] = output.outputs
+            status = "completed" if sample.finish_reason == "stop" else "incomplete"
+            if sample.finish_reason == "length":
+                details = {"reason": "max_output_tokens"}
+            elif status == "incomplete":  # OpenAI has no reason for the end of `timeout`
+                details = {"reason": sample.stop_reason or sample.finish_reason}
+            counts = _usage(output, self.chat.num_reasoning_tokens(sample))
             items = [self._item(block) for block in self._tracker.blocks]
         explained: JsonDict = {}
         if output is not None and self.body.explain:

@@ -169,13 +169,23 @@ class ToolNames:
 
         Args:
           choice: a function with or without its namespace, or a whole namespace.
+
+        Raises:
+          ApiError: the choice means no function.
         """
         name, namespace = str(choice.get("name")), choice.get("namespace")
+        joined = self.join(namespace, name)
         if choice.get("type") == "namespace":
-            return [each for each, parts in self._parts.items() if parts[0] == name]
-        if (joined := self.join(namespace, name)) in self.functions:
-            return [joined]
-        return [each for each, parts in self._parts.items() if parts[1] == name and not namespace]
+            found = [each for each, parts in self._parts.items() if parts[0] == name]
+        elif joined in self.functions:
+            found = [joined]
+        else:
+            parts = self._parts.items()
+            found = [each for each, (_, inner) in parts if inner == name and not namespace]
+        if not found:
+            rule = f"must name tools of the request, got {name[:100]!r}"
+            raise ApiError(400, f"tool_choice {rule}.", param="tool_choice")
+        return found
 
 
 def _inner_tools(tool: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -211,11 +221,10 @@ def chat_body(
     names = ToolNames(body.tools or ()) if names is None else names
     messages = list(_messages(body))
     tools = [_tool(name, function) for name, function in names.functions.items()]
-    choice, tools = _tool_choice(body.tool_choice, tools, names)
     chat: JsonDict = {
         "messages": with_system_text(body.instructions, messages, tokenizer),
         "tools": tools or None,
-        "tool_choice": choice,
+        "tool_choice": _tool_choice(body.tool_choice, names),
         "parallel_tool_calls": body.parallel_tool_calls,
         "add_special_tokens": body.add_special_tokens,
         "chat_template_kwargs": body.chat_template_kwargs,
@@ -382,33 +391,39 @@ def _tool(name: str, tool: Mapping[str, Any]) -> JsonDict:
     }
 
 
-def _tool_choice(
-    choice: str | Mapping[str, Any] | None, tools: list[JsonDict], names: ToolNames
-) -> tuple[Any, list[JsonDict]]:
-    """Return the choice in the form of a chat request, and the tools that may be called.
+def _tool_choice(choice: str | Mapping[str, Any] | None, names: ToolNames) -> Any:
+    """Return the choice in the form of a chat request.
 
     Raises:
-      ApiError: the choice is unknown, or requires a call although there are no functions.
+      ApiError: the choice is unknown, or means a function that is not in the tools.
     """
-    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        allowed = [
-            name
-            for each in choice.get("tools") or ()
-            if isinstance(each, Mapping)
-            for name in names.matching(each)
-        ]
-        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
-        choice = choice.get("mode", "auto")
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
-        [name, *_] = names.matching(choice) or [str(choice.get("name"))]
-        return {"type": "function", "function": {"name": name}}, tools
-    if choice not in (None, "none", "auto", "required"):
+    if choice in (None, "none", "auto", "required"):
+        return choice
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if isinstance(choice, Mapping) and kind == "function":
+        return _named(names.matching(choice)[0])
+    mode = choice.get("mode") if isinstance(choice, Mapping) else None
+    listed = choice.get("tools") if isinstance(choice, Mapping) else None
+    if kind != "allowed_tools" or mode not in ("auto", "required") or not isinstance(listed, list):
         raise ApiError(
             400,
             'tool_choice must be "none", "auto", "required", {"type": "function", "name": NAME} '
-            'or {"type": "allowed_tools", ...}.',
+            'or {"type": "allowed_tools", "mode": "auto" or "required", "tools": LIST}.',
             param="tool_choice",
         )
-    if not tools and choice == "auto":
-        choice = None
-    return choice, tools
+    # Tools of other types are skipped, as in `tools`.
+    allowed = [
+        _named(name)
+        for each in listed
+        if isinstance(each, Mapping) and each.get("type") in ("function", "namespace")
+        for name in names.matching(each)
+    ]
+    if not allowed and mode == "auto":
+        return "none"
+    if not allowed:
+        raise ApiError(400, "tool_choice must allow at least one function.", param="tool_choice")
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
+
+
+def _named(name: str) -> JsonDict:
+    return {"type": "function", "function": {"name": name}}

@@ -247,7 +247,9 @@ class SamplingBody(_SamplingNumbers):
         None, description="Requests with a lower value are served first."
     )
     timeout: Annotated[float | None, Field(gt=0)] = Field(
-        None, description="Seconds after which the request ends with the tokens generated so far."
+        None,
+        description="Seconds after which the request ends with the tokens generated so far. Its "
+        "`finish_reason` is then `abort`, and its `stop_reason` is `deadline`.",
     )
     explain: bool = Field(
         False,

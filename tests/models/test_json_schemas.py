@@ -101,7 +101,7 @@ def test_arguments_of_tools_may_be_joined() -> None:
     for parameters in (shirt, with_definitions(**{"$ref": "#/$defs/City"})):
         tools = [tool({**parameters, "required": ["city"]})]
         for format in (HERMES, coder):
-            grammar = tool_grammar(format, tools, "required", is_parallel=False)
+            grammar = tool_grammar(format, tools, is_required=True, is_parallel=False)
             compiled = compiler.compile(StructuredOutputsParams(grammar=grammar))
             for _ in range(3):
                 text = tokenizer.decode(walk(GrammarCursor(compiled), rng))

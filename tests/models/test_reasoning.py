@@ -140,7 +140,11 @@ CONSTRAINTS = {
     "regex": (StructuredOutputsParams(regex="a/b|c"), "a/b", "b"),
     "choice": (StructuredOutputsParams(choice=["yes", 'a "b"']), 'a "b"', "a"),
     "grammar": (StructuredOutputsParams(grammar='start: x\nx: "u" | "v"'), "v", "w"),
-    "tools": (StructuredOutputsParams(grammar=tool_grammar(HERMES, TOOLS, "required")), CALL, "x"),
+    "tools": (
+        StructuredOutputsParams(grammar=tool_grammar(HERMES, TOOLS, is_required=True)),
+        CALL,
+        "x",
+    ),
 }
 
 
@@ -161,7 +165,7 @@ def test_constrain_applies_the_constraint_to_the_answer(accepts, kind) -> None:
 def test_constrain_keeps_calls_out_of_the_reasoning(accepts, format) -> None:
     """With tools, an answer may be text, unless it begins with the mark of reasoning."""
     call = CALL if format is HERMES else '{"name": "now", "parameters": {}}'
-    grammar = tool_grammar(format, TOOLS, "auto", not_first="<think>")
+    grammar = tool_grammar(format, TOOLS, not_first="<think>")
     constraint = THINK.constrain(StructuredOutputsParams(grammar=grammar), "either")
     assert accepts(constraint, f"<think>a {call}\n</think>\n\n{call}") and accepts(constraint, call)
     assert accepts(constraint, "<think>a <tool_call></think>Yes.") and accepts(constraint, "Yes.")

@@ -398,9 +398,10 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.mark.parametrize("format", [HERMES, LLAMA3], ids=["hermes", "llama3"])
-@pytest.mark.parametrize("choice", ["required", "weather"])
-def test_random_answers_are_calls_of_the_functions(tokenizer, format, choice) -> None:
-    constraint = StructuredOutputsParams(grammar=tool_grammar(format, TOOLS, choice))
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_random_answers_are_calls_of_the_functions(tokenizer, format, is_parallel) -> None:
+    source = tool_grammar(format, TOOLS, is_required=True, is_parallel=is_parallel)
+    constraint = StructuredOutputsParams(grammar=source)
     grammar = GrammarCompiler(tokenizer.backend, V, [EOS]).compile(constraint)
     rng, seen = np.random.default_rng(0), set()
     for _ in range(10):
@@ -409,8 +410,8 @@ def test_random_answers_are_calls_of_the_functions(tokenizer, format, choice) ->
             value = json.loads(arguments)
             assert set(value) == ({"city", "days"} if name == "weather" else set())
             seen.add(name)
-        assert len(calls) == 1 or format is HERMES and choice == "required"
-    assert seen == ({"weather"} if choice == "weather" else {"weather", "now"})
+        assert len(calls) == 1 or format is HERMES and is_parallel
+    assert seen == {"weather", "now"}
 
 
 @pytest.mark.parametrize(
@@ -423,7 +424,7 @@ def test_random_answers_are_calls_of_the_functions(tokenizer, format, choice) ->
 @pytest.mark.parametrize("is_parallel", [True, False])
 def test_grammar_allows_text_before_a_call(tokenizer, format, text, is_parallel) -> None:
     constraint = StructuredOutputsParams(
-        grammar=tool_grammar(format, TOOLS, "auto", is_parallel=is_parallel)
+        grammar=tool_grammar(format, TOOLS, is_parallel=is_parallel)
     )
     cursor = GrammarCursor(GrammarCompiler(tokenizer.backend, V, [EOS]).compile(constraint))
     token_ids = tokenizer.encode(text, add_special_tokens=False)
@@ -443,8 +444,13 @@ def grammars(compiler) -> ToolGrammars:
     return ToolGrammars(compiler)
 
 
-def constraint_of(grammars, tools, choice, format=HERMES):
-    return grammars.constraint(lambda tools: tool_grammar(format, tools, choice), tools, choice)
+def constraint_of(grammars, tools, choice):
+    """Return the constraint on any answer ("auto"), or on a call of a tool given by its name."""
+    is_call = choice != "auto"
+    if is_call:
+        tools = [each for each in tools if each["function"]["name"] == choice]
+    options = {"is_required": is_call, "is_parallel": not is_call}
+    return grammars.constraint(lambda tools: tool_grammar(HERMES, tools, **options), tools)
 
 
 def tool(parameters, name="f", **fields):

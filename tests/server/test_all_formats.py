@@ -33,7 +33,7 @@ from paged_jax.server.chat_answers import ChatAnswer
 from paged_jax.server.request_log import RequestRecord
 from paged_jax.server.response_answers import ResponsesAnswer
 from paged_jax.server.response_items import ResponsesBody
-from paged_jax.server.responses import json_response
+from paged_jax.server.responses import ApiError, json_response
 from paged_jax.server.service import Client
 from tests.models.test_harmony import TEMPLATE as HARMONY_TEMPLATE
 from tests.models.test_tools import KNOWN
@@ -448,6 +448,90 @@ def test_grammar_accepts_what_the_template_writes(family) -> None:
         if wrong != text and not want.content and not want.reasoning:
             token_ids = service.tokenizer.encode(wrong, add_special_tokens=False)
             assert grammar.start().validate_tokens(token_ids) < len(token_ids), name
+
+
+def allowing(*names: str, mode: str = "auto") -> dict[str, Any]:
+    """Return the choice between some functions, as the fields of a chat and of a response."""
+    functions = [{"type": "function", "function": {"name": name}} for name in names]
+    plain = [{"type": "function", "name": name} for name in names]
+    return {
+        "chat": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": functions}},
+        "responses": {"type": "allowed_tools", "mode": mode, "tools": plain},
+    }
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_allowed_tools_restrict_calls_and_keep_the_prompt(family) -> None:
+    service = service_of(family)
+    token_ids = service.tokenizer.encode(written_calls(family, 1), add_special_tokens=False)
+    for api, mode in itertools.product(("chat", "responses"), ("auto", "required")):
+        prompt = answer_of(family, api).prompts()
+        for names, is_allowed in ((["note", "now"], True), (["note"], True), (["now"], False)):
+            answer = answer_of(family, api, tool_choice=allowing(*names, mode=mode)[api])
+            assert answer.prompts() == prompt
+            grammar = service.grammars.compile(answer.params()["structured_outputs"])
+            num_valid = grammar.start().validate_tokens(token_ids)
+            assert (num_valid == len(token_ids)) is is_allowed, (api, mode, names)
+            text = service.tokenizer.encode("No.", add_special_tokens=False)
+            if family != "gpt-oss":
+                is_text = grammar.start().validate_tokens(text) == len(text)
+                assert is_text is (mode == "auto")
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_allowed_tools_must_be_in_the_tools(api) -> None:
+    answer = answer_of("qwen 2.5", api, tool_choice=allowing("now")[api])
+    assert answer.params()
+    with pytest.raises(ApiError, match="must name tools of the request, got 'later'"):
+        answer_of("qwen 2.5", api, tool_choice=allowing("now", "later")[api]).params()
+
+
+def test_allowed_tools_of_other_types_are_skipped() -> None:
+    """Hosted tools do not exist here. Without functions, nothing can be called."""
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}
+    answer = answer_of("qwen 2.5", "responses", tool_choice=choice)
+    assert "structured_outputs" not in answer.params()
+    with pytest.raises(ApiError, match="must allow at least one function"):
+        answer_of("qwen 2.5", "responses", tool_choice={**choice, "mode": "required"})
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_end_of_the_time_limit_is_told(is_stream) -> None:
+    """A call that was cut short is never reported as a call to execute."""
+    text = written_calls("qwen 2.5", 1)
+    outputs = outputs_of("qwen 2.5", text, {}, 1)
+    outputs = outputs[: len(outputs) // 2]
+    sample = dataclasses.replace(
+        outputs[-1].outputs[0], finish_reason="abort", stop_reason="deadline"
+    )
+    outputs[-1] = dataclasses.replace(outputs[-1], outputs=[sample], finished=True)
+    found = {}
+    for api, (_, _, join) in APIS.items():
+        answer = answer_of("qwen 2.5", api)
+        answer.params()
+        whole = join(events_of(answer, outputs)) if is_stream else whole_of(answer, outputs)
+        found[api] = whole
+    assert found["chat"]["choices"][0]["finish_reason"] == "abort"
+    if not is_stream:
+        assert found["chat"]["choices"][0]["stop_reason"] == "deadline"
+    assert found["responses"]["status"] == "incomplete"
+    assert found["responses"]["incomplete_details"] == {"reason": "deadline"}
+    assert found["messages"]["stop_reason"] == "max_tokens"
+    assert found["messages"]["content"][0]["type"] == "tool_use"
+
+
+def test_harmony_without_separate_reasoning_keeps_it_in_the_content() -> None:
+    """Calls are still read from their channel."""
+    for name, text, want in scripts("gpt-oss"):
+        answer = answer_of("gpt-oss", "chat", separate_reasoning=False)
+        outputs = outputs_of("gpt-oss", text, answer.params(), 1)
+        answer.prompts()
+        grammar = service_of("gpt-oss").grammars.compile(answer.params()["structured_outputs"])
+        token_ids = outputs[-1].outputs[0].token_ids
+        assert grammar.start().validate_tokens(token_ids) == len(token_ids), name
+        message = whole_of(answer, outputs)["choices"][0]["message"]
+        assert (message["content"] or "") == want.reasoning + want.content
+        assert "reasoning" not in message and len(message.get("tool_calls", ())) == len(want.calls)
 
 
 XML = ["qwen 3 coder", "glm 4.5", "glm 4.7", "minimax m2"]

@@ -229,7 +229,7 @@ def test_pydantic_ai_receives_objects_by_tools(server) -> None:
         (
             {"tool_choice": {"type": "function", "function": {"name": "x"}}},
             "tool_choice",
-            "tool_choice must name one of the tools.",
+            "tool_choice must name tools of the request, got 'x'.",
         ),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},

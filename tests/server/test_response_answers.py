@@ -9,6 +9,7 @@ import pytest
 
 from paged_jax.server import bodies
 from paged_jax.server.response_items import ResponsesBody, ToolNames, chat_body
+from paged_jax.server.responses import ApiError
 from paged_jax.server.schemas import ResponseObject
 from tests.support.live_server import error_of
 from tests.support.reasoning_server import reasoning_server
@@ -249,15 +250,25 @@ def test_names_in_a_chat_are_short_and_unique() -> None:
         ),
         ([{"type": "function", "name": "now"}, {"type": "mcp", "server_label": "x"}], ["now"]),
         ([{"type": "function", "name": "weather"}], ["mcp__sky__weather"]),
-        ([{"type": "function", "name": "weather", "namespace": "other"}], []),
     ],
 )
 def test_allowed_tools_select_functions(allowed, names) -> None:
     choice = {"type": "allowed_tools", "mode": "auto", "tools": allowed}
     tools = [NAMESPACE, FUNCTIONS[1]]
     body = ResponsesBody.model_validate({"input": "x", "tools": tools, "tool_choice": choice})
-    found = chat_body(body, None).tools or []
-    assert [tool.function.name for tool in found] == names
+    chat = chat_body(body, None)
+    assert [tool.function.name for tool in chat.tools or ()] == ["mcp__sky__weather", "now"]
+    assert isinstance(chat.tool_choice, bodies.AllowedToolChoice)
+    found = chat.tool_choice.allowed_tools.tools
+    assert [each.function.name for each in found] == names
+
+
+def test_allowed_tools_name_the_namespace() -> None:
+    wrong = {"type": "function", "name": "weather", "namespace": "other"}
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [wrong]}
+    body = {"input": "x", "tools": [NAMESPACE, FUNCTIONS[1]], "tool_choice": choice}
+    with pytest.raises(ApiError, match="must name tools of the request, got 'weather'"):
+        chat_body(ResponsesBody.model_validate(body), None)
 
 
 @pytest.mark.parametrize(

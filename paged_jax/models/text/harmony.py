@@ -31,23 +31,22 @@ def uses_harmony(template: str) -> bool:
 def harmony_grammar(
     token_ids: Mapping[str, int],
     tools: Sequence[Tool],
-    choice: str,
-    answer: str | None,
+    *,
+    is_required: bool = False,
+    answer: str | None = None,
 ) -> str:
     """Return llguidance's grammar of an answer.
 
     Args:
       token_ids: id of each token in `MARKS`.
       tools: the functions that may be called.
-      choice: ``"auto"``, ``"required"`` or the name of a function.
+      is_required: whether the answer must be a call.
       answer: right side of a Lark rule for the text in the channel ``final``; None for any text.
     """
     start, end, message, channel, constrain = (f"<[{token_ids[mark]}]>" for mark in MARKS)
     functions = [tool["function"] for tool in tools]
-    if choice not in ("auto", "required"):
-        functions = [each for each in functions if each["name"] == choice]
     last = ["call"] if functions else []
-    if choice == "auto" or not functions:
+    if not is_required:
         last.append("final")
     rules = [
         f"start: before* ({' | '.join(last)})",

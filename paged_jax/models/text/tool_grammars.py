@@ -39,8 +39,8 @@ _HOLE_RULES = {"call_id": "/[a-zA-Z0-9]{9}/", "call_number": "/[0-9]{1,3}/"}
 def tool_grammar(
     format: ToolFormat,
     tools: Sequence[Tool],
-    choice: str,
     *,
+    is_required: bool = False,
     is_parallel: bool = True,
     answer: str | None = None,
     not_first: str | None = None,
@@ -49,20 +49,16 @@ def tool_grammar(
 
     Args:
       format: format of the calls.
-      tools: the functions, as OpenAI describes them.
-      choice: ``"auto"`` if the answer may contain calls, ``"required"`` if it must, or the name of
-        the function to call once.
+      tools: the functions that may be called, as OpenAI describes them.
+      is_required: whether the answer must be a call.
       is_parallel: whether the answer may contain several calls, if the format supports that.
-      answer: right side of a Lark rule for answers without calls, if the choice is ``"auto"``;
-        None for any text.
+      answer: right side of a Lark rule for answers without calls, unless a call is required; None
+        for any text.
       not_first: text with which an answer must not begin, such as a mark of reasoning.
     """
-    functions = [tool["function"] for tool in tools]
-    if choice not in ("auto", "required"):
-        functions = [each for each in functions if each["name"] == choice]
     writer = _Writer(format)
-    rules, mark = writer.start(choice, is_parallel, answer), format.mark
-    if choice == "auto" and answer is None:
+    rules, mark = writer.start(is_required, is_parallel, answer), format.mark
+    if not is_required and answer is None:
         others = "" if not_first is None else rf" & ~/{_escaped(not_first)}(.|\n)*/"
         first = "" if mark else f"[^{re.escape((format.opening + format.before_name)[0])}]"
         rules.append(rf"TEXT: /{first}(.|\n)*/{others}")
@@ -72,9 +68,9 @@ def tool_grammar(
             rules.append(rf"head[lazy]: /(.|\n)*{_escaped(mark)}/{others}")
     elif answer is not None:
         rules.append(f"answer: {answer}")
-    rules.append(f"call: {' | '.join(f'call_{index}' for index in range(len(functions)))}")
-    for index, function in enumerate(functions):
-        rules += writer.call(f"call_{index}", function)
+    rules.append(f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}")
+    for index, tool in enumerate(tools):
+        rules += writer.call(f"call_{index}", tool["function"])
     text = "\n".join(rules)
     holes = [f"{name}: {pattern}" for name, pattern in _HOLE_RULES.items() if name in text]
     return "\n".join([text, *holes])
@@ -88,16 +84,16 @@ class _Writer:
         self.special = dict(format.special_tokens)
         self._names = itertools.count()
 
-    def start(self, choice: str, is_parallel: bool, answer: str | None) -> list[str]:
+    def start(self, is_required: bool, is_parallel: bool, answer: str | None) -> list[str]:
         """Return the rules of answers with one call or several calls."""
         format, mark = self._format, self._format.mark
         rest = (format.opening + format.before_name).removeprefix(mark)
         calls = "call"
-        if is_parallel and format.between is not None and choice in ("auto", "required"):
+        if is_parallel and format.between is not None:
             calls = f"call ({self.literal(format.between + format.before_name)} call)*"
         block = f"{self.literal(rest)} {calls} {self.literal(format.closing)}"
         whole = f"{self.literal(mark)} block"
-        if choice != "auto":
+        if is_required:
             start = whole
         elif answer is not None:
             start = f"{whole} | answer"
@@ -264,22 +260,19 @@ class ToolGrammars:
         self._kept: OrderedDict[StructuredOutputsParams, StructuredOutputsParams] = OrderedDict()
 
     def constraint(
-        self, write_grammar: Callable[[Sequence[Tool]], str], tools: Sequence[Tool], choice: str
+        self, write_grammar: Callable[[Sequence[Tool]], str], tools: Sequence[Tool]
     ) -> StructuredOutputsParams:
         """Return the constraint on an answer, after checking that its grammar compiles.
 
         Args:
           write_grammar: function that returns the grammar for the tools with changed schemas, such
             as `tool_grammar`.
-          tools: the functions, as OpenAI describes them.
-          choice: see `tool_grammar`.
+          tools: the functions that may be called, as OpenAI describes them.
 
         Raises:
           ArgumentError: the schema of a strict tool is not supported, or grammars are not available
             for the model.
         """
-        if choice not in ("auto", "required"):
-            tools = [tool for tool in tools if tool["function"]["name"] == choice]
 
         def write(tools: Sequence[Tool]) -> StructuredOutputsParams:
             return StructuredOutputsParams(grammar=write_grammar(tools))
@@ -368,7 +361,7 @@ class ToolGrammars:
 
     def _tool_failure(self, tool: Tool) -> ArgumentError | None:
         """Return the error for the schema of a tool; None if the schema is supported."""
-        rule = tool_grammar(HERMES, [tool], "required")
+        rule = tool_grammar(HERMES, [tool], is_required=True)
         return _failure(self._grammars.check, StructuredOutputsParams(grammar=rule))
 
 
