@@ -1,8 +1,8 @@
 """Read and write the fields of a `LlamaConfig` as a Hugging Face ``config.json``.
 
 An entry that changes the computation is either read, or rejected with an error that names it.
-Entries about rotary embeddings and latent attention are in `rope_json`, entries about experts in
-`experts_json`, and entries about types of layers in `layers_json`.
+Entries about rotary embeddings and latent attention are in `rope_json`, entries about types of
+layers and about experts in `layers_json`.
 """
 
 import math
@@ -11,24 +11,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from paged_jax.arguments import check_positive, is_int, is_real
-from paged_jax.models.experts_json import check_neutral, read_experts, write_experts
 from paged_jax.models.families import ALIASES, FAMILIES, PARTS
 from paged_jax.models.family import Family, InnerTextModel, Multipliers, UnsupportedConfigError
-from paged_jax.models.layer_groups import RECURRENT_TYPES, SPARSE, check_num_layers
+from paged_jax.models.layer_groups import RECURRENT_TYPES, SPARSE, ResidualStreams, check_num_layers
 from paged_jax.models.layers_json import (
+    check_neutral,
     expand_layers,
     read_chunk_size,
+    read_experts,
     read_global_heads,
     read_mixer,
     read_mlp_types,
     read_norm_placements,
     read_sliding_window,
-    read_streams,
+    write_experts,
     write_mixer,
     write_sliding_window,
-    write_streams,
 )
-from paged_jax.models.model_folder import read_boolean, read_entry, read_integer, read_number
+from paged_jax.models.model_folder import (
+    read_boolean,
+    read_entry,
+    read_integer,
+    read_names,
+    read_number,
+)
 from paged_jax.models.quantisation import QUANTISATION_KEYS, find_quantisation
 from paged_jax.models.rope_json import (
     longest_sequence,
@@ -82,6 +88,10 @@ _SAME_NAMES = (
 _PER_LAYER_VOCABULARY = "vocab_size_per_layer_input"
 # Keys of a model with images that also apply to its text part.
 _SHARED_KEYS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", *QUANTISATION_KEYS)
+
+
+# Sparsity of the first layers of Gemma 3n, if the file does not have it.
+_NUM_SPARSE, _SPARSITY = 10, 0.95
 
 
 def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,7 +152,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         **switches,
         **read_global_heads(config, family, layer_types),
         **read_latent(config, family),
-        **read_streams(config, family, num_hidden_layers),
+        **_read_streams(config, family, num_hidden_layers),
     } | _read_mlps(config, family, num_hidden_layers)
 
 
@@ -213,7 +223,7 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     if "intermediate_size" in family.keys:
         written[family.key("intermediate_size")] = written["intermediate_size"]
     written |= write_sliding_window(fields, family) | write_experts(fields, family)
-    return written | write_mixer(fields, family) | write_streams(fields, family)
+    return written | write_mixer(fields, family) | _write_streams(fields, family)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -267,11 +277,7 @@ def _unsupported(kind: str, name: str) -> UnsupportedConfigError:
 
 
 def _model_type(config: Mapping[str, Any]) -> str:
-    architectures = config.get("architectures") or []
-    if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
-        raise ValueError(
-            f"LlamaConfig: architectures must be a list of names, got {architectures!r}."
-        )
+    architectures = read_names(config, "architectures") or []
     by_architecture = {family.architecture: name for name, family in FAMILIES.items()}
     by_architecture |= {_base_architecture(name): kind for name, kind in by_architecture.items()}
     for architecture in architectures:
@@ -305,6 +311,58 @@ def _read_intermediate_size(config: Mapping[str, Any], family: Family) -> int:
         size = int(read_number(config, "block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
         size = unit * -(-size // unit)
     return size
+
+
+def _read_streams(
+    config: Mapping[str, Any], family: Family, num_hidden_layers: int
+) -> dict[str, Any]:
+    """Return the fields of residual streams, and of MLPs that differ between layers."""
+    if not family.has_streams:
+        return {}
+    streams = ResidualStreams(
+        read_integer(config, "altup_num_inputs"),
+        read_integer(config, "altup_active_idx"),
+        read_boolean(config, "altup_correct_scale", True),
+    )
+    sizes = config.get("intermediate_size")
+    sparsity = config.get("activation_sparsity_pattern")
+    if sparsity is None:
+        num_sparse = _NUM_SPARSE if num_hidden_layers > _NUM_SPARSE else 0
+        sparsity = [_SPARSITY] * num_sparse + [0.0] * (num_hidden_layers - num_sparse)
+    for key, values in {
+        "intermediate_size": sizes,
+        "activation_sparsity_pattern": sparsity,
+    }.items():
+        if isinstance(values, list) and not (
+            len(values) == num_hidden_layers and all(map(is_real, values))
+        ):
+            raise ValueError(
+                f"LlamaConfig: {key} must list {num_hidden_layers} numbers, got {values!r}."
+            )
+    if not isinstance(sparsity, list):
+        raise ValueError(
+            f"LlamaConfig: activation_sparsity_pattern must be a list, got {sparsity!r}."
+        )
+    return {
+        "residual_streams": streams,
+        "intermediate_sizes": tuple(map(int, sizes)) if isinstance(sizes, list) else (),
+        "activation_sparsity": tuple(map(float, sparsity)),
+    }
+
+
+def _write_streams(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the entries of a ``config.json`` that `_read_streams` can read."""
+    streams: ResidualStreams | None = fields["residual_streams"]
+    if not family.has_streams or streams is None:
+        return {}
+    L = fields["num_hidden_layers"]
+    return {
+        "altup_num_inputs": streams.count,
+        "altup_active_idx": streams.active,
+        "altup_correct_scale": streams.scales_active,
+        "intermediate_size": [*fields["intermediate_sizes"]] or [fields["intermediate_size"]] * L,
+        "activation_sparsity_pattern": [*fields["activation_sparsity"]] or [0.0] * L,
+    }
 
 
 def _check_supported(config: Mapping[str, Any], family: Family) -> None:

@@ -1,32 +1,37 @@
-"""Read and write the entries about types of layers of a Hugging Face ``config.json``."""
+"""Read and write the entries of a ``config.json`` about types of layers, and about experts.
+
+Readers get the content of the file with the family's defaults. They raise the errors of
+`LlamaConfig.from_dict`. Writers get all fields of a `LlamaConfig` by name, and leave out those that
+the family cannot express.
+"""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
-from paged_jax.arguments import check_positive, is_int, is_real
-from paged_jax.models.family import Family, MixerKeys, UnsupportedConfigError
+from paged_jax.arguments import check_positive, is_int
+from paged_jax.models.family import Family, MixerKeys, Router, UnsupportedConfigError
 from paged_jax.models.layer_groups import (
     CHUNKED,
+    DENSE,
     FULL,
     NOTHING,
     RECURRENT,
     RECURRENT_TYPES,
     SLIDING,
-    ResidualStreams,
+    SPARSE,
 )
-from paged_jax.models.mixer_sizes import (
-    GatedDeltaNet,
-    KimiDelta,
-    Mamba2,
-    Mixer,
-    ShortConvolution,
+from paged_jax.models.mixer_sizes import GatedDeltaNet, KimiDelta, Mamba2, Mixer, ShortConvolution
+from paged_jax.models.model_folder import (
+    REQUIRED,
+    read_boolean,
+    read_entry,
+    read_integer,
+    read_names,
+    read_number,
 )
-from paged_jax.models.model_folder import read_boolean, read_integer
 from paged_jax.models.rope_json import read_rope_layers
 
-# Sparsity of the first layers of Gemma 3n, if the file does not have it.
-_NUM_SPARSE, _SPARSITY = 10, 0.95
 # Kinds of recurrent layers by the name in `MixerKeys.kind`.
 MIXERS: Mapping[str, type[Mixer]] = {
     "short_convolution": ShortConvolution,
@@ -34,21 +39,43 @@ MIXERS: Mapping[str, type[Mixer]] = {
     "kimi_delta": KimiDelta,
     "mamba2": Mamba2,
 }
+# Keys that change the computation, with the value that has no effect. Any other value is rejected,
+# unless the family reads the key.
+_NEUTRAL_FOR_EXPERTS: Mapping[str, Any] = {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "first_k_dense_replace": 0,
+    "n_shared_experts": 0,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1,
+    "clip_qkv": None,
+    "qkv_bias": True,
+}
+# Keys that describe the layers with a dense MLP, by `Family.dense_layers`.
+_DENSE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "none": (),
+    "first": ("first_k_dense_replace",),
+    "listed": ("decoder_sparse_step", "mlp_only_layers"),
+    "others": ("interleave_moe_layer_step", "moe_layers"),
+}
+_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+# transformers uses any of these keys for the number of experts.
+_NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Readers of the fields that are not integers.
+_READERS: Mapping[str, Callable[[Mapping[str, Any], str], Any]] = {
+    "norm_topk_prob": read_boolean,
+    "swiglu_alpha": read_number,
+    "swiglu_limit": read_number,
+    "factor": read_number,
+    "has_correction_bias": read_boolean,
+}
 
 
 def expand_layers(
     config: Mapping[str, Any], keys: MixerKeys, defaults: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return a config with the entries of today where old files have others.
-
-    Args:
-      config: content of the file.
-      keys: how the family describes recurrent layers.
-      defaults: defaults of the family.
-
-    Raises:
-      ValueError: the string has an unknown character.
-    """
+    """Return a config in which the entries of old files are replaced by those of new files."""
     key, entries = keys.nested
     nested = config.get(key)
     if isinstance(nested, Mapping):
@@ -73,29 +100,12 @@ def expand_layers(
 def read_layer_types(
     config: Mapping[str, Any], keys: MixerKeys, num_layers: int
 ) -> tuple[str, ...]:
-    """Return the type of each layer of a model that may have recurrent layers.
-
-    Args:
-      config: content of the file, with the family's defaults.
-      keys: how the family describes recurrent layers.
-      num_layers: number of layers (L).
-
-    Raises:
-      ValueError: the entry has another type or length.
-    """
-    names = config.get(keys.layer_types_key)
+    """Return the type of each layer of a model that may have recurrent layers."""
+    names = read_names(config, keys.layer_types_key, num_layers)
     if names is None and keys.uniform_type is not None:
         return (keys.uniform_type,) * num_layers
     if names is None:
         return _default_layer_types(config, keys, num_layers)
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(
-            f"LlamaConfig: {keys.layer_types_key} must be a list of names, got {names!r}."
-        )
-    if len(names) != num_layers:
-        raise ValueError(
-            f"LlamaConfig: {keys.layer_types_key} must name {num_layers} layers, got {names!r}."
-        )
     kinds: dict[str, str] = {keys.recurrent_type: RECURRENT, **keys.layer_types}
     kinds |= dict.fromkeys(keys.mlp_types, NOTHING)
     return tuple(kinds[name] if name in kinds else name for name in names)
@@ -128,15 +138,7 @@ def _default_layer_types(
 
 
 def read_mixer(config: Mapping[str, Any], family: Family) -> Mixer:
-    """Return the sizes of the recurrent layers.
-
-    Args:
-      config: content of the file, with the family's defaults.
-      family: a family with recurrent layers.
-
-    Raises:
-      UnsupportedConfigError, ValueError: see `LlamaConfig.from_dict`.
-    """
+    """Return the sizes of the recurrent layers, for a family with recurrent layers."""
     keys = family.mixer
     assert keys is not None
     kind = MIXERS[keys.kind]
@@ -156,19 +158,14 @@ def read_mixer(config: Mapping[str, Any], family: Family) -> Mixer:
 
 
 def _read(config: Mapping[str, Any], key: str, kind: Any) -> Any:
-    value = config.get(key)
-    if value is None:
-        raise ValueError(f"LlamaConfig: {key} is missing.")
-    if kind not in (int, float, bool):
-        return _read_numbers(key, value, len(get_args(kind)))
-    is_valid, name = {
-        int: (is_int(value) and value > 0, "a positive integer"),
-        float: (is_real(value), "a number"),
-        bool: (isinstance(value, bool), "true or false"),
-    }[kind]
-    if not is_valid:
-        raise ValueError(f"LlamaConfig: {key} must be {name}, got {value!r}.")
-    return value
+    """Read a field of a `Mixer`, whose annotation is `kind`."""
+    if kind is int:
+        size = read_integer(config, key)
+        check_positive("LlamaConfig", **{key: size})
+        return size
+    if kind in (float, bool):
+        return read_number(config, key) if kind is float else read_boolean(config, key)
+    return _read_numbers(key, read_entry(config, key, REQUIRED), len(get_args(kind)))
 
 
 def _read_numbers(key: str, value: Any, count: int) -> tuple[float, ...]:
@@ -185,12 +182,7 @@ def _read_numbers(key: str, value: Any, count: int) -> tuple[float, ...]:
 
 
 def write_mixer(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the entries of a ``config.json`` that the functions above and transformers can read.
-
-    Args:
-      fields: all fields of a `LlamaConfig` by name.
-      family: family of the model.
-    """
+    """Return the entries of a ``config.json`` that `read_mixer` and transformers can read."""
     keys, mixer = family.mixer, fields["mixer"]
     if keys is None:
         return {}
@@ -242,24 +234,18 @@ def _layer_types(
 ) -> tuple[str, ...]:
     if family.mixer is not None:
         return read_layer_types(config, family.mixer, num_hidden_layers)
-    layer_types = config.get("layer_types")
+    layer_types = read_names(config, "layer_types", num_hidden_layers)
     if family.sliding_layers == "chunked" and layer_types is None:
         rotates = read_rope_layers(config, family, num_hidden_layers, ())
         kind = FULL if config.get("attention_chunk_size") is None else CHUNKED
         return tuple(kind if each else FULL for each in rotates or (True,) * num_hidden_layers)
-    ends_full = family.sliding_layers == "pattern and the last"
     if layer_types is None:
         if sliding_window is None or family.sliding_layers == "all":
             return ()
         layer_types = _layer_types_by_default(config, family, num_hidden_layers)
-        return (*layer_types[:-1], FULL) if ends_full else layer_types
-    if not isinstance(layer_types, list) or not all(isinstance(kind, str) for kind in layer_types):
-        raise ValueError(f"LlamaConfig: layer_types must be a list of names, got {layer_types!r}.")
-    if len(layer_types) != num_hidden_layers:
-        raise ValueError(
-            f"LlamaConfig: layer_types must name {num_hidden_layers} layers, got {layer_types!r}."
-        )
-    return (*layer_types[:-1], FULL) if ends_full else tuple(layer_types)
+    if family.sliding_layers == "pattern and the last":
+        return (*layer_types[:-1], FULL)
+    return tuple(layer_types)
 
 
 def _layer_types_by_default(
@@ -329,67 +315,6 @@ def write_sliding_window(fields: Mapping[str, Any], family: Family) -> dict[str,
     return written | {"layer_types": layer_types}
 
 
-def read_streams(
-    config: Mapping[str, Any], family: Family, num_hidden_layers: int
-) -> dict[str, Any]:
-    """Return the fields of residual streams, and of MLPs that differ between layers.
-
-    Args:
-      config: content of the file, with the family's defaults.
-      family: family of the model.
-      num_hidden_layers: number of layers (L).
-
-    Raises:
-      ValueError: an entry has another type, or a list has another length.
-    """
-    if not family.has_streams:
-        return {}
-    streams = ResidualStreams(
-        read_integer(config, "altup_num_inputs"),
-        read_integer(config, "altup_active_idx"),
-        read_boolean(config, "altup_correct_scale", True),
-    )
-    sizes = config.get("intermediate_size")
-    sparsity = config.get("activation_sparsity_pattern")
-    if sparsity is None:
-        num_sparse = _NUM_SPARSE if num_hidden_layers > _NUM_SPARSE else 0
-        sparsity = [_SPARSITY] * num_sparse + [0.0] * (num_hidden_layers - num_sparse)
-    for key, values in {
-        "intermediate_size": sizes,
-        "activation_sparsity_pattern": sparsity,
-    }.items():
-        if isinstance(values, list) and not (
-            len(values) == num_hidden_layers and all(map(is_real, values))
-        ):
-            raise ValueError(
-                f"LlamaConfig: {key} must list {num_hidden_layers} numbers, got {values!r}."
-            )
-    if not isinstance(sparsity, list):
-        raise ValueError(
-            f"LlamaConfig: activation_sparsity_pattern must be a list, got {sparsity!r}."
-        )
-    return {
-        "residual_streams": streams,
-        "intermediate_sizes": tuple(map(int, sizes)) if isinstance(sizes, list) else (),
-        "activation_sparsity": tuple(map(float, sparsity)),
-    }
-
-
-def write_streams(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the entries of a ``config.json`` that `read_streams` can read."""
-    streams: ResidualStreams | None = fields["residual_streams"]
-    if not family.has_streams or streams is None:
-        return {}
-    L = fields["num_hidden_layers"]
-    return {
-        "altup_num_inputs": streams.count,
-        "altup_active_idx": streams.active,
-        "altup_correct_scale": streams.scales_active,
-        "intermediate_size": [*fields["intermediate_sizes"]] or [fields["intermediate_size"]] * L,
-        "activation_sparsity_pattern": [*fields["activation_sparsity"]] or [0.0] * L,
-    }
-
-
 def read_chunk_size(
     config: Mapping[str, Any], family: Family, layer_types: tuple[str, ...]
 ) -> int | None:
@@ -408,3 +333,126 @@ def read_norm_placements(family: Family, layer_types: tuple[str, ...]) -> tuple[
         family.recurrent_norm_placement if kind in RECURRENT_TYPES else of_others
         for kind in layer_types
     )
+
+
+def read_experts(config: Mapping[str, Any], family: Family, num_layers: int) -> dict[str, Any]:
+    """Return the fields of a `LlamaConfig` that describe experts."""
+    if family.experts is None:
+        return {}
+    if family.experts_switch is not None and not config.get(family.experts_switch):
+        return {"separate_expert_norms": False}
+    read = {*_DENSE_KEYS[family.dense_layers], *family.router_keys.values(), *family.only}
+    check_neutral(config, family, {k: v for k, v in _NEUTRAL_FOR_EXPERTS.items() if k not in read})
+    # `config` always has a value under the family's key, perhaps the family's default. So a value
+    # under another key comes from the file, and is used instead.
+    own = family.key("num_experts")
+    others = [config[name] for name in _NUM_EXPERTS_KEYS if name in config and name != own]
+    config = {**config, own: others[0]} if others else config
+    fields = {
+        name: _READERS.get(name, read_integer)(config, family.key(name))
+        for name in (*_SIZES, *family.experts)
+    }
+    if fields["num_experts"] == 0 and fields.get("shared_expert_intermediate_size"):
+        # Without other experts, the shared expert is a dense MLP.
+        return {"intermediate_size": fields["shared_expert_intermediate_size"]}
+    if family.shared_experts is not None:
+        count = read_integer(config, family.shared_experts, 0)
+        fields["shared_expert_intermediate_size"] = count * fields["moe_intermediate_size"]
+    options = {
+        name: _READERS.get(name, read_integer)(config, key)
+        for name, key in _router_keys(config, family)
+    }
+    return fields | {
+        "router": dataclasses.replace(family.router, **options),
+        "mlp_layer_types": _read_mlp_layer_types(config, family, num_layers),
+    }
+
+
+def write_experts(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the entries of a ``config.json`` that `read_experts` and transformers can read."""
+    if family.experts is None:
+        return {}
+    switch = family.experts_switch
+    if switch is not None and not fields["num_experts"]:
+        return {switch: False}
+    if not fields["num_experts"] and "shared_expert_intermediate_size" in family.experts:
+        shared = family.key("shared_expert_intermediate_size")
+        return {family.key("num_experts"): 0, shared: fields["intermediate_size"]}
+    router: Router = fields["router"]
+    written = {family.key(name): fields[name] for name in (*_SIZES, *family.experts)}
+    written |= {key: getattr(router, name) for name, key in family.router_keys.items()}
+    if family.groups_switch is not None:
+        key, value = family.groups_switch
+        written[key] = value if router.num_groups > 1 else "greedy"
+    written |= {} if switch is None else {switch: True}
+    if family.shared_experts is not None:
+        size = fields["moe_intermediate_size"]
+        written[family.shared_experts] = fields["shared_expert_intermediate_size"] // size
+    kinds = fields["mlp_layer_types"] or (SPARSE,) * fields["num_hidden_layers"]
+    if family.dense_layers == "first":
+        written[family.key("first_k_dense_replace")] = [*kinds, SPARSE].index(SPARSE)
+        written["mlp_layer_types"] = list(kinds)  # some classes of transformers read this only
+    if family.dense_layers == "listed":
+        written["decoder_sparse_step"] = 1
+        written["mlp_only_layers"] = [i for i, kind in enumerate(kinds) if kind == DENSE]
+    if family.dense_layers == "others":
+        written["moe_layers"] = [i for i, kind in enumerate(kinds) if kind == SPARSE]
+    return written
+
+
+def _router_keys(config: Mapping[str, Any], family: Family) -> list[tuple[str, str]]:
+    """Return the fields of the router to read, with their keys."""
+    keys = list(family.router_keys.items())
+    if family.groups_switch is None:
+        return keys
+    key, value = family.groups_switch
+    method = config.get(key) or "greedy"
+    if method not in ("greedy", value):
+        raise UnsupportedConfigError(
+            f"LlamaConfig: {key} = {method!r} is not supported for {family.architecture}, only "
+            f"'greedy' and {value!r}."
+        )
+    return [pair for pair in keys if method == value or "groups" not in pair[0]]
+
+
+def check_neutral(config: Mapping[str, Any], family: Family, neutral: Mapping[str, Any]) -> None:
+    """Check that entries have their value in `neutral`, unless the family reads them."""
+    for key, value in neutral.items():
+        if config.get(key) not in (None, value) and key not in family.reads:
+            raise UnsupportedConfigError(
+                f"LlamaConfig: {key} = {config[key]!r} is not supported for "
+                f"{family.architecture}, only {value!r}."
+            )
+
+
+def _read_mlp_layer_types(
+    config: Mapping[str, Any], family: Family, num_layers: int
+) -> tuple[str, ...]:
+    """Return whether each layer has a dense MLP or experts; empty if all have experts."""
+    kinds = read_names(config, "mlp_layer_types")
+    if kinds is None:
+        is_dense = _find_dense(config, family, num_layers)
+        return tuple(DENSE if dense else SPARSE for dense in is_dense)
+    if family.dense_layers == "none" and set(kinds) != {SPARSE}:
+        raise UnsupportedConfigError(
+            f"LlamaConfig: mlp_layer_types = {kinds!r} is not supported for "
+            f"{family.architecture}, only {SPARSE!r}."
+        )
+    return tuple(kinds)
+
+
+def _find_dense(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
+    if family.dense_layers == "first":
+        num_dense = read_integer(config, family.key("first_k_dense_replace"), 0)
+        return [layer < num_dense for layer in range(num_layers)]
+    if family.dense_layers == "none":
+        return [False] * num_layers
+    step_key, list_key = _DENSE_KEYS[family.dense_layers]
+    step = read_integer(config, step_key, 1)
+    check_positive("LlamaConfig", **{step_key: step})
+    listed = read_entry(config, list_key, [])
+    if not isinstance(listed, list) or not all(map(is_int, listed)):
+        raise ValueError(f"LlamaConfig: {list_key} must be a list of layers, got {listed!r}.")
+    if family.dense_layers == "others" and listed:
+        return [layer not in listed for layer in range(num_layers)]
+    return [layer in listed or (layer + 1) % step > 0 for layer in range(num_layers)]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paged_jax.arguments import is_int
+from paged_jax.arguments import is_int, is_real
 
 # Default of entries that are required.
 REQUIRED: Any = object()
@@ -83,22 +83,37 @@ def read_integer(config: Mapping[str, Any], key: str, default: Any = REQUIRED) -
 
 
 def read_number(config: Mapping[str, Any], key: str, default: Any = REQUIRED) -> float:
-    """Return a number of a ``config.json`` as a float; see `read_entry`."""
+    """Return a finite number of a ``config.json`` as a float; see `read_entry`."""
     value = read_entry(config, key, default)
-    if not is_int(value) and not isinstance(value, float):
+    if not is_real(value):
         raise ValueError(f"LlamaConfig: {key} must be a number, got {value!r}.")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"LlamaConfig: {key} must be in the range of float64.") from None
+    return float(value)
 
 
-def read_boolean(config: Mapping[str, Any], key: str, default: bool) -> bool:
+def read_boolean(config: Mapping[str, Any], key: str, default: Any = REQUIRED) -> bool:
     """Return true or false of a ``config.json``; see `read_entry`."""
     value = read_entry(config, key, default)
     if not isinstance(value, bool):
         raise ValueError(f"LlamaConfig: {key} must be true or false, got {value!r}.")
     return value
+
+
+def read_names(config: Mapping[str, Any], key: str, count: int | None = None) -> list[str] | None:
+    """Return a list of names of a ``config.json``, or None if it is missing or null.
+
+    Args:
+      config: content of the file.
+      key: key of the list.
+      count: number of layers, of which the list must name each; None for any number of names.
+    """
+    names = config.get(key)
+    if names is None:
+        return None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"LlamaConfig: {key} must be a list of names, got {names!r}.")
+    if count is not None and len(names) != count:
+        raise ValueError(f"LlamaConfig: {key} must name {count} layers, got {names!r}.")
+    return names
 
 
 def describe_folder(folder: Path) -> str:

@@ -1,4 +1,7 @@
-"""Read and write the entries of a ``config.json`` about rotary embeddings and latent attention."""
+"""Read and write the entries of a ``config.json`` about rotary embeddings and latent attention.
+
+Arguments and errors are those of `layers_json`.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,7 +10,7 @@ from typing import Any
 from paged_jax.arguments import is_int, is_real
 from paged_jax.models.family import Family, UnsupportedConfigError
 from paged_jax.models.layer_groups import ATTENTION_TYPES, FULL, SLIDING, LatentSizes
-from paged_jax.models.model_folder import read_boolean, read_integer
+from paged_jax.models.model_folder import read_boolean, read_integer, read_number
 from paged_jax.models.rope import SCALING_FIELDS, QueryScale, RopeScaling
 
 # Keys of the sizes of latent attention that may not be null.
@@ -22,15 +25,6 @@ def read_rope(
     transformers 4 writes ``rope_theta`` and ``rope_scaling``, and for Gemma 3 also
     ``rope_local_base_freq``. transformers 5 writes everything into ``rope_parameters``, either one
     object or one per type of layer.
-
-    Args:
-      config: content of the file, with the family's defaults.
-      family: family of the model.
-      num_layers: number of layers (L).
-      layer_types: type of each layer; empty if all are equal.
-
-    Raises:
-      UnsupportedConfigError, ValueError: see `LlamaConfig.from_dict`.
     """
     rope = _choose_object(config, family)
     local: Mapping[str, Any] | None = None
@@ -39,7 +33,7 @@ def read_rope(
     merged = {**config, **{key: value for key, value in rope.items() if value is not None}}
     # In latent attention, a separate part of each head rotates as a whole.
     partial_factor = 1.0 if family.has_latent else _partial_factor(merged, family)
-    theta, scaling = _number(merged, "rope_theta", 10000.0), _read_scaling(rope, config)
+    theta, scaling = read_number(merged, "rope_theta", 10000.0), _read_scaling(rope, config)
     rope_of_others = theta, scaling, partial_factor
     return {
         "rope_theta": theta,
@@ -53,14 +47,7 @@ def read_rope(
 
 
 def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the entries of a ``config.json`` that `read_rope` and transformers can read.
-
-    Fields that the family cannot express are left out.
-
-    Args:
-      fields: all fields of a `LlamaConfig` by name.
-      family: family of the model.
-    """
+    """Return the entries of a ``config.json`` that `read_rope` and transformers can read."""
     if family.rope_layers == "none":
         return {}
     if family.rope_layers == "with a base" and fields["rope_layers"]:
@@ -117,15 +104,7 @@ def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def read_latent(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the fields of a `LlamaConfig` that describe latent attention.
-
-    Args:
-      config: content of the file, with the family's defaults.
-      family: family of the model.
-
-    Raises:
-      ValueError: a size is missing or has the wrong type.
-    """
+    """Return the fields of a `LlamaConfig` that describe latent attention."""
     if not family.has_latent:
         return {}
     sizes = {name: read_integer(config, name) for name in _LATENT_KEYS}
@@ -134,7 +113,7 @@ def read_latent(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     scaling = _read_scaling(rope, config)
     if scaling is not None and rope.get("mscale_all_dim"):
         # A correction of the scores for longer contexts. `attention_factor` is another one.
-        scale = _yarn_scale(scaling.factor, _required_number(rope, "mscale_all_dim"))
+        scale = _yarn_scale(scaling.factor, read_number(rope, "mscale_all_dim"))
         fields["attention_multiplier"] = latent.query_dim**-0.5 * scale**2
     # All heads share one vector. Files repeat the number of heads in `num_key_value_heads`.
     heads = read_integer(config, "num_attention_heads")
@@ -143,14 +122,7 @@ def read_latent(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def write_latent(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the entries of a ``config.json`` that `read_latent` and transformers can read.
-
-    Fields that the family cannot express are left out.
-
-    Args:
-      fields: all fields of a `LlamaConfig` by name.
-      family: family of the model.
-    """
+    """Return the entries of a ``config.json`` that `read_latent` and transformers can read."""
     latent: LatentSizes | None = fields["latent"]
     if not family.has_latent or latent is None:
         return {}
@@ -173,19 +145,13 @@ def _mscale_all_dim(fields: Mapping[str, Any], factor: float) -> float:
 def _read_query_scale(
     config: Mapping[str, Any], rope: Mapping[str, Any], family: Family
 ) -> QueryScale | None:
-    """Return the factor of queries by position, or None.
-
-    Args:
-      config: content of the file, with the family's defaults.
-      rope: the entry `rope_parameters`.
-      family: family of the model.
-    """
+    """Return the factor of queries by position, or None. `rope` is the entry `rope_parameters`."""
     if family.query_scale == "attn_temperature_tuning":
         # Early files have a number of layers instead of true.
         if not config.get("attn_temperature_tuning"):
             return None
-        beta = _required_number(config, "attn_scale")
-        length = _required_number(config, "floor_scale")
+        beta = read_number(config, "attn_scale")
+        length = read_number(config, "floor_scale")
         return QueryScale(beta, int(length), offset=1, only_without_rope=True)
     # Early files of Mistral have a separate entry for these values.
     given = {**rope, **_object("llama_4_scaling", config.get("llama_4_scaling"))}
@@ -199,9 +165,7 @@ def _read_query_scale(
     length = _context_length(
         "original_max_position_embeddings", given.get("original_max_position_embeddings")
     )
-    return QueryScale(
-        _required_number({"llama_4_scaling_beta": beta}, "llama_4_scaling_beta"), length
-    )
+    return QueryScale(read_number({"llama_4_scaling_beta": beta}, "llama_4_scaling_beta"), length)
 
 
 def read_scaling(
@@ -241,15 +205,15 @@ def read_scaling(
     if rope_type == "proportional":
         rope = {"factor": 1.0, **rope}
     if rope_type == "llama3":
-        fields |= {k: _required_number(rope, k) for k in ("low_freq_factor", "high_freq_factor")}
+        fields |= {k: read_number(rope, k) for k in ("low_freq_factor", "high_freq_factor")}
     if rope.get("factor") is not None or rope_type in ("linear", "dynamic", "llama3"):
-        fields["factor"] = _required_number(rope, "factor")
+        fields["factor"] = read_number(rope, "factor")
     else:
         # Phi-3 and DeepSeek give the two context lengths instead of the factor.
         fields["factor"] = max_position_embeddings / fields["original_max_position_embeddings"]
     for key in ("beta_fast", "beta_slow"):
         if key in used and rope.get(key):  # transformers treats null and 0 as the default
-            fields[key] = _required_number(rope, key)
+            fields[key] = read_number(rope, key)
     if "truncate" in used:
         fields["truncate"] = bool(rope.get("truncate", True))  # transformers treats null as false
     for key in ("short_factor", "long_factor"):
@@ -389,7 +353,7 @@ def _local_theta(
     """Return the base of layers with a sliding window, or None if all layers are alike.
 
     Args:
-      config: content of the file, with the family's defaults.
+      config: content of the file.
       family: family of the model.
       local: the entry `rope_parameters` of these layers, or None.
       others: base, scaling, and fraction of each head that rotates, of the other layers.
@@ -398,12 +362,12 @@ def _local_theta(
         return None
     theta, scaling, factor = others
     if local is None:
-        local_theta = _number(config, "rope_local_base_freq", theta)
+        local_theta = read_number(config, "rope_local_base_freq", theta)
         local_scaling = None
     else:
-        local_theta = _number(local, "rope_theta", config.get("rope_local_base_freq") or theta)
+        local_theta = read_number(local, "rope_theta", config.get("rope_local_base_freq") or theta)
         local_scaling = _read_scaling(local, config)
-    local_factor = 1.0 if local is None else _number(local, "partial_rotary_factor", 1.0)
+    local_factor = 1.0 if local is None else read_number(local, "partial_rotary_factor", 1.0)
     if (local_theta, local_scaling, local_factor) == others:
         return None
     is_proportional = scaling is not None and scaling.rope_type == "proportional"
@@ -421,10 +385,10 @@ def _local_theta(
 
 
 def _partial_factor(config: Mapping[str, Any], family: Family) -> float:
-    factor = _number(config, "partial_rotary_factor", 1.0)
+    factor = read_number(config, "partial_rotary_factor", 1.0)
     if config.get("rotary_dim") is not None and config.get("partial_rotary_factor") is None:
         # Files of MiniMax M2 have the number of elements that rotate.
-        factor = _required_number(config, "rotary_dim") / _number(config, "head_dim", 1.0)
+        factor = read_number(config, "rotary_dim") / read_number(config, "head_dim", 1.0)
     if factor != 1 and not family.partial_rope:
         raise UnsupportedConfigError(
             f"LlamaConfig: partial_rotary_factor = {factor!r} is not supported for "
@@ -447,15 +411,15 @@ def _is_interleaved(config: Mapping[str, Any], family: Family) -> bool:
 
 def _attention_factor(rope_type: str, rope: Mapping[str, Any], fields: Mapping[str, Any]) -> float:
     if rope.get("attention_factor") is not None:
-        return _required_number(rope, "attention_factor")
+        return read_number(rope, "attention_factor")
     factor = fields["factor"]
     if rope_type == "longrope":
         original = fields["original_max_position_embeddings"]
         return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     # DeepSeek's generalisation of the YaRN formula.
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return _yarn_scale(factor, _required_number(rope, "mscale")) / _yarn_scale(
-            factor, _required_number(rope, "mscale_all_dim")
+        return _yarn_scale(factor, read_number(rope, "mscale")) / _yarn_scale(
+            factor, read_number(rope, "mscale_all_dim")
         )
     return _yarn_scale(factor)
 
@@ -468,19 +432,6 @@ def _object(key: str, value: Any) -> Mapping[str, Any]:
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"LlamaConfig: {key} must be an object or null, got {value!r}.")
     return value or {}
-
-
-def _number(config: Mapping[str, Any], key: str, default: float) -> float:
-    return default if config.get(key) is None else _required_number(config, key)
-
-
-def _required_number(config: Mapping[str, Any], key: str) -> float:
-    value = config.get(key)
-    if value is None:
-        raise ValueError(f"LlamaConfig: {key} is missing.")
-    if not is_real(value):
-        raise ValueError(f"LlamaConfig: {key} must be a number, got {value!r}.")
-    return float(value)
 
 
 def _context_length(key: str, value: Any) -> int:
