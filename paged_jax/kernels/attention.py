@@ -34,7 +34,7 @@ from paged_jax.kernels.checks import (
     checked_value_dim,
     pool_letters,
 )
-from paged_jax.kernels.dispatch import Dispatch, check_array_device
+from paged_jax.kernels.dispatch import Dispatch
 from paged_jax.kernels.gradients import attend_differentiably
 
 
@@ -262,9 +262,7 @@ def attend(
 
     has_sinks = args.sinks is not None
     problem = Problem.build(args.op, sizes, args.q.dtype, args.pools, options, has_sinks=has_sinks)
-    ops = Dispatch(function, problem, backend, interpret)
-    if not interpret:
-        check_array_device(function, backend, args.q)
+    ops = Dispatch(function, problem, backend, interpret, args.q)
     if args.q.size == 0 or sizes["M"] == 0:
         return _attend_to_nothing(args, options.output_dim(sizes["D"]))
     args = args._replace(layer=jnp.clip(args.layer, 0, sizes["L"] - 1))

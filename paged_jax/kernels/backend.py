@@ -1,9 +1,17 @@
 """Interface of the backends: arrays, options and ops.
 
-A `Backend` is an object with ops: `AttentionOps`, `WritingOps`, `LinearOps`, `GroupedLinearOps`.
-Backends can rely on arguments that are in range, because the public ops check and clip them. In
-attention, ``layer`` is in ``0..L - 1``, ``context_lens`` in ``0..M * C``, and ``query_lens`` in
-``0..T`` and at most ``context_lens``. In ragged batches, ``cu_query_lens`` is in ``0..N``.
+A `Backend` is an object with ops: `AttentionOps`, `WritingOps`, `LinearOps`. Backends can rely on
+arguments that are in range, because the public ops check and clip them. In attention, ``layer`` is
+in ``0..L - 1``, ``context_lens`` in ``0..M * C``, and ``query_lens`` in ``0..T`` and at most
+``context_lens``. In ragged batches, ``cu_query_lens`` is in ``0..N``.
+
+A backend may also have kernels for the following ops, see `dispatch.run_kernel`. A method with the
+suffix ``_refusal`` takes the same arguments. It returns why the backend has no kernel for them, or
+None::
+
+    quantised_linear(x, w)     multiply by a quantised `Weight` without a copy of it in floats
+    grouped_linear(args)       multiply rows by the weights of their groups, see `GroupedArgs`
+    advance_rows(step)         advance the states of recurrent layers by a token, see `StateStep`
 
 The arrays of a call and its `Options` determine its result. Whether a kernel is compiled or
 interpreted is a property of the backend, see `paged_jax.kernels.dispatch.PallasBackend`.
@@ -466,19 +474,6 @@ class LinearOps(Protocol):
 
     def sum_rows(self, x: jax.Array) -> jax.Array:
         """Sum float32 ``[..., N]`` over the last dimension, to ``[..., 1]``."""
-        ...
-
-
-@runtime_checkable
-class GroupedLinearOps(Protocol):
-    """Op of a backend that multiplies groups of rows by a weight per group."""
-
-    def grouped_refusal(self, args: GroupedArgs) -> str | None:
-        """Return why the backend cannot multiply these arrays, or None if it can."""
-        ...
-
-    def grouped_linear(self, args: GroupedArgs) -> jax.Array:
-        """Multiply rows by the weights of their groups, as `paged_jax.kernels.grouped_linear`."""
         ...
 
 

@@ -13,9 +13,8 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+from dataclasses import InitVar, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 from jax import lax
@@ -23,11 +22,8 @@ from jax.core import Tracer
 
 from paged_jax.kernels.backend import (
     AttentionArgs,
-    AttentionOps,
     Backend,
     CopyArgs,
-    GroupedArgs,
-    GroupedLinearOps,
     Interpret,
     LinearOps,
     Op,
@@ -37,21 +33,15 @@ from paged_jax.kernels.backend import (
     RaggedArgs,
     RaggedOptions,
     RopeWriteArgs,
-    Weight,
     WriteArgs,
-    WritingOps,
     has_op,
 )
 
 if TYPE_CHECKING:
     from paged_jax.kernels.cpu import Cpu
-    from paged_jax.kernels.state_rows import StateStep
     from paged_jax.kernels.xla import Xla
 
 _logger = logging.getLogger(__name__)
-
-Args = TypeVar("Args", AttentionArgs, RaggedArgs, WriteArgs, RopeWriteArgs, CopyArgs)
-Result = TypeVar("Result")
 
 
 @runtime_checkable
@@ -77,32 +67,6 @@ class CompiledBackend(Backend, Protocol):
 
     def unavailable(self, problem: Problem) -> str | None:
         """Compile the kernel for a problem; return why this machine cannot, or None if it can."""
-        ...
-
-
-@runtime_checkable
-class QuantisedLinearOps(Protocol):
-    """Op of a backend that multiplies by quantised weights without a copy of them in floats."""
-
-    def quantised_refusal(self, x: jax.Array, w: Weight) -> str | None:
-        """Return why the backend does not multiply these arrays, or None if it does."""
-        ...
-
-    def quantised_linear(self, x: jax.Array, w: Weight) -> jax.Array:
-        """Multiply the last dimension by a weight, as `paged_jax.kernels.linear.linear`."""
-        ...
-
-
-@runtime_checkable
-class StateOps(Protocol):
-    """Op of a backend that advances the states of recurrent layers in their pool."""
-
-    def state_refusal(self, step: "StateStep") -> str | None:
-        """Return why the backend cannot run a step, or None if it can."""
-        ...
-
-    def advance_rows(self, step: "StateStep") -> tuple[jax.Array, jax.Array]:
-        """Return the output and the new pool, as `paged_jax.kernels.recurrent.advance_rows`."""
         ...
 
 
@@ -222,85 +186,43 @@ def linear_backend(name: str | None) -> LinearOps:
     return backend if isinstance(backend, LinearOps) else general_backend()
 
 
-def run_linear(x: jax.Array, w: Weight, name: str | None) -> jax.Array:
-    """Multiply by a weight on the backend of `linear_backend`, or by kernels for quantised weights.
+def run_kernel(
+    op: str,
+    args: tuple[Any, ...],
+    name: str | None,
+    default: Callable[..., Any],
+    interpret: Interpret = False,
+) -> Any:
+    """Run an op that only some backends have, on a backend or on the best one for each platform.
 
     Args:
-      x: the rows.
-      w: the weight.
-      name: name of a backend, or None for the best one on each platform.
-    """
-    general = linear_backend(name).linear
-    if w.scales is None:
-        return general(x, w)
-    has_kernel = {
-        each: backend
-        for each, backend in BACKENDS.items()
-        if isinstance(backend, QuantisedLinearOps) and backend.quantised_refusal(x, w) is None
-    }
-    own = has_kernel.get(name or "")
-    if isinstance(own, PallasBackend) and own.interpret:
-        return own.quantised_linear(x, w)
-    branches = {
-        backend.platform: backend.quantised_linear
-        for each, backend in has_kernel.items()
-        if backend.platform is not None and name in (None, each)
-    }
-    return lax.platform_dependent(x, w, default=general, **branches) if branches else general(x, w)
-
-
-def run_grouped_linear(args: GroupedArgs, name: str | None, interpret: Interpret) -> jax.Array:
-    """Run a grouped matmul on a backend, or on the best one for each platform.
-
-    Args:
-      args: the arrays.
-      name: name of a backend, or None. XLA runs calls that the backend does not support.
+      op: the op, a method of some backends, see `paged_jax.kernels.backend`.
+      args: arguments of the op, trees of arrays.
+      name: name of a backend, or None.
+      default: runs the op for arguments and platforms that the backends do not support.
       interpret: whether to run the Pallas kernel of `name` in the interpreter.
 
     Raises:
       ValueError: `interpret` is set, and the backend is not written in Pallas.
     """
-    _check_interpret("grouped_linear", name, interpret)
-    own = BACKENDS.get(name or "")
-    if isinstance(own, PallasBackend) and (interpret := interpret or own.interpret):
-        interpreted = own.interpreted(interpret)
-        assert isinstance(interpreted, GroupedLinearOps)
-        return interpreted.grouped_linear(args)
-    branches = {}
+    _check_interpret(op, name, interpret)
+    branches: dict[str, Callable[..., Any]] = {}
     for each, backend in BACKENDS.items():
-        if backend.platform is None or name not in (None, each):
+        if name not in (None, each):
             continue
-        if isinstance(backend, GroupedLinearOps) and backend.grouped_refusal(args) is None:
-            branches[backend.platform] = backend.grouped_linear
-    return lax.platform_dependent(args, default=general_backend().grouped_linear, **branches)
-
-
-def run_state_step(step: "StateStep", name: str | None) -> tuple[jax.Array, jax.Array]:
-    """Advance states by one token on a backend, or on the best one for each platform.
-
-    Args:
-      step: the arrays, see `paged_jax.kernels.state_rows`.
-      name: name of a backend, or None. XLA runs steps that the backend does not support.
-
-    Returns:
-      The output of each row, and the new pool.
-    """
-    has_kernel = {
-        each: backend
-        for each, backend in BACKENDS.items()
-        if name in (None, each)
-        and isinstance(backend, StateOps)
-        and backend.state_refusal(step) is None
-    }
-    own = has_kernel.get(name or "")
-    if isinstance(own, PallasBackend) and own.interpret:
-        return own.advance_rows(step)
-    branches = {
-        backend.platform: backend.advance_rows
-        for backend in has_kernel.values()
-        if backend.platform is not None
-    }
-    return lax.platform_dependent(step, default=general_backend().advance_rows, **branches)
+        if interpret and isinstance(backend, PallasBackend):
+            backend = backend.interpreted(interpret)
+        refusal = getattr(backend, f"{op}_refusal", None)
+        if refusal is None or refusal(*args) is not None:
+            continue
+        run = getattr(backend, op)
+        if name is not None and isinstance(backend, PallasBackend) and backend.interpret:
+            return run(*args)
+        if backend.platform is not None:
+            branches.setdefault(backend.platform, run)
+    return (
+        lax.platform_dependent(*args, default=default, **branches) if branches else default(*args)
+    )
 
 
 def load_cpu_kernels(program: bytes) -> None:
@@ -392,38 +314,29 @@ def check_backend_runs_on(function: str, name: str | None, platform: str) -> Non
         )
 
 
-def check_array_device(function: str, name: str | None, array: jax.Array) -> None:
-    """Check that a backend runs on the device of an array.
-
-    It raises the errors of `check_backend_runs_on`. Traced arrays pass, because their program may
-    be compiled for another device.
-    """
-    if not isinstance(array, Tracer):
-        [platform] = {device.platform for device in array.devices()}
-        check_backend_runs_on(function, name, platform)
-
-
 @dataclass(frozen=True)
 class Dispatch:
     """A call of an op: runs it on the requested backend, or on the best one for each platform.
 
     The constructor checks the backend. It raises `ValueError` if the backend does not exist or does
-    not have the op, or if `interpret` is set and the backend is not written in Pallas. It raises
-    `NotImplementedError` if the backend does not support the problem.
+    not have the op or run on the device of `array`, or if `interpret` is set and the backend is not
+    written in Pallas. It raises `NotImplementedError` if the backend does not support the problem.
 
     Attributes:
       function: public name of the op, for error messages.
       problem: sizes, dtypes and options of the call.
       backend: name of a backend, or None for the best one.
       interpret: whether to run the kernels of `backend` in Pallas' interpreter.
+      array: an array of the call, for the check of its device; None for no check.
     """
 
     function: str
     problem: Problem
     backend: str | None
     interpret: Interpret = False
+    array: InitVar[jax.Array | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, array: jax.Array | None) -> None:
         if self.backend is None or self.backend in BACKENDS:
             _check_interpret(self.function, self.backend, self.interpret)
         if self.backend is None:
@@ -438,38 +351,41 @@ class Dispatch:
             raise NotImplementedError(
                 f"{self.function}: {self.backend} does not support the call: {why_not}"
             )
+        # The program of a traced array may be compiled for another device.
+        if array is not None and not isinstance(array, Tracer) and not self.interpret:
+            [platform] = {device.platform for device in array.devices()}
+            check_backend_runs_on(self.function, self.backend, platform)
 
     def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
         """Run a decode or prefill; see `AttentionOps`."""
-        return self._run(lambda each: partial(_attention(each).attend, options=options), args)
+        return self._run("attend", args, options=options)
 
     def attend_ragged(
         self, args: RaggedArgs, options: RaggedOptions
     ) -> tuple[jax.Array, jax.Array]:
         """Run a ragged batch; see `AttentionOps`."""
-        return self._run(
-            lambda each: partial(_attention(each).attend_ragged, options=options), args
-        )
+        return self._run("attend_ragged", args, options=options)
 
     def write(self, args: WriteArgs) -> Pools:
         """Write new tokens; see `WritingOps`."""
-        return self._run(lambda each: _writing(each).write, args)
+        return self._run("write", args)
 
     def rope_write(self, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
         """Normalise, rotate and write new tokens; see `WritingOps`."""
-        return self._run(lambda each: partial(_writing(each).rope_write, options=options), args)
+        return self._run("rope_write", args, options=options)
 
     def copy_blocks(self, args: CopyArgs) -> Pools:
         """Copy blocks; see `WritingOps`."""
-        return self._run(lambda each: _writing(each).copy_blocks, args)
+        return self._run("copy_blocks", args)
 
-    def _run(self, op_of: Callable[[Backend], Callable[[Args], Result]], args: Args) -> Result:
-        """Run an op on the requested backend, or on the best one for each platform.
+    def _run(self, method: str, args: Any, **options: Options) -> Any:
+        """Run a method of the requested backend, or of the best backend for each platform."""
 
-        `op_of` takes a backend and returns the function that runs the op on it.
-        """
+        def bound(backend: Backend) -> Callable[[Any], Any]:
+            return functools.partial(getattr(backend, method), **options)
+
         if self.backend is not None:
-            return op_of(self._requested(self.backend))(args)
+            return bound(self._requested(self.backend))(args)
         branches = {}
         platforms = (backend.platform for backend in BACKENDS.values())
         for platform in dict.fromkeys(each for each in platforms if each is not None):
@@ -478,21 +394,11 @@ class Dispatch:
             if choice.backend == "xla":
                 _logger.info("%s on %s: xla, because %s.", self.function, platform, choice.reason)
             else:
-                branches[platform] = op_of(BACKENDS[choice.backend])
-        return lax.platform_dependent(args, default=op_of(BACKENDS["xla"]), **branches)
+                branches[platform] = bound(BACKENDS[choice.backend])
+        return lax.platform_dependent(args, default=bound(BACKENDS["xla"]), **branches)
 
     def _requested(self, name: str) -> Backend:
         backend = BACKENDS[name]
         if self.interpret and isinstance(backend, PallasBackend):
             return backend.interpreted(self.interpret)
         return backend
-
-
-def _attention(backend: Backend) -> AttentionOps:
-    assert isinstance(backend, AttentionOps)
-    return backend
-
-
-def _writing(backend: Backend) -> WritingOps:
-    assert isinstance(backend, WritingOps)
-    return backend

@@ -18,13 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from paged_jax.kernels.backend import GroupedArgs, Interpret, Stack, Weight
-from paged_jax.kernels.dispatch import (
-    cpu_backend,
-    general_backend,
-    linear_backend,
-    run_grouped_linear,
-    run_linear,
-)
+from paged_jax.kernels.dispatch import cpu_backend, general_backend, linear_backend, run_kernel
 from paged_jax.kernels.gradients import differentiable_once
 
 __all__ = [
@@ -58,9 +52,11 @@ def linear(x: jax.Array, w: jax.Array | Weight, *, backend: str | None = None) -
     Returns:
       float32 ``[..., *out]``, accumulated in float32.
     """
-    if not isinstance(w, Weight):
-        w = Weight(w)
-    return run_linear(x, w, backend)
+    w = w if isinstance(w, Weight) else Weight(w)
+    default = linear_backend(backend).linear
+    if w.scales is None:
+        return default(x, w)
+    return run_kernel("quantised_linear", (x, w), backend, default)
 
 
 def sum_rows(x: jax.Array, *, rows_per_token: int = 1) -> jax.Array:
@@ -170,7 +166,8 @@ def grouped_linear(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _grouped_linear(backend: str | None, interpret: Interpret, args: GroupedArgs) -> jax.Array:
-    return run_grouped_linear(args, backend, interpret)
+    default = general_backend().grouped_linear
+    return run_kernel("grouped_linear", (args,), backend, default, interpret)
 
 
 def _forward(

@@ -42,11 +42,7 @@ from paged_jax.kernels.checks import (
     half_of_pages,
     static,
 )
-from paged_jax.kernels.dispatch import (
-    Dispatch,
-    check_array_device,
-    general_backend,
-)
+from paged_jax.kernels.dispatch import Dispatch, general_backend
 from paged_jax.kernels.gradients import attention_gradients, differentiable_once
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
 from paged_jax.kernels.pool_format import wider_dtype
@@ -211,9 +207,7 @@ def ragged_paged_attention(
     problem = Problem.build(
         "ragged", sizes, args.q.dtype, args.pages, options, has_sinks=args.sinks is not None
     )
-    ops = Dispatch(_FUNCTION, problem, backend, interpret)
-    if not interpret:
-        check_array_device(_FUNCTION, backend, args.q)
+    ops = Dispatch(_FUNCTION, problem, backend, interpret, args.q)
     if args.q.size == 0 or sizes["B"] == 0 or sizes["M"] == 0:
         results: Any = _attend_to_no_token(args, options.output_dim(sizes["D"]))
     else:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from paged_jax.kernels.dispatch import general_backend, run_state_step
+from paged_jax.kernels.dispatch import general_backend, run_kernel
 from paged_jax.kernels.gradients import with_plain_gradients
 from paged_jax.kernels.rows import set_states, take_states
 from paged_jax.kernels.state_rows import (
@@ -208,8 +208,9 @@ def advance_rows(step: StateStep) -> tuple[jax.Array, jax.Array]:
 def _run_step(step: StateStep) -> tuple[jax.Array, StateRows]:
     layer = jnp.asarray(step.rows.layer, jnp.int32)
     rows = replace(step.rows, layer=layer)
+    plain = general_backend().advance_rows
     run = with_plain_gradients(
-        lambda step: run_state_step(step, step.rows.backend), general_backend().advance_rows
+        lambda step: run_kernel("advance_rows", (step,), step.rows.backend, plain), plain
     )
     out, pool = run(step._replace(rows=rows))
     return out[:, None], step.rows.with_pool(pool)

@@ -31,7 +31,7 @@ from paged_jax.kernels.checks import (
     half_of_pages,
     pool_letters,
 )
-from paged_jax.kernels.dispatch import Dispatch, check_array_device
+from paged_jax.kernels.dispatch import Dispatch
 from paged_jax.kernels.opaque_call import without_index_checks
 from paged_jax.kernels.pool_format import query_dtype, wider_dtype
 from paged_jax.kernels.rows import set_rows
@@ -112,9 +112,7 @@ def paged_write(
         k, v = jax.tree.map(functools.partial(_without_gradient, "paged_write"), (k, v))
 
     problem = Problem.build("write", sizes, k.dtype, pools, Options())
-    ops = Dispatch("paged_write", problem, backend, interpret)
-    if not interpret:
-        check_array_device("paged_write", backend, pools.k)
+    ops = Dispatch("paged_write", problem, backend, interpret, pools.k)
     if not sizes["N"]:
         return pools
     return ops.write(WriteArgs(pools, k, v, blocks, offsets, jnp.asarray(layer, jnp.int32)))
@@ -205,9 +203,7 @@ def paged_rope_write(
 
     options = Options(norm_eps=norm_eps)
     problem = Problem.build("rope_write", sizes, args.qkv.dtype, pools, options)
-    ops = Dispatch(function, problem, backend, interpret)
-    if not interpret:
-        check_array_device(function, backend, pools.k)
+    ops = Dispatch(function, problem, backend, interpret, pools.k)
     if not sizes["N"]:
         return jnp.zeros((0, sizes["H"], sizes["D"]), query_dtype(pools.k.dtype)), pools
     return ops.rope_write(args, options)
@@ -261,9 +257,7 @@ def copy_blocks(
     sources, targets = as_int32("copy_blocks", sources=sources, targets=targets)
 
     problem = Problem.build("copy_blocks", sizes, pools.k.dtype, pools, Options())
-    ops = Dispatch("copy_blocks", problem, backend, interpret)
-    if not interpret:
-        check_array_device("copy_blocks", backend, pools.k)
+    ops = Dispatch("copy_blocks", problem, backend, interpret, pools.k)
     if not sizes["N"]:
         return pools
     return _copy_differentiably(ops, CopyArgs(pools, sources, targets))

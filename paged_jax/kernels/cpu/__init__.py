@@ -412,7 +412,7 @@ class Cpu:
     linear = staticmethod(_linear)
     sum_rows = staticmethod(_sum_rows)
     grouped_linear = staticmethod(_grouped_linear)
-    state_refusal = staticmethod(_state_refusal)
+    advance_rows_refusal = staticmethod(_state_refusal)
     advance_rows = staticmethod(_advance_rows)
     set_rows = staticmethod(_set_rows)
     sets_rows_in_place = staticmethod(_sets_rows_in_place)
@@ -444,6 +444,6 @@ class Cpu:
             args,
         )
 
-    def grouped_refusal(self, args: GroupedArgs) -> str | None:
+    def grouped_linear_refusal(self, args: GroupedArgs) -> str | None:
         """Return why the kernel cannot multiply these arrays, or None if it can."""
         return None if args.w.scales is None else _quantised_refusal(args.w)

@@ -87,7 +87,7 @@ class MosaicTpu:
             )
         return jax_kernels.attend_ragged(args, options)
 
-    def grouped_refusal(self, args: GroupedArgs) -> str | None:
+    def grouped_linear_refusal(self, args: GroupedArgs) -> str | None:
         """Return why JAX's kernel cannot multiply these arrays, or None if it can."""
         if args.w.scales is not None:
             return f"its weights are floating point, not {args.w.format.code} with scales"

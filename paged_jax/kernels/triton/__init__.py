@@ -89,7 +89,7 @@ class Triton:
         """Copy blocks, in one launch."""
         return copy_blocks(args, self.interpret)
 
-    def grouped_refusal(self, args: GroupedArgs) -> str | None:
+    def grouped_linear_refusal(self, args: GroupedArgs) -> str | None:
         """Return why the kernel cannot multiply these arrays, or None if it can."""
         return _grouped.refusal(args.x, args.w)
 
@@ -97,7 +97,7 @@ class Triton:
         """Multiply rows by the weights of their groups, in one launch."""
         return _grouped.grouped_linear(args.x, args.w, args.group_sizes, interpret=self.interpret)
 
-    def quantised_refusal(self, x: jax.Array, w: Weight) -> str | None:
+    def quantised_linear_refusal(self, x: jax.Array, w: Weight) -> str | None:
         """Return why the kernel does not multiply these arrays, or None if it does."""
         return _quantised.refusal(w) or _quantised.rows_refusal(x)
 
@@ -105,7 +105,7 @@ class Triton:
         """Multiply the last dimension by a quantised weight, in one launch."""
         return _quantised.linear(x, w, interpret=self.interpret)
 
-    def state_refusal(self, step: StateStep) -> str | None:
+    def advance_rows_refusal(self, step: StateStep) -> str | None:
         """Return why the kernels cannot advance these states, or None if they can."""
         return _recurrent.refusal(step, self.interpret)
 
