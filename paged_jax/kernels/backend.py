@@ -9,9 +9,9 @@ A backend may also have kernels for the following ops, see `dispatch.run_kernel`
 suffix ``_refusal`` takes the same arguments. It returns why the backend has no kernel for them, or
 None::
 
-    quantised_linear(x, w)     multiply by a quantised `Weight` without a copy of it in floats
-    grouped_linear(args)       multiply rows by the weights of their groups, see `GroupedArgs`
-    advance_rows(step)         advance the states of recurrent layers by a token, see `StateStep`
+    quantised_linear(x, w)          multiply by a quantised `Weight` without a copy in floats
+    grouped_linear(x, w, sizes)     multiply rows, sorted by group, by the weights of their groups
+    advance_rows(step)              advance states of recurrent layers by a token, see `StateStep`
 
 The arrays of a call and its `Options` determine its result. Whether a kernel is compiled or
 interpreted is a property of the backend, see `paged_jax.kernels.dispatch.PallasBackend`.
@@ -37,7 +37,7 @@ from jax.typing import DTypeLike
 
 from paged_jax.formatting import short_repr
 from paged_jax.kernels.pool_format import Half, Pages
-from paged_jax.kernels.weight_formats import CODES, WeightArrays, WeightFormat
+from paged_jax.kernels.weight_formats import Weight
 
 if TYPE_CHECKING:
     from jax.experimental.pallas.tpu import InterpretParams
@@ -194,9 +194,7 @@ class RopeWriteArgs(NamedTuple):
       cos: f32 ``[N, D / 2]``, cosine of the angle of each pair of the head dimension.
       sin: f32 ``[N, D / 2]``, sine of the same angles.
       norms: floating point weights ``[D]`` of the RMS norms of queries and keys; None for no norms.
-      blocks: see `WriteArgs`.
-      offsets: see `WriteArgs`.
-      layer: see `WriteArgs`.
+      blocks, offsets, layer: see `WriteArgs`.
     """
 
     pools: Pools
@@ -224,83 +222,98 @@ class CopyArgs(NamedTuple):
     targets: jax.Array
 
 
-@short_repr
-class Stack(NamedTuple):
-    """The stacked weights of all layers, for kernels that read one layer of them in place.
-
-    Attributes:
-      arrays: the arrays of a `Weight`, each with a first dimension ``L``.
-      layer: i32 ``[]``, the layer to read.
-    """
-
-    arrays: WeightArrays
-    layer: jax.Array | int
-
-
-@short_repr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Weight:
-    """A weight matrix in any format, see `weight_formats`; or the matrices of experts.
+class StateRows:
+    """States of the rows of a batch in the pool of a group of recurrent layers.
+
+    A row reads an entry of the pool and writes an entry. Both ids are equal while a sequence owns
+    its state. Several rows may read an entry, after a fork, but no two rows write the same entry::
+
+        sources   [ 3  3  7  P ]      rows 0 and 1 read entry 3, row 3 reads zeros
+        entries   [ 5  3  7  P ]      row 0 writes a new entry, row 1 in place, row 3 nothing
+
+    If a row writes an entry, only rows with the same source read that entry. A kernel that works in
+    place therefore loads a state once for all rows that read it, before it stores their new states.
 
     Attributes:
-      values: ``[*out, in]`` floating point, int8 or float8_e4m3fn, or packed 4-bit values uint8
-        ``[*out, in / 2]``.
-      scales: floating point ``[*out, groups]``; None if the values are the elements.
-      mins: floating point ``[*out, groups]``, or None.
-      order: i32 ``[in]``, the input of each column, or None.
-      stack: the stacked weights of all layers if the other arrays are slices of them, else None.
-      code: name of the code of the values (static); None for the dtype of `values`.
-      dtype: float dtype of the model (static). Matmuls with quantised values round `x` to it.
+      pool: ``[L, P, ...]``: layer, entry, and the shape for a sequence.
+      layer: i32 ``[]``, index of the layer in the pool.
+      sources: i32 ``[B]``, the entry that each row reads; P for zeros.
+      entries: i32 ``[B]``, the entry that each row writes, distinct; P for rows that write nothing.
+      backend: backend of the ops that update the pool in place, see `dispatch` (static).
     """
 
-    values: jax.Array
-    scales: jax.Array | None = None
-    mins: jax.Array | None = None
-    order: jax.Array | None = None
-    stack: Stack | None = None
-    code: str | None = field(default=None, metadata={"static": True})
-    dtype: Any = field(default=jnp.dtype(jnp.float32), metadata={"static": True})
+    pool: jax.Array
+    layer: int | jax.Array
+    sources: jax.Array
+    entries: jax.Array
+    backend: str | None = field(default=None, metadata={"static": True})
 
     @property
-    def arrays(self) -> WeightArrays:
-        """The arrays of the matrix."""
-        return WeightArrays(self.values, self.scales, self.mins, self.order)
-
-    @property
-    def format(self) -> WeightFormat:
-        """Format of the matrix."""
-        code = self.code or jnp.dtype(self.values.dtype).name
-        if self.scales is None:
-            return WeightFormat(code)
-        groups, inputs = self.scales.shape[-1], self.shape[-1]
-        return WeightFormat(
-            code,
-            None if groups == 1 else inputs // groups,
-            jnp.dtype(self.scales.dtype).name,
-            None if self.mins is None else jnp.dtype(self.mins.dtype).name,
-            self.order is not None,
-        )
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the matrix, ``[*out, in]``."""
-        *out, columns = self.values.shape
-        return *out, columns * (2 if self.code in CODES else 1)
+    def num_rows(self) -> int:
+        """Number of rows (B)."""
+        return self.entries.shape[0]
 
 
-class GroupedArgs(NamedTuple):
-    """The arrays of a grouped matmul: rows sorted by group, and the weights of each group.
+class ConvolutionStep(NamedTuple):
+    """Arrays of a step of `paged_jax.kernels.recurrent.causal_convolution`.
 
     Attributes:
-      x: floating point ``[R, in]``, with at least one row.
-      w: ``[X, out, in]``.
-      group_sizes: i32 ``[X]``, number of rows in each group.
+      rows: the states, in a pool ``[L, P, (w - 1) * F]``.
+      x: float32 ``[B, F]``.
+      weight: floating point ``[F, w]``.
+      bias: floating point ``[F]`` or None.
+      num_tokens: i32 ``[B]``, 1; or 0 for rows whose state does not change.
     """
 
+    rows: StateRows
     x: jax.Array
-    w: Weight
-    group_sizes: jax.Array
+    weight: jax.Array
+    bias: jax.Array | None
+    num_tokens: jax.Array
+
+
+class DeltaStep(NamedTuple):
+    """Arrays of a step of `paged_jax.kernels.recurrent.delta_rule`.
+
+    Attributes:
+      rows: the states, in a pool ``[L, P, K * G, D, U]``.
+      q: float32 ``[B, K, D]``.
+      k: float32 ``[B, K, D]``.
+      v: float32 ``[B, K, G, U]``.
+      log_decay: float32 ``[B, K, G, D]``, or ``[B, K, G, 1]`` if all elements of a key decay
+        equally.
+      beta: float32 ``[B, K, G]``.
+    """
+
+    rows: StateRows
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    log_decay: jax.Array
+    beta: jax.Array
+
+
+class StateSpaceStep(NamedTuple):
+    """Arrays of a step of `paged_jax.kernels.recurrent.state_space`.
+
+    Attributes:
+      rows: the states, in a pool ``[L, P, K * G, U, D]``.
+      x: float32 ``[B, K, G, U]``.
+      b: float32 ``[B, K, D]``.
+      c: float32 ``[B, K, D]``.
+      log_decay: float32 ``[B, K, G]``.
+    """
+
+    rows: StateRows
+    x: jax.Array
+    b: jax.Array
+    c: jax.Array
+    log_decay: jax.Array
+
+
+StateStep = ConvolutionStep | DeltaStep | StateSpaceStep
 
 
 @dataclass(frozen=True)
@@ -475,12 +488,3 @@ class LinearOps(Protocol):
     def sum_rows(self, x: jax.Array) -> jax.Array:
         """Sum float32 ``[..., N]`` over the last dimension, to ``[..., 1]``."""
         ...
-
-
-def has_op(backend: Backend, op: Op) -> bool:
-    """Return whether a backend has an op.
-
-    A backend that lacks some ops of a group lists them in its attribute `missing_ops`.
-    """
-    has_group = isinstance(backend, AttentionOps if op in ATTENTION else WritingOps)
-    return has_group and op not in getattr(backend, "missing_ops", ())

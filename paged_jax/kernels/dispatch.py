@@ -21,7 +21,9 @@ from jax import lax
 from jax.core import Tracer
 
 from paged_jax.kernels.backend import (
+    ATTENTION,
     AttentionArgs,
+    AttentionOps,
     Backend,
     CopyArgs,
     Interpret,
@@ -34,7 +36,7 @@ from paged_jax.kernels.backend import (
     RaggedOptions,
     RopeWriteArgs,
     WriteArgs,
-    has_op,
+    WritingOps,
 )
 
 if TYPE_CHECKING:
@@ -153,15 +155,24 @@ class BackendChoice(NamedTuple):
     reason: str
 
 
+def _has_op(backend: Backend, op: Op) -> bool:
+    """Return whether a backend has an op.
+
+    A backend that lacks some ops of a group lists them in its attribute `missing_ops`.
+    """
+    has_group = isinstance(backend, AttentionOps if op in ATTENTION else WritingOps)
+    return has_group and op not in getattr(backend, "missing_ops", ())
+
+
 def backends_of(op: Op) -> tuple[str, ...]:
     """Return the names of the backends that have an op."""
-    return tuple(name for name, backend in BACKENDS.items() if has_op(backend, op))
+    return tuple(name for name, backend in BACKENDS.items() if _has_op(backend, op))
 
 
 def backend_for(op: Op, name: str | None) -> str | None:
     """Return `name` if that backend has an op, else None, which selects the best backend."""
     backend = BACKENDS.get(name or "")
-    return name if backend is not None and has_op(backend, op) else None
+    return name if backend is not None and _has_op(backend, op) else None
 
 
 def general_backend() -> "Xla":
@@ -274,7 +285,7 @@ def _choose(
     for name, backend in BACKENDS.items():
         if backend.platform != platform:
             continue
-        if not has_op(backend, problem.op):
+        if not _has_op(backend, problem.op):
             reasons.append(f"{name} leaves {problem.op} to XLA")
             continue
         reason = why_not(backend, problem)

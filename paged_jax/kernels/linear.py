@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.backend import GroupedArgs, Interpret, Stack, Weight
+from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.dispatch import cpu_backend, general_backend, linear_backend, run_kernel
 from paged_jax.kernels.gradients import differentiable_once
+from paged_jax.kernels.weight_formats import Stack, Weight
 
 __all__ = [
     "Stack",
@@ -160,34 +161,33 @@ def grouped_linear(
             f"{w.values.dtype}."
         )
     w = dataclasses.replace(w, stack=lax.stop_gradient(w.stack))
-    args = GroupedArgs(x, w, group_sizes.astype(jnp.int32))
-    return _grouped_linear(backend, interpret, args)
+    return _grouped_linear(backend, interpret, x, w, group_sizes.astype(jnp.int32))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _grouped_linear(backend: str | None, interpret: Interpret, args: GroupedArgs) -> jax.Array:
+def _grouped_linear(
+    backend: str | None, interpret: Interpret, x: jax.Array, w: Weight, sizes: jax.Array
+) -> jax.Array:
     default = general_backend().grouped_linear
-    return run_kernel("grouped_linear", (args,), backend, default, interpret)
+    return run_kernel("grouped_linear", (x, w, sizes), backend, default, interpret)
 
 
 def _forward(
-    backend: str | None, interpret: Interpret, args: GroupedArgs
-) -> tuple[Any, GroupedArgs]:
-    x, w = differentiable_once("grouped_linear", (args.x, args.w))
-    args = args._replace(x=x, w=w)
-    saved = args._replace(w=dataclasses.replace(w, stack=None))
-    return _grouped_linear(backend, interpret, args), saved
+    backend: str | None, interpret: Interpret, x: jax.Array, w: Weight, sizes: jax.Array
+) -> tuple[jax.Array, Any]:
+    x, w = differentiable_once("grouped_linear", (x, w))
+    saved = x, dataclasses.replace(w, stack=None), sizes
+    return _grouped_linear(backend, interpret, x, w, sizes), saved
 
 
 def _backward(
-    backend: str | None, interpret: Interpret, args: GroupedArgs, cotangent: jax.Array
-) -> tuple[Any]:
+    backend: str | None, interpret: Interpret, saved: Any, cotangent: jax.Array
+) -> tuple[jax.Array, Weight, None]:
     del backend, interpret
-    args, cotangent = differentiable_once("grouped_linear", (args, cotangent))
-    x_bar, values_bar = general_backend().grouped_gradients(args, cotangent)
+    (x, w, sizes), cotangent = differentiable_once("grouped_linear", (saved, cotangent))
+    x_bar, values_bar = general_backend().grouped_gradients(x, w, sizes, cotangent)
     no_arrays = {name: None for name in ("scales", "mins", "order", "stack")}
-    w_bar = dataclasses.replace(args.w, values=values_bar, **no_arrays)
-    return (GroupedArgs(x_bar, w_bar, None),)  # type: ignore[arg-type]
+    return x_bar, dataclasses.replace(w, values=values_bar, **no_arrays), None
 
 
 _grouped_linear.defvjp(_forward, _backward)

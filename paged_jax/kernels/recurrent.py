@@ -26,16 +26,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from paged_jax.kernels.dispatch import general_backend, run_kernel
-from paged_jax.kernels.gradients import with_plain_gradients
-from paged_jax.kernels.rows import set_states, take_states
-from paged_jax.kernels.state_rows import (
+from paged_jax.kernels.backend import (
     ConvolutionStep,
     DeltaStep,
     StateRows,
     StateSpaceStep,
     StateStep,
 )
+from paged_jax.kernels.dispatch import general_backend, run_kernel
+from paged_jax.kernels.gradients import with_plain_gradients
+from paged_jax.kernels.rows import set_states, take_states
 
 # Tokens in a tile of the chunked form, and in a block of the triangular inverse. With tiles of 128
 # tokens, the error of the inverse grows.
@@ -213,7 +213,7 @@ def _run_step(step: StateStep) -> tuple[jax.Array, StateRows]:
         lambda step: run_kernel("advance_rows", (step,), step.rows.backend, plain), plain
     )
     out, pool = run(step._replace(rows=rows))
-    return out[:, None], step.rows.with_pool(pool)
+    return out[:, None], replace(step.rows, pool=pool)
 
 
 def _without_padding(num_tokens: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from paged_jax.kernels.backend import StateRows
 from paged_jax.kernels.dispatch import cpu_backend
 from paged_jax.kernels.opaque_call import without_index_checks
-from paged_jax.kernels.state_rows import StateRows
 
 # Dtypes for which XLA's CPU backend gathers and scatters through a copy of the whole array in a
 # wider dtype, each with an integer dtype of the same width.

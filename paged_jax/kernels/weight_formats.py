@@ -20,13 +20,15 @@ The functions take and return arrays of NumPy or JAX.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from paged_jax.formatting import short_repr
 
 # Number of consecutive inputs whose 4-bit values are packed together, and number of their bytes.
 PACKED_INPUTS = 32
@@ -134,6 +136,71 @@ class WeightArrays(NamedTuple):
     scales: Any = None
     mins: Any = None
     order: Any = None
+
+
+@short_repr
+class Stack(NamedTuple):
+    """The stacked weights of all layers, for kernels that read one layer of them in place.
+
+    Attributes:
+      arrays: the arrays of a `Weight`, each with a first dimension ``L``.
+      layer: i32 ``[]``, the layer to read.
+    """
+
+    arrays: WeightArrays
+    layer: jax.Array | int
+
+
+@short_repr
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Weight:
+    """A weight matrix in any format, or the matrices of experts.
+
+    Attributes:
+      values: ``[*out, in]`` floating point, int8 or float8_e4m3fn, or packed 4-bit values uint8
+        ``[*out, in / 2]``.
+      scales: floating point ``[*out, groups]``; None if the values are the elements.
+      mins: floating point ``[*out, groups]``, or None.
+      order: i32 ``[in]``, the input of each column, or None.
+      stack: the stacked weights of all layers if the other arrays are slices of them, else None.
+      code: name of the code of the values (static); None for the dtype of `values`.
+      dtype: float dtype of the model (static). Matmuls with quantised values round `x` to it.
+    """
+
+    values: jax.Array
+    scales: jax.Array | None = None
+    mins: jax.Array | None = None
+    order: jax.Array | None = None
+    stack: Stack | None = None
+    code: str | None = field(default=None, metadata={"static": True})
+    dtype: Any = field(default=jnp.dtype(jnp.float32), metadata={"static": True})
+
+    @property
+    def arrays(self) -> WeightArrays:
+        """The arrays of the matrix."""
+        return WeightArrays(self.values, self.scales, self.mins, self.order)
+
+    @property
+    def format(self) -> WeightFormat:
+        """Format of the matrix."""
+        code = self.code or jnp.dtype(self.values.dtype).name
+        if self.scales is None:
+            return WeightFormat(code)
+        groups, inputs = self.scales.shape[-1], self.shape[-1]
+        return WeightFormat(
+            code,
+            None if groups == 1 else inputs // groups,
+            jnp.dtype(self.scales.dtype).name,
+            None if self.mins is None else jnp.dtype(self.mins.dtype).name,
+            self.order is not None,
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix, ``[*out, in]``."""
+        *out, columns = self.values.shape
+        return *out, columns * (2 if self.code in CODES else 1)
 
 
 def pack(values: Any) -> Any:

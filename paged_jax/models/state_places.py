@@ -1,7 +1,7 @@
 """Where the states of a step's rows are in the pools of recurrent layers.
 
 A step reads and writes each state once. If each row has one token, the layer may advance the states
-in their pools, see `paged_jax.kernels.state_rows`. A verification of drafts does not know yet which
+in their pools, see `StateRows`. A verification of drafts does not know yet which
 tokens are accepted, and a token cannot be removed from a state. So it runs twice: `advance`
 computes the outputs of all tokens and leaves the states unchanged, and `advance_postponed` then
 applies only the accepted tokens::
@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from paged_jax.cache.groups import LayerPlaces, StateGroup, find_layer
+from paged_jax.kernels.backend import StateRows
 from paged_jax.kernels.opaque_call import take_or_fill
 from paged_jax.kernels.pool_format import query_dtype
 from paged_jax.kernels.rows import set_states, take_states
-from paged_jax.kernels.state_rows import StateRows
 from paged_jax.models.layer_groups import layer_places
 
 if TYPE_CHECKING:  # types in annotations only

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from paged_jax.kernels import dispatch, recurrent
+from paged_jax.kernels.backend import StateRows
 from paged_jax.kernels.rows import set_states, take_states
-from paged_jax.kernels.state_rows import StateRows
 from tests.support import recurrences
 from tests.support.families import InterpretedTriton
 

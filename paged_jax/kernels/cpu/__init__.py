@@ -25,14 +25,15 @@ from jax.typing import DTypeLike
 
 from paged_jax.kernels.backend import (
     AttentionArgs,
-    GroupedArgs,
+    ConvolutionStep,
+    DeltaStep,
     Options,
     Pages,
     Pools,
     Problem,
     RaggedArgs,
     RaggedOptions,
-    Weight,
+    StateStep,
 )
 from paged_jax.kernels.cpu import library
 from paged_jax.kernels.cpu.calls import Arrays, Attributes, PlainFunction, call
@@ -40,8 +41,7 @@ from paged_jax.kernels.cpu.kernel import ELEMENTS, PACKED, Kernel, QuantisedOp, 
 from paged_jax.kernels.cpu.library import load
 from paged_jax.kernels.dispatch import general_backend
 from paged_jax.kernels.ragged_chunks import attend_in_parts
-from paged_jax.kernels.state_rows import ConvolutionStep, DeltaStep, StateStep
-from paged_jax.kernels.weight_formats import CODES, WeightArrays
+from paged_jax.kernels.weight_formats import CODES, Weight, WeightArrays
 
 # Maximum elements of a value: the size of arrays on the stack of the attention kernels (MAX_U in
 # `source/decode.cc`).
@@ -296,13 +296,12 @@ def _multiply_jvp(matmul, primals, tangents):
     return _multiply(matmul, *primals), tangent
 
 
-def _grouped_linear(args: GroupedArgs) -> jax.Array:
+def _grouped_linear(x: jax.Array, w: Weight, sizes: jax.Array) -> jax.Array:
     """Multiply rows by the weights of their groups.
 
     It uses `source/grouped_linear.cc` or `source/quantised_grouped_linear.cc`. The result of a row
     does not depend on the other rows. See `paged_jax.kernels.grouped_linear`.
     """
-    x, w, sizes = args.x, args.w, args.group_sizes
     layer = jnp.asarray(w.stack.layer if w.stack else 0, jnp.int32)
     stacked = _stacked_arrays(w)
     if w.scales is None:
@@ -328,7 +327,7 @@ class _PlainGrouped:
 
     def __call__(self, x: jax.Array, arrays: WeightArrays, sizes: jax.Array) -> list[jax.Array]:
         w = Weight(*arrays, code=self.code, dtype=self.dtype)
-        return [general_backend().grouped_linear(GroupedArgs(x, w, sizes))]
+        return [general_backend().grouped_linear(x, w, sizes)]
 
 
 def _copies_expert_weights(dtype: DTypeLike) -> bool:
@@ -444,6 +443,7 @@ class Cpu:
             args,
         )
 
-    def grouped_linear_refusal(self, args: GroupedArgs) -> str | None:
+    def grouped_linear_refusal(self, x: jax.Array, w: Weight, sizes: jax.Array) -> str | None:
         """Return why the kernel cannot multiply these arrays, or None if it can."""
-        return None if args.w.scales is None else _quantised_refusal(args.w)
+        del x, sizes
+        return None if w.scales is None else _quantised_refusal(w)

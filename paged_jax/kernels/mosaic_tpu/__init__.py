@@ -36,7 +36,6 @@ import jax
 
 from paged_jax.kernels.backend import (
     AttentionArgs,
-    GroupedArgs,
     Interpret,
     Options,
     Problem,
@@ -45,6 +44,7 @@ from paged_jax.kernels.backend import (
 )
 from paged_jax.kernels.mosaic_tpu import jax_kernels
 from paged_jax.kernels.mosaic_tpu.attention import attend, device_refusal, refusal
+from paged_jax.kernels.weight_formats import Weight
 
 __all__ = ["MosaicTpu", "refusal"]
 
@@ -87,14 +87,13 @@ class MosaicTpu:
             )
         return jax_kernels.attend_ragged(args, options)
 
-    def grouped_linear_refusal(self, args: GroupedArgs) -> str | None:
+    def grouped_linear_refusal(self, x: jax.Array, w: Weight, sizes: jax.Array) -> str | None:
         """Return why JAX's kernel cannot multiply these arrays, or None if it can."""
-        if args.w.scales is not None:
-            return f"its weights are floating point, not {args.w.format.code} with scales"
-        return jax_kernels.grouped_refusal(args.w.values)
+        del x, sizes
+        if w.scales is not None:
+            return f"its weights are floating point, not {w.format.code} with scales"
+        return jax_kernels.grouped_refusal(w.values)
 
-    def grouped_linear(self, args: GroupedArgs) -> jax.Array:
+    def grouped_linear(self, x: jax.Array, w: Weight, sizes: jax.Array) -> jax.Array:
         """Multiply rows by the weights of their groups, with JAX's own kernel."""
-        return jax_kernels.grouped_linear(
-            args.x, args.w.values, args.group_sizes, interpret=self.interpret
-        )
+        return jax_kernels.grouped_linear(x, w.values, sizes, interpret=self.interpret)

@@ -16,7 +16,6 @@ from paged_jax.kernels.backend import (
     ATTENTION,
     AttentionArgs,
     CopyArgs,
-    GroupedArgs,
     Interpret,
     Options,
     Pools,
@@ -24,12 +23,11 @@ from paged_jax.kernels.backend import (
     RaggedArgs,
     RaggedOptions,
     RopeWriteArgs,
-    Weight,
+    StateStep,
     WriteArgs,
 )
 from paged_jax.kernels.pool_format import QUANTISED
 from paged_jax.kernels.ragged_chunks import attend_in_parts
-from paged_jax.kernels.state_rows import StateStep
 from paged_jax.kernels.triton import grouped_linear as _grouped
 from paged_jax.kernels.triton import pallas, tiles
 from paged_jax.kernels.triton import quantised_linear as _quantised
@@ -38,6 +36,7 @@ from paged_jax.kernels.triton import write as _write
 from paged_jax.kernels.triton.decode import decode
 from paged_jax.kernels.triton.prefill import attend_to_chunks, prefill
 from paged_jax.kernels.triton.write import copy_blocks, rope_write, write
+from paged_jax.kernels.weight_formats import Weight
 
 __all__ = ["Triton", "copy_blocks", "decode", "prefill", "refusal", "rope_write", "write"]
 
@@ -89,13 +88,14 @@ class Triton:
         """Copy blocks, in one launch."""
         return copy_blocks(args, self.interpret)
 
-    def grouped_linear_refusal(self, args: GroupedArgs) -> str | None:
+    def grouped_linear_refusal(self, x: jax.Array, w: Weight, sizes: jax.Array) -> str | None:
         """Return why the kernel cannot multiply these arrays, or None if it can."""
-        return _grouped.refusal(args.x, args.w)
+        del sizes
+        return _grouped.refusal(x, w)
 
-    def grouped_linear(self, args: GroupedArgs) -> jax.Array:
+    def grouped_linear(self, x: jax.Array, w: Weight, sizes: jax.Array) -> jax.Array:
         """Multiply rows by the weights of their groups, in one launch."""
-        return _grouped.grouped_linear(args.x, args.w, args.group_sizes, interpret=self.interpret)
+        return _grouped.grouped_linear(x, w, sizes, interpret=self.interpret)
 
     def quantised_linear_refusal(self, x: jax.Array, w: Weight) -> str | None:
         """Return why the kernel does not multiply these arrays, or None if it does."""

@@ -25,13 +25,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels import gpu_device
-from paged_jax.kernels.backend import Interpret, Weight
+from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.gpu_device import divide
 from paged_jax.kernels.triton import dequantise, pallas, quantised_linear, tiles
 from paged_jax.kernels.triton.dequantise import TileFormat, WeightTile
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 from paged_jax.kernels.triton.quantised_linear import multiply_tile
-from paged_jax.kernels.weight_formats import WeightFormat
+from paged_jax.kernels.weight_formats import Weight, WeightFormat
 
 # Maximum elements of an array: the kernel computes offsets in int32.
 _MAX_ELEMENTS = 2**31 - 1

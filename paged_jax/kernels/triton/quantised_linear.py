@@ -29,12 +29,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels import gpu_device
-from paged_jax.kernels.backend import Interpret, Weight
+from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.dispatch import general_backend
 from paged_jax.kernels.triton import dequantise, pallas, tiles
 from paged_jax.kernels.triton.dequantise import TileFormat, WeightTile
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
-from paged_jax.kernels.weight_formats import BYTE_CODES, PACKED_INPUTS, WeightArrays, WeightFormat
+from paged_jax.kernels.weight_formats import (
+    BYTE_CODES,
+    PACKED_INPUTS,
+    Weight,
+    WeightArrays,
+    WeightFormat,
+)
 
 # Maximum elements of an array: the kernel computes offsets in int32.
 _MAX_ELEMENTS = 2**31 - 1

@@ -29,8 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import Interpret
-from paged_jax.kernels.state_rows import ConvolutionStep, DeltaStep, StateStep
+from paged_jax.kernels.backend import ConvolutionStep, DeltaStep, Interpret, StateStep
 from paged_jax.kernels.triton import pallas, tiles
 from paged_jax.kernels.triton.pallas import plgpu
 from paged_jax.kernels.triton.write import call_in_place

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.kernels.backend import GroupedArgs, Weight
 from paged_jax.kernels.weight_formats import (
     BYTE_CODES,
+    Weight,
     WeightArrays,
     as_bits,
     dequantise,
@@ -210,7 +210,7 @@ def _multiply_sum(x: jax.Array, w: jax.Array) -> jax.Array:
     return out.reshape(*x.shape[:-1], w.shape[0])
 
 
-def grouped_linear(args: GroupedArgs) -> jax.Array:
+def grouped_linear(x: jax.Array, w: Weight, group_sizes: jax.Array) -> jax.Array:
     """Multiply rows by the weights of their groups; see `paged_jax.kernels.grouped_linear`.
 
     `jax.lax.ragged_dot` would be one line, but XLA multiplies all rows by all weights on CPUs and
@@ -219,7 +219,6 @@ def grouped_linear(args: GroupedArgs) -> jax.Array:
     out of the stack. On CPUs, it first converts all bfloat16 weights to float32. A quantised weight
     is converted for each of its tiles.
     """
-    x, w, group_sizes = args
     x = _round_inputs(x if w.order is None else x[:, w.order], w)
     return _multiply_groups(x, w, group_sizes, (1, 1))
 
@@ -269,18 +268,13 @@ def _as_floats(w: Weight, group: jax.Array) -> jax.Array:
 
 
 def grouped_gradients(
-    args: GroupedArgs, cotangent: jax.Array
+    x: jax.Array, w: Weight, group_sizes: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the gradients of `grouped_linear` in `x` and in the values of `w`.
 
-    Args:
-      args: the arguments.
-      cotangent: float32 ``[R, out]``, the gradient in the result.
-
-    Returns:
-      The gradients. The second is None if the weight is quantised.
+    `cotangent` is float32 ``[R, out]``, the gradient in the result. The second gradient is None if
+    the weight is quantised.
     """
-    x, w, group_sizes = args
     if w.scales is None:
         return lax.platform_dependent(
             x, w.values, group_sizes, cotangent, tpu=_ragged_gradients, default=_looped_gradients
