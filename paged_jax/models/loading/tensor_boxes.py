@@ -2,8 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -109,42 +108,3 @@ def map_tensor(
     box_shape = box_shape or shape
     start = box_start or (0,) * len(box_shape)
     return TensorMapping(tensor, shape, box_shape, start, first_row=first_row, row_order=row_order)
-
-
-def transposed_expert_mappings(config: Any, names: Mapping[str, str]) -> dict[str, Mappings]:
-    """Return the mappings of the experts of Llama 4, whose matrices are ``[in, out]``."""
-    E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
-    return {
-        "experts_gate_up_proj": (
-            TensorMapping(names["transposed_gate_up_proj"], (X, E, 2 * F), (X, 2, F, E), (0,) * 4,
-                          axes=(0, 2, 3, 1), split_shape=(X, E, 2, F)),
-        ),
-        "experts_down_proj": (
-            TensorMapping(names["transposed_down_proj"], (X, F, E), (X, E, F), (0,) * 3,
-                          axes=(0, 2, 1)),
-        ),
-    }  # fmt: skip
-
-
-def interleaved_expert_mappings(config: Any, names: Mapping[str, str]) -> dict[str, Mappings]:
-    """Return the mappings of the experts of gpt-oss.
-
-    Their matrices are ``[in, out]``, and gate and up columns alternate.
-    """
-    E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
-    return {
-        "router_bias": (map_tensor(names["router_bias"], (X,)),),
-        "experts_gate_up_proj": (
-            TensorMapping(names["experts_gate_up_proj"], (X, E, 2 * F), (X, 2, F, E), (0,) * 4,
-                          axes=(0, 3, 2, 1), split_shape=(X, E, F, 2)),
-        ),
-        "experts_gate_up_bias": (
-            TensorMapping(names["experts_gate_up_bias"], (X, 2 * F), (X, 2, F), (0,) * 3,
-                          axes=(0, 2, 1), split_shape=(X, F, 2)),
-        ),
-        "experts_down_proj": (
-            TensorMapping(names["experts_down_proj"], (X, F, E), (X, E, F), (0,) * 3,
-                          axes=(0, 2, 1)),
-        ),
-        "experts_down_bias": (map_tensor(names["experts_down_bias"], (X, E)),),
-    }  # fmt: skip

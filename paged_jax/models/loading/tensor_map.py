@@ -17,9 +17,7 @@ from paged_jax.models.layer_groups import LatentSizes
 from paged_jax.models.loading.tensor_boxes import (
     Mappings,
     TensorMapping,
-    interleaved_expert_mappings,
     map_tensor,
-    transposed_expert_mappings,
 )
 from paged_jax.models.mixer_sizes import Mixer
 from paged_jax.models.rope import head_order
@@ -399,54 +397,82 @@ def _expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Ma
         "gate_up_proj": _gate_up_mappings(config, names, shared),
         "down_proj": (map_tensor(names["down_proj"], (E, shared)),),
     }
-    if "transposed_gate_up_proj" in names and experts != "separate":
-        return mappings | transposed_expert_mappings(config, names)
-    if "experts_gate_up_proj" in names and experts != "separate":
-        return mappings | interleaved_expert_mappings(config, names)
-    first = 0 if config.gated_mlp else 1
     if "router_bias" in names:
-        mappings |= _expert_bias_mappings(config, names)
-        names = _EXPERTS
-    return mappings | {
-        "experts_gate_up_proj": tuple(
-            map_tensor(names[name].replace("*", str(x)), (F, E), (1, 1, F, E), (x, half, 0, 0))
-            for x in range(X)
-            for half, name in enumerate(("experts_gate_proj", "experts_up_proj")[first:])
-        ),
-        "experts_down_proj": tuple(
-            map_tensor(
-                names["experts_down_proj"].replace("*", str(x)), (E, F), (1, E, F), (x, 0, 0)
-            )
-            for x in range(X)
-        ),
+        mappings["router_bias"] = (map_tensor(names["router_bias"], (X,)),)
+    if "transposed_gate_up_proj" in names and experts != "separate":
+        # Matrices are [in, out]. The columns of the gates are before those of the features.
+        first, last = names["transposed_gate_up_proj"], names["transposed_down_proj"]
+        return mappings | {
+            "experts_gate_up_proj": _all_experts(first, (X, E, 2, F), (0, 2, 3, 1), merged=2),
+            "experts_down_proj": _all_experts(last, (X, F, E), (0, 2, 1)),
+        }
+    if "experts_gate_up_proj" in names and experts != "separate":
+        # Matrices are [in, out]. The columns of gates and features alternate.
+        first, last = names["experts_gate_up_proj"], names["experts_down_proj"]
+        bias = names["experts_gate_up_bias"]
+        return mappings | {
+            "experts_gate_up_proj": _all_experts(first, (X, E, F, 2), (0, 3, 2, 1), merged=2),
+            "experts_gate_up_bias": _all_experts(bias, (X, F, 2), (0, 2, 1), merged=1),
+            "experts_down_proj": _all_experts(last, (X, F, E), (0, 2, 1)),
+            "experts_down_bias": (map_tensor(names["experts_down_bias"], (X, E)),),
+        }
+    names = _EXPERTS if "router_bias" in names else names
+    gate, up, down = (names[f"experts_{kind}_proj"] for kind in ("gate", "up", "down"))
+    halves = (gate, up) if config.gated_mlp else (up,)
+    mappings |= {
+        "experts_gate_up_proj": _each_expert(X, halves, (F, E)),
+        "experts_down_proj": _each_expert(X, down, (E, F)),
     }
+    if "router_bias" in mappings:
+        gate, up, down = (name.replace("weight", "bias") for name in (gate, up, down))
+        mappings |= {
+            "experts_gate_up_bias": _each_expert(X, (gate, up), (F,)),
+            "experts_down_bias": _each_expert(X, down, (E,)),
+        }
+    return mappings
 
 
-def _expert_bias_mappings(config: LlamaConfig, names: Mapping[str, str]) -> dict[str, Mappings]:
-    """Return the mappings of the biases of experts with separate tensors, and of the router."""
-    E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
-    gate, up, down = (
-        _EXPERTS[f"experts_{kind}_proj"].replace("weight", "bias")
-        for kind in ("gate", "up", "down")
+def _all_experts(
+    tensor: str, split: tuple[int, ...], axes: tuple[int, ...], merged: int | None = None
+) -> Mappings:
+    """Return the mapping of a parameter that is one tensor for all experts.
+
+    Args:
+      tensor: name of the tensor.
+      split: shape of the tensor, with gates and features in a separate dimension.
+      axes: dimension of `split` for each dimension of the parameter.
+      merged: dimension of `split` that is merged with the next one in the tensor, or None.
+    """
+    shape, whole = tuple(split[axis] for axis in axes), None
+    if merged is not None:
+        split, whole = (
+            (*split[:merged], math.prod(split[merged : merged + 2]), *split[merged + 2 :]),
+            split,
+        )
+    return (TensorMapping(tensor, split, shape, (0,) * len(shape), axes=axes, split_shape=whole),)
+
+
+def _each_expert(
+    num_experts: int, tensors: str | tuple[str, ...], shape: tuple[int, ...]
+) -> Mappings:
+    """Return the mappings of a parameter of which each expert has its own tensor, or several."""
+    has_parts = isinstance(tensors, tuple)
+    lead = (1, 1) if has_parts else (1,)
+    return tuple(
+        map_tensor(
+            tensor.replace("*", str(expert)),
+            shape,
+            (*lead, *shape),
+            (*(expert, part)[: len(lead)], *[0] * len(shape)),
+        )
+        for expert in range(num_experts)
+        for part, tensor in enumerate(tensors if has_parts else (tensors,))
     )
-    return {
-        "router_bias": (map_tensor(names["router_bias"], (X,)),),
-        "experts_gate_up_bias": tuple(
-            map_tensor(name.replace("*", str(x)), (F,), (1, 1, F), (x, half, 0))
-            for x in range(X)
-            for half, name in enumerate((gate, up))
-        ),
-        "experts_down_bias": tuple(
-            map_tensor(down.replace("*", str(x)), (E,), (1, E), (x, 0)) for x in range(X)
-        ),
-    }
 
 
 def _fused_expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Mappings]:
     """Return the mappings of experts in fused tensors, and of their router."""
     E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
-    halves = 2 if config.gated_mlp else 1
-    gate_up, down = (X, halves * F, E), (X, E, F)
     names = {**_EXPERTS, **_family_tensors(config, experts)}
     router, bias, up = (
         names[name] for name in ("router", "router_correction_bias", "experts_up_proj")
@@ -456,17 +482,12 @@ def _fused_expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[s
             name.replace("block_sparse_moe.", "mlp.") for name in (router, bias, up)
         )
     module = up.partition("*.")[0]  # such as "mlp.experts."
-    first = "gate_up_proj" if config.gated_mlp else "up_proj"
+    halves, first = (2, "gate_up_proj") if config.gated_mlp else (1, "up_proj")
+    gate_up = names.get("fused_gate_up_proj", f"{module}{first}")
+    down = names.get("fused_down_proj", f"{module}down_proj")
     return {
         "router": (map_tensor(router, (X, E)),),
         "router_correction_bias": (map_tensor(bias, (X,)),),
-        "experts_gate_up_proj": (
-            TensorMapping(names.get("fused_gate_up_proj", f"{module}{first}"),
-                          gate_up, (X, halves, F, E), (0,) * 4,
-                          axes=(0, 1, 2, 3), split_shape=(X, halves, F, E)),
-        ),
-        "experts_down_proj": (
-            TensorMapping(names.get("fused_down_proj", f"{module}down_proj"),
-                          down, down, (0,) * 3, axes=(0, 1, 2)),
-        ),
-    }  # fmt: skip
+        "experts_gate_up_proj": _all_experts(gate_up, (X, halves, F, E), (0, 1, 2, 3), merged=1),
+        "experts_down_proj": _all_experts(down, (X, E, F), (0, 1, 2)),
+    }
