@@ -20,6 +20,7 @@ some of these parameters::
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import ClassVar, Self
 
 from paged_jax.models.layer_groups import StateShape
 
@@ -38,10 +39,8 @@ class Mixer:
     conv_width: int
     conv_bias: bool = False
 
-    @property
-    def states(self) -> tuple[StateShape, ...]:
-        """Arrays that a sequence keeps in each layer."""
-        raise NotImplementedError
+    # Fields that are divided over devices. The first is the number of parts.
+    divided: ClassVar[tuple[str, ...]]
 
     def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
         """Return the shape of each parameter, for hidden states of a size E."""
@@ -50,20 +49,32 @@ class Mixer:
     @property
     def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
         """Name and rows per head of each piece of a parameter. Files may store them separately."""
-        return {}
+        raise NotImplementedError
+
+    @property
+    def state_shape(self) -> Shape | None:
+        """Shape of the float32 state of all heads, or None if a layer has only a convolution."""
+        return None
+
+    @property
+    def states(self) -> tuple[StateShape, ...]:
+        """Arrays that a sequence keeps in each layer: last inputs of the convolution, and state."""
+        num_channels = math.prod(self.shapes(1)["mixer_conv"][:2])
+        # One dimension: devices would pad a dimension of three tokens to eight.
+        conv = StateShape("conv", ((self.conv_width - 1) * num_channels,), None)
+        if self.state_shape is None:
+            return (conv,)
+        return conv, StateShape("state", self.state_shape, "float32")
 
     @property
     def num_parts(self) -> int:
         """Number of parts (K) that can be on different devices."""
-        raise NotImplementedError
+        return getattr(self, self.divided[0])
 
-    def divide(self, num_devices: int) -> "Mixer":
+    def divide(self, num_devices: int) -> Self:
         """Return the sizes on each of several devices, whose number divides `num_parts`."""
-        raise NotImplementedError
-
-    def _conv_state(self, num_channels: int) -> StateShape:
-        # One dimension: devices would pad a dimension of three tokens to eight.
-        return StateShape("conv", ((self.conv_width - 1) * num_channels,), None)
+        sizes = {name: getattr(self, name) // num_devices for name in self.divided}
+        return dataclasses.replace(self, **sizes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,10 +87,7 @@ class ShortConvolution(Mixer):
 
     num_channels: int
 
-    @property
-    def states(self) -> tuple[StateShape, ...]:
-        """Arrays of a sequence: the last inputs of the convolution."""
-        return (self._conv_state(self.num_channels),)
+    divided = ("num_channels",)
 
     def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
         """Return the shapes of the parameters."""
@@ -94,15 +102,6 @@ class ShortConvolution(Mixer):
     def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
         """Name and rows per channel of each piece of a parameter."""
         return {"mixer_in_proj": (("b", 1), ("c", 1), ("x", 1))}
-
-    @property
-    def num_parts(self) -> int:
-        """Number of channels."""
-        return self.num_channels
-
-    def divide(self, num_devices: int) -> "ShortConvolution":
-        """Return the sizes on each device."""
-        return dataclasses.replace(self, num_channels=self.num_channels // num_devices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,6 +128,8 @@ class GatedDeltaNet(Mixer):
     has_negative_eigenvalues: bool = False
     norm_eps: float = 1e-6
 
+    divided = ("num_key_heads", "num_value_heads")
+
     def __post_init__(self) -> None:
         if self.num_value_heads % self.num_key_heads:
             raise ValueError(
@@ -143,10 +144,10 @@ class GatedDeltaNet(Mixer):
         return K, self.num_value_heads // K, self.key_dim, self.value_dim
 
     @property
-    def states(self) -> tuple[StateShape, ...]:
-        """Arrays of a sequence: inputs of the convolution, and the state of each head."""
+    def state_shape(self) -> Shape:
+        """Shape of the state of all heads."""
         K, G, D, U = self.heads
-        return self._conv_state(K * (2 * D + G * U)), StateShape("state", (K * G, D, U), "float32")
+        return K * G, D, U
 
     def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
         """Return the shapes of the parameters."""
@@ -172,16 +173,6 @@ class GatedDeltaNet(Mixer):
             "mixer_conv": qkv,
         }
 
-    @property
-    def num_parts(self) -> int:
-        """Number of heads of keys."""
-        return self.num_key_heads
-
-    def divide(self, num_devices: int) -> "GatedDeltaNet":
-        """Return the sizes on each device."""
-        heads = (self.num_key_heads // num_devices, self.num_value_heads // num_devices)
-        return dataclasses.replace(self, num_key_heads=heads[0], num_value_heads=heads[1])
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KimiDelta(Mixer):
@@ -199,11 +190,12 @@ class KimiDelta(Mixer):
     head_dim: int
     norm_eps: float = 1e-5
 
+    divided = ("num_heads",)
+
     @property
-    def states(self) -> tuple[StateShape, ...]:
-        """Arrays of a sequence: inputs of the convolution, and the state of each head."""
-        K, D = self.num_heads, self.head_dim
-        return self._conv_state(3 * K * D), StateShape("state", (K, D, D), "float32")
+    def state_shape(self) -> Shape:
+        """Shape of the state of all heads."""
+        return self.num_heads, self.head_dim, self.head_dim
 
     def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
         """Return the shapes of the parameters."""
@@ -228,15 +220,6 @@ class KimiDelta(Mixer):
         qkv = ("q", D), ("k", D), ("v", D)
         ranks = ("decay", D), ("gate", D)
         return {"mixer_in_proj": qkv, "mixer_rank_proj": ranks, "mixer_conv": qkv}
-
-    @property
-    def num_parts(self) -> int:
-        """Number of heads."""
-        return self.num_heads
-
-    def divide(self, num_devices: int) -> "KimiDelta":
-        """Return the sizes on each device."""
-        return dataclasses.replace(self, num_heads=self.num_heads // num_devices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -270,6 +253,8 @@ class Mamba2(Mixer):
     out_multiplier: float = 1.0
     piece_multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
+    divided = ("num_groups", "num_heads")
+
     def __post_init__(self) -> None:
         if self.num_heads % self.num_groups:
             raise ValueError(
@@ -284,10 +269,10 @@ class Mamba2(Mixer):
         return K, self.num_heads // K, self.state_dim, self.head_dim
 
     @property
-    def states(self) -> tuple[StateShape, ...]:
-        """Arrays of a sequence: inputs of the convolution, and the state of each head."""
+    def state_shape(self) -> Shape:
+        """Shape of the state of all heads."""
         K, G, D, U = self.heads
-        return self._conv_state(K * (2 * D + G * U)), StateShape("state", (K * G, U, D), "float32")
+        return K * G, U, D
 
     def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
         """Return the shapes of the parameters."""
@@ -316,13 +301,3 @@ class Mamba2(Mixer):
             "mixer_conv": xbc,
             "mixer_conv_bias": xbc,
         }
-
-    @property
-    def num_parts(self) -> int:
-        """Number of groups of heads."""
-        return self.num_groups
-
-    def divide(self, num_devices: int) -> "Mamba2":
-        """Return the sizes on each device."""
-        groups, heads = self.num_groups // num_devices, self.num_heads // num_devices
-        return dataclasses.replace(self, num_groups=groups, num_heads=heads)

@@ -27,8 +27,7 @@ from paged_jax.models.loading import conversion, huggingface, stored_matrices
 from paged_jax.models.loading.parameters import ModelSpec, named_arrays
 from paged_jax.models.loading.quantised_floats import MXFP4_BLOCK, MXFP4_BLOCK_BYTES
 from paged_jax.models.loading.safetensors_files import combine_quantised, find_tensors
-from paged_jax.models.loading.stored_tensors import StoredTensor
-from paged_jax.models.loading.tensor_boxes import TensorMapping
+from paged_jax.models.loading.stored_tensors import StoredTensor, TensorMapping
 from paged_jax.models.loading.tensor_map import map_parameter, standard_name
 from paged_jax.models.quantisation import find_quantisation
 from paged_jax.models.rope import RopeScaling

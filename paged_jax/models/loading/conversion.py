@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.parameters import WeightsError
-from paged_jax.models.loading.tensor_boxes import TensorMapping
+from paged_jax.models.loading.stored_tensors import TensorMapping
 from paged_jax.models.loading.tensor_map import (
     EMBEDDINGS,
     HEAD,

@@ -39,8 +39,7 @@ from paged_jax.models.loading.stored_matrices import (
     choose_formats,
     read_box,
 )
-from paged_jax.models.loading.stored_tensors import CountedTensors, StoredTensor
-from paged_jax.models.loading.tensor_boxes import TensorMapping
+from paged_jax.models.loading.stored_tensors import CountedTensors, StoredTensor, TensorMapping
 from paged_jax.models.loading.tensor_map import (
     EMBEDDINGS,
     HEAD,

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequantise, unpack
-from paged_jax.models.loading.tensor_boxes import TensorMapping
+from paged_jax.models.loading.stored_tensors import TensorMapping
 from paged_jax.models.matrices import SUFFIXES, MatrixFormats
 
 _EXPERTS = "mxfp4 experts"  # kind of the experts of gpt-oss

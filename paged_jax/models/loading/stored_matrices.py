@@ -32,8 +32,7 @@ from paged_jax.kernels.weight_formats import (
     divide_groups,
 )
 from paged_jax.models.loading.parameters import ModelSpec
-from paged_jax.models.loading.stored_tensors import StoredTensor
-from paged_jax.models.loading.tensor_boxes import TensorMapping
+from paged_jax.models.loading.stored_tensors import StoredTensor, TensorMapping
 from paged_jax.models.matrices import (
     DTYPE_FORMATS,
     SUFFIXES,

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.families import FAMILIES
 from paged_jax.models.layer_groups import LatentSizes
-from paged_jax.models.loading.tensor_boxes import (
+from paged_jax.models.loading.stored_tensors import (
     Mappings,
     TensorMapping,
     map_tensor,
@@ -456,8 +456,7 @@ def _each_expert(
     num_experts: int, tensors: str | tuple[str, ...], shape: tuple[int, ...]
 ) -> Mappings:
     """Return the mappings of a parameter of which each expert has its own tensor, or several."""
-    has_parts = isinstance(tensors, tuple)
-    lead = (1, 1) if has_parts else (1,)
+    parts, lead = ((tensors,), (1,)) if isinstance(tensors, str) else (tensors, (1, 1))
     return tuple(
         map_tensor(
             tensor.replace("*", str(expert)),
@@ -466,7 +465,7 @@ def _each_expert(
             (*(expert, part)[: len(lead)], *[0] * len(shape)),
         )
         for expert in range(num_experts)
-        for part, tensor in enumerate(tensors if has_parts else (tensors,))
+        for part, tensor in enumerate(parts)
     )
 
 
