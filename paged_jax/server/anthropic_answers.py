@@ -101,7 +101,7 @@ class MessagesAnswer(Answer):
         [output] = outputs
         [delta] = whole_samples(output)
         self._tracker.push(self.chat.parts(delta, is_whole=True), is_last=True)
-        content = [_content(block) for block in self._tracker.blocks]
+        content = [self._content(block) for block in self._tracker.blocks]
         message = self._message(content, self._usage(output))
         return message | self._end(output.outputs[0]) | self._explanations(output)
 
@@ -130,7 +130,7 @@ class MessagesAnswer(Answer):
                 events += [{"type": "message_start", "message": message}, {"type": "ping"}]
             is_last = delta.sample.finish_reason is not None
             for change in self._tracker.push(self.chat.parts(delta), is_last=is_last):
-                events += _events_of(change)
+                events += self._events_of(change)
         return events
 
     def closing(self, outputs: Sequence[RequestOutput]) -> list[JsonDict]:
@@ -183,6 +183,48 @@ class MessagesAnswer(Answer):
             return {"stop_reason": "stop_sequence", "stop_sequence": sample.stop_reason}
         return {"stop_reason": "end_turn", "stop_sequence": None}
 
+    # Blocks
+
+    @property
+    def _hides_thoughts(self) -> bool:
+        """Whether blocks of reasoning are empty."""
+        return self.body.thinking is not None and self.body.thinking.display == "omitted"
+
+    def _events_of(self, change: BlockChange) -> list[JsonDict]:
+        block, index = change.block, {"index": change.block.index}
+        if change.what == "open":
+            empty = Block(block.index, block.kind, block.name, id=block.id)
+            return [{"type": "content_block_start", **index, "content_block": self._content(empty)}]
+        if change.what == "extend":
+            if block.kind == "reasoning" and self._hides_thoughts:
+                return []
+            kind, key = {
+                "reasoning": ("thinking_delta", "thinking"),
+                "content": ("text_delta", "text"),
+                "call": ("input_json_delta", "partial_json"),
+            }[block.kind]
+            delta = {"type": kind, key: change.text}
+            return [{"type": "content_block_delta", **index, "delta": delta}]
+        stop = [{"type": "content_block_stop", **index}]
+        if block.kind != "reasoning":
+            return stop
+        signature = {"type": "signature_delta", "signature": ""}
+        return [{"type": "content_block_delta", **index, "delta": signature}, *stop]
+
+    def _content(self, block: Block) -> JsonDict:
+        """Return a block in Anthropic's format."""
+        if block.kind == "reasoning":
+            text = "" if self._hides_thoughts else block.text
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        if block.kind == "content":
+            return {"type": "text", "text": block.text}
+        try:
+            arguments = json.loads(block.text or "{}")
+        except ValueError:
+            arguments = {}  # the answer was cut short
+        call = {"name": block.name, "input": arguments}
+        return {"type": "tool_use", "id": f"toolu_{block.id}", **call}
+
 
 async def count_tokens(service: Service, request: Request) -> Response:
     """Return the number of tokens of a prompt, with its tools and the chat template.
@@ -202,36 +244,3 @@ async def count_tokens(service: Service, request: Request) -> Response:
     async with service.while_connected(request.receive):
         size = request.scope[RECORD].size(request.scope[RECORD].num_bytes)
         return json_response({"input_tokens": await service.encode(size, count)})
-
-
-def _events_of(change: BlockChange) -> list[JsonDict]:
-    block, index = change.block, {"index": change.block.index}
-    if change.what == "open":
-        empty = Block(block.index, block.kind, block.name, id=block.id)
-        return [{"type": "content_block_start", **index, "content_block": _content(empty)}]
-    if change.what == "extend":
-        kind, key = {
-            "reasoning": ("thinking_delta", "thinking"),
-            "content": ("text_delta", "text"),
-            "call": ("input_json_delta", "partial_json"),
-        }[block.kind]
-        delta = {"type": kind, key: change.text}
-        return [{"type": "content_block_delta", **index, "delta": delta}]
-    stop = [{"type": "content_block_stop", **index}]
-    if block.kind != "reasoning":
-        return stop
-    signature = {"type": "signature_delta", "signature": ""}
-    return [{"type": "content_block_delta", **index, "delta": signature}, *stop]
-
-
-def _content(block: Block) -> JsonDict:
-    """Return a block in Anthropic's format."""
-    if block.kind == "reasoning":
-        return {"type": "thinking", "thinking": block.text, "signature": ""}
-    if block.kind == "content":
-        return {"type": "text", "text": block.text}
-    try:
-        arguments = json.loads(block.text or "{}")
-    except ValueError:
-        arguments = {}  # the answer was cut short
-    return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": arguments}

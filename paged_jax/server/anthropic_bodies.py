@@ -14,7 +14,14 @@ from paged_jax.server.response_items import (
     with_system_text,
 )
 from paged_jax.server.responses import ApiError, JsonDict
-from paged_jax.server.sampling_body import WHOLE, Body, Items, LenientBody, SamplingBody, Text
+from paged_jax.server.sampling_body import (
+    WHOLE,
+    Items,
+    LenientBody,
+    SamplingBody,
+    TemplateFields,
+    Text,
+)
 
 _MEDIA = ("image", "document", "search_result")
 # Start of a system block that changes with each request, so that nothing after it would be cached.
@@ -36,12 +43,13 @@ class OutputConfig(LenientBody):
 
 
 class ThinkingConfig(LenientBody):
-    """Whether the model reasons before it answers."""
+    """Whether the model reasons before it answers, and whether the answer shows the reasoning."""
 
     type: str
+    display: Literal["summarized", "omitted"] | None = None
 
 
-class CountTokensBody(Body):
+class CountTokensBody(TemplateFields):
     """Body of `POST /v1/messages/count_tokens`; `MessagesBody` has these fields as well."""
 
     model: str | None = Field(None, description="Name of the served model.")
@@ -83,9 +91,6 @@ class MessagesBody(CountTokensBody, SamplingBody):
     )
     stop_sequences: Items[Text] | None = Field(None, description="Texts that end the output.")
     n: Literal[1] | None = Field(None, description="Only 1.")
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables for the chat template, such as enable_thinking."
-    )
     # Fields that are accepted and have no effect on this server.
     inference_geo: str | None = Field(None, description="Ignored.")
     diagnostics: Any = Field(None, description="Ignored.")
@@ -104,7 +109,6 @@ def chat_of_messages(body: CountTokensBody, tokenizer: Tokenizer | None) -> bodi
     variables: JsonDict = {}
     if thinking is not None:
         variables["enable_thinking"] = thinking.type != "disabled"
-    own = getattr(body, "chat_template_kwargs", None) or {}
     choice, is_parallel = _tool_choice(body.tool_choice or {})
     last = messages[-1] if messages else {}
     is_continued = last.get("role") == "assistant" and not last.get("tool_calls")
@@ -117,10 +121,11 @@ def chat_of_messages(body: CountTokensBody, tokenizer: Tokenizer | None) -> bodi
             "parallel_tool_calls": is_parallel,
             "continue_final_message": is_continued,
             "add_generation_prompt": not is_continued,
-            "reasoning_effort": None if config is None else config.effort,
-            "chat_template_kwargs": {**variables, **own} or None,
+            "chat_template_kwargs": {**variables, **(body.chat_template_kwargs or {})} or None,
         },
+        body,
         "messages",
+        None if config is None else config.effort,
     )
 
 

@@ -16,6 +16,7 @@ from paged_jax.server.sampling_body import (
     LenientBody,
     SamplingBody,
     StreamOptions,
+    TemplateFields,
     Text,
     TokenId,
     TokenIds,
@@ -237,23 +238,20 @@ class MessageParam(LenientBody):
         return self
 
 
-class TokenizeBody(Body):
-    """Body of `POST /tokenize`, as in vLLM: a text or a chat."""
+class TokenizeBody(TemplateFields):
+    """Body of `POST /tokenize`, as in vLLM: a text or a chat. A text has no fields of chats."""
 
     model: str | None = Field(None, description="Name of the served model.")
     prompt: str | None = Field(None, description="A text; either this or `messages`.")
     messages: Annotated[Items[MessageParam] | None, Field(min_length=1)] = Field(
         None, description="A chat; either this or `prompt`."
     )
-    add_special_tokens: bool | None = Field(
-        None, description="By default true for a text and false for a chat."
-    )
     add_generation_prompt: bool | None = Field(
         None, description="Whether to append the start of the next message; by default true."
     )
-    reasoning_effort: str | None = Field(None, description="Variable for the chat template.")
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables for the chat template, such as enable_thinking."
+    continue_final_message: bool | None = Field(
+        None,
+        description="Whether the last message is continued. Needs add_generation_prompt false.",
     )
     tools: Items[ToolParam] | None = Field(
         None, description="Functions that the template shows to the model."
@@ -272,7 +270,7 @@ class DetokenizeBody(Body):
     tokens: Items[TokenId] = Field(description="The token ids.")
 
 
-class ChatBody(OpenAiBody):
+class ChatBody(OpenAiBody, TemplateFields):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[Items[MessageParam], Field(min_length=1)] = Field(
@@ -286,13 +284,6 @@ class ChatBody(OpenAiBody):
     )
     top_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = Field(
         None, description="Number of most probable tokens to report with each token."
-    )
-    reasoning_effort: str | None = Field(
-        None,
-        description="Variable for the chat template, used by gpt-oss. `none` turns reasoning off.",
-    )
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables for the chat template, such as enable_thinking."
     )
     tools: Items[ToolParam] | None = Field(None, description="Functions that the model may call.")
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolChoice | None = (

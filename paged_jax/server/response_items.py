@@ -16,7 +16,15 @@ from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.server import bodies
 from paged_jax.server.chat_messages import template_messages
 from paged_jax.server.responses import ApiError, JsonDict
-from paged_jax.server.sampling_body import WHOLE, Body, Items, LenientBody, SamplingBody, Text
+from paged_jax.server.sampling_body import (
+    WHOLE,
+    Body,
+    Items,
+    LenientBody,
+    SamplingBody,
+    TemplateFields,
+    Text,
+)
 
 _SYSTEM = ("system", "developer")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -50,7 +58,7 @@ class ReasoningOptions(LenientBody):
     generate_summary: str | None = None
 
 
-class ResponsesBody(SamplingBody):
+class ResponsesBody(SamplingBody, TemplateFields):
     """Body of `POST /v1/responses`. Responses are not stored."""
 
     model: str | None = Field(None, description="Name of the served model.")
@@ -84,9 +92,6 @@ class ResponsesBody(SamplingBody):
         None,
         description="`message.output_text.logprobs` reports log-probabilities. Other values are "
         "ignored.",
-    )
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables for the chat template, such as enable_thinking."
     )
     metadata: Annotated[dict[str, str], Field(max_length=_MAX_METADATA)] | None = Field(
         None, description="Repeated in the response."
@@ -226,27 +231,33 @@ def chat_body(
         "tools": tools or None,
         "tool_choice": _tool_choice(body.tool_choice, names),
         "parallel_tool_calls": body.parallel_tool_calls,
-        "add_special_tokens": body.add_special_tokens,
-        "chat_template_kwargs": body.chat_template_kwargs,
-        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
     }
-    return validated_chat(chat, "input")
+    effort = None if body.reasoning is None else body.reasoning.effort
+    return validated_chat(chat, body, "input", effort)
 
 
-def validated_chat(chat: JsonDict, field: str) -> bodies.ChatBody:
+def validated_chat(
+    chat: JsonDict, body: TemplateFields, field: str, effort: str | None
+) -> bodies.ChatBody:
     """Return a chat as a body of ``POST /v1/chat/completions``.
 
     Args:
-      chat: the fields of the chat.
+      chat: the messages and tools of the chat.
+      body: the body of the request.
       field: name of the body field that has the messages.
+      effort: effort of the reasoning in the API's own field; None for the field `reasoning_effort`.
 
     Raises:
       ApiError: the chat is invalid.
     """
     if not chat["messages"]:
         raise ApiError(400, f"{field} must contain at least one message.", param=field)
+    fields = {name: getattr(body, name) for name in TemplateFields.model_fields}
+    fields["skip_special_tokens"] = getattr(body, "skip_special_tokens", None)
+    if effort is not None:
+        fields["reasoning_effort"] = effort
     try:
-        return bodies.ChatBody.model_validate(chat)
+        return bodies.ChatBody.model_validate({**fields, **chat})
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))

@@ -43,7 +43,8 @@ UNKNOWN_FIELD = "extra_forbidden"
 _OLD_FORMS = "guided_"
 
 # Unknown fields that are ignored: hints for caches, routers, logs and reasoning models, which do
-# not change the response. (Chats pass the reasoning effort to the chat template.)
+# not change the response. (`TemplateFields` has the reasoning effort: only a chat template reads
+# it.)
 IGNORED = frozenset({
     "prediction",
     "prompt_cache_key",
@@ -52,8 +53,6 @@ IGNORED = frozenset({
     "reasoning_effort",
     "rid",
     "safety_identifier",
-    "separate_reasoning",
-    "stream_reasoning",
     "verbosity",
 })  # fmt: skip
 
@@ -74,8 +73,10 @@ NEUTRAL_VALUES: Mapping[str, Sequence[Any]] = {
     "no_stop_trim": (False,),
     "return_hidden_states": (False,),
     "return_tokens_as_token_ids": (False,),
+    "separate_reasoning": (True,),
     "spaces_between_special_tokens": (True,),
     "stop_regex": ([],),
+    "stream_reasoning": (True,),
     "vllm_xargs": ({},),
 }
 
@@ -160,6 +161,23 @@ class StreamOptions(Body):
         None, description="With include_usage: whether each event has the usage of its sample."
     )
     include_obfuscation: Literal[False] | None = Field(None, description="Accepted if it is false.")
+
+
+class TemplateFields(Body):
+    """Fields of all bodies with a chat that the chat template reads."""
+
+    reasoning_effort: str | None = Field(
+        None,
+        description="Variable for the chat template, used by gpt-oss. `none` turns reasoning off.",
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables for the chat template, such as enable_thinking."
+    )
+    add_special_tokens: bool | None = Field(
+        None,
+        description="Whether the tokenizer adds special tokens such as BOS. By default true for "
+        "texts, and false for chats, because the chat template adds them.",
+    )
 
 
 _FIELDS: dict[str, Any] = {name: (_optional(number), None) for name, number in NUMBERS.items()}

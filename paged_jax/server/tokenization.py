@@ -22,6 +22,9 @@ from paged_jax.server.service import Service
 
 T = TypeVar("T")
 
+# Fields that only a chat has.
+_CHAT_FIELDS = ("tools", "continue_final_message", "reasoning_effort", "chat_template_kwargs")
+
 
 async def tokenize(service: Service, request: Request) -> Response:
     """Return the token ids of a text or chat of any length.
@@ -34,21 +37,23 @@ async def tokenize(service: Service, request: Request) -> Response:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Exactly one of prompt and messages must be given.")
-    if body.tools and body.messages is None:
-        raise ApiError(400, "tools must be null if prompt is given.", param="tools")
+    for name in _CHAT_FIELDS if body.messages is None else ():
+        if getattr(body, name):
+            raise ApiError(400, f"{name} must be null if prompt is given.", param=name)
     tools = template_tools(body.tools or (), tokenizer) or None
 
     def encode() -> list[int]:
         if body.prompt is not None:
             adds = body.add_special_tokens is not False
             return tokenizer.encode(body.prompt, add_special_tokens=adds)
-        return tokenizer.encode_chat(
+        chat = tokenizer.render_chat(
             template_messages(body.messages or []),
             template_variables(body),
             tools=tools,
             add_generation_prompt=body.add_generation_prompt is not False,
-            add_special_tokens=bool(body.add_special_tokens),
+            continue_final_message=bool(body.continue_final_message),
         )
+        return tokenizer.encode(chat, add_special_tokens=bool(body.add_special_tokens))
 
     size = len(body.prompt) if body.prompt is not None else num_chars(body.messages or [])
     token_ids = await _encode(service, request, size, encode)

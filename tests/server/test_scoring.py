@@ -134,6 +134,14 @@ def test_tokenize_and_detokenize_are_inverse(server) -> None:
 
     messages = [{"role": "user", "content": "ab"}]
     kwargs = {"chat_template_kwargs": {"enable_thinking": True}}
+    continued = {"continue_final_message": True, "add_generation_prompt": False}
+    tokens = tokenize(messages=[*messages, {"role": "assistant", "content": "c"}], **continued)
+    text = server.post("/detokenize", {"tokens": tokens["tokens"]}).json()["prompt"]
+    assert text == "u:ab\na:c", "without the line end after the message"
+    for fields in (kwargs, {"reasoning_effort": "low"}, {"continue_final_message": True}):
+        [name] = fields
+        error = error_of(server.post("/tokenize", {"prompt": "ab", **fields}), 400)
+        assert error["param"] == name and "must be null if prompt is given" in error["message"]
     for body, text in (
         ({}, "u:ab\na:"),
         ({"add_generation_prompt": True, **kwargs}, "u:ab\na:hm"),
