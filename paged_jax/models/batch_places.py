@@ -99,16 +99,7 @@ class BatchPlaces:
         carry: GroupPools,
         backend: str | None = None,
     ) -> tuple[jax.Array, GroupPools]:
-        """Advance the states of a recurrent layer over the new tokens.
-
-        Args:
-          layer: index of the layer in the model.
-          recurrence: the inputs of the layer and its recurrence.
-          carry: the pools.
-          backend: see `StatePlaces.advance`.
-
-        Returns:
-          The output of the layer ``[N, features]``, and the new pools.
+        """Advance the states of a recurrent layer over the new tokens, see `StatePlaces.advance`.
 
         Raises:
           ValueError: the cache has no states.
@@ -130,13 +121,9 @@ class BatchPlaces:
     ) -> tuple[jax.Array, Pools]:
         """Write keys and values of the new tokens into the pools of a group.
 
-        Args:
-          group: index of the group.
-          pools: pools of the group.
-          heads: queries, keys and values. A `Projection` is normalised and rotated first, in the
-            same kernel launch if the backend can. Without keys, nothing is written.
-          layer: index of the layer in the group.
-          backend: backend of the attention, see `paged_attention`.
+        `group` and `layer` are the indices of the group, and of the layer in it. A `Projection` is
+        normalised and rotated first, in the same kernel launch if the backend can. Without keys,
+        nothing is written.
 
         Returns:
           Queries ``[N, H, D]`` ready for attention, and the new pools.
@@ -315,11 +302,6 @@ def next_places(
 def check_layers(function: str, places: BatchPlaces, sliding_windows: Sequence[int | None]) -> None:
     """Check that the cache keeps the tokens that the layers attend to.
 
-    Args:
-      function: function name for error messages.
-      places: places in the cache.
-      sliding_windows: sliding window of each layer of the model.
-
     Raises:
       ValueError: the number of layers differs, or the cache keeps too few tokens for a layer.
     """
@@ -403,13 +385,7 @@ def prefill_attention(
 ) -> Attend[GroupPools]:
     """Return the attention function of a prefill step, with B chunks of up to T tokens.
 
-    Args:
-      places: places of the ``B * T`` tokens.
-      B: number of rows.
-      T: tokens per row.
-      sliding_windows: sliding window of each layer of the model.
-      backend: backend of the attention, see `paged_attention`.
-      chunks: size of the chunks that each layer attends to, or None.
+    The options are those of `decode_attention`.
     """
 
     def attend(

@@ -36,9 +36,6 @@ _SIZES = (
 def check_sizes(config: Any) -> None:
     """Check the sizes and factors of a config.
 
-    Args:
-      config: a `LlamaConfig`.
-
     Raises:
       ValueError: a number is out of range, or numbers do not fit together.
     """

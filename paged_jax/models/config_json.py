@@ -169,9 +169,6 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
     Fields that the family cannot express are left out.
 
-    Args:
-      fields: all fields of a `LlamaConfig` by name.
-
     Raises:
       ValueError: the model type is unknown.
     """

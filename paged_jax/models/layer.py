@@ -379,12 +379,7 @@ class Layer(nnx.Module):
 
         With a shard, both outputs are first summed over the devices.
 
-        Args:
-          x: float32 ``[..., E]``, the residual stream.
-          normed: float32 ``[..., E]``, input of the shared expert.
-          weight: see `_mlp`.
-          is_token: see `_mlp`.
-          backend: see `_mlp`.
+        The residual stream is ``x [..., E]``, the input of the shared expert ``normed [..., E]``.
         """
         config = self.config
         router_input = self._norm("router_norm", x) * config.hidden_size**-0.5
@@ -455,11 +450,9 @@ class Layer(nnx.Module):
         factors of normalised queries. In these cases everything is computed here, and the result is
         `Heads`.
 
-        Args:
-          qkv: float32 ``[..., K, rows, D]``, before biases are added.
-          cos: float32 ``[..., D / 2]``, cosines of the rotation angles.
-          sin: float32 ``[..., D / 2]``, sines of the rotation angles.
-          query_scale: float32 ``[...]``, factor of queries, or None.
+        The projection ``qkv [..., K, rows, D]`` has no biases yet. Cosines and sines of the
+        rotation angles are ``[..., D / 2]``, and factors of queries ``[...]`` or None; all are
+        float32.
 
         Returns:
           The heads, and the gates ``[..., H, D]`` before the sigmoid, or None.

@@ -264,11 +264,8 @@ def normed_heads(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Split queries ``[..., H, D]``, keys and values ``[..., K, D]``, and normalise them.
 
-    Args:
-      config: configuration of the layer.
-      qkv: float32 ``[..., K, rows, D]``, without gates.
-      norms: weights of the norms of queries and keys, or None.
-      mean_over_devices: see `_norm_all_heads`.
+    The projection ``qkv [..., K, rows, D]`` has no gates. `norms` are the weights of the norms of
+    queries and keys, or None. For `mean_over_devices`, see `_norm_all_heads`.
 
     Returns:
       Queries, keys and values. Keys and values are None if the layer has none.
@@ -301,13 +298,9 @@ def _norm_all_heads(
 ) -> tuple[jax.Array, jax.Array]:
     """Normalise queries and keys, each over all heads of a token.
 
-    Args:
-      q: float32 ``[..., H * D]``.
-      k: float32 ``[..., K * D]``.
-      norms: weights of the norms, floating point ``[K, G, D]`` and ``[K, D]``.
-      eps: constant added to the mean square.
-      mean_over_devices: function that returns the mean over the devices that share the heads, or
-        None.
+    Queries are float32 ``[..., H * D]`` with weights ``[K, G, D]``, keys ``[..., K * D]`` with
+    weights ``[K, D]``. `mean_over_devices` returns the mean over the devices that share the heads;
+    None for one device.
     """
     q_mean, k_mean = mean_square(q), mean_square(k)
     # The mean of the devices' means is the mean over all heads, as each device has equally many.
@@ -321,9 +314,7 @@ def _norm_all_heads(
 def split_gate(qkv: jax.Array, num_kv_rows: int) -> tuple[jax.Array, jax.Array]:
     """Split the gates, each of which follows its query, from a projection.
 
-    Args:
-      qkv: float32 ``[..., K, 2 G + num_kv_rows, D]``.
-      num_kv_rows: number of rows of the key and the value of a KV head.
+    The projection is float32 ``[..., K, 2 G + num_kv_rows, D]``.
 
     Returns:
       The projection without gates ``[..., K, G + num_kv_rows, D]``, and gates ``[..., H, D]``.
@@ -348,11 +339,6 @@ def matrix_shapes(latent: LatentSizes, num_heads: int, hidden_size: int) -> dict
       keys, from the hidden state.
     - ``q_proj``: queries of each head, from the latent vector of queries or from the hidden state.
     - ``kv_b_proj``: A and B of each head, from c.
-
-    Args:
-      latent: sizes of latent vectors and heads.
-      num_heads: number of query heads (H).
-      hidden_size: width of the residual stream (E).
     """
     return {
         "latent_proj": (latent.q_lora_rank + latent.kv_shape.head_dim, hidden_size),
@@ -376,15 +362,9 @@ def latent_heads(
 ) -> Heads:
     """Return queries of all heads and the vectors that a cache keeps, ready for attention.
 
-    Args:
-      latent: sizes of latent vectors and heads.
-      x: float32 ``[..., E]``, the normalised hidden states.
-      weight: returns a matrix of `matrix_shapes`.
-      norms: weights of the norms of the latent vectors of queries (or None) and of keys.
-      rotation: float32 cosines and sines ``[..., rotated / 2]`` of the rotation angles, and factors
-        ``[...]`` of queries or None.
-      sm_scale: factor of the attention scores; None for the default of the sizes.
-      backend: backend of the matrix multiplications, see `linear`.
+    `norms` are the weights of the norms of the latent vectors of queries (or None) and of keys.
+    `rotation` is cosines and sines ``[..., rotated / 2]``, and factors ``[...]`` of queries or
+    None. The default of `sm_scale` depends on the sizes.
     """
     cos, sin, query_scale = rotation
     q_rank, R, nope = latent.q_lora_rank, latent.kv_lora_rank, latent.qk_nope_head_dim
@@ -440,11 +420,8 @@ def values_of_heads(
 ) -> jax.Array:
     """Multiply weighted sums of latent vectors by the matrices of values.
 
-    Args:
-      latent: sizes of latent vectors and heads.
-      out: floating point ``[..., H, R]``.
-      w: ``kv_b_proj``, see `matrix_shapes`.
-      backend: backend of the matrix multiplications, see `linear`.
+    The sums `out` are floating point ``[..., H, R]``, and `w` is ``kv_b_proj``, see
+    `matrix_shapes`.
 
     Returns:
       float32 ``[..., H, v_head_dim]``.

@@ -158,11 +158,7 @@ class LayerKind(NamedTuple):
     intermediate_size: int
 
     def changes(self, config: Any) -> dict[str, Any]:
-        """Return the changed fields of a config in which all layers equal this layer.
-
-        Args:
-          config: the `LlamaConfig` of the model. It imports this module.
-        """
+        """Return the changed fields of a `LlamaConfig` in which all layers equal this layer."""
         L, is_recurrent = config.num_hidden_layers, self.kind in RECURRENT_TYPES
         is_special = self.kv is None or is_recurrent or self.kind == CHUNKED
         changes: dict[str, Any] = {

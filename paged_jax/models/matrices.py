@@ -71,11 +71,7 @@ def change_format(
 ) -> WeightArrays:
     """Convert a matrix to another format: dequantise it, and quantise it again.
 
-    Args:
-      arrays: the arrays of the matrix.
-      source: their format.
-      target: the format to convert to.
-      is_stacked: whether the arrays have a first dimension for layers.
+    If `is_stacked`, the arrays have a first dimension for layers.
     """
 
     def change(arrays: WeightArrays) -> WeightArrays:
@@ -101,14 +97,7 @@ def only_shapes() -> Iterator[None]:
 
 
 def add_matrix(module: nnx.Module, name: str, w: jax.Array, format: WeightFormat) -> None:
-    """Add a matrix to a module: the parameter `name`, and the other arrays of its format.
-
-    Args:
-      module: the module.
-      name: name of the parameter.
-      w: floating point ``[..., in]``.
-      format: format of the matrix.
-    """
+    """Add a matrix to a module: the parameter `name`, and the other arrays of its format."""
     if not format.is_quantised:
         setattr(module, name, nnx.Param(w.astype(jnp.dtype(format.code))))
         return
@@ -445,10 +434,5 @@ def name_of(dtype: DTypeLike) -> str:
 
 
 def float_type(dtype: DTypeLike, config_dtype: DTypeLike) -> np.dtype:
-    """Return the dtype of parameters that are never quantised, such as norms and biases.
-
-    Args:
-      dtype: dtype of the matrices.
-      config_dtype: dtype of the config, used if the matrices are quantised.
-    """
+    """Return the dtype of parameters that are never quantised: `dtype`, or that of the config."""
     return jnp.dtype(config_dtype if name_of(dtype) in DTYPE_FORMATS else dtype)

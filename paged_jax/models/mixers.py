@@ -70,12 +70,6 @@ def initial_vector(name: str, shape: Shape, dtype: DTypeLike, key: jax.Array) ->
 
     Decay rates are between 1 and 16, as in Mamba-2. Parameters of the decay are float32 in models
     of any dtype, because errors in them add up in the state.
-
-    Args:
-      name: name of the parameter.
-      shape: its shape.
-      dtype: dtype of other parameters.
-      key: random key.
     """
     if name == "mixer_decay":
         return jnp.log(jax.random.uniform(key, shape, minval=1.0, maxval=16.0))

@@ -141,13 +141,7 @@ def stream_weights(layer: Any) -> StreamWeights:
 
 
 def predict_streams(config: LlamaConfig, x: jax.Array, weights: StreamWeights) -> jax.Array:
-    """Return the predicted streams float32 ``[..., n, E]`` before a layer.
-
-    Args:
-      config: configuration of the layer.
-      x: float32 ``[..., n, E]``.
-      weights: the parameters.
-    """
+    """Return the predicted streams before a layer, float32 ``[..., n, E]`` like `x`."""
     n = x.shape[-2]
     modes = _modes(config, x[..., _streams(config).active, :], weights)
     factors = _multiply(modes, weights.predict).reshape(*modes.shape[:-1], n, n)
@@ -159,11 +153,8 @@ def correct_streams(
 ) -> jax.Array:
     """Return the streams float32 ``[..., n, E]`` after a layer.
 
-    Args:
-      config: configuration of the layer.
-      predicted: float32 ``[..., n, E]``, result of `predict_streams`.
-      out: float32 ``[..., E]``, the output of the layer for the active stream.
-      weights: the parameters.
+    `out` is float32 ``[..., E]``, the output of the layer for the active stream. `predicted` is the
+    result of `predict_streams`.
     """
     factors = 1 + _multiply(_modes(config, out, weights), weights.correct)
     error = out - predicted[..., _streams(config).active, :]
@@ -175,11 +166,7 @@ def add_to_streams(
 ) -> jax.Array:
     """Add the embedding of the layer to all streams ``[..., n, E]`` but the first.
 
-    Args:
-      config: configuration of the layer.
-      x: float32 ``[..., n, E]``.
-      weights: the parameters.
-      embed: function that returns the embedding; None if layers have no embeddings.
+    `embed` returns the embedding; None if layers have no embeddings.
     """
     if embed is None:
         return x
@@ -192,10 +179,7 @@ def add_to_streams(
 def split_streams(x: jax.Array, proj: Weight, backend: str | None) -> jax.Array:
     """Return the first streams ``[..., n, E]`` of embeddings float32 ``[..., E]``.
 
-    Args:
-      x: the embeddings, which are the first stream.
-      proj: ``[n - 1, E, E]``, projections to the other streams.
-      backend: backend of the matrix multiplication, see `linear`.
+    The embeddings are the first stream. ``proj [n - 1, E, E]`` projects them to the others.
     """
     others = _with_mean_square(linear(x, proj, backend=backend), mean_square(x)[..., None, :])
     return jnp.concatenate([x[..., None, :], others], axis=-2)
@@ -204,10 +188,7 @@ def split_streams(x: jax.Array, proj: Weight, backend: str | None) -> jax.Array:
 def merge_streams(x: jax.Array, proj: Weight, backend: str | None) -> jax.Array:
     """Return the mean ``[..., E]`` of the last streams. All but the first are projected.
 
-    Args:
-      x: float32 ``[..., n, E]``.
-      proj: ``[n - 1, E, E]``.
-      backend: backend of the matrix multiplication, see `grouped_linear`.
+    The streams are float32 ``[..., n, E]``, and ``proj`` is ``[n - 1, E, E]``.
     """
     *rows, n, E = x.shape
     by_stream = jnp.moveaxis(x.reshape(-1, n, E)[:, 1:], 1, 0)

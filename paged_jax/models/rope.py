@@ -297,10 +297,7 @@ def rotations(
 ) -> tuple[jax.Array, jax.Array]:
     """Return cosine and sine of every angle, each float32 ``[..., D / 2]``.
 
-    Args:
-      positions: i32 ``[...]``.
-      rope: rotation of the layer, or None if it does not rotate.
-      head_dim: head dimension (D).
+    They are 1 and 0 for a layer that does not rotate, for which `rope` is None.
     """
     if rope is None:
         shape = (*positions.shape, head_dim // 2)
@@ -317,13 +314,7 @@ def rotations(
 def all_rotations(
     positions: jax.Array, ropes: Sequence[Rope | None], head_dims: Sequence[int]
 ) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """Return the `rotations` of each layer. Equal rotations are computed once.
-
-    Args:
-      positions: i32 ``[...]``.
-      ropes: rotation of each layer, or None.
-      head_dims: head dimension of each layer.
-    """
+    """Return the `rotations` of each layer, of which equal ones are computed once."""
     kinds = tuple(zip(ropes, head_dims, strict=True))
     computed = {kind: rotations(positions, *kind) for kind in dict.fromkeys(kinds)}
     return tuple(computed[kind] for kind in kinds)

@@ -64,10 +64,8 @@ class StatePlaces(NamedTuple):
     ) -> "StatePlaces | None":
         """Return the entries that `paged_cache.reserve` or `plan` has chosen.
 
-        Args:
-          cache: the cache.
-          rows: i32 ``[B]``, slot of each row; a slot that does not exist for rows left out.
-          postpones: whether `advance` leaves the states as they are.
+        Rows that are left out have a slot that does not exist. With `postpones`, `advance` leaves
+        the states as they are.
 
         Returns:
           The entries; None if the cache has no states.
@@ -139,15 +137,7 @@ class StatePlaces(NamedTuple):
         return out, (*carry[:group], pools, *carry[group + 1 :])
 
     def advance_postponed(self, carry: GroupPools, num_tokens: jax.Array) -> GroupPools:
-        """Advance the states of all postponed layers.
-
-        Args:
-          carry: the pools.
-          num_tokens: i32 ``[B]``, number of tokens of each row to apply, from the first.
-
-        Returns:
-          The new pools.
-        """
+        """Return the pools after all postponed layers have applied the first tokens of each row."""
         places = self._replace(postponed=None)
         for layer, recurrence in self.postponed or ():
             _, carry = places.advance(layer, recurrence, carry, num_tokens)

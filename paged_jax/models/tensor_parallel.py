@@ -246,11 +246,6 @@ class TensorParallel:
     def create(cls, function: str, mesh: Mesh, config: LlamaConfig) -> "TensorParallel":
         """Divide a model over all devices of a mesh.
 
-        Args:
-          function: function name for error messages.
-          mesh: the devices. Its shape and the names of its axes do not matter.
-          config: configuration of the model.
-
         Raises:
           ValueError: the model cannot be divided by the number of devices.
         """
@@ -279,13 +274,7 @@ class TensorParallel:
         return DeviceShard(AXIS, self.config.vocab_size, self.num_devices)
 
     def model_sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
-        """Return the sharding of a parameter in the model layout.
-
-        Args:
-          name: name of the parameter, such as ``"layers.0.qkv_proj"``, or ``"layers.qkv_proj"`` if
-            the layers are stacked.
-          shape: shape of the parameter.
-        """
+        """Return the sharding of a parameter in the model layout."""
         kind, rank = _kind(name), len(shape)
         if (mesh := self._mesh_of_copies(name)) is not None:
             return NamedSharding(mesh, _divide(rank, rank - _DIVIDED[kind], "heads"))
@@ -297,12 +286,7 @@ class TensorParallel:
         return NamedSharding(self.mesh, self.program_spec(name, shape))
 
     def program_spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
-        """Return the partition of a parameter in the program layout.
-
-        Args:
-          name: name of the parameter.
-          shape: shape of the whole parameter, in either layout.
-        """
+        """Return the partition of a parameter in the program layout, for its shape in either."""
         kind, rank = _kind(name), len(shape)
         if not self._is_divided(kind) or name.endswith(ORDER):
             return PartitionSpec()
@@ -316,11 +300,6 @@ class TensorParallel:
         self, function: str, formats: MatrixFormats, shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
         """Check that the inputs of quantised matrices can be divided.
-
-        Args:
-          function: function name for error messages.
-          formats: formats of the matrices.
-          shapes: shape of each parameter in the model layout.
 
         Raises:
           ValueError: a part of a matrix would not consist of whole groups of inputs, or its inputs
@@ -375,9 +354,6 @@ class TensorParallel:
 
     def _mesh_of_copies(self, name: str) -> Mesh | None:
         """Return a mesh with the axes heads and copies. Devices of a row have the same KV head.
-
-        Args:
-          name: name of a parameter.
 
         Returns:
           None if no two devices have the same part of the parameter.

@@ -115,14 +115,7 @@ def assemble(
     arrays: Mapping[str, jax.Array],
     sources: Mapping[str, TensorSource],
 ) -> jax.Array:
-    """Assemble a parameter from the tensors that it consists of. For use in `jit`.
-
-    Args:
-      config: configuration of the model.
-      name: name of the parameter.
-      arrays: arrays of the other definition by name.
-      sources: result of `find_sources`.
-    """
+    """Assemble a parameter from the tensors that it consists of. For use in `jit`."""
     return _join(
         [
             (mapping, mapping.to_box(sources[mapping.tensor].take(arrays, mapping.shape)))

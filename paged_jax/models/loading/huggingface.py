@@ -121,11 +121,7 @@ def _build(
 ) -> Model:
     """Build a model from the tensors of its files.
 
-    Args:
-      spec: the model.
-      stored: tensors by name.
-      shapes: shape of each parameter of the model with separate layers.
-      mappings: mappings of each of these parameters to its tensors.
+    `shapes` and `mappings` describe the parameters of the model with separate layers.
     """
     config, formats = spec.config, spec.formats
     matrices = {
@@ -160,13 +156,8 @@ def find_formats(
 ) -> MatrixFormats:
     """Return the formats that the matrices would have after `load_weights`.
 
-    Args:
-      model_class: see `load_weights`.
-      folder: see `load_weights`.
-      config: see `load_weights`.
-      dtype: see `load_weights`.
-      dequantise: see `load_weights`.
-      num_devices: number of devices that compute the model together.
+    `num_devices` is the number of devices that compute the model together. Other arguments are
+    those of `load_weights`.
 
     Raises:
       WeightsError: see `load_weights`.
@@ -286,10 +277,6 @@ def untie_if_different(config: LlamaConfig, stored: Mapping[str, StoredTensor]) 
     """Return the config, untied if the files contain a head that differs from the embeddings.
 
     transformers does the same: a tensor in the file is never dropped because of the config.
-
-    Args:
-      config: configuration of the model.
-      stored: tensors of the files, see `find_tensors`.
     """
     if not config.tie_word_embeddings or HEAD not in stored or EMBEDDINGS not in stored:
         return config

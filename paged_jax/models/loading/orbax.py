@@ -97,18 +97,9 @@ def load_checkpoint(
     Converting between stacked and separate layers needs additional memory for a single parameter,
     such as ``qkv_proj``, of all layers.
 
-    Args:
-      model_class: class of the model, such as `Llama`.
-      path: folder of the checkpoint.
-      config: content of its ``config.json``.
-      dtype: see `load_weights`; ``"auto"`` is the dtype of the checkpoint. Matrices that are
-        quantised in the checkpoint keep their format, unless `dtype` quantises them again.
-      scan_layers: whether to stack the layers, see `Llama`. Layers with matrices in different
-        formats are not stacked.
-      sharding: see `load_weights`.
-      dequantise: whether to expand quantised matrices to floats.
-      formats: see `load_weights`.
-      show_progress: see `load_weights`.
+    The arguments are those of `load_weights`, for the folder of a checkpoint. With
+    ``dtype="auto"``, weights have the dtype of the checkpoint. Matrices that are quantised in the
+    checkpoint keep their format, unless `dtype` quantises them again or `dequantise` is set.
 
     Raises:
       WeightsError: the arrays are damaged, or do not fit the config.

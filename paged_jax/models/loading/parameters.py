@@ -138,10 +138,7 @@ def named_arrays(params: Any) -> dict[str, Any]:
 def resolve_dtype(function: str, dtype: DTypeLike | None, config: LlamaConfig) -> str:
     """Return the name of the dtype of weights that the user asked for, see `DTYPES`.
 
-    Args:
-      function: function name for error messages.
-      dtype: a dtype; ``"auto"`` or None is ``config.dtype``.
-      config: configuration of the model.
+    For ``"auto"`` and None, it is ``config.dtype``.
 
     Raises:
       ValueError: `dtype` is not a supported dtype of weights.

@@ -100,8 +100,7 @@ def read_config(folder: str | Path) -> LlamaConfig:
     A missing `dtype` is taken from the weights. A head that differs from the embeddings is loaded
     untied. Without weights in the folder, only ``config.json`` counts.
 
-    Args:
-      folder: a Hugging Face folder, a checkpoint of `save_checkpoint`, or a GGUF file.
+    The folder is a Hugging Face folder, a checkpoint of `save_checkpoint`, or a GGUF file.
 
     Raises:
       FileNotFoundError, UnsupportedConfigError, ValueError: see `LlamaConfig.from_file`.
@@ -141,13 +140,8 @@ def read_formats(
 
     Only the headers of the files are read, and the input orders of quantised matrices.
 
-    Args:
-      model_class: class of the model, such as `Llama`.
-      folder: see `read_config`.
-      config: result of `read_config`.
-      dtype: see `Llama.from_pretrained`.
-      dequantise: see `Llama.from_pretrained`.
-      num_devices: number of devices that compute the model together.
+    `config` is the result of `read_config`, and `num_devices` the number of devices that compute
+    the model together. Other arguments are those of `Llama.from_pretrained`.
 
     Returns:
       The formats. None if the folder has no weights; the matrices then have the formats of `dtype`,
@@ -171,13 +165,7 @@ def read_formats(
 def _plan_formats(
     spec: ModelSpec, quantisation: Quantisation, *, num_devices: int = 1
 ) -> MatrixFormats:
-    """Return the formats that the matrices of a model probably have, from its config alone.
-
-    Args:
-      spec: the model with matrices of floats.
-      quantisation: the quantisation that its config describes.
-      num_devices: number of devices that compute the model together.
-    """
+    """Return the formats that the matrices of a model probably have, from its config alone."""
     floats = WeightFormat(name_of(spec.dtype))
     formats = {}
     for name, shape in spec.separate_shapes().items():

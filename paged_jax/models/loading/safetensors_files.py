@@ -134,11 +134,6 @@ def name_tensors(
 ) -> dict[str, StoredTensor]:
     """Return the tensors that belong to the model, by their standard names.
 
-    Args:
-      tensors: tensors of the files.
-      config: configuration of the model.
-      quantisation: quantisation of the weights; None if they are floats.
-
     Raises:
       WeightsError: two tensors have the same name, or the tensors of a quantised matrix do not fit
         together.
@@ -212,11 +207,6 @@ def check_counts(
     shapes: Mapping[str, tuple[int, ...]], num_layers: int, num_experts: int = 0
 ) -> None:
     """Check that the files contain all layers and experts, before memory is allocated for them.
-
-    Args:
-      shapes: shapes of the tensors, by their names.
-      num_layers: number of layers in the config.
-      num_experts: number of experts in the config.
 
     Raises:
       WeightsError: the config has more layers or experts than the files.
@@ -311,10 +301,6 @@ def combine_quantised(
     tensors: Iterable[StoredTensor], quantisation: Quantisation
 ) -> list[StoredTensor]:
     """Return the tensors, with the tensors of each quantised matrix combined into one.
-
-    Args:
-      tensors: tensors of the files.
-      quantisation: quantisation of the checkpoint.
 
     Raises:
       WeightsError: the tensors do not fit together, or differ from the quantisation.

@@ -79,11 +79,6 @@ def check_can_save(formats: MatrixFormats) -> None:
 def quantised_module(name: str, arrays: WeightArrays, format: WeightFormat) -> QuantisedModule:
     """Return the tensors of a matrix ``[out, in]``.
 
-    Args:
-      name: name of the module, for error messages.
-      arrays: NumPy arrays of the matrix.
-      format: its format.
-
     Raises:
       SaveError: compressed-tensors cannot represent the matrix.
     """

@@ -64,10 +64,7 @@ def find_format(
 ) -> WeightFormat | str:
     """Return the format in which a matrix keeps the values of its quantised tensors.
 
-    Args:
-      stored: tensors of the files by name.
-      mappings: mappings of the matrix to its tensors; at least one tensor is quantised.
-      num_inputs: number of inputs of the matrix.
+    At least one of the tensors in `mappings` is quantised.
 
     Returns:
       The format, or a phrase that says why there is none.
@@ -87,11 +84,6 @@ def find_format(
 
 def fit_format(format: WeightFormat, num_inputs: int, num_parts: int) -> WeightFormat | str:
     """Return a format in which the inputs on each device are whole groups and whole packed bytes.
-
-    Args:
-      format: format of a quantised matrix.
-      num_inputs: number of inputs of the matrix.
-      num_parts: number of devices over which the inputs are divided.
 
     Returns:
       The format, with smaller groups or wider values if necessary. If no format is possible, the

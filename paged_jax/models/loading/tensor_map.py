@@ -118,13 +118,7 @@ def map_parameter(
 def map_to_available(
     config: LlamaConfig, name: str, tensors: Container[str]
 ) -> list[TensorMapping]:
-    """Return the mappings of a parameter to `tensors`, in whichever layout they store experts.
-
-    Args:
-      config: configuration of the model.
-      name: name of the parameter.
-      tensors: names of the available tensors.
-    """
+    """Return the mappings of a parameter to `tensors`, in whichever layout they store experts."""
     family: list[TensorMapping] = []
     for layout in get_args(ExpertLayout):
         mappings = list(map_parameter(config, name, experts=layout))
@@ -282,11 +276,7 @@ def _qkv_mappings(
 ) -> Mappings:
     """Return the mappings of ``qkv_proj`` or ``qkv_bias``, to one fused tensor or to three tensors.
 
-    Args:
-      config: configuration of the model.
-      names: names of the tensors of weights. Only weights may be fused.
-      row_order: order of the elements of query and key heads, see `head_order`.
-      is_bias: whether the parameter is the bias.
+    Only weights may be fused. For `row_order`, see `head_order`.
     """
     D, H, K = config.head_dim, config.num_attention_heads, config.num_key_value_heads
     fused_tensor = None if is_bias else names.get("qkv_proj")
