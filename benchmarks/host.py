@@ -29,10 +29,10 @@ from benchmarks.common.environment import environment, write_json
 from benchmarks.common.goals import Goal, goal_line
 from paged_jax import Engine, Llama, LlamaConfig, SamplingParams, Tokenizer
 from paged_jax.models.loading.pretrained import bundled_folder
-from paged_jax.runner.decode_state import Assignment
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import Call
+from paged_jax.sampling.state import Assignment
 
 NUM_SEQUENCES = (16, 64, 256)
 STEPS_PER_DISPATCH = (1, 8)

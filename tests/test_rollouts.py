@@ -15,9 +15,10 @@ from paged_jax import LLM
 from paged_jax.models.llama import Llama
 from paged_jax.rollouts import Rollout, rollout
 from paged_jax.runner import decode_state
-from paged_jax.runner.decode_state import Assignment, DecodeState
+from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import decode_steps
 from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.state import Assignment
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import BOS, CONFIG, SIZES
 from tests.support.workload import check_empty

@@ -29,12 +29,12 @@ from paged_jax.models.llama import Llama
 from paged_jax.models.loading.parameters import ModelSpec
 from paged_jax.models.matrices import MatrixFormats
 from paged_jax.runner.compiler import COMPILER_OPTIONS
-from paged_jax.runner.decode_state import Assignment
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import Call, Program, ProgramKey, list_programs
 from paged_jax.runner.sizes import Sizes
 from paged_jax.runner.weights import Weights
 from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
+from paged_jax.sampling.state import Assignment
 
 ENGINE = "engine"
 

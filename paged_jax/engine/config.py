@@ -26,7 +26,7 @@ from paged_jax.models.loading.parameters import DTYPES
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.runner.sizes import TILE, Sizes
-from paged_jax.scheduler.preemption import Preemption
+from paged_jax.scheduler.scheduler import Preemption
 
 P = ParamSpec("P")
 C = TypeVar("C")
@@ -67,35 +67,9 @@ SWITCH = Bounds("True or False", lambda value: isinstance(value, bool))
 FUNCTION = Bounds("a function or None", callable)
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    default_help: str | None = None,
-    bounds: Bounds | None = None,
-    choices: tuple[str, ...] = (),
-    metavar: str | None = None,
-    flag: str | None = "",
-    vllm: str | None = "",
-    decides_memory: bool = False,
-) -> Any:
-    """Declare a field of `EngineConfig`.
-
-    The arguments become the attributes of an `OptionSpec`. By default, the help shows `default`,
-    `choices` are those of `bounds`, and `flag` and `vllm` are the name of the field. None for
-    `flag` means that there is no command-line flag. None for `vllm`: vLLM has no such option.
-    """
-    metadata = {
-        "help": help,
-        "default_help": default_help,
-        "bounds": bounds,
-        "choices": choices or (bounds.choices if bounds else ()),
-        "metavar": metavar,
-        "flag": flag,
-        "vllm": vllm,
-        "decides_memory": decides_memory,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+def option(default: Any, help: str, **details: Any) -> Any:
+    """Declare a field of `EngineConfig`. `details` are further attributes of its `OptionSpec`."""
+    return dataclasses.field(default=default, metadata={"help": help, **details})
 
 
 @short_repr
@@ -395,28 +369,28 @@ class OptionSpec(NamedTuple):
       name: the name of the field.
       type: the type of its values, without None: int, float, bool, str or another class.
       default: the default value.
-      default_help: description of the default value.
       help: a sentence about the option.
+      default_help: description of the default value; by default the value itself.
       bounds: rule for the values; None if the engine checks them only when it uses them.
-      choices: the accepted names; empty if the values are not names.
-      flag: the command-line flag, such as ``--block-size``; None if there is none. The flag of a
-        bool takes no value and sets the opposite of the default.
+      choices: the accepted names, by default those of `bounds`; empty if values are not names.
+      flag: the command-line flag, by default made of the name, such as ``--block-size``; None if
+        there is none. The flag of a bool takes no value and sets the opposite of the default.
       metavar: placeholder of the value in the help of a command line.
-      vllm: the name of the same option in vLLM; None if vLLM has none.
+      vllm: the name of the same option in vLLM, by default the same; None if vLLM has none.
       decides_memory: whether the option is an argument of the memory planner.
     """
 
     name: str
     type: Any
     default: Any
-    default_help: str
     help: str
-    bounds: Bounds | None
-    choices: tuple[str, ...]
-    flag: str | None
-    metavar: str | None
-    vllm: str | None
-    decides_memory: bool
+    default_help: str = ""
+    bounds: Bounds | None = None
+    choices: tuple[str, ...] = ()
+    flag: str | None = ""
+    metavar: str | None = None
+    vllm: str | None = ""
+    decides_memory: bool = False
 
 
 @functools.cache
@@ -426,20 +400,21 @@ def option_specs(config: type[EngineConfig] = EngineConfig) -> tuple[OptionSpec,
 
 
 def _read_option(field: dataclasses.Field[Any]) -> OptionSpec:
-    metadata, value_type = dict(field.metadata), field.type
+    name, value_type = field.name, field.type
     if isinstance(value_type, types.UnionType):
         [value_type, *_] = [each for each in get_args(value_type) if each is not types.NoneType]
     if get_origin(value_type) is Literal:
         value_type = str
-    if metadata["default_help"] is None:
-        metadata["default_help"] = str(field.default)
-    if metadata["flag"] == "":
-        metadata["flag"] = f"--{field.name.replace('_', '-')}"
-    if metadata["vllm"] == "":
-        metadata["vllm"] = field.name
-    if metadata["metavar"] is None and not metadata["choices"]:
-        metadata["metavar"] = {int: "N", float: "X"}.get(value_type)
-    return OptionSpec(field.name, value_type, field.default, **metadata)
+    spec = OptionSpec(name, value_type, field.default, **field.metadata)
+    choices = spec.choices or (spec.bounds.choices if spec.bounds else ())
+    placeholder = None if choices else {int: "N", float: "X"}.get(value_type)
+    return spec._replace(
+        default_help=spec.default_help or str(field.default),
+        choices=choices,
+        flag=f"--{name.replace('_', '-')}" if spec.flag == "" else spec.flag,
+        metavar=spec.metavar or placeholder,
+        vllm=name if spec.vllm == "" else spec.vllm,
+    )
 
 
 # Names of options, by the names of the same options in vLLM.

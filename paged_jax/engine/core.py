@@ -43,10 +43,10 @@ from paged_jax.runner.processes import (
     least_of_processes,
 )
 from paged_jax.runner.runner import ModelRunner
+from paged_jax.runner.slots import Slots
 from paged_jax.scheduler.outputs import EngineStats
-from paged_jax.scheduler.preemption import Preemption, PreemptionCosts
 from paged_jax.scheduler.request import Request, Sequence
-from paged_jax.scheduler.scheduler import Scheduler
+from paged_jax.scheduler.scheduler import Preemption, PreemptionCosts, Scheduler
 from paged_jax.scheduler.step_plan import StepPlan
 
 # Assumed speed of copies between host and device, until the first swap is measured.
@@ -122,7 +122,7 @@ class EngineCore:
             formats=model.matrix_formats,
             kv_dtype=cache_dtype,
             platform=device.platform,
-            shard=loaded.device_config,
+            shard=weights.device_config,
         )
         num_blocks = choose_num_blocks(
             device,
@@ -161,9 +161,8 @@ class EngineCore:
         self.executor = executor
         is_recurrent = bool(loaded.config.state_groups)
         interval = state_interval(options.block_size) if is_recurrent else None
-        self.runner = runner = ModelRunner(
-            executor, loaded.eos_token_ids, loaded.token_bias, interval
-        )
+        slots = Slots(executor, loaded.eos_token_ids, loaded.token_bias, interval)
+        self.runner = runner = ModelRunner(executor, slots)
         self.num_blocks = executor.num_blocks
         self.group_sizes = memory.group_sizes(self.num_blocks)
         self.channel = channel

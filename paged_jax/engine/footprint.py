@@ -278,7 +278,8 @@ def footprint(
     if any(copies_weights(platform, dtype, has_experts=has_experts) for dtype in dtypes):
         copies = 4 * num_parameters(shard or config)
         steps = {program: taken + copies for program, taken in steps.items()}
-    rows = _STATE_COPIES * sizes.num_slots * _most_state_bytes(shard or config, kv_dtype)
+    states = _layer_states(shard or config, kv_dtype)
+    rows = _STATE_COPIES * sizes.num_slots * max(states, default=0)
     steps = {name: taken + rows * (name in _MODEL_PROGRAMS) for name, taken in steps.items()}
     windows = [group.window for group in groups]
     return Footprint(
@@ -286,27 +287,19 @@ def footprint(
         state=state_bytes(config.vocab_size, sizes, windows),
         steps=steps,
         groups=groups,
-        sequence_state=sequence_state_bytes(shard or config, kv_dtype),
+        sequence_state=sum(states),
         num_states=sizes.num_states,
     )
 
 
-def sequence_state_bytes(config: LlamaConfig, kv_dtype: DTypeLike) -> int:
-    """Return the bytes of the states of recurrent layers of a sequence; 0 without such layers."""
-    groups = config.state_groups
-    return sum(len(group.layers) * _layer_state_bytes(group, kv_dtype) for group in groups)
-
-
-def _most_state_bytes(config: LlamaConfig, kv_dtype: DTypeLike) -> int:
-    """Return the bytes of the largest state of a layer; 0 without recurrent layers."""
-    return max((_layer_state_bytes(group, kv_dtype) for group in config.state_groups), default=0)
-
-
-def _layer_state_bytes(group: LayerGroup, kv_dtype: DTypeLike) -> int:
+def _layer_states(config: LlamaConfig, kv_dtype: DTypeLike) -> list[int]:
+    """Return the bytes of the state of a sequence in each recurrent layer."""
     other = query_dtype(kv_dtype)
-    return sum(
-        math.prod(each.shape) * jnp.dtype(each.dtype or other).itemsize for each in group.states
-    )
+    return [
+        sum(math.prod(x.shape) * jnp.dtype(x.dtype or other).itemsize for x in group.states)
+        for group in config.state_groups
+        for _ in group.layers
+    ]
 
 
 def _group_footprints(

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
@@ -29,7 +30,6 @@ class LoadedModel:
 
     Attributes:
       weights: the weights on the devices.
-      device_config: configuration of a device's shard of the model; None for a single device.
       tokenizer: the tokenizer; None if there is none.
       generation_config: sampling defaults that come with the model, see `GenerationConfig`.
       eos_token_ids: tokens that end a sequence.
@@ -39,7 +39,6 @@ class LoadedModel:
     """
 
     weights: Weights
-    device_config: LlamaConfig | None
     tokenizer: Tokenizer | None
     generation_config: GenerationConfig
     eos_token_ids: frozenset[int]
@@ -63,14 +62,13 @@ class LoadedModel:
         # The tokenizer of a small model takes half as long as its weights.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             reading = thread.submit(load_tokenizer, options.model, options.tokenizer)
-            weights, parallel = load_weights(options)
+            weights = load_weights(options)
             tokenizer = reading.result()
         generation_config = load_generation_config(options.model, tokenizer)
         config = weights.layout_model.config
         eos_token_ids = find_eos_token_ids(config, tokenizer, generation_config)
         return cls(
             weights=weights,
-            device_config=None if parallel is None else parallel.device_config,
             tokenizer=tokenizer,
             generation_config=generation_config,
             eos_token_ids=eos_token_ids,
@@ -105,13 +103,10 @@ def find_files(options: EngineConfig) -> EngineConfig:
     return dataclasses.replace(options, model=model, tokenizer=tokenizer)
 
 
-def load_weights(options: EngineConfig) -> tuple[Weights, TensorParallel | None]:
+def load_weights(options: EngineConfig) -> Weights:
     """Load weights onto one device, or divide them over several devices.
 
     If they are divided, each device reads only its part of the files.
-
-    Returns:
-      The weights, and how they are divided; None for a single device.
 
     Raises:
       ValueError: the model cannot be divided over the devices; or see `Llama.from_pretrained`.
@@ -126,31 +121,23 @@ def load_weights(options: EngineConfig) -> tuple[Weights, TensorParallel | None]
                 f"{type(model).__name__}."
             )
         parallel = None if mesh is None else TensorParallel.create("Engine", mesh, model.config)
-        return Weights(model, parallel, check_replicas=options.check_replicas), parallel
+        return Weights(model, parallel, check_replicas=options.check_replicas)
     folder = bundled_folder() if model is None else Path(model)
+    given: Any = {
+        "dtype": options.dtype,
+        "dequantise": options.dequantise,
+        "show_progress": options.show_progress,
+    }
     if mesh is None or not folder.exists():  # `from_pretrained` reports a missing folder
         # Do not stack layers for other backends than "cpu" on CPUs: they would copy the weights of
         # each layer out of the stack.
         is_copied = backend not in (None, "cpu") and jax.default_backend() == "cpu"
         scan_layers = False if is_copied else None
-        loaded = Llama.from_pretrained(
-            model,
-            dtype=options.dtype,
-            scan_layers=scan_layers,
-            dequantise=options.dequantise,
-            show_progress=options.show_progress,
-        )
-        return Weights(loaded), None
+        return Weights(Llama.from_pretrained(model, scan_layers=scan_layers, **given))
     parallel = TensorParallel.create("Engine", mesh, read_config(folder))
-    placed = Llama.from_pretrained(
-        folder,
-        dtype=options.dtype,
-        sharding=parallel.model_sharding,
-        dequantise=options.dequantise,
-        show_progress=options.show_progress,
-    )
+    placed = Llama.from_pretrained(folder, sharding=parallel.model_sharding, **given)
     parallel = dataclasses.replace(parallel, config=placed.config)  # with the dtype of the weights
-    return Weights(placed, parallel, check_replicas=options.check_replicas), parallel
+    return Weights(placed, parallel, check_replicas=options.check_replicas)
 
 
 def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:
@@ -189,9 +176,6 @@ def load_tokenizer(
     """Return the given tokenizer, or load it from its path or from the path of the model.
 
     Returns None if no tokenizer is given, and the model is a module or has no tokenizer.json.
-
-    Raises:
-      ValueError: the model is a module, but not a `PagedModel`.
     """
     if isinstance(tokenizer, Tokenizer):
         return tokenizer

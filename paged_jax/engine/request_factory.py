@@ -61,16 +61,8 @@ class RequestFactory:
     ) -> Request:
         """Check a prompt and its parameters, and return a request.
 
-        Args:
-          request_id: id of the request.
-          arrival: number of earlier requests; determines the seed and the order of service.
-          prompt: see `Engine.add_request`.
-          params: see `Engine.add_request`.
-          priority: see `Engine.add_request`.
-          arrival_time: seconds on a monotonic clock.
-          timeout: see `Engine.add_request`.
-          client: see `Engine.add_request`.
-          sample_offset: see `Engine.add_request`.
+        `arrival` is the number of earlier requests; it determines the seed and the order of
+        service. See `Engine.add_request` for the other arguments.
 
         Raises:
           ArgumentError: an argument is out of bounds. The message names the field and the bound.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -19,8 +19,8 @@ from paged_jax.models.paged_model import create_cache
 from paged_jax.runner.compiler import jit_for
 from paged_jax.runner.sizes import Sizes, no_slots
 from paged_jax.sampling.filters import NEVER, Constraints
-from paged_jax.sampling.params import NO_BIAS, SamplingParams, TokenBias
 from paged_jax.sampling.state import (
+    Assignment,
     SlotSampling,
     fold_in,
     num_mask_words,
@@ -47,6 +47,7 @@ class DecodeState:
     Example:
       >>> cache = PagedCache.create(num_layers=2, num_blocks=8, num_kv_heads=1, block_size=4,
       ...                           head_dim=8, num_slots=3, max_blocks_per_slot=4)
+      >>> from paged_jax.sampling.params import SamplingParams
       >>> state = DecodeState.create(cache, vocab_size=32)
       >>> one = Assignment(1, SamplingParams(temperature=0), token_ids=[3, 7, 5],
       ...                  num_prompt_tokens=3, seed=0, max_length=9)
@@ -142,34 +143,6 @@ def _compile_when_called(
     return jitted
 
 
-class Assignment(NamedTuple):
-    """A sequence to assign to a slot.
-
-    Attributes:
-      slot: the slot, 0 <= slot < S.
-      params: sampling parameters of the request.
-      token_ids: all known tokens: the prompt and, if the sequence was preempted, generated tokens.
-      num_prompt_tokens: number of prompt tokens in `token_ids`.
-      seed: seed of the random draws, see `slot_row`.
-      max_length: maximum number of tokens of the sequence, prompt included.
-      sample_index: index of the sample in its request; it is part of the seed.
-      eos_token_ids: end-of-sequence tokens of the model; ignored with ``params.ignore_eos``.
-      token_bias: biases in addition to the `logit_bias` of ``params``.
-      bad_word_ids: token sequences of the `bad_words` of ``params``.
-    """
-
-    slot: int
-    params: SamplingParams
-    token_ids: list[int] | np.ndarray
-    num_prompt_tokens: int
-    seed: int
-    max_length: int
-    sample_index: int = 0
-    eos_token_ids: Iterable[int] = ()
-    token_bias: TokenBias = NO_BIAS
-    bad_word_ids: tuple[tuple[int, ...], ...] = ()
-
-
 def assign(
     state: DecodeState, assignments: list[Assignment], find: FindProgram = _compile_when_called
 ) -> DecodeState:
@@ -235,7 +208,7 @@ class _AssignedArrays(NamedTuple):
 
 
 def _row(state: DecodeState, assignment: Assignment) -> _AssignedArrays:
-    params, token_ids = assignment.params, assignment.token_ids
+    token_ids = assignment.token_ids
     num_tokens, num_prompt_tokens = len(token_ids), assignment.num_prompt_tokens
     if not 1 <= num_prompt_tokens <= num_tokens:
         raise ValueError(
@@ -247,22 +220,10 @@ def _row(state: DecodeState, assignment: Assignment) -> _AssignedArrays:
             f"assign: max_length must be above {num_tokens}, the number of token_ids, and below "
             f"2**31, got {assignment.max_length}. Do not assign complete sequences."
         )
-    eos_token_ids = () if params.ignore_eos else tuple(assignment.eos_token_ids)
-    row = slot_row(
-        state.sampling,
-        assignment.slot,
-        params,
-        seed=assignment.seed,
-        sample_index=assignment.sample_index,
-        prompt_token_ids=token_ids[:num_prompt_tokens],
-        output_token_ids=token_ids[num_prompt_tokens:],
-        eos_token_ids=eos_token_ids,
-        token_bias=assignment.token_bias,
-        bad_word_ids=assignment.bad_word_ids,
-    )
+    row = slot_row(state.sampling, assignment)
     room = state.stop_ids.shape[1]
     stop_ids = np.full(room, state.vocab_size, np.int32)
-    wanted = (*eos_token_ids, *(params.stop_token_ids or ()))[:room]
+    wanted = assignment.stop_ids[:room]
     stop_ids[: len(wanted)] = wanted
     last, max_length = np.int32(token_ids[-1]), np.int32(assignment.max_length)
     return _AssignedArrays(row, last, stop_ids, max_length, np.int32(-1))

@@ -122,8 +122,9 @@ def decode_steps(
       >>> from flax import nnx
       >>> from paged_jax.models.config import LlamaConfig
       >>> from paged_jax.models.llama import Llama
-      >>> from paged_jax.runner.decode_state import Assignment, assign
+      >>> from paged_jax.runner.decode_state import assign
       >>> from paged_jax.sampling.params import SamplingParams
+      >>> from paged_jax.sampling.state import Assignment
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
       ...                      num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
       >>> model = Llama(config, rngs=nnx.Rngs(0))

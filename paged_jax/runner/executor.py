@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from paged_jax.runner import decode_state
 from paged_jax.runner.compiler import jit_for
-from paged_jax.runner.decode_state import Assignment, DecodeState, TokenMasks, empty_state
+from paged_jax.runner.decode_state import DecodeState, TokenMasks, empty_state
 from paged_jax.runner.programs import (
     Call,
     ProgramKey,
@@ -27,6 +27,7 @@ from paged_jax.runner.sizes import Sizes
 from paged_jax.runner.stored_programs import StoredPrograms
 from paged_jax.runner.weights import Division, ReplicaError, Weights
 from paged_jax.sampling.params import MAX_LOGPROBS, SamplingParams
+from paged_jax.sampling.state import Assignment
 
 _ASSIGNMENT = "choice of tokens"
 _TOKEN_MASKS = "choice of tokens by grammars"
@@ -169,9 +170,9 @@ class Executor:
         return self._state
 
     def update_weights(self, update: Callable[[list[jax.Array]], list[jax.Array]]) -> None:
-        """Replace the weights by `update(weights)`, see `Weights.update`."""
+        """Replace the weights by `update(weights)` in the model layout; it may donate them."""
         self._join()  # calls that are queued ahead need the old weights
-        self.weights.update(update)
+        self.weights.replace(update(self.weights.originals))
 
     @property
     def free_blocks(self) -> list[int]:

@@ -25,10 +25,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from safetensors.numpy import load, save
 
-from paged_jax.runner.decode_state import Assignment, TokenMasks
+from paged_jax.runner.decode_state import TokenMasks
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import Call
 from paged_jax.sampling.params import SamplingParams, TokenBias
+from paged_jax.sampling.state import Assignment
 
 # Messages per folder of the store. A folder is deleted when all processes have received it.
 _FOLDER = 256
@@ -238,14 +239,6 @@ def follow(executor: Executor, channel: Channel) -> None:
         _ACTIONS[message.kind](executor, message)
 
 
-def _reset(executor: Executor, message: Message) -> None:
-    executor.reset()
-
-
-def _compile_all(executor: Executor, message: Message) -> None:
-    executor.compile_all()
-
-
 def _call(executor: Executor, message: Message) -> None:
     static = dict(message.numbers)
     program = getattr(executor.programs, static.pop("program"))
@@ -264,14 +257,12 @@ def _assign(executor: Executor, message: Message) -> None:
     executor.assign(assignments)
 
 
-def _write_token_masks(executor: Executor, message: Message) -> None:
-    executor.write_token_masks(TokenMasks(*message.arrays))
-
-
-_ACTIONS: dict[str, Callable[[Executor, Message], None]] = {
-    "reset": _reset,
-    "compile_all": _compile_all,
+_ACTIONS: dict[str, Callable[[Executor, Message], Any]] = {
+    "reset": lambda executor, _: executor.reset(),
+    "compile_all": lambda executor, _: executor.compile_all(),
     "call": _call,
     "assign": _assign,
-    "write_token_masks": _write_token_masks,
+    "write_token_masks": lambda executor, message: executor.write_token_masks(
+        TokenMasks(*message.arrays)
+    ),
 }

@@ -16,7 +16,6 @@ from paged_jax.runner.executor import Executor, QueuedResult, require_blocks
 from paged_jax.runner.programs import BeamTokens, Scores
 from paged_jax.runner.sizes import no_slots, pack, row_bucket
 from paged_jax.runner.slots import Slots, slot_of
-from paged_jax.sampling.params import NO_BIAS, TokenBias
 from paged_jax.scheduler.request import Sequence
 from paged_jax.scheduler.step_plan import StepPlan
 
@@ -26,26 +25,16 @@ class ModelRunner:
 
     Args:
       executor: runs the programs.
-      eos_token_ids: end-of-sequence tokens of the model.
-      token_bias: biases that apply to every request.
-      state_interval: see `Scheduler`.
+      slots: the slots, the `BlockMemory` of the scheduler.
 
     Attributes:
-      executor: runs the programs. Call `slots.flush` before its programs.
-      slots: the slots, the `BlockMemory` of the scheduler.
+      executor, slots: the arguments. Call `slots.flush` before programs of the executor.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        eos_token_ids: Iterable[int],
-        token_bias: TokenBias = NO_BIAS,
-        state_interval: int | None = None,
-    ):
+    def __init__(self, executor: Executor, slots: Slots):
         self.executor = executor
-        self.slots = Slots(executor, eos_token_ids, token_bias, state_interval)
+        self.slots = slots
         self._sizes = executor.sizes
-        self._token_bias = token_bias
 
     def reset(self) -> None:
         """Discard all slots and the prefix cache. If the engine sleeps, their memory is freed."""
@@ -145,7 +134,7 @@ class ModelRunner:
         size = row_bucket(num_rows, self._sizes.num_slots)
         parents, slots = no_slots(self._sizes.num_slots), no_slots(size)
         token_ids = np.zeros(size, np.int32)
-        bias = self._token_bias
+        bias = self.slots.token_bias
         bias_values = np.zeros((size, len(bias.all_ids)), np.float32)
         for row, (parent, slot, token_id, num_generated) in enumerate(beams):
             parents[slot], slots[row], token_ids[row] = parent, slot, token_id

@@ -14,11 +14,11 @@ import jax
 import numpy as np
 
 from paged_jax.cache.sequence_blocks import digest_words, num_kept_blocks
-from paged_jax.runner.decode_state import Assignment
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.programs import Call
 from paged_jax.runner.sizes import PUBLISH_WIDTH, no_slots
 from paged_jax.sampling.params import NO_BIAS, TokenBias
+from paged_jax.sampling.state import Assignment
 from paged_jax.scheduler.block_budget import num_swapped_blocks
 from paged_jax.scheduler.request import Sequence
 
@@ -61,6 +61,7 @@ class Slots:
       state_interval: see `Scheduler`.
 
     Attributes:
+      token_bias: the argument.
       swap_seconds: total seconds of copies between device and host, without compilation.
       num_swapped_blocks: number of blocks copied during `swap_seconds`.
       num_resets: number of times that the whole prefix cache was discarded.
@@ -79,7 +80,7 @@ class Slots:
         self._state_groups = executor.state_groups
         self._state_interval = state_interval
         self._eos_token_ids = sorted(eos_token_ids)
-        self._token_bias = token_bias
+        self.token_bias = token_bias
         self.swap_seconds = 0.0
         self.num_swapped_blocks = 0
         self.num_resets = 0
@@ -265,7 +266,7 @@ class Slots:
             seed=request.seed,
             sample_index=request.sample_offset + sequence.index,
             eos_token_ids=self._eos_token_ids,
-            token_bias=self._token_bias,
+            token_bias=self.token_bias,
             bad_word_ids=request.bad_word_ids,
             max_length=sequence.max_length,
         )

@@ -186,6 +186,7 @@ class Weights:
       treedef: structure of its weights.
       division: execution on several devices; None for a single device.
       config: configuration of the whole model, before its division over devices.
+      device_config: configuration of a device's shard of the model; None for a single device.
 
     Raises:
       ValueError: the weights are on several devices, and `parallel` is None.
@@ -202,7 +203,7 @@ class Weights:
         arrays, self.treedef = jax.tree.flatten(state)
         self._parallel, self.names = parallel, list(named_arrays(state))
         if parallel is None:
-            self.config, self.division = model.config, None
+            self.config, self.device_config, self.division = model.config, None, None
             self.graphdef = Graph.key(self._model_graphdef)
             places = [SingleDeviceSharding(_one_device(arrays))] * len(arrays)
             # Commit the arrays to their device, without a copy. Later arrays will be committed, and
@@ -210,7 +211,7 @@ class Weights:
             arrays = jax.device_put(arrays, places)
         else:
             assert isinstance(model, Llama), "other models are not divided"
-            self.config = parallel.wide_config
+            self.config, self.device_config = parallel.wide_config, parallel.device_config
             named = list(zip(self.names, arrays, strict=True))
             parallel.check_formats("Engine", model.formats, {name: x.shape for name, x in named})
             self.graphdef = nnx.graphdef(model.make_shard(parallel))
@@ -232,13 +233,6 @@ class Weights:
         else:
             named = zip(self.names, arrays, strict=True)
             self.arrays = [self._parallel.to_program_layout(name, x) for name, x in named]
-
-    def update(self, function: Callable[[list[jax.Array]], list[jax.Array]]) -> None:
-        """Replace the weights by `function(weights)`, in the model layout.
-
-        The function may donate its argument.
-        """
-        self.replace(function(self.originals))
 
     @property
     def originals(self) -> list[jax.Array]:

@@ -123,9 +123,7 @@ def sample(
     6 to 9 ms, with both 13 to 16 ms.
 
     Example:
-      >>> from paged_jax.sampling.params import SamplingParams
-      >>> from paged_jax.sampling.state import write_slot
-      >>> state = write_slot(SlotSampling.create(2, 3), 0, SamplingParams(temperature=0), seed=0)
+      >>> state = SlotSampling.create(2, 3)  # all slots are greedy
       >>> logits = jnp.array([[0.0, 2.0, 1.0], [0.0, 0.0, 0.0]])
       >>> draws, state = sample(logits, state, jnp.array([5, 0]), jnp.array([True, False]))
       >>> draws.token_ids.tolist()

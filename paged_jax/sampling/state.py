@@ -1,7 +1,7 @@
 """Sampling state of every slot on the device, and functions that the host writes it with."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -176,34 +176,47 @@ class SlotRow(NamedTuple):
     values: SlotSampling
 
 
-def slot_row(
-    state: SlotSampling,
-    slot: int,
-    params: SamplingParams,
-    *,
-    seed: int,
-    sample_index: int = 0,
-    prompt_token_ids: Sequence[int] | np.ndarray = (),
-    output_token_ids: Sequence[int] | np.ndarray = (),
-    eos_token_ids: Sequence[int] = (),
-    token_bias: TokenBias = NO_BIAS,
-    bad_word_ids: Sequence[Sequence[int]] = (),
-) -> SlotRow:
-    """Return the row that configures a slot for a request, to be written by `write_rows`.
+class Assignment(NamedTuple):
+    """A sequence to assign to a slot.
+
+    Attributes:
+      slot: the slot, 0 <= slot < S.
+      params: sampling parameters of the request.
+      token_ids: all known tokens: the prompt and, if the sequence was preempted, generated tokens.
+      num_prompt_tokens: number of prompt tokens in `token_ids`.
+      seed: seed of the random draws, 0 to 2**63 - 1; `params.seed` may be None.
+      max_length: maximum number of tokens of the sequence, prompt included.
+      sample_index: index of the sample in its request; it is part of the seed.
+      eos_token_ids: end-of-sequence tokens of the model; ignored with ``params.ignore_eos``.
+      token_bias: biases in addition to the `logit_bias` of ``params``.
+      bad_word_ids: token sequences of the `bad_words` of ``params``.
+    """
+
+    slot: int
+    params: SamplingParams
+    token_ids: list[int] | np.ndarray
+    num_prompt_tokens: int
+    seed: int
+    max_length: int
+    sample_index: int = 0
+    eos_token_ids: Iterable[int] = ()
+    token_bias: TokenBias = NO_BIAS
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end the sequence: of the model, unless they are ignored, and of `params`."""
+        eos_token_ids = () if self.params.ignore_eos else self.eos_token_ids
+        return *eos_token_ids, *(self.params.stop_token_ids or ())
+
+
+def slot_row(state: SlotSampling, assignment: Assignment) -> SlotRow:
+    """Return the row that configures a slot for a sequence, to be written by `write_rows`.
 
     Args:
       state: the state to change; only its shapes are used.
-      slot: the slot to write, 0 <= slot < S.
-      params: sampling parameters of the request.
-      seed: seed of the random draws, 0 to 2**63 - 1. ``params.seed`` is ignored, because it may be
-        None.
-      sample_index: index of the sample in its request.
-      prompt_token_ids: tokens of the prompt, for the repetition penalty.
-      output_token_ids: tokens already generated, if a preempted request resumes.
-      eos_token_ids: the model's end tokens. ``params.min_tokens`` holds them back together with
-        ``params.stop_token_ids``.
-      token_bias: biases that are added to the biases of ``params.logit_bias``.
-      bad_word_ids: token sequences of ``params.bad_words``.
+      assignment: the sequence. Its prompt matters for the repetition penalty. With
+        ``params.min_tokens``, its `stop_ids` are held back.
 
     Raises:
       ValueError: the slot, the seed or a token id is out of range, or the state has no room for all
@@ -211,26 +224,29 @@ def slot_row(
 
     Cost: 5 * V bytes, independent of the length of the prompt.
     """
+    params, token_bias = assignment.params, assignment.token_bias
     num_slots, vocab_size = state.output_counts.shape
     for name, value, bound in (
-        ("slot", slot, num_slots),
-        ("seed", seed, 2**63),
-        ("sample_index", sample_index, 2**31),
+        ("slot", assignment.slot, num_slots),
+        ("seed", assignment.seed, 2**63),
+        ("sample_index", assignment.sample_index, 2**31),
     ):
         if not is_int(value) or not 0 <= value < bound:
             raise ValueError(
                 f"slot_row: {name} must be an integer in [0, {bound}), got {value!r}. "
                 f"Pass a {name} in that range."
             )
-    own = params.logit_bias or {}
+    own, seed = params.logit_bias or {}, int(assignment.seed)
     # Biases of a request are clipped to finite values. The model's own biases may be -inf.
     bias_values = [token_bias.values_at(0), _to_float32(list(own.values()))]
     bias_values = np.concatenate(bias_values).astype(np.float32)
     # With structured outputs the grammar mask already controls when the text may end.
     min_tokens = params.min_tokens if params.structured_outputs is None else 0
-    held = (*eos_token_ids, *(params.stop_token_ids or ())) if min_tokens else ()
-    prompt = _token_ids("prompt_token_ids", prompt_token_ids, vocab_size)
-    output = _token_ids("output_token_ids", output_token_ids, vocab_size)
+    held = assignment.stop_ids if min_tokens else ()
+    token_ids, num_prompt_tokens = assignment.token_ids, assignment.num_prompt_tokens
+    bad_words = assignment.bad_word_ids
+    prompt = _token_ids("prompt_token_ids", token_ids[:num_prompt_tokens], vocab_size)
+    output = _token_ids("output_token_ids", token_ids[num_prompt_tokens:], vocab_size)
     bias_ids = _token_ids("logit_bias", (*token_bias.all_ids, *own), vocab_size)
     held_ids = _token_ids("stop_token_ids", held, vocab_size)
     values = SlotSampling(
@@ -242,14 +258,14 @@ def slot_row(
         frequency_penalty=_row(params.frequency_penalty, np.float32),
         repetition_penalty=_row(params.repetition_penalty, np.float32),
         # jax.random.key(seed) would drop the upper 32 bits of the seed unless x64 is enabled.
-        keys=_row([int(seed) >> 32, int(seed) & 0xFFFFFFFF], np.uint32),
+        keys=_row([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
         bias_ids=_padded("logit_bias", bias_ids, state.bias_ids.shape[1], vocab_size),
         bias_values=_padded("logit_bias", bias_values, state.bias_ids.shape[1], 0),
         num_start_ids=_row(len(token_bias.start_ids), np.int32),
         start_until=_row(len(prompt) + 1 if token_bias.start_ids else 0, np.int32),
         held_ids=_padded("stop_token_ids", held_ids, state.held_ids.shape[1], vocab_size),
         held_until=_row(min(len(prompt) + min_tokens, _ALWAYS), np.int32),
-        bad_words=_row(bad_word_rows(bad_word_ids, state.bad_words.shape[1], vocab_size), np.int32),
+        bad_words=_row(bad_word_rows(bad_words, state.bad_words.shape[1], vocab_size), np.int32),
         recent_ids=_row(_recent(output, len(prompt)), np.int32),
         allowed_masks=_row(_allowed_mask(params, vocab_size), np.int32),
         is_restricted=_row(False, np.bool_),
@@ -257,7 +273,7 @@ def slot_row(
         prompt_mask=_row(np.bincount(prompt, minlength=vocab_size) > 0, np.bool_),
         output_counts=_row(np.bincount(output, minlength=vocab_size), np.int32),
     )
-    return SlotRow(np.int32(slot), np.uint32(sample_index), values)
+    return SlotRow(np.int32(assignment.slot), np.uint32(assignment.sample_index), values)
 
 
 def write_rows(state: SlotSampling, rows: SlotRow) -> SlotSampling:
@@ -269,30 +285,6 @@ def write_rows(state: SlotSampling, rows: SlotRow) -> SlotSampling:
     """
     values = jax.vmap(to_device_values)(rows.values, rows.sample_index)
     return jax.tree.map(lambda x, new: x.at[rows.slot].set(new, mode="drop"), state, values)
-
-
-def write_slot(
-    state: SlotSampling, slot: int, params: SamplingParams, **options: Any
-) -> SlotSampling:
-    """Write the sampling parameters of a request to a slot. Runs one compiled program.
-
-    Args:
-      state: the state to change; donated.
-      slot: the slot to write, 0 <= slot < S.
-      params: sampling parameters of the request.
-      **options: further arguments of `slot_row`.
-
-    Example:
-      >>> state = SlotSampling.create(num_slots=2, vocab_size=8)
-      >>> state = write_slot(state, 1, SamplingParams(top_k=3), seed=0, prompt_token_ids=[5, 5, 2])
-      >>> state.top_k.tolist()
-      [0, 3]
-    """
-    row = slot_row(state, slot, params, **options)
-    return _write_rows(state, jax.tree.map(lambda x: x[None], row))
-
-
-_write_rows = jax.jit(write_rows, donate_argnums=0)
 
 
 def to_device_values(row: SlotSampling, sample_index: jax.typing.ArrayLike) -> SlotSampling:

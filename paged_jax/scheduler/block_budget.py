@@ -166,9 +166,13 @@ class BlockBudget:
 
     # Counts for sequences while a step is planned
 
-    def planning_memory(self, memory: BlockMemory, running: list[Sequence]) -> BlockMemory:
-        """Return the memory that the planner counts with: `memory`, or a wrapper of it."""
-        return memory
+    def num_free(self, memory: BlockMemory, running: list[Sequence]) -> int:
+        """Return the number of blocks outside of the slots of these sequences."""
+        return memory.num_free
+
+    def num_held(self, memory: BlockMemory, sequences: list[Sequence]) -> int:
+        """Return the number of blocks that releasing these running sequences would free."""
+        return memory.num_held(sequences)
 
     def num_for_admission(self, num_tokens: int) -> int:
         """Return the number of blocks promised to a sequence of `num_tokens` that gets a slot."""
@@ -259,9 +263,16 @@ class WindowBlockBudget(BlockBudget):
         num_blocks = num_blocks_needed(num_tokens, self.block_size)
         return num_blocks - self._first_kept(program_start)
 
-    def planning_memory(self, memory: BlockMemory, running: list[Sequence]) -> BlockMemory:
-        """Return `memory`, wrapped so that it counts each row as if no block was shared."""
-        return UnsharedMemory(memory, self, running)
+    def num_free(self, memory: BlockMemory, running: list[Sequence]) -> int:
+        """Return the number of blocks outside of all rows, at most those that are free.
+
+        It is negative if rows that share blocks exceed the pool.
+        """
+        return self.num_blocks - self.num_held(memory, running)
+
+    def num_held(self, memory: BlockMemory, sequences: list[Sequence]) -> int:
+        """Return the number of blocks in the rows of these sequences."""
+        return sum(self.num_in_row(s.num_computed, s.program_start) for s in sequences)
 
     def num_for_admission(self, num_tokens: int) -> int:
         """Return `num_wanted`, but at most P: with fewer blocks the prefill chunks are smaller."""
@@ -295,59 +306,3 @@ class WindowBlockBudget(BlockBudget):
 
     def _first_kept(self, num_tokens: int) -> int:
         return first_kept_column(num_tokens, self._window, self.block_size)
-
-
-class UnsharedMemory(BlockMemory):
-    """Memory that counts the row of each sequence as if no block was shared.
-
-    Its number of free blocks is never larger than that of the wrapped memory.
-
-    Args:
-      memory: the wrapped memory.
-      block_budget: counts the blocks of each row.
-      running: the sequences with a slot. The list may change later.
-    """
-
-    def __init__(
-        self, memory: BlockMemory, block_budget: WindowBlockBudget, running: list[Sequence]
-    ):
-        self._memory = memory
-        self._block_budget = block_budget
-        self._running = running
-        # The sequence that is being admitted: it holds blocks and is not in `running` yet.
-        self._newcomer: Sequence | None = None
-
-    @property
-    def num_free(self) -> int:
-        """Number of blocks outside all rows; negative if rows that share blocks exceed the pool."""
-        num_held, newcomer = self.num_held(self._running), self._newcomer
-        if newcomer is not None and newcomer not in self._running:
-            num_held += self.num_held([newcomer])
-        return self._block_budget.num_blocks - num_held
-
-    def num_held(self, sequences: list[Sequence]) -> int:
-        """Return the number of blocks in the rows of these sequences."""
-        row = self._block_budget.num_in_row
-        return sum(row(s.num_computed, s.program_start) for s in sequences)
-
-    def attach(self, sequence: Sequence) -> int:
-        """Fill an empty slot with the cached blocks inside the window; return the tokens found."""
-        num_tokens = self._memory.attach(sequence)
-        sequence.num_computed = sequence.program_start = num_tokens
-        self._newcomer = sequence
-        return num_tokens
-
-    def release(self, sequence: Sequence) -> None:
-        """Free the row of a sequence."""
-        self._memory.release(sequence)
-        self._newcomer = None
-
-    def swap_out(self, sequence: Sequence) -> None:
-        """Copy the blocks inside the window to host memory and free the row."""
-        self._memory.swap_out(sequence)
-
-    def swap_in(self, sequence: Sequence) -> None:
-        """Fill an empty slot with the blocks inside the window from host memory."""
-        self._memory.swap_in(sequence)
-        sequence.program_start = sequence.num_computed
-        self._newcomer = sequence

@@ -9,9 +9,9 @@ step of the engine is:
     append the generated tokens, then call sequence.advance(...) for each chunk and decoded row
     scheduler.finish(memory, sequence) for each sequence that stopped
 
-Modules: `queue` holds waiting and running sequences, `step_planner` fills a step, `preemption`
-chooses a victim, `block_budget` counts blocks, `explain` records reasons, and `step_plan` plans
-further steps before the tokens of the last step are known.
+Modules: `queue` holds waiting and running sequences, `step_planner` fills a step, `block_budget`
+counts blocks, `explain` records reasons, and `step_plan` plans further steps before the tokens of
+the last step are known.
 
 Prefill computes all tokens of a sequence except the last, which is the first input of decode. A
 sequence with n known tokens therefore decodes once n - 1 of them are in the cache. This holds for
@@ -27,17 +27,45 @@ senior sequence therefore finishes, then the next, and so on. Waiting clients ta
 
 import dataclasses
 from collections.abc import Sequence as Items
+from typing import Literal
 
 from paged_jax.arguments import ArgumentError
 from paged_jax.cache.sequence_blocks import num_cached_tokens_at
 from paged_jax.models.layer_groups import LayerGroup
 from paged_jax.scheduler.block_budget import BlockBudget, BlockMemory, make_block_budget
-from paged_jax.scheduler.outputs import EngineStats, PreemptionNote
-from paged_jax.scheduler.preemption import Preemption, PreemptionCosts, PreemptionPolicy
+from paged_jax.scheduler.outputs import EngineStats, PreemptionAdvantage, PreemptionNote
 from paged_jax.scheduler.queue import Queue
 from paged_jax.scheduler.request import Request, Sequence
 from paged_jax.scheduler.step_plan import Lookahead, StepPlan
 from paged_jax.scheduler.step_planner import Admission, StepPlanner
+
+Preemption = Literal["auto", "recompute", "swap"]
+"""What happens to the blocks of a preempted sequence. ``"auto"`` chooses the cheaper way."""
+
+# Reasons to spare a candidate, in the order of `Scheduler._preemption_rank`.
+_ADVANTAGES: tuple[PreemptionAdvantage, ...] = (
+    "priority",
+    "progress",
+    "cost",
+    "arrival",
+    "index",
+)
+
+
+@dataclasses.dataclass
+class PreemptionCosts:
+    """Costs of both ways to preempt a sequence.
+
+    Attributes:
+      seconds_per_token: seconds to compute a token again.
+      seconds_per_block: seconds to copy a block of all layers between device and host. A swap
+        copies each block twice.
+      max_swapped_blocks: maximum number of blocks in host memory; None if unlimited.
+    """
+
+    seconds_per_token: float = 1e-4
+    seconds_per_block: float = 1e-4
+    max_swapped_blocks: int | None = None
 
 
 class Scheduler:
@@ -200,7 +228,6 @@ class Scheduler:
           memory: interface to the blocks of the KV cache.
           now: current time in seconds, on the clock of the deadlines.
         """
-        memory = self.block_budget.planning_memory(memory, self.running)
         plan = StepPlan(expired=self._expire(memory, now))
         num_preemptions = self.stats.num_preemptions
         self._admit_urgent(memory)
@@ -266,7 +293,7 @@ class Scheduler:
                 claims = sum(
                     block_budget.num_claimed(s) + block_budget.can_grow(s) for s in juniors
                 )
-                most = planner.num_spare + memory.num_held(juniors) + claims
+                most = planner.num_spare + block_budget.num_held(memory, juniors) + claims
                 if sequence.num_wanted > most:
                     return False
             if not juniors:
@@ -288,7 +315,8 @@ class Scheduler:
             claims = [
                 self.block_budget.num_for_decode(s) for s in self.running if not s.num_prefill
             ]
-            num_wanted, num_free = sum(claims), memory.num_free
+            num_wanted = sum(claims)
+            num_free = self.block_budget.num_free(memory, self.running)
             if num_wanted <= num_free:
                 return
             numbers = {"num_samples": len(claims), "num_wanted": num_wanted, "num_free": num_free}
@@ -299,11 +327,11 @@ class Scheduler:
         self, memory: BlockMemory, candidates: list[Sequence], note: PreemptionNote
     ) -> Sequence:
         """Preempt one of the candidates and return it."""
-        policy = self._preemption_policy()
-        sequence = policy.victim(candidates)
-        is_swapped = policy.is_swapped(sequence)
+        sequence = min(candidates, key=self._preemption_rank)
+        is_swapped = self._should_swap(sequence)
         if sequence.history is not None:
-            other, advantage = policy.advantage(sequence, candidates) or (None, None)
+            others = [candidate for candidate in candidates if candidate is not sequence]
+            other = min(others, key=self._preemption_rank, default=None)
             sequence.history.preempt(
                 dataclasses.replace(
                     note,
@@ -311,7 +339,7 @@ class Scheduler:
                     num_tokens=sequence.num_computed,
                     sample=sequence.index,
                     spared_request=None if other is None else other.request.request_id,
-                    advantage=advantage,
+                    advantage=None if other is None else self._advantage(sequence, other),
                 )
             )
         if is_swapped:
@@ -330,10 +358,44 @@ class Scheduler:
         self._queue.join(sequence, "preempted")
         return sequence
 
-    def _preemption_policy(self) -> PreemptionPolicy:
-        return PreemptionPolicy(
-            self.preemption, self.costs, self.block_budget, self._queue.num_swapped_blocks
-        )
+    def _preemption_rank(self, sequence: Sequence) -> tuple[int, bool, float, int, int]:
+        """Return the rank of a sequence. The sequence of lowest rank is preempted first.
+
+        The order is: worst priority, progress since it resumed, lowest cost, latest arrival. A
+        sequence that has gained no token since it resumed is spared if another candidate of the
+        same priority has gained one. Otherwise two sequences could preempt each other again and
+        again.
+        """
+        has_progressed = len(sequence.token_ids) > sequence.length_before
+        seconds = self._recompute_seconds(sequence)
+        if self._should_swap(sequence):
+            seconds = self._swap_seconds(sequence)
+        priority, arrival, index = sequence.seniority
+        return -priority, not has_progressed, seconds, -arrival, -index
+
+    def _advantage(self, victim: Sequence, other: Sequence) -> PreemptionAdvantage:
+        """Return why the next candidate after the victim is spared."""
+        ranks = self._preemption_rank(victim), self._preemption_rank(other)
+        return next(name for name, own, its in zip(_ADVANTAGES, *ranks, strict=True) if own != its)
+
+    def _should_swap(self, sequence: Sequence) -> bool:
+        """Return whether a preemption swaps the blocks, instead of releasing them."""
+        if self.preemption == "recompute" or not sequence.num_computed:
+            return False
+        most, num_swapped = self.costs.max_swapped_blocks, self._queue.num_swapped_blocks
+        num_blocks = self.block_budget.num_swapped(sequence.num_computed)
+        if most is not None and num_swapped + num_blocks > most:
+            return False
+        is_cheaper = self._swap_seconds(sequence) < self._recompute_seconds(sequence)
+        return self.preemption == "swap" or is_cheaper
+
+    def _recompute_seconds(self, sequence: Sequence) -> float:
+        # An upper bound: part of the sequence may still be in the prefix cache when it resumes.
+        return sequence.num_computed * self.costs.seconds_per_token
+
+    def _swap_seconds(self, sequence: Sequence) -> float:
+        num_blocks = self.block_budget.num_swapped(sequence.num_computed)
+        return 2 * num_blocks * self.costs.seconds_per_block
 
     def _planner(self, memory: BlockMemory, plan: StepPlan) -> StepPlanner:
         return StepPlanner(

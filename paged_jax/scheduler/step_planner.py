@@ -49,7 +49,7 @@ class StepPlanner:
         self.plan = plan
         self.memory = memory
         self.num_tokens = num_tokens
-        self.num_free = memory.num_free
+        self.num_free = block_budget.num_free(memory, queue.running)
         self._queue = queue
         self._block_budget = block_budget
         self._block_size = block_budget.block_size
@@ -292,32 +292,34 @@ class Admission:
         Returns:
           Whether the sequence runs. If not, nothing has changed.
         """
-        queue, memory = self._queue, planner.memory
+        queue, memory, block_budget = self._queue, planner.memory, self._block_budget
         num_spare = planner.num_spare
         if queue.running and sequence.num_wanted > num_spare:
             return False
-        num_free = memory.num_free
+        num_free, num_attached = block_budget.num_free(memory, queue.running), 0
+        running = [*queue.running, sequence]
         sequence.slot = queue.free_slots[-1]
         is_looked_up = self._num_cacheable(sequence) > 0 and not sequence.is_swapped
         if is_looked_up:
-            sequence.num_computed = memory.attach(sequence)
+            sequence.num_computed = sequence.program_start = memory.attach(sequence)
             self._add_branch_point(sequence, sequence.num_known)
-        num_attached = num_free - memory.num_free
-        num_needed = self._block_budget.num_for_admission(len(sequence.token_ids))
+            num_attached = num_free - block_budget.num_free(memory, running)
+        num_needed = block_budget.num_for_admission(len(sequence.token_ids))
         if not sequence.is_swapped:
             start = sequence.num_computed
-            num_needed -= self._block_budget.num_in_row(start, start)
+            num_needed -= block_budget.num_in_row(start, start)
         sequence.num_wanted = num_attached + num_needed
         if sequence.num_wanted > num_spare:
             if is_looked_up:
                 memory.release(sequence)
-                sequence.num_computed = 0
+                sequence.num_computed = sequence.program_start = 0
             sequence.slot = None
             return False
         if sequence.is_swapped:
             memory.swap_in(sequence)
+            sequence.program_start = sequence.num_computed
             queue.mark_swapped(sequence, False)
-            num_attached = num_free - memory.num_free
+            num_attached = num_free - block_budget.num_free(memory, running)
         else:
             self._count_lookup(sequence, is_looked_up)
         planner.num_free -= num_attached

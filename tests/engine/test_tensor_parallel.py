@@ -290,7 +290,7 @@ assert generate(engine) == wanted, "the engine begins anew"
 
 shared = [x for x in executor.weights.arrays if x.is_fully_replicated]
 assert shared
-executor.weights.update(lambda arrays: [
+executor.update_weights(lambda arrays: [
     with_other_copy(x) if x is shared[-1] else x for x in arrays])
 try:
     generate(engine)

@@ -16,8 +16,9 @@ from paged_jax.sampling.filters import (
 )
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.sampling.sample import rows_of, sample
-from paged_jax.sampling.state import SlotSampling, write_slot
+from paged_jax.sampling.state import SlotSampling
 from tests.support import oracles_sampling as oracles
+from tests.support.decode_sequences import write_slot
 from tests.support.kernel_cases import lower
 
 jit_filter = jax.jit(filter_logits)

@@ -9,8 +9,9 @@ import pytest
 
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.sampling.sample import sample, top_logprobs
-from paged_jax.sampling.state import SlotSampling, write_slot
+from paged_jax.sampling.state import SlotSampling
 from tests.support import oracles_sampling as oracles
+from tests.support.decode_sequences import write_slot
 
 # Most tests share one program of this size, because compiling takes longer than running. 300 tokens
 # are three groups of the two-level draw, and the last group is incomplete.

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from paged_jax.sampling.params import SamplingParams, StructuredOutputsParams
-from paged_jax.sampling.state import SlotSampling, write_slot
+from paged_jax.sampling.state import SlotSampling
+from tests.support.decode_sequences import write_slot
 
 V = 70
 

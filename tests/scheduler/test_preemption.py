@@ -2,8 +2,8 @@
 
 import pytest
 
-from paged_jax.scheduler.preemption import PreemptionCosts
 from paged_jax.scheduler.request import Sequence
+from paged_jax.scheduler.scheduler import PreemptionCosts
 from tests.support.fake_memory import FakeEngine
 from tests.support.scheduling import add, check_outputs, make_engine, prompt_of
 

@@ -9,9 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paged_jax.cache.sequence_blocks import max_blocks_in_window
 from paged_jax.models.layer_groups import LayerGroup
-from paged_jax.scheduler.preemption import PreemptionCosts
 from paged_jax.scheduler.request import Request, Sequence
-from paged_jax.scheduler.scheduler import Scheduler
+from paged_jax.scheduler.scheduler import PreemptionCosts, Scheduler
 from paged_jax.scheduler.step_plan import StepPlan
 from tests.support.fake_memory import (
     VOCABULARY,

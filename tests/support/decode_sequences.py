@@ -13,11 +13,11 @@ from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.kernels import Pools
 from paged_jax.models.llama import Llama
 from paged_jax.runner import decode_state
-from paged_jax.runner.decode_state import Assignment, DecodeState
+from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import decode_steps, verify_steps
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.sampling.sample import sample
-from paged_jax.sampling.state import SlotSampling, write_slot
+from paged_jax.sampling.state import Assignment, SlotSampling, slot_row, write_rows
 from tests.support.tiny_model import BOS, CONFIG
 
 V = CONFIG.vocab_size
@@ -140,6 +140,26 @@ def expected(model: Llama, sequence: Sequence, num_tokens=N) -> list[int]:
         draws, state = SAMPLE(logits, state, position, jnp.array([True]))
         token_ids.append(int(draws.token_ids[0]))
     return token_ids[len(sequence.token_ids) :]
+
+
+def write_slot(
+    state: SlotSampling,
+    slot: int,
+    params: SamplingParams,
+    *,
+    prompt_token_ids=(),
+    output_token_ids=(),
+    **options,
+) -> SlotSampling:
+    """Write the sampling parameters of a sequence to a slot, in one compiled program."""
+    token_ids = [*prompt_token_ids, *output_token_ids]
+    assignment = Assignment(
+        slot, params, token_ids, len(prompt_token_ids), max_length=LENGTH, **options
+    )
+    return _write_rows(state, jax.tree.map(lambda x: x[None], slot_row(state, assignment)))
+
+
+_write_rows = jax.jit(write_rows, donate_argnums=0)
 
 
 def assert_same(a, b) -> None:
