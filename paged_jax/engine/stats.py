@@ -182,12 +182,11 @@ class MaskClock:
         self._now = now
         self._read_at: float | None = None  # time at which the last masked tokens were read
         self._num_cycles, self._period = 0, self._PERIOD
-        self._last = 1  # the last k > 0
-        self._plain_seconds = 0.0  # of a cycle with k = 0
         self._samples: list[float] = []
-        self._doubtful_seconds = 0.0  # of a cycle that was too long, if k = 0 is measured again
-        self._is_rejected = False  # whether k = 1 was given up in this period
-        self._set(0)
+        self._plain_seconds = 0.0  # of a cycle with k = 0
+        self._next = 1  # k after a measurement of k = 0; 0 if k > 0 is given up for a period
+        self._doubtful_seconds = 0.0  # of a cycle with this k, if it seemed too long
+        self._lookahead.num_free_steps = 0
 
     def note_read(self, plan: StepPlan, num_steps: int) -> None:
         """Note that the tokens of a plan have been read, from `num_steps` decode steps."""
@@ -209,40 +208,39 @@ class MaskClock:
     def _choose(self, seconds: float) -> None:
         """Choose k after cycles that took `seconds` with the present k."""
         k, is_due = self._lookahead.num_free_steps, self._num_cycles >= self._period
+        self._samples = self._samples[-2:]
         if not k:
             self._plain_seconds = seconds
-            if not self._is_rejected or is_due:
+            if self._next or is_due:
                 self._set(self._k_after_plain())
         elif is_due:
-            self._period = self._PERIOD
+            self._period, self._next = self._PERIOD, k
             self._set(0)
         elif self._is_too_long(seconds, k):
             # Perhaps the machine has become slower: compare with a new measurement of k = 0.
-            self._doubtful_seconds = seconds
+            self._next, self._doubtful_seconds = k, seconds
             self._set(0)
         # A further step takes less than 1 / (k + 1) of a cycle: it has fewer rows.
         elif seconds * (1 + 0.6 / (k + 1)) < self._plain_seconds * self._MOST and k < self._most:
             self._set(k + 1)
-        self._samples = self._samples[-2:]
 
     def _is_too_long(self, seconds: float, k: int) -> bool:
         return seconds > self._plain_seconds * (self._MOST if k > 1 else self._MOST_OF_ONE)
 
     def _k_after_plain(self) -> int:
-        """Return k after a measurement of k = 0; 0 if k = 1 is given up for a period."""
-        k, seconds = max(1, self._last), self._doubtful_seconds
-        self._doubtful_seconds, self._is_rejected = 0.0, False
+        """Return k after a measurement of k = 0, and remember it."""
+        k, seconds = self._next or 1, self._doubtful_seconds
+        self._doubtful_seconds = 0.0
         if not seconds:
             self._num_cycles = 0
         elif self._is_too_long(seconds, k):
             k -= 1
-            self._is_rejected = not k
             if not k and seconds > self._FAR_TOO_LONG * self._plain_seconds:
                 self._period = min(2 * self._period, self._LONGEST_PERIOD)
+        self._next = k
         return k
 
     def _set(self, num_free_steps: int) -> None:
-        self._last = self._lookahead.num_free_steps or self._last
         self._lookahead.num_free_steps = num_free_steps
         self._samples = []
 

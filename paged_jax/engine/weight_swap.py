@@ -141,49 +141,42 @@ class WeightSwap:
         Raises:
           ValueError: names, their number or shapes differ from the engine's model.
         """
-        model = self._executor.weights.layout_model
+        weights = self._executor.weights
+        model, leaves = weights.layout_model, _Leaves.of(weights)
         if mapping is not None:
-            return self._prepare_other(model, params, mapping)
-        leaves = _Leaves.of(self._executor.weights)
+            return self._prepare_other(model, leaves, params, mapping)
         formats = getattr(model, "formats", None)
         if isinstance(params, PagedModel):
             _check_same_formats(getattr(params, "formats", formats), formats)
             params = nnx.state(params)
+        names = leaves.names
         if isinstance(params, nnx.State):
-            params, are_floats = _leaves_by_name(params, leaves)
-            if are_floats and formats is not None:
-                return self._prepare_floats(params, leaves, formats)
+            params, names = _leaves_by_name(params, leaves)
         elif not isinstance(params, list | tuple):
             raise ValueError(
                 "update_params: params must be a model, its nnx.state, or a list of its leaves, "
                 f"got {type(params).__name__}. Pass a mapping for other definitions of the model."
             )
-        new = jax.tree.leaves(params)
-        _check_shapes([jnp.shape(x) for x in new], leaves.shapes)
-        _check_values([jnp.result_type(x) for x in new], leaves)
-        arrays = [_to_devices(x, place) for x, place in zip(new, leaves.shardings, strict=True)]
-        return NewWeights(arrays, _copying(leaves))
-
-    def _prepare_floats(
-        self, params: list[Any], leaves: _Leaves, formats: MatrixFormats
-    ) -> NewWeights:
-        """Prepare floats for a model with quantised matrices."""
-        layout = dict(zip(leaves.names, self._executor.weights.layout, strict=True))
-        own = leaves.floats
-        shapes = [(*layout[x].shape[:-1], _num_inputs(layout[x], formats[x])) for x in own]
-        shapes = [y if is_matrix(x) else layout[x].shape for x, y in zip(own, shapes, strict=True)]
-        _check_shapes([jnp.shape(x) for x in params], shapes)
-        pairs = zip(own, params, strict=True)
+        new, layout = jax.tree.leaves(params), dict(zip(leaves.names, weights.layout, strict=True))
+        if len(names) == len(leaves.names):
+            formats = None  # the arrays have the formats of the engine's model
+        own = leaves.names if formats is None else names
+        _check_shapes([jnp.shape(x) for x in new], [_shape(x, layout[x], formats) for x in own])
+        if formats is None:
+            _check_values([jnp.result_type(x) for x in new], leaves)
+        pairs = zip(names, new, strict=True)
         arrays = {name: _to_devices(x, layout[name].sharding) for name, x in pairs}
         return NewWeights(arrays, _converting(leaves, formats))
 
-    def _prepare_other(self, model: PagedModel, params: Any, mapping: NameMap) -> NewWeights:
+    def _prepare_other(
+        self, model: PagedModel, leaves: _Leaves, params: Any, mapping: NameMap
+    ) -> NewWeights:
         if not isinstance(model, Llama):
             raise ValueError(
                 "update_params: mapping must be None unless the engine's model is a Llama, got a "
                 f"mapping for {type(model).__name__}. Pass weights with the names of that model."
             )
-        arrays, leaves = named_arrays(params), _Leaves.of(self._executor.weights)
+        arrays = named_arrays(params)
         shapes = {name: jnp.shape(array) for name, array in arrays.items()}
         sources = find_sources("update_params", model.config, leaves.floats, shapes, mapping)
         place = leaves.shardings[0]
@@ -216,7 +209,7 @@ def _check_tied_head(
     pair = sources[HEAD], sources[EMBEDDINGS]
     given = {source.name: arrays[source.name] for source in pair}
     with own_transfers():
-        is_same = bool(_comparing(pair, (config.vocab_size, config.hidden_size))(given))
+        is_same = bool(_is_same(given, pair, (config.vocab_size, config.hidden_size)))
     if not is_same:
         raise ValueError(
             f"update_params: {HEAD} must equal the embeddings, because the engine's model ties "
@@ -250,23 +243,21 @@ def _divided_sharding(shape: tuple[int, ...], place: Sharding) -> Sharding:
 
 
 @functools.lru_cache(maxsize=16)
-def _copying(leaves: _Leaves) -> Callable[..., list[jax.Array]]:
-    return _writing(lambda arrays: dict(zip(leaves.names, arrays, strict=True)), leaves)
-
-
-@functools.lru_cache(maxsize=16)
 def _converting(
     leaves: _Leaves,
-    formats: MatrixFormats,
+    formats: MatrixFormats | None,
     config: LlamaConfig | None = None,
     sources: tuple[tuple[str, TensorSource], ...] = (),
 ) -> Callable[..., list[jax.Array]]:
-    """Return a program that quantises floats by name.
+    """Return a program that writes arrays, given by name, into the leaves.
 
-    With `config` and `sources`, the floats have the names and shapes of another model.
+    It quantises floats to `formats`; None if the arrays have the formats of the leaves. With
+    `config` and `sources`, the floats have the names and shapes of another model.
     """
 
     def convert(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        if formats is None:
+            return arrays
         new: dict[str, jax.Array] = {}
         for name in leaves.floats:
             array = (
@@ -275,7 +266,12 @@ def _converting(
             new |= _in_format(name, array, formats)
         return new
 
-    return _writing(convert, leaves)
+    def write(arrays: dict[str, jax.Array], buffers: list[jax.Array]) -> list[jax.Array]:
+        new, pairs = convert(arrays), zip(leaves.names, leaves.dtypes, strict=True)
+        return [jnp.copy(new[name]).astype(dtype) for name, dtype in pairs]
+
+    # The program does not read `buffers`. They are donated, so the results use their memory.
+    return jax.jit(write, donate_argnums=1, keep_unused=True, out_shardings=list(leaves.shardings))
 
 
 def _in_format(name: str, array: jax.Array, formats: MatrixFormats) -> dict[str, jax.Array]:
@@ -289,29 +285,12 @@ def _in_format(name: str, array: jax.Array, formats: MatrixFormats) -> dict[str,
     return {name + suffix: each for suffix, each in pairs if each is not None}
 
 
-def _writing(
-    function: Callable[..., dict[str, jax.Array]], leaves: _Leaves
-) -> Callable[..., list[jax.Array]]:
-    """Return a program that writes the result of `function`, arrays by name, into the leaves."""
-
-    def write(arrays: Any, buffers: list[jax.Array]) -> list[jax.Array]:
-        new = function(arrays)
-        pairs = zip(leaves.names, leaves.dtypes, strict=True)
-        return [jnp.copy(new[name]).astype(dtype) for name, dtype in pairs]
-
-    # The program does not read `buffers`. They are donated, so the results use their memory.
-    return jax.jit(write, donate_argnums=1, keep_unused=True, out_shardings=list(leaves.shardings))
-
-
-@functools.lru_cache(maxsize=16)
-def _comparing(
-    pair: tuple[TensorSource, TensorSource], shape: tuple[int, ...]
-) -> Callable[[dict[str, jax.Array]], jax.Array]:
-    def compare(arrays: dict[str, jax.Array]) -> jax.Array:
-        head, embeddings = (source.take(arrays, shape) for source in pair)
-        return jnp.array_equal(head, embeddings)
-
-    return jax.jit(compare)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _is_same(
+    arrays: dict[str, jax.Array], pair: tuple[TensorSource, TensorSource], shape: tuple[int, ...]
+) -> jax.Array:
+    head, embeddings = (source.take(arrays, shape) for source in pair)
+    return jnp.array_equal(head, embeddings)
 
 
 @functools.lru_cache(maxsize=16)
@@ -323,12 +302,11 @@ def _allocating(leaves: _Leaves) -> Callable[[], list[jax.Array]]:
     return jax.jit(allocate, out_shardings=list(leaves.shardings))
 
 
-def _leaves_by_name(params: nnx.State, leaves: _Leaves) -> tuple[list[jax.Array], bool]:
-    """Return arrays in the order of the engine's leaves. Stack or unstack layers if needed.
+def _leaves_by_name(params: nnx.State, leaves: _Leaves) -> tuple[list[jax.Array], Sequence[str]]:
+    """Return arrays in the order of the engine's leaves, and their names.
 
-    Returns:
-      The arrays, and whether they are floats for a model with quantised matrices. In this case they
-      have the order of `leaves.floats`.
+    Layers are stacked or unstacked if needed. The names are `leaves.names` or, if `params` are
+    floats for a model with quantised matrices, `leaves.floats`.
     """
     own = leaves.names
     arrays = named_arrays(params)
@@ -341,10 +319,9 @@ def _leaves_by_name(params: nnx.State, leaves: _Leaves) -> tuple[list[jax.Array]
         elif stack not in own and stack in arrays:
             arrays |= dict(zip(layers, arrays.pop(stack), strict=False))
     floats = leaves.floats
-    are_floats = len(floats) < len(own) and sorted(arrays) == sorted(floats)
-    if not are_floats:
-        _check_names(sorted(arrays), sorted(own))
-    return [arrays[name] for name in (floats if are_floats else own)], are_floats
+    names = floats if sorted(arrays) == sorted(floats) else own
+    _check_names(sorted(arrays), sorted(names))
+    return [arrays[name] for name in names], names
 
 
 def _check_same_formats(formats: MatrixFormats | None, own: MatrixFormats | None) -> None:
@@ -380,8 +357,11 @@ def _check_values(dtypes: list[Any], leaves: _Leaves) -> None:
             )
 
 
-def _num_inputs(values: jax.ShapeDtypeStruct, format: WeightFormat) -> int:
-    return values.shape[-1] * (2 if format.is_packed else 1)
+def _shape(name: str, leaf: jax.ShapeDtypeStruct, formats: MatrixFormats | None) -> tuple[int, ...]:
+    """Return the shape of the new values of a leaf, which are floats if `formats` are given."""
+    if formats is None or not is_matrix(name) or not formats[name].is_packed:
+        return leaf.shape
+    return (*leaf.shape[:-1], 2 * leaf.shape[-1])
 
 
 def _check_names(names: list[str], own: list[str]) -> None:
