@@ -259,10 +259,10 @@ def test_stream_releases_everything_if_the_consumer_raises(llm) -> None:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        ("core.runner.slots", "attach"),
+        ("core.runner", "attach"),
         ("core.runner", "prefill"),
         ("core.runner", "decode"),
-        ("core.runner.slots", "release"),
+        ("core.runner", "release"),
         ("core.scheduler", "schedule"),
         ("core.scheduler", "finish"),
     ],

@@ -34,7 +34,7 @@ from paged_jax.engine.core import EngineCore
 from paged_jax.engine.request_factory import Prompt
 from paged_jax.formatting import short_repr
 from paged_jax.models.text.tokenizer import Tokenizer
-from paged_jax.runner.slots import slot_of
+from paged_jax.runner.runner import slot_of
 from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.block_budget import BlockBudget
 from paged_jax.scheduler.completion import Completion
@@ -418,7 +418,7 @@ class _SearchBatch:
         if not scheduler.enable_prefix_caching:
             return
         sequence.chain = self._core.requests.prefix_chain(sequence.request)
-        num_tokens = self._runner.slots.attach(sequence)
+        num_tokens = self._runner.attach(sequence)
         sequence.num_computed = sequence.program_start = num_tokens
         self._core.stats.num_queried_tokens += len(sequence.token_ids) - 1
         self._core.stats.num_cached_tokens += num_tokens
@@ -432,7 +432,7 @@ class _SearchBatch:
             self._runner.prefill(chunks)
             for sequence, count in chunks:
                 sequence.advance(count)
-                self._runner.slots.publish(sequence)
+                self._runner.publish(sequence)
 
     def _step(self) -> None:
         """Append the last token of every beam, and choose the next tokens."""
@@ -460,10 +460,10 @@ class _SearchBatch:
             for search in self._running
         )
         self._core.stats.num_steps += 1
-        self._core.block_meter.count(num_unshared, self._runner.slots.free_blocks)
+        self._core.block_meter.count(num_unshared, self._runner.free_blocks)
 
     def _release(self, search: _Search) -> None:
         for user in search.slot_users:
-            self._runner.slots.release(user)
+            self._runner.release(user)
             self._free_slots.append(slot_of(user))
         self._running.remove(search)

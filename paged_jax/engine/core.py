@@ -43,7 +43,6 @@ from paged_jax.runner.processes import (
     least_of_processes,
 )
 from paged_jax.runner.runner import ModelRunner
-from paged_jax.runner.slots import Slots
 from paged_jax.scheduler.outputs import EngineStats
 from paged_jax.scheduler.request import Request, Sequence
 from paged_jax.scheduler.scheduler import Preemption, PreemptionCosts, Scheduler
@@ -161,8 +160,9 @@ class EngineCore:
         self.executor = executor
         is_recurrent = bool(loaded.config.state_groups)
         interval = state_interval(options.block_size) if is_recurrent else None
-        slots = Slots(executor, loaded.eos_token_ids, loaded.token_bias, interval)
-        self.runner = runner = ModelRunner(executor, slots)
+        self.runner = runner = ModelRunner(
+            executor, loaded.eos_token_ids, loaded.token_bias, interval
+        )
         self.num_blocks = executor.num_blocks
         self.group_sizes = memory.group_sizes(self.num_blocks)
         self.channel = channel
@@ -269,7 +269,7 @@ class EngineCore:
     def _schedule(self) -> PendingStep:
         """Plan a step from the tokens that the host has, and queue it."""
         with self.clock.scheduling:
-            plan = self.scheduler.schedule(self.runner.slots, time.perf_counter())
+            plan = self.scheduler.schedule(self.runner, time.perf_counter())
         self.requests.note_start(plan)
         with self.clock.running:
             return self._queue(plan)
@@ -278,7 +278,7 @@ class EngineCore:
         """Queue the programs of a plan."""
         with self.clock.prefilling:
             self._prefill(plan.chunks)
-            self.runner.slots.fork(plan.forks)
+            self.runner.fork(plan.forks)
         with self.clock.decoding:
             return PendingStep(plan, self._decode(plan) if plan.decodes else None)
 
@@ -289,7 +289,7 @@ class EngineCore:
                 scores = self.runner.score(sequence, count)
                 self.postprocessor.append_prompt_logprobs(sequence, scores)
             sequence.advance(count)
-            self.runner.slots.publish(sequence)
+            self.runner.publish(sequence)
 
     def _decode(self, plan: StepPlan) -> QueuedResult | StepTokens:
         if not plan.is_ahead:  # drafts depend on the latest tokens
@@ -352,7 +352,7 @@ class EngineCore:
     @own_transfers()
     def group_use(self) -> list[GroupUse]:
         """Return the number of used blocks of each group of layers, and states. Does not wait."""
-        source = self.block_meter if self.is_ahead else self.runner.slots
+        source = self.block_meter if self.is_ahead else self.runner
         config, free_blocks = self.loaded.config, source.free_blocks
         groups = zip(config.layer_groups, self.group_sizes, free_blocks, strict=False)
         uses = [
@@ -376,7 +376,7 @@ class EngineCore:
             if has_unfinished or self.sleep.level:
                 self.restart()
             else:
-                self.runner.slots.reset_prefix_cache()
+                self.runner.reset_prefix_cache()
 
     def check_idle(self, function: str) -> None:
         """Check that the engine is awake and has no unfinished request.

@@ -333,7 +333,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache, so that new requests find no blocks of earlier requests."""
         if not self.is_sleeping:  # a sleeping engine has no cache
-            self.core.runner.slots.reset_prefix_cache()
+            self.core.runner.reset_prefix_cache()
 
     @property
     def is_sleeping(self) -> bool:
@@ -476,4 +476,4 @@ class Engine:
     @property
     def num_cache_resets(self) -> int:
         """Number of times that the whole cache was emptied, for new weights or after a failure."""
-        return self.core.runner.slots.num_resets
+        return self.core.runner.num_resets

@@ -83,11 +83,11 @@ class RequestTable:
 
     def finish(self, sequence: Sequence) -> None:
         """Free the slot and the blocks of a complete sequence."""
-        self._scheduler.finish(self._runner.slots, sequence)
+        self._scheduler.finish(self._runner, sequence)
 
     def end(self, request: Request, finish_reason: str, stop_reason: str | None = None) -> None:
         """End an unfinished request with its tokens so far, and free its slots and blocks."""
-        self._scheduler.abort(self._runner.slots, request)
+        self._scheduler.abort(self._runner, request)
         for sequence in request.sequences:
             sequence.completion.end(finish_reason, stop_reason)
         self.remove(request)

@@ -147,8 +147,8 @@ class StepClock:
         if self._num_prefilled:
             seconds = self._stats.prefill_seconds / self._num_prefilled
             scheduler.costs.seconds_per_token = seconds
-        if self._runner.slots.num_swapped_blocks:
-            seconds = self._runner.slots.swap_seconds / self._runner.slots.num_swapped_blocks
+        if self._runner.num_swapped_blocks:
+            seconds = self._runner.swap_seconds / self._runner.num_swapped_blocks
             scheduler.costs.seconds_per_block = seconds
 
 
@@ -262,7 +262,7 @@ class BlockMeter:
         self._stats = stats
         self._scheduler = scheduler
         self._runner = runner
-        self.free_blocks = runner.slots.free_blocks
+        self.free_blocks = runner.free_blocks
         self._num_saved = 0  # `_num_saved` and `_num_unshared` are sums over all steps
         self._num_unshared = 0
 
@@ -287,7 +287,7 @@ class BlockMeter:
             starts.append((sequence.num_computed + num_drawn, start))
         # Use the numbers at the end of this step: the device may already run the next step.
         if tokens is None:
-            free_blocks = self._runner.slots.free_blocks
+            free_blocks = self._runner.free_blocks
         else:
             free_blocks = [int(num_free) for num_free in tokens.free_blocks]
         self.count(sum(row(length, start) for length, start in starts), free_blocks)

@@ -1,56 +1,346 @@
-"""Model execution for the sequences of a plan: prefill, scores, decode steps and verification.
+"""`ModelRunner`: runs programs for the sequences in the slots of the device.
 
-The `Executor` has the weights, the device state and the programs. `Slots` implements the
-scheduler's interface to the KV cache, and collects updates of it. `ModelRunner` turns sequences
-into padded arrays. Before every program it applies the updates that `Slots` has collected.
+The scheduler decides what runs, and sees the runner as its `BlockMemory`. The runner turns
+sequences into padded arrays and calls the `Executor`, which has the weights, the device state and
+the programs. Updates of the cache are collected until the next program, so that a step needs few
+calls for them.
+
+The tokens of sequences are on the host: if a step is interrupted, `reset` discards all slots, and
+every sequence can be computed again from its tokens.
 """
 
-from collections.abc import Callable, Collection, Iterable
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from paged_jax.cache.sequence_blocks import digest_words, num_kept_blocks
 from paged_jax.runner.decode_state import DecodeState, TokenMasks, find_token_masks
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.executor import Executor, QueuedResult, require_blocks
-from paged_jax.runner.programs import BeamTokens, Scores
-from paged_jax.runner.sizes import no_slots, pack, row_bucket
-from paged_jax.runner.slots import Slots, slot_of
+from paged_jax.runner.programs import BeamTokens, Call, Scores
+from paged_jax.runner.sizes import PUBLISH_WIDTH, no_slots, pack, row_bucket
+from paged_jax.sampling.params import NO_BIAS, TokenBias
+from paged_jax.sampling.state import Assignment
+from paged_jax.scheduler.block_budget import num_swapped_blocks
 from paged_jax.scheduler.request import Sequence
 from paged_jax.scheduler.step_plan import StepPlan
 
+# The host keeps at most this many digests per block of the pool. If there are more, it reads the
+# cached digests from the device and drops all others.
+_MAX_PUBLISHED = 4
+
+
+def slot_of(sequence: Sequence) -> int:
+    """Return the slot of a running sequence."""
+    assert sequence.slot is not None
+    return sequence.slot
+
+
+class _Publication(NamedTuple):
+    """A full block to add to the prefix cache."""
+
+    slot: int
+    column: int  # of the block in the slot
+    digest: bytes
+    token_ids: list[int]
+    is_snapshot: bool  # whether to keep the states of recurrent layers after its last token
+
 
 class ModelRunner:
-    """Execution of programs for sequences.
+    """Execution of programs for sequences, and the records of slots and cached blocks.
 
     Args:
       executor: runs the programs.
-      slots: the slots, the `BlockMemory` of the scheduler.
+      eos_token_ids: end-of-sequence tokens of the model.
+      token_bias: biases that apply to every request.
+      state_interval: see `Scheduler`.
 
     Attributes:
-      executor, slots: the arguments. Call `slots.flush` before programs of the executor.
+      executor: runs the programs. Call `flush` before other programs.
+      swap_seconds: total seconds of copies between device and host, without compilation.
+      num_swapped_blocks: number of blocks copied during `swap_seconds`.
+      num_resets: number of times that the whole prefix cache was discarded.
     """
 
-    def __init__(self, executor: Executor, slots: Slots):
+    def __init__(
+        self,
+        executor: Executor,
+        eos_token_ids: Iterable[int],
+        token_bias: TokenBias = NO_BIAS,
+        state_interval: int | None = None,
+    ):
         self.executor = executor
-        self.slots = slots
         self._sizes = executor.sizes
+        self._groups = executor.groups
+        self._state_groups = executor.state_groups
+        self._state_interval = state_interval
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._token_bias = token_bias
+        self.swap_seconds = 0.0
+        self.num_swapped_blocks = 0
+        self.num_resets = 0
+        self._clear_records()
 
     def reset(self) -> None:
         """Discard all slots and the prefix cache. If the engine sleeps, their memory is freed."""
         self.executor.reset()
-        self.slots.reset()
+        self._clear_records()
+
+    def _clear_records(self) -> None:
+        self.num_resets += 1
+        # For each slot: the sequence that was assigned to it, and the number of published blocks.
+        self._owners: list[Sequence | None] = [None] * self._sizes.num_slots
+        self._num_published = [0] * self._sizes.num_slots
+        # All digests in the prefix cache, and some that were evicted. Other digests are not cached.
+        self._published: set[bytes] = set()
+        # Updates collected for the next program, so that a step needs few calls for them.
+        self._to_publish: list[_Publication] = []
+        self._to_release: list[int] = []
+
+    # Called by the scheduler
+
+    @property
+    def num_free(self) -> int:
+        """Number of free blocks of the first group of layers, including cached blocks."""
+        return self.free_blocks[0]
+
+    @property
+    def free_blocks(self) -> list[int]:
+        """Number of free blocks of each group of layers, including cached blocks."""
+        if self._to_release:
+            self.flush()
+        return self.executor.free_blocks
+
+    def attach(self, sequence: Sequence) -> int:
+        """Start the slot of a sequence with its cached prefix; return the number of tokens."""
+        C, M = self._sizes.block_size, self._sizes.max_blocks_per_slot
+        self._drop_evicted()
+        count = (len(sequence.token_ids) - 1) // C  # the last token is always computed
+        known = self._may_be_cached(sequence.digests[:count])
+        sequence.num_known = 0
+        if not known:
+            return 0
+        count = len(known)
+        digests, token_ids = np.zeros((M, 8), np.uint32), np.zeros((M, C), np.int32)
+        digests[:count] = digest_words(known)
+        token_ids[:count] = np.reshape(sequence.token_ids[: count * C], (count, C))
+        slot, executor = slot_of(sequence), self.executor
+        self.flush()
+        call = executor.programs.attach.call(np.int32(slot), digests, token_ids, np.int32(count))
+        found = np.asarray(executor.run(call)).reshape(-1)
+        num_found, num_possible = int(found[0]), int(found[-1])
+        self._num_published[slot] = num_found
+        sequence.num_known = num_possible * C
+        return num_found * C
+
+    def _may_be_cached(self, digests: list[bytes]) -> list[bytes]:
+        """Return the longest prefix of `digests` that may be cached on the device."""
+        if self._groups[0].sliding_window is None:
+            return list(itertools.takewhile(self._published.__contains__, digests))
+        # Layers with a window need only the last blocks of a prefix, so earlier ones may be
+        # missing.
+        count = len(digests)
+        while count and digests[count - 1] not in self._published:
+            count -= 1
+        return digests[:count]
+
+    def _drop_evicted(self) -> None:
+        """Drop digests of evicted blocks if the host keeps too many digests.
+
+        Only digests that are cached in the first group of layers are kept: without a block of the
+        first group, the blocks of other groups are useless.
+        """
+        if len(self._published) <= _MAX_PUBLISHED * self.executor.num_blocks:
+            return
+        self.flush()
+        pool = self.executor.state.cache.tables.pool
+        digests = np.asarray(pool.digests)[np.asarray(pool.is_cached)]
+        self._published = {words.astype("<u4").tobytes() for words in digests}
+
+    def num_held(self, sequences: list[Sequence]) -> int:
+        """Return the number of blocks that releasing these sequences would free.
+
+        This waits for the device.
+        """
+        self.flush()
+        tables = self.executor.state.cache.tables
+        rows, ref_counts = jax.device_get((tables.block_tables, tables.pool.ref_counts))
+        held = rows[[slot_of(sequence) for sequence in sequences]]
+        counts = np.bincount(held[held < len(ref_counts)], minlength=len(ref_counts))
+        return int(np.sum((counts > 0) & (counts == ref_counts)))
+
+    def release(self, sequence: Sequence) -> None:
+        """Release the slot of the sequence; full blocks stay cached until they are reused."""
+        self.publish(sequence)
+        slot = slot_of(sequence)
+        self._to_release.append(slot)
+        self._owners[slot] = None
+        self._num_published[slot] = 0
+
+    def swap_out(self, sequence: Sequence) -> None:
+        """Copy the blocks of the sequence to the host, and release its slot."""
+        slot, executor = np.int32(slot_of(sequence)), self.executor
+        with self._swapping(sequence):
+            read = executor.programs.read_blocks
+            sequence.host_blocks = [
+                jax.device_get(executor.run(read.call(slot, first, group=group)))
+                for group, first in self._swap_copies(sequence)
+            ]
+            if self._state_groups:
+                state = executor.run(executor.programs.read_state.call(slot))
+                sequence.host_blocks.append(jax.device_get(state))
+        self.release(sequence)
+
+    def swap_in(self, sequence: Sequence) -> None:
+        """Copy the blocks of the sequence from the host into its slot."""
+        slot, executor = np.int32(slot_of(sequence)), self.executor
+        num_tokens = np.zeros(self._sizes.num_slots, np.int32)
+        num_tokens[slot] = sequence.num_computed
+        with self._swapping(sequence):
+            executor.run_unchecked(executor.programs.reserve.call(num_tokens))
+            if self._state_groups:
+                state = sequence.host_blocks.pop()
+                executor.run(executor.programs.write_state.call(slot, state))
+            copies = zip(self._swap_copies(sequence), sequence.host_blocks, strict=True)
+            for (group, first), values in copies:
+                write = executor.programs.write_blocks
+                executor.run(write.call(slot, first, values, group=group))
+        sequence.host_blocks = None
+
+    @contextlib.contextmanager
+    def _swapping(self, sequence: Sequence) -> Iterator[None]:
+        """Return a context that times a swap, and counts it unless a program was compiled."""
+        self.flush()
+        start, compiled = time.perf_counter(), self.executor.compile_seconds
+        yield
+        jax.block_until_ready(self.executor.state)
+        if self.executor.compile_seconds == compiled:
+            self.swap_seconds += time.perf_counter() - start
+            C, num_tokens = self._sizes.block_size, sequence.num_computed
+            groups = self._groups, self._state_groups
+            self.num_swapped_blocks += num_swapped_blocks(num_tokens, C, *groups)
+
+    def _swap_copies(self, sequence: Sequence) -> list[tuple[int, np.int32]]:
+        """Return ``(group, first)`` of each copy of a swap: the arguments of `read_blocks`."""
+        C, width = self._sizes.block_size, self._sizes.swap_width
+        return [
+            (number, np.int32(first))
+            for number, group in enumerate(self._groups)
+            for first in range(
+                0, num_kept_blocks(sequence.num_computed, group.sliding_window, C), width
+            )
+        ]
 
     @property
     def state(self) -> DecodeState:
         """The current device state. The next program donates it: copy arrays to keep them."""
-        self.slots.flush()
+        self.flush()
         return self.executor.state
 
     def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
         """Compile all programs, see `Executor.warmup`. No slot may be in use."""
-        self.slots.flush()
+        self.flush()
         self.executor.warmup(report)
+
+    # Called by the engine
+
+    def fork(self, forks: list[tuple[Sequence, list[Sequence]]]) -> None:
+        """Make the slots of children copies of their parents' slots; they share all blocks."""
+        if not forks:
+            return
+        parents = no_slots(self._sizes.num_slots)
+        for parent, children in forks:
+            for child in children:
+                parents[slot_of(child)] = slot_of(parent)
+                self._num_published[slot_of(child)] = self._num_published[slot_of(parent)]
+        self.flush()
+        self.executor.run_unchecked(self.executor.programs.fork.call(parents))
+
+    def assign(self, sequences: Iterable[Sequence]) -> None:
+        """Assign sequences to their slots on the device, unless they are already assigned."""
+        new = [each for each in sequences if self._owners[slot_of(each)] is not each]
+        if not new:
+            return
+        self.flush()
+        self.executor.assign([self._assignment(sequence) for sequence in new])
+        for sequence in new:
+            self._owners[slot_of(sequence)] = sequence
+
+    def _assignment(self, sequence: Sequence) -> Assignment:
+        request = sequence.request
+        return Assignment(
+            slot_of(sequence),
+            request.params,
+            token_ids=sequence.token_ids,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            seed=request.seed,
+            sample_index=request.sample_offset + sequence.index,
+            eos_token_ids=self._eos_token_ids,
+            token_bias=self._token_bias,
+            bad_word_ids=request.bad_word_ids,
+            max_length=sequence.max_length,
+        )
+
+    def publish(self, sequence: Sequence) -> None:
+        """Add the full blocks of the sequence to the prefix cache."""
+        if sequence.chain is None:
+            return
+        C, slot = self._sizes.block_size, slot_of(sequence)
+        # The states of recurrent layers are those after the last computed token.
+        interval, last = self._state_interval, sequence.num_computed // C - 1
+        is_point = interval and sequence.num_computed in sequence.snapshot_points(interval)
+        # A sequence that decodes has left a mark, see `cache.blocks.state_tables`.
+        mark = (sequence.num_computed - 1) // interval * interval // C - 1 if interval else -1
+        for column in range(self._num_published[slot], last + 1):
+            token_ids = sequence.token_ids[column * C : (column + 1) * C]
+            is_snapshot = (bool(is_point) and column == last) or column == mark
+            digest = sequence.digests[column]
+            self._to_publish.append(_Publication(slot, column, digest, token_ids, is_snapshot))
+            self._published.add(digest)
+            self._num_published[slot] = column + 1
+
+    def reset_prefix_cache(self) -> None:
+        """Remove all blocks from the prefix cache."""
+        self.num_resets += 1
+        self.flush()
+        self.executor.run(self.executor.programs.forget.call())
+        self._published.clear()
+        self._num_published = [0] * self._sizes.num_slots
+
+    def flush(self) -> None:
+        """Apply the collected updates: publish, then release. Call it before every program."""
+        for call in self.take_calls():
+            self.executor.run(call)
+
+    def take_calls(self) -> list[Call]:
+        """Return the calls that `flush` would make; the caller makes them instead."""
+        blocks, calls = self._to_publish, []
+        for start in range(0, len(blocks), PUBLISH_WIDTH):
+            calls.append(self._publication(blocks[start : start + PUBLISH_WIDTH]))
+        if self._to_release:
+            mask = np.zeros(self._sizes.num_slots, bool)
+            mask[self._to_release] = True
+            calls.append(self.executor.programs.release.call(mask))
+        self._to_publish, self._to_release = [], []
+        return calls
+
+    def _publication(self, blocks: list["_Publication"]) -> Call:
+        slots, columns = no_slots(PUBLISH_WIDTH), np.zeros(PUBLISH_WIDTH, np.int32)
+        digests = np.zeros((PUBLISH_WIDTH, 8), np.uint32)
+        token_ids = np.zeros((PUBLISH_WIDTH, self._sizes.block_size), np.int32)
+        is_snapshot = np.zeros(PUBLISH_WIDTH, bool)
+        for row, block in enumerate(blocks):
+            slots[row], columns[row], token_ids[row] = block.slot, block.column, block.token_ids
+            digests[row], is_snapshot[row] = digest_words([block.digest])[0], block.is_snapshot
+        marks = (is_snapshot,) if self._state_groups else ()
+        return self.executor.programs.publish.call(slots, columns, digests, token_ids, *marks)
+
+    # Programs
 
     def prefill(self, chunks: Collection[tuple[Sequence, int]]) -> None:
         """Prefill chunks: pairs of a sequence and the number of its next tokens to prefill."""
@@ -65,7 +355,7 @@ class ModelRunner:
                     token_ids[row, : len(tokens)] = tokens
                     slots[row], num_tokens[row] = slot_of(sequence), len(tokens)
                     row += 1
-            self.slots.flush()
+            self.flush()
             prefill = self.executor.programs.prefill
             self.executor.run_unchecked(prefill.call(token_ids, slots, num_tokens))
 
@@ -74,7 +364,7 @@ class ModelRunner:
 
         The arrays of the result are on the host and have `count` rows.
         """
-        self.slots.flush()
+        self.flush()
         width, end = self._sizes.score_width, sequence.num_computed + count
         slots, parts = np.array([slot_of(sequence)], np.int32), []
         for start in range(sequence.num_computed, end, width):
@@ -101,9 +391,9 @@ class ModelRunner:
         limits = np.int32(plan.num_steps), np.bool_(plan.leave_on_stop), _with_top(plan)
         call = self.executor.programs.decode.call(slots, *limits)
         if plan.is_ahead:
-            return self.executor.queue_ahead([*self.slots.take_calls(), call], masks)
+            return self.executor.queue_ahead([*self.take_calls(), call], masks)
         self._write_masks(masks)
-        self.slots.flush()
+        self.flush()
         return self.executor.queue(call)
 
     def verify(self, plan: StepPlan, drafts: Collection[Collection[int]]) -> StepTokens:
@@ -112,7 +402,7 @@ class ModelRunner:
         slots = self._decode_slots(plan.decodes)
         num_steps, vocab_size = 1 + max(map(len, drafts)), self.executor.vocab_size
         self._write_masks(find_token_masks(plan.bound, num_steps, self._sizes, vocab_size))
-        self.slots.flush()
+        self.flush()
         guesses = np.zeros((slots.size, self._sizes.num_drafts), np.int32)
         num_drafts = np.zeros(slots.size, np.int32)
         for row, draft in enumerate(drafts):
@@ -134,12 +424,12 @@ class ModelRunner:
         size = row_bucket(num_rows, self._sizes.num_slots)
         parents, slots = no_slots(self._sizes.num_slots), no_slots(size)
         token_ids = np.zeros(size, np.int32)
-        bias = self.slots.token_bias
+        bias = self._token_bias
         bias_values = np.zeros((size, len(bias.all_ids)), np.float32)
         for row, (parent, slot, token_id, num_generated) in enumerate(beams):
             parents[slot], slots[row], token_ids[row] = parent, slot, token_id
             bias_values[row] = bias.values_at(num_generated)
-        self.slots.flush()
+        self.flush()
         beam = self.executor.programs.beam
         arrays = parents, token_ids, slots, np.array(bias.all_ids, np.int32), bias_values
         tokens = self.executor.fetch(beam.call(*arrays, num_top=num_top))
@@ -152,7 +442,7 @@ class ModelRunner:
 
     def _decode_slots(self, sequences: Collection[Sequence]) -> np.ndarray:
         """Assign new sequences to slots, and return the slots of all sequences, padded with -1."""
-        self.slots.assign(sequences)
+        self.assign(sequences)
         slots = no_slots(row_bucket(len(sequences), self._sizes.num_slots))
         slots[: len(sequences)] = [slot_of(sequence) for sequence in sequences]
         return slots

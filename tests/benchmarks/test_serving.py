@@ -277,7 +277,7 @@ def test_make_engine_runs_what_fits_the_memory(model) -> None:
     for request in requests()[:4]:
         contiguous.add_request({"prompt_token_ids": request.prompt_token_ids})
     assert not contiguous.core.scheduler.running
-    plan = contiguous.core.scheduler.schedule(contiguous.core.runner.slots, 0.0)
+    plan = contiguous.core.scheduler.schedule(contiguous.core.runner, 0.0)
     assert len(plan.decodes) == 3
 
 

@@ -326,7 +326,7 @@ def test_beam_search_returns_all_sequences_if_there_are_few(wide_llm, log_softma
 def test_beam_search_interrupted_anywhere_leaves_the_engine_empty(llm, monkeypatch, name) -> None:
     first = search(llm, PROMPTS[:2], beam_width=2, ignore_eos=True)
     for is_after in (False, True):
-        owner = llm.core.runner if hasattr(llm.core.runner, name) else llm.core.runner.slots
+        owner = llm.core.runner
         original, calls = getattr(owner, name), iter(range(2))
 
         def interrupt(*args, is_after=is_after, original=original, calls=calls, **kwargs):

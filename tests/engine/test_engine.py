@@ -191,8 +191,8 @@ def test_attach_looks_up_only_published_blocks(engine, monkeypatch) -> None:
 
 
 def test_slots_forget_digests_of_evicted_blocks(engine, monkeypatch) -> None:
-    monkeypatch.setattr("paged_jax.runner.slots._MAX_PUBLISHED", 1)
-    slots = engine.core.runner.slots
+    monkeypatch.setattr("paged_jax.runner._MAX_PUBLISHED", 1)
+    slots = engine.core.runner
     for token_id in range(5, 11):
         complete(engine, {"prompt_token_ids": [BOS, *[token_id] * 17]})
         assert len(slots._published) <= engine.num_blocks + 7  # and the blocks of one request
@@ -282,8 +282,7 @@ def test_step_that_fails_loses_no_request(engine, monkeypatch, part) -> None:
     requests = [engine.add_request(prompt, params) for prompt in (LONG, OTHER, LONG)]
     expected = finish(engine)
     runner = engine.core.runner
-    owner = runner if hasattr(runner, part) else runner.slots
-    original, failures = getattr(owner, part), []
+    original, failures = getattr(runner, part), []
 
     def fail(*args, **kwargs):
         result = original(*args, **kwargs)
@@ -294,7 +293,7 @@ def test_step_that_fails_loses_no_request(engine, monkeypatch, part) -> None:
 
     again = [engine.add_request(prompt, params) for prompt in (LONG, OTHER, LONG)]
     with monkeypatch.context() as patch:
-        patch.setattr(owner, part, fail)
+        patch.setattr(runner, part, fail)
         for _ in range(2):
             with pytest.raises(MemoryError):
                 while engine.has_unfinished:
@@ -454,7 +453,7 @@ def test_num_held_counts_blocks_that_no_other_sample_holds(tiny_model) -> None:
     engine.add_request({"prompt_token_ids": [1, 5, 6, 7, 8, 9, 10, 11, 12, 13]}, params)
     while sum(sequence.slot is not None for sequence in engine.sequences) < 2:
         engine.step()
-    slots, both = engine.core.runner.slots, engine.sequences
+    slots, both = engine.core.runner, engine.sequences
     num_used = engine.num_blocks - slots.num_free
     alone = [slots.num_held([sequence]) for sequence in both]
     assert slots.num_held(both) == num_used > sum(alone) > 0

@@ -125,7 +125,7 @@ def test_num_free_counts_the_queued_step(make_engine, way) -> None:
     engine.step()
     assert engine.core.is_ahead
     # 7 computed prompt tokens and two steps of 4 tokens fill 4 blocks.
-    assert engine.core.runner.slots.num_free == SIZES["num_blocks"] - 4
+    assert engine.core.runner.num_free == SIZES["num_blocks"] - 4
     engine.abort(request_id)
     check_empty(engine)
 

@@ -1,4 +1,4 @@
-"""`Slots`: attach, publish, release and swap the slots of the device."""
+"""Slots of `ModelRunner`: attach, publish, release and swap the slots of the device."""
 
 import dataclasses
 
@@ -9,8 +9,8 @@ from flax import nnx
 from paged_jax import Llama
 from paged_jax.kernels import Pools
 from paged_jax.runner.executor import Executor
+from paged_jax.runner.runner import ModelRunner
 from paged_jax.runner.sizes import PUBLISH_WIDTH, Sizes
-from paged_jax.runner.slots import Slots
 from paged_jax.runner.weights import Weights
 from paged_jax.scheduler.request import Sequence
 from tests.support.fake_memory import make_request
@@ -43,7 +43,7 @@ def make_executor(model) -> Executor:
 
 def test_swap_in_restores_blocks_that_need_several_calls(tiny_model) -> None:
     executor = make_executor(tiny_model)
-    slots = Slots(executor, ())
+    slots = ModelRunner(executor, ())
     assert SIZES.swap_width * 2 < NUM_TOKENS, "three pieces"
     request = make_request(0, [7] * (NUM_TOKENS + 1), max_tokens=1)
     [sequence] = request.sequences
@@ -77,7 +77,7 @@ def test_swap_in_restores_blocks_that_need_several_calls(tiny_model) -> None:
 
 def test_attach_finds_a_window_after_older_blocks_were_evicted(monkeypatch) -> None:
     """A prefix is found if the device still has the blocks of its last window."""
-    monkeypatch.setattr("paged_jax.runner.slots._MAX_PUBLISHED", 0)
+    monkeypatch.setattr("paged_jax.runner._MAX_PUBLISHED", 0)
     C, window, num_tokens = 4, 9, 24
     config = dataclasses.replace(
         CONFIG, sliding_window=window, model_type="mistral", num_hidden_layers=1
@@ -90,7 +90,7 @@ def test_attach_finds_a_window_after_older_blocks_were_evicted(monkeypatch) -> N
         cascade=False,
         backend=None,
     )
-    slots = Slots(executor, ())
+    slots = ModelRunner(executor, ())
     prompt = list(range(100, 100 + num_tokens))
 
     def make_sequence(tokens: list[int], slot: int) -> Sequence:
@@ -113,7 +113,7 @@ def test_attach_finds_a_window_after_older_blocks_were_evicted(monkeypatch) -> N
 
 def test_flush_publishes_blocks_in_several_calls(tiny_model) -> None:
     executor = make_executor(tiny_model)
-    slots = Slots(executor, ())
+    slots = ModelRunner(executor, ())
     assert NUM_TOKENS > PUBLISH_WIDTH
     first, second = (
         make_request(i, list(range(NUM_TOKENS + 1)), max_tokens=1, block_size=1).sequences[0]

@@ -106,7 +106,7 @@ def check_empty(engine: Engine) -> None:
     for group in engine.cache.groups:
         assert int(group.tables.pool.num_free) == group.num_blocks
         assert group.tables.lengths.tolist() == [0] * engine.max_num_seqs
-    scheduler, slots = engine.core.scheduler, engine.core.runner.slots
+    scheduler, slots = engine.core.scheduler, engine.core.runner
     assert not engine.core.requests.unfinished
     assert not scheduler.waiting and not scheduler.running and not scheduler.has_unfinished
     assert not scheduler._queue.unfinished
