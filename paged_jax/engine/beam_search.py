@@ -302,26 +302,18 @@ def beam_search(
         prompts = [prompts]
     end_ids = frozenset() if params.ignore_eos else core.loaded.eos_token_ids
     max_bias = max((0.0, *core.loaded.token_bias.values))
-    searches = [
-        _Search(_as_request(core, number, prompt, params), params, end_ids, max_bias)
-        for number, prompt in enumerate(prompts)
+    sampling_params = SamplingParams(temperature=0, max_tokens=params.max_tokens)
+    make_request, now = core.request_factory.make_request, time.perf_counter()
+    requests = [
+        make_request(f"beam search {i}", i, prompt, sampling_params, arrival_time=now)
+        for i, prompt in enumerate(prompts)
     ]
+    searches = [_Search(request, params, end_ids, max_bias) for request in requests]
     for search in searches:
         _check_fits(core, search)
     with core.guard.change():
         _SearchBatch(core, params, num_end_ids=len(end_ids)).run(searches)
     return [search.output(core.loaded.tokenizer) for search in searches]
-
-
-def _as_request(core: EngineCore, number: int, prompt: Prompt, params: BeamSearchParams) -> Request:
-    """Return a checked request for a prompt."""
-    return core.request_factory.make_request(
-        f"beam search {number}",
-        number,
-        prompt,
-        SamplingParams(temperature=0, max_tokens=params.max_tokens),
-        arrival_time=time.perf_counter(),
-    )
 
 
 def _check_fits(core: EngineCore, search: "_Search") -> None:

@@ -60,11 +60,6 @@ class StepTokens(NamedTuple):
         return Draws.unpack(self.drawn)
 
     @property
-    def num_free(self) -> jax.Array:
-        """Number of free blocks of the first group of layers, i32 []."""
-        return self.free_blocks[0]
-
-    @property
     def token_ids(self) -> jax.Array:
         """The drawn tokens, i32 [N, B]."""
         return self.draws.token_ids

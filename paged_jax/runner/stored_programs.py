@@ -153,21 +153,13 @@ class StoredPrograms:
 
 
 class _Source(NamedTuple):
-    """A function to compile.
-
-    Attributes:
-      function: the function.
-      arguments: its arguments.
-      static: its static arguments.
-      donated: index of the donated argument, or None.
-      options: see `compiler_options`.
-    """
+    """A function to compile, and its arguments."""
 
     function: Any
     arguments: tuple[Any, ...]
     static: dict[str, Any]
-    donated: int | None
-    options: Any
+    donated: int | None  # index of the donated argument
+    options: Any  # see `compiler_options`
 
     @property
     def structure(self) -> Any:
@@ -176,15 +168,10 @@ class _Source(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """Content of a file.
+    """Content of a file."""
 
-    Attributes:
-      executable: result of `serialize_executable.serialize`.
-      targets: FFI targets of the kernels that it calls.
-    """
-
-    executable: tuple[bytes, Any, Any]
-    targets: list[str]
+    executable: tuple[bytes, Any, Any]  # result of `serialize_executable.serialize`
+    targets: list[str]  # FFI targets of the kernels that it calls
 
 
 def _compile(folder: Path, key: str, source: _Source) -> jax.stages.Compiled:
@@ -220,11 +207,7 @@ def _lower(source: _Source, suffix: str) -> jax.stages.Lowered:
 def _read(folder: Path, key: str, structure: Any, device: Any) -> jax.stages.Compiled | None:
     """Return a stored program; None if the file is missing, damaged, or cannot be used here.
 
-    Args:
-      folder: folder of the file.
-      key: its name.
-      structure: structure of the arguments, and of an empty dict for keyword arguments.
-      device: the device that runs the program.
+    `structure` is `_Source.structure`. The device runs the program.
     """
     content = user_cache.read(folder / key)
     if content is None or not content.startswith(_checksum(key, content[_CHECKSUM_BYTES:])):

@@ -120,21 +120,6 @@ def next_recent_ids(
     return jnp.where(is_new, token_ids[:, None], rows.recent_ids)
 
 
-def filter_drawn(z: jax.Array, rows: SlotSampling, is_drawn: jax.Array) -> jax.Array:
-    """Return `filter_logits` for the rows that sample randomly, f32[B, V].
-
-    Other rows are undefined.
-    """
-    # The other rows are greedy. Neutral values avoid a search for their cut-offs.
-    return filter_logits(
-        z,
-        temperature=jnp.where(is_drawn, rows.temperature, 1.0),
-        min_p=jnp.where(is_drawn, rows.min_p, 0.0),
-        top_k=jnp.where(is_drawn, rows.top_k, 0),
-        top_p=jnp.where(is_drawn, rows.top_p, 1.0),
-    )
-
-
 def filter_logits(
     logits: jax.Array,
     *,
@@ -187,15 +172,10 @@ def filter_logits(
 
 
 class _Cut(NamedTuple):
-    """Cut-off of each row: entries above `logit` are kept, and entries equal to it up to id `last`.
+    """Cut-off of each row: keep entries above `logit`, and entries equal to it up to id `last`."""
 
-    Attributes:
-      logit: f32[S]; -inf keeps all.
-      last: i32[S], the largest id that is kept among entries equal to `logit`.
-    """
-
-    logit: jax.Array
-    last: jax.Array
+    logit: jax.Array  # f32[S]; -inf keeps all
+    last: jax.Array  # i32[S], the largest id that is kept among entries equal to `logit`
 
     def is_kept(self, z: jax.Array) -> jax.Array:
         """Return whether each entry of `z` f32[S, V] is kept, bool[S, V]."""
@@ -336,13 +316,6 @@ def _nth_true(mask: jax.Array, number: jax.Array) -> jax.Array:
     members = jnp.take_along_axis(groups, group[:, None, None], axis=1, mode="clip")[:, 0]
     ends = num_before + jnp.cumsum(members, axis=1, dtype=jnp.int32)
     return group * _TIE_GROUP + count_true(ends < number)
-
-
-def apply_if(
-    is_needed: jax.Array, function: Callable[[jax.Array], jax.Array], x: jax.Array
-) -> jax.Array:
-    """Return ``function(x)``; `apply_first` with one function."""
-    return apply_first([(is_needed, function)], x)
 
 
 def apply_first(

@@ -215,12 +215,15 @@ def _choose(
       is_drawn: bool[B], rows that sample randomly.
       draw: function that returns i32[B], tokens sampled from `z`.
     """
-    tokens = filters.apply_if(
-        jnp.any(is_changed), lambda tokens: jnp.where(is_changed, _argmax(z), tokens), greedy
-    )
-    return filters.apply_if(
-        jnp.any(is_drawn), lambda tokens: jnp.where(is_drawn, draw(), tokens), tokens
-    )
+
+    def largest(tokens: jax.Array) -> jax.Array:
+        return jnp.where(is_changed, _argmax(z), tokens)
+
+    def drawn(tokens: jax.Array) -> jax.Array:
+        return jnp.where(is_drawn, draw(), tokens)
+
+    tokens = filters.apply_first([(jnp.any(is_changed), largest)], greedy)
+    return filters.apply_first([(jnp.any(is_drawn), drawn)], tokens)
 
 
 def _unreported(tokens: jax.Array, num_top: int) -> Draws:
@@ -354,7 +357,14 @@ def _draw(
     z: jax.Array, state: SlotSampling, positions: jax.Array, is_drawn: jax.Array
 ) -> jax.Array:
     """Sample from the filtered distribution, i32[S]. Rows without `is_drawn` are undefined."""
-    log_weights = filters.filter_drawn(z, state, is_drawn)
+    # The other rows are greedy. Neutral values avoid a search for their cut-offs.
+    log_weights = filters.filter_logits(
+        z,
+        temperature=jnp.where(is_drawn, state.temperature, 1.0),
+        min_p=jnp.where(is_drawn, state.min_p, 0.0),
+        top_k=jnp.where(is_drawn, state.top_k, 0),
+        top_p=jnp.where(is_drawn, state.top_p, 1.0),
+    )
     return _categorical(log_weights, jax.vmap(fold_in)(state.keys, positions))
 
 

@@ -65,22 +65,6 @@ class BlockMemory(Protocol):
         ...
 
 
-def make_block_budget(
-    num_blocks: int,
-    block_size: int,
-    max_chunk: int,
-    groups: Items[LayerGroup],
-    state_groups: Items[LayerGroup] = (),
-) -> "BlockBudget":
-    """Return the block budget of a model. The arguments are described in `Scheduler`."""
-    window = groups[0].sliding_window
-    if window is None:
-        return BlockBudget(num_blocks, block_size, groups, state_groups)
-    return WindowBlockBudget(
-        num_blocks, block_size, groups, state_groups, window=window, max_chunk=max_chunk
-    )
-
-
 def num_swapped_blocks(
     num_tokens: int,
     block_size: int,
@@ -218,11 +202,7 @@ class WindowBlockBudget(BlockBudget):
     row alone, and the samples admitted because of shared blocks would be preempted.
 
     Args:
-      num_blocks: P, number of blocks of the first group.
-      block_size: C, number of tokens in a block.
-      groups: the groups of layers.
-      state_groups: the groups of recurrent layers.
-      window: W, the largest window of the model, which is the window of the first group.
+      num_blocks, block_size, groups, state_groups: see `BlockBudget`.
       max_chunk: maximum number of tokens that a step prefills per sequence.
     """
 
@@ -231,13 +211,13 @@ class WindowBlockBudget(BlockBudget):
         num_blocks: int,
         block_size: int,
         groups: Items[LayerGroup],
-        state_groups: Items[LayerGroup] = (),
-        *,
-        window: int,
+        state_groups: Items[LayerGroup],
         max_chunk: int,
     ):
         super().__init__(num_blocks, block_size, groups, state_groups)
-        self._window = window
+        window = groups[0].sliding_window
+        assert window is not None
+        self._window = window  # the largest of the model
         self._most_decoding = max_blocks_in_window(window, 1, block_size)
         self._most = max_blocks_in_window(window, max_chunk, block_size)
 

@@ -32,7 +32,7 @@ from typing import Literal
 from paged_jax.arguments import ArgumentError
 from paged_jax.cache.sequence_blocks import num_cached_tokens_at
 from paged_jax.models.layer_groups import LayerGroup
-from paged_jax.scheduler.block_budget import BlockBudget, BlockMemory, make_block_budget
+from paged_jax.scheduler.block_budget import BlockBudget, BlockMemory, WindowBlockBudget
 from paged_jax.scheduler.outputs import EngineStats, PreemptionAdvantage, PreemptionNote
 from paged_jax.scheduler.queue import Queue
 from paged_jax.scheduler.request import Request, Sequence
@@ -125,8 +125,11 @@ class Scheduler:
         self.costs = costs or PreemptionCosts()
         self.stats = stats or EngineStats()
         self.state_interval = state_interval
-        self.block_budget = make_block_budget(
-            num_blocks, block_size, max_chunk, groups, state_groups
+        sizes = num_blocks, block_size, groups, state_groups
+        self.block_budget = (
+            BlockBudget(*sizes)
+            if groups[0].sliding_window is None
+            else WindowBlockBudget(*sizes, max_chunk)
         )
         queue = self._queue = Queue(num_slots, self.block_budget)
         self.lookahead = Lookahead(queue, max_steps, has_drafts=has_drafts)
@@ -134,7 +137,6 @@ class Scheduler:
             queue,
             self.block_budget,
             self.stats,
-            num_slots=num_slots,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
             state_interval=state_interval if enable_prefix_caching else None,

@@ -219,7 +219,6 @@ class Admission:
       queue: the waiting sequences and the slots.
       block_budget: counts blocks.
       stats: totals; look-ups in the prefix cache are counted here.
-      num_slots: S, maximum number of sequences that run at a time.
       max_num_batched_tokens: maximum number of tokens in a step.
       enable_prefix_caching: whether prompts are looked up in the prefix cache.
       state_interval: see `Scheduler`.
@@ -231,7 +230,6 @@ class Admission:
         block_budget: BlockBudget,
         stats: EngineStats,
         *,
-        num_slots: int,
         max_num_batched_tokens: int,
         enable_prefix_caching: bool,
         state_interval: int | None = None,
@@ -239,7 +237,6 @@ class Admission:
         self._queue = queue
         self._block_budget = block_budget
         self._stats = stats
-        self._num_slots = num_slots
         self._max_num_batched_tokens = max_num_batched_tokens
         self._enable_prefix_caching = enable_prefix_caching
         self._state_interval = state_interval
@@ -427,7 +424,7 @@ class Admission:
     ) -> dict[str, int]:
         """Return `Wait.numbers` for a reason: the values that explain why the sequence waits."""
         if reason == "slots":
-            return {"num_slots": self._num_slots}
+            return {"num_slots": len(self._queue.running)}
         if reason == "budget":
             return {"max_num_batched_tokens": self._max_num_batched_tokens}
         num_free = planner.num_free

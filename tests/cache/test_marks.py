@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 
 from paged_jax.cache.blocks import state_tables
-from paged_jax.cache.blocks.inspection import check_states
 from paged_jax.cache.blocks.state_tables import StateTables
 from paged_jax.models.state_places import StatePlaces
+from tests.support.block_tables import check_states
 
 S, C, INTERVAL = 3, 4, 8
 

@@ -20,13 +20,12 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from paged_jax.cache import PagedCache, contents, paged_cache
 from paged_jax.cache.blocks import check_invariants
-from paged_jax.cache.blocks.inspection import check_states
 from paged_jax.cache.groups import StateGroup
 from paged_jax.cache.sequence_blocks import max_blocks_in_window
 from paged_jax.kernels.backend import StateRows
 from paged_jax.kernels.rows import set_states, take_states
 from tests.support.block_model import Content
-from tests.support.block_tables import as_arrays, contents_of, i32, publish
+from tests.support.block_tables import as_arrays, check_states, contents_of, i32, publish
 from tests.support.cache_histories import (
     JIT,
     MAX_TOKENS,

@@ -191,7 +191,7 @@ def test_attach_looks_up_only_published_blocks(engine, monkeypatch) -> None:
 
 
 def test_slots_forget_digests_of_evicted_blocks(engine, monkeypatch) -> None:
-    monkeypatch.setattr("paged_jax.runner._MAX_PUBLISHED", 1)
+    monkeypatch.setattr("paged_jax.runner.runner._MAX_PUBLISHED", 1)
     slots = engine.core.runner
     for token_id in range(5, 11):
         complete(engine, {"prompt_token_ids": [BOS, *[token_id] * 17]})

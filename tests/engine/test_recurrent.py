@@ -13,11 +13,11 @@ import pytest
 
 from paged_jax import LLM, BeamSearchParams, Engine, RequestOutput, SamplingParams, rollout
 from paged_jax.cache.blocks import check_invariants, state_tables
-from paged_jax.cache.blocks.inspection import check_states
 from paged_jax.engine.drafts import Drafter
 from paged_jax.runner.decode_state import DecodeState
 from paged_jax.runner.decoding import decode_steps
 from paged_jax.scheduler.request import Sequence
+from tests.support.block_tables import check_states
 from tests.support.recurrent_model import V, greedy_tokens, make_model, token_logprobs
 from tests.support.workload import Job, play
 

@@ -61,7 +61,7 @@ def test_decode_steps_draws_the_tokens_of_a_host_loop(model) -> None:
     assert state.token_ids.tolist() == [ids[-1] for ids in drawn(tokens)]
     known = [len(sequence.token_ids) + N for sequence in sequences]
     assert state.cache.lengths.tolist() == [n - 1 for n in known]
-    assert int(tokens.num_free) == int(state.cache.tables.pool.num_free)
+    assert int(tokens.free_blocks[0]) == int(state.cache.tables.pool.num_free)
     check_invariants(state.cache.tables)
 
 
@@ -117,7 +117,7 @@ def test_decode_steps_of_forked_slots_copies_shared_blocks(model) -> None:
     assert len({tuple(ids) for ids in drawn(tokens)}) == S
     check_invariants(state.cache.tables)
     # 13 tokens each, and the first block is shared.
-    assert int(tokens.num_free) == P - 1 - S * 3
+    assert int(tokens.free_blocks[0]) == P - 1 - S * 3
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
@@ -330,7 +330,7 @@ def test_decode_steps_ends_when_blocks_run_out(model) -> None:
     tokens, state = run(model, start_short_of_blocks(model), [0, 1, 2])
     assert not tokens.ok
     assert drawn(tokens) == [*(ids[:7] for ids in free_run(model)[:3]), []]
-    assert (int(tokens.num_steps), int(tokens.num_free)) == (7, 0)
+    assert (int(tokens.num_steps), int(tokens.free_blocks[0])) == (7, 0)
     assert state.cache.lengths.tolist() == [12, 9, 7, WIDTH * C]
     check_invariants(state.cache.tables)
     assert np.asarray(state.sampling.output_counts).sum(axis=1).tolist() == [7, 7, 7, 0]

@@ -77,7 +77,7 @@ def test_swap_in_restores_blocks_that_need_several_calls(tiny_model) -> None:
 
 def test_attach_finds_a_window_after_older_blocks_were_evicted(monkeypatch) -> None:
     """A prefix is found if the device still has the blocks of its last window."""
-    monkeypatch.setattr("paged_jax.runner._MAX_PUBLISHED", 0)
+    monkeypatch.setattr("paged_jax.runner.runner._MAX_PUBLISHED", 0)
     C, window, num_tokens = 4, 9, 24
     config = dataclasses.replace(
         CONFIG, sliding_window=window, model_type="mistral", num_hidden_layers=1

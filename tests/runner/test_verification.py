@@ -46,7 +46,7 @@ def test_verify_steps_draws_the_tokens_of_decode_steps(model, params) -> None:
         num_new = [NUM_ACCEPTED[kind] + 1 for kind in kinds]
         assert drawn(tokens) == [ids[:n] for ids, n in zip(free, num_new, strict=True)]
         assert (int(tokens.num_steps), bool(tokens.ok)) == (max(num_new), True)
-        assert int(tokens.num_free) == int(state.cache.tables.pool.num_free)
+        assert int(tokens.free_blocks[0]) == int(state.cache.tables.pool.num_free)
         assert_as_if_stepped(state, step_each(model, start(model, sequences), num_new))
         # Decoding continues as without drafts.
         rest, _ = run(model, state, num_steps=N - 4)
@@ -115,7 +115,7 @@ def test_verify_steps_out_of_blocks_changes_nothing(model) -> None:
     drafts = [drafts_of(ids[-T:], "right") for ids in free_run(model)[:3]]
     tokens, state = verify(model, state, drafts, [0, 1, 2])
     assert (bool(tokens.ok), tokens.num_new.tolist(), int(tokens.num_steps)) == (False, [0] * S, 0)
-    assert int(tokens.num_free) == 1
+    assert int(tokens.free_blocks[0]) == 1
     assert_same(before, state)
     tokens, _ = run(model, state, [0, 1, 2], num_steps=1)
     assert drawn(tokens) == [*(ids[6:7] for ids in free_run(model)[:3]), []]

@@ -11,6 +11,8 @@ import numpy as np
 
 from paged_jax.cache import blocks
 from paged_jax.cache.blocks import BlockTables
+from paged_jax.cache.blocks.inspection import check_pool, require
+from paged_jax.cache.blocks.state_tables import StateTables
 from tests.support.block_model import Content
 
 P, S, M, C = 12, 5, 4, 4
@@ -117,3 +119,28 @@ def broken(tables: BlockTables, **changes: Callable[[jax.Array], jax.Array]) -> 
         else:
             tables = replace(tables, **{name: change(getattr(tables, name))})
     return tables
+
+
+def check_states(tables: StateTables, lengths: np.ndarray) -> None:
+    """Check on the host that every entry is either free or used as often as the slots say.
+
+    Args:
+      tables: the entries of recurrent layers.
+      lengths: i32[S], the number of tokens in each slot.
+
+    Raises:
+      AssertionError: an invariant does not hold; the message names the first one.
+    """
+    check_pool(tables.pool)
+    entries, num_entries = np.asarray(tables.entries), tables.num_entries
+    is_held = entries < num_entries
+    rule = f"be below {num_entries} if and only if a slot has tokens"
+    require(np.array_equal(is_held, np.asarray(lengths) > 0), "entries", rule, entries.tolist())
+    marks = np.asarray(tables.marks)
+    is_marked = marks < num_entries
+    require(np.all(is_held | ~is_marked), "marks", "be of slots with tokens", marks.tolist())
+    used = np.concatenate([entries[is_held], marks[is_marked]])
+    counts = np.bincount(used, minlength=num_entries)
+    refs = np.asarray(tables.pool.ref_counts)
+    rule = f"be {counts.tolist()}, as in the entries and marks"
+    require(np.array_equal(refs, counts), "ref_counts", rule, refs.tolist())

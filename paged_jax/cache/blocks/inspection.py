@@ -3,7 +3,6 @@
 import numpy as np
 
 from paged_jax.cache.block_pool import BlockPool
-from paged_jax.cache.blocks.state_tables import StateTables
 from paged_jax.cache.blocks.tables import BlockTables
 from paged_jax.cache.sequence_blocks import first_kept_column, num_blocks_needed
 
@@ -21,51 +20,26 @@ def check_invariants(tables: BlockTables) -> None:
     Example:
       >>> check_invariants(BlockTables.create(4, 2, 2, 4))
     """
-    _check_pool(tables.pool)
+    check_pool(tables.pool)
     table, lengths = np.asarray(tables.block_tables), np.asarray(tables.lengths)
     num_blocks = tables.num_blocks
 
     is_length = (lengths >= 0) & (lengths <= table.shape[1] * tables.block_size)
-    _require(is_length.all(), "lengths", "fit the tables", lengths.tolist())
+    require(is_length.all(), "lengths", "fit the tables", lengths.tolist())
     begins = _checked_first_columns(tables, lengths)
     ends = num_blocks_needed(lengths, tables.block_size)
     for slot, row in enumerate(table.tolist()):
         left, held, rest = np.split(row, [begins[slot], ends[slot]])
         name = f"block_tables[{slot}]"
-        _require(np.all((0 <= held) & (held < num_blocks)), name, "cover the length", row)
-        _require(len(np.unique(held)) == len(held), name, "hold a block once", row)
-        _require(np.all(left == num_blocks), name, f"be {num_blocks} before first_columns", row)
-        _require(np.all(rest == num_blocks), name, f"be {num_blocks} past the length", row)
+        require(np.all((0 <= held) & (held < num_blocks)), name, "cover the length", row)
+        require(len(np.unique(held)) == len(held), name, "hold a block once", row)
+        require(np.all(left == num_blocks), name, f"be {num_blocks} before first_columns", row)
+        require(np.all(rest == num_blocks), name, f"be {num_blocks} past the length", row)
 
     entries = np.bincount(table[table < num_blocks], minlength=num_blocks)
     for block, count in enumerate(np.asarray(tables.pool.ref_counts).tolist()):
         rule = f"be {entries[block]}, as in the tables"
-        _require(count == entries[block], f"ref_counts[{block}]", rule, count)
-
-
-def check_states(tables: StateTables, lengths: np.ndarray) -> None:
-    """Check on the host that every entry is either free or used as often as the slots say.
-
-    Args:
-      tables: the entries of recurrent layers.
-      lengths: i32[S], the number of tokens in each slot.
-
-    Raises:
-      AssertionError: an invariant does not hold; the message names the first one.
-    """
-    _check_pool(tables.pool)
-    entries, num_entries = np.asarray(tables.entries), tables.num_entries
-    is_held = entries < num_entries
-    rule = f"be below {num_entries} if and only if a slot has tokens"
-    _require(np.array_equal(is_held, np.asarray(lengths) > 0), "entries", rule, entries.tolist())
-    marks = np.asarray(tables.marks)
-    is_marked = marks < num_entries
-    _require(np.all(is_held | ~is_marked), "marks", "be of slots with tokens", marks.tolist())
-    used = np.concatenate([entries[is_held], marks[is_marked]])
-    counts = np.bincount(used, minlength=num_entries)
-    refs = np.asarray(tables.pool.ref_counts)
-    rule = f"be {counts.tolist()}, as in the entries and marks"
-    _require(np.array_equal(refs, counts), "ref_counts", rule, refs.tolist())
+        require(count == entries[block], f"ref_counts[{block}]", rule, count)
 
 
 def _checked_first_columns(tables: BlockTables, lengths: np.ndarray) -> np.ndarray:
@@ -75,43 +49,43 @@ def _checked_first_columns(tables: BlockTables, lengths: np.ndarray) -> np.ndarr
     only when the slot grows.
     """
     if tables.window is None:
-        _require(tables.first_columns is None, "first_columns", "be None", tables.first_columns)
+        require(tables.first_columns is None, "first_columns", "be None", tables.first_columns)
         return np.zeros_like(lengths)
     first_columns = np.asarray(tables.first_columns)
     kept = first_kept_column(lengths, tables.window, tables.block_size)
     is_kept = (first_columns >= 0) & (first_columns <= kept)
     rule = f"be 0 to {kept.tolist()}, where windows begin"
-    _require(is_kept.all(), "first_columns", rule, first_columns.tolist())
+    require(is_kept.all(), "first_columns", rule, first_columns.tolist())
     return first_columns
 
 
-def _check_pool(pool: BlockPool) -> None:
+def check_pool(pool: BlockPool) -> None:
     """Check on the host the invariants of a pool that do not involve block tables."""
     ref_counts, is_cached = np.asarray(pool.ref_counts), np.asarray(pool.is_cached)
     num_blocks, num_free = pool.num_blocks, int(pool.num_free)
 
-    _require(0 <= num_free <= num_blocks, "num_free", f"be 0 to {num_blocks}", num_free)
+    require(0 <= num_free <= num_blocks, "num_free", f"be 0 to {num_blocks}", num_free)
     head = int(pool.head)
-    _require(0 <= head < num_blocks, "head", f"be 0 to {num_blocks - 1}", head)
+    require(0 <= head < num_blocks, "head", f"be 0 to {num_blocks - 1}", head)
     ring = (head + np.arange(num_free)) % num_blocks
     free = np.asarray(pool.free_queue)[ring]
     is_block = (free >= 0) & (free < num_blocks)
-    _require(is_block.all(), "free_queue", "hold block ids", free.tolist())
-    _require(len(set(free.tolist())) == num_free, "free_queue", "hold ids once", free.tolist())
+    require(is_block.all(), "free_queue", "hold block ids", free.tolist())
+    require(len(set(free.tolist())) == num_free, "free_queue", "hold ids once", free.tolist())
     for block, count in enumerate(ref_counts.tolist()):
         name = f"ref_counts[{block}]"
-        _require(
+        require(
             (count == 0) == (block in free), name, "be 0 if and only if the block is free", count
         )
 
     is_ordered = np.all(is_cached[free][:-1] <= is_cached[free][1:])
-    _require(is_ordered, "free_queue", "hold cached blocks after all others", free.tolist())
+    require(is_ordered, "free_queue", "hold cached blocks after all others", free.tolist())
     digests = np.asarray(pool.digests)[is_cached]
     is_unique = len(np.unique(digests, axis=0)) == len(digests)
-    _require(is_unique, "digests", "be unique among cached blocks", digests.tolist())
+    require(is_unique, "digests", "be unique among cached blocks", digests.tolist())
 
 
-def _require(holds, name: str, rule: str, value) -> None:
+def require(holds, name: str, rule: str, value) -> None:
     """Raise AssertionError with the prefix `check_invariants` unless `holds`."""
     if not holds:
         raise AssertionError(f"check_invariants: {name} must {rule}, got {value}.")
