@@ -16,7 +16,7 @@ from paged_jax.models.mixer_sizes import GatedDeltaNet, Mamba2
 from paged_jax.models.paged_model import create_cache
 from paged_jax.models.tensor_parallel import shard_config
 from paged_jax.plan import as_dict, as_text
-from tests.support.model_shapes import DEEPSEEK_V2_LITE, DEEPSEEK_V3
+from tests.support.model_shapes import DEEPSEEK_V2_LITE, DEEPSEEK_V3, OLMO_HYBRID_7B
 from tests.support.random_model import random_llama
 from tests.support.tiny_model import CONFIG
 
@@ -269,6 +269,26 @@ def test_plan_of_recurrent_layers_equals_the_cache(max_model_len) -> None:
     # 10 of 40 layers have K and V. The states are worth 3,144 tokens.
     share = plan.sequence_bytes(max_model_len) / plan.uniform_bytes(max_model_len)
     assert share == pytest.approx(0.25 + 3144 / 4 / max_model_len, abs=1e-4)
+
+
+def test_plan_of_states_with_other_keys_than_values_equals_the_cache() -> None:
+    """24 of 32 layers of OLMo Hybrid keep a state of 96 x 192 per head, and no keys and values."""
+    plan = make_plan(OLMO_HYBRID_7B, 141 * 10**9, "gpu", max_model_len=32768, num_snapshots=6)
+    footprint, num_blocks = plan.footprint, plan.num_engine_blocks
+    cache = jax.eval_shape(
+        lambda: create_cache(
+            OLMO_HYBRID_7B, num_slots=16, max_length=32768, num_blocks=num_blocks,
+            dtype="bfloat16", num_states=22, platform="gpu",
+        )
+    )  # fmt: skip
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.group_pools))
+    assert num_bytes == footprint.pool_bytes(num_blocks) + footprint.recurrent
+    # Three inputs of a convolution over all queries, keys and values, in bfloat16.
+    assert footprint.sequence_state == 24 * 30 * (96 * 192 * 4 + 3 * (2 * 96 + 192) * 2)
+    assert plan.token_bytes == 8 * 2 * 30 * 128 * 2
+    # 8 of 32 layers have K and V. The states are worth 446 tokens.
+    share = plan.sequence_bytes(32768) / plan.uniform_bytes(32768)
+    assert share == pytest.approx(0.25 + 446 / 4 / 32768, abs=1e-4)
 
 
 def test_plan_of_layers_with_attention_and_a_recurrence_equals_the_cache() -> None:

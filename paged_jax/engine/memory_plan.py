@@ -14,9 +14,11 @@ lower bound for the time of a decode step follows from sizes and published figur
                  such as NVLink SHARP, halve an all-reduce.
 
 A step has 2 L + 1 all-reduces of ``[B, E]`` in float32 (two per layer and one for the embedding)
-and an all-gather of the logits ``[B, V]``. A layer that runs attention and MLP in parallel has only
-one all-reduce. A layer with norms of q and k over all heads has another all-reduce, of two values
-per token. The latency of a collective is microseconds; it is not published and not counted.
+and an all-gather of the logits ``[B, V]``. A layer that runs attention and MLP in parallel, or has
+only one of them, has only one all-reduce. A layer with norms of q and k over all heads has another
+all-reduce, of two values per token, and so has a layer with sparse gates. The embeddings for each
+layer have one all-reduce together. The latency of a collective is microseconds; it is not published
+and not counted.
 
 If each token uses k of X experts, B tokens read X (1 - (1 - k / X)^B) experts if the router chooses
 uniformly. That is an expected value, not a bound.
@@ -44,6 +46,7 @@ from paged_jax.engine.footprint import (
 )
 from paged_jax.engine.pool_size import resolve_kv_dtype
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.layer_groups import NOTHING
 from paged_jax.models.loading.parameters import resolve_dtype
 from paged_jax.models.matrices import MatrixFormats, float_type
 from paged_jax.models.tensor_parallel import shard_config
@@ -318,21 +321,34 @@ def collectives(plan: MemoryPlan, batch: int) -> Collectives:
     num_devices = plan.num_devices
     if num_devices == 1:
         return Collectives(0, 0, 0)
-    layer_sums = _layer_sums(plan.config)
-    num_all_reduces = plan.config.num_hidden_layers * len(layer_sums) + 1
-    sums = plan.config.num_hidden_layers * sum(layer_sums) + plan.config.hidden_size
+    layer_sums = [size for layer in plan.config.layer_configs for size in _layer_sums(layer)]
+    layer_sums += _embedding_sums(plan.config)
+    num_all_reduces, sums = len(layer_sums), sum(layer_sums)
     logits = num_devices * plan.shard.vocab_size
     sent = _FLOAT_BYTES * batch * (2 * sums + logits) * (num_devices - 1) // num_devices
     return Collectives(num_all_reduces, 1, sent)
 
 
-def _layer_sums(config: LlamaConfig) -> list[int]:
-    """Return the number of values per token in each all-reduce of a layer."""
-    outputs = [1] if config.norm_placement == "parallel" else [1, 1]
-    if config.separate_expert_norms:
-        outputs = [1, 2]  # the outputs of experts and of the expert for all tokens, side by side
-    has_norms = config.qk_norm and config.qk_norm_scope == "projection"
-    return [config.hidden_size * number for number in outputs] + [2] * has_norms
+def _layer_sums(layer: LlamaConfig) -> list[int]:
+    """Return the number of values per token in each all-reduce of a layer, from its own config."""
+    hidden_size = layer.hidden_size
+    if layer.norm_placement == "parallel":
+        sums = [hidden_size]
+    else:
+        sums = [hidden_size] * (NOTHING not in layer.layer_types)
+        if NOTHING not in layer.mlp_layer_types:
+            # The outputs of experts and of the expert for all tokens are side by side.
+            sums.append(hidden_size * (2 if layer.separate_expert_norms else 1))
+    has_norms = layer.qk_norm and layer.qk_norm_scope == "projection"
+    # Norms over all heads share two means, and so does a sparse gate over all features.
+    has_norms = has_norms and layer.kv_shapes[0] is not None
+    return sums + [2] * has_norms + [2] * bool(layer.activation_sparsity)
+
+
+def _embedding_sums(config: LlamaConfig) -> list[int]:
+    """Return the number of values per token in the all-reduce of each embedding."""
+    per_layer = config.num_hidden_layers * config.hidden_size_per_layer_input
+    return [config.hidden_size] + [per_layer] * bool(per_layer)
 
 
 def step_bound(plan: MemoryPlan, device: DeviceSpec, batch: int, length: int) -> StepBound:

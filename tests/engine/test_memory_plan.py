@@ -1,9 +1,15 @@
 """`step_bound` and `collectives` against the same sums done by hand for published models."""
 
+import dataclasses
+from typing import Any
+
 import pytest
 
 from paged_jax.engine.memory_plan import DEVICES, collectives, make_plan, step_bound
+from paged_jax.models.config import LlamaConfig
+from paged_jax.models.mixer_sizes import Mamba2
 from tests.support.decode_step import LLAMA_3_8B, LLAMA_3_70B, QWEN_3_1B7
+from tests.support.model_shapes import OLMO_HYBRID_7B
 
 
 def plan_of(config, device: str, num_devices: int):
@@ -55,3 +61,28 @@ def test_step_bound_reads_tied_embeddings_as_the_head() -> None:
     plan = plan_of(QWEN_3_1B7, "v6e", 1)
     assert plan.config.tie_word_embeddings
     assert step_bound(plan, DEVICES["v6e"], 0, 1).reading == plan.footprint.weights / 1638e9
+
+
+def test_collectives_count_layers_of_different_kinds() -> None:
+    """Sums are two per layer, and two values for norms over all heads and for sparse gates."""
+
+    def values_of(config: LlamaConfig) -> tuple[int, float]:
+        plan = make_plan(config, 10**12, "gpu", tensor_parallel_size=2)
+        sums, gathers, sent = collectives(plan, 1)
+        assert gathers == 1
+        return sums, sent / 4 - config.vocab_size / 2  # each device sends half of the logits
+
+    # Gemma 3n E4B: the first 10 of 35 layers have sparse gates, and each layer has an embedding of
+    # 256 numbers.
+    sizes = {"hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 35}
+    gemma = LlamaConfig.from_dict({"model_type": "gemma3n_text", **sizes})
+    assert values_of(gemma) == (2 * 35 + 10 + 2, (2 * 35 + 1) * 2048 + 10 * 2 + 35 * 256)
+    # OLMo Hybrid: 8 of 32 layers have attention, with norms of q and k over all heads.
+    assert values_of(OLMO_HYBRID_7B) == (2 * 32 + 8 + 1, (2 * 32 + 1) * 3840 + 8 * 2)
+    # Nemotron-H: a layer has Mamba-2, attention, or an MLP.
+    kinds = ("linear_attention", "none", "full_attention", "none")
+    mixer = Mamba2(num_heads=8, num_groups=2, head_dim=8, state_dim=8, conv_width=4, conv_bias=True)
+    changes: Any = {"layer_types": kinds, "mixer": mixer, "num_hidden_layers": 4}
+    changes["mlp_layer_types"] = ("none", "dense", "none", "dense")
+    nemotron = dataclasses.replace(QWEN_3_1B7, **changes)
+    assert values_of(nemotron) == (4 + 1, 5 * QWEN_3_1B7.hidden_size)

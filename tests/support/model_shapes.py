@@ -127,3 +127,17 @@ def with_one_of_each(config: LlamaConfig) -> LlamaConfig:
     """Return a model with one layer of each kind, which has every kernel of the whole model."""
     kinds = tuple(sorted(set(config.layer_types)))
     return dataclasses.replace(config, num_hidden_layers=len(kinds), layer_types=kinds)
+
+
+# The defaults of OlmoHybridConfig in transformers.
+OLMO_HYBRID_7B = LlamaConfig.from_dict(
+    {
+        "model_type": "olmo_hybrid",
+        "vocab_size": 100352,
+        "hidden_size": 3840,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 30,
+        "torch_dtype": "bfloat16",
+    }
+)
