@@ -1,12 +1,15 @@
 """Each model family compared with Hugging Face transformers, on small random weights.
 
 Entries of `tests.support.families.CASES` are tested without a cache and in an engine. The engine's
-pool is so small that it preempts sequences: by swapping with XLA, and by recomputation with Triton.
-The other two combinations are exhaustive. One of the two engines of a case verifies drafts, in turn
-the first and the second. Entries of `VARIANTS` are only loaded, run without a cache, and saved.
+pool is so small that it preempts sequences. `ENGINES` has the options of the engines: together, all
+engines run each kind of layer with both backends, with both kinds of preemption, with and without
+drafts, and with scores. Other combinations are exhaustive. Entries of `VARIANTS` are only loaded,
+run without a cache, and saved.
 """
 
+import collections
 import copy
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +25,7 @@ from paged_jax.kernels import dispatch
 from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.triton import grouped_linear as triton_kernel
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.layer_groups import CHUNKED, HYBRID, NOTHING, SPARSE
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.huggingface import save_weights
 from paged_jax.models.matrices import look_up_differentiably
@@ -40,13 +44,81 @@ NUM_TOP = 20
 TOKENS = np.random.default_rng(0).integers(2, VOCAB_SIZE, (1, LENGTH), np.int32)
 
 
+# Options of the engines of each case: the backend, the kind of preemption, whether the engine
+# verifies drafts, and whether it scores a prompt. A case with a kind of layer that no other case
+# has runs two engines. `test_engines_cover_each_kind_of_layer_with_each_option` checks the table.
+ENGINES = {
+    "llama": ("triton recompute",),
+    "mistral": ("xla swap scores",),
+    "qwen2 with windows in some layers": ("triton recompute",),
+    "qwen3 tied": ("xla swap",),
+    "gemma3": ("triton recompute",),
+    "gemma2": (
+        "xla swap drafts scores",
+        "triton recompute",
+    ),
+    "phi3 with longrope of half a head, and a window": ("triton recompute drafts",),
+    "olmo2": ("xla swap",),
+    "olmo3 with yarn": ("triton recompute drafts",),
+    "smollm3": ("xla swap",),
+    "granite": ("triton recompute",),
+    "glm4": ("xla swap",),
+    "cohere2": ("xla swap",),
+    "mixtral": ("triton recompute",),
+    "qwen2_moe": ("triton recompute",),
+    "qwen3_moe": ("xla swap",),
+    "olmoe": ("triton recompute",),
+    "gpt_oss": (
+        "xla swap drafts scores",
+        "triton recompute",
+    ),
+    "glm4_moe": ("triton recompute",),
+    "gemma3n": (
+        "xla swap drafts scores",
+        "triton recompute",
+    ),
+    "gemma4": ("xla swap scores",),
+    "gemma4 with embeddings per layer and shared keys": ("xla swap",),
+    "gemma4 with experts": ("triton recompute drafts",),
+    "ministral3": ("xla swap",),
+    "deepseek_v2": ("triton recompute",),
+    "deepseek_v3": ("xla swap",),
+    "minimax_m2": ("xla swap scores",),
+    "llama4": (
+        "xla swap drafts scores",
+        "triton recompute",
+    ),
+    "lfm2_moe": (
+        "xla swap scores",
+        "triton recompute drafts",
+    ),
+    "qwen3_5": ("xla swap drafts scores",),
+    "qwen3_5_moe": ("xla swap",),
+    "qwen3_next": ("triton recompute",),
+    "granitemoehybrid": ("xla swap",),
+    "falcon_h1": (
+        "xla swap drafts scores",
+        "triton recompute",
+    ),
+    "olmo_hybrid": ("triton recompute",),
+    "kimi_linear": (
+        "xla swap drafts scores",
+        "triton recompute",
+    ),
+    "nemotron_h": (
+        "xla swap scores",
+        "triton recompute drafts",
+    ),
+}
+
+
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
-    """Return the model of transformers, its folder, and the number of the case."""
+    """Return the model of transformers and its folder."""
     folder = tmp_path_factory.mktemp("theirs")
     model = families.reference(CASES[request.param])
     model.save_pretrained(folder)
-    return model, folder, list(CASES).index(request.param)
+    return model, folder
 
 
 @pytest.fixture(scope="module")
@@ -110,25 +182,75 @@ def test_forward_of_a_variant_matches_transformers(tmp_path, variant) -> None:
     check_forward(model, varied_logits(theirs), tmp_path / "ours")
 
 
-@pytest.mark.parametrize(
-    ("backend", "preemption"),
-    [
-        ("xla", "swap"),
-        ("triton", "recompute"),
-        pytest.param("xla", "recompute", marks=pytest.mark.exhaustive),
-        pytest.param("triton", "swap", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_engine_matches_transformers(
-    case, model, products, monkeypatch, backend, preemption
-) -> None:
+def kinds_of_layers(config: LlamaConfig) -> set[str]:
+    """Return the properties of a model on which kernels, cache groups or states depend."""
+    windows = {window is None for window in config.sliding_windows}
+    types = {*config.layer_types, *config.mlp_layer_types}
+    kinds = {
+        "a window in all layers": windows == {False},
+        "a window in some layers": len(windows) == 2 and CHUNKED not in types,
+        "attention to chunks": CHUNKED in types,
+        "only attention or only an MLP": NOTHING in types,
+        "attention beside a recurrence": HYBRID in types,
+        type(config.mixer).__name__: config.mixer is not None,
+        "latent attention": config.latent is not None,
+        "soft caps": config.attn_logit_softcapping is not None,
+        "sinks": config.attention_sinks,
+        "other heads in some layers": bool(config.global_head_dim),
+        "keys as values": config.attention_k_eq_v,
+        "shared keys and values": bool(config.num_kv_shared_layers),
+        "several residual streams": config.residual_streams is not None,
+        "embeddings of layers": bool(config.hidden_size_per_layer_input),
+        "experts": bool(config.num_experts),
+        "dense layers beside experts": SPARSE in types,
+        "experts with biases": config.expert_bias,
+        "scaled queries": config.query_scale is not None,
+        "layers without rotation": bool(config.rope_layers) or not config.partial_rotary_factor,
+        "rotation of a part": 0 < config.partial_rotary_factor < 1,
+        "norms over all heads": config.qk_norm and config.qk_norm_scope == "projection",
+        "gates of attention": config.attention_gate,
+        "biases": config.qkv_bias,
+        "tied embeddings": config.tie_word_embeddings,
+    }
+    return {kind for kind, is_there in kinds.items() if is_there}
+
+
+def test_engines_cover_each_kind_of_layer_with_each_option(tmp_path) -> None:
+    covered = collections.defaultdict(set)
+    for name, case in CASES.items():
+        families.reference_config(case).save_pretrained(tmp_path / name)
+        for kind in kinds_of_layers(LlamaConfig.from_file(tmp_path / name)):
+            for row in ENGINES[name]:
+                covered[kind] |= {*row.split(), "drafts" if "drafts" in row else "no drafts"}
+    options = {"xla", "triton", "swap", "recompute", "drafts", "no drafts", "scores"}
+    assert len(covered) > 20
+    assert {kind: options - found for kind, found in covered.items() if found != options} == {}
+
+
+def engine_params() -> list[Any]:
+    """Return the parameters of all engines; those that `ENGINES` does not name are exhaustive."""
+    params = []
+    for number, (name, rows) in enumerate(ENGINES.items()):
+        params += [pytest.param(name, row, id=f"{name}-{row}") for row in rows]
+        for backend, preemption in itertools.product(("xla", "triton"), ("swap", "recompute")):
+            row = f"{backend} {preemption}"
+            if not any(each.startswith(row) for each in rows):
+                row += " drafts" if number % 2 == (backend == "xla") else ""
+                row += " scores" if preemption == "swap" else ""
+                params.append(
+                    pytest.param(name, row, id=f"{name}-{row}", marks=pytest.mark.exhaustive)
+                )
+    return params
+
+
+@pytest.mark.parametrize(("case", "options"), engine_params(), indirect=["case"])
+def test_engine_matches_transformers(case, model, products, monkeypatch, options) -> None:
     """Prompts run in chunks and hit the prefix cache, samples share blocks, and blocks run out.
 
-    With swapping, all positions of the longest prompt are also scored.
+    If the engine scores a prompt, it scores all positions of the longest prompt.
     """
-    theirs, _, number = case
-    swaps = preemption == "swap"
-    speculates = number % 2 == (backend == "xla")
+    theirs, (backend, preemption, *others) = case[0], options.split()
+    swaps, speculates = preemption == "swap", "drafts" in others
     traced_before = len(products)
     backends = {**dispatch.BACKENDS, "triton": families.InterpretedTriton()}
     monkeypatch.setattr(dispatch, "BACKENDS", backends)
@@ -154,7 +276,7 @@ def test_engine_matches_transformers(
     # Recurrent layers keep snapshots of their states at multiples of 64 tokens.
     shared = 25 if model.config.mixer is None else 70
     jobs = [
-        Job("long", {"prompt_token_ids": prompt}, scored if swaps else greedy),
+        Job("long", {"prompt_token_ids": prompt}, scored if "scores" in others else greedy),
         Job("short", {"prompt_token_ids": prompt[:40]}, greedy, at=24),
         Job("same beginning", {"prompt_token_ids": prompt[:shared] + prompt[80:89]}, greedy, at=24),
         # If all layers have a window, a sequence stops taking blocks once it exceeds the window.
@@ -169,7 +291,7 @@ def test_engine_matches_transformers(
             monkeypatch,
             {
                 j.name: families.greedy_tokens(theirs, j.prompt["prompt_token_ids"], MAX_TOKENS)
-                for j in jobs[:3]
+                for j in jobs[1:3]
             },
         )
     outputs = play(engine, jobs)

@@ -1,8 +1,8 @@
 """Tiny checkpoints of every family, created and saved by transformers.
 
-An entry of `CASES` tests a family: its logits, and the output of engines with two backends. Each
-case has a layer of each kind, and a window that is shorter than its sequences. All weights are
-random, including norms and biases.
+An entry of `CASES` tests a family: its logits, and the output of one or two engines. Each case has
+a layer of each kind, and a window that is shorter than its sequences. All weights are random,
+including norms and biases.
 """
 
 import dataclasses
@@ -647,7 +647,10 @@ VARIANTS = {
 # Imported by the tests that need them and not during collection, because the import takes seconds.
 def torch() -> Any:
     """Return the package, or skip the test."""
-    return pytest.importorskip("torch")
+    package = pytest.importorskip("torch")
+    # Further threads would cost more time than they save, because the models are tiny.
+    package.set_num_threads(1)
+    return package
 
 
 def transformers() -> Any:
@@ -660,11 +663,16 @@ def changed(case: Case, **changes: Any) -> Case:
     return Case(case.model_type, {**case.changes, **changes})
 
 
-def reference(case: Case) -> Any:
-    """Return a transformers model of a case with random weights."""
-    config = transformers().AutoConfig.for_model(
+def reference_config(case: Case) -> Any:
+    """Return the transformers config of a case."""
+    return transformers().AutoConfig.for_model(
         case.model_type, attn_implementation="eager", **{**_SIZES, **case.changes}
     )
+
+
+def reference(case: Case) -> Any:
+    """Return a transformers model of a case with random weights."""
+    config = reference_config(case)
     return _randomised(lambda config: _model_class(config)._from_config(config), config)
 
 
