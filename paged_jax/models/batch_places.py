@@ -36,8 +36,8 @@ from paged_jax.kernels import (
     paged_rope_write,
     paged_write,
 )
+from paged_jax.kernels.attention import chunked_attention, chunked_prefill_attention
 from paged_jax.kernels.cascade import is_sharing_possible
-from paged_jax.kernels.chunked import chunked_attention, chunked_prefill_attention
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
 from paged_jax.kernels.pool_format import query_dtype
 from paged_jax.models.layer_attention import (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paged_jax.kernels import dispatch, paged_attention
-from paged_jax.kernels.chunked import chunked_attention, chunked_prefill_attention
+from paged_jax.kernels.attention import chunked_attention, chunked_prefill_attention
 from tests.support.families import InterpretedTriton
 
 C, K, G, D = 4, 2, 2, 8

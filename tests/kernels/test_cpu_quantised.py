@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paged_jax.kernels.cpu import library
-from paged_jax.kernels.cpu.kernel import PACKED, Kernel
+from paged_jax.kernels.cpu.kernels import PACKED, Kernel
 from paged_jax.kernels.linear import Stack, grouped_linear, linear
 from paged_jax.kernels.weight_formats import CODES, WeightArrays, WeightFormat, unpack
 from tests.support.compiler import needs_compiler

@@ -37,7 +37,13 @@ from paged_jax.kernels.backend import (
 )
 from paged_jax.kernels.cpu import library
 from paged_jax.kernels.cpu.calls import Arrays, Attributes, PlainFunction, call
-from paged_jax.kernels.cpu.kernel import ELEMENTS, PACKED, Kernel, QuantisedOp, attention_attributes
+from paged_jax.kernels.cpu.kernels import (
+    ELEMENTS,
+    PACKED,
+    Kernel,
+    QuantisedOp,
+    attention_attributes,
+)
 from paged_jax.kernels.cpu.library import load
 from paged_jax.kernels.dispatch import general_backend
 from paged_jax.kernels.ragged_chunks import attend_in_parts

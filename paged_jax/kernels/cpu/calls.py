@@ -14,7 +14,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from paged_jax.kernels.cpu.kernel import Kernel
+from paged_jax.kernels.cpu.kernels import Kernel
 from paged_jax.kernels.cpu.library import load
 
 # Static parameters of a kernel, by name.

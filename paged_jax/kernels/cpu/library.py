@@ -36,14 +36,14 @@ import jaxlib.version
 import numpy as np
 
 from paged_jax import user_cache
-from paged_jax.kernels.cpu.kernel import (
+from paged_jax.kernels.cpu.kernels import (
     CODE_ELEMENTS,
     ELEMENTS,
+    SELF_TESTS,
     FloatOp,
     Kernel,
     QuantisedOp,
 )
-from paged_jax.kernels.cpu.self_tests import SELF_TESTS
 
 _logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@ r"""Backend ``"mosaic_tpu"``: paged attention on TPUs, in Pallas, compiled by Mo
 
 One kernel serves decode and prefill: a decode is a prefill with chunks of one token. Each grid step
 computes one tile of queries. The grid steps run in order, and each step loops over the tiles of
-keys that its queries see. While a tile is computed, the next one is fetched, also across grid
+keys that its queries see. While a tile is computed, the next tile is fetched, also across grid
 steps::
 
     grid step    0 (sequence 0)    1 (sequence 1)             2 ...
@@ -29,24 +29,257 @@ dimension, and copies the whole pool before every call (compilers for v5e and v6
 scales of one layer.
 """
 
+import functools
+import importlib.util
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from paged_jax.kernels.backend import (
     AttentionArgs,
     Interpret,
     Options,
+    Pools,
     Problem,
     RaggedArgs,
     RaggedOptions,
 )
 from paged_jax.kernels.mosaic_tpu import jax_kernels
-from paged_jax.kernels.mosaic_tpu.attention import attend, device_refusal, refusal
+from paged_jax.kernels.mosaic_tpu.kernel import (
+    VMEM_BYTES,
+    AttentionTiling,
+    PoolRefs,
+    SoftmaxRefs,
+    attention_kernel,
+    choose_tiling,
+    div,
+)
+from paged_jax.kernels.opaque_call import only_on
+from paged_jax.kernels.pool_format import LANES, round_up_to_lanes
 from paged_jax.kernels.weight_formats import Weight
 
 __all__ = ["MosaicTpu", "refusal"]
+
+
+# Maximum entries of the block tables in one kernel call. Scalar memory has 2**18 words.
+MAX_TABLE_ENTRIES = (1 << 18) - (1 << 13)
+
+# Mosaic cannot compile the attention kernels for these TPUs: they have no gather over sublanes.
+_OLD_GENERATIONS = re.compile(r"TPU v[2-4]\b")
+
+_Q_DTYPES = ("bfloat16", "float32")
+_POOL_DTYPES = (*_Q_DTYPES, "int8", "float8_e4m3fn")
+
+
+def _device_refusal() -> str | None:
+    """Return why the TPU of this program cannot run these kernels, or None if it can.
+
+    The TPU is a device of the current mesh, or else the first TPU of this process. A program that
+    is lowered on a machine without a TPU is never rejected, because its TPU is unknown.
+    """
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None and abstract.platform == "tpu":
+        kind = abstract.device_kind
+    else:
+        kind = _first_tpu_kind()
+    if _OLD_GENERATIONS.match(kind):
+        return f"its kernels are for TPU v5e and later, and this is a {kind}"
+    return None
+
+
+@functools.cache
+def _first_tpu_kind() -> str:
+    """Return the device kind of the first TPU of this process; "" if there is none."""
+    # `jax.local_devices` starts all backends of JAX. It is called only if one of them may be a TPU.
+    platforms = jax.config.jax_platforms or "tpu"  # pyright: ignore[reportAttributeAccessIssue]
+    if "tpu" not in platforms.split(",") or importlib.util.find_spec("libtpu") is None:
+        return ""
+    try:
+        return jax.local_devices(backend="tpu")[0].device_kind
+    except RuntimeError:  # libtpu is installed, but there is no TPU
+        return ""
+
+
+def refusal(problem: Problem) -> str | None:
+    """Return why these kernels cannot solve a problem on any TPU, or None if they can."""
+    C, M, lanes = problem["C"], problem["M"], problem.lanes
+    if (why_not := problem.separate_values_refusal) is not None:
+        return why_not
+    if lanes % LANES:
+        return (
+            f"XLA would copy pools with a last dimension of {lanes} at every call; create the "
+            f"cache with a last dimension of {round_up_to_lanes(lanes)}, a multiple of {LANES}"
+        )
+    if C < 8 or C & (C - 1):
+        return f"block_size must be a power of two from 8, got {C}"
+    if M > MAX_TABLE_ENTRIES:
+        return (
+            f"a row of the block table must fit scalar memory, {MAX_TABLE_ENTRIES} entries, got "
+            f"{M}; use larger blocks"
+        )
+    for name, dtype, known in (
+        ("queries", problem.q_dtype, _Q_DTYPES),
+        ("pools", problem.pool_dtype, _POOL_DTYPES),
+    ):
+        if jnp.dtype(dtype).name not in known:
+            return f"{name} must be {', '.join(known[:-1])} or {known[-1]}, got {dtype}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("options", "interpret"))
+def attend(
+    args: AttentionArgs, options: Options, interpret: Interpret = False
+) -> tuple[jax.Array, jax.Array]:
+    """Run a decode or a prefill. A decode is a prefill with chunks of one token."""
+    if args.query_lens is not None:
+        return _prefill(args, options, interpret)
+    out, lse = _prefill(args.as_prefill(), options, interpret)
+    return out[:, 0], lse[:, 0]
+
+
+def _prefill(
+    args: AttentionArgs, options: Options, interpret: Interpret
+) -> tuple[jax.Array, jax.Array]:
+    """Call the kernel; several times if the block tables exceed scalar memory."""
+    B, M = args.block_tables.shape
+    step = max(MAX_TABLE_ENTRIES // (M + 2), 1)  # scalar memory also has two lengths per sequence
+    if B <= step:
+        return _call_kernel(args, options, interpret)
+    parts = []
+    for b in range(0, B, step):
+        rows = {
+            name: getattr(args, name)[b : b + step]
+            for name in ("q", "block_tables", "context_lens", "query_lens")
+        }
+        parts.append(_call_kernel(args._replace(**rows), options, interpret))
+    outs, lses = zip(*parts, strict=True)
+    return jnp.concatenate(outs), jnp.concatenate(lses)
+
+
+def _call_kernel(
+    args: AttentionArgs, options: Options, interpret: Interpret
+) -> tuple[jax.Array, jax.Array]:
+    q, pools, block_tables, context_lens, query_lens, sinks, layer = args
+    assert isinstance(pools, Pools)
+    B, T, H, D = q.shape
+    U = options.output_dim(D)
+    *_, K, C, lanes = pools.k.shape
+    tiling = choose_tiling(T, H // K, block_tables.shape[1], pools.k)
+    Q, R, N = tiling.num_query_tiles, tiling.rows, tiling.keys
+
+    sources = PoolRefs(*pools)
+    if pools.is_quantised:
+        gather = functools.partial(_gather_scales, block_tables, layer, tiling)
+        sources = PoolRefs(*pools[:2], *jax.tree.map(gather, pools[2:]))
+    column = pltpu.VMEM((K, R, 1), jnp.float32)
+
+    call = pl.pallas_call(
+        functools.partial(attention_kernel, tiling=tiling, options=options),
+        out_shape=(
+            jax.ShapeDtypeStruct((B, Q, K, R, U), q.dtype),
+            jax.ShapeDtypeStruct((B, Q, K, R), jnp.float32),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(B * Q,),
+            in_specs=(
+                _query_tile(Q, K, R, D),
+                None if sinks is None else pl.BlockSpec((K, R, 1), lambda *_: (0, 0, 0)),
+                jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), sources),
+            ),
+            out_specs=(_query_tile(Q, K, R, U), _query_tile(Q, K, R)),
+            scratch_shapes=(
+                _buffers(pools, K, N, lanes),
+                pltpu.SemaphoreType.DMA((2, len(PoolRefs._fields))),
+                pltpu.SMEM((1,), jnp.int32),
+                SoftmaxRefs(column, column, pltpu.VMEM((K, R, U), jnp.float32)),
+            ),
+        ),
+        compiler_params=pltpu.CompilerParams(
+            # Run grid steps in order, because each fetches the first tile of the next step.
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=VMEM_BYTES,
+        ),
+        interpret=interpret,
+        name="paged_attention",
+    )
+    out, lse = (call if interpret else functools.partial(only_on, "tpu", call))(
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        block_tables.reshape(-1),
+        context_lens,
+        query_lens,
+        _to_rows(q, K, tiling),
+        None if sinks is None else _sink_rows(sinks, K, tiling),
+        sources,
+    )
+    return _from_rows(out, T, tiling), _from_rows(lse, T, tiling)
+
+
+def _buffers(pools: Pools, K: int, N: int, lanes: int) -> PoolRefs:
+    """Return the buffers for tiles of N tokens, two of each array of the pools."""
+    values = pltpu.VMEM((2, K, N, lanes), pools.k.dtype)
+    scales = pltpu.VMEM((2, K, N), jnp.float32)
+    buffers = PoolRefs(values, values, scales, scales)
+    return PoolRefs(*(None if x is None else y for x, y in zip(pools, buffers, strict=True)))
+
+
+def _query_tile(num_query_tiles: int, *shape: int) -> pl.BlockSpec:
+    """Return the block spec that gives each grid step its tile of an array ``[B, Q, *shape]``."""
+
+    def query_tile_index_map(grid_step, *_):
+        b = div(grid_step, num_query_tiles)
+        return (b, grid_step - b * num_query_tiles, *(0 for _ in shape))
+
+    return pl.BlockSpec((None, None, *shape), query_tile_index_map)
+
+
+def _to_rows(q: jax.Array, K: int, tiling: AttentionTiling) -> jax.Array:
+    """Cut ``[B, T, H, D]`` into tiles of queries, ``[B, Q, K, R, D]``."""
+    B, T, _, D = q.shape
+    num_tiles, queries, G = tiling.num_query_tiles, tiling.queries, tiling.G
+    q = jnp.pad(q, ((0, 0), (0, num_tiles * queries - T), (0, 0), (0, 0)))
+    q = q.reshape(B, num_tiles, queries, K, G, D).transpose(0, 1, 3, 2, 4, 5)
+    return q.reshape(B, num_tiles, K, tiling.rows, D)
+
+
+def _from_rows(x: jax.Array, T: int, tiling: AttentionTiling) -> jax.Array:
+    """Undo `_to_rows` for an array ``[B, Q, K, R, ...]``; return ``[B, T, H, ...]``."""
+    B, num_tiles, K, _, *D = x.shape
+    x = jnp.moveaxis(x.reshape(B, num_tiles, K, tiling.queries, tiling.G, *D), 2, 3)
+    return x.reshape(B, num_tiles * tiling.queries, K * tiling.G, *D)[:, :T]
+
+
+def _sink_rows(sinks: jax.Array, K: int, tiling: AttentionTiling) -> jax.Array:
+    """Return the sink of each row's head, f32 ``[K, R, 1]``."""
+    shape = K, tiling.queries, tiling.G
+    rows = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(K, 1, tiling.G), shape)
+    return rows.reshape(K, tiling.rows, 1)
+
+
+def _gather_scales(
+    block_tables: jax.Array, layer: int | jax.Array, tiling: AttentionTiling, scale: jax.Array
+) -> jax.Array:
+    """Gather the scales of each sequence, ``[B, K, M * C]``, padded to a multiple of a key tile.
+
+    The scales of a block would be copied to the lanes of its tokens in a tile, but a copy must
+    start at a multiple of 128 lanes, and a block usually has fewer tokens. So XLA gathers the
+    scales before the kernel runs.
+    """
+    _, P, K, C = scale.shape
+    B, M = block_tables.shape
+    # XLA changes the layout for this reshape, which makes the scales of a block one row. Slicing
+    # the layer first limits that copy to one layer.
+    own = lax.dynamic_index_in_dim(scale, layer, keepdims=False).reshape(P, K * C)
+    rows = jnp.clip(block_tables, 0, P - 1)
+    gathered = own.at[rows].get(mode="promise_in_bounds")
+    gathered = gathered.reshape(B, M, K, C).transpose(0, 2, 1, 3).reshape(B, K, M * C)
+    return jnp.pad(gathered, ((0, 0), (0, 0), (0, -M * C % tiling.keys)))
 
 
 @dataclass(frozen=True)
@@ -65,7 +298,7 @@ class MosaicTpu:
         """Return why the kernels cannot solve a problem, or None if they can."""
         if problem.op == "ragged":
             return jax_kernels.ragged_refusal(problem)
-        return (None if self.interpret else device_refusal()) or refusal(problem)
+        return (None if self.interpret else _device_refusal()) or refusal(problem)
 
     def interpreted(self, interpret: Interpret) -> "MosaicTpu":
         """Return the same backend with interpreted kernels."""

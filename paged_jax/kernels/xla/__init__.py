@@ -1,30 +1,147 @@
 """Backend in plain JAX, which XLA compiles for every platform.
 
-It has every op. It runs the calls that other backends have no kernels for.
+It has every op. It runs the calls that other backends have no kernels for. CPUs and TPUs also use
+its writes and copies of blocks.
+
+Every write is a scatter into the pool seen as rows ``[L * P * K * C, D]``. XLA does such a scatter
+into a donated pool in place on CPUs, GPUs and TPUs. With `dynamic_update_slice`, XLA for TPUs would
+copy the pool to another layout. Pools are passed whole, with a layer index, because slicing a
+layer out would copy it.
+
+XLA's CPU backend cannot update arrays of bfloat16 or fp8 in place. `rows.set_rows` has a kernel for
+CPUs that can. On CPUs without it, prefer pools of float32, float16 or int8.
 """
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from paged_jax.kernels.backend import (
     AttentionArgs,
+    CopyArgs,
     Options,
     Pools,
     Problem,
     RaggedArgs,
     RaggedOptions,
     RopeWriteArgs,
+    WriteArgs,
 )
 from paged_jax.kernels.norm_rope import rope_then_write
+from paged_jax.kernels.opaque_call import without_index_checks
+from paged_jax.kernels.pool_format import quantise
 from paged_jax.kernels.ragged_chunks import attend_in_parts
 from paged_jax.kernels.recurrent import advance_rows
+from paged_jax.kernels.rows import set_rows
 from paged_jax.kernels.xla.attention import attend_to_chunks, decode, prefill
 from paged_jax.kernels.xla.linear import grouped_gradients, grouped_linear, linear
-from paged_jax.kernels.xla.writing import copy_blocks, write
+
+
+@jax.jit
+def write(args: WriteArgs) -> Pools:
+    """Write K and V of N tokens into a layer."""
+    pools, k, v, blocks, offsets, layer = args
+    L, P, _, C, _ = pools.k.shape
+    is_kept = (blocks >= 0) & (blocks < P) & (offsets >= 0) & (offsets < C)
+    is_kept &= (layer >= 0) & (layer < L)
+    layer = jnp.where((layer >= 0) & (layer < L), layer, 0)
+    index = _token_rows(pools.k.shape, blocks, offsets, layer, is_kept)
+
+    def put(pool: jax.Array, new: jax.Array) -> jax.Array:
+        new = new.astype(pool.dtype).reshape(-1, new.shape[-1])
+        new = jnp.pad(new, ((0, 0), (0, pool.shape[-1] - new.shape[-1])))
+        return _set_pool_rows(pool, index, new)
+
+    @without_index_checks
+    def put_scale(scale: jax.Array, new: jax.Array) -> jax.Array:
+        # The scales are not flattened like the pools. On TPUs, P is the innermost dimension of
+        # their layout, so flattening would change the layout. Each dropped token gets its own index
+        # past the end.
+        past = P + jnp.arange(blocks.size, dtype=jnp.int32)
+        place = scale.at[layer, jnp.where(is_kept, blocks, past), :, offsets]
+        return place.set(new, mode="drop", unique_indices=True)
+
+    new: Any = k, v
+    if not pools.is_quantised:
+        return Pools(*jax.tree.map(put, pools[:2], new))
+    rounded = [(None, None) if x is None else quantise(x, pools.dtype) for x in new]
+    values, scales = zip(*rounded, strict=True)
+    return Pools(*jax.tree.map(put, pools[:2], values), *jax.tree.map(put_scale, pools[2:], scales))
+
+
+@jax.jit
+def copy_blocks(args: CopyArgs) -> Pools:
+    """Copy blocks in all layers, one pair at a time, so that temporary arrays are small.
+
+    The loop runs once for each valid pair. A single scatter would write as many blocks as there are
+    pairs in each decode step, although most steps copy no block.
+    """
+    pools, sources, targets = args
+    L, P, K, C, _ = pools.k.shape
+    is_copy = (sources >= 0) & (sources < P) & (targets >= 0) & (targets < P)
+    (order,) = jnp.nonzero(is_copy, size=sources.size, fill_value=0)
+    layers_L1 = jnp.arange(L, dtype=jnp.int32)[:, None] * P
+    in_block = jnp.arange(K * C, dtype=jnp.int32)
+
+    def rows_of(block: jax.Array) -> jax.Array:
+        return ((layers_L1 + block) * (K * C) + in_block[None, :]).reshape(-1)
+
+    def copy(i: jax.Array, state: Pools) -> Pools:
+        source, target = sources[order[i]], targets[order[i]]
+        copied = state.map(
+            lambda pool: _set_pool_rows(pool, rows_of(target), _as_rows(pool)[rows_of(source)])
+        )
+        scales = jax.tree.map(lambda x: x.at[:, target].set(x[:, source]), state[2:])
+        return Pools(copied.k, copied.v, *scales)
+
+    num_copies = jnp.sum(is_copy, dtype=jnp.int32)
+    return lax.fori_loop(jnp.int32(0), num_copies, copy, pools)
+
+
+def _as_rows(pool: jax.Array) -> jax.Array:
+    """View a pool ``[L, P, K, C, D]`` as rows ``[L * P * K * C, D]``."""
+    return pool.reshape(-1, pool.shape[-1])
+
+
+def _set_pool_rows(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
+    """Set rows of the pool seen as ``[L * P * K * C, D]``."""
+
+    def flat(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
+        return set_rows(pool, index, new)
+
+    def whole(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
+        P, _, C, _ = pool.shape[1:]
+        place = index // (P * C), index // C % P, jnp.zeros_like(index), index % C
+        return set_rows(pool, place, new)
+
+    if pool.shape[2] > 1:
+        return flat(pool, index, new)
+    # Do not flatten on CPUs: with a single KV head, XLA would copy the rows back to the layout of a
+    # pool.
+    return lax.platform_dependent(pool, index, new, cpu=whole, default=flat)
+
+
+def _token_rows(
+    shape: tuple[int, ...],
+    blocks: jax.Array,
+    offsets: jax.Array,
+    layer: jax.Array,
+    is_kept: jax.Array,
+) -> jax.Array:
+    """Return the row of each token and head, i32 ``[N * K]``; rows to drop are past the end."""
+    L, P, K, C, _ = shape
+    heads = jnp.arange(K, dtype=jnp.int32)
+    first_heads = (layer * P + jnp.where(is_kept, blocks, 0)) * K
+    rows_NK = (first_heads[:, None] + heads[None, :]) * C + offsets[:, None]
+    # Dropped rows get indices past the end of the whole pool, because block P would be in the next
+    # layer. The indices are distinct, because JAX only differentiates a scatter with unique
+    # indices.
+    past_NK = L * P * K * C + jnp.arange(rows_NK.size, dtype=jnp.int32).reshape(rows_NK.shape)
+    return jnp.where(is_kept[:, None], rows_NK, past_NK).reshape(-1)
 
 
 @dataclass(frozen=True)
