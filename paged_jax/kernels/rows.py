@@ -72,11 +72,11 @@ def _set_rows_as_is(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array
     return out.reshape(rows.shape)
 
 
-def _set_rows_as_bits(rows: jax.Array, index: jax.Array, new: jax.Array) -> list[jax.Array]:
+def _set_rows_as_bits(rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
     dtype = BITS[rows.dtype]
     bits = lax.bitcast_convert_type(rows, dtype)
     bits = _set_rows_as_is(bits, index, lax.bitcast_convert_type(new, dtype))
-    return [lax.bitcast_convert_type(bits, rows.dtype)]
+    return lax.bitcast_convert_type(bits, rows.dtype)
 
 
 @set_rows.defjvp

@@ -13,9 +13,8 @@ partitions over devices.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,6 @@ from paged_jax.kernels.backend import (
     DeltaStep,
     Options,
     Pages,
-    Pools,
     Problem,
     RaggedArgs,
     RaggedOptions,
@@ -92,35 +90,18 @@ def _attend(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
         operands.append(sinks.astype(jnp.float32))
     if args.query_lens is not None:
         operands.append(args.query_lens)
-    has_scales, has_sinks = pools.is_quantised, sinks is not None
-    flags = has_scales, has_sinks, is_interleaved, pools.shares_values
-    plain = _PlainAttention(args.op, options, *flags)
-    attributes = attention_attributes(options, *flags)
-    out, lse = call(Kernel(args.op, pools.dtype), plain, tuple(operands), attributes)
+    attributes = attention_attributes(
+        options, pools.is_quantised, sinks is not None, is_interleaved, pools.shares_values
+    )
+    out, lse = call(
+        Kernel(args.op, pools.dtype),
+        tuple(operands),
+        general_backend().attend,
+        (args._replace(q=operands[0]),),
+        attributes=tuple(attributes.items()),
+        options=dataclasses.replace(options, value_scale=1.0),
+    )
     return (out * options.value_scale).astype(args.q.dtype), lse
-
-
-@dataclass(frozen=True)
-class _PlainAttention:
-    """Equivalent of the attention kernel in plain JAX. A call takes the operands of the kernel."""
-
-    op: Literal["decode", "prefill"]
-    options: Options
-    has_scales: bool
-    has_sinks: bool
-    is_interleaved: bool
-    shares_values: bool
-
-    def __call__(self, q, k, v, block_tables, context_lens, layer, *rest):
-        rest = list(rest)
-        scales = (rest.pop(0), rest.pop(0)) if self.has_scales else (None, None)
-        sinks = rest.pop(0) if self.has_sinks else None
-        query_lens = rest.pop(0) if self.op == "prefill" else None
-        if self.shares_values:
-            v, scales = None, (scales[0], None)
-        pools = Pages(k) if self.is_interleaved else Pools(k, v, *scales)
-        args = AttentionArgs(q, pools, block_tables, context_lens, query_lens, sinks, layer)
-        return general_backend().attend(args, dataclasses.replace(self.options, value_scale=1.0))
 
 
 def _linear(x: jax.Array, w: Weight) -> jax.Array:
@@ -132,16 +113,15 @@ def _linear(x: jax.Array, w: Weight) -> jax.Array:
     if not _has_kernel_for(math.prod(x.shape[:-1]), w):
         return general_backend().linear(x, w)
     layer = jnp.asarray(w.stack.layer if w.stack else 0, jnp.int32)
-    arrays, stacked = _as_matrices(w.arrays, 0), _as_matrices(_stacked_arrays(w), 1)
+    stacked, plain = _as_matrices(_stacked_arrays(w), 1), general_backend().linear
     if w.scales is None:
-        matmul = _Matmul(Kernel("linear", w.values.dtype), _PlainLinear(w.dtype, None))
-        operands = (stacked.values, layer)
+        matmul, operands = _Matmul(Kernel("linear", w.values.dtype), plain), (stacked.values, layer)
     else:
-        matmul = _Matmul(_quantised_kernel("quantised_linear", w), _PlainLinear(w.dtype, w.code))
-        matmul = matmul._replace(attributes=_flags(w))
+        matmul = _Matmul(_quantised_kernel("quantised_linear", w), plain, _flags(w))
         operands = _quantised_operands(w, stacked, layer)
         x = _round_inputs(x, w)
-    return _multiply(matmul, x, arrays, operands).reshape(*x.shape[:-1], *w.values.shape[:-1])
+    matrix = Weight(*_as_matrices(w.arrays, 0), code=w.code, dtype=w.dtype)
+    return _multiply(matmul, x, matrix, operands).reshape(*x.shape[:-1], *w.values.shape[:-1])
 
 
 def _as_matrices(arrays: WeightArrays, axis: int) -> WeightArrays:
@@ -219,23 +199,12 @@ def _sum_rows(x: jax.Array) -> jax.Array:
     """
     ones = jnp.ones((1, x.shape[-1]), jnp.float32)
     matmul = _Matmul(Kernel("linear", ones.dtype), _plain_sum_rows)
-    return _multiply(matmul, x, WeightArrays(ones), (ones[None], jnp.int32(0)))
+    return _multiply(matmul, x, Weight(ones), (ones[None], jnp.int32(0)))
 
 
-def _plain_sum_rows(x: jax.Array, ones: WeightArrays) -> list[jax.Array]:
+def _plain_sum_rows(x: jax.Array, ones: Weight) -> jax.Array:
     del ones
-    return [general_backend().sum_rows(x)]
-
-
-@dataclass(frozen=True)
-class _PlainLinear:
-    """Equivalent of the matmul kernel in plain JAX. A call takes `x` and the arrays of a weight."""
-
-    dtype: Any
-    code: str | None
-
-    def __call__(self, x: jax.Array, arrays: WeightArrays) -> list[jax.Array]:
-        return [general_backend().linear(x, Weight(*arrays, code=self.code, dtype=self.dtype))]
+    return general_backend().sum_rows(x)
 
 
 class _Matmul(NamedTuple):
@@ -243,7 +212,7 @@ class _Matmul(NamedTuple):
 
     Attributes:
       kernel: the kernel.
-      plain: a function of `x` and `WeightArrays`.
+      plain: a function of `x` and a `Weight`.
       attributes: static parameters of the kernel.
     """
 
@@ -253,52 +222,32 @@ class _Matmul(NamedTuple):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _multiply(matmul: _Matmul, x: jax.Array, arrays: WeightArrays, operands: Arrays) -> jax.Array:
+def _multiply(matmul: _Matmul, x: jax.Array, w: Weight, operands: Arrays) -> jax.Array:
     """Multiply by `source/linear.cc` or `source/quantised_linear.cc`. Differentiable like `plain`.
 
     Args:
       matmul: the kernel, and the same multiplication in plain JAX.
       x: floating point ``[..., in]``.
-      arrays: the weight, with values ``[out, ...]``, for `plain`.
-      operands: arrays that the kernel reads instead of `arrays`.
+      w: the weight ``[out, in]``, for `plain`.
+      operands: arrays that the kernel reads instead of `w`.
 
     Returns:
       float32 ``[..., out]``.
     """
     rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
-    out = _multiply_rows(matmul, rows, arrays, operands)
-    return out.reshape(*x.shape[:-1], arrays.values.shape[0])
+    return _multiply_rows(matmul, rows, w, operands).reshape(*x.shape[:-1], w.values.shape[0])
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _multiply_rows(
-    matmul: _Matmul, rows: jax.Array, arrays: WeightArrays, operands: Arrays
-) -> jax.Array:
-    leaves, structure = jax.tree.flatten(arrays)
-    plain = _LeavesFunction(matmul.plain, structure)
-    attributes = dict(matmul.attributes)
-    [out] = call(
-        matmul.kernel, plain, (rows, *operands), attributes, plain_operands=(rows, *leaves)
-    )
+def _multiply_rows(matmul: _Matmul, rows: jax.Array, w: Weight, operands: Arrays) -> jax.Array:
+    kernel, plain, attributes = matmul
+    [out] = call(kernel, (rows, *operands), plain, (rows, w), attributes=attributes)
     return out
-
-
-@dataclass(frozen=True)
-class _LeavesFunction:
-    """Wrapper of `function` that takes the leaves of its second argument, a pytree."""
-
-    function: PlainFunction
-    structure: Any
-
-    def __call__(self, x: jax.Array, *leaves: jax.Array) -> Sequence[jax.Array]:
-        tree = jax.tree.unflatten(self.structure, leaves[: self.structure.num_leaves])
-        return self.function(x, tree, *leaves[self.structure.num_leaves :])
 
 
 @_multiply.defjvp
 def _multiply_jvp(matmul, primals, tangents):
-    (x, arrays, _), (dx, darrays, _) = primals, tangents
-    _, [tangent] = jax.jvp(matmul.plain, (x, arrays), (dx, darrays))
+    _, tangent = jax.jvp(matmul.plain, primals[:2], tangents[:2])
     return _multiply(matmul, *primals), tangent
 
 
@@ -318,22 +267,9 @@ def _grouped_linear(x: jax.Array, w: Weight, sizes: jax.Array) -> jax.Array:
         kernel, flags = _quantised_kernel("quantised_grouped_linear", w), _flags(w)
         x = _round_inputs(x, w)
         operands = x, *_quantised_operands(w, stacked, layer), sizes
-    leaves, structure = jax.tree.flatten(w.arrays)
-    plain = _LeavesFunction(_PlainGrouped(w.dtype, w.code), structure)
-    [out] = call(kernel, plain, operands, dict(flags), plain_operands=(x, *leaves, sizes))
+    plain, args = general_backend().grouped_linear, (x, dataclasses.replace(w, stack=None), sizes)
+    [out] = call(kernel, operands, plain, args, attributes=flags)
     return out
-
-
-@dataclass(frozen=True)
-class _PlainGrouped:
-    """Equivalent of the grouped matmul kernel in plain JAX, for the same operands."""
-
-    dtype: Any
-    code: str | None
-
-    def __call__(self, x: jax.Array, arrays: WeightArrays, sizes: jax.Array) -> list[jax.Array]:
-        w = Weight(*arrays, code=self.code, dtype=self.dtype)
-        return [general_backend().grouped_linear(x, w, sizes)]
 
 
 def _copies_expert_weights(dtype: DTypeLike) -> bool:
@@ -346,12 +282,13 @@ def _set_rows(plain: PlainFunction, rows: jax.Array, index: jax.Array, new: jax.
     """Set rows of an array by `source/set_rows.cc`, in place if `rows` is donated.
 
     Args:
-      plain: the same function in plain JAX; it returns a list with the new array.
+      plain: the same function in plain JAX; it returns the new array.
       rows: the array, see `paged_jax.kernels.rows.set_rows`.
       index: i32 ``[N]``, distinct; indices out of range are dropped.
       new: ``[N, ...]``, the new rows, of the same dtype.
     """
-    [out] = call(Kernel("set_rows", rows.dtype), plain, (rows, index, new), is_in_place=True)
+    arrays = rows, index, new
+    [out] = call(Kernel("set_rows", rows.dtype), arrays, plain, arrays, is_in_place=True)
     return out
 
 
@@ -384,26 +321,13 @@ def _advance_rows(step: StateStep) -> tuple[jax.Array, jax.Array]:
         arrays = step[1:]
         op = "delta_step" if isinstance(step, DeltaStep) else "state_space_step"
     operands = (pool, jnp.asarray(rows.layer, jnp.int32), rows.sources, rows.entries, *arrays)
-    leaves, structure = jax.tree.flatten(step)
-    pool, out = call(
-        Kernel(op, pool.dtype),
-        _PlainStep(structure),
-        operands,
-        plain_operands=tuple(leaves),
-        is_in_place=True,
-    )
+    pool, out = call(Kernel(op, pool.dtype), operands, _plain_step, (step,), is_in_place=True)
     return out, pool
 
 
-@dataclass(frozen=True)
-class _PlainStep:
-    """Equivalent of the kernels for recurrent layers in plain JAX, for the leaves of a step."""
-
-    structure: Any
-
-    def __call__(self, *leaves: jax.Array) -> list[jax.Array]:
-        out, pool = general_backend().advance_rows(jax.tree.unflatten(self.structure, leaves))
-        return [pool, out]
+def _plain_step(step: StateStep) -> tuple[jax.Array, jax.Array]:
+    out, pool = general_backend().advance_rows(step)
+    return pool, out
 
 
 @dataclass(frozen=True)

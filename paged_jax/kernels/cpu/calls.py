@@ -5,7 +5,8 @@ single CPU of this machine, the primitive becomes a custom call of the kernel, w
 compiles. Otherwise, the primitive becomes the plain function.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from paged_jax.kernels.backend import Options
 from paged_jax.kernels.cpu.kernels import Kernel
 from paged_jax.kernels.cpu.library import load
 
@@ -21,7 +23,7 @@ from paged_jax.kernels.cpu.library import load
 Attributes = tuple[tuple[str, np.generic], ...]
 # A function in plain JAX. It must be hashable, because it is a parameter of the primitive: programs
 # with different functions are compiled separately.
-PlainFunction = Callable[..., Sequence[jax.Array]]
+PlainFunction = Callable[..., Any]
 Arrays = tuple[jax.Array, ...]
 
 _call_p = Primitive("paged_jax_cpu_kernel")
@@ -30,47 +32,59 @@ _call_p.multiple_results = True
 
 def call(
     kernel: Kernel,
-    plain: PlainFunction,
     operands: Arrays,
-    attributes: Mapping[str, np.generic] | None = None,
+    plain: PlainFunction,
+    args: tuple[Any, ...],
     *,
-    plain_operands: Arrays | None = None,
+    attributes: Attributes = (),
+    options: Options | None = None,
     is_in_place: bool = False,
 ) -> list[jax.Array]:
     """Call a kernel, or the equivalent function in plain JAX.
 
     Args:
       kernel: the kernel.
-      plain: the equivalent function.
       operands: arguments of the kernel.
+      plain: the equivalent function.
+      args: arguments of `plain`, trees of arrays. XLA does not compute them in a program that calls
+        the kernel.
       attributes: static parameters of the kernel.
-      plain_operands: arguments of `plain`, by default `operands`. XLA does not compute them in a
-        program that calls the kernel.
+      options: last argument of `plain`, if it takes options.
       is_in_place: whether the kernel returns its first operand, changed in place.
+
+    Returns:
+      The results of the kernel, which are the leaves of the result of `plain`.
     """
-    mine = () if plain_operands is None else plain_operands
+    leaves, structure = jax.tree.flatten(args)
     return _call_p.bind(
-        *mine,
+        *leaves,
         *operands,
         kernel=kernel,
         plain=plain,
-        num_plain=len(mine) or len(operands),
+        structure=structure,
+        options=options,
         is_in_place=is_in_place,
-        attributes=tuple((attributes or {}).items()),
+        attributes=attributes,
     )
 
 
-def _abstract(*avals: Any, plain: PlainFunction, num_plain: int, **_: Any) -> list[Any]:
-    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals[:num_plain]]
-    return [ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(plain, *operands)]
+def _run_plain(
+    *operands: Any, plain: PlainFunction, structure: Any, options: Options | None, **_: Any
+) -> list[jax.Array]:
+    args = jax.tree.unflatten(structure, operands[: structure.num_leaves])
+    return jax.tree.leaves(plain(*args) if options is None else plain(*args, options))
 
 
-def _run_plain(*operands: Any, plain: PlainFunction, num_plain: int, **_: Any) -> Any:
-    return plain(*operands[:num_plain])
+def _abstract(*avals: Any, **params: Any) -> list[Any]:
+    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+    results = jax.eval_shape(partial(_run_plain, **params), *operands)
+    return [ShapedArray(x.shape, x.dtype) for x in results]
 
 
-def _batched(operands: Any, axes: Any, *, plain: PlainFunction, num_plain: int, **_: Any) -> Any:
-    results = jax.vmap(plain, in_axes=axes[:num_plain])(*operands[:num_plain])
+def _batched(operands: Any, axes: Any, *, structure: Any, **params: Any) -> Any:
+    count = structure.num_leaves
+    run = partial(_run_plain, structure=structure, **params)
+    results = jax.vmap(run, in_axes=axes[:count])(*operands[:count])
     return results, [0] * len(results)
 
 
@@ -79,21 +93,20 @@ def _lower_for_cpu(
     *operands: Any,
     kernel: Kernel,
     attributes: Attributes,
-    num_plain: int,
+    structure: Any,
     is_in_place: bool,
     **rest: Any,
 ) -> Any:
     if _is_for_one_device_here(ctx.module_context):
         target = load(kernel).target
         if target is not None:
-            is_shared = num_plain == len(operands)
-            begin = 0 if is_shared else num_plain
+            begin = structure.num_leaves
             inner = ctx.replace(avals_in=ctx.avals_in[begin:])
             lower = jax.ffi.ffi_lowering(
                 target, operand_output_aliases={0: 0} if is_in_place else None
             )
             return lower(inner, *operands[begin:], **dict(attributes))
-    return _lower_plain(ctx, *operands, num_plain=num_plain, **rest)
+    return _lower_plain(ctx, *operands, structure=structure, **rest)
 
 
 def _is_for_one_device_here(context: mlir.ModuleContext) -> bool:
