@@ -178,6 +178,14 @@ MOSAIC_DECODE: Mapping[str, Case] = _mosaic(
     "decode, D 256", "decode, float16", "decode, all variants", "decode, latent",
 )  # fmt: skip
 
+# Prompts, for compute capability 9.0.
+MOSAIC_PREFILL: Mapping[str, Case] = _mosaic(
+    GPU_PREFILL,
+    "prefill of one chunk of 2048", "prefill, blocks of 64", "prefill, group of 7", "prefill, D 64",
+    "prefill, D 256", "prefill, all variants",
+)  # fmt: skip
+MOSAIC_RAGGED: Mapping[str, Case] = _mosaic(GPU_RAGGED, "ragged", "ragged, all variants")
+
 MOSAIC_UPDATES: Mapping[str, Case] = _mosaic(
     GPU_UPDATES,
     "write of 64 tokens", "write, D 80", "write, float32", "write, latent",
@@ -227,6 +235,14 @@ GPU_STEPS: Mapping[str, DecodeStep | EngineStep] = {
     ),
     "chunk of SmolLM2 135M, fp8": _layers_of(
         SMOLLM2_135M, PrefillStep, batch=1, pool_dtype="float8_e4m3fn"
+    ),
+}
+
+# Steps with all kernels of the backend.
+MOSAIC_STEPS: Mapping[str, DecodeStep] = {
+    "mosaic: step of Llama 3 8B": _layers_of(LLAMA_3_8B, DecodeStep, backend="mosaic_gpu"),
+    "mosaic: chunk of Llama 3 8B": _layers_of(
+        LLAMA_3_8B, PrefillStep, batch=1, backend="mosaic_gpu"
     ),
 }
 
@@ -329,7 +345,8 @@ GPU_CASES: Mapping[
 ] = {
     **STATES, **QUANTISED, **QUANTISED_STEPS, **QUANTISED_EXPERTS, **EXPERTS,
     **GPU_DECODE, **GPU_PREFILL, **GPU_RAGGED, **GPU_UPDATES,
-    **MOSAIC_DECODE, **MOSAIC_UPDATES, **GPU_XLA,
+    **MOSAIC_DECODE, **MOSAIC_PREFILL, **MOSAIC_RAGGED, **MOSAIC_UPDATES, **GPU_XLA,
+    **MOSAIC_STEPS,
     **GPU_STEPS, **GPU_SINGLE, **GPU_PARALLEL, **GPU_FAMILIES, **GPU_LATENT, **GPU_RECURRENT,
     **GPU_COMPLETE,
 }  # fmt: skip

@@ -75,6 +75,7 @@ class DecodeStep:
     scan_layers: bool = True
     dtype: str = "bfloat16"  # dtype of the weights
     pool_dtype: str = "bfloat16"
+    backend: str | None = None  # of the ops, as for `Llama.decode`
 
     @property
     def num_blocks(self) -> int:
@@ -87,9 +88,10 @@ class DecodeStep:
 
     def function(self) -> Callable[..., Any]:
         """Return the step, to be jitted with its second argument donated."""
+        backend = self.backend
 
         def decode_step(model: Llama, cache: PagedCache, token_ids: jax.Array, slots: jax.Array):
-            return Llama.decode(model, cache, token_ids, slots)
+            return Llama.decode(model, cache, token_ids, slots, backend=backend)
 
         return decode_step
 
@@ -134,6 +136,7 @@ class PrefillStep(DecodeStep):
 
     def function(self) -> Callable[..., Any]:
         """Return the step, to be jitted with its second argument donated."""
+        backend = self.backend
 
         def prefill_step(
             model: Llama,
@@ -142,7 +145,7 @@ class PrefillStep(DecodeStep):
             slots: jax.Array,
             num_tokens: jax.Array,
         ):
-            return Llama.prefill(model, cache, token_ids, slots, num_tokens)
+            return Llama.prefill(model, cache, token_ids, slots, num_tokens, backend=backend)
 
         return prefill_step
 

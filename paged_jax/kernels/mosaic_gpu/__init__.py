@@ -4,6 +4,7 @@ JAX deprecated Pallas' Triton backend in 0.11, and this backend takes its place 
 As long as the Triton backend exists, it is preferred.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,11 +24,13 @@ from paged_jax.kernels.backend import (
     RopeWriteArgs,
     WriteArgs,
 )
-from paged_jax.kernels.mosaic_gpu import flash_decode, launch, pool_updates
+from paged_jax.kernels.mosaic_gpu import flash_decode, flash_prefill, launch, pool_updates
 from paged_jax.kernels.mosaic_gpu.flash_decode import decode
+from paged_jax.kernels.mosaic_gpu.flash_prefill import attend_to_chunks, prefill
 from paged_jax.kernels.mosaic_gpu.pool_updates import copy_blocks, rope_write, write
+from paged_jax.kernels.ragged_chunks import attend_in_parts
 
-__all__ = ["MosaicGpu", "copy_blocks", "decode", "rope_write", "write"]
+__all__ = ["MosaicGpu", "copy_blocks", "decode", "prefill", "rope_write", "write"]
 
 
 @dataclass(frozen=True)
@@ -42,29 +45,42 @@ class MosaicGpu:
 
     platform: ClassVar[str | None] = "cuda"
 
-    # There is no kernel for prompts yet.
-    missing_ops: ClassVar[tuple[Op, ...]] = ("prefill", "ragged")
+    @property
+    def missing_ops(self) -> tuple[Op, ...]:
+        """The ops that models run on another backend on this GPU."""
+        has_prompts = flash_prefill.gpu_refusal(self.interpret) is None
+        return () if has_prompts else ("prefill", "ragged")
 
     def refusal(self, problem: Problem) -> str | None:
         """Return why the kernels cannot solve a problem, or None if they can."""
         if (why_not := launch.refusal(self.interpret)) is not None:
             return why_not
-        attends = problem.op in ATTENTION
-        return flash_decode.refusal(problem) if attends else pool_updates.refusal(problem)
+        if problem.op not in ATTENTION:
+            return pool_updates.refusal(problem)
+        if problem.op != "decode":
+            why_not = flash_prefill.refusal(problem, self.interpret)
+            if problem.op == "prefill" or why_not is not None:
+                return why_not
+        return flash_decode.refusal(problem)
 
     def interpreted(self, interpret: Interpret) -> "MosaicGpu":
         """Return the same backend with kernels in the simulator."""
         return MosaicGpu(interpret)
 
     def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """Run a decode, in one launch."""
-        return decode(args, options, interpret=self.interpret)
+        """Run a decode or a prefill, in one launch."""
+        kernel = decode if args.query_lens is None else prefill
+        return kernel(args, options, interpret=self.interpret)
 
     def attend_ragged(
         self, args: RaggedArgs, options: RaggedOptions
     ) -> tuple[jax.Array, jax.Array]:
-        """Not implemented, see `missing_ops`."""
-        raise NotImplementedError
+        """Run single queries in the decode kernel, and longer chunks in the prefill kernel."""
+        return attend_in_parts(
+            functools.partial(decode, options=options, interpret=self.interpret),
+            functools.partial(attend_to_chunks, options=options, interpret=self.interpret),
+            args,
+        )
 
     def write(self, args: WriteArgs) -> Pools:
         """Write new tokens, in one launch."""

@@ -3,8 +3,8 @@
 The kernels use bulk copies (TMA), which GPUs have from compute capability 9.0 on. JAX compiles them
 for 9.0 (Hopper) and 10.x (Blackwell of data centres).
 
-A thread block is one warpgroup of 128 threads. The body of a kernel is written for the whole
-thread block: an array is spread over the registers of its threads, and a copy is started by one of
+A thread block has one or more warpgroups of 128 threads. The body of a kernel is written for a
+warpgroup: an array is spread over the registers of its threads, and a copy is started by one of
 them.
 
 The simulator (`plgpu.InterpretGPUParams`) runs on CPUs. It simulates shared memory, barriers and
@@ -67,6 +67,7 @@ def launch(
     updated: Sequence[jax.Array] = (),
     outputs: Sequence[jax.ShapeDtypeStruct] = (),
     scratch: Sequence[Any] = (),
+    num_warpgroups: int = 1,
     interpret: Interpret = False,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Run a kernel.
@@ -79,6 +80,8 @@ def launch(
       updated: arrays that the kernel updates in place if the caller donates them.
       outputs: shapes and dtypes of other results.
       scratch: shared memory and barriers.
+      num_warpgroups: number of warpgroups in a thread block. If there are several, the body runs
+        in each of them, and `jax.lax.axis_index` of ``"warpgroup"`` is different in each.
       interpret: whether to run in the simulator, or its parameters.
 
     Returns:
@@ -86,13 +89,22 @@ def launch(
     """
     simulator = plgpu.InterpretGPUParams() if interpret is True else interpret or None
 
+    is_single = num_warpgroups == 1
+    axis = None if is_single else "warpgroup"
+
     def body(*refs: Any) -> None:
-        pl.run_scoped(lambda *scoped: kernel(*refs, *scoped), *scratch)
+        scoped = {} if axis is None else {"collective_axes": axis}
+        pl.run_scoped(lambda *scratch: kernel(*refs, *scratch), *scratch, **scoped)
 
     call: Any = pl.kernel(
         body,
         tuple(outputs),
-        mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid)),
+        mesh=plgpu.Mesh(
+            grid=tuple(grid.values()),
+            grid_names=tuple(grid),
+            num_threads=None if is_single else num_warpgroups,
+            thread_name=axis,
+        ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=simulator,
         name=name,
@@ -129,6 +141,33 @@ class GpuInstructions(NamedTuple):
         if self.is_simulated:
             return total + jnp.dot(a, b, preferred_element_type=jnp.float32)
         return plgpu.mma(total, a, b)
+
+    def warpgroup_mma(self, a_ref: Any, b_ref: Any) -> jax.Array:
+        """Return ``a @ b`` in float32 by `wgmma`; `a` has 64 rows."""
+
+        def multiply(total_ref: Any) -> jax.Array:
+            plgpu.wgmma(total_ref, a_ref, b_ref)
+            return total_ref[...]
+
+        shape = a_ref.shape[0], b_ref.shape[1]
+        return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+    def warpgroup_mma_add(
+        self, total: jax.Array, a: jax.Array, b_ref: Any, a_ref: Any
+    ) -> jax.Array:
+        """Return ``total + a @ b`` in float32 by `wgmma`; `a` has 64 rows.
+
+        The simulator multiplies only from memory, so it stores `a` in `a_ref`.
+        """
+        if self.is_simulated:
+            a_ref[...] = a
+            plgpu.commit_smem()
+            return total + self.warpgroup_mma(a_ref, b_ref)
+
+        def add(total_ref: Any) -> None:
+            plgpu.wgmma(total_ref, a, b_ref)
+
+        return pl.run_state(add)(plgpu.ACC.init(total))
 
     def store(self, tile_ref: Any, target_ref: Any) -> None:
         """Copy a tile of shared memory to memory, and wait until it is stored.

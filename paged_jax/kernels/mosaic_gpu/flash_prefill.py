@@ -1,0 +1,400 @@
+r"""Prompt attention in bulk copies and `wgmma` instructions, for compute capability 9.0.
+
+Causal flash attention (Dao, 2023) over the paged pool. A thread block has three warpgroups: two
+compute, and the third copies (Shah et al., 2024). It attends with a tile of 128 rows, which are
+the same n tokens for each of several query heads of a KV head::
+
+    row 0 .. n - 1      tokens of the first query head        warpgroup 0: rows 0 to 63
+    row n .. 2 * n - 1  the same tokens of the next head      warpgroup 1: rows 64 to 127
+    ...                                                       warpgroup 2: copies
+
+Warpgroup 2 copies whole blocks of K and V into a ring of tiles, through the block table. Both other
+warpgroups multiply each tile, and arrive at a barrier when it can be overwritten::
+
+    pools [L, P, K, C, D]                 ring of tiles [stages, T, D]       registers
+    table: 7 2 9 4 ...
+    blocks 7 2 9 4 of the KV head  --->   tokens 0 .. T - 1        --->      step 0
+                                   --->   tokens T .. 2 * T - 1    --->      step 1   ...
+
+    scores [64, T] = queries [64, D] @ K^T [D, T]
+    out    [64, D] += weights [64, T] @ V [T, D]
+
+Steps are masked only if a row of the tile does not see all their tokens: at the diagonal, and at
+the lower edge of a sliding window. Unused tokens of a block may be NaN, and 0 * NaN is NaN,
+so warpgroup 2 overwrites their values by 0.
+
+The tiles of a batch are listed once per step, for padded chunks and for ragged batches alike. The
+last tiles of a sequence take longest and come first. Queries and output have n rows for each tile,
+so a tile never overwrites the tokens of the next sequence.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from paged_jax.kernels.backend import AttentionArgs, Interpret, Options, Problem, RaggedArgs
+from paged_jax.kernels.gpu_device import device
+from paged_jax.kernels.mosaic_gpu.launch import (
+    TILE_LANES,
+    TILE_ROWS,
+    GpuInstructions,
+    launch,
+    plgpu,
+)
+from paged_jax.kernels.mosaic_gpu.query_tiles import (
+    CONSUMERS,
+    ROWS,
+    TILE,
+    PrefillCopies,
+    PrefillInputs,
+    PrefillSizes,
+    PrefillTiles,
+    QueryTile,
+    list_tiles,
+)
+from paged_jax.kernels.ragged_chunks import Chunks, find_rows
+
+_DTYPES = ("bfloat16", "float16")
+
+# Registers per thread of the warpgroups that compute, and of the one that copies.
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
+
+_MAX_HEAD = 256
+
+# Initial peak. With -inf, exp2(peak - new_peak) would be NaN if no token is seen.
+_LOWEST = float(np.finfo(np.float32).min)
+
+
+def gpu_refusal(interpret: Interpret) -> str | None:
+    """Return why this kernel cannot run on the GPU, or None if it can or is simulated."""
+    major, minor = device().compute_capability
+    if interpret or major == 9:
+        return None
+    return (
+        f"it attends to prompts on GPUs of compute capability 9.0, and the GPU has {major}.{minor}"
+    )
+
+
+def refusal(problem: Problem, interpret: Interpret) -> str | None:
+    """Return why this kernel cannot solve a prefill or a ragged batch, or None if it can."""
+    if (why_not := gpu_refusal(interpret)) is not None:
+        return why_not
+    dtype = jnp.dtype(problem.pool_dtype)
+    if dtype.name not in _DTYPES or jnp.dtype(problem.q_dtype) != dtype:
+        names = " or ".join(_DTYPES)
+        return f"queries and pools must both be {names}, got {problem.q_dtype} and {dtype}"
+    C, D = problem["C"], problem["D"]
+    if problem.shares_values or problem.value_dim != D:
+        return "it attends to prompts with keys and values of the same size in different pools"
+    if C % TILE_ROWS or C & (C - 1):
+        return f"it reads blocks of a power of two of at least {TILE_ROWS} tokens, got {C}"
+    if D % TILE_LANES or D > _MAX_HEAD:
+        return (
+            f"it attends to prompts with heads of a multiple of {TILE_LANES} elements up to "
+            f"{_MAX_HEAD}, got {D}"
+        )
+    return None
+
+
+def prefill(
+    args: AttentionArgs, options: Options, *, interpret: Interpret = False
+) -> tuple[jax.Array, jax.Array]:
+    """Attend with a chunk of queries per sequence, in one launch."""
+    (_, T, H, D), pools = args.q.shape, args.pools
+    sizes = PrefillSizes.choose(T, H // pools.num_kv_heads, pools.block_size, D)
+    return _prefill(args, options, sizes, interpret)
+
+
+def attend_to_chunks(
+    args: RaggedArgs, chunks: Chunks, options: Options, *, interpret: Interpret = False
+) -> tuple[jax.Array, jax.Array]:
+    """Attend with the queries of all chunks in one launch.
+
+    Args:
+      args: arrays of the batch.
+      chunks: the chunks; a chunk may have a single token.
+      options: options of the call.
+      interpret: whether to run in the simulator.
+
+    Returns:
+      ``(out, lse)``: ``[N, H, D]`` and f32 ``[N, H]``. Rows outside the chunks may hold anything.
+    """
+    (N, H, D), B, pages = args.q.shape, len(args.context_lens), args.pages
+    sizes = PrefillSizes.choose(pl.cdiv(N, B), H // pages.num_kv_heads, pages.block_size, D)
+    return _attend_to_chunks(args, chunks, options, sizes, interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("options", "sizes", "interpret"))
+def _prefill(
+    args: AttentionArgs, options: Options, sizes: PrefillSizes, interpret: Interpret
+) -> tuple[jax.Array, jax.Array]:
+    assert args.query_lens is not None
+    (B, T, H, D), n = args.q.shape, sizes.tile_tokens
+    count = pl.cdiv(T, n)
+    program = jnp.arange(B * count, dtype=jnp.int32)
+    sequence, turn = lax.rem(program, jnp.int32(B)), count - 1 - lax.div(program, jnp.int32(B))
+    query_lens = jnp.minimum(args.query_lens, T)
+    tiles = list_tiles(
+        sizes, options, sequence, turn, args.context_lens, query_lens,
+        index=sequence * count + turn,
+    )  # fmt: skip
+    q = jnp.pad(args.q, ((0, 0), (0, count * n - T), (0, 0), (0, 0)))
+    flat = args._replace(q=q.reshape(B * count * n, H, D), query_lens=None)
+    out, lse = _attend(flat, tiles, options, sizes, interpret)
+    out, lse = (x.reshape(B, count * n, *x.shape[1:])[:, :T] for x in (out, lse))
+    return out, lse
+
+
+@functools.partial(jax.jit, static_argnames=("options", "sizes", "interpret"))
+def _attend_to_chunks(
+    args: RaggedArgs, chunks: Chunks, options: Options, sizes: PrefillSizes, interpret: Interpret
+) -> tuple[jax.Array, jax.Array]:
+    N, B, n = args.q.shape[0], len(args.context_lens), sizes.tile_tokens
+    counts = lax.div(chunks.lens + (n - 1), jnp.int32(n))
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    # At most one tile per sequence is partly empty.
+    program = jnp.arange(N // n + min(B, N), dtype=jnp.int32)
+    sequence = jnp.sum(ends[None] <= program[:, None], axis=1, dtype=jnp.int32)
+    is_there, sequence = sequence < B, jnp.minimum(sequence, B - 1)
+    turn = ends[sequence] - 1 - program
+    tiles = list_tiles(
+        sizes, options, sequence, turn, args.context_lens, chunks.lens,
+        index=(ends - counts)[sequence] + turn, is_there=is_there,
+    )  # fmt: skip
+    # Queries of a tile start at a multiple of the rows of a box.
+    row = jnp.arange(program.size * n, dtype=jnp.int32)
+    tile = lax.div(row, jnp.int32(n))
+    owner = jnp.minimum(jnp.sum(ends[None] <= tile[:, None], axis=1, dtype=jnp.int32), B - 1)
+    row = chunks.starts[owner] + row - (ends - counts)[owner] * n
+    flat = AttentionArgs(
+        q=args.q.at[row].get(mode="clip"),
+        pools=args.pages,
+        block_tables=args.block_tables,
+        context_lens=args.context_lens,
+        query_lens=None,
+        sinks=args.sinks,
+        layer=jnp.zeros((), jnp.int32),
+    )
+    out, lse = _attend(flat, tiles, options, sizes, interpret)
+    rows = find_rows(args, chunks)
+    place = (ends - counts)[rows.sequence] * n + rows.token
+    return out.at[place].get(mode="clip"), lse.at[place].get(mode="clip")
+
+
+def _attend(
+    args: AttentionArgs,
+    tiles: jax.Array,
+    options: Options,
+    sizes: PrefillSizes,
+    interpret: Interpret,
+) -> tuple[jax.Array, jax.Array]:
+    """Return ``[tiles * n, H, D]`` and f32 ``[tiles * n, H]``; like the queries of `args`."""
+    (_, H, D), num_tiles = args.q.shape, tiles.shape[0]
+    n, num_places = sizes.tile_tokens, H // sizes.slice_size
+    inputs = PrefillInputs(
+        tiles=tiles,
+        q=args.q,
+        pools=args.pools,
+        block_tables=args.block_tables,
+        layer=jnp.asarray(args.layer, jnp.int32).reshape(1),
+        sinks=args.sinks,
+    )
+    (out, lse), _ = launch(
+        functools.partial(
+            _attend_kernel,
+            options=options,
+            sizes=sizes,
+            instructions=GpuInstructions(is_simulated=bool(interpret)),
+        ),
+        "paged_prefill",
+        grid={"place": num_places, "tile": num_tiles},
+        arguments=[inputs],
+        outputs=[
+            jax.ShapeDtypeStruct((num_tiles * n, H, D), args.q.dtype),
+            jax.ShapeDtypeStruct((num_tiles, num_places, CONSUMERS, ROWS), jnp.float32),
+        ],
+        scratch=[PrefillTiles.of(sizes, args.q.dtype, bool(interpret))],
+        num_warpgroups=CONSUMERS + 1,
+        interpret=interpret,
+    )
+    lse = lse.reshape(num_tiles, num_places, TILE)[..., : sizes.slice_size * n]
+    lse = lse.reshape(num_tiles, H, n).swapaxes(1, 2).reshape(num_tiles * n, H)
+    return out, lse
+
+
+def _attend_kernel(
+    inputs: PrefillInputs,
+    out_ref: Any,
+    lse_ref: Any,
+    shared: PrefillTiles,
+    *,
+    options: Options,
+    sizes: PrefillSizes,
+    instructions: GpuInstructions,
+) -> None:
+    warpgroup, turn = lax.axis_index("warpgroup"), lax.axis_index("tile")
+    tile = QueryTile(*(inputs.tiles[turn, field] for field in range(len(QueryTile._fields))))
+
+    @pl.when(tile.is_there != 0)
+    def _():
+        @pl.when(warpgroup < CONSUMERS)
+        def _():
+            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+            _compute(inputs, shared, tile, options, sizes, instructions)
+
+        @pl.when(warpgroup == CONSUMERS)
+        def _():
+            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+            copies = PrefillCopies(inputs, shared, tile, sizes)
+            copies.load_queries()
+            lax.fori_loop(jnp.int32(0), tile.num_steps, copies.load_step, None)
+            drained = jnp.maximum(tile.num_steps - sizes.num_stages, 0)
+            lax.fori_loop(drained, tile.num_steps, copies.wait_for_step, None)
+            copies.store(out_ref, lse_ref)
+
+
+class _OnlineSoftmax(NamedTuple):
+    """Softmax and weighted sum over the tokens so far, for the 64 rows of a warpgroup.
+
+    Attributes:
+      peak: f32 ``[64]``, the largest score in units of log 2.
+      total: f32 ``[64]``, sum of the weights.
+      out: f32 ``[64, D]``, weighted sum of the values.
+    """
+
+    peak: jax.Array
+    total: jax.Array
+    out: jax.Array
+
+
+def _compute(
+    inputs: PrefillInputs,
+    shared: PrefillTiles,
+    tile: QueryTile,
+    options: Options,
+    sizes: PrefillSizes,
+    instructions: GpuInstructions,
+) -> None:
+    """Compute the output of the rows of a warpgroup."""
+    warpgroup, D = lax.axis_index("warpgroup"), sizes.head_dim
+    row = (
+        plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+        + warpgroup * ROWS
+    )
+    token, head = (f(row, jnp.full_like(row, sizes.tile_tokens)) for f in (lax.rem, lax.div))
+    # Position of the query of each row; -1 in rows without a query, which see nothing.
+    position = jnp.where(token < tile.num_queries, token + tile.first, -1)
+
+    def fold(step, softmax, *, is_masked):
+        slot = lax.rem(step, jnp.int32(sizes.num_stages))
+        plgpu.barrier_wait(shared.k_full.at[slot])
+        keys = shared.k.at[slot].transpose((1, 0))
+        scores = instructions.warpgroup_mma(shared.q.at[warpgroup], keys)
+        plgpu.barrier_arrive(shared.k_free.at[slot])
+        scores, unit = _scale(scores, options)
+        if is_masked:
+            start = tile.origin + step * sizes.step_tokens
+            scores = jnp.where(_is_seen(scores, start, position, options), scores, -jnp.inf)
+        softmax, weights = _weigh(softmax, scores, unit)
+        plgpu.barrier_wait(shared.v_full.at[slot])
+        out = instructions.warpgroup_mma_add(
+            softmax.out,
+            weights.astype(shared.v.dtype),
+            shared.v.at[slot],
+            None if shared.weights is None else shared.weights.at[warpgroup],
+        )
+        plgpu.barrier_arrive(shared.v_free.at[slot])
+        return softmax._replace(out=out)
+
+    softmax = _OnlineSoftmax(
+        _as_rows(jnp.full((ROWS,), _LOWEST, jnp.float32)),
+        _as_rows(jnp.zeros((ROWS,), jnp.float32)),
+        plgpu.layout_cast(jnp.zeros((ROWS, D), jnp.float32), plgpu.Layout.WGMMA),
+    )
+    plgpu.barrier_wait(shared.is_loaded)
+    whole, masked = (functools.partial(fold, is_masked=is_masked) for is_masked in (False, True))
+    if options.sliding_window is not None:
+        softmax = lax.fori_loop(jnp.int32(0), tile.full_begin, masked, softmax)
+    softmax = lax.fori_loop(tile.full_begin, tile.full_end, whole, softmax)
+    softmax = lax.fori_loop(tile.full_end, tile.num_steps, masked, softmax)
+    sinks = _load_sinks(inputs.sinks, head, sizes)
+    out, lse = _finish(softmax, sinks, position >= 0)
+    shared.q[warpgroup] = out.astype(shared.q.dtype)
+    shared.lse[warpgroup] = lse
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(shared.is_done)
+
+
+def _as_rows(x: jax.Array) -> jax.Array:
+    return plgpu.layout_cast(x, plgpu.Layout.WGMMA.reduce(1))
+
+
+def _is_seen(like: jax.Array, start: jax.Array, position: jax.Array, options: Options) -> jax.Array:
+    """Return whether the query of each row sees each token, from position `start` on."""
+    token = plgpu.broadcasted_iota(jnp.int32, like.shape, 1, layout=plgpu.Layout.WGMMA)
+    distance = lax.broadcast_in_dim(position - start, like.shape, [0]) - token
+    is_seen = distance >= 0
+    if options.sliding_window is not None:
+        is_seen &= distance < options.sliding_window
+    return is_seen
+
+
+def _scale(scores: jax.Array, options: Options) -> tuple[jax.Array, float]:
+    """Return scores, and a positive number that they must be multiplied by to units of log 2."""
+    if options.soft_cap is not None:
+        # tanh(x) = 1 - 2 / (exp(2 * x) + 1). The instruction for tanh is less precise.
+        factor = np.float32(2 * options.scale / (options.soft_cap * math.log(2)))
+        return 1 - 2 / (jnp.exp2(scores * factor) + 1), options.soft_cap / math.log(2)
+    unit = options.scale / math.log(2)
+    # The largest score must also be the largest after the multiplication.
+    return (scores, unit) if unit > 0 else (scores * np.float32(unit), 1.0)
+
+
+def _weigh(
+    softmax: _OnlineSoftmax, scores: jax.Array, unit: float
+) -> tuple[_OnlineSoftmax, jax.Array]:
+    """Update peak and sum of weights, scale the output down, and return the weights."""
+    factor = np.float32(unit)
+    peak = jnp.maximum(softmax.peak, jnp.max(scores, axis=1) * factor)
+    decay = jnp.exp2(softmax.peak - peak)
+    weights = jnp.exp2(scores * factor - _as_lanes(peak, scores))
+    total = softmax.total * decay + jnp.sum(weights, axis=1)
+    return _OnlineSoftmax(peak, total, softmax.out * _as_lanes(decay, softmax.out)), weights
+
+
+def _as_lanes(column: jax.Array, like: jax.Array) -> jax.Array:
+    """Repeat a number of each row along the lanes."""
+    return lax.broadcast_in_dim(column, like.shape, [0])
+
+
+def _load_sinks(sinks_ref: Any, head: jax.Array, sizes: PrefillSizes) -> jax.Array | None:
+    """Return the sink of each row in units of log 2, f32 ``[64]``, or None."""
+    if sinks_ref is None:
+        return None
+    sinks, first = jnp.full(head.shape, -jnp.inf, jnp.float32), lax.axis_index("place")
+    for turn in range(sizes.slice_size):
+        sink = sinks_ref[first * sizes.slice_size + turn].astype(jnp.float32)
+        sinks = jnp.where(head == turn, sink * np.float32(1 / math.log(2)), sinks)
+    return sinks
+
+
+def _finish(
+    softmax: _OnlineSoftmax, sinks: jax.Array | None, is_query: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the output and the log-sum-exp; 0 and -inf in rows without a query."""
+    peak, total, out = softmax
+    if sinks is not None:
+        new_peak = jnp.maximum(peak, sinks)
+        decay = jnp.exp2(peak - new_peak)
+        total = total * decay + jnp.exp2(sinks - new_peak)
+        out, peak = out * _as_lanes(decay, out), new_peak
+    total = jnp.where(is_query, total, 1.0)
+    lse = jnp.where(is_query, peak * np.float32(math.log(2)) + jnp.log(total), -jnp.inf)
+    out = jnp.where(_as_lanes(is_query, out), out * _as_lanes(1 / total, out), 0.0)
+    return out, lse

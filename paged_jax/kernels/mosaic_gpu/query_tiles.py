@@ -1,0 +1,364 @@
+"""Tiles of queries of prompts, their list, and the bulk copies of a tile.
+
+See `paged_jax.kernels.mosaic_gpu.flash_prefill`. A tile has the same n tokens for each of several
+query heads of a KV head, in rows of n tokens. A head may belong to both warpgroups::
+
+    5 heads of 24 tokens    | 0 - 23 | 24 - 47 | 48 - 63 : 64 - 71 | 72 - 95 | 96 - 119 | unused |
+                                         warpgroup 0     :     warpgroup 1
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from paged_jax.kernels.backend import Options
+from paged_jax.kernels.mosaic_gpu.launch import (
+    MAX_SHARED_MEMORY,
+    TILE_LANES,
+    TILE_ROWS,
+    plgpu,
+)
+
+# Rows of a `wgmma`, warpgroups that compute, and rows of a tile.
+ROWS = 64
+CONSUMERS = 2
+TILE = CONSUMERS * ROWS
+
+_MAX_STAGES = 4
+
+
+class PrefillSizes(NamedTuple):
+    """Static sizes of a launch.
+
+    Attributes:
+      slice_size: query heads of a tile, a divisor of the group of a KV head.
+      tile_tokens: tokens of a tile (n).
+      step_tokens: tokens in a loop step (T).
+      num_stages: number of tiles in the ring.
+      block_size: tokens in a block (C).
+      head_dim: elements of a head (D).
+    """
+
+    slice_size: int
+    tile_tokens: int
+    step_tokens: int
+    num_stages: int
+    block_size: int
+    head_dim: int
+
+    @classmethod
+    def choose(cls, T: int, G: int, C: int, D: int) -> "PrefillSizes":
+        """Choose the tiles of a batch with chunks of about T tokens."""
+
+        def num_tiles(heads: int) -> int:
+            return pl.cdiv(T, _count_tokens(heads)) * (G // heads)
+
+        divisors = [size for size in range(1, TILE // TILE_ROWS + 1) if G % size == 0]
+        # Of equal numbers of tiles, more heads and fewer tokens have less to mask.
+        heads = min(divisors, key=lambda size: (num_tiles(size), -size))
+        step_tokens = 128 if D <= 128 else 64
+        stage = 2 * step_tokens * D * 2
+        stages = min((MAX_SHARED_MEMORY - TILE * D * 2) // stage, _MAX_STAGES)
+        return cls(heads, _count_tokens(heads), step_tokens, stages, C, D)
+
+    @property
+    def copy_rows(self) -> int:
+        """Tokens in a bulk copy: a block, or a part of it that fills a tile."""
+        return min(self.block_size, self.step_tokens)
+
+    @property
+    def num_copies(self) -> int:
+        """Number of bulk copies of a tile of keys or values."""
+        return self.step_tokens // self.copy_rows
+
+    @property
+    def boxes(self) -> list[tuple[int, int, int, int, int]]:
+        """Bulk copies of queries: head, first token, warpgroup, its first row, number of rows."""
+        n, boxes = self.tile_tokens, []
+        for head in range(self.slice_size):
+            row, end = head * n, (head + 1) * n
+            while row < end:
+                stop = min(end, (row // ROWS + 1) * ROWS)
+                boxes.append((head, row - head * n, row // ROWS, row % ROWS, stop - row))
+                row = stop
+        return boxes
+
+
+def _count_tokens(heads: int) -> int:
+    """Return the tokens of a tile: as many as fit, in multiples of the rows of a box."""
+    return TILE // heads // TILE_ROWS * TILE_ROWS
+
+
+class QueryTile(NamedTuple):
+    """The tile of a thread block, as i32 scalars.
+
+    Attributes:
+      is_there: 0 if the thread block has no tile.
+      sequence: row of the sequence in the batch.
+      index: index of the tile among the queries and in the output.
+      first: position of the first token of the tile in its sequence.
+      num_queries: tokens of the tile that are queries, its first ones.
+      seen: position of the first token that a query sees.
+      origin: position at which step 0 starts, `seen` rounded down to a bulk copy.
+      full_begin: first step with all tokens seen by all queries.
+      full_end: end of these steps (exclusive).
+      num_steps: number of steps.
+    """
+
+    is_there: Any
+    sequence: Any
+    index: Any
+    first: Any
+    num_queries: Any
+    seen: Any
+    origin: Any
+    full_begin: Any
+    full_end: Any
+    num_steps: Any
+
+    @property
+    def end(self) -> Any:
+        """Position after the last token that a query sees."""
+        return self.first + self.num_queries
+
+
+def list_tiles(
+    sizes: PrefillSizes, options: Options, sequence: jax.Array, turn: jax.Array,
+    context_lens: jax.Array, query_lens: jax.Array, *,
+    index: jax.Array, is_there: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """Return the fields of the tiles, i32 ``[tiles, fields]``: tile `turn` of each sequence.
+
+    The layers of a step have the same lengths, so XLA computes the list once per step.
+    """
+    n, T, window = sizes.tile_tokens, sizes.step_tokens, options.sliding_window
+    length, query_len = context_lens[sequence], query_lens[sequence]
+    num_queries = jnp.clip(query_len - turn * n, 0, n)
+    first = length - query_len + turn * n
+    last = first + num_queries - 1
+    seen = jnp.zeros_like(first) if window is None else jnp.maximum(first - window + 1, 0)
+    origin = seen - lax.rem(seen, jnp.full_like(seen, sizes.copy_rows))
+
+    def steps(tokens: jax.Array) -> jax.Array:
+        return lax.div(jnp.maximum(tokens, 0), jnp.full_like(tokens, T))
+
+    num_steps = jnp.where(num_queries > 0, steps(last - origin) + 1, 0)
+    full_begin = jnp.zeros_like(first)
+    if window is not None:
+        full_begin = jnp.minimum(steps(last - window + 1 - origin + T - 1), num_steps)
+    full_end = jnp.clip(steps(first + 1 - origin), full_begin, num_steps)
+    fields = QueryTile(
+        jnp.ones_like(sequence) if is_there is None else is_there, sequence, index,
+        first, num_queries, seen, origin, full_begin, full_end, num_steps,
+    )  # fmt: skip
+    return jnp.stack([field.astype(jnp.int32) for field in fields], axis=1)
+
+
+class PrefillInputs(NamedTuple):
+    """Arrays that the kernel reads, or refs of them.
+
+    Attributes:
+      tiles: i32 ``[tiles, fields]``, the tile of each thread block in the grid.
+      q: ``[tiles * n, H, D]``.
+      pools: the pools, or pages.
+      block_tables: i32 ``[B, M]``.
+      layer: i32 ``[1]``.
+      sinks: ``[H]``, or None.
+    """
+
+    tiles: Any
+    q: Any
+    pools: Any
+    block_tables: Any
+    layer: Any
+    sinks: Any
+
+
+class PrefillTiles(NamedTuple):
+    """Shared memory of a thread block.
+
+    Attributes:
+      q: ``[2, 64, D]``, the queries of each warpgroup, and then its output.
+      k: ``[stages, T, D]``, ring of tiles of keys.
+      v: ``[stages, T, D]``, ring of tiles of values.
+      lse: f32 ``[2, 64]``.
+      weights: ``[2, 64, T]`` in the simulator, else None.
+      is_loaded: barrier of the queries.
+      k_full: barriers of the tiles of keys, passed when a tile has been copied.
+      v_full: barriers of the tiles of values.
+      k_free: barriers of the tiles of keys, passed when both warpgroups have multiplied a tile.
+      v_free: barriers of the tiles of values.
+      is_partial: barrier of a tile of values with tokens that no query sees.
+      is_done: barrier of the output.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    lse: Any
+    weights: Any
+    is_loaded: Any
+    k_full: Any
+    v_full: Any
+    k_free: Any
+    v_free: Any
+    is_partial: Any
+    is_done: Any
+
+    @classmethod
+    def of(cls, sizes: PrefillSizes, dtype: Any, is_simulated: bool) -> "PrefillTiles":
+        """Describe the shared memory, for `launch`."""
+        stages, T, D = sizes.num_stages, sizes.step_tokens, sizes.head_dim
+        tiled = functools.partial(
+            plgpu.SMEM,
+            dtype=dtype,
+            transforms=(
+                plgpu.TilingTransform((TILE_ROWS, TILE_LANES)),
+                plgpu.SwizzleTransform(2 * TILE_LANES),
+            ),
+        )
+        full = functools.partial(plgpu.Barrier, num_arrivals=sizes.num_copies)
+        free = functools.partial(plgpu.Barrier, num_arrivals=CONSUMERS)
+        return cls(
+            q=tiled((CONSUMERS, ROWS, D)),
+            k=tiled((stages, T, D)),
+            v=tiled((stages, T, D)),
+            lse=plgpu.SMEM((CONSUMERS, ROWS), jnp.float32),
+            weights=tiled((CONSUMERS, ROWS, T)) if is_simulated else None,
+            is_loaded=plgpu.Barrier(num_arrivals=len(sizes.boxes)),
+            k_full=full(num_barriers=stages),
+            v_full=full(num_barriers=stages),
+            k_free=free(num_barriers=stages),
+            v_free=free(num_barriers=stages),
+            is_partial=full(),
+            is_done=free(),
+        )
+
+
+class PrefillCopies(NamedTuple):
+    """Bulk copies of a tile, all of which one warpgroup starts."""
+
+    inputs: PrefillInputs
+    shared: PrefillTiles
+    tile: QueryTile
+    sizes: PrefillSizes
+
+    @property
+    def first_head(self) -> jax.Array:
+        """The first query head of the tile."""
+        return lax.axis_index("place") * self.sizes.slice_size
+
+    def load_queries(self) -> None:
+        """Start the copies of the queries."""
+        shared = self.shared
+        for head, token, warpgroup, row, num_rows in self.sizes.boxes:
+            plgpu.copy_gmem_to_smem(
+                self.inputs.q.at[self._rows(token, num_rows), self.first_head + head],
+                shared.q.at[warpgroup, pl.ds(row, num_rows)],
+                shared.is_loaded,
+            )
+
+    def load_step(self, step: jax.Array, _: None) -> None:
+        """Copy the keys and the values of a step when their place in the ring is free."""
+        shared, stages = self.shared, self.sizes.num_stages
+        slot, blocks = lax.rem(step, jnp.int32(stages)), self._load_blocks(step)
+        start = self.tile.origin + step * self.sizes.step_tokens
+        is_partial = (start < self.tile.seen) | (start + self.sizes.step_tokens > self.tile.end)
+
+        @pl.when(step >= stages)
+        def _():
+            plgpu.barrier_wait(shared.k_free.at[slot])
+
+        self._load("k", shared.k.at[slot], shared.k_full.at[slot], step, blocks)
+
+        @pl.when(step >= stages)
+        def _():
+            plgpu.barrier_wait(shared.v_free.at[slot])
+
+        @pl.when(jnp.logical_not(is_partial))
+        def _():
+            self._load("v", shared.v.at[slot], shared.v_full.at[slot], step, blocks)
+
+        @pl.when(is_partial)
+        def _():
+            self._load("v", shared.v.at[slot], shared.is_partial, step, blocks)
+            plgpu.barrier_wait(shared.is_partial)
+            self._clear(slot, start)
+            plgpu.commit_smem()
+            for _ in range(self.sizes.num_copies):
+                plgpu.barrier_arrive(shared.v_full.at[slot])
+
+    def wait_for_step(self, step: jax.Array, _: None) -> None:
+        """Wait until both other warpgroups have multiplied the keys and the values of a step."""
+        slot = lax.rem(step, jnp.int32(self.sizes.num_stages))
+        plgpu.barrier_wait(self.shared.k_free.at[slot])
+        plgpu.barrier_wait(self.shared.v_free.at[slot])
+
+    def store(self, out_ref: Any, lse_ref: Any) -> None:
+        """Copy the output to memory when both other warpgroups have stored it."""
+        shared, index = self.shared, self.tile.index
+        plgpu.barrier_wait(shared.is_done)
+        for head, token, warpgroup, row, num_rows in self.sizes.boxes:
+            plgpu.copy_smem_to_gmem(
+                shared.q.at[warpgroup, pl.ds(row, num_rows)],
+                out_ref.at[self._rows(token, num_rows), self.first_head + head],
+            )
+        plgpu.copy_smem_to_gmem(shared.lse, lse_ref.at[index, lax.axis_index("place")])
+        plgpu.wait_smem_to_gmem(0)
+
+    def _rows(self, token: int, num_rows: int) -> Any:
+        """Return rows of the queries and of the output, from a token of the tile on."""
+        start = self.tile.index * self.sizes.tile_tokens + token
+        return pl.ds(pl.multiple_of(start, TILE_ROWS), num_rows)
+
+    def _tokens(self, step: jax.Array) -> list[jax.Array]:
+        """Return the position of the first token of each copy of a step."""
+        rows, first = self.sizes.copy_rows, self.tile.origin + step * self.sizes.step_tokens
+        return [first + turn * rows for turn in range(self.sizes.num_copies)]
+
+    def _load_blocks(self, step: jax.Array) -> list[jax.Array]:
+        """Return the blocks of a step; block 0 instead of a block that no query sees."""
+        tables, blocks = self.inputs.block_tables, []
+        for token in self._tokens(step):
+            entry = lax.div(token, jnp.int32(self.sizes.block_size))
+            block = tables[self.tile.sequence, jnp.minimum(entry, tables.shape[1] - 1)]
+            blocks.append(jnp.where(token < self.tile.end, block, 0))
+        return blocks
+
+    def _load(
+        self, half: Any, tile_ref: Any, barrier: Any, step: jax.Array, blocks: list[jax.Array]
+    ) -> None:
+        """Start the copies of the keys or the values of a step."""
+        rows, inputs = self.sizes.copy_rows, self.inputs
+        head = lax.div(self.first_head, jnp.int32(inputs.q.shape[1] // inputs.pools.num_kv_heads))
+        for turn, (token, block) in enumerate(zip(self._tokens(step), blocks, strict=True)):
+            offset: Any = 0
+            if rows < self.sizes.block_size:
+                offset = lax.rem(token, jnp.int32(self.sizes.block_size))
+                offset = pl.multiple_of(offset, rows)
+            pool, place = inputs.pools.place(
+                half, inputs.layer[0], block, head, pl.ds(offset, rows)
+            )
+            plgpu.copy_gmem_to_smem(
+                pool.at[(*place, pl.ds(0, self.sizes.head_dim))],
+                tile_ref.at[pl.ds(turn * rows, rows)],
+                barrier,
+            )
+
+    def _clear(self, slot: jax.Array, start: jax.Array) -> None:
+        """Overwrite the values of the tokens that no query sees by 0."""
+        for row in range(0, self.sizes.step_tokens, ROWS):
+            first = start + row
+
+            @pl.when((first < self.tile.seen) | (first + ROWS > self.tile.end))
+            def _(row=row, first=first):
+                for lane in range(0, self.sizes.head_dim, TILE_LANES):
+                    place = slot, pl.ds(row, ROWS), pl.ds(lane, TILE_LANES)
+                    values = self.shared.v[place]
+                    token = plgpu.broadcasted_iota(jnp.int32, values.shape, 0) + first
+                    is_seen = (token >= self.tile.seen) & (token < self.tile.end)
+                    self.shared.v[place] = jnp.where(is_seen, values, jnp.zeros_like(values))
