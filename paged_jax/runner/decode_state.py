@@ -10,9 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from paged_jax.cache import paged_cache
 from paged_jax.cache.paged_cache import PagedCache
-from paged_jax.dims import bind
 from paged_jax.formatting import short_repr
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.paged_model import create_cache
@@ -22,7 +20,6 @@ from paged_jax.sampling.filters import NEVER, Constraints
 from paged_jax.sampling.state import (
     Assignment,
     SlotSampling,
-    fold_in,
     num_mask_words,
     slot_row,
     write_rows,
@@ -258,39 +255,6 @@ def write_token_masks(state: DecodeState, masks: "TokenMasks") -> DecodeState:
 @functools.partial(jax.jit, donate_argnums=0)
 def _write_constraints(constraints: Constraints, rows: Any) -> Constraints:
     return constraints.write(*rows)
-
-
-def fork(
-    state: DecodeState, parents: jax.Array, sample_indices: jax.Array
-) -> tuple[DecodeState, jax.Array]:
-    """Copy running slots into empty slots, which then continue with other random draws.
-
-    Use it for tree search. The copies share blocks until they write to them, see
-    `paged_jax.blocks.fork`. The function is pure; donate the state.
-
-    Args:
-      state: the state to change.
-      parents: i32[S], the parent of each slot that becomes a copy; -1 leaves a slot unchanged.
-      sample_indices: i32[S], the sample index of each child. It is part of the seed, so children
-        with different indices draw different tokens. It has no effect on greedy decoding.
-
-    Returns:
-      `(state, ok)`. If `ok`, bool[], is False, the state is unchanged.
-
-    Raises:
-      ValueError: `parents` or `sample_indices` is not i32[S].
-    """
-    bind("fork", parents=(parents, "S"), sample_indices=(sample_indices, "S"))
-    cache, ok = paged_cache.fork(state.cache, parents)
-    is_child = ok & (parents >= 0)
-    source = jnp.where(is_child, parents, jnp.arange(state.num_slots, dtype=jnp.int32))
-    rows = (state.sampling, state.token_ids, state.stop_ids, state.max_lengths)
-    drawn, token_ids, stop_ids, max_lengths = jax.tree.map(lambda x: x[source], rows)
-    keys = jax.vmap(fold_in)(drawn.keys, sample_indices)
-    drawn = dataclasses.replace(drawn, keys=jnp.where(is_child[:, None], keys, drawn.keys))
-    starts = jnp.where(is_child, -1, state.constraints.starts)
-    constraints = dataclasses.replace(state.constraints, starts=starts)
-    return DecodeState(cache, drawn, token_ids, stop_ids, max_lengths, constraints), ok
 
 
 class TokenMasks(NamedTuple):

@@ -120,27 +120,6 @@ def test_decode_steps_of_forked_slots_copies_shared_blocks(model) -> None:
     assert int(tokens.free_blocks[0]) == P - 1 - S * 3
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_fork_continues_a_running_slot_with_other_draws(model, params) -> None:
-    sequence = Sequence(PROMPTS[0], params)
-    state = start(model, [sequence])
-    tokens, state = run(model, state, [0, -1, -1, -1], num_steps=3)
-    before = drawn(tokens)[0]
-    fork = jax.jit(decode_state.fork, donate_argnames="state")
-    state, ok = fork(state, jnp.array([-1, 0, 0, -1]), jnp.array([0, 1, 2, 0]))
-    tokens, state = run(model, state, [0, 1, 2, -1])
-    assert ok
-    check_invariants(state.cache.tables)
-    branches = [before + ids for ids in drawn(tokens)[:3]]
-    # The parent is not affected.
-    assert branches[0] == expected(model, sequence, len(branches[0]))
-    assert len({tuple(branch) for branch in branches}) == (1 if params is GREEDY else 3)
-
-    unchanged = state.cache.tables.block_tables.tolist()
-    state, ok = fork(state, jnp.array([-1, 0, -1, -1]), jnp.zeros(4, jnp.int32))
-    assert not ok and state.cache.tables.block_tables.tolist() == unchanged
-
-
 def test_decode_steps_reports_logprobs_ranks_and_top_tokens(model) -> None:
     sequence = Sequence(PROMPTS[0], SEEDED, seed=2)
     tokens, _ = run(model, start(model, [sequence]), [0])
