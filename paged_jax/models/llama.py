@@ -318,11 +318,8 @@ class Llama(PagedModel):
 
         It is the mean of an embedding of the token and of a projection of `x`, times sqrt(2).
 
-        Args:
-          x: float32 ``[..., E]``, input of the first layer.
-          positions: i32 ``[...]``, -1 for padding.
-          token_ids: i32 ``[...]``.
-          find: function that looks up embeddings.
+        The input of the first layer is ``x [..., E]``. Positions and token ids are i32 ``[...]``,
+        with position -1 for padding. `find` looks up embeddings.
         """
         config = self.config
         if not (d := config.hidden_size_per_layer_input):

@@ -271,10 +271,7 @@ def _choose(keys: jax.Array, num_chosen: int, *values: jax.Array) -> tuple[jax.A
     For few tokens, the rank of an expert is found by comparing it with all others. XLA can fuse
     this with the surrounding operations, unlike `jax.lax.top_k`, which sorts.
 
-    Args:
-      keys: float32 ``[N, X]``.
-      num_chosen: number of experts per token (k).
-      values: arrays ``[N, X]`` or ``[1, X]``.
+    Keys are float32 ``[N, X]``, and values ``[N, X]`` or ``[1, X]``.
     """
     N, X = keys.shape
     if N * X * X > _MAX_COMPARISONS:
@@ -294,11 +291,8 @@ def _weights_of_logits(
 ) -> jax.Array:
     """Return the weights of the experts with the largest logits, float32 ``[N, k]``.
 
-    Args:
-      logits: float32 ``[N, X]``, of all experts.
-      top: float32 ``[N, k]``, logits of the chosen experts, in descending order.
-      router: see `route`.
-      renormalise: see `route`.
+    The logits of all experts are float32 ``[N, X]``. ``top [N, k]`` are the logits of the chosen
+    experts, in descending order.
     """
     if router.scores == "sigmoid":
         weights = jax.nn.sigmoid(top)
@@ -416,16 +410,10 @@ def _sum_in_order(x: jax.Array) -> jax.Array:
 
 
 def _grouped_linear(x: jax.Array, w: Weight, sizes: jax.Array, backend: str | None) -> jax.Array:
-    """Multiply each row by the weights of its expert.
+    """Multiply each row by the weights of its expert; return float32 ``[R, *out]``.
 
-    Args:
-      x: float32 ``[R, in]``, sorted by expert.
-      w: weights ``[X, *out, in]``.
-      sizes: i32 ``[X]``, number of rows of each expert.
-      backend: see `grouped_linear`.
-
-    Returns:
-      float32 ``[R, *out]``.
+    The rows ``x [R, in]`` are float32 and sorted by expert, and ``sizes [X]`` are the numbers of
+    rows of the experts. The weights are ``[X, *out, in]``.
     """
     X, *out, _ = w.shape
 

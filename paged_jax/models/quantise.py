@@ -211,8 +211,7 @@ class _Candidate(NamedTuple):
 def _search_int4(groups: Any) -> tuple[Any, Any]:
     """Return the codes of groups in -8 .. 7, and their scales.
 
-    Args:
-      groups: float32 ``[..., n]``, an array of NumPy or JAX.
+    The groups are float32 ``[..., n]``.
 
     Returns:
       Codes int32 ``[..., n]`` and scales float32 ``[...]``. A scale may be negative.
@@ -237,10 +236,7 @@ def _search_uint4(
 ) -> tuple[Any, Any, Any]:
     """Return the codes of groups in 0 .. 15, their scales and their minima.
 
-    Args:
-      groups: float32 ``[..., n]``, an array of NumPy or JAX.
-      scale_dtype: dtype of the scales.
-      min_dtype: dtype of the minima.
+    The groups are float32 ``[..., n]``.
 
     Returns:
       Codes int32 ``[..., n]``, scales and minima ``[...]``.
