@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +95,9 @@ def load_weights(
         unexpected, of the wrong shape, not floating point, or not finite.
     """
     dtype = resolve_dtype("load_weights", dtype, config)
-    stored, config = _find_stored(folder, config)
-    floats = float_type(dtype, config.dtype)
-    wide = ModelSpec(model_class, config, floats, config.can_scan_layers, sharding)
-    shapes = wide.separate_shapes()
-    mappings = _find_mappings(stored, config, shapes)
+    wide, stored, mappings = _open(model_class, folder, config, dtype, sharding)
     if formats is None:
-        formats = choose_formats(wide, shapes, dtype, stored, mappings, dequantise=dequantise)
+        formats = choose_formats(wide, dtype, stored, mappings, dequantise=dequantise)
     spec = dataclasses.replace(
         wide,
         scan_layers=scan_layers and formats.can_stack,
@@ -110,18 +106,18 @@ def load_weights(
     used = {stored[each.tensor] for some in mappings.values() for each in some}
     total = sum(tensor.format.num_bytes(tensor.shape) for tensor in used)
     with loading_bar(total, is_shown=show_progress) as advance:
-        return _build(spec, CountedTensors(stored, advance), shapes, mappings)
+        return _build(spec, wide.separate_shapes(), CountedTensors(stored, advance), mappings)
 
 
 def _build(
     spec: ModelSpec[Model],
-    stored: Mapping[str, StoredTensor],
     shapes: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, StoredTensor],
     mappings: Mapping[str, list[TensorMapping]],
 ) -> Model:
     """Build a model from the tensors of its files.
 
-    `shapes` and `mappings` describe the parameters of the model with separate layers.
+    `shapes` and `mappings` describe the parameters of the model with separate layers of floats.
     """
     config, formats = spec.config, spec.formats
     matrices = {
@@ -163,19 +159,24 @@ def find_formats(
       WeightsError: see `load_weights`.
     """
     dtype = resolve_dtype("load_weights", dtype, config)
-    stored, config = _find_stored(folder, config)
-    floats = float_type(dtype, config.dtype)
-    wide = ModelSpec(model_class, config, floats, config.can_scan_layers)
-    shapes = wide.separate_shapes()
-    mappings = _find_mappings(stored, config, shapes)
+    spec, stored, mappings = _open(model_class, folder, config, dtype)
     options: Any = {"dequantise": dequantise, "num_devices": num_devices}
-    return choose_formats(wide, shapes, dtype, stored, mappings, **options)
+    return choose_formats(spec, dtype, stored, mappings, **options)
 
 
-def _find_stored(
-    folder: str | Path, config: LlamaConfig
-) -> tuple[Mapping[str, StoredTensor], LlamaConfig]:
-    """Return the tensors of a folder or file, and the config, untied if the files have a head."""
+def _open(
+    model_class: Callable[..., Model],
+    folder: str | Path,
+    config: LlamaConfig,
+    dtype: str,
+    sharding: Sharding = None,
+) -> tuple[ModelSpec[Model], Mapping[str, StoredTensor], dict[str, list[TensorMapping]]]:
+    """Find the tensors of a model in a folder or file, and check their names and shapes.
+
+    Returns:
+      The model with matrices of floats, untied if the files have a head of its own; the tensors by
+      name; and the mappings to them of each parameter of the model with separate layers.
+    """
     if is_gguf(folder):
         stored: Mapping[str, StoredTensor] = find_gguf_tensors(GgufFile.open(folder), config)
     else:
@@ -190,16 +191,12 @@ def _find_stored(
     check_counts(
         {name: x.shape for name, x in stored.items()}, config.num_hidden_layers, config.num_experts
     )
-    return stored, untie_if_different(config, stored)
-
-
-def _find_mappings(
-    stored: Mapping[str, StoredTensor], config: LlamaConfig, names: Iterable[str]
-) -> dict[str, list[TensorMapping]]:
-    """Return the mappings of parameters to tensors. All tensors exist and have the right shape."""
-    mappings = {name: map_to_available(config, name, stored) for name in names}
+    config = untie_if_different(config, stored)
+    floats = float_type(dtype, config.dtype)
+    spec = ModelSpec(model_class, config, floats, config.can_scan_layers, sharding)
+    mappings = {name: map_to_available(config, name, stored) for name in spec.separate_shapes()}
     _check_tensors(stored, [each for some in mappings.values() for each in some], config)
-    return mappings
+    return spec, stored, mappings
 
 
 def save_weights(model: PagedModel, folder: str | Path, *, max_file_bytes: int = 5 * 10**9) -> None:

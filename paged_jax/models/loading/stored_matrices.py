@@ -327,7 +327,6 @@ _FIELDS: dict[str, str] = dict(zip(("", *SUFFIXES), WeightArrays._fields, strict
 
 def choose_formats(
     spec: ModelSpec,
-    shapes: Mapping[str, tuple[int, ...]],
     dtype: DTypeLike,
     stored: Stored,
     mappings: Mapping[str, list[TensorMapping]],
@@ -343,11 +342,10 @@ def choose_formats(
 
     Args:
       spec: the model with matrices of floats, and its placement.
-      shapes: shape of each parameter of the model with separate layers.
       dtype: dtype that the user asked for. If it is in `DTYPE_FORMATS`, all matrices are quantised
         again.
       stored: tensors of the files by name.
-      mappings: mappings of each of these parameters to its tensors.
+      mappings: mappings to its tensors of each parameter of the model with separate layers.
       dequantise: whether to expand all matrices to floats.
       num_devices: number of devices that compute the model together; None for the devices of the
         placement of `spec`.
@@ -358,7 +356,7 @@ def choose_formats(
     is_kept = not dequantise and name_of(dtype) not in DTYPE_FORMATS
     formats: dict[str, WeightFormat] = {}
     expanded: dict[str, str] = {}
-    for name, shape in shapes.items():
+    for name, shape in spec.separate_shapes().items():
         if not is_matrix(name):
             continue
         format: WeightFormat | str = asked[name]
