@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks.attention.cases import Case, Inputs
-from benchmarks.attention.programs import JaxCall, TorchCall, reason, torch_on_gpu
+from benchmarks.attention.programs import JaxCall, TorchCall, our_call, reason, torch_on_gpu
 from benchmarks.common.process import PeerUnavailable
 
 K_SPLITS = (1, 4, 16, 64)
@@ -170,6 +170,11 @@ def _gather(implementation: Literal["xla", "cudnn"]) -> Make:
         return {"": JaxCall(op, (inputs.pools, inputs.block_tables, inputs.context_lens))}
 
     return make
+
+
+def _mosaic_gpu(case: Case, inputs: Inputs) -> Variants:
+    """Return our own backend without Triton, for decode and for prompts."""
+    return {"": our_call(inputs, backend="mosaic_gpu")}
 
 
 def jax_kernel() -> ModuleType:
@@ -342,6 +347,7 @@ def _gather_bytes(case: Case) -> int:
 
 
 KNOWN: Mapping[str, Peer] = {
+    "mosaic_gpu": Peer(("gpu",), _no_bytes, _mosaic_gpu),
     "jax pallas": Peer(("gpu",), _copy_bytes, _jax_pallas),
     "cudnn paged": Peer(("gpu",), _no_bytes, _cudnn_paged),
     "gather + xla": Peer(("cpu", "gpu", "tpu"), _gather_bytes, _gather("xla")),
@@ -349,4 +355,4 @@ KNOWN: Mapping[str, Peer] = {
     "torch sdpa, contiguous": Peer(("gpu",), _copy_bytes, _torch_sdpa),
     "flashinfer": Peer(("gpu",), _no_bytes, _flashinfer),
 }
-"""Other kernels, by name."""
+"""Other kernels, by name. The first is the second backend of paged_jax for GPUs."""

@@ -14,12 +14,13 @@ DEVICE_SECONDS, LIMIT_SECONDS = 60.0, 500.0
 # Seconds after which a stage starts no new measurement. The stages "tests" and "text" and the start
 # of each stage take the rest of half an hour.
 _BUDGETS = {
-    "tune": 300,
-    "goals": 340,
-    "step": 360,
+    "tune": 280,
+    "goals": 320,
+    "mosaic": 80,
+    "step": 340,
     "weights": 120,
-    "divisions": 100,
-    "loops": 100,
+    "divisions": 90,
+    "loops": 90,
 }
 
 # pytest prints the stacks of all threads if a test runs for longer than this.
@@ -155,6 +156,13 @@ def _goals(out: Path, is_quick: bool) -> list[Command]:
     return [Command(_module("benchmarks.attention", *arguments), "goals")]
 
 
+def _mosaic(out: Path, is_quick: bool) -> list[Command]:
+    chosen = ("--models", "Llama-3 8B", "--dtypes", "bfloat16", *_budget("mosaic"))
+    extra = ("--quick", "--rounds", "1") if is_quick else chosen
+    results = out / "decode-attention-mosaic.json"
+    return [Command(_module("benchmarks.attention", "--json", results, *extra), "mosaic")]
+
+
 def _divisions(out: Path, is_quick: bool) -> list[Command]:
     chosen = ("--models", "Llama-3 8B", "--dtypes", "bfloat16", *_budget("divisions"))
     extra = ("--quick", "--rounds", "1") if is_quick else chosen
@@ -231,6 +239,11 @@ STAGES: dict[str, Stage] = {
     "tune": Stage("launch parameters of the usual shapes, into tuning.json", _tune, is_tuned=False),
     "goals": Stage(
         "attention and its goals, compared with JAX's kernel, cuDNN and PyTorch", _goals
+    ),
+    "mosaic": Stage(
+        "decode and prompts on the backend mosaic_gpu, compared with Triton and JAX's kernel",
+        _mosaic,
+        300,
     ),
     "step": Stage("whole decode steps and prompt chunks", _step, environment=_ALL_MEMORY),
     "weights": Stage("matmuls with quantised weights: results, and times in all formats", _weights),

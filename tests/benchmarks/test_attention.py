@@ -21,7 +21,9 @@ from benchmarks.attention.programs import TorchCall, expected_result, our_call
 from benchmarks.common import figures
 from benchmarks.common.device_time import Program, Rates, chained, take_turns
 from paged_jax.kernels import triton
+from paged_jax.kernels.mosaic_gpu import launch as mosaic_launch
 from paged_jax.kernels.pool_format import QUANTISED
+from tests.support.kernel_cases import lower
 
 RATES = Rates(memory=1000.0, matmul=1.0)
 
@@ -148,6 +150,21 @@ def test_divisions_are_of_decode(tiny) -> None:
     for peer in divisions.DIVISIONS.values():
         with pytest.raises(attention_peers.PeerUnavailable, match="not divided"):
             peer.make(case, make_inputs(case))
+
+
+@pytest.mark.skipif(
+    mosaic_launch.refusal(interpret=True) is not None, reason="this jax is too old for Mosaic GPU"
+)
+@pytest.mark.parametrize(("chunk", "kernel"), [(0, "paged_decode"), (24, "paged_prefill")])
+def test_mosaic_gpu_is_timed_beside_triton(tiny, monkeypatch, chunk, kernel) -> None:
+    """Both are lowered for a GPU with the same arrays."""
+    monkeypatch.setitem(attention_cases.MODELS, tiny, Heads(4, 2, 64))
+    case = Case(tiny, 2, 24, 8, "bfloat16", chunk=chunk)
+    inputs = make_inputs(case)
+    [call] = attention_peers.KNOWN["mosaic_gpu"].make(case, inputs).values()
+    for each, backend in ((call, "mosaic_gpu"), (our_call(inputs), "triton")):
+        text = lower(each.op, inputs.q, jnp.int32(0), each.arrays, platform="cuda").as_text()
+        assert backend in text and kernel in text
 
 
 @pytest.mark.slow
