@@ -6,10 +6,18 @@ opened, extended and closed before the next block is opened.
 
 import dataclasses
 import secrets
+from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 from paged_jax.models.text.tool_reader import AnswerDelta
+from paged_jax.sampling.params import StructuredOutputsParams
+from paged_jax.server import bodies
+from paged_jax.server.answers import Answer, only_constraint
+from paged_jax.server.chats import Chat, num_chars
+from paged_jax.server.request_log import RequestRecord
+from paged_jax.server.sampling_body import SamplingBody
+from paged_jax.server.service import Client, Service
 
 BlockKind = Literal["reasoning", "content", "call"]
 
@@ -95,3 +103,66 @@ class BlockTracker:
             return []
         self.is_open = False
         return [BlockChange("close", self.blocks[-1])]
+
+
+class BlockAnswer(Answer):
+    """Common part of the responses that consist of blocks.
+
+    Its last argument is the chat that the body describes.
+
+    Attributes:
+      format_field: name of the body field with the format of the text.
+      tracker: the blocks so far.
+    """
+
+    end_mark = b""
+    clamps_max_tokens = True
+    format_field: str
+
+    def __init__(
+        self,
+        service: Service,
+        body: SamplingBody,
+        client: Client,
+        record: RequestRecord,
+        chat: bodies.ChatBody,
+    ):
+        super().__init__(service, body, client, record)
+        self.id = self.id.replace("-", "_", 1)
+        self.chat = Chat(service, chat)
+        self.tracker = BlockTracker()
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the messages as a prompt, rendered by the model's chat template."""
+        return [self.chat.token_ids()]
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of all messages together."""
+        return num_chars(self.chat.body.messages)
+
+    @property
+    @abstractmethod
+    def has_format(self) -> bool:
+        """Whether `format_field` constrains the text."""
+
+    @abstractmethod
+    def format_constraint(self) -> StructuredOutputsParams:
+        """Return the constraint in `format_field`, if there is one."""
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a schema or grammar constrains the text."""
+        return super().is_constrained or self.has_format or bool(self.chat.body.tools)
+
+    @property
+    def constraint_field(self) -> str:
+        """Name of the body field that constrains the text."""
+        return self.format_field if self.has_format else super().constraint_field
+
+    def params(self) -> dict[str, Any]:
+        """Return the sampling parameters, with the constraint on the whole text."""
+        params = super().params()
+        format = self.format_constraint() if self.has_format else None
+        constraint = only_constraint(params, format, self.format_field)
+        return params | self.chat.params(constraint, self.constraint_field)

@@ -24,7 +24,7 @@ from paged_jax.server.service import Client, Service
 _LOWEST = -9999.0
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 # Body fields that contain the prompt, and body fields that constrain the text.
-_PROMPT_FIELDS = ("messages", "prompt_token_ids", "prompt")
+_PROMPT_FIELDS = ("messages", "input", "prompt_token_ids", "prompt")
 _CONSTRAINT_FIELDS = ("structured_outputs", "tools", "response_format")
 # Body fields that are also fields of `SamplingParams`, with the same meaning.
 _PARAMS = [

@@ -7,19 +7,17 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from paged_jax.sampling.params import StructuredOutputsParams
 from paged_jax.scheduler.outputs import CompletionOutput, RequestOutput
-from paged_jax.server.answer_blocks import Block, BlockChange, BlockTracker
+from paged_jax.server.answer_blocks import Block, BlockAnswer, BlockChange
 from paged_jax.server.answers import (
-    Answer,
     SampleDelta,
     explanation,
-    only_constraint,
     schema_constraint,
     usage,
     whole_samples,
 )
 from paged_jax.server.anthropic_bodies import CountTokensBody, MessagesBody, chat_of_messages
-from paged_jax.server.chat_messages import num_chars
 from paged_jax.server.chats import Chat
 from paged_jax.server.receiving import receive_body
 from paged_jax.server.request_log import RECORD, RequestRecord
@@ -34,45 +32,17 @@ from paged_jax.server.responses import (
 from paged_jax.server.service import Client, Service
 
 
-class MessagesAnswer(Answer):
+class MessagesAnswer(BlockAnswer):
     """Response of ``POST /v1/messages``."""
 
     prefix = "msg"
-    end_mark = b""
     ping = encode_named_event("ping", {"type": "ping"})
-    clamps_max_tokens = True
+    format_field = "output_config.format"
     body: MessagesBody
 
     def __init__(self, service: Service, body: MessagesBody, client: Client, record: RequestRecord):
-        super().__init__(service, body, client, record)
-        self.id = self.id.replace("-", "_", 1)
-        self.chat = Chat(service, chat_of_messages(body, service.tokenizer))
-        self._tracker = BlockTracker()
-
-    def prompts(self) -> list[str | list[int]]:
-        """Return the messages as a prompt, rendered by the model's chat template."""
-        return [self.chat.token_ids()]
-
-    @property
-    def prompt_field(self) -> str:
-        """Name of the body field that contains the prompt."""
-        return "messages"
-
-    @property
-    def num_chars(self) -> int:
-        """Characters of all messages together."""
-        return num_chars(self.chat.body.messages)
-
-    @property
-    def is_constrained(self) -> bool:
-        """Whether a schema or grammar constrains the text."""
-        return super().is_constrained or bool(self.body.tools) or self._schema is not None
-
-    @property
-    def constraint_field(self) -> str:
-        """Name of the body field that constrains the text."""
-        is_schema = self._schema is not None
-        return "output_config.format" if is_schema else super().constraint_field
+        chat = chat_of_messages(body, service.tokenizer)
+        super().__init__(service, body, client, record, chat)
 
     @property
     def stop(self) -> tuple[str, list[str]]:
@@ -82,26 +52,26 @@ class MessagesAnswer(Answer):
         return (field, stop) if own is None else ("stop_sequences", [*stop, *own])
 
     @property
-    def _schema(self) -> dict[str, Any] | None:
-        config = self.body.output_config
-        return None if config is None or config.format is None else config.format.schema_
+    def has_format(self) -> bool:
+        """Whether `output_config` constrains the text."""
+        return self.body.output_config is not None and self.body.output_config.format is not None
+
+    def format_constraint(self) -> StructuredOutputsParams:
+        """Return the constraint in `output_config`."""
+        assert self.body.output_config is not None and self.body.output_config.format is not None
+        return schema_constraint(self.body.output_config.format.schema_, is_strict=False)
 
     def params(self) -> dict[str, Any]:
-        """Return the sampling parameters, with the constraint on the whole text."""
+        """Return the sampling parameters, with the stop sequences."""
         params = super().params()
-        if self.body.stop_sequences is not None:
-            params["stop"] = self.stop[1]
-        schema = self._schema
-        format = None if schema is None else schema_constraint(schema, is_strict=False)
-        constraint = only_constraint(params, format, "output_config.format")
-        return params | self.chat.params(constraint, self.constraint_field)
+        return params if self.body.stop_sequences is None else params | {"stop": self.stop[1]}
 
     def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
         """Return the whole response."""
         [output] = outputs
         [delta] = whole_samples(output)
-        self._tracker.push(self.chat.parts(delta, is_whole=True), is_last=True)
-        content = [self._content(block) for block in self._tracker.blocks]
+        self.tracker.push(self.chat.parts(delta, is_whole=True), is_last=True)
+        content = [self._content(block) for block in self.tracker.blocks]
         message = self._message(content, self._usage(output))
         return message | self._end(output.outputs[0]) | self._explanations(output)
 
@@ -115,10 +85,6 @@ class MessagesAnswer(Answer):
         """Return the last event of a stream that fails."""
         return encode_named_event("error", anthropic_error(error, self.record.request_id))
 
-    def opening(self) -> list[JsonDict]:
-        """Return nothing: the first event contains the number of prompt tokens."""
-        return []
-
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
     ) -> list[JsonDict]:
@@ -129,7 +95,7 @@ class MessagesAnswer(Answer):
                 message = self._message([], self._usage(output) | {"output_tokens": 0})
                 events += [{"type": "message_start", "message": message}, {"type": "ping"}]
             is_last = delta.sample.finish_reason is not None
-            for change in self._tracker.push(self.chat.parts(delta), is_last=is_last):
+            for change in self.tracker.push(self.chat.parts(delta), is_last=is_last):
                 events += self._events_of(change)
         return events
 
@@ -177,7 +143,7 @@ class MessagesAnswer(Answer):
             # Also for the end of `timeout`, because Anthropic's API has no other reason for an
             # answer that was cut short.
             return {"stop_reason": "max_tokens", "stop_sequence": None}
-        if any(block.kind == "call" for block in self._tracker.blocks):
+        if any(block.kind == "call" for block in self.tracker.blocks):
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if isinstance(sample.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": sample.stop_reason}

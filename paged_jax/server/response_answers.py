@@ -6,20 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from paged_jax.sampling.params import StructuredOutputsParams
-from paged_jax.scheduler.outputs import CompletionOutput, RequestOutput
-from paged_jax.server.answer_blocks import Block, BlockChange, BlockTracker
+from paged_jax.scheduler.outputs import RequestOutput
+from paged_jax.server.answer_blocks import Block, BlockAnswer, BlockChange
 from paged_jax.server.answers import (
-    Answer,
     SampleDelta,
     explanation,
-    only_constraint,
     schema_constraint,
     usage,
     whole_samples,
 )
 from paged_jax.server.chat_answers import chat_logprobs
-from paged_jax.server.chat_messages import num_chars
-from paged_jax.server.chats import Chat
 from paged_jax.server.request_log import RequestRecord
 from paged_jax.server.response_items import ResponsesBody, ToolNames, chat_body
 from paged_jax.server.responses import ApiError, JsonDict, encode_named_event
@@ -29,51 +25,24 @@ _PREFIXES = {"reasoning": "rs", "content": "msg", "call": "fc"}
 _PART_TYPES = {"reasoning": "reasoning_text", "content": "output_text"}
 
 
-class ResponsesAnswer(Answer):
+class ResponsesAnswer(BlockAnswer):
     """Response of ``POST /v1/responses``."""
 
     prefix = "resp"
-    end_mark = b""
-    clamps_max_tokens = True
+    format_field = "text.format"
     body: ResponsesBody
 
     def __init__(
         self, service: Service, body: ResponsesBody, client: Client, record: RequestRecord
     ):
-        super().__init__(service, body, client, record)
-        self.id = self.id.replace("-", "_", 1)
         self._names = ToolNames(body.tools or ())
-        self.chat = Chat(service, chat_body(body, service.tokenizer, self._names))
-        self._tracker = BlockTracker()
+        chat = chat_body(body, service.tokenizer, self._names)
+        super().__init__(service, body, client, record, chat)
         self._cut_block: Block | None = None  # the last block, if the answer was cut short in it
         self._num_events = 0
         self._echoed = _echo(body)
         self._logprobs: dict[int, list[JsonDict]] = {}  # of each block of text
         self._next_logprobs: list[JsonDict] = []  # of tokens whose text is not in a block yet
-
-    def prompts(self) -> list[str | list[int]]:
-        """Return the conversation as a prompt, rendered by the model's chat template."""
-        return [self.chat.token_ids()]
-
-    @property
-    def prompt_field(self) -> str:
-        """Name of the body field that contains the prompt."""
-        return "input"
-
-    @property
-    def num_chars(self) -> int:
-        """Characters of all messages together."""
-        return num_chars(self.chat.body.messages)
-
-    @property
-    def is_constrained(self) -> bool:
-        """Whether a schema or grammar constrains the text."""
-        return super().is_constrained or bool(self.body.tools) or self._format is not None
-
-    @property
-    def constraint_field(self) -> str:
-        """Name of the body field that constrains the text."""
-        return "text.format" if self._format is not None else super().constraint_field
 
     @property
     def max_tokens(self) -> int | None:
@@ -82,25 +51,27 @@ class ResponsesAnswer(Answer):
         return self.body.max_tokens if newer is None else newer
 
     @property
-    def _format(self) -> Any:
+    def has_format(self) -> bool:
+        """Whether `text.format` constrains the text."""
         format = None if self.body.text is None else self.body.text.format
-        return None if format is None or format.type == "text" else format
+        return format is not None and format.type != "text"
 
-    def params(self) -> dict[str, Any]:
-        """Return the sampling parameters, with the constraint on the whole text."""
-        params = {**super().params(), "max_tokens": self.max_tokens}
-        if self.body.has_logprobs:
-            params["logprobs"] = self.body.top_logprobs or 0
-        constraint = only_constraint(params, self._format_constraint(), "text.format")
-        return params | self.chat.params(constraint, self.constraint_field)
-
-    def _format_constraint(self) -> StructuredOutputsParams | None:
-        format = self._format
-        if format is None or format.type == "json_object":
-            return None if format is None else StructuredOutputsParams(json_object=True)
+    def format_constraint(self) -> StructuredOutputsParams:
+        """Return the constraint in `text.format`."""
+        format = None if self.body.text is None else self.body.text.format
+        assert format is not None
+        if format.type == "json_object":
+            return StructuredOutputsParams(json_object=True)
         if format.schema_ is None:
             raise ApiError(400, "text.format must have a schema.", param="text.format")
         return schema_constraint(format.schema_, bool(format.strict))
+
+    def params(self) -> dict[str, Any]:
+        """Return the sampling parameters, with log-probabilities."""
+        params = {**super().params(), "max_tokens": self.max_tokens}
+        if self.body.has_logprobs:
+            params["logprobs"] = self.body.top_logprobs or 0
+        return params
 
     def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
         """Return the whole response."""
@@ -168,7 +139,10 @@ class ResponsesAnswer(Answer):
         if change.what == "extend":
             extra = {"logprobs": logprobs} if block.kind == "content" else {}
             event = {"type": f"{name}.delta", **place, "delta": change.text, **extra}
-            return [event, *self._summary_events(block, place, "delta", delta=change.text)]
+            return [
+                event,
+                *_summary_events(self._wants_summary, block, place, "delta", delta=change.text),
+            ]
         key = "arguments" if block.kind == "call" else "text"
         text = _arguments(block) if block.kind == "call" else block.text
         extra = {"logprobs": self._logprobs_of(block)} if block.kind == "content" else {}
@@ -191,26 +165,9 @@ class ResponsesAnswer(Answer):
             return []
         events = [{"type": f"response.content_part.{what}", **place, "part": self._part(block)}]
         if what == "done":
-            events += self._summary_events(block, place, "done", text=block.text)
+            events += _summary_events(self._wants_summary, block, place, "done", text=block.text)
         part = {"type": "summary_text", "text": block.text}
-        return events + self._summary_events(block, place, what, part=part)
-
-    def _summary_events(
-        self, block: Block, place: JsonDict, what: str, **fields: Any
-    ) -> list[JsonDict]:
-        """Return an event of the summary of reasoning, which is the reasoning itself.
-
-        Args:
-          block: the block of the item.
-          place: the fields that tell the place of an event.
-          what: the last word in the name of the event.
-          **fields: further fields of the event.
-        """
-        if block.kind != "reasoning" or not self._wants_summary:
-            return []
-        where = {key: value for key, value in place.items() if key != "content_index"}
-        name = "response.reasoning_summary_" + ("part" if "part" in fields else "text")
-        return [{"type": f"{name}.{what}", **where, "summary_index": 0, **fields}]
+        return events + _summary_events(self._wants_summary, block, place, what, part=part)
 
     # Objects
 
@@ -252,7 +209,7 @@ class ResponsesAnswer(Answer):
             elif status == "incomplete":  # OpenAI has no reason for the end of `timeout`
                 details = {"reason": sample.stop_reason or sample.finish_reason}
             counts = _usage(output, self.chat.num_reasoning_tokens(sample))
-            items = [self._item(block) for block in self._tracker.blocks]
+            items = [self._item(block) for block in self.tracker.blocks]
         explained: JsonDict = {}
         if output is not None and self.body.explain:
             explained["explanations"] = [explanation(output)]
@@ -285,23 +242,21 @@ class ResponsesAnswer(Answer):
         tokens = self.chat.content_tokens(delta, parts) if has_logprobs else [[]] * len(parts)
         changes: list[tuple[BlockChange, list[JsonDict]]] = []
         for part, indices in zip(parts, tokens, strict=True):
-            self._next_logprobs += self._token_logprobs(delta.sample, indices)
-            for change in self._tracker.push([part]):
+            if indices:
+                tokenizer, count = self.service.tokenizer, self.body.top_logprobs or 0
+                assert tokenizer is not None
+                found = chat_logprobs(tokenizer, delta.sample, indices, count)
+                self._next_logprobs += [dict(each) for each in found]
+            for change in self.tracker.push([part]):
                 taken: list[JsonDict] = []
                 if change.what == "extend" and change.block.kind == "content":
                     taken, self._next_logprobs = self._next_logprobs, []
                     self._logprobs.setdefault(change.block.index, []).extend(taken)
                 changes.append((change, taken))
         is_last = is_whole or delta.sample.finish_reason is not None
-        if is_last and delta.sample.finish_reason != "stop" and self._tracker.is_open:
-            self._cut_block = self._tracker.blocks[-1]
-        return [*changes, *((change, []) for change in self._tracker.push([], is_last=is_last))]
-
-    def _token_logprobs(self, sample: CompletionOutput, indices: list[int]) -> list[JsonDict]:
-        tokenizer, count = self.service.tokenizer, self.body.top_logprobs or 0
-        if not indices or tokenizer is None:
-            return []
-        return [dict(each) for each in chat_logprobs(tokenizer, sample, indices, count)]
+        if is_last and delta.sample.finish_reason != "stop" and self.tracker.is_open:
+            self._cut_block = self.tracker.blocks[-1]
+        return [*changes, *((change, []) for change in self.tracker.push([], is_last=is_last))]
 
     def _logprobs_of(self, block: Block) -> list[JsonDict]:
         """Return the log-probabilities of a block; an empty list for a block without a text."""
@@ -370,3 +325,22 @@ def _text_event(block: Block) -> str:
 def _arguments(block: Block) -> str:
     """Return the arguments of a call; an empty object if the answer was cut short before them."""
     return block.text or json.dumps({})
+
+
+def _summary_events(
+    is_wanted: bool, block: Block, place: JsonDict, what: str, **fields: Any
+) -> list[JsonDict]:
+    """Return an event of the summary of reasoning, which is the reasoning itself.
+
+    Args:
+      is_wanted: whether the response has summaries.
+      block: the block of the item.
+      place: the fields that tell the place of an event.
+      what: the last word in the name of the event.
+      **fields: further fields of the event.
+    """
+    if block.kind != "reasoning" or not is_wanted:
+        return []
+    where = {key: value for key, value in place.items() if key != "content_index"}
+    name = "response.reasoning_summary_" + ("part" if "part" in fields else "text")
+    return [{"type": f"{name}.{what}", **where, "summary_index": 0, **fields}]

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 from paged_jax.models.text.chat_template import ChatTemplateError
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.server import bodies
-from paged_jax.server.chat_messages import template_messages
+from paged_jax.server.chats import template_messages
 from paged_jax.server.responses import ApiError, JsonDict
 from paged_jax.server.sampling_body import (
     WHOLE,

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.server import bodies, schemas
-from paged_jax.server.chat_messages import (
+from paged_jax.server.chats import (
     num_chars,
     template_messages,
     template_tools,

@@ -1,19 +1,19 @@
 """Tokenizers of GGUF files, built for the `tokenizers` library.
 
 The files have the vocabulary, and merges or scores. The regular expressions that split texts into
-words are not in the file, only a name (`pre_tokenizers`). The tokens are the same as llama.cpp's.
+words are not in the file, only a name (`PRE_TOKENIZERS`). The tokens are the same as llama.cpp's.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, normalizers, processors
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from paged_jax.arguments import is_int
 from paged_jax.models.gguf_file import GgufFile, Texts
-from paged_jax.models.text.pre_tokenizers import PRE_TOKENIZERS
 from paged_jax.models.text.special_tokens import TokenizerError
 from paged_jax.sampling.params import NUMBERS
 
@@ -269,3 +269,107 @@ def _flag(value: Any, default: bool) -> bool:
 
 def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
+
+
+# Rules that split a text into words before byte pairs are merged, by their names in GGUF files.
+# They are regular expressions of the tokenizers that the models were trained with.
+
+_SPACES = r"\s+(?!\S)|\s+"
+_GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
+_SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+
+
+def _cl100k(digits: str) -> str:
+    """Return the expression of GPT-4's tokenizer, with another number of digits per word."""
+    return (
+        rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+        rf"|\s*[\r\n]+|{_SPACES}"
+    )
+
+
+def _o200k(digits: str, suffixes: str) -> str:
+    """Return the expression of GPT-4o's tokenizer, which splits words before capital letters."""
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    lead = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        rf"{lead}{upper}*{lower}+{suffixes}|{lead}{upper}+{lower}*{suffixes}|{digits}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_SPACES}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PreTokenizer:
+    """How a kind of byte-level tokenizer splits texts.
+
+    Attributes:
+      expressions: regular expressions, applied one after the other.
+      ignores_merges: whether a word that is a token becomes this token, even if merges would not
+        lead to it.
+      adds_bos: whether texts start with BOS if the file does not say it.
+    """
+
+    expressions: tuple[str, ...]
+    ignores_merges: bool = False
+    adds_bos: bool = False
+
+    def build(self) -> pre_tokenizers.PreTokenizer:
+        """Return the pre-tokenizer of the `tokenizers` library."""
+        splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in self.expressions]
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([*splits, byte_level])
+
+
+_DEEPSEEK_WORDS = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
+)
+_QWEN35 = (
+    rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
+)
+_THREE_DIGITS = r"\p{N}{1,3}"
+_LLAMA3 = PreTokenizer((_cl100k(_THREE_DIGITS),), ignores_merges=True, adds_bos=True)
+
+# Each rule with the names of the tokenizers that have it.
+_RULES: tuple[tuple[PreTokenizer, str], ...] = (
+    (
+        PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+        "default",
+    ),
+    (
+        PreTokenizer((_GPT2,)),
+        "gpt-2 phi-2 olmo mpt jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum",
+    ),
+    (
+        PreTokenizer((r"\p{N}", _GPT2)),
+        "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
+    ),
+    (
+        _LLAMA3,
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
+    ),
+    (PreTokenizer((_cl100k(_THREE_DIGITS),)), "dbrx smaug-bpe chatglm-bpe"),
+    (PreTokenizer((_cl100k(_THREE_DIGITS),), ignores_merges=True), "glm4"),
+    (
+        PreTokenizer((_cl100k(r"\p{N}"),)),
+        "qwen2 deepseek-r1-qwen stablelm2 megrez kormo hunyuan grok-2 solar-open",
+    ),
+    (PreTokenizer((_QWEN35,)), "qwen35"),
+    (
+        PreTokenizer((_o200k(_THREE_DIGITS, _SUFFIXES + "?"),)),
+        "gpt-4o llama4 kanana2 minimax-m2",
+    ),
+    (PreTokenizer((_o200k(r"\p{N}", ""),), ignores_merges=True, adds_bos=True), "tekken"),
+    (
+        PreTokenizer((_THREE_DIGITS, "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK_WORDS)),
+        "deepseek-v3 hunyuan-dense joyai-llm",
+    ),
+    (
+        PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+        "deepseek-coder",
+    ),
+)
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    name: rule for rule, names in _RULES for name in names.split()
+}
+"""Supported rules by name."""
