@@ -71,21 +71,18 @@ def decode(
       num_parts: approximate number of parts of the batch, 0 to split no sequence; by default
         `choose_num_parts`.
     """
-    q, pools, block_tables = args[:3]
-    B, H, D = q.shape
-    K, C = pools.num_kv_heads, pools.block_size
-    gpu = gpu_device.device()
-    value_dim = options.output_dim(D) if pools.shares_values else 0
-    shape = tuning.Shape(D, H // K, C, q.dtype.name, pools.dtype.name, value_dim)
-    group = _QueryGroup(H // K, tuning.slice_size(shape))
+    B, M = args.block_tables.shape
+    gpu, shape = gpu_device.device(), tuning.shape_of(args, options)
+    group = _QueryGroup(shape.group, tuning.slice_size(shape))
     shape = shape._replace(group=group.slice_size)
     if params is None:
         params = tuning.decode_params(gpu.kind, shape)
-    capacity = block_tables.shape[1] * C
+    capacity = M * shape.block_size
     split = KVSplit(B, 0, params.step_tokens, capacity, options.sliding_window)
     if num_parts is None:
         resident = gpu.num_cores * tuning.programs_per_core(shape, params, gpu)
-        num_parts = choose_num_parts(B, K * group.num_slices, split.max_steps, resident)
+        num_slices = args.pools.num_kv_heads * group.num_slices
+        num_parts = choose_num_parts(B, num_slices, split.max_steps, resident)
     return _decode(args, options, params, split._replace(num_parts=num_parts), group, interpret)
 
 

@@ -97,15 +97,7 @@ def attend_to_chunks(
 
 
 def _params(args: AttentionArgs, options: Options, is_ragged: bool = False) -> tuning.PrefillParams:
-    (*_, H, D), pools = args.q.shape, args.pools
-    shape = tuning.Shape(
-        D,
-        H // pools.num_kv_heads,
-        pools.block_size,
-        args.q.dtype.name,
-        pools.dtype.name,
-        options.output_dim(D) if pools.shares_values else 0,
-    )
+    shape = tuning.shape_of(args, options)
     return tuning.prefill_params(gpu_device.device().kind, shape, is_ragged=is_ragged)
 
 

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from paged_jax.kernels.backend import AttentionArgs, Options
 from paged_jax.kernels.gpu_device import GpuInfo, device
 from paged_jax.kernels.pool_format import is_quantised, matmul_dtype
 
@@ -87,6 +88,14 @@ class Shape(NamedTuple):
             f"D{self.head_dim}{value} G{self.group} C{self.block_size} "
             f"q:{self.q_dtype} pool:{self.pool_dtype}"
         )
+
+
+def shape_of(args: AttentionArgs, options: Options) -> Shape:
+    """Return the properties of a decode or prefill."""
+    (*_, H, D), pools = args.q.shape, args.pools
+    value_dim = options.output_dim(D) if pools.shares_values else 0
+    group, block_size = H // pools.num_kv_heads, pools.block_size
+    return Shape(D, group, block_size, args.q.dtype.name, pools.dtype.name, value_dim)
 
 
 Table = Mapping[str, Mapping[str, Mapping[Shape, Params]]]  # device kind -> op -> shape
