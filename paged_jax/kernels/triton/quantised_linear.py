@@ -31,6 +31,7 @@ from jax.experimental import pallas as pl
 from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.dispatch import general_backend
+from paged_jax.kernels.gradients import with_plain_gradients
 from paged_jax.kernels.triton import dequantise, pallas, tiles
 from paged_jax.kernels.triton.dequantise import TileFormat, WeightTile
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
@@ -184,22 +185,11 @@ def linear(
     )
     matrix = Weight(*arrays, code=w.code, dtype=w.dtype)
     rows = x.astype(w.dtype).reshape(-1, num_inputs)
-    return _linear(tiling, interpret, rows, matrix).reshape(*shape, *outputs)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _linear(
-    tiling: QuantisedTiling | None, interpret: Interpret, x: jax.Array, w: Weight
-) -> jax.Array:
-    return _multiply(x, w, tiling, interpret)
-
-
-@_linear.defjvp
-def _linear_jvp(
-    tiling: QuantisedTiling | None, interpret: Interpret, primals: Any, tangents: Any
-) -> tuple[jax.Array, jax.Array]:
-    (x, w), (dx, _) = primals, tangents
-    return _linear(tiling, interpret, x, w), general_backend().linear(dx, w)
+    multiply = with_plain_gradients(
+        lambda operands: _multiply(*operands, tiling, interpret),
+        lambda operands: general_backend().linear(*operands),
+    )
+    return multiply((rows, matrix)).reshape(*shape, *outputs)
 
 
 @functools.partial(jax.jit, static_argnames=("tiling", "interpret"))
