@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 # The public names: read by type checkers, and by `__init__.py` when a name is first used.
 
 from . import cache as cache

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """`AsyncEngine`: runs an engine in a thread, for asyncio tasks that each stream their outputs.
 
 One thread runs the engine, and no other thread touches it. Tasks send commands to this thread and
@@ -203,16 +204,17 @@ class AsyncEngine:
                 self._abort(request_id)
 
     def _step(self) -> None:
-        """Run a step. A step that fails loses no request, so it is tried again."""
-        for attempt in range(_MAX_ATTEMPTS):
-            try:
-                requests = self._engine.advance()
-                break
-            except Exception:
-                if attempt == _MAX_ATTEMPTS - 1:
-                    raise
+        """Run a step and deliver its outputs."""
+        requests = self._advance()
         self._notify(requests)
         self._deliver(requests)
+
+    def _advance(self) -> list[Request]:
+        """Run a step of the engine. A step that fails loses no request, so it is tried again."""
+        for _ in range(_MAX_ATTEMPTS - 1):
+            with contextlib.suppress(Exception):
+                return self._engine.advance()
+        return self._engine.advance()
 
     def _notify(self, requests: list[Request]) -> None:
         """Call `on_step`. Its exceptions must not end the requests."""

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """The state of an engine's cache as data: the blocks of each sample, and changes between steps.
 
 `snapshot` returns the current state, `changes` compares two states, and `block_text` returns the
@@ -260,9 +261,10 @@ def block_text(engine: "Engine", block_id: int) -> list[BlockText]:
     is_cached = bool(all_cached[block_id])
     entries = []
     for sequence in engine.sequences:
-        columns = [] if sequence.slot is None else np.flatnonzero(rows[sequence.slot] == block_id)
-        for column in columns:
-            start = int(column) * engine.block_size
+        if sequence.slot is None:
+            continue
+        for column in np.flatnonzero(rows[sequence.slot] == block_id).tolist():
+            start = column * engine.block_size
             end = min(start + engine.block_size, sequence.num_computed)
             token_ids = sequence.token_ids[start:end]
             text = _decode(engine, token_ids, continues_text=start > 0)
@@ -354,7 +356,7 @@ class _Comparison:
         self._new = {_key(s): s for s in (*after.sequences, *after.waiting)}
 
     def preemptions(self) -> list[CacheEvent]:
-        events = []
+        events: list[CacheEvent] = []
         for key, sample in self._new.items():
             waits = isinstance(sample, WaitingSample)
             if self._is_preempted(sample) or (waits and key in self._old_running):
@@ -380,7 +382,7 @@ class _Comparison:
         for block, digest in enumerate(self._before.digests):
             if digest and not self._is_kept(block):
                 evicted.setdefault(holders.get(block), []).append(block)
-        events = []
+        events: list[CacheEvent] = []
         for request_id, block_ids in evicted.items():
             beneficiary = "" if request_id is None else f" for request {request_id}"
             text = _insert_count(block_ids, "the cache evicted {}") + beneficiary
@@ -436,7 +438,7 @@ class _Comparison:
         # All samples whose block is not the shared block got a copy. The sample that kept the
         # shared block may have finished.
         [kept] = shared or blocks[-1:]
-        events = []
+        events: list[CacheEvent] = []
         for writer, block in zip(writers, blocks, strict=True):
             if block != kept:
                 origin = f" of block {kept}" if shared else ""

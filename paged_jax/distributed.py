@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Engines over several processes, with `jax.distributed`: startup and shutdown.
 
 Process 0 accepts requests. The other processes build the same engine and follow process 0:
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import jax
 
@@ -123,8 +124,10 @@ class _Watch:
             if is_leader():
                 self._wait_for_others()
             jax.distributed.shutdown()
-        except jax.errors.JaxRuntimeError as error:
-            self._exit(f"another process did not shut down ({str(error).splitlines()[0]})")
+        except jax.errors.JaxRuntimeError as error:  # pyright: ignore[reportUnknownVariableType]
+            self._exit(
+                f"another process did not shut down ({str(cast(Exception, error)).splitlines()[0]})"
+            )
         self._stop_reporter()
         # The shutdown has cancelled the call that the thread was waiting for.
         self._thread.join(self._timeout)

@@ -355,30 +355,39 @@ def _write_json(output: RequestOutput, llm: LLM) -> None:
 
 
 class _BlockPictures:
-    """Pictures of the block tables on stderr: at the start, at the fullest moment, at the end."""
+    """Pictures of the block tables on stderr.
+
+    They show the start, the first step in which sequences share blocks, the step with the most
+    blocks in use, and the end.
+    """
 
     def __init__(self, llm: LLM, status: Status):
         self._llm = llm
         self._status = status
         self._last = snapshot(llm)
         self._max_used, self._fullest = 0, ""
+        self._first_shared = ""
         self._events: list[str] = []
         self._print(self._draw("before"))
 
     def update(self) -> None:
-        """Record the events since the last call. Keep the tables if they are the fullest so far."""
+        """Record the events since the last call, and draw the tables of the steps to print."""
         now = snapshot(self._llm)
         self._events += [event.text for event in changes(self._last, now)]
         self._last = now
+        if now.num_shared and not self._first_shared:
+            self._first_shared = self._draw("when blocks are first shared")
         if now.num_used >= self._max_used:
             self._max_used, self._fullest = now.num_used, self._draw("at its fullest")
 
     def finish(self) -> None:
-        """Print the tables at their fullest, the events, and the tables at the end."""
+        """Print the tables of the chosen steps, the events, and the tables at the end."""
         self.update()
         num_left = len(self._events) - _MAX_EVENTS
         rest = [f"and {num_left} more"] if num_left > 0 else []
         events = [f"  {event}" for event in (*self._events[:_MAX_EVENTS], *rest)]
+        if self._first_shared:
+            self._print(self._first_shared)
         self._print(self._fullest)
         self._print("\n".join(["events:", *events]))
         self._print(self._draw("after"))

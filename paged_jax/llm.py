@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """`LLM`: offline generation for lists of prompts, with the names and meanings of vLLM's class."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Text generation as a pure function, for training loops and other jitted programs.
 
 The function creates a cache with enough blocks for the full length of every row. Samples of the
@@ -9,7 +10,7 @@ that have left the window are freed and reused while the program runs.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -279,7 +280,8 @@ def _prefill(
             chosen = jnp.where(counts > 0, rows, -1)
             return model.prefill(cache, ids, chosen, counts, backend=backend)[1]
 
-        cache = lax.fori_loop(jnp.int32(0), jnp.int32(num_chunks), append, cache)
+        ends = jnp.int32(0), jnp.int32(num_chunks)
+        cache = cast(PagedCache, lax.fori_loop(*ends, append, cache))
     if num_samples > 1:
         cache, _ = paged_cache.fork(cache, jnp.where(slots == firsts, -1, firsts))
     return cache
@@ -322,13 +324,14 @@ def check_prompts(
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise ValueError(f"{function}: {name} must be an integer array, got {array.dtype}.")
     if not isinstance(num_tokens, Tracer):
-        wrong = [count for count in np.asarray(num_tokens).tolist() if not 1 <= count <= T]
+        counts: list[int] = np.asarray(arrays["num_tokens"]).tolist()
+        wrong = [count for count in counts if not 1 <= count <= T]
         if wrong:
             raise ValueError(
                 f"{function}: num_tokens must be in 1..{T}, the width of prompt_token_ids, got "
                 f"{wrong[0]}."
             )
-    check_token_ids(function, vocab_size, prompt_token_ids, num_tokens, name="prompt_token_ids")
+    check_token_ids(function, vocab_size, *given.values(), name="prompt_token_ids")
 
 
 def _stop_ids(model: PagedModel, stop_token_ids: Sequence[int] | None) -> jax.Array:
@@ -419,9 +422,8 @@ def _keys(seed: ArrayLike) -> jax.Array:
         )
     # Cast before `jnp.asarray`, which would convert 64-bit integers of NumPy to int32.
     low = jnp.asarray(seed.astype(np.uint32))
-    return jax.random.wrap_key_data(
-        jnp.stack([jnp.zeros_like(low), low], axis=-1), impl="threefry2x32"
-    )
+    words = jnp.stack([jnp.zeros_like(low), low], axis=-1)
+    return cast(jax.Array, jax.random.wrap_key_data(words, impl="threefry2x32"))
 
 
 def _checked_seeds(seed: ArrayLike) -> np.ndarray:

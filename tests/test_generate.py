@@ -228,16 +228,25 @@ def test_show_blocks_shows_sharing_and_copies_on_write(run) -> None:
     err = run(*args, "--show-blocks", *SHAPES)[2]
     titles = re.findall(r"^(.*): (\d+) of 20 blocks in use, (\d+) free$", err, re.MULTILINE)
     # 16 tokens: a full block of the prompt, shared by four samples, and three blocks per sample.
-    assert titles == [("before", "0", "20"), ("at its fullest", "13", "7"), ("after", "0", "20")]
+    assert titles == [
+        ("before", "0", "20"),
+        ("when blocks are first shared", "9", "11"),
+        ("at its fullest", "13", "7"),
+        ("after", "0", "20"),
+    ]
+    shared = err[err.index("when blocks are first shared") : err.index("at its fullest")]
+    assert "\n     0  4" + "1" * 8 + "." * 11 + "\n" in shared
     fullest = err[err.index("at its fullest") : err.index("events:")]
     assert len(re.findall(r"sequence in slot \d, 1[3-6] tokens", fullest)) == 4
     assert len(re.findall(r"logical +0 -> physical +0 +tokens 0\.\.3 .*shared by 4", fullest)) == 4
-    assert "\n       0  4" + "1" * 12 + "." * 7 + "\n" in fullest
+    assert "\n     0  4" + "1" * 12 + "." * 7 + "\n" in fullest
     events = err[err.index("events:") : err.index("after: ")]
     assert events.count("as a copy of another sample's") == 3
     # The last block of the prompt is not full, so three of the samples write into a copy.
     assert len(re.findall(r"got a copy of block 1 to write into, block \d", events)) == 3
     assert events.count("finished and released") == 4
+    # The prefix cache keeps the full block of the prompt.
+    assert "\n     0  c" in err[err.index("\nafter: ") :]
 
 
 def test_contiguous_gives_the_same_text(run) -> None:

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """The paged KV cache: immutable state, and pure functions that return new state.
 
 `blocks` is the allocator: reference counts, free blocks and block tables, without K and V.

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Block pool: reference counts, the queue of free blocks, and digests of cached blocks.
 
 A block is *free*, or it is *in use*: entries of block tables refer to it. In both states it can be
@@ -22,7 +23,7 @@ from jax import lax
 
 from paged_jax.arguments import names_arguments
 from paged_jax.formatting import short_repr
-from paged_jax.kernels.opaque_call import without_index_checks
+from paged_jax.kernels.opaque_call import typed_jit, without_index_checks
 
 # Length of a SHA-256 digest in 32-bit words.
 NUM_DIGEST_WORDS = 8
@@ -204,7 +205,7 @@ def revive(pool: BlockPool, blocks: jax.Array) -> BlockPool:
 
 
 @without_index_checks
-@jax.jit  # without `jit`, each eager call would compile the loop again
+@typed_jit  # without `jit`, each eager call would compile the loop again
 def find(pool: BlockPool, digests: jax.Array, is_wanted: jax.Array) -> jax.Array:
     """Return the block cached under each of `digests` u32[N, 8], as i32[N].
 

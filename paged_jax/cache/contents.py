@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Contents of a cache: copies of slots to the host and back, and state dictionaries.
 
 `read_blocks` copies the blocks of a sequence out of the pools, including shared blocks, and
@@ -11,7 +12,7 @@ such as a train state.
 
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -194,7 +195,8 @@ def read_state(group: StateGroup, slot: jax.Array) -> tuple[StatePools, ...]:
     index = jnp.where(is_held, entry, 0)
 
     def read(pool: jax.Array) -> jax.Array:
-        return jnp.where(is_held, jax.lax.dynamic_index_in_dim(pool, index, 1, keepdims=False), 0)
+        state = cast(jax.Array, jax.lax.dynamic_index_in_dim(pool, index, 1, keepdims=False))
+        return jnp.where(is_held, state, 0)
 
     return jax.tree.map(read, group.pools)
 
@@ -309,7 +311,7 @@ def _restored(name: str, target: Any, state: Any) -> Any:
         return serialization.from_state_dict(target, state)
     if (target.shape, target.dtype) != (state.shape, state.dtype):
         raise ValueError(
-            f"{name}: the state must be {target.dtype} {list(target.shape)}, got {state.dtype} "
+            f"{name}: the state must be {target.dtype} {[*target.shape]}, got {state.dtype} "
             f"{list(state.shape)}. Restore into a cache with the sizes of the saved one."
         )
     return jnp.asarray(state)

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Drawings of the blocks of a cache: a table as text, and a map as HTML for notebooks.
 
 They show blocks in the order of the pool, and the block ids of each sequence. Both are limited in
@@ -82,16 +83,24 @@ def draw_text(blocks: BlockMap) -> str:
         lines.append(f"  {row.name:>4}  {row.num_tokens:6d}  {_ids(row.block_ids)}")
     if len(blocks.rows) > _MAX_ROWS:
         lines.append(f"  and {len(blocks.rows) - _MAX_ROWS} more")
-    lines.append("  pool: . free, c free and cached, digits count the sequences of a block")
+    pool = pool_lines(blocks.ref_counts, blocks.is_cached)
+    lines += pool[: 1 + _MAX_LINES]
+    num_drawn = _PER_LINE * _MAX_LINES
+    if len(blocks.ref_counts) > num_drawn:
+        lines.append(f"  and {len(blocks.ref_counts) - num_drawn} more blocks")
+    return "\n".join(lines)
+
+
+def pool_lines(ref_counts: np.ndarray, is_cached: np.ndarray) -> list[str]:
+    """Return a legend, and lines with one character for each block of a pool."""
     symbols = "".join(
         str(min(int(count), 9)) if count else "c" if cached else "."
-        for count, cached in zip(blocks.ref_counts, blocks.is_cached, strict=True)
+        for count, cached in zip(ref_counts, is_cached, strict=True)
     )
-    for start in range(0, len(symbols), _PER_LINE)[:_MAX_LINES]:
+    lines = ["  pool: . free, c free and cached, digits count the sequences of a block"]
+    for start in range(0, len(symbols), _PER_LINE):
         lines.append(f"  {start:4d}  {symbols[start : start + _PER_LINE]}")
-    if len(symbols) > _PER_LINE * _MAX_LINES:
-        lines.append(f"  and {len(symbols) - _PER_LINE * _MAX_LINES} more blocks")
-    return "\n".join(lines)
+    return lines
 
 
 def draw_html(blocks: BlockMap) -> str:

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Groups of layers of a cache that keep the same tokens, and where layers and tokens are.
 
 Pools of K and V have shape ``[L, P, K, C, D]``: layer of the group, block, KV head, token in the
@@ -8,7 +9,7 @@ for a sequence. `paged_jax.cache.blocks.state_tables` says which entry holds the
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -247,7 +248,7 @@ def find_layer(layers: LayerPlaces, layer: Any) -> tuple[int, Any]:
             "PagedCache: layer must be a Python integer if layers are in several groups, got a "
             "traced one. Unroll the loop over layers."
         )
-    return 0, layer
+    return 0, cast(Any, layer)
 
 
 def locate(

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """The paged KV cache: K and V of every token in blocks, and the block tables of the sequences.
 
 A cache is a list of groups. The layers of a group keep the same tokens, so they share block tables
@@ -31,7 +32,6 @@ counted.
 """
 
 import functools
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -111,7 +111,7 @@ class PagedCache:
         return cut(f"PagedCache({', '.join(map(repr, self.all_groups))})")
 
     def _repr_html_(self) -> str:
-        return "".join(each.tables._repr_html_() or "" for each in self.groups)
+        return "".join(each.tables._repr_html_() or "" for each in self.groups)  # pyright: ignore[reportPrivateUsage]
 
     @classmethod
     @names_arguments
@@ -363,8 +363,8 @@ def _finish(
     cache: PagedCache, begun: Sequence[Reservation], num_tokens: jax.Array, backend: str | None
 ) -> tuple[PagedCache, jax.Array]:
     """Apply the reservations of all groups and make their block copies, or change nothing."""
-    ok = functools.reduce(operator.and_, [each.is_possible for each in begun])
-    groups = []
+    ok = functools.reduce(lambda a, b: a & b, [each.is_possible for each in begun])
+    groups: list[CacheGroup] = []
     for group, reservation in zip(cache.groups, begun, strict=True):
         tables, copies, _ = finish_reserve(reservation, ok)
         groups.append(replace(_copy(group, copies, backend), tables=tables))
@@ -455,7 +455,8 @@ def attach_prefix(
     tables, states, num_found, num_possible = attach_groups(
         before, slot, digests, token_ids, num_blocks, states
     )
-    cache = cache.replace_states(lambda before: states or before)
+    if cache.states is not None and states is not None:
+        cache = replace(cache, states=replace(cache.states, tables=states))
     return cache.replace_tables(tables), num_found, num_possible
 
 

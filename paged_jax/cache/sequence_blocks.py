@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Blocks of one sequence, computed on the host: their number and their digests. Imports no jax.
 
 The K and V of a token depend on all tokens before it, so the digest of a full block covers the
@@ -14,11 +15,18 @@ blocks of another tenant, or blocks that were computed with older weights.
 import hashlib
 import struct
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+if TYPE_CHECKING:
+    import jax
 
-def num_blocks_needed(num_tokens, block_size: int):
+# An integer, or an array of integers.
+Count = TypeVar("Count", int, np.ndarray, "jax.Array")
+
+
+def num_blocks_needed(num_tokens: Count, block_size: int) -> Count:
     """Return the number of blocks for `num_tokens` tokens, an integer or an array of integers.
 
     Example:
@@ -28,7 +36,7 @@ def num_blocks_needed(num_tokens, block_size: int):
     return (num_tokens + block_size - 1) // block_size
 
 
-def first_kept_column(num_tokens, window: int, block_size: int):
+def first_kept_column(num_tokens: Count, window: int, block_size: int) -> Count:
     """Return the first column of the block table that a sliding window still needs.
 
     With n tokens in the cache, the next token has position n and attends to the positions

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 r"""Beam search: the most probable continuations of a prompt.
 
 Each of the W beams of a prompt has a slot, and the beams share the blocks of their common tokens:
@@ -199,7 +200,9 @@ class BeamChoice:
             # Stable sort: for equal scores, the continuation of the better beam comes first.
             key=lambda candidate: -candidate[0],
         )
-        width, continued, ended = self.params.beam_width, [], []
+        width = self.params.beam_width
+        continued: list[Beam] = []
+        ended: list[Beam] = []
         for cum_logprob, parent, token_id in candidates:
             is_end = token_id in self._end_ids
             chosen = ended if is_end else continued
@@ -300,7 +303,7 @@ def beam_search(
     core.check_idle("beam_search")
     if isinstance(prompts, str | Mapping):
         prompts = [prompts]
-    end_ids = frozenset() if params.ignore_eos else core.loaded.eos_token_ids
+    end_ids = frozenset[int]() if params.ignore_eos else core.loaded.eos_token_ids
     max_bias = max((0.0, *core.loaded.token_bias.values))
     sampling_params = SamplingParams(temperature=0, max_tokens=params.max_tokens)
     make_request, now = core.request_factory.make_request, time.perf_counter()
@@ -374,7 +377,7 @@ class _SearchBatch:
         """Run all searches in order, each as soon as there is room for it."""
         waiting = deque(searches)
         while waiting or self._running:
-            admitted = []
+            admitted: list[_Search] = []
             while waiting and self._has_room(waiting[0]):
                 admitted.append(waiting.popleft())
                 self._admit(admitted[-1])
@@ -428,7 +431,7 @@ class _SearchBatch:
 
     def _step(self) -> None:
         """Append the last token of every beam, and choose the next tokens."""
-        rows = []
+        rows: list[tuple[int, int, int, int]] = []
         for search in self._running:
             slots = [slot_of(user) for user in search.slot_users]
             for slot, beam in zip(slots, search.beams, strict=False):

@@ -1,9 +1,10 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
 """`Engine`: continuous batching. Requests join and leave the running batch at every step."""
 
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ class Engine:
         return request_id
 
     @contextlib.contextmanager
-    def all_or_none(self) -> Iterator[None]:
+    def all_or_none(self) -> Generator[None, None, None]:
         """Return a context that withdraws all requests added inside it if an exception occurs."""
         requests = self.core.requests
         num_before, known = requests.num_added, set(requests.unfinished)

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Clocks and counters of an engine: times of the phases of a step, and blocks in use."""
 
 import dataclasses
@@ -280,7 +281,8 @@ class BlockMeter:
         ended = [sequence for sequence in plan.decodes if sequence.slot is None]
         # Blocks that leave a window while a program runs are freed by the next program. So count
         # the blocks from the position at which the last program began.
-        row, starts = self._scheduler.block_budget.num_in_row, []
+        row = self._scheduler.block_budget.num_in_row
+        starts: list[tuple[int, int]] = []
         for sequence in [*self._scheduler.running, *ended]:
             num_drawn = num_new.get(sequence, 0)
             start = sequence.num_computed if num_drawn else sequence.program_start

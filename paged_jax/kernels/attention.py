@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """The public attention ops `paged_attention` (decode) and `paged_prefill_attention`.
 
 `chunked_attention` calls them for attention within chunks of consecutive tokens.
@@ -19,7 +20,7 @@ index is out of range, all sequences are empty, and writes are dropped.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Literal, TypedDict, Unpack, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from paged_jax.kernels.backend import AttentionArgs, Interpret, Pools, Problem
 from paged_jax.kernels.checks import (
     as_arrays,
     as_int32,
+    as_pools,
     check_pools,
     check_sharding,
     checked_options,
@@ -285,7 +287,7 @@ def _checked(
     if not is_decode:
         letters["query_lens"] = "B"
     named = as_arrays(function, **{name: getattr(args, name) for name in letters})
-    pools = jax.tree.map(jnp.asarray, args.pools)
+    pools = as_pools(cast(Pools, args.pools))
     sinks = None if args.sinks is None else jnp.asarray(args.sinks)
     q = named["q"]
     shapes = {name: (array, letters[name]) for name, array in named.items()}
@@ -347,7 +349,7 @@ def chunked_attention(
     context_lens: jax.Array,
     *,
     chunk: int,
-    **options: Any,
+    **options: Unpack[AttentionOptions],
 ) -> jax.Array:
     """Compute attention of one new token per sequence to its chunk.
 
@@ -380,7 +382,7 @@ def chunked_prefill_attention(
     query_lens: jax.Array,
     *,
     chunk: int,
-    **options: Any,
+    **options: Unpack[AttentionOptions],
 ) -> jax.Array:
     """Compute attention of the last tokens of each sequence to their chunks.
 

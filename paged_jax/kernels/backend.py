@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Interface of the backends: arrays, options and ops.
 
 A `Backend` is an object with ops: `AttentionOps`, `WritingOps`, `LinearOps`. Backends can rely on

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Cascade attention: blocks that all sequences of a batch share are read once.
 
 Requests with the same system prompt, parallel samples and beams have leading blocks in common. The
@@ -5,6 +6,8 @@ queries of all sequences attend to these blocks as a single sequence with many q
 a large matmul. Each sequence then attends to its own remaining blocks, and the two results are
 merged (Juravsky et al., 2024, "Hydragen"; Ye et al., 2024, "Cascade Inference").
 """
+
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +17,7 @@ from paged_jax.arguments import names_arguments
 from paged_jax.dims import bind
 from paged_jax.kernels.attention import attend
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Pools
-from paged_jax.kernels.checks import as_arrays, as_int32, check_sharding, pool_letters
+from paged_jax.kernels.checks import as_arrays, as_int32, as_pools, check_sharding, pool_letters
 from paged_jax.kernels.pool_format import wider_dtype
 
 # Minimum number of token reads that sharing must save. Fewer do not pay for the second pass, over
@@ -51,7 +54,7 @@ def num_shared_blocks(
       >>> int(num_shared_blocks(tables, lens, 512))
       1
     """
-    B, M = block_tables.shape
+    M = block_tables.shape[1]
     is_used = context_lens > 0
     first = block_tables[jnp.argmax(is_used)][None]
     is_same = jnp.all((block_tables == first) | ~is_used[:, None], axis=0)
@@ -113,7 +116,7 @@ def cascade_attention(
     )  # fmt: skip
     q = named["q"]
     shapes = {name: (named[name], letters[name]) for name in letters}
-    pools = jax.tree.map(jnp.asarray, Pools(named["k_pool"], v_pool, k_scale, v_scale))
+    pools = as_pools(Pools(named["k_pool"], v_pool, k_scale, v_scale))
     shapes |= pool_letters(pools, q.shape[-1] if q.ndim else 0, value_dim)
     sizes = bind("cascade_attention", **shapes)
     check_sharding("cascade_attention", (named, pools))
@@ -124,7 +127,9 @@ def cascade_attention(
     B, K, C, M = (sizes[letter] for letter in "BKCM")
     context_lens = jnp.clip(context_lens, 0, M * C)
 
-    def run(q, tables, lens, sinks=None):
+    def run(
+        q: jax.Array, tables: jax.Array, lens: jax.Array, sinks: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         args = AttentionArgs(q, pools, tables, lens, None, sinks, layer)
         return attend(
             "cascade_attention", args, scale, None, soft_cap,
@@ -147,7 +152,11 @@ def cascade_attention(
         return merge_attention(out, lse, own_out, own_lse)[0]
 
     # A batch that shares nothing skips the second pass.
-    return lax.cond(num_shared > 0, with_shared, lambda out, lse: out, own_out, own_lse)
+    def without_shared(own_out: jax.Array, own_lse: jax.Array) -> jax.Array:
+        return own_out
+
+    own = own_out, own_lse
+    return cast(jax.Array, lax.cond(num_shared > 0, with_shared, without_shared, *own))
 
 
 def _as_one_sequence(q: jax.Array, num_kv_heads: int) -> jax.Array:
@@ -194,7 +203,7 @@ def merge_attention(
       >>> out.tolist(), round(float(lse[0]), 4)
       ([[0.5, 0.5, 0.5, 0.5]], 0.6931)
     """
-    out_a, lse_a, out_b, lse_b = map(jnp.asarray, (out_a, lse_a, out_b, lse_b))
+    out_a, lse_a, out_b, lse_b = (jnp.asarray(x) for x in (out_a, lse_a, out_b, lse_b))
     if not (out_a.shape == out_b.shape and lse_a.shape == lse_b.shape == out_a.shape[:-1]):
         raise ValueError(
             "merge_attention: out_a, lse_a, out_b and lse_b must have shapes [..., D], [...], "

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Argument checks of the ops over pools, which run at trace time."""
 
 import math
@@ -72,10 +73,10 @@ def check_pools(function: str, pools: Pools, layer: Any, *, has_own_dim: bool = 
         if scale is not None and scale.dtype != jnp.float32:
             raise ValueError(f"{function}: {name} must be float32, got {scale.dtype}.")
     L = pools.k.shape[0]
-    if isinstance(layer, (int, np.integer)) and not 0 <= layer < L:
-        raise ValueError(f"{function}: layer must be in 0..{L - 1}, got {layer}.")
     if jnp.ndim(layer) or not jnp.issubdtype(jnp.result_type(layer), jnp.integer):
         raise ValueError(f"{function}: layer must be one integer, got {layer}.")
+    if isinstance(layer, (int, np.integer)) and not 0 <= layer < L:
+        raise ValueError(f"{function}: layer must be in 0..{L - 1}, got {layer}.")
 
 
 def _check_value_pool(function: str, pools: Pools, has_own_dim: bool) -> None:
@@ -114,6 +115,12 @@ def as_arrays(function: str, **arrays: Any) -> dict[str, jax.Array]:
             raise ValueError(f"{function}: {name} must be an array, got None.{_FULL.get(name, '')}")
         check_sizes(function, name, jnp.shape(array))
     return {name: jnp.asarray(array) for name, array in arrays.items()}
+
+
+def as_pools(pools: Pools) -> Pools:
+    """Convert pools and their scales to arrays."""
+    v, k_scale, v_scale = (None if x is None else jnp.asarray(x) for x in pools[1:])
+    return Pools(jnp.asarray(pools.k), v, k_scale, v_scale)
 
 
 def half_of_pages(function: str, kv_pages: jax.Array) -> jax.ShapeDtypeStruct:

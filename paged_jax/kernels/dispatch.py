@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Choice of the backend that runs an op: the requested backend, or the best one per platform.
 
 With ``backend=None`` a program contains one branch per platform that has its own kernels. JAX keeps
@@ -231,9 +232,9 @@ def run_kernel(
             return run(*args)
         if backend.platform is not None:
             branches.setdefault(backend.platform, run)
-    return (
-        lax.platform_dependent(*args, default=default, **branches) if branches else default(*args)
-    )
+    if not branches:
+        return default(*args)
+    return cast(Any, lax.platform_dependent(*args, default=default, **branches))
 
 
 def load_cpu_kernels(program: bytes) -> None:
@@ -281,7 +282,7 @@ def _why_not(backend: Backend, problem: Problem) -> str | None:
 def _choose(
     problem: Problem, platform: str, why_not: Callable[[Backend, Problem], str | None]
 ) -> BackendChoice:
-    reasons = []
+    reasons: list[str] = []
     for name, backend in BACKENDS.items():
         if backend.platform != platform:
             continue
@@ -397,7 +398,7 @@ class Dispatch:
 
         if self.backend is not None:
             return bound(self._requested(self.backend))(args)
-        branches = {}
+        branches: dict[str, Callable[[Any], Any]] = {}
         platforms = (backend.platform for backend in BACKENDS.values())
         for platform in dict.fromkeys(each for each in platforms if each is not None):
             # Whether this machine has compiled kernels is only checked when it lowers a program.
@@ -406,7 +407,8 @@ class Dispatch:
                 _logger.info("%s on %s: xla, because %s.", self.function, platform, choice.reason)
             else:
                 branches[platform] = bound(BACKENDS[choice.backend])
-        return lax.platform_dependent(args, default=bound(BACKENDS["xla"]), **branches)
+        default = bound(BACKENDS["xla"])
+        return cast(Any, lax.platform_dependent(args, default=default, **branches))
 
     def _requested(self, name: str) -> Backend:
         backend = BACKENDS[name]

@@ -37,7 +37,7 @@ from paged_jax.kernels.backend import (
     Pages,
     Pools,
 )
-from paged_jax.kernels.opaque_call import without_index_checks
+from paged_jax.kernels.opaque_call import typed_jit, without_index_checks
 from paged_jax.kernels.pool_format import wider_dtype
 
 # Maximum query tokens in a loop step. They belong to one long chunk or to several short ones.
@@ -237,7 +237,7 @@ def differentiable_once(function: str, values: Any) -> Any:
 
 
 @functools.partial(without_index_checks, static_argnums=(1,))
-@functools.partial(jax.jit, static_argnames=("options", "wants_pools"))
+@functools.partial(typed_jit, static_argnames=("options", "wants_pools"))
 def attention_gradients(
     args: AttentionArgs,
     options: Options,

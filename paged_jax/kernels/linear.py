@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Matrix multiplication with the weights of a model, and sums over rows.
 
 On GPUs and TPUs, `linear` and `sum_rows` are plain JAX. Quantised weights are an exception: NVIDIA

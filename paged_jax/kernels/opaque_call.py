@@ -61,6 +61,11 @@ def without_index_checks(function: Fn, *, static_argnums: tuple[int, ...] = ()) 
     return cast(Fn, call)
 
 
+def typed_jit(function: Fn, **options: Any) -> Fn:
+    """Compile a function with `jax.jit`, whose own result has no type for type checkers."""
+    return cast(Fn, jax.jit(function, **options))
+
+
 def only_on(platform: str, function: Callable[..., Any], *args: Any) -> Any:
     """Call a function that can only be lowered for a single platform.
 

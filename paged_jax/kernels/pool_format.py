@@ -1,7 +1,8 @@
+# pyright: strict, reportUnknownMemberType=false
 """KV pools and their format: dtypes, int8 and fp8 quantisation, padding of the last dimension."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +119,7 @@ def query_dtype(pool_dtype: DTypeLike) -> Any:
       >>> [query_dtype(dtype).name for dtype in ("float32", "float16", "int8")]
       ['float32', 'float16', 'bfloat16']
     """
-    return jnp.dtype(jnp.bfloat16 if is_quantised(pool_dtype) else pool_dtype)
+    return cast(Any, jnp.dtype(jnp.bfloat16 if is_quantised(pool_dtype) else pool_dtype))
 
 
 def wider_dtype(a: DTypeLike, b: DTypeLike) -> Any:

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Attention of ragged batches over interleaved pages.
 
 `ragged_paged_attention` has the signature and the page layout of JAX's kernel for TPUs, which
@@ -21,7 +22,8 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
+from jax import custom_derivatives
+from jax.custom_derivatives import SymbolicZero
 
 from paged_jax import dims
 from paged_jax.arguments import names_arguments
@@ -245,7 +247,7 @@ def _multiply(x: jax.Array, name: str, factor: jax.Array) -> jax.Array:
     return (x.astype(dtype) * factor).astype(x.dtype)
 
 
-def _factor(name: str, scale: float | None) -> float:
+def _factor(name: str, scale: Any) -> float:
     """Return a static scale as a finite Python float; None means 1."""
     if scale is None and name == "sm_scale":
         raise ValueError(f"{_FUNCTION}: sm_scale must be a number, got None. Pass D ** -0.5.")
@@ -328,7 +330,7 @@ class _RaggedResiduals:
 
 def _forward(ops: Dispatch, options: RaggedOptions, primals: Any):
     wants_pages = primals.pages.kv.perturbed
-    args: RaggedArgs = custom_vjp_primal_tree_values(primals)
+    args: RaggedArgs = custom_derivatives.custom_vjp_primal_tree_values(primals)
     args = differentiable_once(_FUNCTION, args)
     if wants_pages and args.pages.dtype.itemsize == 1:
         raise NotImplementedError(

@@ -1,11 +1,11 @@
+# pyright: strict, reportUnknownMemberType=false
 """The public ops that change the pools: writes of keys and values, and copies of blocks.
 
 All return new pools. If the pools are donated they are updated in place, without a temporary copy.
 Pass the whole pools to the ops: slicing out a layer would copy it.
 """
 
-import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from paged_jax.kernels.backend import (
 from paged_jax.kernels.checks import (
     as_arrays,
     as_int32,
+    as_pools,
     as_scalar,
     check_pools,
     check_sharding,
@@ -96,8 +97,9 @@ def paged_write(
       >>> float(pools.k.sum()), float(pools.k[1, 3, 0, 7].sum())
       (16.0, 16.0)
     """
-    k, v, blocks, offsets = jax.tree.map(jnp.asarray, (k, v, blocks, offsets))
-    pools = jax.tree.map(jnp.asarray, Pools(k_pool, v_pool, k_scale, v_scale))
+    k, blocks, offsets = (jnp.asarray(x) for x in (k, blocks, offsets))
+    v = None if v is None else jnp.asarray(v)
+    pools = as_pools(Pools(k_pool, v_pool, k_scale, v_scale))
     new, value_dim = _letters_of_new("paged_write", pools, k, v)
     shapes = pool_letters(pools, k.shape[-1] if k.ndim else 0, value_dim)
     sizes = dims.bind("paged_write", **shapes, **new, blocks=(blocks, "N"), offsets=(offsets, "N"))
@@ -109,7 +111,8 @@ def paged_write(
     check_num_rows("paged_write", pools.k.shape, num_new=sizes["N"] * sizes["K"])
     blocks, offsets = as_int32("paged_write", blocks=blocks, offsets=offsets)
     if pools.is_quantised:
-        k, v = jax.tree.map(functools.partial(_without_gradient, "paged_write"), (k, v))
+        k = _without_gradient("paged_write", k)
+        v = None if v is None else _without_gradient("paged_write", v)
 
     problem = Problem.build("write", sizes, k.dtype, pools, Options())
     ops = Dispatch("paged_write", problem, backend, interpret, pools.k)
@@ -189,9 +192,9 @@ def paged_rope_write(
     function = "paged_rope_write"
     if (q_norm is None) != (k_norm is None):
         raise ValueError(f"{function}: q_norm and k_norm must both be given, or neither.")
-    qkv, cos, sin, blocks, offsets = map(jnp.asarray, (qkv, cos, sin, blocks, offsets))
+    qkv, cos, sin, blocks, offsets = (jnp.asarray(x) for x in (qkv, cos, sin, blocks, offsets))
     norms = None if q_norm is None or k_norm is None else (jnp.asarray(q_norm), jnp.asarray(k_norm))
-    pools = jax.tree.map(jnp.asarray, Pools(k_pool, v_pool, k_scale, v_scale))
+    pools = as_pools(Pools(k_pool, v_pool, k_scale, v_scale))
     args = RopeWriteArgs(pools, qkv, cos, sin, norms, blocks, offsets, layer)
     sizes = _check_rope_write(function, args)
     blocks, offsets = as_int32(function, blocks=blocks, offsets=offsets)
@@ -245,9 +248,9 @@ def copy_blocks(
       >>> pools.k.ravel().tolist()
       [3.0, 1.0, 2.0, 3.0]
     """
-    sources, targets = map(jnp.asarray, (sources, targets))
+    sources, targets = jnp.asarray(sources), jnp.asarray(targets)
     pairs = {"sources": (sources, "N"), "targets": (targets, "N")}
-    pools = jax.tree.map(jnp.asarray, Pools(k_pool, v_pool, k_scale, v_scale))
+    pools = as_pools(Pools(k_pool, v_pool, k_scale, v_scale))
     head_dim, *value_dim = (x.shape[-1] if x.ndim else 0 for x in pools[:2] if x is not None)
     shapes = pool_letters(pools, head_dim, *value_dim)
     sizes = dims.bind("copy_blocks", **shapes, **pairs)
@@ -263,14 +266,14 @@ def copy_blocks(
     return _copy_differentiably(ops, CopyArgs(pools, sources, targets))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _copy_differentiably(ops: Dispatch, args: CopyArgs) -> Pools:
-    # JAX cannot differentiate the loops and kernels of the backends.
-    return ops.copy_blocks(args)
+# JAX cannot differentiate the loops and kernels of the backends.
+_copy_differentiably = jax.custom_jvp(Dispatch.copy_blocks, nondiff_argnums=(0,))
 
 
 @_copy_differentiably.defjvp
-def _copy_jvp(ops: Dispatch, primals: tuple[CopyArgs], tangents: tuple[CopyArgs]):
+def _copy_jvp(
+    ops: Dispatch, primals: tuple[CopyArgs], tangents: tuple[CopyArgs]
+) -> tuple[Pools, Pools]:
     (args,), (args_dot,) = primals, tangents
     pools, sources, targets = args
     P = pools.num_blocks
@@ -284,12 +287,11 @@ def _copy_jvp(ops: Dispatch, primals: tuple[CopyArgs], tangents: tuple[CopyArgs]
     def copy(dot: jax.Array) -> jax.Array:
         return dot.at[:, targets].set(dot[:, sources], mode="drop", unique_indices=True)
 
-    dots = jax.tree.map(
+    def copy_tangent(dot: jax.Array) -> jax.Array:
         # int8 pools have no tangent.
-        lambda dot: dot if dot.dtype == jax.dtypes.float0 else copy(dot),
-        args_dot.pools,
-    )
-    return _copy_differentiably(ops, args), dots
+        return dot if dot.dtype == jax.dtypes.float0 else copy(dot)
+
+    return _copy_differentiably(ops, args), jax.tree.map(copy_tangent, args_dot.pools)
 
 
 @names_arguments
@@ -357,7 +359,7 @@ def write_kv_pages(
         )
     P, C, N = sizes["P"], sizes["C"], sizes["N"]
     check_num_rows(function, (1, P, 1, C, 1), num_new=N)
-    parts = []
+    parts: list[jax.Array] = []
     for name, (x, scale) in new.items():
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{function}: {name} must be floating point, got {x.dtype}.")
@@ -379,9 +381,9 @@ def _to_page_dtype(function: str, x: jax.Array, dtype: Any) -> jax.Array:
         return x.astype(dtype)
     x = _without_gradient(function, x)
     if jnp.issubdtype(dtype, jnp.integer):
-        x, limits = jnp.round(x), jnp.iinfo(dtype)
+        x, limits = jnp.round(x), cast(Any, jnp.iinfo(dtype))
     else:
-        limits = jnp.finfo(dtype)
+        limits = cast(Any, jnp.finfo(dtype))
     return jnp.clip(x, float(limits.min), float(limits.max)).astype(dtype)
 
 
@@ -415,14 +417,18 @@ def _check_rope_write(function: str, args: RopeWriteArgs) -> dict[str, int]:
     return sizes
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _without_gradient(function: str, new: jax.Array) -> jax.Array:
+def _unchanged(function: str, new: jax.Array) -> jax.Array:
     """Return `new`; raise an error if it is differentiated (quantised pools have no gradient)."""
     del function
     return new
 
 
-def _refuse_gradient(function, primals, tangents):
+_without_gradient = jax.custom_jvp(_unchanged, nondiff_argnums=(0,))
+
+
+def _refuse_gradient(
+    function: str, primals: tuple[jax.Array], tangents: tuple[Any]
+) -> tuple[jax.Array, Any]:
     # Rounding has no useful derivative. Raise an error, because a derivative of zero would hide
     # this.
     if not isinstance(tangents[0], SymbolicZero):

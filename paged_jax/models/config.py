@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Configuration of a Llama-family model, in memory and as a Hugging Face ``config.json``."""
 
 import dataclasses
@@ -344,8 +345,8 @@ class LlamaConfig:
         """Keys and values that each layer keeps of a token; None for layers without them."""
         D, K = self.head_dim, self.num_key_value_heads
         local = KVShape(K, D, D)
-        D = self.global_head_dim or D
-        whole = KVShape(self.num_global_key_value_heads or K, D, D)
+        global_D = self.global_head_dim or D
+        whole = KVShape(self.num_global_key_value_heads or K, global_D, global_D)
         if self.latent is not None:
             local = whole = self.latent.kv_shape
         shapes = {FULL: whole, HYBRID: whole, SLIDING: local, CHUNKED: local}

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Interface between a layer and its cache, and layers without a cache.
 
 A layer passes its inputs to a function of the type `Attend`. Attention layers pass queries, keys
@@ -21,7 +22,7 @@ A cache of DeepSeek V3 keeps 576 elements per token and layer, instead of 40,960
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -332,7 +333,9 @@ def scale_queries(qkv: jax.Array, scale: jax.Array) -> jax.Array:
     return qkv * jnp.where(is_query, scale[..., None, None, None], 1)
 
 
-def matrix_shapes(latent: LatentSizes, num_heads: int, hidden_size: int) -> dict[str, tuple]:
+def matrix_shapes(
+    latent: LatentSizes, num_heads: int, hidden_size: int
+) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the matrices of latent attention, without the output projection.
 
     - ``latent_proj``: the latent vector of queries (if they have one), c, and the rotated part of
@@ -412,7 +415,7 @@ def _fold_keys(q: jax.Array, w: Weight) -> jax.Array:
         return multiply(q, values.astype(jnp.float32))
 
     # Half precision is slow on CPUs.
-    return lax.platform_dependent(q, values, cpu=multiply_floats, default=multiply)
+    return cast(jax.Array, lax.platform_dependent(q, values, cpu=multiply_floats, default=multiply))
 
 
 def values_of_heads(

@@ -1,10 +1,11 @@
+# pyright: strict, reportUnknownMemberType=false
 """The Llama family as a Flax module, with and without a paged cache."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -372,21 +373,27 @@ class Llama(PagedModel):
         cos, sin = angles[0]
         options["query_scale"] = self._query_scale(0, positions)
         stack = self.layers
-        graphdef, stacked = nnx.split(stack)
+        graphdef, stacked = cast(tuple[Any, Any], nnx.split(stack))
+
+        def from_bits_of(bits: jax.Array, weight: jax.Array) -> jax.Array:
+            return from_bits(bits, weight.dtype)
 
         # The pools are part of the scan's carry. XLA would copy them if they were scanned over.
         def body(
             state: tuple[jax.Array, Carry], layer_and_index: Any
         ) -> tuple[tuple[jax.Array, Carry], None]:
             (x, carry), (bits, index) = state, layer_and_index
-            weights = jax.tree.map(lambda x, y: from_bits(x, y.dtype), bits, stacked)
+            weights = jax.tree.map(from_bits_of, bits, stacked)
             layer = nnx.merge(graphdef, weights)
             state = layer(x, index=index, cos=cos, sin=sin, carry=carry, stack=stack, **options)
             return state, None
+
+        def byte_as_bits(weight: jax.Array) -> jax.Array:
+            return as_bits(weight) if weight.dtype.itemsize == 1 else weight
 
         indices = jnp.arange(self.config.num_hidden_layers, dtype=jnp.int32)
         # Scan over the bits of 1-byte floats, because XLA's CPU backend would convert all layers to
         # slice one. Weights of 16 bits need no conversion: kernels read them from the stack, or the
         # layers are not stacked.
-        bits = jax.tree.map(lambda x: as_bits(x) if x.dtype.itemsize == 1 else x, stacked)
+        bits = jax.tree.map(byte_as_bits, stacked)
         return lax.scan(body, (x, carry), (bits, indices))[0]

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Models with a paged KV cache: the base class that `Engine`, `LLM` and `rollout` run.
 
 A subclass defines the computation of its layers, and calls a function for attention::

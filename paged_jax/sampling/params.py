@@ -1,10 +1,11 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
 """Sampling parameters of a request and biases of a model. Plain Python, no jax."""
 
 import dataclasses
 import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from paged_jax.arguments import ArgumentError, is_int, is_real, names_arguments
 from paged_jax.formatting import short_repr
@@ -159,7 +160,7 @@ class StructuredOutputsParams:
 def _schema(value: Any) -> str | None:
     try:
         # Do not sort the keys: their order is the order of the properties in the text.
-        text = json.dumps(dict(value)) if isinstance(value, Mapping) else value
+        text = json.dumps(dict(cast(Any, value))) if isinstance(value, Mapping) else value
         is_schema = isinstance(text, str) and isinstance(json.loads(text), dict)
     except (TypeError, ValueError, RecursionError) as error:
         raise ArgumentError(_STRUCTURED, f"must be JSON: {error}.", "json") from None

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Outputs of generation, with the names and meanings of vLLM's offline API, and totals."""
 
 import dataclasses
@@ -90,7 +91,7 @@ class Wait:
     seconds: float = 0.0
     detail: str = ""
     sample: int = 0
-    numbers: dict[str, int] = dataclasses.field(default_factory=dict)
+    numbers: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
     other_request: str | None = None
 
 
@@ -120,7 +121,7 @@ class PreemptionNote:
     detail: str = ""
     sample: int = 0
     reason: PreemptionReason = "decode"
-    numbers: dict[str, int] = dataclasses.field(default_factory=dict)
+    numbers: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
     other_request: str | None = None
     spared_request: str | None = None
     advantage: PreemptionAdvantage | None = None

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Block allocator: reserve, share, copy on write and release, as pure functions.
 
 The pool has P blocks of C tokens. A slot holds one running sequence. Its row of the block table

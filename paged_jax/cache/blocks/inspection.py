@@ -1,12 +1,12 @@
+# pyright: strict, reportUnknownMemberType=false
 """Inspection of block tables on the host: invariants, and a drawing as text."""
 
 import numpy as np
 
 from paged_jax.cache.block_pool import BlockPool
 from paged_jax.cache.blocks.tables import BlockTables
+from paged_jax.cache.drawing import pool_lines
 from paged_jax.cache.sequence_blocks import first_kept_column, num_blocks_needed
-
-_ROW = 64  # blocks per line
 
 
 def check_invariants(tables: BlockTables) -> None:
@@ -85,7 +85,7 @@ def check_pool(pool: BlockPool) -> None:
     require(is_unique, "digests", "be unique among cached blocks", digests.tolist())
 
 
-def require(holds, name: str, rule: str, value) -> None:
+def require(holds: bool | np.bool, name: str, rule: str, value: object) -> None:
     """Raise AssertionError with the prefix `check_invariants` unless `holds`."""
     if not holds:
         raise AssertionError(f"check_invariants: {name} must {rule}, got {value}.")
@@ -108,14 +108,14 @@ def draw_tables(tables: BlockTables, title: str) -> str:
             token 0: logical block 0, physical block 0, offset 0
             token 3: logical block 0, physical block 0, offset 3
             token 5: logical block 1, physical block 1, offset 1
-          pool (. free, digit: sequences that hold the block, 9 for more)
-               0  11......
+          pool: . free, c free and cached, digits count the sequences of a block
+             0  11......
 
     Example:
       >>> print(draw_tables(BlockTables.create(8, 2, 4, block_size=16), "before"))
       before: 0 of 8 blocks in use, 8 free
-        pool (. free, digit: sequences that hold the block, 9 for more)
-             0  ........
+        pool: . free, c free and cached, digits count the sequences of a block
+           0  ........
     """
     lengths = np.asarray(tables.lengths)
     counts = np.asarray(tables.pool.ref_counts)
@@ -123,12 +123,7 @@ def draw_tables(tables: BlockTables, title: str) -> str:
     lines = [f"{title}: {num_used} of {len(counts)} blocks in use, {len(counts) - num_used} free"]
     for slot in np.flatnonzero(lengths):
         lines += _draw_slot(tables, int(slot), int(lengths[slot]), counts)
-    lines.append("  pool (. free, digit: sequences that hold the block, 9 for more)")
-    symbols = "".join("." if count == 0 else str(min(int(count), 9)) for count in counts)
-    lines += [
-        f"    {start:4d}  {symbols[start : start + _ROW]}" for start in range(0, len(symbols), _ROW)
-    ]
-    return "\n".join(lines)
+    return "\n".join(lines + pool_lines(counts, np.asarray(tables.pool.is_cached)))
 
 
 def locate_token(tables: BlockTables, slot: int, position: int) -> str:

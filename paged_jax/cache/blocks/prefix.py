@@ -1,7 +1,9 @@
+# pyright: strict, reportUnknownMemberType=false
 """Prefix cache: publish full blocks, and attach cached blocks to other slots."""
 
 import functools
 from dataclasses import replace
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from paged_jax.cache.blocks.state_tables import StateTables, attach_state
 from paged_jax.cache.blocks.tables import BlockTables, check_dtype
 from paged_jax.cache.sequence_blocks import first_kept_column
 from paged_jax.dims import bind
-from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill, without_index_checks
+from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill, typed_jit, without_index_checks
 
 # Tables of several groups of layers. They have the same slots, with the same lengths.
 Groups = tuple[BlockTables, ...]
@@ -323,7 +325,7 @@ def _longest_prefix(
     return jnp.max(jnp.where(is_possible, counts, 0))
 
 
-@jax.jit
+@typed_jit
 def _serve_in_order(is_new: jax.Array, blocks: jax.Array, digests: jax.Array) -> jax.Array:
     """Return which entries of `is_new` to cache, bool[N]: the first of each block and digest.
 
@@ -338,7 +340,8 @@ def _serve_in_order(is_new: jax.Array, blocks: jax.Array, digests: jax.Array) ->
         return is_taken.at[entry].set(~jnp.any(is_taken & is_same))
 
     num_new = jnp.sum(is_new, dtype=jnp.int32)
-    return lax.fori_loop(jnp.int32(0), num_new, serve, jnp.zeros_like(is_new))
+    none = jnp.zeros_like(is_new)
+    return cast(jax.Array, lax.fori_loop(jnp.int32(0), num_new, serve, none))
 
 
 def _as_contents(

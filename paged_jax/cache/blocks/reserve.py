@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Room for more tokens, with copy on write for shared blocks.
 
 `reserve` allocates blocks for a known number of tokens. `plan` and `commit` are for decode loops,

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """States of recurrent layers: a pool of entries, and the entry of each slot.
 
 A recurrent layer keeps arrays of a fixed size for each sequence, and each token overwrites them. An

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Block tables: a row of block ids per slot, and the operations that share and free blocks.
 
 With a sliding window, a slot frees the blocks that no later token attends to. The token at position
@@ -15,6 +16,7 @@ the last program appended to, so that they can be published, or truncated if dra
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,7 @@ from paged_jax.cache.drawing import BlockMap, BlockRow, draw_html, draw_text
 from paged_jax.cache.sequence_blocks import first_kept_column, num_blocks_needed
 from paged_jax.dims import bind
 from paged_jax.formatting import cut, integers, shortened
-from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill, without_index_checks
+from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill, typed_jit, without_index_checks
 
 # The sum of two block ids, or of two token positions, must fit in int32.
 _MAX_SIZE = 2**30
@@ -248,7 +250,7 @@ def _entries(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> jax.Ar
 
 
 @partial(without_index_checks, static_argnums=(0,))
-@partial(jax.jit, static_argnums=0)  # without `jit`, each eager call would compile the loop again
+@partial(typed_jit, static_argnums=(0,))  # without it, each eager call would compile the loop again
 def _update_slots(update: Update, tables: BlockTables, mask: jax.Array) -> BlockTables:
     """Apply `update(tables, rows, columns)` to all blocks of the slots in `mask` bool[S]."""
     held = jnp.where(mask, num_blocks_needed(tables.lengths, tables.block_size), 0)
@@ -259,7 +261,7 @@ def _update_slots(update: Update, tables: BlockTables, mask: jax.Array) -> Block
 
 
 @without_index_checks
-@jax.jit
+@typed_jit
 def _drop_columns(tables: BlockTables, begins: jax.Array, ends: jax.Array) -> BlockTables:
     """Free the blocks of each slot in the columns from `begins` i32[S] up to `ends` i32[S]."""
     return _in_pieces(_empty_piece, tables, jnp.maximum(ends - begins, 0), begins)
@@ -288,7 +290,7 @@ def _in_pieces(
         return update(tables, rows, jnp.where(rows < num_slots, columns, width))
 
     num_pieces = (ends[-1] + size - 1) // size
-    return lax.fori_loop(jnp.int32(0), num_pieces, update_piece, tables)
+    return cast(BlockTables, lax.fori_loop(jnp.int32(0), num_pieces, update_piece, tables))
 
 
 def slide(tables: BlockTables, mask: jax.Array) -> BlockTables:

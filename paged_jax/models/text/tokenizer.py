@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportPrivateUsage=false
 """Conversion between text and token ids, for whole texts and for token streams."""
 
 import functools
@@ -342,9 +343,11 @@ class Tokenizer:
     @functools.cached_property
     def _decoder_types(self) -> frozenset[str]:
         decoder = self.backend.decoder
-        settings = {} if decoder is None else json.loads(decoder.__getstate__())
-        parts = settings.get("decoders", [settings])
-        return frozenset(part.get("type") for part in parts)
+        settings: dict[str, Any] = {}
+        if decoder is not None:
+            settings = json.loads(decoder.__getstate__())
+        parts: list[dict[str, Any]] = settings.get("decoders", [settings])
+        return frozenset(str(part.get("type")) for part in parts)
 
     def is_special(self, token_id: int) -> bool:
         """Return whether the token is special, so that `decode` omits it."""
