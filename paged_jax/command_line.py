@@ -90,7 +90,13 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         version = f"paged_jax {__version__}"
+        self._given: list[str] = []
         self.add_argument("--version", action="version", version=version)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments, and remember them for the hints of errors."""
+        self._given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print a mistake in the arguments and exit with status 2."""
@@ -136,6 +142,10 @@ class Parser(argparse.ArgumentParser):
 
     def _hint(self, message: str) -> str:
         """Return a hint for an unknown flag: the flag that is probably meant."""
+        if message.endswith(" required"):
+            for word in self._given:
+                if (flag := _OTHER_FLAGS.get(word)) and flag in message.split():
+                    return f". Did you mean {flag} instead of {word}?"
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown == message:
             return ""

@@ -181,6 +181,12 @@ def test_flags_of_other_programs_are_answered_with_ours(argument, flag, capsys) 
     assert capsys.readouterr().err.endswith(f". Did you mean {flag}?\n")
 
 
+def test_unknown_flag_in_place_of_a_required_one_is_named(capsys) -> None:
+    with pytest.raises(SystemExit):
+        generate.make_parser().parse_args(["-p", "ab", "--temperature", "1"])
+    assert capsys.readouterr().err.endswith("required. Did you mean --prompt instead of -p?\n")
+
+
 @pytest.mark.parametrize(
     ("error", "line"),
     [

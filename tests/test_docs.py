@@ -115,6 +115,15 @@ def test_workflow_runs_all_jobs_of_the_script() -> None:
     assert asked.returncode == 2 and asked.stderr == f"usage: .ci/run [{'|'.join(jobs)}]\n"
 
 
+def test_workflow_checks_the_release_on_every_python() -> None:
+    release = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["release"]
+    pythons = re.findall(
+        r"Programming Language :: Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text()
+    )
+    assert release["strategy"]["matrix"]["python"] == pythons
+    assert release["steps"][-1]["run"] == ".ci/release python"
+
+
 def test_templates_and_citation_are_valid() -> None:
     for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"):
         template = yaml.safe_load(path.read_text())

@@ -343,9 +343,7 @@ class Tokenizer:
     @functools.cached_property
     def _decoder_types(self) -> frozenset[str]:
         decoder = self.backend.decoder
-        settings: dict[str, Any] = {}
-        if decoder is not None:
-            settings = json.loads(decoder.__getstate__())
+        settings: dict[str, Any] = json.loads(decoder.__getstate__()) if decoder else {}
         parts: list[dict[str, Any]] = settings.get("decoders", [settings])
         return frozenset(str(part.get("type")) for part in parts)
 
