@@ -15,15 +15,12 @@ blocks of another tenant, or blocks that were computed with older weights.
 import hashlib
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-if TYPE_CHECKING:
-    import jax
-
 # An integer, or an array of integers.
-Count = TypeVar("Count", int, np.ndarray, "jax.Array")
+Count = TypeVar("Count")
 
 
 def num_blocks_needed(num_tokens: Count, block_size: int) -> Count:
@@ -33,7 +30,8 @@ def num_blocks_needed(num_tokens: Count, block_size: int) -> Count:
       >>> [num_blocks_needed(n, 16) for n in (0, 1, 16, 17)]
       [0, 1, 1, 2]
     """
-    return (num_tokens + block_size - 1) // block_size
+    count: Any = num_tokens
+    return (count + block_size - 1) // block_size
 
 
 def first_kept_column(num_tokens: Count, window: int, block_size: int) -> Count:
@@ -54,7 +52,8 @@ def first_kept_column(num_tokens: Count, window: int, block_size: int) -> Count:
       >>> [first_kept_column(n, window=10, block_size=4) for n in (0, 12, 15, 16, 20)]
       [0, 0, 0, 1, 2]
     """
-    start = num_tokens // block_size * block_size + 1 - window
+    count: Any = num_tokens
+    start = count // block_size * block_size + 1 - window
     return start * (start > 0) // block_size
 
 

@@ -7,7 +7,7 @@ a large matmul. Each sequence then attends to its own remaining blocks, and the 
 merged (Juravsky et al., 2024, "Hydragen"; Ye et al., 2024, "Cascade Inference").
 """
 
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -127,9 +127,7 @@ def cascade_attention(
     B, K, C, M = (sizes[letter] for letter in "BKCM")
     context_lens = jnp.clip(context_lens, 0, M * C)
 
-    def run(
-        q: jax.Array, tables: jax.Array, lens: jax.Array, sinks: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
+    def run(q: jax.Array, tables: jax.Array, lens: jax.Array, sinks: Any = None) -> Any:
         args = AttentionArgs(q, pools, tables, lens, None, sinks, layer)
         return attend(
             "cascade_attention", args, scale, None, soft_cap,
@@ -152,11 +150,7 @@ def cascade_attention(
         return merge_attention(out, lse, own_out, own_lse)[0]
 
     # A batch that shares nothing skips the second pass.
-    def without_shared(own_out: jax.Array, own_lse: jax.Array) -> jax.Array:
-        return own_out
-
-    own = own_out, own_lse
-    return cast(jax.Array, lax.cond(num_shared > 0, with_shared, without_shared, *own))
+    return cast(jax.Array, lax.cond(num_shared > 0, with_shared, _first, own_out, own_lse))
 
 
 def _as_one_sequence(q: jax.Array, num_kv_heads: int) -> jax.Array:
@@ -174,6 +168,10 @@ def _as_batch(x: jax.Array, batch: int, num_kv_heads: int) -> jax.Array:
     rest = x.shape[2:]
     x = x.reshape(num_kv_heads, batch, -1, *rest)
     return jnp.swapaxes(x, 0, 1).reshape(batch, -1, *rest)
+
+
+def _first(out: jax.Array, lse: jax.Array) -> jax.Array:
+    return out
 
 
 @names_arguments
