@@ -337,9 +337,9 @@ def weight_layout(
     """
     shard = DeviceShard("", config.vocab_size, num_devices) if num_devices > 1 else None
     # Stack the layers if the model allows it: then a layer is traced once instead of L times.
-    can_stack = config.can_scan_layers and (formats is None or formats.can_stack)
     model_class = functools.partial(Llama, shard=shard)
-    return ModelSpec(model_class, config, dtype, can_stack, formats=formats).parameters()
+    scan_layers = config.can_scan_layers
+    return ModelSpec(model_class, config, dtype, scan_layers, formats=formats).parameters()
 
 
 def weight_bytes(

@@ -11,7 +11,8 @@ for CPUs, NVIDIA GPUs and TPUs.
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ from paged_jax.kernels.gradients import differentiable_once
 from paged_jax.kernels.weight_formats import Stack, Weight
 
 __all__ = [
+    "LayerWeights",
+    "Matrix",
     "Stack",
     "Weight",
     "attends_to_tiles",
@@ -41,12 +44,39 @@ _MAX_DECODE_TOKENS = 64
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-def linear(x: jax.Array, w: jax.Array | Weight, *, backend: str | None = None) -> jax.Array:
+class LayerWeights(NamedTuple):
+    """The weights of all layers, in a scan over layers whose weights have different formats.
+
+    Attributes:
+      weights: the weight of each layer. The shapes are equal, the formats differ.
+      layer: i32 ``[]``, the layer to multiply by.
+    """
+
+    weights: tuple[Weight, ...]
+    layer: jax.Array | int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight of a layer."""
+        return self.weights[0].shape
+
+    def apply(self, function: Callable[[jax.Array, Weight], jax.Array], x: jax.Array) -> jax.Array:
+        """Return ``function(x, weight)`` for the weight of the layer. The others are not read."""
+        branches = [lambda x, weight=weight: function(x, weight) for weight in self.weights]
+        return lax.switch(self.layer, branches, x)
+
+
+# A weight, or one that depends on the layer.
+Matrix = Weight | LayerWeights
+
+
+def linear(x: jax.Array, w: jax.Array | Matrix, *, backend: str | None = None) -> jax.Array:
     """Multiply the last dimension of `x` by a weight: ``x @ w.T``.
 
     Args:
       x: floating point ``[..., in]``; may be rounded to the dtype of the weight.
-      w: float32, bfloat16 or float16 ``[*out, in]``, or a `Weight`, which may also be quantised.
+      w: float32, bfloat16 or float16 ``[*out, in]``, or a `Weight`, which may also be quantised; or
+        the weights of all layers.
       backend: the backend of attention, see `paged_attention`. None and ``"cpu"`` use the C++
         kernels if the program is lowered for a CPU that has them. None and ``"triton"`` use the
         kernel for quantised weights on NVIDIA GPUs.
@@ -54,6 +84,8 @@ def linear(x: jax.Array, w: jax.Array | Weight, *, backend: str | None = None) -
     Returns:
       float32 ``[..., *out]``, accumulated in float32.
     """
+    if isinstance(w, LayerWeights):
+        return w.apply(functools.partial(linear, backend=backend), x)
     w = w if isinstance(w, Weight) else Weight(w)
     default = linear_backend(backend).linear
     if w.scales is None:
@@ -106,7 +138,7 @@ def attends_to_tiles(platform: str) -> bool:
 
 def grouped_linear(
     x: jax.Array,
-    w: jax.Array | Weight,
+    w: jax.Array | Matrix,
     group_sizes: jax.Array,
     *,
     backend: str | None = None,
@@ -127,7 +159,7 @@ def grouped_linear(
         first ``group_sizes[0]`` rows belong to group 0, the next ``group_sizes[1]`` to group 1, and
         so on. The rows after the last group belong to no group.
       w: float32, bfloat16 or float16 ``[X, out, in]``, or a `Weight` of this shape, which may also
-        be quantised, or a slice of stacked layers.
+        be quantised, or a slice of stacked layers; or the weights of all layers.
       group_sizes: i32 ``[X]``, number of rows in each group; the sum is at most R.
       backend: ``"cpu"``, ``"triton"`` or ``"mosaic_tpu"``. None takes the best backend for the
         platform, all other names take XLA (static).
@@ -146,6 +178,9 @@ def grouped_linear(
       >>> grouped_linear(jnp.ones((5, 4)), w, jnp.array([1, 0, 3])).tolist()
       [[0.0, 0.0], [8.0, 8.0], [8.0, 8.0], [8.0, 8.0], [0.0, 0.0]]
     """
+    if isinstance(w, LayerWeights):
+        options: Any = {"backend": backend, "interpret": interpret}
+        return w.apply(lambda x, own: grouped_linear(x, own, group_sizes, **options), x)
     w = w if isinstance(w, Weight) else Weight(w)
     if len(w.shape) != 3 or x.ndim != 2 or x.shape[1] != w.shape[2] or not x.size:
         raise ValueError(

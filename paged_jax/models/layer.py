@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.linear import Weight, linear
+from paged_jax.kernels.linear import Matrix, linear
 from paged_jax.kernels.norm_rope import add_bias, expand, rotate
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_attention import (
@@ -26,7 +26,7 @@ from paged_jax.models.layer_attention import (
     values_of_heads,
 )
 from paged_jax.models.layer_groups import NOTHING, LatentSizes
-from paged_jax.models.matrices import MatrixFormats, add_matrix, get_matrix
+from paged_jax.models.matrices import MatrixFormats, add_matrix, get_matrix, get_separate_matrix
 from paged_jax.models.mixer_sizes import Mixer
 from paged_jax.models.mixers import MixerWeights, initial_vector, mix
 from paged_jax.models.mlp import ACTIVATIONS, ExpertWeights, RouterArrays, gated_mlp, routed_experts
@@ -243,9 +243,7 @@ class Layer(nnx.Module):
             streams = predict_streams(self.config, x, stream_weights(self))
             x = streams[..., self.config.residual_streams.active, :]
 
-        def weight(name: str) -> Weight:
-            return get_matrix(self, name, self.formats[name], self._float_dtype, stack, index)
-
+        weight = functools.partial(self._matrix, stack, index)
         make_embed = functools.partial(self._per_layer, per_layer_input, weight, backend)
         embed = None if per_layer_input is None else make_embed
         normed, out = self._norm("input_norm", x), None
@@ -287,7 +285,7 @@ class Layer(nnx.Module):
     def _per_layer(
         self,
         per_layer_input: jax.Array | None,
-        weight: Callable[[str], Weight],
+        weight: Callable[[str], Matrix],
         backend: str | None,
         x: jax.Array,
     ) -> jax.Array:
@@ -299,13 +297,19 @@ class Layer(nnx.Module):
         return self._norm("per_layer_out_norm", out)
 
     def _mixer_weights(
-        self, normed: jax.Array, weight: Callable[[str], Weight], backend: str | None
+        self, normed: jax.Array, weight: Callable[[str], Matrix], backend: str | None
     ) -> MixerWeights:
         return MixerWeights(
             project=lambda name: linear(normed, weight(name), backend=backend),
             multiply=lambda x, name: linear(x, weight(name), backend=backend),
             vector=lambda name: getattr(self, name)[...].astype(jnp.float32),
         )
+
+    def _matrix(self, stack: "Layer | None", index: int | jax.Array, name: str) -> Matrix:
+        """Return a matrix of this layer, or the matrices of all layers if they are separate."""
+        if not hasattr(self, name):
+            return get_separate_matrix(self, name, self._float_dtype, index)
+        return get_matrix(self, name, self.formats[name], self._float_dtype, stack, index)
 
     @property
     def _float_dtype(self) -> np.dtype:
@@ -319,7 +323,7 @@ class Layer(nnx.Module):
     def _mlp(
         self,
         x: jax.Array,
-        weight: Callable[[str], Weight],
+        weight: Callable[[str], Matrix],
         is_token: jax.Array | None,
         backend: str | None,
     ) -> jax.Array:
@@ -341,7 +345,7 @@ class Layer(nnx.Module):
         self,
         x: jax.Array,
         router_input: jax.Array,
-        weight: Callable[[str], Weight],
+        weight: Callable[[str], Matrix],
         is_token: jax.Array | None,
         backend: str | None,
     ) -> jax.Array:
@@ -371,7 +375,7 @@ class Layer(nnx.Module):
         self,
         x: jax.Array,
         normed: jax.Array,
-        weight: Callable[[str], Weight],
+        weight: Callable[[str], Matrix],
         is_token: jax.Array | None,
         backend: str | None,
     ) -> jax.Array:
@@ -425,7 +429,7 @@ class Layer(nnx.Module):
     def _project(
         self,
         x: jax.Array,
-        weight: Callable[[str], Weight],
+        weight: Callable[[str], Matrix],
         rotation: tuple[jax.Array, jax.Array, jax.Array | None],
         backend: str | None,
     ) -> tuple[Projection | Heads, jax.Array | None]:

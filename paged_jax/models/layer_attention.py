@@ -30,7 +30,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from paged_jax.formatting import short_repr
-from paged_jax.kernels.linear import Weight, grouped_linear, linear
+from paged_jax.kernels.linear import LayerWeights, Matrix, grouped_linear, linear
 from paged_jax.kernels.norm_rope import mean_square, rms_norm, rotate, scale_by, split_and_rotate
 from paged_jax.kernels.weight_formats import dequantise
 from paged_jax.models.config import LlamaConfig
@@ -357,7 +357,7 @@ def matrix_shapes(
 def latent_heads(
     latent: LatentSizes,
     x: jax.Array,
-    weight: Callable[[str], Weight],
+    weight: Callable[[str], Matrix],
     norms: tuple[jax.Array | None, jax.Array],
     rotation: tuple[jax.Array, jax.Array, jax.Array | None],
     sm_scale: float | None,
@@ -389,12 +389,14 @@ def latent_heads(
     )
 
 
-def _fold_keys(q: jax.Array, w: Weight) -> jax.Array:
+def _fold_keys(q: jax.Array, w: Matrix) -> jax.Array:
     """Multiply queries by the transposed matrices of keys: ``[..., H, nope]`` to ``[..., H, R]``.
 
     The matrices of keys and values are multiplied by queries padded with zeros, because a slice
     with the matrices of keys would be a copy.
     """
+    if isinstance(w, LayerWeights):
+        return w.apply(_fold_keys, q)
     values = w.values
     if w.scales is not None:
         values = dequantise(lax.stop_gradient(w.arrays), w.format.code)
@@ -419,7 +421,7 @@ def _fold_keys(q: jax.Array, w: Weight) -> jax.Array:
 
 
 def values_of_heads(
-    latent: LatentSizes, out: jax.Array, w: Weight, backend: str | None
+    latent: LatentSizes, out: jax.Array, w: Matrix, backend: str | None
 ) -> jax.Array:
     """Multiply weighted sums of latent vectors by the matrices of values.
 

@@ -28,6 +28,7 @@ from paged_jax.models.matrices import (
     get_matrix,
     look_up,
     look_up_differentiably,
+    separate_matrices,
 )
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.residual import apply_norm, initial_norm_weight, merge_streams, split_streams
@@ -50,12 +51,13 @@ class Llama(PagedModel):
       scan_layers: whether to stack the layers along a leading dimension ``L`` and scan over them.
         Stacked layers compile fastest. They suit TPUs, and CPUs with this library's kernels, which
         read weights directly from the stack. On GPUs, XLA copies each layer's weights out of the
-        stack, so separate layers are faster.
+        stack, so separate layers are faster. Matrices whose formats differ between layers are
+        not stacked: the scan chooses the matrix of its layer.
       shard: this device's share of a tensor-parallel model, within `jax.shard_map`, or None.
       rngs: random keys for the initial weights.
 
     Raises:
-      ValueError: `scan_layers` is true, and the layers differ in the config or in `formats`.
+      ValueError: `scan_layers` is true, and the layers differ in the config.
 
     Example:
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
@@ -95,11 +97,6 @@ class Llama(PagedModel):
         if formats is None:
             config_of_floats = dataclasses.replace(config, dtype=floats.name)
             formats = MatrixFormats.of_dtype(dtype, config_of_floats)
-        if scan_layers and not formats.can_stack:
-            raise ValueError(
-                "Llama: scan_layers must be False for layers with matrices in different formats, "
-                "got True."
-            )
         normal = nnx.initializers.normal(config.initializer_range)
         self.config = config
         self.formats = formats
@@ -117,6 +114,7 @@ class Llama(PagedModel):
                 return layer(config.layer_configs[0], formats=formats.of_layer(None), rngs=rngs)
 
             self.layers = stack(rngs)
+            separate_matrices(self.layers, formats, config.num_hidden_layers)
         else:
             self.layers = nnx.List(
                 layer(layer_config, formats=formats.of_layer(index), rngs=rngs)
@@ -373,7 +371,8 @@ class Llama(PagedModel):
         cos, sin = angles[0]
         options["query_scale"] = self._query_scale(0, positions)
         stack = self.layers
-        graphdef, stacked = cast(tuple[Any, Any], nnx.split(stack))
+        parts = nnx.split(stack, lambda path, _: len(path) == 1, ...)
+        graphdef, stacked, separate = cast(tuple[Any, Any, Any], parts)
 
         def from_bits_of(bits: jax.Array, weight: jax.Array) -> jax.Array:
             return from_bits(bits, weight.dtype)
@@ -384,7 +383,7 @@ class Llama(PagedModel):
         ) -> tuple[tuple[jax.Array, Carry], None]:
             (x, carry), (bits, index) = state, layer_and_index
             weights = jax.tree.map(from_bits_of, bits, stacked)
-            layer = nnx.merge(graphdef, weights)
+            layer = nnx.merge(graphdef, weights, separate)
             state = layer(x, index=index, cos=cos, sin=sin, carry=carry, stack=stack, **options)
             return state, None
 

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.linear import Stack, Weight
+from paged_jax.kernels.linear import LayerWeights, Stack, Weight
 from paged_jax.kernels.weight_formats import (
     INT8,
     PACKED_INPUTS,
@@ -109,6 +109,49 @@ def add_matrix(module: nnx.Module, name: str, w: jax.Array, format: WeightFormat
     for suffix, array in zip(("", *SUFFIXES), arrays, strict=True):
         if array is not None:
             setattr(module, name + suffix, nnx.Param(array))
+
+
+class SeparateMatrices(nnx.Module):
+    """Matrices of one layer that are not stacked, because their formats differ between layers.
+
+    The stack of all layers has them as an attribute, whose name is the number of their layer. So
+    parameters have the same names as in separate layers: ``"layers.3.down_proj"``.
+
+    Args:
+      formats: formats of the matrices of the layer.
+    """
+
+    def __init__(self, formats: "MatrixFormats"):
+        self.formats = formats
+
+
+def separate_matrices(stack: nnx.Module, formats: "MatrixFormats", num_layers: int) -> None:
+    """Replace stacked floats by separate matrices, where the formats of the layers differ.
+
+    Args:
+      stack: a stack of all layers.
+      formats: formats of the matrices of the model.
+      num_layers: number of layers.
+    """
+    if not (kinds := formats.differing):
+        return
+    for layer in range(num_layers):
+        own = SeparateMatrices(formats.of_layer(layer))
+        for kind in kinds:
+            add_matrix(own, kind, getattr(stack, kind)[layer], own.formats[kind])
+        setattr(stack, str(layer), own)
+    for kind in kinds:
+        delattr(stack, kind)
+
+
+def get_separate_matrix(
+    stack: nnx.Module, name: str, dtype: DTypeLike, layer: jax.Array | int
+) -> LayerWeights:
+    """Return the matrices of all layers that `separate_matrices` has made, see `get_matrix`."""
+    numbers = sorted((key for key in vars(stack) if key.isdecimal()), key=int)
+    own = (getattr(stack, key) for key in numbers)
+    weights = (get_matrix(each, name, each.formats[name], dtype) for each in own)
+    return LayerWeights(tuple(weights), layer)
 
 
 def get_matrix(
@@ -308,8 +351,7 @@ class MatrixFormats:
     def create(cls, formats: Mapping[str, WeightFormat]) -> "MatrixFormats":
         """Return `MatrixFormats` from the format of each matrix, with as few entries as possible.
 
-        Models with the same formats get equal instances. An instance with `can_stack` also
-        describes the model with stacked layers.
+        Models with the same formats get equal instances, whether their layers are stacked or not.
         """
         kinds: dict[str, set[WeightFormat]] = {}
         for name, format in formats.items():
@@ -342,9 +384,10 @@ class MatrixFormats:
         return others.get(name) or others.get(_LAYER.sub("layers.", name)) or self.default
 
     @property
-    def can_stack(self) -> bool:
-        """Whether each kind of matrix has the same format in all layers."""
-        return not any(_LAYER.match(name) for name, _ in self.others)
+    def differing(self) -> tuple[str, ...]:
+        """Names in a layer of the matrices whose formats differ between layers."""
+        kinds = {_LAYER.sub("", name) for name, _ in self.others if _LAYER.match(name)}
+        return tuple(sorted(kinds))
 
     @property
     def is_quantised(self) -> bool:
@@ -368,11 +411,14 @@ class MatrixFormats:
         """Return the formats of a layer's matrices by their names in the layer, ``"o_proj"``.
 
         Args:
-          index: number of the layer; None for all layers, which must not differ.
+          index: number of the layer; None for all layers. Matrices whose formats differ between
+            layers then have float32.
         """
         kinds = [name.rpartition(".")[2] for name, _ in self.others if name.startswith("layers.")]
         prefix = "layers." if index is None else f"layers.{index}."
         formats = {kind: self[prefix + kind] for kind in sorted(set(kinds))}
+        if index is None:
+            formats |= dict.fromkeys(self.differing, WeightFormat("float32"))
         others = {kind: each for kind, each in formats.items() if each != self.default}
         return MatrixFormats(self.default, tuple(others.items()))
 

@@ -22,7 +22,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.kernels.linear import Stack, Weight, grouped_linear, linear, sum_rows
+from paged_jax.kernels.linear import (
+    LayerWeights,
+    Matrix,
+    Stack,
+    Weight,
+    grouped_linear,
+    linear,
+    sum_rows,
+)
 from paged_jax.kernels.weight_formats import WeightArrays
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.family import SOFTMAX_ROUTER, Router
@@ -51,8 +59,8 @@ class ExpertWeights(NamedTuple):
       down_bias: ``[X, E]`` or None.
     """
 
-    gate_up_proj: Weight
-    down_proj: Weight
+    gate_up_proj: Matrix
+    down_proj: Matrix
     gate_up_bias: jax.Array | None = None
     down_bias: jax.Array | None = None
 
@@ -85,8 +93,8 @@ class Routes(NamedTuple):
 def gated_mlp(
     config: LlamaConfig,
     x: jax.Array,
-    gate_up_proj: Weight,
-    down_proj: Weight,
+    gate_up_proj: Matrix,
+    down_proj: Matrix,
     backend: str | None,
     *,
     mean_over_devices: Callable[[jax.Array], jax.Array] | None = None,
@@ -361,7 +369,7 @@ def apply_experts(
     sizes = jnp.sum(routes.experts[None] == numbers, axis=(1, 2), dtype=jnp.int32)
     expert = jnp.minimum(routes.experts.reshape(-1)[order], X - 1)
 
-    def project(rows: jax.Array, w: Weight, bias: jax.Array | None) -> jax.Array:
+    def project(rows: jax.Array, w: Matrix, bias: jax.Array | None) -> jax.Array:
         out = _grouped_linear(rows, w, sizes, backend)
         return out if bias is None else out + bias[expert].astype(jnp.float32)
 
@@ -409,12 +417,14 @@ def _sum_in_order(x: jax.Array) -> jax.Array:
     return functools.reduce(operator.add, (x[:, i] for i in range(x.shape[1])))
 
 
-def _grouped_linear(x: jax.Array, w: Weight, sizes: jax.Array, backend: str | None) -> jax.Array:
+def _grouped_linear(x: jax.Array, w: Matrix, sizes: jax.Array, backend: str | None) -> jax.Array:
     """Multiply each row by the weights of its expert; return float32 ``[R, *out]``.
 
     The rows ``x [R, in]`` are float32 and sorted by expert, and ``sizes [X]`` are the numbers of
     rows of the experts. The weights are ``[X, *out, in]``.
     """
+    if isinstance(w, LayerWeights):
+        return w.apply(lambda x, own: _grouped_linear(x, own, sizes, backend), x)
     X, *out, _ = w.shape
 
     def merge(array: jax.Array | None, rank: int) -> jax.Array | None:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.linear import Weight, grouped_linear, linear
+from paged_jax.kernels.linear import Matrix, Weight, grouped_linear, linear
 from paged_jax.kernels.norm_rope import expand, layer_norm, mean_square, rms_norm
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_groups import NOTHING, ResidualStreams
@@ -103,7 +103,7 @@ def add_low_rank(
     config: LlamaConfig,
     x: jax.Array,
     normed: jax.Array,
-    weight: Callable[[str], Weight],
+    weight: Callable[[str], Matrix],
     norm: jax.Array | None,
     backend: str | None,
 ) -> jax.Array:

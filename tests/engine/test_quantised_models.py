@@ -283,3 +283,50 @@ def test_models_with_experts_may_be_quantised(code, tmp_path) -> None:
         llm.reset_prefix_cache()
         alone += generate(llm, [prompt])
     assert generate(llm, PROMPTS[2:]) == alone
+
+
+def test_scan_over_layers_with_different_formats(tmp_path) -> None:
+    """Stacked layers equal separate layers, also in checkpoints and with new weights."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 80}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    floats = random_llama(LlamaConfig.from_dict({"model_type": "llama", **sizes, **heads}))
+    floats.save_pretrained(tmp_path / "floats")
+    int8, int4 = (
+        WeightFormat("int8", 16, "float32"),
+        WeightFormat("uint4", 32, "float16", "float16"),
+    )
+    others = ("layers.0.o_proj", WeightFormat("float32")), ("layers.1.down_proj", int4)
+    formats = MatrixFormats(int8, others)
+    assert formats.differing == ("down_proj", "o_proj")
+    separate, stacked = (
+        from_pretrained(Llama, tmp_path / "floats", scan_layers=scan, formats=formats)
+        for scan in (False, True)
+    )
+    arrays, own = named_arrays(separate), named_arrays(stacked)
+    assert own["layers.qkv_proj"].shape[0] == 3 and "layers.1.down_proj_min" in own
+    for name in own.keys() & arrays.keys():
+        np.testing.assert_array_equal(own[name], arrays[name], err_msg=name, strict=True)
+    token_ids = np.arange(3, 15, dtype=np.int32)[None]
+    want, got = (jax.jit(Llama.__call__)(each, token_ids) for each in (separate, stacked))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * float(jnp.abs(want).max()))
+
+    save_checkpoint(stacked, tmp_path / "saved")
+    for scan, expected in (False, arrays), (True, own):
+        loaded = load_checkpoint(Llama, tmp_path / "saved", stacked.config, scan_layers=scan)
+        assert loaded.formats == formats
+        for name, array in named_arrays(loaded).items():
+            np.testing.assert_array_equal(array, expected[name], err_msg=name, strict=True)
+    options = {"scan_layers": True, "dequantise": True}
+    wide = named_arrays(load_checkpoint(Llama, tmp_path / "saved", stacked.config, **options))
+    down = wide["layers.down_proj"]
+    for layer, format in enumerate((int8, int4, int8)):
+        parts = (own.get(f"layers.{layer}.down_proj{each}") for each in ("", "_scale", "_min"))
+        np.testing.assert_array_equal(down[layer], dequantise(WeightArrays(*parts), format.code))
+
+    llm = LLM(stacked, **SIZES)
+    tokens = generate(llm, PROMPTS[2:])
+    assert tokens == generate(LLM(separate, **SIZES), PROMPTS[2:])
+    llm.update_params(random_llama(floats.config, scale=0.5))
+    assert generate(llm, PROMPTS[2:]) != tokens
+    llm.update_params(floats)
+    assert generate(llm, PROMPTS[2:]) == tokens

@@ -82,8 +82,7 @@ def load_weights(
         contain a different head, the model is loaded untied, with a warning.
       dtype: one of `DTYPES`; ``"auto"`` is ``config.dtype``. Matrices that the files store in a
         quantised format keep it with ``"auto"`` and float dtypes.
-      scan_layers: whether to stack the layers, see `Llama`. Layers with matrices in different
-        formats are not stacked.
+      scan_layers: whether to stack the layers, see `Llama`.
       sharding: one sharding for all parameters, or a function of a parameter's name and shape.
       dequantise: whether to expand quantised matrices of the files to floats.
       formats: formats of the matrices of the model; None for the formats that `dtype` and the files
@@ -100,7 +99,7 @@ def load_weights(
         formats = choose_formats(wide, dtype, stored, mappings, dequantise=dequantise)
     spec = dataclasses.replace(
         wide,
-        scan_layers=scan_layers and formats.can_stack,
+        scan_layers=scan_layers,
         formats=formats if formats.is_quantised else None,
     )
     used = {stored[each.tensor] for some in mappings.values() for each in some}

@@ -108,19 +108,20 @@ def load_checkpoint(
     stored, own = _stored_shapes(path), _read_formats(path, config)
     dtype = resolve_dtype("load_checkpoint", dtype, config)
     floats = float_type(dtype, config.dtype)
-    is_stacked = "layers.qkv_proj" in stored
-    saved = ModelSpec(model_class, config, config.dtype, is_stacked, formats=own)
+    was_stacked = any(map(is_stacked, stored))
+    saved = ModelSpec(model_class, config, config.dtype, was_stacked, formats=own)
     _check_shapes(stored, {name: x.shape for name, x in saved.parameters().items()})
 
     if formats is None:
         formats = find_saved_formats(path, config, dtype=dtype, dequantise=dequantise)
-    scan_layers = scan_layers and formats.can_stack
     spec = ModelSpec(model_class, config, floats, scan_layers, sharding, formats)
-    # Matrices that change their format are restored as they are saved, and then converted.
+    # Matrices that change their format are restored as they are saved, and then converted. Layers
+    # are separate meanwhile, if other matrices than before can be stacked.
     kept = own.with_floats(floats)
-    restored = dataclasses.replace(spec, formats=kept)
-    targets, final = _targets(restored), _targets(spec)
-    if is_stacked != scan_layers:
+    stacks = scan_layers and kept.differing == formats.differing
+    changed = dataclasses.replace(spec, scan_layers=stacks)
+    targets, final = _targets(dataclasses.replace(changed, formats=kept)), _targets(changed)
+    if was_stacked != stacks:
         arrays = _convert(path, stored, targets, config.num_hidden_layers)
     elif kept != formats:
         arrays = _restore_layer_by_layer(path, stored, targets)
@@ -129,7 +130,14 @@ def load_checkpoint(
     with loading_bar(_num_bytes(targets), is_shown=show_progress) as advance:
         counted = _counted(arrays, advance)
         by_name = dict(_change_formats(counted, kept, formats, final))
-    return spec.build(lambda name, *_: by_name.pop(name))
+
+    def find(name: str, shape: Shape, _: Any) -> jax.Array:
+        if name in by_name:
+            return by_name.pop(name)
+        layers = [f"layers.{i}.{name.removeprefix('layers.')}" for i in range(shape[0])]
+        return _join([by_name.pop(layer) for layer in layers], spec.sharding_of(name, shape))
+
+    return spec.build(find)
 
 
 def _num_bytes(targets: Targets) -> int:
@@ -305,8 +313,12 @@ def _convert(
             yield from zip(layers, split, strict=True)
         else:
             parts = _restore(path, stored, dict.fromkeys(layers, _unstacked(targets[stack])))
-            join = jax.jit(lambda *parts: jnp.stack(parts), out_shardings=targets[stack].sharding)
-            yield stack, join(*(parts.pop(name) for name in layers))
+            yield stack, _join([parts.pop(name) for name in layers], targets[stack].sharding)
+
+
+def _join(layers: list[jax.Array], sharding: jax.sharding.Sharding | None) -> jax.Array:
+    """Stack the parameters of all layers."""
+    return jax.jit(lambda *layers: jnp.stack(layers), out_shardings=sharding)(*layers)
 
 
 def _stacked(layer: jax.ShapeDtypeStruct, num_layers: int) -> jax.ShapeDtypeStruct:

@@ -20,6 +20,7 @@ from paged_jax.models.matrices import (
     MatrixFormats,
     Sharding,
     float_type,
+    is_stacked,
     name_of,
     only_shapes,
 )
@@ -66,9 +67,8 @@ class ModelSpec(Generic[Model]):
         """Return the shape of every parameter by its name in a model with separate layers."""
         shapes = {}
         for name, parameter in self.parameters().items():
-            _, _, kind = name.partition("layers.")
-            if self.scan_layers and kind:
-                num_layers, *shape = parameter.shape
+            if is_stacked(name):
+                kind, (num_layers, *shape) = name.removeprefix("layers."), parameter.shape
                 shapes |= {f"layers.{i}.{kind}": tuple(shape) for i in range(num_layers)}
             else:
                 shapes[name] = parameter.shape
