@@ -62,8 +62,15 @@ class LayerWeights(NamedTuple):
 
     def apply(self, function: Callable[[jax.Array, Weight], jax.Array], x: jax.Array) -> jax.Array:
         """Return ``function(x, weight)`` for the weight of the layer. The others are not read."""
-        branches = [lambda x, weight=weight: function(x, weight) for weight in self.weights]
-        return lax.switch(self.layer, branches, x)
+
+        def branch(weight: Weight) -> Callable[[jax.Array], jax.Array]:
+            def run(x: jax.Array) -> jax.Array:
+                return function(x, weight)
+
+            return run
+
+        result: jax.Array = lax.switch(self.layer, list(map(branch, self.weights)), x)
+        return result
 
 
 # A weight, or one that depends on the layer.

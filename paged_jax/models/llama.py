@@ -371,8 +371,9 @@ class Llama(PagedModel):
         cos, sin = angles[0]
         options["query_scale"] = self._query_scale(0, positions)
         stack = self.layers
-        parts = nnx.split(stack, lambda path, _: len(path) == 1, ...)
-        graphdef, stacked, separate = cast(tuple[Any, Any, Any], parts)
+        graphdef, stacked, separate = cast(
+            tuple[Any, Any, Any], nnx.split(stack, lambda path, _: len(path) == 1, ...)
+        )
 
         def from_bits_of(bits: jax.Array, weight: jax.Array) -> jax.Array:
             return from_bits(bits, weight.dtype)
