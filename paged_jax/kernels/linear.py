@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -69,8 +69,7 @@ class LayerWeights(NamedTuple):
 
             return run
 
-        result: jax.Array = lax.switch(self.layer, list(map(branch, self.weights)), x)
-        return result
+        return cast(jax.Array, lax.switch(self.layer, list(map(branch, self.weights)), x))
 
 
 # A weight, or one that depends on the layer.
