@@ -45,7 +45,7 @@ quick: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 quick: $(VENV)/.test
 	$(BIN)/python -m pytest $(if $(TESTS),-n 0,$(PARALLEL)) -m "not slow" --unoptimised $(TESTS)
 
-# Measure the cost of each test file, and write it to the table in tests/README.md.
+# Measure the cost of each test file, and write it to the table in tests/durations.md.
 durations:
 	rm -f durations.json
 	$(MAKE) test TEST_OPTIONS="--durations-json=durations.json"

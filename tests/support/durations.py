@@ -1,4 +1,4 @@
-"""Cost of each test file: recorded by pytest, stored in tests/README.md, and limited by a budget.
+"""Cost of each test file: recorded by pytest, kept in tests/durations.md, limited by a budget.
 
 This is a pytest plugin. `--durations-json FILE` records a run.
 `python -m tests.support.durations FILE` writes the recorded costs to the table. `--check-durations`
@@ -19,7 +19,7 @@ import pytest
 
 from tests.support import ROOT
 
-README = ROOT / "tests" / "README.md"
+DURATIONS = ROOT / "tests" / "durations.md"
 _ROW = re.compile(r"^\| `(?P<file>[^`]+)` \| (?P<tests>\S+) \| (?P<before>\S+) \| (?P<now>\S+) \|$")
 _MARK = "<!-- durations -->\n"
 
@@ -169,10 +169,10 @@ class _Recorder:
             terminalreporter.section("over budget", red=True)
             for message in messages:
                 terminalreporter.line(message)
-            terminalreporter.line("`make durations` writes the table in tests/README.md.")
+            terminalreporter.line("`make durations` writes the table in tests/durations.md.")
 
     def _messages(self) -> list[str]:
-        return over_budget(self.costs, read_table(README.read_text()))
+        return over_budget(self.costs, read_table(DURATIONS.read_text()))
 
 
 class _Meter:
@@ -209,7 +209,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--check-durations",
         action="store_true",
-        help="fail if a file costs much more than its line in tests/README.md",
+        help="fail if a file costs much more than its line in tests/durations.md",
     )
 
 
@@ -223,12 +223,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Sort the tests so that the most expensive files start first, if files are distributed."""
     if hasattr(config, "workerinput"):
         files = [item.nodeid.partition("::")[0] for item in items]
-        items[:] = [items[i] for i in dearest_first(files, read_table(README.read_text()))]
+        items[:] = [items[i] for i in dearest_first(files, read_table(DURATIONS.read_text()))]
 
 
 def main(path: str) -> None:
     """Write the costs that ``--durations-json`` recorded to the table."""
-    README.write_text(write_table(README.read_text(), read_json(Path(path))))
+    DURATIONS.write_text(write_table(DURATIONS.read_text(), read_json(Path(path))))
 
 
 if __name__ == "__main__":

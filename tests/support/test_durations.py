@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.durations import (
-    README,
+    DURATIONS,
     Cost,
     Line,
     dearest_first,
@@ -82,7 +82,7 @@ def test_dearest_first_keeps_files_whole_and_begins_with_unknown_ones() -> None:
 
 
 def test_table_of_this_project_is_read() -> None:
-    table = read_table(README.read_text())
+    table = read_table(DURATIONS.read_text())
     assert len(table) > 30 and "tests/test_llm.py" in table
 
 
