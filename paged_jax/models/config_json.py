@@ -30,8 +30,8 @@ from paged_jax.models.layers_json import (
 )
 from paged_jax.models.model_folder import (
     read_boolean,
-    read_entry,
     read_integer,
+    read_name,
     read_names,
     read_number,
 )
@@ -110,7 +110,7 @@ def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     config = {**family.defaults, **config}
     _check_supported(config, family)
     replacements = family.replacements.get("hidden_act", {})
-    hidden_act = read_entry(config, family.key("hidden_act"), "silu")
+    hidden_act = read_name(config, family.key("hidden_act"), "silu")
     heads = read_integer(config, "num_attention_heads")
     kv_heads = read_integer(config, "num_key_value_heads", None)
     max_position_embeddings = read_integer(config, "max_position_embeddings")

@@ -29,6 +29,7 @@ from paged_jax.models.model_folder import (
     read_integer,
     read_names,
     read_number,
+    read_object,
 )
 from paged_jax.models.rope_json import read_rope_layers
 
@@ -142,13 +143,15 @@ def read_mixer(config: Mapping[str, Any], family: Family) -> Mixer:
     keys = family.mixer
     assert keys is not None
     kind = MIXERS[keys.kind]
-    size = config.get("mamba_d_ssm") or config.get("mamba_expand", 0) * config["hidden_size"]
-    if config.get("mamba_d_head") == "auto" and config.get("mamba_n_heads"):
-        config = {**config, "mamba_d_head": size // config["mamba_n_heads"]}
+    if config.get("mamba_d_head") == "auto":
+        size = read_integer(config, "mamba_d_ssm", None)
+        size = size or read_integer(config, "mamba_expand", 0) * read_integer(config, "hidden_size")
+        num_heads = _read(config, "mamba_n_heads", int)
+        config = {**config, "mamba_d_head": size // num_heads}
     for key, (first, second, factor) in keys.ratios.items():
         if config.get(key) is None:
-            divisor = 1 if second is None else config[second]
-            config = {**config, key: int(factor * config[first] / divisor)}
+            divisor = 1 if second is None else _read(config, second, int)
+            config = {**config, key: int(factor * read_integer(config, first) / divisor)}
     types = {field.name: field.type for field in dataclasses.fields(kind)}
     values = {name: _read(config, key, types[name]) for name, key in keys.keys.items()}
     if keys.norm_switches is not None:
@@ -171,7 +174,7 @@ def _read(config: Mapping[str, Any], key: str, kind: Any) -> Any:
 def _read_numbers(key: str, value: Any, count: int) -> tuple[float, ...]:
     """Read a list of numbers. JSON has no infinity; transformers 5 writes it as an object."""
     values = value if isinstance(value, list | tuple) else ()
-    values = [each["__float__"] if isinstance(each, Mapping) else each for each in values]
+    values = [each.get("__float__") if isinstance(each, Mapping) else each for each in values]
     try:
         numbers = tuple(map(float, values))
     except (TypeError, ValueError):
@@ -276,20 +279,24 @@ def read_global_heads(
     heads = read_integer(config, "num_global_key_value_heads", 0)
     if not config.get("attention_k_eq_v"):
         heads = 0
-    if (layers := config.get("per_layer_config")) is not None:
+    if config.get("per_layer_config") is not None:
+        given = read_object(config, "per_layer_config")
+        layers = {str(x): read_object(given, x, f"per_layer_config of layer {x}") for x in given}
         full = [str(layer) for layer, kind in enumerate(layer_types) if kind == FULL]
-        changes = [{**layers.get(layer, layers.get(int(layer), {}))} for layer in full]
-        others = {str(layer) for layer, changed in layers.items() if changed} - {*full}
+        changes = [layers.get(layer, {}) for layer in full]
+        others = {layer for layer, changed in layers.items() if changed} - {*full}
         if others or any(each != changes[0] for each in changes):
             raise UnsupportedConfigError(
                 "LlamaConfig: per_layer_config must change all layers without a sliding window in "
-                f"the same way, and no others, got {layers!r}."
+                f"the same way, and no others, got {given!r}."
             )
         [first, *_] = changes or [{}]
-        head_dim, heads = first.pop("head_dim", 0), first.pop("num_key_value_heads", 0)
-        if first:
+        head_dim, heads = (
+            read_integer(first, key, 0) for key in ("head_dim", "num_key_value_heads")
+        )
+        if unknown := sorted({*first} - {"head_dim", "num_key_value_heads"}):
             raise UnsupportedConfigError(
-                f"LlamaConfig: {min(first)} in per_layer_config is not supported."
+                f"LlamaConfig: {unknown[0]} in per_layer_config is not supported."
             )
     head_dim = 0 if head_dim == config.get("head_dim") else head_dim
     heads = 0 if heads == config.get("num_key_value_heads") else heads

@@ -98,6 +98,25 @@ def read_boolean(config: Mapping[str, Any], key: str, default: Any = REQUIRED) -
     return value
 
 
+def read_name(config: Mapping[str, Any], key: str, default: str) -> str:
+    """Return a string of a ``config.json``; see `read_entry`."""
+    value = read_entry(config, key, default)
+    if not isinstance(value, str):
+        raise ValueError(f"LlamaConfig: {key} must be a string, got {value!r}.")
+    return value
+
+
+def read_object(config: Mapping[Any, Any], key: Any, name: str | None = None) -> Mapping[str, Any]:
+    """Return an object of a ``config.json``, which is empty if it is missing or null.
+
+    `name` replaces the key in an error.
+    """
+    value = config.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"LlamaConfig: {name or key} must be an object or null, got {value!r}.")
+    return value or {}
+
+
 def read_names(config: Mapping[str, Any], key: str, count: int | None = None) -> list[str] | None:
     """Return a list of names of a ``config.json``, or None if it is missing or null.
 

@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paged_jax.arguments import is_int, is_real
+from paged_jax.arguments import check_positive, is_int, is_real
 from paged_jax.models.family import Family, UnsupportedConfigError
 from paged_jax.models.layer_groups import ATTENTION_TYPES, FULL, SLIDING, LatentSizes
-from paged_jax.models.model_folder import read_boolean, read_integer, read_number
+from paged_jax.models.model_folder import read_boolean, read_integer, read_number, read_object
 from paged_jax.models.rope import SCALING_FIELDS, QueryScale, RopeScaling
 
 # Keys of the sizes of latent attention that may not be null.
@@ -154,7 +154,7 @@ def _read_query_scale(
         length = read_number(config, "floor_scale")
         return QueryScale(beta, int(length), offset=1, only_without_rope=True)
     # Early files of Mistral have a separate entry for these values.
-    given = {**rope, **_object("llama_4_scaling", config.get("llama_4_scaling"))}
+    given = {**rope, **read_object(config, "llama_4_scaling")}
     beta = given.get("llama_4_scaling_beta", given.get("beta"))
     if beta is None:
         return None
@@ -259,7 +259,7 @@ def read_rope_layers(
     if family.rope_layers == "all":
         return ()
     if family.rope_layers == "with a base":
-        parameters = _object("rope_parameters", config.get("rope_parameters"))
+        parameters = read_object(config, "rope_parameters")
         theta = {"rope_theta": 0.0, **config, **parameters}["rope_theta"]
         return (False,) * num_layers if theta is None else ()
     if family.rope_layers in ("none", "switched"):
@@ -283,8 +283,8 @@ def read_rope_layers(
 
 def _choose_object(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     """Return `rope_scaling` or `rope_parameters`, after a check that they agree."""
-    scaling = _object("rope_scaling", config.get("rope_scaling"))
-    parameters = _object("rope_parameters", config.get("rope_parameters"))
+    scaling = read_object(config, "rope_scaling")
+    parameters = read_object(config, "rope_parameters")
     if not parameters or parameters == family.defaults.get("rope_parameters"):
         return scaling or parameters
     if family.local_rope and not _is_nested(parameters):
@@ -294,7 +294,9 @@ def _choose_object(config: Mapping[str, Any], family: Family) -> Mapping[str, An
         )
     if not scaling:
         return parameters
-    given = parameters.get(FULL) or {} if _is_nested(parameters) else parameters
+    given = parameters
+    if _is_nested(parameters):
+        given = read_object(parameters, FULL, f"rope_parameters of {FULL!r}")
     if _is_nested(parameters):
         theta = given.get("rope_theta")
     else:
@@ -328,7 +330,7 @@ def _split_by_layer_type(
             f"{' and '.join(map(repr, ATTENTION_TYPES))}."
         )
     full, sliding = (
-        _object(f"rope_parameters of {kind!r}", rope.get(kind)) for kind in ATTENTION_TYPES
+        read_object(rope, kind, f"rope_parameters of {kind!r}") for kind in ATTENTION_TYPES
     )
     return full, sliding
 
@@ -388,7 +390,9 @@ def _partial_factor(config: Mapping[str, Any], family: Family) -> float:
     factor = read_number(config, "partial_rotary_factor", 1.0)
     if config.get("rotary_dim") is not None and config.get("partial_rotary_factor") is None:
         # Files of MiniMax M2 have the number of elements that rotate.
-        factor = read_number(config, "rotary_dim") / read_number(config, "head_dim", 1.0)
+        head_dim = read_integer(config, "head_dim", 1)
+        check_positive("LlamaConfig", head_dim=head_dim)
+        factor = read_number(config, "rotary_dim") / head_dim
     if factor != 1 and not family.partial_rope:
         raise UnsupportedConfigError(
             f"LlamaConfig: partial_rotary_factor = {factor!r} is not supported for "
@@ -426,12 +430,6 @@ def _attention_factor(rope_type: str, rope: Mapping[str, Any], fields: Mapping[s
 
 def _yarn_scale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
-
-
-def _object(key: str, value: Any) -> Mapping[str, Any]:
-    if value is not None and not isinstance(value, Mapping):
-        raise ValueError(f"LlamaConfig: {key} must be an object or null, got {value!r}.")
-    return value or {}
 
 
 def _context_length(key: str, value: Any) -> int:

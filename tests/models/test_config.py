@@ -11,6 +11,8 @@ from paged_jax.models.family import UnsupportedConfigError
 from paged_jax.models.layer_groups import KVShape, LatentSizes, ResidualStreams
 from paged_jax.models.paged_model import create_cache
 from paged_jax.models.rope import QueryScale, RopeScaling
+from tests.support.damage import DAMAGED, damage, places
+from tests.support.families import CASES
 
 _SIZES = {
     "vocab_size": 32,
@@ -557,3 +559,17 @@ def test_latent_attention_checks_its_sizes() -> None:
     ):
         with pytest.raises(ValueError, match=f"LlamaConfig: .*{message}"):
             dataclasses.replace(config, **changes)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_damaged_entries_are_value_errors(case) -> None:
+    """A wrong type anywhere in the file, such as in an object of an object."""
+    defaults = FAMILIES[case.model_type].defaults
+    file = {"model_type": case.model_type, "num_key_value_heads": 2, **_SIZES, **defaults}
+    file = json.loads(json.dumps(file | case.changes))
+    for place in places(file):
+        for value in DAMAGED:
+            try:
+                LlamaConfig.from_dict(damage(file, place, value))
+            except ValueError as error:
+                assert "\n" not in str(error), (place, value)
