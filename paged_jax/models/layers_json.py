@@ -174,7 +174,7 @@ def _read(config: Mapping[str, Any], key: str, kind: Any) -> Any:
 def _read_numbers(key: str, value: Any, count: int) -> tuple[float, ...]:
     """Read a list of numbers. JSON has no infinity; transformers 5 writes it as an object."""
     values = value if isinstance(value, list | tuple) else ()
-    values = [each.get("__float__") if isinstance(each, Mapping) else each for each in values]
+    values = [each.get("__float__", "") if isinstance(each, Mapping) else each for each in values]
     try:
         numbers = tuple(map(float, values))
     except (TypeError, ValueError):
