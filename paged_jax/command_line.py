@@ -294,7 +294,7 @@ def model_folder(options: Mapping[str, Any]) -> Path:
     """Return the folder or file of the model that options name, see `find_model`.
 
     Args:
-      options: `given_options`, with or without the options of `MODEL_OPTIONS`.
+      options: result of `given_options`, which may lack `MODEL_OPTIONS`.
     """
     if "model" not in options:
         return bundled_folder()

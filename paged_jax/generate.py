@@ -99,7 +99,7 @@ def add_sampling_arguments(sampling: argparse._ArgumentGroup, *, default_max_tok
     """Add a flag for each sampling parameter that has one; `given_params` reads them.
 
     Args:
-      sampling: a group of a parser.
+      sampling: an argument group of the parser.
       default_max_tokens: default of ``--max-tokens`` for models that recommend none.
     """
     sampling.add_argument(

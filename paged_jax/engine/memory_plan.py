@@ -337,7 +337,7 @@ def _layer_sums(layer: LlamaConfig) -> list[int]:
     else:
         sums = [hidden_size] * (NOTHING not in layer.layer_types)
         if NOTHING not in layer.mlp_layer_types:
-            # The outputs of experts and of the expert for all tokens are side by side.
+            # One all-reduce sums the outputs of the routed experts and of the shared expert.
             sums.append(hidden_size * (2 if layer.separate_expert_norms else 1))
     has_norms = layer.qk_norm and layer.qk_norm_scope == "projection"
     # Norms over all heads share two means, and so does a sparse gate over all features.

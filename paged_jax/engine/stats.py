@@ -171,8 +171,8 @@ class MaskClock:
     # Number of cycles between two measurements with k = 0, and number of cycles of a measurement.
     # The period doubles when k = 1 takes far too long, because measuring it costs time.
     _PERIOD, _LONGEST_PERIOD, _SAMPLES = 128, 2048, 8
-    # Maximum duration of a cycle with k > 1, with k = 1, and the duration that is far too long,
-    # relative to k = 0.
+    # Durations of a cycle relative to k = 0: the maximum for k > 1, the maximum for k = 1, and the
+    # duration from which on k = 1 takes far too long.
     _MOST, _MOST_OF_ONE, _FAR_TOO_LONG = 1.05, 1.1, 1.4
 
     def __init__(
@@ -184,9 +184,9 @@ class MaskClock:
         self._read_at: float | None = None  # time at which the last masked tokens were read
         self._num_cycles, self._period = 0, self._PERIOD
         self._samples: list[float] = []
-        self._plain_seconds = 0.0  # of a cycle with k = 0
+        self._plain_seconds = 0.0  # seconds of a cycle with k = 0
         self._next = 1  # k after a measurement of k = 0; 0 if k > 0 is given up for a period
-        self._doubtful_seconds = 0.0  # of a cycle with this k, if it seemed too long
+        self._doubtful_seconds = 0.0  # seconds of a cycle with k = `_next`, if too long
         self._lookahead.num_free_steps = 0
 
     def note_read(self, plan: StepPlan, num_steps: int) -> None:

@@ -2,9 +2,9 @@
 """Choice of the backend that runs an op: the requested backend, or the best one per platform.
 
 With ``backend=None`` a program contains one branch per platform that has its own kernels. JAX keeps
-the right branch when it lowers the program (`jax.lax.platform_dependent`). The devices of this
-process are not looked at, so the same traced function can be compiled for a GPU on a machine
-without one.
+the right branch when it lowers the program (`jax.lax.platform_dependent`). The choice does not
+depend on the devices of this process, so the same traced function can be compiled for a GPU on a
+machine without one.
 
 This is the only module that names backends. It imports the module of a backend when the backend is
 first looked up.

@@ -349,7 +349,7 @@ def _count_steps(split: KVSplit, length: jax.Array) -> jax.Array:
 
 
 def _visible(split: KVSplit, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the length of a sequence, and the position at which its steps start."""
+    """Return the length of a sequence, and the position of the first token that is read."""
     # The length is clipped to the table: on a GPU an address past the end of an array raises no
     # error.
     length = jnp.clip(length, 0, split.capacity)

@@ -72,7 +72,7 @@ class LayerWeights(NamedTuple):
         return cast(jax.Array, lax.switch(self.layer, list(map(branch, self.weights)), x))
 
 
-# A weight, or one that depends on the layer.
+# A weight, or the weights of all layers with the index of a layer.
 Matrix = Weight | LayerWeights
 
 

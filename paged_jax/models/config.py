@@ -113,8 +113,8 @@ class LlamaConfig:
       num_experts, num_experts_per_tok: number of experts (0 for a dense MLP), and of experts per
         token.
       moe_intermediate_size: features of each expert.
-      shared_expert_intermediate_size: features of an expert for all tokens; 0 for none.
-      shared_expert_gate: whether the output of this expert is multiplied by a gate.
+      shared_expert_intermediate_size: features of the shared expert; 0 for none.
+      shared_expert_gate: whether the output of the shared expert is multiplied by a gate.
       norm_topk_prob: whether the weights of the chosen experts are divided by their sum.
       router: how experts are chosen and weighted.
       expert_bias: whether router and experts have biases.

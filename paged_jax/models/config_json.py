@@ -74,7 +74,7 @@ _WITH_INDEXER = (
     "glm_moe_dsa",
     "glmmoedsa",
 )
-# Reasons, by the beginning of a `model_type` or class in lower case.
+# Reasons why a model is not supported, by the beginning of its `model_type` or class in lower case.
 _REASONS = {
     **dict.fromkeys(_WITH_INDEXER, "its sparse attention chooses tokens by an indexer"),
 }

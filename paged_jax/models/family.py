@@ -1,8 +1,8 @@
-"""Description of a model family: the properties that its code fixes, and how to read its files.
+"""Description of a model family: its fixed properties, and how to read its files.
 
-The families themselves are in `families.FAMILIES`. Switches of `LlamaConfig` express how a family
-computes. They are fixed (`Family.fixed`) or read from ``config.json``. No other code depends on the
-family of a model.
+The families themselves are in `families.FAMILIES`. Fields of `LlamaConfig` select the computation.
+A family fixes some of them (`Family.fixed`), the others are read from ``config.json``. The forward
+pass depends only on these fields, not on the name of the family.
 """
 
 import dataclasses
@@ -193,8 +193,9 @@ class MixerKeys:
       kind: kind of recurrent layers, see `layers_json.MIXERS`.
       keys: key in ``config.json`` of each field of the `Mixer` that the file determines.
       fixed: fields of the `Mixer` with the same value in the whole family.
-      ratios: for keys that files may lack, two keys and a factor. The value is the factor times the
-        first entry, divided by the second (if it is not None), without its fraction.
+      ratios: for keys that files may lack, two other keys and a factor. The value is the factor
+        times the entry of the first key, divided by the entry of the second key (unless the key is
+        None), rounded down.
       norm_switches: keys that tell whether the mixer has a norm, and whether the norm is before
         the gate of the output; None if `fixed` or a default determines it.
       layer_types_key: key of the list of the layers' types.
@@ -269,16 +270,16 @@ class Family:
       experts_switch: key in ``config.json`` that tells whether the model has experts, or None.
       router: how experts are chosen and weighted.
       router_keys: key of each field of `Router` that ``config.json`` has.
-      groups_switch: key in ``config.json``, and its value with which experts have groups; None if
-        they always have.
-      shared_experts: key in ``config.json`` of the number of experts for all tokens, which are one
-        MLP; None if it has their size.
+      groups_switch: key in ``config.json``, and its value for which experts have groups; None if
+        they always have groups.
+      shared_experts: key in ``config.json`` of the number of shared experts, which form one MLP;
+        None if the file has the size of this MLP instead.
       dense_layers: which layers have a dense MLP instead of experts. ``"none"``; ``"first"``: the
         first `first_k_dense_replace` layers; ``"listed"``: layers in `mlp_only_layers`, and layers
         that `decoder_sparse_step` leaves out; ``"others"``: layers that are not in `moe_layers`, by
         default all but every n-th, where n is `interleave_moe_layer_step`. A list
         `mlp_layer_types` has precedence.
-      is_mxfp4: whether checkpoints may store experts in MXFP4, see `Mxfp4Tensor`.
+      is_mxfp4: whether checkpoints may store experts in MXFP4, see `Mxfp4Experts`.
       mixer: how configs describe recurrent layers; None for a family without them.
       recurrent_norm_placement: `norm_placement` of recurrent layers, if it differs from the others.
       has_streams: whether layers have several residual streams, and lists may describe the MLPs.
@@ -295,7 +296,7 @@ class Family:
         the place of the piece gives all other pieces; if the tensor's name also has a *, each has
         its own tensor. A fused parameter such as ``qkv_proj`` is one tensor in the files if it is
         listed here. In the names of experts, a * stands for the number of an expert.
-        ``shared_expert`` is the module of the expert for all tokens.
+        ``shared_expert`` is the module of the shared expert.
       renamed: parts of tensor names that some files have, and their replacements.
       in_memory: parts of names in `tensors`, and their replacements in the models of transformers,
         which may fuse tensors of its files.

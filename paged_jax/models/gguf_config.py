@@ -370,7 +370,7 @@ def _gpt_oss(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "num_local_experts": config.get("num_experts"),
         "intermediate_size": config.get("moe_intermediate_size", config["intermediate_size"]),
         "attention_bias": True,
-        # gpt-oss was trained with YaRN's bounds of the interpolated pairs not rounded to integers.
+        # In gpt-oss, YaRN's bounds of the interpolated pairs are not rounded to integers.
         "rope_parameters": None if scaling is None else {**scaling, "truncate": False},
         "rope_scaling": None,
         **metadata.windows(metadata.integer("attention.sliding_window"), 2),

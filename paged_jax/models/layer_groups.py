@@ -109,8 +109,8 @@ class ResidualStreams(NamedTuple):
     Attributes:
       count: number of streams (n), at least 2.
       active: index of the stream that the layers compute.
-      scales_active: whether the active stream is multiplied by a weight before it chooses the
-        embedding of a layer.
+      scales_active: whether the active stream is multiplied by a weight before it gates the
+        embedding of a layer, see `StreamWeights.factor`.
     """
 
     count: int

@@ -39,7 +39,7 @@ class Mixer:
     conv_width: int
     conv_bias: bool = False
 
-    # Fields that are divided over devices. The first is the number of parts.
+    # Fields that tensor parallelism divides by the number of devices. The first is `num_parts`.
     divided: ClassVar[tuple[str, ...]]
 
     def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
@@ -48,7 +48,7 @@ class Mixer:
 
     @property
     def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Name and rows per head of each piece of a parameter. Files may store them separately."""
+        """Pieces of each parameter, as name and rows per head. Files may store them separately."""
         raise NotImplementedError
 
     @property
@@ -100,7 +100,7 @@ class ShortConvolution(Mixer):
 
     @property
     def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Name and rows per channel of each piece of a parameter."""
+        """Pieces of each parameter, as name and rows per channel."""
         return {"mixer_in_proj": (("b", 1), ("c", 1), ("x", 1))}
 
 
@@ -164,7 +164,7 @@ class GatedDeltaNet(Mixer):
 
     @property
     def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Name and rows per head of keys of each piece of a parameter."""
+        """Pieces of each parameter, as name and rows per key head."""
         _, G, D, U = self.heads
         qkv = ("q", D), ("k", D), ("v", G * U)
         return {
@@ -215,7 +215,7 @@ class KimiDelta(Mixer):
 
     @property
     def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Name and rows per head of each piece of a parameter."""
+        """Pieces of each parameter, as name and rows per head."""
         D = self.head_dim
         qkv = ("q", D), ("k", D), ("v", D)
         ranks = ("decay", D), ("gate", D)
@@ -293,7 +293,7 @@ class Mamba2(Mixer):
 
     @property
     def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Name and rows per group of each piece of a parameter."""
+        """Pieces of each parameter, as name and rows per group."""
         _, G, D, U = self.heads
         xbc = ("x", G * U), ("b", D), ("c", D)
         return {

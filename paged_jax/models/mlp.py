@@ -41,8 +41,8 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
-# `route` and `sort_by_expert` compare all pairs instead of sorting, if this takes at most so many
-# comparisons: enough for 64 tokens with 128 experts, or for 64 tokens with 16 choices each.
+# Maximum number of comparisons with which `route` and `sort_by_expert` compare all pairs instead of
+# sorting: enough for 64 tokens with 128 experts, or for 64 tokens with 16 choices each.
 _MAX_COMPARISONS = 1 << 20
 
 # Function of gates and ups, both float32 ``[..., F]``.
@@ -323,7 +323,7 @@ def _scores(logits: jax.Array, router: Router) -> jax.Array:
 
 
 def _keys(scores: jax.Array, router: Router, bias: jax.Array | None) -> jax.Array:
-    """Return the scores by which experts are chosen, float32 ``[N, X]``; -inf excludes one."""
+    """Return the scores that choose experts, float32 ``[N, X]``; -inf excludes an expert."""
     keys = scores if bias is None else scores + bias.astype(jnp.float32)[None]
     if router.num_chosen_groups == router.num_groups:
         return keys

@@ -55,8 +55,8 @@ _BITS = 15
 _MIN_EXPONENT = -100
 # Fractional bits of the scales of int4 and uint4, in units of these integers.
 _INT4_FRACTION, _UINT4_FRACTION = 7, 1
-# Quotients of the largest element of a group and a scale that the search for int4 tries, with both
-# signs. The codes -8 .. 7 are not symmetric, so a negative scale represents some groups better.
+# The search for int4 tries these quotients of the largest element of a group and its scale, with
+# both signs. A negative scale represents some groups better, as the codes -8 .. 7 are asymmetric.
 _QUOTIENTS = np.linspace(5.6, 8.6, 8, dtype=np.float32)
 # Parts of the range of a group, in 1/1024, that the search for uint4 cuts off at either end before
 # it maps the rest to the codes 0 .. 15. More parts would lower the error by 2%.

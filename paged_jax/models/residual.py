@@ -34,7 +34,7 @@ NORMS = {
     "parallel": ("input_norm",),
 }
 # Further norms of layers with `separate_expert_norms`: of the inputs of the router and of the
-# experts, and of the outputs of the experts and of the expert for all tokens.
+# experts, and of the outputs of the experts and of the shared expert.
 EXPERT_NORMS = ("router_norm", "expert_input_norm", "expert_out_norm", "shared_out_norm")
 # Smallest mean square of a stream that is divided by its root mean square.
 _MIN_MEAN_SQUARE = 1e-5

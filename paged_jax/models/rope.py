@@ -314,7 +314,7 @@ def rotations(
 def all_rotations(
     positions: jax.Array, ropes: Sequence[Rope | None], head_dims: Sequence[int]
 ) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """Return the `rotations` of each layer, of which equal ones are computed once."""
+    """Return the `rotations` of each layer. Equal rotations are computed once."""
     kinds = tuple(zip(ropes, head_dims, strict=True))
     computed = {kind: rotations(positions, *kind) for kind in dict.fromkeys(kinds)}
     return tuple(computed[kind] for kind in kinds)

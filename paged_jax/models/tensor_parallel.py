@@ -70,7 +70,8 @@ _DIVIDED = {
     "lm_head": 2,
 }
 # Parameters that are divided by KV heads. If there are fewer KV heads than devices, several devices
-# have a copy of a head. Each copy keeps the key and the value of the head, see `_num_kept`.
+# have a copy of a head. Each copy has the rows of the key and the value of the head, and a share of
+# the rows of its queries, see `_num_kept`.
 _OF_HEADS = ("qkv_proj", "qkv_bias", "q_norm", "k_norm")
 _OF_VOCABULARY = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
 # Fields of a config that count KV heads. The second may be 0.
@@ -286,12 +287,12 @@ class TensorParallel:
         return NamedSharding(self.mesh, self.program_spec(name, shape))
 
     def program_spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
-        """Return the partition of a parameter in the program layout, for its shape in either."""
+        """Return the partition of a parameter in the program layout, for a shape in any layout."""
         kind, rank = _kind(name), len(shape)
         if not self._is_divided(kind) or name.endswith(ORDER):
             return PartitionSpec()
         if rank < _DIVIDED[kind]:
-            return PartitionSpec()  # a norm of single recurrent heads
+            return PartitionSpec()  # norm of each recurrent head
         if name.endswith((SCALE, MIN)) and _DIVIDED[kind] == 1 and shape[-1] == 1:
             return PartitionSpec()  # all parts of a row share its single scale
         return _divide(rank, rank - _DIVIDED[kind], AXIS)

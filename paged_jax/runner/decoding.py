@@ -243,7 +243,7 @@ def verify_steps(
         pools = states.advance_postponed(cache.group_pools, batch.lengths - starts)
         cache = cache.replace_group_pools(pools)
     if T:
-        # The states have only the tokens that stay.
+        # Do not truncate the states: they contain only confirmed tokens.
         cut = dataclasses.replace(cache, states=None)
         cut = paged_cache.truncate(cut, batch.lengths_in(cache), max_tokens=T)
         cache = dataclasses.replace(cut, states=cache.states)

@@ -129,7 +129,7 @@ class Executor:
         # The last result with `free_blocks`; None if they are out of date.
         self._latest: QueuedResult | None = None
         self.reset()
-        if self._state is not None:  # the first request decodes after its prompt
+        if self._state is not None:  # decoding starts after a prompt: time to read its program
             first = first_decode(self.programs, sizes)
             self._stored.read_ahead(first, weights.arrays, shapes_of(self._state))
 
@@ -306,7 +306,7 @@ class Executor:
         start, compiled = time.perf_counter(), self.compile_seconds
         for call in self.compile_all(report):
             self.run(call)
-        self._compiled |= {_ASSIGNMENT, _TOKEN_MASKS}  # do not report the compilation of these
+        self._compiled |= {_ASSIGNMENT, _TOKEN_MASKS}  # compile these two without a report
         self.write_token_masks(TokenMasks.create(self.sizes, self.vocab_size))
         # An assignment must write to a slot. Compile the programs for 1 row and for several rows.
         first = Assignment(0, SamplingParams(), [0], num_prompt_tokens=1, seed=0, max_length=2)

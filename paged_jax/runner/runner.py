@@ -45,7 +45,7 @@ class _Publication(NamedTuple):
     """A full block to add to the prefix cache."""
 
     slot: int
-    column: int  # of the block in the slot
+    column: int  # column of the block in the block table
     digest: bytes
     token_ids: list[int]
     is_snapshot: bool  # whether to keep the states of recurrent layers after its last token
@@ -291,7 +291,7 @@ class ModelRunner:
         if sequence.chain is None:
             return
         C, slot = self._sizes.block_size, slot_of(sequence)
-        # The states of recurrent layers are those after the last computed token.
+        # A slot has the states of recurrent layers only after its last computed token.
         interval, last = self._state_interval, sequence.num_computed // C - 1
         is_point = interval and sequence.num_computed in sequence.snapshot_points(interval)
         # A sequence that decodes has left a mark, see `cache.blocks.state_tables`.

@@ -125,11 +125,11 @@ class StoredPrograms:
         donated: int | None = None,
         **static: Any,
     ) -> Callable[..., Any]:
-        """Return a program of `jit_for`. Read it from a file, or compile it and write the file.
+        """Return a compiled function: read it from its file, or compile it and write the file.
 
         Args:
           name: name of the program and of the shapes of its arguments.
-          jitted: the function, which is used if programs are not stored.
+          jitted: the function, a result of `jit_for`. It is returned if programs are not stored.
           arguments: its arguments; only their shapes and dtypes matter.
           donated: index of the donated argument, or None.
           **static: its static arguments.

@@ -86,13 +86,13 @@ def restrict_logits(
     words = rows.bad_words.at[slots].get(mode="clip")
     first, last = words[..., :-1], words[..., -1]
     num_recent = rows.recent_ids.shape[1]
-    # The columns of the L - 1 positions before, oldest first.
+    # The columns of the last L - 1 positions, oldest first.
     columns = positions[:, None] + jnp.arange(1, num_recent, dtype=jnp.int32)[None]
     recent = jnp.take_along_axis(rows.recent_ids, columns % num_recent, axis=1)
     is_begun = jnp.all((first < 0) | (first == recent[:, None]), axis=2)
     completing = jnp.where(is_begun, last, z.shape[1])
     row = jnp.arange(z.shape[0], dtype=jnp.int32)[:, None]
-    # Count the excluded tokens instead of comparing logits before and after: that needs a copy.
+    # Count the excluded tokens: a comparison of logits before and after would need a copy.
     is_possible = z.at[row, completing].get(mode="fill", fill_value=-jnp.inf) > -jnp.inf
     is_same = completing[:, :, None] == completing[:, None]
     is_repeated = jnp.any(is_same & jnp.tri(is_same.shape[1], k=-1, dtype=jnp.bool_)[None], axis=2)

@@ -151,7 +151,7 @@ class Completion:
             return False
         if params.stop_token_ids and _meet(frozenset(params.stop_token_ids), token_ids):
             return False
-        for logprob in logprobs:  # in the order of `append`, for equal rounding
+        for logprob in logprobs:  # one by one as in `append`, for the same rounding
             total += logprob
         if self._detokenizer is not None:
             peeked = self._detokenizer.peek(token_ids)

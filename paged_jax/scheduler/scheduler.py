@@ -290,8 +290,8 @@ class Scheduler:
             if self._queue.free_slots:
                 if self._admission.try_to_start(planner, sequence):
                     return True
-                # Preempting a junior frees the blocks that only juniors hold, the blocks that it
-                # would claim, and the block reserved for its growth.
+                # Preempting all juniors frees the blocks that no other sequence holds, and the
+                # blocks reserved for their prompts and for their growth.
                 claims = sum(
                     block_budget.num_claimed(s) + block_budget.can_grow(s) for s in juniors
                 )

@@ -140,7 +140,7 @@ class Lookahead:
         """Plan without the sequences whose next mask depends on tokens that are not known yet."""
         is_planned, was_bound = set(plan.decodes), set(plan.bound)
         decodes: list[Sequence] = []
-        known: dict[Sequence, int] = {}  # number of tokens that each new mask is enough for
+        known: dict[Sequence, int] = {}  # number of tokens that the next mask of each allows
         longest = 0
         for sequence in running:
             num_ahead = plan.num_steps if sequence in is_planned else 0
@@ -157,7 +157,7 @@ class Lookahead:
             longest = max(longest, sequence.max_length - len(sequence.token_ids) - num_ahead)
         self._has_grammars = any(s.grammar is not None and not s.grammar.is_over for s in running)
         most = min(known.values(), default=self.max_steps)
-        if len(decodes) < len(running):  # the others wait
+        if len(decodes) < len(running):  # some sequences wait for masks
             most = max(min(known.values(), default=0), self.num_free_steps)
         return self._make(decodes, min(most, longest), list(known))
 

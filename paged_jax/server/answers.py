@@ -451,7 +451,7 @@ def schema_constraint(schema: dict[str, Any], is_strict: bool) -> StructuredOutp
 def only_constraint(
     params: dict[str, Any], format: StructuredOutputsParams | None, field: str
 ) -> StructuredOutputsParams | None:
-    """Return the only constraint on a text; None if there is none.
+    """Return the constraint on a text, which two fields may contain; None if neither does.
 
     Args:
       params: sampling parameters, which may have ``structured_outputs``.
@@ -459,7 +459,7 @@ def only_constraint(
       field: name of this field.
 
     Raises:
-      ApiError: there are two constraints.
+      ApiError: both fields contain a constraint.
     """
     constraint = params.get("structured_outputs")
     if format is not None and constraint is not None:

@@ -213,7 +213,7 @@ def _result_texts(content: Any, place: str) -> Iterator[str]:
 
 
 def _joined(messages: list[JsonDict]) -> list[JsonDict]:
-    """Return the messages, with consecutive plain messages of one role joined."""
+    """Return the messages. Join consecutive messages of one role that have only a content."""
     joined: list[JsonDict] = []
     for message in messages:
         last = joined[-1] if joined else {}

@@ -29,7 +29,7 @@ class ChatAnswer(OpenAiAnswer):
     ):
         super().__init__(service, body, client, record)
         self.chat = Chat(service, body)
-        self._num_calls: dict[int, int] = {}  # in the stream of each sample so far
+        self._num_calls: dict[int, int] = {}  # calls in the stream of each sample
 
     def prompts(self) -> list[str | list[int]]:
         """Return the messages as a prompt, rendered by the model's chat template."""

@@ -172,7 +172,7 @@ class Chat:
         try:
             self.service.grammars.compile(whole)
         except ArgumentError:
-            self._check(constraint, field)  # an error without the grammar around the constraint
+            self._check(constraint, field)  # its error does not quote the grammar around it
             raise
         return whole
 

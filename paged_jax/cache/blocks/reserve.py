@@ -113,7 +113,7 @@ class Reservation(NamedTuple):
     changes nothing unless it is possible in all of them.
     """
 
-    tables: BlockTables  # the result if nothing is applied: only blocks outside windows were freed
+    tables: BlockTables  # result if not applied; blocks outside windows are freed
     end: jax.Array  # i32[S], the lengths afterwards
     first_columns: jax.Array | None  # i32[S], the `first_columns` afterwards
     writes: "SharedWrites"

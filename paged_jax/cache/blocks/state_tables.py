@@ -61,8 +61,8 @@ class StateTables:
       sources: i32[S], the entry that the program reads; P for zeros.
       marks: i32[S], an entry with an earlier state of the slot; P for none.
       mark_lengths: i32[S], number of tokens in that state.
-      spares: i32[S], a free entry to which the planned program turns at `turns` tokens, so that it
-        leaves a mark; P for none. See `plan_marks`.
+      spares: i32[S], a free entry that the planned program writes from `turns` tokens on, so that
+        the old entry becomes a mark; P for none. See `plan_states`.
       turns: i32[S], number of tokens of the next mark.
     """
 
@@ -147,7 +147,7 @@ def reserve_states(tables: StateTables, is_writer: jax.Array) -> StateTables:
     may_keep &= held < P
     is_snapshot = pool.is_cached.at[held].get(mode="fill", fill_value=False)
     is_needed, is_wanted = is_writer & ~may_keep, may_keep & is_snapshot
-    # Marks make room first.
+    # If free entries run out, free all marks before a snapshot is overwritten.
     is_short = jnp.sum(is_needed | is_wanted, dtype=jnp.int32) > pool.num_free
     tables = _drop_marks(tables, jnp.broadcast_to(is_short, is_writer.shape))
     pool = tables.pool
@@ -186,7 +186,7 @@ def plan_states(
 
     A program that reaches ``turns`` tokens in a slot must read that state from the entry of the
     slot, and write the following states to its spare entry. Then call `commit_marks`. Marks use
-    free entries only, and leave half of the entries beyond one per slot to snapshots.
+    free entries only. Half of the entries beyond one per slot are left to snapshots.
 
     Args:
       tables: the state; may be donated.
@@ -197,7 +197,8 @@ def plan_states(
     tables = reserve_states(tables, is_writer)
     interval, P = state_interval(tables.pool.token_ids.shape[1]), tables.num_entries
     turns = (lengths + interval - 1) // interval * interval
-    # A slot that starts at such a length leaves its entry, unless it leaves a shared entry anyway.
+    # If the length is a multiple already and the slot does not write in place, the old entry keeps
+    # this state anyway, so no mark is needed.
     is_left = (turns > lengths) | (tables.sources == tables.entries)
     is_reached = is_writer & is_left & (turns > 0) & (turns < lengths + most)
     is_reached &= (tables.marks == P) | (tables.mark_lengths != turns)

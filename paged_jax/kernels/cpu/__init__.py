@@ -61,7 +61,7 @@ _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 _INEXACT_CODES = ("nf4", "fp4")
 
 # The number of inputs in a group of packed 4-bit values must be a multiple of this, because the
-# kernels process two cells of two inputs at a time (`source/codes.h`).
+# kernels process two pairs of inputs at a time (`source/codes.h`).
 _PACKED_GROUP = 4
 
 

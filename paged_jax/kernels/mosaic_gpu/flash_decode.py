@@ -9,16 +9,16 @@ shared memory, some steps ahead of the matmuls::
     blocks 7 2 9 4 of the KV head  --->   tokens 0 .. T - 1        --->      step 0
                                    --->   tokens T .. 2 * T - 1    --->      step 1   ...
 
-Tokens are the rows of the first matmul and elements of values the rows of the second, so the 16
-rows per warp of an `mma` are all used. The query heads are the columns, padded to R = 8 or 16::
+The rows of the first matmul are tokens, and the rows of the second are elements of values. So all
+16 rows per warp of an `mma` are used. The query heads are the columns, padded to R = 8 or 16::
 
     scores [T, R] = K [T, D] @ queries [D, R]
     out   [U, R] += V^T [U, T] @ weights [T, R]
 
 Each warp has the scores of some of the tokens, and its rows of the output need the weights of all
 tokens. The weights are therefore exchanged through shared memory, and the maximum of the scores is
-computed across warps. In half precision, a weight keeps only 8 or 11 bits, so the rounding errors
-of the weights are multiplied too.
+computed across warps. A weight in half precision keeps only 8 or 11 bits. So another matmul adds
+the products of the rounding errors of the weights with V.
 
 The last thread block of a sequence merges the partial results of its parts. A group of more heads
 than fit the registers is cut into slices with a thread block each, which read K and V again.
@@ -247,7 +247,7 @@ class _WeightedSum(NamedTuple):
 def _fold_part(
     copies: TileCopies, options: Options, instructions: GpuInstructions
 ) -> tuple[_WeightedSum, ...]:
-    """Compute the softmax of the queries over the tokens of a part, for each 8 query heads."""
+    """Compute the softmax of the queries over the tokens of a part, per group of 8 query heads."""
     sizes, shared, part = copies.sizes, copies.shared, copies.part
     T, num_groups = sizes.step_tokens, shared.rows.shape[0]
     start = _WeightedSum(
@@ -297,7 +297,7 @@ def _fold_part(
 
 
 def _load_queries(copies: TileCopies) -> list[list[jax.Array]]:
-    """Load the queries: ``[size, 8]`` for each 8 query heads and each piece of the keys."""
+    """Load the queries: ``[size, 8]`` per group of 8 query heads and piece of the keys."""
     shared = copies.shared
     return [
         [
@@ -314,7 +314,7 @@ def _score(
     queries: list[list[jax.Array]] | None,
     instructions: GpuInstructions,
 ) -> list[jax.Array]:
-    """Return the products of keys and queries, f32 ``[T, 8]`` for each 8 query heads."""
+    """Return the products of keys and queries, f32 ``[T, 8]`` per group of 8 query heads."""
     shared, T = copies.shared, copies.sizes.step_tokens
     scores = [jnp.zeros((T, MMA_COLUMNS), jnp.float32)] * shared.rows.shape[0]
     queries = _load_queries(copies) if queries is None else queries
@@ -438,7 +438,7 @@ def _merge(
     count: jax.Array,
     place: tuple[jax.Array, int],
 ) -> _Result:
-    """Merge the results of `count` parts, from part `start` on, for 8 query heads of a place."""
+    """Merge the results of `count` parts from `start` on, for the 8 query heads at `place`."""
     out_ref, lse_ref = partial_refs
     pieces = cut_lanes(0, out_ref.shape[3])
 

@@ -346,13 +346,13 @@ def _is_seen(like: jax.Array, start: jax.Array, position: jax.Array, options: Op
 
 
 def _scale(scores: jax.Array, options: Options) -> tuple[jax.Array, float]:
-    """Return scores, and a positive number that they must be multiplied by to units of log 2."""
+    """Return scores, and a positive factor that converts them to units of log 2."""
     if options.soft_cap is not None:
         # tanh(x) = 1 - 2 / (exp(2 * x) + 1). The instruction for tanh is less precise.
         factor = np.float32(2 * options.scale / (options.soft_cap * math.log(2)))
         return 1 - 2 / (jnp.exp2(scores * factor) + 1), options.soft_cap / math.log(2)
     unit = options.scale / math.log(2)
-    # The largest score must also be the largest after the multiplication.
+    # The factor must be positive, so that the order of the scores does not change.
     return (scores, unit) if unit > 0 else (scores * np.float32(unit), 1.0)
 
 

@@ -128,7 +128,7 @@ def launch(
 
 
 class GpuInstructions(NamedTuple):
-    """GpuInstructions that the simulator lacks, with another form for it.
+    """GPU instructions, with an equivalent form for the simulator, which lacks them.
 
     Attributes:
       is_simulated: whether the kernel runs in the simulator.
@@ -354,8 +354,8 @@ class SharedTiles(NamedTuple):
       weights: ``[2, R, T]``, weights of a step, and their rounding errors.
       sums: f32 ``[R / 8, U, 8]``, the output in the arrangement of registers.
       out: ``[R, U]``, the output.
-      rows: f32 ``[R / 8, 8]``, a number for each query head.
-      count: i32 ``[1]``.
+      rows: f32 ``[R / 8, 8]``, the sink of each query head, and then its log-sum-exp.
+      count: i32 ``[1]``, previous value of the counter of the sequence.
       is_loaded: barrier of the queries.
     """
 
@@ -471,7 +471,7 @@ class TileCopies(NamedTuple):
                     )
 
     def _tokens(self, step: jax.Array) -> list[jax.Array]:
-        """Return the position of the first token of each copy of a step."""
+        """Return the position of the first token of each bulk copy of a loop step."""
         rows = self.sizes.copy_rows
         first = self.part.first + step * self.sizes.step_tokens
         return [first + turn * rows for turn in range(self.sizes.step_tokens // rows)]

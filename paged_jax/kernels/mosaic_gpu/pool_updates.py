@@ -131,7 +131,7 @@ def _write_kernel(layer_ref, blocks_ref, offsets_ref, *refs, num_halves):
     @pl.when(_is_kept(*place, pool_refs[0].shape))
     def _():
         layer, block, offset = place
-        # One copy for each piece of the heads, all of them in flight at the same time.
+        # One bulk copy per range of lanes (`_pieces`), all in flight at the same time.
         pieces = [
             (new_ref, pool_ref, pl.ds(start, size))
             for new_ref, pool_ref in zip(new_refs, pool_refs, strict=True)

@@ -58,7 +58,7 @@ class PrefillSizes(NamedTuple):
             return pl.cdiv(T, _count_tokens(heads)) * (G // heads)
 
         divisors = [size for size in range(1, TILE // TILE_ROWS + 1) if G % size == 0]
-        # Of equal numbers of tiles, more heads and fewer tokens have less to mask.
+        # If numbers of tiles are equal, prefer more heads and fewer tokens: fewer steps are masked.
         heads = min(divisors, key=lambda size: (num_tiles(size), -size))
         step_tokens = 128 if D <= 128 else 64
         stage = 2 * step_tokens * D * 2
@@ -99,12 +99,12 @@ class QueryTile(NamedTuple):
     Attributes:
       is_there: 0 if the thread block has no tile.
       sequence: row of the sequence in the batch.
-      index: index of the tile among the queries and in the output.
+      index: index of the tile in the arrays of queries and outputs.
       first: position of the first token of the tile in its sequence.
-      num_queries: tokens of the tile that are queries, its first ones.
-      seen: position of the first token that a query sees.
+      num_queries: number of queries; they are the first tokens of the tile.
+      seen: position of the first token that any query sees.
       origin: position at which step 0 starts, `seen` rounded down to a bulk copy.
-      full_begin: first step with all tokens seen by all queries.
+      full_begin: first step in which every query sees every token.
       full_end: end of these steps (exclusive).
       num_steps: number of steps.
     """
@@ -316,7 +316,7 @@ class PrefillCopies(NamedTuple):
         return pl.ds(pl.multiple_of(start, TILE_ROWS), num_rows)
 
     def _tokens(self, step: jax.Array) -> list[jax.Array]:
-        """Return the position of the first token of each copy of a step."""
+        """Return the position of the first token of each bulk copy of a loop step."""
         rows, first = self.sizes.copy_rows, self.tile.origin + step * self.sizes.step_tokens
         return [first + turn * rows for turn in range(self.sizes.num_copies)]
 

@@ -132,13 +132,13 @@ def choose_shape(rows: int, num_inputs: int, format: WeightFormat) -> TileShape:
       num_inputs: inputs of the weight.
       format: format of the weight.
     """
-    step = 128 if format.is_packed else 64  # 64 bytes of each output
+    step = 128 if format.is_packed else 64  # 64 bytes per row of the weight
     if rows <= 16:
         shape = TileShape(64, step, num_warps=2, num_stages=4)
     elif rows <= _MAX_TILE_ROWS:
         shape = TileShape(128, step, num_warps=4, num_stages=3)
     else:
-        shape = TileShape(128, 64, num_warps=8, num_stages=3)  # of experts
+        shape = TileShape(128, 64, num_warps=8, num_stages=3)  # only experts have more rows
     fitting = max(PACKED_INPUTS, pl.next_power_of_2(num_inputs))
     return shape._replace(inputs=min(shape.inputs, fitting))
 

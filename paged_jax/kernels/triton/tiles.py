@@ -213,17 +213,19 @@ class KVHead(NamedTuple):
         positions: jax.Array,
         is_read: jax.Array,
     ) -> jax.Array:
-        """Load a tile of K or V, ``[N, lanes]``; lanes are int16 words if elements have 1 byte.
+        """Load a tile of K or V, ``[N, lanes]``. A lane is an int16 word of two 1-byte elements.
+
+        If elements have 2 or 4 bytes, a lane is an element.
 
         Args:
           half: whether to load keys or values.
-          part: the part of keys or values to load.
+          part: the range of elements to load, one of `parts`.
           block_ids: i32 ``[N]``, from `load_block_ids`.
           positions: i32 ``[N]``, positions of the tokens in the sequence.
           is_read: bool ``[N]``, whether to load a token; other rows are 0. Lanes that are padding
             are 0 too.
         """
-        elements = 2 if self.pool_dtype.itemsize == 1 else 1  # in a lane
+        elements = 2 if self.pool_dtype.itemsize == 1 else 1  # per lane
         width, start = part.size // elements, part.start // elements
         lanes = jnp.arange(num_lanes(width), dtype=jnp.int32)[None]
         offsets = remainder(positions, self.pools.block_size)

@@ -209,8 +209,9 @@ class GgufTensor(QuantisedTensor):
     def _file_rows(self, rows: slice) -> np.ndarray:
         """Return the index in the file of each of the given rows.
 
-        llama.cpp rotates neighbours (0, 1), (2, 3) of a head where Hugging Face checkpoints rotate
-        elements at a distance of half a head: row i of the first half is row 2 i of the file.
+        llama.cpp rotates pairs of neighbours: (0, 1), (2, 3). Hugging Face checkpoints rotate pairs
+        at a distance of half a head. So row i of the first half is row 2 i of the file, and row i
+        of the second half is row 2 i + 1.
         """
         places = np.arange(*rows.indices(self.shape[0]))
         if not self.num_rotated_heads:
@@ -355,7 +356,7 @@ def find_gguf_tensors(file: GgufFile, config: LlamaConfig) -> dict[str, GgufTens
     """
     tensors: dict[str, GgufTensor] = {}
     for entry in file.tensors.values():
-        if entry.name in ROPE_TENSORS:  # part of the config
+        if entry.name in ROPE_TENSORS:  # `gguf_config` reads them
             continue
         for name, tensor in _name(entry, config):
             if name in tensors:

@@ -189,7 +189,7 @@ def _plan_formats(
 
 
 def _usual_format(scheme: Scheme) -> WeightFormat:
-    """Return the usual format of a scheme. A config does not name the dtype of scales."""
+    """Return the format of a scheme. Assume the usual dtype of scales: configs do not state it."""
     reader = READERS[scheme.reader]
     usual = "bfloat16" if scheme.exponent_scales else reader.usual_scale_dtype
     code, scale_dtype = reader.code_of(scheme), reader.scale_dtype or usual

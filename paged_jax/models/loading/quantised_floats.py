@@ -47,8 +47,9 @@ _MAX_STATE_BYTES = 1 << 16
 class Fp8Matrix(ModuleMatrix):
     """A float8_e4m3fn matrix with scales for the matrix, for its rows, or for blocks.
 
-    Scales multiply, although transformers calls them `weight_scale_inv`. Blocks at the lower and
-    right edge may be cut off: a matrix of 576 rows has 5 rows of scales for blocks of 128.
+    Values are multiplied by scales, although transformers calls them `weight_scale_inv`. Blocks at
+    the lower and right edge may be cut off: a matrix of 576 rows has 5 rows of scales for blocks of
+    128.
     """
 
     required = (".weight",)

@@ -127,7 +127,7 @@ class ModuleMatrix(QuantisedTensor):
     # Code of the stored values, see `WeightFormat`.
     code: ClassVar[str]
     # Dtype of the scales that `_read_groups` returns; None for their dtype in the file, which is
-    # usually the second one.
+    # `usual_scale_dtype` in most files.
     scale_dtype: ClassVar[str | None] = None
     usual_scale_dtype: ClassVar[str] = "bfloat16"
 

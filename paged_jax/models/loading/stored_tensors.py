@@ -138,7 +138,7 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class JoinedTensor(StoredTensor):
-    """Rows of several small tensors in a row, as one tensor.
+    """Rows of several small tensors, concatenated to one tensor.
 
     Attributes:
       pieces: the tensors.
@@ -254,8 +254,9 @@ class TensorMapping:
       box_shape: shape of the box. It has the rank of the parameter.
       box_start: index of the first element of the box in the parameter.
       first_row: first row of the tensor in this box. Other boxes may hold the other rows.
-      row_order: permutation of n rows, applied to each n rows of the tensor: of them, row i of the
-        box holds row ``row_order[i]``. None if the order is the same.
+      row_order: permutation of n rows, applied to each group of n rows of the tensor: row i of a
+        group in the box is row ``row_order[i]`` of the group in the tensor. None if the order is
+        the same.
       axes: permutation of the tensor's axes, if the checkpoint stores it transposed; None
         otherwise. The first axis stays first.
       split_shape: with `axes`, shape of the tensor before the permutation, with some dimensions

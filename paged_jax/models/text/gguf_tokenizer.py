@@ -249,7 +249,7 @@ class _TokenizerReader:
         return None if index is None else self._tokens[index]
 
     def _numbers(self, key: str, default: np.ndarray | None, value: Any) -> np.ndarray:
-        """Return an array with a number for each token."""
+        """Check that `value` has a number for each token, and return it; None becomes `default`."""
         if value is None and default is not None:
             return default
         if not isinstance(value, np.ndarray) or len(value) < len(self._tokens):

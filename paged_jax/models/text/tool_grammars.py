@@ -199,7 +199,7 @@ def _python(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     if kind == "null":
         return '"None"'
     if kind in ("string", "integer", "number"):
-        return _json(schema, options)  # the same in JSON and in Python
+        return _json(schema, options)  # JSON and Python write these alike
     # JSON without true, false and null is a Python literal.
     scalar = {"type": ["string", "number"]}
     inner = {"anyOf": [scalar, {"type": "array", "items": scalar}]}

@@ -47,7 +47,7 @@ class ToolReader:
     def __init__(self, format: ToolFormat, tools: Sequence[Tool] = ()):
         self._format = format
         self._functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-        self._schemas: dict[str, dict[str, Any]] = {}  # of the arguments of called functions
+        self._schemas: dict[str, dict[str, Any]] = {}  # by the name of the function
         self._buffer = ""
         # Position: in text, before the name of a call, in its arguments, or after them.
         self._place: Literal["text", "head", "json", "xml", "python", "after"] = "text"
@@ -55,7 +55,7 @@ class ToolReader:
         self._skips_space = False  # white space between two calls is not text
         self._name = ""
         self._num_pairs = 0
-        self._is_in_text = False  # in a text in tags, whose pieces are reported as they come
+        self._is_in_text = False  # in a text value in tags, which is reported in pieces
         self._json = _JsonScanner()
         mark = format.mark
         self._start = mark or (format.opening + format.before_name)[:1]
