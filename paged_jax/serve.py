@@ -86,7 +86,7 @@ def _serve(args: argparse.Namespace) -> None:
     with logs_on_stderr(args.log_level, args.log_format):
         server.run([listener])
     if startup.is_making:
-        # The model is still loading, so no request has been accepted. Exit at once, because Python
+        # The model is still loading, so no request has been accepted. Exit now, because Python
         # could not exit while a program is compiled.
         sys.stderr.flush()
         os._exit(0)

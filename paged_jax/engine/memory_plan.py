@@ -104,7 +104,7 @@ class MemoryPlan:
 
     @property
     def num_engine_blocks(self) -> int:
-        """Number of blocks in an engine's pool: those that fit, up to what all slots use."""
+        """Number of blocks in an engine's pool: as many as fit, but no more than all slots use."""
         return min(self.num_blocks, self.footprint.max_blocks)
 
     @property

@@ -28,8 +28,8 @@ def set_rows(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
     For each scatter or `dynamic_update_slice`, XLA's CPU backend converts a whole bfloat16 array to
     float32 and back, and a whole fp8 array to float16 and back. The C++ kernel for CPUs sets the
     rows in place. Without it, this function scatters the bits as integers. In a program with
-    several writes, the casts between two writes cancel each other. What remains is one pass over
-    the array before the first write, and one after the last write. Remove this function when XLA
+    several writes, the casts between two writes cancel each other. One pass over the array
+    remains before the first write, and one after the last write. Remove this function when XLA
     scatters these dtypes in place.
 
     Args:

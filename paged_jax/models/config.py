@@ -101,7 +101,7 @@ class LlamaConfig:
         not `vocab_size`; 0 otherwise. Other tokens have the embedding of token 0.
       residual_streams: number of residual streams and further options; None for a single stream.
       laurel_rank: rank of two projections of the normalised input of attention, whose output is
-        added beside attention; 0 for none.
+        added to the residual stream after attention; 0 for none.
       activation_sparsity: fraction of the gates of each layer's MLP that are 0, if gates have a
         normal distribution; empty if there is none.
       use_double_wide_mlp: whether the MLP of layers without keys and values has twice the features.

@@ -123,7 +123,7 @@ def read_names(config: Mapping[str, Any], key: str, count: int | None = None) ->
     Args:
       config: content of the file.
       key: key of the list.
-      count: number of layers, of which the list must name each; None for any number of names.
+      count: required length of the list, the number of layers; None for any length.
     """
     names = config.get(key)
     if names is None:

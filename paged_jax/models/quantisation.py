@@ -18,7 +18,7 @@ from paged_jax.models.model_folder import read_config_json, read_json
 
 # Keys of config.json that describe quantised weights. MLX writes the first key.
 QUANTISATION_KEYS = ("quantization", "quantization_config", "compression_config")
-# Files in which older tools describe quantised weights, with the method of files that name none.
+# Files of older tools that describe quantised weights, and the method if a file does not name it.
 _FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",

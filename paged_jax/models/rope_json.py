@@ -318,7 +318,7 @@ def _is_nested(rope: Mapping[str, Any]) -> bool:
 def _split_by_layer_type(
     rope: Mapping[str, Any], family: Family
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the objects of layers without and with a sliding window."""
+    """Return the entries for layers without a sliding window, and for layers with one."""
     if not family.local_rope:
         raise UnsupportedConfigError(
             "LlamaConfig: rope_parameters that differ between layers are not supported for "

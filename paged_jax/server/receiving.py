@@ -19,8 +19,8 @@ B = TypeVar("B", bound=BaseModel)
 _SMALL = 2**15
 # Maximum number of validation errors that are examined to find the best message.
 _MAX_MISTAKES = 100
-# What an unsupported field must be: a value that does not change the response. Other values are
-# errors.
+# Rules for unsupported fields, to follow "must" in an error. They allow only values that do not
+# change the response.
 _NO_AUDIO = "as this server does not support audio"
 _UNSUPPORTED = {
     "function_call": "be null, as calls are tool_calls here",

@@ -123,7 +123,8 @@ class ResponsesBody(SamplingBody, TemplateFields):
 class ToolNames:
     """Names of functions, which may be in a namespace. Chats have only plain names.
 
-    A function in a namespace gets a name that joins both. A client sends and receives them apart.
+    A function in a namespace gets a name that joins both. Clients send and receive the two names
+    separately.
 
     Args:
       tools: the tools of a request. Tools of unknown types are ignored.

@@ -221,7 +221,7 @@ class SharedWrites:
       block: i32, the last block if the slot writes to it and it is shared, else P.
       is_copy: bool, whether the slot must write to a copy of `block`.
       is_last: bool, whether the slot is the last writer of `block`.
-      refs_left: i32, the number of references that `block` keeps.
+      refs_left: i32, the number of references to `block` after these writes.
     """
 
     in_place: jax.Array

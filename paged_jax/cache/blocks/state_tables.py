@@ -23,7 +23,7 @@ the last slot that uses a snapshot overwrites it, and the snapshot is forgotten.
 
 While a sequence decodes, each slot also keeps its state at the last multiple of 64 tokens, as a
 *mark*: the step that computes the next token writes to another entry, and the old entry stays. The
-host does not know the tokens yet, so it cannot publish the state at once. It publishes the mark
+host does not know the tokens yet, so it cannot publish the state immediately. It publishes the mark
 when the sequence ends. The next turn of a conversation then continues from there::
 
     tokens     0 ........... 64 ........... 128 ... 150, end

@@ -186,8 +186,8 @@ class GpuInstructions(NamedTuple):
     ) -> None:
         """Increment a counter in memory by 1, and store its previous value in shared memory.
 
-        What other thread blocks have stored before they incremented the counter is visible to all
-        threads afterwards. (PTX ISA, Memory Consistency Model, "Causality Order".)
+        All threads then see what other thread blocks stored before they incremented the counter.
+        (PTX ISA, Memory Consistency Model, "Causality Order".)
 
         Args:
           counts_ref: i32 counters in memory.

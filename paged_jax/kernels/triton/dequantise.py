@@ -153,7 +153,7 @@ class WeightTile(NamedTuple):
         index = jnp.arange(count, dtype=jnp.int32)
         inputs = step * format.step + index * width + half * PACKED_BYTES
         if size == width:
-            groups = step * count + index  # Triton finds consecutive groups only without a division
+            groups = step * count + index  # a division would hide consecutive groups from Triton
         else:
             groups = lax.div(inputs, jnp.full_like(inputs, size))
         is_past_end = format.num_inputs % format.step or format.is_prefetched

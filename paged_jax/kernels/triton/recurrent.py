@@ -40,7 +40,7 @@ _TILE, _NUM_WARPS = 4096, 4
 _CHANNELS = 512
 # Maximum elements of a key: with more, a tile would not fit the registers.
 _MAX_KEY_DIM = 512
-# Maximum number of rows, whose sources each program instance compares.
+# Maximum number of rows: each program instance compares the sources of all rows.
 _MAX_ROWS = 4096
 
 

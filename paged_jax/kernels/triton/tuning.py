@@ -169,7 +169,7 @@ def _power_of_two_below(x: int) -> int:
 
 
 def _latent_decode_rule(shape: Shape) -> DecodeParams:
-    """Return parameters for keys that contain values, of up to 512 elements and 16 query heads."""
+    """Return parameters for latent attention: values of up to 512 elements, 16 query heads."""
     step_tokens = min(max(_power_of_two_below(2 * _STEP_BYTES // token_bytes(shape)), 16), 64)
     return DecodeParams(step_tokens, num_warps=8 if _is_exact(shape) else 4, num_stages=2)
 

@@ -140,7 +140,7 @@ def _step_sizes(batch: int, num_kv_heads: int, head_dim: int) -> tuple[int, int]
     """Return the number of sequences in a decode loop step, and the number of tokens of each."""
     num_tokens = max(_STEP_BYTES // (num_kv_heads * head_dim * 4), TILE // 2)
     most = min(batch, _MAX_SEQUENCES, num_tokens // (TILE // 2))
-    rows = _ceil_div(batch, _ceil_div(batch, most))  # equal steps have the fewest rows of padding
+    rows = _ceil_div(batch, _ceil_div(batch, most))  # equal steps need the least padding
     return rows, min(TILE, num_tokens // rows)
 
 

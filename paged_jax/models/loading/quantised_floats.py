@@ -221,7 +221,7 @@ class BitsandbytesMatrix(ModuleMatrix):
 
     Blocks of 64 elements run over the flat matrix. They become groups of inputs, which are smaller
     if the number of inputs is no multiple of 64. With double quantisation, the scales are 8-bit
-    indices of a table, with scales and an offset of their own.
+    indices of a table, and have scales and an offset themselves.
     """
 
     required = (".weight", ".weight.absmax", ".weight.quant_map")

@@ -445,7 +445,7 @@ def _all_experts(
 def _each_expert(
     num_experts: int, tensors: str | tuple[str, ...], shape: tuple[int, ...]
 ) -> Mappings:
-    """Return the mappings of a parameter of which each expert has its own tensor, or several."""
+    """Return the mappings of a parameter that is stored as one or more tensors per expert."""
     parts, lead = ((tensors,), (1,)) if isinstance(tensors, str) else (tensors, (1, 1))
     return tuple(
         map_tensor(

@@ -185,7 +185,7 @@ class _Merger:
 
         Args:
           part: the description, or a reference to it.
-          is_beside: whether these are the keys beside an `allOf`, which may close the object.
+          is_beside: whether `part` has the siblings of an `allOf`. These may close the object.
         """
         reference = part.get("$ref") if isinstance(part, Mapping) else None
         if isinstance(reference, str) and not part.keys() - {"$ref"} - _ANNOTATIONS:
