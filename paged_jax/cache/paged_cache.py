@@ -326,8 +326,8 @@ def plan(
     """Plan blocks for tokens, and copy shared blocks; see `paged_jax.blocks.plan`.
 
     Slots with a limit above 0 first free the blocks that left their windows. `commit` must be the
-    next operation on the tables. States are chosen here if the plan is for any tokens, see
-    `plan_states`. See `reserve` for `backend`.
+    next operation on the tables. If there is room for any tokens, `plan_states` chooses the states
+    to read and to write. See `reserve` for `backend`.
 
     Returns:
       The cache, and one plan per group, all for the same number of tokens.

@@ -327,8 +327,8 @@ def _scan_tiles(
       q: float32 ``[B, Q, K, G, tile, D]``, queries that read the state before the tile.
       k: float32 ``[B, Q, K, G, tile, D]``, keys that write into the state after the tile.
       values: float32 ``[B, Q, K, G, tile, U]``, written by `k`.
-      keys: float32 ``[B, Q, K, G, tile, D]``. The values that these read from the state before the
-        tile are not written. None to write all.
+      keys: float32 ``[B, Q, K, G, tile, D]``. The values that they read from the state before the
+        tile are subtracted from `values`. None to subtract nothing.
       inner: float32 ``[B, Q, K, G, tile, tile]``, products of queries and keys of the tile.
       decay: float32 ``[B, Q, K, G, D]`` or ``[B, Q, K, G, 1]``, decay of the state over the tile.
       state: float32 ``[B, K, G, D, U]``.

@@ -191,7 +191,7 @@ class Llama(PagedModel):
           dtype: float32, bfloat16 or float16; ``"auto"`` is the dtype of the files. Matrices that
             the files store in a quantised format keep it. With ``"int8"``, ``"fp8"``, ``"int4"`` or
             ``"int4-symmetric"``, all large matrices are quantised while they are loaded.
-          scan_layers: see `Llama`; None for whichever is faster on the device that holds the
+          scan_layers: see `Llama`; None for the faster choice on the device that holds the
             weights.
           sharding: one `jax.sharding.Sharding` for all parameters, or a function of a parameter's
             name (``"layers.0.qkv_proj"``, or ``"layers.qkv_proj"`` if stacked) and shape; None for

@@ -192,7 +192,7 @@ def plan_states(
       tables: the state; may be donated.
       is_writer: bool[S], the slots that get tokens, see `reserve_states`.
       lengths: i32[S], tokens of each slot before the program.
-      most: i32[], maximum number of tokens of a slot.
+      most: i32[], maximum number of tokens that the program appends to a slot.
     """
     tables = reserve_states(tables, is_writer)
     interval, P = state_interval(tables.pool.token_ids.shape[1]), tables.num_entries
