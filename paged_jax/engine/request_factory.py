@@ -1,6 +1,7 @@
 """`RequestFactory`: checks and encodes prompts, and makes requests."""
 
 import dataclasses
+import functools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -97,7 +98,7 @@ class RequestFactory:
             cache_salt=salt,
             client=client,
             sample_offset=sample_offset,
-            bad_word_ids=self._bad_word_ids(params.bad_words or ()),
+            bad_word_ids=_encode_bad_words(self.tokenizer, tuple(params.bad_words or ())),
             # The first token has no log-probability.
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
@@ -190,37 +191,6 @@ class RequestFactory:
         self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_token_ids("stop_token_ids", stop_token_ids)
 
-    def _bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences of bad words, each with and without a space before it."""
-        sequences = dict.fromkeys(
-            self._bad_word_tokens(text)
-            for word in words
-            for text in (word.lstrip() or word, f" {word.lstrip() or word}")
-        )
-        if len(sequences) > MAX_BAD_WORDS:
-            raise _error(
-                f"must have at most {MAX_BAD_WORDS} token sequences, two for most words, got "
-                f"{len(sequences)}.",
-                "bad_words",
-            )
-        return tuple(sequences)
-
-    def _bad_word_tokens(self, text: str) -> tuple[int, ...]:
-        if self.tokenizer is None:
-            raise _error(
-                f"must be empty because the model has no tokenizer, got {text!r}. Use logit_bias.",
-                "bad_words",
-            )
-        token_ids: list[int] = []
-        if len(text) <= MAX_BAD_WORD_TOKENS * self.tokenizer.max_token_chars:
-            token_ids = self.tokenizer.encode(text, add_special_tokens=False)
-        if not 1 <= len(token_ids) <= MAX_BAD_WORD_TOKENS:
-            raise _error(
-                f"must be words of 1 to {MAX_BAD_WORD_TOKENS} tokens, got {text[:60]!r}.",
-                "bad_words",
-            )
-        return tuple(token_ids)
-
     def _check_token_ids(self, name: str, token_ids: Collection[Any]) -> None:
         # Fast check first: a Python loop over 100,000 ids takes a tenth of a second.
         is_plain = set(map(type, token_ids)) <= {int}
@@ -234,6 +204,43 @@ class RequestFactory:
                 raise _error(
                     f"must hold integers in 0..{self.vocab_size - 1}, got {token_id!r}.", name
                 )
+
+
+# The prompts of a list share their parameters, so remember the last results.
+@functools.lru_cache(maxsize=8)
+def _encode_bad_words(
+    tokenizer: Tokenizer | None, words: tuple[str, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences of bad words, each with and without a space before it."""
+    sequences = dict.fromkeys(
+        _encode_bad_word(tokenizer, text)
+        for word in words
+        for text in (word.lstrip() or word, f" {word.lstrip() or word}")
+    )
+    if len(sequences) > MAX_BAD_WORDS:
+        raise _error(
+            f"must have at most {MAX_BAD_WORDS} token sequences, two for most words, got "
+            f"{len(sequences)}.",
+            "bad_words",
+        )
+    return tuple(sequences)
+
+
+def _encode_bad_word(tokenizer: Tokenizer | None, text: str) -> tuple[int, ...]:
+    if tokenizer is None:
+        raise _error(
+            f"must be empty because the model has no tokenizer, got {text!r}. Use logit_bias.",
+            "bad_words",
+        )
+    token_ids: list[int] = []
+    if len(text) <= MAX_BAD_WORD_TOKENS * tokenizer.max_token_chars:
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+    if not 1 <= len(token_ids) <= MAX_BAD_WORD_TOKENS:
+        raise _error(
+            f"must be words of 1 to {MAX_BAD_WORD_TOKENS} tokens, got {text[:60]!r}.",
+            "bad_words",
+        )
+    return tuple(token_ids)
 
 
 def _check_options(salt: Any, priority: Any, arrival_time: Any, timeout: Any, client: Any) -> None:
