@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from paged_jax.formatting import short_repr
 from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.dispatch import cpu_backend, general_backend, linear_backend, run_kernel
 from paged_jax.kernels.gradients import differentiable_once
@@ -44,6 +45,7 @@ _MAX_DECODE_TOKENS = 64
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
+@short_repr
 class LayerWeights(NamedTuple):
     """The weights of all layers, in a scan over layers whose weights have different formats.
 

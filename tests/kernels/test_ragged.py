@@ -50,7 +50,8 @@ SINKS = np.linspace(-2, 3, 6, dtype=np.float32)  # one for each query head of a 
 
 
 def test_backends_all_have_ragged_batches() -> None:
-    assert set(BACKENDS) == set(backends_of("ragged"))
+    """The simulator of the backend `mosaic_gpu` is slow, so it has a file of its own."""
+    assert {*BACKENDS, "mosaic_gpu"} == set(backends_of("ragged"))
 
 
 @pytest.mark.parametrize(
