@@ -582,23 +582,30 @@ def parameters(cases: Mapping[str, Any]) -> list[Any]:
 
 def asked_for(request: pytest.FixtureRequest, what: str) -> set[str]:
     """Return the values of a parameter in the selected tests of a file, to compile only these."""
+    return {params[what] for params in _selected(request) if what in params}
+
+
+def _selected(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Return the parameters of the selected tests of a file."""
     items = [item for item in request.session.items if item.path == request.path]
-    calls = [item.callspec for item in items if hasattr(item, "callspec")]
-    return {call.params[what] for call in calls if what in call.params}
+    return [item.callspec.params for item in items if hasattr(item, "callspec")]
 
 
 def compile_for_gpus(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     """Return the results of ``aot_gpu`` by GPU and case, for the selected tests of a file.
 
-    The tests have parameters ``name`` and ``target``. Two GPUs are compiled for at the same time.
+    The tests have parameters ``name`` and ``target``. Each GPU gets the cases of its tests: steps
+    for one GPU may have instructions that another lacks. Two compile at the same time.
     """
-    names, targets = (asked_for(request, what) for what in ("name", "target"))
+    asked: dict[str, set[str]] = {}
+    for params in _selected(request):
+        asked.setdefault(params["target"], set()).add(params["name"])
 
     def compile_for(target: str) -> dict[str, Any]:
-        return run_script("aot_gpu", f"--gpu={target}", *exactly(names))
+        return run_script("aot_gpu", f"--gpu={target}", *exactly(asked[target]))
 
     with ThreadPoolExecutor(2) as threads:
-        return dict(zip(targets, threads.map(compile_for, targets), strict=True))
+        return dict(zip(asked, threads.map(compile_for, asked), strict=True))
 
 
 def chosen(cases: Mapping[str, Any], arguments: Sequence[str]) -> list[str]:
