@@ -60,7 +60,7 @@ def take_picture(page: Page, path: Path) -> None:
         """() => state !== null && state.sequences.length === 6
             && state.sequences.every((each) => each.num_tokens > 110)"""
     )
-    # The page keeps this state from now on. The server describes the block at once.
+    # The page keeps this state from now on. The server describes the block immediately.
     page.evaluate("""() => {
       const [kept, real] = [{ ...state, events: [] }, ask];
       ask = async (path) => (path.startsWith("cache/state") ? kept : real(path));

@@ -472,8 +472,8 @@ def publish(
 
     A block has the same digest in all groups.
 
-    `is_snapshot` bool[N] marks the blocks with which to keep a snapshot of the states of recurrent
-    layers. It is ignored unless the slot has a state or a mark that ends with the block.
+    `is_snapshot` bool[N] selects blocks. The prefix cache keeps the states of recurrent layers at
+    the end of each selected block, if the slot has a state or a mark that ends with the block.
     """
     before = tuple(group.tables for group in cache.groups)
     if is_snapshot is not None:

@@ -38,10 +38,10 @@ def first_kept_column(num_tokens: Count, window: int, block_size: int) -> Count:
     """Return the first column of the block table that a sliding window still needs.
 
     With n tokens in the cache, the next token has position n and attends to the positions
-    ``n - window + 1 .. n``. Its block begins at position ``n // C * C``. All blocks that the first
-    position of this block attends to are kept, not only those that position n attends to. So after
-    the release of a slot, the prefix cache has all blocks that a continuation of its full blocks
-    needs.
+    ``n - window + 1 .. n``. Its block begins at position ``n // C * C``. The first
+    position of this block attends to the earliest tokens, so all blocks that it needs are kept.
+    After the release of a slot, the prefix cache has all blocks that a continuation of its full
+    blocks needs.
 
     Args:
       num_tokens: number of tokens in the cache, an integer or an array of integers.

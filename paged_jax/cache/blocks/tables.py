@@ -414,8 +414,8 @@ def release(tables: BlockTables, mask: jax.Array) -> BlockTables:
 
     Cached blocks join the tail of the free queue, slot by slot. The end of a sequence is freed
     before its beginning, because other sequences are more likely to share the beginning. Other
-    blocks join the head and are reused first. If several released slots share a block, its place
-    in the queue is that of the last of these slots. Releasing an empty slot changes nothing. The
+    blocks join the head and are reused first. A block that several released slots share joins
+    the queue with the last of them. Releasing an empty slot changes nothing. The
     cost is proportional to the blocks that the slots hold.
 
     Args:
