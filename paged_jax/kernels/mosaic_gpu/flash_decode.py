@@ -53,7 +53,7 @@ from paged_jax.kernels.mosaic_gpu.launch import (
     TILE_LANES,
     TILE_ROWS,
     WIDE,
-    DecodeInputs,
+    AttentionInputs,
     DecodeSizes,
     GpuInstructions,
     SharedTiles,
@@ -139,8 +139,8 @@ def _decode(
     (B, H, _), N = q.shape, sizes.split.num_programs
     num_places, U = H // sizes.slice_size, sizes.value_dim
     num_groups = pl.cdiv(sizes.slice_size, MMA_COLUMNS)
-    inputs = DecodeInputs(
-        parts=_list_parts(sizes.split, context_lens),
+    inputs = AttentionInputs(
+        work=_list_parts(sizes.split, context_lens),
         q=q,
         pools=pools,
         block_tables=block_tables,
@@ -186,7 +186,7 @@ def _list_parts(split: KVSplit, context_lens: jax.Array) -> jax.Array:
 
 
 def _attend_kernel(
-    inputs: DecodeInputs,
+    inputs: AttentionInputs,
     counts_ref: Any,
     *refs: Any,
     options: Options,
@@ -196,7 +196,7 @@ def _attend_kernel(
     *output_refs, shared = refs
     outputs = _Outputs(*output_refs)
     place, program = lax.axis_index("place"), lax.axis_index("program")
-    part = KVPart(*(inputs.parts[program, field] for field in range(len(KVPart._fields))))
+    part = KVPart(*(inputs.work[program, field] for field in range(len(KVPart._fields))))
 
     @pl.when(part.is_there != 0)
     def _():

@@ -43,6 +43,7 @@ from paged_jax.kernels.gpu_device import device
 from paged_jax.kernels.mosaic_gpu.launch import (
     TILE_LANES,
     TILE_ROWS,
+    AttentionInputs,
     GpuInstructions,
     launch,
     plgpu,
@@ -52,7 +53,6 @@ from paged_jax.kernels.mosaic_gpu.query_tiles import (
     ROWS,
     TILE,
     PrefillCopies,
-    PrefillInputs,
     PrefillSizes,
     PrefillTiles,
     QueryTile,
@@ -197,8 +197,8 @@ def _attend(
     """Return ``[tiles * n, H, D]`` and f32 ``[tiles * n, H]``; like the queries of `args`."""
     (_, H, D), num_tiles = args.q.shape, tiles.shape[0]
     n, num_places = sizes.tile_tokens, H // sizes.slice_size
-    inputs = PrefillInputs(
-        tiles=tiles,
+    inputs = AttentionInputs(
+        work=tiles,
         q=args.q,
         pools=args.pools,
         block_tables=args.block_tables,
@@ -229,7 +229,7 @@ def _attend(
 
 
 def _attend_kernel(
-    inputs: PrefillInputs,
+    inputs: AttentionInputs,
     out_ref: Any,
     lse_ref: Any,
     shared: PrefillTiles,
@@ -239,7 +239,7 @@ def _attend_kernel(
     instructions: GpuInstructions,
 ) -> None:
     warpgroup, turn = lax.axis_index("warpgroup"), lax.axis_index("tile")
-    tile = QueryTile(*(inputs.tiles[turn, field] for field in range(len(QueryTile._fields))))
+    tile = QueryTile(*(inputs.work[turn, field] for field in range(len(QueryTile._fields))))
 
     @pl.when(tile.is_there != 0)
     def _():
@@ -274,7 +274,7 @@ class _OnlineSoftmax(NamedTuple):
 
 
 def _compute(
-    inputs: PrefillInputs,
+    inputs: AttentionInputs,
     shared: PrefillTiles,
     tile: QueryTile,
     options: Options,

@@ -323,19 +323,20 @@ def cut_lanes(start: int, end: int) -> list[tuple[int, int]]:
     return [(begin, min(_PIECE, end - begin)) for begin in range(start, end, _PIECE)]
 
 
-class DecodeInputs(NamedTuple):
-    """Arrays that the kernel reads, or refs of them.
+class AttentionInputs(NamedTuple):
+    """Arrays that an attention kernel reads, or refs of them.
 
     Attributes:
-      parts: i32 ``[N, 8]``, the fields of the part of each thread block in the grid.
-      q: ``[B, H, D]``.
+      work: i32 ``[N, fields]``, what each thread block in the grid computes: the fields of a
+        `KVPart` or a `QueryTile`.
+      q: ``[tokens, H, D]``.
       pools: the pools, or pages.
       block_tables: i32 ``[B, M]``.
       layer: i32 ``[1]``.
       sinks: ``[H]``, or None.
     """
 
-    parts: Any
+    work: Any
     q: Any
     pools: Any
     block_tables: Any
@@ -402,7 +403,7 @@ def shared_tiles(sizes: DecodeSizes, num_groups: int, dtype: Any) -> SharedTiles
 class TileCopies(NamedTuple):
     """Bulk copies of the blocks of a part into the ring of a thread block."""
 
-    inputs: DecodeInputs
+    inputs: AttentionInputs
     part: KVPart
     place: jax.Array
     sizes: DecodeSizes

@@ -20,6 +20,7 @@ from paged_jax.kernels.mosaic_gpu.launch import (
     MAX_SHARED_MEMORY,
     TILE_LANES,
     TILE_ROWS,
+    AttentionInputs,
     plgpu,
 )
 
@@ -158,26 +159,6 @@ def list_tiles(
     return jnp.stack([field.astype(jnp.int32) for field in fields], axis=1)
 
 
-class PrefillInputs(NamedTuple):
-    """Arrays that the kernel reads, or refs of them.
-
-    Attributes:
-      tiles: i32 ``[tiles, fields]``, the tile of each thread block in the grid.
-      q: ``[tiles * n, H, D]``.
-      pools: the pools, or pages.
-      block_tables: i32 ``[B, M]``.
-      layer: i32 ``[1]``.
-      sinks: ``[H]``, or None.
-    """
-
-    tiles: Any
-    q: Any
-    pools: Any
-    block_tables: Any
-    layer: Any
-    sinks: Any
-
-
 class PrefillTiles(NamedTuple):
     """Shared memory of a thread block.
 
@@ -242,7 +223,7 @@ class PrefillTiles(NamedTuple):
 class PrefillCopies(NamedTuple):
     """Bulk copies of a tile, all of which one warpgroup starts."""
 
-    inputs: PrefillInputs
+    inputs: AttentionInputs
     shared: PrefillTiles
     tile: QueryTile
     sizes: PrefillSizes
