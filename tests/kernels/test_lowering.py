@@ -13,7 +13,7 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from paged_jax.kernels import gpu_device
+from paged_jax.kernels import gpu_device, mosaic_gpu
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 from tests.support.compiler import needs_compiler
@@ -189,6 +189,25 @@ def test_op_lowers_to_one_kernel(platform, case) -> None:
 @pytest.mark.parametrize(("platform", "case"), supported(all_sizes))
 def test_op_lowers_to_one_kernel_in_any_combination(platform, case) -> None:
     check_lowers_to_one_kernel(platform, case)
+
+
+@pytest.mark.skipif(
+    mosaic_gpu.launch.refusal(interpret=True) is not None, reason="this jax has no such kernels"
+)
+@pytest.mark.parametrize("G", [1, 4, 12])
+@pytest.mark.parametrize("op", ["decode", "prefill", "ragged", "rope_write"])
+def test_mosaic_gpu_lowers_every_head_that_it_does_not_refuse(op, G) -> None:
+    """With ``backend=None``, an error when JAX lowers the program would stop the user."""
+    lowered = set()
+    for D in range(64, 577, 64):
+        case = Case(op, "mosaic_gpu", D=D, G=G)
+        try:
+            program = case.lower("cuda").as_text()
+        except NotImplementedError:
+            continue
+        assert "mosaic_gpu" in program
+        lowered.add(D)
+    assert {64, 128, 192, 256} <= lowered
 
 
 @pytest.mark.parametrize("M", [1, 700])

@@ -146,6 +146,7 @@ DECODES = {
                "options": {"sliding_window": 100}},
     "wide": {"lengths": [70, 9], "num_parts": 2, "D": 256, "dtype": "float16"},
     "latent": {"lengths": [70, 9], "num_parts": 2, "G": 16, "D": 320, "value_dim": 256},
+    "uneven pieces": {"lengths": [70, 9], "num_parts": 2, "G": 3, "D": 320},
 }  # fmt: skip
 
 

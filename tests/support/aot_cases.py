@@ -65,6 +65,7 @@ GPU_DECODE: Mapping[str, Case] = {
     "decode, group of 1024": _gpu("decode", B=1, G=1024),
     "decode, D 64": _gpu("decode", K=4, G=8, D=64),
     "decode, D 80": _gpu("decode", D=80),
+    "decode, D 192": _gpu("decode", D=192),
     "decode, D 256": _gpu("decode", D=256),
     "decode, int8": _gpu("decode", pool_dtype="int8"),
     "decode, fp8": _gpu("decode", pool_dtype="float8_e4m3fn"),
@@ -175,7 +176,7 @@ MOSAIC_DECODE: Mapping[str, Case] = _mosaic(
     GPU_DECODE,
     "decode", "decode of one sequence of 128K", "decode, blocks of 64", "decode, blocks of 8",
     "decode, group of 1", "decode, group of 7", "decode, group of 12", "decode, D 64",
-    "decode, D 256", "decode, float16", "decode, all variants", "decode, latent",
+    "decode, D 192", "decode, D 256", "decode, float16", "decode, all variants", "decode, latent",
 )  # fmt: skip
 
 # Prompts, for compute capability 9.0.

@@ -300,10 +300,7 @@ def _load_queries(copies: TileCopies) -> list[list[jax.Array]]:
     """Load the queries: ``[size, 8]`` per group of 8 query heads and piece of the keys."""
     shared = copies.shared
     return [
-        [
-            plgpu.load(_rows_of(shared.q, columns).at[pl.ds(*lanes)], optimized=False)
-            for lanes in copies.sizes.key_lanes
-        ]
+        [plgpu.load(_rows_of(piece, columns), optimized=False) for piece in shared.q]
         for columns in range(shared.rows.shape[0])
     ]
 
@@ -481,12 +478,14 @@ def _store(outputs: _Outputs, copies: TileCopies, results: list[_Result]) -> Non
     layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
     for columns in range(len(results)):
         heads = pl.ds(columns * MMA_COLUMNS, MMA_COLUMNS)
-        tile = shared.sums.at[columns].transpose((1, 0))
-        out = plgpu.load(tile, layout=layout, optimized=False)
-        shared.out[heads] = out.astype(shared.out.dtype)
+        for lanes, piece in zip(copies.sizes.value_lanes, shared.out, strict=True):
+            tile = shared.sums.at[columns, pl.ds(*lanes)].transpose((1, 0))
+            out = plgpu.load(tile, layout=layout, optimized=False)
+            piece[heads] = out.astype(piece.dtype)
     plgpu.commit_smem()
-    target = outputs.out.at[sequence, copies.query_heads]
-    plgpu.copy_smem_to_gmem(shared.out.at[pl.ds(0, size)], target)
+    for lanes, piece in zip(copies.sizes.value_lanes, shared.out, strict=True):
+        target = outputs.out.at[sequence, copies.query_heads, pl.ds(*lanes)]
+        plgpu.copy_smem_to_gmem(piece.at[pl.ds(0, size)], target)
     for turn in range(size):
         lse = shared.rows[turn // MMA_COLUMNS, turn % MMA_COLUMNS]
         outputs.lse[sequence, copies.first_query_head + turn] = lse

@@ -351,10 +351,10 @@ class SharedTiles(NamedTuple):
       k: ``[stages, T, size]`` for each piece of the keys, ring of tiles.
       v: ``[stages, T, size]`` for each piece of the values; empty if the keys contain the values.
       is_full: barriers of the tiles in the ring, passed when a tile has been copied.
-      q: ``[R, D]``, queries.
+      q: ``[R, size]`` for each piece of the queries, like the keys.
       weights: ``[2, R, T]``, weights of a step, and their rounding errors.
       sums: f32 ``[R / 8, U, 8]``, the output in the arrangement of registers.
-      out: ``[R, U]``, the output.
+      out: ``[R, size]`` for each piece of the output, like the values.
       rows: f32 ``[R / 8, 8]``, the sink of each query head, and then its log-sum-exp.
       count: i32 ``[1]``, previous value of the counter of the sequence.
       is_loaded: barrier of the queries.
@@ -375,7 +375,7 @@ class SharedTiles(NamedTuple):
 def shared_tiles(sizes: DecodeSizes, num_groups: int, dtype: Any) -> SharedTiles:
     """Describe the shared memory of a thread block, for `launch`."""
     R = num_groups * MMA_COLUMNS
-    T, D, U, stages = sizes.step_tokens, sizes.head_dim, sizes.value_dim, sizes.num_stages
+    T, U, stages = sizes.step_tokens, sizes.value_dim, sizes.num_stages
     key_lanes, value_lanes = sizes.key_lanes, [] if sizes.shares_values else sizes.value_lanes
     num_copies = T // sizes.copy_rows * len(key_lanes + value_lanes)
     swizzled = functools.partial(
@@ -390,13 +390,13 @@ def shared_tiles(sizes: DecodeSizes, num_groups: int, dtype: Any) -> SharedTiles
         k=tuple(swizzled((stages, T, size)) for _, size in key_lanes),
         v=tuple(swizzled((stages, T, size)) for _, size in value_lanes),
         is_full=plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
-        q=plgpu.SMEM((R, D), dtype),
+        q=tuple(plgpu.SMEM((R, size), dtype) for _, size in key_lanes),
         weights=swizzled((2, R, T)),
         sums=plgpu.SMEM((num_groups, U, MMA_COLUMNS), jnp.float32),
-        out=plgpu.SMEM((R, U), dtype),
+        out=tuple(plgpu.SMEM((R, size), dtype) for _, size in sizes.value_lanes),
         rows=plgpu.SMEM((num_groups, MMA_COLUMNS), jnp.float32),
         count=plgpu.SMEM((1,), jnp.int32),
-        is_loaded=plgpu.Barrier(),
+        is_loaded=plgpu.Barrier(num_arrivals=len(key_lanes)),
     )
 
 
@@ -431,9 +431,13 @@ class TileCopies(NamedTuple):
 
     def start_first(self) -> None:
         """Start the copies of the queries, and of the steps that fill the ring."""
-        rows = pl.ds(0, self.sizes.slice_size)
-        queries = self.inputs.q.at[self.part.sequence, self.query_heads]
-        plgpu.copy_gmem_to_smem(queries, self.shared.q.at[rows], self.shared.is_loaded)
+        rows, queries = pl.ds(0, self.sizes.slice_size), self.inputs.q
+        for lanes, piece in zip(self.sizes.key_lanes, self.shared.q, strict=True):
+            plgpu.copy_gmem_to_smem(
+                queries.at[self.part.sequence, self.query_heads, pl.ds(*lanes)],
+                piece.at[rows],
+                self.shared.is_loaded,
+            )
         steps = [self.part.begin + turn for turn in range(self.sizes.num_stages)]
         for step, blocks in zip(steps, [self.load_blocks(step) for step in steps], strict=True):
             self.start(step, blocks)
