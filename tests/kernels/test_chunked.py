@@ -56,11 +56,16 @@ def backend(request, monkeypatch) -> str:
     return request.param
 
 
-def test_chunked_attention_sees_the_tokens_of_a_chunk(backend) -> None:
+@pytest.mark.parametrize("width", [M, CHUNK // C + 1])
+def test_chunked_attention_sees_the_tokens_of_a_chunk(backend, width) -> None:
+    """The wide table has several chunks, the other one a chunk and a block."""
     k, v, tables = map(jnp.asarray, POOLS)
+    lengths = np.where(LENGTHS <= width * C, LENGTHS, 0)
     q = np.random.default_rng(1).normal(size=(len(LENGTHS), H, D)).astype(np.float32)
-    out = chunked_attention(jnp.asarray(q), k, v, tables, LENGTHS, chunk=CHUNK, backend=backend)
-    for row, length in enumerate(LENGTHS):
+    out = chunked_attention(
+        jnp.asarray(q), k, v, tables[:, :width], lengths, chunk=CHUNK, backend=backend
+    )
+    for row, length in enumerate(lengths):
         if length:
             wanted = expected_row(q[row], row, length - 1)
             np.testing.assert_allclose(out[row], wanted, atol=2e-6)
