@@ -1,5 +1,6 @@
 """Tests that the page on deployment and its files match the options and routes of the server."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -75,12 +76,27 @@ def test_compose_files_fit_together() -> None:
     port = serve.make_parser().parse_args([]).port
     [scraped] = files["prometheus"]["scrape_configs"][0]["static_configs"]
     assert scraped["targets"] == [f"server:{port}"] and "server" in services
+    assert files["prometheus"]["scrape_configs"][0]["authorization"] == {
+        "credentials": services["server"]["environment"][serve._API_KEY]
+    }
     [source] = files["datasources"]["datasources"]
     assert source["url"].split("/")[2].partition(":")[0] in services
     [provider] = files["dashboards"]["providers"]
     home = services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert home.startswith(provider["options"]["path"])
     assert f"../grafana.json:{home}:ro" in services["grafana"]["volumes"]
+
+
+def test_options_of_the_composed_server_are_valid(monkeypatch) -> None:
+    services = yaml.safe_load((ROOT / "examples" / "compose" / "compose.yaml").read_text())
+    server = services["services"]["server"]
+    for name, value in server["environment"].items():
+        monkeypatch.setenv(name, value)
+    entry = re.search(r"^ENTRYPOINT (\[.*\])$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert entry is not None
+    _, _, module, *options = json.loads(entry[1])
+    assert module == "paged_jax.serve"
+    serve._check(serve.make_parser().parse_args([*options, *server.get("command", [])]))
 
 
 @pytest.mark.slow
