@@ -142,6 +142,7 @@ num_tokens lengths prompt_lens prompt_lengths attention_mask seq_lens
 messages conversation conversations chat prompt prompts
 chat_template_kwargs template_kwargs chat_template_args enable_thinking
 use_tqdm progress show_progress progress_bar verbose tqdm
+show_progress verbose
 request_id id uid
 model model_name model_path model_id pretrained_model_name_or_path checkpoint path m
 folder pretrained_model_name_or_path model_path path model_name model_id model checkpoint
@@ -164,7 +165,7 @@ enable_prefix_caching prefix_caching enable_prefix_cache enable_caching
 enable_prefix_caching disable_radix_cache
 steps_per_dispatch multi_step decode_steps num_decode_steps
 num_speculative_tokens speculative_tokens num_draft_tokens draft_len prompt_lookup_num_tokens
-swap_space swap_space_gb cpu_offload_gb cpu_swap_space
+swap_space swap_space_gb cpu_swap_space
 tensor_parallel_size tp tp_size tensor_parallel num_devices tensor_parallelism num_gpus
 backend attention_backend attn_implementation implementation impl attn_backend
 on_compile compile_callback
@@ -210,6 +211,58 @@ head_dim head_size d_head
 rms_norm_eps norm_eps eps layer_norm_eps
 max_blocks_per_slot max_pages_per_seq max_blocks_per_seq pages_per_seq
 """
+
+
+# Names of other libraries without a counterpart here, and what their users can do.
+_ADVICE = {
+    "enforce_eager compilation_config max_seq_len_to_capture cuda_graph_sizes": (
+        "Leave it out: the engine always runs compiled programs."
+    ),
+    "trust_remote_code": "Leave it out: code of a checkpoint never runs.",
+    "enable_lora lora_modules lora_path adapter lora_request max_lora_rank": (
+        "Merge the adapter into the weights first; adapters are not supported."
+    ),
+    "device device_map n_gpu_layers num_gpu_layers main_gpu gpu_layers ngl cuda_device": (
+        "The engine runs on JAX's default device; the environment variable JAX_PLATFORMS=cpu, "
+        "cuda or tpu chooses another."
+    ),
+    "pipeline_parallel_size data_parallel_size": (
+        "One engine divides a model with tensor_parallel_size; docs/replicas.md runs several."
+    ),
+    "distributed_executor_backend": "See docs/several-devices.md.",
+    "enable_chunked_prefill": "Leave it out: prompts are always read in chunks of max_chunk.",
+    "disable_log_stats disable_log_requests": "Leave it out: stats count requests, no log is kept.",
+    "download_dir cache_dir": "Set the environment variable HF_HOME.",
+    "load_format hf_overrides": "The files and their config.json decide.",
+    "tokenizer_mode skip_tokenizer_init": "Leave it out; prompt_token_ids need no tokenizer.",
+    "cpu_offload_gb": "Weights stay on the device; dtype int8 or int4 makes them smaller.",
+    "limit_mm_per_prompt images image multi_modal_data mm_processor_kwargs": (
+        "Images and audio are not supported."
+    ),
+    "task runner convert": "Only text generation is supported.",
+    "logits_processors logits_processor": (
+        "Use logit_bias, allowed_token_ids or structured_outputs of SamplingParams."
+    ),
+    "use_beam_search num_beams early_stopping length_penalty beam_width": (
+        "Use LLM.beam_search with BeamSearchParams."
+    ),
+    "pad_token_id padding_side": "Leave it out: batches need no padding.",
+    "no_repeat_ngram_size": "Use repetition_penalty or frequency_penalty.",
+    "mask attention_mask attn_mask is_causal causal": (
+        "Attention is always causal; lengths and sliding_window say which tokens a query sees."
+    ),
+}
+_ADVICE_BY_NAME = {name: text for names, text in _ADVICE.items() for name in names.split()}
+
+
+def advise(name: str) -> str | None:
+    """Return a sentence about a name of another library that has no counterpart here.
+
+    Example:
+      >>> advise("trust_remote_code")
+      'Leave it out: code of a checkpoint never runs.'
+    """
+    return _ADVICE_BY_NAME.get(name)
 
 
 def _read(table: str) -> list[list[str]]:
@@ -276,6 +329,10 @@ def refuse_unknown(
 
 
 def _hint(name: str, known: Collection[str], synonyms: Mapping[str, str] | None = None) -> str:
+    if (text := advise(name)) is not None and not any(
+        name in others and first in known for first, *others in _LINES
+    ):
+        return f" {text}"
     holders = [each for each in ("sampling_params", "params") if each in known]
     meant = suggest(name, known, synonyms)
     if holders and name in _SAMPLING_NAMES and meant not in holders:

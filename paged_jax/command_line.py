@@ -4,6 +4,7 @@ import argparse
 import functools
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 import jax
 
 from paged_jax import __version__, distributed
-from paged_jax.arguments import suggest
+from paged_jax.arguments import advise, suggest
 from paged_jax.engine.config import VLLM_NAMES, OptionSpec, option_specs
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.loading.pretrained import bundled_folder
@@ -143,6 +144,8 @@ class Parser(argparse.ArgumentParser):
     def _hint(self, message: str) -> str:
         """Return a hint for an unknown flag: the flag that is probably meant."""
         if message.endswith(" required"):
+            if self._given and not self._given[0].startswith("-"):
+                return self._positional_hint(self._given[0])
             for word in self._given:
                 if (flag := _OTHER_FLAGS.get(word)) and flag in message.split():
                     return f". Did you mean {flag} instead of {word}?"
@@ -159,9 +162,21 @@ class Parser(argparse.ArgumentParser):
             flag = _OTHER_FLAGS[given]
             is_known = flag in self._option_string_actions or not flag.startswith("-")
             return f". Did you mean {flag}?" if is_known else ""
+        if not given.startswith("-"):
+            return self._positional_hint(given)
         wanted = given.lstrip("-").replace("-", "_")
+        if wanted not in names and (advice := advise(wanted)) is not None:
+            return f". {advice.rstrip('.')}"
         meant = wanted if wanted in names else suggest(wanted, names, VLLM_NAMES)
         return "" if meant is None else f". Did you mean {names[meant]}?"
+
+    def _positional_hint(self, given: str) -> str:
+        """Return a hint for an argument without a flag: most often a model or a prompt."""
+        if given == "serve":  # as in `vllm bench serve`
+            return ". Leave out serve"
+        flags = [each for each in ("--prompt", "--model") if each in self._option_string_actions]
+        new = [flag for flag in flags if flag not in self._given]
+        return f". Did you mean {new[0]} {shlex.quote(given)}?" if new else ""
 
 
 def program_name(command: str) -> str:

@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 import paged_jax
-from paged_jax import arguments, generate, plan, serve
+from paged_jax import arguments, bench, generate, plan, serve
 
 CALLS = [
     ("SamplingParams", {"max_new_tokens": 3}, "max_tokens"),
@@ -120,6 +120,46 @@ def test_command_lines_suggest_the_right_flag(command, flag, meant, capsys) -> N
     with pytest.raises(SystemExit):
         command.main([*required, flag, "0"])
     assert capsys.readouterr().err.rstrip().endswith(f"Did you mean {meant}?")
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "hint"),
+    [
+        (generate, ["hello there"], "required. Did you mean --prompt 'hello there'?"),
+        (generate, ["--prompt", "x", "folder"], "folder. Did you mean --model folder?"),
+        (serve, ["org/model"], "org/model. Did you mean --model org/model?"),
+        (serve, ["--model", "folder", "other"], "unrecognized arguments: other"),
+        (serve, ["--enforce-eager"], "Leave it out: the engine always runs compiled programs"),
+        (serve, ["--trust-remote-code"], "Leave it out: code of a checkpoint never runs"),
+        (bench, ["serve"], "unrecognized arguments: serve. Leave out serve"),
+    ],
+)
+def test_command_lines_explain_words_of_other_programs(command, words, hint, capsys) -> None:
+    with pytest.raises(SystemExit):
+        command.main(words)
+    assert capsys.readouterr().err.endswith(f"{hint}\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "advice"),
+    [
+        ("LLM", "enable_lora", "Merge the adapter into the weights first"),
+        ("LLM", "device_map", "JAX's default device"),
+        ("LLM", "data_parallel_size", "docs/replicas.md"),
+        ("Engine", "tokenizer_mode", "Leave it out"),
+        ("paged_attention", "is_causal", "Attention is always causal"),
+        ("SamplingParams", "logits_processors", "Use logit_bias"),
+    ],
+)
+def test_names_without_a_counterpart_are_explained(name, given, advice) -> None:
+    with pytest.raises(TypeError, match=f": {given} is not an argument. .*{advice}"):
+        getattr(paged_jax, name)(**{given: None})
+
+
+def test_advice_names_no_argument_of_this_library() -> None:
+    known = {*inspect.signature(paged_jax.Engine).parameters}
+    known |= inspect.signature(paged_jax.SamplingParams).parameters.keys()
+    assert not known & arguments._ADVICE_BY_NAME.keys()
 
 
 def test_suggest_returns_the_first_name_of_a_line() -> None:

@@ -15,7 +15,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.gguf_file import is_gguf
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.pretrained import bundled_folder, read_config
-from paged_jax.models.model_folder import find_model
+from paged_jax.models.model_folder import describe_missing_model, find_model
 from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.tensor_parallel import TensorParallel
 from paged_jax.models.text.generation_config import GenerationConfig
@@ -92,12 +92,10 @@ def find_files(options: EngineConfig) -> EngineConfig:
             f"{type(model).__name__}. See 'A model of another package' in docs/new-models.md."
         )
     if isinstance(model, (str, Path)):
-        model = find_model(model, revision=options.revision, download=options.download)
+        given = model
+        model = find_model(given, revision=options.revision, download=options.download)
         if not model.exists():
-            raise FileNotFoundError(
-                f"Engine: model must be a folder, a GGUF file or a name on the Hugging Face Hub, "
-                f"got {model}, which does not exist."
-            )
+            raise FileNotFoundError(f"Engine: model {describe_missing_model(given)}")
     if isinstance(tokenizer, (str, Path)):
         tokenizer = find_model(tokenizer, download=options.download)
     return dataclasses.replace(options, model=model, tokenizer=tokenizer)

@@ -280,6 +280,26 @@ def is_model_name(model: str | Path) -> bool:
     return _NAME.fullmatch(text) is not None and text[0] not in ".~" and not Path(text).exists()
 
 
+def describe_missing_model(model: str | Path) -> str:
+    """Return an error message, without the name of the option, for a path that does not exist.
+
+    Example:
+      >>> describe_missing_model("gpt2")
+      "must be a folder, a GGUF file or a name on the Hugging Face Hub, got 'gpt2'. There is no ..."
+    """
+    text = os.fspath(model)
+    advice = f"There is no such file or folder in {Path.cwd()}."
+    if "://" in text or text.startswith(("hf.co/", "huggingface.co/")):
+        advice = "Give the name alone, such as Qwen/Qwen3-0.6B."
+    elif text.startswith(("/", "~")):
+        advice = "There is no such file or folder."
+    elif re.fullmatch(r"[\w.:-]+", text) and not text.endswith(".gguf"):
+        advice += " Names on the Hub have two parts, such as Qwen/Qwen3-0.6B."
+    return (
+        f"must be a folder, a GGUF file or a name on the Hugging Face Hub, got {text!r}. {advice}"
+    )
+
+
 def find_model(model: str | Path, *, revision: str | None = None, download: bool = False) -> Path:
     """Return the local path of a model that is given by a path or by its name on the Hub.
 
@@ -289,7 +309,7 @@ def find_model(model: str | Path, *, revision: str | None = None, download: bool
 
     Args:
       model: path of a folder or a file, ``ORG/NAME``, or ``ORG/NAME/FILE.gguf``. A path is returned
-        unchanged, whether it exists or not.
+        whether it exists or not; ``~`` becomes the home folder.
       revision: branch, tag or commit of a named model; None for the branch main.
       download: whether to download missing files, with a progress bar.
 
@@ -303,7 +323,7 @@ def find_model(model: str | Path, *, revision: str | None = None, download: bool
                 f"revision must be given with the name of a model on the Hugging Face Hub, got the "
                 f"path {os.fspath(model)}."
             )
-        return Path(model)
+        return Path(model).expanduser()
     # Importing the library takes a quarter of a second.
     import huggingface_hub
     from huggingface_hub import constants

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from paged_jax import Engine
 from paged_jax.models.model_folder import find_model, is_model_name
 from tests.support import ROOT
 
@@ -82,11 +83,31 @@ def run(program: str, hub: str, home) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.parametrize(
+    ("model", "advice"),
+    [
+        ("gpt2", "Names on the Hub have two parts"),
+        ("llama3.2:1b", "Names on the Hub have two parts"),
+        ("https://huggingface.co/Qwen/Qwen3-0.6B", "Give the name alone"),
+        ("./model.gguf", "There is no such file or folder in "),
+        ("~/model", "There is no such file or folder."),
+    ],
+)
+def test_missing_models_are_explained(model, advice) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        Engine(model)
+    message = str(caught.value)
+    assert message.startswith("Engine: model must be a folder, a GGUF file or a name on")
+    assert f"got {model!r}. " in message and advice in message
+
+
 def test_paths_are_not_names(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "model").mkdir(parents=True)
     assert is_model_name("org/other") and is_model_name("org/other/q4.gguf")
-    for path in ("org/model", "./org/other", "~/org", "/org/other", "other", "a/b/c", "../a"):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert not is_model_name("~/org") and find_model("~/org") == tmp_path / "org"
+    for path in ("org/model", "./org/other", "/org/other", "other", "a/b/c", "../a"):
         assert not is_model_name(path)
         assert (
             str(find_model(path)) == str(find_model(path, download=True)) == path.removeprefix("./")

@@ -61,7 +61,7 @@ def from_pretrained(
     show_progress: bool | None = None,
 ) -> Model:
     """Load a model of a class, see `Llama.from_pretrained` and, for `formats`, `load_weights`."""
-    folder = bundled_folder() if folder is None else Path(folder)
+    folder = bundled_folder() if folder is None else Path(folder).expanduser()
     if not folder.exists():
         raise FileNotFoundError(
             f"from_pretrained: folder must exist, got {folder}. Nothing is downloaded: fetch it "
