@@ -2,32 +2,22 @@
 
     python examples/new_backend.py "It is a truth universally acknowledged"
 
-Each iteration reads a block of each sequence. The loop keeps the maximum of the scores, the sum of
-their exponentials relative to it, and the weighted sum of values (online softmax), so that all
-scores of a query are never in memory. Decode and prefill share it. Writes, and calls that it
-refuses, use the backends of the library.
+Each iteration reads a block of each sequence. Online softmax keeps the maximum of the scores, and
+sums relative to it, so that all scores are never in memory. Calls that the backend refuses raise an
+error; ops that it does not have, such as writes, run on the backends of the library.
 """
 
 import argparse
-from dataclasses import dataclass
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from paged_jax import LLM, SamplingParams
-from paged_jax.kernels.backend import (
-    AttentionArgs,
-    Options,
-    Pools,
-    Problem,
-    RaggedArgs,
-    RaggedOptions,
-)
+from paged_jax.kernels.backend import AttentionArgs, Options, Pools, Problem
 from paged_jax.kernels.dispatch import add_backend
 
 
-@dataclass(frozen=True)
 class LoopBackend:
     """Backend that computes attention with a loop over the columns of the block tables."""
 
@@ -35,71 +25,58 @@ class LoopBackend:
 
     def refusal(self, problem: Problem) -> str | None:
         """Return why the backend does not support a call, or None if it does."""
-        if problem.op not in ("decode", "prefill"):
-            return "it has no loop over ragged batches"
-        if not jnp.issubdtype(problem.pool_dtype, jnp.inexact) or problem.pool_dtype.itemsize == 1:
-            return "it does not read quantised pools"
-        return "it reads keys and values from two pools" if problem.shares_values else None
+        if problem.shares_values or problem.pool_dtype.itemsize == 1:
+            return "it reads keys and values from two pools that are not quantised"
+        if problem.has_sinks or problem.options != Options(problem.options.scale):
+            return "it has no windows, soft caps or sinks"
+        return None
 
     def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
         """Return the outputs and their log-sum-exp. A decode is a prefill of single tokens."""
         if args.query_lens is not None:
-            return attend_blocks(args, options)
-        out, lse = attend_blocks(args.as_prefill(), options)
+            return attend_blocks(args, options.scale)
+        out, lse = attend_blocks(args.as_prefill(), options.scale)
         return out[:, 0], lse[:, 0]
 
-    def attend_ragged(
-        self, args: RaggedArgs, options: RaggedOptions
-    ) -> tuple[jax.Array, jax.Array]:
-        """Every ragged call is refused, so this is never called."""
-        raise NotImplementedError
 
-
-def attend_blocks(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+def attend_blocks(args: AttentionArgs, scale: float) -> tuple[jax.Array, jax.Array]:
     """Return outputs ``[B, T, H, D]`` and their log-sum-exp ``[B, T, H]``."""
-    q, pools, block_tables, context_lens, query_lens, sinks, layer = args
+    q, pools, block_tables, context_lens, query_lens, _, layer = args
     assert isinstance(pools, Pools) and pools.v is not None and query_lens is not None
     B, T, H, D = q.shape
-    K, C, G = pools.num_kv_heads, pools.block_size, H // pools.num_kv_heads
+    K, C = pools.num_kv_heads, pools.block_size
     keys, values = pools.k, pools.v
-    q_BTKGD = options.scale * q.astype(jnp.float32).reshape(B, T, K, G, D)
-    positions_BT = (context_lens - query_lens)[:, None] + jnp.arange(T)[None]
-    is_query_BT = jnp.arange(T)[None] < query_lens[:, None]
+    q_BTKGD = scale * q.astype(jnp.float32).reshape(B, T, K, H // K, D)
+    # Number of tokens that each query sees; 0 for padding.
+    steps = jnp.arange(T)[None]
+    num_seen_BT = (context_lens - query_lens)[:, None] + steps + 1
+    num_seen_BT = jnp.where(steps < query_lens[:, None], num_seen_BT, 0)
 
     def add_block(state: tuple, column: jax.Array) -> tuple[tuple, None]:
         peak, total, out = state
-        blocks_B = jnp.clip(block_tables[:, column], 0, pools.num_blocks - 1)
-        keys_C = column * C + jnp.arange(C)
-        seen_BTC = is_query_BT[..., None] & (keys_C[None, None] <= positions_BT[..., None])
-        if options.sliding_window is not None:
-            seen_BTC &= keys_C[None, None] > positions_BT[..., None] - options.sliding_window
-        # Places that no query sees may hold NaN.
-        is_token = seen_BTC.any(axis=1)[:, None, :, None]
-        k_BKCD, v_BKCD = (
-            jnp.where(is_token, pool[layer][blocks_B].astype(jnp.float32), 0)
+        blocks = jnp.clip(block_tables[:, column], 0, pools.num_blocks - 1)
+        places = (column * C + jnp.arange(C))[None]
+        # Places after the end of a sequence may hold NaN.
+        is_token = (places < context_lens[:, None])[:, None, :, None]
+        k, v = (
+            jnp.where(is_token, pool[layer][blocks].astype(jnp.float32), 0)
             for pool in (keys, values)
         )
-        scores = jnp.einsum("btkgd,bkcd->btkgc", q_BTKGD, k_BKCD, precision="highest")
-        if options.soft_cap is not None:
-            scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
-        scores = jnp.where(seen_BTC[:, :, None, None], scores, -jnp.inf)
+        scores = jnp.einsum("btkgd,bkcd->btkgc", q_BTKGD, k, precision="highest")
+        is_seen_BTC = places[None] < num_seen_BT[..., None]
+        scores = jnp.where(is_seen_BTC[:, :, None, None], scores, -jnp.inf)
         new_peak = jnp.maximum(peak, scores.max(-1))
         shift = jnp.where(jnp.isfinite(new_peak), new_peak, 0)
         weights, rescale = jnp.exp(scores - shift[..., None]), jnp.exp(peak - shift)
-        added = jnp.einsum("btkgc,bkcd->btkgd", weights, v_BKCD, precision="highest")
+        added = jnp.einsum("btkgc,bkcd->btkgd", weights, v, precision="highest")
         state = total * rescale + weights.sum(-1), out * rescale[..., None] + added
         return (new_peak, *state), None
 
-    peak = jnp.full((B, T, K, G), -jnp.inf)
-    if sinks is not None:  # a score without a value
-        sinks_TKG = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(K, G), (B, T, K, G))
-        peak = jnp.where(is_query_BT[..., None, None], sinks_TKG, -jnp.inf)
-    total = jnp.isfinite(peak).astype(jnp.float32)
-    state = peak, total, jnp.zeros((B, T, K, G, D))
+    zeros = jnp.zeros_like(q_BTKGD)
+    state = zeros[..., 0] - jnp.inf, zeros[..., 0], zeros
     (peak, total, out), _ = jax.lax.scan(add_block, state, jnp.arange(block_tables.shape[1]))
-    out = options.value_scale * out / jnp.where(total == 0, 1, total)[..., None]
-    lse = jnp.where(total == 0, -jnp.inf, peak + jnp.log(total))
-    return out.reshape(q.shape).astype(q.dtype), lse.reshape(B, T, H)
+    out = out / jnp.where(total == 0, 1, total)[..., None]
+    return out.reshape(q.shape).astype(q.dtype), (peak + jnp.log(total)).reshape(B, T, H)
 
 
 def main() -> None:

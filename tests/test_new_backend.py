@@ -11,7 +11,6 @@ from tests.support.paged_batch import PagedBatch, queries
 from tests.support.tiny_model import SIZES
 
 LENGTHS, QUERY_LENS = [0, 1, 8, 9, 41], [0, 1, 3, 0, 7]
-SINKS = np.array([0.3, -1.0, 2.5, 0.0, 4.0, -3.0], np.float32)
 
 
 @pytest.fixture
@@ -21,9 +20,7 @@ def loop(monkeypatch) -> dict:
     return {"backend": "loop"}
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"sliding_window": 5, "soft_cap": 2.0}, {"scale": 0.3, "sinks": SINKS}]
-)
+@pytest.mark.parametrize("options", [{}, {"scale": 0.3}])
 def test_loop_over_blocks_matches_float64(loop, options) -> None:
     """Unused blocks and places are NaN."""
     batch = PagedBatch.random(LENGTHS)
@@ -32,6 +29,28 @@ def test_loop_over_blocks_matches_float64(loop, options) -> None:
     want = batch.expected(q, QUERY_LENS, **options)
     for a, b in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
         np.testing.assert_allclose(a.astype(np.float64), b, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("pools", "options", "reason"),
+    [
+        ({}, {"sliding_window": 5}, "no windows"),
+        ({}, {"soft_cap": 2.0}, "no windows"),
+        ({}, {"sinks": np.zeros(6, np.float32)}, "no windows"),
+        ({"dtype": "int8"}, {}, "not quantised"),
+    ],
+)
+def test_calls_that_the_backend_refuses_raise_an_error(loop, pools, options, reason) -> None:
+    batch = PagedBatch.random(LENGTHS, **pools)
+    with pytest.raises(NotImplementedError, match=f"loop does not support the call: .*{reason}"):
+        batch.decode(queries((len(LENGTHS), 6, 16)), **loop, **options)
+
+
+def test_ops_without_a_method_of_the_backend_name_the_others(loop) -> None:
+    names = [name for name in BACKENDS if dispatch.backend_for("write", name)]
+    assert "loop" not in names and "xla" in names
+    assert dispatch.backend_for("ragged", "loop") is None
+    assert dispatch.backend_for("decode", "loop") == "loop"
 
 
 def test_engine_runs_on_the_backend(loop, tiny_folder) -> None:

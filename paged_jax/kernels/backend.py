@@ -443,7 +443,6 @@ class Backend(Protocol):
         ...
 
 
-@runtime_checkable
 class AttentionOps(Protocol):
     """Ops of a backend that computes attention."""
 
@@ -461,7 +460,6 @@ class AttentionOps(Protocol):
         ...
 
 
-@runtime_checkable
 class WritingOps(Protocol):
     """Ops of a backend that changes the pools, in place if they are donated."""
 

@@ -22,9 +22,7 @@ from jax import lax
 from jax.core import Tracer
 
 from paged_jax.kernels.backend import (
-    ATTENTION,
     AttentionArgs,
-    AttentionOps,
     Backend,
     CopyArgs,
     Interpret,
@@ -37,7 +35,6 @@ from paged_jax.kernels.backend import (
     RaggedOptions,
     RopeWriteArgs,
     WriteArgs,
-    WritingOps,
 )
 
 if TYPE_CHECKING:
@@ -116,8 +113,9 @@ BACKENDS: Mapping[str, Backend] = _Backends()
 def add_backend(name: str, backend: Backend) -> None:
     """Add a backend to this process, which calls and engines use with ``backend=name``.
 
-    A backend needs `Backend.refusal` and the methods of `AttentionOps` or of `WritingOps`. Other
-    ops use the backend that is best for the platform. ``examples/new_backend.py`` is an example.
+    A backend needs `Backend.refusal` and a method for each op that it has, see
+    `backend.AttentionOps` and `backend.WritingOps`. Other ops use the backend that is best for the
+    platform. ``examples/new_backend.py`` is an example.
 
     Args:
       name: name of the backend, not the name of a backend of this library.
@@ -144,6 +142,17 @@ def _check_interpret(function: str, name: str | None, interpret: Interpret) -> N
     )
 
 
+# The method of a backend that runs each op.
+_METHODS: dict[Op, str] = {
+    "decode": "attend",
+    "prefill": "attend",
+    "ragged": "attend_ragged",
+    "write": "write",
+    "rope_write": "rope_write",
+    "copy_blocks": "copy_blocks",
+}
+
+
 class BackendChoice(NamedTuple):
     """A backend, and why it was chosen.
 
@@ -157,12 +166,8 @@ class BackendChoice(NamedTuple):
 
 
 def _has_op(backend: Backend, op: Op) -> bool:
-    """Return whether a backend has an op.
-
-    A backend that lacks some ops of a group lists them in its attribute `missing_ops`.
-    """
-    has_group = isinstance(backend, AttentionOps if op in ATTENTION else WritingOps)
-    return has_group and op not in getattr(backend, "missing_ops", ())
+    """Return whether a backend has the method of an op, and does not list it in `missing_ops`."""
+    return hasattr(backend, _METHODS[op]) and op not in getattr(backend, "missing_ops", ())
 
 
 def backends_of(op: Op) -> tuple[str, ...]:
@@ -369,25 +374,25 @@ class Dispatch:
             check_backend_runs_on(self.function, self.backend, platform)
 
     def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """Run a decode or prefill; see `AttentionOps`."""
+        """Run a decode or prefill; see `backend.AttentionOps`."""
         return self._run("attend", args, options=options)
 
     def attend_ragged(
         self, args: RaggedArgs, options: RaggedOptions
     ) -> tuple[jax.Array, jax.Array]:
-        """Run a ragged batch; see `AttentionOps`."""
+        """Run a ragged batch; see `backend.AttentionOps`."""
         return self._run("attend_ragged", args, options=options)
 
     def write(self, args: WriteArgs) -> Pools:
-        """Write new tokens; see `WritingOps`."""
+        """Write new tokens; see `backend.WritingOps`."""
         return self._run("write", args)
 
     def rope_write(self, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
-        """Normalise, rotate and write new tokens; see `WritingOps`."""
+        """Normalise, rotate and write new tokens; see `backend.WritingOps`."""
         return self._run("rope_write", args, options=options)
 
     def copy_blocks(self, args: CopyArgs) -> Pools:
-        """Copy blocks; see `WritingOps`."""
+        """Copy blocks; see `backend.WritingOps`."""
         return self._run("copy_blocks", args)
 
     def _run(self, method: str, args: Any, **options: Options) -> Any:
