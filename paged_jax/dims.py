@@ -51,6 +51,12 @@ def check_sizes(function: str, name: str, shape: Sequence[object]) -> None:
         )
 
 
+def _advice(name: str, shape: Sequence[object], letters: str) -> str:
+    """Return how to pass an array that lacks its first axis: one sequence, or one layer."""
+    is_short = 0 < len(shape) == len(letters) - 1
+    return f" Add the first axis with {name}[None]." if is_short else ""
+
+
 def bind(function: str, **arrays: tuple[Any, str]) -> dict[str, int]:
     """Return the size of each dimension letter, and check that all arrays agree.
 
@@ -76,6 +82,7 @@ def bind(function: str, **arrays: tuple[Any, str]) -> dict[str, int]:
         if len(shape) != len(letters):
             raise ValueError(
                 f"{function}: {name} must have shape [{', '.join(letters)}], got {list(shape)}."
+                f"{_advice(name, shape, letters)}"
             )
         check_sizes(function, name, shape)
         for letter, size in zip(letters, shape, strict=True):

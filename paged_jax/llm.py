@@ -4,7 +4,7 @@
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +16,7 @@ from paged_jax.engine.engine import Engine
 from paged_jax.engine.request_factory import Prompt
 from paged_jax.engine.requests import own_transfers
 from paged_jax.monitoring import Status
-from paged_jax.rollouts import Rollout, check_prompts
+from paged_jax.rollouts import Rollout, as_array, check_prompts
 from paged_jax.sampling.params import SamplingParams, StructuredOutputError
 from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.scheduler.request import Request
@@ -115,7 +115,13 @@ class LLM(Engine):
           ((4, 5), dtype('float32'), dtype('int32'))
         """
         with own_transfers():
-            rows, lengths = np.asarray(prompt_token_ids), np.asarray(num_tokens)
+            rows, lengths = (
+                np.asarray(as_array("LLM.rollout", name, values))
+                for name, values in (
+                    ("prompt_token_ids", prompt_token_ids),
+                    ("num_tokens", num_tokens),
+                )
+            )
         check_prompts("LLM.rollout", self.config.vocab_size, rows, lengths)
         prompts: list[Prompt] = [
             {"prompt_token_ids": row[:length]} for row, length in zip(rows, lengths, strict=True)
@@ -179,6 +185,11 @@ class LLM(Engine):
           ValueError: the model has no tokenizer or no chat template; the template cannot show
             the given tools, or rejects the messages or variables; or see `generate`.
         """
+        if isinstance(messages, str | Mapping):
+            raise ValueError(
+                "LLM.chat: messages must be a list of dicts such as "
+                f'[{{"role": "user", "content": TEXT}}], got {messages!r}.'
+            )
         is_one = bool(messages) and not isinstance(messages[0], list | tuple)
         conversations = cast(
             Sequence[Sequence[Mapping[str, Any]]], [messages] if is_one else messages
@@ -275,7 +286,11 @@ class LLM(Engine):
         Equal prompts with the same seed draw the same tokens. With `shares_seeds`, they draw
         different tokens: samples are numbered over all prompts instead of within each prompt.
         """
-        prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        if isinstance(prompts, str | Mapping):
+            prompts = [prompts]
+        elif not isinstance(cast(object, prompts), Iterable):
+            raise ValueError(f"{function}: prompts must be a prompt or a list, got {prompts!r}.")
+        prompts = list(prompts)
         count = len(prompts)
         sampling_params = self._list_params(function, sampling_params, count)
         priority = [0] * count if priority is None else priority
@@ -311,6 +326,10 @@ class LLM(Engine):
             )
         if isinstance(sampling_params, SamplingParams):
             return [sampling_params] * count
+        if not isinstance(cast(object, sampling_params), Sequence):
+            raise ValueError(
+                f"{function}: sampling_params must be SamplingParams, got {sampling_params!r}."
+            )
         _check_count(function, "sampling_params", sampling_params, count)
         return sampling_params
 

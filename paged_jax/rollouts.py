@@ -296,6 +296,28 @@ def _check_fits(model: PagedModel, T: int, max_tokens: int) -> None:
         )
 
 
+def as_array(function: str, name: str, values: ArrayLike) -> Any:
+    """Return an array, or the array made of lists.
+
+    Args:
+      function: the name that errors begin with.
+      name: the name of the argument.
+      values: an array, which is returned as it is, or lists of numbers.
+
+    Raises:
+      ValueError: lists have different lengths.
+    """
+    if hasattr(values, "dtype"):
+        return values
+    try:
+        return np.asarray(values)
+    except ValueError:
+        raise ValueError(
+            f"{function}: {name} must be an array, got rows of different lengths. Pad each row at "
+            "its end."
+        ) from None
+
+
 def check_prompts(
     function: str, vocab_size: int, prompt_token_ids: ArrayLike, num_tokens: ArrayLike
 ) -> None:
@@ -311,7 +333,12 @@ def check_prompts(
       ValueError: see `rollout`.
     """
     given: dict[str, Any] = {"prompt_token_ids": prompt_token_ids, "num_tokens": num_tokens}
-    arrays = {name: x if hasattr(x, "dtype") else np.asarray(x) for name, x in given.items()}
+    arrays = {name: as_array(function, name, x) for name, x in given.items()}
+    if arrays["num_tokens"].ndim == 2:
+        raise ValueError(
+            f"{function}: num_tokens must have shape [B], got {list(arrays['num_tokens'].shape)}. "
+            "If this is a mask, pass mask.sum(axis=1), and prompts that are padded at their ends."
+        )
     letters = {"prompt_token_ids": "BT", "num_tokens": "B"}
     sizes = bind(function, **{name: (arrays[name], each) for name, each in letters.items()})
     B, T = sizes["B"], sizes["T"]

@@ -4,9 +4,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from paged_jax.dims import DIMS
+from paged_jax.dims import DIMS, bind
 from tests.support import ROOT
 
 FILES = sorted((ROOT / "paged_jax").rglob("*.py"))
@@ -39,3 +40,10 @@ def test_shapes_use_the_letters_of_dims(path: Path) -> None:
 def test_find_letters_finds_shapes() -> None:
     text = 'x_SW = f("bij,b->bi", a) # i32 [B, Y] and ``[Z, 2]``; bind(q=(q, "BHU"))'
     assert {letter for _, letters in find_letters(text) for letter in letters} == set("SWBIJYZHU")
+
+
+def test_bind_says_how_to_add_a_missing_axis() -> None:
+    with pytest.raises(ValueError, match=r"got \[4, 16\]. Add the first axis with q\[None\].$"):
+        bind("f", q=(np.zeros((4, 16)), "BHD"))
+    with pytest.raises(ValueError, match=r"got \[1, 1, 4, 16\].$"):
+        bind("f", q=(np.zeros((1, 1, 4, 16)), "BHD"))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -469,6 +470,30 @@ def test_generate_may_use_the_whole_pool(small) -> None:
 def test_llm_rejects_a_missing_folder(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match="missing"):
         LLM(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        (None, GREEDY, "LLM.generate: prompts must be a prompt or a list, got None"),
+        ([[1, 2]], GREEDY, r'Pass token ids as {"prompt_token_ids": \[...\]}'),
+        ([1, 2], GREEDY, 'Pass token ids as {"prompt_token_ids"'),
+        ([np.array([1, 2])], GREEDY, 'Pass token ids as {"prompt_token_ids"'),
+        ([{"role": "user", "content": "x"}], GREEDY, "Pass messages to LLM.chat"),
+        (PROMPTS[:1], 5, "LLM.generate: sampling_params must be SamplingParams, got 5"),
+        (PROMPTS[:1], {"n": 2}, r"got a dict. Pass SamplingParams\(\*\*params\)"),
+    ],
+)
+def test_generate_says_how_to_pass_prompts_and_parameters(llm, prompts, params, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, params)
+    check_empty(llm)
+
+
+@pytest.mark.parametrize("messages", ["Hi", {"role": "user", "content": "Hi"}])
+def test_chat_says_how_to_pass_messages(llm, messages) -> None:
+    with pytest.raises(ValueError, match="LLM.chat: messages must be a list of dicts .* got .*Hi"):
+        llm.chat(messages, GREEDY)
 
 
 def test_generate_raises_for_nan_weights_and_empties_the_cache(folder) -> None:

@@ -188,6 +188,7 @@ def test_rollout_runs_in_a_scan_of_training_steps(model) -> None:
     ("changes", "message"),
     [
         ({"num_tokens": NUM_TOKENS[:2]}, "num_tokens must have B .* = 3"),
+        ({"num_tokens": PROMPTS > 0}, "If this is a mask, pass mask.sum"),
         ({"num_tokens": NUM_TOKENS + 3}, r"num_tokens must be in 1\.\.5, the width of prompt_tok"),
         ({"num_tokens": NUM_TOKENS * 0}, r"num_tokens must be in 1\.\.5, .* got 0"),
         (
@@ -411,6 +412,8 @@ def live_bytes() -> int:
     ("changes", "message"),
     [
         ({"num_tokens": NUM_TOKENS[:2]}, r"LLM\.rollout: num_tokens must have B .* = 3"),
+        ({"num_tokens": PROMPTS > 0}, "If this is a mask, pass mask.sum"),
+        ({"prompt_token_ids": [[1], [1, 2], [3]]}, "rows of different lengths. Pad each row at"),
         ({"num_tokens": NUM_TOKENS * 0}, r"LLM\.rollout: num_tokens must be in 1\.\.5, .* got 0"),
         ({"prompt_token_ids": PROMPTS + 999}, r"must be in 0\.\.42, the vocabulary, got 999"),
         ({"prompt_token_ids": PROMPTS * 1.0}, "must be an integer array, got float64"),

@@ -303,6 +303,7 @@ def reserve(
     Raises:
       ValueError: `num_tokens` is not i32[S] or `max_tokens` is not a positive integer.
     """
+    num_tokens = jnp.asarray(num_tokens)
     begun = [begin_reserve(x.tables, num_tokens, max_tokens=max_tokens) for x in cache.groups]
     return _finish(cache, begun, num_tokens, backend)
 
@@ -316,6 +317,7 @@ def restore(
     inside the window. `num_tokens` i32[S] is the number of tokens of each slot; 0 leaves a slot
     unchanged. See `reserve` for the other arguments and the result.
     """
+    num_tokens = jnp.asarray(num_tokens)
     begun = [begin_restore(x.tables, num_tokens, max_tokens=max_tokens) for x in cache.groups]
     return _finish(cache, begun, num_tokens, backend)
 

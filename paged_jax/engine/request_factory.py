@@ -136,9 +136,10 @@ class RequestFactory:
         text = prompt.get("prompt")
         token_ids = prompt.get("prompt_token_ids")
         if (text is None) == (token_ids is None):
+            advice = " Pass messages to LLM.chat." if "role" in prompt else ""
             raise _error(
                 "a prompt must be a text or a dict with either prompt or prompt_token_ids, got the "
-                f"keys {sorted(map(str, prompt))}."
+                f"keys {sorted(map(str, prompt))}.{advice}"
             )
         if unknown := prompt.keys() - _PROMPT_KEYS:
             # Reject unknown keys, because a misspelt cache_salt would let tenants share blocks.
@@ -261,9 +262,11 @@ def _as_mapping(prompt: Any) -> Mapping[str, Any]:
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if not isinstance(prompt, Mapping):
+        is_ids = is_int(prompt) or isinstance(prompt, list | tuple | np.ndarray)
+        advice = ' Pass token ids as {"prompt_token_ids": [...]}.' if is_ids else ""
         raise _error(
             "a prompt must be a text or a dict with either prompt or prompt_token_ids, got "
-            f"{prompt!r}."
+            f"{prompt!r}.{advice}"
         )
     return prompt
 

@@ -91,10 +91,14 @@ def check_pool_dtype(function: str, name: str, dtype: DTypeLike) -> None:
     Raises:
       ValueError: the dtype is neither floating point nor in `QUANTISED`.
     """
-    if not (jnp.issubdtype(dtype, jnp.floating) or is_quantised(dtype)):
+    try:
+        given = jnp.dtype(dtype).name
+    except TypeError:  # such as "fp8"
+        given = None
+    if given is None or not (jnp.issubdtype(dtype, jnp.floating) or is_quantised(dtype)):
         raise ValueError(
             f"{function}: {name} must be floating point, int8 or float8_e4m3fn, "
-            f"got {jnp.dtype(dtype)}."
+            f"got {given or repr(dtype)}."
         )
 
 

@@ -146,10 +146,15 @@ def test_create_rejects_sizes_that_are_not_positive(name):
         PagedCache.create(**sizes)
 
 
-@pytest.mark.parametrize("dtype", ["int4", "int32", "bool"])
+@pytest.mark.parametrize("dtype", ["int4", "int32", "bool", "fp8"])
 def test_create_rejects_unsupported_dtypes(dtype):
-    with pytest.raises(ValueError, match=f"dtype must be floating point, int8 .* got {dtype}"):
+    with pytest.raises(ValueError, match=f"dtype must be floating point, int8 .* got '?{dtype}"):
         make_cache(dtype)
+
+
+def test_reserve_accepts_a_list():
+    cache, ok = lib.reserve(make_cache(), [2, 0, 1], max_tokens=2)
+    assert ok and cache.lengths.tolist() == [2, 0, 1]
 
 
 def test_create_rejects_more_rows_than_int32_can_count():

@@ -425,7 +425,11 @@ def test_bundled_model_continues_a_chat() -> None:
         (_CHATML, [{"content": "a"}], '"role": "user".*, got {.content'),
         (_CHATML, "a", "each message must be a dict such as .*, got 'a'"),
         (_CHATML, [{"role": "user", "content": 5}], "content must be a text or a list .* got 5"),
-        (_CHATML, [{"role": "user", "content": [{"type": "image_url"}]}], "got 'image_url'"),
+        (
+            _CHATML,
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "got 'image_url'. Images",
+        ),
         (_CHATML, [{"role": "user", "content": [{"type": "text"}]}], "got one without a text"),
         (_CHATML, [{"role": "user", "content": ["Hi"]}], "each part of content must be .* 'Hi'"),
     ],
