@@ -207,6 +207,8 @@ def _run(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}.")
+    if not args.base_url.startswith(("http://", "https://")):
+        raise ValueError(f"--base-url must begin with http:// or https://, got {args.base_url}.")
     prompts = _prompts(args)
     try:
         seconds, results = asyncio.run(_send_all(args, prompts))

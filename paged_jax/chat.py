@@ -1,6 +1,7 @@
 """Command line for a conversation in the terminal: ``python -m paged_jax.chat --model PATH``."""
 
 import contextlib
+import re
 import signal
 import sys
 import threading
@@ -36,8 +37,11 @@ _MAX_TOKENS = 1024
 _RESET, _STATS, _HELP = ("/reset", "/clear"), "/stats", "/help"
 _COMMANDS = (
     "/reset starts a new conversation, /stats shows the speed of the last answer and the memory, "
-    "Ctrl-C stops an answer, Ctrl-D ends the program."
+    "Ctrl-C stops an answer, /exit or Ctrl-D ends the program."
 )
+_EXIT = ("/exit", "/quit", "/bye")
+# A message that is probably a command: a path, such as /etc/hosts, is none.
+_COMMAND = re.compile(r"/[a-z]+")
 # One part in this many of the context must be free for an answer: a quarter. Old messages are
 # dropped to free it.
 _FREE_PART = 4
@@ -98,6 +102,10 @@ def _run(args: Any, status: Status) -> None:
             print(described, file=sys.stderr)
         elif message == _HELP:
             print(_COMMANDS, file=sys.stderr)
+        elif message in _EXIT:
+            break
+        elif _COMMAND.fullmatch(message):
+            print(f"There is no command {message}. {_COMMANDS}", file=sys.stderr)
         else:
             _print_answer(conversation, message, status)
     if llm.stats.num_prompt_tokens:

@@ -79,6 +79,8 @@ def test_bench_says_that_there_is_no_server(capsys) -> None:
         port = unused.getsockname()[1]
     assert bench.main(["--base-url", f"http://127.0.0.1:{port}/v1"]) == 1
     assert "/v1: no answer (" in capsys.readouterr().err
+    assert bench.main(["--base-url", f"127.0.0.1:{port}"]) == 1
+    assert "--base-url must begin with http:// or https://, got 127" in capsys.readouterr().err
 
 
 def test_summarise_computes_metrics_by_their_definitions() -> None:

@@ -96,6 +96,13 @@ def test_commands_are_not_messages(run, llm) -> None:
     assert first == second and first.endswith("tokens, 0 cached")
 
 
+def test_unknown_commands_are_not_messages(run, llm) -> None:
+    status, out, err = run("/stat", "one", "/exit", "why")
+    assert (status, out) == (0, expected_answer(llm, user("one")) + "\n")
+    assert "There is no command /stat. /reset starts a new conversation" in err
+    assert "There is no command /exit" not in err
+
+
 def test_oldest_messages_are_dropped_from_a_long_conversation(llm) -> None:
     system = {"role": "system", "content": "be"}
     conversation = Conversation(llm, PARAMS, "be")

@@ -255,7 +255,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     place = f"{request.method} {request.scope['path'][:100]}"
     message = {
         404: f"There is no {place}. See /openapi.json for all routes.",
-        405: f"{place} is not allowed.",
+        405: f"{place} is not allowed. Use {(error.headers or {}).get('Allow', 'POST')}.",
     }.get(error.status_code, str(error.detail))
     headers = dict(error.headers) if error.headers else None
     return await _api_error(request, ApiError(error.status_code, message, headers=headers))

@@ -79,6 +79,7 @@ _COUNTERS = {
 }
 # Reasons to wait that vLLM calls "deferred"; all others are "capacity".
 _DEFERRED = ("same prefix", "fork")
+_FINISH_REASONS = ("stop", "length", "abort", "error")
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 
 
@@ -119,6 +120,8 @@ class Metrics:
         self._success = self._counter(
             "vllm:request_success", "Finished requests.", [*names, "finished_reason"]
         )
+        for reason in _FINISH_REASONS:  # at 0, so that rates include the first request
+            self._success.labels(**self._labels, finished_reason=reason)
         self._prompt_tokens, self._cached_tokens, self._generation_tokens = (
             self._counter(f"vllm:{name}", text, names).labels(**self._labels)
             for name, text in (

@@ -2,18 +2,20 @@
 
 import asyncio
 import itertools
+import json
+from collections.abc import Iterable
 from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from paged_jax.server.request_log import RECORD
 from paged_jax.server.responses import ApiError
-from paged_jax.server.sampling_body import UNKNOWN_FIELD
+from paged_jax.server.sampling_body import UNKNOWN_FIELD, Body
 from paged_jax.server.service import Service
 
-B = TypeVar("B", bound=BaseModel)
+B = TypeVar("B", bound=Body)
 
 # Maximum bytes of a body that is parsed in the event loop: at most ten milliseconds.
 _SMALL = 2**15
@@ -66,7 +68,17 @@ async def receive_body(service: Service, request: Request, body_type: type[B]) -
                 len(content), lambda: body_type.model_validate_json(content)
             )
     except ValidationError as error:
-        raise _invalid_body(error) from None
+        given = _names(content) if len(content) <= _SMALL else []
+        raise _invalid_body(error, body_type, given) from None
+
+
+def _names(content: bytes) -> list[str]:
+    """Return the names of the fields of a JSON object; none for other JSON."""
+    try:
+        body = json.loads(content)
+    except ValueError:
+        return []
+    return [*body] if isinstance(body, dict) else []
 
 
 async def _read(service: Service, request: Request) -> bytes:
@@ -96,8 +108,11 @@ async def _read(service: Service, request: Request) -> bytes:
     return b"".join(parts)
 
 
-def _invalid_body(error: ValidationError) -> ApiError:
-    """Return the error for an invalid body. It names the first invalid field."""
+def _invalid_body(error: ValidationError, body_type: type[Body], given: Iterable[str]) -> ApiError:
+    """Return the error for an invalid body. It names the first invalid field.
+
+    If a field is missing, it also names the first unknown field in `given`, which may be meant.
+    """
     if error.error_count() > _MAX_MISTAKES:
         return ApiError(
             400, f"The body has {error.error_count()} mistakes.", code="too_many_mistakes"
@@ -117,7 +132,18 @@ def _invalid_body(error: ValidationError) -> ApiError:
     else:
         message = ", or ".join(messages)
         message = _unsupported(place) or (f"{param}: {message}." if param else f"{message}.")
+        if first["type"] == "missing" and len(place) == 1:
+            message += _other_name(body_type, given)
     return ApiError(400, message, param=param, code=first["type"])
+
+
+def _other_name(body_type: type[Body], given: Iterable[str]) -> str:
+    """Return a sentence about the first unknown field of a body; empty if there is none."""
+    unknown = next((name for name in given if name not in body_type.model_fields), None)
+    if unknown is None:
+        return ""
+    advice = " Send messages to /v1/chat/completions." if unknown == "messages" else ""
+    return f" {body_type.describe_unknown(unknown)['rule']}{advice}"
 
 
 def _unknown_field(error: ErrorDetails) -> ApiError:

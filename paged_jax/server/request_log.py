@@ -229,7 +229,8 @@ class RequestLogMiddleware:
 
 
 def _log(record: RequestRecord) -> None:
-    if record.path in _PROBES or (record.path in _FREQUENT and record.status < 400):
+    is_expected = record.status < 400 or record.status == 503  # 503 while the server starts
+    if record.path in _PROBES or (record.path in _FREQUENT and is_expected):
         level = logging.DEBUG
     else:
         level = logging.WARNING if record.status >= 500 else logging.INFO

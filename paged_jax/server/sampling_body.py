@@ -110,11 +110,11 @@ class Body(BaseModel):
     def _refuse_unknown(self) -> Self:
         for name, value in (self.model_extra or {}).items():
             if not self.ignores(name, value):
-                raise PydanticCustomError(UNKNOWN_FIELD, "{rule}", self._unknown(name))
+                raise PydanticCustomError(UNKNOWN_FIELD, "{rule}", self.describe_unknown(name))
         return self
 
     @classmethod
-    def _unknown(cls, name: str) -> dict[str, str]:
+    def describe_unknown(cls, name: str) -> dict[str, str]:
         """Return the name and the error message of an unknown field."""
         name = name[:100]
         wanted = "structured_outputs" if name.startswith(_OLD_FORMS) else name

@@ -32,7 +32,7 @@ def test_models_can_be_listed_and_retrieved(server) -> None:
 
 def test_unknown_routes_and_methods_are_rejected(server) -> None:
     error_of(server.get("/nothing"), 404)
-    error_of(server.get("/generate"), 405)
+    assert error_of(server.get("/generate"), 405)["message"].endswith("not allowed. Use POST.")
     error_of(server.post("/v1/chat/completions", {"messages": []}), 400)
 
 

@@ -49,6 +49,9 @@ def test_metrics_have_the_names_of_vllm(server) -> None:
     assert growth["vllm:e2e_request_latency_seconds_count"] == 1
     assert growth["vllm:request_time_per_output_token_seconds_count"] == 1
     assert growth["vllm:inter_token_latency_seconds_count"] >= 6
+    for reason in ("stop", "length", "abort", "error"):  # a rate needs the count before the first
+        labels = f'{{engine="0",finished_reason="{reason}",model_name="tiny"}}'
+        assert f"vllm:request_success_total{labels}" in before
     labels = '{engine="0",finished_reason="length",model_name="tiny"}'
     assert growth[f"vllm:request_success_total{labels}"] == 1
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
