@@ -26,7 +26,7 @@ Examples:
   paged-jax plan --model ./llama-3-8b --device h100
 """
 _COMPLETION = "--print-completion"
-# Attribute of `shtab` that completes the paths of an option, by the placeholder of the option.
+# Kind of path that `shtab` completes for an option, by the placeholder of its value.
 _PATHS = {"FILE": "FILE", "PATH": "FILE", "MODEL": "FILE", "DIR": "DIRECTORY"}
 
 

@@ -213,7 +213,7 @@ max_blocks_per_slot max_pages_per_seq max_blocks_per_seq pages_per_seq
 """
 
 
-# Names of other libraries without a counterpart here, and what their users can do.
+# Names of other libraries that have no counterpart here, each with advice for the user.
 _ADVICE = {
     "enforce_eager compilation_config max_seq_len_to_capture cuda_graph_sizes": (
         "Leave it out: the engine always runs compiled programs."

@@ -226,7 +226,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
-    """Return the prompts: those of the file in turn, or random words."""
+    """Return the prompts: the prompts of the file in turn, or random words."""
     if args.dataset is not None:
         lines = Path(args.dataset).read_text(encoding="utf-8").splitlines()
         lines = [line for line in lines if line.strip()]

@@ -40,10 +40,9 @@ _COMMANDS = (
     "Ctrl-C stops an answer, /exit or Ctrl-D ends the program."
 )
 _EXIT = ("/exit", "/quit", "/bye")
-# A message that is probably a command: a path, such as /etc/hosts, is none.
+# Pattern of a message that is probably a command. A path, such as /etc/hosts, does not match.
 _COMMAND = re.compile(r"/[a-z]+")
-# One part in this many of the context must be free for an answer: a quarter. Old messages are
-# dropped to free it.
+# A quarter of the context must be free for an answer. To free it, old messages are dropped.
 _FREE_PART = 4
 
 

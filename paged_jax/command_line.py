@@ -51,7 +51,7 @@ _OTHER_FLAGS = {
     "--file": "--prompts-file",
     "--api-key": "PAGED_JAX_API_KEY, an environment variable",
 }
-# Start of an error of a Python function, which names the function and usually an argument.
+# Beginning of an error message of a Python function: its name, then usually an argument.
 _CALLABLE = re.compile(
     r"(?:Engine|LLM|SamplingParams|Scheduler\.add|request|from_pretrained): (\w+)"
 )

@@ -293,7 +293,7 @@ def _with_progress(
 def _in_order(
     outputs: Iterator[tuple[int, RequestOutput]], *, partial: bool
 ) -> Iterator[RequestOutput]:
-    """Yield finished outputs in the order of the prompts, or all outputs if `partial`."""
+    """Yield finished outputs in the order of the prompts; if `partial`, yield every output."""
     done: dict[int, RequestOutput] = {}
     following = 0
     for index, output in outputs:

@@ -392,7 +392,7 @@ def _sampling(
     It equals the state that `write_rows` writes for an engine, but its values may be traced.
 
     Args:
-      num_rows: number of rows, each in a slot of its own.
+      num_rows: number of rows, each in its own slot.
       vocab_size: V.
       rows: a value for each row, by the name of the field of `SlotSampling`; also "seed", the keys.
       token_bias: biases of tokens in all rows.

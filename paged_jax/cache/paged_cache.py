@@ -228,7 +228,7 @@ class PagedCache:
 
     @property
     def all_groups(self) -> tuple[CacheGroup | StateGroup, ...]:
-        """The groups, and the states."""
+        """The groups of attention layers, then the states of recurrent layers, if any."""
         return self.groups if self.states is None else (*self.groups, self.states)
 
     @property
@@ -253,7 +253,7 @@ class PagedCache:
 
     @property
     def v(self) -> jax.Array | None:
-        """Values of the only group, ``[L, P, K, C, D]``; None if they are a part of the keys."""
+        """Values of the only group, ``[L, P, K, C, D]``; None with latent attention."""
         return self.pools.v
 
     @property
@@ -407,7 +407,11 @@ def reorder(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Arra
 
 
 def truncate(cache: PagedCache, lengths: jax.Array, *, max_tokens: int) -> PagedCache:
-    """Shorten slots to `lengths` i32[S]; see `paged_jax.blocks.truncate`. Not for states."""
+    """Shorten slots to `lengths` i32[S]; see `paged_jax.blocks.truncate`.
+
+    Raises:
+      ValueError: the cache has states of recurrent layers, or see `paged_jax.blocks.truncate`.
+    """
     if cache.states is not None:
         raise ValueError(
             "truncate: cache must have no states of recurrent layers, because tokens overwrite "

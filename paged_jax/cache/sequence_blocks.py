@@ -38,10 +38,9 @@ def first_kept_column(num_tokens: Count, window: int, block_size: int) -> Count:
     """Return the first column of the block table that a sliding window still needs.
 
     With n tokens in the cache, the next token has position n and attends to the positions
-    ``n - window + 1 .. n``. Its block begins at position ``n // C * C``. The first
-    position of this block attends to the earliest tokens, so all blocks that it needs are kept.
-    After the release of a slot, the prefix cache has all blocks that a continuation of its full
-    blocks needs.
+    ``n - window + 1 .. n``. The slot also keeps the blocks that position ``n // C * C`` attends to,
+    the first position in the block of position n. So after the slot is released, a sequence with
+    the same full blocks finds all blocks that it needs in the prefix cache.
 
     Args:
       num_tokens: number of tokens in the cache, an integer or an array of integers.

@@ -19,7 +19,7 @@
 The step is an upper bound. Tests compare it with the temporary memory of compiled programs. In
 bytes, for N tokens in the program::
 
-    prefill    N = max_chunk                 activations(N)
+    prefill    N = Sizes.max_prefill         activations(N)
     score      N = min(128, max_chunk)       activations(N) + 8 N V
     decode     N = S                         activations(N) + 40 S V
     verify     N = S (T + 1), T drafts       activations(N) + 40 S V + 4 S T V
@@ -30,10 +30,11 @@ bytes, for N tokens in the program::
 
 An MLP needs memory for gate, up and their product. The k experts of a token need the same, and
 memory for their inputs and outputs. Attention needs q, k and v as projected, rotated, and in the
-layout of the kernel. The residual stream has R = 4 arrays. On CPUs it has L + 1, because XLA keeps
-the output of every layer and adds them at the end. Attention reads the pool in tiles (the 4 MiB).
-On CPUs, each program may also copy the gate and up weights of one expert twice in float32. Without
-the CPU kernels of this package, it may also copy the weights of the whole model.
+layout of the kernel. With latent attention, `LatentSizes.num_features` replaces (H + 2 K) D. The
+residual stream has R = 4 arrays. On CPUs it has L + 1, because XLA keeps the output of every layer
+and adds them at the end. Attention reads the pool in tiles (the 4 MiB). On CPUs, each program may
+also copy the gate and up weights of one expert twice in float32. Without the CPU kernels of this
+package, it may also copy the weights of the whole model.
 
 Programs that run recurrent layers also hold the states of S rows of a layer three times.
 
@@ -193,9 +194,10 @@ class Footprint(NamedTuple):
         return self.num_fitting(memory - self.fixed, with_overhead=True)
 
     def num_fitting(self, num_bytes: int, *, with_overhead: bool = False) -> int:
-        """Return the number of blocks of the first group whose pools fit in `num_bytes`.
+        """Return the maximum number of blocks of the first group with which all pools fit.
 
-        The pools of the other groups grow with the first group and must fit too, see `pool_bytes`.
+        The pools of the other groups grow with the first group. Together they take at most
+        `num_bytes`, see `pool_bytes`.
 
         Example:
           >>> whole = GroupFootprint(None, 1, 10, 0, max_blocks_per_slot=100, max_blocks=200)
@@ -272,7 +274,7 @@ def footprint(
     groups = _group_footprints(shard or config, sizes, kv_dtype, platform)
     block = sum(group.block for group in groups)
     steps = _step_bytes(shard or config, config.vocab_size, sizes, block, platform)
-    # Without kernels for quantised weights, all of them are copied like int8.
+    # Without kernels for quantised weights, programs copy weights of all formats, like int8.
     dtypes = {code if code in FLOAT_CODES else "int8" for code in formats.codes}
     has_experts = bool(config.num_experts)
     if any(copies_weights(platform, dtype, has_experts=has_experts) for dtype in dtypes):

@@ -82,7 +82,7 @@ def find_files(options: EngineConfig) -> EngineConfig:
 
     Raises:
       OSError: a model is not in the local cache, or cannot be downloaded.
-      ValueError: a revision is given for a path, or the model is a module of another kind than
+      ValueError: a revision is given for a path, or the model is a Flax module that is not a
         `PagedModel`.
     """
     model, tokenizer = options.model, options.tokenizer

@@ -5,7 +5,7 @@ lower bound for the time of a decode step follows from sizes and published figur
 
     seconds >= max(bytes / memory_rate, operations / operation_rate) + sent / link_rate
 
-    bytes        read by a device: its weights (of the embedding only the rows of the batch), and
+    bytes        read by a device: its weights (except an embedding that is not also the head), and
                  K and V of all tokens that the sequences attend to
     operations   2 per weight and sequence
     sent         by a device: 2 (N - 1) / N of the bytes of an all-reduce, (N - 1) / N of the bytes

@@ -174,8 +174,8 @@ class Postprocessor:
         assert request.prompt_logprobs is not None and request.params.prompt_logprobs is not None
         for row in range(len(scores.logprobs)):
             position = sequence.num_computed + row + 1
-            # Skip tokens that have been scored before, and generated tokens: after a preemption,
-            # chunks are computed again and include them.
+            # After a preemption, chunks contain prompt tokens that were scored before, and
+            # generated tokens. Skip both.
             if position == len(request.prompt_logprobs) < len(request.prompt_token_ids):
                 token_id = request.prompt_token_ids[position]
                 request.prompt_logprobs.append(

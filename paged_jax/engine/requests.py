@@ -58,7 +58,7 @@ class RequestTable:
         self.num_added += 1
 
     def note_start(self, plan: StepPlan) -> None:
-        """Record when requests run for the first time, and what the prefix cache had for them."""
+        """Record the start of requests that run for the first time, and their cached tokens."""
         now = time.perf_counter()
         chunked = (sequence for sequence, _ in plan.chunks)
         for sequence in [*chunked, *plan.computed, *plan.decodes]:

@@ -99,7 +99,7 @@ class _Leaves(NamedTuple):
 
     @property
     def floats(self) -> list[str]:
-        """Names without those of scales, minima and orders."""
+        """Names of all leaves except scales, minima and orders of quantised matrices."""
         return [name for name in self.names if not name.endswith(SUFFIXES)]
 
 
@@ -228,7 +228,7 @@ def _to_devices(array: Any, place: Sharding) -> jax.Array:
 
 
 def _divided_sharding(shape: tuple[int, ...], place: Sharding) -> Sharding:
-    """Return a sharding that divides the first possible axis over the devices of `place`."""
+    """Return a sharding that divides the first divisible axis over the devices of `place`."""
     if not isinstance(place, NamedSharding):
         return place
     axes = [None] * len(shape)

@@ -158,8 +158,8 @@ def assign(
       device. The caller must look for them in the results, as it does for stop strings.
 
     Raises:
-      ValueError: a number is out of range, a request has more biases than the state has room for,
-        or a request with ``min_tokens`` has more stop tokens than that.
+      ValueError: a number is out of range, or the state has no room for the biases of a request or
+        for the stop tokens of a request with ``min_tokens``.
 
     For each row of a call, about 5 * V bytes are copied to the device. A call has 1 or `_WIDTH`
     rows, so there are two compiled programs.

@@ -243,7 +243,7 @@ def verify_steps(
         pools = states.advance_postponed(cache.group_pools, batch.lengths - starts)
         cache = cache.replace_group_pools(pools)
     if T:
-        # Do not truncate the states: they contain only confirmed tokens.
+        # Leave the states out: they contain only confirmed tokens, and `truncate` rejects them.
         cut = dataclasses.replace(cache, states=None)
         cut = paged_cache.truncate(cut, batch.lengths_in(cache), max_tokens=T)
         cache = dataclasses.replace(cut, states=cache.states)
@@ -342,7 +342,7 @@ class _Batch:
         return dataclasses.replace(self, status=jnp.where(self.is_running, status, self.status))
 
     def _is_stop(self, last: jax.Array) -> jax.Array:
-        """Return whether a token of each row, its last, ends its sequence, bool[B]."""
+        """Return whether the last token of each row, i32[B], ends its sequence, bool[B]."""
         is_stop = jnp.any(last[:, None] == self.stop_ids, axis=1)
         # Ignore stop tokens before `held_until`: their logits are -inf there, but if all logits of
         # a row are -inf, token 0 is drawn, which may be a stop token. Positions of the prompt are

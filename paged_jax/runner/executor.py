@@ -31,8 +31,8 @@ from paged_jax.sampling.state import Assignment
 
 _ASSIGNMENT = "choice of tokens"
 _TOKEN_MASKS = "choice of tokens by grammars"
-# Maximum seconds that the thread that reads a result waits for the thread that makes the next call.
-# A call needs the GIL for 0.15 to 0.35 ms. If the reading thread takes the GIL first, the call may
+# Maximum time in seconds that `Executor.read` waits until the call thread has made the next call. A
+# call needs the GIL for 0.15 to 0.35 ms. If the reading thread takes the GIL first, the call may
 # wait for 5 ms, and the device is idle. Measured with `python -m benchmarks.host` on 2 busy cores
 # and a device with 4.5 ms per step: the device is idle for 0.6 to 1.8 ms per dispatch without this
 # wait, and for 0.5 to 0.6 ms with it.
@@ -129,7 +129,7 @@ class Executor:
         # The last result with `free_blocks`; None if they are out of date.
         self._latest: QueuedResult | None = None
         self.reset()
-        if self._state is not None:  # decoding starts after a prompt: time to read its program
+        if self._state is not None:  # read the program of decoding during the first prefill
             first = first_decode(self.programs, sizes)
             self._stored.read_ahead(first, weights.arrays, shapes_of(self._state))
 
@@ -297,7 +297,7 @@ class Executor:
             self._state = decode_state.write_token_masks(self._state, masks)
 
     def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
-        """Compile the programs of `list_calls`, and call each once. No slot may be in use.
+        """Compile the programs of `list_calls`, and call each new program. No slot may be in use.
 
         Args:
           report: function that is called with the number of compiled programs, their total, and the

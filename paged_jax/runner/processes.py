@@ -176,7 +176,7 @@ class LeadingExecutor(Executor):
     """
 
     def __init__(self, *arguments: Any, channel: Channel, **options: Any):
-        # Send nothing yet: the other processes create their first state themselves.
+        # `reset` must send nothing yet: the other processes create their first state themselves.
         self._channel: Channel | None = None
         super().__init__(*arguments, **options)
         self._channel = channel

@@ -6,10 +6,10 @@ module, or hashing its graph, in each call would take longer than a step of a sm
 B rows of T tokens are padded to a few sizes, so `list_calls` can compile all programs before the
 first request:
 
-    prefill          T: powers of two from 16 to max_chunk;  B: 1, 4, 16, ..., B * T <= max_chunk,
+    prefill          T: powers of two from 16, and max_chunk;  B: 1, 4, 16, ..., B * T <= max_chunk,
                      and at most half of it from B = 16 on. On CPUs with the C++ kernels T is 8, and
-                     a chunk has several rows;  B * T: powers of two from 16 to max_chunk, and an
-                     eighth more than max_chunk
+                     a chunk has several rows;  B * T: powers of two from 16, less than max_chunk,
+                     and an eighth more than max_chunk
     score            T: 128;  B: 1, for log-probabilities of prompts
     decode, verify   B: 1, 4, 8, 16, ... up to the number of slots
     all others       one shape each
@@ -126,8 +126,8 @@ class Programs(NamedTuple):
     release: ``(mask bool[S])`` to None.
     reserve: ``(num_tokens i32[S])`` to ``ok``.
     attach: ``(slot i32[], digests u32[M, 8], token_ids i32[M, C], num_blocks i32[])`` to the number
-      of blocks found. In models with recurrent layers to i32[2]: this number, and the number that
-      would be found if there were snapshots of their states everywhere.
+      of blocks found. In models with recurrent layers the result is i32[2]: this number, and the
+      number that would be found if there were snapshots of their states everywhere.
     publish: ``(slots i32[N], columns i32[N], digests u32[N, 8], token_ids i32[N, C])`` to None. In
       models with recurrent layers also ``is_snapshot bool[N]``, see `cache.publish`.
     forget: ``()`` to None.

@@ -5,7 +5,7 @@ program first. For a small model this takes most of the time of a second start. 
 therefore stores executables, under a key of everything that they depend on:
 
     the files of this package, the versions of its dependencies, JAX's settings, PAGED_JAX_* and
-    XLA_FLAGS variables, the processor; the program key, the static arguments, the shapes and dtypes
+    XLA_* variables, the processor; the program key, the static arguments, the shapes and dtypes
     of all arguments.
 
 Tracing also registers kernels with XLA; reading a file does that too.
@@ -80,7 +80,7 @@ class StoredPrograms:
         self._reading: dict[str, concurrent.futures.Future[Any]] = {}
 
     def resolve(self, call: Call, weights: list[jax.Array], state: DecodeState) -> Call:
-        """Return the call with the program of a file. If there is no file, write it first.
+        """Return the call with its stored program. If there is none, compile and store it first.
 
         Returns the call itself if programs are not stored.
 
@@ -183,7 +183,7 @@ def _compile(folder: Path, key: str, source: _Source) -> jax.stages.Compiled:
     try:
         executable = serialize_executable.serialize(program)
     except jax.errors.JaxRuntimeError:
-        # The program is from JAX's cache, and XLA cannot serialise sorts of such programs again.
+        # JAX read the program from its cache. XLA cannot serialise such a program if it has sorts.
         lowered = _lower(source, secrets.token_hex(8))
         program = lowered.compile()
         executable = serialize_executable.serialize(program)

@@ -233,7 +233,7 @@ class SamplingParams:
       temperature: divisor of the logits; 0 (and anything below 1e-5) always takes the largest.
       top_p: keep the smallest set of tokens whose total probability reaches this, in (0, 1].
       top_k: keep the k most probable tokens; 0 or -1 keeps all.
-      min_p: drop tokens less probable than this times the most probable token, in [0, 1].
+      min_p: drop tokens less probable than this fraction of the highest probability, in [0, 1].
       presence_penalty: subtracted from the logits of tokens that were generated before.
       frequency_penalty: subtracted once for each time that a token was generated before.
       repetition_penalty: divides positive and multiplies negative logits of tokens that are in

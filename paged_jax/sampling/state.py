@@ -24,8 +24,8 @@ from paged_jax.sampling.params import (
 SMALLEST_TEMPERATURE = 1e-5
 # Larger than every position.
 _ALWAYS = 2**31 - 1
-# Entries of `SlotSampling.recent_ids` before the first generated token, and of
-# `SlotSampling.bad_words` before the first token of a word, where any token matches.
+# Padding before the first generated token in `SlotSampling.recent_ids`; and before the first token
+# of a word in `SlotSampling.bad_words`, where any token matches.
 _NO_TOKEN, _ANY_TOKEN = -2, -1
 
 
@@ -69,7 +69,7 @@ class SlotSampling:
         first word is token 0. All bits are set if every token is allowed.
       is_restricted: bool[S], whether the slot has bad words or a token that is not allowed.
       changed_until: i32[S], the first position at which no bias, penalty, held-back token or
-        restriction changes the logits. `to_device_values` computes it and `is_restricted`.
+        restriction changes the logits. `to_device_values` computes this field and `is_restricted`.
       prompt_mask: bool[S, V], whether a token is in the prompt.
       output_counts: i32[S, V], number of times that each token was generated.
 
@@ -205,7 +205,7 @@ class Assignment(NamedTuple):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end the sequence: of the model, unless they are ignored, and of `params`."""
+        """Tokens that end the sequence: `eos_token_ids` unless ignored, and `stop_token_ids`."""
         eos_token_ids = () if self.params.ignore_eos else self.eos_token_ids
         return *eos_token_ids, *(self.params.stop_token_ids or ())
 
@@ -216,7 +216,7 @@ def slot_row(state: SlotSampling, assignment: Assignment) -> SlotRow:
     Args:
       state: the state to change; only its shapes are used.
       assignment: the sequence. Its prompt matters for the repetition penalty. With
-        ``params.min_tokens``, its `stop_ids` are held back.
+        ``params.min_tokens``, its `stop_ids` are held back, unless a grammar does this.
 
     Raises:
       ValueError: the slot, the seed or a token id is out of range, or the state has no room for all

@@ -198,8 +198,8 @@ class WindowBlockBudget(BlockBudget):
 
     Counting shared blocks would need the reference counts of the device: either a copy on the host
     that follows forks, block copies and prefix hits, or waiting for the device in every step. The
-    gain would be short. After W generated tokens no window reaches the prompt, each sample holds a
-    row alone, and the samples admitted because of shared blocks would be preempted.
+    gain would be short. Once no window reaches the prompt, samples share no blocks, and the samples
+    admitted because of shared blocks would be preempted.
 
     Args:
       num_blocks, block_size, groups, state_groups: see `BlockBudget`.
@@ -223,15 +223,15 @@ class WindowBlockBudget(BlockBudget):
 
     @property
     def max_length(self) -> int | None:
-        """Maximum number of tokens of a sequence; None (unlimited) if a window fits the pool."""
+        """Maximum number of tokens of a sequence; None if the pool has room for a whole window."""
         return None if self.num_blocks >= self._most_decoding else super().max_length
 
     def num_required(self, num_tokens: int) -> int:
-        """Return the number of blocks to prefill in short chunks: at most those of a window."""
+        """Return the number of blocks to prefill in short chunks, at most a window and a block."""
         return min(self._most_decoding, super().num_required(num_tokens))
 
     def num_wanted(self, num_tokens: int) -> int:
-        """Return the number of blocks to prefill in full chunks: at most a window and a chunk."""
+        """Return the number of blocks to prefill in full chunks, at most a window and a chunk."""
         return min(self._most, super().num_wanted(num_tokens))
 
     def num_shared(self, num_tokens: int) -> int:
@@ -239,14 +239,14 @@ class WindowBlockBudget(BlockBudget):
         return 0
 
     def num_in_row(self, num_tokens: int, program_start: int) -> int:
-        """Return the number of blocks in the row, without those freed before the last program."""
+        """Return the number of blocks in a slot's row, without blocks freed by the last program."""
         num_blocks = num_blocks_needed(num_tokens, self.block_size)
         return num_blocks - self._first_kept(program_start)
 
     def num_free(self, memory: BlockMemory, running: list[Sequence]) -> int:
-        """Return the number of blocks outside of all rows, at most those that are free.
+        """Return P minus the number of blocks in all rows; at least this many are free.
 
-        It is negative if rows that share blocks exceed the pool.
+        The result is negative if rows that share blocks have more than P blocks in total.
         """
         return self.num_blocks - self.num_held(memory, running)
 

@@ -49,7 +49,7 @@ class Completion:
                 continues_text=continues_text,
             )
         self._text = ""
-        self._num_final = 0  # length of the final part of `_text`
+        self._num_final = 0  # length of `text`
 
     def snapshot(self) -> CompletionSnapshot:
         """Return the whole state, for `restore`."""
@@ -84,7 +84,7 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """The final part of the text. It never shrinks."""
+        """The part of the text that later tokens do not change."""
         return self._text[: self._num_final]
 
     def append(

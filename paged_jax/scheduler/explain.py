@@ -100,7 +100,7 @@ def _until(wait: Wait, now: float) -> Wait:
 
 
 def name_request(request_id: str) -> str:
-    """Return the name of a request for a sentence, made from its id."""
+    """Return words that name a request in a sentence, given its id."""
     return f"request {request_id}"
 
 

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Outputs of generation, with the names and meanings of vLLM's offline API, and totals."""
+"""Outputs of generation, with the names of vLLM's offline API, and totals of an engine."""
 
 import dataclasses
 from typing import Literal
@@ -10,7 +10,7 @@ from paged_jax.formatting import short_repr
 # sample computes the prompt for it. "same prefix": a running sequence computes a block of its
 # prefix.
 WaitReason = Literal["", "turn", "slots", "blocks", "budget", "same prefix", "fork", "preempted"]
-# Why a sample was preempted, and why the next candidate was not.
+# Why a sample was preempted, and why the next candidate was spared.
 PreemptionReason = Literal["decode", "prefill", "priority"]
 PreemptionAdvantage = Literal["priority", "progress", "cost", "arrival", "index"]
 
@@ -72,7 +72,7 @@ class RequestMetrics:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """A period without progress of a sample.
+    """A period in which a sample waits.
 
     Attributes:
       reason: why it waited: ``"turn"``, ``"slots"``, ``"blocks"``, ``"budget"``,

@@ -119,7 +119,7 @@ class Queue:
         return [sequence for sequence in request.sequences if sequence in self.unfinished]
 
     def check_is_new(self, sequences: list[Sequence]) -> None:
-        """Check that no unfinished request has the id of a new request with these samples.
+        """Check that no unfinished request has the id of the request of these new samples.
 
         Raises:
           ArgumentError: the id is taken.
@@ -184,7 +184,7 @@ class Queue:
             self.note_wait(sequence, reason)
 
     def note_turn(self, sequence: Sequence) -> None:
-        """Record that a sequence waits for the sequences before it in the queue."""
+        """Record that a sequence waits because other sequences are before it in the queue."""
         numbers = {}
         if sequence.history is not None:
             numbers["num_ahead"] = list(self.waiting).index(sequence)

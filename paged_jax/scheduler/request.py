@@ -265,7 +265,7 @@ class Sequence:
                 eos_token_ids=eos_token_ids,
                 candidates=candidates,
             )
-        except BaseException:  # after Ctrl-C too, the tokens must match the text
+        except BaseException:  # also after Ctrl-C: the text must match the tokens
             self._undo(before, num_tokens)
             raise
 
@@ -299,8 +299,8 @@ class Sequence:
         """Add to the number of tokens in the cache.
 
         Args:
-          num_tokens: number of tokens of a chunk, or number of tokens that decode has generated,
-            because a decode step that generates a token computes the token before it.
+          num_tokens: number of tokens of a chunk, or number of tokens that decode has generated.
+            Each decode step adds one token to the cache: the token before the new token.
         """
         if num_tokens:
             self.program_start = self.num_computed

@@ -23,7 +23,7 @@ class StepPlan:
         decodes. All their tokens are known. The program draws the tokens that the grammar forces
         and one more; then these sequences wait, and the others continue.
       num_steps: maximum number of decode steps; 0 if no sequence decodes.
-      leave_on_stop: whether to stop as soon as one sequence is complete, because others wait.
+      leave_on_stop: whether decoding ends as soon as one sequence is complete: others wait.
       is_ahead: whether the plan was made before the tokens of the previous plan were known. Its
         sequences may already be complete, or there may be too few free blocks. In both cases the
         device draws no tokens.
@@ -112,7 +112,7 @@ class Lookahead:
         self._rows = []
 
     def forget(self, sequence: Sequence) -> None:
-        """Plan without a sequence that has ended, so that it can be freed."""
+        """Exclude an ended sequence from later plans, so that its memory can be freed."""
         self._rows = [each for each in self._rows if each is not sequence]
 
     def next_plan(self, plan: StepPlan, now: float = 0.0) -> StepPlan | None:
@@ -140,7 +140,7 @@ class Lookahead:
         """Plan without the sequences whose next mask depends on tokens that are not known yet."""
         is_planned, was_bound = set(plan.decodes), set(plan.bound)
         decodes: list[Sequence] = []
-        known: dict[Sequence, int] = {}  # number of tokens that the next mask of each allows
+        known: dict[Sequence, int] = {}  # number of steps until each needs a further mask
         longest = 0
         for sequence in running:
             num_ahead = plan.num_steps if sequence in is_planned else 0

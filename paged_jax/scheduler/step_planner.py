@@ -180,11 +180,11 @@ class StepPlanner:
         """Start the other samples of a prompt just before the leader generates its first token.
 
         The leader is the sample that computed the prompt. Each fork takes one block in this step:
-        for its token, or for its copy of the partly filled block that all samples write to. (One of
-        the samples writes to the original block; this is counted as the leader.) All samples write
-        in this step, so no partly filled block stays shared. A sample without a slot or blocks
-        joins the queue and will find the prompt in the prefix cache. If the block budget counts no
-        block as shared, a fork takes a whole row.
+        for its token, or for its copy of the partly filled block that all samples write to. (One
+        sample keeps the original block. The count assumes that this is the leader.) All samples
+        write in this step, so no partly filled block stays shared. A sample without a slot or
+        blocks joins the queue and will find the prompt in the prefix cache. If the block budget
+        counts no block as shared, a fork takes a whole row.
         """
         if not leader.siblings:
             return
@@ -432,7 +432,7 @@ class Admission:
         num_wanted = sequence.num_wanted
         if num_wanted:
             return {"num_wanted": num_wanted, "num_free": num_free, "num_kept": num_kept}
-        # Without spare blocks the prefix was not looked up, so this is an upper bound.
+        # The prefix was not looked up, because no blocks were spare: use an upper bound.
         most = self._block_budget.num_for_admission(len(sequence.token_ids))
         return {"most_wanted": most, "num_free": num_free, "num_kept": num_kept}
 

@@ -414,6 +414,6 @@ def _num_possible(
     new_NS = blocks_NS - num_held[None, :] + writes.is_copy.astype(jnp.int32)[None, :]
     num_taken = jnp.sum(new_NS, axis=1, dtype=jnp.int32)
     is_in_bounds = jnp.all(blocks_NS <= tables.max_blocks_per_slot, axis=1)
-    # If n tokens per slot are possible, all smaller numbers are too. So the count of possible
-    # numbers is the largest one.
+    # If n tokens per slot are possible, all smaller numbers are possible too. So the largest
+    # possible number equals the count of possible numbers.
     return jnp.sum(is_in_bounds & (num_taken <= tables.pool.num_free), dtype=jnp.int32)

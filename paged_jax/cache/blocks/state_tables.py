@@ -252,7 +252,7 @@ def release_states(tables: StateTables, mask: jax.Array) -> StateTables:
 
 @without_index_checks
 def attach_state(tables: StateTables, slot: jax.Array, entry: jax.Array) -> StateTables:
-    """Give an empty slot a snapshot. With P and a slot that does not exist, nothing changes."""
+    """Give an empty slot a snapshot. Nothing changes if `entry` is P, which means "no entry"."""
     pool = block_pool.revive(tables.pool, entry[None])
     entries = tables.entries.at[slot].set(entry, mode="drop")
     return replace(tables, pool=pool, entries=entries)
@@ -270,8 +270,8 @@ def publish_states(
 ) -> StateTables:
     """Add the states and marks of slots to the prefix cache, as snapshots.
 
-    Nothing changes for an entry that is a snapshot already, or if a snapshot has the digest, or if
-    the slot has neither a state nor a mark with as many tokens.
+    A row of the arguments is ignored if its slot has neither a state nor a mark of `ends` tokens,
+    if that entry is a snapshot already, or if another snapshot has the digest.
 
     Args:
       tables: the state; may be donated.

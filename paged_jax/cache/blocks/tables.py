@@ -206,8 +206,8 @@ def describe_use(tables: BlockTables) -> str | None:
     )
 
 
-# Number of table entries that `_in_pieces` processes at once: more than most slots have blocks, and
-# fast to sort.
+# Number of table entries that `_in_pieces` processes together: few enough to sort fast, and more
+# than the number of blocks of most slots.
 _PIECE = 512
 
 Update = Callable[[BlockTables, jax.Array, jax.Array], BlockTables]

@@ -213,8 +213,7 @@ class GrammarCursor:
     If the grammar allows only one text to come next, the tokens of this text are forced: the model
     does not choose them. llguidance chooses the tokens that spell the text. They depend only on the
     tokens before them. A tokenizer that changes texts, for example by removing spaces, may have no
-    tokens that spell the forced text. From then on no tokens are forced, and the model chooses all
-    tokens.
+    tokens that spell the forced text. In that case, the model chooses all further tokens.
 
     Args:
       grammar: the grammar.

@@ -126,8 +126,8 @@ _MAX_GROWTH = 4
 def merged(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Join each `allOf` of plain objects to one object, and each reference with its siblings.
 
-    Both schemas accept the same texts. Descriptions of an object with other keys than its
-    properties and required properties are not joined, and neither are recursive ones.
+    Both schemas accept the same texts. Objects with keys that `_OBJECT_KEYS` lacks are not joined,
+    and neither are recursive objects.
 
     Example:
       >>> parts = [{"properties": {name: {}}, "required": [name]} for name in "ab"]
@@ -207,7 +207,7 @@ class _Merger:
         return found if is_object else None
 
     def _target(self, reference: str) -> dict[str, Any] | None:
-        """Return the object that a local reference means; None if it cannot be joined."""
+        """Return the object that a local reference refers to; None if it cannot be joined."""
         target = resolve({"$ref": reference}, self._root)
         if target is None or reference in self._active:
             return None
@@ -279,5 +279,5 @@ def argument_schemas(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_text(schema: Any) -> bool:
-    """Return whether a value of a schema is a text, which tags contain without quotes."""
+    """Return whether a schema describes a text. Tags contain texts without quotes."""
     return isinstance(schema, Mapping) and schema.get("type") == "string"

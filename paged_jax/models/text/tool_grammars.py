@@ -27,7 +27,8 @@ _NUM_KEPT = 32
 # Maximum number of schemas compiled separately to find unsupported schemas. Each takes
 # milliseconds.
 _MAX_CHECKS = 512
-# Maximum length of texts without quotes that grammars enforce. Longer bounds need a large lexer.
+# Maximum ``maxLength`` that grammars enforce for texts without quotes. A larger bound needs a large
+# lexer.
 _MAX_LENGTH = 256
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
@@ -335,7 +336,7 @@ class ToolGrammars:
         return found
 
     def _loosened(self, tool: Tool, max_checks: int) -> Tool:
-        """Return a tool with the supported parts of its unsupported schema."""
+        """Return a tool with an unsupported schema reduced to the supported parts."""
         schema = merged(tool["function"]["parameters"])
         properties = schema.get("properties")
         if isinstance(properties, Mapping) and len(properties) <= max_checks:
