@@ -153,7 +153,7 @@ def _figure_of(plot: Callable[[Any, Report, Path], None]) -> Callable[[Any, Repo
     return draw
 
 
-# By the beginning of the file name.
+# Functions that draw a plot, by the start of the file name.
 DRAWN_BY: dict[str, Callable[[Any, Report], Any]] = {
     "allocator": plot_allocator,
     "decode-attention": _figure_of(attention_report.plot),

@@ -1,1 +1,1 @@
-"""Tests of paged_jax: folders mirror the package, and `support` holds what they share."""
+"""Tests of paged_jax: folders mirror the package, and `support` contains shared code."""

@@ -1,6 +1,6 @@
 """Tests of the structure of the code: the length of files, classes and functions, and imports.
 
-The limits measure what a reader must cross to understand a subject. ruff checks docstrings.
+The limits keep each file and class short enough to read. ruff checks docstrings.
 """
 
 import ast

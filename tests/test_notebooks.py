@@ -1,4 +1,4 @@
-"""Runs of the notebooks in docs/notebooks, each in a kernel of its own."""
+"""Runs of the notebooks in docs/notebooks, each in a separate kernel."""
 
 import json
 from pathlib import Path

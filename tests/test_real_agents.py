@@ -1,8 +1,8 @@
 """Sessions of agents with a real chat model, SmolLM2-135M-Instruct in GGUF.
 
-The model is too small to be a good agent, but it is unsure in realistic ways. Loops end, calls
-follow their schemas, and streams and whole answers are the same, because grammars and code see to
-it, not because the model behaves.
+The model is too small to be a good agent, and makes realistic mistakes. The tests check what
+grammars and code guarantee for any model: loops end, calls follow their schemas, and streams and
+whole answers are the same.
 """
 
 import pytest

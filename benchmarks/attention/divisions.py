@@ -1,9 +1,9 @@
-"""Benchmark of the GPU decode kernel with other divisions of the batch.
+"""Benchmark of our GPU decode kernel with batches divided as in vLLM's kernels.
 
-vLLM has two kernels (V1 and V2 of its paged attention). V1 uses one program instance per sequence
-and head. V2 divides sequences into parts of 512 tokens and merges them in a second launch.
-`benchmarks.schedule` predicts which is faster, and ``python -m benchmarks.attention --divisions``
-measures it.
+vLLM's paged attention has two kernels. V1 uses one program instance per sequence and head. V2
+divides sequences into parts of 512 tokens and merges them in a second launch.
+`benchmarks.schedule` predicts which division is faster for our kernel, and
+``python -m benchmarks.attention --divisions`` measures it.
 """
 
 from collections.abc import Callable, Mapping

@@ -10,7 +10,7 @@ OURS = "paged_jax"
 Record = dict[str, Any]
 
 _JAX_KERNEL = "jax pallas"
-# Bytes of K and V from which on only memory bandwidth limits a call.
+# Bytes of K and V above which only memory bandwidth limits a call.
 _LARGE = 5 * 10**8
 _QUANTISED = ("int8", "float8_e4m3fn")
 

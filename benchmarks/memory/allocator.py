@@ -115,7 +115,7 @@ _fork = jax.jit(blocks.fork)
 
 
 def serve(lengths: np.ndarray, num_slots: int, block_size: int) -> BlockTables:
-    """Fill a slot to each of `lengths`: half of it as a prompt, and the rest token by token.
+    """Fill one slot per entry of `lengths`: half of the tokens as a prompt, then one at a time.
 
     The pool has room for MAX_LENGTH tokens in every slot, as a contiguous cache does.
 

@@ -37,7 +37,7 @@ OURS, LLAMA_CPP = "paged_jax", "llama.cpp"
 DTYPES = ("int8", "int4", "fp8")
 FILES = (*FORMATS, SOURCE)
 
-# Smallest ratios that the project wants, for batches of 1, 4 and 16, and for prompts.
+# Goals: minimum ratios, for decoding with batches of 1, 4 and 16, and for prompts.
 _OVER_LLAMA_CPP = {
     "int8": ("Q8_0", (1.25, 2.0, 1.8, 1.6)),
     "Q4_0": ("Q4_0", (1.0, 1.4, 1.5, 1.4)),

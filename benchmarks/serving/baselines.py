@@ -81,7 +81,7 @@ class ContiguousBatches:
         return [requests[i : i + self._batch] for i in range(0, len(requests), self._batch)]
 
     def _shape(self, rows: list[Request]) -> tuple[int, int]:
-        """Return T and N of a batch."""
+        """Return the padded prompt length T and the cache length N of a batch."""
         T = _round_up(max(len(request.prompt_token_ids) for request in rows), _PROMPT_STEP)
         N = _round_up(max(request.num_tokens for request in rows), _CACHE_STEP)
         return T, max(T, N)

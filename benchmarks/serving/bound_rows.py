@@ -1,12 +1,12 @@
-"""Speed of free texts beside texts with a JSON schema.
+"""Benchmark of requests with a JSON schema (bound) and without one (free) in the same batch.
 
     python -m benchmarks.serving.bound_rows                     # the small bundled model
     python -m benchmarks.serving.bound_rows --shape 135M --json bound.json
 
 Each case runs some requests with a schema and some without, and replaces requests that end. The
-engine chooses how many steps the free texts take while the host computes masks (`MaskClock`). In
-the case "one step for all", it always decodes one step of all texts, as it would without this
-choice. The cases run in turns, and the figures are medians over rounds.
+engine chooses the number of steps that free requests take while the host computes masks for bound
+requests (`MaskClock`). In the case "one step for all", it always decodes one step of all requests.
+The cases run in turns, and the figures are medians over rounds.
 """
 
 import argparse

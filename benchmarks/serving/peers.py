@@ -218,7 +218,7 @@ def _to_json(requests: list[Request]) -> list[tuple[list[int], int]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Serve the job of a file, and print one JSON line."""
+    """Serve the requests of a job file, and print one JSON line."""
     try:
         record = run_job(json.loads(Path(arguments[0]).read_text()))
     except PeerUnavailable as error:

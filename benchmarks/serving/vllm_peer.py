@@ -85,7 +85,7 @@ def _serve(llm: Any, rows: list[tuple[list[int], int]]) -> list[list[int]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Serve the job of a file, and print one JSON line."""
+    """Serve the requests of a job file, and print one JSON line."""
     job = json.loads(Path(arguments[0]).read_text())
     try:
         record = run_job(job)

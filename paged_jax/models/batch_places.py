@@ -251,7 +251,7 @@ def reserve_places(
 def _sum_by_slot(
     rows: jax.Array, num_tokens: jax.Array, num_slots: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the tokens of earlier rows with the same slot, i32[B], and of each slot, i32[S]."""
+    """Count the tokens of earlier rows with the same slot, i32[B], and of each slot, i32[S]."""
     index = jnp.arange(rows.size, dtype=jnp.int32)
     is_before = (rows[None, :] == rows[:, None]) & (index[None, :] < index[:, None])
     is_of_slot = rows[None, :] == jnp.arange(num_slots, dtype=jnp.int32)[:, None]

@@ -63,7 +63,8 @@ class LlamaConfig:
         rotate like the other layers.
       rope_layers: whether each layer rotates queries and keys; empty if all do.
       partial_rotary_factor: fraction of each head's elements that rotates, 0 to 1. The first
-        elements rotate. With "proportional" scaling, it does not apply to layers without scaling.
+        elements rotate. With "proportional" scaling, layers with `rope_local_base_freq` rotate
+        whole heads.
       rope_interleaved: whether the elements of a rotated pair are neighbours in checkpoints.
         Otherwise their distance is half of the rotated part.
       tie_word_embeddings: whether the embedding table is also the output head.
@@ -392,7 +393,7 @@ class LlamaConfig:
     def layer_configs(self) -> tuple["LlamaConfig", ...]:
         """Config of each layer. It describes a model in which all layers equal this layer.
 
-        Its sizes are the sizes of the layer. Equal layers share a config.
+        Equal layers share a config.
 
         Example:
           >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,

@@ -210,7 +210,7 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     written |= {name: fields[name] for name in family.sizes}
     if "hidden_size_per_layer_input" in family.sizes:
         written[_PER_LAYER_VOCABULARY] = fields[_PER_LAYER_VOCABULARY] or fields["vocab_size"]
-    # Values without which the default of transformers is not supported.
+    # Write these keys always, because transformers' defaults for them are not supported.
     written |= {key: value for key, value in family.only.items() if key in family.defaults}
     if family.global_heads:
         written["global_head_dim"] = fields["global_head_dim"] or fields["head_dim"]

@@ -42,7 +42,7 @@ _GLM_DEFAULTS = {
     "partial_rotary_factor": 0.5,
     "eos_token_id": [151329, 151336, 151338],
 }
-# Names of the text model in checkpoints of models with images. Other tensors belong to images.
+# Prefixes of tensor names in checkpoints of models with images. None: not part of the text model.
 _IMAGE_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -456,7 +456,7 @@ FAMILIES: dict[str, Family] = {
     **RECURRENT_FAMILIES,
 }
 
-# Names of families in files of models that have no family of their own.
+# Family of each `model_type` that uses another family's entry.
 ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 
 # Models with images, by `model_type`.

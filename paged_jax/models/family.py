@@ -209,9 +209,10 @@ class MixerKeys:
       pattern: type of each character.
       attention_layers: key that is read if there is no list: an integer n if every n-th layer has
         attention, or a list of the layers that have attention.
-      has_attention: whether the last layer has attention if no other layer has by default.
-      nested: an object that old files have instead: its key, and the key of each of its entries
-        elsewhere. Its list `full_attn_layers` counts layers from 1.
+      has_attention: whether the last layer has attention if the integer in `attention_layers`
+        would leave no layer with attention.
+      nested: key of an object that old files have, and for each entry of this object the key that
+        replaces it in newer files. Its list `full_attn_layers` counts layers from 1.
     """
 
     kind: str
@@ -292,14 +293,14 @@ class Family:
       replacements: for fields of `LlamaConfig`, values of files and their replacements.
       keys: key in ``config.json`` of each `LlamaConfig` field whose key differs from its name.
       tensors: tensor names of a layer, and of the last norm (``norm``), that differ from those in
-        `tensor_map`, by parameter. A piece of a parameter follows a dot (``mixer_conv.q``). A * in
-        the place of the piece gives all other pieces; if the tensor's name also has a *, each has
-        its own tensor. A fused parameter such as ``qkv_proj`` is one tensor in the files if it is
-        listed here. In the names of experts, a * stands for the number of an expert.
-        ``shared_expert`` is the module of the shared expert.
+        `tensor_map`, by parameter. A piece of a parameter follows a dot (``mixer_conv.q``).
+        ``mixer_conv.*`` stands for all pieces that are not listed. A * in the tensor's name is
+        replaced by the name of the piece. A fused parameter such as ``qkv_proj`` is one tensor in
+        the files if it is listed here. In the names of experts, a * stands for the number of an
+        expert. ``shared_expert`` is the module of the shared expert.
       renamed: parts of tensor names that some files have, and their replacements.
-      in_memory: parts of names in `tensors`, and their replacements in the models of transformers,
-        which may fuse tensors of its files.
+      in_memory: parts of names in `tensors`, and their replacements in transformers' models, which
+        may fuse several tensors of the files.
       written_prefixes: prefixes of this library's names, and their replacements in files that it
         writes.
       prefixes: prefixes of tensor names and their replacements; None if the tensors belong to

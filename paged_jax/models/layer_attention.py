@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Interface between a layer and its cache, and layers without a cache.
+"""Interface between a layer and its cache, attention without a cache, and latent attention.
 
 A layer passes its inputs to a function of the type `Attend`. Attention layers pass queries, keys
 and values, as `Projection` or `Heads`, and the function decides what they attend to. Recurrent
@@ -11,7 +11,7 @@ share. With matrices A (keys) and B (values) of each head::
 
     key of a head    [ A c | rotated ]          value of a head    B c
 
-The matrices are moved to the other side of the attention, so that keys and values of heads are
+A is applied to the queries and B to the output of the attention, so keys and values of heads are
 never computed. All heads then attend to the same vectors ``[ c | rotated ]``, as in multi-query
 attention, and the first R elements of a vector are also its value::
 
@@ -169,7 +169,7 @@ Attend = Callable[[int | jax.Array, LayerInputs, Carry], tuple[jax.Array, Carry]
 
 
 def sliding_window_of(sliding_windows: Sequence[int | None], index: int | jax.Array) -> int | None:
-    """Return the entry of a layer. The index may be traced if all entries are equal."""
+    """Return the sliding window of a layer. `index` may be traced if all windows are equal."""
     if len(set(sliding_windows)) == 1:
         return sliding_windows[0]
     assert isinstance(index, int)
@@ -233,7 +233,7 @@ def _masked_attention(
 ) -> jax.Array:
     """Compute attention with options that `jax.nn` does not support.
 
-    They are a soft cap, sinks, short values and chunks.
+    These are a soft cap, sinks, values that are shorter than keys, and chunks.
     """
     B, T, H, D = q.shape
     K = k.shape[2]

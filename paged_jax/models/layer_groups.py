@@ -138,7 +138,8 @@ class LayerKind(NamedTuple):
 
     Attributes:
       kind, mlp_kind: type of the layer and of its MLP.
-      window: number of last tokens that a query attends to; None for all tokens.
+      window: number of last tokens that a query attends to; None for all tokens. In chunked
+        attention it is the size of a chunk.
       kv: keys and values that the layer keeps, or None.
       shares_kv: whether it reads the keys and values of another layer.
       norm_placement: where its norms are, see `LlamaConfig`.
@@ -158,7 +159,7 @@ class LayerKind(NamedTuple):
     intermediate_size: int
 
     def changes(self, config: Any) -> dict[str, Any]:
-        """Return the changed fields of a `LlamaConfig` in which all layers equal this layer."""
+        """Return the fields to change in `config`, so that all of its layers equal this layer."""
         L, is_recurrent = config.num_hidden_layers, self.kind in RECURRENT_TYPES
         is_special = self.kv is None or is_recurrent or self.kind == CHUNKED
         changes: dict[str, Any] = {
@@ -195,7 +196,7 @@ class LayerKind(NamedTuple):
 
 
 class LayerGroup(NamedTuple):
-    """Layers that keep equally many tokens in equal shapes.
+    """Layers that keep the same number of tokens, in the same shapes.
 
     Attributes:
       sliding_window: number of last tokens that a query attends to, including its own; None for

@@ -61,7 +61,7 @@ _DENSE_KEYS: Mapping[str, tuple[str, ...]] = {
     "others": ("interleave_moe_layer_step", "moe_layers"),
 }
 _SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-# transformers uses any of these keys for the number of experts.
+# transformers accepts any of these keys for the number of experts.
 _NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Readers of the fields that are not integers.
 _READERS: Mapping[str, Callable[[Mapping[str, Any], str], Any]] = {

@@ -195,7 +195,7 @@ def look_up(table: Weight, token_ids: jax.Array) -> jax.Array:
 
 
 def look_up_differentiably(table: Weight, token_ids: jax.Array) -> jax.Array:
-    """Return embeddings as `look_up`, for token ids of any shape and with gradients."""
+    """Return embeddings like `look_up`, for token ids of any shape and with gradients."""
     return _find_rows(table, lambda array: array[token_ids])
 
 

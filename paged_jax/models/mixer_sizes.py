@@ -60,7 +60,7 @@ class Mixer:
     def states(self) -> tuple[StateShape, ...]:
         """Arrays that a sequence keeps in each layer: last inputs of the convolution, and state."""
         num_channels = math.prod(self.shapes(1)["mixer_conv"][:2])
-        # One dimension: devices would pad a dimension of three tokens to eight.
+        # A single dimension, because devices would pad a dimension of three tokens to eight.
         conv = StateShape("conv", ((self.conv_width - 1) * num_channels,), None)
         if self.state_shape is None:
             return (conv,)
@@ -72,7 +72,7 @@ class Mixer:
         return getattr(self, self.divided[0])
 
     def divide(self, num_devices: int) -> Self:
-        """Return the sizes on each of several devices, whose number divides `num_parts`."""
+        """Return the sizes on each of `num_devices` devices, which must divide `num_parts`."""
         sizes = {name: getattr(self, name) // num_devices for name in self.divided}
         return dataclasses.replace(self, **sizes)
 
@@ -176,7 +176,7 @@ class GatedDeltaNet(Mixer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KimiDelta(Mixer):
-    """Kimi Delta Attention (arXiv 2510.26692): a delta rule whose elements decay independently.
+    """Kimi Delta Attention (arXiv 2510.26692): a delta rule with a decay per key element.
 
     Rows of ``mixer_in_proj`` for each head: its query, its key, its value.
 

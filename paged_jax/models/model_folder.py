@@ -107,9 +107,9 @@ def read_name(config: Mapping[str, Any], key: str, default: str) -> str:
 
 
 def read_object(config: Mapping[Any, Any], key: Any, name: str | None = None) -> Mapping[str, Any]:
-    """Return an object of a ``config.json``, which is empty if it is missing or null.
+    """Return an object of a ``config.json``; an empty object if it is missing or null.
 
-    `name` replaces the key in an error.
+    `name` is the name of the object in error messages, by default the key.
     """
     value = config.get(key)
     if value is not None and not isinstance(value, Mapping):

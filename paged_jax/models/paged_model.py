@@ -232,7 +232,7 @@ class PagedModel(nnx.Module):
         *,
         backend: str | None = None,
     ) -> tuple[jax.Array, PagedCache, jax.Array]:
-        """Append chunks as `prefill`, and return the logits after every token of the chunks.
+        """Append chunks like `prefill`, and return the logits after every token of the chunks.
 
         The arguments have the meaning that they have in `prefill`.
 
@@ -256,7 +256,7 @@ class PagedModel(nnx.Module):
         *,
         backend: str | None = None,
     ) -> tuple[jax.Array, PagedCache, jax.Array, StatePlaces | None]:
-        """Append drafts as `score`, but leave the states of recurrent layers as they are.
+        """Append drafts like `score`, but leave the states of recurrent layers as they are.
 
         Returns:
           The result of `score`, and the states, or None if no layer is recurrent. Call

@@ -107,7 +107,7 @@ def add_low_rank(
     norm: jax.Array | None,
     backend: str | None,
 ) -> jax.Array:
-    """Add a projection of low rank of the normalised input of attention, if the layer has it.
+    """Add the low-rank projection of attention's normalised input, if the layer has one.
 
     Args:
       config: configuration of the layer.
@@ -177,7 +177,7 @@ def add_to_streams(
 
 
 def split_streams(x: jax.Array, proj: Weight, backend: str | None) -> jax.Array:
-    """Return the first streams ``[..., n, E]`` of embeddings float32 ``[..., E]``.
+    """Return the initial streams ``[..., n, E]`` for embeddings float32 ``[..., E]``.
 
     The embeddings are the first stream. ``proj [n - 1, E, E]`` projects them to the others.
     """
@@ -186,7 +186,7 @@ def split_streams(x: jax.Array, proj: Weight, backend: str | None) -> jax.Array:
 
 
 def merge_streams(x: jax.Array, proj: Weight, backend: str | None) -> jax.Array:
-    """Return the mean ``[..., E]`` of the last streams. All but the first are projected.
+    """Return the mean ``[..., E]`` of all streams, after projecting all except the first.
 
     The streams are float32 ``[..., n, E]``, and ``proj`` is ``[n - 1, E, E]``.
     """

@@ -112,7 +112,7 @@ def read_latent(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     rope, fields = _choose_object(config, family), {}
     scaling = _read_scaling(rope, config)
     if scaling is not None and rope.get("mscale_all_dim"):
-        # A correction of the scores for longer contexts. `attention_factor` is another one.
+        # The scores of longer contexts have this factor in addition to `attention_factor`.
         scale = _yarn_scale(scaling.factor, read_number(rope, "mscale_all_dim"))
         fields["attention_multiplier"] = latent.query_dim**-0.5 * scale**2
     # All heads share one vector. Files repeat the number of heads in `num_key_value_heads`.

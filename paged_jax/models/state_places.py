@@ -1,10 +1,11 @@
 """Where the states of a step's rows are in the pools of recurrent layers.
 
 A step reads and writes each state once. If each row has one token, the layer may advance the states
-in their pools, see `StateRows`. A verification of drafts does not know yet which
-tokens are accepted, and a token cannot be removed from a state. So it runs twice: `advance`
-computes the outputs of all tokens and leaves the states unchanged, and `advance_postponed` then
-applies only the accepted tokens::
+in their pools, see `StateRows`.
+
+When drafts are verified, it is not yet known which tokens are accepted, and a token cannot be
+removed from a state. So the recurrence runs twice: `advance` computes the outputs of all tokens and
+leaves the states unchanged, and `advance_postponed` then applies only the accepted tokens::
 
     score T drafts      read S, outputs of T tokens          inputs of all recurrent layers are kept
     accept n of them
@@ -40,8 +41,8 @@ class StatePlaces(NamedTuple):
       sources: i32 ``[B]``, the entry that each row reads; P, the number of entries, for zeros.
       entries: i32 ``[B]``, the entry that each row writes; P for rows that write nothing.
       spares: i32 ``[B]``, the entry that each row writes from `turns` tokens on, see
-        `state_tables.plan_states`; P for rows that never turn.
-      turns: i32 ``[B]``, number of tokens at which each row turns to its spare entry.
+        `state_tables.plan_states`; P for rows that never switch.
+      turns: i32 ``[B]``, number of tokens at which each row switches to its spare entry.
       num_entries: P.
       layers: group of each recurrent layer and the layer's index in the group.
       first_pools: index of the first group of recurrent layers in the pools of the cache.

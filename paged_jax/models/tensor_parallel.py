@@ -38,7 +38,7 @@ AXIS = "tp"
 
 # Divided dimension of each parameter, counted from the end, so that it does not depend on whether
 # the layers are stacked. Scales and minima of a matrix are divided like the matrix. All other
-# parameters are replicated: each device has a whole copy. So are norms of single heads.
+# parameters, and norms of single heads, are replicated: each device has a whole copy.
 _DIVIDED = {
     "qkv_proj": 4,
     "qkv_bias": 3,
@@ -113,7 +113,7 @@ class DeviceShard:
         return lax.pmean(x, self.axis_name)
 
     def look_up(self, table: Weight, token_ids: jax.Array) -> jax.Array:
-        """Look up embeddings as `matrices.look_up`. Each device has some rows of the table."""
+        """Look up embeddings like `matrices.look_up`. Each device has some rows of the table."""
         num_rows = table.shape[0]
         first = self.index * num_rows
         rows = jnp.clip(token_ids, 0, self.vocab_size - 1) - first
@@ -354,7 +354,7 @@ class TensorParallel:
         return kind in _DIVIDED and not is_of_one_head
 
     def _mesh_of_copies(self, name: str) -> Mesh | None:
-        """Return a mesh with the axes heads and copies. Devices of a row have the same KV head.
+        """Return a mesh with axes for heads and copies. All copies of a head are in one row.
 
         Returns:
           None if no two devices have the same part of the parameter.

@@ -1,6 +1,6 @@
 """`Chat`: prompt, constraint and parsed answer of a chat, for the endpoints of all APIs.
 
-Messages and tools are converted to the form that chat templates take at the end of this file.
+Functions at the end of this file convert messages and tools to the form that chat templates take.
 """
 
 import collections
@@ -41,7 +41,7 @@ class Chat:
 
     @functools.cached_property
     def tools(self) -> list[Tool]:
-        """Tools in the prompt. `_allowed_tools` has those that the model may call."""
+        """Tools in the prompt. `_allowed_tools` lists the tools that the model may call."""
         body, tokenizer = self.body, self.service.tokenizer
         is_asked = body.tool_choice not in (None, "none", "auto")
         if is_asked and not body.tools:
@@ -172,7 +172,8 @@ class Chat:
         try:
             self.service.grammars.compile(whole)
         except ArgumentError:
-            self._check(constraint, field)  # its error does not quote the grammar around it
+            # Raise an error that does not quote the grammar around the constraint, if possible.
+            self._check(constraint, field)
             raise
         return whole
 
@@ -186,7 +187,7 @@ class Chat:
         return harmony_grammar(token_ids, tools, is_required=self._must_call, answer=answer)
 
     def _answer_rule(self, constraint: StructuredOutputsParams, field: str) -> str:
-        self._check(constraint, field)  # its error names the constraint, not the tools
+        self._check(constraint, field)  # first, so that its errors name only the constraint
         return constraint_rule(constraint)
 
     def _check(self, constraint: StructuredOutputsParams, field: str) -> None:

@@ -44,7 +44,7 @@ class GenerateAnswer(Answer):
         return len(self.body.prompt or "")
 
     def params(self) -> dict[str, Any]:
-        """Return the sampling parameters, including log-probabilities."""
+        """Return the sampling parameters, including the numbers of log-probabilities."""
         asked = {name: getattr(self.body, name) for name in ("logprobs", "prompt_logprobs")}
         return super().params() | {k: v for k, v in asked.items() if v is not None}
 

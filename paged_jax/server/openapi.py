@@ -37,7 +37,7 @@ class Endpoint(NamedTuple):
       method: the HTTP method.
       path: the path, with parameters in braces.
       name: the operation id; empty for a page, which the document does not list.
-      summary: one or two sentences in Markdown, without the period at the end.
+      summary: description in Markdown; begins in lower case, has no period at the end.
       response: schema of the response; None for a page or a text.
       body: schema of the body of a request.
       errors: statuses of errors.

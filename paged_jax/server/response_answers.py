@@ -330,7 +330,7 @@ def _arguments(block: Block) -> str:
 def _summary_events(
     is_wanted: bool, block: Block, place: JsonDict, what: str, **fields: Any
 ) -> list[JsonDict]:
-    """Return an event of the summary of reasoning, which is the reasoning itself.
+    """Return the event for the summary of reasoning. The summary repeats the whole reasoning.
 
     Args:
       is_wanted: whether the response has summaries.

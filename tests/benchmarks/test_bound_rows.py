@@ -1,4 +1,4 @@
-"""The benchmark of free texts beside texts with a schema."""
+"""Tests of the benchmark of requests with and without a schema in the same batch."""
 
 import json
 

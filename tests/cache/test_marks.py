@@ -1,6 +1,6 @@
-"""Marks: earlier states that slots keep while they decode. The model is a list of tokens.
+"""Marks: earlier states that slots keep while they decode, see `state_tables`.
 
-A program is simulated in Python. Each entry holds the tokens of its state.
+The programs are simulated in Python. The state of an entry is a list of its tokens.
 """
 
 import hashlib

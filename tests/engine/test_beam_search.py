@@ -1,4 +1,4 @@
-"""Beam search against an independent search on the plain model, and against all sequences."""
+"""Beam search compared with a search on the plain model, and with enumeration of all sequences."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Sequences with grammars beside others: equal tokens, and more steps for the others."""
+"""Batches in which some requests have grammars: the same tokens, and more steps for the others."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""`Engine.sleep` and `wake_up`: memory is freed, no request is lost, and tokens stay right."""
+"""`Engine.sleep` and `wake_up`: memory is freed, no request is lost, and tokens stay correct."""
 
 import dataclasses
 import gc

@@ -1,4 +1,4 @@
-"""Tests of the backends of XLA prove something of the machine code that users get."""
+"""Marks tests of compiled backends as `optimised`: they check the machine code that users get."""
 
 import pytest
 
@@ -15,7 +15,7 @@ _INTERPRETED = {"triton", "mosaic_tpu"}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark them; the machine code of a kernel that is interpreted is for tests alone."""
+    """Mark all tests in `_FILES`, except tests of kernels that run in the interpreter."""
     for item in items:
         if item.path.parent.name == "kernels" and item.path.name in _FILES:
             params = getattr(item, "callspec", None)

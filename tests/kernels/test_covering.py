@@ -1,4 +1,4 @@
-"""The rows that stand for all combinations of sizes, types and variants hold what they promise."""
+"""Tests of covering arrays: rows contain every pair of values of every two factors."""
 
 import itertools
 

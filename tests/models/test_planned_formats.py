@@ -1,4 +1,4 @@
-"""Formats of quantised matrices in memory plans: equal to the formats after loading."""
+"""Memory plans predict the formats that quantised matrices have after loading."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Host memory of compilation, measured in a fresh process without freed memory."""
+"""Host memory of compilation, measured in a fresh process that has no freed memory to reuse."""
 
 import json
 import subprocess

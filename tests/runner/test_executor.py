@@ -1,4 +1,4 @@
-"""The executor: compilation, its call thread, and freed memory of the C library."""
+"""The executor: compilation, its call thread, and return of freed memory to the system."""
 
 import ctypes
 import gc

@@ -1,4 +1,4 @@
-"""Tests of the routes about the server's state, and of the time before the service exists."""
+"""Tests of the routes about the server's state, and of requests before the service exists."""
 
 import socket
 import threading

@@ -1,7 +1,7 @@
 """Every field of a request changes something, is an error, or is documented as ignored.
 
 No model runs: a field may change the prompt, the parameters of the engine, or the response to a
-given text. Costs no compilation.
+given text. Nothing is compiled.
 """
 
 import dataclasses

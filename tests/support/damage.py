@@ -1,4 +1,4 @@
-"""JSON files with a wrong entry, for tests that each is refused in one line."""
+"""JSON files with a wrong entry, for tests that each file is rejected with a one-line error."""
 
 import copy
 from collections.abc import Iterator

@@ -14,7 +14,8 @@ scales and minima of groups of 16 or 32 values:
     Q6_K   128 bytes, 64 bytes, 16 x int8 sc, d                  (u - 32) * (d * sc)
     MXFP4  e, 16 bytes                                           e2m1[u] * 2 ** (e - 127)
 
-In 16 bytes, the low bits are the first 16 values of a block, as in `weight_formats`.
+In 16 bytes, the low bits of byte i are value i of a block, and the high bits are value i + 16, as
+in `weight_formats`.
 """
 
 import dataclasses

@@ -116,7 +116,8 @@ def _build(
 ) -> Model:
     """Build a model from the tensors of its files.
 
-    `shapes` and `mappings` describe the parameters of the model with separate layers of floats.
+    `shapes` and `mappings` describe the parameters of a model with separate layers and float
+    matrices.
     """
     config, formats = spec.config, spec.formats
     matrices = {
@@ -173,8 +174,9 @@ def _open(
     """Find the tensors of a model in a folder or file, and check their names and shapes.
 
     Returns:
-      The model with matrices of floats, untied if the files have a head of its own; the tensors by
-      name; and the mappings to them of each parameter of the model with separate layers.
+      The spec of the model with float matrices, untied if the files contain a separate head; the
+      tensors by name; and the mappings of each parameter, for a model with separate layers, to
+      these tensors.
     """
     if is_gguf(folder):
         stored: Mapping[str, StoredTensor] = find_gguf_tensors(GgufFile.open(folder), config)

@@ -115,8 +115,8 @@ def load_checkpoint(
     if formats is None:
         formats = find_saved_formats(path, config, dtype=dtype, dequantise=dequantise)
     spec = ModelSpec(model_class, config, floats, scan_layers, sharding, formats)
-    # Matrices that change their format are restored as they are saved, and then converted. Layers
-    # are separate meanwhile, if other matrices than before can be stacked.
+    # Matrices that change their format are restored as they were saved, and then converted. If the
+    # set of matrices that can be stacked changes, layers stay separate until after the conversion.
     kept = own.with_floats(floats)
     stacks = scan_layers and kept.differing == formats.differing
     changed = dataclasses.replace(spec, scan_layers=stacks)
@@ -251,8 +251,8 @@ def _change_formats(
     """Convert the matrices whose format changes: dequantise them, and quantise them again.
 
     Args:
-      arrays: names and arrays of all parameters; the arrays of a matrix follow each other, or
-        belong to the same kind of parameter.
+      arrays: names and arrays of all parameters. Few matrices should be incomplete at a time,
+        because their arrays stay in memory until the last of them arrives.
       source: formats of the arrays.
       target: formats of the result.
       targets: shapes, dtypes and placement of the result.

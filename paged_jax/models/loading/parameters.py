@@ -38,7 +38,7 @@ class WeightsError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec(Generic[Model]):
-    """Description of a model to load: the arguments of its class, and where parameters go.
+    """Description of a model to load: the arguments of its class, and the parameters' placement.
 
     Attributes:
       model_class: class of the model, or another callable with the arguments of `Llama`.

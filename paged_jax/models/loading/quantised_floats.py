@@ -72,7 +72,7 @@ class Fp8Matrix(ModuleMatrix):
         self._check_part(".weight", ("F8_E4M3",), self.shape)
         rows, columns = self.scheme.block
         shapes: list[tuple[int, ...]]
-        if rows is None:  # transformers does not tell scales of rows from a single scale
+        if rows is None:  # the configs do not distinguish scales of rows from a single scale
             shapes = [(), (1,), (1, 1), (num_outputs, 1), (num_outputs,)]
         elif columns is None:
             shapes = [(num_outputs, 1), (num_outputs,)]
@@ -173,8 +173,8 @@ class Mxfp4Experts(ModuleMatrix):
     """Matrices in MXFP4, the format of the experts of gpt-oss, see `expand_mxfp4`.
 
     The files have two tensors: uint8 blocks ``[..., out, in / 32, 16]`` and uint8 scales
-    ``[..., out, in / 32]``. `read` returns floats ``[..., in, out]`` like an unquantised checkpoint
-    of gpt-oss, which is `shape`, and can slice only the dimensions before the last two.
+    ``[..., out, in / 32]``. `shape` and the floats of `read` are ``[..., in, out]``, as in an
+    unquantised checkpoint of gpt-oss. `read` can slice only the dimensions before the last two.
     `read_arrays` returns matrices ``[..., out, in]``.
     """
 
@@ -217,7 +217,7 @@ class Mxfp4Experts(ModuleMatrix):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BitsandbytesMatrix(ModuleMatrix):
-    """nf4 or fp4 of bitsandbytes.
+    """A matrix in nf4 or fp4 of bitsandbytes.
 
     Blocks of 64 elements run over the flat matrix. They become groups of inputs, which are smaller
     if the number of inputs is no multiple of 64. With double quantisation, the scales are 8-bit

@@ -1,15 +1,15 @@
 """Matrices of 4-bit and 8-bit integers: compressed-tensors, AWQ, GPTQ, MLX, bitsandbytes.
 
 Int8 values are stored one per byte, or in words of 32 bits. The words hold unsigned values, the
-first in the lowest bits. With values of 4 bits, a word holds 8 of them::
+first in the lowest bits. A word holds 8 values of 4 bits::
 
     compressed-tensors, MLX   [out, in / 8]    a word holds 8 inputs of an output
     GPTQ                      [in / 8, out]    a word holds 8 inputs of an output
     AWQ                       [in, out / 8]    a word holds 8 outputs of an input, in another order
 
-A weight is ``(value - zero point) * scale``, or ``value * scale + bias`` in MLX. In memory it is
-``(value - centre) * scale + (centre - zero point) * scale``. Both products are exact in float32 for
-scales of 16 bits, so the sum is the same number.
+A weight is ``(value - zero point) * scale``, or ``value * scale + bias`` in MLX. The first form is
+kept in memory as ``(value - centre) * scale + (centre - zero point) * scale``. Both products are
+exact in float32 for scales of 16 bits, so the sum is the same number.
 """
 
 import dataclasses
@@ -255,7 +255,7 @@ class TransposedMatrix(IntegerMatrix):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AwqMatrix(TransposedMatrix):
-    """The format gemm of AutoAWQ: outputs are packed in another order."""
+    """The format gemm of AutoAWQ: outputs are packed in the order `_AWQ_ORDER`."""
 
     def _find_shape(self) -> tuple[int, int]:
         num_inputs, words = matrix_shape(self.parts[".qweight"])
@@ -298,8 +298,9 @@ class GptqMatrix(TransposedMatrix):
 
     Stored zero points are 1 smaller in version 1 (`Scheme.zero_offset`). There, the largest stored
     value stands for the zero point 0: tools subtract 1 from zero points of 0 to 15 and keep 4 bits.
-    Symmetric matrices have the zero point 8. A checkpoint of version 1 that stores 8 everywhere was
-    written by a tool for version 2, and is read as version 2.
+    Symmetric matrices have the zero point 8 (128 for values of 8 bits). A checkpoint of version 1
+    that stores this number everywhere was written by a tool for version 2, and is read as version
+    2.
     """
 
     optional = (".g_idx",)

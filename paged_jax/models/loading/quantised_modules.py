@@ -1,4 +1,4 @@
-"""Base class of the readers: a matrix that several tensors of a module describe.
+"""Base class of readers of quantised matrices that are stored as several tensors.
 
 A reader returns the values of some rows as the file stores them, and the scales and minima of their
 groups of inputs. This module converts them to the form of `WeightArrays`::
@@ -51,7 +51,7 @@ class GroupScales(NamedTuple):
 
 
 class GroupLayout(NamedTuple):
-    """How the columns and groups of a file become those of `WeightArrays`.
+    """Conversion of the columns and groups of a file to the layout of `WeightArrays`.
 
     Attributes:
       stored: group of each input in the file.
@@ -107,7 +107,7 @@ class GroupLayout(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModuleMatrix(QuantisedTensor):
-    """A quantised matrix ``[out, in]`` that several tensors of a module describe.
+    """A quantised matrix ``[out, in]`` that is stored as several tensors of a module.
 
     Attributes:
       parts: the tensors, by the end of their name after the name of the module.
@@ -190,7 +190,7 @@ class ModuleMatrix(QuantisedTensor):
         return None
 
     def _read_values(self, rows: slice) -> np.ndarray:
-        """Read stored values ``[rows, in]``: 8-bit values, or 4-bit values in a byte each."""
+        """Read stored values ``[rows, in]`` of 8 bits, or of 4 bits with one value per byte."""
         return self.parts[self.required[0]].read_raw((rows,))
 
     def _read_pairs(self, rows: slice) -> np.ndarray | None:
@@ -361,7 +361,7 @@ def scales_of_rows(
     """Return the scales ``[rows, groups]`` of some rows.
 
     Args:
-      values: the scales of all rows: a single one, one for each row, or ``[blocks, groups]``.
+      values: the scales of all rows: a single scale, one scale per row, or ``[blocks, groups]``.
       num_outputs: number of rows of the matrix.
       block_rows: rows that share scales; None for all.
       rows: the rows.

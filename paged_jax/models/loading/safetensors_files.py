@@ -160,7 +160,7 @@ def name_tensors(
 
 
 def _join_convolutions(named: dict[str, StoredTensor], config: LlamaConfig) -> None:
-    """Join the parts of convolutions that have other sizes than queries, keys and values.
+    """Join the parts of fused convolutions that have other sizes than queries, keys and values.
 
     transformers divides a fused convolution into equal parts when it saves a model.
     """

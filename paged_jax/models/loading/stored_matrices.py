@@ -1,7 +1,6 @@
 """Matrices of a model that is loaded from files: choice of their formats, and their arrays.
 
-A quantised matrix keeps the values of the file, or is expanded to floats, or is quantised while it
-is read::
+Each matrix keeps the format of its tensors, or is converted while it is read::
 
     tensor of the file         parameter         how
     floats                     floats            `read_box`
@@ -9,7 +8,7 @@ is read::
     quantised                  same or wider     `StoredMatrix`: the arrays of the file, converted
     floats or quantised        quantised         `StoredMatrix`: dequantised, then quantised
 
-All functions read some rows at a time, and need little more memory than the result.
+All functions read some rows at a time, and need little memory in addition to the result.
 """
 
 import dataclasses
@@ -62,12 +61,12 @@ def is_quantised(tensor: StoredTensor) -> bool:
 def find_format(
     stored: Stored, mappings: list[TensorMapping], num_inputs: int
 ) -> WeightFormat | str:
-    """Return the format in which a matrix keeps the values of its quantised tensors.
+    """Return a format that represents the values of a matrix's quantised tensors exactly.
 
     At least one of the tensors in `mappings` is quantised.
 
     Returns:
-      The format, or a phrase that says why there is none.
+      The format, or the reason as a str if there is none.
     """
     tensors = [stored[name] for name in dict.fromkeys(each.tensor for each in mappings)]
     if not all(map(is_quantised, tensors)):
@@ -83,7 +82,9 @@ def find_format(
 
 
 def fit_format(format: WeightFormat, num_inputs: int, num_parts: int) -> WeightFormat | str:
-    """Return a format in which the inputs on each device are whole groups and whole packed bytes.
+    """Return a format in which the inputs can be divided over `num_parts` devices.
+
+    Each device gets whole groups and whole packed bytes.
 
     Returns:
       The format, with smaller groups or wider values if necessary. If no format is possible, the
@@ -188,7 +189,7 @@ def _read_rows(
 def _read_transposed_rows(
     tensor: StoredTensor, mapping: TensorMapping, part: Index
 ) -> Iterator[tuple[Any, WeightArrays]]:
-    """Yield what `_read_rows` yields, for a mapping with axes, one expert at a time.
+    """Do the same as `_read_rows` for a mapping with axes, one expert at a time.
 
     The arrays of the tensor are ``[X, out, ...]``, even if its shape is ``[X, in, out]``.
     """
@@ -260,15 +261,15 @@ def _read_transposed(
 def _runs_of_rows(
     mapping: TensorMapping, part: Index, row_elements: int
 ) -> Iterator[tuple[slice, Any]]:
-    """Yield runs of consecutive rows of a tensor in a part of the mapping's box.
+    """Divide the rows in a part of the mapping's box into runs of consecutive tensor rows.
 
     Args:
       mapping: a mapping without axes.
       part: slices of the dimensions of the box that count rows.
-      row_elements: elements that are read of a row, which limit the length of a run.
+      row_elements: number of elements to read per row. It limits the number of rows in a run.
 
     Yields:
-      The rows of the tensor, and their index in the part.
+      The rows of the tensor in a run, and their index in the part.
     """
     rows = mapping.rows[part]
     # Sort by row in the file, so that consecutive rows become one read despite `row_order`.
@@ -290,8 +291,8 @@ def _overlaps(
 
     Args:
       mappings: mappings of the parameter.
-      starts: first index of the part, in each dimension, or in all dimensions but the last.
-      stops: index after the last.
+      starts: first index of the part in each dimension; the last dimension may be omitted.
+      stops: index after the end of the part in the same dimensions.
 
     Yields:
       A mapping, the overlap as an index of its box, and as an index of the part.
@@ -314,7 +315,7 @@ def _slices(low: Shape, high: Shape, origin: Shape) -> Index:
 
 def aligned_empty(shape: Shape, dtype: np.dtype) -> np.ndarray:
     """Return an uninitialised array that XLA's CPU backend can use without a copy."""
-    # XLA's CPU backend uses memory that is aligned to 64 bytes without copying it.
+    # XLA's CPU backend copies memory that is not aligned to 64 bytes.
     size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
@@ -336,16 +337,15 @@ def choose_formats(
 ) -> MatrixFormats:
     """Choose the formats of a model that is read from files.
 
-    Quantised matrices keep the format of the files, if all tensors of a matrix have a common
-    format, also in their parts on several devices. Otherwise they are expanded to floats, with a
-    warning.
+    A quantised matrix keeps the format of the files if one format fits all of its tensors and can
+    be divided over the devices. Otherwise it is expanded to floats, with a warning.
 
     Args:
       spec: the model with matrices of floats, and its placement.
       dtype: dtype that the user asked for. If it is in `DTYPE_FORMATS`, all matrices are quantised
         again.
       stored: tensors of the files by name.
-      mappings: mappings to its tensors of each parameter of the model with separate layers.
+      mappings: for each parameter of the model with separate layers, its mappings to tensors.
       dequantise: whether to expand all matrices to floats.
       num_devices: number of devices that compute the model together; None for the devices of the
         placement of `spec`.

@@ -107,8 +107,8 @@ class StoredTensor:
         ):
             return self._read_rows(rows[0] if rows else slice(None), dtype)
         try:
-            # The mapping of the file ends with this function. Otherwise its pages would count as
-            # memory in use, and add up to a second copy of the weights.
+            # Map the file only during this call. Otherwise the mapped pages would count as memory
+            # in use, and add up to a second copy of the weights.
             return np.array(np.memmap(self.path, dtype, "r", self.offset, self.shape)[index])
         except (OSError, ValueError) as error:
             raise WeightsError(f"load_weights: cannot read {self.name}: {error}.") from None
@@ -163,7 +163,7 @@ class QuantisedTensor(StoredTensor):
     """A matrix ``[*out, in]`` in a quantised format.
 
     A subclass defines `format` and `read_arrays`. It also overrides `_dequantise` if the tool that
-    defines the format computes weights with other roundings than `dequantise`.
+    defines the format rounds weights differently from `dequantise`.
     """
 
     @property
@@ -192,12 +192,12 @@ class QuantisedTensor(StoredTensor):
         return self._dequantise(rows)[(slice(None), *others)]
 
     def _dequantise(self, rows: slice) -> np.ndarray:
-        """Return rows in float32, with the same roundings as the tool that defines the format."""
+        """Return rows in float32, rounded like the results of the tool that defines the format."""
         return dequantise(self.read_arrays(rows), self.format.code)
 
 
 class CountedTensors(Mapping[str, StoredTensor]):
-    """Tensors by name that report their bytes, each when it is looked up for the first time.
+    """Tensors by name. The first look-up of each tensor reports its size in bytes.
 
     Args:
       tensors: the tensors.
@@ -319,7 +319,7 @@ Mappings = tuple[TensorMapping, ...]
 
 
 def _reorder(box: Array, order: tuple[int, ...] | None, num_row_axes: int) -> Array:
-    """Apply a permutation of n rows to each n rows of a box."""
+    """Apply a permutation of n rows to each group of n rows of a box."""
     if order is None:
         return box
     groups = box.reshape(-1, len(order), *box.shape[num_row_axes:])

@@ -71,9 +71,9 @@ _EXPERTS = {
     "shared_expert": "mlp.shared_expert",
 }
 
-# How files store experts: as the family does; all experts in one tensor and the names of
-# `Family.in_memory`, as transformers 5 has them; or gate, up and down of each expert in separate
-# tensors.
+# How files store experts. "family": as published files of the family do. "fused": one tensor for
+# all experts, with the names in the models of transformers 5, see `Family.in_memory`. "separate":
+# gate, up and down of each expert in separate tensors.
 ExpertLayout = Literal["family", "fused", "separate"]
 
 
@@ -118,7 +118,7 @@ def map_parameter(
 def map_to_available(
     config: LlamaConfig, name: str, tensors: Container[str]
 ) -> list[TensorMapping]:
-    """Return the mappings of a parameter to `tensors`, in whichever layout they store experts."""
+    """Return the mappings of a parameter in the `ExpertLayout` that `tensors` have."""
     family: list[TensorMapping] = []
     for layout in get_args(ExpertLayout):
         mappings = list(map_parameter(config, name, experts=layout))
@@ -238,7 +238,7 @@ def _layer_mappings(config: LlamaConfig, experts: ExpertLayout) -> Mapping[str, 
 
 
 def _gate_up_mappings(config: LlamaConfig, names: Mapping[str, str], F: int) -> Mappings:
-    """Return the mappings of the first matrix of an MLP with F features."""
+    """Return the mappings of ``gate_up_proj`` of an MLP with F features."""
     E = config.hidden_size
     if "gate_up_proj" in names:
         return (map_tensor(names["gate_up_proj"], (2 * F, E), (2, F, E)),)
@@ -310,8 +310,8 @@ def _mixer_mappings(
 ) -> dict[str, Mappings]:
     """Return the mappings of the parameters of a mixer.
 
-    A parameter is a whole tensor, or its pieces are tensors or consecutive rows of a tensor, see
-    `Family.tensors`.
+    A parameter is one whole tensor, or consists of several pieces. A piece is a tensor or some
+    consecutive rows of a tensor, see `Family.tensors`.
     """
     mappings: dict[str, Mappings] = {}
     for name, shape in mixer.shapes(hidden_size).items():
@@ -390,7 +390,7 @@ def _expert_mappings(config: LlamaConfig, experts: ExpertLayout) -> dict[str, Ma
     if "router_bias" in names:
         mappings["router_bias"] = (map_tensor(names["router_bias"], (X,)),)
     if "transposed_gate_up_proj" in names and experts != "separate":
-        # Matrices are [in, out]. The columns of the gates are before those of the features.
+        # Matrices are [in, out]. All columns of the gates precede the columns of the features.
         first, last = names["transposed_gate_up_proj"], names["transposed_down_proj"]
         return mappings | {
             "experts_gate_up_proj": _all_experts(first, (X, E, 2, F), (0, 2, 3, 1), merged=2),

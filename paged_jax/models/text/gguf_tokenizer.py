@@ -299,7 +299,7 @@ def _o200k(digits: str, suffixes: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class PreTokenizer:
-    """How a kind of byte-level tokenizer splits texts.
+    """Rules by which a kind of byte-level tokenizer splits texts into words.
 
     Attributes:
       expressions: regular expressions, applied one after the other.

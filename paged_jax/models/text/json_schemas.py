@@ -239,14 +239,14 @@ class _Merger:
 
 
 def resolve(schema: Any, root: Any) -> Any:
-    """Return the schema to which a plain local reference refers; other schemas are returned.
+    """Return the schema to which a plain local reference refers; other schemas are unchanged.
 
     Args:
       schema: a schema, which may be ``{"$ref": "#/..."}``.
       root: the schema with the definitions.
 
     Returns:
-      A schema that is no plain reference. None if there is none at the place of the reference.
+      A schema that is no plain reference; None if the reference points to nothing.
 
     Example:
       >>> resolve({"$ref": "#/$defs/a"}, {"$defs": {"a": {"type": "null"}}})

@@ -213,8 +213,7 @@ def _find_format(text: str, called: str, twice: str | None) -> ToolFormat | None
         return None
     after = one.after.removesuffix(tail)
     if after == one.after and tail.strip():
-        # The probe did not end as the template ends other messages: a special token may stand at
-        # its end instead.
+        # The call does not end like other messages of the template. A special token may end it.
         after = re.sub(r"\s*<[^<>]+>\s*$", "", one.after)
         end = one.after[len(after) :]
         if not _END.fullmatch(end):
