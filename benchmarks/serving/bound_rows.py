@@ -37,7 +37,7 @@ _NUM_WARM_STEPS = 60
 
 
 class Case(NamedTuple):
-    """Requests that run at a time.
+    """Requests that run at the same time.
 
     Attributes:
       num_bound: number of requests with a schema.
@@ -60,7 +60,7 @@ CASES = {
 
 
 class Speeds(NamedTuple):
-    """Tokens per second of a request with a schema and of one without; 0 if there are none."""
+    """Tokens per second of each request with a schema, and without; 0 if there are none."""
 
     bound: float
     free: float

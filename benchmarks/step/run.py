@@ -9,11 +9,11 @@ over 8 steps and sampling, and the program of prompt chunks, with donated state.
 pool are random, and blocks are scattered over the pool. On a GPU or TPU the pool is as large as an
 engine would make it.
 
-Each case reports the bytes that must be read and written and the necessary operations, the time for
-them at the rates of a large copy and of a dense bfloat16 matrix multiplication in the same run, and
-this time as a fraction of the step's time. Variants change one setting: a compiler option, the
-dtype of the queries, the steps per dispatch, or the sampling. They run in turns with the default. A
-variant that does not make all its steps is an error.
+Each case reports the bytes that a step must read and write, and its operations. The bound is the
+time for these at the rates of a large copy and of a dense bfloat16 matrix multiplication in the
+same run. The report shows the bound as a fraction of the step's time. Variants change one setting:
+a compiler option, the dtype of the queries, the steps per dispatch, or the sampling. They run in
+turns with the default. A variant that does not make all its steps is an error.
 
 Cases of goals come first, then their variants, then other cases. Results are saved after every
 figure, and `--budget` ends the run in time.

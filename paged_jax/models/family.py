@@ -255,8 +255,8 @@ class Family:
         ``"with a base"``: all, unless `rope_theta` is null.
       local_rope: whether layers with a sliding window have their own base without scaling.
       query_scale: where ``config.json`` has the factor of queries by position. ``"none"``: nowhere;
-        ``"rope_parameters"``: there, as `llama_4_scaling_beta`; ``"attn_temperature_tuning"``: in
-        keys of Llama 4, for layers that do not rotate.
+        ``"rope_parameters"``: in this object, as `llama_4_scaling_beta`;
+        ``"attn_temperature_tuning"``: in keys of Llama 4, for layers that do not rotate.
       norms_rotated: whether only layers that rotate queries and keys may normalise them.
       global_heads: whether layers without a sliding window may have another head dimension and
         number of KV heads.

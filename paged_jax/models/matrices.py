@@ -385,7 +385,7 @@ class MatrixFormats:
 
     @property
     def differing(self) -> tuple[str, ...]:
-        """Names in a layer of the matrices whose formats differ between layers."""
+        """Names of the matrices (without the layer) that have different formats in some layers."""
         kinds = {_LAYER.sub("", name) for name, _ in self.others if _LAYER.match(name)}
         return tuple(sorted(kinds))
 
@@ -400,7 +400,7 @@ class MatrixFormats:
         return tuple(dict.fromkeys([self.default.code, *(each.code for _, each in self.others)]))
 
     def __str__(self) -> str:
-        """Name of the default format. If that is floating point, the name of a quantised format."""
+        """Name of the first quantised format, or of the default format if there is none."""
         formats = [self.default, *(each for _, each in self.others)]
         quantised = [each for each in formats if each.is_quantised]
         format = quantised[0] if quantised else self.default

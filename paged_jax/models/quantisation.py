@@ -16,7 +16,7 @@ from paged_jax.arguments import is_int
 from paged_jax.models.family import UnsupportedConfigError
 from paged_jax.models.model_folder import read_config_json, read_json
 
-# Keys of config.json that describe quantised weights. MLX writes the first key.
+# Keys of config.json that describe quantised weights. MLX writes the first two.
 QUANTISATION_KEYS = ("quantization", "quantization_config", "compression_config")
 # Files of older tools that describe quantised weights, and the method if a file does not name it.
 _FILES = {

@@ -46,8 +46,8 @@ class StatePlaces(NamedTuple):
       num_entries: P.
       layers: group of each recurrent layer and the layer's index in the group.
       first_pools: index of the first group of recurrent layers in the pools of the cache.
-      postponed: recurrences of layers with states that `advance` leaves as they are; None if it
-        writes all states. The list grows while a program is traced.
+      postponed: layers and recurrences that `advance` has run without writing their states; None
+        if it writes all states. The list grows while a program is traced.
     """
 
     sources: jax.Array

@@ -298,9 +298,8 @@ class GptqMatrix(TransposedMatrix):
 
     Stored zero points are 1 smaller in version 1 (`Scheme.zero_offset`). There, the largest stored
     value stands for the zero point 0: tools subtract 1 from zero points of 0 to 15 and keep 4 bits.
-    Symmetric matrices have the zero point 8 (128 for values of 8 bits). A checkpoint of version 1
-    that stores this number everywhere was written by a tool for version 2, and is read as version
-    2.
+    Symmetric matrices have the zero point 8, or 128 with 8 bits. A checkpoint of version 1 that
+    stores it everywhere was written by a tool for version 2, and is read as version 2.
     """
 
     optional = (".g_idx",)

@@ -110,7 +110,7 @@ class ModuleMatrix(QuantisedTensor):
     """A quantised matrix ``[out, in]`` that is stored as several tensors of a module.
 
     Attributes:
-      parts: the tensors, by the end of their name after the name of the module.
+      parts: the tensors by suffix: the end of their name, after the name of the module.
       scheme: format of the matrix in the quantisation config.
     """
 

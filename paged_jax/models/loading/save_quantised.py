@@ -245,8 +245,8 @@ def _nvfp4(name: str, arrays: WeightArrays, format: WeightFormat) -> QuantisedMo
 def _divide_scales(scales: np.ndarray) -> tuple[np.ndarray, np.float32] | None:
     """Return fp8 scales and a factor with ``fp8_scales / factor == scales``; None if impossible.
 
-    In most files the largest fp8 scale of a matrix is the largest fp8 number. But matrices that
-    share a factor have other largest scales, so all fp8 numbers are tried for the largest scale.
+    In most files the largest scale of a matrix is stored as the largest fp8 number. This is not so
+    for matrices that share a factor, so all fp8 numbers are tried for the largest scale.
     """
     largest = scales.max()
     if largest == 0:
