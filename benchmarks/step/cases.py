@@ -84,7 +84,7 @@ class Case:
         return num_read * jnp.dtype(self.dtype).itemsize
 
     def kv_bytes(self, platform: str, num_steps: int = 1) -> int:
-        """Return the bytes of K and V that a step reads, averaged over some steps, and writes.
+        """Return the bytes of K and V that a step reads and writes, averaged over some steps.
 
         Args:
           platform: determines the dtype of ``kv_dtype="auto"``.

@@ -411,8 +411,8 @@ class MatrixFormats:
         """Return the formats of a layer's matrices by their names in the layer, ``"o_proj"``.
 
         Args:
-          index: number of the layer; None for all layers. Matrices whose formats differ between
-            layers then have float32.
+          index: number of the layer; None for the stack of all layers, in which matrices with
+            different formats are float32.
         """
         kinds = [name.rpartition(".")[2] for name, _ in self.others if name.startswith("layers.")]
         prefix = "layers." if index is None else f"layers.{index}."

@@ -85,7 +85,7 @@ class StreamWeights(NamedTuple):
       router: ``[n, E]``, projection of the active stream to n numbers.
       predict: ``[n * n, n]``, from these numbers to the factors of the prediction.
       correct: ``[n, n]``, from these numbers to the factors of the correction.
-      factor: ``[E]``, factor of the active stream in the gate of the embedding of the layer.
+      factor: ``[E]``, factor of the active stream before it gates the embedding of the layer.
     """
 
     norm: jax.Array

@@ -1,4 +1,4 @@
-"""Tests of the memory benchmark: formulas, allocator and beam search agree; its report."""
+"""Tests of the memory benchmark and its report: formulas, allocator and beam search agree."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""Stored programs are found again, and never used for another program."""
+"""Compiled programs on disk are found again, and never used for another program."""
 
 import dataclasses
 import logging

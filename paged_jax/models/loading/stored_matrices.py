@@ -181,7 +181,7 @@ class StoredMatrix:
 def _read_rows(
     tensor: StoredTensor, mapping: TensorMapping, part: Index
 ) -> Iterator[tuple[Any, WeightArrays]]:
-    """Yield the arrays of the rows in a part of the mapping's box, and their index in the part."""
+    """Yield the index of some rows in a part of the mapping's box, and the arrays of the rows."""
     for rows, index in _runs_of_rows(mapping, part, tensor.shape[-1]):
         yield index, tensor.read_arrays(rows)
 
