@@ -262,7 +262,7 @@ class Conversation:
 
 
 def _describe_answer(output: RequestOutput, seen: float) -> str:
-    """Return a line about an answer, which may have been stopped after its output at `seen`."""
+    """Return a line about an answer. If it was stopped, `seen` is the time of its last output."""
     metrics, num_tokens = output.metrics, len(output.outputs[0].token_ids)
     if metrics.first_token_time is None:
         return "last answer: no tokens"

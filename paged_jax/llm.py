@@ -83,9 +83,9 @@ class LLM(Engine):
     ) -> Rollout:
         """Complete prompts given as arrays, and return arrays: the samples of a training step.
 
-        It draws the same tokens as the function `rollout` does inside `jit` (in float32), but
-        allocates blocks as sequences grow, computes and stores common prefixes once, and refills
-        slots as rows stop. It makes no text, and no objects for single tokens.
+        It draws the same tokens as the function `rollout` does inside `jit` (in float32). Unlike
+        `rollout`, it allocates blocks as sequences grow, computes and stores common prefixes once,
+        and refills slots as rows stop. It makes no text, and no objects for single tokens.
 
         Args:
           prompt_token_ids: integer [B, T], each row padded at its end.

@@ -297,12 +297,12 @@ def _check_fits(model: PagedModel, T: int, max_tokens: int) -> None:
 
 
 def as_array(function: str, name: str, values: ArrayLike) -> Any:
-    """Return an array, or the array made of lists.
+    """Return `values` as an array.
 
     Args:
       function: the name that errors begin with.
       name: the name of the argument.
-      values: an array, which is returned as it is, or lists of numbers.
+      values: an array, which is returned unchanged, or nested lists of numbers.
 
     Raises:
       ValueError: lists have different lengths.

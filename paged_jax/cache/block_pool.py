@@ -28,7 +28,7 @@ from paged_jax.kernels.opaque_call import typed_jit, without_index_checks
 # Length of a SHA-256 digest in 32-bit words.
 NUM_DIGEST_WORDS = 8
 
-# The hash table of `find` has 2**16 buckets: far more than the blocks of a sequence, and 256 KiB.
+# The hash table of `find` has 2**16 buckets, 256 KiB: far more buckets than a sequence has blocks.
 _BUCKET_BITS = 16
 
 

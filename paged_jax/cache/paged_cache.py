@@ -25,9 +25,9 @@ pools; `replace_pools` puts them back into the cache. On CPU, use pools in float
 XLA does not update other dtypes in place there.
 
 The functions of this module either change all groups or change nothing. The first group keeps the
-most tokens. The other groups never run out of blocks before it: for each block of a slot in another
-group, the slot holds a block in the first group, and slots that share a block in the first group
-share it in all groups (`prefix.publish_groups`). So only the free blocks of the first group must be
+most tokens. The other groups never run out of blocks before it. For each block of a slot in another
+group, the slot holds a block in the first group. Slots that share a block in the first group share
+it in all groups (`prefix.publish_groups`). So only the free blocks of the first group must be
 counted.
 """
 

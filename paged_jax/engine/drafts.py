@@ -36,7 +36,7 @@ class NgramIndex:
         self._after: dict[tuple[int, ...], int] = {}
 
     def extend(self, token_ids: Items[int]) -> None:
-        """Add the new tokens of a sequence that continues all tokens added before."""
+        """Add the new tokens of a sequence, which must begin with all tokens added before."""
         start = len(self._token_ids)
         self._token_ids.extend(token_ids[start:])
         for end in range(max(start, 1), len(self._token_ids)):

@@ -86,9 +86,9 @@ def decode_steps(
     position that the host has not restricted yet, see `Constraints`; the other rows continue.
 
     Before the loop, blocks are planned for all steps together, as if no row stopped. The loop ends
-    after `num_steps` decode steps, or after fewer steps if there are too few free blocks, if all
-    rows have stopped or, with `leave_on_stop`, if any row has stopped. Planned blocks that are not
-    used stay free.
+    after `num_steps` decode steps. It ends earlier if there are too few free blocks, if all rows
+    have stopped or, with `leave_on_stop`, if any row has stopped. Planned blocks that are not used
+    stay free.
 
     Args:
       model: the model.
@@ -210,8 +210,8 @@ def verify_steps(
     Raises:
       ValueError: `num_top` is out of range, or the shapes do not fit together.
 
-    The cost is a pass over B * (T + 1) tokens with logits f32[B, T + 1, V], and one draw for each
-    token of the row that draws the most.
+    The cost is a pass over B * (T + 1) tokens with logits f32[B, T + 1, V], and one draw of all
+    rows for each token of the row that draws the most tokens.
     """
     slots = _as_slots("verify_steps", slots)
     sizes = bind(

@@ -2,11 +2,11 @@
 
 Layers with the same kind of attention form a group with its own blocks. The scheduler counts only
 the first group, which keeps the most tokens, because no other group can run out of blocks earlier.
-With P blocks in the first group and S slots, another group has ``min(P, S * w)`` blocks, where w is
-the maximum number of its blocks that one slot holds. ``S * w`` blocks suffice for all slots. P
-blocks suffice as well: a slot holds no more blocks there than in the first group, and slots that
-share blocks in the first group share them in the others, because all groups publish and look up
-blocks together.
+With P blocks in the first group and S slots, another group has ``min(P, S * w)`` blocks. Here w is
+the maximum number of blocks that one slot holds in that group, so ``S * w`` blocks suffice for all
+slots. P blocks suffice as well: a slot holds no more blocks there than in the first group. Slots
+that share blocks in the first group share them in the others, because all groups publish and look
+up blocks together.
 
 `BlockBudget` counts for models with a group that keeps all tokens. If all layers have a sliding
 window, `WindowBlockBudget` counts the blocks of the largest window.

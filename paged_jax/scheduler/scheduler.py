@@ -10,7 +10,7 @@ step of the engine is:
     scheduler.finish(memory, sequence) for each sequence that stopped
 
 Modules: `queue` holds waiting and running sequences, `step_planner` fills a step, `block_budget`
-counts blocks, `explain` records reasons, and `step_plan` plans further steps before the tokens of
+counts blocks, and `explain` records reasons. `step_plan` plans further steps before the tokens of
 the last step are known.
 
 Prefill computes all tokens of a sequence except the last, which is the first input of decode. A

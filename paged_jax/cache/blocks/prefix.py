@@ -151,10 +151,10 @@ def publish(
 ) -> BlockTables:
     """Add full blocks to the prefix cache: `attach` finds them until they are allocated again.
 
-    Entries are processed in order. An entry is ignored if its slot does not exist (-1 is padding),
-    if the slot does not hold the block with all of its tokens, if the block is already cached, or
-    if another block is cached under the digest. The cost is a pass over the digests of the pool,
-    and a comparison with N digests for each entry of a full block.
+    Entries are processed in order. An entry is ignored if its slot does not exist (-1 is padding)
+    or does not hold the block with all of its tokens. It is also ignored if the block is already
+    cached, or if another block is cached under the digest. The cost is a pass over the digests of
+    the pool, and a comparison with N digests for each entry of a full block.
 
     Args:
       tables: the state; may be donated.
@@ -234,8 +234,8 @@ def _publish_alike(
     is_cached &= jnp.all(after.pool.digests[leading] == digests, axis=1)
     is_new = is_cached & ~before.pool.is_cached[leading]
     blocks, is_held = _full_blocks(tables, slots, columns)
-    # If a digest is new in the first group but already cached in this group, the first group has
-    # evicted its older copy of the block, so the copy in this group is stale.
+    # A digest may be new in the first group but already cached in this group. Then the first group
+    # has evicted its older copy of the block, so the copy in this group is stale.
     stale = block_pool.find(tables.pool, digests, is_new)
     stale = jnp.where(is_held & (stale == blocks), tables.num_blocks, stale)
     is_stale = put_or_drop(jnp.zeros(tables.num_blocks, bool), stale, True)

@@ -343,9 +343,9 @@ def fork(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Arra
       parents: i32[S], the parent of each slot that becomes a copy; -1 leaves a slot unchanged.
 
     Returns:
-      `(tables, ok)`. `ok`, bool[], is False and the state unchanged if a child is not empty, or a
-      parent does not exist, is the child itself, or is a child in the same call. The copy of an
-      empty slot is an empty slot.
+      `(tables, ok)`. `ok`, bool[], is False if a child is not empty, or if a parent does not exist,
+      is the child itself, or is a child in the same call. Then the state is unchanged. The copy of
+      an empty slot is an empty slot.
 
     Raises:
       ValueError: `parents` is not i32[S].
