@@ -68,7 +68,7 @@ def measure(
       case: the call to time.
       rates: rates of the device.
       num_rounds: number of turns of each kernel.
-      turn_seconds: seconds of a turn of a kernel that reaches the rates of the device.
+      turn_seconds: seconds of a turn, if the kernel reaches the rates of the device.
       peers: other kernels to time.
     """
     inputs = make_inputs(case)

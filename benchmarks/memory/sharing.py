@@ -152,7 +152,7 @@ class Beams(NamedTuple):
 
     scores: jax.Array  # f32[R, W], log-probabilities of the outputs, in descending order
     usage: tuple[jax.Array, jax.Array]  # i32[N] each, as in `Usage`
-    # i32[N, S], after each step, the beam of its request that each beam continues
+    # i32[N, S], for each step and beam, the index in its request of the beam that it continues
     parents: jax.Array
     ok: jax.Array  # bool[], whether there were enough blocks
 

@@ -100,8 +100,8 @@ class TraceRow(NamedTuple):
       seconds: arrival time, relative to the first request.
       prompt_len: number of prompt tokens.
       new_len: number of generated tokens.
-      block_ids: names of the blocks of MOONCAKE_BLOCK prompt tokens, if the trace has them: prompts
-        have a common prefix as long as these are equal.
+      block_ids: names of the blocks of MOONCAKE_BLOCK prompt tokens, if the trace has them. Two
+        prompts share the blocks at their start that have equal names.
     """
 
     seconds: float

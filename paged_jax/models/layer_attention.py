@@ -149,7 +149,7 @@ class Recurrence(NamedTuple):
 
         Args:
           batch_size: number of sequences (B).
-          dtype: dtype of the arrays whose dtype is that of K and V.
+          dtype: dtype of K and V, for the arrays that have the same dtype.
         """
         return tuple(
             jnp.zeros((batch_size, *array.shape), array.dtype or dtype) for array in self.arrays

@@ -134,7 +134,7 @@ class StateShape(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """Properties in which the layers of a model may differ, apart from their rotation.
+    """Properties that may differ between the layers of a model, except the rotation.
 
     Attributes:
       kind, mlp_kind: type of the layer and of its MLP.

@@ -76,7 +76,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any], str], Any]] = {
 def expand_layers(
     config: Mapping[str, Any], keys: MixerKeys, defaults: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return a config in which the entries of old files are replaced by those of new files."""
+    """Return a config with the entries of old files converted to entries of new files."""
     key, entries = keys.nested
     nested = config.get(key)
     if isinstance(nested, Mapping):

@@ -114,8 +114,8 @@ def add_matrix(module: nnx.Module, name: str, w: jax.Array, format: WeightFormat
 class SeparateMatrices(nnx.Module):
     """Matrices of one layer that are not stacked, because their formats differ between layers.
 
-    The stack of all layers has them as an attribute, whose name is the number of their layer. So
-    parameters have the same names as in separate layers: ``"layers.3.down_proj"``.
+    They are an attribute of the stack of all layers. The attribute is named after the layer's
+    number, so parameters have the same names as in separate layers: ``"layers.3.down_proj"``.
 
     Args:
       formats: formats of the matrices of the layer.

@@ -418,8 +418,8 @@ def create_cache(
       num_slots: number of slots (S), the maximum number of sequences in the cache.
       max_length: maximum number of tokens of a sequence.
       num_blocks: number of blocks (P) of the group that keeps the most tokens, shared by all slots;
-        None for enough blocks for all slots at full length. Other groups without a window have P
-        blocks, too. A group with a window has ``min(P, S * w)`` blocks, where w is the maximum
+        None for enough blocks for all slots at full length. Other groups without a window also
+        have P blocks. A group with a window has ``min(P, S * w)`` blocks, where w is the maximum
         number of its blocks that a slot holds.
       block_size: tokens per block (C).
       max_tokens: maximum number of tokens that a program (a call of `prefill`, for example) appends

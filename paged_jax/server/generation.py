@@ -158,7 +158,7 @@ def _sampling_params(answer: Answer) -> SamplingParams:
 def _limit_tokens(
     service: Service, params: SamplingParams, prompts: list[list[int]]
 ) -> SamplingParams:
-    """Check the number of log-probabilities; replace `max_tokens` None by a number within it."""
+    """Check the number of log-probabilities. If `max_tokens` is None, set it within the limit."""
     limits = service.limits
     room = [max(1, service.max_length - len(prompt)) for prompt in prompts]
     per_token = params.n * _num_logprobs(params.logprobs)

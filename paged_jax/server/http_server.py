@@ -194,9 +194,9 @@ class Connection(H11Protocol):
             error = ApiError(400, msg, code="invalid_http")
         self._reject(error)
 
-    # uvicorn calls `_should_upgrade` before it calls the application, and if it returns True,
-    # `handle_websocket_upgrade` instead of the application. This server upgrades to no protocol, so
-    # both are used to reject ambiguous requests.
+    # uvicorn calls `_should_upgrade` before the application. If it returns True, uvicorn calls
+    # `handle_websocket_upgrade` instead of the application. This server has no upgrades, so it uses
+    # both methods to reject ambiguous requests.
 
     def _should_upgrade(self) -> bool:
         return self._ambiguity() is not None

@@ -3,8 +3,8 @@
 Entries of `tests.support.families.CASES` are tested without a cache and in an engine. The engine's
 pool is so small that it preempts sequences. `ENGINES` has the options of the engines: together, all
 engines run each kind of layer with both backends, with both kinds of preemption, with and without
-drafts, and with scores. Other combinations are exhaustive. Entries of `VARIANTS` are only loaded,
-run without a cache, and saved.
+drafts, and with scores. Other combinations run only with ``-m exhaustive``. Entries of `VARIANTS`
+are only loaded, run without a cache, and saved.
 """
 
 import collections

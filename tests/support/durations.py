@@ -2,7 +2,7 @@
 
 This is a pytest plugin. `--durations-json FILE` records a run.
 `python -m tests.support.durations FILE` writes the recorded costs to the table. `--check-durations`
-fails a run if a file costs much more than its line. CPU-seconds count the test process and the
+fails a run if a file costs much more than in the table. CPU-seconds count the test process and the
 child processes that it waited for, so other load has little influence.
 """
 

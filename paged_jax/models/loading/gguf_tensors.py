@@ -211,8 +211,8 @@ class GgufTensor(QuantisedTensor):
         """Return the index in the file of each of the given rows.
 
         llama.cpp rotates pairs of neighbours: (0, 1), (2, 3). Hugging Face checkpoints rotate pairs
-        at a distance of half a head. So row i of the first half is row 2 i of the file, and row i
-        of the second half is row 2 i + 1.
+        at a distance of half a head. So row i of the first half is row 2 i of the head in the file,
+        and row i of the second half is row 2 i + 1.
         """
         places = np.arange(*rows.indices(self.shape[0]))
         if not self.num_rotated_heads:
