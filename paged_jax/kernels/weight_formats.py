@@ -137,6 +137,16 @@ class WeightArrays(NamedTuple):
     mins: Any = None
     order: Any = None
 
+    def merge_outputs(self, axis: int = 0) -> "WeightArrays":
+        """Merge all dimensions from `axis` on, except the last, into one dimension of outputs."""
+
+        def merge(array: Any) -> Any:
+            if array is None:
+                return None
+            return array.reshape(*array.shape[:axis], -1, array.shape[-1])
+
+        return WeightArrays(merge(self.values), merge(self.scales), merge(self.mins), self.order)
+
 
 @short_repr
 class Stack(NamedTuple):
@@ -293,13 +303,7 @@ def common_format(formats: Iterable[WeightFormat], num_inputs: int) -> WeightFor
 
 
 def convert(arrays: WeightArrays, source: WeightFormat, target: WeightFormat) -> WeightArrays:
-    """Convert a matrix from its format to the result of `common_format`, exactly.
-
-    Args:
-      arrays: the matrix.
-      source: its format.
-      target: the format to convert to.
-    """
+    """Convert a matrix from its format to the result of `common_format`, exactly."""
     values, scales, mins, order = arrays
     if source == target:
         return arrays
@@ -323,10 +327,7 @@ def _repeat(groups: Any, repeats: int, dtype: str | None) -> Any:
 def divide_groups(format: WeightFormat, num_inputs: int, parts: int) -> WeightFormat:
     """Return the format with groups so small that each part of the inputs has whole groups.
 
-    Args:
-      format: format of the matrix.
-      num_inputs: its number of inputs.
-      parts: number of equal parts, a divisor of `num_inputs`.
+    The inputs are divided into `parts` equal parts.
     """
     size = math.gcd(format.group_size or num_inputs, num_inputs // parts)
     return replace(format, group_size=size)

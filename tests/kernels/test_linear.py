@@ -20,8 +20,7 @@ from paged_jax.kernels import dispatch
 from paged_jax.kernels.gpu_device import GpuInfo
 from paged_jax.kernels.linear import Stack, Weight, grouped_linear, linear
 from paged_jax.kernels.mosaic_tpu.jax_kernels import choose_grouped_tiling
-from paged_jax.kernels.triton import grouped_linear as triton_kernel
-from paged_jax.kernels.triton.grouped_linear import find_tile
+from paged_jax.kernels.triton import linear as triton_kernel
 from paged_jax.kernels.weight_formats import WeightArrays
 from tests.support.compiler import needs_compiler
 from tests.support.covering import all_pairs
@@ -183,7 +182,7 @@ def test_find_tile_assigns_each_row_to_one_tile(sizes) -> None:
     padded = jnp.asarray([*group_sizes, *[0] * (8 - len(group_sizes))], jnp.int32)
     found = []
     for tile in range(sum(group_sizes) // 16 + len(group_sizes) + 1):
-        is_there, group, rows, is_row = find_tile(padded, jnp.int32(tile), 16)
+        is_there, group, rows, is_row = triton_kernel.find_tile(padded, jnp.int32(tile), 16)
         if is_there:
             found += [(int(group), row) for row in rows[is_row].tolist()]
         else:

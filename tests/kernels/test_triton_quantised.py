@@ -26,7 +26,7 @@ from tests.support.kernel_cases import lower
 from tests.support.weights import FORMATS, elements, make_weight, random_arrays
 
 # The package has functions of these names.
-kernel = importlib.import_module("paged_jax.kernels.triton.quantised_linear")
+kernel = importlib.import_module("paged_jax.kernels.triton.linear")
 xla = importlib.import_module("paged_jax.kernels.xla.linear")
 
 INTERPRET = jax.default_backend() != "gpu"
@@ -41,7 +41,7 @@ OTHER = {
 READ = {**{name: f for name, f in FORMATS.items() if name not in OF_ROWS}, **OTHER}
 
 
-def run_ptx(code, arrays, dtype, pack=4):
+def run_ptx(code, arrays, dtype, pack):
     """Run inline assembly as Triton does, on `pack` consecutive elements of each array."""
     shape, registers = arrays[0].shape, []
     for array in arrays:
@@ -55,7 +55,7 @@ def run_ptx(code, arrays, dtype, pack=4):
 @pytest.mark.parametrize("dtype", dequantise.DTYPES)
 @pytest.mark.parametrize("code", [*CODES, "int8", "float8_e4m3fn"])
 def test_ptx_converts_all_bytes(monkeypatch, code, dtype, has_min) -> None:
-    monkeypatch.setattr(dequantise, "_run", run_ptx)
+    monkeypatch.setattr(dequantise, "run_ptx", run_ptx)
     columns, rng = 64, np.random.default_rng(0)
     values = jnp.arange(256, dtype=jnp.uint8).reshape(4, columns)
     if code == "int8":
@@ -70,7 +70,7 @@ def test_ptx_converts_all_bytes(monkeypatch, code, dtype, has_min) -> None:
     scale = jnp.asarray(rng.integers(1, 8, groups) / 16, jnp.float32)
     low = jnp.asarray(rng.integers(-64, 64, groups) / 8, jnp.float32) if has_min else None
     tables = dequantise._tables(code, dtype)
-    loaded = tuple(run_ptx(dequantise._look_up(x), (values,), jnp.int16) for x in tables)
+    loaded = tuple(run_ptx(dequantise._look_up(x), (values,), jnp.int16, pack=4) for x in tables)
     for half in format.halves:
         got = dequantise._compiled(loaded or (values,), scale, low, half, format)
         want = dequantise._interpreted((values,), scale, low, half, format)
@@ -83,10 +83,11 @@ def test_ptx_converts_all_bytes(monkeypatch, code, dtype, has_min) -> None:
 
 
 def test_ptx_of_e2m1_takes_any_scale_that_the_dtype_represents(monkeypatch) -> None:
-    monkeypatch.setattr(dequantise, "_run", run_ptx)
+    monkeypatch.setattr(dequantise, "run_ptx", run_ptx)
     values = jnp.tile(jnp.arange(16, dtype=jnp.uint8), (2, 1))
     format = TileFormat(WeightFormat("e2m1", 32, "bfloat16"), 32, jnp.dtype("bfloat16"), 32, False)
-    loaded = (run_ptx(dequantise._look_up(dequantise._tables("e2m1", 0)[0]), (values,), jnp.int16),)
+    look_up = dequantise._look_up(dequantise._tables("e2m1", 0)[0])
+    loaded = (run_ptx(look_up, (values,), jnp.int16, pack=4),)
     for exponent in (-120, -20, 0, 100):
         scale = jnp.full((2, 1), 2.0**exponent, jnp.float32)
         got = dequantise._compiled(loaded, scale, None, 0, format)
@@ -116,7 +117,7 @@ def test_quantised_linear_matches_float64(name, dtype, num_rows, shape) -> None:
     arrays = random_arrays(format, shape, rng)
     w = make_weight(arrays, format, dtype)
     x = rng.normal(size=(num_rows, shape[-1])).astype(np.float32)
-    multiply = jax.jit(functools.partial(kernel.linear, interpret=INTERPRET))
+    multiply = jax.jit(functools.partial(kernel.quantised_linear, interpret=INTERPRET))
     got = multiply(jnp.asarray(x), w)
     assert got.dtype == jnp.float32 and got.shape == (num_rows, *shape[:-1])
     # Rows, weights, and the scales and minima of 4-bit weights are rounded.
@@ -139,7 +140,7 @@ def test_result_of_a_row_does_not_depend_on_other_rows(name) -> None:
     rng, format = np.random.default_rng(0), FORMATS[name]
     w = make_weight(random_arrays(format, (70, 2112), rng), format, "bfloat16")
     x = jnp.asarray(rng.integers(-3, 4, (64, 2112)), jnp.float32)
-    multiply = jax.jit(functools.partial(kernel.linear, interpret=INTERPRET))
+    multiply = jax.jit(functools.partial(kernel.quantised_linear, interpret=INTERPRET))
     together = multiply(x, w)
     for num_rows in (1, 9, 30):
         np.testing.assert_allclose(multiply(x[:num_rows], w), together[:num_rows], rtol=1e-5)
@@ -158,7 +159,7 @@ def test_parts_divide_the_inputs(parts) -> None:
     arrays = random_arrays(format, (33, 1184), rng)
     w, x = make_weight(arrays, format, "float16"), rng.normal(size=(2, 1184)).astype(np.float32)
     tiling = kernel.choose_tiling(2, w)._replace(parts=parts)
-    got = kernel.linear(jnp.asarray(x), w, tiling=tiling, interpret=INTERPRET)
+    got = kernel.quantised_linear(jnp.asarray(x), w, tiling=tiling, interpret=INTERPRET)
     want, terms = oracle(x, arrays, format)
     assert (np.abs(np.asarray(got) - want) <= TOLERANCE["float16"] * terms).all()
 
@@ -167,11 +168,13 @@ def test_parts_divide_the_inputs(parts) -> None:
 def test_linear_is_differentiable_in_x_through_the_kernel(name, monkeypatch) -> None:
     """The forward pass calls the kernel, which Pallas interprets on CPUs."""
     calls = []
-    multiply = kernel.linear
+    multiply = kernel.quantised_linear
     if INTERPRET:
         backends = {**dispatch.BACKENDS, "triton": InterpretedTriton()}
         monkeypatch.setattr(dispatch, "BACKENDS", backends)
-    monkeypatch.setattr(kernel, "linear", lambda *x, **y: calls.append(1) or multiply(*x, **y))
+    monkeypatch.setattr(
+        kernel, "quantised_linear", lambda *x, **y: calls.append(1) or multiply(*x, **y)
+    )
     rng, format = np.random.default_rng(0), FORMATS[name]
     arrays = random_arrays(format, (7, 64), rng)
     w, bar = make_weight(arrays, format, "bfloat16"), rng.normal(size=(3, 7)).astype(np.float32)
@@ -252,29 +255,29 @@ def test_kernel_leaves_weights_to_xla() -> None:
         return make_weight(random_arrays(FORMATS[name], (8, 64), rng), FORMATS[name], dtype)
 
     rng = np.random.default_rng(0)
-    assert "without scales" in kernel.refusal(Weight(jnp.zeros((8, 64))))
+    refusal = functools.partial(kernel.quantised_refusal, jnp.ones((2, 64)))
+    assert "without scales" in refusal(Weight(jnp.zeros((8, 64))))
     for name in OF_ROWS:
-        assert "XLA fuses" in kernel.refusal(weight(name))
-    assert "not float32" in kernel.refusal(weight("q4_0", "float32"))
+        assert "XLA fuses" in refusal(weight(name))
+    assert "not float32" in refusal(weight("q4_0", "float32"))
     small = WeightFormat("int8", 8, "float32")
     w = make_weight(random_arrays(small, (8, 64), rng), small, "bfloat16")
-    assert "groups are multiples of 16 inputs, not 8" in kernel.refusal(w)
+    assert "groups are multiples of 16 inputs, not 8" in refusal(w)
     for gpu, is_refused in (("NVIDIA A100", True), ("NVIDIA L4", False)):
         capability = gpu_device.capability_of(gpu)
         with gpu_device.assume(GpuInfo(gpu, 100, capability)):
-            assert (
-                "8.9 and later" in (kernel.refusal(weight("fp8 in groups")) or "")
-            ) == is_refused
-            assert kernel.refusal(weight("q4_0")) is None
+            assert ("8.9 and later" in (refusal(weight("fp8 in groups")) or "")) == is_refused
+            assert refusal(weight("q4_0")) is None
     with gpu_device.assume(GpuInfo("Tesla T4", 40, (7, 5))):
-        assert "Tesla T4 has 7.5" in kernel.refusal(weight("q4_0"))
+        assert "Tesla T4 has 7.5" in refusal(weight("q4_0"))
 
 
 def test_many_rows_are_left_to_xla_on_gpus() -> None:
     x, rng = jnp.ones((2, 64, 64)), np.random.default_rng(0)
     w = make_weight(random_arrays(FORMATS["q4_0"], (8, 64), rng), FORMATS["q4_0"], "bfloat16")
-    assert kernel.rows_refusal(x) is None
-    assert "from 129 rows on, and there are 130" in (kernel.rows_refusal(jnp.ones((130, 64))) or "")
+    assert kernel.quantised_refusal(x, w) is None
+    why_not = kernel.quantised_refusal(jnp.ones((130, 64)), w)
+    assert "from 129 rows on, and there are 130" in (why_not or "")
     for rows, is_kernel in ((x, True), (jnp.ones((130, 64)), False)):
         text = lower(linear, rows, w, platform="cuda").as_text()
         assert ("__gpu$xla.gpu.triton" in text) == is_kernel

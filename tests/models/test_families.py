@@ -23,7 +23,7 @@ from paged_jax import Engine, SamplingParams
 from paged_jax.engine.drafts import Drafter
 from paged_jax.kernels import dispatch
 from paged_jax.kernels.backend import Interpret
-from paged_jax.kernels.triton import grouped_linear as triton_kernel
+from paged_jax.kernels.triton import linear as triton_kernel
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_groups import CHUNKED, HYBRID, NOTHING, SPARSE
 from paged_jax.models.llama import Llama

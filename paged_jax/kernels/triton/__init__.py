@@ -28,9 +28,7 @@ from paged_jax.kernels.backend import (
 )
 from paged_jax.kernels.pool_format import QUANTISED
 from paged_jax.kernels.ragged_chunks import attend_in_parts
-from paged_jax.kernels.triton import grouped_linear as _grouped
-from paged_jax.kernels.triton import pallas, tiles
-from paged_jax.kernels.triton import quantised_linear as _quantised
+from paged_jax.kernels.triton import linear, pallas, tiles
 from paged_jax.kernels.triton import recurrent as _recurrent
 from paged_jax.kernels.triton import write as _write
 from paged_jax.kernels.triton.decode import decode
@@ -91,19 +89,19 @@ class Triton:
     def grouped_linear_refusal(self, x: jax.Array, w: Weight, sizes: jax.Array) -> str | None:
         """Return why the kernel cannot multiply these arrays, or None if it can."""
         del sizes
-        return _grouped.refusal(x, w)
+        return linear.grouped_refusal(x, w)
 
     def grouped_linear(self, x: jax.Array, w: Weight, sizes: jax.Array) -> jax.Array:
         """Multiply rows by the weights of their groups, in one launch."""
-        return _grouped.grouped_linear(x, w, sizes, interpret=self.interpret)
+        return linear.grouped_linear(x, w, sizes, interpret=self.interpret)
 
     def quantised_linear_refusal(self, x: jax.Array, w: Weight) -> str | None:
         """Return why the kernel does not multiply these arrays, or None if it does."""
-        return _quantised.refusal(w) or _quantised.rows_refusal(x)
+        return linear.quantised_refusal(x, w)
 
     def quantised_linear(self, x: jax.Array, w: Weight) -> jax.Array:
         """Multiply the last dimension by a quantised weight, in one launch."""
-        return _quantised.linear(x, w, interpret=self.interpret)
+        return linear.quantised_linear(x, w, interpret=self.interpret)
 
     def advance_rows_refusal(self, step: StateStep) -> str | None:
         """Return why the kernels cannot advance these states, or None if they can."""

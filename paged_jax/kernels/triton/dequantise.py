@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from paged_jax.kernels.triton.pallas import plgpu
+from paged_jax.kernels.triton.pallas import plgpu, run_ptx
 from paged_jax.kernels.weight_formats import CODES, PACKED_BYTES, PACKED_INPUTS, WeightFormat
 
 # Dtypes of a matmul that tensor cores support.
@@ -127,7 +127,9 @@ class WeightTile(NamedTuple):
         values = self._load(self.refs[0], columns, mask)
         tables = [] if format.interpret else _tables(format.weight.code, format.dtype)
         # One look-up serves both halves.
-        return tuple(_run(_look_up(table), (values,), jnp.int16) for table in tables) or (values,)
+        return tuple(run_ptx(_look_up(table), [values], jnp.int16, pack=4) for table in tables) or (
+            values,
+        )
 
     def load_scales(self, step: jax.Array) -> tuple[jax.Array | None, ...]:
         """Load the scales and minima of each half, ``[N, groups]``, or None for no minima."""
@@ -365,30 +367,11 @@ def _compiled(
     operands = [scale] if low is None else [scale, low]
     if code in CODES:
         operands = [each.astype(dtype) for each in operands]
-    operands = [_spread(each, format) for each in operands]
+    arrays = [*values, *(_spread(each, format) for each in operands)]
     has_min = low is not None
     if code not in CODES:
-        return _run(_byte_code(code, kind, has_min), (*values, *operands), dtype)
+        return run_ptx(_byte_code(code, kind, has_min), arrays, dtype, pack=4)
     if _tables(code, dtype):
         text = _looked_up_code(len(values), half, kind, has_min)
-        return _run(text, (*values, *operands), dtype, pack=2)
-    return _run(_integer_code(code, half, kind, has_min), (*values, *operands), dtype)
-
-
-def _run(code: str, arrays: tuple[jax.Array, ...], dtype: Any, pack: int = 4) -> jax.Array:
-    """Run PTX on `pack` consecutive elements at a time, with as many results."""
-
-    def count(dtype: Any) -> int:
-        return max(pack * jnp.dtype(dtype).itemsize // 4, 1)
-
-    constraints = ["=r"] * count(dtype)
-    for array in arrays:
-        constraints += ["f" if array.dtype == jnp.float32 else "r"] * count(array.dtype)
-    [result] = plgpu.elementwise_inline_asm(
-        code,
-        args=list(arrays),
-        constraints=",".join(constraints),
-        pack=pack,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(arrays[0].shape, jnp.dtype(dtype))],
-    )
-    return result
+        return run_ptx(text, arrays, dtype, pack=2)
+    return run_ptx(_integer_code(code, half, kind, has_min), arrays, dtype, pack=4)

@@ -9,7 +9,7 @@ kernel was traced. Without a GPU, `pallas_call` therefore traces kernels under a
 GPU of `gpu_device.device`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -124,7 +124,7 @@ def _compiled_exp2(x: jax.Array, factor: float | jax.Array, shift: jax.Array) ->
         arrays.append(jnp.broadcast_to(factor, x.shape))
     else:
         operand = f"0f{np.float32(factor).view(np.uint32):08X}"
-    return _run(
+    return run_ptx(
         f"{{ .reg .f32 t; fma.rn.ftz.f32 t, $1, {operand}, $2; ex2.approx.ftz.f32 $0, t; }}",
         arrays,
         jnp.float32,
@@ -162,7 +162,7 @@ _FLOAT8 = tuple(
 
 def _compiled_split_words(words: jax.Array, pool_dtype: Any) -> tuple[jax.Array, jax.Array]:
     code = _INT8 if pool_dtype == jnp.int8 else _FLOAT8
-    even, odd = (_run(half, [words], jnp.float16, pack=2) for half in code)
+    even, odd = (run_ptx(half, [words], jnp.float16, pack=2) for half in code)
     return even, odd
 
 
@@ -170,15 +170,25 @@ def _compiled_barrier() -> None:
     plgpu.debug_barrier()
 
 
-def _run(code: str, arrays: list[jax.Array], dtype: Any, pack: int = 1) -> jax.Array:
-    """Run PTX with one result on `pack` elements at a time, which fill a register of 32 bits."""
-    kind = "f" if arrays[0].dtype == jnp.float32 else "r"
+def run_ptx(code: str, arrays: Sequence[jax.Array], dtype: Any, pack: int = 1) -> jax.Array:
+    """Run PTX on `pack` consecutive elements at a time, with as many results of a dtype.
+
+    Registers have 32 bits: four 8-bit or two 16-bit elements share one. Result registers come
+    first, then the registers of each array.
+    """
+
+    def registers(dtype: Any) -> list[str]:
+        kind = "f" if dtype == jnp.float32 else "r"
+        return [kind] * max(pack * jnp.dtype(dtype).itemsize // 4, 1)
+
+    constraints = [f"={kind}" for kind in registers(dtype)]
+    constraints += [kind for array in arrays for kind in registers(array.dtype)]
     # Inline assembly with two results fails to lower in JAX 0.11.2.
     [result] = plgpu.elementwise_inline_asm(
         code,
-        args=arrays,
-        constraints=f"={kind}" + f",{kind}" * len(arrays),
+        args=list(arrays),
+        constraints=",".join(constraints),
         pack=pack,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(arrays[0].shape, dtype)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(arrays[0].shape, jnp.dtype(dtype))],
     )
     return result

@@ -50,7 +50,7 @@ _MAX_GRADIENT_TILE = 512
 
 def linear(x: jax.Array, w: Weight) -> jax.Array:
     """Multiply the last dimension of `x` by a weight; see `paged_jax.kernels.linear.linear`."""
-    arrays, code = _as_matrix(w), w.format.code
+    arrays, code = w.arrays.merge_outputs(), w.format.code
     if arrays.order is not None:
         x, arrays = x[..., arrays.order], arrays._replace(order=None)
     if arrays.scales is None:
@@ -66,15 +66,6 @@ def linear(x: jax.Array, w: Weight) -> jax.Array:
         forms = {name: functools.partial(form, code=code) for name, form in forms.items()}
         y = lax.platform_dependent(x, arrays, **forms)
     return y.reshape(*x.shape[:-1], *w.values.shape[:-1])
-
-
-def _as_matrix(w: Weight) -> WeightArrays:
-    """Return the arrays with a single dimension for all outputs."""
-
-    def merge(array: jax.Array | None) -> jax.Array | None:
-        return None if array is None else array.reshape(-1, array.shape[-1])
-
-    return WeightArrays(merge(w.values), merge(w.scales), merge(w.mins), w.order)
 
 
 def _multiply_floats(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -152,13 +143,8 @@ def _multiply_in_tiles(
     """Convert some rows of a quantised weight to floats, multiply, and continue with other rows.
 
     A large weight is a loop over tiles, so that only one tile exists as floats. The last tile ends
-    at the last row, and may overlap the tile before it.
-
-    Args:
-      x: rows.
-      w: the weight.
-      multiply: function that converts and multiplies by some rows of the weight.
-      max_elements: maximum elements of a tile.
+    at the last row, and may overlap the tile before it. `multiply` converts some rows of the
+    weight, and multiplies by them.
     """
     num_outputs, num_inputs = w.values.shape[0], x.shape[-1]
     tile = max(1, max_elements // num_inputs)
