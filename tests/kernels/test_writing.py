@@ -405,7 +405,7 @@ def test_paged_write_updates_donated_pools_in_place_by_the_kernel_for_cpus(dtype
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
 def test_paged_write_without_the_kernel_copies_pools_once_for_several_writes(dtype, monkeypatch):
     unavailable = library.LoadedKernel(None, "the test replaces it")
-    for name in ("paged_jax.kernels.cpu.load", "paged_jax.kernels.cpu.calls.load"):
+    for name in ("paged_jax.kernels.cpu.load", "paged_jax.kernels.cpu.library.load"):
         monkeypatch.setattr(name, lambda kernel: unavailable)
     assert not sets_rows_in_place("cpu", dtype)
     pools = abstract_pools(dtype)

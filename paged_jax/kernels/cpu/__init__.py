@@ -5,8 +5,8 @@ the pool. When it multiplies few rows, it reads bfloat16 weights at a third of t
 The kernels in `source/` read both the pool and the weights in place. They run on XLA's own threads,
 through its foreign function interface.
 
-Each call (`calls`) has an equivalent function in plain JAX. It replaces the kernel if `library`
-cannot compile the kernel, on other platforms, in exported programs, and in programs that XLA
+Each call (`library.call`) has an equivalent function in plain JAX. It replaces the kernel if the
+kernel cannot be compiled, on other platforms, in exported programs, and in programs that XLA
 partitions over devices.
 """
 
@@ -34,7 +34,6 @@ from paged_jax.kernels.backend import (
     StateStep,
 )
 from paged_jax.kernels.cpu import library
-from paged_jax.kernels.cpu.calls import Arrays, Attributes, PlainFunction, call
 from paged_jax.kernels.cpu.kernels import (
     ELEMENTS,
     PACKED,
@@ -42,7 +41,7 @@ from paged_jax.kernels.cpu.kernels import (
     QuantisedOp,
     attention_attributes,
 )
-from paged_jax.kernels.cpu.library import load
+from paged_jax.kernels.cpu.library import Arrays, Attributes, PlainFunction, call, load
 from paged_jax.kernels.dispatch import general_backend
 from paged_jax.kernels.ragged_chunks import attend_in_parts
 from paged_jax.kernels.weight_formats import CODES, Weight, WeightArrays
@@ -113,26 +112,15 @@ def _linear(x: jax.Array, w: Weight) -> jax.Array:
     if not _has_kernel_for(math.prod(x.shape[:-1]), w):
         return general_backend().linear(x, w)
     layer = jnp.asarray(w.stack.layer if w.stack else 0, jnp.int32)
-    stacked, plain = _as_matrices(_stacked_arrays(w), 1), general_backend().linear
+    stacked, plain = _stacked_arrays(w).merge_outputs(1), general_backend().linear
     if w.scales is None:
         matmul, operands = _Matmul(Kernel("linear", w.values.dtype), plain), (stacked.values, layer)
     else:
         matmul = _Matmul(_quantised_kernel("quantised_linear", w), plain, _flags(w))
         operands = _quantised_operands(w, stacked, layer)
         x = _round_inputs(x, w)
-    matrix = Weight(*_as_matrices(w.arrays, 0), code=w.code, dtype=w.dtype)
+    matrix = Weight(*w.arrays.merge_outputs(), code=w.code, dtype=w.dtype)
     return _multiply(matmul, x, matrix, operands).reshape(*x.shape[:-1], *w.values.shape[:-1])
-
-
-def _as_matrices(arrays: WeightArrays, axis: int) -> WeightArrays:
-    """Merge all dimensions from `axis` on, except the last, into one dimension of outputs."""
-
-    def merge(array: jax.Array | None) -> jax.Array | None:
-        return None if array is None else array.reshape(*array.shape[:axis], -1, array.shape[-1])
-
-    return WeightArrays(
-        merge(arrays.values), merge(arrays.scales), merge(arrays.mins), arrays.order
-    )
 
 
 def _stacked_arrays(w: Weight) -> WeightArrays:
@@ -223,16 +211,9 @@ class _Matmul(NamedTuple):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _multiply(matmul: _Matmul, x: jax.Array, w: Weight, operands: Arrays) -> jax.Array:
-    """Multiply by `source/linear.cc` or `source/quantised_linear.cc`. Differentiable like `plain`.
+    """Multiply ``[..., in]`` by `source/linear.cc` or `source/quantised_linear.cc`, in float32.
 
-    Args:
-      matmul: the kernel, and the same multiplication in plain JAX.
-      x: floating point ``[..., in]``.
-      w: the weight ``[out, in]``, for `plain`.
-      operands: arrays that the kernel reads instead of `w`.
-
-    Returns:
-      float32 ``[..., out]``.
+    Differentiable like ``matmul.plain``, which multiplies by `w`. The kernel reads `operands`.
     """
     rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
     return _multiply_rows(matmul, rows, w, operands).reshape(*x.shape[:-1], w.values.shape[0])
@@ -281,11 +262,7 @@ def _copies_expert_weights(dtype: DTypeLike) -> bool:
 def _set_rows(plain: PlainFunction, rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
     """Set rows of an array by `source/set_rows.cc`, in place if `rows` is donated.
 
-    Args:
-      plain: the same function in plain JAX; it returns the new array.
-      rows: the array, see `paged_jax.kernels.rows.set_rows`.
-      index: i32 ``[N]``, distinct; indices out of range are dropped.
-      new: ``[N, ...]``, the new rows, of the same dtype.
+    `paged_jax.kernels.rows.set_rows` explains the arrays. `plain` does the same in plain JAX.
     """
     arrays = rows, index, new
     [out] = call(Kernel("set_rows", rows.dtype), arrays, plain, arrays, is_in_place=True)

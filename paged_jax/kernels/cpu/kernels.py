@@ -123,28 +123,20 @@ def _test_grouped_linear(target: str, kernel: Kernel) -> Results:
     return got, np.concatenate(want)
 
 
-def _test_decode(target: str, kernel: Kernel) -> Results:
-    got, want = _test_attention(target, kernel.dtype, num_queries=None)
-    return got, want[:, -1]
-
-
-def _test_prefill(target: str, kernel: Kernel) -> Results:
-    return _test_attention(target, kernel.dtype, num_queries=7)
-
-
-def _test_attention(target: str, dtype: jnp.dtype, num_queries: int | None) -> Results:
-    """Attend with the last queries of a sequence; if `num_queries` is None, decode."""
+def _test_attention(target: str, kernel: Kernel) -> Results:
+    """Attend with the last query of a sequence (decode), or with the last 7 queries (prefill)."""
     rng = np.random.default_rng(0)
-    P, K, C, D, H, length, T = 4, 2, 8, 24, 6, 21, num_queries or 1
+    is_decode, dtype = kernel.op == "decode", kernel.dtype
+    P, K, C, D, H, length, T = 4, 2, 8, 24, 6, 21, 1 if is_decode else 7
     q = rng.normal(size=(1, T, H, D)).astype(np.float32)
     k, v = (rng.integers(-7, 8, (1, P, K, C, D)).astype(np.float32) for _ in range(2))
     table, scales = np.array([[2, 0, 3]], np.int32), np.full((1, P, K, C), 0.25, np.float32)
     is_quantised = dtype.itemsize == 1
-    queries = q[:, 0] if num_queries is None else q
+    queries = q[:, 0] if is_decode else q
     operands = [queries, k.astype(dtype), v.astype(dtype), table]
     operands += [np.array([length], np.int32), np.int32(0)]
     operands += [scales, scales] * is_quantised
-    operands += [np.array([T], np.int32)] * (num_queries is not None)
+    operands += [np.array([T], np.int32)] * (not is_decode)
     shapes = queries.shape, queries.shape[:-1]
     call = jax.ffi.ffi_call(target, [jax.ShapeDtypeStruct(x, q.dtype) for x in shapes])
     attributes = attention_attributes(Options(0.1), is_quantised, False, False)
@@ -160,7 +152,7 @@ def _test_attention(target: str, dtype: jnp.dtype, num_queries: int | None) -> R
     scores = np.where(is_later[:, None, None], -np.inf, scores)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    return got, np.einsum("tkgn,knd->tkgd", weights, values).reshape(1, T, H, D)
+    return got, np.einsum("tkgn,knd->tkgd", weights, values).reshape(got.shape)
 
 
 def _test_set_rows(target: str, kernel: Kernel) -> Results:
@@ -249,8 +241,8 @@ def _test_step(
 
 
 SELF_TESTS: dict[str, Callable[[str, Kernel], Results]] = {
-    "decode": _test_decode,
-    "prefill": _test_prefill,
+    "decode": _test_attention,
+    "prefill": _test_attention,
     "linear": _test_linear,
     "grouped_linear": _test_grouped_linear,
     "quantised_linear": _test_quantised_linear,
