@@ -14,8 +14,8 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, runtime_checkable
+from dataclasses import InitVar, dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import jax
 from jax import lax
@@ -44,30 +44,19 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-@runtime_checkable
-class PallasBackend(Backend, Protocol):
-    """A backend written in Pallas, which can run in Pallas' interpreter without its device."""
+@dataclass(frozen=True)
+class PallasBackend(Backend):
+    """Base class of backends written in Pallas, which its interpreter can run on any platform.
 
-    @property
-    def interpret(self) -> Interpret:
-        """Whether the kernels are interpreted; may also be parameters of the interpreter."""
-        ...
-
-    def interpreted(self, interpret: Interpret) -> Backend:
-        """Return the same backend with interpreted kernels."""
-        ...
-
-
-@runtime_checkable
-class CompiledBackend(Backend, Protocol):
-    """A backend with kernels that are compiled on the machine that runs them.
-
-    Its ops can be traced and lowered anywhere. Without the kernels they run in plain JAX.
+    Attributes:
+      interpret: whether to interpret the kernels; may also be parameters of the interpreter.
     """
 
-    def unavailable(self, problem: Problem) -> str | None:
-        """Compile the kernel for a problem; return why this machine cannot, or None if it can."""
-        ...
+    interpret: Interpret = False
+
+    def interpreted(self, interpret: Interpret) -> Self:
+        """Return the same backend with interpreted kernels."""
+        return replace(self, interpret=interpret)
 
 
 # Module and class of each backend. Of several backends for a platform, the first is preferred.
@@ -115,7 +104,8 @@ def add_backend(name: str, backend: Backend) -> None:
 
     A backend needs `Backend.refusal` and a method for each op that it has, see
     `backend.AttentionOps` and `backend.WritingOps`. Other ops use the backend that is best for the
-    platform. ``examples/new_backend.py`` is an example.
+    platform. A backend that is written in Pallas derives from `PallasBackend`.
+    ``examples/new_backend.py`` is an example.
 
     Args:
       name: name of the backend, not the name of a backend of this library.
@@ -151,6 +141,14 @@ _METHODS: dict[Op, str] = {
     "rope_write": "rope_write",
     "copy_blocks": "copy_blocks",
 }
+
+
+def _interpreted(name: str, interpret: Interpret) -> Backend:
+    """Return a backend by its name, with interpreted kernels if `interpret` is set."""
+    backend = BACKENDS[name]
+    if interpret and isinstance(backend, PallasBackend):
+        return backend.interpreted(interpret)
+    return backend
 
 
 class BackendChoice(NamedTuple):
@@ -224,11 +222,10 @@ def run_kernel(
     """
     _check_interpret(op, name, interpret)
     branches: dict[str, Callable[..., Any]] = {}
-    for each, backend in BACKENDS.items():
+    for each in BACKENDS:
         if name not in (None, each):
             continue
-        if interpret and isinstance(backend, PallasBackend):
-            backend = backend.interpreted(interpret)
+        backend = _interpreted(each, interpret)
         refusal = getattr(backend, f"{op}_refusal", None)
         if refusal is None or refusal(*args) is not None:
             continue
@@ -277,11 +274,15 @@ def choose_backend(problem: Problem, platform: str) -> BackendChoice:
 
 
 def _why_not(backend: Backend, problem: Problem) -> str | None:
-    """Return why a backend cannot solve a problem in this process, or None if it can."""
+    """Return why a backend cannot solve a problem in this process, or None if it can.
+
+    A backend with kernels that this machine compiles has a method `unavailable`. It compiles the
+    kernel for a problem, and returns why that failed, or None. Without kernels, the ops of such a
+    backend can still be traced and lowered, and run in plain JAX.
+    """
     why_not = backend.refusal(problem)
-    if why_not is None and isinstance(backend, CompiledBackend):
-        return backend.unavailable(problem)
-    return why_not
+    unavailable = getattr(backend, "unavailable", None)
+    return why_not if why_not is not None or unavailable is None else unavailable(problem)
 
 
 def _choose(
@@ -363,7 +364,7 @@ class Dispatch:
             raise ValueError(
                 f"{self.function}: backend must be None or one of {names}, got {self.backend!r}."
             )
-        why_not = _why_not(self._requested(self.backend), self.problem)
+        why_not = _why_not(_interpreted(self.backend, self.interpret), self.problem)
         if why_not is not None:
             raise NotImplementedError(
                 f"{self.function}: {self.backend} does not support the call: {why_not}"
@@ -402,7 +403,7 @@ class Dispatch:
             return functools.partial(getattr(backend, method), **options)
 
         if self.backend is not None:
-            return bound(self._requested(self.backend))(args)
+            return bound(_interpreted(self.backend, self.interpret))(args)
         branches: dict[str, Callable[[Any], Any]] = {}
         platforms = (backend.platform for backend in BACKENDS.values())
         for platform in dict.fromkeys(each for each in platforms if each is not None):
@@ -414,9 +415,3 @@ class Dispatch:
                 branches[platform] = bound(BACKENDS[choice.backend])
         default = bound(BACKENDS["xla"])
         return cast(Any, lax.platform_dependent(args, default=default, **branches))
-
-    def _requested(self, name: str) -> Backend:
-        backend = BACKENDS[name]
-        if self.interpret and isinstance(backend, PallasBackend):
-            return backend.interpreted(self.interpret)
-        return backend

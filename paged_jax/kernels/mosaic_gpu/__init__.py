@@ -14,7 +14,6 @@ from paged_jax.kernels.backend import (
     ATTENTION,
     AttentionArgs,
     CopyArgs,
-    Interpret,
     Op,
     Options,
     Pools,
@@ -24,6 +23,7 @@ from paged_jax.kernels.backend import (
     RopeWriteArgs,
     WriteArgs,
 )
+from paged_jax.kernels.dispatch import PallasBackend
 from paged_jax.kernels.mosaic_gpu import flash_decode, flash_prefill, launch, pool_updates
 from paged_jax.kernels.mosaic_gpu.flash_decode import decode
 from paged_jax.kernels.mosaic_gpu.flash_prefill import attend_to_chunks, prefill
@@ -34,14 +34,8 @@ __all__ = ["MosaicGpu", "copy_blocks", "decode", "prefill", "rope_write", "write
 
 
 @dataclass(frozen=True)
-class MosaicGpu:
-    """The backend ``"mosaic_gpu"``.
-
-    Attributes:
-      interpret: whether to run the kernels in JAX's simulator of a GPU, or its parameters.
-    """
-
-    interpret: Interpret = False
+class MosaicGpu(PallasBackend):
+    """The backend ``"mosaic_gpu"``. JAX's simulator of a GPU interprets its kernels."""
 
     platform: ClassVar[str | None] = "cuda"
 
@@ -62,10 +56,6 @@ class MosaicGpu:
             if problem.op == "prefill" or why_not is not None:
                 return why_not
         return flash_decode.refusal(problem)
-
-    def interpreted(self, interpret: Interpret) -> "MosaicGpu":
-        """Return the same backend with kernels in the simulator."""
-        return MosaicGpu(interpret)
 
     def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
         """Run a decode or a prefill, in one launch."""

@@ -50,8 +50,10 @@ from paged_jax.kernels.backend import (
     RaggedArgs,
     RaggedOptions,
 )
+from paged_jax.kernels.dispatch import PallasBackend
 from paged_jax.kernels.mosaic_tpu import jax_kernels
 from paged_jax.kernels.mosaic_tpu.kernel import (
+    MAX_SCALARS,
     VMEM_BYTES,
     AttentionTiling,
     PoolRefs,
@@ -59,6 +61,7 @@ from paged_jax.kernels.mosaic_tpu.kernel import (
     attention_kernel,
     choose_tiling,
     div,
+    dtype_refusal,
 )
 from paged_jax.kernels.opaque_call import only_on
 from paged_jax.kernels.pool_format import LANES, round_up_to_lanes
@@ -67,14 +70,8 @@ from paged_jax.kernels.weight_formats import Weight
 __all__ = ["MosaicTpu", "refusal"]
 
 
-# Maximum entries of the block tables in one kernel call. Scalar memory has 2**18 words.
-MAX_TABLE_ENTRIES = (1 << 18) - (1 << 13)
-
 # Mosaic cannot compile the attention kernels for these TPUs: they have no gather over sublanes.
 _OLD_GENERATIONS = re.compile(r"TPU v[2-4]\b")
-
-_Q_DTYPES = ("bfloat16", "float32")
-_POOL_DTYPES = (*_Q_DTYPES, "int8", "float8_e4m3fn")
 
 
 def _device_refusal() -> str | None:
@@ -118,18 +115,12 @@ def refusal(problem: Problem) -> str | None:
         )
     if C < 8 or C & (C - 1):
         return f"block_size must be a power of two from 8, got {C}"
-    if M > MAX_TABLE_ENTRIES:
+    if M > MAX_SCALARS:
         return (
-            f"a row of the block table must fit scalar memory, {MAX_TABLE_ENTRIES} entries, got "
+            f"a row of the block table must fit scalar memory, {MAX_SCALARS} entries, got "
             f"{M}; use larger blocks"
         )
-    for name, dtype, known in (
-        ("queries", problem.q_dtype, _Q_DTYPES),
-        ("pools", problem.pool_dtype, _POOL_DTYPES),
-    ):
-        if jnp.dtype(dtype).name not in known:
-            return f"{name} must be {', '.join(known[:-1])} or {known[-1]}, got {dtype}"
-    return None
+    return dtype_refusal(problem, "pools", "int8", "float8_e4m3fn")
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
@@ -148,7 +139,7 @@ def _prefill(
 ) -> tuple[jax.Array, jax.Array]:
     """Call the kernel; several times if the block tables exceed scalar memory."""
     B, M = args.block_tables.shape
-    step = max(MAX_TABLE_ENTRIES // (M + 2), 1)  # scalar memory also has two lengths per sequence
+    step = max(MAX_SCALARS // (M + 2), 1)  # scalar memory also has two lengths per sequence
     if B <= step:
         return _call_kernel(args, options, interpret)
     parts = []
@@ -283,14 +274,8 @@ def _gather_scales(
 
 
 @dataclass(frozen=True)
-class MosaicTpu:
-    """The backend ``"mosaic_tpu"``. XLA does the writes and copies, in place.
-
-    Attributes:
-      interpret: whether to interpret the kernels.
-    """
-
-    interpret: Interpret = False
+class MosaicTpu(PallasBackend):
+    """The backend ``"mosaic_tpu"``. XLA does the writes and copies, in place."""
 
     platform: ClassVar[str | None] = "tpu"
 
@@ -299,10 +284,6 @@ class MosaicTpu:
         if problem.op == "ragged":
             return jax_kernels.ragged_refusal(problem)
         return (None if self.interpret else _device_refusal()) or refusal(problem)
-
-    def interpreted(self, interpret: Interpret) -> "MosaicTpu":
-        """Return the same backend with interpreted kernels."""
-        return MosaicTpu(interpret)
 
     def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
         """Run a decode or a prefill."""

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, get_abstract_mesh, use_abstract_mesh
 
 from paged_jax.kernels.backend import Interpret, Problem, RaggedArgs, RaggedOptions
-from paged_jax.kernels.mosaic_tpu.kernel import VMEM_BYTES
+from paged_jax.kernels.mosaic_tpu.kernel import MAX_SCALARS, VMEM_BYTES, dtype_refusal
 from paged_jax.kernels.opaque_call import only_on
 from paged_jax.kernels.pool_format import LANES
 from paged_jax.kernels.ragged_chunks import find_chunks, find_rows
@@ -38,12 +38,6 @@ try:
     _gmm = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm").gmm
 except (ImportError, AttributeError):
     pass
-
-_Q_DTYPES = ("bfloat16", "float32")
-_PAGE_DTYPES = (*_Q_DTYPES, "float8_e4m3fn", "float8_e5m2")
-
-# Maximum words of scalar memory for tables and lengths. A TPU has 2**18 words.
-_MAX_SCALARS = (1 << 18) - (1 << 13)
 
 # Tile sizes of JAX's attention kernel: tokens in a tile of queries (its default), and bytes of a
 # tile of keys and values (VMEM holds two tiles). They are always passed to the kernel, because it
@@ -72,12 +66,8 @@ def ragged_refusal(problem: Problem) -> str | None:
         return "JAX's kernel cannot be traced under jax_enable_x64"
     if problem["D"] != LANES:
         return f"the head dimension must be {LANES}, got {problem['D']}"
-    for name, dtype, known in (
-        ("queries", problem.q_dtype, _Q_DTYPES),
-        ("pages", problem.pool_dtype, _PAGE_DTYPES),
-    ):
-        if jnp.dtype(dtype).name not in known:
-            return f"{name} must be {', '.join(known[:-1])} or {known[-1]}, got {dtype}"
+    if (why_not := dtype_refusal(problem, "pages", "float8_e4m3fn", "float8_e5m2")) is not None:
+        return why_not
     if jnp.dtype(problem.pool_dtype).itemsize > jnp.dtype(problem.q_dtype).itemsize:
         return f"pages of {problem.pool_dtype} would be rounded to {problem.q_dtype}"
     K, packing = problem["K"], 4 // jnp.dtype(problem.pool_dtype).itemsize
@@ -85,8 +75,8 @@ def ragged_refusal(problem: Problem) -> str | None:
     if 2 * K % packing or not (rows in (1, 2, 4) or rows % 8 == 0):
         return f"keys and values of {K} heads do not fill registers of {problem.pool_dtype}"
     num_scalars = problem["B"] * (problem["M"] + 2)
-    if num_scalars > _MAX_SCALARS:
-        return f"tables must fit scalar memory, {_MAX_SCALARS} entries, got {num_scalars}"
+    if num_scalars > MAX_SCALARS:
+        return f"tables must fit scalar memory, {MAX_SCALARS} entries, got {num_scalars}"
     return None
 
 
@@ -193,12 +183,6 @@ def choose_grouped_tiling(
     For each tile of outputs, the grid steps of a group are consecutive. If the tile has all inputs,
     the weights of a group are therefore fetched once. Otherwise they are fetched once for each tile
     of rows of `x`. Weights of groups without rows are never fetched.
-
-    Args:
-      num_rows: rows of `x`.
-      num_inputs: inputs of a weight.
-      num_outputs: outputs of a weight.
-      dtype: dtype of the weights.
 
     Example:
       >>> choose_grouped_tiling(64, 2880, 5760, jnp.bfloat16)

@@ -15,8 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from paged_jax.kernels.backend import Options
+from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.pool_format import LANES
+
+# Maximum words of scalar memory for block tables and lengths. A TPU has 2**18 words.
+MAX_SCALARS = (1 << 18) - (1 << 13)
 
 # VMEM for a kernel. TPUs v5e to 7x have at least 64 MiB; the compiler's default is 16 MiB.
 VMEM_BYTES = 48 << 20
@@ -39,6 +42,20 @@ _ACCUMULATOR_BYTES = 2 << 20
 # exp(_UNSEEN - peak) is 0, not NaN, in a row that has seen no token yet.
 _UNSEEN = float("-inf")
 _LEAST_PEAK = float(np.finfo(np.float32).min)
+
+
+def dtype_refusal(problem: Problem, pools: str, *pool_dtypes: str) -> str | None:
+    """Return why a kernel cannot read the dtypes of a call, or None if it can.
+
+    Queries and pools are bfloat16 or float32. Pools may also have one of `pool_dtypes`. The result
+    calls them `pools`.
+    """
+    dtypes = ("queries", problem.q_dtype, ()), (pools, problem.pool_dtype, pool_dtypes)
+    for name, dtype, more in dtypes:
+        known = "bfloat16", "float32", *more
+        if jnp.dtype(dtype).name not in known:
+            return f"{name} must be {', '.join(known[:-1])} or {known[-1]}, got {dtype}"
+    return None
 
 
 @dataclass(frozen=True)
@@ -75,11 +92,8 @@ class AttentionTiling:
 def choose_tiling(T: int, G: int, M: int, k_pool: Any) -> AttentionTiling:
     """Choose tiles that fit VMEM and need few, large copies.
 
-    Args:
-      T: query tokens of a sequence.
-      G: query heads in a group.
-      M: blocks in a row of the block table.
-      k_pool: ``[L, P, K, C, lanes]``; only its shape and dtype are used.
+    T is the number of query tokens of a sequence; see `AttentionTiling` for G and M. Only the shape
+    and dtype of `k_pool` are used.
     """
     *_, K, C, lanes = k_pool.shape
     rows = min(_MAX_ROWS, _ACCUMULATOR_BYTES // (K * lanes * 4))

@@ -26,6 +26,7 @@ from paged_jax.kernels.backend import (
     StateStep,
     WriteArgs,
 )
+from paged_jax.kernels.dispatch import PallasBackend
 from paged_jax.kernels.pool_format import QUANTISED
 from paged_jax.kernels.ragged_chunks import attend_in_parts
 from paged_jax.kernels.triton import linear, pallas, tiles
@@ -40,24 +41,14 @@ __all__ = ["Triton", "copy_blocks", "decode", "prefill", "refusal", "rope_write"
 
 
 @dataclass(frozen=True)
-class Triton:
-    """The backend ``"triton"``.
-
-    Attributes:
-      interpret: whether to interpret the kernels.
-    """
-
-    interpret: Interpret = False
+class Triton(PallasBackend):
+    """The backend ``"triton"``."""
 
     platform: ClassVar[str | None] = "cuda"
 
     def refusal(self, problem: Problem) -> str | None:
         """Return why the kernels cannot solve a problem, or None if they can."""
         return refusal(problem, self.interpret)
-
-    def interpreted(self, interpret: Interpret) -> "Triton":
-        """Return the same backend with interpreted kernels."""
-        return Triton(interpret)
 
     def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
         """Run a decode or a prefill, in one launch."""
@@ -115,9 +106,7 @@ class Triton:
 def refusal(problem: Problem, interpret: Interpret = False) -> str | None:
     """Return why these kernels cannot solve a problem, or None if they can.
 
-    Args:
-      problem: the call.
-      interpret: as in `Triton`. The interpreter needs no GPU, so the GPU is not checked.
+    The interpreter needs no GPU, so the GPU is not checked if `interpret` is set.
     """
     if (why_not := pallas.refusal() or (None if interpret else _gpu_refusal(problem))) is not None:
         return why_not
