@@ -70,15 +70,7 @@ def attend_differentiably(
 ) -> tuple[jax.Array, jax.Array]:
     """Run the attention of a backend so that `jax.grad` can differentiate it.
 
-    `jax.grad` can differentiate both results once, in `q`, `sinks` and floating-point pools.
-
-    Args:
-      ops: the backend, a static argument.
-      args: arrays of the call.
-      options: options of the call.
-
-    Returns:
-      ``(out, lse)`` of the backend.
+    `jax.grad` can differentiate ``(out, lse)`` once, in `q`, `sinks` and floating-point pools.
 
     Raises:
       NotImplementedError: a gradient in a quantised pool or its scales is requested.
@@ -194,43 +186,43 @@ def with_plain_gradients(
     return function
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _differentiable_once(function: str, arrays: Any) -> Any:
-    del function
+def _unchanged(message: str, arrays: Any) -> Any:
+    """Return arrays, or raise `NotImplementedError` with a message if they are differentiated."""
+    del message
     return arrays
 
 
-def _refuse_second_derivative(function: str, primals: Any, tangents: Any) -> Any:
-    del primals, tangents
-    raise NotImplementedError(
-        f"{function}: only the first derivative is implemented, got a second one. "
-        'For higher orders use paged_attention or paged_prefill_attention with backend="reference".'
-    )
+without_derivative = jax.custom_jvp(_unchanged, nondiff_argnums=(0,))
 
 
-_differentiable_once.defjvp(_refuse_second_derivative)
+def _refuse_derivative(message: str, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    is_zero = [isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(tangents)]
+    if not all(is_zero):
+        raise NotImplementedError(message)
+    return primals[0], tangents[0]
+
+
+without_derivative.defjvp(_refuse_derivative, symbolic_zeros=True)
 
 
 def differentiable_once(function: str, values: Any) -> Any:
     """Return `values` unchanged, but raise an error if they are differentiated.
 
     A custom VJP applies this to the inputs of its forward and backward pass, so that a second
-    derivative fails with a clear message.
-
-    Args:
-      function: name of the op in the message.
-      values: a tree of arrays and symbolic zeros (of cotangents).
-
-    Raises:
-      NotImplementedError: when the values are differentiated, not when they are returned.
+    derivative fails with a message that begins with `function`. `values` is a tree of arrays and
+    symbolic zeros (of cotangents).
     """
+    message = (
+        f"{function}: only the first derivative is implemented, got a second one. For higher "
+        'orders use paged_attention or paged_prefill_attention with backend="reference".'
+    )
     leaves, treedef = jax.tree.flatten(values, is_leaf=lambda x: isinstance(x, SymbolicZero))
     places = [
         i
         for i, x in enumerate(leaves)
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
     ]
-    passed = _differentiable_once(function, [leaves[i] for i in places])
+    passed = without_derivative(message, [leaves[i] for i in places])
     for i, value in zip(places, passed, strict=True):
         leaves[i] = value
     return jax.tree.unflatten(treedef, leaves)
@@ -250,14 +242,9 @@ def attention_gradients(
 ) -> Gradients:
     """Compute the gradients in the arguments of a decode or prefill.
 
-    Args:
-      args: arrays of the forward pass.
-      options: options of the forward pass.
-      out: output of the forward pass.
-      lse: log-sum-exp of the forward pass.
-      out_bar: gradient in `out`; not read in rows that see no token.
-      lse_bar: gradient in `lse`; not read in rows that see no token.
-      wants_pools: whether to compute the gradients in the pools.
+    `out` and `lse` are results of the forward pass, `out_bar` and `lse_bar` the gradients in them,
+    which are not read in rows that see no token. `wants_pools` says whether to compute the
+    gradients in the pools.
     """
     if args.query_lens is not None:
         return _prefill_gradients(args, options, out, lse, out_bar, lse_bar, wants_pools)

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from paged_jax import dims
 from paged_jax.arguments import names_arguments
@@ -33,6 +32,7 @@ from paged_jax.kernels.checks import (
     pool_letters,
 )
 from paged_jax.kernels.dispatch import Dispatch
+from paged_jax.kernels.gradients import without_derivative
 from paged_jax.kernels.opaque_call import without_index_checks
 from paged_jax.kernels.pool_format import query_dtype, wider_dtype
 from paged_jax.kernels.rows import set_rows
@@ -417,38 +417,22 @@ def _check_rope_write(function: str, args: RopeWriteArgs) -> dict[str, int]:
     return sizes
 
 
-def _unchanged(function: str, new: jax.Array) -> jax.Array:
-    """Return `new`; raise an error if it is differentiated (quantised pools have no gradient)."""
-    del function
-    return new
+def _without_gradient(function: str, new: jax.Array) -> jax.Array:
+    """Return `new`; raise an error if it is differentiated.
 
-
-_without_gradient = jax.custom_jvp(_unchanged, nondiff_argnums=(0,))
-
-
-def _refuse_gradient(
-    function: str, primals: tuple[jax.Array], tangents: tuple[Any]
-) -> tuple[jax.Array, Any]:
-    # Rounding has no useful derivative. Raise an error, because a derivative of zero would hide
-    # this.
-    if not isinstance(tangents[0], SymbolicZero):
-        raise NotImplementedError(
-            f"{function}: the pools must be floating point to differentiate the written keys and "
-            "values, got quantised pools. Stop the gradient with jax.lax.stop_gradient."
-        )
-    return primals[0], tangents[0]
-
-
-_without_gradient.defjvp(_refuse_gradient, symbolic_zeros=True)
+    Rounding has no useful derivative. A derivative of zero would hide this.
+    """
+    return without_derivative(
+        f"{function}: the pools must be floating point to differentiate the written keys and "
+        "values, got quantised pools. Stop the gradient with jax.lax.stop_gradient.",
+        new,
+    )
 
 
 def check_num_rows(function: str, shape: tuple[int, ...], num_new: int = 0) -> None:
-    """Check that int32 can index the rows of a pool. A row is a token and a KV head of a layer.
+    """Check that int32 can index the rows of a pool ``[L, P, K, C, D]``.
 
-    Args:
-      function: name of the caller, for the error message.
-      shape: shape of the pool, L, P, K, C, D.
-      num_new: number of additional indices past the end of the pool.
+    A row is a token and a KV head of a layer. A write needs `num_new` more indices past the end.
 
     Raises:
       ValueError: the pool has too many rows.
