@@ -163,6 +163,17 @@ class RaggedArgs(NamedTuple):
     num_sequences: jax.Array
     sinks: jax.Array | None = None
 
+    def as_attention(
+        self,
+        q: jax.Array,
+        tables: jax.Array,
+        context_lens: jax.Array,
+        query_lens: jax.Array | None = None,
+    ) -> AttentionArgs:
+        """Return the arguments of a decode or prefill over the same pages."""
+        layer = jnp.zeros((), jnp.int32)  # pages have a single layer
+        return AttentionArgs(q, self.pages, tables, context_lens, query_lens, self.sinks, layer)
+
 
 class WriteArgs(NamedTuple):
     """Arrays of a write of K and V of N tokens.
@@ -171,9 +182,9 @@ class WriteArgs(NamedTuple):
       pools: the pools of all layers.
       k: ``[N, K, D]``, floating point.
       v: ``[N, K, U]``, floating point; None if the pools have no values.
-      blocks: i32 ``[N]``, block of each token. A token is dropped if its block is out of range.
-      offsets: i32 ``[N]``, position of each token in its block. A token is dropped if its offset is
-        out of range.
+      blocks: i32 ``[N]``, block of each token.
+      offsets: i32 ``[N]``, position of each token in its block. A token is dropped if its block or
+        its offset is out of range.
       layer: i32 ``[]``; nothing is written if it is out of range.
     """
 
@@ -192,8 +203,7 @@ class RopeWriteArgs(NamedTuple):
       pools: the pools of all layers.
       qkv: ``[N, K, G + 2, D]``, floating point: the G queries, the key and the value of each KV
         head.
-      cos: f32 ``[N, D / 2]``, cosine of the angle of each pair of the head dimension.
-      sin: f32 ``[N, D / 2]``, sine of the same angles.
+      cos, sin: f32 ``[N, D / 2]``, of the angle of each pair of elements of a head.
       norms: floating point weights ``[D]`` of the RMS norms of queries and keys; None for no norms.
       blocks, offsets, layer: see `WriteArgs`.
     """
@@ -280,8 +290,7 @@ class DeltaStep(NamedTuple):
 
     Attributes:
       rows: the states, in a pool ``[L, P, K * G, D, U]``.
-      q: float32 ``[B, K, D]``.
-      k: float32 ``[B, K, D]``.
+      q, k: float32 ``[B, K, D]``.
       v: float32 ``[B, K, G, U]``.
       log_decay: float32 ``[B, K, G, D]``, or ``[B, K, G, 1]`` if all elements of a key decay
         equally.
@@ -302,8 +311,7 @@ class StateSpaceStep(NamedTuple):
     Attributes:
       rows: the states, in a pool ``[L, P, K * G, U, D]``.
       x: float32 ``[B, K, G, U]``.
-      b: float32 ``[B, K, D]``.
-      c: float32 ``[B, K, D]``.
+      b, c: float32 ``[B, K, D]``.
       log_decay: float32 ``[B, K, G]``.
     """
 

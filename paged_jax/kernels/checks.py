@@ -1,5 +1,8 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Argument checks of the ops over pools, which run at trace time."""
+"""Argument checks of the ops over pools, which run at trace time.
+
+The argument `function` is the name of the op, with which error messages begin.
+"""
 
 import math
 import operator
@@ -25,10 +28,7 @@ def pool_letters(
 ) -> dict[str, tuple[Any, str]]:
     """Return the pools as arguments of `dims.bind`, without the padding of the last dimension.
 
-    Args:
-      pools: the pools, with or without scales.
-      head_dim: head dimension (D) of the call.
-      value_dim: elements of a value (U) if they differ from `head_dim`; None for `head_dim`.
+    `value_dim` is the number of elements of a value (U) if it is not `head_dim` (D), else None.
     """
     letters: dict[str, tuple[Any, str]] = {"k_pool": (_without_padding(pools.k, head_dim), "LPKCD")}
     if pools.v is not None:
@@ -44,11 +44,7 @@ def pool_letters(
 def check_pools(function: str, pools: Pools, layer: Any, *, has_own_dim: bool = False) -> None:
     """Check the dtypes, shapes and scales of pools, and that they contain the layer.
 
-    Args:
-      function: the name that errors begin with.
-      pools: the pools.
-      layer: index of the layer.
-      has_own_dim: whether values may have another last dimension than keys.
+    Values may have another last dimension than keys if `has_own_dim` is True.
     """
     _check_value_pool(function, pools, has_own_dim)
     scales = {"k_scale": pools.k_scale}
@@ -200,12 +196,6 @@ def checked_value_dim(
     function: str, value_dim: Any, head_dim: int, *, has_values: bool
 ) -> int | None:
     """Check `value_dim`, and return it as a Python integer; None if it is `head_dim`.
-
-    Args:
-      function: the name that errors begin with.
-      value_dim: elements of a value, an argument of the user.
-      head_dim: head dimension (D) of the call.
-      has_values: whether there is a pool of values.
 
     Raises:
       ValueError: it is traced, no integer, not positive, or larger than the keys that contain the

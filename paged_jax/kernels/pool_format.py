@@ -81,12 +81,7 @@ def is_quantised(dtype: DTypeLike) -> bool:
 
 
 def check_pool_dtype(function: str, name: str, dtype: DTypeLike) -> None:
-    """Check that pools may have this dtype.
-
-    Args:
-      function: name of the caller, for the error message.
-      name: name of the argument, for the error message.
-      dtype: dtype of the pool.
+    """Check that the pool that argument `name` of `function` passes may have this dtype.
 
     Raises:
       ValueError: the dtype is neither floating point nor in `QUANTISED`.

@@ -54,17 +54,9 @@ def attend_in_parts(
     """
     chunks = find_chunks(args)
     is_single = chunks.lens == 1
-    single, single_lse = decode(
-        AttentionArgs(
-            q=args.q.at[chunks.starts].get(mode="clip"),
-            pools=args.pages,
-            block_tables=args.block_tables,
-            context_lens=jnp.where(is_single, args.context_lens, 0),
-            query_lens=None,
-            sinks=args.sinks,
-            layer=jnp.zeros((), jnp.int32),
-        )
-    )
+    q = args.q.at[chunks.starts].get(mode="clip")
+    single_lens = jnp.where(is_single, args.context_lens, 0)
+    single, single_lse = decode(args.as_attention(q, args.block_tables, single_lens))
     out, lse = attend_to_chunks(args, chunks._replace(lens=jnp.where(is_single, 0, chunks.lens)))
     rows = find_rows(args, chunks)
     is_single_N1 = is_single[rows.sequence][:, None]
@@ -131,13 +123,5 @@ def cut_into_tiles(args: RaggedArgs, num_queries: int) -> tuple[AttentionArgs, j
     token_T = jnp.arange(num_queries, dtype=jnp.int32)
     rows_BT = (whole.starts[sequence] + first)[:, None] + token_T[None]
     rows_BT = jnp.where(token_T[None] < lens[:, None], rows_BT, N)
-    tiles = AttentionArgs(
-        q=take_or_fill(args.q, rows_BT),
-        pools=args.pages,
-        block_tables=args.block_tables[sequence],
-        context_lens=jnp.where(lens > 0, before + lens, 0),
-        query_lens=lens,
-        sinks=args.sinks,
-        layer=jnp.zeros((), jnp.int32),
-    )
-    return tiles, rows_BT
+    q, tables = take_or_fill(args.q, rows_BT), args.block_tables[sequence]
+    return args.as_attention(q, tables, jnp.where(lens > 0, before + lens, 0), lens), rows_BT

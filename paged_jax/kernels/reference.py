@@ -53,8 +53,7 @@ class Reference:
         before = args.context_lens - chunks.lens
         context_lens = jnp.where(rows.is_query, before[rows.sequence] + rows.token + 1, 0)
         tables = args.block_tables[rows.sequence]
-        flat = AttentionArgs(args.q, args.pages, tables, context_lens, None, args.sinks, 0)
-        return rows.mask(*self.attend(flat, options))
+        return rows.mask(*self.attend(args.as_attention(args.q, tables, context_lens), options))
 
 
 def _prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:

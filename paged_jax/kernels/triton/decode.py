@@ -63,13 +63,8 @@ def decode(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with one query per sequence, in one launch.
 
-    Args:
-      args: arrays of the call.
-      options: options of the call.
-      interpret: whether to interpret the kernel.
-      params: launch parameters; by default `tuning.decode_params`.
-      num_parts: approximate number of parts of the batch, 0 to split no sequence; by default
-        `choose_num_parts`.
+    The default launch parameters are `tuning.decode_params`. The batch has about `num_parts` parts,
+    by default `choose_num_parts`; if `num_parts` is 0, no sequence is split.
     """
     B, M = args.block_tables.shape
     gpu, shape = gpu_device.device(), tuning.shape_of(args, options)

@@ -54,11 +54,7 @@ def prefill(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with a chunk of queries per sequence, in one launch.
 
-    Args:
-      args: arrays of the call.
-      options: options of the call.
-      interpret: whether to interpret the kernel.
-      params: launch parameters; by default `tuning.prefill_params`.
+    The default launch parameters are `tuning.prefill_params`.
     """
     return _prefill(args, None, options, params or _params(args, options), interpret)
 
@@ -71,27 +67,12 @@ def attend_to_chunks(
     interpret: Interpret = False,
     params: tuning.PrefillParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend with the queries of all chunks in one launch.
-
-    Args:
-      args: arrays of the batch.
-      chunks: the chunks; a chunk may have a single token.
-      options: options of the call.
-      interpret: see `prefill`.
-      params: see `prefill`.
+    """Attend with the queries of all chunks of a ragged batch in one launch, see `prefill`.
 
     Returns:
       ``(out, lse)``: ``[N, H, U]`` and f32 ``[N, H]``. Rows outside the chunks may hold anything.
     """
-    flat = AttentionArgs(
-        q=args.q,
-        pools=args.pages,
-        block_tables=args.block_tables,
-        context_lens=args.context_lens,
-        query_lens=chunks.lens,
-        sinks=args.sinks,
-        layer=jnp.zeros((), jnp.int32),
-    )
+    flat = args.as_attention(args.q, args.block_tables, args.context_lens, chunks.lens)
     params = params or _params(flat, options, is_ragged=True)
     return _prefill(flat, chunks.starts, options, params, interpret)
 

@@ -120,11 +120,6 @@ def decode_params(device_kind: str, shape: Shape) -> DecodeParams:
 def prefill_params(device_kind: str, shape: Shape, *, is_ragged: bool = False) -> PrefillParams:
     """Return the launch parameters of the prefill kernel for a GPU and a shape.
 
-    Args:
-      device_kind: name of the GPU, the key of the table.
-      shape: shape of the call.
-      is_ragged: whether the batch is ragged.
-
     Example:
       >>> prefill_params("", Shape(128, 4, 16, "bfloat16", "bfloat16"))
       PrefillParams(query_rows=128, step_tokens=128, num_warps=8, num_stages=2)

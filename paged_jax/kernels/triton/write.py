@@ -153,19 +153,10 @@ def _find_rows(
     is_new: jax.Array,
     pool_shape: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the pool row of each new row of K and V, and whether it is written.
+    """Return the pool row of each new row of K and V, i32 ``[R]``, and whether it is written.
 
-    Args:
-      layer_ref: i32 ``[1]``, as in `WriteArgs`.
-      blocks_ref: i32 ``[N]``, as in `WriteArgs`.
-      offsets_ref: i32 ``[N]``, as in `WriteArgs`.
-      token: i32 ``[R]`` or scalar, the token of each new row.
-      head: i32 ``[R]`` or scalar, the KV head of each new row.
-      is_new: bool ``[R]``, False for padding rows.
-      pool_shape: L, P, K, C, D.
-
-    Returns:
-      i32 ``[R]`` and bool ``[R]``.
+    The refs hold arrays of `WriteArgs`. `token` and `head`, i32 ``[R]`` or scalars, are the token
+    and the KV head of each new row. `is_new`, bool ``[R]``, is False for padding rows.
     """
     L, P, K, C, _ = pool_shape
     layer = layer_ref[0]

@@ -201,9 +201,7 @@ def attend_to_chunks(
     K = args.pages.num_kv_heads
     U = options.output_dim(D)
     G, queries = H // K, _queries_in_tile(N, H, D)
-    whole = AttentionArgs(
-        args.q, args.pages, args.block_tables, args.context_lens, chunks.lens, args.sinks, 0
-    )
+    whole = args.as_attention(args.q, args.block_tables, args.context_lens, chunks.lens)
     num_tiles_B = _ceil_div(chunks.lens, queries)
     ends_B = jnp.cumsum(num_tiles_B, dtype=jnp.int32)
     offsets = jnp.arange(queries, dtype=jnp.int32)
@@ -244,19 +242,11 @@ def _attend_to_tile(
     start: jax.Array,
     num_queries: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend with a tile of queries.
+    """Attend with a tile of `num_queries` queries, from position `start` of sequence `b` on.
 
-    Args:
-      args: the arrays of the call.
-      options: the options of the call.
-      b: i32 ``[]``, row of the sequence in the block tables.
-      q_KRD: f32, the queries times ``options.scale``: one row for each token and head of the group.
-      query_positions: i32 ``[T]``, positions of the queries in the sequence, -1 in padding.
-      start: i32 ``[]``, position of the first query.
-      num_queries: i32 ``[]``, number of queries in the tile without the padding.
-
-    Returns:
-      ``(out, lse)``: f32 ``[K, R, U]`` and ``[K, R]``.
+    `q_KRD`, f32, are the queries times ``options.scale``: one row for each token and head of the
+    group. `query_positions`, i32 ``[T]``, are -1 in padding. Returns f32 ``[K, R, U]`` and
+    ``[K, R]``.
     """
     K, R, D = q_KRD.shape
     U = options.output_dim(D)
