@@ -117,6 +117,7 @@ $(VENV)/.chat: $(VENV)/.demo
 
 # Comparisons with transformers skip unless the extra "peers", which is large, is installed.
 $(VENV)/.test: pyproject.toml | $(BIN)/python
+	@echo "installing 2 GB of packages into $(VENV), once; this takes minutes"
 	$(BIN)/python -m pip install --quiet --editable ".[test]" --group dev --group docs
 	touch $@ $(VENV)/.demo
 

@@ -102,10 +102,17 @@ def test_links_lead_to_files(page: Path) -> None:
 def test_contributing_names_files_that_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     table = text[text.index("## Where does") : text.index("## What a change needs")]
-    named = re.findall(r"TESTS=([\w/.]+)|`(paged_jax/[\w/.]+)`", table)
+    named = re.findall(r"(tests/[\w/.]+)|`(paged_jax/[\w/.]+)`", table)
     assert len(named) >= 14
     for path in map("".join, named):
         assert (ROOT / path).exists(), path
+    # `make quick` deselects slow tests, so such a command would run nothing.
+    for files, is_slow in re.findall(
+        r'TESTS="?(tests/[\w/.]+(?: tests/[\w/.]+)*)( -m slow)?', table
+    ):
+        for path in (ROOT / name for name in files.split() if name.endswith(".py")):
+            has_slow_mark = "\npytestmark = pytest.mark.slow" in path.read_text()
+            assert has_slow_mark == bool(is_slow), f"add or remove -m slow: {path}"
 
 
 def test_workflow_runs_all_jobs_of_the_script() -> None:

@@ -49,6 +49,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", [name for name, each in OPTIONS.items() if each.bounds])
 def test_engine_config_names_the_option_that_is_out_of_bounds(name) -> None:
+    assert name in WRONG, f"add a value of {name} that is out of bounds to WRONG"
     with pytest.raises(ArgumentError, match=f"^Engine: {name} must be ") as error:
         EngineConfig(**{name: WRONG[name]})
     assert error.value.field == name
