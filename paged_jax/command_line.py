@@ -49,6 +49,7 @@ _OTHER_FLAGS = {
     "--hf-repo": "--model",
     "--parallel": "--max-num-seqs",
     "--file": "--prompts-file",
+    "--explain": "--show-blocks",
     "--api-key": "PAGED_JAX_API_KEY, an environment variable",
 }
 # Beginning of an error message of a Python function: its name, then usually an argument.

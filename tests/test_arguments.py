@@ -110,6 +110,7 @@ def test_names_arguments_accepts_options_of_another_function() -> None:
         (generate, "--stop-sequences", "--stop"),
         (generate, "--gpu-memory-utilization", "--memory-fraction"),
         (generate, "--tp", "--tensor-parallel-size"),
+        (generate, "--explain", "--show-blocks"),
         (serve, "--max-seq-len", "--max-model-len"),
         (serve, "--max-batch-size", "--max-num-seqs"),
         (plan, "--kv-cache-dtype", "--kv-dtype"),
