@@ -3,8 +3,8 @@
 import asyncio
 import itertools
 import json
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -68,17 +68,17 @@ async def receive_body(service: Service, request: Request, body_type: type[B]) -
                 len(content), lambda: body_type.model_validate_json(content)
             )
     except ValidationError as error:
-        given = _names(content) if len(content) <= _SMALL else []
+        given = _fields(content) if len(content) <= _SMALL else {}
         raise _invalid_body(error, body_type, given) from None
 
 
-def _names(content: bytes) -> list[str]:
-    """Return the names of the fields of a JSON object; none for other JSON."""
+def _fields(content: bytes) -> dict[str, Any]:
+    """Return the fields of a JSON object; none for other JSON."""
     try:
         body = json.loads(content)
-    except ValueError:
-        return []
-    return [*body] if isinstance(body, dict) else []
+    except (ValueError, RecursionError):
+        return {}
+    return cast(dict[str, Any], body) if isinstance(body, dict) else {}
 
 
 async def _read(service: Service, request: Request) -> bytes:
@@ -108,7 +108,9 @@ async def _read(service: Service, request: Request) -> bytes:
     return b"".join(parts)
 
 
-def _invalid_body(error: ValidationError, body_type: type[Body], given: Iterable[str]) -> ApiError:
+def _invalid_body(
+    error: ValidationError, body_type: type[Body], given: Mapping[str, Any]
+) -> ApiError:
     """Return the error for an invalid body. It names the first invalid field.
 
     If a field is missing, it also names the first unknown field in `given`, which may be meant.
@@ -137,10 +139,12 @@ def _invalid_body(error: ValidationError, body_type: type[Body], given: Iterable
     return ApiError(400, message, param=param, code=first["type"])
 
 
-def _other_name(body_type: type[Body], given: Iterable[str]) -> str:
+def _other_name(body_type: type[Body], given: Mapping[str, Any]) -> str:
     """Return a sentence about the first unknown field of a body; empty if there is none."""
-    unknown = next((name for name in given if name not in body_type.model_fields), None)
-    if unknown is None:
+    for unknown, value in given.items():
+        if unknown not in body_type.model_fields and not body_type.ignores(unknown, value):
+            break
+    else:
         return ""
     advice = " Send messages to /v1/chat/completions." if unknown == "messages" else ""
     return f" {body_type.describe_unknown(unknown)['rule']}{advice}"

@@ -189,6 +189,7 @@ def test_openai_client_raises_its_errors(client) -> None:
         ({"prompt": [3, -1]}, "prompt"),
         ({}, "prompt: Field required.$"),
         ({"inputs": "a"}, "Field required. inputs is not supported here. Did you mean prompt"),
+        ({"inputs": None, "ip": None}, "prompt: Field required.$"),
         ({"messages": []}, "Field required. .* Send messages to /v1/chat/completions.$"),
         ({"prompt": "a", "stop": 5}, "stop must be a text or a list of texts"),
         ({"prompt": [3, 1000]}, "prompt must hold token ids in 0..42, got 1000."),
