@@ -194,13 +194,21 @@ def test_op_lowers_to_one_kernel_in_any_combination(platform, case) -> None:
 @pytest.mark.skipif(
     mosaic_gpu.launch.refusal(interpret=True) is not None, reason="this jax has no such kernels"
 )
-@pytest.mark.parametrize("G", [1, 4, 12])
-@pytest.mark.parametrize("op", ["decode", "prefill", "ragged", "rope_write"])
-def test_mosaic_gpu_lowers_every_head_that_it_does_not_refuse(op, G) -> None:
+@pytest.mark.parametrize(
+    ("op", "G", "changes"),
+    [
+        *itertools.product(("decode", "prefill", "ragged", "rope_write"), (1, 4, 12), ({},)),
+        ("decode", 1, {"C": 8, "pool_dtype": "int8"}),
+        ("decode", 4, {"dtype": "float16", "pool_dtype": "int8"}),
+        ("decode", 4, {"dtype": "float16", "pool_dtype": "float8_e4m3fn"}),
+        ("decode", 12, {"C": 256, "pool_dtype": "float8_e4m3fn"}),
+    ],
+)
+def test_mosaic_gpu_lowers_every_head_that_it_does_not_refuse(op, G, changes) -> None:
     """With ``backend=None``, an error when JAX lowers the program would stop the user."""
     lowered = set()
     for D in range(64, 577, 64):
-        case = Case(op, "mosaic_gpu", D=D, G=G)
+        case = Case(op, "mosaic_gpu", D=D, G=G, **changes)
         try:
             program = case.lower("cuda").as_text()
         except NotImplementedError:

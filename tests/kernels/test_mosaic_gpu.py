@@ -136,7 +136,7 @@ def test_gradient_of_a_write_is_the_gradient_in_plain_jax() -> None:
 
 
 # Each case has other code: one or two groups of columns, one or several pieces of a head, blocks
-# that are smaller or larger than a step, and heads that are cut into slices.
+# that are smaller or larger than a step, heads that are cut into slices, and quantised pools.
 DECODES = {
     "unsplit": {"lengths": [0, 1, 70], "G": 4, "num_parts": 0},
     "parts": {"lengths": [140, 5, 0], "num_parts": 3, "G": 3, "D": 128},
@@ -147,6 +147,16 @@ DECODES = {
     "wide": {"lengths": [70, 9], "num_parts": 2, "D": 256, "dtype": "float16"},
     "latent": {"lengths": [70, 9], "num_parts": 2, "G": 16, "D": 320, "value_dim": 256},
     "uneven pieces": {"lengths": [70, 9], "num_parts": 2, "G": 3, "D": 320},
+    "int8": {"lengths": [300, 5, 0], "num_parts": 3, "D": 128, "pool_dtype": "int8"},
+    "int8, sinks": {"lengths": [70, 300], "num_parts": 3, "K": 2, "G": 12, "C": 8, "D": 192,
+                    "dtype": "float16", "has_sinks": True, "pool_dtype": "int8",
+                    "options": {"soft_cap": 5.0, "scale": 0.3}},
+    "int8, latent": {"lengths": [70, 9], "num_parts": 2, "G": 16, "D": 320, "value_dim": 256,
+                     "pool_dtype": "int8"},
+    "fp8, window": {"lengths": [300, 17], "num_parts": 3, "C": 256, "D": 64,
+                    "pool_dtype": "float8_e4m3fn", "options": {"sliding_window": 100}},
+    "fp8, wide": {"lengths": [70, 9], "num_parts": 0, "D": 256, "dtype": "float16",
+                  "pool_dtype": "float8_e4m3fn"},
 }  # fmt: skip
 
 
@@ -161,8 +171,8 @@ def test_decode_matches_float64(name, monkeypatch, assert_no_races) -> None:
     if case.get("has_sinks"):
         options["sinks"] = np.linspace(-2, 4, H, dtype=np.float32)
     batch = PagedBatch.random(
-        case["lengths"], K=case["K"], C=case["C"], D=case["D"], dtype=dtype, extra_width=1,
-        value_dim=case.get("value_dim"),
+        case["lengths"], K=case["K"], C=case["C"], D=case["D"], extra_width=1,
+        dtype=jnp.dtype(case.get("pool_dtype", dtype)), value_dim=case.get("value_dim"),
     )  # fmt: skip
     q = queries((len(case["lengths"]), H, case["D"]), dtype)
     out, lse = batch.decode(q, **simulated(), **options)
@@ -190,8 +200,11 @@ def decode_problem(**changes) -> Problem:
     [
         ({}, None),
         ({"K": 1, "H": 128, "D": 576, "U": 512}, None),
-        ({"pool_dtype": "int8"}, "must both be bfloat16 or float16"),
-        ({"q_dtype": "float32"}, "must both be bfloat16 or float16"),
+        ({"pool_dtype": "int8"}, None),
+        ({"q_dtype": "float16", "pool_dtype": "float8_e4m3fn"}, None),
+        ({"q_dtype": "float32"}, "must be bfloat16 or float16"),
+        ({"q_dtype": "float32", "pool_dtype": "int8"}, "must be bfloat16 or float16"),
+        ({"pool_dtype": "float16"}, "pools of the same dtype, int8 or float8_e4m3fn"),
         ({"C": 12}, "blocks of a power of two"),
         ({"C": 4}, "of at least 8 tokens"),
         ({"D": 80}, "heads of a multiple of 64 elements"),
@@ -260,16 +273,20 @@ from tests.support.kernel_cases import Case
 
 for gpu in ("h200", "b200", "a100"):
     for op in ("decode", "write", "rope_write", "copy_blocks", "prefill"):
-        text = Case(op).lower("cuda", gpu=GPUS[gpu].device).as_text()
-        print(gpu, op, "mosaic_gpu" in text)
+        for pool_dtype in ("bfloat16", "int8"):
+            case = Case(op, pool_dtype=pool_dtype)
+            text = case.lower("cuda", gpu=GPUS[gpu].device).as_text()
+            print(gpu, op, pool_dtype, "mosaic_gpu" in text)
 """
 
 
 @needs_simulator
 def test_backend_none_is_mosaic_gpu_without_triton_in_jax() -> None:
-    """Prompts on a B200, and GPUs of other compute capabilities, use XLA."""
+    """Prompts on a B200, writes of int8, and GPUs of other compute capabilities, use XLA."""
     lines = [line.split() for line in run_on_devices(WITHOUT_TRITON, 1).splitlines()]
-    assert len(lines) == 15
-    for gpu, op, is_kernel in lines:
+    assert len(lines) == 30
+    for gpu, op, pool_dtype, is_kernel in lines:
         has_kernel = gpu == "h200" or (gpu == "b200" and op != "prefill")
-        assert (is_kernel == "True") == has_kernel, (gpu, op)
+        if pool_dtype == "int8":
+            has_kernel = gpu != "a100" and op in ("decode", "copy_blocks")
+        assert (is_kernel == "True") == has_kernel, (gpu, op, pool_dtype)

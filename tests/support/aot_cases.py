@@ -177,6 +177,7 @@ MOSAIC_DECODE: Mapping[str, Case] = _mosaic(
     "decode", "decode of one sequence of 128K", "decode, blocks of 64", "decode, blocks of 8",
     "decode, group of 1", "decode, group of 7", "decode, group of 12", "decode, D 64",
     "decode, D 192", "decode, D 256", "decode, float16", "decode, all variants", "decode, latent",
+    "decode, int8", "decode, fp8", "decode, latent, fp8",
 )  # fmt: skip
 
 # Prompts, for compute capability 9.0.

@@ -20,6 +20,12 @@ tokens. The weights are therefore exchanged through shared memory, and the maxim
 computed across warps. A weight in half precision keeps only 8 or 11 bits. So another matmul adds
 the products of the rounding errors of the weights with V.
 
+Int8 and e4m3 elements of quantised pools are converted to half precision, which is exact: keys in
+registers, and values through a tile in shared memory, because no instruction of both generations
+loads transposed 8-bit elements. Scales of the tokens come in further bulk copies. They multiply the
+scores, and the weights before rounding. The weights and values are then bfloat16, as the products
+of weights and scales may exceed the range of float16.
+
 The last thread block of a sequence merges the partial results of its parts. A group of more heads
 than fit the registers is cut into slices with a thread block each, which read K and V again.
 """
@@ -45,27 +51,34 @@ from paged_jax.kernels.gpu_device import (
     take_part,
     zero_counters,
 )
-from paged_jax.kernels.mosaic_gpu.launch import (
-    MAX_SHARED_MEMORY,
+from paged_jax.kernels.mosaic_gpu.decode_tiles import (
     MIN_SLICE,
     MMA_COLUMNS,
     MMA_ROWS,
-    TILE_LANES,
-    TILE_ROWS,
     WIDE,
-    AttentionInputs,
     DecodeSizes,
-    GpuInstructions,
     SharedTiles,
     TileCopies,
     cut_lanes,
+    load_keys,
+    load_queries,
+    load_scales,
+    load_sinks,
+    rows_of,
+    shared_tiles,
+    widen_values,
+)
+from paged_jax.kernels.mosaic_gpu.launch import (
+    TILE_LANES,
+    TILE_ROWS,
+    AttentionInputs,
+    GpuInstructions,
     launch,
     plgpu,
-    shared_tiles,
 )
+from paged_jax.kernels.pool_format import is_quantised
 
 _DTYPES = ("bfloat16", "float16")
-
 
 # Initial peak. With -inf, exp2(peak - new_peak) would be NaN if no token is seen.
 _LOWEST = float(np.finfo(np.float32).min)
@@ -76,10 +89,13 @@ _Result = tuple[tuple[jax.Array, ...], jax.Array]
 
 def refusal(problem: Problem) -> str | None:
     """Return why this kernel cannot solve a decode, or None if it can."""
-    dtype = jnp.dtype(problem.pool_dtype)
-    if dtype.name not in _DTYPES or jnp.dtype(problem.q_dtype) != dtype:
+    dtype, q_dtype = jnp.dtype(problem.pool_dtype), jnp.dtype(problem.q_dtype)
+    if q_dtype.name not in _DTYPES or not (dtype == q_dtype or is_quantised(dtype)):
         names = " or ".join(_DTYPES)
-        return f"queries and pools must both be {names}, got {problem.q_dtype} and {dtype}"
+        return (
+            f"queries must be {names}, and pools of the same dtype, int8 or float8_e4m3fn, got "
+            f"{q_dtype} and {dtype}"
+        )
     if (why_not := problem.separate_values_refusal) is not None:
         return why_not
     G, C, D, U = problem["H"] // problem["K"], problem["C"], problem["D"], problem.value_dim
@@ -87,10 +103,12 @@ def refusal(problem: Problem) -> str | None:
         return f"it reads blocks of a power of two of at least {TILE_ROWS} tokens, got {C}"
     if D % TILE_LANES or U % MMA_ROWS:
         return f"it reads heads of a multiple of {TILE_LANES} elements, got {D} and values of {U}"
-    sizes = DecodeSizes.choose(problem["B"], problem["M"], G, C, D, U, problem.shares_values, None)
+    sizes = DecodeSizes.choose(
+        problem["B"], problem["M"], G, C, D, U, problem.shares_values, None, is_quantised(dtype)
+    )
     if sizes.slice_size < min(G, MIN_SLICE):
         return f"it cuts groups of query heads into equal slices, which {G} cannot be cut into"
-    if sizes.shared_memory() > MAX_SHARED_MEMORY:
+    if not sizes.num_resident:
         return f"heads of {D} elements do not fit shared memory"
     return None
 
@@ -111,11 +129,11 @@ def decode(
     (B, H, D), pools, M = args.q.shape, args.pools, args.block_tables.shape[1]
     U, K = options.output_dim(D), pools.num_kv_heads
     sizes = DecodeSizes.choose(
-        B, M, H // K, pools.block_size, D, U, pools.shares_values, options.sliding_window
-    )
+        B, M, H // K, pools.block_size, D, U, pools.shares_values, options.sliding_window,
+        pools.is_quantised,
+    )  # fmt: skip
     if num_parts is None:
-        memory = sizes.shared_memory() + 2048
-        resident = gpu_device.device().num_cores * max(MAX_SHARED_MEMORY // memory, 1)
+        resident = gpu_device.device().num_cores * max(sizes.num_resident, 1)
         num_places = H // sizes.slice_size
         num_parts = choose_num_parts(B, num_places, sizes.split.max_steps, resident)
     sizes = sizes._replace(split=sizes.split._replace(num_parts=num_parts))
@@ -164,7 +182,7 @@ def _decode(
             jax.ShapeDtypeStruct((N, num_places, num_groups, U, MMA_COLUMNS), jnp.float32),
             jax.ShapeDtypeStruct((N, num_places, num_groups, MMA_COLUMNS), jnp.float32),
         ],
-        scratch=[shared_tiles(sizes, num_groups, q.dtype)],
+        scratch=[shared_tiles(sizes, num_groups, q.dtype, pools.dtype)],
         interpret=interpret,
     )
     return out, lse
@@ -257,7 +275,7 @@ def _fold_part(
     )
     plgpu.barrier_wait(shared.is_loaded)
     # Queries of wide heads do not fit the registers, and are loaded in each step.
-    queries = None if sizes.head_dim > WIDE else _load_queries(copies)
+    queries = None if sizes.head_dim > WIDE else load_queries(copies)
 
     def fold(step, carry, *, is_masked):
         softmaxes, blocks = carry
@@ -267,22 +285,23 @@ def _fold_part(
             is_seen = functools.partial(_is_seen, position, part=part, options=options)
         plgpu.barrier_wait(shared.is_full.at[slot])
         weighed = []
+        key_scales, value_scales = load_scales(shared, slot, is_seen)
         for columns, scores in enumerate(_score(copies, slot, queries, instructions)):
+            if key_scales is not None:
+                scores = scores * _as_rows(key_scales, scores.shape)
             scores = _scale(scores, options)
             if is_seen is not None:
                 scores = jnp.where(is_seen(scores, 0), scores, -jnp.inf)
             softmax, weights = _weigh(softmaxes[columns], scores)
+            if value_scales is not None:
+                weights = weights * _as_rows(value_scales, weights.shape)
             for turn, x in enumerate(_split_rounding(weights, shared.weights.dtype)):
-                _rows_of(shared.weights.at[turn], columns)[...] = x
+                rows_of(shared.weights.at[turn], columns)[...] = x
             weighed.append(softmax)
+        if sizes.is_quantised:
+            widen_values(copies, slot, is_seen)
         plgpu.commit_smem()
-
-        # All threads have finished the previous step, so its tiles can be overwritten.
-        @pl.when(step > part.begin)
-        def _():
-            copies.start(step + sizes.num_stages - 1, blocks)
-
-        blocks = copies.load_blocks(step + sizes.num_stages)
+        blocks = copies.start_next(step, blocks)
         return tuple(_add_values(copies, slot, weighed, is_seen, instructions)), blocks
 
     carry = (start,) * num_groups, copies.load_blocks(part.begin + sizes.num_stages)
@@ -296,15 +315,6 @@ def _fold_part(
     return lax.fori_loop(masked_begin, part.end, masked, carry)[0]
 
 
-def _load_queries(copies: TileCopies) -> list[list[jax.Array]]:
-    """Load the queries: ``[size, 8]`` per group of 8 query heads and piece of the keys."""
-    shared = copies.shared
-    return [
-        [plgpu.load(_rows_of(piece, columns), optimized=False) for piece in shared.q]
-        for columns in range(shared.rows.shape[0])
-    ]
-
-
 def _score(
     copies: TileCopies,
     slot: jax.Array,
@@ -314,9 +324,9 @@ def _score(
     """Return the products of keys and queries, f32 ``[T, 8]`` per group of 8 query heads."""
     shared, T = copies.shared, copies.sizes.step_tokens
     scores = [jnp.zeros((T, MMA_COLUMNS), jnp.float32)] * shared.rows.shape[0]
-    queries = _load_queries(copies) if queries is None else queries
+    queries = load_queries(copies) if queries is None else queries
     for piece, ring in enumerate(shared.k):
-        keys = ring[slot]
+        keys = load_keys(ring.at[slot], shared.q[0].dtype)
         for columns, pieces in enumerate(queries):
             scores[columns] = instructions.mma(scores[columns], keys, pieces[piece])
     return scores
@@ -332,13 +342,14 @@ def _add_values(
     """Add the values of a step, multiplied by the weights in shared memory."""
     shared = copies.shared
     weights = [
-        [_rows_of(shared.weights.at[turn], columns)[...] for turn in range(2)]
+        [rows_of(shared.weights.at[turn], columns)[...] for turn in range(2)]
         for columns in range(len(softmaxes))
     ]
     outs = [list(softmax.out) for softmax in softmaxes]
-    for piece, ring in enumerate(shared.v or shared.k[: len(outs[0])]):
-        values = ring.at[slot].transpose((1, 0))[...]
-        if is_seen is not None:
+    rings = [ring.at[slot] for ring in shared.v or shared.k[: len(outs[0])]]
+    for piece, tile in enumerate(shared.values or rings):
+        values = tile.transpose((1, 0))[...]
+        if is_seen is not None and not copies.sizes.is_quantised:
             # Unused tokens of a block may be NaN, and 0 * NaN is NaN.
             values = jnp.where(is_seen(values, 1), values, jnp.zeros_like(values))
         for out, pair in zip(outs, weights, strict=True):
@@ -347,18 +358,13 @@ def _add_values(
     return [x._replace(out=tuple(out)) for x, out in zip(softmaxes, outs, strict=True)]
 
 
-def _rows_of(ref: Any, columns: int) -> Any:
-    """Return the rows of 8 query heads of a ref ``[R, x]``, as ``[x, 8]``."""
-    return ref.at[pl.ds(columns * MMA_COLUMNS, MMA_COLUMNS)].transpose((1, 0))
-
-
 def _finish(
     softmax: _WeightedSum, columns: int, sinks_ref: Any, copies: TileCopies, options: Options
 ) -> _Result:
     """Return the result of a part."""
     peak, total, out = softmax.peak, jnp.sum(softmax.total, axis=0), softmax.out
     if sinks_ref is not None:
-        sinks = _load_sinks(columns, sinks_ref, copies)
+        sinks = load_sinks(columns, sinks_ref, copies)
         new_peak = jnp.maximum(peak, sinks)
         decay = jnp.exp2(peak - new_peak)
         total = total * decay + jnp.exp2(sinks - new_peak)
@@ -366,18 +372,6 @@ def _finish(
         peak = new_peak
     lse = peak * np.float32(math.log(2)) + jnp.log(total)
     return _divide(out, total, lse)
-
-
-def _load_sinks(columns: int, sinks_ref: Any, copies: TileCopies) -> jax.Array:
-    """Return the sinks in units of log 2, f32 ``[8]``. They count once, in the first part."""
-    row = copies.shared.rows.at[columns]
-    first = columns * MMA_COLUMNS
-    for turn in range(first, min(first + MMA_COLUMNS, copies.sizes.slice_size)):
-        sink = sinks_ref[copies.first_query_head + turn].astype(jnp.float32)
-        is_first = copies.part.index == 0
-        row[turn - first] = jnp.where(is_first, sink * np.float32(1 / math.log(2)), -jnp.inf)
-    plgpu.commit_smem()
-    return plgpu.load(row, optimized=False)
 
 
 def _is_seen(
@@ -408,6 +402,11 @@ def _weigh(softmax: _WeightedSum, scores: jax.Array) -> tuple[_WeightedSum, jax.
     total = softmax.total * _as_columns(decay, scores.shape) + weights
     out = tuple(x * _as_columns(decay, x.shape) for x in softmax.out)
     return _WeightedSum(peak, total, out), weights
+
+
+def _as_rows(column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Repeat a column ``[x]`` to ``[x, 8]``."""
+    return lax.broadcast_in_dim(column, shape, [0])
 
 
 def _as_columns(row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -478,12 +477,12 @@ def _store(outputs: _Outputs, copies: TileCopies, results: list[_Result]) -> Non
     layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
     for columns in range(len(results)):
         heads = pl.ds(columns * MMA_COLUMNS, MMA_COLUMNS)
-        for lanes, piece in zip(copies.sizes.value_lanes, shared.out, strict=True):
+        for lanes, piece in zip(copies.sizes.value_lanes, shared.q):  # noqa: B905
             tile = shared.sums.at[columns, pl.ds(*lanes)].transpose((1, 0))
             out = plgpu.load(tile, layout=layout, optimized=False)
             piece[heads] = out.astype(piece.dtype)
     plgpu.commit_smem()
-    for lanes, piece in zip(copies.sizes.value_lanes, shared.out, strict=True):
+    for lanes, piece in zip(copies.sizes.value_lanes, shared.q):  # noqa: B905
         target = outputs.out.at[sequence, copies.query_heads, pl.ds(*lanes)]
         plgpu.copy_smem_to_gmem(piece.at[pl.ds(0, size)], target)
     for turn in range(size):

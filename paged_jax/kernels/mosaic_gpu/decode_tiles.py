@@ -1,0 +1,432 @@
+"""Tiles of keys and values in shared memory, and the bulk copies that fill them, for decode.
+
+See `paged_jax.kernels.mosaic_gpu.flash_decode`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from paged_jax.kernels.gpu_device import KVPart, KVSplit
+from paged_jax.kernels.mosaic_gpu.launch import (
+    MAX_SHARED_MEMORY,
+    TILE_LANES,
+    TILE_ROWS,
+    AttentionInputs,
+    plgpu,
+)
+from paged_jax.kernels.pool_format import is_quantised
+
+# Columns of an `mma` instruction, and rows of the `mma` instructions of four warps.
+MMA_COLUMNS, MMA_ROWS = 8, 64
+
+# Warps of a thread block.
+_WARPS = 4
+
+# Maximum query heads of a thread block.
+_MAX_SLICE = 2 * MMA_COLUMNS
+# With smaller slices of large groups, most of the columns would be padding.
+MIN_SLICE = 4
+
+# Maximum lanes of a piece of keys or values. With larger pieces, wide heads spill registers. The
+# queries of wider heads than `WIDE` do not fit the registers.
+_PIECE, WIDE = 128, 256
+
+# Bytes of K and V in the tiles of a loop step, and the number of steps in the ring. Two thread
+# blocks fit an SM.
+_STEP_BYTES = 32 * 1024
+_NUM_STAGES = 3
+
+# Tokens in a loop step of 8-bit pools and number of steps in the ring, in order of preference.
+_NARROW_STEPS = ((128, 3), (128, 2), (64, 4), (64, 3), (64, 2))
+
+# Shared memory of an SM, and bytes of a thread block in addition to `DecodeSizes.shared_memory`.
+_SM_MEMORY, _BLOCK_MEMORY = 228 * 1024, 4 * 1024
+
+
+class DecodeSizes(NamedTuple):
+    """Static sizes of a launch.
+
+    Attributes:
+      split: how the batch is split.
+      block_size: tokens in a block (C).
+      head_dim: elements of a key (D).
+      value_dim: elements of a value (U).
+      shares_values: whether values are the first elements of keys.
+      num_stages: number of tiles in the ring.
+      slice_size: query heads of a thread block, a divisor of the group of a KV head.
+      is_quantised: whether the pools have 8-bit elements and scales.
+    """
+
+    split: KVSplit
+    block_size: int
+    head_dim: int
+    value_dim: int
+    shares_values: bool
+    num_stages: int
+    slice_size: int
+    is_quantised: bool
+
+    @classmethod
+    def choose(
+        cls, B: int, M: int, G: int, C: int, D: int, U: int, shares_values: bool,
+        window: int | None, is_quantised: bool,
+    ) -> "DecodeSizes":  # fmt: skip
+        """Choose the tiles of a call. The batch is not split yet."""
+        most = MMA_COLUMNS if max(D, U) > WIDE else _MAX_SLICE
+        slice_size = max(size for size in range(1, min(G, most) + 1) if G % size == 0)
+
+        def sized(step_tokens: int, stages: int) -> "DecodeSizes":
+            split = KVSplit(B, 0, step_tokens, M * C, window, min(C, step_tokens))
+            return cls(split, C, D, U, shares_values, stages, slice_size, is_quantised)
+
+        if is_quantised:
+            steps = [sized(*step) for step in _NARROW_STEPS]
+            fitting = [sizes for sizes in steps if sizes.num_resident > 1]
+            # If no two thread blocks fit an SM, one has the longest ring that fits.
+            fitting += [sizes for sizes in steps[2:] if sizes.num_resident]
+            return (fitting or steps)[0]
+        token_bytes = 2 * (D if shares_values else D + U)
+        fitting = 1 << ((_STEP_BYTES // token_bytes).bit_length() - 1)
+        # The rows of the first matmul are the tokens of a step.
+        step_tokens = max(fitting, MMA_ROWS)
+        stages = _NUM_STAGES if step_tokens * token_bytes <= _STEP_BYTES else 2
+        return sized(step_tokens, stages)
+
+    @property
+    def value_lanes(self) -> list[tuple[int, int]]:
+        """Start and size of the pieces of a value, which are copied and multiplied in turn."""
+        return cut_lanes(0, self.value_dim)
+
+    @property
+    def key_lanes(self) -> list[tuple[int, int]]:
+        """Start and size of the pieces of a key. If keys contain values, those come first."""
+        if self.shares_values:
+            return self.value_lanes + cut_lanes(self.value_dim, self.head_dim)
+        return cut_lanes(0, self.head_dim)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens in a loop step (T)."""
+        return self.split.step_tokens
+
+    @property
+    def copy_rows(self) -> int:
+        """Tokens in a bulk copy: a block, or a part of it that fills a tile."""
+        return self.split.alignment
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory of a thread block."""
+        columns, T = pl.cdiv(self.slice_size, MMA_COLUMNS) * MMA_COLUMNS, self.step_tokens
+        halves = 1 if self.shares_values else 2
+        tile = T * (self.head_dim + (halves - 1) * self.value_dim)
+        if self.is_quantised:
+            ring = self.num_stages * (tile + 4 * halves * T) + 2 * T * self.value_dim
+        else:
+            ring = 2 * self.num_stages * tile
+        queries = 2 * columns * (self.head_dim + 2 * T)
+        return ring + queries + 4 * columns * (self.value_dim + 1)
+
+    @property
+    def num_resident(self) -> int:
+        """Number of thread blocks that fit the shared memory of an SM."""
+        if self.shared_memory > MAX_SHARED_MEMORY:
+            return 0
+        return _SM_MEMORY // (self.shared_memory + _BLOCK_MEMORY)
+
+
+def cut_lanes(start: int, end: int) -> list[tuple[int, int]]:
+    """Cut a range of lanes into pieces, as start and size."""
+    return [(begin, min(_PIECE, end - begin)) for begin in range(start, end, _PIECE)]
+
+
+class SharedTiles(NamedTuple):
+    """Shared memory of a thread block.
+
+    Attributes:
+      k: ``[stages, T, size]`` for each piece of the keys, ring of tiles.
+      v: ``[stages, T, size]`` for each piece of the values; empty if the keys contain the values.
+      k_scale: f32 ``[stages, T]``, ring of the scales of the keys; None without scales.
+      v_scale: f32 ``[stages, T]``, of the values; `k_scale` if the keys contain the values.
+      values: ``[T, size]`` for each piece of the values: those of a step of an 8-bit pool in the
+        dtype of `weights`, else empty.
+      is_full: barriers of the tiles in the ring, passed when a tile has been copied.
+      q: ``[R, size]`` for each piece of the queries, like the keys. The output replaces them.
+      weights: ``[2, R, T]``, weights of a step, and their rounding errors.
+      sums: f32 ``[R / 8, U, 8]``, the output in the arrangement of registers.
+      rows: f32 ``[R / 8, 8]``, the sink of each query head, and then its log-sum-exp.
+      count: i32 ``[1]``, previous value of the counter of the sequence.
+      is_loaded: barrier of the queries.
+    """
+
+    k: Any
+    v: Any
+    k_scale: Any
+    v_scale: Any
+    values: Any
+    is_full: Any
+    q: Any
+    weights: Any
+    sums: Any
+    rows: Any
+    count: Any
+    is_loaded: Any
+
+
+def shared_tiles(sizes: DecodeSizes, num_groups: int, dtype: Any, pool_dtype: Any) -> SharedTiles:
+    """Describe the shared memory of a thread block, for `launch`."""
+    R = num_groups * MMA_COLUMNS
+    T, U, stages = sizes.step_tokens, sizes.value_dim, sizes.num_stages
+    key_lanes, value_lanes = sizes.key_lanes, [] if sizes.shares_values else sizes.value_lanes
+    k_scale = v_scale = None
+    rings, values = len(key_lanes + value_lanes), []
+    weight_dtype, lanes = dtype, TILE_LANES
+    if sizes.is_quantised:
+        k_scale = plgpu.SMEM((stages, T), jnp.float32)
+        v_scale = None if sizes.shares_values else plgpu.SMEM((stages, T), jnp.float32)
+        rings += 1 if sizes.shares_values else 2
+        # Weights times scales may exceed the range of float16.
+        values, weight_dtype = sizes.value_lanes, jnp.bfloat16
+        # Rows of whole heads are cut into pieces of 128 bytes, or of 64.
+        if not (sizes.head_dim % (2 * lanes) or U % (2 * lanes)):
+            lanes *= 2
+    return SharedTiles(
+        k=tuple(_swizzled((stages, T, size), pool_dtype, lanes) for _, size in key_lanes),
+        v=tuple(_swizzled((stages, T, size), pool_dtype, lanes) for _, size in value_lanes),
+        k_scale=k_scale,
+        v_scale=v_scale,
+        values=tuple(_swizzled((T, size), weight_dtype) for _, size in values),
+        is_full=plgpu.Barrier(num_arrivals=T // sizes.copy_rows * rings, num_barriers=stages),
+        q=tuple(plgpu.SMEM((R, size), dtype) for _, size in key_lanes),
+        weights=_swizzled((2, R, T), weight_dtype),
+        sums=plgpu.SMEM((num_groups, U, MMA_COLUMNS), jnp.float32),
+        rows=plgpu.SMEM((num_groups, MMA_COLUMNS), jnp.float32),
+        count=plgpu.SMEM((1,), jnp.int32),
+        is_loaded=plgpu.Barrier(num_arrivals=len(key_lanes)),
+    )
+
+
+def _swizzled(shape: tuple[int, ...], dtype: Any, lanes: int = TILE_LANES) -> Any:
+    """Describe a tile whose rows are swizzled in pieces of `lanes` elements."""
+    transforms = (
+        plgpu.TilingTransform((TILE_ROWS, lanes)),
+        plgpu.SwizzleTransform(lanes * jnp.dtype(dtype).itemsize),
+    )
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+class TileCopies(NamedTuple):
+    """Bulk copies of the blocks of a part into the ring of a thread block."""
+
+    inputs: AttentionInputs
+    part: KVPart
+    place: jax.Array
+    sizes: DecodeSizes
+    shared: SharedTiles
+
+    @property
+    def head(self) -> jax.Array:
+        """The KV head of the thread block."""
+        group = self.inputs.q.shape[1] // self.inputs.pools.num_kv_heads
+        return lax.div(self.place, jnp.int32(group // self.sizes.slice_size))
+
+    @property
+    def first_query_head(self) -> jax.Array:
+        """The first query head of the thread block."""
+        return self.place * self.sizes.slice_size
+
+    @property
+    def query_heads(self) -> Any:
+        """The query heads of the thread block."""
+        return pl.ds(self.first_query_head, self.sizes.slice_size)
+
+    def slot(self, step: jax.Array) -> jax.Array:
+        """Return the place of a step in the ring."""
+        return lax.rem(step - self.part.begin, jnp.int32(self.sizes.num_stages))
+
+    def start_first(self) -> None:
+        """Start the copies of the queries, and of the steps that fill the ring."""
+        rows, queries = pl.ds(0, self.sizes.slice_size), self.inputs.q
+        for lanes, piece in zip(self.sizes.key_lanes, self.shared.q, strict=True):
+            plgpu.copy_gmem_to_smem(
+                queries.at[self.part.sequence, self.query_heads, pl.ds(*lanes)],
+                piece.at[rows],
+                self.shared.is_loaded,
+            )
+        steps = [self.part.begin + turn for turn in range(self.sizes.num_stages)]
+        for step, blocks in zip(steps, [self.load_blocks(step) for step in steps], strict=True):
+            self.start(step, blocks)
+
+    def load_blocks(self, step: jax.Array) -> list[jax.Array]:
+        """Return the blocks of a step, or block 0 past the end of the sequence."""
+        tables = self.inputs.block_tables
+        blocks = []
+        for token in self._tokens(step):
+            entry = lax.div(token, jnp.int32(self.sizes.block_size))
+            block = tables[self.part.sequence, jnp.minimum(entry, tables.shape[1] - 1)]
+            blocks.append(jnp.where(token < self.part.length, block, 0))
+        return blocks
+
+    def start_next(self, step: jax.Array, blocks: list[jax.Array]) -> list[jax.Array]:
+        """Start the copies of `blocks` during a step, and return the blocks for the next step."""
+        stages = self.sizes.num_stages
+        if self.sizes.is_quantised:
+            # All threads have converted the tiles of this step, so they can be overwritten.
+            self.start(step + stages, blocks)
+            return self.load_blocks(step + stages + 1)
+
+        # All threads have finished the previous step, so its tiles can be overwritten.
+        @pl.when(step > self.part.begin)
+        def _():
+            self.start(step + stages - 1, blocks)
+
+        return self.load_blocks(step + stages)
+
+    def start(self, step: jax.Array, blocks: list[jax.Array]) -> None:
+        """Start the copies of a step, unless it is after the last step of the part."""
+        slot, layer = self.slot(step), self.inputs.layer[0]
+        turns = list(enumerate(zip(self._tokens(step), blocks, strict=True)))
+
+        @pl.when(step < self.part.end)
+        def _():
+            if not self.sizes.is_quantised:
+                for turn, (token, block) in turns:
+                    self._start_block(slot, turn, layer, self._rows(token), block)
+                return
+            rows = [self._rows(token) for _, (token, _) in turns]
+
+            # Pools with scales have more copies, so the warps share them.
+            @plgpu.warp_map
+            def _(warp):
+                for first in range(min(_WARPS, len(turns))):
+
+                    @pl.when(warp == first)
+                    def _(first=first):
+                        for turn, (_, block) in turns[first::_WARPS]:
+                            self._start_block(slot, turn, layer, rows[turn], block)
+
+    def _rows(self, token: jax.Array) -> Any:
+        """Return the rows of a bulk copy in its block, from a token on."""
+        rows, offset = self.sizes.copy_rows, 0
+        if rows < self.sizes.block_size:
+            offset = lax.rem(token, jnp.int32(self.sizes.block_size))
+            offset = pl.multiple_of(offset, rows)
+        return pl.ds(offset, rows)
+
+    def _start_block(
+        self, slot: jax.Array, turn: int, layer: jax.Array, tokens: Any, block: jax.Array
+    ) -> None:
+        """Start the copies of a block, or of some of its tokens."""
+        rows = self.sizes.copy_rows
+        rings = [("k", *ring) for ring in zip(self.sizes.key_lanes, self.shared.k, strict=True)]
+        # If the keys contain the values, there are no rings of values.
+        rings += [("v", *ring) for ring in zip(self.sizes.value_lanes, self.shared.v)]  # noqa: B905
+        for half, lanes, ring in rings:
+            pool, place = self.inputs.pools.place(half, layer, block, self.head, tokens)
+            plgpu.copy_gmem_to_smem(
+                pool.at[(*place, pl.ds(*lanes))],
+                ring.at[slot, pl.ds(turn * rows, rows)],
+                self.shared.is_full.at[slot],
+            )
+        self._start_scales(slot, turn, (layer, block, self.head, tokens))
+
+    def _start_scales(self, slot: jax.Array, turn: int, place: tuple[Any, ...]) -> None:
+        """Start the copies of the scales of a block."""
+        pools, shared, rows = self.inputs.pools, self.shared, self.sizes.copy_rows
+        for pool, ring in ((pools.k_scale, shared.k_scale), (pools.v_scale, shared.v_scale)):
+            if pool is not None:
+                plgpu.copy_gmem_to_smem(
+                    pool.at[place],
+                    ring.at[slot, pl.ds(turn * rows, rows)],
+                    shared.is_full.at[slot],
+                    # Without a mode, the copy would need a place at a multiple of 128 bytes.
+                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+                )
+
+    def _tokens(self, step: jax.Array) -> list[jax.Array]:
+        """Return the position of the first token of each bulk copy of a loop step."""
+        rows = self.sizes.copy_rows
+        first = self.part.first + step * self.sizes.step_tokens
+        return [first + turn * rows for turn in range(self.sizes.step_tokens // rows)]
+
+
+def load_queries(copies: TileCopies) -> list[list[jax.Array]]:
+    """Load the queries: ``[size, 8]`` per group of 8 query heads and piece of the keys."""
+    shared = copies.shared
+    return [
+        [plgpu.load(rows_of(piece, columns), optimized=False) for piece in shared.q]
+        for columns in range(shared.rows.shape[0])
+    ]
+
+
+def load_keys(tile_ref: Any, dtype: Any) -> jax.Array:
+    """Load a tile of keys, and convert 8-bit elements to the dtype of the queries."""
+    if is_quantised(tile_ref.dtype):
+        return _widen(plgpu.load(tile_ref, optimized=False), dtype)
+    return tile_ref[...]
+
+
+def load_scales(
+    shared: SharedTiles, slot: jax.Array, is_seen: Callable[[jax.Array, int], jax.Array] | None
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Return the scales of the keys and the values of a step, f32 ``[T]``, or None."""
+    if shared.k_scale is None:
+        return None, None
+    keys = plgpu.load(shared.k_scale.at[slot], optimized=False)
+    values = keys
+    if shared.v_scale is not None:
+        values = plgpu.load(shared.v_scale.at[slot], optimized=False)
+    if is_seen is not None:
+        # Unused scales may be NaN, and the weight 0 times NaN is NaN. Scores are masked later.
+        values = jnp.where(is_seen(values, 0), values, jnp.zeros_like(values))
+    return keys, values
+
+
+def load_sinks(columns: int, sinks_ref: Any, copies: TileCopies) -> jax.Array:
+    """Return the sinks in units of log 2, f32 ``[8]``. They count once, in the first part."""
+    row = copies.shared.rows.at[columns]
+    first = columns * MMA_COLUMNS
+    for turn in range(first, min(first + MMA_COLUMNS, copies.sizes.slice_size)):
+        sink = sinks_ref[copies.first_query_head + turn].astype(jnp.float32)
+        is_first = copies.part.index == 0
+        row[turn - first] = jnp.where(is_first, sink * np.float32(1 / math.log(2)), -jnp.inf)
+    plgpu.commit_smem()
+    return plgpu.load(row, optimized=False)
+
+
+def _widen(x: jax.Array, dtype: Any) -> jax.Array:
+    """Convert int8 or e4m3 numbers to bfloat16 or float16, which represent them exactly."""
+    # GPUs convert these two pairs in few instructions. Other pairs take two steps.
+    near = jnp.bfloat16 if x.dtype == jnp.int8 else jnp.float16
+    x = x.astype(near)
+    return x if dtype == near else x.astype(jnp.float32).astype(dtype)
+
+
+def widen_values(
+    copies: TileCopies,
+    slot: jax.Array,
+    is_seen: Callable[[jax.Array, int], jax.Array] | None,
+) -> None:
+    """Convert the values of a step to the dtype of the weights, in shared memory."""
+    shared = copies.shared
+    rings = shared.v or shared.k[: len(shared.values)]
+    for tile, ring in zip(shared.values, rings, strict=True):
+        layout = plgpu.Layout.WGMMA_UPCAST_2X
+        values = plgpu.load(ring.at[slot], layout=layout, optimized=False)
+        values = _widen(values, tile.dtype)
+        if is_seen is not None:
+            # Unused tokens of a block may be NaN, and 0 * NaN is NaN.
+            values = jnp.where(is_seen(values, 0), values, jnp.zeros_like(values))
+        tile[...] = values
+
+
+def rows_of(ref: Any, columns: int) -> Any:
+    """Return the rows of 8 query heads of a ref ``[R, x]``, as ``[x, 8]``."""
+    return ref.at[pl.ds(columns * MMA_COLUMNS, MMA_COLUMNS)].transpose((1, 0))
