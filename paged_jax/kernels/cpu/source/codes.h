@@ -92,11 +92,17 @@ struct Pairs {
 };
 #endif
 
+// Two vectors of pairs of bfloat16 numbers.
+struct TwoPairs {
+  Ints first, second;
+};
+
 #define INLINE __attribute__((always_inline)) inline
 #define NOINLINE __attribute__((noinline))
 
 // Each decoder below converts units. `transpose` prepares a unit. `decode` then calls f(cell, vector) for its
-// cells in order. Number `which` of a cell belongs to input `input(cell, which)` of the unit.
+// cells in order. Number `which` of a cell belongs to input `input(cell, which)` of the unit. Decoders to pairs
+// also convert a unit in STEPS steps: `pairs` returns the two cells of a step.
 
 // 8-bit values, whose inputs are in their original order.
 template <class Code, class Cells>
@@ -120,16 +126,22 @@ struct ByteDecoder {
 
   static Words transpose(const Unit& unit) { return unit.transpose_pairs(); }
 
+  static constexpr int STEPS = UNIT_WORDS;
+  INLINE TwoPairs pairs(const Words& words, int step) const {
+    Bytes values = (Bytes)words.each[step], magnitudes = Code::magnitudes(values);
+    Bytes low = _mm512_permutex2var_epi8(lower[0], magnitudes, lower[1]);
+    Bytes high = _mm512_permutex2var_epi8(upper[0], magnitudes, upper[1]);
+    high = Code::add_sign(high, values);
+    return {(Ints)_mm512_unpacklo_epi8(low, high), (Ints)_mm512_unpackhi_epi8(low, high)};
+  }
+
   template <class Function>
   INLINE void decode(const Words& words, Function f) const {
 #pragma GCC unroll 4
-    for (int i = 0; i < UNIT_WORDS; i++) {
-      Bytes values = (Bytes)words.each[i], magnitudes = Code::magnitudes(values);
-      Bytes low = _mm512_permutex2var_epi8(lower[0], magnitudes, lower[1]);
-      Bytes high = _mm512_permutex2var_epi8(upper[0], magnitudes, upper[1]);
-      high = Code::add_sign(high, values);
-      call(f, 2 * i, (Ints)_mm512_unpacklo_epi8(low, high));
-      call(f, 2 * i + 1, (Ints)_mm512_unpackhi_epi8(low, high));
+    for (int step = 0; step < STEPS; step++) {
+      TwoPairs two = pairs(words, step);
+      call(f, 2 * step, two.first);
+      call(f, 2 * step + 1, two.second);
     }
   }
 
@@ -253,17 +265,24 @@ struct PackedDecoder<Pairs> {
 
   static Words transpose(const Unit& unit) { return unit.transpose(); }
 
+  static constexpr int STEPS = 2 * UNIT_WORDS;
+  INLINE TwoPairs pairs(const Words& words, int step) const {
+    Bytes values = (Bytes)words.each[step % UNIT_WORDS];
+    auto look_up = [&](int bit) {
+      return (Ints)_mm512_permutexvar_epi16(_mm512_srli_epi16(values, bit), numbers);
+    };
+    int bit = step / UNIT_WORDS * 4;
+    return {look_up(bit), look_up(bit + 8)};
+  }
+
   template <class Function>
   INLINE void decode(const Words& words, Function f) const {
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; half++)
-#pragma GCC unroll 4
-      for (int i = 0; i < UNIT_WORDS; i++)
-#pragma GCC unroll 2
-        for (int byte = 0; byte < 2; byte++) {
-          Bytes index = _mm512_srli_epi16((Bytes)words.each[i], 8 * byte + 4 * half);
-          f(8 * half + 2 * i + byte, (Ints)_mm512_permutexvar_epi16(index, numbers));
-        }
+#pragma GCC unroll 8
+    for (int step = 0; step < STEPS; step++) {
+      TwoPairs two = pairs(words, step);
+      f(2 * step, two.first);
+      f(2 * step + 1, two.second);
+    }
   }
 };
 #endif

@@ -23,10 +23,18 @@ struct Words {
 #if defined(__AVX512F__)
 typedef __m512i Bytes;
 
-// Loads 16 bytes from `from` and from each of the next three rows, `stride` bytes apart.
+// Loads 16 bytes from `from` and from each of the next three rows, `stride` bytes apart. Loads with masks need
+// no instruction that shuffles, insertions need no registers for masks.
+template <bool BY_MASKS>
 inline Bytes load_quarters(const uint8_t* from, int64_t stride) {
   auto quarter = [=](int i) { return _mm_loadu_si128((const __m128i*)(from + i * stride)); };
-  Bytes bytes = _mm512_inserti32x4(_mm512_castsi128_si512(quarter(0)), quarter(1), 1);
+  Bytes bytes = _mm512_castsi128_si512(quarter(0));
+  if constexpr (BY_MASKS) {
+    bytes = _mm512_mask_broadcast_i32x4(bytes, 0xf0, quarter(1));
+    bytes = _mm512_mask_broadcast_i32x4(bytes, 0xf00, quarter(2));
+    return _mm512_mask_broadcast_i32x4(bytes, 0xf000, quarter(3));
+  }
+  bytes = _mm512_inserti32x4(bytes, quarter(1), 1);
   return _mm512_inserti32x4(_mm512_inserti32x4(bytes, quarter(2), 2), quarter(3), 3);
 }
 
@@ -34,9 +42,10 @@ inline Bytes load_quarters(const uint8_t* from, int64_t stride) {
 struct Unit {
   Bytes rows[4];
 
+  template <bool BY_MASKS = false>
   void load(const uint8_t* from, int64_t stride) {
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) rows[i] = load_quarters(from + i * stride, 4 * stride);
+    for (int i = 0; i < 4; i++) rows[i] = load_quarters<BY_MASKS>(from + i * stride, 4 * stride);
   }
 
   // Returns words of four bytes: word i of each row in vector i.
@@ -62,6 +71,7 @@ struct Unit {
 struct Unit {
   Words words;
 
+  template <bool BY_MASKS = false>
   void load(const uint8_t* from, int64_t stride) {
     for (int row = 0; row < LANES; row++) {
       int32_t bytes[UNIT_WORDS];

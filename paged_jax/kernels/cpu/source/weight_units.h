@@ -206,39 +206,85 @@ void convert_units(const Decoder& decoder, const Strip& strip) {
   }
 }
 
+// Whether units are converted one step before their additions, which would otherwise wait. With 16 rows of x,
+// the additions of a step hide the conversion of 4-bit values, and there are too few registers for both. With
+// one row, reading 4-bit values from memory takes longer than either.
+template <int M, bool KEEPS>
+constexpr bool CONVERTS_AHEAD =
+    Cells::INPUTS == 2 && !KEEPS && (!Decoder::IS_PACKED || (M > 1 && M <= 12));
+
+// Calls a function for the cells of consecutive units.
+template <class Decoder, bool IS_AHEAD>
+struct UnitCells {
+  UnitCells(const Decoder&, const Words&) {}
+
+  template <class Function>
+  INLINE void decode(const Decoder& decoder, const Words& words, const Words&, Function f) {
+    decoder.decode(words, f);
+  }
+};
+
+#if HAS_PAIRS
+// Converts one step ahead.
+template <class Decoder>
+struct UnitCells<Decoder, true> {
+  TwoPairs next;
+
+  INLINE UnitCells(const Decoder& decoder, const Words& words) : next(decoder.pairs(words, 0)) {}
+
+  template <class Function>
+  INLINE void decode(const Decoder& decoder, const Words& words, const Words& following, Function f) {
+#pragma GCC unroll 8
+    for (int step = 0; step < Decoder::STEPS; step++) {
+      TwoPairs pairs = next;
+      bool is_last = step + 1 == Decoder::STEPS;
+      next = decoder.pairs(is_last ? following : words, is_last ? 0 : step + 1);
+      asm volatile("" : "+v"(next.first), "+v"(next.second));  // the compiler must not move it down
+      f(2 * step, pairs.first);
+      f(2 * step + 1, pairs.second);
+    }
+  }
+};
+#endif
+
 // Converts units and multiplies them by a panel of size M. Keeps the cells in the tile if KEEPS. The strip is
 // whole. (If GCC inlined this function, it would keep the sums of 16 rows in memory.)
 template <int M, bool KEEPS>
 NOINLINE void multiply_units(
     const Decoder& decoder, const Strip& strip, const Panel<Cell>* panel, float* totals) {
+  constexpr bool IS_AHEAD = CONVERTS_AHEAD<M, KEEPS>;
   // Few rows of x leave the first-level cache free for the next packed weights. Bytes arrive too slowly: they
   // would delay the loads of this block. (Measured on Zen 4.)
   constexpr int LEVEL = Decoder::IS_PACKED && M <= 4 ? 3 : 2;
+  // Prefetches are spread over a unit, because several at a time would delay loads.
+  constexpr int CELLS_OF_LINE = Decoder::CELLS * 64 / (LANES * UNIT_BYTES);
   Position at(strip, panel);
   int64_t stride = strip.matrix->values.row_bytes;
   const uint8_t* from = strip.first_unit();
   const uint8_t* end = from + strip.num_units() * UNIT_BYTES;
   auto load_next = [&] {
     Unit unit;
-    unit.load(from, stride);
+    unit.load<IS_AHEAD>(from, stride);
     from += UNIT_BYTES;
     return Decoder::transpose(unit);
   };
   Cell* tile = strip.tile;
   const char* next_line = strip.next_line;
   Words words, following = load_next();
+  UnitCells<Decoder, IS_AHEAD> cells(decoder, following);
   for (int i = strip.first; i < strip.last; i++) {
     Sums<M> sums;
     for (int left = at.num_cells(); left > 0; left -= Decoder::CELLS) {
       words = following;
       if (from < end) following = load_next();  // during the additions of this unit
-#pragma GCC unroll 4
-      for (int line = 0; line < LANES * UNIT_BYTES / 64; line++, next_line += 64)
-        __builtin_prefetch(next_line, 0, LEVEL);
-      decoder.decode(words, [&](int cell, Cells::Vector w) __attribute__((always_inline)) {
+      auto add = [&](int cell, Cells::Vector w) __attribute__((always_inline)) {
         if (KEEPS) memcpy(tile + cell * LANES, &w, sizeof w);
+        if (cell % CELLS_OF_LINE == 0)
+          __builtin_prefetch(next_line + cell / CELLS_OF_LINE * 64, 0, LEVEL);
         sums.add(w, at.x + cell * M);
-      });
+      };
+      cells.decode(decoder, words, following, add);
+      next_line += LANES * UNIT_BYTES;
       at.x += Decoder::CELLS * M;
       if (KEEPS) tile += Decoder::CELLS * LANES;
     }
