@@ -115,13 +115,8 @@ class LLM(Engine):
           ((4, 5), dtype('float32'), dtype('int32'))
         """
         with own_transfers():
-            rows, lengths = (
-                np.asarray(as_array("LLM.rollout", name, values))
-                for name, values in (
-                    ("prompt_token_ids", prompt_token_ids),
-                    ("num_tokens", num_tokens),
-                )
-            )
+            rows = np.asarray(as_array("LLM.rollout", "prompt_token_ids", prompt_token_ids))
+            lengths = np.asarray(as_array("LLM.rollout", "num_tokens", num_tokens))
         check_prompts("LLM.rollout", self.config.vocab_size, rows, lengths)
         prompts: list[Prompt] = [
             {"prompt_token_ids": row[:length]} for row, length in zip(rows, lengths, strict=True)

@@ -303,7 +303,6 @@ def reserve(
     Raises:
       ValueError: `num_tokens` is not i32[S] or `max_tokens` is not a positive integer.
     """
-    num_tokens = jnp.asarray(num_tokens)
     begun = [begin_reserve(x.tables, num_tokens, max_tokens=max_tokens) for x in cache.groups]
     return _finish(cache, begun, num_tokens, backend)
 
@@ -317,7 +316,6 @@ def restore(
     inside the window. `num_tokens` i32[S] is the number of tokens of each slot; 0 leaves a slot
     unchanged. See `reserve` for the other arguments and the result.
     """
-    num_tokens = jnp.asarray(num_tokens)
     begun = [begin_restore(x.tables, num_tokens, max_tokens=max_tokens) for x in cache.groups]
     return _finish(cache, begun, num_tokens, backend)
 
@@ -370,7 +368,7 @@ def _finish(
     for group, reservation in zip(cache.groups, begun, strict=True):
         tables, copies, _ = finish_reserve(reservation, ok)
         groups.append(replace(_copy(group, copies, backend), tables=tables))
-    cache = cache.replace_states(reserve_states, (num_tokens > 0) & ok)
+    cache = cache.replace_states(reserve_states, (jnp.asarray(num_tokens) > 0) & ok)
     return replace(cache, groups=tuple(groups)), ok
 
 
