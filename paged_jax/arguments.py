@@ -345,8 +345,8 @@ def names_arguments(function: T, forwards_to: Callable[..., Any] | None = None) 
 
     Args:
       function: the function or class.
-      forwards_to: the function to which `function` passes its ``**options``, so that these
-        names are known; None if it has no such parameter.
+      forwards_to: the function that receives the ``**options`` of `function`. Its names are known
+        as well. None if `function` has no ``**options``.
 
     Example:
       >>> @names_arguments

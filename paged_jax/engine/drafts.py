@@ -76,8 +76,8 @@ class Drafter:
           max_tokens: maximum number of tokens in all drafts together.
 
         Returns:
-          One list of draft tokens per sequence. None if this step should decode without drafts:
-          they are turned off, too few to make the step faster, or more than `max_tokens`.
+          A list of draft tokens for each sequence. None if this step should decode without drafts:
+          if they are turned off, do not make the step faster, or exceed `max_tokens`.
         """
         if not self._max_drafts:
             return None

@@ -158,7 +158,7 @@ def _backward(ops: AttentionOps, options: Options, residuals: _Residuals, bars):
 def _only_layer(
     pool: jax.Array, bar: jax.Array, layer: int | jax.Array, num_layers: int
 ) -> jax.Array:
-    """Return the gradient in a whole pool: zero except for the first D lanes of one layer."""
+    """Return the gradient in a whole pool: zero except for the first D lanes of `layer`."""
     bar = jnp.pad(bar, ((0, 0),) * 3 + ((0, pool.shape[-1] - bar.shape[-1]),)).astype(pool.dtype)
     # Do not update an array of zeros: XLA would create the zeros once and copy them for K and for
     # V.

@@ -149,7 +149,7 @@ class BlockTables:
 def as_slot_values(
     function: str, name: str, values: ArrayLike, dtype: DTypeLike, tables: BlockTables
 ) -> jax.Array:
-    """Return an argument with one value per slot as an array [S], or raise ValueError."""
+    """Return an argument with a value for each slot as an array [S], or raise ValueError."""
     values = jnp.asarray(values)
     bind(function, block_tables=(tables.block_tables, "SM"), **{name: (values, "S")})
     return check_dtype(function, name, values, dtype)
