@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.cache import paged_cache
+from paged_jax.cache.blocks.state_tables import plan_marks
 from paged_jax.cache.groups import CacheGroup, LayerPlaces, find_layer, locate
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.formatting import short_repr
@@ -221,7 +222,12 @@ def reserve_places(
     requested = jnp.where(jnp.all(slots < num_slots), requested, -1)
     cache, ok = paged_cache.reserve(cache, requested, max_tokens=most, backend=backend)
     num_tokens = jnp.where(is_row & ok, num_tokens, 0)
+    if postpones and cache.states is not None:
+        # All tokens are applied together, so only the state before them can become a mark.
+        cache = cache.replace_states(plan_marks, (requested > 0) & ok, lengths, 1)
     states = StatePlaces.of_rows(cache, jnp.where(num_tokens > 0, rows, num_slots), postpones)
+    if postpones and states is not None:
+        states = states.at_step(0, num_tokens > 0, starts)
 
     steps = jnp.arange(T, dtype=jnp.int32)[None]
     positions = (starts[:, None] + steps).reshape(-1)

@@ -260,7 +260,8 @@ class PagedModel(nnx.Module):
 
         Returns:
           The result of `score`, and the states, or None if no layer is recurrent. Call
-          `StatePlaces.advance_postponed` with the number of tokens that stay in each row.
+          `StatePlaces.advance_postponed` with the number of tokens that stay in each row, and then
+          `state_tables.commit_marks`.
         """
         arrays = token_ids, slots, num_tokens
         x, cache, ok, places = self._run_chunks("score", cache, arrays, backend, postpones=True)

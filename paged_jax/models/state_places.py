@@ -82,7 +82,9 @@ class StatePlaces(NamedTuple):
         ids = sources, entries, spares, turns
         return cls(*ids, P, layers, first, [] if postpones else None)
 
-    def at_step(self, step: jax.Array, active: jax.Array, lengths: jax.Array) -> "StatePlaces":
+    def at_step(
+        self, step: int | jax.Array, active: jax.Array, lengths: jax.Array
+    ) -> "StatePlaces":
         """Return the entries of a decode step.
 
         Steps after the first read the entries that the previous step has written.

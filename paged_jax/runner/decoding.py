@@ -27,6 +27,7 @@ from jax import lax
 from paged_jax.arguments import check_positive
 from paged_jax.cache import paged_cache
 from paged_jax.cache.blocks import ReservePlan
+from paged_jax.cache.blocks.state_tables import commit_marks, state_interval
 from paged_jax.cache.paged_cache import PagedCache
 from paged_jax.dims import bind
 from paged_jax.formatting import short_repr
@@ -197,7 +198,8 @@ def verify_steps(
       model: the model.
       state: the device state, see `decode_steps`.
       drafts: i32[B, T], guesses of the next tokens of each row.
-      num_drafts: i32[B], the number of drafts of each row; 0 makes an ordinary decode step.
+      num_drafts: i32[B], the number of drafts of each row; 0 makes an ordinary decode step. With
+        recurrent layers, drafts past the next multiple of `state_interval` tokens are ignored.
       slots: see `decode_steps`.
       with_top: see `decode_steps`.
       num_top: see `decode_steps`.
@@ -223,7 +225,12 @@ def verify_steps(
     starts = first.lengths
     # A sequence with max_lengths tokens is complete. starts + 1 tokens are known, and the model
     # draws one token after the confirmed drafts. So max_lengths - starts - 2 drafts are enough.
-    num_drafts = jnp.clip(num_drafts, 0, jnp.clip(first.max_lengths - starts - 2, 0, T))
+    room = first.max_lengths - starts - 2
+    if state.cache.states is not None:
+        # End at the next multiple at the latest. The next dispatch then leaves a mark there.
+        interval = state_interval(state.cache.block_size)
+        room = jnp.minimum(room, interval - 1 - starts % interval)
+    num_drafts = jnp.clip(num_drafts, 0, jnp.clip(room, 0, T))
     fed = jnp.concatenate([first.token_ids[:, None], drafts.astype(jnp.int32)], axis=1)
     logits, cache, ok, states = model.score_drafts(
         state.cache, fed, slots, num_drafts + 1, backend=backend
@@ -242,6 +249,7 @@ def verify_steps(
     if states is not None:
         pools = states.advance_postponed(cache.group_pools, batch.lengths - starts)
         cache = cache.replace_group_pools(pools)
+        cache = cache.replace_states(commit_marks, batch.lengths_in(cache))
     if T:
         # Leave the states out: they contain only confirmed tokens, and `truncate` rejects them.
         cut = dataclasses.replace(cache, states=None)

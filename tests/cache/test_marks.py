@@ -64,6 +64,28 @@ class Simulation:
             )
         self.tables = state_tables.commit_marks(self.tables, jnp.asarray(self.lengths))
 
+    def verify(self, limits: list[int]) -> None:
+        """Append tokens to the slots with a limit, in one step that ends at a multiple.
+
+        A slot with tokens and a limit of 1 is complete: it gets no token.
+        """
+        lengths, is_writer = self.lengths, jnp.asarray(limits) > 0
+        self.tables = state_tables.reserve_states(self.tables, is_writer)
+        self.tables = state_tables.plan_marks(self.tables, is_writer, jnp.asarray(lengths), 1)
+        ids = (self.tables.sources, self.tables.entries, self.tables.spares, self.tables.turns)
+        P = self.tables.num_entries
+        places = StatePlaces(*ids, P, (), 0).at_step(0, is_writer, jnp.asarray(lengths))
+        sources, entries = places.sources.tolist(), places.entries.tolist()
+        before = [self.contents[source] if source < P else () for source in sources]
+        for slot in np.flatnonzero(limits):
+            assert before[slot] == tuple(self.tokens[slot])
+            count = limits[slot] - bool(self.tokens[slot])
+            count = min(count, INTERVAL - lengths[slot] % INTERVAL)
+            self.tokens[slot] += range(self.next_token, self.next_token + count)
+            self.next_token += count
+            self.contents[entries[slot]] = tuple(self.tokens[slot])
+        self.tables = state_tables.commit_marks(self.tables, jnp.asarray(self.lengths))
+
     def publish(self, slot: int) -> None:
         """Ask for a snapshot at the end of each full block of a slot."""
         tokens = self.tokens[slot]
@@ -113,6 +135,7 @@ class Simulation:
 LIMITS = st.lists(st.integers(0, 6), min_size=S, max_size=S).filter(any)
 ACTIONS = st.one_of(
     st.tuples(st.just("decode"), LIMITS, st.integers(0, 3)),
+    st.tuples(st.just("verify"), LIMITS),
     st.tuples(st.just("publish"), st.integers(0, S - 1)),
     st.tuples(st.just("release"), st.integers(0, S - 1)),
     st.tuples(st.just("follow"), st.lists(st.integers(-1, S - 1), min_size=S, max_size=S)),

@@ -37,6 +37,15 @@ def decode_over_a_mark() -> None:
     assert simulation.tables.mark_lengths.tolist()[:2] == [8, 8]
 
 
+def verify_over_a_mark() -> None:
+    """Verify drafts in steps that end at multiples of the interval, and continue from there."""
+    simulation = Simulation(3 * S)
+    for limits in ([5, 0, 8], [6, 0, 1], [4, 4, 3]):
+        simulation.verify(limits)
+        simulation.check()
+    assert simulation.tables.mark_lengths.tolist() == [8, 0, 8]
+
+
 def fork_and_decode() -> None:
     """Decode one of two slots that share a state, and then the other."""
     simulation = Simulation(2 * S)
@@ -96,6 +105,14 @@ MUTANTS = {
     "a snapshot is one token late": (
         decode_over_a_mark,
         (StatePlaces, "at_step", "(lengths >= self.turns)", "(lengths > self.turns)"),
+    ),
+    "a verification writes over its mark": (
+        verify_over_a_mark,
+        (StatePlaces, "at_step", "(lengths >= self.turns)", "(lengths > self.turns)"),
+    ),
+    "a verification leaves no mark": (
+        verify_over_a_mark,
+        (state_tables, "plan_marks", "(turns < lengths + most)", "(turns > lengths)"),
     ),
     "a mark has the length of the next token": (
         decode_over_a_mark,

@@ -5,6 +5,7 @@ skipped, or if a state comes from another sequence.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from paged_jax import LLM, BeamSearchParams, Engine, RequestOutput, SamplingPara
 from paged_jax.cache.blocks import check_invariants, state_tables
 from paged_jax.engine.drafts import Drafter
 from paged_jax.runner.decode_state import DecodeState
-from paged_jax.runner.decoding import decode_steps
+from paged_jax.runner.decoding import decode_steps, verify_steps
 from paged_jax.scheduler.request import Sequence
 from tests.support.block_tables import check_states
 from tests.support.recurrent_model import V, greedy_tokens, make_model, token_logprobs
@@ -83,18 +84,29 @@ def expected(jobs) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_rejected_drafts_leave_no_trace_in_states(jobs, expected, preemption, monkeypatch) -> None:
-    def draft(drafter: Drafter, sequence: Sequence) -> list[int]:
-        """Draft some of the next tokens, and then a wrong one."""
-        count = sequence.num_generated
-        tokens = expected[sequence.request.request_id][count : count + count % 4]
-        return [*tokens, (tokens[-1] if tokens else count) + 1]
-
-    monkeypatch.setattr(Drafter, "_draft", draft)
+    # Draft some of the next tokens, and then a wrong one.
+    draft_known_tokens(monkeypatch, expected, lambda count: count % 4, has_wrong=True)
     options = FEW_BLOCKS | {"num_speculative_tokens": 4, "preemption": preemption}
     engine = make_engine(**options)
     run(engine, jobs, expected)
     assert 10 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens - 10
     assert engine.stats.num_preemptions
+
+
+def draft_known_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+    expected: dict[str, list[int]],
+    num_right: Callable[[int], int],
+    has_wrong: bool,
+) -> None:
+    """Draft tokens of `expected`: `num_right` of the number of generated tokens."""
+
+    def draft(drafter: Drafter, sequence: Sequence) -> list[int]:
+        count = sequence.num_generated
+        tokens = expected[sequence.request.request_id][count : count + num_right(count)]
+        return [*tokens, (tokens[-1] if tokens else count) + 1] if has_wrong else tokens
+
+    monkeypatch.setattr(Drafter, "_draft", draft)
 
 
 def run(engine: Engine, jobs: list[Job], expected: dict[str, list[int]]) -> None:
@@ -222,16 +234,20 @@ def test_beam_search_and_prompt_logprobs_match_the_plain_model() -> None:
     np.testing.assert_allclose(scores, token_logprobs(make_model(), prompt), atol=1e-4)
 
 
-def test_decode_step_updates_the_states_in_place() -> None:
-    model = make_model()
+@pytest.mark.parametrize("name", ["decode", "verify"])
+def test_step_updates_the_states_in_place(name) -> None:
+    model, slots = make_model(), np.arange(4, dtype=np.int32)
 
     def make_state() -> DecodeState:
         cache = model.create_cache(num_slots=4, max_length=64, num_blocks=4096, num_states=65536)
         return DecodeState.create(cache, V)
 
     state = jax.eval_shape(make_state)
-    decode = jax.jit(functools.partial(decode_steps, max_steps=8), donate_argnums=1)
-    compiled = decode.lower(model, state, np.arange(4, dtype=np.int32), 8).compile()
+    if name == "decode":
+        step, args = functools.partial(decode_steps, max_steps=8), (slots, 8)
+    else:
+        step, args = verify_steps, (np.zeros((4, 3), np.int32), np.zeros(4, np.int32), slots)
+    compiled = jax.jit(step, donate_argnums=1).lower(model, state, *args).compile()
     pools = jax.tree.leaves(state.cache.group_pools)
     num_bytes = sum(x.size * x.dtype.itemsize for x in pools)
     memory = compiled.memory_analysis()
@@ -250,17 +266,32 @@ def test_rollout_matches_the_plain_model() -> None:
         assert tokens == greedy_tokens(make_model(), prompts[row // 2], 7)
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_the_next_turn_continues_from_a_state_in_the_answer(steps) -> None:
+# The number of right drafts of a step, as a function of the number of generated tokens.
+NUM_RIGHT: dict[str, Callable[[int], int]] = {
+    "drafts": lambda count: 4,
+    "rejected drafts": lambda count: count % 4,
+}
+
+
+@pytest.mark.parametrize("decoding", ["1", "3", *NUM_RIGHT])
+def test_the_next_turn_continues_from_a_state_in_the_answer(decoding, monkeypatch) -> None:
     """The states of an answer are kept at multiples of the interval, although no chunk ends there.
 
-    The second prompt has the first prompt, its answer, and new tokens.
+    The second prompt has the first prompt, its answer, and new tokens. The number of steps of a
+    dispatch, and verification of drafts, change nothing.
     """
-    engine = make_engine(steps_per_dispatch=steps)
-    prompt = random_tokens(30, 13)
-    [first] = ask(engine, [prompt], 30)
-    turn = prompt + list(first.outputs[0].token_ids) + random_tokens(31, 5)
-    [second] = ask(engine, [turn], 9)
-    # 13 + 30 tokens, of which the last was never an input: the last multiple of 8 is 40.
-    assert second.num_cached_tokens == 40
+    options: dict[str, Any] = {"num_speculative_tokens": 4}
+    if decoding not in NUM_RIGHT:
+        options = {"steps_per_dispatch": int(decoding)}
+    engine, prompt = make_engine(**options), random_tokens(30, 13)
+    for count, cached in ((30, 0), (9, 40)):
+        if decoding in NUM_RIGHT:
+            expected = {"0": greedy_tokens(make_model(), prompt, count)}
+            has_wrong = decoding == "rejected drafts"
+            draft_known_tokens(monkeypatch, expected, NUM_RIGHT[decoding], has_wrong)
+        [output] = ask(engine, [prompt], count)
+        # 13 + 30 tokens, of which the last was never an input: the last multiple of 8 is 40.
+        assert output.num_cached_tokens == cached
+        prompt = prompt + list(output.outputs[0].token_ids) + random_tokens(31, 5)
+    assert (engine.stats.num_accepted_tokens > 10) == (decoding in NUM_RIGHT)
     check_entries(engine)

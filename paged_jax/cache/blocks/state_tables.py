@@ -24,7 +24,8 @@ the last slot that uses a snapshot overwrites it, and the snapshot is forgotten.
 While a sequence decodes, each slot also keeps its state at the last multiple of 64 tokens, as a
 *mark*: the step that computes the next token writes to another entry, and the old entry stays. The
 host does not know the tokens yet, so it cannot publish the state immediately. It publishes the mark
-when the sequence ends. The next turn of a conversation then continues from there::
+when the sequence ends. The next turn of a conversation then continues from there. A verification of
+drafts ends at each multiple, so that the next program leaves a mark like a step of one token::
 
     tokens     0 ........... 64 ........... 128 ... 150, end
     entry          3                5           1            marks: 3, then 5
@@ -178,7 +179,6 @@ def state_interval(block_size: int) -> int:
     return math.lcm(STATE_INTERVAL, block_size)
 
 
-@without_index_checks
 def plan_states(
     tables: StateTables, is_writer: jax.Array, lengths: jax.Array, most: jax.Array
 ) -> StateTables:
@@ -194,7 +194,14 @@ def plan_states(
       lengths: i32[S], tokens of each slot before the program.
       most: i32[], maximum number of tokens that the program appends to a slot.
     """
-    tables = reserve_states(tables, is_writer)
+    return plan_marks(reserve_states(tables, is_writer), is_writer, lengths, most)
+
+
+@without_index_checks
+def plan_marks(
+    tables: StateTables, is_writer: jax.Array, lengths: jax.Array, most: int | jax.Array
+) -> StateTables:
+    """Choose where a program leaves marks, after `reserve_states`; see `plan_states`."""
     interval, P = state_interval(tables.pool.token_ids.shape[1]), tables.num_entries
     turns = (lengths + interval - 1) // interval * interval
     # If the length is a multiple already and the slot does not write in place, the old entry keeps
