@@ -113,7 +113,8 @@ def make_parser() -> Parser:
         "--base-url",
         default="http://127.0.0.1:5000/v1",
         metavar="URL",
-        help="address of the API; default: http://127.0.0.1:5000/v1",
+        help="address of the API; an address without a path gets /v1; default: "
+        "http://127.0.0.1:5000/v1",
     )
     server.add_argument(
         "--model", metavar="NAME", help="name of the model; default: the first model of the server"
@@ -207,8 +208,7 @@ def _run(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}.")
-    if not args.base_url.startswith(("http://", "https://")):
-        raise ValueError(f"--base-url must begin with http:// or https://, got {args.base_url}.")
+    args.base_url = _api_url(args.base_url)
     prompts = _prompts(args)
     try:
         seconds, results = asyncio.run(_send_all(args, prompts))
@@ -231,7 +231,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         lines = Path(args.dataset).read_text(encoding="utf-8").splitlines()
         lines = [line for line in lines if line.strip()]
         if args.dataset.endswith(".jsonl"):
-            lines = [json.loads(line)["prompt"] for line in lines]
+            lines = [_prompt_of(line, args.dataset) for line in lines]
         if not lines:
             raise ValueError(f"--dataset must hold at least one prompt, got {args.dataset}.")
         return [lines[i % len(lines)] for i in range(args.num_prompts)]
@@ -241,6 +241,31 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         " ".join([*prefix, *draw.choices(_WORDS, k=args.input_len)])
         for _ in range(args.num_prompts)
     ]
+
+
+def _prompt_of(line: str, file: str) -> str:
+    """Return the prompt of a line of a .jsonl file."""
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, LookupError, TypeError):
+        prompt = None
+    if not isinstance(prompt, str):
+        raise ValueError(
+            f"--dataset: each line of {file} must be an object with a text as prompt, got "
+            f"{line[:80]}"
+        )
+    return prompt
+
+
+def _api_url(url: str) -> str:
+    """Return the address of the API at an address that may lack the path ``/v1``."""
+    try:
+        address = httpx.URL(url)
+    except httpx.InvalidURL:
+        address = httpx.URL()
+    if address.scheme not in ("http", "https") or not address.host:
+        raise ValueError(f"--base-url must begin with http:// or https://, got {url}.")
+    return str(address.copy_with(path="/v1") if address.path == "/" else address)
 
 
 async def _send_all(args: argparse.Namespace, prompts: list[str]) -> tuple[float, list[Result]]:
@@ -275,8 +300,24 @@ async def _send_all(args: argparse.Namespace, prompts: list[str]) -> tuple[float
 
 async def _first_model(client: httpx.AsyncClient) -> str:
     response = await client.get("models")
-    response.raise_for_status()
-    return response.json()["data"][0]["id"]
+    if response.is_error:
+        raise OSError(f"{response.url}: {_answer(response)}")
+    try:
+        return response.json()["data"][0]["id"]
+    except (ValueError, LookupError, TypeError):
+        raise OSError(
+            f"{response.url} has no list of models. --base-url must be the address of an API like "
+            "OpenAI's, such as http://host:8000/v1; or give --model."
+        ) from None
+
+
+def _answer(response: httpx.Response) -> str:
+    """Return the status and the message of an error, in one line."""
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        message = response.text
+    return f"status {response.status_code}: {' '.join(str(message).split())[:200]}"
 
 
 async def _send(
@@ -296,12 +337,14 @@ async def _send(
     try:
         async with client.stream("POST", _ENDPOINTS[args.endpoint], json=body) as response:
             if response.is_error:
-                text = (await response.aread()).decode(errors="replace")
-                result.error = f"status {response.status_code}: {text[:200]}"
+                await response.aread()
+                result.error = _answer(response)
             else:
                 await _read(response, result)
     except httpx.HTTPError as error:
         result.error = one_line(error)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        result.error = f"an event of the stream does not follow OpenAI's API: {one_line(error)}"
     result.end = time.perf_counter()
     if result.error is None and not result.events:
         result.error = "the answer has no text"
@@ -312,7 +355,7 @@ async def _read(response: httpx.Response, result: Result) -> None:
     async for event in _events(response):
         if "error" in event:
             result.error = str(event["error"])
-        for choice in event.get("choices", ()):
+        for choice in event.get("choices") or ():
             delta = choice.get("delta", choice)
             if any(
                 delta.get(key) for key in ("content", "text", "reasoning_content", "tool_calls")

@@ -2,6 +2,8 @@
 
 import json
 import socket
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -67,9 +69,17 @@ def test_bench_reports_failed_requests(run) -> None:
     [
         (("--num-prompts", "0"), "--num-prompts must be positive, got 0."),
         (("--dataset", "none.jsonl"), "No such file or directory: 'none.jsonl'"),
+        (("--dataset", "words.jsonl"), "must be an object with a text as prompt, got some words"),
+        (("--dataset", "keys.jsonl"), """as prompt, got {"text": "abc"}"""),
+        (("--dataset", "lists.jsonl"), "as prompt, got [1]"),
+        (("--dataset", "numbers.jsonl"), """as prompt, got {"prompt": 1}"""),
     ],
 )
-def test_bench_reports_mistakes_in_one_line(run, arguments, message) -> None:
+def test_bench_reports_mistakes_in_one_line(run, arguments, message, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = {"words": "some words", "keys": '{"text": "abc"}', "lists": "[1]"}
+    for name, line in (lines | {"numbers": '{"prompt": 1}'}).items():
+        (tmp_path / f"{name}.jsonl").write_text(line)
     status, _, err = run(*arguments)
     assert status == 1 and err.startswith("paged_jax.bench: error: ") and message in err
 
@@ -79,8 +89,86 @@ def test_bench_says_that_there_is_no_server(capsys) -> None:
         port = unused.getsockname()[1]
     assert bench.main(["--base-url", f"http://127.0.0.1:{port}/v1"]) == 1
     assert "/v1: no answer (" in capsys.readouterr().err
-    assert bench.main(["--base-url", f"127.0.0.1:{port}"]) == 1
-    assert "--base-url must begin with http:// or https://, got 127" in capsys.readouterr().err
+    for url in (f"127.0.0.1:{port}", "http://", "ftp://host"):
+        assert bench.main(["--base-url", url]) == 1
+        assert (
+            f"--base-url must begin with http:// or https://, got {url}" in capsys.readouterr().err
+        )
+
+
+def test_bench_adds_the_path_of_the_api_to_an_address_without_one(server, capsys) -> None:
+    for url in (server.url, f"{server.url}/", f"{server.url}/v1/"):
+        assert bench.main(["--base-url", url, *SHORT]) == 0, capsys.readouterr().err
+    assert bench.main(["--base-url", f"{server.url}/other", *SHORT]) == 1
+    assert "/other/models: status 404: " in capsys.readouterr().err
+
+
+@pytest.fixture
+def answer():
+    """A server that gives one answer to all requests, as a function that sets the answer."""
+    answers = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            status, body = answers[-1]
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Print nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def set_answer(status: int, body: str) -> str:
+            answers.append((status, body))
+            return f"http://127.0.0.1:{server.server_port}/v1"
+
+        yield set_answer
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (
+            503,
+            '{"error": {"message": "The server\\nis starting."}}',
+            "503: The server is starting.",
+        ),
+        (401, "no key", "/v1/models: status 401: no key"),
+        (200, "<html>", "/v1/models has no list of models. --base-url must be the address of an"),
+        (200, '{"data": []}', "has no list of models"),
+        (200, "[1]", "has no list of models"),
+    ],
+)
+def test_bench_reports_what_a_server_without_models_answers(
+    answer, capsys, status, body, message
+) -> None:
+    assert bench.main(["--base-url", answer(status, body), *SHORT]) == 1
+    err = capsys.readouterr().err
+    assert message in err and err.startswith("paged_jax.bench: error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        "{",
+        "1",
+        '{"choices": [1]}',
+        '{"usage": {"tokens": 1}}',
+        '{"choices": [{"delta": 1}]}',
+    ],
+)
+def test_bench_reports_events_that_do_not_follow_the_api(answer, capsys, event) -> None:
+    url = answer(200, f"data: {event}\n\n")
+    assert bench.main(["--base-url", url, "--model", "any", *SHORT]) == 1
+    err = capsys.readouterr().err
+    assert "an event of the stream does not follow OpenAI's API: " in err and "Traceback" not in err
 
 
 def test_summarise_computes_metrics_by_their_definitions() -> None:
