@@ -1,5 +1,7 @@
 """Tests of examples/new_backend.py: a backend of the user, against float64 and in an engine."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -51,6 +53,26 @@ def test_ops_without_a_method_of_the_backend_name_the_others(loop) -> None:
     assert "loop" not in names and "xla" in names
     assert dispatch.backend_for("ragged", "loop") is None
     assert dispatch.backend_for("decode", "loop") == "loop"
+
+
+def test_interpret_reaches_a_backend_with_this_field(loop) -> None:
+    seen = []
+
+    @dataclasses.dataclass(frozen=True)
+    class PallasLoop(LoopBackend):
+        interpret: bool = False
+
+        def attend(self, args, options):
+            seen.append(self.interpret)
+            return super().attend(args, options)
+
+    batch, q = PagedBatch.random(LENGTHS), queries((len(LENGTHS), 6, 16))
+    with pytest.raises(ValueError, match="interpret needs a backend .* got backend='loop'"):
+        batch.decode(q, **loop, interpret=True)
+    add_backend("pallas_loop", PallasLoop())
+    for interpret in (False, True):
+        batch.decode(q, backend="pallas_loop", interpret=interpret)
+    assert seen == [False, True]
 
 
 def test_engine_runs_on_the_backend(loop, tiny_folder) -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.schedule.machine import Machine, simulate
-from paged_jax.kernels.gpu_device import KVSplit, choose_num_parts, find_part
+from paged_jax.kernels.kv_split import KVSplit, choose_num_parts, find_part
 
 STEP_TOKENS = 64
 """Number of tokens of a loop step of the kernel in half precision, for head dimension 128."""

@@ -14,8 +14,8 @@ None::
     grouped_linear(x, w, sizes)     multiply rows, sorted by group, by the weights of their groups
     advance_rows(step)              advance states of recurrent layers by a token, see `StateStep`
 
-The arrays of a call and its `Options` determine its result. Whether a kernel is compiled or
-interpreted is a property of the backend, see `paged_jax.kernels.dispatch.PallasBackend`.
+The arrays of a call and its `Options` determine its result. A backend that is written in Pallas is
+a dataclass with a field `interpret`: whether its kernels run in Pallas' interpreter.
 """
 
 from collections.abc import Callable, Mapping

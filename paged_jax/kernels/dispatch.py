@@ -14,8 +14,8 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import InitVar, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+from dataclasses import InitVar, dataclass, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 from jax import lax
@@ -42,21 +42,6 @@ if TYPE_CHECKING:
     from paged_jax.kernels.xla import Xla
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PallasBackend(Backend):
-    """Base class of backends written in Pallas, which its interpreter can run on any platform.
-
-    Attributes:
-      interpret: whether to interpret the kernels; may also be parameters of the interpreter.
-    """
-
-    interpret: Interpret = False
-
-    def interpreted(self, interpret: Interpret) -> Self:
-        """Return the same backend with interpreted kernels."""
-        return replace(self, interpret=interpret)
 
 
 # Module and class of each backend. Of several backends for a platform, the first is preferred.
@@ -104,8 +89,8 @@ def add_backend(name: str, backend: Backend) -> None:
 
     A backend needs `Backend.refusal` and a method for each op that it has, see
     `backend.AttentionOps` and `backend.WritingOps`. Other ops use the backend that is best for the
-    platform. A backend that is written in Pallas derives from `PallasBackend`.
-    ``examples/new_backend.py`` is an example.
+    platform. A backend for which calls may set ``interpret=True`` is a dataclass with a field
+    `interpret`. ``examples/new_backend.py`` is an example.
 
     Args:
       name: name of the backend, not the name of a backend of this library.
@@ -123,9 +108,9 @@ def add_backend(name: str, backend: Backend) -> None:
 
 def _check_interpret(function: str, name: str | None, interpret: Interpret) -> None:
     """Check that `interpret` is only set for a backend that is written in Pallas."""
-    if not interpret or isinstance(BACKENDS.get(name or ""), PallasBackend):
+    if not interpret or _can_interpret(BACKENDS.get(name or "")):
         return
-    names = [each for each, backend in BACKENDS.items() if isinstance(backend, PallasBackend)]
+    names = [each for each, backend in BACKENDS.items() if _can_interpret(backend)]
     raise ValueError(
         f"{function}: interpret needs a backend that is written in Pallas, got "
         f"backend={name!r}. Pass backend={' or '.join(map(repr, names))}."
@@ -143,12 +128,15 @@ _METHODS: dict[Op, str] = {
 }
 
 
+def _can_interpret(backend: Backend | None) -> bool:
+    """Return whether a backend is written in Pallas, whose interpreter runs on any platform."""
+    return is_dataclass(backend) and hasattr(backend, "interpret")
+
+
 def _interpreted(name: str, interpret: Interpret) -> Backend:
     """Return a backend by its name, with interpreted kernels if `interpret` is set."""
-    backend = BACKENDS[name]
-    if interpret and isinstance(backend, PallasBackend):
-        return backend.interpreted(interpret)
-    return backend
+    backend: Any = BACKENDS[name]
+    return replace(backend, interpret=interpret) if interpret else backend
 
 
 class BackendChoice(NamedTuple):
@@ -230,7 +218,7 @@ def run_kernel(
         if refusal is None or refusal(*args) is not None:
             continue
         run = getattr(backend, op)
-        if name is not None and isinstance(backend, PallasBackend) and backend.interpret:
+        if name is not None and getattr(backend, "interpret", False):
             return run(*args)
         if backend.platform is not None:
             branches.setdefault(backend.platform, run)
@@ -324,8 +312,8 @@ def check_backend_runs_on(function: str, name: str | None, platform: str) -> Non
     if own == "cuda":  # JAX lowers for "cuda", but the platform of the device is "gpu"
         own = "gpu"
     if own not in (None, platform):
-        can_interpret = isinstance(BACKENDS[name], PallasBackend)
-        anywhere = "; the ops run it anywhere with interpret=True" if can_interpret else ""
+        anywhere = "; the ops run it anywhere with interpret=True"
+        anywhere = anywhere if _can_interpret(BACKENDS[name]) else ""
         raise ValueError(
             f"{function}: backend {name!r} runs on {own} only, got a device of {platform}. Pass "
             f"backend=None for the best one there{anywhere}."

@@ -1,43 +1,28 @@
-"""The GPU that kernels are compiled for, and the split of a batch among its thread blocks.
-
-`device` returns the GPU of the process, or an assumed GPU.
-
-A launch has a fixed number of program instances per KV head, but sequences of any lengths. Long
-sequences are split into parts, so that all program instances read about the same number of tokens.
-The maximum number of loop steps in a part is the number of steps of the batch divided by
-`KVSplit.num_parts`::
-
-    loop steps           a a a a a a a a a a a  b b  c c c c c    three sequences
-    parts               |a a a|a a a|a a|a a a||b b||c c|c c c|   at most three steps each
-    program instances      0     1    2    3     4    5    6     7 8 9    7 to 9 have no part
-
-`find_part` is plain `jnp`. The Triton kernel calls it in each program instance, and the Mosaic GPU
-kernel reads a list of parts that is computed once per step.
-
-If a sequence has several parts, each of their program instances stores a partial result and then
-increments a counter. The program instance that increments it last merges all partial results in
-their order, so the result does not depend on which one is last. No program instance waits for
-another::
-
-    part 0   reads K and V ....... stores, count is 1
-    part 1   reads K and V .............. stores, count is 3: merges all, stores the result
-    part 2   reads K and V ......... stores, count is 2
-"""
+"""The GPU that kernels are compiled for, and the common part of its backends."""
 
 import contextlib
 import contextvars
 import functools
 import importlib.metadata
-import math
 import re
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-from paged_jax.kernels.backend import AttentionArgs
+from paged_jax.kernels.backend import (
+    AttentionArgs,
+    CopyArgs,
+    Interpret,
+    Options,
+    Pools,
+    RaggedArgs,
+    RaggedOptions,
+    RopeWriteArgs,
+    WriteArgs,
+)
+from paged_jax.kernels.ragged_chunks import attend_in_parts
 
 
 class GpuInfo(NamedTuple):
@@ -165,227 +150,42 @@ def _first_gpu() -> GpuInfo:
     return GpuInfo(gpu.device_kind, gpu.core_count, (int(major), int(minor)))
 
 
-# Number of parts per resident program instance in a large batch. Parts differ in length; with
-# several per instance, later parts fill the gaps that short parts leave.
-_WAVES = 3
-
-# Cost of merging the parts of a sequence: the merge takes as long as this number of loop steps of a
-# program instance that runs alone on its SM.
-_MERGE_STEPS = 6
-
-# One sixth of the program instances that the GPU runs at a time saturates the memory bandwidth.
-_SATURATING = 6
-
-# A batch is always split if a sequence can have more loop steps than this. Such a sequence might
-# still run when all others have ended, for longer than a few merges take.
-_LONG_STEPS = 16
-
-# Maximum batch size: each program instance holds the lengths of all sequences in registers.
-MAX_SEQUENCES = 4096
-
-
-class KVSplit(NamedTuple):
-    """Static sizes that determine, together with the lengths, how a batch is split.
+@dataclass(frozen=True)
+class GpuBackend:
+    """Common part of the backends for NVIDIA GPUs: each op is a call of a kernel.
 
     Attributes:
-      batch: number of sequences (B).
-      num_parts: approximate number of parts of the batch; 0 if sequences are not split.
-      step_tokens: tokens in a loop step.
-      capacity: tokens that a row of the block table can hold.
-      window: size of the sliding window in tokens; None for no window.
-      alignment: a divisor of `step_tokens`. Steps start at its multiples, even if a window starts
-        between two of them.
+      kernels: functions by name: `decode`, `prefill`, `attend_to_chunks`, `write`, `rope_write` and
+        `copy_blocks`. Each takes the arrays, `options` if the op has any, and `interpret`.
+      interpret: whether to interpret the kernels; may also be parameters of the interpreter.
     """
 
-    batch: int
-    num_parts: int
-    step_tokens: int
-    capacity: int
-    window: int | None = None
-    alignment: int = 1
+    platform: ClassVar[str | None] = "cuda"
+    kernels: ClassVar[dict[str, Callable[..., Any]]]
+    interpret: Interpret = False
 
-    @property
-    def max_steps(self) -> int:
-        """Number of loop steps over the longest possible sequence."""
-        visible = self.capacity
-        if self.window is not None:
-            visible = min(visible, self.window + self.alignment - 1)
-        return math.ceil(visible / self.step_tokens)
+    def _kernel(self, name: str, **options: Any) -> Callable[..., Any]:
+        return functools.partial(self.kernels[name], interpret=self.interpret, **options)
 
-    @property
-    def num_programs(self) -> int:
-        """Number of program instances per KV head: the maximum number of parts of a batch.
+    def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
+        """Run a decode or a prefill, in one launch."""
+        return self._kernel(args.op, options=options)(args)
 
-        With n steps per part, a sequence has ``ceil(steps / n) < steps / n + 1`` parts. The sum of
-        ``steps / n`` over the batch is at most `num_parts`, so there are at most ``num_parts +
-        batch - 1`` parts.
-        """
-        if self.num_parts == 0:
-            return self.batch
-        return min(self.num_parts + self.batch - 1, self.batch * max(self.max_steps, 1))
+    def attend_ragged(
+        self, args: RaggedArgs, options: RaggedOptions
+    ) -> tuple[jax.Array, jax.Array]:
+        """Run single queries in the decode kernel, and longer chunks in the prefill kernel."""
+        decode = self._kernel("decode", options=options)
+        return attend_in_parts(decode, self._kernel("attend_to_chunks", options=options), args)
 
+    def write(self, args: WriteArgs) -> Pools:
+        """Write new tokens, in one launch."""
+        return self._kernel("write")(args)
 
-class KVPart(NamedTuple):
-    """The part of a sequence that one program instance reads, as i32 scalars.
+    def rope_write(self, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
+        """Normalise, rotate and write, in one launch."""
+        return self._kernel("rope_write", options=options)(args)
 
-    Attributes:
-      is_there: bool, False if the program instance has no part. It then has no loop steps.
-      sequence: row of the sequence in the batch.
-      index: index of the part in its sequence.
-      count: number of parts of the sequence.
-      first: position of the first token that the query sees, rounded down to the alignment.
-      length: length of the sequence.
-      begin: first loop step of the part. Step 0 of a sequence starts at token `first`.
-      end: end of the loop steps (exclusive).
-    """
-
-    is_there: jax.Array
-    sequence: jax.Array
-    index: jax.Array
-    count: jax.Array
-    first: jax.Array
-    length: jax.Array
-    begin: jax.Array
-    end: jax.Array
-
-
-def choose_num_parts(batch: int, kv_heads: int, max_steps: int, resident: int) -> int:
-    """Choose the number of parts of a batch; 0 if its sequences should not be split.
-
-    The kernel is memory-bound, so when a program instance ends, the others read faster. All parts
-    of a small batch run at the same time. A large batch has several parts per resident program
-    instance.
-
-    Splitting costs a merge. It pays off if it saves more time than the merge takes, or if one
-    sequence can be so long that it still runs when all others have ended. Splitting does not help
-    if whole sequences already saturate the bandwidth.
-
-    Args:
-      batch: number of sequences (B).
-      kv_heads: number of KV heads (K).
-      max_steps: loop steps over the longest sequence that the block table can hold.
-      resident: program instances that run at the same time on the GPU.
-
-    Example:
-      >>> choose_num_parts(1, 8, 2048, 396), choose_num_parts(256, 8, 8, 396)
-      (49, 0)
-    """
-    at_once = resident // kv_heads
-    is_small = 2 * batch <= at_once
-    num_parts = at_once - batch + 1 if is_small else max(_WAVES * resident // kv_heads, 1)
-    # Two lower bounds of the time, in loop steps: `least_steps` from the bandwidth, and `longest`
-    # from the program instance with the most steps.
-    least_steps = _SATURATING * batch * kv_heads * max_steps / resident
-    longest = math.ceil(max_steps * batch / num_parts)
-    saved_steps = max(max_steps, least_steps) - max(longest, least_steps)
-    is_worth_it = saved_steps > _MERGE_STEPS or max_steps > _LONG_STEPS
-    return num_parts if is_worth_it and batch <= MAX_SEQUENCES else 0
-
-
-def find_part(split: KVSplit, lengths: jax.Array, program: jax.Array) -> KVPart:
-    """Return the part of a program instance.
-
-    Args:
-      split: how the batch is split; `num_parts` is not 0.
-      lengths: i32 ``[R]``, lengths of the B sequences; the other elements must be 0.
-      program: i32 scalar below ``split.num_programs``.
-
-    Example:
-      >>> split = KVSplit(batch=3, num_parts=6, step_tokens=16, capacity=512)
-      >>> parts = [find_part(split, jnp.array([176, 32, 80, 0]), n) for n in range(8)]
-      >>> [int(part.end - part.begin) for part in parts]
-      [2, 3, 3, 3, 2, 2, 3, 0]
-    """
-    max_steps, ends = _divide(split, lengths)
-    is_before = ends <= program
-    sequence = jnp.sum(is_before, dtype=jnp.int32)
-    start = jnp.max(jnp.where(is_before, ends, 0))
-    # If the program instance has no part, `sequence` is B. `lengths` has 0 or no element at index
-    # B, so the length is 0.
-    rows = jnp.arange(lengths.size, dtype=jnp.int32)
-    length = jnp.sum(jnp.where(rows == sequence, lengths, 0), dtype=jnp.int32)
-    count = _count_parts(_count_steps(split, length), max_steps)
-    part = take_part(split, sequence, program - start, count, length)
-    return part._replace(is_there=sequence < split.batch)
-
-
-def take_part(
-    split: KVSplit,
-    sequence: jax.Array,
-    index: jax.Array | int,
-    count: jax.Array | int,
-    length: jax.Array,
-) -> KVPart:
-    """Return part `index` of a sequence that is split into `count` parts.
-
-    The parts of a sequence differ by at most one loop step.
-    """
-    length, first = _visible(split, length)
-    num_steps = _count_steps(split, length)
-    index, count = (jnp.asarray(x, jnp.int32) for x in (index, count))
-    begin, end = (lax.div(num_steps * turn, count) for turn in (index, index + 1))
-    return KVPart(jnp.asarray(True), sequence, index, count, first, length, begin, end)
-
-
-def _divide(split: KVSplit, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the maximum steps in a part, and the cumulative number of parts of the sequences."""
-    is_sequence = jnp.arange(lengths.size, dtype=jnp.int32) < split.batch
-    steps = jnp.where(is_sequence, _count_steps(split, lengths), 0)
-    total = jnp.sum(steps, dtype=jnp.int32)
-    max_steps = divide(total + split.num_parts - 1, split.num_parts)
-    max_steps = jnp.maximum(max_steps, 1)
-    counts = jnp.where(is_sequence, _count_parts(steps, max_steps), 0)
-    return max_steps, jnp.cumsum(counts, dtype=jnp.int32)
-
-
-def _count_parts(steps: jax.Array, max_steps: jax.Array) -> jax.Array:
-    """Return the number of parts: at least 1, because an empty sequence has a result too."""
-    return jnp.maximum(lax.div(steps + max_steps - 1, jnp.full_like(steps, max_steps)), 1)
-
-
-def _count_steps(split: KVSplit, length: jax.Array) -> jax.Array:
-    length, first = _visible(split, length)
-    return divide(length - first + split.step_tokens - 1, split.step_tokens)
-
-
-def _visible(split: KVSplit, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the length of a sequence, and the position of the first token that is read."""
-    # The length is clipped to the table: on a GPU an address past the end of an array raises no
-    # error.
-    length = jnp.clip(length, 0, split.capacity)
-    if split.window is None:
-        return length, jnp.zeros_like(length)
-    first = jnp.maximum(length - split.window, 0)
-    return length, first - remainder(first, split.alignment)
-
-
-def zero_counters(args: AttentionArgs, num_slices: int) -> jax.Array:
-    """Return zeroed counters, i32 ``[B, num_slices]``, for the parts of each sequence and slice.
-
-    XLA would turn `jnp.zeros` into a constant, and copy it for each layer in a separate launch.
-    These zeros are computed from the layer index, so XLA computes the counters of all layers in one
-    kernel. They are zero because no length equals ``-1 - layer``. XLA merges such computations only
-    if they read the same array, and if it has more than one element. The lengths of a single
-    sequence have one element, so the block tables are read too.
-    """
-    number = -1 - jnp.asarray(args.layer, jnp.int32)
-    is_one = (args.context_lens == number) & (args.block_tables[:, 0] == number)
-    return jnp.broadcast_to(is_one[:, None], (is_one.size, num_slices)).astype(jnp.int32)
-
-
-def divide(x: jax.Array, divisor: int) -> jax.Array:
-    """Return ``x // divisor`` of non-negative i32 numbers; `//` would also handle signs.
-
-    The divisor is converted to i32, because a Python integer would be 64 bits wide under
-    jax_enable_x64.
-    """
-    if divisor & (divisor - 1):
-        return lax.div(x, jnp.full_like(x, divisor))
-    return lax.shift_right_logical(x, jnp.full_like(x, divisor.bit_length() - 1))
-
-
-def remainder(x: jax.Array, divisor: int) -> jax.Array:
-    """Return ``x % divisor`` of non-negative i32 numbers, like `divide`."""
-    if divisor & (divisor - 1):
-        return lax.rem(x, jnp.full_like(x, divisor))
-    return x & (divisor - 1)
+    def copy_blocks(self, args: CopyArgs) -> Pools:
+        """Copy blocks, in one launch."""
+        return self._kernel("copy_blocks")(args)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_jax.kernels.gpu_device import (
+from paged_jax.kernels.kv_split import (
     KVPart,
     KVSplit,
     choose_num_parts,

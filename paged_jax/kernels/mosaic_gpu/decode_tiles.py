@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.gpu_device import KVPart, KVSplit
+from paged_jax.kernels.kv_split import KVPart, KVSplit
 from paged_jax.kernels.mosaic_gpu.launch import (
     MAX_SHARED_MEMORY,
     TILE_LANES,

@@ -1,7 +1,7 @@
 r"""Decode attention in bulk copies and `mma` instructions, for compute capability 9.0 and 10.x.
 
 A thread block attends with the G query heads of one KV head to one part of one sequence, see
-`paged_jax.kernels.gpu_device`. Bulk copies bring whole blocks of K and V into a ring of tiles in
+`paged_jax.kernels.kv_split`. Bulk copies bring whole blocks of K and V into a ring of tiles in
 shared memory, some steps ahead of the matmuls::
 
     pools [L, P, K, C, D]                 ring of tiles [stages, T, D]       registers
@@ -43,7 +43,7 @@ from jax.experimental import pallas as pl
 
 from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Options, Problem
-from paged_jax.kernels.gpu_device import (
+from paged_jax.kernels.kv_split import (
     KVPart,
     KVSplit,
     choose_num_parts,

@@ -50,7 +50,6 @@ from paged_jax.kernels.backend import (
     RaggedArgs,
     RaggedOptions,
 )
-from paged_jax.kernels.dispatch import PallasBackend
 from paged_jax.kernels.mosaic_tpu import jax_kernels
 from paged_jax.kernels.mosaic_tpu.kernel import (
     MAX_SCALARS,
@@ -274,10 +273,15 @@ def _gather_scales(
 
 
 @dataclass(frozen=True)
-class MosaicTpu(PallasBackend):
-    """The backend ``"mosaic_tpu"``. XLA does the writes and copies, in place."""
+class MosaicTpu:
+    """The backend ``"mosaic_tpu"``. XLA does the writes and copies, in place.
+
+    Attributes:
+      interpret: whether to interpret the kernels; may also be parameters of the interpreter.
+    """
 
     platform: ClassVar[str | None] = "tpu"
+    interpret: Interpret = False
 
     def refusal(self, problem: Problem) -> str | None:
         """Return why the kernels cannot solve a problem, or None if they can."""

@@ -4,7 +4,6 @@ JAX deprecated Pallas' Triton backend in 0.11. If it is missing, this backend su
 and XLA computes the ops instead.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,21 +13,13 @@ import jax.numpy as jnp
 from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import (
     ATTENTION,
-    AttentionArgs,
-    CopyArgs,
     Interpret,
-    Options,
-    Pools,
     Problem,
-    RaggedArgs,
-    RaggedOptions,
-    RopeWriteArgs,
     StateStep,
-    WriteArgs,
 )
-from paged_jax.kernels.dispatch import PallasBackend
+from paged_jax.kernels.gpu_device import GpuBackend
+from paged_jax.kernels.kv_split import MAX_SEQUENCES
 from paged_jax.kernels.pool_format import QUANTISED
-from paged_jax.kernels.ragged_chunks import attend_in_parts
 from paged_jax.kernels.triton import linear, pallas, tiles
 from paged_jax.kernels.triton import recurrent as _recurrent
 from paged_jax.kernels.triton import write as _write
@@ -41,41 +32,21 @@ __all__ = ["Triton", "copy_blocks", "decode", "prefill", "refusal", "rope_write"
 
 
 @dataclass(frozen=True)
-class Triton(PallasBackend):
+class Triton(GpuBackend):
     """The backend ``"triton"``."""
 
-    platform: ClassVar[str | None] = "cuda"
+    kernels: ClassVar = {
+        "decode": decode,
+        "prefill": prefill,
+        "attend_to_chunks": attend_to_chunks,
+        "write": write,
+        "rope_write": rope_write,
+        "copy_blocks": copy_blocks,
+    }
 
     def refusal(self, problem: Problem) -> str | None:
         """Return why the kernels cannot solve a problem, or None if they can."""
         return refusal(problem, self.interpret)
-
-    def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """Run a decode or a prefill, in one launch."""
-        kernel = decode if args.query_lens is None else prefill
-        return kernel(args, options, interpret=self.interpret)
-
-    def attend_ragged(
-        self, args: RaggedArgs, options: RaggedOptions
-    ) -> tuple[jax.Array, jax.Array]:
-        """Run single queries in the decode kernel, and longer chunks in the prefill kernel."""
-        return attend_in_parts(
-            functools.partial(decode, options=options, interpret=self.interpret),
-            functools.partial(attend_to_chunks, options=options, interpret=self.interpret),
-            args,
-        )
-
-    def write(self, args: WriteArgs) -> Pools:
-        """Write new tokens, in one launch."""
-        return write(args, self.interpret)
-
-    def rope_write(self, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
-        """Normalise, rotate and write, in one launch."""
-        return rope_write(args, options, self.interpret)
-
-    def copy_blocks(self, args: CopyArgs) -> Pools:
-        """Copy blocks, in one launch."""
-        return copy_blocks(args, self.interpret)
 
     def grouped_linear_refusal(self, x: jax.Array, w: Weight, sizes: jax.Array) -> str | None:
         """Return why the kernel cannot multiply these arrays, or None if it can."""
@@ -110,10 +81,8 @@ def refusal(problem: Problem, interpret: Interpret = False) -> str | None:
     """
     if (why_not := pallas.refusal() or (None if interpret else _gpu_refusal(problem))) is not None:
         return why_not
-    if problem.op == "ragged" and problem["B"] > gpu_device.MAX_SEQUENCES:
-        return (
-            f"a ragged batch has at most {gpu_device.MAX_SEQUENCES} sequences, not {problem['B']}"
-        )
+    if problem.op == "ragged" and problem["B"] > MAX_SEQUENCES:
+        return f"a ragged batch has at most {MAX_SEQUENCES} sequences, not {problem['B']}"
     attends = problem.op in ATTENTION
     return _pool_refusal(problem, "reads" if attends else "writes") or (
         tiles.refusal(problem) if attends else _write.refusal(problem)

@@ -16,7 +16,7 @@ A large group is cut into slices that fit the registers of a program instance. F
 group of a shared prefix has the query heads of all sequences. Each slice reads K and V again,
 mostly from the L2 cache.
 
-`paged_jax.kernels.gpu_device` describes how sequences are split into parts and how the results are
+`paged_jax.kernels.kv_split` describes how sequences are split into parts and how the results are
 merged. If the batch is not split, the kernel has no counters and no partial results.
 
 The last program instance sees all partial results, because the counter is an atomic addition with
@@ -38,7 +38,7 @@ from jax.experimental import pallas as pl
 
 from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Options
-from paged_jax.kernels.gpu_device import (
+from paged_jax.kernels.kv_split import (
     KVPart,
     KVSplit,
     choose_num_parts,

@@ -43,8 +43,8 @@ from jax.experimental import pallas as pl
 from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.dispatch import general_backend
-from paged_jax.kernels.gpu_device import divide
 from paged_jax.kernels.gradients import with_plain_gradients
+from paged_jax.kernels.kv_split import divide
 from paged_jax.kernels.triton import dequantise, pallas, tiles
 from paged_jax.kernels.triton.dequantise import TileFormat, WeightTile
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu

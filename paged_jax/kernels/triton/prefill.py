@@ -33,7 +33,7 @@ from jax.experimental import pallas as pl
 
 from paged_jax.kernels import gpu_device
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Options, RaggedArgs
-from paged_jax.kernels.gpu_device import divide, remainder
+from paged_jax.kernels.kv_split import divide, remainder
 from paged_jax.kernels.pool_format import Half
 from paged_jax.kernels.ragged_chunks import Chunks
 from paged_jax.kernels.triton import tiles, tuning

@@ -35,7 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from paged_jax.kernels.backend import Options, Problem
-from paged_jax.kernels.gpu_device import divide, remainder
+from paged_jax.kernels.kv_split import divide, remainder
 from paged_jax.kernels.pool_format import Half, is_quantised, matmul_dtype
 from paged_jax.kernels.triton.pallas import Instructions, plgpu
 

@@ -57,8 +57,8 @@ from paged_jax.kernels.backend import (
     WriteArgs,
 )
 from paged_jax.kernels.dispatch import general_backend
-from paged_jax.kernels.gpu_device import divide, remainder
 from paged_jax.kernels.gradients import with_plain_gradients
+from paged_jax.kernels.kv_split import divide, remainder
 from paged_jax.kernels.pool_format import QUANTISED, query_dtype, scale_of_peak
 from paged_jax.kernels.triton import tiles
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
