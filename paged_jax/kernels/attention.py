@@ -36,6 +36,7 @@ from paged_jax.kernels.checks import (
     check_sharding,
     checked_options,
     checked_value_dim,
+    default_layer,
     pool_letters,
 )
 from paged_jax.kernels.dispatch import Dispatch
@@ -45,7 +46,7 @@ from paged_jax.kernels.gradients import attend_differentiably
 class AttentionOptions(TypedDict, total=False):
     """Optional arguments of the attention ops, see `paged_attention`."""
 
-    layer: int | jax.Array
+    layer: int | jax.Array | None
     scale: float | None
     sliding_window: int | None
     soft_cap: float | None
@@ -81,7 +82,7 @@ def paged_attention(
     block_tables: jax.Array,
     context_lens: jax.Array,
     *,
-    layer: int | jax.Array = 0,
+    layer: int | jax.Array | None = None,
     scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
@@ -108,7 +109,8 @@ def paged_attention(
         a sequence may hold anything.
       context_lens: integer ``[B]``, tokens in each sequence, including the query's token. The
         output of an empty sequence is 0.
-      layer: index of the layer to read, a Python int or a traced scalar.
+      layer: index of the layer to read, a Python int or a traced scalar. None if the pools have one
+        layer.
       scale: factor of the scores, ``D ** -0.5`` if None (static).
       sliding_window: number of tokens that a query sees, including its own; None for all (static).
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)`` (Gemma 2, section 2; static).
@@ -146,6 +148,7 @@ def paged_attention(
       (1, 4, 16)
     """
     pools = Pools(k_pool, v_pool, k_scale, v_scale)
+    layer = default_layer("paged_attention", k_pool, layer)
     args = AttentionArgs(q, pools, block_tables, context_lens, None, sinks, layer)
     out, lse = attend(
         "paged_attention",
@@ -185,7 +188,7 @@ def paged_prefill_attention(
     context_lens: jax.Array,
     query_lens: jax.Array,
     *,
-    layer: int | jax.Array = 0,
+    layer: int | jax.Array | None = None,
     scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
@@ -227,6 +230,7 @@ def paged_prefill_attention(
     # `query_lens` is checked here, because `attend` runs a decode if it is None.
     lens = as_arrays("paged_prefill_attention", query_lens=query_lens)["query_lens"]
     pools = Pools(k_pool, v_pool, k_scale, v_scale)
+    layer = default_layer("paged_prefill_attention", k_pool, layer)
     args = AttentionArgs(q, pools, block_tables, context_lens, lens, sinks, layer)
     out, lse = attend(
         "paged_prefill_attention",

@@ -17,7 +17,14 @@ from paged_jax.arguments import names_arguments
 from paged_jax.dims import bind
 from paged_jax.kernels.attention import attend
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Pools
-from paged_jax.kernels.checks import as_arrays, as_int32, as_pools, check_sharding, pool_letters
+from paged_jax.kernels.checks import (
+    as_arrays,
+    as_int32,
+    as_pools,
+    check_sharding,
+    default_layer,
+    pool_letters,
+)
 from paged_jax.kernels.pool_format import wider_dtype
 
 # Minimum number of token reads that sharing must save. Fewer do not pay for the second pass, over
@@ -74,7 +81,7 @@ def cascade_attention(
     context_lens: jax.Array,
     num_shared: jax.Array,
     *,
-    layer: int | jax.Array = 0,
+    layer: int | jax.Array | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     k_scale: jax.Array | None = None,
@@ -124,6 +131,7 @@ def cascade_attention(
         "cascade_attention",
         block_tables=named["block_tables"], context_lens=named["context_lens"],
     )  # fmt: skip
+    layer = default_layer("cascade_attention", pools.k, layer)
     B, K, C, M = (sizes[letter] for letter in "BKCM")
     context_lens = jnp.clip(context_lens, 0, M * C)
 

@@ -75,6 +75,23 @@ def check_pools(function: str, pools: Pools, layer: Any, *, has_own_dim: bool = 
         raise ValueError(f"{function}: layer must be in 0..{L - 1}, got {layer}.")
 
 
+def default_layer(function: str, k_pool: Any, layer: int | jax.Array | None) -> int | jax.Array:
+    """Return the argument `layer`, or 0 if it is None and the pool has one layer.
+
+    Raises:
+      ValueError: the argument is None, and the pool has several layers.
+    """
+    if layer is not None:
+        return layer
+    shape = np.shape(k_pool)
+    if len(shape) == 5 and shape[0] != 1:
+        raise ValueError(
+            f"{function}: layer must be given for pools of {shape[0]} layers, got None. Pass the "
+            "index of a layer."
+        )
+    return 0
+
+
 def _check_value_pool(function: str, pools: Pools, has_own_dim: bool) -> None:
     """Check the dtypes of both pools, and the shape of the pool of values."""
     check_pool_dtype(function, "k_pool", pools.k.dtype)

@@ -28,6 +28,7 @@ from paged_jax.kernels.checks import (
     as_scalar,
     check_pools,
     check_sharding,
+    default_layer,
     half_of_pages,
     pool_letters,
 )
@@ -50,7 +51,7 @@ def paged_write(
     blocks: jax.Array,
     offsets: jax.Array,
     *,
-    layer: int | jax.Array = 0,
+    layer: int | jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     backend: str | None = None,
@@ -73,7 +74,7 @@ def paged_write(
       offsets: integer ``[N]``, position of each token in its block. A token is dropped if its
         offset is not in 0..C - 1. Written tokens must have different positions.
       layer: index of the layer to write, a Python int or a traced scalar. Nothing is written if a
-        traced index is out of range.
+        traced index is out of range. None if the pools have one layer.
       k_scale: f32 ``[L, P, K, C]``, scales of a quantised pool of keys; None for other pools.
       v_scale: scales of the values, like `k_scale`.
       backend: ``"triton"`` (GPU), ``"xla"``, or None for the best backend of the platform that the
@@ -103,6 +104,7 @@ def paged_write(
     new, value_dim = _letters_of_new("paged_write", pools, k, v)
     shapes = pool_letters(pools, k.shape[-1] if k.ndim else 0, value_dim)
     sizes = dims.bind("paged_write", **shapes, **new, blocks=(blocks, "N"), offsets=(offsets, "N"))
+    layer = default_layer("paged_write", pools.k, layer)
     check_pools("paged_write", pools, layer, has_own_dim=value_dim is not None)
     for name, (array, _) in new.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -147,7 +149,7 @@ def paged_rope_write(
     blocks: jax.Array,
     offsets: jax.Array,
     *,
-    layer: int | jax.Array = 0,
+    layer: int | jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     q_norm: jax.Array | None = None,
@@ -195,6 +197,7 @@ def paged_rope_write(
     qkv, cos, sin, blocks, offsets = (jnp.asarray(x) for x in (qkv, cos, sin, blocks, offsets))
     norms = None if q_norm is None or k_norm is None else (jnp.asarray(q_norm), jnp.asarray(k_norm))
     pools = as_pools(Pools(k_pool, v_pool, k_scale, v_scale))
+    layer = default_layer(function, pools.k, layer)
     args = RopeWriteArgs(pools, qkv, cos, sin, norms, blocks, offsets, layer)
     sizes = _check_rope_write(function, args)
     blocks, offsets = as_int32(function, blocks=blocks, offsets=offsets)

@@ -374,7 +374,7 @@ def test_paged_attention_options_may_be_numpy_or_jax_scalars() -> None:
     batch, q = PagedBatch.random([9, 20]), queries((2, 4, 16))
     arrays = q, batch.pools.k, batch.pools.v, batch.block_tables, batch.lengths
     names = ("scale", "sliding_window", "soft_cap")
-    attend = functools.partial(paged_attention, *arrays, backend="reference")
+    attend = functools.partial(paged_attention, *arrays, layer=LAYER, backend="reference")
     wanted = str(jax.make_jaxpr(lambda: attend(**dict.fromkeys(names, 3)))())
     for three in (np.int64(3), jnp.int32(3)):
         given = jax.make_jaxpr(functools.partial(attend, **dict.fromkeys(names, three)))()
@@ -392,9 +392,11 @@ def test_paged_attention_refuses_explicit_axes() -> None:
     q = jax.device_put(queries((2, 4, 16)), NamedSharding(mesh, P(None, "heads")))
     message = r"arrays must not be on a mesh with explicit axes, got .* jax\.shard_map\("
     with pytest.raises(ValueError, match="paged_attention: " + message):
-        paged_attention(q, *arrays)
+        paged_attention(q, *arrays, layer=LAYER)
     with pytest.raises(ValueError, match="paged_prefill_attention: " + message):
-        jax.jit(lambda q: paged_prefill_attention(q[:, None], *arrays, batch.lengths))(q)
+        jax.jit(lambda q: paged_prefill_attention(q[:, None], *arrays, batch.lengths, layer=LAYER))(
+            q
+        )
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a device for a kernel")
@@ -402,10 +404,11 @@ def test_paged_attention_names_the_platform_of_a_backend() -> None:
     batch, q = PagedBatch.random([9, 20]), queries((2, 4, 16))
     arrays = batch.pools.k, batch.pools.v, batch.block_tables, batch.lengths
     message = "'triton' runs on gpu only, got a device of cpu. .* backend=None .* interpret=True"
+    options = {"layer": LAYER, "backend": "triton"}
     with pytest.raises(ValueError, match=message):
-        paged_attention(q, *arrays, backend="triton")
+        paged_attention(q, *arrays, **options)
     with pytest.raises(ValueError, match=message):
-        paged_prefill_attention(q[:, None], *arrays, np.ones(2, np.int32), backend="triton")
+        paged_prefill_attention(q[:, None], *arrays, np.ones(2, np.int32), **options)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])
@@ -427,11 +430,12 @@ def test_paged_attention_memory_does_not_depend_on_the_table() -> None:
     costs = []
     for extra_width in (64, 6400):
         batch = PagedBatch.random([9, 20], extra_width=extra_width)
-        compiled = (
-            jax.jit(lambda q, t, b=batch: paged_attention(q, b.pools.k, b.pools.v, t, b.lengths))
-            .lower(queries((2, 2, 16)), batch.block_tables)
-            .compile()
-        )
+
+        def attend(q, tables, batch=batch):
+            pools = batch.pools
+            return paged_attention(q, pools.k, pools.v, tables, batch.lengths, layer=LAYER)
+
+        compiled = jax.jit(attend).lower(queries((2, 2, 16)), batch.block_tables).compile()
         costs.append(compiled.memory_analysis().temp_size_in_bytes)
     table_bytes = 2 * 6400 * 4
     assert costs[1] - costs[0] <= 2 * table_bytes
@@ -457,6 +461,7 @@ BAD_CALLS = {
     "scale superfluous": ({"v_scale": SCALE}, "v_scale must be None for a pool of float32"),
     "scale shape": ({"k_scale": SCALE[:, :3]}, "k_scale must have P"),
     "sinks": ({"sinks": np.zeros(3, np.float32)}, "sinks must have H"),
+    "no layer": ({"layer": None}, "layer must be given for pools of 2 layers, got None"),
     "layer": ({"layer": 2}, r"layer must be in 0\.\.1, got 2"),
     "window": ({"sliding_window": 0}, "sliding_window must be an integer, at least 1"),
     "cap": ({"soft_cap": -1.0}, "soft_cap must be positive"),
@@ -485,6 +490,7 @@ def test_paged_attention_refuses_wrong_arguments(change, message) -> None:
         "v_pool": pool,
         "block_tables": np.zeros((2, 4), np.int32),
         "context_lens": np.ones(2, np.int32),
+        "layer": LAYER,
     }
     with pytest.raises(ValueError, match=message):
         paged_attention(**(arguments | change))

@@ -265,7 +265,7 @@ def test_choose_backend_gives_reasons() -> None:
 def test_backend_none_uses_the_kernel_in_programs_for_cpus() -> None:
     batch, q = PagedBatch.random([9, 20]), queries((2, 4, 16))
     arrays = batch.pools.k, batch.pools.v, batch.block_tables, batch.lengths
-    traced = jax.jit(lambda q: paged_attention(q, *arrays)).trace(q)
+    traced = jax.jit(lambda q: paged_attention(q, *arrays, layer=LAYER)).trace(q)
     for platform, is_called in {"cpu": True, "cuda": False}.items():
         text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert ("paged_jax_decode_float32" in text) == is_called

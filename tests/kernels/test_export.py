@@ -37,7 +37,7 @@ WEIGHTS = RNG.normal(size=(2, 128, D)).astype(np.float32)
 
 
 def decode(q, *arrays, **options):
-    return paged_attention(q, *arrays, **options)
+    return paged_attention(q, *arrays, layer=0, **options)
 
 
 def gradient(q, *arrays, **options):
@@ -69,13 +69,13 @@ PROGRAMS: dict[str, tuple[Any, Any, Any]] = {
     "decode": (decode, ATTENTION, partial(decode, backend="reference")),
     "gradient": (gradient, ATTENTION, partial(gradient, backend="reference")),
     "prefill": (
-        paged_prefill_attention,
+        partial(paged_prefill_attention, layer=0),
         (CHUNKS, *POOLS, TABLES, LENS, np.int32([4, 2, 0])),
-        partial(paged_prefill_attention, backend="reference"),
+        partial(paged_prefill_attention, layer=0, backend="reference"),
     ),
     "ragged": (ragged, RAGGED, partial(ragged, backend="reference")),
     "write": (
-        lambda k, v, new, *places: paged_write(k, v, new, new, *places)[:2],
+        lambda k, v, new, *places: paged_write(k, v, new, new, *places, layer=0)[:2],
         (*POOLS, NEW, BLOCKS, OFFSETS),
         plain_write,
     ),
@@ -142,14 +142,14 @@ def test_export_with_symbolic_sizes_is_refused() -> None:
             decode, (of((b, H, D), Q.dtype), pool, pool, of((b, 2), int32), of((b,), int32)),
         ),
         "paged_prefill_attention: q": (
-            paged_prefill_attention,
+            partial(paged_prefill_attention, layer=0),
             (of((B, t, H, D), Q.dtype), pool, pool, TABLES, LENS, LENS),
         ),
         "ragged_paged_attention: kv_pages": (
             ragged, (ROWS, of((p, C, 2 * K, D), Q.dtype), *RAGGED[2:]),
         ),
         "paged_write: k": (
-            paged_write, (*POOLS, of((n, K, D), Q.dtype), of((n, K, D), Q.dtype), n, n),
+            partial(paged_write, layer=0), (*POOLS, of((n, K, D), Q.dtype), of((n, K, D), Q.dtype), n, n),
         ),
         "copy_blocks: k_pool": (
             copy_blocks, (of((L, p, K, C, D), Q.dtype),) * 2 + (BLOCKS, BLOCKS),

@@ -45,26 +45,30 @@ def quantised_write(new, **backend):
     pool, scale = jnp.zeros(POOL.shape, jnp.int8), jnp.zeros(POOL.shape[:4])
     written = paged_write(
         pool, pool, jax.lax.stop_gradient(new), new, BLOCKS, OFFSETS,
-        k_scale=scale, v_scale=scale, **backend,
+        layer=0, k_scale=scale, v_scale=scale, **backend,
     )  # fmt: skip
     return written.k_scale
 
 
+def rope_write(qkv, **backend):
+    places = BLOCKS, OFFSETS
+    return paged_rope_write(POOL, POOL, qkv, ANGLES, ANGLES, *places, layer=0, **backend)[1].k
+
+
 # Functions of an array and the backend.
 OPS = {
-    "write": (lambda x, **b: paged_write(POOL, POOL, x, x, BLOCKS, OFFSETS, **b).k, NEW),
-    "rope_write": (
-        lambda x, **b: paged_rope_write(POOL, POOL, x, ANGLES, ANGLES, BLOCKS, OFFSETS, **b)[1].k,
-        QKV,
-    ),
+    "write": (lambda x, **b: paged_write(POOL, POOL, x, x, BLOCKS, OFFSETS, layer=0, **b).k, NEW),
+    "rope_write": (rope_write, QKV),
     "copy": (lambda x, **b: copy_blocks(x, POOL, OFFSETS[:2], BLOCKS[:2], **b).k, POOL),
-    "decode": (lambda x, **b: paged_attention(x, POOL, POOL, TABLES, LENS, **b), Q),
+    "decode": (lambda x, **b: paged_attention(x, POOL, POOL, TABLES, LENS, layer=0, **b), Q),
     "prefill": (
-        lambda x, **b: paged_prefill_attention(x, POOL, POOL, TABLES, LENS, QUERY_LENS, **b),
+        lambda x, **b: paged_prefill_attention(
+            x, POOL, POOL, TABLES, LENS, QUERY_LENS, layer=0, **b
+        ),
         CHUNKS,
     ),
     "cascade": (
-        lambda x, **b: cascade_attention(x, POOL, POOL, TABLES[[0, 0, 2]], LENS, 1, **b),
+        lambda x, **b: cascade_attention(x, POOL, POOL, TABLES[[0, 0, 2]], LENS, 1, layer=0, **b),
         Q,
     ),
     "ragged": (ragged, np.ones((9, 2 * K, D), np.float32)),

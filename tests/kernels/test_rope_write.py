@@ -241,7 +241,7 @@ def test_paged_rope_write_in_a_scan_over_layers(backend):
 
 def test_paged_rope_write_of_no_tokens(backend):
     pools, new = poisoned(jnp.dtype(jnp.int8), (L, P, K, C, D)), make_new(0)
-    q, written = run(pools, new, *make_places(0), **backend)
+    q, written = run(pools, new, *make_places(0), layer=LAYER, **backend)
     assert q.shape == (0, H, D) and q.dtype == jnp.bfloat16
     assert_same_bits(written, pools)
 
@@ -297,7 +297,7 @@ def test_paged_rope_write_updates_donated_pools_in_place(dtype):
 POOL = np.zeros((L, P, K, C, D), np.float32)
 QKV, ANGLES = np.zeros((2, K, H // K + 2, D), np.float32), np.zeros((2, D // 2), np.float32)
 BAD = {
-    **{name: BAD_WRITES[name] for name in ("layer", "blocks", "offsets", "backend")},
+    **{name: BAD_WRITES[name] for name in ("no layer", "layer", "blocks", "offsets", "backend")},
     "rank": (dict(qkv=QKV[0]), r"qkv must have shape \[N, K, G \+ 2, D\]"),
     "no queries": (dict(qkv=QKV[:, :, :2]), r"qkv must have shape \[N, K, G \+ 2, D\]"),
     "KV heads": (dict(qkv=QKV[:, :1]), "k_pool must have K"),
@@ -318,8 +318,9 @@ BAD = {
 def test_paged_rope_write_refuses_wrong_arguments(changes, message):
     places = np.zeros(2, np.int32)
     arguments = dict(
-        k_pool=POOL, v_pool=POOL, qkv=QKV, cos=ANGLES, sin=ANGLES, blocks=places, offsets=places
-    )
+        k_pool=POOL, v_pool=POOL, qkv=QKV, cos=ANGLES, sin=ANGLES, blocks=places, offsets=places,
+        layer=LAYER,
+    )  # fmt: skip
     with pytest.raises(ValueError, match=f"paged_rope_write: {message}"):
         paged_rope_write(**(arguments | changes))
 
@@ -328,7 +329,7 @@ def test_paged_rope_write_refuses_explicit_axes():
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(AxisType.Explicit,))
     pool = jax.device_put(POOL, NamedSharding(mesh, Spec(None, None, "heads")))
     with pytest.raises(ValueError, match="paged_rope_write: arrays must not be on a mesh with"):
-        run(Pools(pool, pool), make_new(2), *make_places(2))
+        run(Pools(pool, pool), make_new(2), *make_places(2), layer=LAYER)
 
 
 def test_paged_rope_write_of_odd_halves_in_quantised_pools_uses_xla():
@@ -336,5 +337,5 @@ def test_paged_rope_write_of_odd_halves_in_quantised_pools_uses_xla():
     with pytest.raises(
         NotImplementedError, match="triton does not support the call: it writes halves of heads in"
     ):
-        run(pools, new, *make_places(3), backend="triton", interpret=True)
+        run(pools, new, *make_places(3), layer=LAYER, backend="triton", interpret=True)
     check(pools, new, make_places(3))

@@ -179,7 +179,7 @@ def test_paged_write_in_a_scan_over_layers(backend):
 
 def test_paged_write_and_copy_blocks_of_empty_arrays(backend):
     pools, (k, v), places = poisoned(jnp.dtype(jnp.float32)), make_tokens(0), make_places(0)
-    assert_same_bits(run_write(pools, k, v, *places, **backend), pools)
+    assert_same_bits(run_write(pools, k, v, *places, layer=LAYER, **backend), pools)
     assert_same_bits(run_copy(pools, *places, **backend), pools)
 
 
@@ -259,7 +259,7 @@ def test_paged_write_has_gradients(name, dtype):
 
 def test_paged_write_has_gradients_with_backend_none():
     pools, new, places = ones()
-    d_k = jax.jit(jax.grad(lambda k: run_write(pools, k, new, *places).k.sum()))(new)
+    d_k = jax.jit(jax.grad(lambda k: run_write(pools, k, new, *places, layer=0).k.sum()))(new)
     np.testing.assert_array_equal(d_k, without(new, 1))
 
 
@@ -431,6 +431,7 @@ def test_paged_write_on_other_platforms_scatters_without_casts(dtype):
 
 POOL = np.zeros((L, P, K, C, D), np.float32)
 BAD_WRITES = {
+    "no layer": (dict(layer=None), "layer must be given for pools of 2 layers, got None"),
     "layer": (dict(layer=L), r"layer must be in 0\.\.1, got 2"),
     "negative layer": (dict(layer=-1), r"layer must be in 0\.\.1, got -1"),
     "head dim": (dict(k=np.zeros((2, K, D + 1))), "k must have D"),
@@ -452,7 +453,9 @@ BAD_WRITES = {
 @pytest.mark.parametrize(("changes", "message"), BAD_WRITES.values(), ids=BAD_WRITES)
 def test_paged_write_refuses_wrong_arguments(changes, message):
     new, places = np.zeros((2, K, D), np.float32), np.zeros(2, np.int32)
-    arguments = dict(k_pool=POOL, v_pool=POOL, k=new, v=new, blocks=places, offsets=places)
+    arguments = dict(
+        k_pool=POOL, v_pool=POOL, k=new, v=new, blocks=places, offsets=places, layer=LAYER
+    )
     with pytest.raises(ValueError, match=f"paged_write: {message}"):
         paged_write(**(arguments | changes))
 
@@ -473,7 +476,7 @@ def test_paged_write_and_copy_blocks_refuse_explicit_axes():
     new, places = np.zeros((2, K, D), np.float32), np.zeros(2, np.int32)
     message = "arrays must not be on a mesh with explicit axes"
     with pytest.raises(ValueError, match=f"paged_write: {message}"):
-        paged_write(pool, pool, new, new, places, places)
+        paged_write(pool, pool, new, new, places, places, layer=LAYER)
     with pytest.raises(ValueError, match=f"copy_blocks: {message}"):
         copy_blocks(pool, pool, places, places)
 
@@ -483,7 +486,7 @@ def test_paged_write_and_copy_blocks_name_the_platform_of_a_backend():
     new, places = np.zeros((2, K, D), np.float32), np.zeros(2, np.int32)
     message = "'triton' runs on gpu only, got a device of cpu"
     with pytest.raises(ValueError, match=f"paged_write: backend {message}"):
-        paged_write(POOL, POOL, new, new, places, places, backend="triton")
+        paged_write(POOL, POOL, new, new, places, places, layer=LAYER, backend="triton")
     with pytest.raises(ValueError, match=f"copy_blocks: backend {message}"):
         copy_blocks(POOL, POOL, places, places, backend="triton")
 
@@ -492,7 +495,8 @@ def test_paged_write_refuses_more_rows_than_int32_counts():
     def write(P):
         pool = jax.ShapeDtypeStruct((15, P, 8, 16, 1), jnp.float32)
         new, places = jax.ShapeDtypeStruct((2, 8, 1), jnp.float32), PLACES.update(shape=(2,))
-        jax.eval_shape(run_write, Pools(pool, pool), new, new, places, places)
+        write = functools.partial(run_write, layer=LAYER)
+        jax.eval_shape(write, Pools(pool, pool), new, new, places, places)
 
     write(2**20)
     with pytest.raises(ValueError, match="must have at most 2147483631 rows"):
