@@ -81,7 +81,7 @@ NUMBERS: Mapping[str, Number] = {
         {"ge": 0, "le": 1},
         "be in [0, 1]",
         "Use 0.0 to keep every token.",
-        help="drop tokens less probable than X times the most probable one",
+        help="drop tokens whose probability is below X times the highest probability",
         is_recommended=True,
     ),
     "presence_penalty": dataclasses.replace(
