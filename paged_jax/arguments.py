@@ -248,6 +248,8 @@ _ADVICE = {
     ),
     "pad_token_id padding_side": "Leave it out: batches need no padding.",
     "no_repeat_ngram_size": "Use repetition_penalty or frequency_penalty.",
+    "get_tokenizer": "Use its attribute tokenizer.",
+    "llm_engine": "An LLM is itself an engine, with the methods add_request, step and abort.",
     "mask attention_mask attn_mask is_causal causal": (
         "Attention is always causal; lengths and sliding_window say which tokens a query sees."
     ),

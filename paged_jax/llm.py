@@ -5,12 +5,12 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from jax.typing import ArrayLike
 
-from paged_jax.arguments import names_arguments
+from paged_jax.arguments import advise, names_arguments
 from paged_jax.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.request_factory import Prompt
@@ -35,6 +35,17 @@ class LLM(Engine):
       >>> len(output.outputs[0].token_ids)
       4
     """
+
+    if not TYPE_CHECKING:  # type checkers report unknown attributes
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise an error for an unknown attribute, with advice about names of vLLM."""
+            try:
+                return super().__getattribute__(name)
+            except AttributeError as error:
+                if (advice := advise(name)) is None:
+                    raise
+                raise AttributeError(f"{error}. {advice}", name=name, obj=self) from None
 
     @names_arguments
     def generate(

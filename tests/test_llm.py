@@ -490,6 +490,20 @@ def test_generate_says_how_to_pass_prompts_and_parameters(llm, prompts, params, 
     check_empty(llm)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("get_tokenizer", "no attribute 'get_tokenizer'. Use its attribute tokenizer."),
+        ("llm_engine", "no attribute 'llm_engine'. An LLM is itself an engine"),
+        ("no_such_thing", "no attribute 'no_such_thing'$"),
+    ],
+)
+def test_attributes_of_other_libraries_have_advice(llm, name, message) -> None:
+    with pytest.raises(AttributeError, match=message):
+        getattr(llm, name)
+    assert not hasattr(llm, name) and hasattr(llm, "tokenizer")
+
+
 @pytest.mark.parametrize("messages", ["Hi", {"role": "user", "content": "Hi"}])
 def test_chat_says_how_to_pass_messages(llm, messages) -> None:
     with pytest.raises(ValueError, match="LLM.chat: messages must be a list of dicts .* got .*Hi"):
