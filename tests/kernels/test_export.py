@@ -149,7 +149,8 @@ def test_export_with_symbolic_sizes_is_refused() -> None:
             ragged, (ROWS, of((p, C, 2 * K, D), Q.dtype), *RAGGED[2:]),
         ),
         "paged_write: k": (
-            partial(paged_write, layer=0), (*POOLS, of((n, K, D), Q.dtype), of((n, K, D), Q.dtype), n, n),
+            partial(paged_write, layer=0),
+            (*POOLS, of((n, K, D), Q.dtype), of((n, K, D), Q.dtype), n, n),
         ),
         "copy_blocks: k_pool": (
             copy_blocks, (of((L, p, K, C, D), Q.dtype),) * 2 + (BLOCKS, BLOCKS),
