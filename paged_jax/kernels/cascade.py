@@ -122,10 +122,9 @@ def cascade_attention(
         q=q, block_tables=block_tables, context_lens=context_lens, k_pool=k_pool,
     )  # fmt: skip
     q = named["q"]
-    shapes = {name: (named[name], letters[name]) for name in letters}
     pools = as_pools(Pools(named["k_pool"], v_pool, k_scale, v_scale))
-    shapes |= pool_letters(pools, q.shape[-1] if q.ndim else 0, value_dim)
-    sizes = bind("cascade_attention", **shapes)
+    shapes = pool_letters(pools, q.shape[-1] if q.ndim else 0, value_dim)
+    sizes = bind("cascade_attention", **{x: (named[x], letters[x]) for x in letters}, **shapes)
     check_sharding("cascade_attention", (named, pools))
     block_tables, context_lens = as_int32(
         "cascade_attention",
