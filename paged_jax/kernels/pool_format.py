@@ -1,12 +1,14 @@
 # pyright: strict, reportUnknownMemberType=false
 """KV pools and their format: dtypes, int8 and fp8 quantisation, padding of the last dimension."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 # Keys or values.
@@ -166,6 +168,45 @@ def quantise(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     if dtype == jnp.int8:
         scaled = jnp.round(scaled)
     return scaled.astype(dtype), scale
+
+
+def quantise_parts(
+    parts: Sequence[jax.Array], dtype: DTypeLike
+) -> tuple[list[jax.Array], jax.Array]:
+    """Quantise rows like `quantise`, in operations that Pallas has for GPUs.
+
+    Args:
+      parts: floating point ``[N, x]``, consecutive elements of the rows.
+      dtype: int8 or float8_e4m3fn.
+
+    Returns:
+      ``(parts, scale)``: arrays of `dtype` like `parts`, and f32 ``[N]``.
+    """
+    largest = QUANTISED[jnp.dtype(dtype)]
+    parts = [part.astype(jnp.float32) for part in parts]
+    peaks = [jnp.max(jnp.abs(part), axis=1) for part in parts]
+    scale = scale_of_peak(functools.reduce(jnp.maximum, peaks), dtype)
+
+    def rounded(part: jax.Array) -> jax.Array:
+        scaled = part / lax.broadcast_in_dim(scale, part.shape, [0])
+        scaled = jnp.minimum(jnp.maximum(scaled, -largest), largest)
+        if jnp.issubdtype(dtype, jnp.integer):
+            scaled = round_half_to_even(scaled)
+        return scaled.astype(dtype)
+
+    return [rounded(part) for part in parts], scale
+
+
+def round_half_to_even(x: jax.Array) -> jax.Array:
+    """Round numbers in the range of int32 like `jnp.round`, and return them as i32.
+
+    The usual trick is to add and subtract 1.5 * 2**23, but compilers remove both operations.
+    """
+    whole = jnp.abs(x).astype(jnp.int32)
+    rest = jnp.abs(x) - whole.astype(x.dtype)  # exact
+    is_up = (rest > 0.5) | ((rest == 0.5) & (whole & 1 == 1))
+    rounded = whole + is_up.astype(jnp.int32)
+    return jnp.where(x < 0, -rounded, rounded)
 
 
 def round_up_to_lanes(head_dim: int) -> int:

@@ -202,6 +202,14 @@ def test_op_lowers_to_one_kernel_in_any_combination(platform, case) -> None:
         ("decode", 4, {"dtype": "float16", "pool_dtype": "int8"}),
         ("decode", 4, {"dtype": "float16", "pool_dtype": "float8_e4m3fn"}),
         ("decode", 12, {"C": 256, "pool_dtype": "float8_e4m3fn"}),
+        # One query of each KV head, or all queries of a KV head, in boxes that fill tiles or not.
+        ("rope_write", 8, {"K": 5}),
+        ("rope_write", 12, {"K": 12, "pool_dtype": "int8"}),
+        ("rope_write", 7, {"dtype": "float32", "pool_dtype": "float8_e4m3fn"}),
+        ("write", 1, {"dtype": "float32"}),
+        ("write", 1, {"K": 5, "pool_dtype": "int8"}),
+        ("write", 1, {"dtype": "float32", "pool_dtype": "float8_e4m3fn"}),
+        ("copy_blocks", 1, {"pool_dtype": "int8"}),
     ],
 )
 def test_mosaic_gpu_lowers_every_head_that_it_does_not_refuse(op, G, changes) -> None:

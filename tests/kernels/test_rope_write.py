@@ -21,6 +21,7 @@ from tests.kernels.test_writing import (
     BACKENDS,
     BAD_WRITES,
     DTYPES,
+    QUANTISE,
     assert_same_bits,
     expected_write,
     make_places,
@@ -106,7 +107,7 @@ def assert_close(got, expected: np.ndarray) -> None:
     assert (np.abs(np.asarray(got, np.float64) - expected) <= tolerance).all()
 
 
-def check(pools: Pools, new: New, places, **backend) -> None:
+def check(pools: Pools, new: New, places, *, quantise=QUANTISE, **backend) -> None:
     """Run the op and check all of its results."""
     (L, P, _, C, _), D, dtype = pools.k.shape, new.qkv.shape[-1], pools.k.dtype
     blocks, offsets = places
@@ -129,7 +130,9 @@ def check(pools: Pools, new: New, places, **backend) -> None:
         assert_close(keys, expected_k[is_kept])
 
     # Values have the bits that `paged_write` gives. Other places of the pools are unchanged.
-    exact_v = expected_write(pools, 0 * expected_k, np.asarray(new.qkv)[:, :, -1], *places)
+    exact_v = expected_write(
+        pools, 0 * expected_k, np.asarray(new.qkv)[:, :, -1], *places, quantise=quantise
+    )
     for got, expected in ((written.v, exact_v.v), (written.v_scale, exact_v.v_scale)):
         if got is not None:
             assert_same_bits(Pools(got, got), Pools(expected, expected), head_dim=D)

@@ -14,9 +14,8 @@ from jax.extend.core import Literal
 from paged_jax.kernels import dispatch
 from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.dispatch import choose_backend
-from paged_jax.kernels.pool_format import quantise
+from paged_jax.kernels.pool_format import quantise, round_half_to_even
 from paged_jax.kernels.triton import Triton
-from paged_jax.kernels.triton.write import _round_half_to_even
 from paged_jax.kernels.writing import paged_write
 from tests.support.kernel_cases import Case, equations, lower, lowering_for
 
@@ -90,7 +89,7 @@ def test_round_half_to_even_equals_jnp_round():
     x = np.concatenate(
         [halves, np.nextafter(halves, np.float32(np.inf)), np.nextafter(halves, -np.float32(9e9))]
     )
-    np.testing.assert_array_equal(jax.jit(_round_half_to_even)(x), np.asarray(jnp.round(x)))
+    np.testing.assert_array_equal(jax.jit(round_half_to_even)(x), np.asarray(jnp.round(x)))
 
 
 @pytest.mark.parametrize(

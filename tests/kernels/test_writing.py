@@ -4,6 +4,8 @@ Unused places of the pools are NaN, or 77 in int8 pools, so that wrong reads and
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,11 +89,13 @@ def make_places(num_tokens: int, P=P, C=C) -> tuple[np.ndarray, np.ndarray]:
 QUANTISE = jax.jit(quantise, static_argnums=1)
 
 
-def expected_write(pools: Pools, k, v, blocks, offsets, layer=LAYER) -> Pools:
+def expected_write(
+    pools: Pools, k, v, blocks, offsets, layer=LAYER, quantise: Callable[..., Any] = QUANTISE
+) -> Pools:
     pools = jax.tree.map(np.copy, pools)
     for pool, scale, new in ((pools.k, pools.k_scale, k), (pools.v, pools.v_scale, v)):
         if scale is not None:
-            values, scales = QUANTISE(new, pool.dtype)
+            values, scales = quantise(new, pool.dtype)
             new, scales = np.asarray(values), np.asarray(scales)
         for n, (block, offset) in enumerate(zip(blocks, offsets, strict=True)):
             if 0 <= block < pool.shape[1] and 0 <= offset < pool.shape[3]:

@@ -193,7 +193,8 @@ MOSAIC_UPDATES: Mapping[str, Case] = _mosaic(
     "write of 64 tokens", "write, D 80", "write, float32", "write, latent",
     "rope_write of 64 tokens", "rope_write, D 64", "rope_write, D 256", "rope_write, norms",
     "rope_write, float32", "copy_blocks", "copy_blocks, D 80", "copy_blocks, int8",
-    "copy_blocks, latent",
+    "copy_blocks, latent", "copy_blocks, fp8", "write, int8", "write, fp8",
+    "rope_write, norms, int8", "rope_write, fp8",
 )  # fmt: skip
 
 # Calls with ``backend=None``, for GPUs without Triton.

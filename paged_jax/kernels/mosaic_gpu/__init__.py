@@ -7,16 +7,19 @@ As long as the Triton backend exists, it is preferred.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paged_jax.kernels.backend import (
-    ATTENTION,
-    Op,
-    Problem,
-)
+from paged_jax.kernels.backend import ATTENTION, Op, Problem
 from paged_jax.kernels.gpu_device import GpuBackend
-from paged_jax.kernels.mosaic_gpu import flash_decode, flash_prefill, launch, pool_updates
+from paged_jax.kernels.mosaic_gpu import (
+    flash_decode,
+    flash_prefill,
+    launch,
+    pool_updates,
+    rope_update,
+)
 from paged_jax.kernels.mosaic_gpu.flash_decode import decode
 from paged_jax.kernels.mosaic_gpu.flash_prefill import attend_to_chunks, prefill
-from paged_jax.kernels.mosaic_gpu.pool_updates import copy_blocks, rope_write, write
+from paged_jax.kernels.mosaic_gpu.pool_updates import copy_blocks, write
+from paged_jax.kernels.mosaic_gpu.rope_update import rope_write
 
 __all__ = ["MosaicGpu", "copy_blocks", "decode", "prefill", "rope_write", "write"]
 
@@ -44,6 +47,8 @@ class MosaicGpu(GpuBackend):
         """Return why the kernels cannot solve a problem, or None if they can."""
         if (why_not := launch.refusal(self.interpret)) is not None:
             return why_not
+        if problem.op == "rope_write":
+            return rope_update.refusal(problem)
         if problem.op not in ATTENTION:
             return pool_updates.refusal(problem)
         if problem.op != "decode":

@@ -59,7 +59,7 @@ from paged_jax.kernels.backend import (
 from paged_jax.kernels.dispatch import general_backend
 from paged_jax.kernels.gradients import with_plain_gradients
 from paged_jax.kernels.kv_split import divide, remainder
-from paged_jax.kernels.pool_format import QUANTISED, query_dtype, scale_of_peak
+from paged_jax.kernels.pool_format import quantise_parts, query_dtype
 from paged_jax.kernels.triton import tiles
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 
@@ -193,7 +193,7 @@ def _store_rows(
     """
     part_dim, lanes = head_dim // len(parts), parts[0].shape[1]
     if scale_ref is not None:
-        parts, scale = _quantise(parts, pool_dtype)
+        parts, scale = quantise_parts(parts, pool_dtype)
         plgpu.store(scale_ref.at[row], scale, mask=is_kept)
         parts = [_as_pairs(part) for part in parts]
     for i, part in enumerate(parts):
@@ -203,34 +203,6 @@ def _store_rows(
         mask = is_kept[:, None] & (word < num_words)
         place = pool_ref.at[row[:, None], i * num_words + word]
         plgpu.store(place, part.astype(pool_ref.dtype), mask=mask)
-
-
-def _quantise(parts: Sequence[jax.Array], dtype: Any) -> tuple[list[jax.Array], jax.Array]:
-    """Quantise rows like `paged_jax.kernels.quantise`; Triton does not lower its `jnp.round`."""
-    largest = QUANTISED[jnp.dtype(dtype)]
-    parts = [part.astype(jnp.float32) for part in parts]
-    peaks = [jnp.max(jnp.abs(part), axis=1) for part in parts]
-    scale = scale_of_peak(functools.reduce(jnp.maximum, peaks), dtype)
-
-    def rounded(part: jax.Array) -> jax.Array:
-        scaled = jnp.minimum(jnp.maximum(part / scale[:, None], -largest), largest)
-        if jnp.issubdtype(dtype, jnp.integer):
-            scaled = _round_half_to_even(scaled)
-        return scaled.astype(dtype)
-
-    return [rounded(part) for part in parts], scale
-
-
-def _round_half_to_even(x: jax.Array) -> jax.Array:
-    """Round numbers in the range of int32 like `jnp.round`, and return them as i32.
-
-    The usual trick is to add and subtract 1.5 * 2**23, but compilers remove both operations.
-    """
-    whole = jnp.abs(x).astype(jnp.int32)
-    rest = jnp.abs(x) - whole.astype(x.dtype)  # exact
-    is_up = (rest > 0.5) | ((rest == 0.5) & (whole & 1 == 1))
-    rounded = whole + is_up.astype(jnp.int32)
-    return jnp.where(x < 0, -rounded, rounded)
 
 
 def _as_pairs(values: jax.Array) -> jax.Array:
