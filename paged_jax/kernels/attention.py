@@ -270,13 +270,13 @@ def attend(
 
     has_sinks = args.sinks is not None
     problem = Problem.build(args.op, sizes, args.q.dtype, args.pools, options, has_sinks=has_sinks)
-    ops = Dispatch(function, problem, backend, interpret, args.q)
+    call = Dispatch(function, problem, backend, interpret, args.q)
     if args.q.size == 0 or sizes["M"] == 0:
         return _attend_to_nothing(args, options.output_dim(sizes["D"]))
     args = args._replace(layer=jnp.clip(args.layer, 0, sizes["L"] - 1))
     if backend == "reference":  # JAX can differentiate this backend to any order
-        return ops.attend(args, options)
-    return attend_differentiably(ops, args, options)
+        return call.run(args)
+    return attend_differentiably(call, args)
 
 
 def _checked(

@@ -21,21 +21,7 @@ import jax
 from jax import lax
 from jax.core import Tracer
 
-from paged_jax.kernels.backend import (
-    AttentionArgs,
-    Backend,
-    CopyArgs,
-    Interpret,
-    LinearOps,
-    Op,
-    Options,
-    Pools,
-    Problem,
-    RaggedArgs,
-    RaggedOptions,
-    RopeWriteArgs,
-    WriteArgs,
-)
+from paged_jax.kernels.backend import ATTENTION, Backend, Interpret, LinearOps, Op, Problem
 
 if TYPE_CHECKING:
     from paged_jax.kernels.cpu import Cpu
@@ -308,12 +294,13 @@ def check_backend_runs_on(function: str, name: str | None, platform: str) -> Non
     if name not in BACKENDS:
         names = ", ".join(map(repr, BACKENDS))
         raise ValueError(f"{function}: backend must be None or one of {names}, got {name!r}.")
-    own = BACKENDS[name].platform
+    backend = BACKENDS[name]
+    own = backend.platform
     if own == "cuda":  # JAX lowers for "cuda", but the platform of the device is "gpu"
         own = "gpu"
     if own not in (None, platform):
-        anywhere = "; the ops run it anywhere with interpret=True"
-        anywhere = anywhere if _can_interpret(BACKENDS[name]) else ""
+        can_interpret = _can_interpret(backend)
+        anywhere = "; the ops run it anywhere with interpret=True" if can_interpret else ""
         raise ValueError(
             f"{function}: backend {name!r} runs on {own} only, got a device of {platform}. Pass "
             f"backend=None for the best one there{anywhere}."
@@ -362,33 +349,21 @@ class Dispatch:
             [platform] = {device.platform for device in array.devices()}
             check_backend_runs_on(self.function, self.backend, platform)
 
-    def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """Run a decode or prefill; see `backend.AttentionOps`."""
-        return self._run("attend", args, options=options)
+    def run(self, args: Any) -> Any:
+        """Run the op on the requested backend, or on the best backend for each platform.
 
-    def attend_ragged(
-        self, args: RaggedArgs, options: RaggedOptions
-    ) -> tuple[jax.Array, jax.Array]:
-        """Run a ragged batch; see `backend.AttentionOps`."""
-        return self._run("attend_ragged", args, options=options)
+        Args:
+          args: arrays of the op, such as `AttentionArgs`.
 
-    def write(self, args: WriteArgs) -> Pools:
-        """Write new tokens; see `backend.WritingOps`."""
-        return self._run("write", args)
-
-    def rope_write(self, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
-        """Normalise, rotate and write new tokens; see `backend.WritingOps`."""
-        return self._run("rope_write", args, options=options)
-
-    def copy_blocks(self, args: CopyArgs) -> Pools:
-        """Copy blocks; see `backend.WritingOps`."""
-        return self._run("copy_blocks", args)
-
-    def _run(self, method: str, args: Any, **options: Options) -> Any:
-        """Run a method of the requested backend, or of the best backend for each platform."""
+        Returns:
+          The result of the op, see `backend.AttentionOps` and `backend.WritingOps`.
+        """
+        op = self.problem.op
+        takes_options = op in ATTENTION or op == "rope_write"
+        options = {"options": self.problem.options} if takes_options else {}
 
         def bound(backend: Backend) -> Callable[[Any], Any]:
-            return functools.partial(getattr(backend, method), **options)
+            return functools.partial(getattr(backend, _METHODS[op]), **options)
 
         if self.backend is not None:
             return bound(_interpreted(self.backend, self.interpret))(args)

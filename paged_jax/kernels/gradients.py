@@ -30,13 +30,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
-from paged_jax.kernels.backend import (
-    AttentionArgs,
-    AttentionOps,
-    Options,
-    Pages,
-    Pools,
-)
+from paged_jax.kernels.backend import AttentionArgs, Options, Pages, Pools
+from paged_jax.kernels.dispatch import Dispatch
 from paged_jax.kernels.opaque_call import typed_jit, without_index_checks
 from paged_jax.kernels.pool_format import wider_dtype
 
@@ -64,18 +59,16 @@ class Gradients(NamedTuple):
     sinks: jax.Array | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
-def attend_differentiably(
-    ops: AttentionOps, args: AttentionArgs, options: Options
-) -> tuple[jax.Array, jax.Array]:
-    """Run the attention of a backend so that `jax.grad` can differentiate it.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend_differentiably(call: Dispatch, args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
+    """Run a decode or a prefill so that `jax.grad` can differentiate it.
 
     `jax.grad` can differentiate ``(out, lse)`` once, in `q`, `sinks` and floating-point pools.
 
     Raises:
       NotImplementedError: a gradient in a quantised pool or its scales is requested.
     """
-    return ops.attend(args, options)
+    return call.run(args)
 
 
 @functools.partial(
@@ -104,13 +97,13 @@ class _Residuals:
     num_layers: int | None
 
 
-def _forward(ops: AttentionOps, primals: AttentionArgs, options: Options):
+def _forward(call: Dispatch, primals: AttentionArgs):
     has_gradient = [leaf.perturbed for leaf in jax.tree.leaves(primals.pools)]
     args: AttentionArgs = custom_vjp_primal_tree_values(primals)
     args = differentiable_once("paged attention", args)
     pools, layer = args.pools, args.layer
     assert isinstance(pools, Pools)
-    out, lse = ops.attend(args, options)
+    out, lse = call.run(args)
     if not any(has_gradient):
         return (out, lse), _Residuals(args, out, lse, layer, None)
     if pools.is_quantised:
@@ -126,8 +119,7 @@ def _forward(ops: AttentionOps, primals: AttentionArgs, options: Options):
     return (out, lse), _Residuals(args, out, lse, layer, pools.k.shape[0])
 
 
-def _backward(ops: AttentionOps, options: Options, residuals: _Residuals, bars):
-    del ops
+def _backward(call: Dispatch, residuals: _Residuals, bars):
     residuals, bars = differentiable_once("paged attention", (residuals, bars))
     out_bar, lse_bar = (
         jnp.zeros_like(primal) if isinstance(bar, SymbolicZero) else bar
@@ -135,7 +127,7 @@ def _backward(ops: AttentionOps, options: Options, residuals: _Residuals, bars):
     )
     args, num_layers = residuals.args, residuals.num_layers
     gradients = attention_gradients(
-        args, options, residuals.out, residuals.lse, out_bar, lse_bar,
+        args, call.problem.options, residuals.out, residuals.lse, out_bar, lse_bar,
         wants_pools=num_layers is not None,
     )  # fmt: skip
     pools_bar = None

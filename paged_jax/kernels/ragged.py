@@ -209,11 +209,11 @@ def ragged_paged_attention(
     problem = Problem.build(
         "ragged", sizes, args.q.dtype, args.pages, options, has_sinks=args.sinks is not None
     )
-    ops = Dispatch(_FUNCTION, problem, backend, interpret, args.q)
+    call = Dispatch(_FUNCTION, problem, backend, interpret, args.q)
     if args.q.size == 0 or sizes["B"] == 0 or sizes["M"] == 0:
         results: Any = _attend_to_no_token(args, options.output_dim(sizes["D"]))
     else:
-        results = _attend(ops, options, args)
+        results = _attend(call, args)
     out, lse = results
     if "v_scale" in arrays:
         out = _multiply(out, "v_scale", arrays["v_scale"])
@@ -307,9 +307,9 @@ def _checked(
     return args, sizes, value_dim
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(ops: Dispatch, options: RaggedOptions, args: RaggedArgs):
-    return ops.attend_ragged(args, options)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(call: Dispatch, args: RaggedArgs):
+    return call.run(args)
 
 
 @functools.partial(
@@ -328,7 +328,7 @@ class _RaggedResiduals:
     wants_pages: bool
 
 
-def _forward(ops: Dispatch, options: RaggedOptions, primals: Any):
+def _forward(call: Dispatch, primals: Any):
     wants_pages = primals.pages.kv.perturbed
     args: RaggedArgs = custom_derivatives.custom_vjp_primal_tree_values(primals)
     args = differentiable_once(_FUNCTION, args)
@@ -337,18 +337,17 @@ def _forward(ops: Dispatch, options: RaggedOptions, primals: Any):
             f"{_FUNCTION}: kv_pages must have 16 bits or more to be differentiated, got "
             f"{args.pages.dtype}. Stop the gradient with jax.lax.stop_gradient."
         )
-    return ops.attend_ragged(args, options), _RaggedResiduals(args, wants_pages)
+    return call.run(args), _RaggedResiduals(args, wants_pages)
 
 
-def _backward(ops: Dispatch, options: RaggedOptions, residuals: _RaggedResiduals, bars: Any):
+def _backward(call: Dispatch, residuals: _RaggedResiduals, bars: Any):
     """Compute the gradients on tiles of equal length.
 
     The output and the log-sum-exp of each tile are computed again by the general backend, because
     JAX's kernel for TPUs returns no log-sum-exp.
     """
-    del ops
     residuals, bars = differentiable_once(_FUNCTION, (residuals, bars))
-    args = residuals.args
+    args, options = residuals.args, call.problem.options
     N, S = args.q.shape[0], len(args.context_lens)
     zeros = jnp.zeros_like(args.q), jnp.zeros(args.q.shape[:2], jnp.float32)
     out_bar, lse_bar = (

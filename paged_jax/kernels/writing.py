@@ -117,10 +117,10 @@ def paged_write(
         v = None if v is None else _without_gradient("paged_write", v)
 
     problem = Problem.build("write", sizes, k.dtype, pools, Options())
-    ops = Dispatch("paged_write", problem, backend, interpret, pools.k)
+    call = Dispatch("paged_write", problem, backend, interpret, pools.k)
     if not sizes["N"]:
         return pools
-    return ops.write(WriteArgs(pools, k, v, blocks, offsets, jnp.asarray(layer, jnp.int32)))
+    return call.run(WriteArgs(pools, k, v, blocks, offsets, jnp.asarray(layer, jnp.int32)))
 
 
 def _letters_of_new(
@@ -209,10 +209,10 @@ def paged_rope_write(
 
     options = Options(norm_eps=norm_eps)
     problem = Problem.build("rope_write", sizes, args.qkv.dtype, pools, options)
-    ops = Dispatch(function, problem, backend, interpret, pools.k)
+    call = Dispatch(function, problem, backend, interpret, pools.k)
     if not sizes["N"]:
         return jnp.zeros((0, sizes["H"], sizes["D"]), query_dtype(pools.k.dtype)), pools
-    return ops.rope_write(args, options)
+    return call.run(args)
 
 
 @names_arguments
@@ -263,19 +263,19 @@ def copy_blocks(
     sources, targets = as_int32("copy_blocks", sources=sources, targets=targets)
 
     problem = Problem.build("copy_blocks", sizes, pools.k.dtype, pools, Options())
-    ops = Dispatch("copy_blocks", problem, backend, interpret, pools.k)
+    call = Dispatch("copy_blocks", problem, backend, interpret, pools.k)
     if not sizes["N"]:
         return pools
-    return _copy_differentiably(ops, CopyArgs(pools, sources, targets))
+    return _copy_differentiably(call, CopyArgs(pools, sources, targets))
 
 
 # JAX cannot differentiate the loops and kernels of the backends.
-_copy_differentiably = jax.custom_jvp(Dispatch.copy_blocks, nondiff_argnums=(0,))
+_copy_differentiably = jax.custom_jvp(Dispatch.run, nondiff_argnums=(0,))
 
 
 @_copy_differentiably.defjvp
 def _copy_jvp(
-    ops: Dispatch, primals: tuple[CopyArgs], tangents: tuple[CopyArgs]
+    call: Dispatch, primals: tuple[CopyArgs], tangents: tuple[CopyArgs]
 ) -> tuple[Pools, Pools]:
     (args,), (args_dot,) = primals, tangents
     pools, sources, targets = args
@@ -294,7 +294,7 @@ def _copy_jvp(
         # int8 pools have no tangent.
         return dot if dot.dtype == jax.dtypes.float0 else copy(dot)
 
-    return _copy_differentiably(ops, args), jax.tree.map(copy_tangent, args_dot.pools)
+    return _copy_differentiably(call, args), jax.tree.map(copy_tangent, args_dot.pools)
 
 
 @names_arguments

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from paged_jax.kernels.backend import AttentionArgs, Options, Pools, WriteArgs
+from paged_jax.kernels.backend import AttentionArgs, Options, Pools, Problem, WriteArgs
 from paged_jax.kernels.cascade import merge_attention
+from paged_jax.kernels.dispatch import Dispatch
 from paged_jax.kernels.gradients import attend_differentiably
 from paged_jax.kernels.pool_format import quantise
-from paged_jax.kernels.reference import Reference
 from paged_jax.kernels.xla import Xla
 from tests.support import oracles
 
-REFERENCE, XLA = Reference(), Xla()
+REFERENCE, XLA = "reference", "xla"
 LAYER = 1
 NUM_LAYERS = 3
 
@@ -48,8 +48,10 @@ class Batch:
 
 def attend(backend, *args):
     """Call `attend_differentiably` with the fields of `AttentionArgs` and the options."""
-    *args, options = args
-    return attend_differentiably(backend, AttentionArgs(*args), options)
+    *arrays, options = args
+    args = AttentionArgs(*arrays)
+    problem = Problem.build(args.op, {}, args.q.dtype, args.pools, options)
+    return attend_differentiably(Dispatch("attend", problem, backend), args)
 
 
 def lay_out(lengths, *, K=2, C=4, D=8, lanes=None, extra_width=2, shared_blocks=1) -> Batch:
@@ -356,7 +358,7 @@ def trained_layer(q, k, v, pools, layer, batch: Batch):
     blocks = jnp.asarray(batch.block_tables)[:, np.arange(N) // C].reshape(-1)
     offsets = jnp.tile(jnp.arange(N) % C, B)
     k, v = (x.reshape(B * N, *x.shape[2:]) for x in (k, v))
-    pools = XLA.write(WriteArgs(pools, k, v, blocks, offsets, layer))
+    pools = Xla().write(WriteArgs(pools, k, v, blocks, offsets, layer))
     out, _ = attend(
         XLA, q, pools, batch.block_tables, batch.context_lens, batch.context_lens, None,
         layer, PLAIN,

@@ -103,19 +103,16 @@ class Case:
         problem = Problem.build(
             self.op, sizes, self.dtype, pools, options, has_sinks=self.has_sinks
         )
-        ops = Dispatch(self.op, problem, self.backend)
+        call = Dispatch(self.op, problem, self.backend)
+        args_type = {
+            "write": WriteArgs, "rope_write": RopeWriteArgs, "copy_blocks": CopyArgs,
+            "ragged": RaggedArgs,
+        }.get(self.op, AttentionArgs)  # fmt: skip
 
         # The name of the function appears in the compiled program.
         def op(*arrays: Any) -> Any:
-            if self.op == "write":
-                return ops.write(WriteArgs(*arrays))
-            if self.op == "rope_write":
-                return ops.rope_write(RopeWriteArgs(*arrays), options)
-            if self.op == "copy_blocks":
-                return ops.copy_blocks(CopyArgs(*arrays))
-            if self.op == "ragged":
-                return ops.attend_ragged(RaggedArgs(*arrays), options)[0]  # as without `return_lse`
-            return ops.attend(AttentionArgs(*arrays), options)
+            results = call.run(args_type(*arrays))
+            return results[0] if self.op == "ragged" else results  # as without `return_lse`
 
         op.__name__ = self.op
         return op
