@@ -208,6 +208,8 @@ def _run(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}.")
+    if args.prefix_len < 0:
+        raise ValueError(f"--prefix-len must not be negative, got {args.prefix_len}.")
     args.base_url = _api_url(args.base_url)
     prompts = _prompts(args)
     try:

@@ -68,6 +68,8 @@ def test_bench_reports_failed_requests(run) -> None:
     ("arguments", "message"),
     [
         (("--num-prompts", "0"), "--num-prompts must be positive, got 0."),
+        (("--request-rate", "nan"), "--request-rate must be positive, got nan."),
+        (("--prefix-len", "-1"), "--prefix-len must not be negative, got -1."),
         (("--dataset", "none.jsonl"), "No such file or directory: 'none.jsonl'"),
         (("--dataset", "words.jsonl"), "must be an object with a text as prompt, got some words"),
         (("--dataset", "keys.jsonl"), """as prompt, got {"text": "abc"}"""),
