@@ -218,7 +218,7 @@ def _check_tied_head(
 
 
 def _to_devices(array: Any, place: Sharding) -> jax.Array:
-    """Return an array on the devices of `place`. Its sharding over them may differ."""
+    """Return an array on the devices of `place`. An array that is there keeps its sharding."""
     if not isinstance(array, jax.Array):
         with own_transfers():
             return jax.device_put(array, place)

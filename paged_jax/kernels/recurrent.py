@@ -294,8 +294,10 @@ def _delta_tiles(
 ) -> tuple[jax.Array, jax.Array]:
     """Apply `delta_rule` to tiles of tokens, see `_tiles`.
 
-    The changes of a tile's tokens depend on each other: ``(I + lower) @ changes = right``, where
-    `lower` has the products of keys below the diagonal.
+    The value that a token writes depends on the values that earlier tokens wrote. The values of a
+    tile solve ``(I + beta * lower) @ values = beta * (v - old)``. `lower` has the decayed products
+    of each key with earlier keys. `old` has the values that the keys read from the state before the
+    tile.
     """
     tile = k.shape[-2]
     if log_decay.shape[-1] == 1:

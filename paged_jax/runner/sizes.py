@@ -12,7 +12,7 @@ SCORE_WIDTH = 128
 # Blocks copied to or from the host per call. A call per block would cost more than the padding of
 # the last call.
 SWAP_WIDTH = 16
-# Blocks published per call: a call per block would cost more than padding here too.
+# Blocks published per call. A call per block would cost more than the padding of the last call.
 PUBLISH_WIDTH = 32
 # Minimum number of decode steps that a compiled program has room for. Engines with a smaller
 # `max_steps` share this program. The unused room takes a few KB of memory.

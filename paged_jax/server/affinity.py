@@ -1,8 +1,9 @@
 """Prefix affinity: a key by which a router groups requests with equal prompt prefixes.
 
 Each server has its own prefix cache, so a router should send all requests with the same
-`prompt_key` to the same server. The key needs no tokenizer: texts that begin with the same
-characters begin with the same tokens, except for a token at the cut.
+`prompt_key` to the same server. The key is computed from characters, without a tokenizer. Texts
+that begin with the same characters also begin with the same tokens, except perhaps for the last
+token.
 """
 
 import hashlib

@@ -198,7 +198,10 @@ class AllowedTools(Body):
 
 
 class AllowedToolChoice(Body):
-    """Choice between some of the tools. The prompt contains all tools, so its prefix is cached."""
+    """Restriction to some of the request's tools.
+
+    The prompt still contains all tools, so that requests with other choices share its prefix.
+    """
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools

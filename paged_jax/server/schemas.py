@@ -63,7 +63,7 @@ class WaitEntry(TypedDict):
 
 
 class PreemptionEntry(TypedDict):
-    """A preemption of a sample: seconds since the request's arrival, and the reason."""
+    """A preemption of a sample: its reason, and its time in seconds after the request's arrival."""
 
     seconds: float
     kind: str

@@ -172,7 +172,7 @@ def _check_below(name: str, size: int, advice: str) -> None:
 
 
 def _read_map(tables: BlockTables) -> BlockMap | None:
-    """Return the blocks of a pool and of its slots; None if the arrays cannot be read."""
+    """Return the reference counts and each slot's blocks; None if the arrays cannot be read."""
     arrays = tables.block_tables, tables.lengths, tables.pool.ref_counts, tables.pool.is_cached
     values = [integers(array, ndim) for array, ndim in zip(arrays, (2, 1, 1, 1), strict=True)]
     if any(value is None for value in values):

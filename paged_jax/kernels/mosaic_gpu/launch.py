@@ -34,8 +34,8 @@ _MAJOR_VERSIONS = (9, 10)
 # Shared memory of a thread block on these GPUs, without the part that Pallas uses.
 MAX_SHARED_MEMORY = 220 * 1024
 
-# A bulk copy moves a box of at most this many elements in each dimension. The rows of the box, and
-# their distance in memory, are multiples of this many bytes.
+# A bulk copy moves a box of at most `MAX_BOX` elements in each dimension. The size of its rows and
+# their distance in memory are multiples of `ROW_BYTES` bytes.
 MAX_BOX = 256
 ROW_BYTES = 16
 

@@ -100,7 +100,8 @@ _OTHER: Mapping[str, Mapping[str, str]] = {
         "ffn_gate_inp": "mlp.router",
     },
 }
-# Name in GGUF and in Hugging Face, with suffixes, of a tensor that the tables do not cover.
+# Names of the attention sinks in GGUF and in Hugging Face. The tables above cannot contain them,
+# because their suffixes differ.
 _SINKS = "attn_sinks.weight", "self_attn.sinks"
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?\.(weight|bias)")
 # In these models, llama.cpp reorders the rows of queries and keys.

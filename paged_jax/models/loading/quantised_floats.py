@@ -162,7 +162,10 @@ class Nvfp4Matrix(Mxfp4Matrix):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelOptNvfp4Matrix(Nvfp4Matrix):
-    """The NVFP4 format of ModelOpt: a global scale multiplies the scales of groups."""
+    """The NVFP4 format of ModelOpt: the global scale multiplies the scales of groups.
+
+    In `Nvfp4Matrix`, it divides them.
+    """
 
     required = (".weight", ".weight_scale", ".weight_scale_2")
     _apply = np.multiply
