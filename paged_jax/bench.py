@@ -260,7 +260,7 @@ def _prompt_of(line: str, file: str) -> str:
 
 
 def _api_url(url: str) -> str:
-    """Return the address of the API at an address that may lack the path ``/v1``."""
+    """Return the URL of the API: `url`, with the path ``/v1`` if it has no path."""
     try:
         address = httpx.URL(url)
     except httpx.InvalidURL:
@@ -314,7 +314,7 @@ async def _first_model(client: httpx.AsyncClient) -> str:
 
 
 def _answer(response: httpx.Response) -> str:
-    """Return the status and the message of an error, in one line."""
+    """Return the status and the message of an error response, in one line."""
     try:
         message = response.json()["error"]["message"]
     except (ValueError, LookupError, TypeError):

@@ -160,10 +160,10 @@ def _print_answer(conversation: "Conversation", message: str, status: Status) ->
 
 @contextlib.contextmanager
 def _interrupts_as_flag() -> Iterator[Callable[[], bool]]:
-    """Delay Ctrl-C on a terminal. The result returns whether it was pressed.
+    """Delay Ctrl-C on a terminal. Yield a function that tells whether it was pressed.
 
-    An exception within a step of the engine empties its cache, so an answer ends between two steps.
-    If Ctrl-C is pressed again, because a step takes long, `KeyboardInterrupt` is raised there.
+    An exception within a step of the engine would empty its cache. With the delay, an answer ends
+    between two steps. A second Ctrl-C raises `KeyboardInterrupt` immediately, even within a step.
     """
     pressed: list[bool] = []
     if not sys.stdin.isatty() or threading.current_thread() is not threading.main_thread():

@@ -440,7 +440,7 @@ def _activation_bytes(config: LlamaConfig, platform: str, num_tokens: int) -> in
 
 
 def _layer_features(layer: LlamaConfig) -> int:
-    """Return the number of activations of a token in the larger part of a layer."""
+    """Return the number of activations of a token in the MLP or attention, whichever has more."""
     per_expert = 3 * (layer.moe_intermediate_size + layer.hidden_size)
     mlp = 3 * layer.dense_intermediate_size + layer.num_experts_per_tok * per_expert
     if layer.latent is not None:

@@ -421,9 +421,9 @@ class Problem:
 
     @property
     def separate_values_refusal(self) -> str | None:
-        """Why kernels cannot run the call if both pools must have D elements per token, or None.
+        """Refusal of kernels whose values must be as long as keys (D elements), or None.
 
-        If the values are a part of the keys, they may have fewer elements.
+        Such kernels accept shorter values only if these are a part of the keys.
         """
         if self.shares_values or "U" not in dict(self.sizes) or self.value_dim == self["D"]:
             return None

@@ -331,7 +331,7 @@ class LlamaConfig:
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
-        """Number of last tokens that each layer may attend to, or None. It includes the query's."""
+        """Sliding window or chunk size of each layer, in tokens; None for all tokens."""
         windows = {SLIDING: self.sliding_window, CHUNKED: self.attention_chunk_size}
         return tuple(windows.get(kind) for kind in self._layer_kinds)
 
@@ -343,7 +343,7 @@ class LlamaConfig:
 
     @functools.cached_property
     def kv_shapes(self) -> tuple[KVShape | None, ...]:
-        """Keys and values that each layer keeps of a token; None for layers without them."""
+        """Shape of the keys and values of a token in each layer; None for layers without them."""
         D, K = self.head_dim, self.num_key_value_heads
         local = KVShape(K, D, D)
         global_D = self.global_head_dim or D
@@ -361,7 +361,7 @@ class LlamaConfig:
 
     @functools.cached_property
     def kv_sources(self) -> tuple[int, ...]:
-        """For each layer, the layer whose keys and values it reads, mostly itself."""
+        """Layer whose keys and values each layer reads: its own number unless it shares them."""
         owners = {
             kind: layer for layer, kind in enumerate(self._layer_kinds) if not self.shares_kv[layer]
         }
@@ -370,7 +370,7 @@ class LlamaConfig:
 
     @functools.cached_property
     def state_shapes(self) -> tuple[tuple[StateShape, ...], ...]:
-        """Arrays that each layer keeps of a sequence; empty for attention layers."""
+        """Shapes of the state of a sequence in each layer; empty for attention layers."""
         states = () if self.mixer is None else self.mixer.states
         return tuple(states if kind in RECURRENT_TYPES else () for kind in self._layer_kinds)
 
@@ -474,7 +474,7 @@ class LlamaConfig:
 
     @property
     def num_kv_rows(self) -> int:
-        """Number of rows of a KV head in the fused projection: its key and its value."""
+        """Number of rows of a KV head in the fused projection: usually 2, its key and its value."""
         if all(self.shares_kv):
             return 0
         return 1 if self.attention_k_eq_v else 2

@@ -420,7 +420,7 @@ def _write_multipliers(multipliers: Multipliers, family: Family) -> dict[str, An
     written: dict[str, Any] = {}
     for name, (key, index) in family.multipliers.items():
         factor = getattr(multipliers, name)
-        # The fields of a list have ascending indices.
+        # Fields of the same list come in the order of their indices, so they can be appended.
         written[key] = factor if index is None else [*written.get(key, ()), factor]
     return written
 

@@ -194,7 +194,7 @@ class Layer(nnx.Module):
         if config.shared_expert_intermediate_size and config.shared_expert_gate:
             add("shared_expert_gate", 1, E)
         if config.router.has_correction_bias:
-            # In bfloat16, biases that are close to each other would become equal.
+            # Keep these biases in float32: in bfloat16, biases of almost equal size would be equal.
             self.router_correction_bias = nnx.Param(jnp.zeros(X, jnp.float32))
         if config.router.has_expert_scale:
             self.router_expert_factor = nnx.Param(jnp.ones(X, dtype))

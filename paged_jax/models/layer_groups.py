@@ -283,7 +283,7 @@ def layer_places(
 
     Args:
       groups: the groups.
-      kv_sources: for each layer, the layer whose keys and values it reads, mostly itself.
+      kv_sources: see `LlamaConfig.kv_sources`.
 
     Example:
       >>> layer_places([LayerGroup(None, (1,)), LayerGroup(8, (0, 3))], [0, 1, 2, 3, 1])

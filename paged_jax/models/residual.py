@@ -207,7 +207,7 @@ def _streams(config: LlamaConfig) -> ResidualStreams:
 
 
 def _modes(config: LlamaConfig, x: jax.Array, weights: StreamWeights) -> jax.Array:
-    """Return n numbers between -1 and 1, float32 ``[..., n]``, of a stream ``[..., E]``."""
+    """Return the output of the router, float32 ``[..., n]`` from -1 to 1, for a stream."""
     normed = apply_norm(config, x, weights.norm) / config.hidden_size
     return jnp.tanh(_multiply(normed, weights.router))
 
@@ -217,6 +217,6 @@ def _multiply(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _with_mean_square(x: jax.Array, target: jax.Array) -> jax.Array:
-    """Scale ``x [..., E]`` to a mean square."""
+    """Scale ``x [..., E]`` so that its mean square is `target`."""
     mean = mean_square(x, num_heads=x.shape[-2])
     return x * jnp.sqrt(target / jnp.maximum(mean, _MIN_MEAN_SQUARE))

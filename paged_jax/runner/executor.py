@@ -322,8 +322,8 @@ class Executor:
           report: see `warmup`.
         """
         start = time.perf_counter()
-        # Blocks are swapped only if all arrays belong to this process: others cannot be copied to
-        # the host.
+        # Blocks are swapped only if all arrays belong to this process. Arrays of several processes
+        # cannot be copied to the host.
         has_swap = all(x.is_fully_addressable for x in self.weights.arrays)
         with self._state_to_compile_for() as state:
             calls = list_calls(self.programs, self.sizes, state.cache, has_swap=has_swap)

@@ -194,7 +194,7 @@ def _compile(folder: Path, key: str, source: _Source) -> jax.stages.Compiled:
 
 
 def _lower(source: _Source, suffix: str) -> jax.stages.Lowered:
-    """Lower a function. Its name gets a suffix, so that JAX's cache does not have the program."""
+    """Lower a function under a name with `suffix`, so that JAX's cache has no such program."""
 
     def program(*arguments: Any) -> Any:
         return source.function(*arguments, **source.static)

@@ -129,7 +129,7 @@ def _checked(program: _Function, parts: tuple[PartitionSpec, ...], has_parts: bo
         state, result = program(weights, state, *args)
         no_pools = jax.tree.map(lambda _: None, state.cache.group_pools)
         same = dataclasses.replace(state, cache=state.cache.replace_group_pools(no_pools))
-        # The few replicated weights, such as norms.
+        # Compare the replicated weights too. There are few of them, such as norms.
         shared = [w for w, part in zip(weights, parts, strict=True) if part == WHOLE]
         return state, (result, agree((same, shared, None if has_parts else result), AXIS))
 

@@ -295,7 +295,7 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 def _weights_above(is_above: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """Return the weight of each entry (1 if `weights` is None); 0 for entries not above the cut."""
+    """Return `weights` (None: 1 for each entry), with 0 for entries not above the cut-off."""
     return is_above.astype(jnp.int32) if weights is None else jnp.where(is_above, weights, 0.0)
 
 
@@ -323,9 +323,9 @@ def apply_first(
 ) -> jax.Array:
     """Return ``function(x)`` of the first needed function, or `x` if none is needed.
 
-    Each function must do the work of the functions after it. If it is not needed, its result must
-    equal theirs. On GPUs the first function always runs, because the host waits for each condition
-    longer than these functions take.
+    Each function must also do the work of all functions after it. If only a later function is
+    needed, both must return the same result. On GPUs the first function always runs, because the
+    host waits for each condition longer than these functions take.
 
     Args:
       cases: pairs of a condition bool[], whether a function is needed, and a function of an array

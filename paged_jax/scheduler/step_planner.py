@@ -334,7 +334,7 @@ class Admission:
             sequence.num_wanted = 0
 
     def next_digest(self, sequence: Sequence) -> set[bytes]:
-        """Return the digest of the prompt block that a running sequence computes next.
+        """Return a set with the digest of the prompt block that a running sequence computes next.
 
         The set is empty if no other sequence can use the block.
         """

@@ -138,7 +138,7 @@ class BlockAnswer(Answer):
 
     @property
     def num_chars(self) -> int:
-        """Characters of all messages together."""
+        """Number of characters of all messages."""
         return num_chars(self.chat.body.messages)
 
     @property

@@ -180,7 +180,7 @@ class Answer(ABC):
 
     @property
     def max_tokens(self) -> int | None:
-        """Maximum tokens of each sample; None if the body does not limit them."""
+        """Maximum number of tokens of each sample; None if the body sets no limit."""
         return self.body.max_tokens
 
     @property
@@ -191,7 +191,10 @@ class Answer(ABC):
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Maximum tokens of a prompt: the context, less one token unless `max_tokens` is 0."""
+        """Maximum number of tokens of a prompt.
+
+        It is the context without one token, or the whole context if `max_tokens` is 0.
+        """
         return self.service.max_model_len - (self.max_tokens != 0)
 
     def _first_given(self, names: Sequence[str]) -> str:

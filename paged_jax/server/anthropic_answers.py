@@ -140,8 +140,8 @@ class MessagesAnswer(BlockAnswer):
     def _end(self, sample: CompletionOutput) -> JsonDict:
         """Return the reason why the answer ended, and the stop string that ended it."""
         if sample.finish_reason != "stop":
-            # Also for the end of `timeout`, because Anthropic's API has no other reason for an
-            # answer that was cut short.
+            # An expired `timeout` has this reason too, because Anthropic's API has no other reason
+            # for an answer that was cut short.
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if any(block.kind == "call" for block in self.tracker.blocks):
             return {"stop_reason": "tool_use", "stop_sequence": None}

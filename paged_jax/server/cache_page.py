@@ -89,7 +89,7 @@ async def _state(service: Service, request: Request) -> Response:
     def render() -> Response:
         state = {
             "model": service.settings.model_name,
-            # Tells the page about a restart of the server, which resets the numbers of events.
+            # Shows the page that the server was restarted, so that event numbers begin again.
             "started": service.created,
             "num_generated_tokens": generated,
             **dataclasses.asdict(cache_map),

@@ -42,12 +42,15 @@ class ChatAnswer(OpenAiAnswer):
 
     @property
     def num_chars(self) -> int:
-        """Characters of all messages together."""
+        """Number of characters of all messages."""
         return num_chars(self.body.messages)
 
     @property
     def max_tokens(self) -> int | None:
-        """Maximum tokens of each sample. `max_completion_tokens` overrides `max_tokens`."""
+        """Maximum number of tokens of each sample.
+
+        `max_completion_tokens` overrides `max_tokens`.
+        """
         newer = self.body.max_completion_tokens
         return self.body.max_tokens if newer is None else newer
 

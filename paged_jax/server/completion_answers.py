@@ -40,7 +40,7 @@ class GenerateAnswer(Answer):
 
     @property
     def num_chars(self) -> int:
-        """Characters of the prompt if it is a text."""
+        """Number of characters of the prompt; 0 for token ids."""
         return len(self.body.prompt or "")
 
     def params(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class CompletionAnswer(OpenAiAnswer):
 
     @property
     def num_chars(self) -> int:
-        """Characters of the longest prompt that is a text."""
+        """Number of characters of the longest text prompt; 0 if all prompts are token ids."""
         return max(len(prompt) if isinstance(prompt, str) else 0 for prompt in self.prompts())
 
     @property

@@ -46,7 +46,7 @@ class ResponsesAnswer(BlockAnswer):
 
     @property
     def max_tokens(self) -> int | None:
-        """Maximum tokens of the answer; None if the body does not limit them."""
+        """Maximum number of tokens of the answer; None if the body sets no limit."""
         newer = self.body.max_output_tokens
         return self.body.max_tokens if newer is None else newer
 

@@ -25,7 +25,7 @@ While a sequence decodes, each slot also keeps its state at the last multiple of
 *mark*: the step that computes the next token writes to another entry, and the old entry stays. The
 host does not know the tokens yet, so it cannot publish the state immediately. It publishes the mark
 when the sequence ends. The next turn of a conversation then continues from there. A verification of
-drafts ends at each multiple, so that the next program leaves a mark like a step of one token::
+drafts never passes the next multiple of 64, so that the program after it can leave a mark there::
 
     tokens     0 ........... 64 ........... 128 ... 150, end
     entry          3                5           1            marks: 3, then 5
@@ -175,7 +175,10 @@ def _drop_marks(tables: StateTables, mask: jax.Array) -> StateTables:
 
 
 def state_interval(block_size: int) -> int:
-    """Return the tokens between marks, and between ends of chunks: a multiple of the block size."""
+    """Return the number of tokens between marks, and between the ends of chunks.
+
+    It is a multiple of the block size.
+    """
     return math.lcm(STATE_INTERVAL, block_size)
 
 

@@ -56,7 +56,7 @@ _MAX_KEY_DIM = 1024
 
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
-# Codes of 4-bit values whose numbers bfloat16 does not represent exactly.
+# Formats of 4-bit values (`weight_formats.CODES`) with numbers that bfloat16 must round.
 _INEXACT_CODES = ("nf4", "fp4")
 
 # The number of inputs in a group of packed 4-bit values must be a multiple of this, because the

@@ -23,8 +23,8 @@ ELEMENTS: dict[Any, str] = {
     jnp.dtype(jnp.float8_e4m3fn): "Float8",
 }
 
-# Codes of quantised weights, each with the name of its type in the C++ sources. One kernel
-# multiplies by all codes of packed 4-bit values.
+# Formats of quantised values, each with the name of its type in the C++ sources. One kernel
+# multiplies by all formats of packed 4-bit values.
 PACKED = "packed"
 CODE_ELEMENTS = {"int8": "Int8", "float8_e4m3fn": "Float8", PACKED: "Packed"}
 

@@ -31,11 +31,12 @@ _WARPS = 4
 
 # Maximum query heads of a thread block.
 _MAX_SLICE = 2 * MMA_COLUMNS
-# With smaller slices of large groups, most of the columns would be padding.
+# Minimum query heads of a thread block, unless the group is smaller. With fewer heads, most of the
+# columns would be padding.
 MIN_SLICE = 4
 
-# Maximum lanes of a piece of keys or values. With larger pieces, wide heads spill registers. The
-# queries of wider heads than `WIDE` do not fit the registers.
+# Maximum lanes of a piece of keys or values. With larger pieces, wide heads spill registers. If a
+# head has more than `WIDE` lanes, its queries do not fit the registers.
 _PIECE, WIDE = 128, 256
 
 # Bytes of K and V in the tiles of a loop step, and the number of steps in the ring. Two thread
@@ -346,7 +347,7 @@ class TileCopies(NamedTuple):
                     pool.at[place],
                     ring.at[slot, pl.ds(turn * rows, rows)],
                     shared.is_full.at[slot],
-                    # Without a mode, the copy would need a place at a multiple of 128 bytes.
+                    # Without `oob_mode`, the target must be aligned to 128 bytes.
                     oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                 )
 

@@ -78,7 +78,7 @@ class PrefillSizes(NamedTuple):
 
     @property
     def boxes(self) -> list[tuple[int, int, int, int, int]]:
-        """Bulk copies of queries: head, first token, warpgroup, its first row, number of rows."""
+        """Head, first token, warpgroup, first row in it, and number of rows of each bulk copy."""
         n, boxes = self.tile_tokens, []
         for head in range(self.slice_size):
             row, end = head * n, (head + 1) * n
@@ -132,9 +132,10 @@ def list_tiles(
     context_lens: jax.Array, query_lens: jax.Array, *,
     index: jax.Array, is_there: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Return the fields of the tiles, i32 ``[tiles, fields]``: tile `turn` of each sequence.
+    """Return a row of fields for each tile, i32 ``[tiles, fields]``.
 
-    The layers of a step have the same lengths, so XLA computes the list once per step.
+    Tile i is number ``turn[i]`` of the tiles of sequence ``sequence[i]``. The layers of a step have
+    the same lengths, so XLA computes the list once per step.
     """
     n, T, window = sizes.tile_tokens, sizes.step_tokens, options.sliding_window
     length, query_len = context_lens[sequence], query_lens[sequence]

@@ -47,8 +47,8 @@ _LEAST_PEAK = float(np.finfo(np.float32).min)
 def dtype_refusal(problem: Problem, pools: str, *pool_dtypes: str) -> str | None:
     """Return why a kernel cannot read the dtypes of a call, or None if it can.
 
-    Queries and pools are bfloat16 or float32. Pools may also have one of `pool_dtypes`. The result
-    calls them `pools`.
+    Queries and pools are bfloat16 or float32. Pools may also have one of `pool_dtypes`. The text
+    uses the word `pools` for the pools, such as "pages".
     """
     dtypes = ("queries", problem.q_dtype, ()), (pools, problem.pool_dtype, pool_dtypes)
     for name, dtype, more in dtypes:

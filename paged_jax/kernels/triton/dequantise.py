@@ -272,7 +272,7 @@ def _look_up(numbers: list[int]) -> str:
     for word in (0, 1):
         parts.append(f"shr.u32 t, $2, {16 * word}; prmt.b32 u, {a}, {b}, t;")
         if max(numbers) < 128:
-            # Results of the wrong half of the table are 0.
+            # Each `prmt` reads half of the table, and returns 0 for entries of the other half.
             parts.append(
                 f"xor.b32 t, t, 0x88888888; prmt.b32 t, {c}, {d}, t; or.b32 ${word}, u, t;"
             )

@@ -177,8 +177,9 @@ def _decode_rule(shape: Shape) -> DecodeParams:
     max_tokens = 128 if _lanes(shape) >= 64 else 64
     step_tokens = _STEP_BYTES // token_bytes(shape)
     if is_quantised(shape.pool_dtype) and not _is_exact(shape) and shape.group <= 8:
-        # Elements in shared memory have the dtype of the pool, with half the bytes of an operand of
-        # a matmul, so a step can have twice as many tokens. Large groups need the registers.
+        # Shared memory holds elements in the dtype of the pool, which takes half the bytes of a
+        # matmul's operand. A step can therefore have twice as many tokens. Large groups are
+        # excluded: longer steps would take registers that they need.
         step_tokens *= 2
     step_tokens = min(max(step_tokens, 16), max_tokens)
     # Operands of float32 matmuls are in registers. 8 warps have twice as many registers as 4.

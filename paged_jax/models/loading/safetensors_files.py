@@ -187,7 +187,7 @@ def check_names(names: Iterable[str]) -> None:
     """Check that no tensor belongs to a wrapped model or to an adapter.
 
     Raises:
-      WeightsError: a tensor does. The message names the cause and says what to do.
+      WeightsError: a tensor belongs to one. The message names the cause and says what to do.
     """
     for name in names:
         if _ADAPTERS.search(name):

@@ -74,7 +74,7 @@ class _TokenizerReader:
         tokens = self._get("tokens")
         if not isinstance(tokens, Texts) or not len(tokens):
             raise self._error("tokens must be a list of texts")
-        # llama.cpp gives empty tokens the same name.
+        # Name empty tokens as llama.cpp does.
         self._tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(tokens)]
         self._ids = {token: index for index, token in enumerate(self._tokens)}
         if len(self._ids) < len(self._tokens):
@@ -129,7 +129,7 @@ class _TokenizerReader:
     def _pairs(self, merges: Texts) -> list[tuple[str, str]]:
         """Return the merges whose tokens are in the vocabulary; llama.cpp ignores the others."""
         ids = self._ids
-        # A space separates two tokens, and tokens have other characters for spaces.
+        # A merge is two tokens with a space between them. Tokens spell spaces by other characters.
         pairs = [merge.partition(" ") for merge in merges]
         return [(a, b) for a, _, b in pairs if a in ids and b in ids and a + b in ids]
 

@@ -185,7 +185,8 @@ class _Merger:
 
         Args:
           part: the description, or a reference to it.
-          is_beside: whether `part` has the siblings of an `allOf`. These may close the object.
+          is_beside: whether `part` consists of the keys beside an `allOf`, which may forbid further
+            properties.
         """
         reference = part.get("$ref") if isinstance(part, Mapping) else None
         if isinstance(reference, str) and not part.keys() - {"$ref"} - _ANNOTATIONS:
