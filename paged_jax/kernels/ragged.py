@@ -317,7 +317,7 @@ def _attend(call: Dispatch, args: RaggedArgs):
 )
 @dataclasses.dataclass(frozen=True)
 class _RaggedResiduals:
-    """Inputs of the backward pass.
+    """Arrays and flags that the forward pass keeps for the backward pass.
 
     Attributes:
       args: arrays of the call.

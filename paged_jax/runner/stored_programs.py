@@ -168,7 +168,7 @@ class _Source(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """Content of a file."""
+    """Content of the file of a program."""
 
     executable: tuple[bytes, Any, Any]  # result of `serialize_executable.serialize`
     targets: list[str]  # FFI targets of the kernels that it calls

@@ -321,7 +321,7 @@ def _nth_true(mask: jax.Array, number: jax.Array) -> jax.Array:
 def apply_first(
     cases: Sequence[tuple[jax.Array, Callable[[jax.Array], jax.Array]]], x: jax.Array
 ) -> jax.Array:
-    """Return ``function(x)`` of the first needed function, or `x` if none is needed.
+    """Apply the first function that is needed to `x`; return `x` if none is needed.
 
     Each function must also do the work of all functions after it. If only a later function is
     needed, both must return the same result. On GPUs the first function always runs, because the

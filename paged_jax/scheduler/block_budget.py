@@ -255,7 +255,7 @@ class WindowBlockBudget(BlockBudget):
         return sum(self.num_in_row(s.num_computed, s.program_start) for s in sequences)
 
     def num_for_admission(self, num_tokens: int) -> int:
-        """Return `num_wanted`, but at most P: with fewer blocks the prefill chunks are smaller."""
+        """Return `num_wanted`, but at most P: in a small pool, chunks are shorter than wanted."""
         return min(self.num_blocks, self.num_wanted(num_tokens))
 
     def num_freed_next(self, sequence: Sequence) -> int:

@@ -295,7 +295,7 @@ class Service:
         return CancelOnDisconnect(receive, self._connected)
 
     async def call_engine(self, receive: Receive, function: Callable[[Engine], T]) -> T:
-        """Return ``function(engine)``, called between two steps.
+        """Call ``function(engine)`` between two steps, and return its result.
 
         Raises:
           ClientGone: the client left before the call.
@@ -312,7 +312,7 @@ class Service:
     # Work outside the event loop
 
     async def encode(self, num_chars: float, function: Callable[[], T]) -> T:
-        """Return ``function()``, which tokenizes text.
+        """Call a function that tokenizes text, and return its result.
 
         Tiny texts are tokenized in the event loop. Other texts are tokenized in one of two threads,
         so that short texts do not wait for long texts.
@@ -327,7 +327,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(encoder, function)
 
     async def render(self, num_entries: int, function: Callable[[], T]) -> T:
-        """Return ``function()``, which builds a response or events of a stream.
+        """Call a function that builds a response or events of a stream, and return its result.
 
         Large responses are built in a thread, in a single thread at a time: several threads would
         compete with the streams for Python's interpreter lock.

@@ -172,9 +172,9 @@ class CacheRecorder:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Keep recording while the context is active: while a page waits for its response.
+        """Return a context in which recording goes on, for a page that waits for a response.
 
-        The page then counts as open even if a long step delays the response.
+        The page counts as open even if a long step delays the response.
         """
         self._num_asking += 1
         try:

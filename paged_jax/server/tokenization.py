@@ -113,7 +113,7 @@ def _tokenizer(service: Service) -> Tokenizer:
 
 
 async def _encode(service: Service, request: Request, size: int, function: Callable[[], T]) -> T:
-    """Return ``function()``, called in a tokenizing thread. The call counts as a running sample."""
+    """Call a function in a tokenizing thread. The call counts as a running sample."""
     size = request.scope[RECORD].size(size)
     with service.admit(1, request.scope[CLIENT], is_stream=False):
         try:

@@ -37,7 +37,7 @@ KernelOp = FloatOp | QuantisedOp
 
 
 class Kernel(NamedTuple):
-    """A kernel for a dtype.
+    """A C++ kernel: an op for a dtype.
 
     Attributes:
       op: the op, which is also the name of the C++ source.

@@ -52,7 +52,7 @@ _SM_MEMORY, _BLOCK_MEMORY = 228 * 1024, 4 * 1024
 
 
 class DecodeSizes(NamedTuple):
-    """Static sizes of a launch.
+    """Static sizes of a launch of the decode kernel.
 
     Attributes:
       split: how the batch is split.

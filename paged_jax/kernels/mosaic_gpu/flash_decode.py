@@ -421,7 +421,7 @@ def _split_rounding(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _divide(out: tuple[jax.Array, ...], total: jax.Array, lse: jax.Array) -> _Result:
-    """Divide an output by the sum of the weights; the result without a token is 0 and -inf."""
+    """Divide the output by the sum of the weights. Without tokens, return 0 and a `lse` of -inf."""
     is_empty = total == 0
     factor = 1 / jnp.where(is_empty, jnp.ones_like(total), total)
     lse = jnp.where(is_empty, jnp.full_like(lse, -jnp.inf), lse)

@@ -194,7 +194,7 @@ def _attend(
     sizes: PrefillSizes,
     interpret: Interpret,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return ``[tiles * n, H, D]`` and f32 ``[tiles * n, H]``; like the queries of `args`."""
+    """Launch the kernel. Return the output ``[tiles * n, H, D]`` and the log-sum-exp, f32."""
     (_, H, D), num_tiles = args.q.shape, tiles.shape[0]
     n, num_places = sizes.tile_tokens, H // sizes.slice_size
     inputs = AttentionInputs(

@@ -33,7 +33,7 @@ _MAX_STAGES = 4
 
 
 class PrefillSizes(NamedTuple):
-    """Static sizes of a launch.
+    """Static sizes of a launch of the prefill kernel.
 
     Attributes:
       slice_size: query heads of a tile, a divisor of the group of a KV head.

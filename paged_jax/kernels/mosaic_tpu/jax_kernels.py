@@ -125,7 +125,7 @@ def _call_jax(args: RaggedArgs, options: RaggedOptions) -> jax.Array:
 
 
 def _on_some_tpu(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Return `function`; if there is no TPU, wrapped to run under a mesh that names one.
+    """Return `function`. Without a TPU, wrap it to run under a mesh that names a TPU.
 
     Pallas needs the TPU generation when it lowers the kernel. "TPU v5 lite" is the oldest supported
     generation, and the kernel uses no feature that it lacks.

@@ -6,9 +6,11 @@ the high halves of four bytes of packed 4-bit values. An interpreted kernel uses
 The compiled conversion of 4-bit values takes two steps. The first gives integers or other numbers
 that the dtype of the matmul represents exactly:
 
-- ``int4`` and ``uint4``: a byte ``0x43`` before a byte of 4 bits is the bfloat16 number 128 plus
-  these bits; then 136 is subtracted. In float16 the byte is ``0x64`` and the number 1024.
-- ``e2m1``: as above, but ``prmt`` first looks up 64 plus twice the number in a table of 16 bytes.
+- ``int4`` and ``uint4``: the high byte ``0x43`` and a low byte with 4 bits form a bfloat16 number:
+  128 plus the bits. Then 136 is subtracted. In float16, the high byte ``0x64`` gives 1024 plus the
+  bits.
+- ``e2m1``: the same, but the low byte is 64 plus twice the number. ``prmt`` looks it up in a table
+  of 16 bytes.
 - ``nf4`` and ``fp4``: ``prmt`` looks up the low and the high byte of the number.
 
 The second step multiplies by the scale and adds the minimum, both rounded to the dtype of the

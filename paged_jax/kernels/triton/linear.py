@@ -156,8 +156,8 @@ def _quantised_tiling(num_rows: int, num_inputs: int, format: WeightFormat) -> M
 
     The rules come from compiled code for compute capability 9.0: registers, shared memory, and
     instructions per byte of the weight. With two warps, Triton uses matmul instructions of single
-    warps. With four warps it uses instructions of warp groups. These need more instructions to
-    prepare the weight, but fewer for many rows.
+    warps. With four warps it uses instructions of warp groups. The preparation of the weight then
+    takes more instructions, but matmuls of many rows take fewer.
     """
     rows = max(8, pl.next_power_of_2(num_rows))
     step = 128 if format.is_packed else 64  # 64 bytes per row of the weight

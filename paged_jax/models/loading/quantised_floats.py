@@ -102,7 +102,7 @@ class Fp8Matrix(ModuleMatrix):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mxfp4Matrix(ModuleMatrix):
-    """The format mxfp4-pack-quantized of compressed-tensors: scales are exponents of two."""
+    """The format ``mxfp4-pack-quantized`` of compressed-tensors: scales are exponents of two."""
 
     required = (".weight_packed", ".weight_scale")
     code = "e2m1"
@@ -130,7 +130,7 @@ class Mxfp4Matrix(ModuleMatrix):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MlxMxfp4Matrix(Mxfp4Matrix):
-    """The mode mxfp4 of MLX, which stores values in words of 32 bits."""
+    """The mode ``mxfp4`` of MLX, which stores values in words of 32 bits."""
 
     required = (".weight", ".scales")
 
@@ -141,7 +141,10 @@ class MlxMxfp4Matrix(Mxfp4Matrix):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Nvfp4Matrix(Mxfp4Matrix):
-    """The format nvfp4-pack-quantized of compressed-tensors: a global scale divides the scales."""
+    """The format ``nvfp4-pack-quantized`` of compressed-tensors.
+
+    The scales of groups are divided by a global scale.
+    """
 
     required = (".weight_packed", ".weight_scale", ".weight_global_scale")
     _apply = np.divide
@@ -162,9 +165,9 @@ class Nvfp4Matrix(Mxfp4Matrix):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelOptNvfp4Matrix(Nvfp4Matrix):
-    """The NVFP4 format of ModelOpt: the global scale multiplies the scales of groups.
+    """The NVFP4 format of ModelOpt.
 
-    In `Nvfp4Matrix`, it divides them.
+    The scales of groups are multiplied by a global scale, not divided as in `Nvfp4Matrix`.
     """
 
     required = (".weight", ".weight_scale", ".weight_scale_2")

@@ -171,7 +171,7 @@ class IntegerMatrix(ModuleMatrix):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CompressedIntegerMatrix(IntegerMatrix):
-    """The format pack-quantized of compressed-tensors.
+    """The format ``pack-quantized`` of compressed-tensors.
 
     Zero points are packed along the outputs. Old files with act order have `weight_g_idx`, the
     group of each input.
@@ -255,7 +255,7 @@ class TransposedMatrix(IntegerMatrix):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AwqMatrix(TransposedMatrix):
-    """The format gemm of AutoAWQ: outputs are packed in the order `_AWQ_ORDER`."""
+    """The format ``gemm`` of AutoAWQ: outputs are packed in the order `_AWQ_ORDER`."""
 
     def _find_shape(self) -> tuple[int, int]:
         num_inputs, words = matrix_shape(self.parts[".qweight"])
@@ -294,7 +294,7 @@ class AwqMatrix(TransposedMatrix):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GptqMatrix(TransposedMatrix):
-    """The formats gptq and gptq_v2, with a group for each input in `g_idx`.
+    """The formats ``gptq`` and ``gptq_v2``. `g_idx` has the group of each input.
 
     Stored zero points are 1 smaller in version 1 (`Scheme.zero_offset`). There, the largest stored
     value stands for the zero point 0: tools subtract 1 from zero points of 0 to 15 and keep 4 bits.
@@ -363,7 +363,7 @@ class GptqMatrix(TransposedMatrix):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MlxMatrix(ModuleMatrix):
-    """The mode affine of MLX: ``value * scale + bias``."""
+    """The mode ``affine`` of MLX: ``value * scale + bias``."""
 
     required = (".weight", ".scales", ".biases")
     scales = ".scales"

@@ -42,7 +42,7 @@ class SaveError(ValueError):
 
 
 class QuantisedModule(NamedTuple):
-    """A module of the file.
+    """A quantised module, as it is written to a file.
 
     Attributes:
       tensors: its tensors by the ends of their names.

@@ -405,7 +405,7 @@ def _forced_tokens(tokenizer: "LLTokenizer", matcher: "LLMatcher") -> list[int] 
 
 
 def _with_stack(size: int, function: Callable[[], T]) -> T:
-    """Return ``function()``, called in a thread with a stack of `size` bytes.
+    """Call a function in a thread with a stack of `size` bytes, and return its result.
 
     The stack reserves address space; memory is allocated only for the part in use.
     """
