@@ -103,7 +103,7 @@ def _check_interpret(function: str, name: str | None, interpret: Interpret) -> N
     )
 
 
-# The method of a backend that runs each op.
+# Name of the backend method that runs each op.
 _METHODS: dict[Op, str] = {
     "decode": "attend",
     "prefill": "attend",

@@ -132,7 +132,7 @@ def _letters_of_new(
       ValueError: there are values but no pool for them, or a pool but no values.
     """
     if (pools.v is None) != (v is None):
-        raise ValueError(f"{function}: v and v_pool must be arrays both, or None both.")
+        raise ValueError(f"{function}: v and v_pool must both be arrays, or both be None.")
     if v is None:
         return {"k": (k, "NKD")}, None
     value_dim = v.shape[-1] if v.ndim and k.shape[-1:] != v.shape[-1:] else None

@@ -115,7 +115,7 @@ def check_choices(config: Any) -> None:
             )
     if others := {*placements} - {*_CHOICES["norm_placement"]}:
         raise UnsupportedConfigError(
-            "LlamaConfig: norm_placements must be of "
+            "LlamaConfig: norm_placements must only contain "
             f"{', '.join(_CHOICES['norm_placement'])}, got {min(others)!r}."
         )
 

@@ -119,7 +119,7 @@ class Recurrence(NamedTuple):
         the dtypes of the states before.
       arrays: arrays of the states. A new sequence starts with zeros.
       takes_rows: whether `advance` also takes `StateRows` instead of arrays, if each row has one
-        token. It returns them with the new pools. The states are then updated in place.
+        token. It then updates the states in place, and returns `StateRows` with the new pools.
     """
 
     inputs: tuple[jax.Array, ...]

@@ -15,7 +15,7 @@ SLIDING = "sliding_attention"
 # Attention to the tokens of the same chunk of consecutive positions.
 CHUNKED = "chunked_attention"
 RECURRENT = "linear_attention"
-# Both at the same time: the outputs of full attention and of a recurrence are added.
+# Full attention and a recurrence in the same layer. Their outputs are added.
 HYBRID = "hybrid"
 # In `layer_types` a layer that has only an MLP; in `mlp_layer_types` a layer without an MLP.
 NOTHING = "none"

@@ -315,7 +315,7 @@ class MatrixFormats:
 
     @classmethod
     def of_dtype(cls, dtype: DTypeLike, config: LlamaConfig) -> "MatrixFormats":
-        """Return the formats of a model whose matrices have a dtype.
+        """Return the formats of a model that is made or loaded with the option `dtype`.
 
         With a dtype in `DTYPE_FORMATS`, small matrices and embeddings that are not also the output
         head stay floating point, because a step reads little of them.

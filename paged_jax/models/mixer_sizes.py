@@ -139,7 +139,7 @@ class GatedDeltaNet(Mixer):
 
     @property
     def heads(self) -> tuple[int, int, int, int]:
-        """Numbers K and G of heads, and sizes D and U of the state of a head."""
+        """Numbers of parts (K) and of heads per part (G), and the sizes D and U of a state."""
         K = self.num_key_heads
         return K, self.num_value_heads // K, self.key_dim, self.value_dim
 
@@ -264,7 +264,7 @@ class Mamba2(Mixer):
 
     @property
     def heads(self) -> tuple[int, int, int, int]:
-        """Numbers K and G of heads, and sizes D and U of the state of a head."""
+        """Numbers of parts (K) and of heads per part (G), and the sizes D and U of a state."""
         K = self.num_groups
         return K, self.num_heads // K, self.state_dim, self.head_dim
 

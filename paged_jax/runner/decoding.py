@@ -167,8 +167,8 @@ def decode_steps(
         batch = batch.draw(logits, with_top)
         return pools, batch, wants_more(batch) & (batch.num_steps < num_possible)
 
-    # The loop condition is computed inside a step. Kernels in the condition itself would be
-    # launched while the host waits for the value of the condition.
+    # The loop condition is computed inside a step. In the condition function, the launches of its
+    # kernels would add to the time that the host waits for the value.
     carry = cache.group_pools, first, num_possible > 0
     pools, batch, _ = lax.while_loop(lambda carry: carry[2], decode_step, carry)
     lengths = batch.lengths_in(cache)

@@ -281,7 +281,7 @@ def test_latent_attention_checks_its_arguments(changes, message) -> None:
 def test_writes_check_that_values_and_their_pool_belong_together() -> None:
     k, places = np.zeros((1, 1, D), np.float32), np.zeros(1, np.int32)
     for v_pool, v in ((None, k), (POOL, None)):
-        with pytest.raises(ValueError, match="paged_write: v and v_pool must be arrays both"):
+        with pytest.raises(ValueError, match="paged_write: v and v_pool must both be arrays"):
             paged_write(POOL, v_pool, k, v, places, places)
     for heads, v in ((1, k), (2, None)):
         with pytest.raises(ValueError, match="write_kv_pages: v must be None if and only if"):

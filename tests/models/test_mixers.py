@@ -253,7 +253,7 @@ def test_from_dict_reads_the_layers_of_olmo_hybrid_files() -> None:
         assert LlamaConfig.from_dict({**given, "rope_parameters": rope}).ropes[3] is not None
     with pytest.raises(ValueError, match="norm_placements must name 5 layers"):
         dataclasses.replace(config, norm_placements=("pre",))
-    with pytest.raises(ValueError, match="norm_placements must be of .* got 'before'"):
+    with pytest.raises(ValueError, match="norm_placements must only contain .* got 'before'"):
         dataclasses.replace(config, norm_placements=("before",) * 5)
 
 

@@ -365,9 +365,9 @@ def start_softmax(
 # log2 of the largest softmax weight in float16. Operands stay below 65504, the largest float16
 # number: weights are at most 2**12, the scale of a value (relative to the unit) multiplies them by
 # up to 2, and rounding errors of scores up to 2**25 multiply them by up to 4.
-# In `weigh_exactly` a weight is the sum of two float16 numbers. Its error is at most 2**-23 of its
-# value, or 2**-37 of the largest weight if that is more. The largest scale so far multiplies the
-# error. The sum of 131,072 errors of 2**-37 is 2**-20.
+# In `weigh_exactly`, a weight is the sum of two float16 numbers. The error of a weight is at most
+# the larger of 2**-23 of the weight and 2**-37 of the largest weight, times the largest scale so
+# far. The sum of 131,072 errors of 2**-37 is 2**-20.
 _LIFT = 12.0
 
 

@@ -116,7 +116,7 @@ def load_checkpoint(
         formats = find_saved_formats(path, config, dtype=dtype, dequantise=dequantise)
     spec = ModelSpec(model_class, config, floats, scan_layers, sharding, formats)
     # Matrices that change their format are restored as they were saved, and then converted. If the
-    # set of matrices that can be stacked changes, layers stay separate until after the conversion.
+    # conversion changes which matrices can be stacked, layers are separate until it is done.
     kept = own.with_floats(floats)
     stacks = scan_layers and kept.differing == formats.differing
     changed = dataclasses.replace(spec, scan_layers=stacks)

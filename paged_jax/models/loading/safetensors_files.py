@@ -248,7 +248,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     index = folder / INDEX_FILE
     if not index.is_file():
         raise WeightsError(
-            f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} there{_explain_missing(folder)}"
+            f"{folder}: there is neither {SINGLE_FILE} nor {INDEX_FILE}{_explain_missing(folder)}"
         )
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -181,7 +181,7 @@ class StoredMatrix:
 def _read_rows(
     tensor: StoredTensor, mapping: TensorMapping, part: Index
 ) -> Iterator[tuple[Any, WeightArrays]]:
-    """Yield the index of some rows in a part of the mapping's box, and the arrays of the rows."""
+    """Read a part of the mapping's box. Yield some rows at a time: their index and arrays."""
     for rows, index in _runs_of_rows(mapping, part, tensor.shape[-1]):
         yield index, tensor.read_arrays(rows)
 
@@ -189,7 +189,7 @@ def _read_rows(
 def _read_transposed_rows(
     tensor: StoredTensor, mapping: TensorMapping, part: Index
 ) -> Iterator[tuple[Any, WeightArrays]]:
-    """Do the same as `_read_rows` for a mapping with axes, one expert at a time.
+    """Read a part like `_read_rows`, for a mapping with axes, one expert at a time.
 
     The arrays of the tensor are ``[X, out, ...]``, even if its shape is ``[X, in, out]``.
     """

@@ -40,8 +40,8 @@ class _SchemaKeys(NamedTuple):
         return new
 
 
-# `_CLOSABLE` has the keys with inner schemas that `close` closes too, `_ALL` all keys with inner
-# schemas.
+# `_ALL` has all keys of a schema that contain inner schemas. `close` also closes the inner schemas
+# under the keys of `_CLOSABLE`.
 _CLOSABLE = _SchemaKeys(
     ("properties", "patternProperties", "$defs", "definitions"),
     ("anyOf", "oneOf", "prefixItems"),

@@ -428,7 +428,7 @@ class Detokenizer:
             return self._settle(text)
         if text:
             return self._hand_out(text, len(self._pending))
-        # A token without text, or a leading space that is dropped. Later spaces are kept.
+        # The token has no text, or is a leading space that is dropped. Later spaces are kept.
         self._continues_text |= bool(self._decode(self._pending, True))
         self._pending.clear()
         return ""
