@@ -28,7 +28,11 @@ from paged_jax.server.sampling_body import (
 
 _SYSTEM = ("system", "developer")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-_MEDIA = ("input_image", "input_file", "input_audio", "image", "file", "audio")
+# Types of parts that this server cannot read, in OpenAI's and in Anthropic's API.
+_MEDIA = (
+    *("input_image", "input_file", "input_audio", "image", "file", "audio"),
+    *("document", "search_result"),
+)
 _MAX_METADATA = 16
 # Maximum length of the name of a function in a chat, and the characters that it must not contain.
 _MAX_NAME, _NOT_IN_NAMES = 64, re.compile(r"[^a-zA-Z0-9_.-]")
@@ -335,10 +339,6 @@ def _text(content: Any, place: str) -> str:
     for index, part in enumerate(content):
         param = f"{place}.{index}"
         kind = kind_of(part, param)
-        if kind in _MEDIA:
-            raise ApiError(
-                400, f"{param} must be text, got {kind}: this model reads only text.", param=param
-            )
         if kind == "refusal":
             texts.append(string_of(part, "refusal", param))
         elif kind in _TEXTS:
@@ -350,11 +350,15 @@ def kind_of(part: Any, place: str) -> Any:
     """Return the type of a part of a content.
 
     Raises:
-      ApiError: the part is not an object.
+      ApiError: the part is not an object, or is an image, a file or a recording.
     """
     if not isinstance(part, Mapping):
         raise ApiError(400, f"{place} must be an object with a type.", param=place)
-    return part.get("type")
+    kind = part.get("type")
+    if kind in _MEDIA:
+        rule = f"must be text, got {kind}: this model reads only text"
+        raise ApiError(400, f"{place} {rule}.", param=place)
+    return kind
 
 
 def string_of(part: Mapping[str, Any], name: str, place: str) -> str:

@@ -169,15 +169,7 @@ def _has_halves(w: jax.Array) -> bool:
 
 
 def _matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    # By default GPUs would round float32 operands to TF32, and TPUs to bfloat16.
-    precision = lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
-    return lax.dot_general(
-        x.astype(w.dtype),
-        w,
-        (((x.ndim - 1,), (1,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    return _contract(x.astype(w.dtype), w, (x.ndim - 1, 1))
 
 
 def _matmul_in_halves(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -285,13 +277,12 @@ def _ragged_dot(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[0],
     )
-    precision = lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
     return lax.ragged_dot_general(
         x.astype(w.dtype),
         w,
         group_sizes,
         numbers,
-        precision=precision,
+        precision=_precision(w),
         preferred_element_type=jnp.float32,
     )
 
@@ -332,7 +323,12 @@ def _looped_gradients(
     return dx.astype(x.dtype), dw
 
 
-def _contract(x: jax.Array, w: jax.Array, contracted: tuple[int, int] = (1, 1)) -> jax.Array:
-    precision = lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
+def _contract(x: jax.Array, w: jax.Array, contracted: tuple[int, int]) -> jax.Array:
+    """Multiply arrays of the same dtype; sum over dimensions `contracted` of `x` and of `w`."""
     dims = (((contracted[0],), (contracted[1],)), ((), ()))
-    return lax.dot_general(x, w, dims, precision=precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(x, w, dims, precision=_precision(w), preferred_element_type=jnp.float32)
+
+
+def _precision(w: jax.Array) -> lax.Precision | None:
+    # By default GPUs would round float32 operands to TF32, and TPUs to bfloat16.
+    return lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
