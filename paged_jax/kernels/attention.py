@@ -32,6 +32,7 @@ from paged_jax.kernels.checks import (
     as_arrays,
     as_int32,
     as_pools,
+    check_floating,
     check_pools,
     check_sharding,
     checked_options,
@@ -312,9 +313,7 @@ def _checked(
             f"{function}: q must have a multiple of the pool's {sizes['K']} KV heads, "
             f"got {sizes['H']} heads."
         )
-    for name, array in {"q": q, "sinks": sinks}.items():
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"{function}: {name} must be floating point, got {array.dtype}.")
+    check_floating(function, q=q, sinks=sinks)
     check_pools(function, pools, args.layer, has_own_dim=value_dim is not None)
     check_sharding(function, (named, pools, sinks))
     del named["q"]

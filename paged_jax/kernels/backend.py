@@ -1,18 +1,28 @@
 # pyright: strict, reportUnknownMemberType=false
 """Interface of the backends: arrays, options and ops.
 
-A `Backend` is an object with ops: `AttentionOps`, `WritingOps`, `LinearOps`. Backends can rely on
-arguments that are in range, because the public ops check and clip them. In attention, ``layer`` is
-in ``0..L - 1``, ``context_lens`` in ``0..M * C``, and ``query_lens`` in ``0..T`` and at most
-``context_lens``. In ragged batches, ``cu_query_lens`` is in ``0..N``.
+A `Backend` is an object with a method for each op that it has::
 
-A backend may also have kernels for the following ops, see `dispatch.run_kernel`. A method with the
-suffix ``_refusal`` takes the same arguments. It returns why the backend has no kernel for them, or
-None::
+    attend(args, options)           attention of a decode or a prefill, see `AttentionArgs`
+    attend_ragged(args, options)    attention of a ragged batch, see `RaggedArgs`
+    write(args)                     write K and V of new tokens, see `WriteArgs`
+    rope_write(args, options)       normalise, rotate and write, see `RopeWriteArgs`
+    copy_blocks(args)               copy blocks in all layers, see `CopyArgs`
 
+    linear(x, w), sum_rows(x)       see `LinearOps`
     quantised_linear(x, w)          multiply by a quantised `Weight` without a copy in floats
     grouped_linear(x, w, sizes)     multiply rows, sorted by group, by the weights of their groups
     advance_rows(step)              advance states of recurrent layers by a token, see `StateStep`
+
+Attention returns ``(out, lse)``, the output and the log-sum-exp. A write or copy returns the new
+`Pools`, changed in place if they are donated; `rope_write` returns the queries and the pools.
+`Backend.refusal` says which calls of these five ops a backend does not support. The last three ops
+have a method with the suffix ``_refusal`` instead, which takes the same arguments. It returns why
+the backend has no kernel for them, or None; see `dispatch.run_kernel`.
+
+Backends can rely on arguments that are in range, because the public ops check and clip them. In
+attention, ``layer`` is in ``0..L - 1``, ``context_lens`` in ``0..M * C``, and ``query_lens`` in
+``0..T`` and at most ``context_lens``. In ragged batches, ``cu_query_lens`` is in ``0..N``.
 
 The arrays of a call and its `Options` determine its result. A backend that is written in Pallas is
 a dataclass with a field `interpret`: whether its kernels run in Pallas' interpreter.
@@ -448,39 +458,6 @@ class Backend(Protocol):
 
     def refusal(self, problem: Problem) -> str | None:
         """Return a phrase that says why the problem is not supported, or None if it is."""
-        ...
-
-
-class AttentionOps(Protocol):
-    """Ops of a backend that computes attention."""
-
-    def attend(self, args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-        """Return ``(out, lse)`` of `paged_attention`, or of `paged_prefill_attention`.
-
-        It is a decode if ``args.query_lens`` is None, else a prefill.
-        """
-        ...
-
-    def attend_ragged(
-        self, args: RaggedArgs, options: RaggedOptions
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return ``(out, lse)`` of `ragged_paged_attention`."""
-        ...
-
-
-class WritingOps(Protocol):
-    """Ops of a backend that changes the pools, in place if they are donated."""
-
-    def write(self, args: WriteArgs) -> Pools:
-        """Write K and V of new tokens, see `paged_write`."""
-        ...
-
-    def rope_write(self, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
-        """Normalise, rotate, write keys and values, return queries, see `paged_rope_write`."""
-        ...
-
-    def copy_blocks(self, args: CopyArgs) -> Pools:
-        """Copy blocks in all layers, see `paged_jax.kernels.copy_blocks`."""
         ...
 
 

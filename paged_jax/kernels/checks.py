@@ -130,6 +130,17 @@ def as_arrays(function: str, **arrays: Any) -> dict[str, jax.Array]:
     return {name: jnp.asarray(array) for name, array in arrays.items()}
 
 
+def check_floating(function: str, **arrays: jax.Array | None) -> None:
+    """Check that named arrays are floating point; None is skipped.
+
+    Raises:
+      ValueError: the dtype of an array is not floating point.
+    """
+    for name, array in arrays.items():
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{function}: {name} must be floating point, got {array.dtype}.")
+
+
 def as_pools(pools: Pools) -> Pools:
     """Convert pools and their scales to arrays."""
     v, k_scale, v_scale = (None if x is None else jnp.asarray(x) for x in pools[1:])

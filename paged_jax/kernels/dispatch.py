@@ -74,9 +74,9 @@ def add_backend(name: str, backend: Backend) -> None:
     """Add a backend to this process, which calls and engines use with ``backend=name``.
 
     A backend needs `Backend.refusal` and a method for each op that it has, see
-    `backend.AttentionOps` and `backend.WritingOps`. Other ops use the backend that is best for the
-    platform. A backend for which calls may set ``interpret=True`` is a dataclass with a field
-    `interpret`. ``examples/new_backend.py`` is an example.
+    `paged_jax.kernels.backend`. Other ops use the backend that is best for the platform. A backend
+    for which calls may set ``interpret=True`` is a dataclass with a field `interpret`.
+    ``examples/new_backend.py`` is an example.
 
     Args:
       name: name of the backend, not the name of a backend of this library.
@@ -356,7 +356,7 @@ class Dispatch:
           args: arrays of the op, such as `AttentionArgs`.
 
         Returns:
-          The result of the op, see `backend.AttentionOps` and `backend.WritingOps`.
+          The result of the op, see `paged_jax.kernels.backend`.
         """
         op = self.problem.op
         takes_options = op in ATTENTION or op == "rope_write"

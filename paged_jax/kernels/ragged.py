@@ -38,6 +38,7 @@ from paged_jax.kernels.checks import (
     as_arrays,
     as_int32,
     as_scalar,
+    check_floating,
     check_sharding,
     checked_options,
     checked_value_dim,
@@ -265,9 +266,7 @@ def _checked(
     sinks = None if sinks is None else jnp.asarray(sinks)
     check_sharding(_FUNCTION, (named, sinks))
     q, kv_pages = named.pop("q"), named.pop("kv_pages")
-    for name, array in {"q": q, "sinks": sinks}.items():
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"{_FUNCTION}: {name} must be floating point, got {array.dtype}.")
+    check_floating(_FUNCTION, q=q, sinks=sinks)
     kv_lens, tables, cu_q_lens, num_seqs = as_int32(_FUNCTION, **named)
     sizes = dims.bind(
         _FUNCTION,

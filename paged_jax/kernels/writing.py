@@ -26,6 +26,7 @@ from paged_jax.kernels.checks import (
     as_int32,
     as_pools,
     as_scalar,
+    check_floating,
     check_pools,
     check_sharding,
     default_layer,
@@ -106,9 +107,7 @@ def paged_write(
     sizes = dims.bind("paged_write", **shapes, **new, blocks=(blocks, "N"), offsets=(offsets, "N"))
     layer = default_layer("paged_write", pools.k, layer)
     check_pools("paged_write", pools, layer, has_own_dim=value_dim is not None)
-    for name, (array, _) in new.items():
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"paged_write: {name} must be floating point, got {array.dtype}.")
+    check_floating("paged_write", k=k, v=v)
     check_sharding("paged_write", (pools, k, v, blocks, offsets))
     check_num_rows("paged_write", pools.k.shape, num_new=sizes["N"] * sizes["K"])
     blocks, offsets = as_int32("paged_write", blocks=blocks, offsets=offsets)
@@ -364,8 +363,7 @@ def write_kv_pages(
     check_num_rows(function, (1, P, 1, C, 1), num_new=N)
     parts: list[jax.Array] = []
     for name, (x, scale) in new.items():
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{function}: {name} must be floating point, got {x.dtype}.")
+        check_floating(function, **{name: x})
         if scale is not None:
             wide = wider_dtype(x.dtype, jnp.float32)
             x = x.astype(wide) / as_scalar(function, f"{name}_scale", scale, wide)
@@ -412,9 +410,7 @@ def _check_rope_write(function: str, args: RopeWriteArgs) -> dict[str, int]:
                 f"{function}: {name} must be f32 [N, D / 2], here {[N, D // 2]}, "
                 f"got {array.dtype} {list(array.shape)}."
             )
-    for name, array in {"qkv": qkv, **{name: x for name, (x, _) in norms.items()}}.items():
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"{function}: {name} must be floating point, got {array.dtype}.")
+    check_floating(function, qkv=qkv, **{name: x for name, (x, _) in norms.items()})
     check_sharding(function, args)
     check_num_rows(function, pools.k.shape, num_new=N * sizes["K"])
     return sizes
