@@ -2,6 +2,7 @@
 
     python -m benchmarks.weight_formats_time --json weight-formats.json
     python -m benchmarks.weight_formats_time --formats q4_0 mxfp4 --rows 1 2048
+    python -m benchmarks.weight_formats_time --backend cpu_int8 --rows 16 512   # int8 activations
 
 A program multiplies by many different weights in turn, so that no cache contains a weight. Each
 result is the input of the next multiplication. Before the measurement, a result is compared with
@@ -12,6 +13,7 @@ a tile of the weight to floats before it multiplies.
 """
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Mapping
@@ -83,12 +85,15 @@ def as_weight(arrays: WeightArrays, format: WeightFormat) -> Weight:
     return Weight(*on_device, code=code, dtype=jnp.dtype("bfloat16"))
 
 
-def relative_error(arrays: WeightArrays, format: WeightFormat, num_rows: int) -> float:
+def relative_error(
+    arrays: WeightArrays, format: WeightFormat, num_rows: int, backend: str | None = None
+) -> float:
     """Return the largest error of a result, relative to the sum of the magnitudes of its terms."""
     rng = np.random.default_rng(1)
     size = arrays.values.shape[0]
     x = rng.standard_normal((num_rows, size), np.float32)
-    got = np.asarray(jax.jit(linear)(jnp.asarray(x), as_weight(arrays, format)), np.float64)
+    multiply = jax.jit(functools.partial(linear, backend=backend))
+    got = np.asarray(multiply(jnp.asarray(x), as_weight(arrays, format)), np.float64)
     w = dequantise(arrays, format.code).astype(np.float64)
     groups = dequantise(arrays._replace(mins=None), format.code).astype(np.float64)
     terms = np.abs(x) @ (np.abs(groups) + np.abs(w - groups)).T
@@ -117,7 +122,13 @@ def make_program(weights: list[Weight], num_rows: int, backend: str | None = Non
 
 
 def measure(
-    names: list[str], rows: list[int], size: int, num_weights: int, rounds: int, budget: float
+    names: list[str],
+    rows: list[int],
+    size: int,
+    num_weights: int,
+    rounds: int,
+    budget: float,
+    backend: str | None = None,
 ) -> dict[str, Any]:
     """Return the figures of all formats and numbers of rows, until the budget is used up.
 
@@ -128,6 +139,7 @@ def measure(
       num_weights: number of different weights.
       rounds: number of measurements.
       budget: seconds after which no other format is measured.
+      backend: backend that multiplies by quantised weights.
     """
     start, rng = time.monotonic(), np.random.default_rng(0)
     figures = []
@@ -143,9 +155,9 @@ def measure(
         weights = [as_weight(arrays, format) for _ in range(num_weights)]
         stored = format.num_bytes((size, size))
         for num_rows in rows:
-            error = relative_error(arrays, format, num_rows)
+            error = relative_error(arrays, format, num_rows, backend)
             programs = {
-                "format": make_program(weights, num_rows),
+                "format": make_program(weights, num_rows, backend),
                 "bfloat16": make_program(floats, num_rows),
             }
             if format.is_quantised and jax.default_backend() == "gpu":
@@ -185,11 +197,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--weights", type=int, default=16, help="number of different weights")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--budget", type=float, default=1e9, help="seconds of measurements")
+    parser.add_argument("--backend", help="backend of linear; default: the best one")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(argv)
     ratios = f"{'of rate':>10}{'of bf16':>11}{'of XLA':>11}"
     print(f"{'format':<22}{'rows':>6}{'time':>15}{ratios}{'error':>10}")
-    report = measure(args.formats, args.rows, args.size, args.weights, args.rounds, args.budget)
+    sizes = args.rows, args.size, args.weights
+    report = measure(args.formats, *sizes, args.rounds, args.budget, args.backend)
     if args.json:
         write_json(args.json, {**environment(), **report})
     wrong = [figure for figure in report["figures"] if not figure["error"] <= MAX_ERROR]

@@ -56,12 +56,20 @@ class PagedJax:
         batch: maximum number of sequences.
         max_len: maximum number of tokens in a sequence.
         num_blocks: blocks of 16 tokens; None for enough for all sequences of the maximum length.
+        options: further options of `EngineConfig`.
     """
 
     name = OURS
 
     def __init__(
-        self, model: Path, dtype: str, *, batch: int, max_len: int, num_blocks: int | None = None
+        self,
+        model: Path,
+        dtype: str,
+        *,
+        batch: int,
+        max_len: int,
+        num_blocks: int | None = None,
+        **options: Any,
     ):
         self._llm = LLM(
             model,
@@ -72,6 +80,7 @@ class PagedJax:
             # Like the peers: one step at a time, and every prompt is computed.
             steps_per_dispatch=1,
             enable_prefix_caching=False,
+            **options,
         )
         self._stream = self._llm.stream([], SamplingParams())
 

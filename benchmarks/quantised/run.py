@@ -2,6 +2,7 @@
 
     python examples/fetch_smollm2.py                      # downloads the model, 98 MB
     python -m benchmarks.quantised --json results.json
+    python -m benchmarks.quantised --formats BF16 int8 Q8_0 --int8-activations --no-starts
 
 The model is SmolLM2-135M-Instruct in Q4_1. llama.cpp writes it in other formats of GGUF. Both
 engines read the same files and the same prompts, decode greedily, and run in turns, so that slow
@@ -47,16 +48,23 @@ _OVER_LLAMA_CPP = {
 _OVER_BFLOAT16 = (("int8", "int4", "Q4_0", "Q4_1"), (1.8, 1.2, 1.0, 1.0))
 
 
-def load_engines(names: Iterable[str], source: Path, folder: Path) -> dict[str, Peer]:
-    """Return the engines of formats: paged_jax and llama.cpp for files, paged_jax for dtypes."""
+def load_engines(
+    names: Iterable[str], source: Path, folder: Path, *, int8_activations: bool = False
+) -> dict[str, Peer]:
+    """Return the engines of formats: paged_jax and llama.cpp for files, paged_jax for dtypes.
+
+    With `int8_activations`, there is a second engine of paged_jax for each quantised format.
+    """
     engines: dict[str, Peer] = {}
     num_steps = max(BATCHES) * -(-(PROMPT_LEN + 256) // 16)
     for name in names:
         file = gguf_file("BF16" if name in DTYPES else name, source, folder)
         dtype = name if name in DTYPES else "bfloat16"
-        engines[f"{OURS} {name}"] = PagedJax(
-            file, dtype, batch=max(BATCHES), max_len=MAX_LEN, num_blocks=num_steps
-        )
+        sizes: Any = {"batch": max(BATCHES), "max_len": MAX_LEN, "num_blocks": num_steps}
+        engines[f"{OURS} {name}"] = PagedJax(file, dtype, **sizes)
+        if int8_activations and name != "BF16":
+            label = f"{OURS} {name}, int8 x"
+            engines[label] = PagedJax(file, dtype, int8_activations=True, **sizes)
         if name in FILES:
             engines[f"{LLAMA_CPP} {name}"] = LlamaCppPeer(file)
     return engines
@@ -170,6 +178,11 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=8, help="turns of each batch; default: 8")
     parser.add_argument("--no-prefill", action="store_true", help="do not time prompts")
     parser.add_argument("--no-starts", action="store_true", help="do not measure new processes")
+    parser.add_argument(
+        "--int8-activations",
+        action="store_true",
+        help="also measure quantised formats with int8 activations; fp8 has none",
+    )
     parser.add_argument("--model", type=Path, help="the file in Q4_1; default: the downloaded one")
     parser.add_argument("--folder", type=Path, help="keep the other formats in this folder")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
@@ -183,7 +196,9 @@ def main() -> int:
             source = source_file(options.model)
             if not options.no_starts:
                 report["starts"] = measure_all_starts(options.formats, source, folder)
-            engines = load_engines(options.formats, source, folder)
+            engines = load_engines(
+                options.formats, source, folder, int8_activations=options.int8_activations
+            )
         except (PeerUnavailable, FileNotFoundError) as error:
             print(error, file=sys.stderr)
             return 1

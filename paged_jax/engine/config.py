@@ -140,6 +140,13 @@ class EngineConfig:
         vllm="kv_cache_dtype",
         decides_memory=True,
     )
+    int8_activations: bool = option(
+        False,
+        "round the inputs of int8 and 4-bit matrices to int8 too, on CPUs with AVX512-VNNI; faster "
+        "for batches and prompts, but outputs change slightly",
+        bounds=SWITCH,
+        vllm=None,
+    )
     block_size: int = option(16, "tokens in a block", bounds=POSITIVE, decides_memory=True)
     num_blocks: int | None = option(
         None,

@@ -33,6 +33,8 @@ from paged_jax.engine.requests import ChangeGuard, RequestTable, own_transfers
 from paged_jax.engine.stats import BlockMeter, GroupUse, MaskClock, StepClock
 from paged_jax.engine.weight_swap import NewWeights, Sleep, WeightSwap
 from paged_jax.kernels import check_backend_runs_on
+from paged_jax.kernels.dispatch import int8_backend
+from paged_jax.models.paged_model import PagedModel
 from paged_jax.models.text.grammar import GrammarCompiler
 from paged_jax.runner.decoding import StepTokens
 from paged_jax.runner.executor import Executor, QueuedResult
@@ -142,7 +144,7 @@ class EngineCore:
             num_blocks,
             cache_dtype=cache_dtype,
             cascade=options.uses_cascade(loaded.config, device.platform),
-            backend=options.backend,
+            backend=_layer_backend(options, model, device.platform),
             on_compile=options.on_compile,
         )
         return cls(options, loaded, executor, memory, channel)
@@ -428,6 +430,23 @@ def _preemption_mode(options: EngineConfig, *, is_over_processes: bool) -> Preem
             "preemption",
         )
     return "recompute"
+
+
+def _layer_backend(options: EngineConfig, model: PagedModel, platform: str) -> str | None:
+    """Return the backend of the layers: the option, or the backend for int8 activations.
+
+    Raises:
+      ValueError: int8 activations are not possible with the other options, the device or the model.
+    """
+    if not options.int8_activations:
+        return options.backend
+    if options.backend not in (None, "cpu"):
+        reason = f"with the backend {options.backend!r}"
+    elif platform != "cpu":
+        reason = f"on a device of {platform}"
+    elif (reason := int8_backend().unavailable_for(model.matrix_formats.codes)) is None:
+        return "cpu_int8"
+    raise ArgumentError("Engine", f"must be False {reason}, got True.", "int8_activations")
 
 
 def _is_scored(sequence: Sequence) -> bool:

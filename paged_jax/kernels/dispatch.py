@@ -24,7 +24,7 @@ from jax.core import Tracer
 from paged_jax.kernels.backend import ATTENTION, Backend, Interpret, LinearOps, Op, Problem
 
 if TYPE_CHECKING:
-    from paged_jax.kernels.cpu import Cpu
+    from paged_jax.kernels.cpu import Cpu, CpuInt8
     from paged_jax.kernels.xla import Xla
 
 _logger = logging.getLogger(__name__)
@@ -40,6 +40,9 @@ _CLASSES = {
     "xla": ("paged_jax.kernels.xla", "Xla"),
 }
 
+
+# Backends that engines choose by other options than `backend`. They are not listed.
+_UNLISTED = {"cpu_int8": ("paged_jax.kernels.cpu", "CpuInt8")}
 
 # Backends of the user, see `add_backend`.
 _ADDED: dict[str, Backend] = {}
@@ -58,12 +61,12 @@ class _Backends(Mapping[str, Backend]):
         return len(_CLASSES) + len(_ADDED)
 
     def __contains__(self, name: object) -> bool:
-        return name in _CLASSES or name in _ADDED
+        return name in _CLASSES or name in _ADDED or name in _UNLISTED
 
 
 @functools.cache
 def _load(name: str) -> Backend:
-    module, class_name = _CLASSES[name]
+    module, class_name = (_CLASSES | _UNLISTED)[name]
     return getattr(importlib.import_module(module), class_name)()
 
 
@@ -85,7 +88,7 @@ def add_backend(name: str, backend: Backend) -> None:
     Raises:
       ValueError: the name is taken, or `platform` is not None.
     """
-    if name in _CLASSES:
+    if name in _CLASSES or name in _UNLISTED:
         raise ValueError(f"add_backend: name must not be one of {', '.join(_CLASSES)}, got {name}.")
     if backend.platform is not None:
         raise ValueError(f"add_backend: backend.platform must be None, got {backend.platform!r}.")
@@ -148,9 +151,9 @@ def backends_of(op: Op) -> tuple[str, ...]:
 
 
 def backend_for(op: Op, name: str | None) -> str | None:
-    """Return `name` if that backend has an op, else None, which selects the best backend."""
+    """Return `name`, or None, which selects the best backend, if that backend lacks an op."""
     backend = BACKENDS.get(name or "")
-    return name if backend is not None and _has_op(backend, op) else None
+    return None if backend is not None and not _has_op(backend, op) else name
 
 
 def general_backend() -> "Xla":
@@ -161,6 +164,11 @@ def general_backend() -> "Xla":
 def cpu_backend() -> "Cpu":
     """Return the backend for CPUs, which also manages its compiled kernels."""
     return cast("Cpu", BACKENDS["cpu"])
+
+
+def int8_backend() -> "CpuInt8":
+    """Return the backend for CPUs that rounds the inputs of matmuls to int8."""
+    return cast("CpuInt8", BACKENDS["cpu_int8"])
 
 
 def linear_backend(name: str | None) -> LinearOps:
@@ -196,9 +204,7 @@ def run_kernel(
     """
     _check_interpret(op, name, interpret)
     branches: dict[str, Callable[..., Any]] = {}
-    for each in BACKENDS:
-        if name not in (None, each):
-            continue
+    for each in BACKENDS if name is None else [name] if name in BACKENDS else []:
         backend = _interpreted(each, interpret)
         refusal = getattr(backend, f"{op}_refusal", None)
         if refusal is None or refusal(*args) is not None:
@@ -334,8 +340,9 @@ class Dispatch:
             _check_interpret(self.function, self.backend, self.interpret)
         if self.backend is None:
             return
-        if backend_for(self.problem.op, self.backend) is None:
-            names = ", ".join(map(repr, backends_of(self.problem.op)))
+        op, is_known = self.problem.op, self.backend in BACKENDS
+        if not is_known or backend_for(op, self.backend) is None:
+            names = ", ".join(map(repr, backends_of(op)))
             raise ValueError(
                 f"{self.function}: backend must be None or one of {names}, got {self.backend!r}."
             )

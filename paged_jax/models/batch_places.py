@@ -367,7 +367,7 @@ def decode_attention(
         group, index = find_layer(places.layers, layer)
         q, pools = places.write(group, carry[group], heads, index, backend)
         arrays = q, pools.k, pools.v, places.groups[group].block_tables, places.lengths
-        options = _attention_options(heads, pools, index, backend)
+        options = _attention_options(heads, pools, index, backend_for("decode", backend))
         sliding_window = sliding_window_of(sliding_windows, layer)
         if (chunk := sliding_window_of(chunks, layer)) is not None:
             out = chunked_attention(*arrays, chunk=chunk, **options)

@@ -26,6 +26,7 @@ WRONG = {
     "block_size": 0,
     "dequantise": "yes",
     "download": 1,
+    "int8_activations": 1,
     "num_blocks": 0,
     "memory_fraction": 1.5,
     "max_num_seqs": True,

@@ -14,6 +14,10 @@ import pytest
 from flax import nnx
 
 from paged_jax import LLM, SamplingParams
+from paged_jax.arguments import ArgumentError
+from paged_jax.kernels import cpu
+from paged_jax.kernels.cpu import library
+from paged_jax.kernels.cpu.library import LoadedKernel, processor
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequantise
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
@@ -105,6 +109,83 @@ def test_tokens_do_not_depend_on_other_requests(data_dir, name) -> None:
         assert llm.stats.num_accepted_tokens
         plain = {key: value for key, value in ENGINES[name].items() if "num_spec" not in key}
         assert generate(LLM(model, **SIZES, **plain), PROMPTS[:1]) == alone[:2]
+
+
+needs_vnni = pytest.mark.skipif(
+    "avx512_vnni" not in processor(), reason="the processor has no AVX512-VNNI"
+)
+
+
+@needs_vnni
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gguf-q4_0",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("gptq-v1-actorder", "mlx-q8")),
+    ],
+)
+def test_int8_activations(data_dir, name) -> None:
+    """Tokens do not depend on other requests, and log-probabilities change little."""
+    options = {**SIZES, "num_speculative_tokens": 2, "int8_activations": True}
+    llm, alone = LLM(path_of(data_dir, name), dtype="float32", **options), []
+    for prompt in PROMPTS:
+        llm.reset_prefix_cache()
+        alone += generate(llm, [prompt])
+    assert not llm.stats.num_preemptions
+    llm.reset_prefix_cache()
+    assert generate(llm) == alone
+    assert llm.stats.num_preemptions and llm.stats.num_drafts
+
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    exact = LLM(path_of(data_dir, name), dtype="float32", **SIZES)
+    scores = []
+    for each in exact, llm:
+        [output] = each.generate([{"prompt_token_ids": PROMPTS[0]}], params, use_tqdm=False)
+        rows = zip(PROMPTS[0][1:], output.prompt_logprobs[1:], strict=True)
+        scores.append(np.array([row[token].logprob for token, row in rows]))
+    difference = np.abs(scores[0] - scores[1])
+    assert 1e-3 < difference.max() / np.std(scores[0]) < 0.1
+
+
+_INT8_ON_TWO_DEVICES = """
+    import sys
+    from pathlib import Path
+    from paged_jax import LLM
+    from tests.engine.test_quantised_models import PROMPTS, SIZES, generate, path_of
+
+    SIZES["num_blocks"] = 40
+    options = {"tensor_parallel_size": 2, "int8_activations": True, "dtype": "float32"}
+    divided = LLM(path_of(Path(sys.argv[1]), "gguf-q4_0"), **SIZES, **options)
+    alone = []
+    for prompt in PROMPTS:
+        divided.reset_prefix_cache()
+        alone += generate(divided, [prompt])
+    divided.reset_prefix_cache()
+    assert generate(divided) == alone
+"""
+
+
+@needs_vnni
+def test_int8_activations_on_two_devices(data_dir) -> None:
+    run_on_devices(_INT8_ON_TWO_DEVICES, data_dir, num_devices=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("gguf-q4_0", {"backend": "xla"}, "with the backend 'xla'"),
+        ("fp8-tensor", {}, "for a model without matrices in int8, int4, uint4, e2m1"),
+        ("gguf-q4_0", {}, "on a processor without AVX512-VNNI"),
+        ("gguf-q4_0", {}, "without C\\+\\+ kernels \\(there is no compiler\\)"),
+    ],
+)
+def test_int8_activations_that_are_impossible(data_dir, monkeypatch, name, options, words) -> None:
+    flags = "avx2" if "processor" in words else "avx512_vnni"
+    monkeypatch.setattr(library, "processor", lambda: flags)
+    monkeypatch.setattr(cpu, "load", lambda kernel: LoadedKernel(None, "there is no compiler"))
+    rule = f"Engine: int8_activations must be False {words}, got True."
+    with pytest.raises(ArgumentError, match=rule):
+        LLM(load(data_dir, name), **SIZES, **options, int8_activations=True)
 
 
 _ON_TWO_DEVICES = """

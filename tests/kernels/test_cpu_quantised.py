@@ -1,6 +1,7 @@
 """The C++ kernels for quantised weights: values, bits, bounds of arrays, other processors."""
 
 import dataclasses
+import functools
 import subprocess
 from pathlib import Path
 
@@ -12,7 +13,13 @@ import pytest
 from paged_jax.kernels.cpu import library
 from paged_jax.kernels.cpu.kernels import PACKED, Kernel
 from paged_jax.kernels.linear import Stack, grouped_linear, linear
-from paged_jax.kernels.weight_formats import CODES, WeightArrays, WeightFormat, unpack
+from paged_jax.kernels.weight_formats import (
+    CODES,
+    WeightArrays,
+    WeightFormat,
+    dequantise,
+    unpack,
+)
 from tests.support.compiler import needs_compiler
 from tests.support.covering import all_pairs
 from tests.support.weights import elements, make_weight, random_arrays
@@ -20,12 +27,28 @@ from tests.support.weights import elements, make_weight, random_arrays
 pytestmark = needs_compiler
 
 LINEAR = jax.jit(linear)
-F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
+LINEAR_INT8 = jax.jit(functools.partial(linear, backend="cpu_int8"))
+F32, BF16, S8 = (jnp.dtype(each) for each in (jnp.float32, jnp.bfloat16, jnp.int8))
+# The backend "cpu_int8" rounds the inputs of these codes.
+INT8_CODES = ("int8", "int4", "uint4", "e2m1")
 
 # Inputs and the size of groups. Groups of 4-bit values in units of 32 inputs, several segments,
 # parts of units, and several strips; groups of 8-bit values that end within a unit.
 PACKED_SIZES = [(32, None), (96, 32), (64, 16), (288, 144), (160, 4), (576, None), (1312, 32)]
 BYTE_SIZES = [(1, None), (77, None), (30, 6), (26, 2), (64, 16), (576, None), (1312, 32)]
+
+
+def flags_of_processor() -> set[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return set()
+    return {flag for line in text.splitlines() if line.startswith("flags") for flag in line.split()}
+
+
+needs_vnni = pytest.mark.skipif(
+    "avx512_vnni" not in flags_of_processor(), reason="the processor has no AVX512-VNNI"
+)
 
 
 def cases():
@@ -52,6 +75,22 @@ def problem(case, num_rows):
     x = rng.normal(size=(num_rows, num_inputs)).astype(dtype).astype(np.float32)
     x[1::4] = 0
     return make_weight(arrays, format, dtype), elements(arrays, format), x
+
+
+def round_to_int8(x, w):
+    """Return rows as the kernels round them, in float64: a scale for up to 64 inputs of a group."""
+    rounded = np.zeros(x.shape)
+    size = w.shape[-1] // w.scales.shape[-1]
+    step = size if w.code in CODES and size % 32 else 64
+    places = np.arange(x.shape[-1]) if w.order is None else np.asarray(w.order)
+    for begin in range(0, x.shape[-1], size):
+        for start in range(begin, begin + size, step):
+            segment = places[start : min(start + step, begin + size)]
+            largest = np.abs(x[:, segment]).max(-1, keepdims=True)
+            factor = np.where(largest < 1e-30, 0, np.float32(127) / np.maximum(largest, 1e-30))
+            scale = (largest / np.float32(127)).astype(np.float64)
+            rounded[:, segment] = np.rint(x[:, segment] * factor.astype(np.float32)) * scale
+    return rounded
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=lambda case: "-".join(map(str, case)))
@@ -178,12 +217,100 @@ def test_linear_leaves_groups_of_two_4_bit_values_to_xla() -> None:
     np.testing.assert_allclose(LINEAR(x, w), x @ exact.T, rtol=1e-4, atol=1e-3)
 
 
-def flags_of_processor() -> set[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return set()
-    return {flag for line in text.splitlines() if line.startswith("flags") for flag in line.split()}
+@needs_vnni
+@pytest.mark.parametrize(
+    "case",
+    [case for case in cases() if case[0] in INT8_CODES],
+    ids=lambda case: "-".join(map(str, case)),
+)
+def test_int8_inputs_match_float64_and_do_not_depend_on_other_rows(case) -> None:
+    """The reference rounds inputs in NumPy. Then products are exact, and only sums are rounded."""
+    w, exact_w, x = problem(case, 39)
+    assert "paged_jax_quantised_linear" in (text := LINEAR_INT8.lower(x, w).as_text())
+    assert "_int8_int8_" in text or "_packed_int8_" in text
+    together = np.asarray(LINEAR_INT8(x, w))
+    rounded = round_to_int8(x, w)
+    exact, terms = rounded @ exact_w.T, np.abs(rounded) @ np.abs(exact_w).T
+    assert (np.abs(together - exact) <= 2e-6 * terms).all()
+    np.testing.assert_array_equal(together[1::4], 0)
+    for num_rows in (1, 18):
+        np.testing.assert_array_equal(LINEAR_INT8(x[-num_rows:], w), together[-num_rows:])
+
+
+@needs_vnni
+@pytest.mark.parametrize("code", ["uint4", "int8"])
+def test_int8_inputs_of_every_panel(code) -> None:
+    """Numbers of rows that fill panels of all sizes, partly or wholly, and several chunks."""
+    w, exact_w, x = problem((code, (96, 32), "float16", "float16", True, 35, "bfloat16"), 320)
+    x = x[x.any(-1)]
+    together = np.asarray(LINEAR_INT8(np.concatenate([x, x]), w))
+    rounded = round_to_int8(x, w)
+    terms = np.abs(rounded) @ np.abs(exact_w).T
+    assert (np.abs(together[: len(x)] - rounded @ exact_w.T) <= 2e-6 * terms).all()
+    np.testing.assert_array_equal(together[len(x) :], together[: len(x)])
+    for num_rows in (*range(1, 18), 24, 25, 40):
+        np.testing.assert_array_equal(LINEAR_INT8(x[:num_rows], w), together[:num_rows])
+
+
+@needs_vnni
+@pytest.mark.parametrize("code", ["int4", "int8"])
+def test_int8_inputs_in_plain_jax(code) -> None:
+    """Programs without the kernels, such as batched ones, round in the same way."""
+    w, _, x = problem((code, (288, 144), "bfloat16", "float32", True, 35, "bfloat16"), 9)
+    want, terms = LINEAR_INT8(x, w), 2e-6 * (np.abs(x) @ np.abs(dequantise(w.arrays, code)).T)
+    batched = jax.jit(jax.vmap(lambda x: linear(x, w, backend="cpu_int8")))
+    assert "custom_call" not in batched.lower(x[None]).as_text()
+    assert (np.abs(batched(x[None])[0] - want) <= terms).all()
+    derivative = jax.grad(lambda x: LINEAR_INT8(x, w).sum())(x)
+    sums = jnp.broadcast_to(dequantise(w.arrays, code).sum(0), x.shape)
+    np.testing.assert_allclose(derivative, sums, rtol=1e-4, atol=1e-2)
+
+
+@needs_vnni
+@pytest.mark.parametrize("code", ["uint4", "int8"])
+def test_int8_inputs_of_any_size(code) -> None:
+    """Segments of tiny and of large inputs; a row with NaN or infinity affects no other row."""
+    w, exact_w, x = problem((code, (128, None), "float32", None, False, 5, "float32"), 12)
+    x = x[x.any(-1)]
+    x[1, 64:] *= 1e-38
+    x[2, 64:] *= 1e-25
+    x[3] *= 1e30
+    x[4, 70], x[6, 3] = np.nan, np.inf
+    got, rounded = np.asarray(LINEAR_INT8(x, w)), round_to_int8(x[:4], w)
+    assert (
+        np.abs(got[:4] - rounded @ exact_w.T) <= 2e-6 * np.abs(rounded) @ np.abs(exact_w).T
+    ).all()
+    assert np.isnan(got[4]).all() and not np.isfinite(got[6]).any()
+    np.testing.assert_array_equal(got[[5, 7]], LINEAR_INT8(x[[5, 7]], w))
+    assert np.isfinite(got[[5, 7]]).all()
+
+
+@needs_vnni
+@pytest.mark.parametrize("code", ["nf4", "fp4", "float8_e4m3fn"])
+def test_inputs_of_other_codes_are_not_rounded_to_int8(code) -> None:
+    w, _, x = problem((code, (64, 32), "float32", None, False, 16, "bfloat16"), 3)
+    np.testing.assert_array_equal(LINEAR_INT8(x, w), LINEAR(x, w))
+
+
+@needs_vnni
+@pytest.mark.parametrize("code", INT8_CODES)
+def test_int8_inputs_of_experts(code) -> None:
+    """`linear` with the weight of the expert gives the same bits."""
+    format = WeightFormat(code, 32, "float16", "float16", has_order=True)
+    rng = np.random.default_rng(0)
+    arrays = random_arrays(format, (4, 35, 96), rng)
+    w, sizes = make_weight(arrays, format, "bfloat16"), (20, 0, 1, 5)
+    x = rng.normal(size=(28, 96)).astype(np.float32)
+    experts = jax.jit(functools.partial(grouped_linear, backend="cpu_int8"))
+    got = np.asarray(experts(x, w, jnp.array(sizes)))
+    for group, (end, size) in enumerate(zip(np.cumsum(sizes), sizes, strict=True)):
+        if size:
+            one = WeightArrays(*(each[group] for each in arrays[:3]), arrays.order)
+            alone = LINEAR_INT8(x[end - size : end], make_weight(one, format, "bfloat16"))
+            np.testing.assert_array_equal(got[end - size : end], alone)
+    np.testing.assert_array_equal(got[26:], 0)
+    plain = jax.jit(jax.vmap(lambda x: experts(x, w, jnp.array(sizes))))(x[None])[0]
+    np.testing.assert_allclose(plain, got, rtol=1e-4, atol=1e-4)
 
 
 # Names of processors for the compiler, and instructions by which a processor can run their code.
@@ -191,6 +318,7 @@ PROCESSORS = {
     "x86-64": "sse2",
     "haswell": "avx2",
     "skylake-avx512": "avx512vl",
+    "cascadelake": "avx512_vnni",
     "cooperlake": "avx512_bf16",
 }
 
@@ -205,6 +333,8 @@ PROCESSORS = {
         ("skylake-avx512", PACKED, BF16),
         ("skylake-avx512", "float8_e4m3fn", F32),
         ("cooperlake", "int8", BF16),
+        ("cascadelake", "int8", S8),
+        ("cascadelake", PACKED, S8),
     ],
 )
 def test_kernels_for_processors_with_fewer_instructions(
@@ -280,7 +410,15 @@ int main() {
 
 
 @pytest.mark.parametrize(
-    ("code", "dtype"), [(PACKED, BF16), ("int8", BF16), ("float8_e4m3fn", F32)], ids=str
+    ("code", "dtype"),
+    [
+        (PACKED, BF16),
+        ("int8", BF16),
+        ("float8_e4m3fn", F32),
+        pytest.param(PACKED, S8, marks=needs_vnni),
+        pytest.param("int8", S8, marks=needs_vnni),
+    ],
+    ids=str,
 )
 def test_kernels_stay_within_their_arrays(code, dtype, tmp_path) -> None:
     """Accesses outside of operands and of allocated arrays would end the program by a signal."""
@@ -293,3 +431,14 @@ def test_kernels_stay_within_their_arrays(code, dtype, tmp_path) -> None:
     program = str(tmp_path / "program")
     subprocess.run([*build, f"{program}.cc", "-o", program], check=True, timeout=120)
     subprocess.run([program], check=True, timeout=120)
+
+
+def test_kernels_for_int8_inputs_need_their_instruction(monkeypatch, tmp_path) -> None:
+    """Otherwise they would round nothing."""
+    kernel, command = Kernel("quantised_linear", S8, "int8"), library._command
+    plain = [x for x in command(kernel) if not x.startswith("-march")]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library, "_command", lambda kernel: plain)
+    monkeypatch.setattr(library, "_MISSING", set())
+    loaded = library._load.__wrapped__(kernel)
+    assert loaded.target is None and "says" in (loaded.why_not or "")

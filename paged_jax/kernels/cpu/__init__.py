@@ -13,6 +13,7 @@ partitions over devices.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -36,6 +37,7 @@ from paged_jax.kernels.backend import (
 from paged_jax.kernels.cpu import library
 from paged_jax.kernels.cpu.kernels import (
     ELEMENTS,
+    INT8_INPUT_CODES,
     PACKED,
     Kernel,
     QuantisedOp,
@@ -44,7 +46,7 @@ from paged_jax.kernels.cpu.kernels import (
 from paged_jax.kernels.cpu.library import Arrays, Attributes, PlainFunction, call, load
 from paged_jax.kernels.dispatch import general_backend
 from paged_jax.kernels.ragged_chunks import attend_in_parts
-from paged_jax.kernels.weight_formats import CODES, Weight, WeightArrays
+from paged_jax.kernels.weight_formats import CODES, PACKED_INPUTS, Weight, WeightArrays
 
 # Maximum elements of a value: the size of arrays on the stack of the attention kernels (MAX_U in
 # `source/decode.cc`).
@@ -54,6 +56,7 @@ _MAX_VALUE_DIM = 512
 # `source/state_rows.h`).
 _MAX_KEY_DIM = 1024
 
+_INT8 = jnp.dtype(jnp.int8)
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 # Formats of 4-bit values (`weight_formats.CODES`) with numbers that bfloat16 must round.
@@ -62,6 +65,12 @@ _INEXACT_CODES = ("nf4", "fp4")
 # The number of inputs in a group of packed 4-bit values must be a multiple of this, because the
 # kernels process two pairs of inputs at a time (`source/codes.h`).
 _PACKED_GROUP = 4
+
+# Codes that consist of integers or halves of integers. The kernels multiply them by int8 inputs.
+_INT8_CODES = ("int8", "int4", "uint4", "e2m1")
+
+# Maximum number of inputs that share a scale if they are rounded to int8 (`source/panels.h`).
+_INT8_SEGMENT = 64
 
 
 def _attention_refusal(problem: Problem) -> str | None:
@@ -103,11 +112,29 @@ def _attend(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
     return (out * options.value_scale).astype(args.q.dtype), lse
 
 
-def _linear(x: jax.Array, w: Weight) -> jax.Array:
+def _quantised_kernel(op: QuantisedOp, w: Weight) -> Kernel:
+    """Return the kernel for a weight. It multiplies in float32 if bfloat16 would lose bits."""
+    is_bfloat16 = w.dtype == jnp.bfloat16 and w.format.code not in _INEXACT_CODES
+    dtype = jnp.dtype(jnp.bfloat16 if is_bfloat16 else jnp.float32)
+    return Kernel(op, dtype, PACKED if w.format.is_packed else w.format.code)
+
+
+def _int8_kernel(op: QuantisedOp, w: Weight) -> Kernel:
+    """Return the kernel for a weight. It rounds inputs to int8, if it can multiply by the code."""
+    kernel = _quantised_kernel(op, w)
+    return kernel._replace(dtype=_INT8) if w.format.code in _INT8_CODES else kernel
+
+
+def _linear(
+    x: jax.Array,
+    w: Weight,
+    find_kernel: Callable[[QuantisedOp, Weight], Kernel] = _quantised_kernel,
+) -> jax.Array:
     """Multiply the last dimension of `x` by a weight; see `paged_jax.kernels.linear.linear`.
 
     The result of a row does not depend on the number of rows. A row of zeros, such as padding,
-    costs nothing and gives zeros for any weight.
+    costs nothing and gives zeros for any weight. `find_kernel` chooses the kernel for a quantised
+    weight.
     """
     if not _has_kernel_for(math.prod(x.shape[:-1]), w):
         return general_backend().linear(x, w)
@@ -116,9 +143,11 @@ def _linear(x: jax.Array, w: Weight) -> jax.Array:
     if w.scales is None:
         matmul, operands = _Matmul(Kernel("linear", w.values.dtype), plain), (stacked.values, layer)
     else:
-        matmul = _Matmul(_quantised_kernel("quantised_linear", w), plain, _flags(w))
+        kernel = find_kernel("quantised_linear", w)
+        plain = _plain_int8_linear if kernel.dtype == _INT8 else plain
+        matmul = _Matmul(kernel, plain, _flags(w))
         operands = _quantised_operands(w, stacked, layer)
-        x = _round_inputs(x, w)
+        x = _round_inputs(x, w, kernel)
     matrix = Weight(*w.arrays.merge_outputs(), code=w.code, dtype=w.dtype)
     return _multiply(matmul, x, matrix, operands).reshape(*x.shape[:-1], *w.values.shape[:-1])
 
@@ -143,19 +172,39 @@ def _quantised_refusal(w: Weight) -> str | None:
     return None
 
 
-def _quantised_kernel(op: QuantisedOp, w: Weight) -> Kernel:
-    """Return the kernel for a weight. It multiplies in float32 if bfloat16 would lose bits."""
-    is_bfloat16 = w.dtype == jnp.bfloat16 and w.format.code not in _INEXACT_CODES
-    dtype = jnp.dtype(jnp.bfloat16 if is_bfloat16 else jnp.float32)
-    return Kernel(op, dtype, PACKED if w.format.is_packed else w.format.code)
-
-
-def _round_inputs(x: jax.Array, w: Weight) -> jax.Array:
+def _round_inputs(x: jax.Array, w: Weight, kernel: Kernel) -> jax.Array:
     """Round float32 inputs to the dtype of a quantised weight, unless the kernel rounds them."""
-    if w.dtype == jnp.float32 or _quantised_kernel("quantised_linear", w).dtype == jnp.bfloat16:
+    if w.dtype == jnp.float32 or kernel.dtype != jnp.float32:
         return x.astype(jnp.float32)
     limits = jnp.finfo(w.dtype)  # XLA may remove a cast to a smaller dtype and back
     return lax.reduce_precision(x.astype(jnp.float32), limits.nexp, limits.nmant)
+
+
+def _plain_int8_linear(x: jax.Array, w: Weight) -> jax.Array:
+    return general_backend().linear(*_round_to_int8(x, w))
+
+
+def _plain_int8_grouped_linear(x: jax.Array, w: Weight, sizes: jax.Array) -> jax.Array:
+    return general_backend().grouped_linear(*_round_to_int8(x, w), sizes)
+
+
+def _round_to_int8(x: jax.Array, w: Weight) -> tuple[jax.Array, Weight]:
+    """Round the inputs of a weight as the kernels do (`source/panels.h`); return both.
+
+    A segment of a group has one scale, so that its largest magnitude becomes 127. The result is
+    float32, in the order of the columns of the weight. Derivatives ignore the rounding.
+    """
+    x = (x if w.order is None else x[..., w.order]).astype(jnp.float32)
+    size = w.format.group_size or x.shape[-1]
+    groups = x.reshape(*x.shape[:-1], -1, size)
+    segment = size if w.format.is_packed and size % PACKED_INPUTS else _INT8_SEGMENT
+    padding = [(0, 0)] * (groups.ndim - 1) + [(0, -size % segment)]
+    segments = jnp.pad(groups, padding).reshape(*groups.shape[:-1], -1, segment)
+    peak = jnp.max(jnp.abs(segments), axis=-1, keepdims=True)
+    numbers = jnp.round(segments * jnp.where(peak < 1e-30, 0, 127 / peak))
+    rounded = (numbers * (peak / 127)).reshape(*groups.shape[:-1], -1)[..., :size].reshape(x.shape)
+    exact = dataclasses.replace(w, order=None, stack=None, dtype=jnp.dtype(jnp.float32))
+    return x + lax.stop_gradient(rounded - x), exact
 
 
 def _quantised_operands(w: Weight, stacked: WeightArrays, layer: jax.Array) -> Arrays:
@@ -232,25 +281,38 @@ def _multiply_jvp(matmul, primals, tangents):
     return _multiply(matmul, *primals), tangent
 
 
-def _grouped_linear(x: jax.Array, w: Weight, sizes: jax.Array) -> jax.Array:
+def _grouped_linear(
+    x: jax.Array,
+    w: Weight,
+    sizes: jax.Array,
+    find_kernel: Callable[[QuantisedOp, Weight], Kernel] = _quantised_kernel,
+) -> jax.Array:
     """Multiply rows by the weights of their groups.
 
     It uses `source/grouped_linear.cc` or `source/quantised_grouped_linear.cc`. The result of a row
-    does not depend on the other rows. See `paged_jax.kernels.grouped_linear`.
+    does not depend on the other rows. See `paged_jax.kernels.grouped_linear`, and `_linear` for
+    `find_kernel`.
     """
     layer = jnp.asarray(w.stack.layer if w.stack else 0, jnp.int32)
-    stacked = _stacked_arrays(w)
+    stacked, plain = _stacked_arrays(w), general_backend().grouped_linear
     if w.scales is None:
         kernel, flags = Kernel("grouped_linear", w.values.dtype), ()
         x = x.astype(jnp.float32)
         operands = x, stacked.values, sizes, layer
     else:
-        kernel, flags = _quantised_kernel("quantised_grouped_linear", w), _flags(w)
-        x = _round_inputs(x, w)
+        kernel, flags = find_kernel("quantised_grouped_linear", w), _flags(w)
+        plain = _plain_int8_grouped_linear if kernel.dtype == _INT8 else plain
+        x = _round_inputs(x, w, kernel)
         operands = x, *_quantised_operands(w, stacked, layer), sizes
-    plain, args = general_backend().grouped_linear, (x, dataclasses.replace(w, stack=None), sizes)
+    args = x, dataclasses.replace(w, stack=None), sizes
     [out] = call(kernel, operands, plain, args, attributes=flags)
     return out
+
+
+def _grouped_linear_refusal(x: jax.Array, w: Weight, sizes: jax.Array) -> str | None:
+    """Return why the kernel cannot multiply these arrays, or None if it can."""
+    del x, sizes
+    return None if w.scales is None else _quantised_refusal(w)
 
 
 def _copies_expert_weights(dtype: DTypeLike) -> bool:
@@ -318,6 +380,7 @@ class Cpu:
     linear = staticmethod(_linear)
     sum_rows = staticmethod(_sum_rows)
     grouped_linear = staticmethod(_grouped_linear)
+    grouped_linear_refusal = staticmethod(_grouped_linear_refusal)
     advance_rows_refusal = staticmethod(_state_refusal)
     advance_rows = staticmethod(_advance_rows)
     set_rows = staticmethod(_set_rows)
@@ -350,7 +413,33 @@ class Cpu:
             args,
         )
 
-    def grouped_linear_refusal(self, x: jax.Array, w: Weight, sizes: jax.Array) -> str | None:
-        """Return why the kernel cannot multiply these arrays, or None if it can."""
-        del x, sizes
-        return None if w.scales is None else _quantised_refusal(w)
+
+@dataclass(frozen=True)
+class CpuInt8:
+    """The backend ``"cpu_int8"``: matmuls with the codes `_INT8_CODES` round their inputs to int8.
+
+    Its other ops are the ops of ``"cpu"``. It has no attention, which uses the best backend.
+    """
+
+    platform: ClassVar[str | None] = "cpu"
+
+    refusal = staticmethod(_attention_refusal)
+    linear = staticmethod(functools.partial(_linear, find_kernel=_int8_kernel))
+    sum_rows = staticmethod(_sum_rows)
+    grouped_linear = staticmethod(functools.partial(_grouped_linear, find_kernel=_int8_kernel))
+    grouped_linear_refusal = staticmethod(_grouped_linear_refusal)
+    advance_rows_refusal = staticmethod(_state_refusal)
+    advance_rows = staticmethod(_advance_rows)
+
+    def unavailable_for(self, codes: Collection[str]) -> str | None:
+        """Return where weights with these codes have no int8 inputs, a phrase; None if some have.
+
+        Compiles the kernels for the codes.
+        """
+        if "avx512_vnni" not in library.processor():
+            return "on a processor without AVX512-VNNI"
+        if not (rounded := [each for each in codes if each in _INT8_CODES]):
+            return f"for a model without matrices in {', '.join(_INT8_CODES)}"
+        names = {each if each in INT8_INPUT_CODES else PACKED for each in rounded}
+        reasons = (load(Kernel("quantised_linear", _INT8, name)).why_not for name in sorted(names))
+        return next((f"without C++ kernels ({each})" for each in reasons if each is not None), None)

@@ -27,6 +27,8 @@ ELEMENTS: dict[Any, str] = {
 # multiplies by all formats of packed 4-bit values.
 PACKED = "packed"
 CODE_ELEMENTS = {"int8": "Int8", "float8_e4m3fn": "Float8", PACKED: "Packed"}
+# Keys of `CODE_ELEMENTS` with kernels that round inputs to int8.
+INT8_INPUT_CODES = ("int8", PACKED)
 
 FloatOp = Literal[
     "decode", "prefill", "linear", "grouped_linear", "set_rows",
@@ -42,7 +44,7 @@ class Kernel(NamedTuple):
     Attributes:
       op: the op, which is also the name of the C++ source.
       dtype: dtype of the pools or of the weights. For quantised weights, the dtype that inputs are
-        rounded to, float32 or bfloat16.
+        rounded to, float32, bfloat16, or int8 with scales.
       code: a name in `CODE_ELEMENTS` if the weights are quantised, else None.
     """
 
@@ -86,6 +88,8 @@ def _quantised_problem(kernel: Kernel) -> tuple[np.ndarray, list[Any], np.ndarra
     is_packed = kernel.code == PACKED
     K, groups = (96, 3) if is_packed else (77, 7)
     x = rng.integers(-8, 8, (7, K)).astype(np.float32) / 8
+    if kernel.dtype == jnp.int8:
+        x[:, :: K // groups] = 127 / 8  # so that no segment is rounded
     values = rng.integers(0 if is_packed else -8, 16, (2, 3, 37, K))
     values[..., 0] = 15 if is_packed else -128
     scales, mins = rng.integers(1, 8, (2, 2, 3, 37, groups)) / np.float32(8)

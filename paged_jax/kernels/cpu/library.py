@@ -48,6 +48,7 @@ from paged_jax.kernels.backend import Options
 from paged_jax.kernels.cpu.kernels import (
     CODE_ELEMENTS,
     ELEMENTS,
+    INT8_INPUT_CODES,
     SELF_TESTS,
     FloatOp,
     Kernel,
@@ -129,8 +130,8 @@ def _kernels() -> list[Kernel]:
     return kernels + [
         Kernel(op, jnp.dtype(dtype), code)
         for op in get_args(QuantisedOp)
-        for dtype in (jnp.float32, jnp.bfloat16)
-        for code in CODE_ELEMENTS
+        for dtype in (jnp.float32, jnp.bfloat16, jnp.int8)
+        for code in (INT8_INPUT_CODES if dtype == jnp.int8 else CODE_ELEMENTS)
     ]
 
 

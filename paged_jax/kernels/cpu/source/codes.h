@@ -1,7 +1,7 @@
 // Conversion of quantised weights in registers, with one row of weights in each lane of a vector.
 //
-// A lane contains a cell: one float32 number, or two bfloat16 numbers for the processor's dot-product
-// instruction. The scales of a group of weights are one vector, so that one instruction applies LANES
+// A lane contains a cell: one float32 number, or two bfloat16 or four int8 numbers for the processor's
+// dot-product instructions. The scales of a group of weights are one vector, so that one instruction applies LANES
 // scales to LANES sums.
 #pragma once
 
@@ -14,6 +14,11 @@
 #define HAS_PAIRS 1
 #else
 #define HAS_PAIRS 0
+#endif
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define HAS_QUADS 1
+#else
+#define HAS_QUADS 0
 #endif
 
 // Rounds to the nearest bfloat16, ties to even.
@@ -34,8 +39,11 @@ inline uint16_t rounded_bits(float x) {
 struct Singles {
   using Cell = float;
   using Vector = Floats;
-  static constexpr int INPUTS = 1;       // in a cell
-  static constexpr bool ROUNDS = false;  // whether inputs become bfloat16
+  using Sum = Floats;
+  using Input = float;
+  static constexpr int INPUTS = 1;           // in a cell
+  static constexpr bool ROUNDS = false;      // whether inputs become bfloat16
+  static constexpr bool HAS_SCALES = false;  // whether segments of inputs have scales
 
   // Returns a cell of numbers[0], numbers[1] and so on.
   template <class Numbers>
@@ -63,8 +71,11 @@ struct Singles {
 struct Pairs {
   using Cell = uint32_t;
   using Vector = Ints;
+  using Sum = Floats;
+  using Input = float;
   static constexpr int INPUTS = 2;
   static constexpr bool ROUNDS = true;
+  static constexpr bool HAS_SCALES = false;
 
   template <class Numbers>
   static uint32_t cell(Numbers number) {
@@ -88,6 +99,57 @@ struct Pairs {
 
   static void add(Floats& total, Ints w, const uint32_t* x) {
     asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(total) : "v"(w), "m"(*x));
+  }
+};
+#endif
+
+#if HAS_QUADS
+// Cells of four int8 numbers. Each segment of a row of x has a scale, so that its largest magnitude becomes
+// 127. The instruction multiplies these numbers by numbers from 0 to 255: weights plus `Decoder::OFFSET`. To
+// subtract the offset again, the sum of a segment starts at -OFFSET times the sum of its inputs.
+struct Quads {
+  using Cell = uint32_t;
+  using Vector = Ints;
+  using Sum = Ints;
+  using Input = int8_t;
+  static constexpr int INPUTS = 4;
+  static constexpr bool ROUNDS = false;
+  static constexpr bool HAS_SCALES = true;
+
+  template <class Numbers>
+  static uint32_t cell(Numbers number) {
+    uint32_t bits = 0;
+    for (int i = INPUTS - 1; i >= 0; i--) bits = bits << 8 | (uint8_t)number(i);
+    return bits;
+  }
+
+  static Bytes load_cells(const int8_t* inputs) { return load<Bytes>(inputs); }
+
+  // Rounds `count` inputs to int8 numbers, writes their sum, and returns their scale. The scale is not finite
+  // if an input is not finite, because the bits of such magnitudes are the largest integers.
+  static float round(int8_t* to, const float* from, int count, int32_t* sum) {
+    auto mask = [=](int i) { return (__mmask16)(count - i < LANES ? (1 << (count - i)) - 1 : -1); };
+    Bytes peak = {}, total = {};
+    for (int i = 0; i < count; i += LANES) {
+      Bytes bits = _mm512_maskz_loadu_epi32(mask(i), from + i);
+      peak = _mm512_max_epi32(peak, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
+    }
+    int32_t peak_bits = _mm512_reduce_max_epi32(peak);
+    float largest;
+    memcpy(&largest, &peak_bits, sizeof largest);
+    __m512 factor = _mm512_set1_ps(largest < 1e-30f ? 0 : 127 / largest);  // 127 / largest stays finite
+    for (int i = 0; i < count; i += LANES) {
+      __m512 scaled = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask(i), from + i), factor);
+      Bytes whole = _mm512_max_epi32(_mm512_cvtps_epi32(scaled), _mm512_set1_epi32(-127));  // NaN gives -127
+      total = _mm512_add_epi32(total, whole);
+      _mm512_mask_cvtepi32_storeu_epi8(to + i, mask(i), whole);
+    }
+    *sum = _mm512_reduce_add_epi32(total);
+    return largest / 127;
+  }
+
+  static void add(Ints& total, Ints w, const uint32_t* x) {
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(total) : "v"(w), "m"(*x));
   }
 };
 #endif
@@ -283,6 +345,59 @@ struct PackedDecoder<Pairs> {
       f(2 * step, two.first);
       f(2 * step + 1, two.second);
     }
+  }
+};
+#endif
+
+#if HAS_QUADS
+// Decoders to numbers from 0 to 255. The number of a value is STEP times its decoded number minus OFFSET.
+
+template <>
+struct ByteDecoder<Int8Code, Quads> {
+  static constexpr int INPUTS = UNIT_BYTES;
+  static constexpr int CELLS = INPUTS / 4;
+  static constexpr bool IS_PACKED = false;
+  static constexpr int OFFSET = 128;
+  static constexpr float STEP = 1;
+  static int input(int cell, int which) { return 4 * cell + which; }
+
+  explicit ByteDecoder(const float*) {}
+
+  static Words transpose(const Unit& unit) { return unit.transpose(); }
+
+  template <class Function>
+  INLINE void decode(const Words& words, Function f) const {
+#pragma GCC unroll 4
+    for (int i = 0; i < CELLS; i++) f(i, words.each[i] ^ (int32_t)0x80808080);
+  }
+};
+
+template <>
+struct PackedDecoder<Quads> {
+  static constexpr int INPUTS = 2 * UNIT_BYTES;
+  static constexpr int CELLS = INPUTS / 4;
+  static constexpr bool IS_PACKED = true;
+  static constexpr int OFFSET = 16;
+  static constexpr float STEP = 0.5f;  // the numbers of int4, uint4 and E2M1 are multiples of it
+  static int input(int cell, int which) { return 4 * cell + which; }
+  Bytes numbers;
+
+  explicit PackedDecoder(const float* table) {
+    uint8_t bytes[64];
+    for (int i = 0; i < 64; i++) bytes[i] = (int)(table[i % 16] / STEP) + OFFSET;
+    memcpy(&numbers, bytes, sizeof numbers);
+  }
+
+  static Words transpose(const Unit& unit) { return unit.transpose(); }
+
+  template <class Function>
+  INLINE void decode(const Words& words, Function f) const {
+    const Ints mask = Ints{} + 0x0f0f0f0f;
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++)
+#pragma GCC unroll 4
+      for (int i = 0; i < UNIT_WORDS; i++)
+        f(4 * half + i, (Ints)_mm512_shuffle_epi8(numbers, (Bytes)(words.each[i] >> 4 * half & mask)));
   }
 };
 #endif

@@ -4,7 +4,8 @@
 //
 //   cell 0 of rows 0 1 ... M-1 | cell 1 of rows 0 1 ... M-1 | ...
 //
-// The sums of the inputs of a group, which the minima of the weights multiply, are stored likewise.
+// The sums of the inputs of a group, which the minima of the weights multiply, are stored likewise, and so are
+// the scales of segments of int8 numbers.
 #pragma once
 
 #include "codes.h"
@@ -22,7 +23,8 @@ struct Groups {
   template <class Decoder>
   static Groups divide(int num_inputs, int count) {
     constexpr int INPUTS = Decoder::INPUTS / Decoder::CELLS;  // in a cell
-    constexpr int SEGMENT_CELLS = 128 / INPUTS;
+    // Segments of int8 numbers have scales, so shorter segments lose less.
+    constexpr int SEGMENT_CELLS = (INPUTS == 4 ? 64 : 128) / INPUTS;
     Groups groups = {num_inputs, num_inputs / count, count};
     groups.has_whole_units = !Decoder::IS_PACKED || groups.size % Decoder::INPUTS == 0;
     int padded = groups.has_whole_units ? round_up(groups.size, Decoder::INPUTS) : groups.size;
@@ -48,11 +50,18 @@ inline int panel_size(int64_t rows) {
   return MAX_PANEL;
 }
 
+// Scale of a segment of a row of x, and the initial sum of its products, see `Quads`.
+struct Rounding {
+  float scale;
+  int32_t start;
+};
+
 template <class Cell>
 struct Panel {
   const int64_t* places;  // of the rows in x and in the result
   Cell* cells;
   float* sums;
+  Rounding* roundings;  // of segments, if they have scales
   int num_rows, size;  // `size` also counts rows of zeros at the end
 };
 
@@ -66,6 +75,7 @@ inline bool is_zero(const float* row, int count) {
 template <class Decoder, class Cells>
 struct Panels {
   using Cell = typename Cells::Cell;
+  using Input = typename Cells::Input;
   const float* x;
   const int32_t* order;  // input of each column of the weights, or null
   bool is_rounded, has_sums;  // whether x is rounded to bfloat16; whether sums are needed
@@ -77,6 +87,7 @@ struct Panels {
   int64_t* places;
   Cell* cells;
   float* sums;
+  Rounding* roundings;
 
   // Allocates memory for M rows in `num_parts` parts. Call `release` even if it returns false.
   bool reserve(int64_t M, int64_t num_parts) {
@@ -85,7 +96,9 @@ struct Panels {
     places = (int64_t*)malloc(M * sizeof *places);
     sums = (float*)malloc(max_size * groups.count * sizeof *sums);
     cells = (Cell*)aligned_alloc(64, (max_size * groups.total_cells() * sizeof *cells + 127) / 64 * 64);
-    return panels && places && sums && cells;
+    if (!Cells::HAS_SCALES) return panels && places && sums && cells;
+    roundings = (Rounding*)malloc(max_size * groups.total_segments() * sizeof *roundings);
+    return panels && places && sums && cells && roundings;
   }
 
   void release() {
@@ -93,6 +106,7 @@ struct Panels {
     free(places);
     free(sums);
     free(cells);
+    free(roundings);
   }
 
   // Makes panels of rows `begin` to `end` of x; `run` fills them. Writes the results of rows of zeros.
@@ -111,6 +125,7 @@ struct Panels {
       panel.places = places + first;
       panel.cells = cells + size * groups.total_cells();
       panel.sums = sums + size * groups.count;
+      if (Cells::HAS_SCALES) panel.roundings = roundings + size * groups.total_segments();
       size += panel.size;
     }
   }
@@ -129,9 +144,42 @@ struct Panels {
       rows[m] = copies ? copies + m * inputs : x + panel.places[m] * groups.num_inputs;
       if (copies) copy_row(copies + m * inputs, panel.places[m]);
     }
-    write_cells(panel, rows, inputs);
-    if (has_sums) sum_groups(panel, rows);
+    if constexpr (Cells::HAS_SCALES) {
+      write_rounded(panel, rows, inputs);
+    } else {
+      write_cells(panel, rows, inputs);
+      if (has_sums) sum_groups(panel, rows);
+    }
     free(copies);
+  }
+
+  // Rounds the segments of rows. Writes their cells, their scales, and the sums of groups.
+  void write_rounded(const Panel<Cell>& panel, const float* const* rows, int64_t inputs) const {
+    auto* rounded = (Input*)aligned_alloc(64, (panel.num_rows * inputs + 63) / 64 * 64);
+    if (!rounded) abort();
+    const Input* rounded_rows[MAX_PANEL];
+    memset(panel.roundings, 0, panel.size * groups.total_segments() * sizeof(Rounding));
+    memset(panel.sums, 0, panel.size * groups.count * sizeof(float));
+    for (int m = 0; m < panel.num_rows; m++) {
+      rounded_rows[m] = rounded + m * inputs;
+      round_row(panel, m, rounded + m * inputs, rows[m]);
+    }
+    write_cells(panel, rounded_rows, inputs);
+    free(rounded);
+  }
+
+  void round_row(const Panel<Cell>& panel, int m, Input* to, const float* from) const {
+    Rounding* rounding = panel.roundings + m;
+    float* group_sum = panel.sums + m;
+    for (int group = 0; group < groups.count; group++, group_sum += panel.size)
+      for (int left = groups.cells; left > 0; left -= groups.segment_cells, rounding += panel.size) {
+        int count = smaller(left, groups.segment_cells) * Cells::INPUTS;
+        int32_t sum;
+        float scale = Cells::round(to, from, count, &sum);
+        *rounding = {scale * Decoder::STEP, -Decoder::OFFSET * sum};
+        *group_sum += scale * sum;
+        to += count, from += count;
+      }
   }
 
   // Returns whether the inputs of a row have another order, are padded, or are rounded before they become
@@ -179,7 +227,7 @@ struct Panels {
   }
 
   // Writes the cells of rows of `inputs` inputs each.
-  void write_cells(const Panel<Cell>& panel, const float* const* rows, int64_t inputs) const {
+  void write_cells(const Panel<Cell>& panel, const Input* const* rows, int64_t inputs) const {
     int64_t i = 0;
 #if defined(__AVX512F__)
     i = write_vectors(panel, rows, inputs);
@@ -188,13 +236,13 @@ struct Panels {
       for (int m = 0; m < panel.size; m++)
         panel.cells[i * panel.size + m] = Cells::cell([=](int which) {
           int64_t input = i / Decoder::CELLS * Decoder::INPUTS + Decoder::input(i % Decoder::CELLS, which);
-          return m < panel.num_rows ? rows[m][input] : 0.0f;
+          return m < panel.num_rows ? rows[m][input] : (Input)0;
         });
   }
 
 #if defined(__AVX512F__)
   // Writes LANES cells of all rows at a time. Returns the number of cells.
-  int64_t write_vectors(const Panel<Cell>& panel, const float* const* rows, int64_t inputs) const {
+  int64_t write_vectors(const Panel<Cell>& panel, const Input* const* rows, int64_t inputs) const {
     constexpr int STEP_INPUTS = LANES * Cells::INPUTS;
     uint16_t places[2 * LANES];  // of the inputs of cells of two inputs
     for (int i = 0; i < 2 * LANES; i++) {

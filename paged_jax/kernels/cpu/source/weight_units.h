@@ -5,7 +5,8 @@
 // x stays in a register:
 //
 //   sums[row of x] += w[cell] * x[cell, row of x]                       for all cells of a segment
-//   totals[row of x] += scales[group] * sums[row of x]                  after each segment
+//   totals[row of x] += scales[group] * sums[row of x]                  after each segment; int8 inputs
+//                                                                       have a scale, too
 //   totals[row of x] += mins[group] * (sum of x[group, row of x])       after each group
 //
 // The first panel multiplies cells as they are converted. If there are more panels, the cells are also
@@ -28,6 +29,14 @@ struct CellsFor<Bfloat16> {
   using Cells = Pairs;
 };
 #endif
+template <>
+struct CellsFor<Int8>
+#if HAS_QUADS
+{
+  using Cells = Quads;
+}
+#endif
+;  // other processors have no kernels for int8 inputs
 using Cells = CellsFor<INPUT>::Cells;  // INPUT is a compiler option
 using Cell = Cells::Cell;
 
@@ -104,6 +113,7 @@ struct Position {
   const float *scales, *mins;
   const Cell* x = nullptr;
   const float* x_sums = nullptr;
+  const Rounding* roundings = nullptr;
 
   Position(const Strip& strip, const Panel<Cell>* panel) : groups(strip.groups) {
     group = strip.first / groups.num_segments, segment = strip.first % groups.num_segments;
@@ -111,6 +121,7 @@ struct Position {
     if (!panel) return;
     x = panel->cells + (group * groups.cells + segment * groups.segment_cells) * panel->size;
     x_sums = panel->sums + group * panel->size;
+    if (Cells::HAS_SCALES) roundings = panel->roundings + (int64_t)strip.first * panel->size;
   }
 
   bool ends_group() const { return segment + 1 == groups.num_segments; }
@@ -121,18 +132,31 @@ struct Position {
 
   void next(int panel_size) {
     segment++;
+    if (Cells::HAS_SCALES) roundings += panel_size;
     if (segment < groups.num_segments) return;
     segment = 0, group++, scales += LANES, x_sums += panel_size;
     if (mins) mins += LANES;
   }
 };
 
+// Returns the sum of a segment, in the scale of x.
+inline Floats scaled(Floats sum, const Rounding*) { return sum; }
+inline Floats scaled(Ints sum, const Rounding* rounding) {
+  return __builtin_convertvector(sum, Floats) * fill(rounding->scale);
+}
+
 // Sums of products with M rows of x. They are members instead of an array, because GCC keeps arrays in
 // memory.
-template <int M>
+template <int M, class Sum>
 struct Sums {
-  Sums<M - 1> others;
-  Floats last = {};
+  Sums<M - 1, Sum> others;
+  Sum last = {};
+
+  // Sets the sums of products at the beginning of a segment.
+  INLINE void start(const Rounding* roundings) {
+    others.start(roundings);
+    last = Ints{} + roundings[M - 1].start;
+  }
 
   INLINE void add(Cells::Vector w, const Cell* x) {
     others.add(w, x);
@@ -150,9 +174,9 @@ struct Sums {
   }
 
   // Adds the scaled sums to totals in registers.
-  INLINE void add_to(Sums& totals, Floats scale) const {
-    others.add_to(totals.others, scale);
-    add_product(totals.last, last, scale);
+  INLINE void add_to(Sums<M, Floats>& totals, Floats scale, const Rounding* roundings) const {
+    others.add_to(totals.others, scale, roundings);
+    add_product(totals.last, scaled(last, roundings + M - 1), scale);
   }
 
   INLINE void add_mins(Floats mins, const float* x_sums) {
@@ -161,24 +185,33 @@ struct Sums {
   }
 
   // Adds the scaled sums to totals in memory, and the products of the minima if there are any.
-  INLINE void add_to(float* totals, Floats scale, const float* mins, const float* x_sums) const {
-    others.add_to(totals, scale, mins, x_sums);
+  INLINE void add_to(
+      float* totals, Floats scale, const Rounding* roundings, const float* mins,
+      const float* x_sums) const {
+    others.add_to(totals, scale, roundings, mins, x_sums);
     float* its = totals + (M - 1) * LANES;
-    Floats total = load<Floats>(its);
-    add_product(total, last, scale);
+    Floats total;
+    if constexpr (Cells::HAS_SCALES) {
+      total = scaled(last, roundings + M - 1);
+      asm("vfmadd213ps %2, %1, %0" : "+v"(total) : "v"(scale), "m"(*(const Floats*)its));
+    } else {
+      total = load<Floats>(its);
+      add_product(total, scaled(last, roundings + M - 1), scale);
+    }
     if (mins) Singles::add(total, load<Floats>(mins), x_sums + M - 1);
     store(its, total);
   }
 };
 
-template <>
-struct Sums<0> {
+template <class Sum>
+struct Sums<0, Sum> {
+  INLINE void start(const Rounding*) {}
   INLINE void add(Cells::Vector, const Cell*) {}
   INLINE void load_from(const float*) {}
   INLINE void store_to(float*) const {}
-  INLINE void add_to(Sums&, Floats) const {}
+  INLINE void add_to(Sums<0, Floats>&, Floats, const Rounding*) const {}
   INLINE void add_mins(Floats, const float*) {}
-  INLINE void add_to(float*, Floats, const float*, const float*) const {}
+  INLINE void add_to(float*, Floats, const Rounding*, const float*, const float*) const {}
 };
 
 // Loads bytes `offset` to `offset + valid` of the rows of a strip as a unit, and prepares it.
@@ -273,7 +306,8 @@ NOINLINE void multiply_units(
   Words words, following = load_next();
   UnitCells<Decoder, IS_AHEAD> cells(decoder, following);
   for (int i = strip.first; i < strip.last; i++) {
-    Sums<M> sums;
+    Sums<M, Cells::Sum> sums;
+    if constexpr (Cells::HAS_SCALES) sums.start(at.roundings);
     for (int left = at.num_cells(); left > 0; left -= Decoder::CELLS) {
       words = following;
       if (from < end) following = load_next();  // during the additions of this unit
@@ -288,7 +322,8 @@ NOINLINE void multiply_units(
       at.x += Decoder::CELLS * M;
       if (KEEPS) tile += Decoder::CELLS * LANES;
     }
-    sums.add_to(totals, load<Floats>(at.scales), at.ends_group() ? at.mins : nullptr, at.x_sums);
+    sums.add_to(
+        totals, load<Floats>(at.scales), at.roundings, at.ends_group() ? at.mins : nullptr, at.x_sums);
     at.next(M);
   }
 }
@@ -303,20 +338,21 @@ template <int M>
 NOINLINE void multiply_tile(const Strip& strip, const Panel<Cell>* panel, float* totals) {
   Position at(strip, panel);
   const Cell* tile = strip.tile;
-  Sums<M> kept;
+  Sums<M, Floats> kept;
   if constexpr (KEEPS_TOTALS<M>) kept.load_from(totals);
   for (int i = strip.first; i < strip.last; i++) {
-    Sums<M> sums;
+    Sums<M, Cells::Sum> sums;
+    if constexpr (Cells::HAS_SCALES) sums.start(at.roundings);
 #pragma GCC unroll 2
     for (int left = at.num_cells(); left > 0; left--, tile += LANES, at.x += M)
       sums.add(load<Cells::Vector>(tile), at.x);
     Floats scale = load<Floats>(at.scales);
     const float* mins = at.ends_group() ? at.mins : nullptr;
     if constexpr (KEEPS_TOTALS<M>) {
-      sums.add_to(kept, scale);
+      sums.add_to(kept, scale, at.roundings);
       if (mins) kept.add_mins(load<Floats>(mins), at.x_sums);
     } else {
-      sums.add_to(totals, scale, mins, at.x_sums);
+      sums.add_to(totals, scale, at.roundings, mins, at.x_sums);
     }
     at.next(M);
   }
