@@ -308,7 +308,8 @@ class Executor:
             self.run(call)
         self._compiled |= {_ASSIGNMENT, _TOKEN_MASKS}  # compile these two without a report
         self.write_token_masks(TokenMasks.create(self.sizes, self.vocab_size))
-        # An assignment must write to a slot. Compile the programs for 1 row and for several rows.
+        # Compile the programs that assign one row and several rows. They must write to a slot, so
+        # use slot 0.
         first = Assignment(0, SamplingParams(), [0], num_prompt_tokens=1, seed=0, max_length=2)
         for count in (1, 2):
             self.assign([first] * count)

@@ -29,7 +29,7 @@ _FACTOR = np.uint32(0x9E3779B1)
 
 
 class ReplicaError(RuntimeError):
-    """Error: devices that must compute the same results computed different ones."""
+    """Devices that must compute the same results have computed different results."""
 
 
 def agree(tree: object, axis_name: str) -> jax.Array:

@@ -168,7 +168,7 @@ def reserve_states(tables: StateTables, is_writer: jax.Array) -> StateTables:
 
 
 def _drop_marks(tables: StateTables, mask: jax.Array) -> StateTables:
-    """Free the marks of slots that `mask` bool[S] marks."""
+    """Free the marks of the slots in `mask` bool[S]."""
     P = tables.num_entries
     pool = block_pool.give_back(tables.pool, jnp.where(mask, tables.marks, P))
     return replace(tables, pool=pool, marks=jnp.where(mask, P, tables.marks))

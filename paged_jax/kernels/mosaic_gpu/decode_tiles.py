@@ -144,7 +144,7 @@ class DecodeSizes(NamedTuple):
 
 
 def cut_lanes(start: int, end: int) -> list[tuple[int, int]]:
-    """Cut a range of lanes into pieces, as start and size."""
+    """Cut a range of lanes into pieces. Return the start and the size of each piece."""
     return [(begin, min(_PIECE, end - begin)) for begin in range(start, end, _PIECE)]
 
 

@@ -45,7 +45,8 @@ _THREADS = 128
 _WARPS = 4
 WARP_LANES = 32
 
-# Maximum number of rows of heads in registers at a time, if their elements are not more than these.
+# Maximum number of rows (heads) that the kernels hold in registers at a time. If these have more
+# than `_TILE_ELEMENTS` elements, each warp holds one row.
 _ROW_TILE, _TILE_ELEMENTS = 16, 4096
 
 # Bytes in a row of a block and in a bulk copy of `copy_blocks`.
@@ -86,7 +87,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def does_not_fit(num_heads: int, head_dim: int) -> str:
-    """Return a reason to refuse heads that exceed the shared memory."""
+    """Return the refusal for tokens whose heads exceed the shared memory."""
     return f"the heads of a token, {num_heads} of {head_dim} elements, do not fit shared memory"
 
 
@@ -249,7 +250,7 @@ def rows_in_registers(num_rows: int, width: int) -> int:
 
 
 def padded_rows(num_rows: int, width: int) -> int:
-    """Return a number of rows, rounded up to a multiple of `rows_in_registers`."""
+    """Return `num_rows`, rounded up to a multiple of `rows_in_registers`."""
     return _round_up(num_rows, rows_in_registers(num_rows, width))
 
 

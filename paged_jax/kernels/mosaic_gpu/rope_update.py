@@ -1,8 +1,9 @@
 """A kernel that normalises, rotates and writes the heads of tokens in bulk copies.
 
 A thread block reads all heads of one token, in two halves. Elements of the two halves with the same
-index are a pair that is rotated. A bulk copy moves the key, the value, or one query of all KV
-heads. If a KV head has more queries than there are KV heads, it moves these instead::
+index are a pair that is rotated. A bulk copy moves the keys, the values, or one query of each KV
+head. If a KV head has more queries than there are KV heads, a bulk copy moves all queries of a KV
+head instead::
 
     qkv [N, K, G + 2, D]                      shared memory, registers      results
     qkv[n, :, g] or qkv[n, k, :G]  --copy-->  rotated, cast      --copy-->  q[n, :, g] or q[n, k]
@@ -61,7 +62,8 @@ def refusal(problem: Problem) -> str | None:
 class _QueryBoxes(NamedTuple):
     """Boxes of the queries of a token that bulk copies move.
 
-    A box has one query of each KV head, or all queries of a KV head if these are more.
+    A box has one query of each KV head or, if a KV head has more queries than there are KV heads,
+    all queries of a KV head.
     """
 
     num_kv_heads: int
@@ -79,8 +81,9 @@ class _QueryBoxes(NamedTuple):
 
     @property
     def num_heads(self) -> int:
-        """Number of heads that are copied: the queries, and the key and value of a KV head."""
-        # The compiler may tile a box only if it has whole dimensions of an array.
+        """Number of heads in the copy of a box."""
+        # A copy of all queries of a KV head includes its key and value, because the compiler only
+        # tiles a box of whole dimensions of ``[K, G + 2, D]``.
         return self.num_queries + 2 * (self.group_size > self.num_kv_heads)
 
     def place(self, box: int) -> tuple[Any, Any]:
@@ -107,7 +110,7 @@ class _RopeTiles(NamedTuple):
       queries: pair of ``[boxes, rows, D / 2]``, as they were copied.
       rotated: rotated queries ``[boxes, rows, size]`` for each piece of a head, see `_pieces`.
       keys: pair of ``[rows, D / 2]``, as they were copied.
-      values: the same of the values.
+      values: the values, like `keys`.
       cast: keys and values in the dtype of the pools, ``[rows, size]`` for each piece.
       scales: f32 ``[rows]`` of keys and of values, or None.
       is_loaded: barrier of `queries`, `keys` and `values`.

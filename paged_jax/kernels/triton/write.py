@@ -124,7 +124,7 @@ def _write(args: WriteArgs, interpret: Interpret) -> Pools:
 
 def _write_kernel(layer_ref, blocks_ref, offsets_ref, *refs, num_halves, pool_shape, pool_dtype,
                   rows, lanes):  # fmt: skip
-    # The halves are K and V, or K alone.
+    # The refs of new rows are those of K and V, or of K alone (`num_halves` is 1).
     new_refs, pool_refs = refs[:num_halves], refs[num_halves:]
     num_new, D = new_refs[0].shape
     pool_refs = pool_refs[len(pool_refs) // 2 :]  # the outputs

@@ -76,7 +76,7 @@ class GroupLayout(NamedTuple):
         return cls(stored, order, size, kept[::size])
 
     def by_group(self, values: np.ndarray) -> np.ndarray:
-        """Return values ``[rows, in]`` as a view ``[rows, groups, size]`` if no order is set."""
+        """Return values ``[rows, in]`` as ``[rows, groups, size]``; a view if no order is set."""
         return (
             values if self.order is not None else values.reshape(len(values), -1, self.group_size)
         )
