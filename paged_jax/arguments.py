@@ -239,7 +239,9 @@ _ADVICE = {
     "limit_mm_per_prompt images image multi_modal_data mm_processor_kwargs": (
         "Images and audio are not supported."
     ),
-    "task runner convert": "Only text generation is supported.",
+    "task runner convert embed encode classify score reward": (
+        "Only text generation is supported."
+    ),
     "logits_processors logits_processor": (
         "Use logit_bias, allowed_token_ids or structured_outputs of SamplingParams."
     ),
@@ -249,6 +251,8 @@ _ADVICE = {
     "pad_token_id padding_side": "Leave it out: batches need no padding.",
     "no_repeat_ngram_size": "Use repetition_penalty or frequency_penalty.",
     "get_tokenizer": "Use its attribute tokenizer.",
+    "get_metrics": "Use its attribute stats.",
+    "start_profile stop_profile": "Use jax.profiler.trace, see docs/engine.md.",
     "llm_engine": "An LLM is itself an engine, with the methods add_request, step and abort.",
     "mask attention_mask attn_mask is_causal causal": (
         "Attention is always causal; lengths and sliding_window say which tokens a query sees."

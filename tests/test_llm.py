@@ -495,6 +495,7 @@ def test_generate_says_how_to_pass_prompts_and_parameters(llm, prompts, params, 
     [
         ("get_tokenizer", "no attribute 'get_tokenizer'. Use its attribute tokenizer."),
         ("llm_engine", "no attribute 'llm_engine'. An LLM is itself an engine"),
+        ("embed", "no attribute 'embed'. Only text generation is supported."),
         ("no_such_thing", "no attribute 'no_such_thing'$"),
     ],
 )
