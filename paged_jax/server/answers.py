@@ -437,9 +437,12 @@ def explanation(output: RequestOutput) -> schemas.RequestExplanation | None:
 
 
 def _json_constraint(format: bodies.ResponseFormat) -> StructuredOutputsParams:
-    if format.json_schema is None:
-        return StructuredOutputsParams(json_object=True)
-    return schema_constraint(format.json_schema.schema_, bool(format.json_schema.strict))
+    if format.json_schema is not None:
+        return schema_constraint(format.json_schema.schema_, bool(format.json_schema.strict))
+    schema = format.value if format.schema_ is None else format.schema_
+    if schema is not None:
+        return schema_constraint(schema, is_strict=False)
+    return StructuredOutputsParams(json_object=True)
 
 
 def schema_constraint(schema: dict[str, Any], is_strict: bool) -> StructuredOutputsParams:

@@ -53,13 +53,13 @@ class MessagesAnswer(BlockAnswer):
 
     @property
     def has_format(self) -> bool:
-        """Whether `output_config` constrains the text."""
-        return self.body.output_config is not None and self.body.output_config.format is not None
+        """Whether the body has a format that constrains the text."""
+        return self.body.format is not None
 
     def format_constraint(self) -> StructuredOutputsParams:
-        """Return the constraint in `output_config`."""
-        assert self.body.output_config is not None and self.body.output_config.format is not None
-        return schema_constraint(self.body.output_config.format.schema_, is_strict=False)
+        """Return the constraint of the body's format."""
+        assert self.body.format is not None
+        return schema_constraint(self.body.format.schema_, is_strict=False)
 
     def params(self) -> dict[str, Any]:
         """Return the sampling parameters, with the stop sequences."""

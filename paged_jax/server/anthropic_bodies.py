@@ -68,6 +68,9 @@ class CountTokensBody(TemplateFields):
     output_config: OutputConfig | None = Field(
         None, description="The format of the text, and the effort of the reasoning."
     )
+    output_format: OutputFormat | None = Field(
+        None, description="An older name of `output_config.format`."
+    )
     # Fields that are accepted and have no effect on this server.
     cache_control: dict[str, Any] | None = Field(
         None, description="Ignored: the prefix cache needs no marks."
@@ -80,6 +83,12 @@ class CountTokensBody(TemplateFields):
         None, description="Only an empty list."
     )
     container: None = Field(None, description="Must be null.")
+
+    @property
+    def format(self) -> OutputFormat | None:
+        """Format of the text; None if it may have any form."""
+        config = self.output_config
+        return self.output_format if config is None or config.format is None else config.format
 
 
 class MessagesBody(CountTokensBody, SamplingBody):

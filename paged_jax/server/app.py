@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -254,11 +255,21 @@ async def _http_error(request: Request, error: Exception) -> Response:
     # Do not use `request.url`, which parses the Host header and fails for some values.
     place = f"{request.method} {request.scope['path'][:100]}"
     message = {
-        404: f"There is no {place}. See /openapi.json for all routes.",
+        404: f"There is no {place}. {_advice(request)}",
         405: f"{place} is not allowed. Use {(error.headers or {}).get('Allow', 'POST')}.",
     }.get(error.status_code, str(error.detail))
     headers = dict(error.headers) if error.headers else None
     return await _api_error(request, ApiError(error.status_code, message, headers=headers))
+
+
+def _advice(request: Request) -> str:
+    """Return a sentence for a client that asks for a path without a route."""
+    # Clients join a base URL and a path of their own, so slashes or `/v1` may be missing or double.
+    parts = [part for part in request.scope["path"].split("/") if part]
+    path = "/" + "/".join(part for part, _ in itertools.groupby(parts))
+    known = [each.path for each in openapi.ENDPOINTS if each.method == request.method]
+    near = next((each for each in (path, f"/v1{path}") if each in known), None)
+    return "See /openapi.json for all routes." if near is None else f"Did you mean {near}?"
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:

@@ -37,25 +37,37 @@ class GenerateBody(SamplingBody):
     )
 
 
-class NamedSchema(Body):
-    """A named JSON schema. Unless it is strict, unsupported keywords are ignored."""
+class NamedSchema(LenientBody):
+    """A JSON schema and its name. Unless it is strict, unsupported keywords are ignored."""
 
-    name: str
+    name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
 
 class ResponseFormat(Body):
-    """Format of the text: any text, a JSON object, or JSON that matches a schema."""
+    """Format of the text: any text, a JSON object, or JSON that matches a schema.
+
+    The type `json_object` may have a schema too: in `schema`, as in llama.cpp, or in `value`, as
+    huggingface_hub's client sends it.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    value: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
         if (self.type == "json_schema") is (self.json_schema is None):
             rule = "json_schema must be given if and only if type is json_schema"
+            raise PydanticCustomError("response_format", rule)
+        if (self.schema_, self.value) != (None, None) and self.type != "json_object":
+            rule = "schema and value must be null unless type is json_object"
+            raise PydanticCustomError("response_format", rule)
+        if self.schema_ is not None and self.value is not None:
+            rule = "only one of schema and value may be given"
             raise PydanticCustomError("response_format", rule)
         return self
 
@@ -95,7 +107,7 @@ class OpenAiBody(SamplingBody):
     # Fields that clients often send. They are accepted with values that change nothing.
     metadata: dict[str, str] | None = Field(None, description="Ignored.")
     store: bool | None = Field(None, description="Ignored: responses are not stored.")
-    service_tier: Literal["auto", "default"] | None = Field(None, description="Ignored.")
+    service_tier: str | None = Field(None, description="Ignored.")
 
 
 class CompletionBody(OpenAiBody):
@@ -148,7 +160,7 @@ class ToolCallParam(LenientBody):
     """A tool call of an earlier response, sent back by the client."""
 
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
     function: FunctionCallParam
 
 

@@ -149,8 +149,13 @@ class ChatAnswer(OpenAiAnswer):
         return schemas.ToolCallDelta(index=index, id=new_id, type="function", function=function)
 
     def opening(self) -> list[JsonDict]:
-        """Return an event for each sample with the assistant's role."""
-        delta = to_json_dict(schemas.ChatDelta, role="assistant", content="")
+        """Return an event for each sample with the assistant's role.
+
+        It has no content if the answer may consist of calls or begin with reasoning: for an empty
+        content, clients would begin a text.
+        """
+        content = "" if self.chat.is_plain else None
+        delta = to_json_dict(schemas.ChatDelta, role="assistant", content=content)
         return [self._chunk(index, delta) for index in range(self.body.n or 1)]
 
     def chunks(

@@ -394,7 +394,7 @@ def _template_call(call: bodies.ToolCallParam) -> dict[str, Any]:
     """Return a tool call without the extra fields that clients add."""
     function = {"name": call.function.name, "arguments": call.function.arguments}
     given = {} if call.id is None else {"id": call.id}
-    return {**given, "type": call.type, "function": function}
+    return {**given, "type": call.type or "function", "function": function}
 
 
 def template_tools(tools: Sequence[bodies.ToolParam], tokenizer: Tokenizer) -> list[dict[str, Any]]:

@@ -37,7 +37,6 @@ _UNSUPPORTED = {
     "background": "be null or false, as responses are not stored here",
     "container": "be null, as this server runs no containers",
     "mcp_servers": "be null or empty, as this server connects to no other servers",
-    "service_tier": 'be null, "auto" or "default", as this server has one tier',
 }
 # Rules of fields with several types. Pydantic reports a mistake for each type.
 _UNIONS = {
@@ -87,6 +86,15 @@ async def _read(service: Service, request: Request) -> bytes:
         # Browsers send JSON to other sites only with permission of the server, which this server
         # does not give. So web pages of other sites cannot send requests.
         raise ApiError(415, f"The Content-Type must be application/json, got {kind[:100]!r}.")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ApiError(
+            415,
+            f"The Content-Encoding must be identity, got {encoding[:100]!r}. Send the body without "
+            "compression.",
+            code="unsupported_content_encoding",
+            headers={"Accept-Encoding": "identity"},  # RFC 9110, 15.5.16
+        )
     limits = service.limits
     declared = request.headers.get("content-length", "")
     parts, size = [], int(declared) if declared.isdecimal() else 0

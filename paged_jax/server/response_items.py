@@ -110,6 +110,9 @@ class ResponsesBody(SamplingBody, TemplateFields):
     max_tool_calls: int | None = Field(None, description="Ignored: it counts built-in tools.")
     stream_options: dict[str, Any] | None = Field(None, description="Ignored.")
     client_metadata: dict[str, Any] | None = Field(None, description="Ignored.")
+    context_management: Items[dict[str, Any]] | None = Field(
+        None, description="Ignored: input is never compacted."
+    )
     # Fields that need stored responses.
     previous_response_id: None = Field(None, description="Must be null: responses are not stored.")
     conversation: None = Field(None, description="Must be null: responses are not stored.")
@@ -133,6 +136,9 @@ class ToolNames:
     Args:
       tools: the tools of a request. Tools of unknown types are ignored.
 
+    Raises:
+      ApiError: a function has no name.
+
     Attributes:
       functions: the functions by their names in the chat.
 
@@ -146,11 +152,11 @@ class ToolNames:
     def __init__(self, tools: Sequence[Mapping[str, Any]]):
         self.functions: dict[str, Mapping[str, Any]] = {}
         self._parts: dict[str, tuple[str, str]] = {}
-        for tool in tools:
+        for index, tool in enumerate(tools):
             is_plain = tool.get("type") == "function"
             namespace = "" if is_plain else str(tool.get("name"))
             for function in [tool] if is_plain else _inner_tools(tool):
-                name = str(function.get("name"))
+                name = string_of(function, "name", f"tools.{index}")
                 joined = self.join(namespace, name)
                 self.functions[joined] = function
                 if namespace:

@@ -1,6 +1,7 @@
 """JSON responses, events of a stream, and errors, in the format of OpenAI's API."""
 
 import functools
+import re
 from typing import Any
 
 from pydantic import BaseModel
@@ -22,7 +23,8 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-_ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")
+# Paths of Anthropic's API, possibly below a prefix.
+_ANTHROPIC = re.compile(r"/v1/messages(/|$)")
 # Types of errors in Anthropic's API, by status.
 _ANTHROPIC_ERRORS = {
     401: "authentication_error",
@@ -143,7 +145,7 @@ class ApiError(Exception):
 
 def is_anthropic(path: str) -> bool:
     """Return whether a path belongs to Anthropic's API, which has its own format of errors."""
-    return path.endswith(_ANTHROPIC)
+    return _ANTHROPIC.search(path) is not None
 
 
 def anthropic_error(error: ApiError, request_id: str | None) -> JsonDict:

@@ -203,6 +203,24 @@ def test_errors_have_the_form_of_the_api(client, change, message) -> None:
     assert error.value.request_id, "the client reads it from a header"
 
 
+def test_unknown_paths_of_the_api_have_its_form_of_errors(client) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="There is no") as error:
+        client.messages.batches.list()
+    assert error.value.body["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize("name", ["output_format", "output_config"])
+def test_format_constrains_the_text_under_both_names(client, name) -> None:
+    """Clients of 2025 send `output_format` with the beta of structured outputs."""
+    form = {"type": "json_schema", "schema": {"enum": ["yes", "no"]}}
+    body = {name: {"format": form} if name == "output_config" else form}
+    thinking = {"thinking": {"type": "disabled"}, "temperature": 1}
+    message = client.messages.create(
+        **{**ASK, "max_tokens": 60, "extra_body": {**thinking, **body}}
+    )
+    assert [block.text for block in message.content if block.type == "text"][0] in ('"yes"', '"no"')
+
+
 def test_client_lists_the_model(client) -> None:
     page = client.models.list()
     [card] = page.data

@@ -36,6 +36,22 @@ def test_unknown_routes_and_methods_are_rejected(server) -> None:
     error_of(server.post("/v1/chat/completions", {"messages": []}), 400)
 
 
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("/v1/chat/completions/", "/v1/chat/completions?"),
+        ("/v1//chat/completions", "/v1/chat/completions?"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions?"),
+        ("/chat/completions", "/v1/chat/completions?"),
+        ("/responses", "/v1/responses?"),
+        ("/v1/embeddings", "/openapi.json for all routes."),
+    ],
+)
+def test_unknown_routes_name_the_route_that_is_meant(server, path, advice) -> None:
+    message = error_of(server.post(path, {}), 404)["message"]
+    assert message.endswith(advice) and path in message
+
+
 def test_health_reports_blocks_and_samples(server) -> None:
     health = server.get("/health").json()
     assert health["status"] == "ok" and health["blocks"]["total"] == SIZES["num_blocks"]

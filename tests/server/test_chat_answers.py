@@ -152,7 +152,7 @@ def test_stream_has_the_name_before_the_arguments(client) -> None:
     calls, reasons = [], []
     for event in stream:
         [choice] = event.choices
-        assert not choice.delta.content
+        assert choice.delta.content is None, "clients would begin a text"
         reasons.append(choice.finish_reason)
         for delta in choice.delta.tool_calls or ():
             if delta.index == len(calls):
@@ -355,6 +355,7 @@ def test_stream_has_the_reasoning_before_the_content(thinker) -> None:
     kinds, texts = [], {"reasoning": "", "content": ""}
     for event in thinker.chat.completions.create(**options, stream=True, **usage):
         for choice in event.choices:
+            assert choice.delta.content != "", "clients would begin a text before the reasoning"
             for kind in ("reasoning", "content"):
                 if text := getattr(choice.delta, kind, None):
                     kinds.append(kind)

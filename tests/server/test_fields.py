@@ -78,11 +78,14 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
         {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
         {"output_config": {"effort": "low"}},
     ],
+    "output_format": [{"output_format": {"type": "json_schema", "schema": SCHEMA}}],
     "parallel_tool_calls": [{"parallel_tool_calls": False, "tools": TOOLS}],
     "reasoning": [{"reasoning": {"effort": "low"}}, {"reasoning": {"summary": "auto"}}],
     "response_format": [
         {"response_format": {"type": "json_object"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"response_format": {"type": "json_object", "value": SCHEMA}},
     ],
     "stream_options": [
         {"stream_options": {"include_usage": True}},

@@ -1,6 +1,7 @@
 """Tests of request bodies: accepted fields, errors, limits, malicious bodies."""
 
 import contextlib
+import gzip
 import json
 import re
 import threading
@@ -90,6 +91,7 @@ def test_bodies_accept_token_ids_written_as_floats(server) -> None:
 
 def test_bodies_accept_fields_that_change_nothing(server) -> None:
     habits = {"user": "me", "store": False, "metadata": {"a": "b"}, "seed": -1, "stream": None}
+    habits["service_tier"] = "priority"
     body = {"prompt": "ab", "suffix": None, "best_of": 1, "echo": False, **habits, **GREEDY}
     body |= {"reasoning_effort": "low"}
     assert server.post("/v1/completions", body).status_code == 200
@@ -255,6 +257,18 @@ def test_bodies_need_a_content_type_and_a_limited_size(server) -> None:
         server.url + "/generate", content=pieces, headers={"content-type": "application/json"}
     )
     assert "max_body_bytes" in error_of(response, 413)["message"]
+
+
+def test_compressed_bodies_are_rejected(server) -> None:
+    """The header of the answer tells which encodings are accepted (RFC 9110, 15.5.16)."""
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    content = gzip.compress(b'{"prompt": "a"}')
+    response = httpx.post(server.url + "/generate", content=content, headers=headers)
+    assert "got 'gzip'. Send the body without compression" in error_of(response, 415)["message"]
+    assert response.headers["accept-encoding"] == "identity"
+    headers["content-encoding"] = "Identity"
+    response = httpx.post(server.url + "/generate", content='{"prompt": "a"}', headers=headers)
+    assert response.status_code == 200
 
 
 def test_bodies_may_fill_a_long_context(tmp_path) -> None:

@@ -297,6 +297,11 @@ def test_allowed_tools_name_the_namespace() -> None:
             "text.format",
             "Invalid type: no",
         ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},  # the form of chats
+            "tools.0.name",
+            "must be a text",
+        ),
         ({"input": [{"type": "web_search_call"}]}, "input", "at least one message"),
         ({"input": [{"content": "x", "type": "message"}]}, "input.0.role", "must be a text"),
         ({"input": [{"role": "user", "content": ["x"]}]}, "input.0.content.0", "an object"),

@@ -100,6 +100,20 @@ def test_response_format_works_at_both_endpoints(server) -> None:
     assert set(json.loads(choice["text"])) == set(PERSON["required"])
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_object", "schema": PERSON},  # llama.cpp's form
+        {"type": "json_object", "value": PERSON},  # the form of huggingface_hub's client
+        {"type": "json_schema", "json_schema": {"schema": PERSON, "extra": 1}},
+    ],
+)
+def test_response_format_accepts_the_forms_of_other_servers(server, form) -> None:
+    body = {"messages": MESSAGES, "temperature": 1, "max_tokens": 60, "response_format": form}
+    [choice] = server.post("/v1/chat/completions", body).json()["choices"]
+    assert set(json.loads(choice["message"]["content"])) == set(PERSON["required"])
+
+
 @pytest.mark.parametrize("hint", [{"uniqueItems": True}, {"not": {}}, {"format": "colour"}])
 def test_response_format_is_a_hint_unless_strict(server, hint) -> None:
     """Unsupported keywords of a schema are an error only with `strict`, as at OpenAI."""
@@ -165,6 +179,16 @@ def test_structured_outputs_accept_all_forms_of_vllm(server, form, texts) -> Non
             {"response_format": {"type": "json_schema"}},
             "response_format",
             "response_format: json_schema must be given if and only if type is json_schema.",
+        ),
+        (
+            {"response_format": {"type": "text", "schema": PERSON}},
+            "response_format",
+            "schema and value must be null unless type is json_object.",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": PERSON, "value": PERSON}},
+            "response_format",
+            "only one of schema and value may be given.",
         ),
         (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
