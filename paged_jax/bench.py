@@ -303,7 +303,7 @@ async def _send_all(args: argparse.Namespace, prompts: list[str]) -> tuple[float
 async def _first_model(client: httpx.AsyncClient) -> str:
     response = await client.get("models")
     if response.is_error:
-        raise OSError(f"{response.url}: {_answer(response)}")
+        raise OSError(f"{response.url}: {_describe_error(response)}")
     try:
         return response.json()["data"][0]["id"]
     except (ValueError, LookupError, TypeError):
@@ -313,7 +313,7 @@ async def _first_model(client: httpx.AsyncClient) -> str:
         ) from None
 
 
-def _answer(response: httpx.Response) -> str:
+def _describe_error(response: httpx.Response) -> str:
     """Return the status and the message of an error response, in one line."""
     try:
         message = response.json()["error"]["message"]
@@ -340,7 +340,7 @@ async def _send(
         async with client.stream("POST", _ENDPOINTS[args.endpoint], json=body) as response:
             if response.is_error:
                 await response.aread()
-                result.error = _answer(response)
+                result.error = _describe_error(response)
             else:
                 await _read(response, result)
     except httpx.HTTPError as error:
