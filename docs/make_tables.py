@@ -19,7 +19,7 @@ from paged_jax.engine.config import option_specs
 from paged_jax.server import bodies
 from paged_jax.server.anthropic_bodies import MessagesBody
 from paged_jax.server.openapi import ENDPOINTS
-from paged_jax.server.response_items import ResponsesBody
+from paged_jax.server.response_bodies import ResponsesBody
 from paged_jax.server.sampling_body import IGNORED, NEUTRAL_VALUES, SamplingBody
 
 DOCS = Path(__file__).resolve().parent

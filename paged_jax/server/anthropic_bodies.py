@@ -7,7 +7,7 @@ from pydantic import Field
 
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.server import bodies
-from paged_jax.server.response_items import (
+from paged_jax.server.response_bodies import (
     kind_of,
     string_of,
     validated_chat,

@@ -13,7 +13,7 @@ from paged_jax import __version__
 from paged_jax.server import bodies, schemas
 from paged_jax.server.anthropic_bodies import CountTokensBody, MessagesBody
 from paged_jax.server.limits import Limits
-from paged_jax.server.response_items import ResponsesBody
+from paged_jax.server.response_bodies import ResponsesBody
 from paged_jax.server.responses import is_anthropic
 
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")

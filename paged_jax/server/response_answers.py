@@ -17,7 +17,7 @@ from paged_jax.server.answers import (
 )
 from paged_jax.server.chat_answers import chat_logprobs
 from paged_jax.server.request_log import RequestRecord
-from paged_jax.server.response_items import ResponsesBody, ToolNames, chat_body
+from paged_jax.server.response_bodies import ResponsesBody, ToolNames, chat_body
 from paged_jax.server.responses import ApiError, JsonDict, encode_named_event
 from paged_jax.server.service import Client, Service
 

@@ -32,7 +32,7 @@ from paged_jax.server.bodies import ChatBody
 from paged_jax.server.chat_answers import ChatAnswer
 from paged_jax.server.request_log import RequestRecord
 from paged_jax.server.response_answers import ResponsesAnswer
-from paged_jax.server.response_items import ResponsesBody
+from paged_jax.server.response_bodies import ResponsesBody
 from paged_jax.server.responses import ApiError, json_response
 from paged_jax.server.service import Client
 from tests.models.test_harmony import TEMPLATE as HARMONY_TEMPLATE

@@ -30,7 +30,7 @@ from paged_jax.server.completion_answers import CompletionAnswer, GenerateAnswer
 from paged_jax.server.generation import _make_job, check_request
 from paged_jax.server.request_log import RequestRecord
 from paged_jax.server.response_answers import ResponsesAnswer
-from paged_jax.server.response_items import ResponsesBody
+from paged_jax.server.response_bodies import ResponsesBody
 from paged_jax.server.responses import ApiError
 from paged_jax.server.sampling_body import IGNORED, NEUTRAL_VALUES, is_neutral
 from paged_jax.server.service import Client
