@@ -4,6 +4,7 @@
 """
 
 import importlib.util
+import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from tests.support.aot_cases import (
     EXPERTS,
+    STATES,
     TPU_ATTENTION,
     TPU_FAMILIES,
     TPU_PARALLEL,
@@ -84,6 +86,15 @@ def test_update_is_in_place_on_tpu(results, name) -> None:
     assert program["temporary_bytes"] < 0.01 * pool_bytes
 
 
+@pytest.mark.parametrize("name", STATES)
+def test_states_are_advanced_in_place_on_tpu(results, name) -> None:
+    """XLA computes convolutions."""
+    program, case = compiled(results, name), STATES[name]
+    assert program["aliased_bytes"] == case.pool_bytes
+    assert program["temporary_bytes"] < 0.01 * case.pool_bytes
+    assert program["kernels"] == (case.op != "convolution")
+
+
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_are_two_grouped_matmuls_on_tpu(results, name) -> None:
     """No weight is copied, and XLA computes no matmul, which would be with all experts."""
@@ -146,8 +157,26 @@ def test_step_with_states_or_latents_copies_no_pool_on_tpus(results, generation)
             "all-gather": 1,
         }
         assert program["aliased_bytes"] > 0.99 * pool_bytes
-        # XLA gathers the states of a layer before it advances them.
         assert program["temporary_bytes"] < 0.005 * pool_bytes, name
+
+
+def test_recurrent_step_moves_no_states_on_tpus(results, generation) -> None:
+    """A kernel per layer advances the states. XLA neither gathers nor scatters them."""
+    for name, step in TPU_STATES[generation].items():
+        if step.num_states is None:
+            continue
+        program, config = compiled(results, name), step.config
+        num_recurrent = sum(len(group.layers) for group in config.state_groups)
+        num_attention = config.num_hidden_layers - num_recurrent
+        # Two matmuls of experts per layer.
+        num_experts = 2 * config.num_hidden_layers
+        assert program["kernels"] == num_recurrent + num_attention + num_experts
+        [shape] = {group.states[1].shape for group in config.state_groups}
+        heads, *last = shape
+        moved = f"{heads // step.num_devices},{last[0]},{last[1]}"
+        assert not [each for each in program["moved_shapes"] if each.endswith(moved)]
+        state_bytes = 4 * num_recurrent * step.num_states * math.prod(shape) // step.num_devices
+        assert program["temporary_bytes"] < 0.01 * state_bytes
 
 
 def test_plan_of_several_devices_matches_the_compiled_step() -> None:

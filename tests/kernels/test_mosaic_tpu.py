@@ -12,6 +12,7 @@ import subprocess
 import sys
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,8 +20,16 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from paged_jax.kernels import choose_backend
-from paged_jax.kernels.backend import Options, Problem
-from paged_jax.kernels.mosaic_tpu import refusal
+from paged_jax.kernels import recurrent as plain
+from paged_jax.kernels.backend import (
+    ConvolutionStep,
+    DeltaStep,
+    Options,
+    Problem,
+    StateRows,
+    StateSpaceStep,
+)
+from paged_jax.kernels.mosaic_tpu import recurrent, refusal
 from paged_jax.kernels.mosaic_tpu.kernel import choose_tiling
 from tests.support import ROOT
 from tests.support.kernel_cases import Case, lower
@@ -100,9 +109,77 @@ def test_attention_of_quantised_tiles_matches_float64() -> None:
     check_both(PagedBatch.random(LENGTHS, dtype=jnp.int8, **WIDE), soft_cap=5.0, sinks=SINKS)
 
 
+# Rows 0, 2 and 4 read the same state, which row 0 overwrites. Row 1 starts from zeros, and row 3
+# writes nothing. Row 5 is padding, and row 6 writes a new entry.
+NUM_STATES, STATE_LAYER = 7, 1
+SOURCES = np.array([3, 7, 3, 5, 3, 7, 6], np.int32)
+ENTRIES = np.array([3, 0, 1, 9, 2, -1, 4], np.int32)
+
+
+def make_step(op: str, K: int, G: int, D: int, U: int) -> Any:
+    """Return a step with random arrays. Entries that no row may read are NaN."""
+    rng, B = np.random.default_rng(0), len(SOURCES)
+
+    def random(*shape: int) -> Any:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    shape = (D, U) if op == "delta" else (U, D)
+    pool = random(2, NUM_STATES, K * G, *shape).at[0].set(jnp.nan)
+    pool = pool.at[STATE_LAYER, jnp.array([0, 1, 2, 4])].set(jnp.nan)
+    layer = jnp.int32(STATE_LAYER)
+    rows = StateRows(pool, layer, jnp.asarray(SOURCES), jnp.asarray(ENTRIES))
+    q, k = random(B, K, D) / D**0.5, random(B, K, D) / D**0.5
+    decay = -abs(random(B, K, G))
+    if op == "state_space":
+        return StateSpaceStep(rows, random(B, K, G, U), q, k, decay)
+    return DeltaStep(rows, q, k, random(B, K, G, U), decay[..., None], abs(random(B, K, G)))
+
+
+def check_step(step: Any, interpret: Any) -> None:
+    """Compare with plain JAX, which `test_state_rows` compares with float64 recurrences."""
+    got, want = recurrent.advance_rows(step, interpret), plain.advance_rows(step)
+    np.testing.assert_allclose(got[0], want[0], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(got[1], want[1], rtol=0, atol=1e-5)  # NaN at the same places
+
+
+@pytest.mark.parametrize("op, K, G", [("delta", 4, 2), ("delta", 2, 6), ("state_space", 3, 2)])
+def test_states_are_advanced_in_blocks_of_heads(monkeypatch, op, K, G) -> None:
+    """A block of at most four heads has whole groups of heads, or a part of a group."""
+    D, U = (8, 128) if op == "delta" else (128, 8)
+    monkeypatch.setattr(recurrent, "_BLOCK_BYTES", 4 * 4 * D * U)
+    assert recurrent.heads_per_block(K, G, 4 * D * U) == {8: 4, 12: 3, 6: 2}[K * G]
+    check_step(make_step(op, K, G, D, U), FAST)
+
+
+def test_no_row_writes_a_state() -> None:
+    step = make_step("delta", 1, 1, 8, 128)
+    for sources in (SOURCES, np.full_like(SOURCES, NUM_STATES)):
+        entries = jnp.full_like(step.rows.entries, NUM_STATES)
+        rows = dataclasses.replace(step.rows, sources=jnp.asarray(sources), entries=entries)
+        check_step(step._replace(rows=rows), FAST)
+
+
+def test_other_states_are_left_to_xla() -> None:
+    step = make_step("delta", 1, 1, 8, 128)
+
+    def why_not(D: int, U: int, dtype: Any = jnp.float32) -> str:
+        pool: Any = jax.ShapeDtypeStruct((1, 1, 1, D, U), dtype)
+        return (
+            recurrent.refusal(step._replace(rows=dataclasses.replace(step.rows, pool=pool)))
+            or "none"
+        )
+
+    assert why_not(96, 192) == "none"
+    assert "float32, not bfloat16" in why_not(96, 128, jnp.bfloat16)
+    assert "not 12 and 128" in why_not(12, 128) and "not 128 and 64" in why_not(128, 64)
+    assert "at most 2097152 bytes, not 4194304" in why_not(1024, 1024)
+    convolution = ConvolutionStep(step.rows, step.q, step.k, None, step.rows.entries)
+    assert "convolutions" in (recurrent.refusal(convolution) or "")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", INTERPRETERS)
-def test_attention_waits_for_its_copies(mode) -> None:
+def test_kernels_wait_for_their_copies(mode) -> None:
     run = subprocess.run(
         [sys.executable, "-m", __name__, mode],
         timeout=DEADLINE,
@@ -199,3 +276,5 @@ def test_attention_lowers_to_one_kernel(op) -> None:
 
 if __name__ == "__main__":
     check_core_set(INTERPRETERS[sys.argv[1]])
+    # Two blocks of heads.
+    check_step(make_step("state_space", 34, 1, 128, 8), INTERPRETERS[sys.argv[1]])

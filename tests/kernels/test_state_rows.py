@@ -14,6 +14,7 @@ import pytest
 
 from paged_jax.kernels import dispatch, recurrent
 from paged_jax.kernels.backend import StateRows
+from paged_jax.kernels.mosaic_tpu import MosaicTpu
 from paged_jax.kernels.rows import set_states, take_states
 from tests.support import recurrences
 from tests.support.families import InterpretedTriton
@@ -30,10 +31,11 @@ B = len(SOURCES)
 Advance = Callable[[int, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
-@pytest.fixture(params=["xla", "cpu", "triton"])
+@pytest.fixture(params=["xla", "cpu", "triton", "mosaic_tpu"])
 def backend(request, monkeypatch) -> str:
-    """Name of a backend. Triton's kernels are interpreted."""
-    backends = {**dispatch.BACKENDS, "triton": InterpretedTriton()}
+    """Name of a backend. Kernels in Pallas are interpreted."""
+    tpu = MosaicTpu(interpret=True)
+    backends = {**dispatch.BACKENDS, "triton": InterpretedTriton(), "mosaic_tpu": tpu}
     monkeypatch.setattr(dispatch, "BACKENDS", backends)
     return request.param
 
@@ -92,7 +94,8 @@ def check(
     assert after[1 - LAYER].tobytes() == before[1 - LAYER].tobytes()
 
 
-# Sizes of Qwen3.5, of OLMo Hybrid, and sizes that fill no vector and no tile.
+# Sizes of Qwen3.5, of OLMo Hybrid, and sizes that fill no vector and no tile. The kernel for TPUs
+# leaves states with less than 128 lanes to XLA.
 @pytest.mark.parametrize("D, U", [(128, 128), (96, 192), (24, 43)])
 @pytest.mark.parametrize("by_element", [False, True], ids=["head", "element"])
 def test_delta_step_equals_the_recurrence(backend, D, U, by_element) -> None:
@@ -143,6 +146,7 @@ def test_state_space_step_equals_the_recurrence(backend, U, D) -> None:
     check(step, [x, b, c, log_decay], (K * G, U, D), advance, backend)
 
 
+@pytest.mark.parametrize("backend", ["xla", "cpu", "triton"], indirect=True)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("F, width", [(43, 4), (640, 3)])

@@ -490,10 +490,11 @@ TPU_STATES: Mapping[str, Mapping[str, EngineStep]] = {
             max_model_len=32768,
             num_devices=16,
             topology="v5e:4x4",
+            num_states=num_states,
         )
-        for kind, name, config, num_layers in (
-            ("recurrent", "Qwen3.5 35B", QWEN_3_5_35B, 4),
-            ("latent", "DeepSeek V2 Lite", DEEPSEEK_V2_LITE, 2),
+        for kind, name, config, num_layers, num_states in (
+            ("recurrent", "Qwen3.5 35B", QWEN_3_5_35B, 4, 8192),
+            ("latent", "DeepSeek V2 Lite", DEEPSEEK_V2_LITE, 2, None),
         )
     },
     "v6e": {},
@@ -542,6 +543,7 @@ TPU_CASES: Mapping[
         **TPU_ATTENTION,
         **TPU_RAGGED,
         **TPU_UPDATES,
+        **STATES,
         **steps,
         **TPU_PARALLEL[generation],
         **TPU_FAMILIES[generation],

@@ -67,10 +67,17 @@ def compile_case(name: str, generation: str) -> dict[str, Any]:
         "kernels": text.count('custom_call_target="tpu_custom_call"'),
         "multiplied_types": multiplied_types(text),
         "collectives": count_collectives(text),
+        "moved_shapes": moved_shapes(text),
         "temporary_bytes": memory.temp_size_in_bytes,
         "aliased_bytes": memory.alias_size_in_bytes,
         "flops": (compiled.cost_analysis() or {}).get("flops"),
     }
+
+
+def moved_shapes(text: str) -> list[str]:
+    """Return shapes of arrays that XLA gathers, scatters to, slices or updates, such as "8,128"."""
+    ops = "gather|scatter|dynamic-slice|dynamic-update-slice"
+    return sorted(set(re.findall(rf" = \w+\[([\d,]+)\]\S* (?:{ops})\(", text)))
 
 
 def multiplied_types(text: str) -> list[str]:

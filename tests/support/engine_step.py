@@ -39,6 +39,7 @@ class EngineStep:
       pool_dtype: dtype of K and V.
       num_devices: N.
       topology: XLA's name of the topology.
+      num_states: number of entries for states of recurrent layers; None for one per slot.
       program: ``"decode"`` of all slots, or ``"prefill"`` of one chunk.
     """
 
@@ -52,6 +53,7 @@ class EngineStep:
     pool_dtype: str = "bfloat16"
     num_devices: int = 1
     topology: str = "1x1x1"
+    num_states: int | None = None
     program: str = "decode"
 
     @classmethod
@@ -143,6 +145,7 @@ class EngineStep:
                 block_size=self.block_size,
                 max_tokens=self.sizes.most_tokens,
                 dtype=self.pool_dtype,
+                num_states=self.num_states,
                 platform="gpu" if platform == "cuda" else platform,
             )
         )

@@ -49,8 +49,9 @@ from paged_jax.kernels.backend import (
     Problem,
     RaggedArgs,
     RaggedOptions,
+    StateStep,
 )
-from paged_jax.kernels.mosaic_tpu import jax_kernels
+from paged_jax.kernels.mosaic_tpu import jax_kernels, recurrent
 from paged_jax.kernels.mosaic_tpu.kernel import (
     MAX_SCALARS,
     VMEM_BYTES,
@@ -274,7 +275,7 @@ def _gather_scales(
 
 @dataclass(frozen=True)
 class MosaicTpu:
-    """The backend ``"mosaic_tpu"``. XLA does the writes and copies, in place.
+    """The backend ``"mosaic_tpu"``. XLA does the writes and copies of blocks, in place.
 
     Attributes:
       interpret: whether to interpret the kernels; may also be parameters of the interpreter.
@@ -304,6 +305,14 @@ class MosaicTpu:
                 "compile for a TPU."
             )
         return jax_kernels.attend_ragged(args, options)
+
+    def advance_rows_refusal(self, step: StateStep) -> str | None:
+        """Return why the kernels cannot advance these states, or None if they can."""
+        return (None if self.interpret else _device_refusal()) or recurrent.refusal(step)
+
+    def advance_rows(self, step: StateStep) -> tuple[jax.Array, jax.Array]:
+        """Advance states of recurrent layers by one token, in one kernel."""
+        return recurrent.advance_rows(step, self.interpret)
 
     def grouped_linear_refusal(self, x: jax.Array, w: Weight, sizes: jax.Array) -> str | None:
         """Return why JAX's kernel cannot multiply these arrays, or None if it can."""

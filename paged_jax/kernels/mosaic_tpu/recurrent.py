@@ -1,0 +1,297 @@
+"""Steps of recurrent layers on TPUs: a token per row, with the states in their pool.
+
+A grid step advances a block of heads of one row. The grid steps run in order. While a step
+computes, Pallas fetches the states of the next step, and the new states of the steps before are
+copied back to the pool, which is aliased with the output::
+
+    grid step         0          1          2          3
+    row               4          0          2          1       in the order of `_order_rows`
+    reads entry       7          3          3          -       row 1 starts from zeros
+    writes entry      7          5          3          2
+
+                                 state of a head, in VMEM
+    pool, in HBM              +-------------- lanes ------+
+    [L, P, H, rows, lanes]    |                           |   delta rule: key x value
+         |                 sublanes                       |   Mamba-2:    value x key
+         +--- block of heads  |                           |
+                              +---------------------------+
+
+Rows that read the same entry follow each other, so Pallas fetches the entry once. The row that also
+writes it is the last of them, so all of them read the old state. A vector along sublanes is made
+from a vector along lanes, and back, by a masked sum, which is exact.
+
+Convolutions are left to XLA. Their states are rows of a few kilobytes, and TPUs copy tiles of 8 or
+16 rows.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from paged_jax.kernels.backend import (
+    ConvolutionStep,
+    DeltaStep,
+    Interpret,
+    StateRows,
+    StateStep,
+)
+from paged_jax.kernels.mosaic_tpu.kernel import MAX_SCALARS, div
+from paged_jax.kernels.opaque_call import only_on
+from paged_jax.kernels.pool_format import LANES
+
+# Maximum bytes of the states of a grid step. VMEM holds four such blocks: two to read, two to
+# write. A TPU v6e copies a block in 0.7 microseconds (1.6 TB/s). Not measured.
+_BLOCK_BYTES = 1 << 20
+# Maximum bytes of the state of a head.
+_MAX_HEAD_BYTES = 2 << 20
+# Maximum number of heads of a grid step. The loop over them is unrolled.
+_MAX_HEADS = 32
+# Sublanes of a register.
+_SUBLANES = 8
+
+
+def refusal(step: StateStep) -> str | None:
+    """Return why these kernels cannot run a step on any TPU, or None if they can."""
+    if isinstance(step, ConvolutionStep):
+        return "XLA updates the states of convolutions"
+    pool = step.rows.pool
+    if pool.dtype != jnp.float32:
+        return f"its states are float32, not {pool.dtype}"
+    *_, sublanes, lanes = pool.shape
+    if sublanes % _SUBLANES or lanes < LANES:
+        return (
+            f"the last dimensions of its states are a multiple of {_SUBLANES} and at least "
+            f"{LANES}, not {sublanes} and {lanes}"
+        )
+    if (num_bytes := 4 * sublanes * lanes) > _MAX_HEAD_BYTES:
+        return f"the state of a head has at most {_MAX_HEAD_BYTES} bytes, not {num_bytes}"
+    if 4 * step.rows.num_rows > MAX_SCALARS:
+        return f"it has at most {MAX_SCALARS // 4} rows, not {step.rows.num_rows}"
+    return None
+
+
+def heads_per_block(K: int, G: int, head_bytes: int) -> int:
+    """Return the number of heads of a grid step: whole groups of G heads, or a part of a group.
+
+    Args:
+      K: number of key heads.
+      G: number of heads per key head.
+      head_bytes: bytes of the state of a head.
+
+    Example:
+      >>> heads_per_block(16, 2, 65536), heads_per_block(1, 48, 32768), heads_per_block(3, 5, 65536)
+      (16, 24, 15)
+    """
+    most = min(max(_BLOCK_BYTES // head_bytes, 1), _MAX_HEADS)
+    if most >= G:
+        return G * _largest_divisor(K, most // G)
+    return _largest_divisor(G, most)
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return max(divisor for divisor in range(1, most + 1) if number % divisor == 0)
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def advance_rows(step: StateStep, interpret: Interpret = False) -> tuple[jax.Array, jax.Array]:
+    """Run a step in one kernel. Return the output of each row, float32, and the new pool."""
+    assert not isinstance(step, ConvolutionStep)
+    if isinstance(step, DeltaStep):
+        advance, name, keys, values = _advance_delta, "recurrent_delta", (step.q, step.k), step.v
+        others = step.v, step.log_decay, step.beta[..., None]
+    else:
+        advance, name, keys, values = (
+            _advance_state_space, "recurrent_state_space", (step.b, step.c), step.x,
+        )  # fmt: skip
+        others = step.x, step.log_decay[..., None]
+    rows, pool = step.rows, step.rows.pool
+    B, K, G, U = values.shape
+    P, H, *state_shape = pool.shape[1:]
+    per_block = heads_per_block(K, G, 4 * state_shape[0] * state_shape[1])
+    num_keys, num_blocks = max(per_block // G, 1), H // per_block
+    arrays = [x.reshape(B, K // num_keys, num_keys, -1) for x in keys]
+    arrays += [x.reshape(B, num_blocks, per_block, x.shape[-1]) for x in others]
+    scalars = jnp.asarray(rows.layer, jnp.int32).reshape(1), *_order_rows(rows)
+    out_shape = jax.ShapeDtypeStruct((B, num_blocks, per_block, U), jnp.float32)
+    in_specs, out_specs = _block_specs(arrays, out_shape, per_block, state_shape)
+    call = pl.pallas_call(
+        functools.partial(_kernel, advance=advance, num_keys=num_keys, num_entries=P),
+        out_shape=(out_shape, jax.ShapeDtypeStruct(pool.shape, pool.dtype)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(num_blocks, B),
+            in_specs=in_specs,
+            out_specs=out_specs,
+            scratch_shapes=(
+                pltpu.VMEM((2, per_block, *state_shape), jnp.float32),
+                pltpu.SemaphoreType.DMA((2,)),
+            ),
+        ),
+        # Run grid steps in order: a row may write the entry that the rows before have read.
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
+        input_output_aliases={len(scalars) + len(arrays): 1},
+        interpret=interpret,
+        name=name,
+    )
+    call = call if interpret else functools.partial(only_on, "tpu", call)
+    out, pool = call(*scalars, *arrays, pool)
+    return out.reshape(B, K, G, U), pool
+
+
+def _block_specs(
+    arrays: list[jax.Array], out: jax.ShapeDtypeStruct, per_block: int, state_shape: list[int]
+) -> tuple[tuple[pl.BlockSpec, ...], tuple[pl.BlockSpec, ...]]:
+    """Return the block specs of the arrays and the pool, and of the output and the new pool.
+
+    Arrays and the output are ``[B, blocks, heads, ...]``. If a block has a part of the heads of a
+    key head, several blocks of heads read the same block of the keys.
+    """
+
+    def spec(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
+        blocks_per_key = out.shape[1] // x.shape[1]
+
+        def head_index_map(block, row, layer, order, *_):
+            return order[row], div(block, blocks_per_key), 0, 0
+
+        return pl.BlockSpec((None, None, *x.shape[2:]), head_index_map)
+
+    def state_index_map(block, row, layer, order, reads, *_):
+        return layer[0], reads[row], block, 0, 0
+
+    states = pl.BlockSpec((None, None, per_block, *state_shape), state_index_map)
+    return (*map(spec, arrays), states), (spec(out), pl.BlockSpec(memory_space=pl.ANY))
+
+
+def _order_rows(rows: StateRows) -> tuple[jax.Array, ...]:
+    """Order the rows so that rows with the same source follow each other, and a writer is the last.
+
+    Returns:
+      i32 ``[B]`` each, for each row in the new order: its index; the entry to fetch; 1 if the state
+      is that entry, 0 for zeros; and the entry to write, P for none. Rows that start from zeros are
+      the last rows. They fetch the entry of the row before, which costs nothing.
+    """
+    B, P = rows.num_rows, rows.pool.shape[1]
+    index = jnp.arange(B, dtype=jnp.int32)
+    is_entry = (rows.sources >= 0) & (rows.sources < P)
+    is_same_BB = (rows.sources[:, None] == rows.sources[None]) & is_entry[None]
+    first = jnp.min(jnp.where(is_same_BB, index[None], B), axis=1)
+    # Rows with the same source have the same first row. It is B for rows without a source.
+    key = 2 * first + (rows.entries == rows.sources)
+    is_before_BB = (key[None] < key[:, None]) | (
+        (key[None] == key[:, None]) & (index[None] < index[:, None])
+    )
+    place = jnp.sum(is_before_BB, axis=1, dtype=jnp.int32)
+    is_at_BB = place[None] == index[:, None]
+
+    def ordered(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(is_at_BB, x[None], 0), axis=1, dtype=jnp.int32)
+
+    last = jnp.max(jnp.where(is_entry, place, -1))
+    sources = ordered(rows.sources)
+    of_last = jnp.sum(jnp.where(index == last, sources, 0), dtype=jnp.int32)
+    is_held = (index <= last).astype(jnp.int32)
+    is_kept = (rows.entries >= 0) & (rows.entries < P)
+    entries = ordered(jnp.where(is_kept, rows.entries, P))
+    return ordered(index), jnp.where(index <= last, sources, of_last), is_held, entries
+
+
+def _kernel(
+    layer_ref, order_ref, reads_ref, is_held_ref, entries_ref, *refs,
+    advance: Callable[..., None], num_keys: int, num_entries: int,
+) -> None:  # fmt: skip
+    """Advance the heads of one grid step, and copy them to the pool."""
+    del reads_ref
+    *array_refs, state_ref, out_ref, pool_ref, buffer, semaphores = refs
+    per_block, num_rows = state_ref.shape[0], np.int32(order_ref.shape[0])
+    block, row = pl.program_id(0), pl.program_id(1)
+    grid_step = block * num_rows + row
+    slot = lax.rem(grid_step, np.int32(2))
+    is_held = is_held_ref[row] > 0
+
+    def copy(row, slot):
+        entry = jnp.minimum(entries_ref[row], num_entries - 1)
+        heads = pl.ds(block * per_block, per_block)
+        target = pool_ref.at[layer_ref[0], entry, heads]
+        return pltpu.make_async_copy(buffer.at[slot], target, semaphores.at[slot])
+
+    def wait_for(grid_step, slot):
+        """Wait until the states of an earlier grid step have been copied."""
+        row = lax.rem(jnp.maximum(grid_step, 0), num_rows)
+
+        @pl.when((grid_step >= 0) & (entries_ref[row] < num_entries))
+        def _():
+            copy(row, slot).wait()
+
+    wait_for(grid_step - 2, slot)
+
+    def advance_heads(key, _):
+        per_key = per_block // num_keys
+        advance(
+            pl.ds(key, 1),
+            [key * per_key + g for g in range(per_key)],
+            *array_refs,
+            lambda head: jnp.where(is_held, state_ref[head], 0),
+            out_ref,
+            buffer.at[slot],
+        )
+
+    lax.fori_loop(0, num_keys, advance_heads, None, unroll=True)
+
+    @pl.when(entries_ref[row] < num_entries)
+    def _():
+        copy(row, slot).start()
+
+    @pl.when(grid_step == pl.num_programs(0) * num_rows - 1)
+    def _():
+        wait_for(grid_step - 1, 1 - slot)
+        wait_for(grid_step, slot)
+
+
+def _advance_delta(
+    key, heads, q_ref, k_ref, v_ref, log_decay_ref, beta_ref, load_state, out_ref, new_ref
+) -> None:
+    """Advance the heads of a key head. States are ``[D, U]``."""
+    q, k = q_ref[key], k_ref[key]
+    qk, q_D, k_D = jnp.sum(q * k, axis=1, keepdims=True), _to_column(q), _to_column(k)
+    for head in heads:
+        row = pl.ds(head, 1)
+        decay = jnp.exp(log_decay_ref[row])
+        decay_DU = (decay if decay.shape[1] == 1 else _to_column(decay)) * load_state(head)
+        predicted_U = jnp.sum(k_D * decay_DU, axis=0, keepdims=True)
+        kept_U = jnp.sum(q_D * decay_DU, axis=0, keepdims=True)
+        change_U = beta_ref[row] * (v_ref[row] - predicted_U)
+        out_ref[row] = kept_U + qk * change_U
+        new_ref[head] = decay_DU + k_D * change_U
+
+
+def _advance_state_space(
+    key, heads, b_ref, c_ref, x_ref, log_decay_ref, load_state, out_ref, new_ref
+) -> None:
+    """Advance the heads of a key head. States are ``[U, D]``."""
+    b_D, c_D = b_ref[key], c_ref[key]
+    for head in heads:
+        row = pl.ds(head, 1)
+        new_UD = jnp.exp(log_decay_ref[row]) * load_state(head) + _to_column(x_ref[row]) * b_D
+        out_ref[row] = _to_row(jnp.sum(new_UD * c_D, axis=1, keepdims=True))
+        new_ref[head] = new_UD
+
+
+def _diagonal(size: int) -> jax.Array:
+    rows, columns = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    return rows == columns
+
+
+def _to_column(row: jax.Array) -> jax.Array:
+    """Return ``[N, 1]`` from ``[1, N]``."""
+    return jnp.sum(jnp.where(_diagonal(row.shape[1]), row, 0), axis=1, keepdims=True)
+
+
+def _to_row(column: jax.Array) -> jax.Array:
+    """Return ``[1, N]`` from ``[N, 1]``."""
+    return jnp.sum(jnp.where(_diagonal(column.shape[0]), column, 0), axis=0, keepdims=True)
