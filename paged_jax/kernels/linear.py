@@ -23,7 +23,7 @@ from paged_jax.formatting import short_repr
 from paged_jax.kernels.backend import Interpret
 from paged_jax.kernels.dispatch import cpu_backend, general_backend, linear_backend, run_kernel
 from paged_jax.kernels.gradients import differentiable_once
-from paged_jax.kernels.weight_formats import Stack, Weight
+from paged_jax.kernels.weight_formats import Stack, Weight, WeightArrays
 
 __all__ = [
     "LayerWeights",
@@ -166,7 +166,7 @@ def grouped_linear(
       x: floating point ``[R, in]``, at least one row; rounded to the dtype of the weights. The
         first ``group_sizes[0]`` rows belong to group 0, the next ``group_sizes[1]`` to group 1, and
         so on. The rows after the last group belong to no group.
-      w: float32, bfloat16 or float16 ``[X, out, in]``, or a `Weight` of this shape, which may also
+      w: float32, bfloat16 or float16 ``[X, *out, in]``, or a `Weight` of this shape, which may also
         be quantised, or a slice of stacked layers; or the weights of all layers.
       group_sizes: i32 ``[X]``, number of rows in each group; the sum is at most R.
       backend: ``"cpu"``, ``"triton"`` or ``"mosaic_tpu"``. None takes the best backend for the
@@ -175,7 +175,7 @@ def grouped_linear(
         (static).
 
     Returns:
-      float32 ``[R, out]``, accumulated in float32; 0 in rows of no group.
+      float32 ``[R, *out]``, accumulated in float32; 0 in rows of no group.
 
     Raises:
       ValueError: shapes do not match, the dtype of the weights is not supported, or `interpret` is
@@ -190,9 +190,9 @@ def grouped_linear(
         options: Any = {"backend": backend, "interpret": interpret}
         return w.apply(lambda x, own: grouped_linear(x, own, group_sizes, **options), x)
     w = w if isinstance(w, Weight) else Weight(w)
-    if len(w.shape) != 3 or x.ndim != 2 or x.shape[1] != w.shape[2] or not x.size:
+    if len(w.shape) < 3 or x.ndim != 2 or x.shape[1] != w.shape[-1] or not x.size:
         raise ValueError(
-            "grouped_linear: x must be [R, in] with R > 0 and w [X, out, in], got "
+            "grouped_linear: x must be [R, in] with R > 0 and w [X, *out, in], got "
             f"{x.shape} and {w.shape}."
         )
     if group_sizes.shape != w.shape[:1]:
@@ -204,8 +204,26 @@ def grouped_linear(
             "grouped_linear: w must be float32, bfloat16 or float16, or a Weight with scales, got "
             f"{w.values.dtype}."
         )
-    w = dataclasses.replace(w, stack=lax.stop_gradient(w.stack))
-    return _grouped_linear(backend, interpret, x, w, group_sizes.astype(jnp.int32))
+    sizes = group_sizes.astype(jnp.int32)
+    y = cast(jax.Array, _grouped_linear(backend, interpret, x, _merge_outputs(w), sizes))
+    return y.reshape(x.shape[0], *w.shape[1:-1])
+
+
+def _merge_outputs(w: Weight) -> Weight:
+    """Merge the dimensions of the outputs of a group: ``[X, *out, in]`` to ``[X, out, in]``."""
+
+    def merge(x: jax.Array | None, rank: int) -> jax.Array | None:
+        return None if x is None else x.reshape(*x.shape[:rank], -1, x.shape[-1])
+
+    def merge_all(arrays: WeightArrays, rank: int) -> WeightArrays:
+        """Merge the dimensions between the first `rank` and the last."""
+        values, scales, mins = (merge(x, rank) for x in arrays[:3])
+        return WeightArrays(values, scales, mins, arrays.order)
+
+    stack = lax.stop_gradient(w.stack)
+    if stack is not None:
+        stack = Stack(merge_all(stack.arrays, 2), jnp.asarray(stack.layer, jnp.int32))
+    return Weight(*merge_all(w.arrays, 1), stack=stack, code=w.code, dtype=w.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,6 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.linear import Matrix, linear
 from paged_jax.kernels.norm_rope import add_bias, expand, rotate
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_attention import (
@@ -25,11 +23,10 @@ from paged_jax.models.layer_attention import (
     split_gate,
     values_of_heads,
 )
-from paged_jax.models.layer_groups import NOTHING, LatentSizes
-from paged_jax.models.matrices import MatrixFormats, add_matrix, get_matrix, get_separate_matrix
-from paged_jax.models.mixer_sizes import Mixer
-from paged_jax.models.mixers import MixerWeights, initial_vector, mix
-from paged_jax.models.mlp import ACTIVATIONS, ExpertWeights, RouterArrays, gated_mlp, routed_experts
+from paged_jax.models.layer_groups import NOTHING
+from paged_jax.models.matrices import LayerParameters, MatrixFormats, add_matrix
+from paged_jax.models.mixers import initial_vector, mix
+from paged_jax.models.mlp import ACTIVATIONS, gated_mlp, routed_experts
 from paged_jax.models.residual import (
     EXPERT_NORMS,
     Embed,
@@ -43,9 +40,13 @@ from paged_jax.models.residual import (
     multiply,
     norm_names,
     predict_streams,
-    stream_weights,
 )
 from paged_jax.models.tensor_parallel import DeviceShard
+
+# Projections into the residual stream.
+_OUTPUTS = (
+    "o_proj", "mixer_out_proj", "down_proj", "experts_down_proj", "per_layer_proj", "laurel_right",
+)  # fmt: skip
 
 
 class Layer(nnx.Module):
@@ -105,51 +106,62 @@ class Layer(nnx.Module):
         # with depth (GPT-2, section 2.3).
         residual_deviation = deviation / (2 * config.num_hidden_layers) ** 0.5
 
-        def add(name: str, *shape: int, deviation: float = deviation) -> None:
-            initial = nnx.initializers.normal(deviation)(rngs.params(), shape, dtype)
-            add_matrix(self, name, initial, formats[name])
+        def add(name: str, *shape: int) -> None:
+            normal = nnx.initializers.normal(residual_deviation if name in _OUTPUTS else deviation)
+            add_matrix(self, name, normal(rngs.params(), shape, dtype), formats[name])
+
+        def add_norm(name: str, *shape: int) -> None:
+            setattr(self, name, nnx.Param(initial_norm_weight(config, shape, dtype)))
 
         self.config = config
         self.formats = formats
         self.shard = shard
         for name in (*norm_names(config), *(EXPERT_NORMS if config.separate_expert_norms else ())):
-            setattr(self, name, nnx.Param(initial_norm_weight(config, (E,), dtype)))
+            add_norm(name, E)
         if config.kv_shapes[0] is not None:
-            self._add_attention(add, residual_deviation, dtype)
+            self._add_attention(add, add_norm, dtype)
         if config.mixer is not None:
-            vector = functools.partial(initial_vector, dtype=dtype, key=rngs.params())
-            self._add_mixer(config.mixer, add, residual_deviation, vector)
+            key = rngs.params()
+            for name, shape in config.mixer.shapes(E).items():
+                if name.endswith("_proj"):
+                    add(name, *shape)
+                else:
+                    setattr(self, name, nnx.Param(initial_vector(name, shape, dtype, key)))
         if F := config.dense_intermediate_size:
             add("gate_up_proj", 2 if config.gated_mlp else 1, F, E)
-            add("down_proj", E, F, deviation=residual_deviation)
+            add("down_proj", E, F)
         if config.num_experts:
-            self._add_experts(add, residual_deviation, dtype)
+            self._add_experts(add, dtype)
         if d := config.hidden_size_per_layer_input:
             add("per_layer_gate", d, E)
-            add("per_layer_proj", E, d, deviation=residual_deviation)
-            self.per_layer_out_norm = nnx.Param(initial_norm_weight(config, (E,), dtype))
+            add("per_layer_proj", E, d)
+            add_norm("per_layer_out_norm", E)
         if rank := config.laurel_rank:
             add("laurel_left", rank, E)
-            add("laurel_right", E, rank, deviation=residual_deviation)
-            self.laurel_norm = nnx.Param(initial_norm_weight(config, (E,), dtype))
+            add("laurel_right", E, rank)
+            add_norm("laurel_norm", E)
         if config.residual_streams is not None:
             add_stream_weights(self, config.residual_streams.count, rngs, dtype)
         if config.layer_scalar:
             self.layer_scalar = nnx.Param(jnp.ones(1, dtype))
 
     def _add_attention(
-        self, add: Callable[..., None], residual_deviation: float, dtype: DTypeLike
+        self, add: Callable[..., None], add_norm: Callable[..., None], dtype: DTypeLike
     ) -> None:
         config = self.config
         E, D = config.hidden_size, config.head_dim
         H, K = config.num_attention_heads, config.num_key_value_heads
         query_rows = H // K * (2 if config.attention_gate else 1)
         qkv_heads = (K, query_rows + config.num_kv_rows, D)
-        if config.latent is None:
+        if (latent := config.latent) is None:
             add("qkv_proj", *qkv_heads, E)
         else:
-            self._add_latent(config.latent, add, dtype)
-        add("o_proj", E, config.value_features, deviation=residual_deviation)
+            for name, shape in matrix_shapes(latent, H, E).items():
+                add(name, *shape)
+            if latent.q_lora_rank:
+                self.q_a_norm = nnx.Param(jnp.ones(latent.q_lora_rank, dtype))
+            self.kv_a_norm = nnx.Param(jnp.ones(latent.kv_lora_rank, dtype))
+        add("o_proj", E, config.value_features)
         if config.attention_sinks:
             self.sinks = nnx.Param(jnp.zeros(H, dtype))
         if config.qkv_bias:
@@ -158,39 +170,17 @@ class Layer(nnx.Module):
             self.o_bias = nnx.Param(jnp.zeros(E, dtype))
         if config.qk_norm and config.qk_norm_weight:
             is_whole = config.qk_norm_scope == "projection"
-            q_shape, k_shape = ((K, H // K, D), (K, D)) if is_whole else ((D,), (D,))
-            self.q_norm = nnx.Param(initial_norm_weight(config, q_shape, dtype))
+            add_norm("q_norm", *((K, H // K, D) if is_whole else (D,)))
             if config.num_kv_rows:
-                self.k_norm = nnx.Param(initial_norm_weight(config, k_shape, dtype))
+                add_norm("k_norm", *((K, D) if is_whole else (D,)))
 
-    def _add_latent(self, latent: LatentSizes, add: Callable[..., None], dtype: DTypeLike) -> None:
-        sizes = matrix_shapes(latent, self.config.num_attention_heads, self.config.hidden_size)
-        for name, shape in sizes.items():
-            add(name, *shape)
-        if latent.q_lora_rank:
-            self.q_a_norm = nnx.Param(jnp.ones(latent.q_lora_rank, dtype))
-        self.kv_a_norm = nnx.Param(jnp.ones(latent.kv_lora_rank, dtype))
-
-    def _add_mixer(
-        self, mixer: Mixer, add: Callable[..., None], residual_deviation: float, vector: Any
-    ) -> None:
-        for name, shape in mixer.shapes(self.config.hidden_size).items():
-            if name == "mixer_out_proj":
-                add(name, *shape, deviation=residual_deviation)
-            elif name.endswith("_proj"):
-                add(name, *shape)
-            else:
-                setattr(self, name, nnx.Param(vector(name, shape)))
-
-    def _add_experts(
-        self, add: Callable[..., None], residual_deviation: float, dtype: DTypeLike
-    ) -> None:
+    def _add_experts(self, add: Callable[..., None], dtype: DTypeLike) -> None:
         config = self.config
         E, F, X = config.hidden_size, config.moe_intermediate_size, config.num_experts
         num_local = X if self.shard is None else X // self.shard.num_devices
         add("router", X, E)
         add("experts_gate_up_proj", num_local, 2 if config.gated_mlp else 1, F, E)
-        add("experts_down_proj", num_local, E, F, deviation=residual_deviation)
+        add("experts_down_proj", num_local, E, F)
         if config.shared_expert_intermediate_size and config.shared_expert_gate:
             add("shared_expert_gate", 1, E)
         if config.router.has_correction_bias:
@@ -238,81 +228,62 @@ class Layer(nnx.Module):
         Returns:
           The new residual stream, of the shape of `x`, and the carry that `attend` returned.
         """
-        streams = None
-        if self.config.residual_streams is not None:
-            streams = predict_streams(self.config, x, stream_weights(self))
-            x = streams[..., self.config.residual_streams.active, :]
+        config = self.config
+        weights = LayerParameters(self, stack, index, backend)
+        embed, streams = None, None
+        if per_layer_input is not None:
+            embed = functools.partial(self._embed, weights, per_layer_input)
+        if config.residual_streams is not None:
+            streams = predict_streams(config, x, weights)
+            x = streams[..., config.residual_streams.active, :]
 
-        weight = functools.partial(self._matrix, stack, index)
-        make_embed = functools.partial(self._per_layer, per_layer_input, weight, backend)
-        embed = None if per_layer_input is None else make_embed
         normed, out = self._norm("input_norm", x), None
-        if self.config.mixer is not None:
-            mixed = mix(self.config.mixer, self._mixer_weights(normed, weight, backend))
+        if config.mixer is not None:
+            mixed = mix(config.mixer, normed, weights)
             out, carry = attend(index, mixed.recurrence, carry)
-            out = linear(mixed.finish(out), weight("mixer_out_proj"), backend=backend)
-        if self.config.kv_shapes[0] is not None:
+            out = weights.linear(mixed.finish(out), "mixer_out_proj")
+        if config.kv_shapes[0] is not None:
             of_mixer = out
-            heads, gate = self._project(normed, weight, (cos, sin, query_scale), backend)
+            heads, gate = self._project(normed, weights, (cos, sin, query_scale))
             out, carry = attend(index, heads, carry)
-            if self.config.latent is not None:
-                out = values_of_heads(self.config.latent, out, weight("kv_b_proj"), backend)
+            if config.latent is not None:
+                out = values_of_heads(config.latent, out, weights)
             out = out if gate is None else out * jax.nn.sigmoid(gate)
-            out = linear(out.reshape(*x.shape[:-1], -1), weight("o_proj"), backend=backend)
-            out = multiply(out, self.config.multipliers.attention_out)
+            out = weights.linear(out.reshape(*x.shape[:-1], -1), "o_proj")
+            out = multiply(out, config.multipliers.attention_out)
             out = out if of_mixer is None else out + of_mixer
-        if self.config.norm_placement == "parallel":
+        if config.norm_placement == "parallel":
             assert out is not None  # both outputs are added first, so one all-reduce is enough
-            out = self._all_reduce(out + self._mlp(normed, weight, is_token, backend))
+            out = self._all_reduce(out + self._mlp(normed, weights, is_token))
             return self._finish(x, self._with_bias(out), embed), carry
         if out is not None:
             out = self._with_bias(self._all_reduce(out))
             x = self._add(x, self._norm("attention_out_norm", out))
-        x = add_low_rank(self.config, x, normed, weight, self._vector("laurel_norm"), backend)
-        if NOTHING in self.config.mlp_layer_types:
+        x = add_low_rank(config, x, normed, weights)
+        if NOTHING in config.mlp_layer_types:
             return x, carry
         normed = self._norm("post_attention_norm", x)
-        if self.config.separate_expert_norms:
-            out = self._sum_experts(x, normed, weight, is_token, backend)
+        if config.separate_expert_norms:
+            out = self._sum_experts(x, normed, weights, is_token)
         else:
-            out = self._all_reduce(self._mlp(normed, weight, is_token, backend))
+            out = self._all_reduce(self._mlp(normed, weights, is_token))
         out = self._norm("mlp_out_norm", out)
         if streams is not None:
-            x = correct_streams(self.config, streams, self._add(x, out), stream_weights(self))
-            return add_to_streams(self.config, x, stream_weights(self), embed), carry
+            x = correct_streams(config, streams, self._add(x, out), weights)
+            return add_to_streams(config, x, weights, embed), carry
         return self._finish(x, out, embed), carry
 
-    def _per_layer(
-        self,
-        per_layer_input: jax.Array | None,
-        weight: Callable[[str], Matrix],
-        backend: str | None,
-        x: jax.Array,
+    def _embed(
+        self, weights: LayerParameters, per_layer_input: jax.Array, x: jax.Array
     ) -> jax.Array:
         """Return the embedding of the layer, times a gate that depends on ``x [..., E]``."""
-        assert per_layer_input is not None
-        gate = linear(x, weight("per_layer_gate"), backend=backend)
+        gate = weights.linear(x, "per_layer_gate")
         out = ACTIVATIONS[self.config.hidden_act](gate) * per_layer_input
-        out = linear(out, weight("per_layer_proj"), backend=backend)
-        return self._norm("per_layer_out_norm", out)
-
-    def _mixer_weights(
-        self, normed: jax.Array, weight: Callable[[str], Matrix], backend: str | None
-    ) -> MixerWeights:
-        return MixerWeights(
-            project=lambda name: linear(normed, weight(name), backend=backend),
-            multiply=lambda x, name: linear(x, weight(name), backend=backend),
-            vector=lambda name: getattr(self, name)[...].astype(jnp.float32),
-        )
-
-    def _matrix(self, stack: "Layer | None", index: int | jax.Array, name: str) -> Matrix:
-        """Return a matrix of this layer, or the matrices of all layers if they are separate."""
-        if not hasattr(self, name):
-            return get_separate_matrix(self, name, self._float_dtype, index)
-        return get_matrix(self, name, self.formats[name], self._float_dtype, stack, index)
+        return self._norm("per_layer_out_norm", weights.linear(out, "per_layer_proj"))
 
     @property
-    def _float_dtype(self) -> np.dtype:
+    def float_dtype(self) -> np.dtype:
+        """Dtype of the floating-point parameters."""
         return getattr(self, norm_names(self.config)[0]).dtype
 
     def _with_bias(self, out: jax.Array) -> jax.Array:
@@ -320,64 +291,25 @@ class Layer(nnx.Module):
             return out
         return add_bias(out, multiply(self.o_bias[...], self.config.multipliers.attention_out))
 
-    def _mlp(
-        self,
-        x: jax.Array,
-        weight: Callable[[str], Matrix],
-        is_token: jax.Array | None,
-        backend: str | None,
-    ) -> jax.Array:
+    def _mlp(self, x: jax.Array, weights: LayerParameters, is_token: jax.Array | None) -> jax.Array:
         """Run the MLP or experts. With a shard, return this device's part of a sum over devices."""
         config = self.config
         if not config.num_experts:
-            matrices = weight("gate_up_proj"), weight("down_proj")
-            return gated_mlp(config, x, *matrices, backend, mean_over_devices=self._mean)
-        out = self._experts(x, x, weight, is_token, backend)
+            return gated_mlp(config, x, weights, self._mean)
+        out = routed_experts(config, x, x, weights, is_token=is_token, shard=self.shard)
         if not config.shared_expert_intermediate_size:
             return out
-        shared = gated_mlp(config, x, weight("gate_up_proj"), weight("down_proj"), backend)
+        shared = gated_mlp(config, x, weights)
         if not config.shared_expert_gate:
             return out + shared
-        gate = linear(x, weight("shared_expert_gate"), backend=backend)
-        return out + shared * jax.nn.sigmoid(gate)
-
-    def _experts(
-        self,
-        x: jax.Array,
-        router_input: jax.Array,
-        weight: Callable[[str], Matrix],
-        is_token: jax.Array | None,
-        backend: str | None,
-    ) -> jax.Array:
-        """Run the router, and the experts that it chooses, see `_mlp`."""
-        config = self.config
-        logits = linear(router_input, weight("router"), backend=backend)
-        biases = (None, None)
-        if config.expert_bias:
-            logits = add_bias(logits, self.router_bias[...])
-            biases = self.experts_gate_up_bias[...], self.experts_down_bias[...]
-        weights = ExpertWeights(
-            weight("experts_gate_up_proj"), weight("experts_down_proj"), *biases
-        )
-        num_local = weights.down_proj.shape[0]
-        return routed_experts(
-            config,
-            x,
-            logits,
-            weights,
-            RouterArrays(*map(self._vector, ("router_correction_bias", "router_expert_factor"))),
-            is_token=is_token,
-            first_expert=None if self.shard is None else self.shard.index * num_local,
-            backend=backend,
-        )
+        return out + shared * jax.nn.sigmoid(weights.linear(x, "shared_expert_gate"))
 
     def _sum_experts(
         self,
         x: jax.Array,
         normed: jax.Array,
-        weight: Callable[[str], Matrix],
+        weights: LayerParameters,
         is_token: jax.Array | None,
-        backend: str | None,
     ) -> jax.Array:
         """Return the sum of the normalised outputs of the experts and of the shared expert.
 
@@ -387,25 +319,16 @@ class Layer(nnx.Module):
         """
         config = self.config
         router_input = self._norm("router_norm", x) * config.hidden_size**-0.5
-        expert_input = self._norm("expert_input_norm", x)
-        out = jnp.concatenate(
-            [
-                self._experts(expert_input, router_input, weight, is_token, backend),
-                gated_mlp(config, normed, weight("gate_up_proj"), weight("down_proj"), backend),
-            ],
-            axis=-1,
-        )
+        inputs = self._norm("expert_input_norm", x), router_input
+        routed = routed_experts(config, *inputs, weights, is_token=is_token, shard=self.shard)
+        out = jnp.concatenate([routed, gated_mlp(config, normed, weights)], axis=-1)
         routed, shared = jnp.split(self._all_reduce(out), 2, axis=-1)
         return self._norm("expert_out_norm", routed) + self._norm("shared_out_norm", shared)
 
-    def _vector(self, name: str) -> jax.Array | None:
-        parameter = getattr(self, name, None)
-        return None if parameter is None else parameter[...]
-
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
         """Apply one of `NORMS`. Return `x` if the layer does not have it."""
-        weight = self._vector(name)
-        return x if weight is None else apply_norm(self.config, x, weight)
+        weight = getattr(self, name, None)
+        return x if weight is None else apply_norm(self.config, x, weight[...])
 
     def _add(self, x: jax.Array, out: jax.Array) -> jax.Array:
         """Add an output to the residual stream."""
@@ -429,22 +352,8 @@ class Layer(nnx.Module):
     def _project(
         self,
         x: jax.Array,
-        weight: Callable[[str], Matrix],
+        weights: LayerParameters,
         rotation: tuple[jax.Array, jax.Array, jax.Array | None],
-        backend: str | None,
-    ) -> tuple[Projection | Heads, jax.Array | None]:
-        """Project the normalised input for attention, see `_attention_input`."""
-        if self.config.latent is not None:
-            norms = self._vector("q_a_norm"), self.kv_a_norm[...]
-            scale = self.config.attention_multiplier
-            heads = latent_heads(self.config.latent, x, weight, norms, rotation, scale, backend)
-            return heads, None
-        x = multiply(x, self.config.multipliers.attention_in)
-        qkv = linear(x, weight("qkv_proj"), backend=backend)
-        return self._attention_input(qkv, *rotation)
-
-    def _attention_input(
-        self, qkv: jax.Array, cos: jax.Array, sin: jax.Array, query_scale: jax.Array | None
     ) -> tuple[Projection | Heads, jax.Array | None]:
         """Return queries, keys and values in the form that `attend` takes, and gates of the output.
 
@@ -454,29 +363,33 @@ class Layer(nnx.Module):
         factors of normalised queries. In these cases everything is computed here, and the result is
         `Heads`.
 
-        The projection ``qkv [..., K, rows, D]`` has no biases yet. Cosines and sines of the
-        rotation angles are ``[..., D / 2]``, and factors of queries ``[...]`` or None; all are
-        float32.
+        The input ``x [..., E]`` is normalised. `rotation` is cosines and sines of the rotation
+        angles ``[..., D / 2]``, and factors of queries ``[...]`` or None. All are float32.
 
         Returns:
           The heads, and the gates ``[..., H, D]`` before the sigmoid, or None.
         """
         config, gate = self.config, None
+        if config.latent is not None:
+            scale = config.attention_multiplier
+            return latent_heads(config.latent, x, weights, rotation, scale), None
+        cos, sin, query_scale = rotation
+        qkv = weights.linear(multiply(x, config.multipliers.attention_in), "qkv_proj")
         if config.qkv_bias:
-            qkv = add_bias(qkv, self.qkv_bias[...])
+            qkv = add_bias(qkv, weights.vector("qkv_bias"))
         if config.attention_gate:
             qkv, gate = split_gate(qkv, config.num_kv_rows)
         sm_scale, soft_cap = config.attention_multiplier, config.attn_logit_softcapping
         if config.multipliers.key != 1:
             sm_scale = (sm_scale or config.head_dim**-0.5) * config.multipliers.key
-        sinks = self.sinks[...] if config.attention_sinks else None
+        sinks = weights.vector("sinks") if config.attention_sinks else None
         norms = None
         if config.qk_norm and not config.qk_norm_weight:
             ones = jnp.ones(config.head_dim, jnp.float32)
             norms = ones, ones
         elif config.qk_norm:
-            q_norm = self.q_norm[...]
-            k_norm = self.k_norm[...] if config.num_kv_rows else q_norm
+            q_norm = weights.vector("q_norm")
+            k_norm = weights.vector("k_norm") if config.num_kv_rows else q_norm
             norms = effective_weight(config, q_norm), effective_weight(config, k_norm)
         is_whole = norms is not None and config.qk_norm_scope == "projection"
         is_special = config.value_norm or config.attention_k_eq_v or not config.num_kv_rows

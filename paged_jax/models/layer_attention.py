@@ -30,11 +30,12 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from paged_jax.formatting import short_repr
-from paged_jax.kernels.linear import LayerWeights, Matrix, grouped_linear, linear
+from paged_jax.kernels.linear import LayerWeights, Matrix, grouped_linear
 from paged_jax.kernels.norm_rope import mean_square, rms_norm, rotate, scale_by, split_and_rotate
 from paged_jax.kernels.weight_formats import dequantise
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_groups import LatentSizes, StateShape
+from paged_jax.models.matrices import LayerParameters
 
 # Constant in the norms of latent vectors. It does not depend on `rms_norm_eps` of the model.
 NORM_EPS = 1e-6
@@ -357,29 +358,25 @@ def matrix_shapes(
 def latent_heads(
     latent: LatentSizes,
     x: jax.Array,
-    weight: Callable[[str], Matrix],
-    norms: tuple[jax.Array | None, jax.Array],
+    weights: LayerParameters,
     rotation: tuple[jax.Array, jax.Array, jax.Array | None],
     sm_scale: float | None,
-    backend: str | None,
 ) -> Heads:
     """Return queries of all heads and the vectors that a cache keeps, ready for attention.
 
-    `norms` are the weights of the norms of the latent vectors of queries (or None) and of keys.
     `rotation` is cosines and sines ``[..., rotated / 2]``, and factors ``[...]`` of queries or
     None. The default of `sm_scale` depends on the sizes.
     """
     cos, sin, query_scale = rotation
     q_rank, R, nope = latent.q_lora_rank, latent.kv_lora_rank, latent.qk_nope_head_dim
-    projected = linear(x, weight("latent_proj"), backend=backend)
+    projected = weights.linear(x, "latent_proj")
     of_queries, c, rotated = jnp.split(projected, [q_rank, q_rank + R], axis=-1)
-    q_norm, c_norm = norms
-    if q_norm is not None:
-        x = rms_norm(of_queries, q_norm, NORM_EPS)
-    q = linear(x, weight("q_proj"), backend=backend)
+    if q_rank:
+        x = rms_norm(of_queries, weights.vector("q_a_norm"), NORM_EPS)
+    q = weights.linear(x, "q_proj")
     q = q if query_scale is None else q * query_scale[..., None, None]
-    c = rms_norm(c, c_norm, NORM_EPS)[..., None, :]
-    folded = _fold_keys(q[..., :nope], weight("kv_b_proj"))
+    c = rms_norm(c, weights.vector("kv_a_norm"), NORM_EPS)[..., None, :]
+    folded = _fold_keys(q[..., :nope], weights.matrix("kv_b_proj"))
     return Heads(
         q=jnp.concatenate([folded, rotate(q[..., nope:], cos, sin)], axis=-1),
         k=jnp.concatenate([c, rotate(rotated[..., None, :], cos, sin)], axis=-1),
@@ -420,13 +417,8 @@ def _fold_keys(q: jax.Array, w: Matrix) -> jax.Array:
     return cast(jax.Array, lax.platform_dependent(q, values, cpu=multiply_floats, default=multiply))
 
 
-def values_of_heads(
-    latent: LatentSizes, out: jax.Array, w: Matrix, backend: str | None
-) -> jax.Array:
-    """Multiply weighted sums of latent vectors by the matrices of values.
-
-    The sums `out` are floating point ``[..., H, R]``, and `w` is ``kv_b_proj``, see
-    `matrix_shapes`.
+def values_of_heads(latent: LatentSizes, out: jax.Array, weights: LayerParameters) -> jax.Array:
+    """Multiply weighted sums of latent vectors, ``[..., H, R]``, by the matrices of values.
 
     Returns:
       float32 ``[..., H, v_head_dim]``.
@@ -435,6 +427,7 @@ def values_of_heads(
     by_head = jnp.moveaxis(out.reshape(-1, H, R), 1, 0)
     num_rows = by_head.shape[1]
     sizes = jnp.full(H, num_rows, jnp.int32)
-    projected = grouped_linear(by_head.reshape(-1, R), w, sizes, backend=backend)
+    w = weights.matrix("kv_b_proj")
+    projected = grouped_linear(by_head.reshape(-1, R), w, sizes, backend=weights.backend)
     projected = projected.reshape(H, num_rows, -1)[..., latent.qk_nope_head_dim :]
     return jnp.moveaxis(projected, 0, 1).reshape(*rows, H, -1)

@@ -110,7 +110,7 @@ class ResidualStreams(NamedTuple):
       count: number of streams (n), at least 2.
       active: index of the stream that the layers compute.
       scales_active: whether the active stream is multiplied by a weight before it gates the
-        embedding of a layer, see `StreamWeights.factor`.
+        embedding of a layer, see `residual.add_stream_weights`.
     """
 
     count: int

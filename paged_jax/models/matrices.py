@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.linear import LayerWeights, Stack, Weight
+from paged_jax.kernels.linear import LayerWeights, Matrix, Stack, Weight, linear
 from paged_jax.kernels.weight_formats import (
     INT8,
     PACKED_INPUTS,
@@ -144,16 +144,6 @@ def separate_matrices(stack: nnx.Module, formats: "MatrixFormats", num_layers: i
         delattr(stack, kind)
 
 
-def get_separate_matrix(
-    stack: nnx.Module, name: str, dtype: DTypeLike, layer: jax.Array | int
-) -> LayerWeights:
-    """Return the matrices of all layers that `separate_matrices` has made, see `get_matrix`."""
-    numbers = sorted((key for key in vars(stack) if key.isdecimal()), key=int)
-    own = (getattr(stack, key) for key in numbers)
-    weights = (get_matrix(each, name, each.formats[name], dtype) for each in own)
-    return LayerWeights(tuple(weights), layer)
-
-
 def get_matrix(
     module: nnx.Module,
     name: str,
@@ -183,6 +173,45 @@ def get_matrix(
 def _parameters(module: nnx.Module, name: str) -> WeightArrays:
     parameters = (getattr(module, name + suffix, None) for suffix in ("", *SUFFIXES))
     return WeightArrays(*(None if each is None else each[...] for each in parameters))
+
+
+@dataclass(frozen=True)
+class LayerParameters:
+    """Parameters of a layer in a forward pass, by name.
+
+    Attributes:
+      layer: the layer, which has `formats` of its matrices and a `float_dtype`.
+      stack: all layers in one module if `layer` is a slice of them, or None.
+      index: number of the layer; i32 ``[]`` in a scan over layers.
+      backend: backend of the matrix multiplications, see `linear`.
+    """
+
+    layer: Any
+    stack: nnx.Module | None
+    index: jax.Array | int
+    backend: str | None
+
+    def vector(self, name: str) -> jax.Array:
+        """Return a parameter that is no matrix."""
+        return getattr(self.layer, name)[...]
+
+    def optional(self, name: str) -> jax.Array | None:
+        """Return a parameter that is no matrix, or None if the layer does not have it."""
+        return self.vector(name) if hasattr(self.layer, name) else None
+
+    def matrix(self, name: str) -> Matrix:
+        """Return a matrix, or the matrices of all layers if `separate_matrices` made them."""
+        layer, dtype = self.layer, self.layer.float_dtype
+        if hasattr(layer, name):
+            return get_matrix(layer, name, layer.formats[name], dtype, self.stack, self.index)
+        numbers = sorted((key for key in vars(layer) if key.isdecimal()), key=int)
+        own = (getattr(layer, key) for key in numbers)
+        weights = (get_matrix(each, name, each.formats[name], dtype) for each in own)
+        return LayerWeights(tuple(weights), self.index)
+
+    def linear(self, x: jax.Array, name: str) -> jax.Array:
+        """Multiply the last dimension of `x` by a matrix, see `linear`."""
+        return linear(x, self.matrix(name), backend=self.backend)
 
 
 def look_up(table: Weight, token_ids: jax.Array) -> jax.Array:

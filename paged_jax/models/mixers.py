@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from paged_jax.kernels.norm_rope import add_bias, expand, mean_square, rms_norm
 from paged_jax.kernels.recurrent import causal_convolution, delta_rule, state_space
 from paged_jax.models.layer_attention import Recurrence, States
+from paged_jax.models.matrices import LayerParameters
 from paged_jax.models.mixer_sizes import (
     GatedDeltaNet,
     KimiDelta,
@@ -38,21 +39,6 @@ _TIME_STEP = 0.01
 _L2_EPS = 1e-6
 
 
-class MixerWeights(NamedTuple):
-    """Access to the parameters of a layer.
-
-    Attributes:
-      project: multiplies the normalised inputs of the layer by a matrix, given by its name:
-        float32 ``[..., *out]``.
-      multiply: multiplies other activations, float32 ``[..., in]``, by a matrix.
-      vector: returns another parameter by its name, float32.
-    """
-
-    project: Callable[[str], jax.Array]
-    multiply: Callable[[jax.Array, str], jax.Array]
-    vector: Callable[[str], jax.Array]
-
-
 class Mixed(NamedTuple):
     """A recurrence, and the function that turns its output into the input of ``mixer_out_proj``."""
 
@@ -60,9 +46,9 @@ class Mixed(NamedTuple):
     finish: Callable[[jax.Array], jax.Array]
 
 
-def mix(sizes: Mixer, weights: MixerWeights) -> Mixed:
-    """Return the recurrence of a layer, and the function for its output."""
-    return _MIX[type(sizes)](sizes, weights)
+def mix(sizes: Mixer, x: jax.Array, weights: LayerParameters) -> Mixed:
+    """Return the recurrence of a layer with normalised inputs ``x [..., E]``."""
+    return _MIX[type(sizes)](sizes, x, weights)
 
 
 def initial_vector(name: str, shape: Shape, dtype: DTypeLike, key: jax.Array) -> jax.Array:
@@ -80,9 +66,9 @@ def initial_vector(name: str, shape: Shape, dtype: DTypeLike, key: jax.Array) ->
     return jnp.full(shape, 0 if name == "mixer_conv_bias" else 1, dtype)
 
 
-def _mix_convolution(sizes: ShortConvolution, weights: MixerWeights) -> Mixed:
-    b, c, x = jnp.moveaxis(weights.project("mixer_in_proj"), -1, 0)
-    filters = weights.vector("mixer_conv").reshape(sizes.num_channels, sizes.conv_width)
+def _mix_convolution(sizes: ShortConvolution, x: jax.Array, weights: LayerParameters) -> Mixed:
+    b, c, x = jnp.moveaxis(weights.linear(x, "mixer_in_proj"), -1, 0)
+    filters = _float32(weights, "mixer_conv").reshape(sizes.num_channels, sizes.conv_width)
 
     def advance(
         inputs: tuple[jax.Array, ...], states: States, num_tokens: jax.Array
@@ -94,13 +80,13 @@ def _mix_convolution(sizes: ShortConvolution, weights: MixerWeights) -> Mixed:
     return Mixed(Recurrence((b * x,), advance, sizes.states, takes_rows=True), lambda out: c * out)
 
 
-def _mix_delta_net(sizes: GatedDeltaNet, weights: MixerWeights) -> Mixed:
+def _mix_delta_net(sizes: GatedDeltaNet, x: jax.Array, weights: LayerParameters) -> Mixed:
     K, G, D, U = sizes.heads
-    fused = weights.project("mixer_in_proj")
+    fused = weights.linear(x, "mixer_in_proj")
     qkv, z = fused[..., : 2 * D + G * U], fused[..., 2 * D + G * U :]
-    gates = weights.project("mixer_gates_proj")
+    gates = weights.linear(x, "mixer_gates_proj")
     beta = jax.nn.sigmoid(gates[..., :G]) * (2 if sizes.has_negative_eigenvalues else 1)
-    log_decay = _log_decay(weights, add_bias(gates[..., G:], weights.vector("mixer_time")))
+    log_decay = _log_decay(weights, add_bias(gates[..., G:], _float32(weights, "mixer_time")))
 
     def advance(
         inputs: tuple[jax.Array, ...], states: States, num_tokens: jax.Array
@@ -127,15 +113,15 @@ def _mix_delta_net(sizes: GatedDeltaNet, weights: MixerWeights) -> Mixed:
     return Mixed(recurrence, lambda out: _gated_norm(out, gate, weights, sizes.norm_eps))
 
 
-def _mix_kimi_delta(sizes: KimiDelta, weights: MixerWeights) -> Mixed:
+def _mix_kimi_delta(sizes: KimiDelta, x: jax.Array, weights: LayerParameters) -> Mixed:
     K, D = sizes.num_heads, sizes.head_dim
-    qkv = weights.project("mixer_in_proj")
-    beta = jax.nn.sigmoid(weights.project("mixer_gates_proj")[..., 0])
-    low = weights.project("mixer_rank_proj")[..., 0, :]
-    steps = weights.multiply(low[..., :D], "mixer_decay_proj")
-    steps = add_bias(steps, weights.vector("mixer_time"))
+    qkv = weights.linear(x, "mixer_in_proj")
+    beta = jax.nn.sigmoid(weights.linear(x, "mixer_gates_proj")[..., 0])
+    low = weights.linear(x, "mixer_rank_proj")[..., 0, :]
+    steps = weights.linear(low[..., :D], "mixer_decay_proj")
+    steps = add_bias(steps, _float32(weights, "mixer_time"))
     log_decay = _log_decay(weights, steps)
-    gate = jax.nn.sigmoid(weights.multiply(low[..., D:], "mixer_gate_proj"))
+    gate = jax.nn.sigmoid(weights.linear(low[..., D:], "mixer_gate_proj"))
 
     def advance(
         inputs: tuple[jax.Array, ...], states: States, num_tokens: jax.Array
@@ -164,14 +150,14 @@ def _mix_kimi_delta(sizes: KimiDelta, weights: MixerWeights) -> Mixed:
     return Mixed(recurrence, lambda out: _gated_norm(out, gate, weights, sizes.norm_eps))
 
 
-def _mix_mamba(sizes: Mamba2, weights: MixerWeights) -> Mixed:
+def _mix_mamba(sizes: Mamba2, x: jax.Array, weights: LayerParameters) -> Mixed:
     K, G, D, U = sizes.heads
-    fused = weights.project("mixer_in_proj")
+    fused = weights.linear(x, "mixer_in_proj")
     if (factors := _row_multipliers(sizes)) is not None:
         fused = fused * expand(factors, fused.ndim)
     ends = [G * U, 2 * G * U + 2 * D]
     z, xbc, steps = jnp.split(fused, ends, axis=-1)
-    steps = jax.nn.softplus(add_bias(steps, weights.vector("mixer_time")))
+    steps = jax.nn.softplus(add_bias(steps, _float32(weights, "mixer_time")))
     steps = jnp.clip(steps, *sizes.time_limits)
 
     def advance(
@@ -187,11 +173,11 @@ def _mix_mamba(sizes: Mamba2, weights: MixerWeights) -> Mixed:
             x * steps[..., None],
             b,
             c,
-            -expand(jnp.exp(weights.vector("mixer_decay")), 4) * steps,
+            -expand(jnp.exp(_float32(weights, "mixer_decay")), 4) * steps,
             states[1],
             num_tokens,
         )
-        out = out + expand(weights.vector("mixer_skip")[..., None], 5) * x
+        out = out + expand(_float32(weights, "mixer_skip")[..., None], 5) * x
         return out.reshape(B, T, -1), (conv, state)
 
     def finish(out: jax.Array) -> jax.Array:
@@ -214,7 +200,7 @@ def _row_multipliers(sizes: Mamba2) -> jax.Array | None:
 
 
 def _gate_and_norm(
-    sizes: Mamba2, weights: MixerWeights, out: jax.Array, gate: jax.Array
+    sizes: Mamba2, weights: LayerParameters, out: jax.Array, gate: jax.Array
 ) -> jax.Array:
     """Apply the gate ``[..., K, G * U]`` and the norm to the output of the recurrence."""
     grouped = out.reshape(gate.shape)
@@ -223,7 +209,7 @@ def _gate_and_norm(
     if sizes.norm == "after gate":
         grouped = grouped * gate
     scale = lax.rsqrt(mean_square(grouped, num_heads=sizes.num_groups) + sizes.norm_eps)
-    grouped = grouped * scale * expand(weights.vector("mixer_norm"), grouped.ndim)
+    grouped = grouped * scale * expand(_float32(weights, "mixer_norm"), grouped.ndim)
     if sizes.norm == "before gate":
         grouped = grouped * gate
     return grouped.reshape(out.shape)
@@ -231,32 +217,36 @@ def _gate_and_norm(
 
 def _convolve(
     sizes: Mixer,
-    weights: MixerWeights,
+    weights: LayerParameters,
     x: jax.Array,
     state: Any,
     num_tokens: jax.Array,
 ) -> tuple[jax.Array, Any]:
     """Run the convolution of a layer with the activation that follows it."""
-    filters = weights.vector("mixer_conv").reshape(-1, sizes.conv_width)
-    bias = weights.vector("mixer_conv_bias").reshape(-1) if sizes.conv_bias else None
+    filters = _float32(weights, "mixer_conv").reshape(-1, sizes.conv_width)
+    bias = _float32(weights, "mixer_conv_bias").reshape(-1) if sizes.conv_bias else None
     out, state = causal_convolution(x, state, filters, bias, num_tokens)
     return jax.nn.silu(out), state
+
+
+def _float32(weights: LayerParameters, name: str) -> jax.Array:
+    return weights.vector(name).astype(jnp.float32)
 
 
 def _normalise(x: jax.Array) -> jax.Array:
     return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _L2_EPS)
 
 
-def _log_decay(weights: MixerWeights, steps: jax.Array) -> jax.Array:
+def _log_decay(weights: LayerParameters, steps: jax.Array) -> jax.Array:
     """Return the logarithm of the decay, given time steps ``[..., K, n]`` before their softplus."""
-    rates = jnp.exp(weights.vector("mixer_decay")).reshape(steps.shape[-2], -1)
+    rates = jnp.exp(_float32(weights, "mixer_decay")).reshape(steps.shape[-2], -1)
     return -expand(rates, steps.ndim) * jax.nn.softplus(steps)
 
 
-def _gated_norm(out: jax.Array, gate: jax.Array, weights: MixerWeights, eps: float) -> jax.Array:
+def _gated_norm(out: jax.Array, gate: jax.Array, weights: LayerParameters, eps: float) -> jax.Array:
     """Normalise each head of ``[..., heads * U]``, and multiply it by ``gate [..., heads, U]``."""
     heads = out.reshape(gate.shape)
-    normed = rms_norm(heads, weights.vector("mixer_norm"), eps, num_heads=heads.shape[-2])
+    normed = rms_norm(heads, _float32(weights, "mixer_norm"), eps, num_heads=heads.shape[-2])
     return (normed * gate).reshape(out.shape)
 
 
@@ -265,7 +255,7 @@ def _flatten_heads(K: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(x.reshape(*x.shape[:-2], K * x.shape[-1]) for x in arrays)
 
 
-_MIX: Mapping[type[Mixer], Callable[[Any, MixerWeights], Mixed]] = {
+_MIX: Mapping[type[Mixer], Callable[[Any, jax.Array, LayerParameters], Mixed]] = {
     ShortConvolution: _mix_convolution,
     GatedDeltaNet: _mix_delta_net,
     KimiDelta: _mix_kimi_delta,

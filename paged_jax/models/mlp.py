@@ -22,18 +22,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.kernels.linear import (
-    LayerWeights,
-    Matrix,
-    Stack,
-    Weight,
-    grouped_linear,
-    linear,
-    sum_rows,
-)
-from paged_jax.kernels.weight_formats import WeightArrays
+from paged_jax.kernels.linear import Matrix, grouped_linear, sum_rows
+from paged_jax.kernels.norm_rope import add_bias
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.family import SOFTMAX_ROUTER, Router
+from paged_jax.models.matrices import LayerParameters
+from paged_jax.models.tensor_parallel import DeviceShard
 
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -93,34 +87,23 @@ class Routes(NamedTuple):
 def gated_mlp(
     config: LlamaConfig,
     x: jax.Array,
-    gate_up_proj: Matrix,
-    down_proj: Matrix,
-    backend: str | None,
-    *,
+    weights: LayerParameters,
     mean_over_devices: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-    """Run a dense MLP.
+    """Run the dense MLP, or the shared expert, of a layer.
 
-    Args:
-      config: configuration of the layer, which names the activation.
-      x: float32 ``[..., E]``, normalised.
-      gate_up_proj: ``[2, F, E]``, or ``[1, F, E]`` without gates.
-      down_proj: ``[E, F]``.
-      backend: backend of the matrix multiplications, see `linear`.
-      mean_over_devices: function that returns the mean over the devices that share the features, or
-        None.
-
-    Returns:
-      float32 ``[..., E]``.
+    The normalised input ``x [..., E]`` and the result ``[..., E]`` are float32.
+    `mean_over_devices` returns the mean over the devices that share the features; None for one
+    device.
     """
-    hidden, factors = linear(x, gate_up_proj, backend=backend), config.multipliers
+    hidden, factors = weights.linear(x, "gate_up_proj"), config.multipliers
     gate = hidden[..., 0, :]
     gate = gate if factors.mlp_gate == 1 else gate * factors.mlp_gate
     if config.activation_sparsity:
         gate = _keep_largest(gate, config.activation_sparsity[0], mean_over_devices)
     activation = ACTIVATIONS[config.hidden_act](gate)
     hidden = activation * hidden[..., 1, :] if config.gated_mlp else activation
-    out = linear(hidden, down_proj, backend=backend)
+    out = weights.linear(hidden, "down_proj")
     return out if factors.mlp_out == 1 else out * factors.mlp_out
 
 
@@ -145,48 +128,49 @@ def _keep_largest(
 def routed_experts(
     config: LlamaConfig,
     x: jax.Array,
-    logits: jax.Array,
-    weights: ExpertWeights,
-    router: RouterArrays | None = None,
+    router_input: jax.Array,
+    weights: LayerParameters,
     *,
     is_token: jax.Array | None,
-    first_expert: jax.Array | None,
-    backend: str | None,
+    shard: DeviceShard | None,
 ) -> jax.Array:
-    """Run the experts that the router chose for each token.
+    """Run the router of a layer, and the experts that it chooses for each token.
 
     Args:
       config: configuration of the layer.
-      x: float32 ``[..., E]``, normalised.
-      logits: float32 ``[..., X]``, output of the router.
-      weights: the experts on this device.
-      router: further parameters of the router, or None.
+      x: float32 ``[..., E]``, normalised input of the experts.
+      router_input: float32 ``[..., E]``.
+      weights: parameters of the layer.
       is_token: bool ``[...]``, False for padding rows, with output 0; None for no padding.
-      first_expert: index of the first expert on this device, i32 ``[]``; None if all are here.
-      backend: see `grouped_linear`.
+      shard: this device's share of the experts, or None for all experts.
 
     Returns:
       float32 ``[..., E]``. If the experts are divided over devices, the outputs of all devices must
       be added.
     """
-    num_local = weights.down_proj.shape[0]
+    logits = weights.linear(router_input, "router")
+    matrices = weights.matrix("experts_gate_up_proj"), weights.matrix("experts_down_proj")
+    biases = (None, None)
+    if config.expert_bias:
+        logits = add_bias(logits, weights.vector("router_bias"))
+        biases = weights.vector("experts_gate_up_bias"), weights.vector("experts_down_bias")
+    num_local = matrices[1].shape[0]
     routes = route(
         logits.reshape(-1, logits.shape[-1]),
         config.num_experts_per_tok,
         config.router,
-        router,
+        RouterArrays(*map(weights.optional, ("router_correction_bias", "router_expert_factor"))),
         renormalise=config.norm_topk_prob,
         is_token=None if is_token is None else is_token.reshape(-1),
-        local_experts=None if first_expert is None else (first_expert, num_local),
+        local_experts=None if shard is None else (shard.index * num_local, num_local),
     )
-    rows, activation = x.reshape(-1, x.shape[-1]), _gated_activation(config)
     out = apply_experts(
-        rows,
+        x.reshape(-1, x.shape[-1]),
         routes,
-        weights,
-        activation=activation,
+        ExpertWeights(*matrices, *biases),
+        activation=_gated_activation(config),
         scales_inputs=config.router.scales_inputs,
-        backend=backend,
+        backend=weights.backend,
     )
     return out.reshape(x.shape)
 
@@ -370,7 +354,7 @@ def apply_experts(
     expert = jnp.minimum(routes.experts.reshape(-1)[order], X - 1)
 
     def project(rows: jax.Array, w: Matrix, bias: jax.Array | None) -> jax.Array:
-        out = _grouped_linear(rows, w, sizes, backend)
+        out = grouped_linear(rows, w, sizes, backend=backend)
         return out if bias is None else out + bias[expert].astype(jnp.float32)
 
     inputs = x[order // k]
@@ -415,32 +399,3 @@ def sort_by_expert(experts: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _sum_in_order(x: jax.Array) -> jax.Array:
     """Sum over the second dimension, in an order that does not depend on the batch size."""
     return functools.reduce(operator.add, (x[:, i] for i in range(x.shape[1])))
-
-
-def _grouped_linear(x: jax.Array, w: Matrix, sizes: jax.Array, backend: str | None) -> jax.Array:
-    """Multiply each row by the weights of its expert; return float32 ``[R, *out]``.
-
-    The rows ``x [R, in]`` are float32 and sorted by expert, and ``sizes [X]`` are the numbers of
-    rows of the experts. The weights are ``[X, *out, in]``.
-    """
-    if isinstance(w, LayerWeights):
-        return w.apply(lambda x, own: _grouped_linear(x, own, sizes, backend), x)
-    X, *out, _ = w.shape
-
-    def merge(array: jax.Array | None, rank: int) -> jax.Array | None:
-        """Merge the dimensions of an expert's outputs, which follow the first `rank`."""
-        if array is None:
-            return None
-        return array.reshape(*array.shape[:rank], -1, array.shape[-1])
-
-    def merge_all(arrays: WeightArrays, rank: int) -> WeightArrays:
-        values, scales, mins = (merge(array, rank) for array in arrays[:3])
-        return WeightArrays(values, scales, mins, arrays.order)
-
-    stack = w.stack
-    if stack is not None:
-        layer = jnp.asarray(stack.layer, jnp.int32)
-        stack = Stack(merge_all(stack.arrays, 2), layer)
-    matrix = Weight(*merge_all(w.arrays, 1), stack=stack, code=w.code, dtype=w.dtype)
-    y = grouped_linear(x, matrix, sizes, backend=backend)
-    return y.reshape(x.shape[0], *out)

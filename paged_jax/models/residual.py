@@ -12,17 +12,18 @@ The factors c and the factors of the prediction depend on the active stream.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from paged_jax.kernels.linear import Matrix, Weight, grouped_linear, linear
+from paged_jax.kernels.linear import Weight, grouped_linear, linear
 from paged_jax.kernels.norm_rope import expand, layer_norm, mean_square, rms_norm
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_groups import NOTHING, ResidualStreams
+from paged_jax.models.matrices import LayerParameters
 
 # Names of a layer's norms, by `norm_placement`. `input_norm` and `post_attention_norm` normalise
 # the inputs of attention and of the MLP. `attention_out_norm` and `mlp_out_norm` normalise their
@@ -77,55 +78,33 @@ def effective_weight(config: LlamaConfig, weight: jax.Array) -> jax.Array:
     return weight.astype(jnp.float32) + config.norm_offset if config.norm_offset else weight
 
 
-class StreamWeights(NamedTuple):
-    """Parameters of a layer for its streams, each floating point.
-
-    Attributes:
-      norm: ``[E]``, norm of the active stream.
-      router: ``[n, E]``, projection of the active stream to n numbers.
-      predict: ``[n * n, n]``, from these numbers to the factors of the prediction.
-      correct: ``[n, n]``, from these numbers to the factors of the correction.
-      factor: ``[E]``, factor of the active stream before it gates the embedding of the layer.
-    """
-
-    norm: jax.Array
-    router: jax.Array
-    predict: jax.Array
-    correct: jax.Array
-    factor: jax.Array
-
-
 # Function of a stream ``[..., E]`` that returns the gated embedding of the layer ``[..., E]``.
 Embed = Callable[[jax.Array], jax.Array]
 
 
 def add_low_rank(
-    config: LlamaConfig,
-    x: jax.Array,
-    normed: jax.Array,
-    weight: Callable[[str], Matrix],
-    norm: jax.Array | None,
-    backend: str | None,
+    config: LlamaConfig, x: jax.Array, normed: jax.Array, weights: LayerParameters
 ) -> jax.Array:
     """Add the low-rank projection of attention's normalised input, if the layer has one.
 
-    Args:
-      config: configuration of the layer.
-      x: float32 ``[..., E]``, the residual stream after attention.
-      normed: float32 ``[..., E]``, the input of attention.
-      weight: returns a matrix of the layer.
-      norm: weight of the norm of the projection, or None.
-      backend: backend of the matrix multiplications, see `linear`.
+    The residual stream after attention is ``x [..., E]``, the input of attention
+    ``normed [..., E]``, both float32.
     """
-    if norm is None:
+    if not config.laurel_rank:
         return x
-    low = linear(normed, weight("laurel_left"), backend=backend)
-    out = linear(low, weight("laurel_right"), backend=backend)
-    return (x + normed + apply_norm(config, out, norm)) * 2**-0.5
+    out = weights.linear(weights.linear(normed, "laurel_left"), "laurel_right")
+    return (x + normed + apply_norm(config, out, weights.vector("laurel_norm"))) * 2**-0.5
 
 
 def add_stream_weights(layer: Any, count: int, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
-    """Add the parameters of n streams to a layer, see `StreamWeights`."""
+    """Add the parameters of n streams to a layer, each floating point.
+
+    - ``stream_norm [E]``: norm of the active stream.
+    - ``stream_router [n, E]``: projection of the active stream to n numbers.
+    - ``stream_predict [n * n, n]``: from these numbers to the factors of the prediction.
+    - ``stream_correct [n, n]``: from these numbers to the factors of the correction.
+    - ``stream_factor [E]``: factor of the active stream before it gates the embedding of the layer.
+    """
     config: LlamaConfig = layer.config
     E, n = config.hidden_size, count
     normal = nnx.initializers.normal(config.initializer_range)
@@ -135,34 +114,29 @@ def add_stream_weights(layer: Any, count: int, rngs: nnx.Rngs, dtype: DTypeLike)
     layer.stream_factor = nnx.Param(jnp.ones(E, dtype))
 
 
-def stream_weights(layer: Any) -> StreamWeights:
-    """Return the parameters of a layer for its streams."""
-    return StreamWeights(*(getattr(layer, f"stream_{each}")[...] for each in StreamWeights._fields))
-
-
-def predict_streams(config: LlamaConfig, x: jax.Array, weights: StreamWeights) -> jax.Array:
+def predict_streams(config: LlamaConfig, x: jax.Array, weights: LayerParameters) -> jax.Array:
     """Return the predicted streams before a layer, float32 ``[..., n, E]`` like `x`."""
     n = x.shape[-2]
     modes = _modes(config, x[..., _streams(config).active, :], weights)
-    factors = _multiply(modes, weights.predict).reshape(*modes.shape[:-1], n, n)
+    factors = _multiply(modes, weights.vector("stream_predict")).reshape(*modes.shape[:-1], n, n)
     return x + jnp.matmul(factors, x, precision="highest")
 
 
 def correct_streams(
-    config: LlamaConfig, predicted: jax.Array, out: jax.Array, weights: StreamWeights
+    config: LlamaConfig, predicted: jax.Array, out: jax.Array, weights: LayerParameters
 ) -> jax.Array:
     """Return the streams float32 ``[..., n, E]`` after a layer.
 
     `out` is float32 ``[..., E]``, the output of the layer for the active stream. `predicted` is the
     result of `predict_streams`.
     """
-    factors = 1 + _multiply(_modes(config, out, weights), weights.correct)
+    factors = 1 + _multiply(_modes(config, out, weights), weights.vector("stream_correct"))
     error = out - predicted[..., _streams(config).active, :]
     return predicted + factors[..., None] * error[..., None, :]
 
 
 def add_to_streams(
-    config: LlamaConfig, x: jax.Array, weights: StreamWeights, embed: Embed | None
+    config: LlamaConfig, x: jax.Array, weights: LayerParameters, embed: Embed | None
 ) -> jax.Array:
     """Add the embedding of the layer to all streams ``[..., n, E]`` but the first.
 
@@ -172,7 +146,7 @@ def add_to_streams(
         return x
     active = x[..., _streams(config).active, :]
     if _streams(config).scales_active:
-        active = active * expand(weights.factor, active.ndim)
+        active = active * expand(weights.vector("stream_factor"), active.ndim)
     return x.at[..., 1:, :].add(embed(active)[..., None, :])
 
 
@@ -206,10 +180,10 @@ def _streams(config: LlamaConfig) -> ResidualStreams:
     return config.residual_streams
 
 
-def _modes(config: LlamaConfig, x: jax.Array, weights: StreamWeights) -> jax.Array:
+def _modes(config: LlamaConfig, x: jax.Array, weights: LayerParameters) -> jax.Array:
     """Return the output of the router, float32 ``[..., n]`` from -1 to 1, for a stream."""
-    normed = apply_norm(config, x, weights.norm) / config.hidden_size
-    return jnp.tanh(_multiply(normed, weights.router))
+    normed = apply_norm(config, x, weights.vector("stream_norm")) / config.hidden_size
+    return jnp.tanh(_multiply(normed, weights.vector("stream_router")))
 
 
 def _multiply(x: jax.Array, w: jax.Array) -> jax.Array:

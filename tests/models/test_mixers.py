@@ -18,6 +18,7 @@ from paged_jax.models.llama import Llama
 from paged_jax.models.loading.huggingface import save_weights
 from paged_jax.models.loading.parameters import WeightsError
 from paged_jax.models.loading.tensor_map import standard_name
+from paged_jax.models.matrices import LayerParameters
 from paged_jax.models.mixer_sizes import GatedDeltaNet, KimiDelta, Mamba2, ShortConvolution
 from paged_jax.models.paged_model import create_cache
 
@@ -109,12 +110,8 @@ def test_states_have_the_shapes_and_dtypes_of_the_config(name) -> None:
     assert not no_states and (config.kv_shapes[0] is None) == (name != "hybrid")
     layer = make_model(name).layers[0]
     x = jnp.ones((6, config.hidden_size))
-    weights = mixers.MixerWeights(
-        project=lambda name: jnp.einsum("ne,...e->n...", x, getattr(layer, name)[...]),
-        multiply=lambda x, name: jnp.einsum("nd,...d->n...", x, getattr(layer, name)[...]),
-        vector=lambda name: getattr(layer, name)[...].astype(jnp.float32),
-    )
-    recurrence = mixers.mix(MIXERS[name], weights).recurrence
+    weights = LayerParameters(layer, None, 0, None)
+    recurrence = mixers.mix(MIXERS[name], x, weights).recurrence
     assert recurrence.arrays == states
     before = recurrence.initial_states(2, jnp.bfloat16)
     out, after = recurrence.run(before, jnp.array([3, 0]))
