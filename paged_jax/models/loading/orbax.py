@@ -7,7 +7,6 @@ into either layout.
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -123,8 +122,6 @@ def load_checkpoint(
     targets, final = _targets(dataclasses.replace(changed, formats=kept)), _targets(changed)
     if was_stacked != stacks:
         arrays = _convert(path, stored, targets, config.num_hidden_layers)
-    elif kept != formats:
-        arrays = _restore_layer_by_layer(path, stored, targets)
     else:
         arrays = _restore_in_parts(path, stored, targets)
     with loading_bar(_num_bytes(targets), is_shown=show_progress) as advance:
@@ -224,22 +221,18 @@ def _restore(path: Path, stored: Mapping[str, Shape], targets: Targets) -> dict[
 def _restore_in_parts(
     path: Path, stored: Mapping[str, Shape], targets: Targets
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Restore arrays in parts of about `_PART_BYTES`, so that a progress bar can move."""
+    """Restore arrays in parts of about `_PART_BYTES`, so that a progress bar can move.
+
+    The arrays are in the order of their names: values and scales of a matrix follow each other.
+    """
     part: dict[str, jax.ShapeDtypeStruct] = {}
-    for name, target in targets.items():
-        part[name] = target
+    for name in sorted(targets):
+        part[name] = targets[name]
         if _num_bytes(part) >= _PART_BYTES:
             yield from _restore(path, stored, part).items()
             part = {}
     if part:
         yield from _restore(path, stored, part).items()
-
-
-def _restore_layer_by_layer(
-    path: Path, stored: Mapping[str, Shape], targets: Targets
-) -> Iterator[tuple[str, jax.Array]]:
-    for _, names in itertools.groupby(sorted(targets), lambda name: name.rpartition(".")[0]):
-        yield from _restore(path, stored, {name: targets[name] for name in names}).items()
 
 
 def _change_formats(

@@ -15,7 +15,6 @@ from paged_jax.kernels.linear import reads_stacked_weights
 from paged_jax.kernels.weight_formats import WeightFormat
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.config_json import text_config
-from paged_jax.models.families import FAMILIES
 from paged_jax.models.gguf_config import read_gguf_config
 from paged_jax.models.gguf_file import GgufFile, is_gguf
 from paged_jax.models.loading.huggingface import (
@@ -42,7 +41,7 @@ from paged_jax.models.loading.stored_tensors import find_dtype
 from paged_jax.models.loading.tensor_map import map_parameter
 from paged_jax.models.matrices import DTYPE_FORMATS, MatrixFormats, Sharding, is_matrix, name_of
 from paged_jax.models.model_folder import describe_folder, read_config_json
-from paged_jax.models.quantisation import Quantisation, Scheme, read_quantisation
+from paged_jax.models.quantisation import Quantisation, Scheme
 from paged_jax.models.tensor_parallel import divides_inputs
 
 # Schemes that also quantise embeddings and the output head.
@@ -150,9 +149,7 @@ def read_formats(
     if is_checkpoint(folder):
         return find_saved_formats(folder, config, dtype=dtype, dequantise=dequantise)
     if not is_gguf(folder) and not any(Path(folder).glob("*.safetensors")):
-        family = FAMILIES.get(config.model_type)
-        has_mxfp4 = family is not None and family.is_mxfp4
-        quantisation = read_quantisation(Path(folder), has_mxfp4=has_mxfp4)
+        quantisation = find_quantisation(Path(folder), config)
         resolved = resolve_dtype("plan", dtype, config)
         if quantisation is None or dequantise or resolved in DTYPE_FORMATS:
             return None

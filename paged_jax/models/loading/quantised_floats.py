@@ -43,7 +43,6 @@ _STATES = ("nf4", "fp4")
 _MAX_STATE_BYTES = 1 << 16
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Fp8Matrix(ModuleMatrix):
     """A float8_e4m3fn matrix with scales for the matrix, for its rows, or for blocks.
 
@@ -68,16 +67,11 @@ class Fp8Matrix(ModuleMatrix):
         return found[0]
 
     def _check(self) -> None:
-        num_outputs, num_inputs = self.shape
+        num_outputs, shapes = self.shape[0], self._scale_shapes()
         self._check_part(".weight", ("F8_E4M3",), self.shape)
-        rows, columns = self.scheme.block
-        shapes: list[tuple[int, ...]]
-        if rows is None:  # the configs do not distinguish scales of rows from a single scale
-            shapes = [(), (1,), (1, 1), (num_outputs, 1), (num_outputs,)]
-        elif columns is None:
-            shapes = [(num_outputs, 1), (num_outputs,)]
-        else:
-            shapes = [(math.ceil(num_outputs / rows), math.ceil(num_inputs / columns))]
+        if self.scheme.block[1] is None:
+            # The configs do not distinguish scales of rows from a single scale.
+            shapes += [(num_outputs, 1), (num_outputs,)]
         exponents = _EXPONENTS if self.scheme.exponent_scales else _EXPONENTS[:1]
         self._check_part(self._scale, (*FLOATS, *exponents), *shapes)
 
@@ -100,7 +94,6 @@ class Fp8Matrix(ModuleMatrix):
         return GroupScales(scales_of_rows(values, self.shape[0], self.scheme.block[0], rows))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Mxfp4Matrix(ModuleMatrix):
     """The format ``mxfp4-pack-quantized`` of compressed-tensors: scales are exponents of two."""
 
@@ -121,14 +114,10 @@ class Mxfp4Matrix(ModuleMatrix):
     def _read_pairs(self, rows: slice) -> np.ndarray | None:
         return self.parts[self.required[0]].read_raw((rows,)).view(np.uint8)
 
-    def _read_values(self, rows: slice) -> np.ndarray:
-        return low_nibbles_first(self.parts[self.required[0]].read_raw((rows,)).view(np.uint8))
-
     def _read_groups(self, rows: slice) -> GroupScales:
         return GroupScales(powers_of_two(self.parts[self.required[1]].read_raw((rows,))))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class MlxMxfp4Matrix(Mxfp4Matrix):
     """The mode ``mxfp4`` of MLX, which stores values in words of 32 bits."""
 
@@ -139,7 +128,6 @@ class MlxMxfp4Matrix(Mxfp4Matrix):
         self._check_part(".scales", ("U8",), (self.shape[0], self._check_groups()))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Nvfp4Matrix(Mxfp4Matrix):
     """The format ``nvfp4-pack-quantized`` of compressed-tensors.
 
@@ -163,7 +151,6 @@ class Nvfp4Matrix(Mxfp4Matrix):
     scale_dtype = "float32"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class ModelOptNvfp4Matrix(Nvfp4Matrix):
     """The NVFP4 format of ModelOpt.
 
@@ -174,7 +161,6 @@ class ModelOptNvfp4Matrix(Nvfp4Matrix):
     _apply = np.multiply
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Mxfp4Experts(ModuleMatrix):
     """Matrices in MXFP4, the format of the experts of gpt-oss, see `expand_mxfp4`.
 
@@ -221,7 +207,6 @@ class Mxfp4Experts(ModuleMatrix):
         return expand_mxfp4(blocks, scales).swapaxes(-1, -2)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class BitsandbytesMatrix(ModuleMatrix):
     """A matrix in nf4 or fp4 of bitsandbytes.
 

@@ -12,10 +12,10 @@ kept in memory as ``(value - centre) * scale + (centre - zero point) * scale``. 
 exact in float32 for scales of 16 bits, so the sum is the same number.
 """
 
-import dataclasses
 import functools
 import math
 import warnings
+from typing import ClassVar
 
 import numpy as np
 
@@ -36,7 +36,6 @@ from paged_jax.models.quantisation import Scheme
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Int8Matrix(ModuleMatrix):
     """An int8 matrix of compressed-tensors with scales for the matrix, its rows, or groups."""
 
@@ -45,19 +44,9 @@ class Int8Matrix(ModuleMatrix):
     code = "int8"
 
     def _check(self) -> None:
-        num_outputs, num_inputs = self.shape
         self._check_part(".weight", ("I8",), self.shape)
-        rows, columns = self.scheme.block
-        shapes: list[tuple[int, ...]] = [(1,), (1, 1), ()] if rows is None else []
-        if rows is not None:
-            num_groups = math.ceil(num_inputs / (columns or num_inputs))
-            shapes = [(math.ceil(num_outputs / rows), num_groups)]
-        self._check_part(".weight_scale", FLOATS, *shapes)
-        has_zeros = ".weight_zero_point" in self.parts
-        if has_zeros:
-            self._check_part(".weight_zero_point", ("I8",), *shapes)
-        elif self.scheme.has_zero_points:
-            raise WeightsError(f"load_weights: {self.name} must have a weight_zero_point.")
+        self._check_part(".weight_scale", FLOATS, *self._scale_shapes())
+        self._check_zero_points(("I8",), *self._scale_shapes())
 
     @property
     def _min_dtype(self) -> str | None:
@@ -75,7 +64,6 @@ class Int8Matrix(ModuleMatrix):
         return scales_of_rows(values, self.shape[0], self.scheme.block[0], rows)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class BitsandbytesInt8Matrix(ModuleMatrix):
     """An int8 matrix of bitsandbytes: element times `SCB` of its row, divided by 127."""
 
@@ -106,9 +94,11 @@ class BitsandbytesInt8Matrix(ModuleMatrix):
         return self._read_values(rows).astype(np.float32) * scales * np.float32(1 / 127)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class IntegerMatrix(ModuleMatrix):
     """A matrix of unsigned integers with a zero point for each scale."""
+
+    # Ending of the zero points, see `ModuleMatrix.required`.
+    zeros: ClassVar[str]
 
     @classmethod
     def code_of(cls, scheme: Scheme) -> str:
@@ -125,7 +115,7 @@ class IntegerMatrix(ModuleMatrix):
 
     @property
     def _has_zeros(self) -> bool:
-        raise NotImplementedError
+        return self.zeros in self.parts
 
     @property
     def _min_dtype(self) -> str | None:
@@ -138,7 +128,7 @@ class IntegerMatrix(ModuleMatrix):
         raise NotImplementedError
 
     def _read_words(self, rows: slice) -> np.ndarray:
-        raise NotImplementedError
+        return self.parts[self.required[0]].read_raw((rows,))
 
     def _read_pairs(self, rows: slice) -> np.ndarray | None:
         return np.ascontiguousarray(self._read_words(rows)).view(np.uint8)
@@ -169,7 +159,6 @@ class IntegerMatrix(ModuleMatrix):
         return self._layout.multiply(numbers, GroupScales(scales))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class CompressedIntegerMatrix(IntegerMatrix):
     """The format ``pack-quantized`` of compressed-tensors.
 
@@ -179,6 +168,7 @@ class CompressedIntegerMatrix(IntegerMatrix):
 
     required = (".weight_packed", ".weight_scale", ".weight_shape")
     optional = (".weight_zero_point", ".weight_g_idx")
+    zeros = ".weight_zero_point"
 
     def _find_shape(self) -> tuple[int, int]:
         rows, words = matrix_shape(self.parts[".weight_packed"])
@@ -204,28 +194,17 @@ class CompressedIntegerMatrix(IntegerMatrix):
         is_tensor = self.scheme.block[0] is None
         shapes = [(), (1,), (1, 1)] if is_tensor else [(num_outputs, groups)]
         self._check_part(".weight_scale", FLOATS, *shapes)
-        if ".weight_zero_point" in self.parts:
-            packed = (math.ceil(num_outputs / self._per_word), groups)
-            is_packed = self.parts[".weight_zero_point"].dtype == "I32"
-            shape = packed if is_packed else (num_outputs, groups)
-            self._check_part(".weight_zero_point", ("I32", "I8"), shape)
-        elif self.scheme.has_zero_points:
-            raise WeightsError(f"load_weights: {self.name} must have a weight_zero_point.")
+        is_packed = self._has_zeros and self.parts[self.zeros].dtype == "I32"
+        num_rows = math.ceil(num_outputs / self._per_word) if is_packed else num_outputs
+        self._check_zero_points(("I32", "I8"), (num_rows, groups))
         if has_order:
             self._check_part(".weight_g_idx", ("I32",), self.shape[1:])
-
-    @property
-    def _has_zeros(self) -> bool:
-        return ".weight_zero_point" in self.parts
 
     def _group_index(self) -> np.ndarray:
         part = self.parts.get(".weight_g_idx")
         if part is None:
             return super()._group_index()
         return read_group_index(part, self.parts[".weight_scale"].shape[1])
-
-    def _read_words(self, rows: slice) -> np.ndarray:
-        return self.parts[".weight_packed"].read_raw((rows,))
 
     def _read_scales(self, rows: slice) -> np.ndarray:
         scales = self.parts[".weight_scale"]
@@ -238,22 +217,27 @@ class CompressedIntegerMatrix(IntegerMatrix):
         part = self.parts[".weight_zero_point"]
         if part.dtype == "I8":
             return part.read_raw((rows,)).astype(np.int32)
-        return read_packed_rows(part, rows, self.scheme.bits).astype(np.int32) - self._centre
+        # Words hold the zero points of consecutive rows.
+        start, stop, _ = rows.indices(self.shape[0])
+        first = start // self._per_word
+        words = part.read_raw((slice(first, math.ceil(stop / self._per_word)),))
+        start, stop = (each - first * self._per_word for each in (start, stop))
+        zeros = unpack_words(words.T, self.scheme.bits).T[start:stop]
+        return zeros.astype(np.int32) - self._centre
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class TransposedMatrix(IntegerMatrix):
     """Integers, zero points and scales with the outputs as the last dimension."""
 
     required = (".qweight", ".qzeros", ".scales")
     scales = ".scales"
+    zeros = ".qzeros"
     usual_scale_dtype = "float16"
 
     def _read_scales(self, rows: slice) -> np.ndarray:
         return np.ascontiguousarray(self.parts[".scales"].read_raw((slice(None), rows)).T)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class AwqMatrix(TransposedMatrix):
     """The format ``gemm`` of AutoAWQ: outputs are packed in the order `_AWQ_ORDER`."""
 
@@ -267,10 +251,6 @@ class AwqMatrix(TransposedMatrix):
         self._check_part(".qweight", ("I32",), (num_inputs, num_outputs // 8))
         self._check_part(".qzeros", ("I32",), (groups, num_outputs // 8))
         self._check_part(".scales", FLOATS, (groups, num_outputs))
-
-    @property
-    def _has_zeros(self) -> bool:
-        return True
 
     def _read_pairs(self, rows: slice) -> np.ndarray | None:
         return None
@@ -292,7 +272,6 @@ class AwqMatrix(TransposedMatrix):
         return values.reshape(-1, words.shape[1])[start - first * 8 : stop - first * 8]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class GptqMatrix(TransposedMatrix):
     """The formats ``gptq`` and ``gptq_v2``. `g_idx` has the group of each input.
 
@@ -361,8 +340,7 @@ class GptqMatrix(TransposedMatrix):
         return (unpack_words(words, self.scheme.bits) + np.uint8(self._zero_offset)) & mask
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class MlxMatrix(ModuleMatrix):
+class MlxMatrix(IntegerMatrix):
     """The mode ``affine`` of MLX: ``value * scale + bias``."""
 
     required = (".weight", ".scales", ".biases")
@@ -387,13 +365,6 @@ class MlxMatrix(ModuleMatrix):
     def _min_dtype(self) -> str | None:
         return float_dtype(self.parts[".biases"]) if self.scheme.bits == 4 else "float32"
 
-    def _read_pairs(self, rows: slice) -> np.ndarray | None:
-        return self.parts[".weight"].read_raw((rows,)).view(np.uint8)
-
-    def _read_values(self, rows: slice) -> np.ndarray:
-        values = unpack_words(self.parts[".weight"].read_raw((rows,)), self.scheme.bits)
-        return values if self.scheme.bits == 4 else (values ^ 0x80).view(np.int8)
-
     def _read_groups(self, rows: slice) -> GroupScales:
         scales, biases = (self.parts[end].read_raw((rows,)) for end in (".scales", ".biases"))
         if self.scheme.bits == 4:
@@ -404,8 +375,8 @@ class MlxMatrix(ModuleMatrix):
     def _dequantise(self, rows: slice) -> np.ndarray:
         self._finite_groups(rows)
         scales, biases = (self.parts[end].read_raw((rows,)) for end in (".scales", ".biases"))
-        values = unpack_words(self.parts[".weight"].read_raw((rows,)), self.scheme.bits)
-        return self._layout.multiply(values.astype(np.float32), GroupScales(scales, biases))
+        numbers = self._read_unsigned(rows).astype(np.float32)
+        return self._layout.multiply(numbers, GroupScales(scales, biases))
 
 
 def read_group_index(part: StoredTensor, num_groups: int) -> np.ndarray:
@@ -421,19 +392,3 @@ def read_group_index(part: StoredTensor, num_groups: int) -> np.ndarray:
             f"{index.min()} to {index.max()}."
         )
     return index
-
-
-def read_packed_rows(part: StoredTensor, rows: slice, bits: int) -> np.ndarray:
-    """Read some rows of values that are packed along the first dimension.
-
-    Args:
-      part: words ``[rows * bits / 32, columns]``.
-      rows: the rows.
-      bits: bits per value.
-    """
-    per_word = 32 // bits
-    start, stop, _ = rows.indices(part.shape[0] * per_word)
-    first = start // per_word
-    words = part.read_raw((slice(first, math.ceil(stop / per_word)),))
-    values = unpack_words(words.T, bits).T
-    return values[start - first * per_word : stop - first * per_word]

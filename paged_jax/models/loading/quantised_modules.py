@@ -191,7 +191,10 @@ class ModuleMatrix(QuantisedTensor):
 
     def _read_values(self, rows: slice) -> np.ndarray:
         """Read stored values ``[rows, in]`` of 8 bits, or of 4 bits with one value per byte."""
-        return self.parts[self.required[0]].read_raw((rows,))
+        pairs = self._read_pairs(rows)
+        if pairs is None:
+            return self.parts[self.required[0]].read_raw((rows,))
+        return low_nibbles_first(pairs)
 
     def _read_pairs(self, rows: slice) -> np.ndarray | None:
         """Read 4-bit values as pairs, uint8 ``[rows, in / 2]``, the first in the low bits.
@@ -277,6 +280,20 @@ class ModuleMatrix(QuantisedTensor):
                 f"load_weights: {part.name} must be {' or '.join(dtypes)} {wanted}, got "
                 f"{part.dtype} {[*part.shape]}."
             )
+
+    def _scale_shapes(self) -> list[tuple[int, ...]]:
+        """Return the shapes that scales of the matrix, its rows, or blocks may have."""
+        (num_outputs, num_inputs), (rows, columns) = self.shape, self.scheme.block
+        if rows is None:
+            return [(), (1,), (1, 1)]
+        return [(math.ceil(num_outputs / rows), math.ceil(num_inputs / (columns or num_inputs)))]
+
+    def _check_zero_points(self, dtypes: Iterable[str], *shapes: tuple[int, ...]) -> None:
+        """Check the zero points of compressed-tensors."""
+        if ".weight_zero_point" in self.parts:
+            self._check_part(".weight_zero_point", dtypes, *shapes)
+        elif self.scheme.has_zero_points:
+            raise WeightsError(f"load_weights: {self.name} must have a weight_zero_point.")
 
     def _check_groups(self) -> int:
         """Return the number of groups, which must divide the inputs evenly."""
