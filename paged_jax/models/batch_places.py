@@ -15,9 +15,9 @@ entry for each group of layers. A recurrent layer passes a `Recurrence`. Then `a
 states of the rows from the pools, advances them over the new tokens, and writes them back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,13 +41,14 @@ from paged_jax.kernels.attention import chunked_attention, chunked_prefill_atten
 from paged_jax.kernels.cascade import is_sharing_possible
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill
 from paged_jax.kernels.pool_format import query_dtype
+from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_attention import (
     Attend,
     Heads,
     LayerInputs,
     Projection,
+    Reach,
     Recurrence,
-    sliding_window_of,
 )
 from paged_jax.models.state_places import GroupPools, StatePlaces
 
@@ -92,25 +93,6 @@ class BatchPlaces:
     layers: LayerPlaces
     block_size: int
     states: StatePlaces | None = None
-
-    def advance(
-        self,
-        layer: int | jax.Array,
-        recurrence: Recurrence,
-        carry: GroupPools,
-        backend: str | None = None,
-    ) -> tuple[jax.Array, GroupPools]:
-        """Advance the states of a recurrent layer over the new tokens, see `StatePlaces.advance`.
-
-        Raises:
-          ValueError: the cache has no states.
-        """
-        if self.states is None:
-            raise ValueError(
-                f"attend: cache must have states for layer {layer}, got none. Make the cache with "
-                "create_cache."
-            )
-        return self.states.advance(layer, recurrence, carry, self.num_tokens, backend)
 
     def write(
         self,
@@ -305,12 +287,117 @@ def next_places(
     )
 
 
-def check_layers(function: str, places: BatchPlaces, sliding_windows: Sequence[int | None]) -> None:
-    """Check that the cache keeps the tokens that the layers attend to.
+def decode_attention(
+    function: str, places: BatchPlaces, config: LlamaConfig, *, cascade: bool, backend: str | None
+) -> Attend[GroupPools]:
+    """Return the attention function of a decode step, with one new token per row.
+
+    Args:
+      function: function name for error messages.
+      places: places of the tokens.
+      config: configuration of the model.
+      cascade: whether to read the blocks that all sequences share once per step, instead of once
+        per sequence, see `cascade_attention`.
+      backend: backend of the attention, see `paged_attention`.
 
     Raises:
       ValueError: the number of layers differs, or the cache keeps too few tokens for a layer.
     """
+    # Shared blocks are counted once per group, not in each layer.
+    num_shared: dict[int, jax.Array] = {}
+    if cascade:
+        windows = enumerate(config.sliding_windows)
+        full_groups = [places.layers[layer] for layer, window in windows if window is None]
+        for group in {place[0]: None for place in full_groups if place is not None}:
+            tables = places.groups[group].block_tables
+            B, M = tables.shape
+            if is_sharing_possible(B, M, places.block_size):
+                num_shared[group] = num_shared_blocks(tables, places.lengths, places.block_size)
+
+    def compute(
+        q: jax.Array, pools: Pools, group: int, reach: Reach, options: dict[str, Any]
+    ) -> jax.Array:
+        arrays = q, pools.k, pools.v, places.groups[group].block_tables, places.lengths
+        if reach.chunk is not None:
+            return chunked_attention(*arrays, chunk=reach.chunk, **options)
+        if reach.sliding_window is None and group in num_shared:
+            return cascade_attention(*arrays, num_shared[group], **options)
+        return paged_attention(*arrays, sliding_window=reach.sliding_window, **options)
+
+    return _attend_with(compute, "decode", function, places, config, backend)
+
+
+def prefill_attention(
+    function: str, places: BatchPlaces, config: LlamaConfig, T: int, backend: str | None
+) -> Attend[GroupPools]:
+    """Return the attention function of a prefill step, with chunks of up to T tokens.
+
+    The other arguments and the errors are those of `decode_attention`.
+    """
+
+    def compute(
+        q: jax.Array, pools: Pools, group: int, reach: Reach, options: dict[str, Any]
+    ) -> jax.Array:
+        tables = places.groups[group].block_tables
+        rows = q.reshape(-1, T, *q.shape[1:])
+        arrays = rows, pools.k, pools.v, tables, places.lengths, places.num_tokens
+        if reach.chunk is None:
+            window = reach.sliding_window
+            out = paged_prefill_attention(*arrays, sliding_window=window, **options)
+        else:
+            out = chunked_prefill_attention(*arrays, chunk=reach.chunk, **options)
+        return out.reshape(*q.shape[:2], out.shape[-1])
+
+    return _attend_with(compute, "prefill", function, places, config, backend)
+
+
+def _attend_with(
+    compute: Callable[[jax.Array, Pools, int, Reach, dict[str, Any]], jax.Array],
+    op: Literal["decode", "prefill"],
+    function: str,
+    places: BatchPlaces,
+    config: LlamaConfig,
+    backend: str | None,
+) -> Attend[GroupPools]:
+    """Return a function that writes keys and values, and calls `compute` for the attention.
+
+    `compute` takes the queries ``[N, H, D]``, the pools of the layer's group, the index of the
+    group, the tokens that the layer attends to, and options of the op.
+    """
+    _check_layers(function, places, config.sliding_windows)
+
+    def attend(
+        layer: int | jax.Array, heads: LayerInputs, carry: GroupPools
+    ) -> tuple[jax.Array, GroupPools]:
+        if isinstance(heads, Recurrence):
+            if places.states is None:
+                raise ValueError(
+                    f"attend: cache must have states for layer {layer}, got none. Make the cache "
+                    "with create_cache."
+                )
+            return places.states.advance(layer, heads, carry, places.num_tokens, backend)
+        group, index = find_layer(places.layers, layer)
+        q, pools = places.write(group, carry[group], heads, index, backend)
+        options = {
+            "layer": index,
+            "scale": heads.sm_scale,
+            "soft_cap": heads.soft_cap,
+            "sinks": heads.sinks,
+            "value_dim": heads.value_dim,
+            "k_scale": pools.k_scale,
+            "v_scale": pools.v_scale,
+            "backend": backend_for(op, backend),
+        }
+        out = compute(q, pools, group, Reach.of_layer(config, layer), options)
+        return out, (*carry[:group], pools, *carry[group + 1 :])
+
+    return attend
+
+
+def _check_layers(
+    function: str, places: BatchPlaces, sliding_windows: Sequence[int | None]
+) -> None:
+    """Check that the cache keeps the tokens that the layers attend to."""
     num_layers = len(sliding_windows)
     if len(places.layers) != num_layers:
         raise ValueError(
@@ -328,107 +415,3 @@ def check_layers(function: str, places: BatchPlaces, sliding_windows: Sequence[i
                 f"{function}: cache must keep {needed} tokens for layer {layer}, got a window of "
                 f"{kept}. Make it with create_cache."
             )
-
-
-def decode_attention(
-    places: BatchPlaces,
-    sliding_windows: Sequence[int | None],
-    *,
-    chunks: Sequence[int | None] = (None,),
-    cascade: bool,
-    backend: str | None,
-) -> Attend[GroupPools]:
-    """Return the attention function of a decode step, with one new token per row.
-
-    Args:
-      places: places of the tokens.
-      sliding_windows: sliding window of each layer of the model.
-      chunks: size of the chunks that each layer attends to, or None.
-      cascade: whether to read the blocks that all sequences share once per step, instead of once
-        per sequence, see `cascade_attention`.
-      backend: backend of the attention, see `paged_attention`.
-    """
-    # Shared blocks are counted once per group, not in each layer.
-    num_shared: dict[int, jax.Array] = {}
-    if cascade:
-        full_layers = [layer for layer, window in enumerate(sliding_windows) if window is None]
-        full_groups = [places.layers[layer] for layer in full_layers]
-        for group in {place[0]: None for place in full_groups if place is not None}:
-            tables = places.groups[group].block_tables
-            B, M = tables.shape
-            if is_sharing_possible(B, M, places.block_size):
-                num_shared[group] = num_shared_blocks(tables, places.lengths, places.block_size)
-
-    def attend(
-        layer: int | jax.Array, heads: LayerInputs, carry: GroupPools
-    ) -> tuple[jax.Array, GroupPools]:
-        if isinstance(heads, Recurrence):
-            return places.advance(layer, heads, carry, backend)
-        group, index = find_layer(places.layers, layer)
-        q, pools = places.write(group, carry[group], heads, index, backend)
-        arrays = q, pools.k, pools.v, places.groups[group].block_tables, places.lengths
-        options = _attention_options(heads, pools, index, backend_for("decode", backend))
-        sliding_window = sliding_window_of(sliding_windows, layer)
-        if (chunk := sliding_window_of(chunks, layer)) is not None:
-            out = chunked_attention(*arrays, chunk=chunk, **options)
-        elif sliding_window is None and group in num_shared:
-            out = cascade_attention(*arrays, num_shared[group], **options)
-        else:
-            out = paged_attention(*arrays, sliding_window=sliding_window, **options)
-        return out, _replace(carry, group, pools)
-
-    return attend
-
-
-def prefill_attention(
-    places: BatchPlaces,
-    B: int,
-    T: int,
-    sliding_windows: Sequence[int | None],
-    backend: str | None,
-    *,
-    chunks: Sequence[int | None] = (None,),
-) -> Attend[GroupPools]:
-    """Return the attention function of a prefill step, with B chunks of up to T tokens.
-
-    The options are those of `decode_attention`.
-    """
-
-    def attend(
-        layer: int | jax.Array, heads: LayerInputs, carry: GroupPools
-    ) -> tuple[jax.Array, GroupPools]:
-        if isinstance(heads, Recurrence):
-            return places.advance(layer, heads, carry, backend)
-        group, index = find_layer(places.layers, layer)
-        q, pools = places.write(group, carry[group], heads, index, backend)
-        tables, chunk = places.groups[group].block_tables, sliding_window_of(chunks, layer)
-        rows = q.reshape(B, T, *q.shape[1:])
-        arrays = rows, pools.k, pools.v, tables, places.lengths, places.num_tokens
-        options = _attention_options(heads, pools, index, backend_for("prefill", backend))
-        if chunk is None:
-            window = sliding_window_of(sliding_windows, layer)
-            out = paged_prefill_attention(*arrays, sliding_window=window, **options)
-        else:
-            out = chunked_prefill_attention(*arrays, chunk=chunk, **options)
-        return out.reshape(*q.shape[:2], out.shape[-1]), _replace(carry, group, pools)
-
-    return attend
-
-
-def _attention_options(
-    heads: Projection | Heads, pools: Pools, layer: int | jax.Array, backend: str | None
-) -> dict[str, Any]:
-    return {
-        "layer": layer,
-        "scale": heads.sm_scale,
-        "soft_cap": heads.soft_cap,
-        "sinks": heads.sinks,
-        "value_dim": heads.value_dim,
-        "k_scale": pools.k_scale,
-        "v_scale": pools.v_scale,
-        "backend": backend,
-    }
-
-
-def _replace(carry: GroupPools, group: int, pools: Any) -> GroupPools:
-    return (*carry[:group], pools, *carry[group + 1 :])

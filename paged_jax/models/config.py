@@ -329,13 +329,13 @@ class LlamaConfig:
                 )
         return written
 
-    @property
+    @functools.cached_property
     def sliding_windows(self) -> tuple[int | None, ...]:
         """Sliding window or chunk size of each layer, in tokens; None for all tokens."""
         windows = {SLIDING: self.sliding_window, CHUNKED: self.attention_chunk_size}
         return tuple(windows.get(kind) for kind in self._layer_kinds)
 
-    @property
+    @functools.cached_property
     def attention_chunks(self) -> tuple[int | None, ...]:
         """Number of consecutive tokens that attend to each other, or None for other layers."""
         size = self.attention_chunk_size

@@ -21,7 +21,7 @@ attention, and the first R elements of a vector are also its value::
 A cache of DeepSeek V3 keeps 576 elements per token and layer, instead of 40,960.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
@@ -169,32 +169,33 @@ Carry = TypeVar("Carry")
 Attend = Callable[[int | jax.Array, LayerInputs, Carry], tuple[jax.Array, Carry]]
 
 
-def sliding_window_of(sliding_windows: Sequence[int | None], index: int | jax.Array) -> int | None:
-    """Return the sliding window of a layer. `index` may be traced if all windows are equal."""
-    if len(set(sliding_windows)) == 1:
-        return sliding_windows[0]
-    assert isinstance(index, int)
-    return sliding_windows[index]
+class Reach(NamedTuple):
+    """Tokens that a query of a layer attends to; None for no limit.
+
+    Attributes:
+      sliding_window: number of last tokens, including its own.
+      chunk: number of consecutive tokens that attend only to each other.
+    """
+
+    sliding_window: int | None
+    chunk: int | None
+
+    @classmethod
+    def of_layer(cls, config: LlamaConfig, index: int | jax.Array) -> "Reach":
+        """Return the reach of a layer. `index` may be traced if all layers are alike."""
+        layer = index if isinstance(index, int) else 0
+        assert isinstance(index, int) or len({*config.sliding_windows}) == 1
+        return cls(config.sliding_windows[layer], config.attention_chunks[layer])
 
 
-def causal_attention(
-    sliding_windows: Sequence[int | None],
-    kv_sources: Sequence[int] = (),
-    *,
-    chunks: Sequence[int | None] = (None,),
-) -> Attend[Carry]:
+def causal_attention(config: LlamaConfig) -> Attend[Carry]:
     """Return an `Attend` function for whole sequences ``[B, T, ...]``, without a cache.
 
     Attention is causal. Recurrences start from zeros. Use the function for one forward pass: it
     keeps the keys and values that later layers read.
-
-    Args:
-      sliding_windows: sliding window of each layer, see `LlamaConfig`.
-      kv_sources: for each layer, the layer whose keys and values it reads; empty if all layers read
-        their own.
-      chunks: number of consecutive tokens that attend to each other in each layer, or None.
     """
-    is_read = {source for layer, source in enumerate(kv_sources) if source != layer}
+    sources = config.kv_sources
+    is_read = {source for layer, source in enumerate(sources) if source != layer}
     kept: dict[int, tuple[jax.Array, jax.Array]] = {}
 
     def attend(index: int | jax.Array, heads: LayerInputs, carry: Carry) -> tuple[jax.Array, Carry]:
@@ -204,33 +205,28 @@ def causal_attention(
             return heads.run(states, jnp.full(B, T, jnp.int32))[0], carry
         if isinstance(heads, Heads) and heads.k is None:
             assert isinstance(index, int)
-            k, v = kept[kv_sources[index]]
+            k, v = kept[sources[index]]
             heads = heads._replace(k=k, v=v)
         q, k, v = heads.split()
         if is_read and isinstance(index, int) and index in is_read:
             kept[index] = k, v
-        sliding_window = sliding_window_of(sliding_windows, index)
-        chunk = sliding_window_of(chunks, index)
+        reach = Reach.of_layer(config, index)
         is_usual = heads.soft_cap is None and heads.sinks is None and heads.value_dim is None
-        if is_usual and chunk is None:
-            local = None if sliding_window is None else (sliding_window - 1, 0)
+        if is_usual and reach.chunk is None:
+            window = reach.sliding_window
+            local = None if window is None else (window - 1, 0)
             out = jax.nn.dot_product_attention(
                 q, k, v, is_causal=True, local_window_size=local, scale=heads.sm_scale
             )
         else:
-            out = _masked_attention(q, k, v, heads, sliding_window, chunk)
+            out = _masked_attention(q, k, v, heads, reach)
         return out, carry
 
     return attend
 
 
 def _masked_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    heads: Projection | Heads,
-    sliding_window: int | None,
-    chunk: int | None,
+    q: jax.Array, k: jax.Array, v: jax.Array, heads: Projection | Heads, reach: Reach
 ) -> jax.Array:
     """Compute attention with options that `jax.nn` does not support.
 
@@ -245,9 +241,9 @@ def _masked_attention(
         scores_BKGTN = heads.soft_cap * jnp.tanh(scores_BKGTN / heads.soft_cap)
     distance_TN = jnp.arange(T)[:, None] - jnp.arange(T)[None]
     seen_TN = distance_TN >= 0
-    if sliding_window is not None:
-        seen_TN &= distance_TN < sliding_window
-    if chunk is not None:
+    if reach.sliding_window is not None:
+        seen_TN &= distance_TN < reach.sliding_window
+    if (chunk := reach.chunk) is not None:
         seen_TN &= (jnp.arange(T)[:, None] // chunk) == (jnp.arange(T)[None] // chunk)
     scores_BKGTN = jnp.where(seen_TN[None, None, None], scores_BKGTN, -jnp.inf)
     if heads.sinks is not None:

@@ -162,11 +162,7 @@ class Llama(PagedModel):
         positions = jnp.broadcast_to(steps, token_ids.shape)
         x = self._scale_embeddings(look_up_differentiably(self._table("embed_tokens"), token_ids))
         per_layer = self._per_layer_inputs(x, positions, token_ids, look_up_differentiably)
-        config = self.config
-        attend = causal_attention(
-            config.sliding_windows, config.kv_sources, chunks=config.attention_chunks
-        )
-        x, _ = self._run_layers(x, positions, attend, (), per_layer)
+        x, _ = self._run_layers(x, positions, causal_attention(self.config), (), per_layer)
         return self.logits(x)
 
     @classmethod

@@ -29,7 +29,6 @@ from paged_jax.kernels.weight_formats import WeightFormat
 from paged_jax.models.batch_places import (
     BatchPlaces,
     GroupPools,
-    check_layers,
     decode_attention,
     prefill_attention,
     reserve_places,
@@ -346,17 +345,12 @@ class PagedModel(nnx.Module):
           ValueError: `cascade` is true, and all layers have a sliding window; or the cache does not
             fit the layers.
         """
-        sliding_windows = self.config.sliding_windows
-        if cascade and None not in sliding_windows:
+        name = self._name("decode")
+        if cascade and None not in self.config.sliding_windows:
             raise ValueError(
-                f"{self._name('decode')}: cascade must be False where all layers have a sliding "
-                "window."
+                f"{name}: cascade must be False where all layers have a sliding window."
             )
-        check_layers(self._name("decode"), places, sliding_windows)
-        chunks = self.config.attention_chunks
-        attend = decode_attention(
-            places, sliding_windows, chunks=chunks, cascade=cascade, backend=backend
-        )
+        attend = decode_attention(name, places, self.config, cascade=cascade, backend=backend)
         x, pools = self.hidden_states(token_ids, places.positions, attend, pools, backend)
         return self.logits(x, backend), pools
 
@@ -386,10 +380,7 @@ class PagedModel(nnx.Module):
         cache, ok, places = reserve_places(
             cache, slots, num_tokens, T, backend, has_tiles=has_tiles, postpones=postpones
         )
-        sliding_windows = self.config.sliding_windows
-        check_layers(self._name(method), places, sliding_windows)
-        chunks = self.config.attention_chunks
-        attend = prefill_attention(places, B, T, sliding_windows, backend, chunks=chunks)
+        attend = prefill_attention(self._name(method), places, self.config, T, backend)
         x, pools = self.hidden_states(
             token_ids.reshape(-1), places.positions, attend, cache.group_pools, backend
         )

@@ -29,7 +29,7 @@ def logits(model, tokens):
         q, k, v = heads.split()
         switches = heads.sm_scale, heads.soft_cap, heads.sinks
         rows = Heads(q[None], k[None], v[None], *switches)
-        return causal_attention(model.config.sliding_windows)(index, rows, ())[0][0], carry
+        return causal_attention(model.config)(index, rows, ())[0][0], carry
 
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
     return model.logits(model.hidden_states(tokens, positions, attend, ())[0])

@@ -102,7 +102,7 @@ class RecurrentModel(PagedModel):
         """Return the logits of whole sequences ``[B, T]``, without a cache."""
         steps = jnp.arange(token_ids.shape[1], dtype=jnp.int32)
         positions = jnp.broadcast_to(steps, token_ids.shape)
-        attend = causal_attention(self.config.sliding_windows)
+        attend = causal_attention(self.config)
         return self.logits(self.hidden_states(token_ids, positions, attend, ())[0])
 
 
