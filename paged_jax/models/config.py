@@ -10,7 +10,7 @@ from typing import Any
 
 from paged_jax.arguments import names_arguments
 from paged_jax.formatting import shortened
-from paged_jax.models.config_checks import check_choices, check_experts, check_sizes
+from paged_jax.models.config_checks import check_config
 from paged_jax.models.config_json import read_fields, write_fields
 from paged_jax.models.family import NO_MULTIPLIERS, SOFTMAX_ROUTER, Multipliers, Router
 from paged_jax.models.layer_groups import (
@@ -28,9 +28,6 @@ from paged_jax.models.layer_groups import (
     LayerKind,
     ResidualStreams,
     StateShape,
-    check_layer_types,
-    check_mlp_layer_types,
-    check_num_layers,
     group_layers,
     group_states,
 )
@@ -237,50 +234,28 @@ class LlamaConfig:
                     f"head_dim is not given, got {self.hidden_size} and {self.num_attention_heads}."
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        check_sizes(self)
-        check_num_layers(self.num_hidden_layers)
-        check_experts(self)
-        self._check_layer_types()
-        check_choices(self)
-        self._check_ropes()
+        check_config(self)
+        self._normalise()
+        _ = self.ropes  # `Rope` checks the sizes
 
-    def _check_layer_types(self) -> None:
-        sliding_window, num_layers = self.sliding_window, self.num_hidden_layers
-        chunk_size = self.attention_chunk_size
-        check_layer_types(self.layer_types, sliding_window, chunk_size, num_layers, self.mixer)
-        check_mlp_layer_types(self.mlp_layer_types, self.num_experts, num_layers)
-        layers = zip(self._layer_kinds, self.shares_kv, strict=True)
-        own = [kind for kind, shares in layers if not shares]
-        if own and (others := set(self._layer_kinds) - set(own)):
-            raise ValueError(
-                f"LlamaConfig: num_kv_shared_layers must leave a layer of type {min(others)!r} "
-                f"with keys and values, got {self.num_kv_shared_layers}."
-            )
-        # Normalise uniform layers, so that equal models have equal configs.
+    def _normalise(self) -> None:
+        """Describe uniform layers in one way, so that equal models have equal configs."""
+        values = {
+            "norm_placements": self.norm_placement,
+            "qk_norm_layers": self.qk_norm,
+            "intermediate_sizes": self.intermediate_size,
+            "activation_sparsity": 0.0,
+            "rope_layers": True,
+        }
+        uniform = [name for name, value in values.items() if set(getattr(self, name)) == {value}]
         if set(self.layer_types) in ({FULL}, {SLIDING}):
             if FULL in self.layer_types:
                 object.__setattr__(self, "sliding_window", None)
-            object.__setattr__(self, "layer_types", ())
+            uniform.append("layer_types")
         if set(self.mlp_layer_types) in ({DENSE}, {SPARSE}):
-            object.__setattr__(self, "mlp_layer_types", ())
-        if set(self.norm_placements) == {self.norm_placement}:
-            object.__setattr__(self, "norm_placements", ())
-        if set(self.qk_norm_layers) == {self.qk_norm}:
-            object.__setattr__(self, "qk_norm_layers", ())
-        if not any(self.activation_sparsity):
-            object.__setattr__(self, "activation_sparsity", ())
-        if set(self.intermediate_sizes) == {self.intermediate_size}:
-            object.__setattr__(self, "intermediate_sizes", ())
-
-    def _check_ropes(self) -> None:
-        if self.rope_layers and len(self.rope_layers) != self.num_hidden_layers:
-            raise ValueError(
-                f"LlamaConfig: rope_layers must list {self.num_hidden_layers} layers, got "
-                f"{len(self.rope_layers)}."
-            )
-        if all(self.rope_layers):
-            object.__setattr__(self, "rope_layers", ())
-        _ = self.ropes  # `Rope` checks the sizes
+            uniform.append("mlp_layer_types")
+        for name in uniform:
+            object.__setattr__(self, name, ())
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
@@ -333,13 +308,13 @@ class LlamaConfig:
     def sliding_windows(self) -> tuple[int | None, ...]:
         """Sliding window or chunk size of each layer, in tokens; None for all tokens."""
         windows = {SLIDING: self.sliding_window, CHUNKED: self.attention_chunk_size}
-        return tuple(windows.get(kind) for kind in self._layer_kinds)
+        return tuple(windows.get(kind) for kind in self.layer_kinds)
 
     @functools.cached_property
     def attention_chunks(self) -> tuple[int | None, ...]:
         """Number of consecutive tokens that attend to each other, or None for other layers."""
         size = self.attention_chunk_size
-        return tuple(size if kind == CHUNKED else None for kind in self._layer_kinds)
+        return tuple(size if kind == CHUNKED else None for kind in self.layer_kinds)
 
     @functools.cached_property
     def kv_shapes(self) -> tuple[KVShape | None, ...]:
@@ -351,7 +326,7 @@ class LlamaConfig:
         if self.latent is not None:
             local = whole = self.latent.kv_shape
         shapes = {FULL: whole, HYBRID: whole, SLIDING: local, CHUNKED: local}
-        return tuple(shapes.get(kind) for kind in self._layer_kinds)
+        return tuple(shapes.get(kind) for kind in self.layer_kinds)
 
     @property
     def shares_kv(self) -> tuple[bool, ...]:
@@ -363,19 +338,20 @@ class LlamaConfig:
     def kv_sources(self) -> tuple[int, ...]:
         """Layer whose keys and values each layer reads: its own number unless it shares them."""
         owners = {
-            kind: layer for layer, kind in enumerate(self._layer_kinds) if not self.shares_kv[layer]
+            kind: layer for layer, kind in enumerate(self.layer_kinds) if not self.shares_kv[layer]
         }
-        layers = enumerate(zip(self._layer_kinds, self.shares_kv, strict=True))
+        layers = enumerate(zip(self.layer_kinds, self.shares_kv, strict=True))
         return tuple(owners.get(kind, i) if shares else i for i, (kind, shares) in layers)
 
     @functools.cached_property
     def state_shapes(self) -> tuple[tuple[StateShape, ...], ...]:
         """Shapes of the state of a sequence in each layer; empty for attention layers."""
         states = () if self.mixer is None else self.mixer.states
-        return tuple(states if kind in RECURRENT_TYPES else () for kind in self._layer_kinds)
+        return tuple(states if kind in RECURRENT_TYPES else () for kind in self.layer_kinds)
 
     @property
-    def _layer_kinds(self) -> tuple[str, ...]:
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Type of each layer, see `layer_types`."""
         kind = FULL if self.sliding_window is None else SLIDING
         return self.layer_types or (kind,) * self.num_hidden_layers
 
@@ -406,7 +382,7 @@ class LlamaConfig:
         L = self.num_hidden_layers
         placements = self.norm_placements or (self.norm_placement,) * L
         properties = (
-            self._layer_kinds, self._mlp_kinds, self.sliding_windows, self.kv_shapes,
+            self.layer_kinds, self._mlp_kinds, self.sliding_windows, self.kv_shapes,
             self.shares_kv, placements, self.qk_norm_layers or (self.qk_norm,) * L,
             self.activation_sparsity or (0.0,) * L,
             self.intermediate_sizes or (self.intermediate_size,) * L,

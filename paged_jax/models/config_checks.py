@@ -1,6 +1,7 @@
 """Checks of the fields of a `LlamaConfig`.
 
-The config imports this module, so the functions take any object with its fields.
+The config imports this module, so the functions take any object with its fields. They raise the
+errors of `check_config`.
 """
 
 import math
@@ -8,6 +9,16 @@ from typing import Any
 
 from paged_jax.arguments import check_positive
 from paged_jax.models.family import UnsupportedConfigError
+from paged_jax.models.layer_groups import (
+    CHUNKED,
+    HYBRID,
+    LAYER_TYPES,
+    MLP_TYPES,
+    RECURRENT,
+    RECURRENT_TYPES,
+    SLIDING,
+    SPARSE,
+)
 
 # Allowed values of fields that select one of several options by name.
 _CHOICES = {
@@ -26,19 +37,53 @@ _OPTIONAL = (
     "attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping", "swiglu_limit",
 )  # fmt: skip
 # Far above any real model: a mistyped size fails here, before it exhausts the memory.
-_MAX_HEAD_DIM = 1 << 16
+_MAX_HEAD_DIM, _MAX_LAYERS = 1 << 16, 10_000
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings",
 )  # fmt: skip
 
 
-def check_sizes(config: Any) -> None:
-    """Check the sizes and factors of a config.
+# Fields with a value for each layer; empty if all layers have the same value.
+_OF_LAYERS = (
+    "layer_types", "mlp_layer_types", "norm_placements", "qk_norm_layers", "activation_sparsity",
+    "intermediate_sizes", "rope_layers",
+)  # fmt: skip
+
+
+def check_config(config: Any) -> None:
+    """Check all fields of a config, except the rotation, which `Rope` checks.
 
     Raises:
-      ValueError: a number is out of range, or numbers do not fit together.
+      UnsupportedConfigError: an option or a type of layer is unknown.
+      ValueError: a number is out of range, or fields do not fit together.
     """
+    _check_sizes(config)
+    check_num_layers(config.num_hidden_layers)
+    _check_experts(config)
+    for field in _OF_LAYERS:
+        if (count := len(getattr(config, field))) not in (0, config.num_hidden_layers):
+            raise ValueError(
+                f"LlamaConfig: {field} must list {config.num_hidden_layers} layers, got {count}."
+            )
+    _check_layer_types(config)
+    _check_choices(config)
+
+
+def check_num_layers(num_layers: int) -> None:
+    """Check the number of layers, before memory is allocated for each layer.
+
+    Raises:
+      ValueError: the number is not positive, or exceeds `_MAX_LAYERS`.
+    """
+    check_positive("LlamaConfig", num_hidden_layers=num_layers)
+    if num_layers > _MAX_LAYERS:
+        raise ValueError(
+            f"LlamaConfig: num_hidden_layers must be at most {_MAX_LAYERS}, got {num_layers}."
+        )
+
+
+def _check_sizes(config: Any) -> None:
     check_positive("LlamaConfig", **{name: getattr(config, name) for name in _SIZES})
     for name in ("num_key_value_heads", "num_global_key_value_heads"):
         num_kv_heads = getattr(config, name)
@@ -93,35 +138,66 @@ def check_sizes(config: Any) -> None:
             raise ValueError(f"LlamaConfig: {field} must be positive or null, got {window}.")
 
 
-def check_choices(config: Any) -> None:
-    """Check the fields that select one of several options.
+def _check_layer_types(config: Any) -> None:
+    kinds, mlp_kinds, chunk = (
+        config.layer_types,
+        config.mlp_layer_types,
+        config.attention_chunk_size,
+    )
+    if (config.mixer is not None) != bool({*RECURRENT_TYPES} & {*kinds}):
+        raise UnsupportedConfigError(
+            f"LlamaConfig: mixer must be set where layer_types has {RECURRENT!r} or {HYBRID!r}, "
+            f"and only there, got {config.mixer} and {list(kinds)}."
+        )
+    if others := set(kinds) - set(LAYER_TYPES):
+        raise UnsupportedConfigError(
+            f"LlamaConfig: layer type {min(others)!r} is not supported, only "
+            f"{' and '.join(map(repr, LAYER_TYPES))}."
+        )
+    if SLIDING in kinds and config.sliding_window is None:
+        raise ValueError(
+            f"LlamaConfig: sliding_window must be an integer where layer_types has {SLIDING!r}, "
+            "got null."
+        )
+    if (CHUNKED in kinds) != (chunk is not None):
+        raise UnsupportedConfigError(
+            "LlamaConfig: attention_chunk_size must be an integer where layer_types has "
+            f"{CHUNKED!r}, and only there, got {chunk} and {list(kinds)}."
+        )
+    if others := set(mlp_kinds) - set(MLP_TYPES):
+        raise ValueError(
+            f"LlamaConfig: mlp_layer_types must have {' or '.join(map(repr, MLP_TYPES))} for each "
+            f"layer, got {min(others)!r}."
+        )
+    if mlp_kinds and (SPARSE in mlp_kinds) != bool(config.num_experts):
+        raise ValueError(
+            f"LlamaConfig: mlp_layer_types must contain {SPARSE!r} if and only if there are "
+            f"experts, got {list(mlp_kinds)} and num_experts = {config.num_experts}."
+        )
+    layers = zip(config.layer_kinds, config.shares_kv, strict=True)
+    own = [kind for kind, shares in layers if not shares]
+    if own and (others := set(config.layer_kinds) - set(own)):
+        raise ValueError(
+            f"LlamaConfig: num_kv_shared_layers must leave a layer of type {min(others)!r} "
+            f"with keys and values, got {config.num_kv_shared_layers}."
+        )
 
-    Raises:
-      UnsupportedConfigError: an option is unknown.
-      ValueError: a list has another number of layers.
-    """
+
+def _check_choices(config: Any) -> None:
     for field, choices in _CHOICES.items():
         if getattr(config, field) not in choices:
             raise UnsupportedConfigError(
                 f"LlamaConfig: {field} must be one of {', '.join(choices)}, got "
                 f"{getattr(config, field)!r}."
             )
-    placements = config.norm_placements
-    lists = ("norm_placements", "qk_norm_layers", "activation_sparsity", "intermediate_sizes")
-    for field in lists:
-        if (count := len(getattr(config, field))) not in (0, config.num_hidden_layers):
-            raise ValueError(
-                f"LlamaConfig: {field} must name {config.num_hidden_layers} layers, got {count}."
-            )
-    if others := {*placements} - {*_CHOICES["norm_placement"]}:
+    if others := {*config.norm_placements} - {*_CHOICES["norm_placement"]}:
         raise UnsupportedConfigError(
             "LlamaConfig: norm_placements must only contain "
             f"{', '.join(_CHOICES['norm_placement'])}, got {min(others)!r}."
         )
 
 
-def check_experts(config: Any) -> None:
-    """Check the sizes of experts, see `check_sizes`."""
+def _check_experts(config: Any) -> None:
     sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
     if any(getattr(config, name) for name in sizes):
         check_positive("LlamaConfig", **{name: getattr(config, name) for name in sizes})

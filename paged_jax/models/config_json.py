@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from paged_jax.arguments import check_positive, is_int, is_real
+from paged_jax.models.config_checks import check_num_layers
 from paged_jax.models.families import ALIASES, FAMILIES, PARTS
 from paged_jax.models.family import Family, InnerTextModel, Multipliers, UnsupportedConfigError
-from paged_jax.models.layer_groups import RECURRENT_TYPES, SPARSE, ResidualStreams, check_num_layers
+from paged_jax.models.layer_groups import RECURRENT_TYPES, SPARSE, ResidualStreams
 from paged_jax.models.layers_json import (
     check_neutral,
     expand_layers,

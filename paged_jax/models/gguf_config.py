@@ -15,9 +15,10 @@ import numpy as np
 
 from paged_jax.arguments import is_int, is_real
 from paged_jax.models.config import LlamaConfig
+from paged_jax.models.config_checks import check_num_layers
 from paged_jax.models.family import UnsupportedConfigError
 from paged_jax.models.gguf_file import GgufError, GgufFile, TensorEntry
-from paged_jax.models.layer_groups import FULL, SLIDING, check_num_layers
+from paged_jax.models.layer_groups import FULL, SLIDING
 
 _REQUIRED: Any = object()
 # Factors of the rotary frequencies, float32 ``[rotary_dim / 2]``. They divide the frequencies.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from paged_jax.arguments import check_positive
-from paged_jax.models.family import SOFTMAX_ROUTER, UnsupportedConfigError
+from paged_jax.models.family import SOFTMAX_ROUTER
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -33,8 +33,6 @@ _EXPERT_FIELDS = (
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
 )
-# Far above any real model: a mistyped number fails here, before it exhausts the memory.
-_MAX_LAYERS = 10_000
 
 
 class KVShape(NamedTuple):
@@ -295,77 +293,3 @@ def layer_places(
         for number, layer in enumerate(group.layers)
     }
     return tuple(places.get(layer) for layer in kv_sources)
-
-
-def check_num_layers(num_layers: int) -> None:
-    """Check the number of layers, before memory is allocated for each layer.
-
-    Raises:
-      ValueError: the number is not positive, or exceeds `_MAX_LAYERS`.
-    """
-    check_positive("LlamaConfig", num_hidden_layers=num_layers)
-    if num_layers > _MAX_LAYERS:
-        raise ValueError(
-            f"LlamaConfig: num_hidden_layers must be at most {_MAX_LAYERS}, got {num_layers}."
-        )
-
-
-def check_layer_types(
-    layer_types: Sequence[str],
-    sliding_window: int | None,
-    chunk_size: int | None,
-    num_layers: int,
-    mixer: object,
-) -> None:
-    """Check the types of the layers, see `LlamaConfig`.
-
-    Raises:
-      UnsupportedConfigError: a type is unknown.
-      ValueError: the number of types, or the sliding window, does not fit.
-    """
-    if (mixer is not None) != bool({*RECURRENT_TYPES} & {*layer_types}):
-        raise UnsupportedConfigError(
-            f"LlamaConfig: mixer must be set where layer_types has {RECURRENT!r} or {HYBRID!r}, "
-            f"and only there, got {mixer} and {list(layer_types)}."
-        )
-    if not layer_types and chunk_size is None:
-        return
-    if layer_types and len(layer_types) != num_layers:
-        raise ValueError(
-            f"LlamaConfig: layer_types must name {num_layers} layers, got {len(layer_types)}."
-        )
-    if others := set(layer_types) - set(LAYER_TYPES):
-        raise UnsupportedConfigError(
-            f"LlamaConfig: layer type {min(others)!r} is not supported, only "
-            f"{' and '.join(map(repr, LAYER_TYPES))}."
-        )
-    if SLIDING in layer_types and sliding_window is None:
-        raise ValueError(
-            f"LlamaConfig: sliding_window must be an integer where layer_types has {SLIDING!r}, "
-            "got null."
-        )
-    if (CHUNKED in layer_types) != (chunk_size is not None):
-        raise UnsupportedConfigError(
-            "LlamaConfig: attention_chunk_size must be an integer where layer_types has "
-            f"{CHUNKED!r}, and only there, got {chunk_size} and {list(layer_types)}."
-        )
-
-
-def check_mlp_layer_types(kinds: Sequence[str], num_experts: int, num_layers: int) -> None:
-    """Check the types of the layers' MLPs, see `LlamaConfig`.
-
-    Raises:
-      ValueError: there is not one type per layer, or a type is unknown or contradicts the family.
-    """
-    if not kinds:
-        return
-    if len(kinds) != num_layers or set(kinds) - set(MLP_TYPES):
-        raise ValueError(
-            f"LlamaConfig: mlp_layer_types must have {' or '.join(map(repr, MLP_TYPES))} for each "
-            f"of {num_layers} layers, got {list(kinds)}."
-        )
-    if (SPARSE in kinds) != bool(num_experts):
-        raise ValueError(
-            f"LlamaConfig: mlp_layer_types must contain {SPARSE!r} if and only if there are "
-            f"experts, got {list(kinds)} and num_experts = {num_experts}."
-        )

@@ -248,7 +248,7 @@ def test_from_dict_reads_the_layers_of_olmo_hybrid_files() -> None:
     assert config.rope_layers == (False,) * 5
     for rope in ({"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_type": "default"}):
         assert LlamaConfig.from_dict({**given, "rope_parameters": rope}).ropes[3] is not None
-    with pytest.raises(ValueError, match="norm_placements must name 5 layers"):
+    with pytest.raises(ValueError, match="norm_placements must list 5 layers"):
         dataclasses.replace(config, norm_placements=("pre",))
     with pytest.raises(ValueError, match="norm_placements must only contain .* got 'before'"):
         dataclasses.replace(config, norm_placements=("before",) * 5)
