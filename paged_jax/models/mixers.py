@@ -33,6 +33,8 @@ from paged_jax.models.mixer_sizes import (
     ShortConvolution,
 )
 
+Arrays = tuple[jax.Array, ...]
+
 # Initial time step of a new model.
 _TIME_STEP = 0.01
 # Constant added to the sum of squares of queries and keys of the delta rule.
@@ -70,9 +72,7 @@ def _mix_convolution(sizes: ShortConvolution, x: jax.Array, weights: LayerParame
     b, c, x = jnp.moveaxis(weights.linear(x, "mixer_in_proj"), -1, 0)
     filters = _float32(weights, "mixer_conv").reshape(sizes.num_channels, sizes.conv_width)
 
-    def advance(
-        inputs: tuple[jax.Array, ...], states: States, num_tokens: jax.Array
-    ) -> tuple[jax.Array, States]:
+    def advance(inputs: Arrays, states: States, num_tokens: jax.Array) -> tuple[jax.Array, States]:
         [gated], [state] = inputs, states
         out, state = causal_convolution(gated, state, filters, None, num_tokens)
         return out, (state,)
@@ -88,65 +88,48 @@ def _mix_delta_net(sizes: GatedDeltaNet, x: jax.Array, weights: LayerParameters)
     beta = jax.nn.sigmoid(gates[..., :G]) * (2 if sizes.has_negative_eigenvalues else 1)
     log_decay = _log_decay(weights, add_bias(gates[..., G:], _float32(weights, "mixer_time")))
 
-    def advance(
-        inputs: tuple[jax.Array, ...], states: States, num_tokens: jax.Array
-    ) -> tuple[jax.Array, States]:
-        qkv, beta, log_decay = inputs
-        qkv, conv = _convolve(sizes, weights, qkv, states[0], num_tokens)
+    def run(qkv: jax.Array, others: Arrays, state: Any, num_tokens: jax.Array) -> Any:
         B, T = qkv.shape[:2]
-        qkv = qkv.reshape(B, T, K, -1)
-        out, state = delta_rule(
+        qkv, (beta, log_decay) = qkv.reshape(B, T, K, -1), others
+        return delta_rule(
             _normalise(qkv[..., :D]) * D**-0.5,
             _normalise(qkv[..., D : 2 * D]),
             qkv[..., 2 * D :].reshape(B, T, K, G, U),
             log_decay.reshape(B, T, K, G),
             beta.reshape(B, T, K, G),
-            states[1],
+            state,
             num_tokens,
         )
-        return out.reshape(B, T, -1), (conv, state)
 
-    recurrence = Recurrence(
-        _flatten_heads(K, qkv, beta, log_decay), advance, sizes.states, takes_rows=True
-    )
     gate = jax.nn.silu(z.reshape(*z.shape[:-2], K * G, U))
+    recurrence = _convolved(sizes, weights, (qkv, beta, log_decay), run)
     return Mixed(recurrence, lambda out: _gated_norm(out, gate, weights, sizes.norm_eps))
 
 
 def _mix_kimi_delta(sizes: KimiDelta, x: jax.Array, weights: LayerParameters) -> Mixed:
     K, D = sizes.num_heads, sizes.head_dim
     qkv = weights.linear(x, "mixer_in_proj")
-    beta = jax.nn.sigmoid(weights.linear(x, "mixer_gates_proj")[..., 0])
+    beta = jax.nn.sigmoid(weights.linear(x, "mixer_gates_proj"))
     low = weights.linear(x, "mixer_rank_proj")[..., 0, :]
     steps = weights.linear(low[..., :D], "mixer_decay_proj")
-    steps = add_bias(steps, _float32(weights, "mixer_time"))
-    log_decay = _log_decay(weights, steps)
+    log_decay = _log_decay(weights, add_bias(steps, _float32(weights, "mixer_time")))
     gate = jax.nn.sigmoid(weights.linear(low[..., D:], "mixer_gate_proj"))
 
-    def advance(
-        inputs: tuple[jax.Array, ...], states: States, num_tokens: jax.Array
-    ) -> tuple[jax.Array, States]:
-        qkv, beta, log_decay = inputs
-        qkv, conv = _convolve(sizes, weights, qkv, states[0], num_tokens)
+    def run(qkv: jax.Array, others: Arrays, state: Any, num_tokens: jax.Array) -> Any:
         B, T = qkv.shape[:2]
         q, k, v = jnp.moveaxis(qkv.reshape(B, T, K, 3, D), 3, 0)
-        out, state = delta_rule(
+        beta, log_decay = others
+        return delta_rule(
             _normalise(q) * D**-0.5,
             _normalise(k),
             v[..., None, :],
             log_decay.reshape(B, T, K, 1, D),
             beta.reshape(B, T, K, 1),
-            states[1],
+            state,
             num_tokens,
         )
-        return out.reshape(B, T, -1), (conv, state)
 
-    inputs = (
-        qkv.reshape(*qkv.shape[:-2], -1),
-        beta,
-        log_decay.reshape(*log_decay.shape[:-2], -1),
-    )
-    recurrence = Recurrence(inputs, advance, sizes.states, takes_rows=True)
+    recurrence = _convolved(sizes, weights, (qkv, beta, log_decay), run)
     return Mixed(recurrence, lambda out: _gated_norm(out, gate, weights, sizes.norm_eps))
 
 
@@ -160,13 +143,9 @@ def _mix_mamba(sizes: Mamba2, x: jax.Array, weights: LayerParameters) -> Mixed:
     steps = jax.nn.softplus(add_bias(steps, _float32(weights, "mixer_time")))
     steps = jnp.clip(steps, *sizes.time_limits)
 
-    def advance(
-        inputs: tuple[jax.Array, ...], states: States, num_tokens: jax.Array
-    ) -> tuple[jax.Array, States]:
-        xbc, steps = inputs
-        xbc, conv = _convolve(sizes, weights, xbc, states[0], num_tokens)
+    def run(xbc: jax.Array, others: Arrays, state: Any, num_tokens: jax.Array) -> Any:
         B, T = xbc.shape[:2]
-        xbc, steps = xbc.reshape(B, T, K, -1), steps.reshape(B, T, K, G)
+        xbc, steps = xbc.reshape(B, T, K, -1), others[0].reshape(B, T, K, G)
         x, b, c = jnp.split(xbc, [G * U, G * U + D], axis=-1)
         x = x.reshape(B, T, K, G, U)
         out, state = state_space(
@@ -174,18 +153,16 @@ def _mix_mamba(sizes: Mamba2, x: jax.Array, weights: LayerParameters) -> Mixed:
             b,
             c,
             -expand(jnp.exp(_float32(weights, "mixer_decay")), 4) * steps,
-            states[1],
+            state,
             num_tokens,
         )
-        out = out + expand(_float32(weights, "mixer_skip")[..., None], 5) * x
-        return out.reshape(B, T, -1), (conv, state)
+        return out + expand(_float32(weights, "mixer_skip")[..., None], 5) * x, state
 
     def finish(out: jax.Array) -> jax.Array:
         out = _gate_and_norm(sizes, weights, out, jax.nn.silu(z))
         return out if sizes.out_multiplier == 1 else out * sizes.out_multiplier
 
-    recurrence = Recurrence(_flatten_heads(K, xbc, steps), advance, sizes.states, takes_rows=True)
-    return Mixed(recurrence, finish)
+    return Mixed(_convolved(sizes, weights, (xbc, steps), run), finish)
 
 
 def _row_multipliers(sizes: Mamba2) -> jax.Array | None:
@@ -215,18 +192,28 @@ def _gate_and_norm(
     return grouped.reshape(out.shape)
 
 
-def _convolve(
+def _convolved(
     sizes: Mixer,
     weights: LayerParameters,
-    x: jax.Array,
-    state: Any,
-    num_tokens: jax.Array,
-) -> tuple[jax.Array, Any]:
-    """Run the convolution of a layer with the activation that follows it."""
-    filters = _float32(weights, "mixer_conv").reshape(-1, sizes.conv_width)
-    bias = _float32(weights, "mixer_conv_bias").reshape(-1) if sizes.conv_bias else None
-    out, state = causal_convolution(x, state, filters, bias, num_tokens)
-    return jax.nn.silu(out), state
+    inputs: Arrays,
+    run: Callable[[jax.Array, Arrays, Any, jax.Array], Any],
+) -> Recurrence:
+    """Return a recurrence over inputs ``[..., heads, n]``, the first of which is convolved.
+
+    `run` takes the first input after the convolution and its activation, the other inputs, the
+    state, and the number of tokens of each row. It returns the outputs ``[B, T, ...]`` and the
+    state. Its inputs are ``[B, T, heads * n]``.
+    """
+
+    def advance(inputs: Arrays, states: States, num_tokens: jax.Array) -> tuple[jax.Array, States]:
+        filters = _float32(weights, "mixer_conv").reshape(-1, sizes.conv_width)
+        bias = _float32(weights, "mixer_conv_bias").reshape(-1) if sizes.conv_bias else None
+        out, conv = causal_convolution(inputs[0], states[0], filters, bias, num_tokens)
+        out, state = run(jax.nn.silu(out), inputs[1:], states[1], num_tokens)
+        return out.reshape(*out.shape[:2], -1), (conv, state)
+
+    flat = tuple(each.reshape(*each.shape[:-2], -1) for each in inputs)
+    return Recurrence(flat, advance, sizes.states, takes_rows=True)
 
 
 def _float32(weights: LayerParameters, name: str) -> jax.Array:
@@ -248,11 +235,6 @@ def _gated_norm(out: jax.Array, gate: jax.Array, weights: LayerParameters, eps: 
     heads = out.reshape(gate.shape)
     normed = rms_norm(heads, _float32(weights, "mixer_norm"), eps, num_heads=heads.shape[-2])
     return (normed * gate).reshape(out.shape)
-
-
-def _flatten_heads(K: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Return arrays ``[..., K, n]`` as ``[..., K * n]``."""
-    return tuple(x.reshape(*x.shape[:-2], K * x.shape[-1]) for x in arrays)
 
 
 _MIX: Mapping[type[Mixer], Callable[[Any, jax.Array, LayerParameters], Mixed]] = {
