@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from paged_jax.arguments import is_int
 from paged_jax.models.gguf_file import GgufFile, Texts
-from paged_jax.models.text.special_tokens import TokenizerError
+from paged_jax.models.text.special_tokens import TokenizerError, surround_texts
 from paged_jax.sampling.params import NUMBERS
 
 _PREFIX = "tokenizer.ggml."
@@ -208,11 +208,7 @@ class _TokenizerReader:
         if _flag(self._get("add_eos_token"), False) and "eos_token" in named:
             after = [named["eos_token"]]
         if before or after:
-            backend.post_processor = processors.TemplateProcessing(
-                single=[*before, "$A", *after],
-                pair=None,
-                special_tokens=[(token, self._ids[token]) for token in {*before, *after}],
-            )
+            surround_texts(backend, before, after)
 
     def _end_ids(self) -> list[int]:
         """Return the ids of the tokens that end an answer."""

@@ -149,12 +149,19 @@ def set_post_processor(
     elif config.get("add_eos_token") is False:
         after = [token for token in after if token != eos]
     if [*before, *text, *after] != whole:
-        tokens = dict.fromkeys([*before, *after])
-        backend.post_processor = processors.TemplateProcessing(
-            single=[*before, "$A", *after],
-            pair=None,
-            special_tokens=[(token, backend.token_to_id(token)) for token in tokens],
-        )
+        surround_texts(backend, before, after)
+
+
+def surround_texts(
+    backend: tokenizers.Tokenizer, before: Sequence[str], after: Sequence[str]
+) -> None:
+    """Make a tokenizer add special tokens before and after each text."""
+    tokens = dict.fromkeys([*before, *after])
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        pair=None,
+        special_tokens=[(token, backend.token_to_id(token)) for token in tokens],
+    )
 
 
 def _must_add(

@@ -56,7 +56,7 @@ class ToolReader:
         self._name = ""
         self._num_pairs = 0
         self._is_in_text = False  # in a text value in tags, which is reported in pieces
-        self._json = _JsonScanner()
+        self._json = _json_scanner()
         mark = format.mark
         self._start = mark or (format.opening + format.before_name)[:1]
         rest = (format.opening + format.before_name).removeprefix(mark)
@@ -122,7 +122,7 @@ class ToolReader:
 
     def _begin(self, name: str) -> list[AnswerDelta]:
         self._place = "xml" if self._format.kind == "xml" else "json"
-        self._name, self._num_pairs, self._json = name, 0, _JsonScanner()
+        self._name, self._num_pairs, self._json = name, 0, _json_scanner()
         self._is_in_text = False
         return [AnswerDelta("call", name)]
 
@@ -213,7 +213,7 @@ class ToolReader:
     def _read_python(self, is_last: bool) -> list[AnswerDelta]:
         """Read a whole list of calls: Python's parser needs all of it."""
         closing = self._format.closing.removeprefix("]")
-        end = _python_end(self._buffer)
+        end = _BracketScanner("()[]{}", "\"'").push(self._buffer)
         after = self._buffer[end:]
         if not is_last and (end < 0 or closing != after and closing.startswith(after)):
             return []
@@ -241,34 +241,45 @@ def _reject_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-class _JsonScanner:
-    """Finder of the end of a JSON object in a text that comes in pieces."""
+class _BracketScanner:
+    """Finder of the end of an object or a list in a text that comes in pieces.
 
-    def __init__(self) -> None:
+    Args:
+      brackets: opening and closing brackets, each opening bracket before its closing bracket.
+      quotes: characters that begin and end a text.
+    """
+
+    def __init__(self, brackets: str, quotes: str):
+        self._opening, self._closing, self._quotes = brackets[::2], brackets[1::2], quotes
         self._depth = 0
-        self._in_text = self._is_escaped = False
+        self._quote = ""  # the quote that begins the current text
+        self._is_escaped = False
         self.has_begun = False
 
     def push(self, text: str) -> int:
-        """Return the index after the end of the object in a new piece; -1 if it goes on."""
+        """Return the index after the end in a new piece; -1 if the object or list goes on."""
         self.has_begun |= bool(text)
         for index, char in enumerate(text):
-            if self._in_text:
+            if self._quote:
                 if self._is_escaped:
                     self._is_escaped = False
                 elif char == "\\":
                     self._is_escaped = True
-                elif char == '"':
-                    self._in_text = False
-            elif char == '"':
-                self._in_text = True
-            elif char in "{[":
+                elif char == self._quote:
+                    self._quote = ""
+            elif char in self._quotes:
+                self._quote = char
+            elif char in self._opening:
                 self._depth += 1
-            elif char in "}]":
+            elif char in self._closing:
                 self._depth -= 1
                 if self._depth <= 0:
                     return index + 1
         return -1
+
+
+def _json_scanner() -> _BracketScanner:
+    return _BracketScanner("{}[]", '"')
 
 
 def overlap(text: str, marker: str) -> int:
@@ -297,28 +308,6 @@ def _pattern(text: str) -> str:
         else:
             parts.append(re.escape(part))
     return "".join(parts)
-
-
-def _python_end(text: str) -> int:
-    """Return the index after the list of calls at the start of a text; -1 if it is incomplete."""
-    depth, quote, is_escaped = 0, "", False
-    for index, char in enumerate(text):
-        if quote:
-            if is_escaped:
-                is_escaped = False
-            elif char == "\\":
-                is_escaped = True
-            elif char == quote:
-                quote = ""
-        elif char in "\"'":
-            quote = char
-        elif char in "([{":
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-            if depth <= 0:
-                return index + 1
-    return -1
 
 
 def _python_calls(source: str) -> list[list[AnswerDelta]] | None:
