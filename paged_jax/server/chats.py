@@ -11,8 +11,15 @@ from typing import Any
 from paged_jax.arguments import ArgumentError
 from paged_jax.models.text.chat_template import CALL_ID_LENGTH
 from paged_jax.models.text.grammar_source import constraint_rule
-from paged_jax.models.text.harmony import MARKS, HarmonyReader, harmony_grammar
-from paged_jax.models.text.reasoning import HARMONY, AnswerReader, ReasoningFormat, Start
+from paged_jax.models.text.reasoning import (
+    HARMONY,
+    HARMONY_MARKS,
+    AnswerReader,
+    HarmonyReader,
+    ReasoningFormat,
+    Start,
+    harmony_grammar,
+)
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.models.text.tool_formats import Tool, ToolFormat
 from paged_jax.models.text.tool_grammars import tool_grammar
@@ -183,7 +190,7 @@ class Chat:
     def _harmony_grammar(self, tools: Sequence[Tool], answer: str | None) -> str:
         assert self.service.tokenizer is not None
         find = self.service.tokenizer.backend.token_to_id
-        token_ids = {mark: found for mark in MARKS if (found := find(mark)) is not None}
+        token_ids = {mark: found for mark in HARMONY_MARKS if (found := find(mark)) is not None}
         return harmony_grammar(token_ids, tools, is_required=self._must_call, answer=answer)
 
     def _answer_rule(self, constraint: StructuredOutputsParams, field: str) -> str:

@@ -12,8 +12,14 @@ from paged_jax import StructuredOutputsParams, Tokenizer
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.models.text.chat_template import ChatTemplate
 from paged_jax.models.text.grammar import GrammarCompiler, GrammarCursor
-from paged_jax.models.text.harmony import MARKS, HarmonyReader, harmony_grammar, uses_harmony
-from paged_jax.models.text.reasoning import HARMONY, select_format
+from paged_jax.models.text.reasoning import (
+    HARMONY,
+    HARMONY_MARKS,
+    HarmonyReader,
+    harmony_grammar,
+    select_format,
+    uses_harmony,
+)
 from paged_jax.models.text.tool_formats import find_support
 from tests.models.test_reasoning import read_in_pieces
 from tests.support.structured import TOOLS
@@ -65,7 +71,9 @@ def test_template_of_harmony_is_recognised() -> None:
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     backend = tokenizers.Tokenizer.from_file(str(bundled_folder() / "tokenizer.json"))
-    backend.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in MARKS])
+    backend.add_special_tokens(
+        [tokenizers.AddedToken(mark, special=True) for mark in HARMONY_MARKS]
+    )
     return Tokenizer(backend, eos_token_ids=[EOS], chat_template=TEMPLATE)
 
 
@@ -94,7 +102,7 @@ def random_answers(tokenizer):
     compiler = GrammarCompiler(tokenizer.backend, tokenizer.vocab_size, [EOS])
 
     def answers(tools, **options):
-        token_ids = {mark: tokenizer.backend.token_to_id(mark) for mark in MARKS}
+        token_ids = {mark: tokenizer.backend.token_to_id(mark) for mark in HARMONY_MARKS}
         grammar = harmony_grammar(token_ids, tools, **options)
         cursor = compiler.compile(StructuredOutputsParams(grammar=grammar))
         rng = np.random.default_rng(0)

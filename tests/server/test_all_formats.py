@@ -20,8 +20,7 @@ import tokenizers
 from paged_jax import Tokenizer
 from paged_jax.models.loading.pretrained import bundled_folder
 from paged_jax.models.text.grammar import GrammarCompiler
-from paged_jax.models.text.harmony import MARKS
-from paged_jax.models.text.reasoning import HARMONY, THINK
+from paged_jax.models.text.reasoning import HARMONY, HARMONY_MARKS, THINK
 from paged_jax.models.text.tokenizer import Detokenizer
 from paged_jax.models.text.tool_grammars import ToolGrammars
 from paged_jax.scheduler.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -45,7 +44,7 @@ _CHECK = "{% if m.tool_calls[0].id | length != 9 %}{{ raise_exception('length') 
 TEMPLATES[SHORT_IDS] = TEMPLATES["mistral v3"].replace("[TOOL_CALLS]", f"{_CHECK}[TOOL_CALLS]")
 # Marks that are special tokens in the vocabularies of their models.
 SPECIAL = [
-    *MARKS, "<|call|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|START_ACTION|>",
+    *HARMONY_MARKS, "<|call|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|START_ACTION|>",
     "<|END_ACTION|>", "<|tool_call|>", "<|/tool_call|>", "<｜tool▁calls▁begin｜>",
     "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
     "<|python_start|>", "<|python_end|>",

@@ -36,7 +36,7 @@ class ToolFormat:
       after_name: text between the name and the arguments.
       after_arguments: text after the arguments.
       kind: form of the arguments: ``"json"``, ``"xml"`` or ``"python"``; ``"harmony"`` for calls as
-        messages to a function, see `harmony`.
+        messages to a function, see `reasoning`.
       opening: text before the first call.
       between: text between two calls; None if an answer has at most one call.
       closing: text after the last call.
