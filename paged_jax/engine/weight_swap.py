@@ -28,12 +28,12 @@ from paged_jax.models.matrices import (
     SCALE,
     SUFFIXES,
     MatrixFormats,
-    change_format,
     is_matrix,
     is_stacked,
     matrix_name,
 )
 from paged_jax.models.paged_model import PagedModel
+from paged_jax.models.quantise import change_format
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.weights import Weights
 

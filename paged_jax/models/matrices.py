@@ -66,23 +66,6 @@ def is_stacked(name: str) -> bool:
     return scope == "layers" and "." not in kind
 
 
-def change_format(
-    arrays: WeightArrays, source: WeightFormat, target: WeightFormat, *, is_stacked: bool = False
-) -> WeightArrays:
-    """Convert a matrix to another format: dequantise it, and quantise it again.
-
-    If `is_stacked`, the arrays have a first dimension for layers.
-    """
-
-    def change(arrays: WeightArrays) -> WeightArrays:
-        w = dequantise(arrays, source.code)
-        if target.is_quantised:
-            return quantise(w, target)
-        return WeightArrays(w.astype(jnp.dtype(target.code)))
-
-    return jax.vmap(change)(arrays) if is_stacked else change(arrays)
-
-
 @contextlib.contextmanager
 def only_shapes() -> Iterator[None]:
     """Return a context for `jax.eval_shape` of a model. In it, `add_matrix` does not quantise.

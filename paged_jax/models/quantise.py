@@ -41,6 +41,7 @@ from paged_jax.kernels.weight_formats import (
     PACKED_INPUTS,
     WeightArrays,
     WeightFormat,
+    dequantise,
 )
 
 Array = TypeVar("Array", np.ndarray, jax.Array)
@@ -151,6 +152,23 @@ def _nearest_values(numbers: Array, code: str) -> Array:
     ascending = CODES[code][order]
     middles = (ascending[1:] + ascending[:-1]) / 2
     return xp.asarray(order)[xp.searchsorted(xp.asarray(middles), numbers)]
+
+
+def change_format(
+    arrays: WeightArrays, source: WeightFormat, target: WeightFormat, *, is_stacked: bool = False
+) -> WeightArrays:
+    """Convert a matrix to another format: dequantise it, and quantise it again.
+
+    If `is_stacked`, the arrays have a first dimension for layers.
+    """
+
+    def change(arrays: WeightArrays) -> WeightArrays:
+        w = dequantise(arrays, source.code)
+        if target.is_quantised:
+            return quantise(w, target)
+        return WeightArrays(w.astype(jnp.dtype(target.code)))
+
+    return jax.vmap(change)(arrays) if is_stacked else change(arrays)
 
 
 def quantise_on_host(w: np.ndarray, format: WeightFormat) -> WeightArrays:

@@ -34,13 +34,13 @@ from paged_jax.models.matrices import (
     SUFFIXES,
     MatrixFormats,
     Sharding,
-    change_format,
     float_type,
     is_matrix,
     is_stacked,
     matrix_name,
 )
 from paged_jax.models.model_folder import read_json
+from paged_jax.models.quantise import change_format
 from paged_jax.monitoring import loading_bar
 
 _WEIGHTS, _FORMATS = "weights", "formats.json"
