@@ -31,7 +31,7 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.gguf_config import ROPE_TENSORS
 from paged_jax.models.gguf_file import GgufFile, TensorEntry
 from paged_jax.models.loading.parameters import WeightsError
-from paged_jax.models.loading.stored_tensors import QuantisedTensor, is_finite
+from paged_jax.models.loading.stored_tensors import QuantisedTensor, is_finite, read_elements
 from paged_jax.models.loading.tensor_map import EMBEDDINGS, HEAD
 
 _FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
@@ -226,17 +226,7 @@ class GgufTensor(QuantisedTensor):
     def _read_bytes(self, start: int, stop: int) -> np.ndarray:
         """Return consecutive rows of the file, uint8 ``[stop - start, row_bytes]``."""
         count = (stop - start) * self.row_bytes
-        try:
-            # Read instead of mapping the file: pages of a mapping count as memory in use, and the
-            # process ends if a mapped file becomes shorter.
-            offset = self.offset + start * self.row_bytes
-            data = np.fromfile(self.path, np.uint8, count, offset=offset)
-        except OSError as error:
-            raise WeightsError(f"load_weights: cannot read {self.name}: {error}.") from None
-        if len(data) != count:
-            raise WeightsError(
-                f"load_weights: cannot read {self.name}: the file has become shorter."
-            )
+        data = read_elements(self, start * self.row_bytes, np.dtype(np.uint8), count)
         return data.reshape(stop - start, self.row_bytes)
 
 

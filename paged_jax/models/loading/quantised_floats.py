@@ -32,6 +32,7 @@ from paged_jax.models.loading.quantised_modules import (
     matrix_shape,
     pack_pairs,
     powers_of_two,
+    scale_shapes,
     scales_of_rows,
 )
 from paged_jax.models.loading.stored_tensors import StoredTensor
@@ -67,7 +68,7 @@ class Fp8Matrix(ModuleMatrix):
         return found[0]
 
     def _check(self) -> None:
-        num_outputs, shapes = self.shape[0], self._scale_shapes()
+        num_outputs, shapes = self.shape[0], scale_shapes(self)
         self._check_part(".weight", ("F8_E4M3",), self.shape)
         if self.scheme.block[1] is None:
             # The configs do not distinguish scales of rows from a single scale.

@@ -24,8 +24,10 @@ from paged_jax.models.loading.quantised_modules import (
     FLOATS,
     GroupScales,
     ModuleMatrix,
+    check_zero_points,
     float_dtype,
     matrix_shape,
+    scale_shapes,
     scales_of_rows,
     unpack_words,
 )
@@ -45,8 +47,8 @@ class Int8Matrix(ModuleMatrix):
 
     def _check(self) -> None:
         self._check_part(".weight", ("I8",), self.shape)
-        self._check_part(".weight_scale", FLOATS, *self._scale_shapes())
-        self._check_zero_points(("I8",), *self._scale_shapes())
+        self._check_part(".weight_scale", FLOATS, *scale_shapes(self))
+        check_zero_points(self, ("I8",), *scale_shapes(self))
 
     @property
     def _min_dtype(self) -> str | None:
@@ -97,8 +99,9 @@ class BitsandbytesInt8Matrix(ModuleMatrix):
 class IntegerMatrix(ModuleMatrix):
     """A matrix of unsigned integers with a zero point for each scale."""
 
-    # Ending of the zero points, see `ModuleMatrix.required`.
+    # Endings of the zero points and of the group of each input, see `ModuleMatrix.required`.
     zeros: ClassVar[str]
+    group_of_input: ClassVar[str] = ""
 
     @classmethod
     def code_of(cls, scheme: Scheme) -> str:
@@ -120,6 +123,12 @@ class IntegerMatrix(ModuleMatrix):
     @property
     def _min_dtype(self) -> str | None:
         return "float32" if self._has_zeros else None
+
+    def _group_index(self) -> np.ndarray:
+        if self.group_of_input not in self.parts:
+            return super()._group_index()
+        num_groups = math.ceil(self.shape[1] / self._group_size)
+        return read_group_index(self.parts[self.group_of_input], num_groups)
 
     def _read_scales(self, rows: slice) -> np.ndarray:
         raise NotImplementedError
@@ -168,7 +177,7 @@ class CompressedIntegerMatrix(IntegerMatrix):
 
     required = (".weight_packed", ".weight_scale", ".weight_shape")
     optional = (".weight_zero_point", ".weight_g_idx")
-    zeros = ".weight_zero_point"
+    zeros, group_of_input = ".weight_zero_point", ".weight_g_idx"
 
     def _find_shape(self) -> tuple[int, int]:
         rows, words = matrix_shape(self.parts[".weight_packed"])
@@ -196,15 +205,9 @@ class CompressedIntegerMatrix(IntegerMatrix):
         self._check_part(".weight_scale", FLOATS, *shapes)
         is_packed = self._has_zeros and self.parts[self.zeros].dtype == "I32"
         num_rows = math.ceil(num_outputs / self._per_word) if is_packed else num_outputs
-        self._check_zero_points(("I32", "I8"), (num_rows, groups))
+        check_zero_points(self, ("I32", "I8"), (num_rows, groups))
         if has_order:
             self._check_part(".weight_g_idx", ("I32",), self.shape[1:])
-
-    def _group_index(self) -> np.ndarray:
-        part = self.parts.get(".weight_g_idx")
-        if part is None:
-            return super()._group_index()
-        return read_group_index(part, self.parts[".weight_scale"].shape[1])
 
     def _read_scales(self, rows: slice) -> np.ndarray:
         scales = self.parts[".weight_scale"]
@@ -282,6 +285,7 @@ class GptqMatrix(TransposedMatrix):
     """
 
     optional = (".g_idx",)
+    group_of_input = ".g_idx"
 
     def _find_shape(self) -> tuple[int, int]:
         words, num_outputs = matrix_shape(self.parts[".qweight"])
@@ -318,12 +322,6 @@ class GptqMatrix(TransposedMatrix):
     @functools.cached_property
     def _has_zeros(self) -> bool:
         return bool((self._zeros(self.parts[".qzeros"].read_raw()) != self._centre).any())
-
-    def _group_index(self) -> np.ndarray:
-        part = self.parts.get(".g_idx")
-        if part is None:
-            return super()._group_index()
-        return read_group_index(part, self.parts[".scales"].shape[0])
 
     def _read_words(self, rows: slice) -> np.ndarray:
         return self.parts[".qweight"].read_raw((slice(None), rows)).T

@@ -281,20 +281,6 @@ class ModuleMatrix(QuantisedTensor):
                 f"{part.dtype} {[*part.shape]}."
             )
 
-    def _scale_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes that scales of the matrix, its rows, or blocks may have."""
-        (num_outputs, num_inputs), (rows, columns) = self.shape, self.scheme.block
-        if rows is None:
-            return [(), (1,), (1, 1)]
-        return [(math.ceil(num_outputs / rows), math.ceil(num_inputs / (columns or num_inputs)))]
-
-    def _check_zero_points(self, dtypes: Iterable[str], *shapes: tuple[int, ...]) -> None:
-        """Check the zero points of compressed-tensors."""
-        if ".weight_zero_point" in self.parts:
-            self._check_part(".weight_zero_point", dtypes, *shapes)
-        elif self.scheme.has_zero_points:
-            raise WeightsError(f"load_weights: {self.name} must have a weight_zero_point.")
-
     def _check_groups(self) -> int:
         """Return the number of groups, which must divide the inputs evenly."""
         num_inputs, size = self.shape[1], self._group_size
@@ -304,6 +290,24 @@ class ModuleMatrix(QuantisedTensor):
                 f"got {size}."
             )
         return num_inputs // size
+
+
+def scale_shapes(matrix: ModuleMatrix) -> list[tuple[int, ...]]:
+    """Return the shapes that scales of a matrix, of its rows, or of its blocks may have."""
+    (num_outputs, num_inputs), (rows, columns) = matrix.shape, matrix.scheme.block
+    if rows is None:
+        return [(), (1,), (1, 1)]
+    return [(math.ceil(num_outputs / rows), math.ceil(num_inputs / (columns or num_inputs)))]
+
+
+def check_zero_points(
+    matrix: ModuleMatrix, dtypes: Iterable[str], *shapes: tuple[int, ...]
+) -> None:
+    """Check the zero points of compressed-tensors."""
+    if ".weight_zero_point" in matrix.parts:
+        matrix._check_part(".weight_zero_point", dtypes, *shapes)
+    elif matrix.scheme.has_zero_points:
+        raise WeightsError(f"load_weights: {matrix.name} must have a weight_zero_point.")
 
 
 def float_dtype(tensor: StoredTensor) -> str:

@@ -119,21 +119,28 @@ class StoredTensor:
             start, stop, _ = rows.indices(self.shape[0])
             shape = max(stop - start, 0), *self.shape[1:]
         row_bytes = math.prod(self.shape[1:]) * dtype.itemsize
-        count = math.prod(shape)
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset + start * row_bytes)
-                values = np.fromfile(file, dtype, count)
-        except OSError as error:
-            raise WeightsError(f"load_weights: cannot read {self.name}: {error}.") from None
-        if values.size != count:
-            raise WeightsError(
-                f"load_weights: cannot read {self.name}: the file has become shorter."
-            )
-        return values.reshape(shape)
+        return read_elements(self, start * row_bytes, dtype, math.prod(shape)).reshape(shape)
 
     def _read(self, index: tuple[slice, ...]) -> np.ndarray:
         return self.read_raw(index)
+
+
+def read_elements(tensor: StoredTensor, place: int, dtype: np.dtype, count: int) -> np.ndarray:
+    """Read elements of a tensor, from a place in bytes after its first byte.
+
+    The file is read instead of mapped: pages of a mapping count as memory in use, and the process
+    ends if a mapped file becomes shorter.
+
+    Raises:
+      WeightsError: the file cannot be read, or is too short.
+    """
+    try:
+        values = np.fromfile(tensor.path, dtype, count, offset=tensor.offset + place)
+    except OSError as error:
+        raise WeightsError(f"load_weights: cannot read {tensor.name}: {error}.") from None
+    if values.size != count:
+        raise WeightsError(f"load_weights: cannot read {tensor.name}: the file has become shorter.")
+    return values
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
