@@ -66,7 +66,8 @@ _NEUTRAL: Mapping[str, Any] = {
     "logit_scale": 1,
 }
 
-# Beginnings of the names of models with sparse attention, in lower case.
+# Beginnings of the `model_type` or class, in lower case, of models whose sparse attention chooses
+# tokens by an indexer. They are not supported.
 _WITH_INDEXER = (
     "deepseek_v32",
     "deepseekv32",
@@ -75,10 +76,6 @@ _WITH_INDEXER = (
     "glm_moe_dsa",
     "glmmoedsa",
 )
-# Reasons why a model is not supported, by the beginning of its `model_type` or class in lower case.
-_REASONS = {
-    **dict.fromkeys(_WITH_INDEXER, "its sparse attention chooses tokens by an indexer"),
-}
 
 # Fields of `LlamaConfig` that `write_fields` copies.
 _SAME_NAMES = (
@@ -266,8 +263,8 @@ def _base_architecture(architecture: str) -> str:
 
 
 def _unsupported(kind: str, name: str) -> UnsupportedConfigError:
-    starts = [start for start in _REASONS if name.lower().startswith(start)]
-    reason = f": {_REASONS[starts[0]]}" if starts else ""
+    is_sparse = name.lower().startswith(_WITH_INDEXER)
+    reason = ": its sparse attention chooses tokens by an indexer" if is_sparse else ""
     return UnsupportedConfigError(
         f"LlamaConfig: {kind} {name!r} is not supported{reason}. See docs/families.md for the "
         "models that are."

@@ -75,9 +75,8 @@ class RopeScaling:
     long_factor: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.rope_type not in tuple(
-            SCALING_FIELDS
-        ):  # a tuple, because a value from JSON may not be hashable
+        # Search a tuple, because a value from JSON may not be hashable.
+        if self.rope_type not in tuple(SCALING_FIELDS):
             raise UnsupportedConfigError(
                 f"LlamaConfig: rope_type {self.rope_type!r} is not supported, only 'default', "
                 f"{', '.join(map(repr, SCALING_FIELDS))}."

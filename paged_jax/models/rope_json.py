@@ -294,13 +294,10 @@ def _choose_object(config: Mapping[str, Any], family: Family) -> Mapping[str, An
         )
     if not scaling:
         return parameters
-    given = parameters
+    given, theta = parameters, config.get("rope_theta", 10000.0)
     if _is_nested(parameters):
         given = read_object(parameters, FULL, f"rope_parameters of {FULL!r}")
-    if _is_nested(parameters):
         theta = given.get("rope_theta")
-    else:
-        theta = config.get("rope_theta", 10000.0)
     kind = scaling.get("rope_type", scaling.get("type"))
     used = {"rope_theta": theta, **scaling, "rope_type": kind, "type": kind}
     if any(used.get(key) != value for key, value in given.items()):
