@@ -425,7 +425,7 @@ def _step_bytes(
         "score": activations(sizes.score_width) + 8 * sizes.score_width * V,
         "decode": activations(S) + _CHOICE_BYTES * S * V,
         "swap": 3 * sizes.swap_width * block,
-        "tables": _TABLE_BYTES * S * sizes.max_blocks_per_slot * config.num_layer_groups,
+        "tables": _TABLE_BYTES * S * sizes.max_blocks_per_slot * len(config.layer_groups),
     }
     if T:
         steps["verify"] = activations(S * (T + 1)) + _CHOICE_BYTES * S * V + 4 * S * T * V

@@ -430,11 +430,6 @@ class LlamaConfig:
         return group_states(self.state_shapes)
 
     @property
-    def num_layer_groups(self) -> int:
-        """Number of layer groups; 1 if all layers keep the same tokens."""
-        return len(self.layer_groups)
-
-    @property
     def can_scan_layers(self) -> bool:
         """Whether all layers are equal and can be stacked, see `scan_layers` of `Llama`."""
         kinds = {*zip(self.layer_configs, self.ropes, strict=True)}
