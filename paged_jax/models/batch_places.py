@@ -332,7 +332,7 @@ def prefill_attention(
 ) -> Attend[GroupPools]:
     """Return the attention function of a prefill step, with chunks of up to T tokens.
 
-    The other arguments and the errors are those of `decode_attention`.
+    For the other arguments and the errors, see `decode_attention`.
     """
 
     def compute(

@@ -310,7 +310,7 @@ def _norm_all_heads(
 
 
 def split_gate(qkv: jax.Array, num_kv_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Split the gates, each of which follows its query, from a projection.
+    """Split the gates from a projection, in which each gate follows its query.
 
     The projection is float32 ``[..., K, 2 G + num_kv_rows, D]``.
 

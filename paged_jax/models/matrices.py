@@ -492,5 +492,5 @@ def name_of(dtype: DTypeLike) -> str:
 
 
 def float_type(dtype: DTypeLike, config_dtype: DTypeLike) -> np.dtype:
-    """Return the dtype of parameters that are never quantised: `dtype`, or that of the config."""
+    """Return `dtype` if it is a float dtype, otherwise `config_dtype`."""
     return jnp.dtype(config_dtype if name_of(dtype) in DTYPE_FORMATS else dtype)

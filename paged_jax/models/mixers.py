@@ -198,11 +198,11 @@ def _convolved(
     inputs: Arrays,
     run: Callable[[jax.Array, Arrays, Any, jax.Array], Any],
 ) -> Recurrence:
-    """Return a recurrence over inputs ``[..., heads, n]``, the first of which is convolved.
+    """Return a recurrence that convolves the first of its inputs ``[..., heads, n]``.
 
-    `run` takes the first input after the convolution and its activation, the other inputs, the
-    state, and the number of tokens of each row. It returns the outputs ``[B, T, ...]`` and the
-    state. Its inputs are ``[B, T, heads * n]``.
+    `run` computes the rest of the recurrence. It takes the first input after the convolution and an
+    activation, the other inputs, each ``[B, T, heads * n]``, the state, and the number of tokens of
+    each row. It returns the outputs ``[B, T, ...]`` and the new state.
     """
 
     def advance(inputs: Arrays, states: States, num_tokens: jax.Array) -> tuple[jax.Array, States]:

@@ -8,8 +8,8 @@ each expert multiplies consecutive rows. Weights of experts that no token chose 
     rows          a | b  b  b | d  d             [N k, E], sorted by expert
     of tokens     1   0  1  2   0  2
 
-Rows of padding come last and use no expert. With tensor parallelism, the same holds for rows whose
-experts are on other devices.
+Rows of padding come last and use no expert. With tensor parallelism, rows for experts on other
+devices come last, too.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Read and write the entries of a ``config.json`` about rotary embeddings and latent attention.
 
-Arguments and errors are those of `layers_json`.
+For the arguments and the errors, see `layers_json`.
 """
 
 import math

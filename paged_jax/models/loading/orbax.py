@@ -96,7 +96,7 @@ def load_checkpoint(
     Converting between stacked and separate layers needs additional memory for a single parameter,
     such as ``qkv_proj``, of all layers.
 
-    The arguments are those of `load_weights`, for the folder of a checkpoint. With
+    For the arguments, see `load_weights`. `path` is the folder of a checkpoint. With
     ``dtype="auto"``, weights have the dtype of the checkpoint. Matrices that are quantised in the
     checkpoint keep their format, unless `dtype` quantises them again or `dequantise` is set.
 

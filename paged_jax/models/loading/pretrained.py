@@ -140,7 +140,7 @@ def read_formats(
     Only the headers of the files are read, and the input orders of quantised matrices.
 
     `config` is the result of `read_config`, and `num_devices` the number of devices that compute
-    the model together. Other arguments are those of `Llama.from_pretrained`.
+    the model together. For the other arguments, see `Llama.from_pretrained`.
 
     Returns:
       The formats. None if the folder has no weights; the matrices then have the formats of `dtype`,

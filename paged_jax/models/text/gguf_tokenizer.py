@@ -127,7 +127,7 @@ class _TokenizerReader:
         return backend, pre.adds_bos
 
     def _pairs(self, merges: Texts) -> list[tuple[str, str]]:
-        """Return the merges whose tokens are in the vocabulary; llama.cpp ignores the others."""
+        """Return the merges of tokens in the vocabulary; llama.cpp ignores all others."""
         ids = self._ids
         # A merge is two tokens with a space between them. Tokens spell spaces by other characters.
         pairs = [merge.partition(" ") for merge in merges]
