@@ -17,7 +17,7 @@ from paged_jax import LLM, SamplingParams
 from paged_jax.arguments import ArgumentError
 from paged_jax.kernels import cpu
 from paged_jax.kernels.cpu import library
-from paged_jax.kernels.cpu.library import LoadedKernel, processor
+from paged_jax.kernels.cpu.library import LoadedKernel
 from paged_jax.kernels.weight_formats import WeightArrays, WeightFormat, dequantise
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
@@ -25,6 +25,7 @@ from paged_jax.models.loading.orbax import load_checkpoint, save_checkpoint
 from paged_jax.models.loading.parameters import WeightsError, named_arrays
 from paged_jax.models.loading.pretrained import from_pretrained
 from paged_jax.models.matrices import MatrixFormats
+from tests.support.compiler import needs_vnni
 from tests.support.processes import run_on_devices
 from tests.support.random_model import random_llama
 
@@ -109,11 +110,6 @@ def test_tokens_do_not_depend_on_other_requests(data_dir, name) -> None:
         assert llm.stats.num_accepted_tokens
         plain = {key: value for key, value in ENGINES[name].items() if "num_spec" not in key}
         assert generate(LLM(model, **SIZES, **plain), PROMPTS[:1]) == alone[:2]
-
-
-needs_vnni = pytest.mark.skipif(
-    "avx512_vnni" not in processor(), reason="the processor has no AVX512-VNNI"
-)
 
 
 @needs_vnni

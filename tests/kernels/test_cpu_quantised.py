@@ -20,7 +20,7 @@ from paged_jax.kernels.weight_formats import (
     dequantise,
     unpack,
 )
-from tests.support.compiler import needs_compiler
+from tests.support.compiler import needs_compiler, needs_vnni
 from tests.support.covering import all_pairs
 from tests.support.weights import elements, make_weight, random_arrays
 
@@ -44,11 +44,6 @@ def flags_of_processor() -> set[str]:
     except OSError:
         return set()
     return {flag for line in text.splitlines() if line.startswith("flags") for flag in line.split()}
-
-
-needs_vnni = pytest.mark.skipif(
-    "avx512_vnni" not in flags_of_processor(), reason="the processor has no AVX512-VNNI"
-)
 
 
 def cases():
