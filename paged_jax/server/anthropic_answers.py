@@ -1,11 +1,8 @@
-"""Responses of ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``, Anthropic's API."""
+"""Responses of ``POST /v1/messages``, Anthropic's API."""
 
 import json
 from collections.abc import Sequence
 from typing import Any
-
-from starlette.requests import Request
-from starlette.responses import Response
 
 from paged_jax.sampling.params import StructuredOutputsParams
 from paged_jax.scheduler.outputs import CompletionOutput, RequestOutput
@@ -17,17 +14,13 @@ from paged_jax.server.answers import (
     usage,
     whole_samples,
 )
-from paged_jax.server.anthropic_bodies import CountTokensBody, MessagesBody, chat_of_messages
-from paged_jax.server.chats import Chat
-from paged_jax.server.receiving import receive_body
-from paged_jax.server.request_log import RECORD, RequestRecord
+from paged_jax.server.anthropic_bodies import MessagesBody, chat_of_messages
+from paged_jax.server.request_log import RequestRecord
 from paged_jax.server.responses import (
     ApiError,
     JsonDict,
     anthropic_error,
-    bad_request,
     encode_named_event,
-    json_response,
 )
 from paged_jax.server.service import Client, Service
 
@@ -190,23 +183,3 @@ class MessagesAnswer(BlockAnswer):
             arguments = {}  # the answer was cut short
         call = {"name": block.name, "input": arguments}
         return {"type": "tool_use", "id": f"toolu_{block.id}", **call}
-
-
-async def count_tokens(service: Service, request: Request) -> Response:
-    """Return the number of tokens of a prompt, with its tools and the chat template.
-
-    Raises:
-      ApiError: the body is invalid, or the model has no tokenizer.
-    """
-    body = await receive_body(service, request, CountTokensBody)
-    service.check_model(body.model)
-
-    def count() -> int:
-        try:
-            return len(Chat(service, chat_of_messages(body, service.tokenizer)).token_ids())
-        except ValueError as error:
-            raise bad_request(error) from None
-
-    async with service.while_connected(request.receive):
-        size = request.scope[RECORD].size(request.scope[RECORD].num_bytes)
-        return json_response({"input_tokens": await service.encode(size, count)})

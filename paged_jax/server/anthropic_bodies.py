@@ -102,6 +102,7 @@ class MessagesBody(CountTokensBody, SamplingBody):
     # Fields that are accepted and have no effect on this server.
     inference_geo: str | None = Field(None, description="Ignored.")
     diagnostics: Any = Field(None, description="Ignored.")
+    thread: None = Field(None, description="Must be null: messages are not stored.")
 
 
 def chat_of_messages(body: CountTokensBody, tokenizer: Tokenizer | None) -> bodies.ChatBody:

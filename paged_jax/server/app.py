@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paged_jax import __version__
 from paged_jax.server import admin, cache_page, openapi, schemas
-from paged_jax.server.anthropic_answers import MessagesAnswer, count_tokens
+from paged_jax.server.anthropic_answers import MessagesAnswer
 from paged_jax.server.chat_answers import ChatAnswer
 from paged_jax.server.completion_answers import CompletionAnswer, GenerateAnswer
 from paged_jax.server.completions import CompletionEndpoint
@@ -31,7 +31,13 @@ from paged_jax.server.response_answers import ResponsesAnswer
 from paged_jax.server.responses import ApiError, json_response
 from paged_jax.server.security import CLIENT, Security
 from paged_jax.server.service import ClientGone, Service
-from paged_jax.server.tokenization import detokenize, tokenize, tokenizer_info
+from paged_jax.server.tokenization import (
+    count_input_tokens,
+    count_message_tokens,
+    detokenize,
+    tokenize,
+    tokenizer_info,
+)
 
 # nginx' status for a client that has left. It appears in logs and metrics only.
 _CLIENT_CLOSED_REQUEST = 499
@@ -55,7 +61,8 @@ def create_app(service: Service) -> Starlette:
     routes = [
         # Starlette tries routes in order, so the most frequent routes are first.
         *_generation_routes(service),
-        route("/v1/messages/count_tokens", count_tokens, "POST"),
+        route("/v1/messages/count_tokens", count_message_tokens, "POST"),
+        route("/v1/responses/input_tokens", count_input_tokens, "POST"),
         route("/live", _live),
         route("/ping", _ready, "GET", "POST"),
         route("/version", _version),

@@ -13,7 +13,7 @@ from paged_jax import __version__
 from paged_jax.server import bodies, schemas
 from paged_jax.server.anthropic_bodies import CountTokensBody, MessagesBody
 from paged_jax.server.limits import Limits
-from paged_jax.server.response_bodies import ResponsesBody
+from paged_jax.server.response_bodies import InputTokensBody, ResponsesBody
 from paged_jax.server.responses import is_anthropic
 
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
@@ -88,6 +88,13 @@ ENDPOINTS = (
         schemas.ResponseObject,
         "OpenAI's responses, without storage, see [agents.md](agents.md)",
         can_stream=True,
+    ),
+    _post(
+        "/v1/responses/input_tokens",
+        "countInputTokens",
+        InputTokensBody,
+        schemas.InputTokenCount,
+        "the number of tokens of a body of `/v1/responses`",
     ),
     _post(
         "/v1/messages",

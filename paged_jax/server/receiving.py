@@ -35,6 +35,7 @@ _UNSUPPORTED = {
     "previous_response_id": "be null, as responses are not stored here: send the whole input",
     "conversation": "be null, as conversations are not stored here: send the whole input",
     "background": "be null or false, as responses are not stored here",
+    "thread": "be null, as messages are not stored here: send the whole conversation",
     "container": "be null, as this server runs no containers",
     "mcp_servers": "be null or empty, as this server connects to no other servers",
 }

@@ -62,18 +62,14 @@ class ReasoningOptions(LenientBody):
     generate_summary: str | None = None
 
 
-class ResponsesBody(SamplingBody, TemplateFields):
-    """Body of `POST /v1/responses`. Responses are not stored."""
+class InputTokensBody(TemplateFields):
+    """Body of `POST /v1/responses/input_tokens`; `ResponsesBody` has these fields as well."""
 
     model: str | None = Field(None, description="Name of the served model.")
     input: Text | Annotated[Items[dict[str, Any]], Field(min_length=1)] = Field(
         description="A text, or a list of items: messages, reasoning, calls and their results."
     )
     instructions: str | None = Field(None, description="A system message before the input.")
-    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = Field(
-        None, description="Maximum number of tokens to generate, reasoning included."
-    )
-    n: Literal[1] | None = Field(None, description="Only 1.")
     tools: Items[dict[str, Any]] | None = Field(
         None, description="Functions and namespaces of functions. Other types are skipped."
     )
@@ -89,6 +85,21 @@ class ResponsesBody(SamplingBody, TemplateFields):
     reasoning: ReasoningOptions | None = Field(
         None, description="Options of the reasoning: `effort` and `summary`."
     )
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="Ignored: input that is too long is an error."
+    )
+    # Fields that need stored responses.
+    previous_response_id: None = Field(None, description="Must be null: responses are not stored.")
+    conversation: None = Field(None, description="Must be null: responses are not stored.")
+
+
+class ResponsesBody(InputTokensBody, SamplingBody):
+    """Body of `POST /v1/responses`. Responses are not stored."""
+
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = Field(
+        None, description="Maximum number of tokens to generate, reasoning included."
+    )
+    n: Literal[1] | None = Field(None, description="Only 1.")
     top_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = Field(
         None, description="Number of most probable tokens to report with each token."
     )
@@ -102,9 +113,6 @@ class ResponsesBody(SamplingBody, TemplateFields):
     )
     # Fields that clients often send and that change nothing here.
     store: bool | None = Field(None, description="Ignored: responses are not stored.")
-    truncation: Literal["auto", "disabled"] | None = Field(
-        None, description="Ignored: input that is too long is an error."
-    )
     service_tier: str | None = Field(None, description="Ignored.")
     user: str | None = Field(None, description="Ignored.")
     max_tool_calls: int | None = Field(None, description="Ignored: it counts built-in tools.")
@@ -113,9 +121,7 @@ class ResponsesBody(SamplingBody, TemplateFields):
     context_management: Items[dict[str, Any]] | None = Field(
         None, description="Ignored: input is never compacted."
     )
-    # Fields that need stored responses.
-    previous_response_id: None = Field(None, description="Must be null: responses are not stored.")
-    conversation: None = Field(None, description="Must be null: responses are not stored.")
+    # Fields that need stored prompts or responses.
     prompt: None = Field(None, description="Must be null: prompts are not stored.")
     background: Literal[False] | None = Field(
         None, description="Only false: responses are not stored."
@@ -222,7 +228,7 @@ def _inner_tools(tool: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def chat_body(
-    body: ResponsesBody, tokenizer: Tokenizer | None, names: ToolNames | None = None
+    body: InputTokensBody, tokenizer: Tokenizer | None, names: ToolNames | None = None
 ) -> bodies.ChatBody:
     """Return the chat that a body describes.
 
@@ -275,7 +281,7 @@ def validated_chat(
         raise ApiError(400, f"{place}: {first['msg']}.", param=place) from None
 
 
-def _messages(body: ResponsesBody) -> Iterator[JsonDict]:
+def _messages(body: InputTokensBody) -> Iterator[JsonDict]:
     """Yield the messages of the input. Items of one turn of the assistant form one message."""
     if isinstance(body.input, str):
         yield {"role": "user", "content": body.input}

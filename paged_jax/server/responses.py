@@ -25,6 +25,9 @@ _ERROR_TYPES = {
 }
 # Paths of Anthropic's API, possibly below a prefix.
 _ANTHROPIC = re.compile(r"/v1/messages(/|$)")
+# Details of errors in Anthropic's API, by the invalid field. Clients that keep the whole
+# conversation repeat a request without `thread` if the error has these details.
+_ANTHROPIC_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
 # Types of errors in Anthropic's API, by status.
 _ANTHROPIC_ERRORS = {
     401: "authentication_error",
@@ -157,7 +160,9 @@ def anthropic_error(error: ApiError, request_id: str | None) -> JsonDict:
     if error.code == "context_length_exceeded":
         # Agents shorten the chat when they read these words.
         message = f"prompt is too long: {message}"
-    detail = {"type": kind, "message": message}
+    detail: JsonDict = {"type": kind, "message": message}
+    if error.param in _ANTHROPIC_DETAILS:
+        detail["details"] = _ANTHROPIC_DETAILS[error.param]
     return {"type": "error", "error": detail, "request_id": request_id}
 
 

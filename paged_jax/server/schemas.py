@@ -293,6 +293,13 @@ class TokenCount(BaseModel):
     input_tokens: int
 
 
+class InputTokenCount(BaseModel):
+    """Response of `POST /v1/responses/input_tokens`."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 class TokenizeResponse(BaseModel):
     """Response of `POST /tokenize`."""
 

@@ -1,4 +1,4 @@
-"""Routes of the tokenizer, in vLLM's formats: text to token ids, back, and special tokens."""
+"""Routes of the tokenizer: token ids of texts and back, special tokens, and counts of tokens."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -8,7 +8,9 @@ from starlette.responses import Response
 
 from paged_jax.models.text.tokenizer import Tokenizer
 from paged_jax.server import bodies, schemas
+from paged_jax.server.anthropic_bodies import CountTokensBody, chat_of_messages
 from paged_jax.server.chats import (
+    Chat,
     num_chars,
     template_messages,
     template_tools,
@@ -16,6 +18,7 @@ from paged_jax.server.chats import (
 )
 from paged_jax.server.receiving import receive_body
 from paged_jax.server.request_log import RECORD
+from paged_jax.server.response_bodies import InputTokensBody, chat_body
 from paged_jax.server.responses import ApiError, bad_request, json_response
 from paged_jax.server.security import CLIENT
 from paged_jax.server.service import Service
@@ -65,6 +68,44 @@ async def tokenize(service: Service, request: Request) -> Response:
             token_strs=tokenizer.spell(token_ids) if body.return_token_strs else None,
         )
     )
+
+
+async def count_message_tokens(service: Service, request: Request) -> Response:
+    """Return the number of tokens of a body of ``/v1/messages``, with tools and template.
+
+    Raises:
+      ApiError: the body is invalid, or the model has no tokenizer.
+    """
+    body = await receive_body(service, request, CountTokensBody)
+    service.check_model(body.model)
+    count = await _count(service, request, lambda: chat_of_messages(body, service.tokenizer))
+    return json_response(schemas.TokenCount(input_tokens=count))
+
+
+async def count_input_tokens(service: Service, request: Request) -> Response:
+    """Return the number of tokens of a body of ``/v1/responses``, with tools and template.
+
+    Raises:
+      ApiError: the body is invalid, or the model has no tokenizer.
+    """
+    body = await receive_body(service, request, InputTokensBody)
+    service.check_model(body.model)
+    count = await _count(service, request, lambda: chat_body(body, service.tokenizer))
+    return json_response(schemas.InputTokenCount(input_tokens=count))
+
+
+async def _count(
+    service: Service, request: Request, make_chat: Callable[[], bodies.ChatBody]
+) -> int:
+    def count() -> int:
+        try:
+            return len(Chat(service, make_chat()).token_ids())
+        except ValueError as error:
+            raise bad_request(error) from None
+
+    record = request.scope[RECORD]
+    async with service.while_connected(request.receive):
+        return await service.encode(record.size(record.num_bytes), count)
 
 
 async def detokenize(service: Service, request: Request) -> Response:

@@ -203,6 +203,17 @@ def test_errors_have_the_form_of_the_api(client, change, message) -> None:
     assert error.value.request_id, "the client reads it from a header"
 
 
+def test_threads_are_rejected_with_the_details_that_clients_read(client) -> None:
+    """The client's tool runner repeats such a request with the whole conversation."""
+    with pytest.raises(anthropic.BadRequestError, match="not stored here") as error:
+        client.messages.create(**ASK, extra_body={"thread": {"type": "create"}})
+    assert isinstance(error.value.details, anthropic.types.ThreadUnsupportedRequestErrorDetails)
+    assert error.value.details.error_code == "thread_unsupported_request"
+    with pytest.raises(anthropic.BadRequestError) as error:
+        client.messages.create(**ASK, extra_body={"surprise": 1})
+    assert error.value.details is None
+
+
 def test_unknown_paths_of_the_api_have_its_form_of_errors(client) -> None:
     with pytest.raises(anthropic.NotFoundError, match="There is no") as error:
         client.messages.batches.list()

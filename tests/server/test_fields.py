@@ -30,7 +30,7 @@ from paged_jax.server.completion_answers import CompletionAnswer, GenerateAnswer
 from paged_jax.server.generation import _make_job, check_request
 from paged_jax.server.request_log import RequestRecord
 from paged_jax.server.response_answers import ResponsesAnswer
-from paged_jax.server.response_bodies import ResponsesBody
+from paged_jax.server.response_bodies import InputTokensBody, ResponsesBody, chat_body
 from paged_jax.server.responses import ApiError
 from paged_jax.server.sampling_body import IGNORED, NEUTRAL_VALUES, is_neutral
 from paged_jax.server.service import Client
@@ -125,8 +125,8 @@ VALUES: dict[str, Any] = {
     "prompt_logprobs": 1, "prompt_token_ids": [5], "reasoning_effort": "low",
     "repetition_penalty": 2.0, "return_token_ids": True, "seed": 5, "separate_reasoning": False,
     "skip_special_tokens": False, "stop": "No", "stop_sequences": ["No"], "stop_token_ids": [5],
-    "suffix": "x", "system": "Be brief.", "temperature": 0.5, "timeout": 5.0, "tools": TOOLS,
-    "top_k": 5, "top_p": 0.5, "truncate_prompt_tokens": 1,
+    "suffix": "x", "system": "Be brief.", "temperature": 0.5, "thread": {"type": "create"},
+    "timeout": 5.0, "tools": TOOLS, "top_k": 5, "top_p": 0.5, "truncate_prompt_tokens": 1,
 }  # fmt: skip
 TOOLS_OF = {
     "chats": TOOLS,
@@ -248,6 +248,19 @@ def test_hints_are_no_fields_that_change_a_response(route, constant_ids) -> None
         if name in NEUTRAL_VALUES:
             assert f"{name} is supported here only as" in effect_of(route, {**base, name: "x"})
     assert not is_neutral("separate_reasoning", False)
+
+
+@pytest.mark.parametrize("name", ["instructions", "tools", "reasoning", "text", "input"])
+def test_counted_prompts_are_the_prompts_of_responses(name) -> None:
+    _, _, base = BODIES["responses"]
+    change = {"tools": TOOLS_OF["responses"]} if name == "tools" else changes_of(name)[0]
+    body = {**base, **change, "chat_template_kwargs": {"word": "x"}}
+    chats = [
+        Chat(service(), chat_body(each.model_validate(body), service().tokenizer))
+        for each in (ResponsesBody, InputTokensBody)
+    ]
+    counted = chats[1].token_ids()
+    assert chats[0].token_ids() == counted and "x" in chats[1]._prompt
 
 
 @pytest.mark.parametrize("name", ["system", "tools", "thinking", "output_config", "messages"])

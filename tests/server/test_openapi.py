@@ -26,6 +26,7 @@ OPERATIONS = [
     ("GET", "/live"), ("GET", "/ready"), ("POST", "/tokenize"), ("POST", "/detokenize"),
     ("GET", "/ping"), ("GET", "/version"), ("POST", "/v1/responses"), ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/v1/responses/input_tokens"),
     ("GET", "/tokenizer_info"), ("GET", "/get_model_info"), ("GET", "/get_server_info"),
 ]  # fmt: skip
 # Number of valid and of invalid requests per operation.

@@ -130,6 +130,17 @@ def test_logprobs_leave_out_the_reasoning(client, is_stream) -> None:
     assert len(part.logprobs) in (count - 1, count), "a token of white space is left out"
 
 
+def test_input_tokens_are_counted_with_tools_and_template(client) -> None:
+    body = {"model": "bundled", "input": "Hello", "instructions": "Be brief."}
+    plain = client.responses.input_tokens.count(**body)
+    assert plain.object == "response.input_tokens"
+    with_tools = client.responses.input_tokens.count(**body, tools=FUNCTIONS)
+    assert with_tools.input_tokens > plain.input_tokens > 5
+    for counted, tools in ((plain, []), (with_tools, FUNCTIONS)):
+        usage = client.responses.create(**body, tools=tools, max_output_tokens=1).usage
+        assert usage.input_tokens == counted.input_tokens
+
+
 def test_logprobs_have_the_bytes_of_the_text(client) -> None:
     answer = client.responses.create(
         **ASK,
