@@ -15,11 +15,11 @@ from tests.support.processes import run_on_devices
 # Importing torch and transformers takes seconds.
 pytestmark = pytest.mark.slow
 
-NUM_DRAFTS, MAX_TOKENS = 3, 32
+NUM_DRAFTS, MAX_TOKENS = 3, 64
 # Kind of preemption and maximum number of drafts of each engine. The families have:
 ENGINES = {
-    "qwen3_next": ("swap", 0),  # gated delta nets, gates of attention, shared experts
-    "kimi_linear": ("recompute", 0),  # Kimi Delta Attention, latent attention, experts in groups
+    "qwen3_next": ("swap", NUM_DRAFTS),  # gated delta nets, gates of attention, shared experts
+    "kimi_linear": ("recompute", NUM_DRAFTS),  # Kimi Delta Attention, latents, groups of experts
     "falcon_h1": ("recompute", NUM_DRAFTS),  # Mamba-2 beside attention
     "lfm2_moe": ("swap", 0),  # short convolutions
     "nemotron_h": ("recompute", 0),  # layers with only an MLP, or only Mamba-2
@@ -38,7 +38,7 @@ from paged_jax.runner.programs import list_calls
 from tests.support.workload import Job, check_empty, play
 
 runner.row_bucket = lambda count, num_slots: num_slots  # fewer programs
-params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 problems = []
 for name, (folder, preemption, num_drafts, jobs) in json.loads(sys.argv[1]).items():
 
@@ -51,7 +51,7 @@ for name, (folder, preemption, num_drafts, jobs) in json.loads(sys.argv[1]).item
         Drafter._draft = draft
     model = Llama.from_pretrained(folder, scan_layers=False)
     engine = Engine(
-        model, block_size=8, num_blocks=15, max_num_seqs=3, max_model_len=128, max_chunk=16,
+        model, block_size=8, num_blocks=24, max_num_seqs=3, max_model_len=160, max_chunk=16,
         max_num_batched_tokens=32, preemption=preemption, num_speculative_tokens=num_drafts,
         backend="xla", tensor_parallel_size=2,
     )
