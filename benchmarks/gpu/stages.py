@@ -157,7 +157,8 @@ def _goals(out: Path, is_quick: bool) -> list[Command]:
 
 
 def _mosaic(out: Path, is_quick: bool) -> list[Command]:
-    chosen = ("--models", "Llama-3 8B", "--dtypes", "bfloat16", *_budget("mosaic"))
+    dtypes = ("--dtypes", "bfloat16", "int8", "float8_e4m3fn")
+    chosen = ("--models", "Llama-3 8B", *dtypes, *_budget("mosaic"))
     extra = ("--quick", "--rounds", "1") if is_quick else chosen
     results = out / "decode-attention-mosaic.json"
     return [Command(_module("benchmarks.attention", "--json", results, *extra), "mosaic")]

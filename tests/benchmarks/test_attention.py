@@ -155,11 +155,12 @@ def test_divisions_are_of_decode(tiny) -> None:
 @pytest.mark.skipif(
     mosaic_launch.refusal(interpret=True) is not None, reason="this jax is too old for Mosaic GPU"
 )
+@pytest.mark.parametrize("pool_dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize(("chunk", "kernel"), [(0, "paged_decode"), (24, "paged_prefill")])
-def test_mosaic_gpu_is_timed_beside_triton(tiny, monkeypatch, chunk, kernel) -> None:
+def test_mosaic_gpu_is_timed_beside_triton(tiny, monkeypatch, chunk, kernel, pool_dtype) -> None:
     """Both are lowered for a GPU with the same arrays."""
     monkeypatch.setitem(attention_cases.MODELS, tiny, Heads(4, 2, 64))
-    case = Case(tiny, 2, 24, 8, "bfloat16", chunk=chunk)
+    case = Case(tiny, 2, 24, 8, pool_dtype, chunk=chunk)
     inputs = make_inputs(case)
     [call] = attention_peers.KNOWN["mosaic_gpu"].make(case, inputs).values()
     for each, backend in ((call, "mosaic_gpu"), (our_call(inputs), "triton")):

@@ -202,6 +202,11 @@ def test_op_lowers_to_one_kernel_in_any_combination(platform, case) -> None:
         ("decode", 4, {"dtype": "float16", "pool_dtype": "int8"}),
         ("decode", 4, {"dtype": "float16", "pool_dtype": "float8_e4m3fn"}),
         ("decode", 12, {"C": 256, "pool_dtype": "float8_e4m3fn"}),
+        ("prefill", 1, {"C": 8, "pool_dtype": "int8"}),
+        ("prefill", 4, {"dtype": "float16", "pool_dtype": "float8_e4m3fn"}),
+        ("ragged", 4, {"C": 8, "pool_dtype": "int8"}),
+        ("prefill", 12, {"C": 256, "pool_dtype": "float8_e4m3fn"}),
+        ("ragged", 12, {"C": 256, "dtype": "float16", "pool_dtype": "float8_e4m3fn"}),
         # One query of each KV head, or all queries of a KV head, in boxes that fill tiles or not.
         ("rope_write", 8, {"K": 5}),
         ("rope_write", 12, {"K": 12, "pool_dtype": "int8"}),

@@ -40,31 +40,52 @@ PREFILLS: dict[str, dict[str, Any]] = {
     "narrow window": {"lengths": [140], "query_lens": [30], "G": 5,
                       "options": {"sliding_window": 7}},
 }  # fmt: skip
+NARROW: dict[str, dict[str, Any]] = {
+    "int8": {"lengths": [300, 0, 40], "query_lens": [70, 0, 9], "D": 128, "pool_dtype": "int8"},
+    "int8, sinks": {"lengths": [200, 20], "query_lens": [50, 9], "G": 3, "C": 32,
+                    "dtype": "float16", "has_sinks": True, "pool_dtype": "int8",
+                    "options": {"scale": -0.1}},
+    "fp8, window": {"lengths": [500], "query_lens": [70], "G": 1, "C": 8,
+                    "pool_dtype": "float8_e4m3fn",
+                    "options": {"sliding_window": 150, "soft_cap": 5.0}},
+    "fp8, wide": {"lengths": [200], "query_lens": [20], "K": 2, "G": 8, "D": 256, "C": 128,
+                  "pool_dtype": "float8_e4m3fn"},
+    "int8, three pieces": {"lengths": [400], "query_lens": [30], "G": 2, "D": 192, "C": 256,
+                           "pool_dtype": "int8"},
+}  # fmt: skip
 RAGGED: dict[str, dict[str, Any]] = {
-    "ragged": {"lengths": [(40, 60), (1, 30), (7, 7), (33, 200)], "G": 4},
+    "ragged": {"lengths": [(40, 60), (1, 30), (7, 7), (33, 200)], "G": 4,
+               "options": {"k_scale": 0.5, "v_scale": 1.5}},
     "ragged, window": {"lengths": [(5, 170), (50, 50)], "G": 2, "C": 16,
                        "options": {"sliding_window": 40, "soft_cap": 3.0}},
+    "ragged, int8": {"lengths": [(40, 60), (1, 130), (33, 200)], "G": 4, "D": 128,
+                     "pool_dtype": "int8", "options": {"k_scale": 0.03, "v_scale": 0.04}},
+    "ragged, fp8": {"lengths": [(1, 170), (50, 50)], "G": 3, "C": 64, "dtype": "float16",
+                    "pool_dtype": "float8_e4m3fn", "options": {"sliding_window": 40}},
 }  # fmt: skip
-CASES = PREFILLS | RAGGED
+CASES = PREFILLS | NARROW | RAGGED
 
 
 def run_case(name: str) -> None:
     """Compare a case with float64. Unused tokens are NaN, and unused table entries out of range."""
     case = {"K": 1, "G": 4, "C": 16, "D": 64, "dtype": "bfloat16", "options": {}} | CASES[name]
     dtype, K, H, D = jnp.dtype(case["dtype"]), case["K"], case["K"] * case["G"], case["D"]
+    pool_dtype = jnp.dtype(case.get("pool_dtype", dtype))
     simulator = launch.plgpu.InterpretGPUParams(detect_races=True)
     simulated = {"backend": "mosaic_gpu", "interpret": simulator}
     options = dict(case["options"])
     if name in RAGGED:
         batch = RaggedBatch.random(
-            case["lengths"], K=K, G=case["G"], C=case["C"], D=D, q_dtype=dtype, dtype=dtype
+            case["lengths"], K=K, G=case["G"], C=case["C"], D=D, q_dtype=dtype, dtype=pool_dtype
         )
         options["sm_scale"] = D**-0.5
         got = batch.attend(**simulated, **options, return_lse=True)
         want = batch.expected_with_lse(**options)
     else:
-        paged, lens = PagedBatch.random(case["lengths"], K=K, C=case["C"], D=D, dtype=dtype,
-                                        extra_width=1), case["query_lens"]  # fmt: skip
+        lens = case["query_lens"]
+        paged = PagedBatch.random(
+            case["lengths"], K=K, C=case["C"], D=D, dtype=pool_dtype, extra_width=1
+        )
         q = queries((len(lens), max(lens), H, D), dtype)
         for row, num_queries in enumerate(lens):
             q[row, num_queries:] = np.nan
@@ -73,8 +94,10 @@ def run_case(name: str) -> None:
         got = paged.prefill(q, lens, **simulated, **options)
         want = paged.expected_prefill(q, lens, **options)
     assert got[0].dtype == dtype and got[1].dtype == np.float32
-    # The weights and the result are rounded to half precision, the log-sum-exp is not.
-    unit = float(jnp.finfo(dtype).eps) / 2
+    # The weights and the result are rounded to half precision, the log-sum-exp is not. Weights of
+    # 8-bit values are rounded to bfloat16.
+    is_narrow = pool_dtype != dtype
+    unit = float(jnp.finfo(jnp.bfloat16 if is_narrow else dtype).eps) / 2
     np.testing.assert_allclose(got[0].astype(np.float64), want[0], rtol=unit, atol=2 * unit)
     np.testing.assert_allclose(got[1], want[1], atol=5e-6)
 
@@ -145,8 +168,11 @@ def prompt(op: Any = "prefill", *, q_dtype="bfloat16", pool_dtype="bfloat16", **
     [
         ({}, None),
         ({"H": 142}, None),
-        ({"pool_dtype": "int8"}, "must both be bfloat16 or float16"),
-        ({"q_dtype": "float32"}, "must both be bfloat16 or float16"),
+        ({"pool_dtype": "int8"}, None),
+        ({"q_dtype": "float16", "pool_dtype": "float8_e4m3fn"}, None),
+        ({"pool_dtype": "float16"}, "pools of the same dtype, int8 or float8_e4m3fn"),
+        ({"q_dtype": "float32"}, "queries must be bfloat16 or float16"),
+        ({"q_dtype": "float32", "pool_dtype": "int8"}, "queries must be bfloat16 or float16"),
         ({"C": 12}, "blocks of a power of two"),
         ({"D": 80}, "heads of a multiple of 64 elements up to 256"),
         ({"D": 320}, "heads of a multiple of 64 elements up to 256"),

@@ -184,9 +184,20 @@ MOSAIC_DECODE: Mapping[str, Case] = _mosaic(
 MOSAIC_PREFILL: Mapping[str, Case] = _mosaic(
     GPU_PREFILL,
     "prefill of one chunk of 2048", "prefill, blocks of 64", "prefill, group of 7", "prefill, D 64",
-    "prefill, D 256", "prefill, all variants",
-)  # fmt: skip
-MOSAIC_RAGGED: Mapping[str, Case] = _mosaic(GPU_RAGGED, "ragged", "ragged, all variants")
+    "prefill, D 256", "prefill, all variants", "prefill, int8", "prefill, fp8",
+) | {
+    f"mosaic: prefill, {name}": _gpu("prefill", backend="mosaic_gpu", **changes)
+    for name, changes in (
+        ("int8, D 64", {"K": 4, "G": 8, "D": 64, "pool_dtype": "int8"}),
+        ("int8, D 192", {"D": 192, "pool_dtype": "int8"}),
+        ("fp8, D 256", {"D": 256, "pool_dtype": "float8_e4m3fn"}),
+        ("int8, float16", {"dtype": "float16", "pool_dtype": "int8"}),
+        ("fp8, all variants", {"pool_dtype": "float8_e4m3fn", **_VARIANTS}),
+    )
+}  # fmt: skip
+MOSAIC_RAGGED: Mapping[str, Case] = _mosaic(
+    GPU_RAGGED, "ragged", "ragged, all variants", "ragged, int8", "ragged, fp8"
+)
 
 MOSAIC_UPDATES: Mapping[str, Case] = _mosaic(
     GPU_UPDATES,
@@ -246,6 +257,12 @@ MOSAIC_STEPS: Mapping[str, DecodeStep] = {
     "mosaic: step of Llama 3 8B": _layers_of(LLAMA_3_8B, DecodeStep, backend="mosaic_gpu"),
     "mosaic: chunk of Llama 3 8B": _layers_of(
         LLAMA_3_8B, PrefillStep, batch=1, backend="mosaic_gpu"
+    ),
+    "mosaic: step, int8": _layers_of(
+        LLAMA_3_8B, DecodeStep, pool_dtype="int8", backend="mosaic_gpu"
+    ),
+    "mosaic: chunk, int8": _layers_of(
+        LLAMA_3_8B, PrefillStep, batch=1, pool_dtype="int8", backend="mosaic_gpu"
     ),
 }
 

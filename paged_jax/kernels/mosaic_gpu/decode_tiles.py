@@ -13,13 +13,15 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from paged_jax.kernels.backend import Pages, Pools
 from paged_jax.kernels.kv_split import KVPart, KVSplit
 from paged_jax.kernels.mosaic_gpu.launch import (
     MAX_SHARED_MEMORY,
     TILE_LANES,
-    TILE_ROWS,
     AttentionInputs,
     plgpu,
+    swizzled,
+    widen,
 )
 from paged_jax.kernels.pool_format import is_quantised
 
@@ -62,7 +64,7 @@ class DecodeSizes(NamedTuple):
       shares_values: whether values are the first elements of keys.
       num_stages: number of tiles in the ring.
       slice_size: query heads of a thread block, a divisor of the group of a KV head.
-      is_quantised: whether the pools have 8-bit elements and scales.
+      is_narrow: whether the pools or pages have 8-bit elements.
     """
 
     split: KVSplit
@@ -72,12 +74,12 @@ class DecodeSizes(NamedTuple):
     shares_values: bool
     num_stages: int
     slice_size: int
-    is_quantised: bool
+    is_narrow: bool
 
     @classmethod
     def choose(
         cls, B: int, M: int, G: int, C: int, D: int, U: int, shares_values: bool,
-        window: int | None, is_quantised: bool,
+        window: int | None, is_narrow: bool,
     ) -> "DecodeSizes":  # fmt: skip
         """Choose the tiles of a call. The batch is not split yet."""
         most = MMA_COLUMNS if max(D, U) > WIDE else _MAX_SLICE
@@ -85,9 +87,9 @@ class DecodeSizes(NamedTuple):
 
         def sized(step_tokens: int, stages: int) -> "DecodeSizes":
             split = KVSplit(B, 0, step_tokens, M * C, window, min(C, step_tokens))
-            return cls(split, C, D, U, shares_values, stages, slice_size, is_quantised)
+            return cls(split, C, D, U, shares_values, stages, slice_size, is_narrow)
 
-        if is_quantised:
+        if is_narrow:
             steps = [sized(*step) for step in _NARROW_STEPS]
             fitting = [sizes for sizes in steps if sizes.num_resident > 1]
             # If no two thread blocks fit an SM, one has the longest ring that fits.
@@ -128,7 +130,7 @@ class DecodeSizes(NamedTuple):
         columns, T = pl.cdiv(self.slice_size, MMA_COLUMNS) * MMA_COLUMNS, self.step_tokens
         halves = 1 if self.shares_values else 2
         tile = T * (self.head_dim + (halves - 1) * self.value_dim)
-        if self.is_quantised:
+        if self.is_narrow:
             ring = self.num_stages * (tile + 4 * halves * T) + 2 * T * self.value_dim
         else:
             ring = 2 * self.num_stages * tile
@@ -181,7 +183,9 @@ class SharedTiles(NamedTuple):
     is_loaded: Any
 
 
-def shared_tiles(sizes: DecodeSizes, num_groups: int, dtype: Any, pool_dtype: Any) -> SharedTiles:
+def shared_tiles(
+    sizes: DecodeSizes, num_groups: int, dtype: Any, pools: Pools | Pages
+) -> SharedTiles:
     """Describe the shared memory of a thread block, for `launch`."""
     R = num_groups * MMA_COLUMNS
     T, U, stages = sizes.step_tokens, sizes.value_dim, sizes.num_stages
@@ -189,38 +193,30 @@ def shared_tiles(sizes: DecodeSizes, num_groups: int, dtype: Any, pool_dtype: An
     k_scale = v_scale = None
     rings, values = len(key_lanes + value_lanes), []
     weight_dtype, lanes = dtype, TILE_LANES
-    if sizes.is_quantised:
+    if pools.is_quantised:
         k_scale = plgpu.SMEM((stages, T), jnp.float32)
         v_scale = None if sizes.shares_values else plgpu.SMEM((stages, T), jnp.float32)
         rings += 1 if sizes.shares_values else 2
+    if sizes.is_narrow:
         # Weights times scales may exceed the range of float16.
         values, weight_dtype = sizes.value_lanes, jnp.bfloat16
         # Rows of whole heads are cut into pieces of 128 bytes, or of 64.
         if not (sizes.head_dim % (2 * lanes) or U % (2 * lanes)):
             lanes *= 2
     return SharedTiles(
-        k=tuple(_swizzled((stages, T, size), pool_dtype, lanes) for _, size in key_lanes),
-        v=tuple(_swizzled((stages, T, size), pool_dtype, lanes) for _, size in value_lanes),
+        k=tuple(swizzled((stages, T, size), pools.dtype, lanes) for _, size in key_lanes),
+        v=tuple(swizzled((stages, T, size), pools.dtype, lanes) for _, size in value_lanes),
         k_scale=k_scale,
         v_scale=v_scale,
-        values=tuple(_swizzled((T, size), weight_dtype) for _, size in values),
+        values=tuple(swizzled((T, size), weight_dtype) for _, size in values),
         is_full=plgpu.Barrier(num_arrivals=T // sizes.copy_rows * rings, num_barriers=stages),
         q=tuple(plgpu.SMEM((R, size), dtype) for _, size in key_lanes),
-        weights=_swizzled((2, R, T), weight_dtype),
+        weights=swizzled((2, R, T), weight_dtype),
         sums=plgpu.SMEM((num_groups, U, MMA_COLUMNS), jnp.float32),
         rows=plgpu.SMEM((num_groups, MMA_COLUMNS), jnp.float32),
         count=plgpu.SMEM((1,), jnp.int32),
         is_loaded=plgpu.Barrier(num_arrivals=len(key_lanes)),
     )
-
-
-def _swizzled(shape: tuple[int, ...], dtype: Any, lanes: int = TILE_LANES) -> Any:
-    """Describe a tile whose rows are swizzled in pieces of `lanes` elements."""
-    transforms = (
-        plgpu.TilingTransform((TILE_ROWS, lanes)),
-        plgpu.SwizzleTransform(lanes * jnp.dtype(dtype).itemsize),
-    )
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 class TileCopies(NamedTuple):
@@ -278,7 +274,7 @@ class TileCopies(NamedTuple):
     def start_next(self, step: jax.Array, blocks: list[jax.Array]) -> list[jax.Array]:
         """Start the copies of `blocks` during a step, and return the blocks for the next step."""
         stages = self.sizes.num_stages
-        if self.sizes.is_quantised:
+        if self.sizes.is_narrow:
             # All threads have converted the tiles of this step, so they can be overwritten.
             self.start(step + stages, blocks)
             return self.load_blocks(step + stages + 1)
@@ -297,7 +293,7 @@ class TileCopies(NamedTuple):
 
         @pl.when(step < self.part.end)
         def _():
-            if not self.sizes.is_quantised:
+            if not self.sizes.is_narrow:
                 for turn, (token, block) in turns:
                     self._start_block(slot, turn, layer, self._rows(token), block)
                 return
@@ -370,7 +366,7 @@ def load_queries(copies: TileCopies) -> list[list[jax.Array]]:
 def load_keys(tile_ref: Any, dtype: Any) -> jax.Array:
     """Load a tile of keys, and convert 8-bit elements to the dtype of the queries."""
     if is_quantised(tile_ref.dtype):
-        return _widen(plgpu.load(tile_ref, optimized=False), dtype)
+        return widen(plgpu.load(tile_ref, optimized=False), dtype)
     return tile_ref[...]
 
 
@@ -402,14 +398,6 @@ def load_sinks(columns: int, sinks_ref: Any, copies: TileCopies) -> jax.Array:
     return plgpu.load(row, optimized=False)
 
 
-def _widen(x: jax.Array, dtype: Any) -> jax.Array:
-    """Convert int8 or e4m3 numbers to bfloat16 or float16, which represent them exactly."""
-    # GPUs convert these two pairs in few instructions. Other pairs take two steps.
-    near = jnp.bfloat16 if x.dtype == jnp.int8 else jnp.float16
-    x = x.astype(near)
-    return x if dtype == near else x.astype(jnp.float32).astype(dtype)
-
-
 def widen_values(
     copies: TileCopies,
     slot: jax.Array,
@@ -421,7 +409,7 @@ def widen_values(
     for tile, ring in zip(shared.values, rings, strict=True):
         layout = plgpu.Layout.WGMMA_UPCAST_2X
         values = plgpu.load(ring.at[slot], layout=layout, optimized=False)
-        values = _widen(values, tile.dtype)
+        values = widen(values, tile.dtype)
         if is_seen is not None:
             # Unused tokens of a block may be NaN, and 0 * NaN is NaN.
             values = jnp.where(is_seen(values, 0), values, jnp.zeros_like(values))

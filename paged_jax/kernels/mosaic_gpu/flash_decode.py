@@ -130,7 +130,7 @@ def decode(
     U, K = options.output_dim(D), pools.num_kv_heads
     sizes = DecodeSizes.choose(
         B, M, H // K, pools.block_size, D, U, pools.shares_values, options.sliding_window,
-        pools.is_quantised,
+        is_quantised(pools.dtype),
     )  # fmt: skip
     if num_parts is None:
         resident = gpu_device.device().num_cores * max(sizes.num_resident, 1)
@@ -182,7 +182,7 @@ def _decode(
             jax.ShapeDtypeStruct((N, num_places, num_groups, U, MMA_COLUMNS), jnp.float32),
             jax.ShapeDtypeStruct((N, num_places, num_groups, MMA_COLUMNS), jnp.float32),
         ],
-        scratch=[shared_tiles(sizes, num_groups, q.dtype, pools.dtype)],
+        scratch=[shared_tiles(sizes, num_groups, q.dtype, pools)],
         interpret=interpret,
     )
     return out, lse
@@ -298,7 +298,7 @@ def _fold_part(
             for turn, x in enumerate(_split_rounding(weights, shared.weights.dtype)):
                 rows_of(shared.weights.at[turn], columns)[...] = x
             weighed.append(softmax)
-        if sizes.is_quantised:
+        if sizes.is_narrow:
             widen_values(copies, slot, is_seen)
         plgpu.commit_smem()
         blocks = copies.start_next(step, blocks)
@@ -349,7 +349,7 @@ def _add_values(
     rings = [ring.at[slot] for ring in shared.v or shared.k[: len(outs[0])]]
     for piece, tile in enumerate(shared.values or rings):
         values = tile.transpose((1, 0))[...]
-        if is_seen is not None and not copies.sizes.is_quantised:
+        if is_seen is not None and not copies.sizes.is_narrow:
             # Unused tokens of a block may be NaN, and 0 * NaN is NaN.
             values = jnp.where(is_seen(values, 1), values, jnp.zeros_like(values))
         for out, pair in zip(outs, weights, strict=True):
@@ -371,7 +371,7 @@ def _finish(
         out = tuple(x * _as_columns(decay, x.shape) for x in out)
         peak = new_peak
     lse = peak * np.float32(math.log(2)) + jnp.log(total)
-    return _divide(out, total, lse)
+    return _divide(out, total, lse, options.value_scale)
 
 
 def _is_seen(
@@ -420,10 +420,12 @@ def _split_rounding(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     return rounded, (x - rounded.astype(jnp.float32)).astype(dtype)
 
 
-def _divide(out: tuple[jax.Array, ...], total: jax.Array, lse: jax.Array) -> _Result:
+def _divide(
+    out: tuple[jax.Array, ...], total: jax.Array, lse: jax.Array, value_scale: float = 1.0
+) -> _Result:
     """Divide the output by the sum of the weights. Without tokens, return 0 and a `lse` of -inf."""
     is_empty = total == 0
-    factor = 1 / jnp.where(is_empty, jnp.ones_like(total), total)
+    factor = np.float32(value_scale) / jnp.where(is_empty, jnp.ones_like(total), total)
     lse = jnp.where(is_empty, jnp.full_like(lse, -jnp.inf), lse)
     return tuple(x * _as_columns(factor, x.shape) for x in out), lse
 

@@ -19,6 +19,11 @@ warpgroups multiply each tile, and arrive at a barrier when it can be overwritte
     scores [64, T] = queries [64, D] @ K^T [D, T]
     out    [64, D] += weights [64, T] @ V [T, D]
 
+Elements of 8-bit pools are converted to half precision, which is exact, by warpgroup 2, see
+`converted_tiles`. The other warpgroups multiply the scores and the weights by the scales of the
+tokens. The weights and values are then bfloat16, as weights times scales may exceed the range of
+float16.
+
 Steps are masked only if a row of the tile does not see all their tokens: at the diagonal, and at
 the lower edge of a sliding window. Unused tokens of a block may be NaN, and 0 * NaN is NaN,
 so warpgroup 2 overwrites their values by 0.
@@ -40,6 +45,7 @@ from jax.experimental import pallas as pl
 
 from paged_jax.kernels.backend import AttentionArgs, Interpret, Options, Problem, RaggedArgs
 from paged_jax.kernels.gpu_device import device
+from paged_jax.kernels.mosaic_gpu.converted_tiles import convert_step, start_first
 from paged_jax.kernels.mosaic_gpu.launch import (
     TILE_LANES,
     TILE_ROWS,
@@ -58,12 +64,14 @@ from paged_jax.kernels.mosaic_gpu.query_tiles import (
     QueryTile,
     list_tiles,
 )
+from paged_jax.kernels.pool_format import is_quantised
 from paged_jax.kernels.ragged_chunks import Chunks, find_rows
 
 _DTYPES = ("bfloat16", "float16")
 
-# Registers per thread of the warpgroups that compute, and of the one that copies.
-_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
+# Registers per thread of the warpgroups that compute, and of the warpgroup that copies. It needs
+# more if it also converts, but the outputs of the widest heads leave fewer.
+_REGISTERS, _CONVERTING_REGISTERS, _WIDE_CONVERTING_REGISTERS = (232, 40), (208, 96), (216, 80)
 
 _MAX_HEAD = 256
 
@@ -85,10 +93,13 @@ def refusal(problem: Problem, interpret: Interpret) -> str | None:
     """Return why this kernel cannot solve a prefill or a ragged batch, or None if it can."""
     if (why_not := gpu_refusal(interpret)) is not None:
         return why_not
-    dtype = jnp.dtype(problem.pool_dtype)
-    if dtype.name not in _DTYPES or jnp.dtype(problem.q_dtype) != dtype:
+    dtype, q_dtype = jnp.dtype(problem.pool_dtype), jnp.dtype(problem.q_dtype)
+    if q_dtype.name not in _DTYPES or not (dtype == q_dtype or is_quantised(dtype)):
         names = " or ".join(_DTYPES)
-        return f"queries and pools must both be {names}, got {problem.q_dtype} and {dtype}"
+        return (
+            f"queries must be {names}, and pools of the same dtype, int8 or float8_e4m3fn, got "
+            f"{q_dtype} and {dtype}"
+        )
     C, D = problem["C"], problem["D"]
     if problem.shares_values or problem.value_dim != D:
         return "it attends to prompts with keys and values of the same size in different pools"
@@ -107,7 +118,8 @@ def prefill(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with a chunk of queries per sequence, in one launch."""
     (_, T, H, D), pools = args.q.shape, args.pools
-    sizes = PrefillSizes.choose(T, H // pools.num_kv_heads, pools.block_size, D)
+    group, is_narrow = H // pools.num_kv_heads, is_quantised(pools.dtype)
+    sizes = PrefillSizes.choose(T, group, pools.block_size, D, is_narrow)
     return _prefill(args, options, sizes, interpret)
 
 
@@ -126,7 +138,8 @@ def attend_to_chunks(
       ``(out, lse)``: ``[N, H, D]`` and f32 ``[N, H]``. Rows outside the chunks may hold anything.
     """
     (N, H, D), B, pages = args.q.shape, len(args.context_lens), args.pages
-    sizes = PrefillSizes.choose(pl.cdiv(N, B), H // pages.num_kv_heads, pages.block_size, D)
+    group, is_narrow = H // pages.num_kv_heads, is_quantised(pages.dtype)
+    sizes = PrefillSizes.choose(pl.cdiv(N, B), group, pages.block_size, D, is_narrow)
     return _attend_to_chunks(args, chunks, options, sizes, interpret)
 
 
@@ -219,7 +232,7 @@ def _attend(
             jax.ShapeDtypeStruct((num_tiles * n, H, D), args.q.dtype),
             jax.ShapeDtypeStruct((num_tiles, num_places, CONSUMERS, ROWS), jnp.float32),
         ],
-        scratch=[PrefillTiles.of(sizes, args.q.dtype, bool(interpret))],
+        scratch=[PrefillTiles.of(sizes, args.q.dtype, args.pools, bool(interpret))],
         num_warpgroups=CONSUMERS + 1,
         interpret=interpret,
     )
@@ -241,19 +254,28 @@ def _attend_kernel(
     warpgroup, turn = lax.axis_index("warpgroup"), lax.axis_index("tile")
     tile = QueryTile(*(inputs.work[turn, field] for field in range(len(QueryTile._fields))))
 
+    num_registers = _REGISTERS
+    if sizes.num_staged:
+        is_wide = sizes.head_dim == _MAX_HEAD
+        num_registers = _WIDE_CONVERTING_REGISTERS if is_wide else _CONVERTING_REGISTERS
+
     @pl.when(tile.is_there != 0)
     def _():
         @pl.when(warpgroup < CONSUMERS)
         def _():
-            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+            plgpu.set_max_registers(num_registers[0], action="increase")
             _compute(inputs, shared, tile, options, sizes, instructions)
 
         @pl.when(warpgroup == CONSUMERS)
         def _():
-            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+            plgpu.set_max_registers(num_registers[1], action="decrease")
             copies = PrefillCopies(inputs, shared, tile, sizes)
             copies.load_queries()
-            lax.fori_loop(jnp.int32(0), tile.num_steps, copies.load_step, None)
+            load_step = copies.load_step
+            if sizes.num_staged:
+                load_step = functools.partial(convert_step, copies=copies)
+                start_first(copies)
+            lax.fori_loop(jnp.int32(0), tile.num_steps, load_step, None)
             drained = jnp.maximum(tile.num_steps - sizes.num_stages, 0)
             lax.fori_loop(drained, tile.num_steps, copies.wait_for_step, None)
             copies.store(out_ref, lse_ref)
@@ -272,6 +294,15 @@ class _OnlineSoftmax(NamedTuple):
     total: jax.Array
     out: jax.Array
 
+    @classmethod
+    def start(cls, head_dim: int) -> "_OnlineSoftmax":
+        """Return the softmax over no tokens."""
+        return cls(
+            _as_rows(jnp.full((ROWS,), _LOWEST, jnp.float32)),
+            _as_rows(jnp.zeros((ROWS,), jnp.float32)),
+            plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
+        )
+
 
 def _compute(
     inputs: AttentionInputs,
@@ -282,7 +313,7 @@ def _compute(
     instructions: GpuInstructions,
 ) -> None:
     """Compute the output of the rows of a warpgroup."""
-    warpgroup, D = lax.axis_index("warpgroup"), sizes.head_dim
+    warpgroup = lax.axis_index("warpgroup")
     row = (
         plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
         + warpgroup * ROWS
@@ -296,6 +327,8 @@ def _compute(
         plgpu.barrier_wait(shared.k_full.at[slot])
         keys = shared.k.at[slot].transpose((1, 0))
         scores = instructions.warpgroup_mma(shared.q.at[warpgroup], keys)
+        if shared.k_scale is not None:
+            scores = scores * _load_scales(shared.k_scale, step, scores)
         plgpu.barrier_arrive(shared.k_free.at[slot])
         scores, unit = _scale(scores, options)
         if is_masked:
@@ -303,6 +336,10 @@ def _compute(
             scores = jnp.where(_is_seen(scores, start, position, options), scores, -jnp.inf)
         softmax, weights = _weigh(softmax, scores, unit)
         plgpu.barrier_wait(shared.v_full.at[slot])
+        if shared.v_scale is not None:
+            # Unused scales may be NaN, and the weight 0 times NaN is NaN.
+            scales = _load_scales(shared.v_scale, step, weights)
+            weights *= jnp.where(weights == 0, 0.0, scales) if is_masked else scales
         out = instructions.warpgroup_mma_add(
             softmax.out,
             weights.astype(shared.v.dtype),
@@ -312,11 +349,7 @@ def _compute(
         plgpu.barrier_arrive(shared.v_free.at[slot])
         return softmax._replace(out=out)
 
-    softmax = _OnlineSoftmax(
-        _as_rows(jnp.full((ROWS,), _LOWEST, jnp.float32)),
-        _as_rows(jnp.zeros((ROWS,), jnp.float32)),
-        plgpu.layout_cast(jnp.zeros((ROWS, D), jnp.float32), plgpu.Layout.WGMMA),
-    )
+    softmax = _OnlineSoftmax.start(sizes.head_dim)
     plgpu.barrier_wait(shared.is_loaded)
     whole, masked = (functools.partial(fold, is_masked=is_masked) for is_masked in (False, True))
     if options.sliding_window is not None:
@@ -324,11 +357,19 @@ def _compute(
     softmax = lax.fori_loop(tile.full_begin, tile.full_end, whole, softmax)
     softmax = lax.fori_loop(tile.full_end, tile.num_steps, masked, softmax)
     sinks = _load_sinks(inputs.sinks, head, sizes)
-    out, lse = _finish(softmax, sinks, position >= 0)
+    out, lse = _finish(softmax, sinks, position >= 0, options.value_scale)
     shared.q[warpgroup] = out.astype(shared.q.dtype)
     shared.lse[warpgroup] = lse
     plgpu.commit_smem()
     plgpu.barrier_arrive(shared.is_done)
+
+
+def _load_scales(ring_ref: Any, step: jax.Array, like: jax.Array) -> jax.Array:
+    """Return the scales of the tokens of a step, repeated in each row."""
+    slot = lax.rem(step, jnp.int32(ring_ref.shape[0]))
+    layout = plgpu.Layout.WGMMA.reduce(0)
+    scales = plgpu.load(ring_ref.at[slot], layout=layout, optimized=False)
+    return lax.broadcast_in_dim(scales, like.shape, [1])
 
 
 def _as_rows(x: jax.Array) -> jax.Array:
@@ -385,7 +426,7 @@ def _load_sinks(sinks_ref: Any, head: jax.Array, sizes: PrefillSizes) -> jax.Arr
 
 
 def _finish(
-    softmax: _OnlineSoftmax, sinks: jax.Array | None, is_query: jax.Array
+    softmax: _OnlineSoftmax, sinks: jax.Array | None, is_query: jax.Array, value_scale: float
 ) -> tuple[jax.Array, jax.Array]:
     """Return the output and the log-sum-exp; 0 and -inf in rows without a query."""
     peak, total, out = softmax
@@ -396,5 +437,6 @@ def _finish(
         out, peak = out * _as_lanes(decay, out), new_peak
     total = jnp.where(is_query, total, 1.0)
     lse = jnp.where(is_query, peak * np.float32(math.log(2)) + jnp.log(total), -jnp.inf)
-    out = jnp.where(_as_lanes(is_query, out), out * _as_lanes(1 / total, out), 0.0)
+    factor = np.float32(value_scale) / total
+    out = jnp.where(_as_lanes(is_query, out), out * _as_lanes(factor, out), 0.0)
     return out, lse

@@ -233,6 +233,23 @@ def _count(counter_ref: Any, count_ref: Any) -> None:
 TILE_ROWS, TILE_LANES = 8, 64
 
 
+def swizzled(shape: tuple[int, ...], dtype: Any, lanes: int = TILE_LANES) -> Any:
+    """Describe a tile whose rows are swizzled in pieces of `lanes` elements."""
+    transforms = (
+        plgpu.TilingTransform((TILE_ROWS, lanes)),
+        plgpu.SwizzleTransform(lanes * jnp.dtype(dtype).itemsize),
+    )
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def widen(x: jax.Array, dtype: Any) -> jax.Array:
+    """Convert int8 or e4m3 numbers to bfloat16 or float16, which represent them exactly."""
+    # GPUs convert these two pairs in few instructions. Other pairs take two steps.
+    near = jnp.bfloat16 if x.dtype == jnp.int8 else jnp.float16
+    x = x.astype(near)
+    return x if dtype == near else x.astype(jnp.float32).astype(dtype)
+
+
 class AttentionInputs(NamedTuple):
     """Arrays that an attention kernel reads, or refs of them.
 

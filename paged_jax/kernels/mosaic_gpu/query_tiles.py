@@ -15,13 +15,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from paged_jax.kernels.backend import Options
+from paged_jax.kernels.backend import Options, Pages, Pools
 from paged_jax.kernels.mosaic_gpu.launch import (
     MAX_SHARED_MEMORY,
     TILE_LANES,
     TILE_ROWS,
     AttentionInputs,
     plgpu,
+    swizzled,
 )
 
 # Rows of a `wgmma`, warpgroups that compute, and rows of a tile.
@@ -30,6 +31,10 @@ CONSUMERS = 2
 TILE = CONSUMERS * ROWS
 
 _MAX_STAGES = 4
+
+# Over 8-bit pools: number of converted tiles of keys and of values, and maximum number of pieces of
+# tiles in the ring before them.
+_CONVERTED_STAGES, _MAX_STAGED = 2, 6
 
 
 class PrefillSizes(NamedTuple):
@@ -40,6 +45,7 @@ class PrefillSizes(NamedTuple):
       tile_tokens: tokens of a tile (n).
       step_tokens: tokens in a loop step (T).
       num_stages: number of tiles in the ring.
+      num_staged: pieces in the ring of 8-bit tiles; 0 if the pools are not 8-bit.
       block_size: tokens in a block (C).
       head_dim: elements of a head (D).
     """
@@ -48,11 +54,12 @@ class PrefillSizes(NamedTuple):
     tile_tokens: int
     step_tokens: int
     num_stages: int
+    num_staged: int
     block_size: int
     head_dim: int
 
     @classmethod
-    def choose(cls, T: int, G: int, C: int, D: int) -> "PrefillSizes":
+    def choose(cls, T: int, G: int, C: int, D: int, is_narrow: bool = False) -> "PrefillSizes":
         """Choose the tiles of a batch with chunks of about T tokens."""
 
         def num_tiles(heads: int) -> int:
@@ -62,9 +69,14 @@ class PrefillSizes(NamedTuple):
         # If numbers of tiles are equal, prefer more heads and fewer tokens: fewer steps are masked.
         heads = min(divisors, key=lambda size: (num_tiles(size), -size))
         step_tokens = 128 if D <= 128 else 64
-        stage = 2 * step_tokens * D * 2
-        stages = min((MAX_SHARED_MEMORY - TILE * D * 2) // stage, _MAX_STAGES)
-        return cls(heads, _count_tokens(heads), step_tokens, stages, C, D)
+        stage, free = 2 * step_tokens * D * 2, MAX_SHARED_MEMORY - TILE * D * 2
+        stages, staged = min(free // stage, _MAX_STAGES), 0
+        if is_narrow:
+            stages = _CONVERTED_STAGES
+            # A piece, and up to two rings of scales with as many steps.
+            piece = step_tokens * (_piece_size(D) + 2 * 4 * stages)
+            staged = min((free - stages * stage) // piece, _MAX_STAGED)
+        return cls(heads, _count_tokens(heads), step_tokens, stages, staged, C, D)
 
     @property
     def copy_rows(self) -> int:
@@ -75,6 +87,18 @@ class PrefillSizes(NamedTuple):
     def num_copies(self) -> int:
         """Number of bulk copies of a tile of keys or values."""
         return self.step_tokens // self.copy_rows
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """Start and size of the pieces of an 8-bit key or value, which are copied in turn."""
+        size = _piece_size(self.head_dim)
+        return [(start, size) for start in range(0, self.head_dim, size)]
+
+    @property
+    def num_scaled(self) -> int:
+        """Steps in the ring of scales, so that a step overwrites only scales that were used."""
+        turns = 2 * len(self.pieces)
+        return self.num_stages + 1 + (turns - 1 + self.num_staged) // turns
 
     @property
     def boxes(self) -> list[tuple[int, int, int, int, int]]:
@@ -92,6 +116,13 @@ class PrefillSizes(NamedTuple):
 def _count_tokens(heads: int) -> int:
     """Return the tokens of a tile: as many as fit, in multiples of the rows of a box."""
     return TILE // heads // TILE_ROWS * TILE_ROWS
+
+
+def _piece_size(head_dim: int) -> int:
+    """Return the lanes of a piece of an 8-bit key or value."""
+    # The conversion of larger pieces of the widest heads spills registers.
+    is_wide = head_dim > 2 * TILE_LANES
+    return TILE_LANES if is_wide or head_dim % (2 * TILE_LANES) else 2 * TILE_LANES
 
 
 class QueryTile(NamedTuple):
@@ -166,7 +197,10 @@ class PrefillTiles(NamedTuple):
     Attributes:
       q: ``[2, 64, D]``, the queries of each warpgroup, and then its output.
       k: ``[stages, T, D]``, ring of tiles of keys.
-      v: ``[stages, T, D]``, ring of tiles of values.
+      v: ``[stages, T, D]``, ring of tiles of values. Both are converted if the pools are 8-bit.
+      staged: ``[staged, T, size]``, ring of pieces of 8-bit tiles, or None.
+      k_scale: f32 ``[scaled, T]``, ring of the scales of the keys, or None.
+      v_scale: the same of the values.
       lse: f32 ``[2, 64]``.
       weights: ``[2, 64, T]`` in the simulator, else None.
       is_loaded: barrier of the queries.
@@ -174,13 +208,20 @@ class PrefillTiles(NamedTuple):
       v_full: barriers of the tiles of values.
       k_free: barriers of the tiles of keys, passed when both warpgroups have multiplied a tile.
       v_free: barriers of the tiles of values.
-      is_partial: barrier of a tile of values with tokens that no query sees.
+      is_partial: barrier of a tile of values with tokens that no query sees; None if the pools are
+        8-bit.
+      is_staged: barriers of the pieces, passed when a piece has been copied, or None.
+      k_scaled: barriers of the scales of the keys, or None.
+      v_scaled: the same of the values.
       is_done: barrier of the output.
     """
 
     q: Any
     k: Any
     v: Any
+    staged: Any
+    k_scale: Any
+    v_scale: Any
     lse: Any
     weights: Any
     is_loaded: Any
@@ -189,34 +230,49 @@ class PrefillTiles(NamedTuple):
     k_free: Any
     v_free: Any
     is_partial: Any
+    is_staged: Any
+    k_scaled: Any
+    v_scaled: Any
     is_done: Any
 
     @classmethod
-    def of(cls, sizes: PrefillSizes, dtype: Any, is_simulated: bool) -> "PrefillTiles":
+    def of(
+        cls, sizes: PrefillSizes, dtype: Any, pools: Pools | Pages, is_simulated: bool
+    ) -> "PrefillTiles":
         """Describe the shared memory, for `launch`."""
         stages, T, D = sizes.num_stages, sizes.step_tokens, sizes.head_dim
-        tiled = functools.partial(
-            plgpu.SMEM,
-            dtype=dtype,
-            transforms=(
-                plgpu.TilingTransform((TILE_ROWS, TILE_LANES)),
-                plgpu.SwizzleTransform(2 * TILE_LANES),
-            ),
-        )
-        full = functools.partial(plgpu.Barrier, num_arrivals=sizes.num_copies)
+        copied = functools.partial(plgpu.Barrier, num_arrivals=sizes.num_copies)
         free = functools.partial(plgpu.Barrier, num_arrivals=CONSUMERS)
+        full, value_dtype, scale = copied, dtype, None
+        staged = is_staged = is_scaled = None
+        if is_narrow := sizes.num_staged > 0:
+            # The warpgroup that copies arrives once, after it has converted a tile.
+            full = functools.partial(plgpu.Barrier, num_arrivals=1)
+            # Weights times scales may exceed the range of float16.
+            value_dtype, size = jnp.bfloat16, sizes.pieces[0][1]
+            staged = swizzled((sizes.num_staged, T, size), pools.dtype, size)
+            is_staged = copied(num_barriers=sizes.num_staged)
+        if pools.is_quantised:
+            scale = plgpu.SMEM((sizes.num_scaled, T), jnp.float32)
+            is_scaled = copied(num_barriers=sizes.num_scaled)
         return cls(
-            q=tiled((CONSUMERS, ROWS, D)),
-            k=tiled((stages, T, D)),
-            v=tiled((stages, T, D)),
+            q=swizzled((CONSUMERS, ROWS, D), dtype),
+            k=swizzled((stages, T, D), dtype),
+            v=swizzled((stages, T, D), value_dtype),
+            staged=staged,
+            k_scale=scale,
+            v_scale=scale,
             lse=plgpu.SMEM((CONSUMERS, ROWS), jnp.float32),
-            weights=tiled((CONSUMERS, ROWS, T)) if is_simulated else None,
+            weights=swizzled((CONSUMERS, ROWS, T), value_dtype) if is_simulated else None,
             is_loaded=plgpu.Barrier(num_arrivals=len(sizes.boxes)),
             k_full=full(num_barriers=stages),
             v_full=full(num_barriers=stages),
             k_free=free(num_barriers=stages),
             v_free=free(num_barriers=stages),
-            is_partial=full(),
+            is_partial=None if is_narrow else copied(),
+            is_staged=is_staged,
+            k_scaled=is_scaled,
+            v_scaled=is_scaled,
             is_done=free(),
         )
 
@@ -247,7 +303,7 @@ class PrefillCopies(NamedTuple):
     def load_step(self, step: jax.Array, _: None) -> None:
         """Copy the keys and the values of a step when their place in the ring is free."""
         shared, stages = self.shared, self.sizes.num_stages
-        slot, blocks = lax.rem(step, jnp.int32(stages)), self._load_blocks(step)
+        slot, blocks = lax.rem(step, jnp.int32(stages)), self.load_blocks(step)
         start = self.tile.origin + step * self.sizes.step_tokens
         is_partial = (start < self.tile.seen) | (start + self.sizes.step_tokens > self.tile.end)
 
@@ -297,15 +353,15 @@ class PrefillCopies(NamedTuple):
         start = self.tile.index * self.sizes.tile_tokens + token
         return pl.ds(pl.multiple_of(start, TILE_ROWS), num_rows)
 
-    def _tokens(self, step: jax.Array) -> list[jax.Array]:
+    def tokens(self, step: jax.Array) -> list[jax.Array]:
         """Return the position of the first token of each bulk copy of a loop step."""
         rows, first = self.sizes.copy_rows, self.tile.origin + step * self.sizes.step_tokens
         return [first + turn * rows for turn in range(self.sizes.num_copies)]
 
-    def _load_blocks(self, step: jax.Array) -> list[jax.Array]:
+    def load_blocks(self, step: jax.Array) -> list[jax.Array]:
         """Return the blocks of a step; block 0 instead of a block that no query sees."""
         tables, blocks = self.inputs.block_tables, []
-        for token in self._tokens(step):
+        for token in self.tokens(step):
             entry = lax.div(token, jnp.int32(self.sizes.block_size))
             block = tables[self.tile.sequence, jnp.minimum(entry, tables.shape[1] - 1)]
             blocks.append(jnp.where(token < self.tile.end, block, 0))
@@ -315,21 +371,21 @@ class PrefillCopies(NamedTuple):
         self, half: Any, tile_ref: Any, barrier: Any, step: jax.Array, blocks: list[jax.Array]
     ) -> None:
         """Start the copies of the keys or the values of a step."""
+        rows, lanes = self.sizes.copy_rows, pl.ds(0, self.sizes.head_dim)
+        for turn, (token, block) in enumerate(zip(self.tokens(step), blocks, strict=True)):
+            pool, place = self.inputs.pools.place(half, *self.place(token, block))
+            target = tile_ref.at[pl.ds(turn * rows, rows)]
+            plgpu.copy_gmem_to_smem(pool.at[(*place, lanes)], target, barrier)
+
+    def place(self, token: jax.Array, block: jax.Array) -> tuple[Any, Any, Any, Any]:
+        """Return the layer, block, KV head and rows of a bulk copy, from a token on."""
         rows, inputs = self.sizes.copy_rows, self.inputs
         head = lax.div(self.first_head, jnp.int32(inputs.q.shape[1] // inputs.pools.num_kv_heads))
-        for turn, (token, block) in enumerate(zip(self._tokens(step), blocks, strict=True)):
-            offset: Any = 0
-            if rows < self.sizes.block_size:
-                offset = lax.rem(token, jnp.int32(self.sizes.block_size))
-                offset = pl.multiple_of(offset, rows)
-            pool, place = inputs.pools.place(
-                half, inputs.layer[0], block, head, pl.ds(offset, rows)
-            )
-            plgpu.copy_gmem_to_smem(
-                pool.at[(*place, pl.ds(0, self.sizes.head_dim))],
-                tile_ref.at[pl.ds(turn * rows, rows)],
-                barrier,
-            )
+        offset: Any = 0
+        if rows < self.sizes.block_size:
+            offset = lax.rem(token, jnp.int32(self.sizes.block_size))
+            offset = pl.multiple_of(offset, rows)
+        return inputs.layer[0], block, head, pl.ds(offset, rows)
 
     def _clear(self, slot: jax.Array, start: jax.Array) -> None:
         """Overwrite the values of the tokens that no query sees by 0."""
