@@ -136,9 +136,9 @@ class CompletionBody(OpenAiBody):
 
 
 class TextPart(LenientBody):
-    """Text as part of a message's content."""
+    """Text as part of a message's content, also by its names in responses."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 

@@ -257,7 +257,7 @@ def test_chat_accepts_messages_of_earlier_responses(client) -> None:
 
 
 def test_chat_ignores_unknown_fields_of_messages(server) -> None:
-    """Clients and other servers add fields to messages."""
+    """Clients and other servers add fields to messages, and name texts as responses do."""
     part = {"type": "text", "text": "ab"}
     plain = [
         {"role": "user", "content": [part]},
@@ -266,8 +266,19 @@ def test_chat_ignores_unknown_fields_of_messages(server) -> None:
     ]
     extra = [
         {"role": "user", "content": [{**part, "cache_control": {"type": "ephemeral"}}], "id": "m"},
-        {"role": "assistant", "content": "a", "timestamp": 4.5, "annotations": [{"type": "x"}]},
-        {"role": "tool", "content": "b", "tool_call_id": "1", "is_error": False, "index": 0},
+        {
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "a", "annotations": []}],
+            "timestamp": 4.5,
+            "annotations": [{"type": "x"}],
+        },
+        {
+            "role": "tool",
+            "content": [{"type": "input_text", "text": "b"}],
+            "tool_call_id": "1",
+            "is_error": False,
+            "index": 0,
+        },
     ]
     plain_body, body = {"messages": plain, **GREEDY}, {"messages": extra, **GREEDY}
     want = server.post("/v1/chat/completions", plain_body).json()

@@ -426,20 +426,24 @@ def _texts_of(content: object) -> list[str]:
     return [_text_of_part(part) for part in content]
 
 
+# Fields with the text of each kind of part. Messages of the responses API name texts by direction.
+_TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 # Beginnings of the kinds of parts that models with text alone cannot read.
 _MEDIA = ("image", "input_image", "audio", "input_audio", "video", "file", "input_file")
 
 
 def _text_of_part(part: object) -> str:
-    kind = part.get("type") if isinstance(part, dict) else part
-    text = part.get(kind) if kind in ("text", "refusal") and isinstance(part, dict) else None
+    fields = part if isinstance(part, dict) else {"type": part}
+    kind = fields.get("type")
+    name = _TEXT_FIELDS.get(kind) if isinstance(kind, str) else None
+    text = fields.get(name) if name else None
     if not isinstance(text, str):
         is_media = isinstance(kind, str) and kind.startswith(_MEDIA)
         advice = " Images, audio and video are not supported." if is_media else ""
         raise ChatTemplateError(
             "apply_chat_template",
             'each part of content must be {"type": "text", "text": TEXT}, got '
-            f"{'one without a text' if kind == 'text' else repr(kind)}.{advice}",
+            f"{'one without a text' if name else repr(kind)}.{advice}",
         )
     return text
 
