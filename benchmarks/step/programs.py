@@ -325,7 +325,8 @@ def _traced_with(variant: Variant) -> Iterator[None]:
     """Return a context for tracing, for changes that no argument of a program can make."""
     with contextlib.ExitStack() as stack:
         if variant.is_apart:
-            stack.enter_context(mock.patch.object(triton, "rope_write", _rotate_then_write))
+            kernels = {"rope_write": _rotate_then_write}
+            stack.enter_context(mock.patch.dict(triton.Triton.kernels, kernels))
         if variant.query_dtype is None:
             yield
             return

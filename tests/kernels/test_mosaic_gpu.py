@@ -59,10 +59,11 @@ def assert_no_races(capsys):
 
 
 def quantise(x: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Quantise in NumPy: the quotients that XLA computes on CPUs may differ in the last bit."""
+    """Quantise like `pool_format.quantise`, in NumPy."""
     x, largest = x.astype(np.float32), QUANTISED[jnp.dtype(dtype)]
     scale = np.abs(x).max(-1) * np.float32(1 / largest)
-    scaled = np.clip(x / np.where(scale > 0, scale, 1)[..., None], -largest, largest)
+    inverse = 1 / np.where(scale > 0, scale, np.float32(1))
+    scaled = np.clip(x * inverse[..., None], -largest, largest)
     return (np.rint(scaled) if dtype == jnp.int8 else scaled).astype(dtype), scale
 
 
