@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paged_jax.kernels.pool_format import round_up_to_lanes
 from tests.support.aot_cases import (
     EXPERTS,
     STATES,
@@ -88,9 +89,10 @@ def test_update_is_in_place_on_tpu(results, name) -> None:
 
 @pytest.mark.parametrize("name", STATES)
 def test_states_are_advanced_in_place_on_tpu(results, name) -> None:
-    """XLA computes convolutions."""
+    """XLA computes convolutions. Rows of states are padded to a multiple of 128 lanes."""
     program, case = compiled(results, name), STATES[name]
-    assert program["aliased_bytes"] == case.pool_bytes
+    row = case.state_shape[-1]
+    assert program["aliased_bytes"] == case.pool_bytes // row * round_up_to_lanes(row)
     assert program["temporary_bytes"] < 0.01 * case.pool_bytes
     assert program["kernels"] == (case.op != "convolution")
 
