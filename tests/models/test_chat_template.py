@@ -260,6 +260,13 @@ def test_render_shows_the_refusal_of_a_message_without_content():
         assert template.render([message]) == "No."
 
 
+def test_render_reads_texts_by_their_names_in_responses():
+    kinds = ("text", "input_text", "output_text")
+    parts = [{"type": kind, "text": kind[0]} for kind in kinds]
+    message = {"role": "user", "content": parts}
+    assert ChatTemplate("{{ messages[0].content }}").render([message]) == "tio"
+
+
 _PARTS = {
     "parts only": "{% for m in messages %}{{ m.role }}:{% for part in m.content %}"
     "{% if part.type == 'text' %}[{{ part.text | trim }}]{% endif %}{% endfor %}{% endfor %}",
