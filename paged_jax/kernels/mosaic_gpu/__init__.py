@@ -1,7 +1,7 @@
 """Backend ``"mosaic_gpu"`` for NVIDIA GPUs: Pallas kernels, compiled through Mosaic GPU.
 
-JAX deprecated Pallas' Triton backend in 0.11, and this backend takes its place when it is removed.
-As long as the Triton backend exists, it is preferred.
+JAX deprecated Pallas' Triton backend in 0.11. As long as JAX has it, paged_jax prefers the backend
+``"triton"`` on GPUs. When JAX removes it, this backend becomes the default for GPUs.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ __all__ = ["MosaicGpu", "copy_blocks", "decode", "prefill", "rope_write", "write
 
 @dataclass(frozen=True)
 class MosaicGpu(GpuBackend):
-    """The backend ``"mosaic_gpu"``. JAX's simulator of a GPU interprets its kernels."""
+    """The backend ``"mosaic_gpu"``. With `interpret`, its kernels run in JAX's GPU simulator."""
 
     kernels: ClassVar = {
         "decode": decode,
@@ -39,12 +39,12 @@ class MosaicGpu(GpuBackend):
 
     @property
     def missing_ops(self) -> tuple[Op, ...]:
-        """The ops that models run on another backend on this GPU."""
+        """Ops that the kernels do not support on this GPU, so that models use other backends."""
         has_prompts = flash_prefill.gpu_refusal(self.interpret) is None
         return () if has_prompts else ("prefill", "ragged")
 
     def refusal(self, problem: Problem) -> str | None:
-        """Return why the kernels cannot solve a problem, or None if they can."""
+        """Return why the kernels do not support `problem`, or None if they do."""
         if (why_not := launch.refusal(self.interpret)) is not None:
             return why_not
         if problem.op == "rope_write":

@@ -1,8 +1,11 @@
-"""Tiles of 8-bit keys and values of prompts, which a warpgroup copies and converts.
+"""Conversion of 8-bit keys and values to half precision, for the prefill kernel.
 
-See `paged_jax.kernels.mosaic_gpu.flash_prefill`. `wgmma` reads keys and values from shared memory,
-in half precision. So the warpgroup that copies also converts: bulk copies fill a ring of pieces,
-some pieces ahead, and each piece is converted in registers to a part of a tile::
+The prefill kernel (`paged_jax.kernels.mosaic_gpu.flash_prefill`) multiplies by `wgmma`
+instructions, which read keys and values from shared memory in half precision. If the pools are
+8-bit, the warpgroup that copies keys and values therefore also converts them. Bulk copies fill a
+ring buffer of pieces ahead of the conversion. A piece has the tokens of a loop step, and some of
+their lanes (elements of a head). The warpgroup converts a piece in registers, and stores the result
+in a tile::
 
     pools [L, P, K, C, D]      ring of pieces       rings of tiles [stages, T, D]
                                [staged, T, size]
@@ -11,8 +14,9 @@ some pieces ahead, and each piece is converted in registers to a part of a tile:
     values of step 0  --copy-->  piece 2  --convert-->  v[0, :, :size]
                       ...
 
-The scales of the tokens are copied with the first piece of the keys or values, to rings of their
-own. The other warpgroups multiply scores and weights by them.
+The scales of the tokens are copied to two other ring buffers, together with the first piece of the
+keys or of the values. The computing warpgroups multiply the scores by the scales of the keys, and
+the softmax weights by the scales of the values.
 """
 
 from typing import Any
@@ -29,7 +33,7 @@ _WARPS = 4
 
 
 def start_first(copies: PrefillCopies) -> None:
-    """Start the copies of the pieces that fill the ring."""
+    """Start the copies of the first pieces, which fill the ring buffer."""
     turns = 2 * len(copies.sizes.pieces)
     for unit in range(copies.sizes.num_staged):
         step = jnp.int32(unit // turns)
@@ -37,7 +41,11 @@ def start_first(copies: PrefillCopies) -> None:
 
 
 def convert_step(step: jax.Array, _: None, *, copies: PrefillCopies) -> None:
-    """Convert the keys and the values of a step, and start the copies of later pieces."""
+    """Convert the keys and values of a loop step, and start the copies of later pieces.
+
+    Each later piece replaces a converted piece in the ring buffer. `_` is the unused carry of
+    `jax.lax.fori_loop`.
+    """
     shared, sizes = copies.shared, copies.sizes
     slot, turns = lax.rem(step, jnp.int32(sizes.num_stages)), 2 * len(sizes.pieces)
     start = copies.tile.origin + step * sizes.step_tokens
@@ -83,12 +91,13 @@ def convert_step(step: jax.Array, _: None, *, copies: PrefillCopies) -> None:
 
 
 def _convert(copies: PrefillCopies, piece_ref: Any, tile_ref: Any, start: jax.Array | None) -> None:
-    """Convert a piece. With the position of its first token, unseen tokens become 0.
+    """Convert a piece to the dtype of `tile_ref`, and store it there.
 
+    If `start`, the position of the first token, is given, tokens that no query sees become 0.
     Unused tokens of a block may be NaN, and 0 * NaN is NaN.
     """
 
-    # Unrolled, the loop would spill registers.
+    # This is not unrolled, because the unrolled code would spill registers.
     @pl.loop(0, copies.sizes.step_tokens // ROWS)
     def _(turn):
         row = pl.multiple_of(turn * ROWS, ROWS)
@@ -105,14 +114,14 @@ def _convert(copies: PrefillCopies, piece_ref: Any, tile_ref: Any, start: jax.Ar
 def _start(
     copies: PrefillCopies, step: jax.Array, turn: int, unit: jax.Array, blocks: list[jax.Array]
 ) -> None:
-    """Start the copies of a piece, unless it is after the last step.
+    """Start the bulk copies of a piece, unless its step is after the last loop step.
 
     Args:
-      copies: the copies of the tile.
-      step: step of the piece.
-      turn: index of the piece among the keys and values of the step.
-      unit: index of the piece among all pieces.
-      blocks: the blocks of the step.
+      copies: bulk copies of the query tile.
+      step: loop step that reads the piece.
+      turn: index of the piece in its step. Pieces of keys come first.
+      unit: index of the piece among the pieces of all steps.
+      blocks: block ids of the step, one for each bulk copy.
     """
     shared, sizes, pools = copies.shared, copies.sizes, copies.inputs.pools
     is_value, piece = divmod(turn, len(sizes.pieces))
@@ -136,7 +145,7 @@ def _start(
                 scale_pool.at[place],
                 scale.at[scale_slot, rows],
                 scaled.at[scale_slot],
-                # Without a mode, the copy would need a place at a multiple of 128 bytes.
+                # Without an explicit mode, the target would have to be aligned to 128 bytes.
                 oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
             )
 
@@ -146,7 +155,7 @@ def _start(
 
     @pl.when(step < copies.tile.num_steps)
     def _():
-        # The warps share the copies.
+        # Each warp starts some of the copies.
         @plgpu.warp_map
         def _(warp):
             for first in range(min(_WARPS, len(places))):

@@ -1,6 +1,6 @@
-"""Tiles of keys and values in shared memory, and the bulk copies that fill them, for decode.
+"""Shared-memory tiles of the decode kernel, and the bulk copies that fill them.
 
-See `paged_jax.kernels.mosaic_gpu.flash_decode`.
+`paged_jax.kernels.mosaic_gpu.flash_decode` contains the kernel and a drawing of the tiles.
 """
 
 import math
@@ -25,31 +25,35 @@ from paged_jax.kernels.mosaic_gpu.launch import (
 )
 from paged_jax.kernels.pool_format import is_quantised
 
-# Columns of an `mma` instruction, and rows of the `mma` instructions of four warps.
+# Number of columns of an `mma` instruction, and number of rows of the `mma` instructions that the
+# four warps of a thread block execute together.
 MMA_COLUMNS, MMA_ROWS = 8, 64
 
 # Warps of a thread block.
 _WARPS = 4
 
-# Maximum query heads of a thread block.
+# Maximum number of query heads of a thread block.
 _MAX_SLICE = 2 * MMA_COLUMNS
-# Minimum query heads of a thread block, unless the group is smaller. With fewer heads, most of the
-# columns would be padding.
+# Minimum number of query heads of a thread block, unless a KV head has fewer. With fewer heads,
+# most columns of the `mma` instructions would be padding.
 MIN_SLICE = 4
 
-# Maximum lanes of a piece of keys or values. With larger pieces, wide heads spill registers. If a
-# head has more than `WIDE` lanes, its queries do not fit the registers.
+# Keys and values are copied in pieces of at most `_PIECE` lanes (elements of a head), because
+# larger pieces spill registers if heads are wide. If a head has more than `WIDE` lanes, the queries
+# do not fit the registers.
 _PIECE, WIDE = 128, 256
 
-# Bytes of K and V in the tiles of a loop step, and the number of steps in the ring. Two thread
-# blocks fit an SM.
+# A loop step reads at most `_STEP_BYTES` bytes of K and V, or `MMA_ROWS` tokens if these have more
+# bytes. The ring buffer holds `_NUM_STAGES` steps. Two thread blocks then fit an SM.
 _STEP_BYTES = 32 * 1024
 _NUM_STAGES = 3
 
-# Tokens in a loop step of 8-bit pools and number of steps in the ring, in order of preference.
+# For 8-bit pools: pairs of the number of tokens in a loop step and the number of steps in the ring
+# buffer, in order of preference.
 _NARROW_STEPS = ((128, 3), (128, 2), (64, 4), (64, 3), (64, 2))
 
-# Shared memory of an SM, and bytes of a thread block in addition to `DecodeSizes.shared_memory`.
+# Bytes of shared memory of an SM, and bytes that a thread block takes in addition to
+# `DecodeSizes.shared_memory`.
 _SM_MEMORY, _BLOCK_MEMORY = 228 * 1024, 4 * 1024
 
 
@@ -57,14 +61,14 @@ class DecodeSizes(NamedTuple):
     """Static sizes of a launch of the decode kernel.
 
     Attributes:
-      split: how the batch is split.
+      split: how the sequences are split into parts for the thread blocks.
       block_size: tokens in a block (C).
       head_dim: elements of a key (D).
       value_dim: elements of a value (U).
       shares_values: whether values are the first elements of keys.
-      num_stages: number of tiles in the ring.
-      slice_size: query heads of a thread block, a divisor of the group of a KV head.
-      is_narrow: whether the pools or pages have 8-bit elements.
+      num_stages: number of loop steps whose tiles the ring buffer holds.
+      slice_size: number of query heads of a thread block, a divisor of the query heads per KV head.
+      is_narrow: whether the elements of the pools or pages have 8 bits.
     """
 
     split: KVSplit
@@ -81,7 +85,11 @@ class DecodeSizes(NamedTuple):
         cls, B: int, M: int, G: int, C: int, D: int, U: int, shares_values: bool,
         window: int | None, is_narrow: bool,
     ) -> "DecodeSizes":  # fmt: skip
-        """Choose the tiles of a call. The batch is not split yet."""
+        """Choose the sizes for a call. The batch is not split: `split.num_parts` is 0.
+
+        `B` to `U` are sizes of dimensions, see `paged_jax.dims`. `window` is the size of the
+        sliding window in tokens, or None.
+        """
         most = MMA_COLUMNS if max(D, U) > WIDE else _MAX_SLICE
         slice_size = max(size for size in range(1, min(G, most) + 1) if G % size == 0)
 
@@ -92,24 +100,24 @@ class DecodeSizes(NamedTuple):
         if is_narrow:
             steps = [sized(*step) for step in _NARROW_STEPS]
             fitting = [sizes for sizes in steps if sizes.num_resident > 1]
-            # If no two thread blocks fit an SM, one has the longest ring that fits.
+            # If two thread blocks do not fit an SM, choose the longest ring buffer that fits.
             fitting += [sizes for sizes in steps[2:] if sizes.num_resident]
             return (fitting or steps)[0]
         token_bytes = 2 * (D if shares_values else D + U)
         fitting = 1 << ((_STEP_BYTES // token_bytes).bit_length() - 1)
-        # The rows of the first matmul are the tokens of a step.
+        # The tokens of a step are the rows of the first matmul, so there are at least 64.
         step_tokens = max(fitting, MMA_ROWS)
         stages = _NUM_STAGES if step_tokens * token_bytes <= _STEP_BYTES else 2
         return sized(step_tokens, stages)
 
     @property
     def value_lanes(self) -> list[tuple[int, int]]:
-        """Start and size of the pieces of a value, which are copied and multiplied in turn."""
+        """Start and size of each piece of a value. Pieces are copied and multiplied separately."""
         return cut_lanes(0, self.value_dim)
 
     @property
     def key_lanes(self) -> list[tuple[int, int]]:
-        """Start and size of the pieces of a key. If keys contain values, those come first."""
+        """Start and size of each piece of a key. If keys contain values, these come first."""
         if self.shares_values:
             return self.value_lanes + cut_lanes(self.value_dim, self.head_dim)
         return cut_lanes(0, self.head_dim)
@@ -121,12 +129,12 @@ class DecodeSizes(NamedTuple):
 
     @property
     def copy_rows(self) -> int:
-        """Tokens in a bulk copy: a block, or a part of it that fills a tile."""
+        """Number of tokens in a bulk copy: a block, or one loop step if blocks are longer."""
         return self.split.alignment
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of shared memory of a thread block."""
+        """Bytes of shared memory that a thread block uses."""
         columns, T = pl.cdiv(self.slice_size, MMA_COLUMNS) * MMA_COLUMNS, self.step_tokens
         halves = 1 if self.shares_values else 2
         tile = T * (self.head_dim + (halves - 1) * self.value_dim)
@@ -139,14 +147,14 @@ class DecodeSizes(NamedTuple):
 
     @property
     def num_resident(self) -> int:
-        """Number of thread blocks that fit the shared memory of an SM."""
+        """Number of thread blocks that fit the shared memory of an SM at the same time."""
         if self.shared_memory > MAX_SHARED_MEMORY:
             return 0
         return _SM_MEMORY // (self.shared_memory + _BLOCK_MEMORY)
 
 
 def cut_lanes(start: int, end: int) -> list[tuple[int, int]]:
-    """Cut a range of lanes into pieces. Return the start and the size of each piece."""
+    """Cut a range of lanes into pieces for bulk copies; return the start and size of each."""
     return [(begin, min(_PIECE, end - begin)) for begin in range(start, end, _PIECE)]
 
 
@@ -154,19 +162,23 @@ class SharedTiles(NamedTuple):
     """Shared memory of a thread block.
 
     Attributes:
-      k: ``[stages, T, size]`` for each piece of the keys, ring of tiles.
-      v: ``[stages, T, size]`` for each piece of the values; empty if the keys contain the values.
-      k_scale: f32 ``[stages, T]``, ring of the scales of the keys; None without scales.
-      v_scale: f32 ``[stages, T]``, of the values; `k_scale` if the keys contain the values.
-      values: ``[T, size]`` for each piece of the values: those of a step of an 8-bit pool in the
-        dtype of `weights`, else empty.
-      is_full: barriers of the tiles in the ring, passed when a tile has been copied.
-      q: ``[R, size]`` for each piece of the queries, like the keys. The output replaces them.
-      weights: ``[2, R, T]``, weights of a step, and their rounding errors.
-      sums: f32 ``[R / 8, U, 8]``, the output in the arrangement of registers.
-      rows: f32 ``[R / 8, 8]``, the sink of each query head, and then its log-sum-exp.
-      count: i32 ``[1]``, previous value of the counter of the sequence.
-      is_loaded: barrier of the queries.
+      k: ``[stages, T, size]`` for each piece of a key, ring buffers of keys.
+      v: ``[stages, T, size]`` for each piece of a value, ring buffers of values; empty if the keys
+        contain the values.
+      k_scale: f32 ``[stages, T]``, ring buffer of the scales of the keys; None without scales.
+      v_scale: f32 ``[stages, T]``, ring buffer of the scales of the values; None without scales, or
+        if the keys contain the values.
+      values: ``[T, size]`` for each piece of a value, the values of a step of an 8-bit pool in the
+        dtype of `weights`; empty for other pools.
+      is_full: barriers of the steps in the ring buffers, completed when a step has been copied.
+      q: ``[R, size]`` for each piece of a key, the queries. The output is later stored in their
+        place.
+      weights: ``[2, R, T]``, the rounded softmax weights of a step, and their rounding errors.
+      sums: f32 ``[R / 8, U, 8]``, the output for each group of 8 query heads.
+      rows: f32 ``[R / 8, 8]``, the sink of each query head; later its log-sum-exp.
+      count: i32 ``[1]``, value of the counter of the sequence before this thread block increments
+        it.
+      is_loaded: barrier, completed when the queries have been copied.
     """
 
     k: Any
@@ -186,7 +198,11 @@ class SharedTiles(NamedTuple):
 def shared_tiles(
     sizes: DecodeSizes, num_groups: int, dtype: Any, pools: Pools | Pages
 ) -> SharedTiles:
-    """Describe the shared memory of a thread block, for `launch`."""
+    """Describe the arrays and barriers in the shared memory of a thread block, for `launch`.
+
+    `num_groups` is the number of groups of 8 query heads (R / 8). `dtype` is the dtype of the
+    queries.
+    """
     R = num_groups * MMA_COLUMNS
     T, U, stages = sizes.step_tokens, sizes.value_dim, sizes.num_stages
     key_lanes, value_lanes = sizes.key_lanes, [] if sizes.shares_values else sizes.value_lanes
@@ -198,9 +214,9 @@ def shared_tiles(
         v_scale = None if sizes.shares_values else plgpu.SMEM((stages, T), jnp.float32)
         rings += 1 if sizes.shares_values else 2
     if sizes.is_narrow:
-        # Weights times scales may exceed the range of float16.
+        # The products of weights and scales may exceed the range of float16.
         values, weight_dtype = sizes.value_lanes, jnp.bfloat16
-        # Rows of whole heads are cut into pieces of 128 bytes, or of 64.
+        # Rows are swizzled in units of 128 bytes if D and U are multiples of 128, else of 64 bytes.
         if not (sizes.head_dim % (2 * lanes) or U % (2 * lanes)):
             lanes *= 2
     return SharedTiles(
@@ -220,7 +236,15 @@ def shared_tiles(
 
 
 class TileCopies(NamedTuple):
-    """Bulk copies of the blocks of a part into the ring of a thread block."""
+    """Bulk copies of the queries and of one part of a sequence to the shared memory.
+
+    Attributes:
+      inputs: arrays that the kernel reads.
+      part: the part of a sequence.
+      place: index of the slice of query heads, among the slices of all KV heads.
+      sizes: static sizes of the launch.
+      shared: the shared memory of the thread block.
+    """
 
     inputs: AttentionInputs
     part: KVPart
@@ -245,11 +269,11 @@ class TileCopies(NamedTuple):
         return pl.ds(self.first_query_head, self.sizes.slice_size)
 
     def slot(self, step: jax.Array) -> jax.Array:
-        """Return the place of a step in the ring."""
+        """Return the index of a loop step in the ring buffers."""
         return lax.rem(step - self.part.begin, jnp.int32(self.sizes.num_stages))
 
     def start_first(self) -> None:
-        """Start the copies of the queries, and of the steps that fill the ring."""
+        """Start the copies of the queries and of the first steps, which fill the ring buffers."""
         rows, queries = pl.ds(0, self.sizes.slice_size), self.inputs.q
         for lanes, piece in zip(self.sizes.key_lanes, self.shared.q, strict=True):
             plgpu.copy_gmem_to_smem(
@@ -262,7 +286,7 @@ class TileCopies(NamedTuple):
             self.start(step, blocks)
 
     def load_blocks(self, step: jax.Array) -> list[jax.Array]:
-        """Return the blocks of a step, or block 0 past the end of the sequence."""
+        """Return the block ids of a step, one per bulk copy; 0 past the end of the sequence."""
         tables = self.inputs.block_tables
         blocks = []
         for token in self._tokens(step):
@@ -272,10 +296,13 @@ class TileCopies(NamedTuple):
         return blocks
 
     def start_next(self, step: jax.Array, blocks: list[jax.Array]) -> list[jax.Array]:
-        """Start the copies of `blocks` during a step, and return the blocks for the next step."""
+        """Start the copies of a later loop step to the part of the ring buffers that is now free.
+
+        `blocks` are the block ids of the later step. Returns the block ids for the next call.
+        """
         stages = self.sizes.num_stages
         if self.sizes.is_narrow:
-            # All threads have converted the tiles of this step, so they can be overwritten.
+            # All threads have converted the tiles of this step, so these can be overwritten.
             self.start(step + stages, blocks)
             return self.load_blocks(step + stages + 1)
 
@@ -287,7 +314,7 @@ class TileCopies(NamedTuple):
         return self.load_blocks(step + stages)
 
     def start(self, step: jax.Array, blocks: list[jax.Array]) -> None:
-        """Start the copies of a step, unless it is after the last step of the part."""
+        """Start the copies of a loop step, unless it is after the last step of the part."""
         slot, layer = self.slot(step), self.inputs.layer[0]
         turns = list(enumerate(zip(self._tokens(step), blocks, strict=True)))
 
@@ -299,7 +326,7 @@ class TileCopies(NamedTuple):
                 return
             rows = [self._rows(token) for _, (token, _) in turns]
 
-            # Pools with scales have more copies, so the warps share them.
+            # Pools with scales need more copies, so each warp starts some of them.
             @plgpu.warp_map
             def _(warp):
                 for first in range(min(_WARPS, len(turns))):
@@ -310,7 +337,7 @@ class TileCopies(NamedTuple):
                             self._start_block(slot, turn, layer, rows[turn], block)
 
     def _rows(self, token: jax.Array) -> Any:
-        """Return the rows of a bulk copy in its block, from a token on."""
+        """Return the rows of a block that a bulk copy reads, from `token` on."""
         rows, offset = self.sizes.copy_rows, 0
         if rows < self.sizes.block_size:
             offset = lax.rem(token, jnp.int32(self.sizes.block_size))
@@ -320,10 +347,13 @@ class TileCopies(NamedTuple):
     def _start_block(
         self, slot: jax.Array, turn: int, layer: jax.Array, tokens: Any, block: jax.Array
     ) -> None:
-        """Start the copies of a block, or of some of its tokens."""
+        """Start the copies of the keys, values and scales of `tokens` of a block.
+
+        `turn` is the index of the copy in its loop step.
+        """
         rows = self.sizes.copy_rows
         rings = [("k", *ring) for ring in zip(self.sizes.key_lanes, self.shared.k, strict=True)]
-        # If the keys contain the values, there are no rings of values.
+        # If the keys contain the values, `shared.v` is empty.
         rings += [("v", *ring) for ring in zip(self.sizes.value_lanes, self.shared.v)]  # noqa: B905
         for half, lanes, ring in rings:
             pool, place = self.inputs.pools.place(half, layer, block, self.head, tokens)
@@ -335,7 +365,7 @@ class TileCopies(NamedTuple):
         self._start_scales(slot, turn, (layer, block, self.head, tokens))
 
     def _start_scales(self, slot: jax.Array, turn: int, place: tuple[Any, ...]) -> None:
-        """Start the copies of the scales of a block."""
+        """Start the copies of the scales of tokens of a block, if the pools have scales."""
         pools, shared, rows = self.inputs.pools, self.shared, self.sizes.copy_rows
         for pool, ring in ((pools.k_scale, shared.k_scale), (pools.v_scale, shared.v_scale)):
             if pool is not None:
@@ -355,7 +385,10 @@ class TileCopies(NamedTuple):
 
 
 def load_queries(copies: TileCopies) -> list[list[jax.Array]]:
-    """Load the queries: ``[size, 8]`` per group of 8 query heads and piece of the keys."""
+    """Load the queries from shared memory, transposed to ``[size, 8]``.
+
+    Returns a list with a list of the pieces for each group of 8 query heads.
+    """
     shared = copies.shared
     return [
         [plgpu.load(rows_of(piece, columns), optimized=False) for piece in shared.q]
@@ -373,7 +406,11 @@ def load_keys(tile_ref: Any, dtype: Any) -> jax.Array:
 def load_scales(
     shared: SharedTiles, slot: jax.Array, is_seen: Callable[[jax.Array, int], jax.Array] | None
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Return the scales of the keys and the values of a step, f32 ``[T]``, or None."""
+    """Load the scales of the keys and of the values of a loop step, f32 ``[T]`` each, or None.
+
+    `is_seen` returns whether the query sees tokens. If it is given, the scales of unseen values are
+    0.
+    """
     if shared.k_scale is None:
         return None, None
     keys = plgpu.load(shared.k_scale.at[slot], optimized=False)
@@ -381,13 +418,17 @@ def load_scales(
     if shared.v_scale is not None:
         values = plgpu.load(shared.v_scale.at[slot], optimized=False)
     if is_seen is not None:
-        # Unused scales may be NaN, and the weight 0 times NaN is NaN. Scores are masked later.
+        # Scales of unused tokens may be NaN, and 0 * NaN is NaN. The scales of keys stay unchanged,
+        # because scores are masked after they are multiplied by them.
         values = jnp.where(is_seen(values, 0), values, jnp.zeros_like(values))
     return keys, values
 
 
 def load_sinks(columns: int, sinks_ref: Any, copies: TileCopies) -> jax.Array:
-    """Return the sinks in units of log 2, f32 ``[8]``. They count once, in the first part."""
+    """Return the sinks of 8 query heads times log2(e), f32 ``[8]``.
+
+    They are -inf in all parts of a sequence except the first, so that a sink is counted once.
+    """
     row = copies.shared.rows.at[columns]
     first = columns * MMA_COLUMNS
     for turn in range(first, min(first + MMA_COLUMNS, copies.sizes.slice_size)):
@@ -403,7 +444,10 @@ def widen_values(
     slot: jax.Array,
     is_seen: Callable[[jax.Array, int], jax.Array] | None,
 ) -> None:
-    """Convert the values of a step to the dtype of the weights, in shared memory."""
+    """Convert the values of a loop step to the dtype of the weights, in `shared.values`.
+
+    `is_seen` returns whether the query sees tokens. If it is given, unseen values become 0.
+    """
     shared = copies.shared
     rings = shared.v or shared.k[: len(shared.values)]
     for tile, ring in zip(shared.values, rings, strict=True):
@@ -417,5 +461,5 @@ def widen_values(
 
 
 def rows_of(ref: Any, columns: int) -> Any:
-    """Return the rows of 8 query heads of a ref ``[R, x]``, as ``[x, 8]``."""
+    """Return 8 consecutive rows of a ref ``[R, x]``, transposed to ``[x, 8]``."""
     return ref.at[pl.ds(columns * MMA_COLUMNS, MMA_COLUMNS)].transpose((1, 0))

@@ -1,33 +1,35 @@
-r"""Decode attention in bulk copies and `mma` instructions, for compute capability 9.0 and 10.x.
+r"""Decode attention with bulk copies and `mma`, for compute capability 9.0 and 10.x.
 
-A thread block attends with the G query heads of one KV head to one part of one sequence, see
-`paged_jax.kernels.kv_split`. Bulk copies bring whole blocks of K and V into a ring of tiles in
-shared memory, some steps ahead of the matmuls::
+A thread block attends with the G query heads of a KV head to a part of a sequence, see
+`paged_jax.kernels.kv_split`. Bulk copies (TMA) move whole blocks of K and V to a ring buffer of
+tiles in shared memory, some loop steps ahead of the matmuls::
 
     pools [L, P, K, C, D]                 ring of tiles [stages, T, D]       registers
     table: 7 2 9 4 ...
     blocks 7 2 9 4 of the KV head  --->   tokens 0 .. T - 1        --->      step 0
                                    --->   tokens T .. 2 * T - 1    --->      step 1   ...
 
-The rows of the first matmul are tokens, and the rows of the second are elements of values. So all
-16 rows per warp of an `mma` are used. The query heads are the columns, padded to R = 8 or 16::
+The rows of the first matmul are tokens, and the rows of the second matmul are elements of values.
+All 16 rows that an `mma` instruction has per warp are therefore used. The columns are the query
+heads, padded to R = 8 or 16::
 
     scores [T, R] = K [T, D] @ queries [D, R]
     out   [U, R] += V^T [U, T] @ weights [T, R]
 
-Each warp has the scores of some of the tokens, and its rows of the output need the weights of all
-tokens. The weights are therefore exchanged through shared memory, and the maximum of the scores is
-computed across warps. A weight in half precision keeps only 8 or 11 bits. So another matmul adds
-the products of the rounding errors of the weights with V.
+Each warp computes the scores of some of the tokens, but needs the weights of all tokens for its
+rows of the output. The warps therefore exchange the weights through shared memory, and compute the
+maximum of the scores together. Half precision keeps only 8 or 11 bits of a weight, so another
+matmul adds the products of the rounding errors of the weights with V.
 
-Int8 and e4m3 elements of quantised pools are converted to half precision, which is exact: keys in
-registers, and values through a tile in shared memory, because no instruction of both generations
-loads transposed 8-bit elements. Scales of the tokens come in further bulk copies. They multiply the
-scores, and the weights before rounding. The weights and values are then bfloat16, as the products
-of weights and scales may exceed the range of float16.
+Int8 and e4m3 elements of quantised pools are converted to half precision, which is exact. Keys are
+converted in registers. Values are converted through a tile in shared memory, because no instruction
+of both GPU generations loads transposed 8-bit elements. The scores are multiplied by the scales of
+the keys, and the weights, before rounding, by the scales of the values. Then weights and values are
+bfloat16, because weights times scales may exceed the range of float16.
 
-The last thread block of a sequence merges the partial results of its parts. A group of more heads
-than fit the registers is cut into slices with a thread block each, which read K and V again.
+The thread block that finishes a sequence last merges the results of its parts. A group with more
+query heads than fit the registers is cut into slices. Each slice has its own thread block, which
+reads K and V again.
 """
 
 import functools
@@ -80,15 +82,15 @@ from paged_jax.kernels.pool_format import is_quantised
 
 _DTYPES = ("bfloat16", "float16")
 
-# Initial peak. With -inf, exp2(peak - new_peak) would be NaN if no token is seen.
+# Initial peak of the softmax. With -inf, ``peak - new_peak`` would be NaN before the first token.
 _LOWEST = float(np.finfo(np.float32).min)
 
-# Output f32 ``[size, 8]`` for each piece of the values, and log-sum-exp f32 ``[8]``.
+# Result for 8 query heads: f32 outputs ``[size, 8]`` and the log-sum-exp ``[8]``.
 _Result = tuple[tuple[jax.Array, ...], jax.Array]
 
 
 def refusal(problem: Problem) -> str | None:
-    """Return why this kernel cannot solve a decode, or None if it can."""
+    """Return why this kernel does not support the decode `problem`, or None if it does."""
     dtype, q_dtype = jnp.dtype(problem.pool_dtype), jnp.dtype(problem.q_dtype)
     if q_dtype.name not in _DTYPES or not (dtype == q_dtype or is_quantised(dtype)):
         names = " or ".join(_DTYPES)
@@ -117,14 +119,10 @@ def decode(
     args: AttentionArgs, options: Options, *, interpret: Interpret = False,
     num_parts: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Attend with one query per sequence, in one launch.
+    """Attend with one query per sequence, in one launch; return the output and log-sum-exp.
 
-    Args:
-      args: arrays of the call.
-      options: options of the call.
-      interpret: whether to run in the simulator.
-      num_parts: approximate number of parts of the batch, 0 to split no sequence; by default
-        `choose_num_parts`.
+    The batch is split into about `num_parts` parts: 0 splits no sequence, None chooses the number
+    by `choose_num_parts`. `interpret` runs the kernel in JAX's GPU simulator.
     """
     (B, H, D), pools, M = args.q.shape, args.pools, args.block_tables.shape[1]
     U, K = options.output_dim(D), pools.num_kv_heads
@@ -141,7 +139,7 @@ def decode(
 
 
 class _Outputs(NamedTuple):
-    """Refs of the results, see `_decode`."""
+    """Refs of the outputs and the partial results of the kernel, see `_decode`."""
 
     out: Any
     lse: Any
@@ -189,9 +187,9 @@ def _decode(
 
 
 def _list_parts(split: KVSplit, context_lens: jax.Array) -> jax.Array:
-    """Return the fields of the part of each thread block, i32 ``[N, 8]``.
+    """Return the fields of the `KVPart` of each thread block, i32 ``[N, 8]``.
 
-    The layers of a step have the same lengths, so XLA computes the list once per step.
+    XLA computes the list once per model step, because all layers have the same lengths.
     """
     programs = jnp.arange(split.num_programs, dtype=jnp.int32)
     if split.num_parts:
@@ -249,12 +247,12 @@ def _attend_kernel(
 
 
 class _WeightedSum(NamedTuple):
-    """Softmax and weighted sum over the tokens so far, for 8 query heads.
+    """Online softmax and weighted sum of the values over the tokens so far, for 8 query heads.
 
     Attributes:
-      peak: f32 ``[8]``, the largest score in units of log 2.
-      total: f32 ``[T, 8]``, sums of weights; their sum over T is the denominator.
-      out: f32 ``[size, 8]`` for each piece of the values, the weighted sum.
+      peak: f32 ``[8]``, the largest score so far, times log2(e).
+      total: f32 ``[T, 8]``, sums of weights. Their sum over T is the denominator of the softmax.
+      out: f32 ``[size, 8]`` for each piece of a value, the weighted sum of the values.
     """
 
     peak: jax.Array
@@ -265,7 +263,7 @@ class _WeightedSum(NamedTuple):
 def _fold_part(
     copies: TileCopies, options: Options, instructions: GpuInstructions
 ) -> tuple[_WeightedSum, ...]:
-    """Compute the softmax of the queries over the tokens of a part, per group of 8 query heads."""
+    """Attend to the tokens of a part; return the sums for each group of 8 query heads."""
     sizes, shared, part = copies.sizes, copies.shared, copies.part
     T, num_groups = sizes.step_tokens, shared.rows.shape[0]
     start = _WeightedSum(
@@ -274,7 +272,7 @@ def _fold_part(
         tuple(jnp.zeros((size, MMA_COLUMNS), jnp.float32) for _, size in sizes.value_lanes),
     )
     plgpu.barrier_wait(shared.is_loaded)
-    # Queries of wide heads do not fit the registers, and are loaded in each step.
+    # Queries of wide heads do not fit the registers, so each step loads them again.
     queries = None if sizes.head_dim > WIDE else load_queries(copies)
 
     def fold(step, carry, *, is_masked):
@@ -305,7 +303,7 @@ def _fold_part(
         return tuple(_add_values(copies, slot, weighed, is_seen, instructions)), blocks
 
     carry = (start,) * num_groups, copies.load_blocks(part.begin + sizes.num_stages)
-    # All steps over a window are masked. Otherwise only the end of the sequence is.
+    # With a sliding window, all steps are masked. Otherwise only the last step is masked.
     masked_begin = part.begin
     if options.sliding_window is None:
         masked_begin = jnp.clip(lax.div(part.length, jnp.int32(T)), part.begin, part.end)
@@ -321,7 +319,10 @@ def _score(
     queries: list[list[jax.Array]] | None,
     instructions: GpuInstructions,
 ) -> list[jax.Array]:
-    """Return the products of keys and queries, f32 ``[T, 8]`` per group of 8 query heads."""
+    """Return products of keys and queries, f32 ``[T, 8]`` for each group of 8 query heads.
+
+    If `queries` is None, the queries are loaded from shared memory.
+    """
     shared, T = copies.shared, copies.sizes.step_tokens
     scores = [jnp.zeros((T, MMA_COLUMNS), jnp.float32)] * shared.rows.shape[0]
     queries = load_queries(copies) if queries is None else queries
@@ -339,7 +340,7 @@ def _add_values(
     is_seen: Callable[[jax.Array, int], jax.Array] | None,
     instructions: GpuInstructions,
 ) -> list[_WeightedSum]:
-    """Add the values of a step, multiplied by the weights in shared memory."""
+    """Add the values of a loop step, weighted by `shared.weights`, to each weighted sum."""
     shared = copies.shared
     weights = [
         [rows_of(shared.weights.at[turn], columns)[...] for turn in range(2)]
@@ -361,7 +362,7 @@ def _add_values(
 def _finish(
     softmax: _WeightedSum, columns: int, sinks_ref: Any, copies: TileCopies, options: Options
 ) -> _Result:
-    """Return the result of a part."""
+    """Return the output and the log-sum-exp of a part for 8 query heads, including the sinks."""
     peak, total, out = softmax.peak, jnp.sum(softmax.total, axis=0), softmax.out
     if sinks_ref is not None:
         sinks = load_sinks(columns, sinks_ref, copies)
@@ -377,7 +378,7 @@ def _finish(
 def _is_seen(
     start: jax.Array, like: jax.Array, axis: int, part: KVPart, options: Options
 ) -> jax.Array:
-    """Return whether the query sees each token; tokens are axis `axis` of an array."""
+    """Return whether the query sees each token from `start` on, along `axis` of an array."""
     position = plgpu.broadcasted_iota(jnp.int32, like.shape, axis) + start
     is_seen = position < part.length
     if options.sliding_window is not None:
@@ -386,7 +387,7 @@ def _is_seen(
 
 
 def _scale(scores: jax.Array, options: Options) -> jax.Array:
-    """Return scores in units of log 2, scaled and capped."""
+    """Apply the scale and the soft cap to scores, and multiply the result by log2(e)."""
     if options.soft_cap is None:
         return scores * np.float32(options.scale / math.log(2))
     # tanh(x) = 1 - 2 / (exp(2 * x) + 1). The instruction for tanh is less precise.
@@ -395,7 +396,7 @@ def _scale(scores: jax.Array, options: Options) -> jax.Array:
 
 
 def _weigh(softmax: _WeightedSum, scores: jax.Array) -> tuple[_WeightedSum, jax.Array]:
-    """Update peak and sums of weights, scale the output down, and return the weights ``[T, 8]``."""
+    """Add scores to the softmax, rescale `out` to the new peak, and return the weights."""
     peak = jnp.maximum(softmax.peak, jnp.max(scores, axis=0))
     decay = jnp.exp2(softmax.peak - peak)
     weights = jnp.exp2(scores - _as_columns(peak, scores.shape))
@@ -415,7 +416,7 @@ def _as_columns(row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _split_rounding(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Return f32 numbers rounded to a dtype, and the rounding errors in the same dtype."""
+    """Round f32 numbers to a dtype; return them, and their rounding errors in the same dtype."""
     rounded = x.astype(dtype)
     return rounded, (x - rounded.astype(jnp.float32)).astype(dtype)
 
@@ -423,7 +424,7 @@ def _split_rounding(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 def _divide(
     out: tuple[jax.Array, ...], total: jax.Array, lse: jax.Array, value_scale: float = 1.0
 ) -> _Result:
-    """Divide the output by the sum of the weights. Without tokens, return 0 and a `lse` of -inf."""
+    """Divide the output by `total`. If no token has been seen, it is 0, and `lse` is -inf."""
     is_empty = total == 0
     factor = np.float32(value_scale) / jnp.where(is_empty, jnp.ones_like(total), total)
     lse = jnp.where(is_empty, jnp.full_like(lse, -jnp.inf), lse)
@@ -436,7 +437,10 @@ def _merge(
     count: jax.Array,
     place: tuple[jax.Array, int],
 ) -> _Result:
-    """Merge the results of `count` parts from `start` on, for the 8 query heads at `place`."""
+    """Merge the results that program instances from `start` on have stored for `count` parts.
+
+    `place` is the index of the slice and of 8 query heads in the slice.
+    """
     out_ref, lse_ref = partial_refs
     pieces = cut_lanes(0, out_ref.shape[3])
 
@@ -462,7 +466,7 @@ def _merge(
 
 
 def _arrange(shared: SharedTiles, results: list[_Result]) -> None:
-    """Store a result in shared memory."""
+    """Store the results of all query heads in `shared.sums` and `shared.rows`."""
     for columns, (out, lse) in enumerate(results):
         for lanes, x in zip(cut_lanes(0, shared.sums.shape[1]), out, strict=True):
             shared.sums[columns, pl.ds(*lanes)] = x
@@ -471,10 +475,10 @@ def _arrange(shared: SharedTiles, results: list[_Result]) -> None:
 
 
 def _store(outputs: _Outputs, copies: TileCopies, results: list[_Result]) -> None:
-    """Store the result of a sequence."""
+    """Store the output and the log-sum-exp of a sequence in GPU memory."""
     shared, size, sequence = copies.shared, copies.sizes.slice_size, copies.part.sequence
     _arrange(shared, results)
-    # Each warp has two of the 8 rows.
+    # In this layout, each warp holds two of the 8 rows.
     tiling = plgpu.Tiling(((4, 32), (1,)))
     layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
     for columns in range(len(results)):

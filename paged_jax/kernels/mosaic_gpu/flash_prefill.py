@@ -1,15 +1,16 @@
-r"""Prompt attention in bulk copies and `wgmma` instructions, for compute capability 9.0.
+r"""Prefill attention with bulk copies and `wgmma` instructions, for compute capability 9.0.
 
 Causal flash attention (Dao, 2023) over the paged pool. A thread block has three warpgroups: two
-compute, and the third copies (Shah et al., 2024). It attends with a tile of 128 rows, which are
-the same n tokens for each of several query heads of a KV head::
+compute, and the third one copies data (Shah et al., 2024). The thread block attends with a tile of
+128 rows. These are the same n tokens for each of several query heads of a KV head::
 
     row 0 .. n - 1      tokens of the first query head        warpgroup 0: rows 0 to 63
     row n .. 2 * n - 1  the same tokens of the next head      warpgroup 1: rows 64 to 127
     ...                                                       warpgroup 2: copies
 
-Warpgroup 2 copies whole blocks of K and V into a ring of tiles, through the block table. Both other
-warpgroups multiply each tile, and arrive at a barrier when it can be overwritten::
+Warpgroup 2 looks up blocks of K and V in the block table, and copies whole blocks to a ring buffer
+of tiles. Warpgroups 0 and 1 multiply each tile. They arrive at a barrier when they have finished
+reading a tile, so that warpgroup 2 can overwrite it::
 
     pools [L, P, K, C, D]                 ring of tiles [stages, T, D]       registers
     table: 7 2 9 4 ...
@@ -19,18 +20,19 @@ warpgroups multiply each tile, and arrive at a barrier when it can be overwritte
     scores [64, T] = queries [64, D] @ K^T [D, T]
     out    [64, D] += weights [64, T] @ V [T, D]
 
-Elements of 8-bit pools are converted to half precision, which is exact, by warpgroup 2, see
-`converted_tiles`. The other warpgroups multiply the scores and the weights by the scales of the
-tokens. The weights and values are then bfloat16, as weights times scales may exceed the range of
-float16.
+Warpgroup 2 also converts elements of 8-bit pools to half precision, which is exact, see
+`converted_tiles`. Warpgroups 0 and 1 multiply the scores by the scales of the keys, and the softmax
+weights by the scales of the values. Weights and converted values are then bfloat16, because weights
+times scales may exceed the range of float16.
 
-Steps are masked only if a row of the tile does not see all their tokens: at the diagonal, and at
-the lower edge of a sliding window. Unused tokens of a block may be NaN, and 0 * NaN is NaN,
-so warpgroup 2 overwrites their values by 0.
+A loop step is masked only if a row of the tile does not see all tokens of the step. This happens at
+the diagonal, and at the lower edge of a sliding window. Unused tokens of a block may be NaN, and 0
+* NaN is NaN, so warpgroup 2 sets their values to 0.
 
-The tiles of a batch are listed once per step, for padded chunks and for ragged batches alike. The
-last tiles of a sequence take longest and come first. Queries and output have n rows for each tile,
-so a tile never overwrites the tokens of the next sequence.
+The list of all tiles of a batch is computed once per model step, for padded chunks as well as for
+ragged batches. The last tiles of a sequence take longest and start first. In the arrays of queries
+and outputs, each tile has n rows for itself, including padding, so no tile overwrites the output of
+another sequence.
 """
 
 import functools
@@ -69,18 +71,19 @@ from paged_jax.kernels.ragged_chunks import Chunks, find_rows
 
 _DTYPES = ("bfloat16", "float16")
 
-# Registers per thread of the warpgroups that compute, and of the warpgroup that copies. It needs
-# more if it also converts, but the outputs of the widest heads leave fewer.
+# Registers per thread of a computing warpgroup, and of the copying warpgroup: if it only copies; if
+# it also converts; and if it converts the widest heads. With the widest heads, the computing
+# warpgroups need more registers for their outputs.
 _REGISTERS, _CONVERTING_REGISTERS, _WIDE_CONVERTING_REGISTERS = (232, 40), (208, 96), (216, 80)
 
 _MAX_HEAD = 256
 
-# Initial peak. With -inf, exp2(peak - new_peak) would be NaN if no token is seen.
+# Initial peak of the softmax. With -inf, ``peak - new_peak`` would be NaN before the first token.
 _LOWEST = float(np.finfo(np.float32).min)
 
 
 def gpu_refusal(interpret: Interpret) -> str | None:
-    """Return why this kernel cannot run on the GPU, or None if it can or is simulated."""
+    """Return why the GPU cannot run this kernel, or None if it can or if `interpret` is set."""
     major, minor = device().compute_capability
     if interpret or major == 9:
         return None
@@ -90,7 +93,7 @@ def gpu_refusal(interpret: Interpret) -> str | None:
 
 
 def refusal(problem: Problem, interpret: Interpret) -> str | None:
-    """Return why this kernel cannot solve a prefill or a ragged batch, or None if it can."""
+    """Return why this kernel does not support a prefill or ragged batch, or None if it does."""
     if (why_not := gpu_refusal(interpret)) is not None:
         return why_not
     dtype, q_dtype = jnp.dtype(problem.pool_dtype), jnp.dtype(problem.q_dtype)
@@ -116,7 +119,11 @@ def refusal(problem: Problem, interpret: Interpret) -> str | None:
 def prefill(
     args: AttentionArgs, options: Options, *, interpret: Interpret = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend with a chunk of queries per sequence, in one launch."""
+    """Attend with a chunk of queries per sequence, in one launch.
+
+    Returns:
+      ``(out, lse)``: ``[B, T, H, D]`` in the dtype of the queries, and f32 ``[B, T, H]``.
+    """
     (_, T, H, D), pools = args.q.shape, args.pools
     group, is_narrow = H // pools.num_kv_heads, is_quantised(pools.dtype)
     sizes = PrefillSizes.choose(T, group, pools.block_size, D, is_narrow)
@@ -126,13 +133,13 @@ def prefill(
 def attend_to_chunks(
     args: RaggedArgs, chunks: Chunks, options: Options, *, interpret: Interpret = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend with the queries of all chunks in one launch.
+    """Attend with the chunks of all sequences of a ragged batch, in one launch.
 
     Args:
       args: arrays of the batch.
-      chunks: the chunks; a chunk may have a single token.
+      chunks: the queries of each sequence; a sequence may have a single query.
       options: options of the call.
-      interpret: whether to run in the simulator.
+      interpret: whether to run in JAX's GPU simulator.
 
     Returns:
       ``(out, lse)``: ``[N, H, D]`` and f32 ``[N, H]``. Rows outside the chunks may hold anything.
@@ -171,7 +178,7 @@ def _attend_to_chunks(
     N, B, n = args.q.shape[0], len(args.context_lens), sizes.tile_tokens
     counts = lax.div(chunks.lens + (n - 1), jnp.int32(n))
     ends = jnp.cumsum(counts, dtype=jnp.int32)
-    # At most one tile per sequence is partly empty.
+    # Maximum number of tiles: at most one tile per sequence is partly empty.
     program = jnp.arange(N // n + min(B, N), dtype=jnp.int32)
     sequence = jnp.sum(ends[None] <= program[:, None], axis=1, dtype=jnp.int32)
     is_there, sequence = sequence < B, jnp.minimum(sequence, B - 1)
@@ -180,7 +187,8 @@ def _attend_to_chunks(
         sizes, options, sequence, turn, args.context_lens, chunks.lens,
         index=(ends - counts)[sequence] + turn, is_there=is_there,
     )  # fmt: skip
-    # Queries of a tile start at a multiple of the rows of a box.
+    # Copy the queries of each tile to n rows for this tile alone: a bulk copy must start at a
+    # multiple of 8 rows (`TILE_ROWS`).
     row = jnp.arange(program.size * n, dtype=jnp.int32)
     tile = lax.div(row, jnp.int32(n))
     owner = jnp.minimum(jnp.sum(ends[None] <= tile[:, None], axis=1, dtype=jnp.int32), B - 1)
@@ -207,7 +215,11 @@ def _attend(
     sizes: PrefillSizes,
     interpret: Interpret,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launch the kernel. Return the output ``[tiles * n, H, D]`` and the log-sum-exp, f32."""
+    """Launch the kernel for a list of tiles, see `list_tiles`.
+
+    Returns:
+      The output ``[tiles * n, H, D]`` and the log-sum-exp, f32 ``[tiles * n, H]``: n rows per tile.
+    """
     (_, H, D), num_tiles = args.q.shape, tiles.shape[0]
     n, num_places = sizes.tile_tokens, H // sizes.slice_size
     inputs = AttentionInputs(
@@ -282,11 +294,11 @@ def _attend_kernel(
 
 
 class _OnlineSoftmax(NamedTuple):
-    """Softmax and weighted sum over the tokens so far, for the 64 rows of a warpgroup.
+    """Online softmax over the tokens so far, for the 64 rows of a warpgroup.
 
     Attributes:
-      peak: f32 ``[64]``, the largest score in units of log 2.
-      total: f32 ``[64]``, sum of the weights.
+      peak: f32 ``[64]``, the largest score so far, times log2(e).
+      total: f32 ``[64]``, sum of the weights, the denominator of the softmax.
       out: f32 ``[64, D]``, weighted sum of the values.
     """
 
@@ -296,7 +308,7 @@ class _OnlineSoftmax(NamedTuple):
 
     @classmethod
     def start(cls, head_dim: int) -> "_OnlineSoftmax":
-        """Return the softmax over no tokens."""
+        """Return the state before the first token."""
         return cls(
             _as_rows(jnp.full((ROWS,), _LOWEST, jnp.float32)),
             _as_rows(jnp.zeros((ROWS,), jnp.float32)),
@@ -312,14 +324,14 @@ def _compute(
     sizes: PrefillSizes,
     instructions: GpuInstructions,
 ) -> None:
-    """Compute the output of the rows of a warpgroup."""
+    """Attend with the 64 rows of this warpgroup, and store the results in shared memory."""
     warpgroup = lax.axis_index("warpgroup")
     row = (
         plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
         + warpgroup * ROWS
     )
     token, head = (f(row, jnp.full_like(row, sizes.tile_tokens)) for f in (lax.rem, lax.div))
-    # Position of the query of each row; -1 in rows without a query, which see nothing.
+    # Position of the query of each row; -1 in rows without a query, so that they see no token.
     position = jnp.where(token < tile.num_queries, token + tile.first, -1)
 
     def fold(step, softmax, *, is_masked):
@@ -337,7 +349,7 @@ def _compute(
         softmax, weights = _weigh(softmax, scores, unit)
         plgpu.barrier_wait(shared.v_full.at[slot])
         if shared.v_scale is not None:
-            # Unused scales may be NaN, and the weight 0 times NaN is NaN.
+            # Scales of unused tokens may be NaN, and 0 * NaN is NaN.
             scales = _load_scales(shared.v_scale, step, weights)
             weights *= jnp.where(weights == 0, 0.0, scales) if is_masked else scales
         out = instructions.warpgroup_mma_add(
@@ -365,7 +377,7 @@ def _compute(
 
 
 def _load_scales(ring_ref: Any, step: jax.Array, like: jax.Array) -> jax.Array:
-    """Return the scales of the tokens of a step, repeated in each row."""
+    """Load the scales of the tokens of a loop step, and broadcast them to the shape of `like`."""
     slot = lax.rem(step, jnp.int32(ring_ref.shape[0]))
     layout = plgpu.Layout.WGMMA.reduce(0)
     scales = plgpu.load(ring_ref.at[slot], layout=layout, optimized=False)
@@ -377,7 +389,10 @@ def _as_rows(x: jax.Array) -> jax.Array:
 
 
 def _is_seen(like: jax.Array, start: jax.Array, position: jax.Array, options: Options) -> jax.Array:
-    """Return whether the query of each row sees each token, from position `start` on."""
+    """Return whether the query of each row sees each token, as a mask like `like`.
+
+    `position` has the position of the query of each row. The first token is at position `start`.
+    """
     token = plgpu.broadcasted_iota(jnp.int32, like.shape, 1, layout=plgpu.Layout.WGMMA)
     distance = lax.broadcast_in_dim(position - start, like.shape, [0]) - token
     is_seen = distance >= 0
@@ -387,7 +402,10 @@ def _is_seen(like: jax.Array, start: jax.Array, position: jax.Array, options: Op
 
 
 def _scale(scores: jax.Array, options: Options) -> tuple[jax.Array, float]:
-    """Return scores, and a positive factor that converts them to units of log 2."""
+    """Return scores, and a positive factor that the caller must multiply them by.
+
+    The product is the scaled and capped score times log2(e).
+    """
     if options.soft_cap is not None:
         # tanh(x) = 1 - 2 / (exp(2 * x) + 1). The instruction for tanh is less precise.
         factor = np.float32(2 * options.scale / (options.soft_cap * math.log(2)))
@@ -400,7 +418,11 @@ def _scale(scores: jax.Array, options: Options) -> tuple[jax.Array, float]:
 def _weigh(
     softmax: _OnlineSoftmax, scores: jax.Array, unit: float
 ) -> tuple[_OnlineSoftmax, jax.Array]:
-    """Update peak and sum of weights, scale the output down, and return the weights."""
+    """Add scores to the softmax; return its new state, and the weights ``[64, T]``.
+
+    `unit` is the factor from `_scale`. The weighted sum is rescaled to the new peak. The caller
+    adds the values of the tokens to it.
+    """
     factor = np.float32(unit)
     peak = jnp.maximum(softmax.peak, jnp.max(scores, axis=1) * factor)
     decay = jnp.exp2(softmax.peak - peak)
@@ -410,12 +432,12 @@ def _weigh(
 
 
 def _as_lanes(column: jax.Array, like: jax.Array) -> jax.Array:
-    """Repeat a number of each row along the lanes."""
+    """Broadcast a vector with one number per row to the shape of `like`."""
     return lax.broadcast_in_dim(column, like.shape, [0])
 
 
 def _load_sinks(sinks_ref: Any, head: jax.Array, sizes: PrefillSizes) -> jax.Array | None:
-    """Return the sink of each row in units of log 2, f32 ``[64]``, or None."""
+    """Return the sink of each row's query head times log2(e), f32 ``[64]``, or None."""
     if sinks_ref is None:
         return None
     sinks, first = jnp.full(head.shape, -jnp.inf, jnp.float32), lax.axis_index("place")
@@ -428,7 +450,7 @@ def _load_sinks(sinks_ref: Any, head: jax.Array, sizes: PrefillSizes) -> jax.Arr
 def _finish(
     softmax: _OnlineSoftmax, sinks: jax.Array | None, is_query: jax.Array, value_scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the output and the log-sum-exp; 0 and -inf in rows without a query."""
+    """Return the output and the log-sum-exp of each row; 0 and -inf in rows without a query."""
     peak, total, out = softmax
     if sinks is not None:
         new_peak = jnp.maximum(peak, sinks)

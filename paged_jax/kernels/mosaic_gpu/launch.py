@@ -1,11 +1,11 @@
 """Launches of kernels in Pallas' Mosaic GPU backend, compiled or in JAX's simulator of a GPU.
 
-The kernels use bulk copies (TMA), which GPUs have from compute capability 9.0 on. JAX compiles them
-for 9.0 (Hopper) and 10.x (Blackwell of data centres).
+The kernels use bulk copies (TMA), which GPUs have since compute capability 9.0. JAX compiles them
+for 9.0 (Hopper) and 10.x (data-centre GPUs of the Blackwell generation).
 
-A thread block has one or more warpgroups of 128 threads. The body of a kernel is written for a
-warpgroup: an array is spread over the registers of its threads, and a copy is started by one of
-them.
+A thread block has one or more warpgroups of 128 threads. The body of a kernel describes the work of
+a whole warpgroup. An array is spread over the registers of the threads of the warpgroup, and one of
+the threads starts a copy.
 
 The simulator (`plgpu.InterpretGPUParams`) runs on CPUs. It simulates shared memory, barriers and
 bulk copies, and can detect races. It runs one thread block after another.
@@ -31,11 +31,12 @@ except ImportError:
 # Major versions of the compute capabilities that the kernels are compiled for.
 _MAJOR_VERSIONS = (9, 10)
 
-# Shared memory of a thread block on these GPUs, without the part that Pallas uses.
+# Maximum bytes of shared memory of a thread block on these GPUs, without the part that Pallas uses.
 MAX_SHARED_MEMORY = 220 * 1024
 
-# A bulk copy moves a box of at most `MAX_BOX` elements in each dimension. The size of its rows and
-# their distance in memory are multiples of `ROW_BYTES` bytes.
+# A bulk copy moves a box, that is, a rectangular part of an array. A box has at most `MAX_BOX`
+# elements in each dimension. The number of bytes in its rows, and between the starts of two rows in
+# memory, must be a multiple of `ROW_BYTES`.
 MAX_BOX = 256
 ROW_BYTES = 16
 
@@ -68,19 +69,20 @@ def launch(
     num_warpgroups: int = 1,
     interpret: Interpret = False,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Run a kernel.
+    """Run a Pallas kernel on the GPU, or in JAX's GPU simulator.
 
     Args:
       kernel: takes refs of `arguments`, `updated`, `outputs` and `scratch`, in this order.
       name: name of the kernel.
-      grid: number of thread blocks along each axis, by the name that `jax.lax.axis_index` takes.
+      grid: number of thread blocks along each axis. The keys are the names for
+        `jax.lax.axis_index`.
       arguments: arrays that the kernel reads, or trees of arrays.
       updated: arrays that the kernel updates in place if the caller donates them.
-      outputs: shapes and dtypes of other results.
-      scratch: shared memory and barriers.
-      num_warpgroups: number of warpgroups in a thread block. If there are several, the body runs
-        in each of them, and `jax.lax.axis_index` of ``"warpgroup"`` is different in each.
-      interpret: whether to run in the simulator, or its parameters.
+      outputs: shapes and dtypes of the other results.
+      scratch: descriptions of the arrays and barriers in shared memory, or trees of them.
+      num_warpgroups: number of warpgroups in a thread block. If there are several, each of them
+        runs the body, and ``jax.lax.axis_index("warpgroup")`` is its index.
+      interpret: whether to run in the simulator; or parameters of the simulator.
 
     Returns:
       The outputs, and the new values of `updated`.
@@ -109,7 +111,8 @@ def launch(
     )
 
     def run(arguments: Sequence[jax.Array], updated: Sequence[jax.Array]) -> Any:
-        # The kernel updates refs, and `run_state` turns them into results. XLA removes these zeros.
+        # The kernel updates refs, which need initial values. `run_state` returns their final
+        # values. XLA removes these zeros.
         blank = [jnp.zeros(out.shape, out.dtype) for out in outputs]
 
         def update(refs: tuple[Sequence[Any], Sequence[Any]]) -> None:
@@ -126,7 +129,7 @@ def launch(
 
 
 class GpuInstructions(NamedTuple):
-    """GPU instructions, with an equivalent form for the simulator, which lacks them.
+    """GPU instructions that JAX's simulator lacks, each with an equivalent form for it.
 
     Attributes:
       is_simulated: whether the kernel runs in the simulator.
@@ -141,7 +144,7 @@ class GpuInstructions(NamedTuple):
         return plgpu.mma(total, a, b)
 
     def warpgroup_mma(self, a_ref: Any, b_ref: Any) -> jax.Array:
-        """Return ``a @ b`` in float32 by `wgmma`; `a` has 64 rows."""
+        """Return ``a @ b`` in float32, computed by `wgmma`; `a` has 64 rows."""
 
         def multiply(total_ref: Any) -> jax.Array:
             plgpu.wgmma(total_ref, a_ref, b_ref)
@@ -153,9 +156,10 @@ class GpuInstructions(NamedTuple):
     def warpgroup_mma_add(
         self, total: jax.Array, a: jax.Array, b_ref: Any, a_ref: Any
     ) -> jax.Array:
-        """Return ``total + a @ b`` in float32 by `wgmma`; `a` has 64 rows.
+        """Return ``total + a @ b`` in float32, computed by `wgmma`; `a` has 64 rows.
 
-        The simulator multiplies only from memory, so it stores `a` in `a_ref`.
+        The simulator can only multiply operands in shared memory, so there `a` is stored in `a_ref`
+        first.
         """
         if self.is_simulated:
             a_ref[...] = a
@@ -168,10 +172,10 @@ class GpuInstructions(NamedTuple):
         return pl.run_state(add)(plgpu.ACC.init(total))
 
     def store(self, tile_ref: Any, target_ref: Any) -> None:
-        """Copy a tile of shared memory to memory, and wait until it is stored.
+        """Copy a tile from shared memory to GPU memory, and wait until it is stored.
 
-        The simulator does not know that `count` orders bulk copies of a thread block before loads
-        of another, so it stores from registers.
+        In the simulator, the tile is stored from registers. The simulator does not know that
+        `count` orders the bulk copies of one thread block before the loads of another.
         """
         if self.is_simulated:
             target_ref[...] = tile_ref[...]
@@ -182,17 +186,18 @@ class GpuInstructions(NamedTuple):
     def count(
         self, counts_ref: Any, place: tuple[Any, ...], count_ref: Any, arrival: jax.Array
     ) -> None:
-        """Increment a counter in memory by 1, and store its previous value in shared memory.
+        """Increment a counter in GPU memory by 1, and store its previous value in shared memory.
 
-        All threads then see what other thread blocks stored before they incremented the counter.
-        (PTX ISA, Memory Consistency Model, "Causality Order".)
+        After the call, all threads see what other thread blocks had stored before they incremented
+        the counter (PTX ISA, Memory Consistency Model, "Causality Order").
 
         Args:
-          counts_ref: i32 counters in memory.
+          counts_ref: i32 counters in GPU memory.
           place: index of the counter.
-          count_ref: i32 ``[1]`` in shared memory.
-          arrival: the previous value if thread blocks run in order. The simulator takes it, because
-            it runs them in order, and would report a race for an addition that is not atomic.
+          count_ref: i32 ``[1]`` in shared memory, set to the previous value.
+          arrival: the previous value in the simulator, which runs the thread blocks in order. The
+            simulator does not increment the counter, because it would report a race for an addition
+            that is not atomic.
         """
         if self.is_simulated:
             count_ref[0] = arrival
@@ -209,9 +214,10 @@ def _count(counter_ref: Any, count_ref: Any) -> None:
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import llvm
 
-        # Partial results were stored by bulk copies, which the proxy fence orders with the loads of
-        # other threads. Thread 0 counts between two barriers, so all threads have stored before the
-        # first barrier, and none loads before the second.
+        # Partial results were stored by bulk copies. The proxy fence orders these copies before the
+        # loads of other threads. Thread 0 increments the counter between two barriers: all threads
+        # have stored their results before the first barrier, and no thread loads results before the
+        # second barrier.
         utils.warpgroup_barrier()
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),
@@ -229,12 +235,13 @@ def _count(counter_ref: Any, count_ref: Any) -> None:
     count(counter_ref, count_ref)
 
 
-# Rows of a tile in shared memory with a swizzle of 128 bytes, and 16-bit elements in its lanes.
+# Unit of a 128-byte swizzle of an array in shared memory: number of rows, and number of 16-bit
+# elements in each row.
 TILE_ROWS, TILE_LANES = 8, 64
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any, lanes: int = TILE_LANES) -> Any:
-    """Describe a tile whose rows are swizzled in pieces of `lanes` elements."""
+    """Describe an array in shared memory whose rows are swizzled in units of `lanes` elements."""
     transforms = (
         plgpu.TilingTransform((TILE_ROWS, lanes)),
         plgpu.SwizzleTransform(lanes * jnp.dtype(dtype).itemsize),
@@ -254,13 +261,13 @@ class AttentionInputs(NamedTuple):
     """Arrays that an attention kernel reads, or refs of them.
 
     Attributes:
-      work: i32 ``[N, fields]``, what each thread block in the grid computes: the fields of a
-        `KVPart` or a `QueryTile`.
-      q: ``[tokens, H, D]``.
-      pools: the pools, or pages.
-      block_tables: i32 ``[B, M]``.
-      layer: i32 ``[1]``.
-      sinks: ``[H]``, or None.
+      work: i32 ``[N, fields]``, the work of each thread block in the grid: the fields of a `KVPart`
+        or of a `QueryTile`.
+      q: ``[tokens, H, D]``, the queries.
+      pools: the `Pools`, or the `Pages` of a ragged batch.
+      block_tables: i32 ``[B, M]``, block ids of each sequence.
+      layer: i32 ``[1]``, index of the layer to read.
+      sinks: ``[H]``, attention sinks, or None.
     """
 
     work: Any

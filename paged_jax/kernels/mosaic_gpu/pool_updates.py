@@ -1,21 +1,22 @@
 """Kernels that change the KV pools in bulk copies: writes of K and V, and copies of blocks.
 
-`write`: a thread block writes one token. A box of all KV heads is copied to shared memory, cast to
-the dtype of the pool if it has another one, and copied to the pool::
+`write`: a thread block writes one token. A bulk copy moves K (or V) of all KV heads of the token to
+shared memory. If the pool has another dtype, the rows are cast there. Another bulk copy moves them
+to the pool::
 
     k [N, K, D]                 shared memory               pool [L, P, K, C, D]
     k[n]         -- copy -->    [K, D], cast   -- copy -->  pool[layer, blocks[n], :, offsets[n]]
 
     (nothing if the layer, block or offset is out of range)
 
-In registers, each warp has whole rows, so the largest magnitude of a head does not leave the warp.
-Rows of quantised pools are rounded there. Their scales are stored one by one, because a bulk copy
-has at least 16 bytes.
+For a quantised pool, the thread block rounds the rows in registers. A row is one head of the token.
+Each warp holds whole rows, so it finds the largest magnitude of a head without the other warps.
+Each scale is stored separately, because a bulk copy moves at least 16 bytes.
 
-`copy_blocks`: thread block (i, l) copies pair i in layer l through shared memory. A block is one
-contiguous range of memory, which is seen as rows.
+`copy_blocks`: thread block (i, l) copies the i-th pair of a source and a target block in layer l,
+through shared memory. A block is contiguous in memory. The kernel views it as rows of equal size.
 
-The pools are updated in place. All other memory of the pools is neither read nor written.
+The pools are updated in place. The kernels neither read nor write other parts of the pools.
 """
 
 import functools
@@ -45,17 +46,17 @@ _THREADS = 128
 _WARPS = 4
 WARP_LANES = 32
 
-# Maximum number of rows (heads) that the kernels hold in registers at a time. If these have more
-# than `_TILE_ELEMENTS` elements, each warp holds one row.
+# Maximum number of rows (heads) that the kernels hold in registers at a time. If these rows have
+# more than `_TILE_ELEMENTS` elements, each warp holds a single row instead.
 _ROW_TILE, _TILE_ELEMENTS = 16, 4096
 
-# Bytes in a row of a block and in a bulk copy of `copy_blocks`.
+# Maximum bytes of a row of a block, and maximum bytes of a bulk copy, in `copy_blocks`.
 _COPY_ROW = 512
 _COPY_BYTES = 32 * 1024
 
 
 def refusal(problem: Problem) -> str | None:
-    """Return why these kernels cannot write to such pools or copy their blocks, or None."""
+    """Return why these kernels do not support a write or copy, or None if they do."""
     pool_dtype, K, C = jnp.dtype(problem.pool_dtype), problem["K"], problem["C"]
     row_bytes = problem.lanes * pool_dtype.itemsize
     if problem.op == "copy_blocks":
@@ -87,13 +88,13 @@ def refusal(problem: Problem) -> str | None:
 
 
 def does_not_fit(num_heads: int, head_dim: int) -> str:
-    """Return the refusal for tokens whose heads exceed the shared memory."""
+    """Return the reason for rejecting tokens with more heads than fit the shared memory."""
     return f"the heads of a token, {num_heads} of {head_dim} elements, do not fit shared memory"
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def write(args: WriteArgs, interpret: Interpret = False) -> Pools:
-    """Write K and V of N tokens, in one launch."""
+    """Write K and V of N tokens to one layer, in one launch; return the new pools."""
     kernel = functools.partial(_write, interpret=interpret)
     return with_plain_gradients(kernel, general_backend().write)(args)
 
@@ -106,7 +107,8 @@ def _write(args: WriteArgs, interpret: Interpret) -> Pools:
     for x, pool in zip(new, updated, strict=False):
         pieces = []
         for _, size in _pieces(x.shape[2]):
-            # The kernel casts tiles of a multiple of 128 elements. The additional rows are unused.
+            # The kernel casts multiples of 128 elements, so the arrays may have additional, unused
+            # rows.
             rows = _THREADS // math.gcd(_THREADS, size)
             if pools.is_quantised:
                 rows = rows_in_registers(*x.shape[1:])
@@ -128,12 +130,12 @@ def _write(args: WriteArgs, interpret: Interpret) -> Pools:
 
 
 class _NewRows(NamedTuple):
-    """Keys or values of a token in shared memory.
+    """Shared memory for the keys or the values of a token: one row per KV head.
 
     Attributes:
-      loaded: ``[rows, size]`` for each piece of a row, as they were copied.
-      cast: the same in the dtype of the pool.
-      scale: f32 ``[rows]``; None if the pool has no scales.
+      loaded: ``[rows, size]`` for each piece of a row, in the dtype of the new keys or values.
+      cast: ``[rows, size]`` for each piece of a row, in the dtype of the pool.
+      scale: f32 ``[rows]``, scale of each row; None if the pool has no scales.
     """
 
     loaded: Any
@@ -142,12 +144,12 @@ class _NewRows(NamedTuple):
 
     @property
     def stored(self) -> list[Any]:
-        """The pieces to copy to the pool: those of `loaded` if they have its dtype."""
+        """Pieces to copy to the pool: `loaded` if it has the dtype of the pool, else `cast`."""
         pairs = zip(self.loaded, self.cast, strict=True)
         return [loaded if loaded.dtype == cast.dtype else cast for loaded, cast in pairs]
 
     def cast_rows(self, head_dim: int) -> None:
-        """Convert the rows to the dtype of the pool."""
+        """Convert `loaded` to the dtype of the pool in `cast`, and set `scale` if there is one."""
         if self.scale is None:
             for loaded, cast in zip(self.loaded, self.cast, strict=True):
                 if loaded.dtype != cast.dtype:
@@ -163,17 +165,17 @@ class _NewRows(NamedTuple):
 
 
 def load_rows(ref: Any) -> jax.Array:
-    """Load rows from shared memory, so that each warp has whole rows, as f32."""
+    """Load rows from shared memory as f32, with `row_layout`: each warp holds whole rows."""
     return plgpu.load(ref, layout=row_layout(ref.shape[1])).astype(jnp.float32)
 
 
 def store_rows(parts: Sequence[jax.Array], refs: Sequence[Any], scale_ref: Any) -> None:
-    """Store consecutive parts of rows, rounded to the dtype of `refs`, with a scale per row.
+    """Store rows, rounded to the dtype of `refs`. Quantise them if `scale_ref` is given.
 
     Args:
-      parts: f32 ``[rows, x]``.
-      refs: refs like `parts`.
-      scale_ref: f32 ``[rows]``, or None if the rows have no scales.
+      parts: f32 ``[rows, x]`` arrays, consecutive parts of the rows.
+      refs: refs to store the parts in, with the same shapes.
+      scale_ref: f32 ``[rows]``, ref to store the scales of the rows in; None to store no scales.
     """
     if scale_ref is not None:
         parts, scale = quantise_parts(parts, refs[0].dtype)
@@ -185,7 +187,10 @@ def store_rows(parts: Sequence[jax.Array], refs: Sequence[Any], scale_ref: Any) 
 def store_scales(
     pool_refs: Sequence[Any], scales: Sequence[Any], place: tuple[jax.Array, ...], num_heads: int
 ) -> None:
-    """Store the scales of a token, from shared memory."""
+    """Copy the scales of the heads of a token from shared memory to the pools of scales.
+
+    `place` is the layer, block and offset of the token. If `pool_refs` is empty, nothing is stored.
+    """
     layer, block, offset = place
     if pool_refs:
 
@@ -206,7 +211,8 @@ def _write_kernel(layer_ref, blocks_ref, offsets_ref, *refs, num_halves):
 
     @pl.when(is_kept(*place, pool_refs[0].shape))
     def _():
-        # One bulk copy per range of lanes (`_pieces`), all in flight at the same time.
+        # Each range of lanes (`_pieces`) has its own bulk copy. All of them are started before the
+        # first wait.
         for new_ref, half in zip(new_refs, halves, strict=True):
             for lanes, loaded in zip(_pieces(new_ref.shape[2]), half.loaded, strict=True):
                 source = new_ref.at[token, :, pl.ds(*lanes)]
@@ -226,14 +232,14 @@ def _write_kernel(layer_ref, blocks_ref, offsets_ref, *refs, num_halves):
 def is_kept(
     layer: jax.Array, block: jax.Array, offset: jax.Array, pool_shape: Sequence[int]
 ) -> jax.Array:
-    """Return whether a place of a token is in the pool."""
+    """Return whether the layer, block and offset of a token are in the range of the pool."""
     L, P, _, C, _ = pool_shape
     is_block = (layer >= 0) & (layer < L) & (block >= 0) & (block < P)
     return is_block & (offset >= 0) & (offset < C)
 
 
 def _pieces(width: int) -> list[tuple[int, int]]:
-    """Return the start and the size of the pieces of a row that bulk copies move."""
+    """Cut a row into pieces that a bulk copy can move; return the start and size of each."""
     count = pl.cdiv(width, MAX_BOX)
     size = _round_up(pl.cdiv(width, count), WARP_LANES)
     return [(start, min(size, width - start)) for start in range(0, width, size)]
@@ -255,9 +261,10 @@ def padded_rows(num_rows: int, width: int) -> int:
 
 
 def row_layout(width: int) -> Any:
-    """Return a layout in which each warp has whole rows of `width` lanes."""
+    """Return a register layout for rows of `width` elements: each warp holds whole rows."""
     vector = math.gcd(width // WARP_LANES, 4)
-    # The dimensions of a tile are: warp (row), thread, and the elements of a thread.
+    # The dimensions of a tile of the layout are: row (one for each warp), thread, and elements of a
+    # thread.
     tiling = plgpu.Tiling(((_WARPS, WARP_LANES * vector), (vector,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
@@ -313,7 +320,7 @@ def _copy_kernel(sources_ref, targets_ref, *refs, num_layers, num_blocks):
 
 
 def _as_rows(pool: jax.Array) -> jax.Array:
-    """Reshape a pool to blocks of rows, ``[L * P, rows, elements]``."""
+    """Reshape a pool to ``[L * P, rows, elements]``: divide blocks into rows of equal size."""
     L, P, *block = pool.shape
     size, itemsize = math.prod(block), pool.dtype.itemsize
     width = math.gcd(size * itemsize, min(_COPY_ROW, MAX_BOX * itemsize)) // itemsize
@@ -321,7 +328,7 @@ def _as_rows(pool: jax.Array) -> jax.Array:
 
 
 def _rows_at_once(view: jax.Array) -> int:
-    """Return the number of rows in a bulk copy: a divisor of the rows of a block."""
+    """Return the number of rows that a bulk copy moves; it divides the rows of a block."""
     _, num_rows, width = view.shape
     most = min(_COPY_BYTES // (width * view.dtype.itemsize), MAX_BOX, num_rows)
     return max(n for n in range(1, most + 1) if num_rows % n == 0)

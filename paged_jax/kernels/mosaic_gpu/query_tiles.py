@@ -1,7 +1,8 @@
-"""Tiles of queries of prompts, their list, and the bulk copies of a tile.
+"""Query tiles of the prefill kernel: their sizes, their list, and their bulk copies.
 
-See `paged_jax.kernels.mosaic_gpu.flash_prefill`. A tile has the same n tokens for each of several
-query heads of a KV head, in rows of n tokens. A head may belong to both warpgroups::
+See `paged_jax.kernels.mosaic_gpu.flash_prefill`. The 128 rows of a tile are the same n tokens for
+each of several query heads of a KV head. Each head has n consecutive rows, which may belong to both
+computing warpgroups::
 
     5 heads of 24 tokens    | 0 - 23 | 24 - 47 | 48 - 63 : 64 - 71 | 72 - 95 | 96 - 119 | unused |
                                          warpgroup 0     :     warpgroup 1
@@ -25,15 +26,15 @@ from paged_jax.kernels.mosaic_gpu.launch import (
     swizzled,
 )
 
-# Rows of a `wgmma`, warpgroups that compute, and rows of a tile.
+# Number of rows of a `wgmma` instruction, of warpgroups that compute, and of rows of a tile.
 ROWS = 64
 CONSUMERS = 2
 TILE = CONSUMERS * ROWS
 
 _MAX_STAGES = 4
 
-# Over 8-bit pools: number of converted tiles of keys and of values, and maximum number of pieces of
-# tiles in the ring before them.
+# For 8-bit pools: number of loop steps whose converted tiles the ring buffers hold, and maximum
+# number of pieces in the ring buffer of pieces that are not converted yet.
 _CONVERTED_STAGES, _MAX_STAGED = 2, 6
 
 
@@ -41,11 +42,12 @@ class PrefillSizes(NamedTuple):
     """Static sizes of a launch of the prefill kernel.
 
     Attributes:
-      slice_size: query heads of a tile, a divisor of the group of a KV head.
-      tile_tokens: tokens of a tile (n).
+      slice_size: number of query heads of a tile, a divisor of the query heads per KV head.
+      tile_tokens: number of tokens of a tile (n).
       step_tokens: tokens in a loop step (T).
-      num_stages: number of tiles in the ring.
-      num_staged: pieces in the ring of 8-bit tiles; 0 if the pools are not 8-bit.
+      num_stages: number of loop steps whose tiles the ring buffers hold.
+      num_staged: number of pieces in the ring buffer of unconverted pieces; 0 if the pools are not
+        8-bit.
       block_size: tokens in a block (C).
       head_dim: elements of a head (D).
     """
@@ -60,49 +62,57 @@ class PrefillSizes(NamedTuple):
 
     @classmethod
     def choose(cls, T: int, G: int, C: int, D: int, is_narrow: bool = False) -> "PrefillSizes":
-        """Choose the tiles of a batch with chunks of about T tokens."""
+        """Choose the sizes for a batch with chunks of about T tokens.
+
+        `G`, `C` and `D` are sizes of dimensions, see `paged_jax.dims`. `is_narrow` says whether the
+        pools are 8-bit.
+        """
 
         def num_tiles(heads: int) -> int:
             return pl.cdiv(T, _count_tokens(heads)) * (G // heads)
 
         divisors = [size for size in range(1, TILE // TILE_ROWS + 1) if G % size == 0]
-        # If numbers of tiles are equal, prefer more heads and fewer tokens: fewer steps are masked.
+        # Choose the fewest tiles. If several choices give this number, prefer more heads and fewer
+        # tokens, because fewer steps are then masked.
         heads = min(divisors, key=lambda size: (num_tiles(size), -size))
         step_tokens = 128 if D <= 128 else 64
         stage, free = 2 * step_tokens * D * 2, MAX_SHARED_MEMORY - TILE * D * 2
         stages, staged = min(free // stage, _MAX_STAGES), 0
         if is_narrow:
             stages = _CONVERTED_STAGES
-            # A piece, and up to two rings of scales with as many steps.
+            # Bytes of a piece, and an upper bound of its share of the two ring buffers of scales.
             piece = step_tokens * (_piece_size(D) + 2 * 4 * stages)
             staged = min((free - stages * stage) // piece, _MAX_STAGED)
         return cls(heads, _count_tokens(heads), step_tokens, stages, staged, C, D)
 
     @property
     def copy_rows(self) -> int:
-        """Tokens in a bulk copy: a block, or a part of it that fills a tile."""
+        """Number of tokens in a bulk copy: a block, or one loop step if blocks are longer."""
         return min(self.block_size, self.step_tokens)
 
     @property
     def num_copies(self) -> int:
-        """Number of bulk copies of a tile of keys or values."""
+        """Number of bulk copies that fill a tile of keys or values."""
         return self.step_tokens // self.copy_rows
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        """Start and size of the pieces of an 8-bit key or value, which are copied in turn."""
+        """Start and size of each piece of an 8-bit key or value. Pieces are copied separately."""
         size = _piece_size(self.head_dim)
         return [(start, size) for start in range(0, self.head_dim, size)]
 
     @property
     def num_scaled(self) -> int:
-        """Steps in the ring of scales, so that a step overwrites only scales that were used."""
+        """Number of steps in each ring buffer of scales, so that no scale in use is overwritten."""
         turns = 2 * len(self.pieces)
         return self.num_stages + 1 + (turns - 1 + self.num_staged) // turns
 
     @property
     def boxes(self) -> list[tuple[int, int, int, int, int]]:
-        """Head, first token, warpgroup, first row in it, and number of rows of each bulk copy."""
+        """Bulk copies of a query tile: (head, first token, warpgroup, first row, number of rows).
+
+        The first row is relative to the rows of the warpgroup.
+        """
         n, boxes = self.tile_tokens, []
         for head in range(self.slice_size):
             row, end = head * n, (head + 1) * n
@@ -114,31 +124,34 @@ class PrefillSizes(NamedTuple):
 
 
 def _count_tokens(heads: int) -> int:
-    """Return the tokens of a tile: as many as fit, in multiples of the rows of a box."""
+    """Return the maximum number of tokens of a tile with `heads` heads, a multiple of 8."""
     return TILE // heads // TILE_ROWS * TILE_ROWS
 
 
 def _piece_size(head_dim: int) -> int:
-    """Return the lanes of a piece of an 8-bit key or value."""
-    # The conversion of larger pieces of the widest heads spills registers.
+    """Return the number of lanes (elements) of a piece of an 8-bit key or value."""
+    # Converting larger pieces would spill registers if heads are wide.
     is_wide = head_dim > 2 * TILE_LANES
     return TILE_LANES if is_wide or head_dim % (2 * TILE_LANES) else 2 * TILE_LANES
 
 
 class QueryTile(NamedTuple):
-    """The tile of a thread block, as i32 scalars.
+    """Query tile of a thread block, as i32 scalars.
 
     Attributes:
       is_there: 0 if the thread block has no tile.
       sequence: row of the sequence in the batch.
-      index: index of the tile in the arrays of queries and outputs.
+      index: index of the tile in the arrays of queries and outputs, which have n rows for each
+        tile.
       first: position of the first token of the tile in its sequence.
-      num_queries: number of queries; they are the first tokens of the tile.
-      seen: position of the first token that any query sees.
-      origin: position at which step 0 starts, `seen` rounded down to a bulk copy.
-      full_begin: first step in which every query sees every token.
-      full_end: end of these steps (exclusive).
-      num_steps: number of steps.
+      num_queries: number of queries. The first `num_queries` of the n tokens are queries, the rest
+        is padding.
+      seen: position of the first token that any query of the tile sees.
+      origin: position at which loop step 0 starts: `seen`, rounded down to a multiple of
+        `copy_rows`.
+      full_begin: first loop step that needs no mask, because every query sees every token.
+      full_end: end of the loop steps without a mask (exclusive).
+      num_steps: number of loop steps.
     """
 
     is_there: Any
@@ -163,10 +176,10 @@ def list_tiles(
     context_lens: jax.Array, query_lens: jax.Array, *,
     index: jax.Array, is_there: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Return a row of fields for each tile, i32 ``[tiles, fields]``.
+    """Return the fields of the `QueryTile` of each thread block, i32 ``[tiles, fields]``.
 
-    Tile i is number ``turn[i]`` of the tiles of sequence ``sequence[i]``. The layers of a step have
-    the same lengths, so XLA computes the list once per step.
+    Thread block i computes tile ``turn[i]`` of sequence ``sequence[i]``. All layers of a model step
+    have the same sequence lengths, so XLA computes the list once per step.
     """
     n, T, window = sizes.tile_tokens, sizes.step_tokens, options.sliding_window
     length, query_len = context_lens[sequence], query_lens[sequence]
@@ -192,28 +205,33 @@ def list_tiles(
 
 
 class PrefillTiles(NamedTuple):
-    """Shared memory of a thread block.
+    """Arrays and barriers in the shared memory of a thread block.
 
     Attributes:
-      q: ``[2, 64, D]``, the queries of each warpgroup, and then its output.
-      k: ``[stages, T, D]``, ring of tiles of keys.
-      v: ``[stages, T, D]``, ring of tiles of values. Both are converted if the pools are 8-bit.
-      staged: ``[staged, T, size]``, ring of pieces of 8-bit tiles, or None.
-      k_scale: f32 ``[scaled, T]``, ring of the scales of the keys, or None.
-      v_scale: the same of the values.
-      lse: f32 ``[2, 64]``.
-      weights: ``[2, 64, T]`` in the simulator, else None.
-      is_loaded: barrier of the queries.
-      k_full: barriers of the tiles of keys, passed when a tile has been copied.
-      v_full: barriers of the tiles of values.
-      k_free: barriers of the tiles of keys, passed when both warpgroups have multiplied a tile.
-      v_free: barriers of the tiles of values.
-      is_partial: barrier of a tile of values with tokens that no query sees; None if the pools are
-        8-bit.
-      is_staged: barriers of the pieces, passed when a piece has been copied, or None.
+      q: ``[2, 64, D]``, the queries of each computing warpgroup. The output is later stored in
+        their place.
+      k: ``[stages, T, D]``, ring buffer of tiles of keys, converted if the pools are 8-bit.
+      v: ``[stages, T, D]``, ring buffer of tiles of values, converted if the pools are 8-bit.
+      staged: ``[staged, T, size]``, ring buffer of unconverted pieces of 8-bit keys and values, or
+        None.
+      k_scale: f32 ``[scaled, T]``, ring buffer of the scales of the keys, or None.
+      v_scale: f32 ``[scaled, T]``, ring buffer of the scales of the values, or None.
+      lse: f32 ``[2, 64]``, log-sum-exp of each row.
+      weights: ``[2, 64, T]``, softmax weights, in the simulator only; else None.
+      is_loaded: barrier, completed when the queries have been copied.
+      k_full: barriers of the tiles of keys, completed when a tile has been copied.
+      v_full: barriers of the tiles of values, completed when a tile has been copied.
+      k_free: barriers of the tiles of keys, completed when both computing warpgroups have read a
+        tile.
+      v_free: barriers of the tiles of values, completed when both computing warpgroups have read a
+        tile.
+      is_partial: barrier of a tile of values that contains tokens that no query sees, completed
+        when it has been copied; None if the pools are 8-bit.
+      is_staged: barriers of the unconverted pieces, completed when a piece has been copied, or
+        None.
       k_scaled: barriers of the scales of the keys, or None.
-      v_scaled: the same of the values.
-      is_done: barrier of the output.
+      v_scaled: barriers of the scales of the values, or None.
+      is_done: barrier, completed when both computing warpgroups have stored their output.
     """
 
     q: Any
@@ -239,16 +257,16 @@ class PrefillTiles(NamedTuple):
     def of(
         cls, sizes: PrefillSizes, dtype: Any, pools: Pools | Pages, is_simulated: bool
     ) -> "PrefillTiles":
-        """Describe the shared memory, for `launch`."""
+        """Describe the arrays and barriers in shared memory, for `launch`."""
         stages, T, D = sizes.num_stages, sizes.step_tokens, sizes.head_dim
         copied = functools.partial(plgpu.Barrier, num_arrivals=sizes.num_copies)
         free = functools.partial(plgpu.Barrier, num_arrivals=CONSUMERS)
         full, value_dtype, scale = copied, dtype, None
         staged = is_staged = is_scaled = None
         if is_narrow := sizes.num_staged > 0:
-            # The warpgroup that copies arrives once, after it has converted a tile.
+            # The copying warpgroup arrives once, after it has converted a tile.
             full = functools.partial(plgpu.Barrier, num_arrivals=1)
-            # Weights times scales may exceed the range of float16.
+            # The products of weights and scales may exceed the range of float16.
             value_dtype, size = jnp.bfloat16, sizes.pieces[0][1]
             staged = swizzled((sizes.num_staged, T, size), pools.dtype, size)
             is_staged = copied(num_barriers=sizes.num_staged)
@@ -278,7 +296,7 @@ class PrefillTiles(NamedTuple):
 
 
 class PrefillCopies(NamedTuple):
-    """Bulk copies of a tile, all of which one warpgroup starts."""
+    """Bulk copies of the data of a query tile. The copying warpgroup starts all of them."""
 
     inputs: AttentionInputs
     shared: PrefillTiles
@@ -301,7 +319,7 @@ class PrefillCopies(NamedTuple):
             )
 
     def load_step(self, step: jax.Array, _: None) -> None:
-        """Copy the keys and the values of a step when their place in the ring is free."""
+        """Start the copies of the keys and values of a loop step when their tiles are free."""
         shared, stages = self.shared, self.sizes.num_stages
         slot, blocks = lax.rem(step, jnp.int32(stages)), self.load_blocks(step)
         start = self.tile.origin + step * self.sizes.step_tokens
@@ -331,13 +349,13 @@ class PrefillCopies(NamedTuple):
                 plgpu.barrier_arrive(shared.v_full.at[slot])
 
     def wait_for_step(self, step: jax.Array, _: None) -> None:
-        """Wait until both other warpgroups have multiplied the keys and the values of a step."""
+        """Wait until both computing warpgroups have read the keys and values of a loop step."""
         slot = lax.rem(step, jnp.int32(self.sizes.num_stages))
         plgpu.barrier_wait(self.shared.k_free.at[slot])
         plgpu.barrier_wait(self.shared.v_free.at[slot])
 
     def store(self, out_ref: Any, lse_ref: Any) -> None:
-        """Copy the output to memory when both other warpgroups have stored it."""
+        """Wait until both computing warpgroups have stored their output; copy it to GPU memory."""
         shared, index = self.shared, self.tile.index
         plgpu.barrier_wait(shared.is_done)
         for head, token, warpgroup, row, num_rows in self.sizes.boxes:
@@ -349,7 +367,10 @@ class PrefillCopies(NamedTuple):
         plgpu.wait_smem_to_gmem(0)
 
     def _rows(self, token: int, num_rows: int) -> Any:
-        """Return rows of the queries and of the output, from a token of the tile on."""
+        """Return the range of rows of tokens of the tile in the arrays of queries and outputs.
+
+        `token` is the index of the first of them in the tile.
+        """
         start = self.tile.index * self.sizes.tile_tokens + token
         return pl.ds(pl.multiple_of(start, TILE_ROWS), num_rows)
 
@@ -359,7 +380,7 @@ class PrefillCopies(NamedTuple):
         return [first + turn * rows for turn in range(self.sizes.num_copies)]
 
     def load_blocks(self, step: jax.Array) -> list[jax.Array]:
-        """Return the blocks of a step; block 0 instead of a block that no query sees."""
+        """Return the block ids of a step, one per bulk copy; 0 after the last visible token."""
         tables, blocks = self.inputs.block_tables, []
         for token in self.tokens(step):
             entry = lax.div(token, jnp.int32(self.sizes.block_size))
@@ -370,7 +391,7 @@ class PrefillCopies(NamedTuple):
     def _load(
         self, half: Any, tile_ref: Any, barrier: Any, step: jax.Array, blocks: list[jax.Array]
     ) -> None:
-        """Start the copies of the keys or the values of a step."""
+        """Start the copies of the keys or the values of a loop step to `tile_ref`."""
         rows, lanes = self.sizes.copy_rows, pl.ds(0, self.sizes.head_dim)
         for turn, (token, block) in enumerate(zip(self.tokens(step), blocks, strict=True)):
             pool, place = self.inputs.pools.place(half, *self.place(token, block))
@@ -378,7 +399,10 @@ class PrefillCopies(NamedTuple):
             plgpu.copy_gmem_to_smem(pool.at[(*place, lanes)], target, barrier)
 
     def place(self, token: jax.Array, block: jax.Array) -> tuple[Any, Any, Any, Any]:
-        """Return the layer, block, KV head and rows of a bulk copy, from a token on."""
+        """Return the layer, block, KV head and range of offsets that a bulk copy reads.
+
+        `token` is the position of the first token of the copy, in block `block`.
+        """
         rows, inputs = self.sizes.copy_rows, self.inputs
         head = lax.div(self.first_head, jnp.int32(inputs.q.shape[1] // inputs.pools.num_kv_heads))
         offset: Any = 0
@@ -388,7 +412,7 @@ class PrefillCopies(NamedTuple):
         return inputs.layer[0], block, head, pl.ds(offset, rows)
 
     def _clear(self, slot: jax.Array, start: jax.Array) -> None:
-        """Overwrite the values of the tokens that no query sees by 0."""
+        """Set the values of tokens that no query sees to 0."""
         for row in range(0, self.sizes.step_tokens, ROWS):
             first = start + row
 

@@ -1,17 +1,17 @@
-"""A kernel that normalises, rotates and writes the heads of tokens in bulk copies.
+"""Kernel of `paged_rope_write`: normalise, rotate and write the heads of each token.
 
-A thread block reads all heads of one token, in two halves. Elements of the two halves with the same
-index are a pair that is rotated. A bulk copy moves the keys, the values, or one query of each KV
-head. If a KV head has more queries than there are KV heads, a bulk copy moves all queries of a KV
-head instead::
+A thread block processes all heads of a token. It copies each head in two halves, because element i
+of the first half is rotated together with element i of the second half. A bulk copy moves the keys,
+the values, or one query of each KV head. If a KV head has more queries than there are KV heads, a
+bulk copy moves all queries of a KV head instead::
 
     qkv [N, K, G + 2, D]                      shared memory, registers      results
     qkv[n, :, g] or qkv[n, k, :G]  --copy-->  rotated, cast      --copy-->  q[n, :, g] or q[n, k]
     qkv[n, :, G]                   --copy-->  rotated, cast      --copy-->  a row of the key pool
     qkv[n, :, G + 1]               --copy-->  cast               --copy-->  a row of the value pool
 
-In registers, each warp has whole rows, so the sum of squares of a head does not leave the warp.
-`pool_updates` describes how rows are rounded for quantised pools.
+In registers, each warp holds whole heads, so it computes the sum of squares of a head without the
+other warps. `pool_updates` describes how rows are rounded for quantised pools.
 """
 
 import functools
@@ -43,7 +43,7 @@ from paged_jax.kernels.pool_format import query_dtype
 
 
 def refusal(problem: Problem) -> str | None:
-    """Return why this kernel cannot write to such pools, or None if it can."""
+    """Return why this kernel does not support the write `problem`, or None if it does."""
     if (why_not := pool_updates.refusal(problem)) is not None:
         return why_not
     K, D = problem["K"], problem["D"]
@@ -60,7 +60,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 class _QueryBoxes(NamedTuple):
-    """Boxes of the queries of a token that bulk copies move.
+    """Division of the queries of a token into boxes. A bulk copy moves one box.
 
     A box has one query of each KV head or, if a KV head has more queries than there are KV heads,
     all queries of a KV head.
@@ -81,9 +81,9 @@ class _QueryBoxes(NamedTuple):
 
     @property
     def num_heads(self) -> int:
-        """Number of heads in the copy of a box."""
-        # A copy of all queries of a KV head includes its key and value, because the compiler only
-        # tiles a box of whole dimensions of ``[K, G + 2, D]``.
+        """Number of heads that the bulk copy of a box reads."""
+        # The copy of all queries of a KV head also reads its key and value, because the compiler
+        # can only tile a box that spans whole dimensions of ``[K, G + 2, D]``.
         return self.num_queries + 2 * (self.group_size > self.num_kv_heads)
 
     def place(self, box: int) -> tuple[Any, Any]:
@@ -97,23 +97,23 @@ class _QueryBoxes(NamedTuple):
 def rope_write(
     args: RopeWriteArgs, options: Options, interpret: Interpret = False
 ) -> tuple[jax.Array, Pools]:
-    """Run `paged_rope_write` in one launch: normalise, rotate, write, and return the queries."""
+    """Run `paged_rope_write` in one launch; return the rotated queries and the new pools."""
     kernel = functools.partial(_rope_write, options=options, interpret=interpret)
     plain = functools.partial(general_backend().rope_write, options=options)
     return with_plain_gradients(kernel, plain)(args)
 
 
 class _RopeTiles(NamedTuple):
-    """Shared memory of `rope_write`. Arrays with two halves of the heads are pairs.
+    """Shared memory of `rope_write`. Heads that are stored as two halves are pairs of arrays.
 
     Attributes:
-      queries: pair of ``[boxes, rows, D / 2]``, as they were copied.
+      queries: pair of ``[boxes, rows, D / 2]``, the queries as they were copied.
       rotated: rotated queries ``[boxes, rows, size]`` for each piece of a head, see `_pieces`.
-      keys: pair of ``[rows, D / 2]``, as they were copied.
-      values: the values, like `keys`.
-      cast: keys and values in the dtype of the pools, ``[rows, size]`` for each piece.
-      scales: f32 ``[rows]`` of keys and of values, or None.
-      is_loaded: barrier of `queries`, `keys` and `values`.
+      keys: pair of ``[rows, D / 2]``, the keys as they were copied.
+      values: pair of ``[rows, D / 2]``, the values as they were copied.
+      cast: pair of keys and values in the dtype of the pools, ``[rows, size]`` for each piece.
+      scales: pair of the scales of keys and of values, f32 ``[rows]``; or of None.
+      is_loaded: barrier, completed when `queries`, `keys` and `values` have been copied.
     """
 
     queries: Any
@@ -126,7 +126,7 @@ class _RopeTiles(NamedTuple):
 
     @classmethod
     def of(cls, boxes: _QueryBoxes, qkv: jax.Array, pools: Pools) -> "_RopeTiles":
-        """Describe the shared memory, for `launch`."""
+        """Describe the arrays and the barrier in shared memory, for `launch`."""
         K, D = boxes.num_kv_heads, qkv.shape[3]
         query_rows, rows = padded_rows(boxes.num_heads, D), padded_rows(K, D)
         queries = plgpu.SMEM((boxes.count, query_rows, D // 2), qkv.dtype)
@@ -147,7 +147,7 @@ class _RopeTiles(NamedTuple):
 
 
 def _pieces(head_dim: int) -> list[tuple[int, int]]:
-    """Return start and size of the pieces of a head that bulk copies move: the head, or halves."""
+    """Return start and size of the pieces that bulk copies store: a head, or its halves."""
     half = head_dim // 2
     return [(0, head_dim)] if head_dim <= MAX_BOX else [(0, half), (half, half)]
 
@@ -201,7 +201,10 @@ def _rope_write_kernel(
     plgpu.barrier_wait(shared.is_loaded)
 
     def convert(loaded: Any, stored: Any, scale: Any, norm: Any, *, is_rotated: bool) -> None:
-        """Normalise, rotate and cast some heads, from two halves to pieces."""
+        """Normalise, rotate and cast some heads, and store them.
+
+        `loaded` is a pair of refs of the two halves. `stored` has a ref for each piece of a head.
+        """
         halves = [load_rows(half) for half in loaded]
         if is_rotated:
             halves = _rotated(halves, rotations, norm, norm_eps)
@@ -236,7 +239,7 @@ def _rope_write_kernel(
 
 
 def _load_heads(qkv_ref: Any, boxes: _QueryBoxes, shared: _RopeTiles) -> None:
-    """Start the copies of the heads of a token, ``[K, G + 2, D]``."""
+    """Start the bulk copies of all heads of a token from `qkv_ref`, ``[K, G + 2, D]``."""
     half, G, K = qkv_ref.shape[2] // 2, boxes.group_size, boxes.num_kv_heads
     for turn in range(2):
         lanes = pl.ds(turn * half, half)
@@ -256,7 +259,11 @@ def _store_heads(
     q_ref: Any, pool_refs: list[Any], place: tuple[jax.Array, ...], boxes: _QueryBoxes,
     shared: _RopeTiles,
 ) -> None:  # fmt: skip
-    """Copy queries to ``[K, G, D]``, and keys and values to the pools unless they are dropped."""
+    """Copy the queries to `q_ref`, ``[K, G, D]``, and the keys and values to the pools.
+
+    `place` is the layer, block and offset of the token. If they are out of range, its keys and
+    values are dropped.
+    """
     (layer, block, offset), K = place, boxes.num_kv_heads
     pieces = _pieces(q_ref.shape[2])
     for box in range(boxes.count):
@@ -276,7 +283,7 @@ def _store_heads(
 
 
 def _load_lanes(ref: Any) -> jax.Array:
-    """Load numbers of the lanes of a row from memory, f32 ``[D / 2]``."""
+    """Load a vector with a number for each lane from GPU memory, as f32 ``[D / 2]``."""
     layout = row_layout(ref.shape[0]).reduce(0)
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
@@ -284,7 +291,7 @@ def _load_lanes(ref: Any) -> jax.Array:
 def _rotated(
     halves: list[jax.Array], rotations: list[jax.Array], norm: list[jax.Array] | None, eps: float
 ) -> list[jax.Array]:
-    """Normalise heads if they have a norm, and rotate them; all in two halves ``[rows, D / 2]``."""
+    """Normalise heads if `norm` is given, and rotate them. Halves are ``[rows, D / 2]``."""
     (first, second), shape = halves, halves[0].shape
     if norm is not None:
         squares = jnp.sum(first * first + second * second, axis=1)
