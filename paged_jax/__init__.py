@@ -9,8 +9,8 @@ Each part can be used without the parts that follow it:
 - The model: `Llama` and `PagedModel`.
 - Text generation: `rollout` (a pure function), `Engine`, `AsyncEngine` and `LLM`.
 
-A name is imported when it is first used, so that an op needs only jax. ``__init__.pyi`` lists the
-names and the modules that define them.
+Names are imported lazily, at their first use. A program that uses only the ops therefore imports
+only jax, not Flax. ``__init__.pyi`` lists all public names and the modules that define them.
 """
 
 import lazy_loader

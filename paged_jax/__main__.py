@@ -1,4 +1,4 @@
-"""One command for all command lines: ``paged-jax COMMAND`` or ``python -m paged_jax COMMAND``."""
+"""The command ``paged-jax COMMAND``, which runs ``paged_jax.generate``, ``serve`` and others."""
 
 import argparse
 import importlib
@@ -26,7 +26,7 @@ Examples:
   paged-jax plan --model ./llama-3-8b --device h100
 """
 _COMPLETION = "--print-completion"
-# Kind of path that `shtab` completes for an option, by the placeholder of its value.
+# `shtab` completes file names or folder names for options whose help shows one of these metavars.
 _PATHS = {"FILE": "FILE", "PATH": "FILE", "MODEL": "FILE", "DIR": "DIRECTORY"}
 
 
@@ -46,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     if command not in COMMANDS:
         names = ", ".join(COMMANDS)
         return _fail(f"COMMAND must be one of {names}, got {command}")
-    # Some commands need extras, and all need seconds to import.
+    # Import only this command: other commands may need extras that are not installed, and each
+    # import takes seconds.
     return importlib.import_module(f"paged_jax.{command}").main(arguments)
 
 
@@ -56,7 +57,10 @@ def _fail(message: str) -> int:
 
 
 def _print_completion(shell: str = "") -> int:
-    """Print a script that completes all commands and their options in a shell."""
+    """Print the completion script of a shell, for all commands and options.
+
+    Return the exit status.
+    """
     try:
         import shtab
     except ModuleNotFoundError:

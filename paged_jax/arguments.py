@@ -1,7 +1,7 @@
-"""Arguments of public functions: checks of values, and hints for unknown names. Imports no jax.
+"""Checks of argument values, and hints for unknown argument names. This module imports no jax.
 
-Users know the names of vLLM, transformers, OpenAI and llama.cpp. An error for an unknown argument
-suggests the name that this library uses.
+Users often pass argument names of vLLM, transformers, OpenAI or llama.cpp. The error for an unknown
+argument suggests the name that this library uses instead.
 """
 
 import functools
@@ -18,14 +18,14 @@ T = TypeVar("T", bound=Callable[..., Any])
 class ArgumentError(ValueError):
     """Error for an argument with an invalid value.
 
-    The message is ``FUNCTION: FIELD must RULE, got VALUE.``, followed by advice.
-    The HTTP server reads the parts: its messages name the field, but not the function.
+    The message is ``FUNCTION: FIELD must RULE, got VALUE.``, followed by advice. The HTTP server
+    reports `field` and `message` to its clients, without the name of the Python function.
 
     Args:
-      function: the function or class that was called.
-      problem: the rule and the value. If `field` is given, the text continues the sentence after
-        its name.
-      field: the name of the argument; None if several arguments are involved.
+      function: name of the function or class that was called.
+      problem: ``"must RULE, got VALUE."``. The message puts the name of `field` before it. If
+        `field` is None, `problem` is a whole sentence.
+      field: name of the argument; None if several arguments are involved.
 
     Example:
       >>> error = ArgumentError("request", "must be an integer, got 'x'.", "priority")
@@ -43,7 +43,7 @@ class ArgumentError(ValueError):
 
     @property
     def message(self) -> str:
-        """The message without the name of the function."""
+        """The error message without the name of the function."""
         return self.problem if self.field is None else f"{self.field} {self.problem}"
 
     def __str__(self) -> str:
@@ -52,8 +52,8 @@ class ArgumentError(ValueError):
 
 def is_int(value: object) -> TypeGuard[int]:
     """Return whether a value is an integer of Python or NumPy. A bool is not."""
-    # The exact type is checked first, because `isinstance` with an abstract class is ten times
-    # slower, and a request has dozens of numbers.
+    # Compare the exact type first. `isinstance` with the abstract class is ten times slower, and
+    # each request has dozens of numbers to check.
     if type(value) is int:
         return True
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
@@ -67,7 +67,7 @@ def is_real(value: object) -> TypeGuard[float]:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer or a fraction outside a float's range
+    except OverflowError:  # the value is an integer or a fraction that no float can represent
         return False
 
 
@@ -88,14 +88,14 @@ def check_positive(function: str, **sizes: object) -> None:
     """
     for name, size in sizes.items():
         if not is_int(size) or size < 1:
-            # A size traced by `jax.jit` has an abstract value.
+            # Tracers of `jax.jit` have the attribute `aval`, their abstract value.
             advice = "Name it in static_argnames" if hasattr(size, "aval") else "Pass at least 1"
             rule = f"must be a positive integer, got {size!r}. {advice}."
             raise ArgumentError(function, rule, name)
 
 
-# Each line has a name of this library, followed by the names for the same in other libraries.
-# This table has the sampling parameters, which are fields of `SamplingParams`.
+# Each line starts with a name of this library. The other words are names of other libraries for the
+# same thing. `_SAMPLING` lists the fields of `SamplingParams`, `_OTHERS` lists other arguments.
 _SAMPLING = """
 max_tokens max_new_tokens max_length max_completion_tokens max_output_tokens max_gen_toks
 max_tokens max_gen_len
@@ -213,7 +213,7 @@ max_blocks_per_slot max_pages_per_seq max_blocks_per_seq pages_per_seq
 """
 
 
-# Names of other libraries that have no counterpart here, each with advice for the user.
+# Argument names of other libraries that have no counterpart in this library, with advice for users.
 _ADVICE = {
     "enforce_eager compilation_config max_seq_len_to_capture cuda_graph_sizes": (
         "Leave it out: the engine always runs compiled programs."
@@ -262,7 +262,9 @@ _ADVICE_BY_NAME = {name: text for names, text in _ADVICE.items() for name in nam
 
 
 def advise(name: str) -> str | None:
-    """Return a sentence about a name of another library that has no counterpart here.
+    """Return advice on an argument name of another library that has no counterpart here.
+
+    Returns None if there is no advice on `name`.
 
     Example:
       >>> advise("trust_remote_code")
@@ -272,26 +274,28 @@ def advise(name: str) -> str | None:
 
 
 def _read(table: str) -> list[list[str]]:
-    """Return the names in each line of a table; the first is the name in this library."""
+    """Split a table into lines, and each line into names. Empty lines are skipped."""
     return [line.split() for line in table.split("\n") if line]
 
 
 _LINES = _read(_SAMPLING + _OTHERS)
-# Fields of `SamplingParams`, by their names in this and in other libraries.
+# Maps each name of a sampling parameter, here or in another library, to the `SamplingParams` field.
 _SAMPLING_NAMES = {name: line[0] for line in _read(_SAMPLING) for name in line}
 
 
 def suggest(
     name: str, known: Collection[str], synonyms: Mapping[str, str] | None = None
 ) -> str | None:
-    """Return the name in `known` that the user probably meant by `name`; None if there is none.
+    """Return the name in `known` that the user probably meant by `name`.
 
-    `name` has the same meaning in another library, or a similar spelling.
+    This is a name with the same meaning as `name` has in another library, or else a name with a
+    similar spelling. Returns None if there is neither.
 
     Args:
-      name: the name that the user wrote.
-      known: the names that exist in this library.
-      synonyms: names of this library by the names of another library; searched first.
+      name: the unknown name that the user wrote.
+      known: the valid names.
+      synonyms: a dict from names of another library to names of this library, which is searched
+        first.
 
     Example:
       >>> suggest("max_new_tokens", ["max_tokens", "min_tokens"])
@@ -314,12 +318,14 @@ def refuse_unknown(
     unknown: Iterable[str],
     synonyms: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise an error for the first unknown argument, with the name that was probably meant.
+    """Raise TypeError for the first unknown argument, with the name that was probably meant.
+
+    Does nothing if `unknown` is empty.
 
     Args:
-      function: the name that the error begins with.
-      known: the arguments of the function.
-      unknown: the unknown arguments that were passed.
+      function: name of the function, with which the message begins.
+      known: names of the arguments that the function has.
+      unknown: names of the unknown arguments that the user passed.
       synonyms: see `suggest`.
 
     Raises:
@@ -347,12 +353,14 @@ def _hint(name: str, known: Collection[str], synonyms: Mapping[str, str] | None 
 
 
 def names_arguments(function: T, forwards_to: Callable[..., Any] | None = None) -> T:
-    """Decorate a function or class, so that unknown arguments raise an error with a hint.
+    """Make a function or class raise a TypeError with a hint for unknown keyword arguments.
+
+    This is a decorator.
 
     Args:
       function: the function or class.
-      forwards_to: the function that receives the ``**options`` of `function`. Its names are known
-        as well. None if `function` has no ``**options``.
+      forwards_to: the function to which `function` passes its ``**options``. The arguments of
+        `forwards_to` are accepted too. None if `function` has no ``**options``.
 
     Example:
       >>> @names_arguments

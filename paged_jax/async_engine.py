@@ -1,8 +1,8 @@
 # pyright: strict, reportUnknownMemberType=false
-"""`AsyncEngine`: runs an engine in a thread, for asyncio tasks that each stream their outputs.
+"""`AsyncEngine`: an engine in a background thread, used by asyncio tasks that stream outputs.
 
-One thread runs the engine, and no other thread touches it. Tasks send commands to this thread and
-get outputs through their own event loops.
+Only this thread uses the engine. Tasks send commands to the thread through a queue, and the thread
+passes outputs to the event loop of each task.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.outputs import RequestOutput
 from paged_jax.scheduler.request import Request
 
-# Maximum number of attempts at a step. A step may fail because memory is short for a moment.
+# Maximum number of attempts to run a step. A step may fail once because device memory is short.
 _MAX_ATTEMPTS = 3
 
 _logger = logging.getLogger(__name__)
 
 
 class EngineClosedError(RuntimeError):
-    """The engine takes no requests: it was closed, or it failed with the error in `__cause__`."""
+    """The engine accepts no requests: it was closed, or it failed with the error `__cause__`."""
 
 
 @names_arguments
@@ -39,10 +39,10 @@ class AsyncEngine:
 
     Args:
       engine: an engine that nothing else uses from now on.
-      on_step: function that is called as ``on_step(engine, requests)`` in the engine's thread:
-        after each step with the requests that got tokens or ended, and after each abort with that
-        request. It may read the requests until it returns; tasks get their outputs afterwards. Its
-        first exception is logged, later exceptions are ignored.
+      on_step: function that is called as ``on_step(engine, requests)`` in the engine's thread,
+        after each step and after each abort. `requests` has the requests that got new tokens or
+        ended. They must not be used after `on_step` has returned. Tasks get their outputs after
+        that. If `on_step` raises exceptions, the first is logged and the others are ignored.
 
     Example:
       >>> async def main():
@@ -65,11 +65,11 @@ class AsyncEngine:
         self._engine = engine
         self._on_step = on_step
         self._is_on_step_reported = False
-        # Commands that the thread runs between two steps; None stops the thread.
+        # Commands that the thread runs between two steps. The value None stops the thread.
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._thread: threading.Thread | None = None
-        # Held while a command is sent, so that no command is sent after the thread has stopped.
+        # Protects `_is_running`: no command may enter the queue after the thread has stopped.
         self._lock = threading.Lock()
         self._is_running = False
         self._failure: BaseException | None = None
@@ -81,8 +81,8 @@ class AsyncEngine:
     async def __aenter__(self) -> "AsyncEngine":
         if self._thread is not None:
             raise RuntimeError(
-                "AsyncEngine: the engine must be closed, and its last step must have ended, "
-                "before it is entered again."
+                "AsyncEngine: the engine must be closed before `async with` enters it again, got "
+                "an engine whose thread still runs. Call close() without a timeout first."
             )
         self._commands, self._failure = queue.SimpleQueue(), None
         self._thread = threading.Thread(
@@ -96,11 +96,12 @@ class AsyncEngine:
         await self.close()
 
     async def close(self, timeout: float | None = None) -> None:
-        """End all requests with their tokens so far, and stop the thread.
+        """Abort all requests and stop the thread. Tasks get outputs with the tokens so far.
 
         Args:
-          timeout: seconds to wait for the running step; None waits until it ends. After a timeout
-            the thread continues alone and does not keep the process alive. Close again to wait.
+          timeout: maximum seconds to wait for the step that is running; None for no limit. After a
+            timeout, the thread stops when its step ends, and it does not keep the process alive.
+            Call `close` again to wait for it.
         """
         if self._thread is None:
             return
@@ -122,12 +123,12 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput]:
         """Complete a prompt: yield its output whenever it has new tokens, until it is finished.
 
-        A task that is cancelled, or that stops iterating, ends its request and frees its blocks
-        within a step.
+        If the task is cancelled or stops iterating, the request is aborted and its blocks are freed
+        after the current step.
 
         Args:
           prompt: a text or a dict, see `Engine.add_request`.
-          sampling_params: how tokens are chosen; `Engine.get_default_sampling_params` by default.
+          sampling_params: sampling parameters; `Engine.get_default_sampling_params` by default.
           final_only: whether to yield only the finished output, which is cheaper.
           **options: further arguments of `Engine.add_request`.
 
@@ -136,37 +137,42 @@ class AsyncEngine:
           EngineClosedError: the engine is closed or has failed.
         """
         stream = _Stream(asyncio.get_running_loop(), is_final_only=final_only)
-        # The request arrives now, so that the wait until the thread adds it counts too.
+        # Set the arrival time here, so that it includes the wait until the thread adds the request.
         options.setdefault("arrival_time", time.perf_counter())
         try:
             await self._call(self._add, stream, prompt, sampling_params, options)
             while not stream.is_done:
                 yield await stream.get()
         finally:
-            if not stream.is_done:  # a cancelled task must not wait
+            if not stream.is_done:  # do not await: a cancelled task must end at once
                 with contextlib.suppress(EngineClosedError):
                     self._send(self._cancel, stream)
 
     @property
     def failure(self) -> BaseException | None:
-        """Exception that ended the engine's thread, if there was one."""
+        """Exception that ended the engine's thread; None if the thread has not failed."""
         return self._failure
 
     async def abort(self, request_id: str) -> None:
-        """End a request. A task that iterates over it gets an output with the tokens so far."""
+        """Abort a request. The task that iterates over it gets an output with the tokens so far."""
         await self._call(self._abort, request_id)
 
     async def call(self, function: Callable[[Engine], Any]) -> Any:
-        """Call ``function(engine)`` between two steps, and return its result."""
+        """Call ``function(engine)`` in the engine's thread between two steps. Return its result."""
         return await self._call(function, self._engine)
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.wrap_future(self._send(function, *args))
 
     def _send(self, function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
-        """Send a command to the engine's thread, and return the future of its result."""
+        """Queue ``function(*args)`` for the engine's thread, and return the future of its result.
+
+        Raises:
+          EngineClosedError: the engine is closed or has failed.
+        """
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        future.set_running_or_notify_cancel()  # a command runs even if its task is cancelled
+        # Mark the future as running, so that a cancelled task cannot cancel its command.
+        future.set_running_or_notify_cancel()
         with self._lock:
             if not self._is_running:
                 raise self._closed()
@@ -179,7 +185,7 @@ class AsyncEngine:
         error.__cause__ = self._failure
         return error
 
-    # Methods that run in the engine's thread
+    # The methods below run in the engine's thread.
 
     def _run_thread(self) -> None:
         try:
@@ -195,7 +201,7 @@ class AsyncEngine:
                 command.future.set_exception(self._closed())
         streams = dict(self._streams)
         if self._failure is not None:
-            # Tell the tasks first: a failed engine may be unable to end its requests below.
+            # Pass the error to the tasks first, because the calls of `_abort` below may raise.
             for stream in streams.values():
                 _call_in(stream.loop, functools.partial(stream.set, self._closed()))
             self._streams.clear()
@@ -204,20 +210,23 @@ class AsyncEngine:
                 self._abort(request_id)
 
     def _step(self) -> None:
-        """Run a step and deliver its outputs."""
+        """Run a step of the engine, call `on_step`, and pass the outputs to the tasks."""
         requests = self._advance()
         self._notify(requests)
         self._deliver(requests)
 
     def _advance(self) -> list[Request]:
-        """Run a step of the engine. A step that fails loses no request, so it is tried again."""
+        """Run a step of the engine. Return the requests that got new tokens or ended.
+
+        A step that fails is repeated, up to `_MAX_ATTEMPTS` attempts: it has lost no request.
+        """
         for _ in range(_MAX_ATTEMPTS - 1):
             with contextlib.suppress(Exception):
                 return self._engine.advance()
         return self._engine.advance()
 
     def _notify(self, requests: list[Request]) -> None:
-        """Call `on_step`. Its exceptions must not end the requests."""
+        """Call `on_step`. Catch its exceptions, which must not end the engine's thread."""
         if self._on_step is None:
             return
         try:
@@ -228,7 +237,10 @@ class AsyncEngine:
             self._is_on_step_reported = True
 
     def _drain_commands(self) -> bool:
-        """Run all commands; if the engine is idle, wait. Return False to stop the thread."""
+        """Run all queued commands. While the engine is idle, wait for more commands.
+
+        Return whether the thread should go on with a step: False if `close` was called.
+        """
         while True:
             is_idle = self._engine.is_sleeping or not self._engine.has_unfinished
             try:
@@ -248,9 +260,10 @@ class AsyncEngine:
         self._streams[stream.request_id] = stream
 
     def _cancel(self, stream: "_Stream") -> None:
-        """End the request of a task that takes no more outputs.
+        """Abort the request of a task that no longer iterates.
 
-        The request may not be added yet, or may have ended; then a newer request may have its id.
+        The request may not have been added yet. Or it may have ended, and a newer request may have
+        the same id, which must not be aborted.
         """
         stream.is_cancelled = True
         if stream.request_id is not None and self._streams.get(stream.request_id) is stream:
@@ -264,7 +277,11 @@ class AsyncEngine:
             self._deliver([request])
 
     def _deliver(self, requests: list[Request]) -> None:
-        """Give tasks their outputs. Each event loop is woken only once: waking is a system call."""
+        """Pass the outputs of requests to their tasks.
+
+        All outputs for one event loop are passed in one call, because waking a loop is a system
+        call.
+        """
         updates: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
         for request in requests:
             stream = self._streams.get(request.request_id)
@@ -282,16 +299,16 @@ def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], Any]) -> No
 
 
 class _Stream:
-    """Outputs of a request on their way from the engine's thread to an event loop.
+    """Channel that passes the outputs of a request from the engine's thread to a task.
 
-    It keeps only the newest output, which includes all earlier tokens. So a slow task misses no
-    tokens, and memory does not grow.
+    It stores only the newest output, which includes all earlier tokens. A slow task therefore
+    misses no tokens, and memory does not grow.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, is_final_only: bool):
-        self.is_done = False  # whether the task got the last output or an exception
+        self.is_done = False  # whether the task has received the last output or an exception
         self.is_final_only = is_final_only
-        # Only the engine's thread uses these two:
+        # Only the engine's thread uses `is_cancelled` and `request_id`.
         self.is_cancelled = False
         self.request_id: str | None = None
         self.loop = loop
@@ -299,13 +316,19 @@ class _Stream:
         self._news: asyncio.Future[None] | None = None  # set when there is a new output
 
     def set(self, item: RequestOutput | Exception) -> None:
-        """Store the newest output or the final exception. Runs in the loop's thread."""
+        """Store the newest output, or the exception that ends the stream, and wake the task.
+
+        Must be called in the thread of the event loop.
+        """
         self._newest = item
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
     async def get(self) -> RequestOutput:
-        """Wait for an output that was not returned yet, and return the newest output."""
+        """Wait until there is an output that was not returned before. Return the newest output.
+
+        If the stream ended with an exception, raise it.
+        """
         if self._newest is None:
             self._news = self.loop.create_future()
             await self._news
@@ -319,7 +342,7 @@ class _Stream:
 
 
 class _Command(NamedTuple):
-    """Function for the engine's thread to call, and the future that gets its result."""
+    """Function that the engine's thread calls, its arguments, and the future for its result."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]

@@ -1,9 +1,10 @@
-"""Command line that measures a server with OpenAI's API: ``python -m paged_jax.bench``.
+"""Benchmark of a server with OpenAI's API: ``python -m paged_jax.bench``.
 
-Requests arrive at random times, as from independent users, or as fast as `--max-concurrency`
-allows. Answers are streamed. The times of their events give the figures that users notice: the time
-to the first token (TTFT), the time between events (inter-token latency, ITL), the time per output
-token after the first (TPOT), and the time of a whole answer.
+With `--request-rate`, requests are sent at random times, as by independent users. Otherwise they
+are sent as fast as `--max-concurrency` allows. All answers are streamed. The arrival times of the
+stream's events give four metrics: the time to first token (TTFT), the time between two events
+(inter-token latency, ITL), the time per output token after the first (TPOT), and the time until
+the answer is complete (end-to-end latency, E2EL).
 """
 
 import argparse
@@ -33,14 +34,15 @@ except ModuleNotFoundError:
 
 _PERCENTILES = (50, 90, 99)
 _ENDPOINTS = {"chat": "chat/completions", "completions": "completions"}
-# Metrics in milliseconds, by their names in `--goodput`.
+# Names of the metrics, as used by `--goodput`, and their labels in the report. All are in
+# milliseconds.
 _METRICS = {
     "ttft": "time to first token",
     "tpot": "time per output token",
     "itl": "time between events",
     "e2el": "time of an answer",
 }
-# Frequent English words, which most tokenizers read as one token each.
+# Frequent English words. Most tokenizers encode each of them as one token.
 _WORDS = (
     "time year people way day man thing woman life child world school state family student group "
     "country problem hand part place case week company system program question work government "
@@ -50,14 +52,14 @@ _WORDS = (
 
 @dataclasses.dataclass
 class Result:
-    """Times and counts of a request.
+    """Times and token counts of a request. Times are seconds of ``time.perf_counter()``.
 
     Attributes:
-      start: time at which the request was sent, in seconds.
-      events: times at which events with text arrived.
-      end: time at which the answer ended.
-      num_prompt: prompt tokens, as the server counted them.
-      num_output: generated tokens, as the server counted them.
+      start: time at which the request was sent.
+      events: times at which events with text or tool calls arrived.
+      end: time at which the answer was complete.
+      num_prompt: number of prompt tokens, as reported by the server.
+      num_output: number of generated tokens, as reported by the server.
       error: the error in one line; None if the request succeeded.
     """
 
@@ -69,7 +71,11 @@ class Result:
     error: str | None = None
 
     def milliseconds(self) -> dict[str, list[float]]:
-        """Return the values of each metric; a metric that is undefined has none."""
+        """Return the values of each metric of `_METRICS` for this request, in milliseconds.
+
+        ITL has a value for each pair of consecutive events; the other metrics have one value. The
+        list is empty if a metric is undefined, for example TPOT for a single token.
+        """
         if not self.events:
             return {name: [] for name in _METRICS}
         first, last = self.events[0], self.events[-1]
@@ -82,7 +88,11 @@ class Result:
         }
 
     def meets(self, goals: Mapping[str, float]) -> bool:
-        """Return whether the request succeeded, and the mean of each metric is within its goal."""
+        """Return whether the request succeeded and met all goals.
+
+        `goals` has maximum milliseconds by metric. The mean of the metric's values must not exceed
+        the maximum.
+        """
         values = self.milliseconds()
         return self.error is None and all(
             not values[name] or float(np.mean(values[name])) <= most for name, most in goals.items()
@@ -90,7 +100,7 @@ class Result:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit status; expected errors print one line."""
+    """Run the command line and return its exit status. Expected errors are printed in one line."""
     parser = make_parser()
     args = parser.parse_args(argv)
     return parser.run(lambda: _run(args))
@@ -216,7 +226,8 @@ def _run(args: argparse.Namespace) -> None:
         seconds, results = asyncio.run(_send_all(args, prompts))
     except httpx.HTTPError as error:
         raise OSError(
-            f"{args.base_url}: no answer ({one_line(error)}). Start a server, or give --base-url."
+            f"--base-url must be the address of a running server, got no answer from "
+            f"{args.base_url} ({one_line(error)}). Start a server there, or give another address."
         ) from None
     report = summarise(results, seconds, dict(args.goodput))
     print("\n".join(table(report)))
@@ -224,11 +235,14 @@ def _run(args: argparse.Namespace) -> None:
         options = {name: value for name, value in vars(args).items() if name != "json"}
         Path(args.json).write_text(json.dumps({"options": options, **report}, indent=1) + "\n")
     if not report["completed"]:
-        raise OSError(f"all requests failed, the first with: {results[0].error}")
+        raise OSError(f"all requests failed. The error of the first request: {results[0].error}")
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
-    """Return the prompts: the prompts of the file in turn, or random words."""
+    """Return ``--num-prompts`` prompts: from ``--dataset``, or of random words.
+
+    The prompts of the dataset are repeated in order if there are too few.
+    """
     if args.dataset is not None:
         lines = Path(args.dataset).read_text(encoding="utf-8").splitlines()
         lines = [line for line in lines if line.strip()]
@@ -246,21 +260,29 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _prompt_of(line: str, file: str) -> str:
-    """Return the prompt of a line of a .jsonl file."""
+    """Return the value of ``prompt`` in a line of a .jsonl file.
+
+    Raises:
+      ValueError: the line is not a JSON object with a string ``prompt``.
+    """
     try:
         prompt = json.loads(line)["prompt"]
     except (ValueError, LookupError, TypeError):
         prompt = None
     if not isinstance(prompt, str):
         raise ValueError(
-            f"--dataset: each line of {file} must be an object with a text as prompt, got "
+            f"--dataset: each line of {file} must be a JSON object with a string prompt, got "
             f"{line[:80]}"
         )
     return prompt
 
 
 def _api_url(url: str) -> str:
-    """Return the URL of the API: `url`, with the path ``/v1`` if it has no path."""
+    """Return `url`, with the path ``/v1`` added if `url` has no path.
+
+    Raises:
+      ValueError: `url` is not an http or https URL.
+    """
     try:
         address = httpx.URL(url)
     except httpx.InvalidURL:
@@ -271,7 +293,11 @@ def _api_url(url: str) -> str:
 
 
 async def _send_all(args: argparse.Namespace, prompts: list[str]) -> tuple[float, list[Result]]:
-    """Send all requests, and return the seconds of the run and the results in order."""
+    """Send a request for each prompt and wait for all answers.
+
+    Returns:
+      The duration of the run in seconds, and the results in the order of the prompts.
+    """
     key = os.environ.get("OPENAI_API_KEY") or os.environ.get("PAGED_JAX_API_KEY")
     headers = {"authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -308,13 +334,14 @@ async def _first_model(client: httpx.AsyncClient) -> str:
         return response.json()["data"][0]["id"]
     except (ValueError, LookupError, TypeError):
         raise OSError(
-            f"{response.url} has no list of models. --base-url must be the address of an API like "
-            "OpenAI's, such as http://host:8000/v1; or give --model."
+            f"--base-url must be the address of an API like OpenAI's, such as "
+            f"http://host:8000/v1, got no list of models from {response.url}. Correct the address, "
+            "or give --model."
         ) from None
 
 
 def _describe_error(response: httpx.Response) -> str:
-    """Return the status and the message of an error response, in one line."""
+    """Return the HTTP status and the message of an error response, in one line."""
     try:
         message = response.json()["error"]["message"]
     except (ValueError, LookupError, TypeError):
@@ -325,7 +352,10 @@ def _describe_error(response: httpx.Response) -> str:
 async def _send(
     client: httpx.AsyncClient, args: argparse.Namespace, model: str, prompt: str
 ) -> Result:
-    """Send a request, read its stream, and return the result. Errors are part of the result."""
+    """Send a request, read its stream, and return the result.
+
+    Errors of the request are stored in `Result.error` instead of being raised.
+    """
     is_chat = args.endpoint == "chat"
     body: dict[str, Any] = {
         "model": model,
@@ -376,12 +406,13 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 
 def summarise(results: list[Result], seconds: float, goals: Mapping[str, float]) -> dict[str, Any]:
-    """Return the figures of a run.
+    """Return the report of a run: token counts, rates, and mean and percentiles of each metric.
 
     Args:
-      results: the requests.
-      seconds: duration of the run.
-      goals: maximum milliseconds of each metric for goodput; empty for no goodput.
+      results: the results of all requests.
+      seconds: duration of the run in seconds.
+      goals: maximum milliseconds by metric. The goodput counts the requests that meet all of them.
+        If empty, the report has no goodput.
     """
     done = [result for result in results if result.error is None]
     values = [result.milliseconds() for result in done]
@@ -408,7 +439,7 @@ def summarise(results: list[Result], seconds: float, goals: Mapping[str, float])
 
 
 def table(report: Mapping[str, Any]) -> list[str]:
-    """Return the figures of `summarise` as lines of text."""
+    """Return the report of `summarise` as lines of text."""
     rows = {
         "requests": f"{report['completed']} completed, {report['failed']} failed",
         "seconds": f"{report['seconds']:.2f}",

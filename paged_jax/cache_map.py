@@ -1,10 +1,10 @@
 # pyright: strict, reportUnknownMemberType=false
-"""The state of an engine's cache as data: the blocks of each sample, and changes between steps.
+"""Inspection of an engine's cache: the blocks of each sample, and the changes between two steps.
 
 `snapshot` returns the current state, `changes` compares two states, and `block_text` returns the
 content of a block. `dataclasses.asdict` converts the results to JSON types. Call these functions
 between two steps, in the thread that runs the engine: with `AsyncEngine.call` or in `on_step`.
-Beam searches are not included, because they do not use the requests of the engine.
+Beams of `LLM.beam_search` are not listed, because they are not requests of the engine.
 """
 
 from dataclasses import dataclass
@@ -27,20 +27,21 @@ if TYPE_CHECKING:  # a type in annotations only
 @short_repr
 @dataclass(frozen=True)
 class RunningSample:
-    """A sample that has a slot.
+    """A sample of a request that has a slot.
 
     Attributes:
-      request_id, sample: id of the request, and index of the sample in it.
+      request_id, sample: id of the request, and index of the sample among the request's samples.
       num_samples: number of samples of the request, including finished samples.
-      slot: row of the block tables.
+      slot: index of the slot, which is the row of the sample in the block tables.
       priority: priority of the request; lower values are served first.
       num_prompt_tokens: number of tokens in the prompt.
-      num_tokens: number of tokens, including generated tokens. The device may have generated
-        tokens that the host has not read and that outputs do not contain yet.
-      num_computed: number of tokens in the cache.
+      num_tokens: number of prompt tokens and generated tokens. It includes tokens that the device
+        has generated and the host has not read yet, so it may exceed the tokens in outputs.
+      num_computed: number of tokens whose K and V are in the cache.
       num_preemptions: number of times that the sample was preempted.
       is_fork: whether the slot was forked from the slot of another sample.
-      block_ids: blocks of the sample, in the order of its tokens, without freed blocks.
+      block_ids: blocks of the sample, in the order of its tokens. Blocks that were freed because
+        they left a sliding window are omitted.
       state: ``"prefill"`` while the prompt is computed, then ``"decode"``.
     """
 
@@ -60,11 +61,11 @@ class RunningSample:
 
 @dataclass(frozen=True)
 class WaitingSample:
-    """A sample that has no slot. `RunningSample` describes the other attributes.
+    """A sample that waits for a slot. The other attributes are as in `RunningSample`.
 
     Attributes:
-      reason: the reason why the sample waits, see `Wait`.
-      is_swapped: whether the blocks of the sample are in host memory.
+      reason: why the sample waits, see `Wait`.
+      is_swapped: whether the sample's blocks were swapped out to host memory.
     """
 
     request_id: str
@@ -81,7 +82,7 @@ class WaitingSample:
 class CacheMap:
     """State of the cache at one moment.
 
-    If layers form several groups, all fields except `groups` describe the first group.
+    If the cache has several groups of layers, all fields except `groups` describe the first group.
 
     Attributes:
       block_size: number of tokens in a block.
@@ -89,19 +90,19 @@ class CacheMap:
       ref_counts: number of samples that use each block.
       is_cached: whether the prefix cache can find each block.
       digests: digest of the content of each cached block, 16 hex digits; ``""`` if not cached.
-      free_order: blocks that no sample uses, in the order of their allocation.
-      sequences: samples with a slot, the oldest of the highest priority first.
-      waiting: samples without a slot that have not finished, in the same order.
+      free_order: blocks that no sample uses. The block that will be allocated next is first.
+      sequences: samples with a slot, by priority, and the oldest first within a priority.
+      waiting: unfinished samples without a slot, in the same order.
       num_free: number of blocks that no sample uses.
       num_used: number of blocks that samples use.
       num_shared: number of blocks that several samples use.
       num_cached_only: number of cached blocks that no sample uses.
       num_preemptions: number of preemptions since the engine was built.
-      num_queried_tokens: number of tokens that were looked up in the prefix cache since then.
-      num_cached_tokens: number of these tokens that were found.
+      num_queried_tokens: number of tokens looked up in the prefix cache since the engine was built.
+      num_cached_tokens: number of the looked-up tokens that were found in the prefix cache.
       hit_rate: num_cached_tokens / num_queried_tokens, 0 to 1.
       num_cache_resets: number of times that the prefix cache was emptied.
-      groups: use of blocks by each group of layers; empty if there is a single group.
+      groups: number of used blocks of each group of layers; empty if there is a single group.
     """
 
     block_size: int
@@ -124,7 +125,7 @@ class CacheMap:
     groups: list[GroupUse]
 
     def _repr_html_(self) -> str:
-        """Return the block map for notebooks."""
+        """Return the block map as HTML, which notebooks display."""
         rows = [BlockRow(_name(s), s.num_tokens, s.block_ids) for s in self.sequences]
         title = (
             f"{self.num_used} of {self.num_blocks} blocks of {self.block_size} tokens in use, "
@@ -137,13 +138,14 @@ class CacheMap:
 @short_repr
 @dataclass(frozen=True)
 class BlockText:
-    """Content of a block in one of the samples that use it.
+    """Content of a block, as seen by one of the samples that use it.
 
     Attributes:
-      request_id, sample: the sample; None if the block is cached but no sample uses it.
-      start: position of the first token in the sample; None without a sample.
-      token_ids: tokens in the block. There are fewer than block_size if the block is not full, or
-        if the host has not read all of them.
+      request_id, sample: id of the request and index of the sample. Both are None if the block is
+        cached but no sample uses it.
+      start: position in the sample of the block's first token; None if no sample uses the block.
+      token_ids: tokens in the block. There are fewer than block_size tokens if the block is not
+        full, or if the host has not read all of its tokens from the device.
       text: text of the tokens, including special tokens; ``""`` without a tokenizer.
       is_cached: whether the prefix cache can find the block.
     """
@@ -163,13 +165,13 @@ class CacheEvent:
 
     Attributes:
       kind: ``"preempt"`` (a sample lost its slot), ``"admit"`` (a sample got a slot), ``"evict"``
-        (cached blocks were reused for other tokens), ``"copy_on_write"`` (a sample got a copy of a
-        shared block, to write into it), ``"finish"`` (a sample finished).
-      request_id: the request of the sample. For an eviction, the request that got the blocks, or
-        None if it is unknown.
-      block_ids: blocks that were released, allocated or evicted. For a copy, the source (if it is
-        known) and the copy.
-      text: the event as a sentence.
+        (cached blocks were reused for other tokens), ``"copy_on_write"`` (a sample got its own copy
+        of a shared block before it wrote into it), ``"finish"`` (a sample finished).
+      request_id: id of the sample's request. For ``"evict"``, the request that now has the blocks,
+        or None if it is unknown.
+      block_ids: blocks that were released, allocated or evicted. For ``"copy_on_write"``, the
+        shared block (if it is known) and the copy.
+      text: a sentence that describes the event.
     """
 
     kind: Literal["preempt", "admit", "evict", "copy_on_write", "finish"]
@@ -181,7 +183,7 @@ class CacheEvent:
 def snapshot(engine: "Engine") -> CacheMap:
     """Return the current state of the cache, with running and waiting samples.
 
-    Copies the block tables and P digests from the device, in one transfer.
+    The block tables and the digests of all P blocks are copied from the device in one transfer.
 
     Example:
       >>> from paged_jax import Engine
@@ -231,8 +233,8 @@ def snapshot(engine: "Engine") -> CacheMap:
 def block_text(engine: "Engine", block_id: int) -> list[BlockText]:
     """Return the content of a block, with an entry for each sample that uses it.
 
-    An unused block has one entry if it is cached, and no entry otherwise. Makes one transfer from
-    the device.
+    If no sample uses the block, there is one entry if it is cached, and no entry otherwise. Arrays
+    are copied from the device in one transfer.
 
     Args:
       engine: the engine.
@@ -278,10 +280,11 @@ def block_text(engine: "Engine", block_id: int) -> list[BlockText]:
 
 
 def changes(before: CacheMap, after: CacheMap) -> list[CacheEvent]:
-    """Return the events between two states of an engine, in the order of the work in a step.
+    """Return the events that happened between two states of an engine's cache.
 
-    Samples that start and finish between the two states leave no event. With a state after each
-    step, few events are missed.
+    They are ordered as in a step: preemptions, admissions, evictions, copies, finished samples.
+    Events are found by comparing the states, so a sample that starts and finishes between them
+    gives no event. Take a snapshot after each step to miss few events.
 
     Args:
       before: the earlier state.
@@ -307,7 +310,7 @@ _Sample = RunningSample | WaitingSample
 def _running(sequence: Sequence, block_ids: list[int], num_computed: int) -> RunningSample:
     assert sequence.slot is not None
     request = sequence.request
-    # The device may have generated tokens that the host has not read.
+    # Number of tokens that the device has generated and the host has not read yet.
     num_unread = num_computed - sequence.num_computed
     return RunningSample(
         request_id=request.request_id,
@@ -346,7 +349,7 @@ def _decode(engine: "Engine", token_ids: list[int], *, continues_text: bool) -> 
 
 
 class _Comparison:
-    """Comparison of two states, with their samples by request and index."""
+    """Comparison of two states of the cache. Samples are matched by request id and index."""
 
     def __init__(self, before: CacheMap, after: CacheMap):
         self._before = before
@@ -402,7 +405,10 @@ class _Comparison:
         return [event(key, old) for key, old in self._old.items() if key not in self._new]
 
     def _describe_origin(self, sample: RunningSample) -> str:
-        """Return words for the origin of a new sample's blocks: a fork, swapping or the cache."""
+        """Return the end of the sentence about an admission, which says where its blocks are from.
+
+        They are shared by a fork, swapped in from host memory, or found in the prefix cache.
+        """
         old = self._old.get(_key(sample))
         if sample.is_fork:
             return " as a copy of another sample's"
@@ -412,11 +418,11 @@ class _Comparison:
         return _insert_count(found, " and found {} in the cache")
 
     def _copies_of(self, request_id: str) -> list[CacheEvent]:
-        """Return the events of copies that the samples of a request got when they were forked.
+        """Return the copy-on-write events of a request whose samples were forked in this step.
 
-        In the step of the fork, each sample computes the last token of the prompt and writes it
-        into the cache. Unless that token starts a new block, all samples share its block. Then
-        the sample in the last slot keeps the block, and the others get a copy.
+        In that step, each sample writes the prompt's last token into the cache. If this token is
+        not the first of its block, all samples share the block. The sample with the last slot then
+        keeps the block, and each other sample gets a copy of it.
         """
         present = [s for s in self._new.values() if s.request_id == request_id]
         settled = [s for s in present if not self._is_preempted(s)]
@@ -426,7 +432,7 @@ class _Comparison:
         if not offset:
             return []
         found = [self._blocks_at(writer, column) for writer in writers]
-        if not all(found):  # a sample has freed this block already
+        if not all(found):  # a sample has already freed its block of this column
             return []
         blocks = [block for [block] in found]
         shared: list[int] = []
@@ -447,13 +453,13 @@ class _Comparison:
         return events
 
     def _blocks_at(self, sample: RunningSample, column: int) -> list[int]:
-        """Return the block in a column of a sample's block table, in a list; [] if it was freed."""
+        """Return a list with the block in a column of a sample's table; [] if it was freed."""
         num_blocks = num_blocks_needed(sample.num_computed, self._after.block_size)
         index = column - num_blocks + len(sample.block_ids)
         return sample.block_ids[index : index + 1] if index >= 0 else []
 
     def _samples_with_new_slot(self) -> list[RunningSample]:
-        """Return the samples that got their slot between the two states."""
+        """Return the samples that got a slot between the two states."""
         return [
             sample
             for sample in self._after.sequences
@@ -465,7 +471,7 @@ class _Comparison:
         return sample.num_preemptions > (0 if old is None else old.num_preemptions)
 
     def _is_kept(self, block: int) -> bool:
-        """Return whether a block is still cached with the same content."""
+        """Return whether a block was cached before and is still cached with the same content."""
         digest = self._before.digests[block]
         return bool(digest) and self._after.digests[block] == digest
 
@@ -483,6 +489,6 @@ def _name(sample: _Sample) -> str:
 
 
 def _insert_count(block_ids: list[int], text: str) -> str:
-    """Return `text` with the number of blocks in its ``{}``; "" if there are no blocks."""
+    """Return `text` with ``{}`` replaced by "1 block", "2 blocks" etc.; "" for no blocks."""
     count = len(block_ids)
     return text.format(f"{count} block{'s' * (count > 1)}") if count else ""

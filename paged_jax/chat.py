@@ -1,4 +1,4 @@
-"""Command line for a conversation in the terminal: ``python -m paged_jax.chat --model PATH``."""
+"""Command line to chat with a model in the terminal: ``python -m paged_jax.chat --model PATH``."""
 
 import contextlib
 import re
@@ -33,21 +33,22 @@ from paged_jax.sampling.params import SamplingParams
 from paged_jax.scheduler.outputs import RequestOutput
 
 _MAX_TOKENS = 1024
-# Messages that are commands.
+# Messages that are commands of this program and are not sent to the model.
 _RESET, _STATS, _HELP = ("/reset", "/clear"), "/stats", "/help"
 _COMMANDS = (
     "/reset starts a new conversation, /stats shows the speed of the last answer and the memory, "
     "Ctrl-C stops an answer, /exit or Ctrl-D ends the program."
 )
 _EXIT = ("/exit", "/quit", "/bye")
-# Pattern of a message that is probably a command. A path, such as /etc/hosts, does not match.
+# Matches a message that is probably meant as a command. It does not match paths like /etc/hosts.
 _COMMAND = re.compile(r"/[a-z]+")
-# A quarter of the context must be free for an answer. To free it, old messages are dropped.
+# One quarter of the context is kept free for the answer. If the prompt is longer than the other
+# three quarters, the oldest messages are dropped.
 _FREE_PART = 4
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit status; expected errors print one line."""
+    """Run the command line and return its exit status. Expected errors are printed in one line."""
     parser = make_parser()
     args = parser.parse_args(argv)
     status = status_of(args)
@@ -82,7 +83,7 @@ def _run(args: Any, status: Status) -> None:
     join_processes(args)
     options = {"max_num_seqs": 1, "steps_per_dispatch": 1, **engine_options(args)}
     given = given_params(args)
-    SamplingParams(**given)  # checks the parameters before the model is loaded
+    SamplingParams(**given)  # raises an error for invalid parameters before the model is loaded
     status.say("loading the model")
     llm = LLM(**options, on_compile=status.say)
     if not distributed.is_leader():
@@ -96,7 +97,7 @@ def _run(args: Any, status: Status) -> None:
         if message in _RESET:
             conversation.clear()
         elif message == _STATS:
-            described = conversation.describe()  # may compile a program, see the status line
+            described = conversation.describe()  # may compile a program and show a status line
             status.clear()
             print(described, file=sys.stderr)
         elif message == _HELP:
@@ -112,11 +113,11 @@ def _run(args: Any, status: Status) -> None:
 
 
 def _read_messages() -> Iterator[str]:
-    """Yield the lines of standard input that are not empty. A terminal shows a prompt."""
+    """Yield each line of standard input that is not empty. On a terminal, show ``>`` as prompt."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):  # Windows has no such module
-            import readline  # noqa: F401  (lets `input` edit the line)
+            import readline  # noqa: F401  (the import gives `input` line editing and history)
     while True:
         try:
             message = input("> " if is_terminal else "").strip()
@@ -134,7 +135,10 @@ def _read_messages() -> Iterator[str]:
 
 
 def _print_answer(conversation: "Conversation", message: str, status: Status) -> None:
-    """Stream an answer to standard output. Ctrl-C stops it and the conversation goes on."""
+    """Stream the answer to a message to standard output.
+
+    On a terminal, Ctrl-C stops the answer, but not the program. An invalid message prints an error.
+    """
     try:
         with (
             _interrupts_as_flag() as is_interrupted,
@@ -143,7 +147,7 @@ def _print_answer(conversation: "Conversation", message: str, status: Status) ->
             for text in texts:
                 status.clear()
                 print(text, end="", flush=True)
-                status.mute()  # the terminal's current line now holds text
+                status.mute()  # a status line would overwrite the text on the current line
                 if is_interrupted():
                     raise KeyboardInterrupt
         print(flush=True)
@@ -160,10 +164,11 @@ def _print_answer(conversation: "Conversation", message: str, status: Status) ->
 
 @contextlib.contextmanager
 def _interrupts_as_flag() -> Iterator[Callable[[], bool]]:
-    """Delay Ctrl-C on a terminal. Yield a function that tells whether it was pressed.
+    """Record Ctrl-C on a terminal instead of raising `KeyboardInterrupt`.
 
-    An exception within a step of the engine would empty its cache. With the delay, an answer ends
-    between two steps. A second Ctrl-C raises `KeyboardInterrupt` immediately, even within a step.
+    Yield a function that returns whether Ctrl-C was pressed. The caller can then stop the answer
+    between two steps: an exception during a step would make the engine empty its cache. A second
+    Ctrl-C raises `KeyboardInterrupt` at once.
     """
     pressed: list[bool] = []
     if not sys.stdin.isatty() or threading.current_thread() is not threading.main_thread():
@@ -185,8 +190,8 @@ def _interrupts_as_flag() -> Iterator[Callable[[], bool]]:
 class Conversation:
     """A conversation with a chat model.
 
-    The prefix cache of the engine holds the previous messages, so that each answer computes only
-    the new ones.
+    The previous messages are in the engine's prefix cache, so each prompt computes only the new
+    message.
 
     Args:
       llm: engine with a chat model.
@@ -203,21 +208,22 @@ class Conversation:
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None):
         self._llm = llm
         self._params = params
-        # The newest output of the last answer, and its time.
+        # The newest output of the last answer, and the time at which it was yielded.
         self._newest: tuple[RequestOutput, float] | None = None
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self.clear()
         llm.chat_prompt([*self._system, {"role": "user", "content": "Hi"}])  # checks the template
 
     def clear(self) -> None:
-        """Start a new conversation, with the same system message."""
+        """Remove all messages except the system message."""
         self.messages = [*self._system]
 
     def answer(self, message: str) -> Generator[str]:
-        """Add a message of the user and yield the parts of the answer, which may be empty.
+        """Add a message of the user, generate the answer, and yield the new text of each step.
 
-        If the iterator is closed early, the conversation keeps the text so far. If the conversation
-        leaves less than a quarter of the context free, its oldest messages are dropped.
+        The yielded texts may be empty. If the iterator is closed early, the conversation keeps the
+        text so far as the answer. If less than a quarter of the context would be free for the
+        answer, the oldest messages are dropped.
 
         Raises:
           ValueError: the message alone exceeds the context.
@@ -243,7 +249,7 @@ class Conversation:
         llm = self._llm
         lines = [] if self._newest is None else [_describe_answer(*self._newest)]
         memory = f"{format_bytes(llm.cache.nbytes)} for {llm.num_blocks} blocks of the KV cache"
-        with contextlib.suppress(RuntimeError):  # other processes have parts of the weights
+        with contextlib.suppress(RuntimeError):  # some weights are on devices of other processes
             weights = sum(weight.nbytes for weight in llm.weights)
             memory += f", {format_bytes(weights)} for the weights"
         return "\n".join(
@@ -251,7 +257,11 @@ class Conversation:
         )
 
     def _next_prompt(self) -> Any:
-        """Return the prompt for the next answer, without the oldest messages if it is too long."""
+        """Return the prompt for the next answer.
+
+        While the prompt is longer than three quarters of the context, drop the oldest message and
+        its answer.
+        """
         first, limit = len(self._system), self._llm.max_length
         while True:
             prompt: Any = self._llm.chat_prompt(self.messages)
@@ -262,7 +272,13 @@ class Conversation:
 
 
 def _describe_answer(output: RequestOutput, seen: float) -> str:
-    """Return a line about an answer. If it was stopped, `seen` is the time of its last output."""
+    """Return a line with the length and the speed of an answer.
+
+    Args:
+      output: the newest output of the answer.
+      seen: time at which `output` was yielded, in seconds of ``time.perf_counter()``. It is used
+        instead of the finish time if the answer was stopped early.
+    """
     metrics, num_tokens = output.metrics, len(output.outputs[0].token_ids)
     if metrics.first_token_time is None:
         return "last answer: no tokens"

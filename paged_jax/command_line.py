@@ -1,4 +1,4 @@
-"""Parts that the command lines share: the parser, and the flags of engines and processes."""
+"""Code shared by all command lines: the parser, and the flags for engines and processes."""
 
 import argparse
 import functools
@@ -21,8 +21,8 @@ from paged_jax.models.model_folder import find_model
 from paged_jax.monitoring import Status
 from paged_jax.user_cache import keep_compiled_programs
 
-# Errors caused by the arguments, the files or the machine. JAX raises JaxRuntimeError if a device
-# has too little memory.
+# Exceptions that are reported in one line instead of a traceback: the arguments, the files or the
+# machine cause them. JAX raises JaxRuntimeError if a device has too little memory.
 EXPECTED_ERRORS = (
     ValueError,
     OSError,
@@ -32,10 +32,11 @@ EXPECTED_ERRORS = (
     jax.errors.JaxRuntimeError,
 )
 
-# Exit statuses as shells report them: 128 + the number of the signal.
+# Exit statuses after SIGINT and SIGPIPE, as shells report them: 128 + the number of the signal.
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
-# Flags of llama.cpp and mlx-lm whose names are too different to be guessed, for hints.
+# Flags of llama.cpp and mlx-lm, and the flags of this project for the same option. Errors suggest
+# the latter. The table has only names that are too different to be found by their spelling.
 _OTHER_FLAGS = {
     "-p": "--prompt",
     "-n": "--max-tokens",
@@ -52,7 +53,7 @@ _OTHER_FLAGS = {
     "--explain": "--show-blocks",
     "--api-key": "PAGED_JAX_API_KEY, an environment variable",
 }
-# Beginning of an error message of a Python function: its name, then usually an argument.
+# Matches the beginning of the error message of a Python function: "FUNCTION: ARGUMENT".
 _CALLABLE = re.compile(
     r"(?:Engine|LLM|SamplingParams|Scheduler\.add|request|from_pretrained): (\w+)"
 )
@@ -61,23 +62,24 @@ _CALLABLE = re.compile(
 _EXAMPLES = "examples:"
 
 
-# Options that name a model.
+# The options that select the model.
 MODEL_OPTIONS = [each for each in option_specs() if each.name in ("model", "revision", "download")]
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Formatter that keeps the lines of examples."""
+    """Help formatter that does not join the lines of the examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if text.startswith(_EXAMPLES) else super()._fill_text(text, width, indent)
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that reports a mistake in one line on stderr, without the usage.
+    """Argument parser that reports an invalid argument in one line on stderr, without the usage.
 
     Args:
-      command: name of the module of the command, see `program_name`; None if `prog` is given.
-      examples: arguments of calls that the help shows at its end.
+      command: name of the command, such as ``"serve"``, from which `program_name` makes `prog`;
+        None if `options` has `prog`.
+      examples: command-line arguments of examples, which are shown at the end of the help.
       **options: options of `argparse.ArgumentParser`.
     """
 
@@ -96,28 +98,31 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=version)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse arguments, and remember them for the hints of errors."""
+        """Parse arguments. Store them, because hints in error messages depend on them."""
         self._given = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Print a mistake in the arguments and exit with status 2."""
+        """Print the error message of an invalid argument, with a hint, and exit with status 2."""
         self.exit(2, f"{self._name}: error: {message}{self._hint(message)}\n")
 
     def run(self, function: Callable[[], None], *, clear: Callable[[], None] | None = None) -> int:
-        """Run a command and return its exit status; expected errors are printed in one line.
+        """Call the function of a command and return the exit status.
+
+        Exceptions of `EXPECTED_ERRORS` are printed in one line; others are not caught.
 
         Args:
           function: function that does the work of the command.
-          clear: function that clears the current line of the terminal before an error is printed.
+          clear: function that clears the terminal's current line, which may show a status, before
+            an error is printed.
         """
         try:
             function()
             sys.stdout.flush()
             return 0
         except BrokenPipeError:
-            # The reader, such as `head`, has closed the pipe. Python flushes stdout once more at
-            # exit, so redirect it.
+            # The program that reads this output, such as `head`, has closed the pipe. Redirect
+            # stdout, because Python flushes it once more at exit, which would raise again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return _BROKEN_PIPE
         except EXPECTED_ERRORS as error:
@@ -134,7 +139,7 @@ class Parser(argparse.ArgumentParser):
         return self.prog.removeprefix("python -m ")
 
     def _name_flag(self, message: str) -> str:
-        """Remove the function at the start of an error, and replace the argument by its flag."""
+        """Rewrite "FUNCTION: ARGUMENT ..." as "--FLAG ..."; return other messages unchanged."""
         match = _CALLABLE.match(message)
         if match is None:
             return message
@@ -143,7 +148,11 @@ class Parser(argparse.ArgumentParser):
         return (flag if flag in self._option_string_actions else name) + rest
 
     def _hint(self, message: str) -> str:
-        """Return a hint for an unknown flag: the flag that is probably meant."""
+        """Return a sentence with the flag that the user probably meant; "" for no suggestion.
+
+        Args:
+          message: argparse's error about unrecognized or missing arguments.
+        """
         if message.endswith(" required"):
             if self._given and not self._given[0].startswith("-"):
                 return self._positional_hint(self._given[0])
@@ -172,7 +181,7 @@ class Parser(argparse.ArgumentParser):
         return "" if meant is None else f". Did you mean {names[meant]}?"
 
     def _positional_hint(self, given: str) -> str:
-        """Return a hint for an argument without a flag: most often a model or a prompt."""
+        """Return a hint for an argument without a flag, such as a model or prompt, or ""."""
         if given == "serve":  # as in `vllm bench serve`
             return ". Leave out serve"
         flags = [each for each in ("--prompt", "--model") if each in self._option_string_actions]
@@ -181,10 +190,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def program_name(command: str) -> str:
-    """Return the name of a command as it was started: as a module, or as a subcommand.
+    """Return the text with which the user started a command.
+
+    This is ``paged-jax serve``, ``python -m paged_jax serve`` or ``python -m paged_jax.serve``.
 
     Args:
-      command: name of the module in `paged_jax`, such as ``"serve"``.
+      command: name of the command, such as ``"serve"``.
     """
     started = Path(sys.argv[0])
     if started.name.startswith("paged-jax") and started.name != f"paged-jax-{command}":
@@ -195,18 +206,18 @@ def program_name(command: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an error in one line."""
+    """Return the message of an exception in one line; its type if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def add_engine_arguments(
     parser: argparse.ArgumentParser, defaults: Mapping[str, str] | None = None
 ) -> None:
-    """Add a flag for each option of `EngineConfig` that has one; `engine_options` reads them.
+    """Add the flags of the options of `EngineConfig`. `engine_options` reads their values.
 
     Args:
       parser: the parser of a command that builds an engine.
-      defaults: words for the defaults of options that the command changes.
+      defaults: help text for the default of each option whose default the command changes.
     """
     group = parser.add_argument_group("engine")
     add_option_flags(group, option_specs(), defaults or {})
@@ -225,7 +236,7 @@ def add_engine_arguments(
 
 
 def add_quiet_argument(group: argparse._ArgumentGroup) -> None:
-    """Add ``--quiet``; `status_of` and `engine_options` read it."""
+    """Add the flag ``--quiet``, which `status_of` and `engine_options` read."""
     group.add_argument(
         "--quiet",
         action="store_true",
@@ -234,7 +245,7 @@ def add_quiet_argument(group: argparse._ArgumentGroup) -> None:
 
 
 def status_of(args: argparse.Namespace) -> Status:
-    """Return the status line of a command, which stays empty with ``--quiet``."""
+    """Return the `Status` of a command. With ``--quiet`` it shows nothing."""
     if args.quiet:
         return Status(is_shown=False)
     return Status(is_shown=args.show_progress, has_lines=args.show_progress is not False)
@@ -245,12 +256,12 @@ def add_option_flags(
     options: Iterable[OptionSpec],
     defaults: Mapping[str, str],
 ) -> None:
-    """Add the flags of options. An option that is not given is None in the parsed arguments.
+    """Add a flag for each option. The parsed value is None if the user does not give the flag.
 
     Args:
-      group: a parser or a group of it.
-      options: the options; those without a flag are skipped.
-      defaults: words for the defaults of options that the command changes.
+      group: a parser or one of its argument groups.
+      options: the options. Options without a flag are skipped.
+      defaults: help text for the default of each option whose default the command changes.
     """
     for each in options:
         if each.flag is None:
@@ -271,7 +282,10 @@ def add_option_flags(
 
 
 def _name_flags(text: str) -> str:
-    """Replace the names of options in a text by their flags, and leave out words about Python."""
+    """Adapt a help text to command lines.
+
+    Names of options become flags, and parts that begin with "; in Python also" are removed.
+    """
     text = re.sub("; in Python also [^;]*", "", text)
     flags = {name: flag for name, flag in _option_flags().items() if "_" in name}
     return re.sub(r"\w+", lambda match: flags.get(match[0], match[0]), text)
@@ -283,18 +297,19 @@ def _option_flags() -> dict[str, str]:
 
 
 def given_options(args: argparse.Namespace, options: Iterable[OptionSpec]) -> dict[str, Any]:
-    """Return the options that were set on the command line, with their values."""
+    """Return a dict of the options whose flags the user gave, with their values."""
     values = {each.name: getattr(args, each.name, None) for each in options if each.flag}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return keyword arguments for `Engine` and `LLM` from the flags that were given.
+    """Return the keyword arguments for `Engine` or `LLM` that the flags set.
 
-    Also turns on JAX's compilation cache, unless ``--no-compilation-cache`` is given.
+    This also turns on JAX's compilation cache, unless ``--no-compilation-cache`` is given.
 
     Raises:
-      ValueError: ``--model`` is empty, or ``--contiguous`` is combined with sizes of blocks.
+      ValueError: ``--model`` is empty, or ``--contiguous`` is given together with ``--block-size``,
+        ``--num-blocks`` or ``--memory-fraction``.
     """
     if args.model == "":
         raise ValueError("--model must not be empty. Leave it out for the bundled model.")
@@ -307,10 +322,10 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def model_folder(options: Mapping[str, Any]) -> Path:
-    """Return the folder or file of the model that options name, see `find_model`.
+    """Return the folder or file of the selected model, see `find_model`.
 
     Args:
-      options: result of `given_options`, which may lack `MODEL_OPTIONS`.
+      options: result of `given_options`. If it has no ``model``, the bundled model is used.
     """
     if "model" not in options:
         return bundled_folder()
@@ -319,13 +334,13 @@ def model_folder(options: Mapping[str, Any]) -> Path:
 
 
 def _contiguous_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of an engine that has one block for each sequence."""
+    """Return the engine options of ``--contiguous``: one block holds a whole sequence."""
     for name in ("block_size", "num_blocks", "memory_fraction"):
         if name in options:
             flag = name.replace("_", "-")
             raise ValueError(
-                f"--contiguous must be given without --{flag}, because each block holds a whole "
-                "sequence."
+                f"--contiguous must not be combined with --{flag}, because each block then holds a "
+                "whole sequence. Leave one of them out."
             )
     length = options.get("max_model_len")
     if length is None:
@@ -336,53 +351,55 @@ def _contiguous_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def add_process_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for an engine over several processes; `join_processes` reads them."""
+    """Add the flags for an engine that spans several processes. `join_processes` reads them."""
     group = parser.add_argument_group(
         "processes",
-        "one engine over the devices of several processes; run the same command in each process; "
-        "process 0 reads the input and writes the output",
+        "run one engine on the devices of several processes; start the same command in each "
+        "process; only process 0 reads the input and writes the output",
     )
     group.add_argument(
         "--coordinator-address",
         metavar="HOST:PORT",
-        help="address at which process 0 waits for the others",
+        help="address at which process 0 waits for the other processes",
     )
     group.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
     group.add_argument("--process-id", type=int, metavar="N", help="index of this process, from 0")
     group.add_argument(
         "--distributed",
         action="store_true",
-        help="find these three in the cluster: Cloud TPU, Slurm, Open MPI, Kubernetes",
+        help="detect the address, the number of processes and the index of this process; works on "
+        "Cloud TPU, Slurm, Open MPI and Kubernetes",
     )
     group.add_argument(
         "--heartbeat-timeout",
         type=int,
         metavar="SECONDS",
-        help="seconds without a heartbeat of another process after which this process ends; "
+        help="end this process if another process has sent no heartbeat for this many seconds; "
         f"default: {distributed.HEARTBEAT_TIMEOUT}",
     )
 
 
 def join_processes(args: argparse.Namespace) -> None:
-    """Connect to the other processes if the arguments name any. Call it before JAX is used.
+    """Connect to the other processes if the flags of `add_process_arguments` are given.
 
-    Without ``--tensor-parallel-size``, all devices of all processes run the model.
+    Call it before any other use of JAX. The default of ``--tensor-parallel-size`` becomes the
+    number of devices of all processes.
 
     Raises:
-      ValueError: only some of the arguments are given, or the cluster is unknown.
+      ValueError: only some of the required flags are given, or JAX does not know the cluster.
     """
     address = (args.coordinator_address, args.num_processes, args.process_id)
     if address == (None, None, None) and not args.distributed:
         if args.heartbeat_timeout is not None:
             raise ValueError(
-                "--heartbeat-timeout must be given with several processes. Add --distributed, or "
-                "--coordinator-address, --num-processes and --process-id."
+                "--heartbeat-timeout must be combined with flags for several processes. Add "
+                "--distributed, or --coordinator-address, --num-processes and --process-id."
             )
         return
     if None in address and not args.distributed:
         raise ValueError(
-            "--coordinator-address, --num-processes and --process-id must be given together. On a "
-            "cluster, give --distributed instead, which finds them."
+            "--coordinator-address, --num-processes and --process-id must be given together. On "
+            "Cloud TPU, Slurm, Open MPI and Kubernetes, --distributed detects all three."
         )
     try:
         seconds = args.heartbeat_timeout
@@ -394,9 +411,9 @@ def join_processes(args: argparse.Namespace) -> None:
         if not args.distributed:
             raise
         raise ValueError(
-            "--distributed must be given on a cluster that JAX knows: Cloud TPU, Slurm, Open MPI "
-            "or Kubernetes. Elsewhere, give --coordinator-address, --num-processes and "
-            f"--process-id. ({one_line(error)})"
+            "--distributed must be used on a cluster that JAX can detect: Cloud TPU, Slurm, Open "
+            "MPI or Kubernetes. Elsewhere, give --coordinator-address, --num-processes and "
+            f"--process-id. JAX reported: {one_line(error)}"
         ) from None
     _redirect_cpp_stdout()
     if args.tensor_parallel_size is None:
@@ -404,7 +421,11 @@ def join_processes(args: argparse.Namespace) -> None:
 
 
 def _redirect_cpp_stdout() -> None:
-    """Redirect the standard output of C++ code to standard error: Gloo prints a greeting."""
+    """Redirect what C++ code writes to standard output to standard error.
+
+    Gloo, JAX's library for collectives on CPUs, writes a message when it connects.
+    `sys.stdout` still writes to the original file.
+    """
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding)
     os.dup2(2, 1)

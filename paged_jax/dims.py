@@ -1,7 +1,7 @@
-"""Dimension letters, and checks of shapes against them.
+"""The letters that name array dimensions, and checks of array shapes against them.
 
-Shapes in comments and docstrings, names of arrays and einsums use only these letters.
-``tests/test_dims.py`` checks it.
+Docstrings, comments, array names such as ``q_BHD``, and einsums use only the letters of `DIMS`.
+``tests/test_dims.py`` checks this.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,42 +33,42 @@ DIMS: Mapping[str, str] = {
 
 
 def check_sizes(function: str, name: str, shape: Sequence[object]) -> None:
-    """Check that the sizes of an array are integers, because kernels need static sizes.
+    """Check that all dimensions of an array are integers, because kernels need static shapes.
 
     Args:
-      function: the name that the error begins with.
+      function: name of the function, with which the error begins.
       name: the name of the array.
       shape: the shape of the array.
 
     Raises:
-      ValueError: a size is symbolic, see `jax.export.symbolic_shape`.
+      ValueError: a dimension is symbolic, see `jax.export.symbolic_shape`.
     """
     if not all(isinstance(size, Integral) for size in shape):
         sizes = ", ".join(map(str, shape))
         raise ValueError(
-            f"{function}: {name} must have sizes that are integers, got symbolic sizes in "
-            f"[{sizes}]. Export one module for each size."
+            f"{function}: {name} must have integer dimensions, got symbolic dimensions in shape "
+            f"[{sizes}]. Export one module for each shape."
         )
 
 
 def _advice(name: str, shape: Sequence[object], letters: str) -> str:
-    """Return how to pass an array that lacks its first axis: one sequence, or one layer."""
+    """Return advice if an array lacks only its first dimension, such as the batch; else ""."""
     is_short = 0 < len(shape) == len(letters) - 1
     return f" Add the first axis with {name}[None]." if is_short else ""
 
 
 def bind(function: str, **arrays: tuple[Any, str]) -> dict[str, int]:
-    """Return the size of each dimension letter, and check that all arrays agree.
+    """Return the size of each dimension letter. Check that it is the same in all arrays.
 
     Args:
-      function: the name that errors begin with.
-      **arrays: each argument as a pair of the array and its letters, such as ``q=(q, "BHD")``.
+      function: name of the function, with which errors begin.
+      **arrays: a pair of array and dimension letters for each argument, such as ``q=(q, "BHD")``.
 
     Returns:
-      The size of each letter.
+      A dict from letters to sizes.
 
     Raises:
-      ValueError: an array has a wrong number of dimensions, or arrays disagree on a letter.
+      ValueError: an array has a wrong number of dimensions, or a letter has two different sizes.
 
     Example:
       >>> import numpy as np

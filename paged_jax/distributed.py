@@ -1,7 +1,8 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Engines over several processes, with `jax.distributed`: startup and shutdown.
+"""Startup and shutdown of an engine that spans several processes, with `jax.distributed`.
 
-Process 0 accepts requests. The other processes build the same engine and follow process 0:
+Process 0 accepts requests. The other processes build the same engine and call `follow`, which runs
+the same steps as process 0:
 
     paged_jax.distributed.initialize("10.0.0.1:1234", num_processes=2, process_id=...)
     llm = paged_jax.LLM(model, tensor_parallel_size=16)
@@ -29,7 +30,7 @@ _BARRIER = "paged_jax/end"
 
 
 def is_leader() -> bool:
-    """Return whether this process schedules requests: it is process 0, or the only process."""
+    """Return whether this is process 0, which schedules the requests."""
     return jax.process_index() == 0
 
 
@@ -41,22 +42,22 @@ def initialize(
     heartbeat_timeout: int = HEARTBEAT_TIMEOUT,
     initialization_timeout: int = 300,
 ) -> None:
-    """Connect this process to the others. Call it before JAX is used.
+    """Connect this process to the other processes. Call it before any other use of JAX.
 
     This calls `jax.distributed.initialize` and starts a thread that watches the other processes.
-    If another process dies, this process exits with status 1 and one line on stderr, within
-    `heartbeat_timeout`. Otherwise it could wait forever for a collective operation.
+    If another process dies, this process prints one line to stderr and exits with status 1, within
+    `heartbeat_timeout` seconds. Otherwise it could wait forever for a collective operation.
 
     Args:
-      coordinator_address: ``HOST:PORT`` of process 0. None lets JAX find the processes, on Cloud
-        TPU, Slurm, Open MPI and Kubernetes, or with ``JAX_COORDINATOR_ADDRESS``.
-      num_processes: number of processes; None as for `coordinator_address`.
-      process_id: index of this process, from 0; None as for `coordinator_address`.
+      coordinator_address: ``HOST:PORT`` of process 0. With None, JAX detects the processes on Cloud
+        TPU, Slurm, Open MPI and Kubernetes, or reads ``JAX_COORDINATOR_ADDRESS``.
+      num_processes: number of processes. With None, JAX detects it in the same way.
+      process_id: index of this process, from 0. With None, JAX detects it in the same way.
       heartbeat_timeout: seconds without a heartbeat after which a process counts as dead.
-      initialization_timeout: seconds to wait for all processes.
+      initialization_timeout: maximum seconds to wait until all processes are connected.
 
     Raises:
-      ValueError: an argument is out of bounds, or JAX cannot find a missing argument.
+      ValueError: a timeout is not a positive integer, or JAX cannot detect a missing argument.
       RuntimeError: JAX was used before, or a process did not connect in time.
     """
     check_positive(
@@ -64,8 +65,8 @@ def initialize(
         heartbeat_timeout=heartbeat_timeout,
         initialization_timeout=initialization_timeout,
     )
-    # With this option, JAX ends this process from C++, with a long stack trace, only if process 0
-    # dies. Without it, JAX would do that if any process dies.
+    # Without this option, the death of any process would make JAX end this process from C++, with a
+    # long stack trace. With the option, JAX does so only if process 0 dies.
     jax.config.update("jax_enable_recoverability", True)
     jax.distributed.initialize(
         coordinator_address,
@@ -78,7 +79,8 @@ def initialize(
     watch = _Watch(heartbeat_timeout)
     if not is_leader():
         watch.reporter = _start_reporter()
-    # Handlers run in reverse order, so this runs before JAX stops the coordinator.
+    # `atexit` runs its handlers in reverse order of registration. So `watch.end` runs before the
+    # handler of JAX, which stops the coordinator.
     atexit.register(watch.end)
 
 
@@ -97,8 +99,8 @@ class _Watch:
     def _watch(self) -> None:
         while not self._is_ending.wait(self._timeout / 10):
             try:
-                # `get_live_nodes` returns when each process has called it or has sent no heartbeat
-                # for the timeout.
+                # `get_live_nodes` waits until each process either has called it too, or counts as
+                # dead because its heartbeats have stopped.
                 alive = self._client.get_live_nodes(self._all)
             except jax.errors.JaxRuntimeError:
                 alive = {jax.process_index(): 0}  # the coordinator does not answer
@@ -109,7 +111,7 @@ class _Watch:
     def _exit(self, reason: str) -> NoReturn:
         print(f"paged_jax: error: {reason}. Restart all processes.", file=sys.stderr, flush=True)
         self._stop_reporter()
-        # `sys.exit` could hang: threads may wait for the device, and JAX for the dead process.
+        # Do not use `sys.exit`: its cleanup could wait forever for the device or the dead process.
         os._exit(1)
 
     def _stop_reporter(self) -> None:
@@ -117,7 +119,10 @@ class _Watch:
             self.reporter.communicate(b"stop\n")
 
     def end(self) -> None:
-        """Leave the group of processes. Process 0 waits for the others: it runs the coordinator."""
+        """Disconnect from the other processes at exit, and stop the thread.
+
+        Process 0 disconnects last, because it runs the coordinator.
+        """
         self._is_ending.set()
         try:
             self._client.wait_at_barrier(_BARRIER, 1000 * self._timeout)
@@ -129,7 +134,7 @@ class _Watch:
                 f"another process did not shut down ({str(cast(Exception, error)).splitlines()[0]})"
             )
         self._stop_reporter()
-        # The shutdown has cancelled the call that the thread was waiting for.
+        # `shutdown` has cancelled the thread's call of `get_live_nodes`, so the thread ends now.
         self._thread.join(self._timeout)
 
     def _wait_for_others(self) -> None:
@@ -139,10 +144,12 @@ class _Watch:
 
 
 def _start_reporter() -> subprocess.Popen[bytes]:
-    """Start a shell that prints one line when this process dies, unless it is stopped before.
+    """Start a shell that prints one line to stderr if this process dies.
 
-    If process 0 dies, JAX ends this process from C++, and Python cannot print anything. The output
-    of C++ on file descriptor 2 is dropped; `sys.stderr` still writes to the original file.
+    The shell is needed because JAX ends this process from C++ if process 0 dies, and Python then
+    cannot print anything. `_stop_reporter` ends the shell without a line. File descriptor 2 is
+    redirected to /dev/null to hide the stack trace of C++. `sys.stderr` still writes to the
+    original file.
     """
     stderr = os.dup(2)
     line = (

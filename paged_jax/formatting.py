@@ -1,4 +1,4 @@
-"""Short texts: a `repr` for classes with arrays and long lists, sizes in bytes, line ends."""
+"""Formatting of text: a short `repr` for classes with arrays, sizes in bytes, line ends."""
 
 import dataclasses
 import reprlib
@@ -6,11 +6,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-# Maximum length of a short text: two lines of a terminal with 100 columns.
+# Maximum characters of a short `repr`. They fill two lines of a terminal with 100 columns.
 _MAX_CHARS = 200
 
 LINE_ENDS = {end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
-"""Unicode line ends that JSON does not escape, and their escapes. `str.splitlines` splits there."""
+"""Maps Unicode line ends that JSON does not escape to their escapes.
+
+Readers that use `str.splitlines` would split a JSON text at these characters.
+"""
 
 C = TypeVar("C")
 
@@ -18,11 +21,12 @@ C = TypeVar("C")
 def short_repr(cls: C) -> C:
     """Give a dataclass or NamedTuple a short `repr`: a single line of at most 200 characters.
 
-    Arrays are shown as dtype and shape, so nothing is copied from a device. Long texts and lists
-    are cut. Fields with default values are omitted.
+    Arrays are shown as dtype and shape, so nothing is copied from a device. Long texts are
+    truncated. A long list shows its first elements and its length. Fields of dataclasses that have
+    their default value are omitted.
 
-    Apply it above ``@dataclass``. Do not apply it to a class if a cache key or a digest contains
-    its `repr`: two different values may have the same `repr`.
+    Place this decorator above ``@dataclass``. Do not use it for a class whose `repr` is part of a
+    cache key or a digest, because two different values may have the same `repr`.
 
     Example:
       >>> @short_repr
@@ -40,18 +44,18 @@ def short_repr(cls: C) -> C:
 
 
 def shortened(value: Any) -> str:
-    """Return the short `repr` of a dataclass, NamedTuple, list or other value."""
+    """Return the `repr` that `short_repr` describes, for any value."""
     return cut(_SHORT.repr(value))
 
 
 def cut(text: str) -> str:
-    """Return a text as a single line of at most 200 characters."""
+    """Join the lines of a text with spaces, and truncate it to 200 characters."""
     text = " ".join(text.split())
     return text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS - 5]} ...)"
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Return a number of bytes with a binary unit.
+    """Return a number of bytes as text with a binary unit, such as MiB.
 
     Example:
       >>> format_bytes(131072), format_bytes(16060522496), format_bytes(7)
@@ -64,10 +68,11 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def integers(array: Any, ndim: int) -> np.ndarray | None:
-    """Return an array of integers or bools with `ndim` dimensions; None if it cannot be read.
+    """Return an array as NumPy array, for a `repr`; None if its values cannot be read.
 
-    The values cannot be read while a function is traced, after the array was donated, or if parts
-    of it are in other processes. A `repr` must not fail in these cases.
+    A `repr` must not fail. The values cannot be read if the array is traced, was donated, or is
+    partly on devices of other processes. None is also returned if the array does not have `ndim`
+    dimensions or is not of integers or bools.
     """
     try:
         values = np.asarray(array)
@@ -77,7 +82,7 @@ def integers(array: Any, ndim: int) -> np.ndarray | None:
 
 
 class _Short(reprlib.Repr):
-    """`reprlib.Repr` for arrays and dataclasses, which also shows the length of a cut list."""
+    """`reprlib.Repr` that implements the rules of `short_repr`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +124,7 @@ _SHORT = _Short()
 
 
 def _changed(x: Any) -> list[tuple[str, Any]]:
-    """Return the names and values of the fields that differ from their defaults."""
+    """Return the names and values of a dataclass's fields that differ from their defaults."""
     found = []
     for field in dataclasses.fields(x):
         value = getattr(x, field.name, None)

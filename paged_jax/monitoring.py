@@ -17,12 +17,14 @@ def is_interactive() -> bool:
 
 
 class Status:
-    """Status line or progress bar on stderr. `clear` erases it before other text is written.
+    """Progress bar and status line on stderr. Call `clear` before writing other text to stderr.
+
+    While a bar is shown, `say` writes the status line at the left end of the bar.
 
     Args:
       is_shown: whether bars are shown; None shows them on a terminal and in a notebook.
-      has_lines: whether status lines are written while no bar is shown. On a terminal each line
-        replaces the previous line; elsewhere all lines stay.
+      has_lines: whether `say` also writes status lines while no bar is shown. On a terminal, each
+        status line replaces the previous one; elsewhere, each is written on a line of its own.
 
     Example:
       >>> status = Status(is_shown=False)
@@ -49,19 +51,19 @@ class Status:
         delay: float = 0.0,
         leave: bool = True,
     ) -> Iterator[None]:
-        """Show a bar during the ``with`` statement. Status lines appear at its left end.
+        """Show a progress bar during the ``with`` statement.
 
         Args:
-          title: text at the left end.
+          title: text at the left end of the bar.
           unit: unit of `total`. Bytes (``"B"``) are shown with prefixes such as ``M``.
           total: number of units; None if it is not known yet.
-          delay: seconds after which the bar appears, so that quick work shows none.
-          leave: whether the bar stays after the ``with`` statement.
+          delay: seconds before the bar appears, so that no bar is shown for work that ends sooner.
+          leave: whether the bar stays visible after the ``with`` statement.
         """
         if not self._is_shown:
             yield
             return
-        # tqdm.auto checks for a notebook when it is imported, so it is imported late.
+        # Import tqdm.auto only here: it checks at its import whether this is a notebook.
         from tqdm.auto import tqdm
 
         self.clear()
@@ -81,11 +83,12 @@ class Status:
             self._bar = None
 
     def advance(self, num: int, note: Callable[[float], str] | None = None) -> None:
-        """Advance the bar.
+        """Advance the bar by `num` units.
 
         Args:
           num: number of units done since the last call.
-          note: function that takes the elapsed seconds and returns the text at the right end.
+          note: function that takes the seconds since the bar appeared, and returns a text for the
+            right end of the bar, such as the speed.
         """
         if self._bar is None:
             return
@@ -97,7 +100,7 @@ class Status:
             self._bar.set_postfix_str(note(elapsed), refresh=False)
 
     def move_to(self, done: int, total: int, name: str) -> None:
-        """Set the bar to `done` of `total` units. `name` is the name of the last unit done."""
+        """Set the bar to `done` of `total` units, and show `name` at its right end."""
         if self._bar is None:
             return
         if self._bar.total != total:
@@ -106,7 +109,7 @@ class Status:
         self._bar.update(done - self._bar.n)
 
     def say(self, line: str) -> None:
-        """Show a status line in the bar, or instead of the last status line."""
+        """Show a status line, in the bar if a bar is shown. It replaces the previous one."""
         if self._is_muted:
             return
         if self._bar is not None:
@@ -118,7 +121,7 @@ class Status:
             print(f"{line} ...", end=end, file=self._stream, flush=True)
 
     def clear(self) -> None:
-        """Erase the bar or the line; the next update shows the bar again."""
+        """Erase the bar or the status line. The bar appears again at its next update."""
         if self._bar is not None:
             self._bar.clear()
         if self._width and self._stream.isatty():
@@ -126,15 +129,18 @@ class Status:
         self._width = 0
 
     def mute(self) -> None:
-        """Ignore status lines until `unmute`, because text is written to the current line."""
+        """Make `say` do nothing until `unmute`, while other text is on the terminal's line."""
         self._is_muted = True
 
     def unmute(self) -> None:
-        """Show status lines again."""
+        """Undo `mute`."""
         self._is_muted = False
 
     def leave_line(self) -> None:
-        """Move to an empty line before an error: erase the status, or end the current line."""
+        """Move the cursor to an empty line, so that an error message can be written.
+
+        This erases the bar or the status line. After `mute`, it ends the line of other text.
+        """
         self.clear()
         if self._is_muted and self._stream.isatty():
             print(file=self._stream, flush=True)
@@ -143,15 +149,15 @@ class Status:
 
 @contextlib.contextmanager
 def loading_bar(num_bytes: int, *, is_shown: bool | None) -> Iterator[Callable[[int], None]]:
-    """Show a bar while weights are loaded, in the first of several processes.
+    """Show a progress bar while weights are loaded. Only process 0 shows it.
 
     Args:
-      num_bytes: number of bytes to load.
+      num_bytes: total number of bytes to load.
       is_shown: whether the bar is shown; None shows it on a terminal and in a notebook, if loading
         takes longer than `_LOADING_DELAY` seconds.
 
-    Returns:
-      A context with the function that is called with the bytes that were loaded since its last
+    Yields:
+      A function that advances the bar. Its argument is the number of bytes loaded since the last
       call.
     """
     if is_shown is False or jax.process_index():
@@ -164,19 +170,22 @@ def loading_bar(num_bytes: int, *, is_shown: bool | None) -> Iterator[Callable[[
 
 
 def _is_notebook() -> bool:
-    """Return whether this process is a Jupyter kernel, by the same test as `tqdm`."""
+    """Return whether this process is a Jupyter kernel. `tqdm` uses the same test."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = None if get_ipython is None else get_ipython()
     return "IPKernelApp" in getattr(shell, "config", ())
 
 
 def _file(stream: TextIO) -> TextIO | None:
-    """Return the `file` argument for tqdm; None for stderr, so that a notebook shows a widget."""
+    """Return the `file` argument of tqdm for a stream.
+
+    For stderr this is None, tqdm's default: with an explicit file, notebooks would show no widget.
+    """
     return None if stream is sys.stderr else stream
 
 
 def check_profile_folder(folder: str) -> None:
-    """Create the folder of ``--profile``, so that a bad path is found before the work starts.
+    """Create the folder of ``--profile``. A bad path then fails before the model is loaded.
 
     Raises:
       ValueError: the folder cannot be created.
@@ -190,7 +199,9 @@ def check_profile_folder(folder: str) -> None:
 
 
 def start_profile(folder: str) -> None:
-    """Start a profile of all threads; `jax.profiler.stop_trace` ends it and writes the files.
+    """Start to record a profile of all threads.
+
+    `jax.profiler.stop_trace` ends the recording and writes the files.
 
     Args:
       folder: folder for the files.
@@ -199,13 +210,14 @@ def start_profile(folder: str) -> None:
       RuntimeError: a profile is being recorded already.
     """
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # calls of Python functions would hide the engine's ranges
+    # Do not record Python calls: they would hide the annotations of the engine's work.
+    options.python_tracer_level = 0
     jax.profiler.start_trace(folder, profiler_options=options)
 
 
 @contextlib.contextmanager
 def profiled(folder: str | None) -> Iterator[None]:
-    """Record a profile during the ``with`` statement; None records nothing."""
+    """Record a profile into `folder` during the ``with`` statement. None records nothing."""
     if folder is None:
         yield
         return

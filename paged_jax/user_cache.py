@@ -1,4 +1,4 @@
-"""The user's cache folder for compiled programs and kernels."""
+"""The folder in which compiled programs and kernels are cached for the current user."""
 
 import functools
 import logging
@@ -14,18 +14,18 @@ _logger = logging.getLogger(__name__)
 
 
 def cache_folder(*names: str) -> Path | None:
-    """Return a cache folder that only this user can write to; create it if it is missing.
+    """Return a cache folder that only this user can write to. Create it if it is missing.
 
     The folder is ``paged_jax`` in the user's cache folder: ``$XDG_CACHE_HOME`` if that is an
-    absolute path, otherwise the platform's default (``~/.cache`` on Linux). The content is loaded
-    as machine code, so a folder of another user, or one that others may write to, is not used. A
-    warning is logged once for each reason.
+    absolute path, otherwise the platform's default (``~/.cache`` on Linux). Its files are run as
+    machine code. So it is not used if it belongs to another user or if others may write to it.
 
     Args:
-      *names: names of nested folders below it.
+      *names: names of nested subfolders, for example ``"a", "b"`` for ``paged_jax/a/b``.
 
     Returns:
-      The folder; None if it cannot be created or used.
+      The folder; None if it cannot be created or must not be used. The reason is then logged as a
+      warning, once per process.
     """
     try:
         folder = user_cache_path("paged_jax", appauthor=False)
@@ -42,7 +42,7 @@ def cache_folder(*names: str) -> Path | None:
 
 @functools.cache
 def _warn(reason: str) -> None:
-    """Warn once per reason."""
+    """Log a warning that nothing is cached. Each reason is logged only once."""
     _logger.warning(
         "The next process compiles everything again: %s. "
         "Set XDG_CACHE_HOME to a folder that only this user can write to.",
@@ -51,7 +51,7 @@ def _warn(reason: str) -> None:
 
 
 def _is_own(path: Path) -> bool:
-    if not hasattr(os, "getuid"):  # Windows, where a user's folders are closed to others
+    if not hasattr(os, "getuid"):  # on Windows, other users cannot write to a user's folders
         return True
     status = path.stat()
     writers = stat.S_IWGRP | stat.S_IWOTH
@@ -59,7 +59,7 @@ def _is_own(path: Path) -> bool:
 
 
 def read(path: Path) -> bytes | None:
-    """Return the content of a file; None if it is missing or others may have written it.
+    """Return the content of a file; None if it is missing or other users could have changed it.
 
     Args:
       path: a file that `write` wrote.
@@ -71,9 +71,9 @@ def read(path: Path) -> bytes | None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file atomically: other processes see the old content or all of the new one.
+    """Write a file atomically: other processes read either the old or the new content.
 
-    A failure is only logged, because results do not depend on the cache.
+    Errors are only logged, because the program also works without the cache.
 
     Args:
       path: a file in a `cache_folder`.
@@ -82,7 +82,7 @@ def write(path: Path, content: bytes) -> None:
     try:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             temporary = Path(folder) / path.name
-            temporary.touch(mode=0o600)  # `read` rejects files that a group may write to
+            temporary.touch(mode=0o600)  # `read` rejects files that other users may write to
             temporary.write_bytes(content)
             os.replace(temporary, path)
     except OSError as error:  # a full or read-only disk
@@ -90,10 +90,10 @@ def write(path: Path, content: bytes) -> None:
 
 
 def keep_compiled_programs() -> None:
-    """Turn on JAX's compilation cache, in the user's cache folder.
+    """Turn on JAX's compilation cache, in the folder ``programs`` of `cache_folder`.
 
-    The cache is left as it is if the user has set a folder (JAX_COMPILATION_CACHE_DIR) or has
-    turned it off (JAX_ENABLE_COMPILATION_CACHE=false).
+    Nothing is changed if the user has set a folder with JAX_COMPILATION_CACHE_DIR, or has turned
+    the cache off with JAX_ENABLE_COMPILATION_CACHE=false.
     """
     config = jax.config
     is_off = not getattr(config, "jax_enable_compilation_cache", True)
@@ -103,19 +103,20 @@ def keep_compiled_programs() -> None:
     if folder is None:
         return
     config.update("jax_compilation_cache_dir", str(folder))
-    # By default JAX skips programs that compile within a second. An engine has dozens of them.
+    # By default, JAX does not cache programs that compile in less than a second. An engine has
+    # dozens of such programs, so cache them too.
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def folder_beside_programs(name: str) -> Path | None:
-    """Return a `cache_folder` for data that belongs to the compiled programs.
+    """Return a `cache_folder` for data that is stored together with the compiled programs.
 
     Args:
       name: name of the folder.
 
     Returns:
-      The folder; None if JAX's compilation cache is off or is not in the user's cache folder.
+      The folder; None if `keep_compiled_programs` has not set JAX's compilation cache.
     """
     programs = jax.config.jax_compilation_cache_dir  # pyright: ignore
     if programs is None or not getattr(jax.config, "jax_enable_compilation_cache", True):

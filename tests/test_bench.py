@@ -61,7 +61,10 @@ def test_bench_reads_prompts_from_a_file_and_waits_between_requests(run, tmp_pat
 def test_bench_reports_failed_requests(run) -> None:
     status, out, err = run("--model", "other")
     assert status == 1 and "0 completed, 5 failed" in out
-    assert "error: all requests failed, the first with: status 404: " in err.splitlines()[-1]
+    assert (
+        "error: all requests failed. The error of the first request: status 404: "
+        in err.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,10 +74,13 @@ def test_bench_reports_failed_requests(run) -> None:
         (("--request-rate", "nan"), "--request-rate must be positive, got nan."),
         (("--prefix-len", "-1"), "--prefix-len must not be negative, got -1."),
         (("--dataset", "none.jsonl"), "No such file or directory: 'none.jsonl'"),
-        (("--dataset", "words.jsonl"), "must be an object with a text as prompt, got some words"),
-        (("--dataset", "keys.jsonl"), """as prompt, got {"text": "abc"}"""),
-        (("--dataset", "lists.jsonl"), "as prompt, got [1]"),
-        (("--dataset", "numbers.jsonl"), """as prompt, got {"prompt": 1}"""),
+        (
+            ("--dataset", "words.jsonl"),
+            "must be a JSON object with a string prompt, got some words",
+        ),
+        (("--dataset", "keys.jsonl"), """string prompt, got {"text": "abc"}"""),
+        (("--dataset", "lists.jsonl"), "string prompt, got [1]"),
+        (("--dataset", "numbers.jsonl"), """string prompt, got {"prompt": 1}"""),
     ],
 )
 def test_bench_reports_mistakes_in_one_line(run, arguments, message, tmp_path, monkeypatch) -> None:
@@ -90,7 +96,7 @@ def test_bench_says_that_there_is_no_server(capsys) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     assert bench.main(["--base-url", f"http://127.0.0.1:{port}/v1"]) == 1
-    assert "/v1: no answer (" in capsys.readouterr().err
+    assert "got no answer from " in capsys.readouterr().err
     for url in (f"127.0.0.1:{port}", "http://", "ftp://host"):
         assert bench.main(["--base-url", url]) == 1
         assert (
@@ -143,9 +149,9 @@ def answer():
             "503: The server is starting.",
         ),
         (401, "no key", "/v1/models: status 401: no key"),
-        (200, "<html>", "/v1/models has no list of models. --base-url must be the address of an"),
-        (200, '{"data": []}', "has no list of models"),
-        (200, "[1]", "has no list of models"),
+        (200, "<html>", "got no list of models from http"),
+        (200, '{"data": []}', "got no list of models"),
+        (200, "[1]", "got no list of models"),
     ],
 )
 def test_bench_reports_what_a_server_without_models_answers(

@@ -294,7 +294,7 @@ def check_mistake(result: tuple[int, str, str], message: str, status: int = 1) -
         (["--prompt", "ab", "--n", "0"], r"n must be an integer in \[1, 16384\], got 0"),
         (["--prompt", "ab", "--stop", ""], "stop must be a non-empty string"),
         (["--prompts-file", "/nowhere/prompts.txt"], "readable text file.*No such file"),
-        (["--prompt", "ab", "--contiguous", "--num-blocks", "4"], "without --num-blocks"),
+        (["--prompt", "ab", "--contiguous", "--num-blocks", "4"], "combined with --num-blocks"),
         (["--prompt", "ab", "--profile", "/dev/null/x"], "--profile must be a folder"),
         (
             ["--prompt", "ab", "--repetition-penalty", "0"],

@@ -158,7 +158,7 @@ def test_export_with_symbolic_sizes_is_refused() -> None:
     }  # fmt: skip
     for name, (function, arrays) in cases.items():
         arrays = [of((x,), int32) if x is n else x for x in arrays]
-        with pytest.raises(ValueError, match=f"{name} must have sizes that are integers, got"):
+        with pytest.raises(ValueError, match=f"{name} must have integer dimensions, got"):
             export.export(jax.jit(function))(*arrays)
 
 
