@@ -102,7 +102,7 @@ class CacheMap:
       num_cached_tokens: number of the looked-up tokens that were found in the prefix cache.
       hit_rate: num_cached_tokens / num_queried_tokens, 0 to 1.
       num_cache_resets: number of times that the prefix cache was emptied.
-      groups: number of used blocks of each group of layers; empty if there is a single group.
+      groups: numbers of blocks of each group of layers; empty if there is a single group.
     """
 
     block_size: int

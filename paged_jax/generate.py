@@ -31,12 +31,12 @@ from paged_jax.scheduler.outputs import RequestOutput
 
 _MAX_NUM_SEQS = 16
 _MAX_TOKENS = 128
-# Number of events that --show-blocks prints.
+# Maximum number of cache events that --show-blocks prints.
 _MAX_EVENTS = 50
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit status; expected errors print one line."""
+    """Run the command line and return its exit status. Expected errors are printed in one line."""
     parser = make_parser()
     args = parser.parse_args(argv)
     status = status_of(args)
@@ -96,11 +96,12 @@ def make_parser() -> Parser:
 
 
 def add_sampling_arguments(sampling: argparse._ArgumentGroup, *, default_max_tokens: int) -> None:
-    """Add a flag for each sampling parameter that has one; `given_params` reads them.
+    """Add the flags for sampling parameters. `given_params` reads their values.
 
     Args:
       sampling: an argument group of the parser.
-      default_max_tokens: default of ``--max-tokens`` for models that recommend none.
+      default_max_tokens: the default of ``--max-tokens`` for models that recommend no value, which
+        the help mentions.
     """
     sampling.add_argument(
         "--max-tokens",
@@ -130,7 +131,7 @@ def _run(args: argparse.Namespace, status: Status) -> None:
     options = engine_options(args)
     prompts = _read_prompts(args)
     given = given_params(args)
-    SamplingParams(**given)  # checks the parameters before the model is loaded
+    SamplingParams(**given)  # raises an error for invalid parameters before the model is loaded
     if args.profile is not None:
         check_profile_folder(args.profile)
     status.say("loading the model")
@@ -164,9 +165,18 @@ def _complete(
     pictures: "_BlockPictures | None",
     status: Status,
 ) -> None:
-    """Complete the prompts; write each output when it is finished, or stream a single one."""
+    """Complete the prompts and write their outputs in the order of the prompts.
+
+    Args:
+      llm: the engine.
+      prompts: the prompts.
+      params: sampling parameters of all prompts.
+      write: function that writes an output. A `_Streamer` is called at each step with the output
+        so far. Other functions are called once per prompt, with the finished output.
+      pictures: drawings of the block tables; None if they are not wanted.
+      status: status line, which shows a progress bar if there are several prompts.
+    """
     is_stream = isinstance(write, _Streamer)
-    # On a terminal, several prompts have a progress bar. The text of a single prompt is streamed.
     bar = status.bar("requests", unit="req", total=len(prompts))
     note = llm.speed_note()
     with (
@@ -179,31 +189,34 @@ def _complete(
             _raise_error(output)
             write(output, llm)
             if is_stream:
-                status.mute()  # the terminal's current line now holds text
+                status.mute()  # a status line would overwrite the text on the current line
     status.unmute()
 
 
 def recommended_params(
     llm: LLM, given: dict[str, Any], *, default_max_tokens: int
 ) -> SamplingParams:
-    """Return the given parameters, completed by the defaults of the model.
+    """Return sampling parameters: the user's values, and the model's defaults for the others.
 
     Args:
       llm: engine with the model.
-      given: see `given_params`.
-      default_max_tokens: maximum number of tokens if neither sets it.
+      given: the user's values, see `given_params`.
+      default_max_tokens: ``max_tokens`` if neither the user nor the model sets it.
+
+    Raises:
+      ValueError: a value of the model's generation_config.json is invalid.
     """
     if "max_tokens" not in llm.generation_config.sampling_defaults:
         given = {"max_tokens": default_max_tokens, **given}
     try:
         return llm.get_default_sampling_params(**given)
-    except ValueError as error:  # the user's own parameters were checked before
+    except ValueError as error:  # not caused by the user's values, which were checked before
         raise ValueError(f"the model's generation_config.json: {error}") from None
 
 
 def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
     if args.prompt is not None:
-        # The last newline of piped text is not part of the prompt.
+        # Remove the newline that most programs write at the end of their output.
         text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
         if not text:
             raise ValueError("--prompt must not be empty.")
@@ -212,17 +225,18 @@ def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
     kind = path.suffix.lower()
     if kind == ".json":
         raise ValueError(
-            "--prompts-file must be a text with a prompt in each line or a .jsonl file, got "
-            f"{path}. Write one JSON object per line."
+            "--prompts-file must be a text file with a prompt in each line, or a .jsonl file with "
+            f"a JSON object in each line, got {path}. Convert it to .jsonl."
         )
     try:
-        # splitlines would also split at line ends such as U+2028, which JSON texts may contain.
+        # Do not use `splitlines`: it also splits at characters such as U+2028, which JSON strings
+        # may contain.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError:
         raise ValueError(
             f"--prompts-file must be a readable text file, got {path}: it is not UTF-8 text."
         ) from None
-    except (OSError, ValueError) as error:  # ValueError: no file can have this path
+    except (OSError, ValueError) as error:  # ValueError: the path has a null character
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
             f"--prompts-file must be a readable text file, got {path}: {reason}."
@@ -258,13 +272,16 @@ def _as_chat(llm: LLM, prompt: Prompt) -> Prompt:
     text = prompt if isinstance(prompt, str) else prompt.get("prompt")
     others = {} if isinstance(prompt, str) else {k: v for k, v in prompt.items() if k != "prompt"}
     if not isinstance(text, str) or "prompt_token_ids" in others:
-        raise ValueError("--chat needs prompts that are text.")
+        raise ValueError(
+            "--chat must be given with prompts that are text, got a prompt without text or with "
+            "prompt_token_ids."
+        )
     chat: Any = llm.chat_prompt([{"role": "user", "content": text}])
     return {**chat, **others}
 
 
 def given_params(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the sampling parameters that the user set; `recommended_params` completes them."""
+    """Return a dict of the sampling parameters that the user set with flags."""
     names = {field.name for field in dataclasses.fields(SamplingParams)}
     return {
         name: value for name, value in vars(args).items() if name in names and value is not None
@@ -282,7 +299,10 @@ def _with_progress(
     advance: Callable[[int], None],
     pictures: "_BlockPictures | None",
 ) -> Iterator[tuple[int, RequestOutput]]:
-    """Yield the outputs. For each, advance the progress bar and update the pictures."""
+    """Yield the items of `outputs` unchanged. Before each, update the pictures and the bar.
+
+    `advance` is called with 1 for a finished output and with 0 for others.
+    """
     for index, output in outputs:
         if pictures is not None:
             pictures.update()
@@ -293,7 +313,10 @@ def _with_progress(
 def _in_order(
     outputs: Iterator[tuple[int, RequestOutput]], *, partial: bool
 ) -> Iterator[RequestOutput]:
-    """Yield finished outputs in the order of the prompts; if `partial`, yield every output."""
+    """Yield the finished outputs in the order of the prompts.
+
+    If `partial`, there is only one prompt: yield each of its outputs, also unfinished ones.
+    """
     done: dict[int, RequestOutput] = {}
     following = 0
     for index, output in outputs:
@@ -307,7 +330,10 @@ def _in_order(
 
 
 class _Streamer:
-    """Writer that prints the text of a single sample as it is generated."""
+    """Function object that prints the new text of a request with a single sample.
+
+    It is called with each output of the request, unfinished outputs included.
+    """
 
     def __init__(self) -> None:
         self._num_written = 0
@@ -355,10 +381,10 @@ def _write_json(output: RequestOutput, llm: LLM) -> None:
 
 
 class _BlockPictures:
-    """Pictures of the block tables on stderr.
+    """Drawings of the block tables for ``--show-blocks``, printed to stderr.
 
-    They show the start, the first step in which sequences share blocks, the step with the most
-    blocks in use, and the end.
+    There are up to four: before the first step, after the first step in which sequences share
+    blocks, after the step with the most used blocks, and at the end.
     """
 
     def __init__(self, llm: LLM, status: Status):
@@ -371,7 +397,7 @@ class _BlockPictures:
         self._print(self._draw("before"))
 
     def update(self) -> None:
-        """Record the events since the last call, and draw the tables of the steps to print."""
+        """Record the cache events since the last call. Keep a drawing of this step if needed."""
         now = snapshot(self._llm)
         self._events += [event.text for event in changes(self._last, now)]
         self._last = now
@@ -381,7 +407,7 @@ class _BlockPictures:
             self._max_used, self._fullest = now.num_used, self._draw("at its fullest")
 
     def finish(self) -> None:
-        """Print the tables of the chosen steps, the events, and the tables at the end."""
+        """Print the kept drawings, the list of events, and a drawing of the final state."""
         self.update()
         num_left = len(self._events) - _MAX_EVENTS
         rest = [f"and {num_left} more"] if num_left > 0 else []
@@ -407,7 +433,7 @@ class _BlockPictures:
 
 
 def print_summary(llm: LLM, args: argparse.Namespace, status: Status) -> None:
-    """Print the speed and the memory of all requests on stderr, unless ``--quiet`` is given."""
+    """Print the line of `summarise` to stderr, unless ``--quiet`` is given."""
     if args.quiet:
         return
     summary = summarise(llm)  # may compile a program, which the status line shows
@@ -416,7 +442,7 @@ def print_summary(llm: LLM, args: argparse.Namespace, status: Status) -> None:
 
 
 def summarise(llm: LLM) -> str:
-    """Return one line with the speed and the memory of all requests so far."""
+    """Return a line with token counts, speed, compile time and memory since the engine's start."""
     stats = llm.stats
     used = llm.cache.nbytes * stats.peak_num_blocks // llm.num_blocks
     first = stats.first_token_seconds

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""`LLM`: offline generation for lists of prompts, with the names and meanings of vLLM's class."""
+"""`LLM`: offline generation for lists of prompts, with the interface of vLLM's class `LLM`."""
 
 import contextlib
 import dataclasses
@@ -24,10 +24,10 @@ from paged_jax.scheduler.request import Sequence as SampleSequence
 
 
 class LLM(Engine):
-    """Engine with blocking methods for lists of prompts. It takes the same arguments as `Engine`.
+    """Engine with blocking methods for lists of prompts. The arguments are those of `Engine`.
 
-    A call compiles the programs that it needs first, which takes seconds and is shown on a
-    terminal. `warmup` compiles all programs beforehand.
+    Each program is compiled when it is first needed, which takes seconds; a terminal shows a
+    status line meanwhile. `warmup` compiles all programs beforehand.
 
     Example:
       >>> llm = LLM(max_num_seqs=2)
@@ -39,7 +39,7 @@ class LLM(Engine):
     if not TYPE_CHECKING:  # type checkers report unknown attributes
 
         def __getattr__(self, name: str) -> Any:
-            """Raise an error for an unknown attribute, with advice about names of vLLM."""
+            """Raise AttributeError, with advice if `name` is an attribute of vLLM's `LLM`."""
             try:
                 return super().__getattribute__(name)
             except AttributeError as error:
@@ -57,26 +57,28 @@ class LLM(Engine):
         explain: bool = False,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete prompts in a batch, and return when all are complete.
+        """Complete all prompts, and return their outputs when all are finished.
 
         Args:
-          prompts: a text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``, or several. With
-            ``cache_salt`` in a dict, a prompt shares cached blocks only with prompts of that salt.
+          prompts: one prompt or a list of prompts. A prompt is a text, ``{"prompt": text}`` or
+            ``{"prompt_token_ids": ids}``. If a dict also has ``cache_salt``, the prompt shares
+            cached blocks only with prompts that have the same salt.
           sampling_params: parameters for all prompts, or a list with an entry for each prompt;
             `get_default_sampling_params` by default.
           priority: priority of each prompt; lower values are served first.
-          explain: whether outputs have an `Explanation` of what they waited for.
+          explain: whether each output has an `Explanation`, which says what the request waited for.
           use_tqdm: whether to show a progress bar on a terminal or in a notebook.
 
         Returns:
           One output for each prompt, in order.
 
         Raises:
-          ValueError: a prompt is empty, exceeds the context or the pool, or holds tokens out of
-            range; or a parameter does not suit the model. In these cases nothing has been run.
-          FloatingPointError: the model gave NaN for every prompt. If it gave NaN for some prompts,
-            their outputs have the finish_reason ``"error"``. Samples that could not follow
-            `structured_outputs` have it too, with the reason and the text so far.
+          ValueError: a prompt is empty, exceeds the context or the pool, or has token ids out of
+            range; or the model does not support a parameter. No prompt has been run then.
+          FloatingPointError: the model returned NaN for every sample. If it returned NaN only for
+            some samples, no error is raised, and they have the finish_reason ``"error"``. Samples
+            whose grammar of `structured_outputs` failed also have it, with their text so far.
+            ``stop_reason`` then describes the error.
         """
         group = self._add(prompts, sampling_params, priority, explain)
         requests = self._finish(group, use_tqdm=use_tqdm)
@@ -92,31 +94,30 @@ class LLM(Engine):
         *,
         use_tqdm: bool = False,
     ) -> Rollout:
-        """Complete prompts given as arrays, and return arrays: the samples of a training step.
+        """Complete prompts given as an array, and return arrays, for training loops.
 
-        It draws the same tokens as the function `rollout` does inside `jit` (in float32). Unlike
-        `rollout`, it allocates blocks as sequences grow, computes and stores common prefixes once,
-        and refills slots as rows stop. It makes no text, and no objects for single tokens.
+        In float32, it draws the same tokens as the jittable function `paged_jax.rollout`. Unlike
+        that function, it allocates blocks as sequences grow, computes and stores common prefixes
+        once, and starts a waiting sample when another one stops. No text is decoded.
 
         Args:
           prompt_token_ids: integer [B, T], each row padded at its end.
           num_tokens: integer [B], number of tokens in each prompt, 1 to T.
-          sampling_params: parameters for all prompts, or a list with an entry of the same `n` for
-            each prompt; `get_default_sampling_params` by default. The `n` samples of a prompt are
-            consecutive rows. Row b draws the random numbers of sample b of its seed, so rows with
-            the same prompt differ. `logprobs` and `prompt_logprobs` are ignored.
+          sampling_params: parameters for all prompts, or a list with an entry for each prompt, all
+            with the same `n`; `get_default_sampling_params` by default. The `n` samples of a prompt
+            are consecutive rows of the result. The random numbers of row b depend on the seed and
+            on b, so rows with the same prompt differ. `logprobs` and `prompt_logprobs` are ignored.
           use_tqdm: whether to show a progress bar on a terminal or in a notebook.
 
         Returns:
           NumPy arrays: tokens i32 [B * n, N], their log-probabilities f32 [B * n, N] under the
           model at temperature 1 without filters, and the number of tokens in each row i32 [B * n].
-          N is the largest `max_tokens`; if no parameters have one, the length of the longest row.
+          N is the largest `max_tokens`, or the length of the longest row if that is larger.
 
         Raises:
-          ValueError: shapes or types do not fit together, or see `generate`. In these cases nothing
-            has been run.
-          FloatingPointError: the model gave NaN.
-          StructuredOutputError: `structured_outputs` could not be followed.
+          ValueError: shapes or dtypes are wrong, or see `generate`. No prompt has been run then.
+          FloatingPointError: the model returned NaN for a sample.
+          StructuredOutputError: the grammar of a sample's `structured_outputs` failed.
 
         Example:
           >>> llm = LLM(max_num_seqs=4)
@@ -142,7 +143,11 @@ class LLM(Engine):
         return _as_rollout(self._finish(group, use_tqdm=use_tqdm))
 
     def speed_note(self) -> Callable[[float], str]:
-        """Return a function that describes the speed since this call, for `Status.advance`."""
+        """Return a function for the argument `note` of `Status.advance`.
+
+        It takes the seconds since this call, and returns the generated tokens per second since
+        then and the use of the cache as text.
+        """
         before = self.stats.num_generated_tokens
 
         def note(elapsed: float) -> str:
@@ -152,7 +157,7 @@ class LLM(Engine):
         return note
 
     def _finish(self, group: "_RequestGroup", *, use_tqdm: bool) -> list[Request]:
-        """Run the requests of a call until all have finished."""
+        """Run steps until all requests of the group have finished. Return the requests."""
         with contextlib.closing(group):
             requests = list(group.requests.values())
             is_shown = self.core.options.show_progress if use_tqdm else False
@@ -175,21 +180,23 @@ class LLM(Engine):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, through the model's chat template.
+        """Generate the next message of one or several conversations.
+
+        The prompts are rendered with the model's chat template.
 
         Args:
-          messages: ``{"role": ..., "content": ...}`` dicts, or a list of such conversations. The
-            content is a text, or a list of parts such as ``{"type": "text", "text": "Hi"}``.
-            Message objects of openai's client are accepted too.
+          messages: a conversation, which is a list of ``{"role": ..., "content": ...}`` dicts, or a
+            list of conversations. The content is a text, or a list of parts such as
+            ``{"type": "text", "text": "Hi"}``. Message objects of openai's client are accepted too.
           sampling_params: see `generate`.
-          tools: functions that the model may call, in OpenAI's format. The template shows them to
-            the model; calls are part of the output's text, as the model writes them.
+          tools: functions that the model may call, in OpenAI's format. The template adds them to
+            the prompt. Tool calls are not parsed: they are in the output's text as generated.
           chat_template_kwargs: variables for the template, such as ``{"enable_thinking": False}``.
           use_tqdm: see `generate`.
 
         Raises:
-          ValueError: the model has no tokenizer or no chat template; the template cannot show
-            the given tools, or rejects the messages or variables; or see `generate`.
+          ValueError: the model has no tokenizer or no chat template; the template does not support
+            tools, or raises an error for the messages or variables; or see `generate`.
         """
         if isinstance(messages, str | Mapping):
             raise ValueError(
@@ -213,7 +220,7 @@ class LLM(Engine):
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Prompt:
-        """Return the prompt that asks for the next message of a conversation.
+        """Render a conversation with the chat template, and return it as a prompt of token ids.
 
         Args:
           messages: one conversation, see `chat`.
@@ -221,8 +228,8 @@ class LLM(Engine):
           tools: see `chat`.
 
         Raises:
-          ValueError: the model has no tokenizer or no chat template; the template cannot show
-            the given tools, or rejects the messages or variables.
+          ValueError: the model has no tokenizer or no chat template; or the template does not
+            support tools, or raises an error for the messages or variables.
         """
         if self.tokenizer is None:
             raise ValueError(
@@ -241,11 +248,12 @@ class LLM(Engine):
         priority: Sequence[int] | None = None,
         explain: bool = False,
     ) -> "Stream":
-        """Complete prompts like `generate`, but yield ``(index, output)`` at each new token.
+        """Complete prompts like `generate`, but yield ``(index, output)`` as tokens are generated.
 
-        Yielded text is final: text that may be part of a stop string is kept back, and so is an
-        incomplete character. With ``steps_per_dispatch=1``, each token is yielded immediately.
-        Closing the iterator ends the requests and frees their blocks.
+        `index` is the index of the prompt. Each output has the text so far, which later outputs
+        only extend: text that may become a stop string and incomplete characters are held back.
+        With ``steps_per_dispatch=1``, an output is yielded for each token. Closing the iterator
+        aborts the requests and frees their blocks.
         """
         return Stream(self._add(prompts, sampling_params, priority, explain))
 
@@ -253,7 +261,7 @@ class LLM(Engine):
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
     ) -> list[BeamSearchOutput]:
-        """Find the most probable continuations of prompts; see `paged_jax.engine.beam_search`.
+        """Find probable continuations of prompts, see `paged_jax.engine.beam_search`.
 
         Args:
           prompts: see `generate`.
@@ -263,10 +271,10 @@ class LLM(Engine):
           For each prompt, in order, the ``params.beam_width`` best sequences.
 
         Raises:
-          ValueError: a prompt is empty, exceeds the context, holds tokens out of range, or needs
-            more slots or blocks than the engine has. In these cases nothing has been run.
-          RuntimeError: a request is unfinished.
-          FloatingPointError: the model gave NaN.
+          ValueError: a prompt is empty, exceeds the context, has token ids out of range, or needs
+            more slots or blocks than the engine has. No prompt has been run then.
+          RuntimeError: the engine has unfinished requests.
+          FloatingPointError: the model returned NaN.
 
         Example:
           >>> llm = LLM(max_num_seqs=2)
@@ -287,15 +295,18 @@ class LLM(Engine):
         function: str = "LLM.generate",
         shares_seeds: bool = False,
     ) -> "_RequestGroup":
-        """Queue all prompts. If a prompt is invalid, queue nothing.
+        """Add a request for each prompt, and return the requests. If one is invalid, add none.
 
-        Equal prompts with the same seed draw the same tokens. With `shares_seeds`, they draw
-        different tokens: samples are numbered over all prompts instead of within each prompt.
+        Random numbers depend on the seed and on the sample's number. Samples are numbered within
+        each prompt, so equal prompts with the same seed draw the same tokens. If `shares_seeds`,
+        samples are numbered over all prompts, so they draw different tokens.
         """
         if isinstance(prompts, str | Mapping):
             prompts = [prompts]
         elif not isinstance(cast(object, prompts), Iterable):
-            raise ValueError(f"{function}: prompts must be a prompt or a list, got {prompts!r}.")
+            raise ValueError(
+                f"{function}: prompts must be one prompt or a list of prompts, got {prompts!r}."
+            )
         prompts = list(prompts)
         count = len(prompts)
         sampling_params = self._list_params(function, sampling_params, count)
@@ -322,7 +333,7 @@ class LLM(Engine):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         count: int,
     ) -> Sequence[SamplingParams]:
-        """Return the parameters of each of `count` prompts."""
+        """Return a sequence with the sampling parameters of each of `count` prompts."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, Mapping):
@@ -341,7 +352,10 @@ class LLM(Engine):
 
 
 class _RequestGroup:
-    """Iterator over the requests of a call. It yields a request whenever it has new tokens."""
+    """Requests that were added together, as an iterator that runs the engine.
+
+    It yields ``(index, request)`` whenever a request has new tokens, until all have finished.
+    """
 
     def __init__(self, engine: Engine, requests: list[Request]):
         self.requests = {request.request_id: request for request in requests}
@@ -373,7 +387,7 @@ class _RequestGroup:
         self._engine.delivery.unsubscribe(request_id)
 
     def close(self) -> None:
-        """End the requests that have not finished."""
+        """Abort the requests that have not finished."""
         self._arrived.clear()
         while self.requests:
             request_id = next(iter(self.requests))
@@ -381,15 +395,18 @@ class _RequestGroup:
             self._engine.end(request_id)
 
     def drop(self) -> None:
-        """Close now or, during a step, after the step: Python may delete a stream at any time."""
+        """Call `close` as soon as no step is running.
+
+        Python may delete a `Stream`, and thus call this method, while a step is running.
+        """
         self._engine.when_idle(self.close)
 
 
 class Stream:
     """Iterator over ``(index, output)`` of several requests, see `LLM.stream`.
 
-    Closing it ends unfinished requests and frees their blocks. So does dropping the last reference,
-    or leaving a ``with contextlib.closing(...)`` block.
+    `close` aborts unfinished requests and frees their blocks. The same happens when the last
+    reference to the iterator is dropped.
     """
 
     def __init__(self, group: _RequestGroup):
@@ -409,7 +426,7 @@ class Stream:
         return index, request.output()
 
     def close(self) -> None:
-        """End the requests that have not finished."""
+        """Abort the requests that have not finished."""
         self._group.close()
 
 
@@ -422,7 +439,10 @@ def _check_count(function: str, name: str, values: Sequence[Any], count: int) ->
 
 
 def _without_text(params: SamplingParams) -> SamplingParams:
-    """Return parameters without log-probabilities, and without text unless `stop` is set."""
+    """Return parameters for samples whose text and log-probability reports are not needed.
+
+    Tokens are still converted to text if there are stop strings.
+    """
     return dataclasses.replace(
         params, logprobs=None, prompt_logprobs=None, detokenize=bool(params.stop)
     )
@@ -432,8 +452,8 @@ def _as_rollout(requests: list[Request]) -> Rollout:
     """Return the samples of finished requests as arrays, one row per sample.
 
     Raises:
-      FloatingPointError: the model gave NaN for a sample.
-      StructuredOutputError: a sample could not follow its `structured_outputs`.
+      FloatingPointError: the model returned NaN for a sample.
+      StructuredOutputError: the grammar of a sample's `structured_outputs` failed.
     """
     samples = [sequence for request in requests for sequence in request.sequences]
     for sample in samples:
@@ -451,7 +471,7 @@ def _as_rollout(requests: list[Request]) -> Rollout:
 
 
 def _raise_if_all_failed(requests: list[Request]) -> None:
-    """Raise FloatingPointError if the model gave NaN for every sample."""
+    """Raise FloatingPointError if the model returned NaN for every sample."""
     samples = [sample for request in requests for sample in request.sequences]
     reasons = [
         sample.completion.stop_reason
@@ -463,5 +483,5 @@ def _raise_if_all_failed(requests: list[Request]) -> None:
 
 
 def _has_failed_grammar(sample: SampleSequence) -> bool:
-    """Return whether the grammar of a sample has failed."""
+    """Return whether the sample ended because its grammar became too complex to follow."""
     return sample.grammar is not None and sample.grammar.failure is not None

@@ -1,6 +1,6 @@
 """Command line that plans the memory of an engine: ``python -m paged_jax.plan --memory 24GiB``.
 
-It reads only ``config.json`` and the headers of the weight files, if there are any.
+It does not load the model: it reads ``config.json`` and, if there are weight files, their headers.
 `paged_jax.engine.memory_plan` computes the plan.
 """
 
@@ -35,7 +35,7 @@ from paged_jax.formatting import format_bytes
 from paged_jax.models.llama import Llama
 from paged_jax.models.loading.pretrained import read_config, read_formats
 
-# Options of an engine that change how much memory it takes.
+# Engine options that affect how much memory the engine needs.
 _OPTIONS = [each for each in option_specs() if each.decides_memory]
 _UNITS = {"": 1}
 _UNITS |= {f"{letter}ib": 1024**i for i, letter in enumerate("kmgt", 1)}
@@ -47,7 +47,7 @@ _LENGTHS = (512, 2048, 8192, 32768, 131072)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit status, 1 if the model does not fit."""
+    """Run the command line and return its exit status. It is 1 if the model does not fit."""
     parser = make_parser()
     args = parser.parse_args(argv)
     return parser.run(lambda: _print(args))
@@ -112,13 +112,13 @@ def make_parser() -> Parser:
 
 
 def parse_bytes(text: str) -> int:
-    """Read a size in bytes.
+    """Convert a text such as "24GiB" to a number of bytes.
 
     Args:
-      text: number with an optional unit, upper or lower case.
+      text: a number with an optional unit, in upper or lower case.
 
     Raises:
-      ArgumentTypeError: the text is not a size.
+      ArgumentTypeError: the text is not a number with a known unit, or is too large.
 
     Example:
       >>> parse_bytes("24GiB"), parse_bytes("24 GB"), parse_bytes("512")
@@ -127,8 +127,8 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in _UNITS:
         raise argparse.ArgumentTypeError(
-            "must be bytes, or a number with KiB, MiB, GiB, TiB, K, M, G, T, KB, MB, GB or TB, "
-            f"got {text!r}"
+            "must be a number of bytes, or a number with a unit (KiB, MiB, GiB, TiB, K, M, G, T, "
+            f"KB, MB, GB or TB), got {text!r}"
         )
     size = float(match[1]) * _UNITS[match[2]]
     if size >= 2**63:
@@ -163,7 +163,11 @@ def _from_arguments(args: argparse.Namespace, device: DeviceSpec | None) -> Memo
 
 
 def _memory(device: DeviceSpec | None) -> int:
-    """Return the bytes of memory of a device; by default of this machine's first device."""
+    """Return the memory of a device in bytes. None stands for this machine's first device.
+
+    Raises:
+      ValueError: this machine's device does not report its memory.
+    """
     if device is not None:
         return device.memory
     here = device_memory(jax.devices()[0])
@@ -187,12 +191,12 @@ def _lengths(wanted: list[int] | None, max_model_len: int) -> list[int]:
 def as_dict(
     plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None = None
 ) -> dict[str, Any]:
-    """Return the plan as a dict for JSON. Bytes are per device.
+    """Return the plan as a dict for JSON. Numbers of bytes are per device.
 
     Args:
       plan: the plan.
-      lengths: sequence lengths in tokens, for which to count sequences.
-      device: the device for the times of decode steps; None leaves the times out.
+      lengths: sequence lengths in tokens. For each, the plan says how many sequences fit.
+      device: the device for which minimum times of decode steps are computed; None for no times.
     """
     footprint, sizes = plan.footprint, plan.sizes
     return {
@@ -222,7 +226,7 @@ def as_dict(
 
 
 def _states(plan: MemoryPlan) -> dict[str, int]:
-    """Return the sizes of the states of recurrent layers; nothing without such layers."""
+    """Return the memory for states of recurrent layers; an empty dict without such layers."""
     footprint = plan.footprint
     if not footprint.num_states:
         return {}
@@ -234,7 +238,7 @@ def _states(plan: MemoryPlan) -> dict[str, int]:
 
 
 def _groups(plan: MemoryPlan) -> list[dict[str, Any]]:
-    """Return the groups of layers that keep the same tokens, with their blocks."""
+    """Return the pool size of each group of layers with the same window and KV shape."""
     sizes = plan.footprint.group_sizes(plan.num_blocks)
     return [
         {
@@ -266,7 +270,7 @@ def _length_as_dict(plan: MemoryPlan, length: int, device: DeviceSpec | None) ->
 
 
 def as_text(plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None = None) -> str:
-    """Return the plan as lines of text. The arguments are the same as for `as_dict`."""
+    """Return the plan as text. The arguments are the same as for `as_dict`."""
     lines = [f"{name:<8}{format_bytes(size):>12}  {note}" for name, size, note in _rows(plan)]
     lines += ["", *_table(plan, lengths, device)]
     sizes = plan.sizes
@@ -283,7 +287,11 @@ def as_text(plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None = No
 
 
 def _rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
-    """Return name, bytes and a note for each use of memory, and for the bytes sent per step."""
+    """Return rows of name, number of bytes, and explanation.
+
+    There is a row for each use of memory and, with several devices, a row for the bytes that a
+    device sends per decode step.
+    """
     footprint, sizes, num_devices = plan.footprint, plan.sizes, plan.num_devices
     program = max(footprint.steps, key=lambda name: footprint.steps[name])
     parameters = f"{plan.num_parameters:,} parameters in {plan.formats}"
@@ -311,7 +319,7 @@ def _rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
 
 
 def _state_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
-    """Return a row for the states of recurrent layers; none without such layers."""
+    """Return a list with the row for states of recurrent layers; [] without such layers."""
     footprint, num_slots = plan.footprint, plan.sizes.num_slots
     if not footprint.num_states:
         return []
@@ -324,7 +332,10 @@ def _state_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
 
 
 def _block_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
-    """Return rows for all blocks of each group of layers, for one block and one sequence."""
+    """Return the rows for KV blocks: a row for the pool of each group of layers, and for one block.
+
+    If some layers keep fewer tokens, there is also a row for a sequence of the maximum length.
+    """
     footprint, block_size, kv_dtype = plan.footprint, plan.sizes.block_size, plan.kv_dtype
     rows = []
     for group, size in zip(footprint.groups, footprint.group_sizes(plan.num_blocks), strict=True):
@@ -347,7 +358,7 @@ def _block_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
 
 
 def _layers(plan: MemoryPlan, group: GroupFootprint) -> str:
-    """Describe the layers of a group and the tokens that they keep."""
+    """Return text with the number of layers of a group and the tokens whose K and V they keep."""
     layers = f"{group.num_layers} of {plan.config.num_hidden_layers} layers"
     if group.window is None:
         return f"{layers} that keep all tokens"
@@ -356,7 +367,11 @@ def _layers(plan: MemoryPlan, group: GroupFootprint) -> str:
 
 
 def _table(plan: MemoryPlan, lengths: list[int], device: DeviceSpec | None) -> Iterator[str]:
-    """Yield the lines of the table of sequence lengths."""
+    """Yield the lines of the table with a row for each sequence length.
+
+    A row has the number of sequences that fit with and without paging and the ratio of both. With a
+    device, it also has the number of running sequences, the step time and the tokens per second.
+    """
     titles = f"{'tokens':>8}{'paged':>10}{'contiguous':>12}{'ratio':>8}"
     yield titles if device is None else f"{titles}{'at once':>9}{'ms/step':>9}{'tokens/s':>10}"
     for length in lengths:

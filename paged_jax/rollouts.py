@@ -1,10 +1,10 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Text generation as a pure function, for training loops and other jitted programs.
+"""`rollout`: text generation as a pure function, for training loops and other jitted programs.
 
-The function creates a cache with enough blocks for the full length of every row. Samples of the
-same prompt share its blocks; different rows of `prompt_token_ids` share none, even if they are
-equal. A layer with a sliding window needs little more than its window, because blocks
-that have left the window are freed and reused while the program runs.
+The function creates a cache with enough blocks for the full length of every row. The samples of a
+prompt share its blocks. Different rows of `prompt_token_ids` share no blocks, even if they are
+equal. A layer with a sliding window needs few more blocks than its window, because blocks whose
+tokens have left the window are freed and reused while the program runs.
 """
 
 import dataclasses
@@ -38,8 +38,9 @@ from paged_jax.sampling.params import NO_BIAS, NUMBERS, TokenBias
 from paged_jax.sampling.sample import Draws
 from paged_jax.sampling.state import SlotSampling, to_device_values
 
-# Number of tokens per row after which blocks that have left their window are freed. This is small
-# compared to the windows of models, and large enough that the cost of freeing does not matter.
+# If a layer has a sliding window, generation is divided into passes of at most this many tokens per
+# row. Blocks that have left the window are freed between passes. The number is small compared to
+# the windows of models, and large enough that the cost of freeing is negligible.
 _MAX_TOKENS_PER_PASS = 256
 
 
@@ -48,9 +49,9 @@ class Rollout(NamedTuple):
     """Generated tokens of B rows. The samples of a prompt are consecutive rows.
 
     Attributes:
-      token_ids: i32 [B, N] for at most N tokens per row, 0 after `num_tokens`.
+      token_ids: i32 [B, N], the generated tokens of each row, followed by zeros.
       logprobs: f32 [B, N], log-probabilities of the tokens at temperature 1, without filters.
-      num_tokens: i32 [B], number of generated tokens. A stop token counts.
+      num_tokens: i32 [B], number of generated tokens in each row, including the stop token.
     """
 
     token_ids: jax.Array
@@ -77,17 +78,17 @@ def rollout(
     cache_dtype: DTypeLike = jnp.float32,
     backend: str | None = None,
 ) -> Rollout:
-    """Generate text after a batch of prompts, in one program that can be jitted and scanned.
+    """Generate tokens after a batch of prompts. The function can be used inside `jit` and `scan`.
 
-    The weights are an ordinary argument, so changed weights need no loading and no copy. Gradients
-    do not flow through a rollout. Score the tokens with `model` to get gradients.
+    The weights are an ordinary argument, so new weights need not be loaded or copied. No gradients
+    flow through the rollout: to get gradients, compute the log-probabilities again with `model`.
 
     The cache has blocks for T tokens of every prompt and N tokens of every sample, even if
-    prompts are short or rows stop early. An `Engine` allocates blocks as sequences grow, and
-    stores common prefixes of prompts once; `LLM.rollout` generates the same tokens with an engine.
+    prompts are short or rows stop early. `LLM.rollout` generates the same tokens with an engine,
+    which allocates blocks as sequences grow and stores common prefixes of prompts once.
 
     Args:
-      model: the model, such as ``nnx.merge(graphdef, weights)`` of traced weights.
+      model: the model, such as ``nnx.merge(graphdef, weights)`` with traced weights.
       prompt_token_ids: integer [B, T], each row padded at its end.
       num_tokens: integer [B], number of tokens in each prompt, 1 to T. Traced values outside of
         this range are clipped to it.
@@ -95,20 +96,21 @@ def rollout(
         ``model.config.max_position_embeddings``.
       num_samples: number of samples of each prompt (static). They are consecutive rows of the
         result. Each prompt is computed and stored once.
-      temperature: divisor of the logits, see `SamplingParams`. This and the next three take a
-        value for all prompts or a value for each prompt [B], and may be traced.
+      temperature: number by which the logits are divided, see `SamplingParams`. `temperature`,
+        `top_k`, `top_p` and `min_p` are a single value or have a value for each prompt [B]. They
+        may be traced.
       top_k: number of tokens to sample from, see `SamplingParams`.
       top_p: probability mass of the tokens to sample from, see `SamplingParams`.
       min_p: minimum probability relative to the most probable token, see `SamplingParams`.
-      seed: integers from 0 to 2**32 - 1 or keys of ``jax.random.key``, for all prompts or for each
-        prompt [B]; may be traced, for example the number of the training step. A raw key of
-        ``jax.random.PRNGKey`` is rejected, because it looks like the seeds of two or four prompts:
-        pass ``jax.random.wrap_key_data(key)``. Row b draws the random numbers of sample b of its
-        seed, so rows with the same prompt differ, and a row does not depend on other rows.
+      seed: an integer from 0 to 2**32 - 1 or a key of ``jax.random.key``, for all prompts, or one
+        for each prompt [B]. It may be traced, for example the number of the training step. The
+        random numbers of row b depend only on its seed and on b, so rows with the same prompt
+        differ. Raw keys of ``jax.random.PRNGKey`` are rejected, because they have the shape of
+        seeds for two or four prompts: pass ``jax.random.wrap_key_data(key)`` instead.
       stop_token_ids: tokens that end a row (static). The default None means
-        ``model.config.eos_token_ids``; () means no tokens.
-      token_bias: biases of tokens in all rows (static), such as
-        ``GenerationConfig.from_folder(folder).token_bias(...)``, which `LLM.rollout` applies.
+        ``model.config.eos_token_ids``; () means that no token ends a row.
+      token_bias: biases that are added to the logits in all rows (static). `LLM.rollout` uses
+        ``GenerationConfig.from_folder(folder).token_bias(...)``.
       block_size: C, number of tokens in a block of the cache.
       cache_dtype: the dtype of K and V. On CPUs, float32 is the fastest.
       backend: the backend of the kernels, see `paged_attention`.
@@ -117,14 +119,13 @@ def rollout(
       A `Rollout` with ``B * num_samples`` rows.
 
     Raises:
-      ValueError: shapes or types do not match, a size is not positive, T + N exceeds the model's
-        positions, or a stop token is not a token id. If values are not traced, also if a number of
-        tokens, a sampling parameter or a token of a prompt is out of range.
+      ValueError: a shape or dtype is wrong, a size is not positive, T + N exceeds
+        ``max_position_embeddings``, or a stop token is not a valid token id. Values of
+        `num_tokens`, sampling parameters and prompt tokens are checked only if they are not traced.
 
-    Cost: memory for K and V of B * (T + num_samples * N) tokens, plus at most one block for each
-    sample. A layer with a sliding window needs at most its window, 256 tokens and two blocks for
-    each of the B * num_samples rows. Time for a pass over B * T tokens, and for decoding until
-    the last row stops.
+    Memory: K and V of B * (T + num_samples * N) tokens, plus at most one block for each sample. In
+    layers with a sliding window, each of the B * num_samples rows needs at most the window, 256
+    tokens and two blocks. Time: a prefill of B * T tokens, and decode steps until all rows stop.
 
     Example:
       >>> from flax import nnx
@@ -145,7 +146,8 @@ def rollout(
     num_tokens = jnp.asarray(num_tokens).astype(jnp.int32)
     B, T = prompts.shape
     _check_fits(model, T, max_tokens)
-    # Stop gradients: jax.grad cannot differentiate the decode loop, which has no static bound.
+    # Without stop_gradient, jax.grad of a function that calls `rollout` would fail: it cannot
+    # differentiate the decode loop, whose number of iterations is not static.
     model = jax.tree.map(lax.stop_gradient, model)
     num_tokens = jnp.clip(num_tokens, 1, T)
     num_rows = B * num_samples
@@ -183,7 +185,7 @@ def rollout(
 
 
 def _tokens_per_pass(windows: Sequence[int | None], num_tokens: int) -> int:
-    """Return the number of tokens per row in a pass; all tokens if no layer has a window."""
+    """Return the maximum number of tokens per row and pass, see `_MAX_TOKENS_PER_PASS`."""
     return num_tokens if set(windows) == {None} else min(num_tokens, _MAX_TOKENS_PER_PASS)
 
 
@@ -195,13 +197,13 @@ def _decode(
     steps: int,
     backend: str | None,
 ) -> tuple[Draws, jax.Array]:
-    """Draw up to `max_tokens` tokens in each row, in passes of `steps` tokens.
+    """Generate up to `max_tokens` tokens in each row, in passes of `steps` tokens.
 
     Blocks that have left their window are freed between two passes.
 
     Returns:
-      The draws, with leading dimensions [N, B] for `max_tokens` and rows, and i32[B], the number of
-      tokens in each row.
+      The draws, whose arrays have leading dimensions [N, B] with N = `max_tokens` and B rows, and
+      the number of generated tokens in each row, i32[B].
     """
     decode = functools.partial(decode_steps, max_steps=steps, backend=backend)
     if steps == max_tokens:
@@ -214,7 +216,7 @@ def _decode(
         state, drawn, num_new, start = carry
         tokens, state = decode(model, state, slots, steps)
         drawn = lax.dynamic_update_slice_in_dim(drawn, tokens.drawn, start, axis=0)
-        # A pass is shorter than `steps` only if every row has stopped.
+        # A pass that ran fewer than `steps` steps was the last one, because all rows have stopped.
         end = jnp.where(tokens.num_steps < steps, max_tokens, start + steps)
         return state, drawn, num_new + tokens.num_new, end
 
@@ -228,7 +230,10 @@ def _decode(
 def _max_blocks_in_row(
     model: PagedModel, length: int, tokens_per_pass: int, block_size: int
 ) -> int:
-    """Return the maximum number of blocks of a row with `length` tokens, in the largest group."""
+    """Return the maximum number of blocks of a row with `length` tokens, in the first group.
+
+    The first group of layers has the largest window, so it needs the most blocks.
+    """
     window, num_cached = model.config.layer_groups[0].sliding_window, num_cached_tokens_at(length)
     return max_blocks_in_slot(window, num_cached, tokens_per_pass, block_size)
 
@@ -237,14 +242,15 @@ def _num_blocks(T: int, max_tokens: int, num_samples: int, block_size: int) -> i
     """Return the maximum number of blocks for the samples of a prompt with 1 to T tokens."""
 
     def blocks(length: int) -> int:
-        # Samples write into copies of the prompt's last, partly filled block.
+        # Full blocks of the prompt are shared by its samples. If the prompt's last block is only
+        # partly filled, each sample writes into its own copy.
         shared = num_cached_tokens_at(length) // block_size
         whole = num_blocks_needed(num_cached_tokens_at(length + max_tokens), block_size)
         return shared + num_samples * (whole - shared)
 
-    # The longest prompt does not always need the most blocks: if it fills its last block, samples
-    # need no copy of that block. So try all lengths that end in the last block; shorter prompts
-    # never need more blocks.
+    # The longest prompt does not always need the most blocks: samples need no copy of its last
+    # block if that block is full. So take the maximum over all prompt lengths that end in the same
+    # block. Shorter prompts need fewer blocks.
     return max(blocks(length) for length in range(max(1, T - block_size + 1), T + 1))
 
 
@@ -257,9 +263,9 @@ def _prefill(
     tokens_per_pass: int,
     backend: str | None,
 ) -> PagedCache:
-    """Fill the empty cache with each prompt except its last token.
+    """Compute all prompts except their last tokens, and return the filled cache.
 
-    The samples of a prompt share its blocks.
+    The slots of a prompt's samples are consecutive and share the blocks of the prompt.
     """
     T = prompt_token_ids.shape[1]
     if T == 1:
@@ -300,12 +306,12 @@ def as_array(function: str, name: str, values: ArrayLike) -> Any:
     """Return `values` as an array.
 
     Args:
-      function: the name that errors begin with.
+      function: name of the function, with which errors begin.
       name: the name of the argument.
       values: an array, which is returned unchanged, or nested lists of numbers.
 
     Raises:
-      ValueError: lists have different lengths.
+      ValueError: nested lists have different lengths.
     """
     if hasattr(values, "dtype"):
         return values
@@ -321,10 +327,10 @@ def as_array(function: str, name: str, values: ArrayLike) -> Any:
 def check_prompts(
     function: str, vocab_size: int, prompt_token_ids: ArrayLike, num_tokens: ArrayLike
 ) -> None:
-    """Check the shapes and dtypes of prompts and their lengths, and the values if not traced.
+    """Check shapes and dtypes of prompts and of their lengths. Check the values unless traced.
 
     Args:
-      function: the name that errors begin with.
+      function: name of the function, with which errors begin.
       vocab_size: V, size of the vocabulary.
       prompt_token_ids: integer [B, T], see `rollout`.
       num_tokens: integer [B], see `rollout`.
@@ -337,7 +343,7 @@ def check_prompts(
     if arrays["num_tokens"].ndim == 2:
         raise ValueError(
             f"{function}: num_tokens must have shape [B], got {list(arrays['num_tokens'].shape)}. "
-            "If this is a mask, pass mask.sum(axis=1), and prompts that are padded at their ends."
+            "If this is a mask, pass mask.sum(axis=1), and pad each prompt at its end."
         )
     letters = {"prompt_token_ids": "BT", "num_tokens": "B"}
     sizes = bind(function, **{name: (arrays[name], each) for name, each in letters.items()})
@@ -362,10 +368,11 @@ def check_prompts(
 
 
 def _stop_ids(model: PagedModel, stop_token_ids: Sequence[int] | None) -> jax.Array:
-    """Return the tokens that end a row, i32[1, X]."""
+    """Return the ids of the tokens that end a row, i32[1, X]."""
     if stop_token_ids is None:
         stop_token_ids = model.config.eos_token_ids
-    for token_id in stop_token_ids:  # a tokenizer may have more tokens than the model
+    # Ids above the model's vocabulary are allowed, because a tokenizer may have more tokens.
+    for token_id in stop_token_ids:
         if not is_int(token_id) or not 0 <= token_id < 2**31:
             rule = f"must hold token ids >= 0 and < 2**31, got {token_id!r}. Pass () for none."
             raise ArgumentError("rollout", rule, "stop_token_ids")
@@ -373,7 +380,10 @@ def _stop_ids(model: PagedModel, stop_token_ids: Sequence[int] | None) -> jax.Ar
 
 
 def _check_numbers(values: dict[str, ArrayLike]) -> None:
-    """Check concrete numbers like `SamplingParams`. Traced numbers are not checked."""
+    """Check that sampling parameters are in the ranges that `SamplingParams` allows.
+
+    Traced values are not checked.
+    """
     for name, value in values.items():
         if isinstance(value, Tracer):
             continue
@@ -389,12 +399,14 @@ def _sampling(
 ) -> SlotSampling:
     """Return the sampling state of all rows.
 
-    It equals the state that `write_rows` writes for an engine, but its values may be traced.
+    In an engine, `write_rows` makes an equal state from `SamplingParams`. Here, values may be
+    traced.
 
     Args:
-      num_rows: number of rows, each in its own slot.
+      num_rows: number of rows. Each row has its own slot.
       vocab_size: V.
-      rows: a value for each row, by the name of the field of `SlotSampling`; also "seed", the keys.
+      rows: arrays with a value for each row, by names of fields of `SlotSampling`. The entry
+        ``"seed"`` has the random keys.
       token_bias: biases of tokens in all rows.
     """
     num_biases = len(token_bias.all_ids)
@@ -416,7 +428,17 @@ def _sampling(
 
 
 def _per_row(name: str, value: jax.Array, B: int, num_samples: int) -> jax.Array:
-    """Return one value for each row from one value for all prompts or one for each prompt."""
+    """Return `value` as an array with a value for each row, [B * num_samples].
+
+    Args:
+      name: name of the argument, for the error.
+      value: a single value, or a value for each prompt [B].
+      B: number of prompts.
+      num_samples: number of rows for each prompt.
+
+    Raises:
+      ValueError: `value` has another shape.
+    """
     if value.shape not in ((), (B,)):
         raise ValueError(
             f"rollout: {name} must be one value or have shape [{B}], got shape {list(value.shape)}."
@@ -424,12 +446,12 @@ def _per_row(name: str, value: jax.Array, B: int, num_samples: int) -> jax.Array
     return jnp.repeat(jnp.broadcast_to(value, (B,)), num_samples)
 
 
-# Number of words of a raw key: 2 for threefry2x32, 4 for rbg and unsafe_rbg.
+# Size of the last dimension of raw keys: 2 for threefry2x32, 4 for rbg and unsafe_rbg.
 _WORDS_OF_RAW_KEYS = (2, 4)
 
 
 def _keys(seed: ArrayLike) -> jax.Array:
-    """Return seeds as threefry2x32 keys, the kind that `sampling` draws with."""
+    """Convert seeds (integers or keys) to threefry2x32 keys, which sampling uses."""
     if not isinstance(seed, jax.Array):
         seed = _checked_seeds(seed)
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
@@ -447,14 +469,14 @@ def _keys(seed: ArrayLike) -> jax.Array:
             f"{list(seed.shape)}. Pass jax.random.key(number) or jax.random.wrap_key_data(seed), "
             "or int32 numbers as one seed for each prompt."
         )
-    # Cast before `jnp.asarray`, which would convert 64-bit integers of NumPy to int32.
+    # Cast to uint32 first: `jnp.asarray` would convert NumPy's 64-bit integers to int32.
     low = jnp.asarray(seed.astype(np.uint32))
     words = jnp.stack([jnp.zeros_like(low), low], axis=-1)
     return cast(jax.Array, jax.random.wrap_key_data(words, impl="threefry2x32"))
 
 
 def _checked_seeds(seed: ArrayLike) -> np.ndarray:
-    """Return seeds of Python or NumPy as an array, and check that they are in range."""
+    """Return Python or NumPy seeds as a NumPy array. Check that they are in [0, 2**32)."""
     seeds = np.asarray(seed)
     if seeds.dtype.kind in "iuO":  # "O": integers of more than 64 bits
         wrong = [number for number in seeds.ravel().tolist() if not 0 <= number < 2**32]

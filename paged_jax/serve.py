@@ -48,15 +48,18 @@ _logger = logging.getLogger("paged_jax.serve")
 
 _API_KEY = "PAGED_JAX_API_KEY"
 _ADMIN_KEY = "PAGED_JAX_ADMIN_KEY"
-# Number of new objects after which Python's garbage collector runs. With the default, it would run
-# after a few requests, and take half a percent of the server's time.
+# Python's garbage collector runs after this many new objects. Python's default is so small that the
+# collector would run every few requests and take 0.5% of the server's time.
 _GC_THRESHOLD = 20_000
 _HOST_NAME = re.compile(r"[\w-]+(\.[\w-]+)*", re.ASCII)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until a signal and return the exit status; expected errors print one line."""
+    """Serve until a signal ends the process, and return the exit status.
+
+    Expected errors are printed in one line.
+    """
     parser = make_parser()
     args = parser.parse_args(argv)
     return parser.run(lambda: _serve(args))
@@ -69,7 +72,8 @@ def _serve(args: argparse.Namespace) -> None:
         Engine(**engine_options(args)).follow()
         return
     settings = _settings(args)
-    # An address in use is reported before the model is loaded, which can take minutes.
+    # Bind the address before the model is loaded, which can take minutes, so that an address in use
+    # is reported at once.
     listener = _listener(args.host, args.port) if args.uds is None else _unix_listener(args.uds)
     hint = _hint(url_of(listener), settings)
     startup = Startup(lambda note: _make_service(args, settings, hint, note))
@@ -86,8 +90,8 @@ def _serve(args: argparse.Namespace) -> None:
     with logs_on_stderr(args.log_level, args.log_format):
         server.run([listener])
     if startup.is_making:
-        # The model is still loading, so no request has been accepted. Exit now, because Python
-        # could not exit while a program is compiled.
+        # A signal arrived while the model was loading, so no request has been accepted. Exit with
+        # `os._exit`, because a normal exit would wait until the running compilation has finished.
         sys.stderr.flush()
         os._exit(0)
     startup.check()
@@ -96,13 +100,13 @@ def _serve(args: argparse.Namespace) -> None:
 def _make_service(
     args: argparse.Namespace, settings: Settings, hint: str, note: Callable[[str], None]
 ) -> Service:
-    """Load the model and compile its programs.
+    """Load the model, compile its programs, and return the service.
 
     Args:
-      args: the options of the command line.
+      args: the parsed arguments of the command line.
       settings: settings of the service.
-      hint: line to log when the engine is ready.
-      note: function that is called with each line of progress, in addition to the log.
+      hint: line that is logged when the engine is ready, see `_hint`.
+      note: function that is called with each line about the progress. The lines are also logged.
     """
 
     def report(line: str) -> None:
@@ -117,8 +121,9 @@ def _make_service(
     engine = Engine(**options)
     if not args.no_warmup:
         engine.warmup(lambda done, total, name: report(f"compiling {done} of {total}: {name}"))
-    # The model and its programs live as long as the process. Without `freeze`, each full garbage
-    # collection traverses them, which delays all streams by a third of a second.
+    # `freeze` excludes all current objects from garbage collection: the model and its programs live
+    # as long as the process. Otherwise each full collection would traverse them, and delay all
+    # streams by a third of a second.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD)
@@ -128,7 +133,7 @@ def _make_service(
 
 
 def _hint(url: str, settings: Settings) -> str:
-    """Return a line with the address of the cache page and an example request."""
+    """Return a line for the log with the URL of the cache page and a curl command to try."""
     key = f'-H "Authorization: Bearer ${_API_KEY}" ' if settings.api_keys else ""
     has_page = not settings.api_keys or settings.admin_key is not None
     page = f"{url}/cache shows the cache; t" if has_page else "T"
@@ -138,7 +143,7 @@ def _hint(url: str, settings: Settings) -> str:
 
 
 def _summary(engine: Engine, name: str, seconds: float) -> str:
-    """Return a line about the model, the pool and the startup time."""
+    """Return a line for the log with the sizes of the model and pool, and the startup time."""
     cache = engine.cache
     pool = cache.groups[0].pools.k
     [device, *others] = sorted(pool.devices(), key=lambda device: device.id)
@@ -332,7 +337,7 @@ def _check(args: argparse.Namespace) -> None:
     if not all(given):
         raise ValueError("--api-key and --admin-key must not be empty.")
     if not all(key == key.strip() and key.isprintable() for key in given):
-        # Clients cannot send such a key in a header.
+        # Clients cannot send other keys in an HTTP header.
         raise ValueError(
             "--api-key and --admin-key must be printable and have no blanks at their ends."
         )
@@ -364,7 +369,10 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _check_host_name(name: str) -> None:
-    """Check that a name can match a Host header, which is compared without port and brackets."""
+    """Check that a value of --allowed-host is a host name or IP address.
+
+    Other values could never match, because Host headers are compared without port and brackets.
+    """
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -382,7 +390,7 @@ def _keys(args: argparse.Namespace) -> tuple[str, ...]:
 def _admin_key(args: argparse.Namespace) -> str | None:
     if args.admin_key is not None:
         return args.admin_key
-    # Secret files often end with a newline.
+    # Strip the value, because files with secrets often end with a newline.
     return os.environ.get(_ADMIN_KEY, "").strip() or None
 
 
@@ -394,7 +402,7 @@ def _listener(host: str, port: int) -> socket.socket:
             0
         ]
         listener = socket.socket(family, kind, number)
-        # Lets a new server bind while connections of the previous server are still closing.
+        # Allow binding while connections of a previous server process are still closing.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
@@ -407,7 +415,7 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 def _unix_listener(path: str) -> socket.socket:
-    """Return a Unix socket at a path. A socket that an earlier server left there is replaced."""
+    """Return a Unix socket that is bound to a path. An old socket at the path is replaced."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if stat.S_ISSOCK(os.stat(path).st_mode):
@@ -424,7 +432,11 @@ def _unix_listener(path: str) -> socket.socket:
 
 
 def _name_of(model: str | None) -> str:
-    """Return the name of a model: as given, of its folder, or of its file without the suffix."""
+    """Return the default of --served-model-name for a value of --model.
+
+    This is a Hub name unchanged, the name of a folder, the name of a GGUF file without its suffix,
+    or "bundled" for None.
+    """
     if model is None:
         return "bundled"
     if is_model_name(model):

@@ -475,7 +475,7 @@ def test_llm_rejects_a_missing_folder(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
-        (None, GREEDY, "LLM.generate: prompts must be a prompt or a list, got None"),
+        (None, GREEDY, "LLM.generate: prompts must be one prompt or a list of prompts, got None"),
         ([[1, 2]], GREEDY, r'Pass token ids as {"prompt_token_ids": \[...\]}'),
         ([1, 2], GREEDY, 'Pass token ids as {"prompt_token_ids"'),
         ([np.array([1, 2])], GREEDY, 'Pass token ids as {"prompt_token_ids"'),

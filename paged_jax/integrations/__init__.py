@@ -1,1 +1,1 @@
-"""Integrations of training frameworks that sample with the engine, each with its own extra."""
+"""Adapters with which training frameworks generate their samples. Each has its own extra."""

@@ -1,7 +1,7 @@
-"""Comparison of a trainer's forward pass with the model of the engine, before training.
+"""Check, before training, that a trainer's forward pass computes the same as the engine's model.
 
-If the two differ, no error is raised in training: the importance ratios are wrong, and rewards rise
-slowly or not at all. `compare_forwards` finds the difference, and in most cases the reason.
+A difference raises no error during training. But importance ratios are then wrong, and rewards rise
+slowly or not at all. `compare_forwards` measures the difference, and often finds its cause.
 """
 
 import dataclasses
@@ -17,20 +17,20 @@ from paged_jax.dims import bind
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.llama import Llama
 
-# Values that some implementations use instead of the values in the model's config.
+# Values that some implementations hard-code instead of reading the model's config.
 _THETAS = (10_000.0, 500_000.0, 1_000_000.0)
 _EPSILONS = (1e-6, 1e-5)
 
 
 class ForwardComparison(NamedTuple):
-    """Difference between two forward passes.
+    """Difference between the model's forward pass and another forward pass.
 
     Attributes:
-      largest: largest difference of log-probabilities, in nats.
-      is_close: whether `largest` is within the tolerance.
-      explanation: a sentence with the probable reason.
-      config: a config that makes the model equal to the other forward pass: if `is_close`, the
-        config of the model; None if no such config was found.
+      largest: largest absolute difference of log-probabilities, in nats.
+      is_close: whether `largest` is at most the tolerance.
+      explanation: a sentence with the result and, if they differ, the probable cause.
+      config: the config with which the model computes the same as the other forward pass. If
+        `is_close`, this is the model's own config. None if no such config was found.
     """
 
     largest: float
@@ -48,18 +48,19 @@ def compare_forwards(
 ) -> ForwardComparison:
     """Compare a model with another forward pass that uses the same weights.
 
-    If they differ, common values of the base of the rotary embedding and of the epsilon of the
-    norms are tried, to find the reason. Each value costs one more forward pass of the model.
+    If they differ, the model is also run with other common values of ``rope_theta`` and
+    ``rms_norm_eps``, to find the cause. Each value costs one more forward pass of the model.
 
     Args:
       model: the model of the engine, such as ``llm.model``.
-      logprobs_of: function that takes tokens i32 [B, T] and returns the log-probability of each
-        token except the first, given the tokens before it, f32 [B, T - 1].
+      logprobs_of: the other forward pass. It takes tokens i32 [B, T] and returns f32 [B, T - 1],
+        the log-probability of each token except the first, given the tokens before it.
       token_ids: i32 [B, T] with T at least 3; random tokens are sufficient.
-      tolerance: largest difference that counts as rounding, in nats. In float32, 1e-5 was observed.
+      tolerance: largest difference that is attributed to rounding, in nats. Correct float32
+        implementations differ by about 1e-5.
 
     Raises:
-      ValueError: `logprobs_of` returns another shape.
+      ValueError: `logprobs_of` does not return an array of shape [B, T - 1].
 
     Example:
       >>> from paged_jax import LlamaConfig
@@ -97,7 +98,7 @@ def token_logprobs(model: Llama, token_ids: jax.Array, temperature: float = 1.0)
     Args:
       model: the model.
       token_ids: i32 [B, T].
-      temperature: divisor of the logits.
+      temperature: number by which the logits are divided.
 
     Returns:
       f32 [B, T - 1], differentiable with respect to the weights.
@@ -113,14 +114,19 @@ def _variations(config: LlamaConfig) -> Iterator[tuple[str, float]]:
 
 
 def _with_config(model: Llama, config: LlamaConfig) -> Llama:
-    """Return a model with the same weights and another config."""
+    """Return a model with the weights of `model` and the config `config`."""
     kind = {"dtype": model.norm.dtype, "scan_layers": model.scan_layers}
     other = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0), **kind))
     return nnx.merge(nnx.graphdef(other), nnx.state(model))
 
 
 def _where(difference: np.ndarray, tolerance: float) -> str:
-    """Describe the first token at which the two differ, and what to compare."""
+    """Return sentences that say from which token on the results differ, and what to check.
+
+    Args:
+      difference: f32 [B, T - 1], absolute differences of log-probabilities.
+      tolerance: largest difference that is attributed to rounding.
+    """
     is_off = difference > tolerance
     if is_off[:, 0].any():
         return (

@@ -2,8 +2,9 @@
 
     ClusterConfig(rollout_engine=functools.partial(PagedRollout, max_num_seqs=64), ...)
 
-The rest of a Tunix program does not change. The engine has its own copy of the weights, in its own
-layout. `LLM.update_params` copies the trainer's weights after each training step.
+This line is the only change in a Tunix program. The engine has its own copy of the weights, in a
+different layout. After each training step, Tunix calls `PagedRollout.update_params`, which copies
+the trainer's weights into the engine.
 """
 
 import functools
@@ -27,8 +28,9 @@ from paged_jax.models.llama import Llama
 from paged_jax.models.loading.conversion import NameMap
 from paged_jax.sampling.params import SamplingParams
 
-# Names of the parameters of Tunix's Llama 3, Qwen 2 and Qwen 3, with the Hugging Face names. Tunix
-# stores matrices as [in, out], with a separate axis for heads.
+# Maps parameter names of Tunix's Llama 3, Qwen 2 and Qwen 3 to Hugging Face names, in some cases
+# with the order in which the dimensions of Tunix's array are transposed. Tunix stores matrices as
+# [in, out], and attention matrices with a separate dimension for heads.
 MAPPING: NameMap = {
     "embedder.input_embedding": "model.embed_tokens.weight",
     "final_norm.w": "model.norm.weight",
@@ -49,22 +51,23 @@ MAPPING: NameMap = {
     "layers.*.mlp.down_proj.kernel": ("model.layers.*.mlp.down_proj.weight", (1, 0)),
 }
 
-# Fields of the config, by the package of `tunix.models` that defines the model.
+# Fields of `LlamaConfig` for the models of each package in `tunix.models`.
 _FAMILIES: Mapping[str, dict[str, Any]] = {
     "llama3": {"model_type": "llama"},
     "qwen2": {"model_type": "qwen2", "qkv_bias": True},
     "qwen3": {"model_type": "qwen3", "qk_norm": True},
 }
-# Number of tokens in the comparison of forward passes, enough to test attention and positions.
+# Number of tokens in the sequences that compare the forward passes. This is enough to detect
+# differences in attention and in position embeddings.
 _NUM_COMPARED = 16
 
 
 def config_of(actor: nnx.Module, **changes: Any) -> LlamaConfig:
-    """Return the configuration of a Tunix model.
+    """Return the `LlamaConfig` that describes a Tunix model.
 
     Args:
-      actor: a Llama 3, Qwen 2 or Qwen 3 of Tunix, without experts.
-      **changes: fields of `LlamaConfig` to change.
+      actor: a Llama 3, Qwen 2 or Qwen 3 model of Tunix, without experts.
+      **changes: fields of `LlamaConfig`, which override the values of the Tunix model.
 
     Raises:
       ValueError: the model is not supported.
@@ -95,31 +98,31 @@ def config_of(actor: nnx.Module, **changes: Any) -> LlamaConfig:
 
 
 class PagedRollout(base_rollout.BaseRollout):
-    """Tunix rollout worker with an engine, for ``ClusterConfig(rollout_engine=PagedRollout)``.
+    """Tunix rollout worker that uses the engine: ``ClusterConfig(rollout_engine=PagedRollout)``.
 
-    The constructor compares the forward passes of the trainer and the engine. If the trainer's
-    computation does not match its config, and the change of a single value of the config explains
-    it, the engine uses that value, with a warning. Any other difference raises an error. (In Tunix
-    0.1.7, Llama 3 and Qwen 3 always use a ``rope_theta`` of 1,000,000, so it computes Llama 3
-    checkpoints incorrectly.)
+    The constructor compares the forward passes of the trainer and the engine with
+    `compare_forwards`. If they differ because the trainer ignores one value of its config, the
+    engine uses the trainer's value too, and a warning is issued. Any other difference raises an
+    error. (In Tunix 0.1.7, Llama 3 and Qwen 3 always use a ``rope_theta`` of 1,000,000, so Tunix
+    computes Llama 3 checkpoints incorrectly.)
 
-    The engine uses all devices of `mesh`; each device has a part of the weights and of the cache,
-    see `LLM`. Adapters (LoRA) and ``offload_to_cpu=True`` are not supported.
+    The weights and the cache are divided among all devices of `mesh`, see `LLM`. LoRA adapters and
+    ``offload_to_cpu=True`` are not supported.
 
     Args:
       rollout_actor: the model of the trainer.
       tokenizer: the tokenizer of the trainer.
-      mesh: the mesh of the rollout.
-      rollout_config: maximum lengths, and the seed of all samples.
+      mesh: the devices for the engine.
+      rollout_config: Tunix's config; its maximum lengths and its seed are used.
       config: configuration of the model; by default ``config_of(rollout_actor)``.
-      mapping: names of the trainer's parameters, see `LLM.update_params`.
-      tolerance: largest allowed difference between the forward passes, in nats; by default 1e-3,
-        or 0.05 if the weights have fewer bits than float32.
+      mapping: maps names of the trainer's parameters, see `LLM.update_params`.
+      tolerance: largest allowed difference of log-probabilities between the forward passes, in
+        nats. The default is 1e-3 for float32 weights and 0.05 for others.
       **engine_options: options of `LLM`, such as `max_num_seqs` and `num_blocks`.
 
     Attributes:
       llm: the engine.
-      comparison: the difference between the forward passes, with the config of the trainer.
+      comparison: the result of `compare_forwards`.
 
     Raises:
       ValueError: the model is not supported, or the forward passes differ.
@@ -166,7 +169,7 @@ class PagedRollout(base_rollout.BaseRollout):
             f"PagedRollout: {self.comparison.explanation} The engine uses the trainer's value.",
             stacklevel=2,
         )
-        del self.llm  # free its memory before the next engine is built
+        del self.llm  # free the memory of the first engine before the second one is built
         self.llm = _make_engine(self.comparison.config, rollout_actor, mapping, mesh, options)
 
     def _compare(self, actor: nnx.Module, tolerance: float) -> ForwardComparison:
@@ -190,10 +193,10 @@ class PagedRollout(base_rollout.BaseRollout):
     def generate(
         self, prompts: list[str], rollout_config: base_rollout.RolloutConfig, **kwargs: Any
     ) -> base_rollout.RolloutOutput:
-        """Generate a sample for each prompt. Equal consecutive prompts share blocks.
+        """Generate a sample for each prompt. Equal consecutive prompts share cache blocks.
 
-        With ``return_logprobs``, log-probabilities are computed as in the trainer's loss: at the
-        sampling temperature, without filters.
+        With ``return_logprobs``, the returned log-probabilities are those of the trainer's loss:
+        the logits are divided by the sampling temperature, and top_p and top_k are not applied.
         """
         counts = [len(list(group)) for _, group in itertools.groupby(prompts)]
         num_samples = counts[0] if len(set(counts)) == 1 else 1
@@ -217,11 +220,13 @@ class PagedRollout(base_rollout.BaseRollout):
     def get_per_token_logps(
         self, prompt_tokens: jax.Array, completion_tokens: jax.Array
     ) -> jax.Array:
-        """Return the log-probabilities of completions under the engine's weights, f32 [B, N].
+        """Return the log-probability of each token of the completions, f32 [B, N].
+
+        They are computed with the engine's weights and the sampling temperature.
 
         Args:
-          prompt_tokens: i32 [B, T], padded at the beginning.
-          completion_tokens: i32 [B, N], padded at the end.
+          prompt_tokens: i32 [B, T], padded on the left.
+          completion_tokens: i32 [B, N], padded on the right.
         """
         return self._logps(prompt_tokens, completion_tokens, self._temperature)
 
@@ -243,15 +248,15 @@ class PagedRollout(base_rollout.BaseRollout):
         self.llm.update_params(params, mapping=self._mapping)
 
     def pad_id(self) -> int:
-        """Return the token that pads prompts and completions."""
+        """Return the id of the padding token, for prompts and completions."""
         return self._tokenizer.pad_id()
 
     def eos_id(self) -> int:
-        """Return the token that ends a completion."""
+        """Return the id of the end-of-sequence token."""
         return self._tokenizer.eos_id()
 
     def model(self) -> None:
-        """Return None: the engine has its own weights, so Tunix calls `update_params`."""
+        """Return None, so that Tunix calls `update_params` instead of sharing its weights."""
         return None
 
     def _encode(self, text: str) -> list[int]:
@@ -259,7 +264,7 @@ class PagedRollout(base_rollout.BaseRollout):
         return self._tokenizer.dedup_bos_ids([*bos, *self._tokenizer.encode(text)])
 
     def _params(self, config: base_rollout.RolloutConfig, num_samples: int) -> SamplingParams:
-        # Tunix ignores padding tokens, so a generated padding token must end the completion.
+        # Tunix treats each padding token as padding, so a generated one must end the completion.
         stop_token_ids = {*(config.eos_tokens or [self.eos_id()]), self.pad_id()}
         return SamplingParams(
             n=num_samples,
@@ -279,7 +284,7 @@ def _make_engine(
     mesh: jax.sharding.Mesh,
     options: dict[str, Any],
 ) -> LLM:
-    """Build an engine with zeros as weights, then copy the weights of a trainer's model."""
+    """Build an engine with the config `config` and the weights of the trainer's model `actor`."""
     device = mesh.devices.flat[0]
     if mesh.size > 1:
         options = {"mesh": mesh, **options}
@@ -294,14 +299,14 @@ def _make_engine(
     state = jax.device_put(state, device)
     llm = LLM(nnx.merge(graphdef, state), **options)
     del state
-    llm.sleep(level=2)  # free the zeros before the weights are copied
+    llm.sleep(level=2)  # free the weights, which are zeros, before the trainer's are copied
     llm.update_params(nnx.state(actor, nnx.Param), mapping=mapping)
     llm.wake_up()
     return llm
 
 
 def _seed_as_int(seed: jax.Array | int | None) -> int:
-    """Return a seed as an integer: the last word of a JAX key, 0 for None."""
+    """Return a seed as an integer: 0 for None, and the last 32-bit word of a JAX key."""
     if seed is None:
         return 0
     if isinstance(seed, int):
@@ -312,9 +317,9 @@ def _seed_as_int(seed: jax.Array | int | None) -> int:
 
 
 def _padded(ids: Sequence[list[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pad prompts at their end. Return i32 [B, T] and the lengths.
+    """Pad prompts on the right. Return the tokens i32 [B, T] and the lengths i32 [B].
 
-    T is `width`. If a prompt is longer, T is the next power of two.
+    T is `width`, or a power of two that fits the longest prompt if it is longer than `width`.
     """
     lengths = np.array([len(row) for row in ids], np.int32)
     longest = int(lengths.max())
@@ -326,7 +331,7 @@ def _padded(ids: Sequence[list[int]], width: int, pad_id: int) -> tuple[np.ndarr
 
 
 def _left_padded(padded: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Move the padding of prompts from their end to their beginning."""
+    """Convert prompts i32 [B, T] with padding on the right to prompts with padding on the left."""
     columns = np.arange(padded.shape[1])[None, :] + lengths[:, None]
     return np.take_along_axis(padded, columns % padded.shape[1], axis=1)
 
@@ -335,7 +340,16 @@ def _left_padded(padded: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 def _completion_logprobs(
     model: Llama, prompts: jax.Array, completions: jax.Array, pad_id: int, temperature: float
 ) -> jax.Array:
-    """Return log-probabilities f32 [B, N]. Rows are shifted to the left to remove left padding."""
+    """Return the log-probability of each token of the completions, f32 [B, N].
+
+    Args:
+      model: the model.
+      prompts: i32 [B, T], padded on the left. Each row is rotated so that its padding is on the
+        right, because the model counts positions from the first column.
+      completions: i32 [B, N], padded on the right.
+      pad_id: id of the padding token.
+      temperature: number by which the logits are divided.
+    """
     tokens = jnp.concatenate([prompts, completions], axis=1)
     pads = jnp.sum(jnp.cumprod(prompts == pad_id, axis=1), axis=1)[:, None]
     columns = jnp.arange(tokens.shape[1])[None, :]

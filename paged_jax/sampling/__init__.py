@@ -1,1 +1,1 @@
-"""Sampling: from logits to tokens."""
+"""Sampling: parameters, the state of each slot, and the choice of tokens from logits."""

@@ -1,4 +1,4 @@
-"""Changes of logits before a token is drawn: biases, penalties, grammar masks and filters."""
+"""Processing of logits before a token is drawn: biases, penalties, masks, and top_k to min_p."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -23,9 +23,10 @@ def change_logits(
     slots: jax.Array,
     constraints: "Constraints | None",
 ) -> jax.Array:
-    """Return logits f32[B, V] with all changes that the active rows need.
+    """Apply biases, penalties, masks, bad words and allowed tokens. Return logits f32[B, V].
 
-    The arguments are those of `sample`. `is_changed`, bool[B], tells which rows need any change.
+    The arguments are those of `sample`, and `is_changed`, bool[B]: whether any of these settings
+    changes the logits of a row.
     """
 
     def adjust(z: jax.Array) -> jax.Array:
@@ -49,10 +50,10 @@ def adjust_logits(
     active: jax.Array,
     slots: jax.Array,
 ) -> jax.Array:
-    """Return logits f32[B, V] with biases, held-back tokens and penalties applied.
+    """Apply biases and penalties, and exclude held-back stop tokens. Return logits f32[B, V].
 
-    Neutral settings change no bit of a row. A row therefore does not depend on the settings of
-    other rows.
+    Settings with neutral values leave a row bitwise unchanged. So the result of a row does not
+    depend on whether other rows need this function.
     """
     vocab_size = logits.shape[1]
     is_held = active & (positions < rows.held_until)
@@ -75,10 +76,11 @@ def adjust_logits(
 def restrict_logits(
     z: jax.Array, rows: SlotSampling, positions: jax.Array, slots: jax.Array
 ) -> jax.Array:
-    """Return logits f32[B, V] without tokens that are not allowed or that complete a bad word.
+    """Exclude tokens that are not allowed or would complete a bad word. Return logits f32[B, V].
 
-    An allowed token can always be drawn: a logit of -inf becomes the lowest finite number. Bad
-    words do not apply to a row in which they would exclude every token.
+    Logits of excluded tokens become -inf. If only some tokens are allowed, a logit of -inf of an
+    allowed token becomes the lowest finite number, so that a token can be drawn. In a row in which
+    the bad words would exclude every token, they are ignored.
     """
     masks = rows.allowed_masks.at[slots].get(mode="clip")
     is_limited = jnp.any(masks != -1, axis=1, keepdims=True)
@@ -86,13 +88,14 @@ def restrict_logits(
     words = rows.bad_words.at[slots].get(mode="clip")
     first, last = words[..., :-1], words[..., -1]
     num_recent = rows.recent_ids.shape[1]
-    # The columns of the last L - 1 positions, oldest first.
+    # Columns of `recent_ids` with the tokens of the last L - 1 positions, the oldest first.
     columns = positions[:, None] + jnp.arange(1, num_recent, dtype=jnp.int32)[None]
     recent = jnp.take_along_axis(rows.recent_ids, columns % num_recent, axis=1)
     is_begun = jnp.all((first < 0) | (first == recent[:, None]), axis=2)
     completing = jnp.where(is_begun, last, z.shape[1])
     row = jnp.arange(z.shape[0], dtype=jnp.int32)[:, None]
-    # Count the excluded tokens: a comparison of logits before and after would need a copy.
+    # A row must keep a token. So count how many possible tokens the bad words exclude, each token
+    # once. It would be simpler to compare logits before and after, but that needs a copy of them.
     is_possible = z.at[row, completing].get(mode="fill", fill_value=-jnp.inf) > -jnp.inf
     is_same = completing[:, :, None] == completing[:, None]
     is_repeated = jnp.any(is_same & jnp.tri(is_same.shape[1], k=-1, dtype=jnp.bool_)[None], axis=2)
@@ -102,9 +105,12 @@ def restrict_logits(
 
 
 def _masked(z: jax.Array, masks: jax.Array) -> jax.Array:
-    """Return logits f32[B, V], -inf for tokens whose bit in i32[B, ceil(V / 32)] is not set.
+    """Set logits of excluded tokens to -inf. Return logits f32[B, V].
 
-    Every other token can be drawn: a logit of -inf becomes the lowest finite number.
+    Args:
+      z: f32[B, V], the logits. A logit of -inf of an allowed token becomes the lowest finite
+        number, so that the token can be drawn.
+      masks: i32[B, ceil(V / 32)], one bit for each allowed token, see `mask_of`.
     """
     bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None]) & 1
     allowed = bits.reshape(masks.shape[0], -1)[:, : z.shape[1]] == 1
@@ -114,7 +120,14 @@ def _masked(z: jax.Array, masks: jax.Array) -> jax.Array:
 def next_recent_ids(
     rows: SlotSampling, token_ids: jax.Array, positions: jax.Array, active: jax.Array
 ) -> jax.Array:
-    """Return `recent_ids` of the rows after these tokens i32[B] at these positions i32[B]."""
+    """Return the updated `recent_ids` of the rows, i32[B, L].
+
+    Args:
+      rows: the sampling state of each row.
+      token_ids: i32[B], the new tokens.
+      positions: i32[B], their positions in the sequences.
+      active: bool[B]; inactive rows do not change.
+    """
     column = lax.broadcasted_iota(jnp.int32, rows.recent_ids.shape, 1)
     is_new = (column == (positions % column.shape[1])[:, None]) & active[:, None]
     return jnp.where(is_new, token_ids[:, None], rows.recent_ids)
@@ -128,17 +141,18 @@ def filter_logits(
     top_k: jax.Array,
     top_p: jax.Array,
 ) -> jax.Array:
-    """Return the distribution that `sample` draws from, as unnormalised log-probabilities.
+    """Apply temperature, min_p, top_k and top_p, in this order, which is the order of vLLM V1.
 
-    The temperature is applied first, then min_p, top_k and top_p, in the order of vLLM V1.
+    Return the unnormalised log-probabilities from which `sample` draws.
 
     Args:
       logits: [S, V], after bias and penalties; no NaN and no +inf.
       temperature: f32[S], > 0.
       min_p: f32[S]; 0 is off.
       top_k: i32[S]; 0 is off.
-      top_p: f32[S]; 1 is off. Refers to the mass that min_p and top_k leave. Sums are computed in
-        float32, so a set with a mass within about 1e-6 of top_p may or may not reach it.
+      top_p: f32[S]; 1 is off. It is a fraction of the probability mass that remains after min_p and
+        top_k. Sums are computed in float32. So if the mass of a set of tokens differs from the goal
+        by less than about 1e-6, rounding decides whether the set reaches it.
 
     Returns:
       f32[S, V]: -inf for dropped tokens, 0 for the most probable token, at most 0 for the others.
@@ -158,13 +172,13 @@ def filter_logits(
     z = logits.astype(jnp.float32)
     largest = jnp.max(z, axis=1, keepdims=True)
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
-    # Subtracting the largest before the division prevents overflow at any temperature.
+    # Subtract the largest logit before the division, to prevent overflow at low temperatures.
     scaled = (z - largest) / temperature[:, None]
-    # Compare logarithms, because they are exact for both extremes of min_p: log(1) = 0 keeps only
-    # the largest logit, and log(0) = -inf keeps all.
+    # Compare logarithms of probabilities, because that is exact for both extremes of min_p: log(1)
+    # = 0 keeps only the largest logit, and log(0) = -inf keeps all.
     z = jnp.where(scaled >= jnp.log(min_p)[:, None], z, -jnp.inf)
-    # Search the cut-offs among the logits before division by the temperature, because its rounding
-    # could make neighbouring values equal.
+    # The cut-offs of top_k and top_p are logits before the division by the temperature, because the
+    # division may round different logits to the same value.
     cuts = (_no_cut, _top_k_cut, _top_p_cut, _both_cuts)
     has_k, has_p = (jnp.any(x).astype(jnp.int32) for x in (top_k > 0, top_p < 1))
     cut = lax.switch(has_k + 2 * has_p, cuts, z, scaled, top_k, top_p)
@@ -172,13 +186,16 @@ def filter_logits(
 
 
 class _Cut(NamedTuple):
-    """Cut-off of each row: keep entries above `logit`, and entries equal to it up to id `last`."""
+    """Threshold of each row: tokens with a logit above `logit` are kept.
 
-    logit: jax.Array  # f32[S]; -inf keeps all
-    last: jax.Array  # i32[S], the largest id that is kept among entries equal to `logit`
+    Of the tokens whose logit equals `logit`, those with ids up to `last` are kept.
+    """
+
+    logit: jax.Array  # f32[S]; -inf keeps all tokens
+    last: jax.Array  # i32[S], the largest kept id among tokens whose logit equals `logit`
 
     def is_kept(self, z: jax.Array) -> jax.Array:
-        """Return whether each entry of `z` f32[S, V] is kept, bool[S, V]."""
+        """Return whether each token is kept, bool[S, V], for logits `z` f32[S, V]."""
         ids = lax.broadcasted_iota(jnp.int32, z.shape, 1)
         logit, last = self.logit[:, None], self.last[:, None]
         return (z > logit) | ((z == logit) & (ids <= last))
@@ -192,22 +209,26 @@ def _no_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array)
 
 
 def _top_k_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> _Cut:
-    """Return the cut-off that keeps the top_k largest entries of a row, or all if top_k is 0."""
+    """Return the cut-off that keeps the top_k most probable tokens of each row; all if it is 0."""
     logit = jnp.where(top_k > 0, _highest_cut(z, None, top_k), -jnp.inf)
     num_ties = top_k - count_true(z > logit[:, None])
     return _Cut(logit, _nth_true(z == logit[:, None], num_ties))
 
 
 def _top_p_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> _Cut:
-    """Return the cut-off that keeps the smallest set of mass top_p, or all if top_p is 1."""
+    """Return the cut-off that keeps the smallest set with mass top_p of each row; all if it is 1.
+
+    `z` has the logits, and `scaled` the logits divided by the temperature, both f32[S, V].
+    """
     weights = jnp.where(z == -jnp.inf, 0.0, jnp.exp(scaled))
     goal = top_p * jnp.sum(weights, axis=1)
     logit = _highest_cut(z, weights, goal)
-    # Keep at least one token: if the goal rounds to 0, the empty set reaches it.
+    # Keep at least the most probable token, even if the goal is rounded to 0.
     logit = jnp.minimum(logit, jnp.max(z, axis=1))
     logit = jnp.where(top_p < 1, logit, -jnp.inf)
     is_tie = z == logit[:, None]
-    # Entries with equal logits have equal weights, so a division gives the number of them to keep.
+    # Tokens with equal logits have equal weights. So the number of them to keep is the missing
+    # weight divided by the weight of one of them.
     weight = jnp.max(jnp.where(is_tie, weights, 0.0), axis=1)
     above = jnp.sum(_weights_above(z > logit[:, None], weights), axis=1)
     missing = jnp.ceil((goal - above) / jnp.where(weight > 0, weight, 1.0))
@@ -216,7 +237,7 @@ def _top_p_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Arr
 
 
 def _both_cuts(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> _Cut:
-    """Return the cut-off that applies top_p to the entries kept by top_k."""
+    """Return the cut-off of top_k followed by top_p among the tokens that top_k keeps."""
     by_k = _top_k_cut(z, scaled, top_k, top_p)
     by_p = _top_p_cut(jnp.where(by_k.is_kept(z), z, -jnp.inf), scaled, top_k, top_p)
     is_cut = by_p.logit > -jnp.inf
@@ -224,21 +245,25 @@ def _both_cuts(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Arr
 
 
 def _highest_cut(z: jax.Array, weights: jax.Array | None, goal: jax.Array) -> jax.Array:
-    """Return the highest cut-off f32[S] at which the kept entries weigh at least `goal`.
+    """Return the highest cut-off at which the kept tokens have a total weight of at least `goal`.
 
-    Entries >= the cut-off are kept. It is -inf for rows with a smaller total weight.
+    Tokens with a logit >= the cut-off are kept. The cut-off is -inf for rows whose weights are
+    smaller than `goal` in total.
 
-    This searches the bit patterns of float32. The search is exact, because sums are computed in a
-    fixed order and rounded sums of non-negative values are monotone. On CPUs it is a binary search
-    with 32 passes over the row. On GPUs and TPUs, where launching a pass takes as long as the pass
-    itself, 8 passes try 15 cut-offs each. Measured on 2 CPU cores at S = 16, V = 49152: binary
-    search 3 to 6 ms, jnp.sort 143 ms. lax.top_k takes 1.1 ms for k = 20 and 2.7 ms for k = 256, but
-    it needs a static bound for k, and top_p has none.
+    The search tries bit patterns of float32 numbers. It is exact: sums are computed in a fixed
+    order, so rounded sums of non-negative weights are monotone. On CPUs it is a binary search with
+    32 passes over each row. On GPUs and TPUs, launching a pass takes as long as the pass itself, so
+    8 passes try 15 cut-offs each. Measured on 2 CPU cores at S = 16, V = 49152: binary search 3 to
+    6 ms, jnp.sort 143 ms. lax.top_k takes 1.1 ms for k = 20 and 2.7 ms for k = 256, but it needs a
+    static bound for k, which does not exist for top_p.
 
     Args:
-      z: f32[S, V].
-      weights: f32[S, V], not negative; None for a weight of 1.
-      goal: [S].
+      z: f32[S, V], the logits.
+      weights: f32[S, V], weights >= 0 of the tokens; None gives each token the weight 1.
+      goal: [S], the required total weight.
+
+    Returns:
+      f32[S], the cut-offs.
     """
     args = z, goal, *(() if weights is None else (weights,))
     return lax.platform_dependent(
@@ -248,10 +273,10 @@ def _highest_cut(z: jax.Array, weights: jax.Array | None, goal: jax.Array) -> ja
     )
 
 
-# -inf and +inf as unsigned integers that are ordered like the floats. NaNs are outside of this
-# range.
+# `search_cut` maps float32 numbers to unsigned integers in the same order. These are the integers
+# of -inf and +inf. The integers of NaNs are outside of this range.
 _MINUS_INFINITY, _INFINITY = np.uint32(0x007FFFFF), np.uint32(0xFF800000)
-# Number of entries that a thread block of a GPU sums.
+# Number of elements that one thread block of a GPU sums in `search_cut`.
 _GROUP = 2048
 # Size of the groups in `_nth_true`. Most vocabulary sizes are multiples of it.
 _TIE_GROUP = 256
@@ -260,10 +285,11 @@ _TIE_GROUP = 256
 def search_cut(
     z: jax.Array, goal: jax.Array, weights: jax.Array | None = None, *, num_bits: int
 ) -> jax.Array:
-    """Return `_highest_cut`, trying 2**num_bits - 1 cut-offs in each of 32 / num_bits passes."""
+    """Compute `_highest_cut` in 32 / num_bits passes, each with 2**num_bits - 1 cut-offs."""
     num_rows, vocab_size = z.shape
     num_cuts = 2**num_bits - 1
-    # With several cut-offs, a first kernel sums groups and a second kernel adds their sums.
+    # On GPUs, with several cut-offs, a first kernel sums groups of elements, and a second kernel
+    # adds the sums of the groups. With one cut-off, a row is a single group.
     group = _GROUP if num_cuts > 1 else vocab_size
     widths = ((0, 0), (0, -vocab_size % group))
     z = jnp.pad(z, widths, constant_values=-jnp.inf).reshape(num_rows, -1, group)
@@ -271,7 +297,8 @@ def search_cut(
         weights = jnp.pad(weights, widths).reshape(z.shape)
 
     def as_float(order):
-        # Larger bit patterns of negative floats mean smaller values.
+        # The larger the bit pattern of a negative float, the smaller is its value. So all its bits
+        # are inverted.
         bits = jnp.where(order >> 31 == 1, order ^ np.uint32(1 << 31), ~order)
         return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -281,7 +308,7 @@ def search_cut(
         floats = as_float(cuts)[:, :, None, None]
         parts = [_sum(_weights_above(z >= floats[i], weights)) for i in range(num_cuts)]
         is_reached = _sum(jnp.stack(parts)) >= goal[None]
-        # Cut-offs that overflow the unsigned integers wrap around to 0: ignore them.
+        # Ignore cut-offs that have overflowed the unsigned integers and wrapped around.
         is_reached &= (cuts > low[None]) & (cuts < _INFINITY)
         return low + width * jnp.sum(is_reached, axis=0, dtype=jnp.uint32)
 
@@ -295,16 +322,23 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 def _weights_above(is_above: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """Return `weights` (None: 1 for each entry), with 0 for entries not above the cut-off."""
+    """Return the weights of the tokens where `is_above`, and 0 for the other tokens.
+
+    If `weights` is None, each token has the weight 1.
+    """
     return is_above.astype(jnp.int32) if weights is None else jnp.where(is_above, weights, 0.0)
 
 
 def _nth_true(mask: jax.Array, number: jax.Array) -> jax.Array:
-    """Return the id of the `number`-th True of each row of bool[S, V], i32[S].
+    """Return the column of the `number`-th True in each row, i32[S].
 
-    The id is at least V if there are fewer. The function first finds the group of ids, then the
-    place in the group: a cumulative sum over whole rows would take as long as the search for the
-    cut-off.
+    It is V or larger if a row has fewer True elements. The function first finds the group of
+    `_TIE_GROUP` columns, then the column within the group. This is faster than a cumulative sum
+    over the whole row, which would take as long as the search for the cut-off.
+
+    Args:
+      mask: bool[S, V].
+      number: i32[S], counted from 1.
     """
     num_rows, vocab_size = mask.shape
     groups = jnp.pad(mask, ((0, 0), (0, -vocab_size % _TIE_GROUP)))
@@ -321,15 +355,16 @@ def _nth_true(mask: jax.Array, number: jax.Array) -> jax.Array:
 def apply_first(
     cases: Sequence[tuple[jax.Array, Callable[[jax.Array], jax.Array]]], x: jax.Array
 ) -> jax.Array:
-    """Apply the first function that is needed to `x`; return `x` if none is needed.
+    """Apply the first function whose condition is true to `x`; return `x` if none is true.
 
-    Each function must also do the work of all functions after it. If only a later function is
-    needed, both must return the same result. On GPUs the first function always runs, because the
-    host waits for each condition longer than these functions take.
+    Each function must include the work of the functions after it, and must return the same result
+    as a later function if only the condition of the later function is true. On GPUs, the first
+    function always runs, because waiting for a condition on the host takes longer than the
+    functions.
 
     Args:
-      cases: pairs of a condition bool[], whether a function is needed, and a function of an array
-        that returns an array of the same shape and dtype.
+      cases: pairs of a condition, bool[], and a function. The function takes an array and returns
+        an array of the same shape and dtype.
       x: the argument of the functions.
     """
     is_cheap = lax.platform_dependent(cuda=lambda: True, rocm=lambda: True, default=lambda: False)
@@ -346,30 +381,31 @@ def count_true(mask: jax.Array) -> jax.Array:
 
 
 NEVER = 2**31 - 1
-"""A position after the end of every sequence."""
+"""A number that is larger than the position of any token."""
 
 
 @short_repr
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Constraints:
-    """Tokens that grammars allow next in each slot, on the device.
+    """Restrictions by the grammars of structured outputs, for the next tokens of each slot.
 
-    Before a step the host writes, for each slot with a grammar, the tokens that must come next and
-    a mask for the position after them:
+    The host computes them. Before a step, it writes for each slot with a grammar the forced tokens,
+    which are the only ones that the grammar allows next, and a mask of the tokens that may follow
+    them. For two forced tokens:
 
         position      start         start + 1     start + 2               start + 3
-                      forced_ids[0] forced_ids[1] sampled with the mask   unknown: the row waits
-                                                                          here for the host
+                      forced_ids[0] forced_ids[1] sampled with the mask   the row waits here until
+                                                                          the host writes again
 
     Attributes:
-      starts: i32[S], position of the first restricted token; -1 without a grammar.
-      num_forced: i32[S], number of forced tokens from this position on.
-      waits_at: i32[S], first position that the host must restrict before the row draws its token;
+      starts: i32[S], position of the first forced or masked token; -1 for a slot without a grammar.
+      num_forced: i32[S], number of forced tokens, from position `starts` on.
+      waits_at: i32[S], position at which the row waits until the host has written new restrictions;
         `NEVER` if the grammar has ended.
       forced_ids: i32[S, N], the forced tokens.
-      masks: i32[S, ceil(V / 32)], one bit for each token that may follow the forced tokens. The
-        lowest bit of the first word is token 0.
+      masks: i32[S, ceil(V / 32)], a bit for each token, which is set if the token may follow the
+        forced tokens. Token 0 is the lowest bit of the first word.
 
     Memory: one bit per slot and token of the vocabulary, 16 KB per slot at V = 128,000.
     """
@@ -382,7 +418,7 @@ class Constraints:
 
     @classmethod
     def create(cls, num_slots: int, vocab_size: int, max_forced: int) -> "Constraints":
-        """Return constraints that restrict no slot.
+        """Return constraints with which no slot has a grammar.
 
         Args:
           num_slots: S.
@@ -399,14 +435,16 @@ class Constraints:
 
     @property
     def can_bind(self) -> bool:
-        """Whether the arrays have room for masks, so that slots may have a grammar."""
+        """Whether slots may have grammars: `create` was called with a `vocab_size` above 0."""
         return self.masks.shape[1] > 0
 
     def of_rows(self, slots: jax.Array) -> "Constraints":
-        """Return the constraints of the rows of a batch. The masks stay indexed by slot.
+        """Gather the constraints of the rows of a batch.
+
+        `masks` is not gathered: it keeps its S rows, and `mask` indexes it by slot.
 
         Args:
-          slots: i32[B], the slots of the rows; any value for rows that are never active.
+          slots: i32[B], the slot of each row; any value for rows that are never active.
         """
         parts = self.starts, self.num_forced, self.waits_at, self.forced_ids
         parts = [x.at[slots].get(mode="clip") for x in parts]
@@ -421,10 +459,10 @@ class Constraints:
         forced_ids: jax.Array,
         masks: jax.Array,
     ) -> "Constraints":
-        """Replace the constraints of some slots.
+        """Return constraints in which the rows of some slots are replaced.
 
-        `slots` is i32[S]; rows with a negative slot are ignored. The other arguments have S rows
-        and are described in the class.
+        `slots`, i32[S], has the slots to replace, padded with negative numbers. The other arguments
+        are the new rows of the class's attributes, S rows each.
         """
         num_slots = self.starts.shape[0]
         slots = jnp.where(slots >= 0, slots, num_slots)
@@ -432,25 +470,26 @@ class Constraints:
         return jax.tree.map(lambda old, x: old.at[slots].set(x, mode="drop"), self, new)
 
     def limit(self, max_lengths: jax.Array) -> jax.Array:
-        """Return `max_lengths` i32[B], reduced to the lengths at which rows wait for the host."""
+        """Return `max_lengths` i32[B], at most `waits_at` for rows with a grammar."""
         return jnp.where(self.starts >= 0, jnp.minimum(max_lengths, self.waits_at), max_lengths)
 
     def is_masked(self, positions: jax.Array) -> jax.Array:
-        """Return whether each row samples with a mask at its position, bool[B]."""
+        """Return whether the mask applies to each row's token at its position, bool[B]."""
         return (self.starts >= 0) & (positions == self.starts + self.num_forced)
 
     def mask(
         self, logits: jax.Array, positions: jax.Array, active: jax.Array, slots: jax.Array
     ) -> jax.Array:
-        """Return logits f32[B, V] without the tokens that the masks of active rows exclude.
+        """Set logits of tokens that the masks exclude to -inf. Return logits f32[B, V].
 
-        Every allowed token can be drawn: a logit of -inf becomes the lowest finite number.
+        Only active rows whose mask applies at their position are changed. In these, a logit of -inf
+        of an allowed token becomes the lowest finite number, so that the token can be drawn.
         """
         bound = _masked(logits, self.masks.at[slots].get(mode="clip"))
         return jnp.where((active & self.is_masked(positions))[:, None], bound, logits)
 
     def force(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """Return the forced token of each row, i32[B], or its sampled token if none is forced."""
+        """Return the forced token of each row at its position, i32[B], else its `token_ids`."""
         place = positions - self.starts
         is_forced = (self.starts >= 0) & (place >= 0) & (place < self.num_forced)
         place = jnp.clip(place, 0, self.forced_ids.shape[1] - 1)

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
-"""Sampling parameters of a request and biases of a model. Plain Python, no jax."""
+"""Sampling parameters of a request, and token biases of a model. This module imports no jax."""
 
 import dataclasses
 import json
@@ -11,11 +11,11 @@ from paged_jax.arguments import ArgumentError, is_int, is_real, names_arguments
 from paged_jax.formatting import short_repr
 
 MAX_LOGPROBS = 20
-"""Maximum number of candidates reported with a token."""
+"""Maximum value of `logprobs` and `prompt_logprobs`."""
 MAX_N = 2**14
-"""Maximum number of samples of a prompt, as in vLLM. The host creates all of them on arrival."""
+"""Maximum number of samples of a request, as in vLLM. All are created when a request arrives."""
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 16
-"""Maximum number of token sequences of a request's bad words, and of tokens in each of them."""
+"""Maximum number of token sequences of a request's bad words, and maximum tokens per sequence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +24,10 @@ class Number:
 
     Attributes:
       type: `int`, or `float`, which accepts integers.
-      bounds: bounds of the value, by the names ge, gt, le and lt of `operator`.
-      rule: the bounds in words, to follow "must".
-      advice: the sentence that follows the rule in an error message.
+      bounds: bounds of the value. The keys are the names ge, gt, le and lt of functions in
+        `operator`: ``{"ge": 0}`` means value >= 0.
+      rule: the bounds in words, such as "be >= 0". An error message puts "must" before it.
+      advice: the last sentence of an error message, such as "Use 0 for greedy.".
       help: the help text of the flag of ``python -m paged_jax.generate``; None for no flag.
       is_recommended: whether ``generation_config.json`` may recommend a value.
       is_optional: whether the value may be None.
@@ -41,7 +42,10 @@ class Number:
     is_optional: bool = False
 
     def allows(self, value: object) -> bool:
-        """Return whether a value is a finite number of the type, within the bounds."""
+        """Return whether `value` is a finite number of this type and within the bounds.
+
+        None is allowed if `is_optional`.
+        """
         if value is None:
             return self.is_optional
         return (is_int if self.type is int else is_real)(value) and all(
@@ -99,27 +103,28 @@ NUMBERS: Mapping[str, Number] = {
         is_recommended=True,
     ),
 }
-"""Numeric parameters. The server and the command line are derived from this table."""
+"""Numeric parameters. Flags of command lines and fields of the server are made from this table."""
 
 _STRUCTURED = "StructuredOutputsParams"
 
 
 class StructuredOutputError(RuntimeError):
-    """Error for a grammar of structured outputs that became too complex to follow."""
+    """Error for structured outputs whose grammar became too complex during generation."""
 
 
 @names_arguments
 @short_repr
 @dataclasses.dataclass(frozen=True)
 class StructuredOutputsParams:
-    """Constraint on a generated text, with the names of vLLM. Exactly one field must be set.
+    """Constraint on a generated text, with vLLM's field names. Exactly one field must be set.
 
     Attributes:
-      json: a JSON schema as text or as parsed data; stored as text.
-      regex: a regular expression for the whole text, in the syntax of Rust's crate `regex`.
-      choice: the allowed texts; stored as a tuple.
-      grammar: a grammar of llguidance, a variant of Lark. The text follows its rule ``start``.
-      json_object: True for any JSON object.
+      json: a JSON schema that the text must match, as text or as a dict; stored as text.
+      regex: a regular expression that the whole text must match, in the syntax of Rust's crate
+        `regex`.
+      choice: list of the allowed texts; stored as a tuple.
+      grammar: a grammar in llguidance's variant of Lark. The text must match its rule ``start``.
+      json_object: True if the text must be a JSON object, with any fields.
 
     Raises:
       ValueError: not exactly one field is set, or it has a wrong type. Schemas and grammars are
@@ -159,7 +164,7 @@ class StructuredOutputsParams:
 
 def _schema(value: Any) -> str | None:
     try:
-        # Do not sort the keys: their order is the order of the properties in the text.
+        # Do not sort the keys: properties are generated in the order of the schema's keys.
         text = json.dumps(dict(cast(Any, value))) if isinstance(value, Mapping) else value
         is_schema = isinstance(text, str) and isinstance(json.loads(text), dict)
     except (TypeError, ValueError, RecursionError) as error:
@@ -176,8 +181,8 @@ def _texts(value: Any) -> tuple[str, ...] | None:
     return tuple(value) if is_good and value else None
 
 
-# For each field: a function that returns the value to store, or None for an invalid value; and the
-# rule for an error message.
+# Maps each field to a function and a rule. The function returns the value to store, or None for an
+# invalid value. An error message puts "must" before the rule.
 _FORMS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "json": (_schema, "be a JSON schema, as a dict or as text"),
     "regex": (_text, "be a non-empty text"),
@@ -229,37 +234,41 @@ class SamplingParams:
     """Sampling parameters of a request, with the names and meanings of vLLM.
 
     Attributes:
-      n: number of samples, at most 16384. Each sample has its own random stream.
-      temperature: divisor of the logits; 0 (and anything below 1e-5) always takes the largest.
+      n: number of samples, at most 16384. Each sample has its own random numbers.
+      temperature: number by which the logits are divided. With 0, and with values below 1e-5, the
+        token with the largest logit is chosen.
       top_p: keep the smallest set of tokens whose total probability reaches this, in (0, 1].
       top_k: keep the k most probable tokens; 0 or -1 keeps all.
       min_p: drop tokens less probable than this fraction of the highest probability, in [0, 1].
-      presence_penalty: subtracted from the logits of tokens that were generated before.
-      frequency_penalty: subtracted once for each time that a token was generated before.
-      repetition_penalty: divides positive and multiplies negative logits of tokens that are in
-        the prompt or were generated.
+      presence_penalty: number that is subtracted from the logits of tokens that were generated
+        before.
+      frequency_penalty: number that is subtracted from a token's logit once for each time that the
+        token was generated before.
+      repetition_penalty: number by which positive logits are divided, and negative logits are
+        multiplied, for tokens in the prompt or the generated text.
       seed: seed of the random draws, 0 to 2**63 - 1. With None or -1 the engine picks a seed.
-      stop: text that ends the output, one string or several; stored as a tuple.
-      stop_token_ids: tokens that end the output; stored as a tuple.
-      max_tokens: maximum number of tokens to generate; None for the longest context. With 0 the
-        prompt is only computed, for `prompt_logprobs` or for the prefix cache.
+      stop: string, or list of strings, at which the generated text ends; stored as a tuple.
+      stop_token_ids: ids of tokens at which the generated text ends; stored as a tuple.
+      max_tokens: maximum number of tokens to generate; None for as many as the context allows. With
+        0, only the prompt is computed, for `prompt_logprobs` or for the prefix cache.
       min_tokens: number of tokens to generate before a stop token or stop string may end the text.
-      ignore_eos: continue after the model's end-of-sequence token.
+      ignore_eos: whether to continue after the model's end-of-sequence token.
       logprobs: number of most probable tokens to report at each position, in addition to the
         chosen token; None reports nothing.
-      prompt_logprobs: the same for each position of the prompt except the first.
-      logit_bias: added to the logits of at most 1024 tokens, by token id.
-      allowed_token_ids: the only tokens that may be generated; stored as a tuple. The text ends
-        only at `max_tokens` or a stop string unless an end token is allowed.
-      bad_words: words that may not be generated, each with and without a space before it; stored as
-        a tuple. A token is excluded if it would complete the tokens of a word. If no token were
-        left, the words do not apply.
-      detokenize: convert the tokens to text. False saves this work if only tokens are needed.
-      skip_special_tokens: omit special tokens from the text.
-      include_stop_str_in_output: keep the stop string at the end of the text.
-      structured_outputs: constraint on the text, such as a JSON schema. The text ends when it is a
-        complete text of the constraint, or earlier at `max_tokens`. With `min_tokens` it ends later
-        if the constraint allows a longer text. With `ignore_eos` any text may follow.
+      prompt_logprobs: like `logprobs`, for each position of the prompt except the first.
+      logit_bias: dict from token ids, at most 1024, to numbers that are added to their logits.
+      allowed_token_ids: the only tokens that may be generated; stored as a tuple. If they include
+        no end-of-sequence or stop token, the text ends only at `max_tokens` or a stop string.
+      bad_words: words that must not be generated, with or without a space before them; stored as a
+        tuple. A token is excluded if it would complete the token sequence of a word. If this would
+        exclude all tokens, the words are ignored for that token.
+      detokenize: whether to convert the tokens to text. False saves time if no text is needed.
+      skip_special_tokens: whether to omit special tokens from the text.
+      include_stop_str_in_output: whether to keep the stop string at the end of the text.
+      structured_outputs: constraint on the text, such as a JSON schema. Generation ends when the
+        text is complete under the constraint, or at `max_tokens` if that is earlier. It continues
+        up to `min_tokens` if the constraint allows more text. With `ignore_eos`, any text may
+        follow the complete text.
 
     Raises:
       ValueError: a value is out of bounds. The message names the field and the bound.
@@ -290,7 +299,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    # Excluded from the hash, because dicts have none. Equality still compares it.
+    # Excluded from the hash, because dicts are not hashable. `==` still compares this field.
     logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
@@ -342,7 +351,7 @@ class SamplingParams:
             "map token ids >= 0 to finite numbers",
             "The keys of JSON objects are strings: convert them to int.",
         )
-        # A copy: later changes of the caller's dict must not change this frozen object.
+        # Copy the dict, so that later changes by the caller do not change this frozen object.
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     def _check_stop(self) -> None:
@@ -410,12 +419,16 @@ def _is_sequence(value: object) -> bool:
 
 
 class TokenBias(NamedTuple):
-    """Biases that a model's authors recommend for the logits of some tokens of every request.
+    """Biases of a model, which are added to the logits of some tokens in every request.
+
+    Most come from the model's generation_config.json.
 
     Attributes:
-      ids: the biased tokens.
-      values: the bias of each token; -inf prevents the token.
-      start_ids: tokens that must not be the first generated token.
+      ids: ids of the biased tokens.
+      values: the bias of each token of `ids`; -inf means that it is never generated.
+      start_ids: ids of tokens that must not be the first generated token.
+
+    The example excludes token 2 as the first generated token (index 0) only.
 
     Example:
       >>> bias = TokenBias(ids=(7, 4), values=(-float("inf"), 1.5), start_ids=(2,))
@@ -429,7 +442,7 @@ class TokenBias(NamedTuple):
 
     @property
     def all_ids(self) -> tuple[int, ...]:
-        """All biased tokens; `start_ids` come first."""
+        """Ids of all biased tokens: `start_ids`, followed by `ids`."""
         return self.start_ids + self.ids
 
     @property
@@ -438,7 +451,7 @@ class TokenBias(NamedTuple):
         return all(value == -float("inf") for value in self.values)
 
     def values_at(self, index: int) -> tuple[float, ...]:
-        """Return the biases of `all_ids` for the generated token with this index."""
+        """Return the biases of `all_ids` for the `index`-th generated token, counted from 0."""
         at_start = -float("inf") if index == 0 else 0.0
         return (at_start,) * len(self.start_ids) + self.values
 

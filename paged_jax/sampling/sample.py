@@ -1,22 +1,23 @@
-"""Choice of the next token of each row, inside the compiled decode step.
+"""`sample`: chooses the next token of each row, inside the compiled decode step.
 
-A token depends only on its row of logits, the seed, the index of the sample in its request, and its
-position in the sequence. It does not depend on the slot, on the other rows of the batch, or on the
-number of decode steps in one program.
+The token depends only on the row's logits, the seed, the index of the sample in its request, and
+the token's position in the sequence. It does not depend on the slot, on the other rows of the
+batch, or on the number of decode steps in one program.
 
-Each row goes through the order of vLLM V1:
+The logits of each row are processed in the order of vLLM V1:
 
-    logit bias, held-back stop tokens -> penalties -> mask of a grammar
-    -> [temperature 0: the largest logit]
-    -> temperature and filters, see `filter_logits` -> draw
+    logit bias, exclusion of stop tokens before min_tokens -> penalties -> mask of a grammar
+    -> with temperature 0: the token with the largest logit
+    -> otherwise: temperature, min_p, top_k and top_p, see `filter_logits` -> random draw
 
-**Ties.** Tokens are ordered by logit, and equal logits by id, lowest first. top_k therefore keeps
+**Ties.** If logits are equal, the token with the lower id counts as more probable. So top_k keeps
 exactly k tokens, top_p keeps the smallest set that reaches its mass, and ``top_k=1`` chooses the
-same token as ``temperature=0``. (vLLM keeps all tokens that tie with the k-th.)
+same token as ``temperature=0``. (vLLM keeps all tokens whose logit equals the k-th largest.)
 
-**Bad logits.** -inf is never chosen. NaN counts as -inf, and +inf as the largest float32, so every
-token is in range. The reported log-probability of such a row is NaN, so the caller can detect it. A
-row without a usable logit yields token 0.
+**Invalid logits.** A token with the logit -inf is never chosen. NaN is treated as -inf, and +inf as
+the largest float32, so the chosen token id is always valid. For a row with NaN or +inf, the
+reported log-probability is NaN, by which the caller can detect it. If all logits of a row are NaN
+or -inf, token 0 is chosen.
 """
 
 import dataclasses
@@ -36,23 +37,24 @@ from paged_jax.sampling import filters
 from paged_jax.sampling.filters import Constraints
 from paged_jax.sampling.state import SlotSampling, as_key, fold_in
 
-# Group size in `_categorical`: a multiple of every backend's vector width that divides most
-# vocabulary sizes, so no padded copy is needed.
+# Number of tokens in a group of `_categorical`. It is a multiple of every backend's vector width,
+# and divides most vocabulary sizes, so that no padded copy is needed.
 _DRAW_GROUP = 128
-# Fields of `SlotSampling` that are large, so `rows_of` does not copy them.
+# Large fields of `SlotSampling`, which `rows_of` does not copy.
 _WHOLE = ("prompt_mask", "output_counts", "allowed_masks", "bad_words")
 
 
 @short_repr
 class Draws(NamedTuple):
-    """Tokens drawn for each row, with log-probabilities under the model's own logits.
+    """Chosen token of each row. Log-probabilities are those of the model's unprocessed logits.
 
     Attributes:
-      token_ids: i32[B], the tokens; 0 for inactive rows.
-      logprobs: f32[B], their log-probabilities; 0 for inactive rows, NaN for bad logits.
-      ranks: i32[B], their ranks, 1 is the most probable; 0 unless requested.
-      top_ids: i32[B, N], the most probable tokens; 0 unless requested.
-      top_logprobs: f32[B, N], log-probabilities of `top_ids`; 0 unless requested.
+      token_ids: i32[B], the chosen tokens; 0 for inactive rows.
+      logprobs: f32[B], log-probabilities of the chosen tokens; 0 for inactive rows, NaN for rows
+        with NaN or +inf in their logits.
+      ranks: i32[B], ranks of the chosen tokens, 1 for the most probable; 0 if not requested.
+      top_ids: i32[B, N], the N most probable tokens; 0 if not requested.
+      top_logprobs: f32[B, N], log-probabilities of `top_ids`; 0 if not requested.
     """
 
     token_ids: jax.Array
@@ -62,17 +64,18 @@ class Draws(NamedTuple):
     top_logprobs: jax.Array
 
     def pack(self) -> jax.Array:
-        """Pack all fields into i32[B, 3 + 2 * N], written by one kernel instead of five."""
+        """Pack all fields into one array i32[B, 3 + 2 * N], which needs one kernel, not five."""
         columns = [x if x.ndim > 1 else x[:, None] for x in self]
         bits = [lax.bitcast_convert_type(x, jnp.int32) for x in columns]
         return jnp.concatenate(bits, axis=1)
 
     @classmethod
     def unpack(cls, packed: jax.Array) -> "Draws":
-        """Return the draws packed in i32[..., B, 3 + 2 * N].
+        """Undo `pack`.
 
-        The fields have the same leading dimensions. If `packed` is a NumPy array, they are views of
-        it.
+        Args:
+          packed: i32[..., B, 3 + 2 * N]. The leading dimensions are kept. If it is a NumPy array,
+            the fields of the result are views of it.
         """
         token_ids, logprobs, ranks = (packed[..., i] for i in range(3))
         num_top = (packed.shape[-1] - 3) // 2
@@ -96,31 +99,35 @@ def sample(
 
     Args:
       logits: [B, V], any float dtype; converted to float32.
-      rows: the sampling state of each row: the state of S slots, or `rows_of` it.
+      rows: the sampling state of each row. This is the state of all S slots if `slots` is None,
+        otherwise the result of `rows_of`.
       positions: i32[B], the index of the new token in its sequence, which is the number of tokens
-        before it. Together with the row's key it determines the random draw.
-      active: bool[B]. The logits of inactive rows are ignored.
-      slots: i32[B], the distinct slots of the active rows; any value for inactive rows. None if
-        B = S and row i is slot i.
+        before it. The random draw depends on the row's key and on this position.
+      active: bool[B]; inactive rows get token 0, and their state does not change.
+      slots: i32[B], the slots of the rows. The slots of active rows must be distinct; inactive rows
+        may have any value. None means that B = S and that row i is slot i.
       with_top: bool[], whether to compute ranks and the most probable tokens.
-      constraints: tokens that grammars allow in each row, see `Constraints.of_rows`; None if no row
-        has a grammar.
-      num_top: N, number of most probable tokens (static); with 0, ranks are not computed either.
+      constraints: restrictions by grammars, see `Constraints.of_rows`; None if no row has a
+        grammar.
+      num_top: N, number of most probable tokens (static). With 0, ranks are not computed either.
 
     Returns:
       draws: the tokens. Their log-probabilities are computed from `logits` before bias, penalties
-        and temperature (vLLM's ``raw_logprobs``); NaN for rows with NaN or +inf.
-      rows: the state with the tokens of active rows counted, updated in place if donated.
+        and temperature (vLLM's ``raw_logprobs``).
+      rows: the state in which the new tokens of active rows are counted. It is updated in place if
+        donated.
 
     Raises:
       ValueError: shapes disagree, or `num_top` is out of range (at trace time).
 
-    Cost: ``lax.cond`` skips at run time the work that no active row needs. A greedy batch checks
-    one condition, and generates no noise, searches no cut-off and reads no counts. On GPUs, where
-    the host waits for each condition, a sampled batch checks two more conditions: for filters and
-    for the most probable tokens. Do not ``vmap`` this function, because that runs both branches of
-    every cond. On 2 CPU cores at B = 16, V = 49152: greedy 1 ms, sampled 2 ms, with top_k or top_p
-    6 to 9 ms, with both 13 to 16 ms.
+    Cost: ``lax.cond`` skips at run time the work that no active row needs. A greedy batch evaluates
+    one condition, and needs no random numbers, no search for cut-offs and no token counts. On GPUs,
+    the host waits for each condition; a batch with random sampling evaluates two more, for filters
+    and for the most probable tokens. Do not ``vmap`` this function, because then both branches of
+    every cond run. On 2 CPU cores at B = 16, V = 49152: greedy 1 ms, sampled 2 ms, with top_k or
+    top_p 6 to 9 ms, with both 13 to 16 ms.
+
+    In the example, row 0 is greedy and row 1 is inactive.
 
     Example:
       >>> state = SlotSampling.create(2, 3)  # all slots are greedy
@@ -157,18 +164,19 @@ def sample(
     def unreported(raw, tokens):
         return _unreported(tokens, num_top).pack()
 
-    # Two passes over the logits compute the largest logit, its first id and the denominator.
+    # A greedy row needs two passes over its logits: for the largest logit, and for the first id
+    # with this logit together with the denominator of the softmax.
     finite = _finite_or_dropped(raw)
     largest = jnp.max(finite, axis=1, keepdims=True)
     greedy = force(_first(finite == largest))
-    # One cond covers all special cases, because each cond that returns logits copies them, and on
-    # GPUs the host waits for each condition.
+    # Use a single cond for all rows that are not plain greedy. Each cond that returns logits would
+    # copy them, and on GPUs the host waits for each condition.
     is_special = jnp.any(is_changed | is_drawn) | is_reported
     chosen = lax.cond(is_special, choose, unreported, raw, greedy)
     draws = Draws.unpack(chosen)
     tokens = draws.token_ids
     logprobs = jnp.where(active, _at(raw, tokens) - log_sum_exp(raw, largest)[:, 0], 0.0)
-    # Inactive rows get slot S, which is out of range, so they are skipped.
+    # The slot of inactive rows is set to S, which is out of range, so that they are not counted.
     counted = jnp.where(active, slots, rows.output_counts.shape[0])
     counts = rows.output_counts.at[counted, tokens].add(1, mode="drop")
     draws = draws._replace(logprobs=logprobs)
@@ -183,7 +191,7 @@ def _check_shapes(
     active: jax.Array,
     slots: jax.Array | None,
 ) -> jax.Array:
-    """Check that all shapes agree, and return the slots of the rows."""
+    """Check that all shapes agree. Return the slots of the rows, i32[B]."""
     if slots is None:
         bind("sample", logits=(logits, "SV"), output_counts=(rows.output_counts, "SV"))
         slots = jnp.arange(rows.output_counts.shape[0], dtype=jnp.int32)
@@ -206,14 +214,15 @@ def _choose(
     is_drawn: jax.Array,
     draw: Callable[[], jax.Array],
 ) -> jax.Array:
-    """Return sampled tokens if `is_drawn`, else the ids of the largest logits, i32[B].
+    """Return the chosen token of each row, i32[B].
 
     Args:
       z: f32[B, V], the logits after bias, penalties and masks.
-      greedy: i32[B], the ids of the largest logits before these changes.
-      is_changed: bool[B], rows whose logits were changed.
-      is_drawn: bool[B], rows that sample randomly.
-      draw: function that returns i32[B], tokens sampled from `z`.
+      greedy: i32[B], the token with the largest logit before these changes.
+      is_changed: bool[B], whether a row's logits were changed. If so, the largest logit of `z` is
+        searched again.
+      is_drawn: bool[B], whether a row is sampled at random. Other rows are greedy.
+      draw: function without arguments that returns tokens sampled from `z`, i32[B].
     """
 
     def largest(tokens: jax.Array) -> jax.Array:
@@ -227,14 +236,17 @@ def _choose(
 
 
 def _unreported(tokens: jax.Array, num_top: int) -> Draws:
-    """Return draws with the token ids i32[B]; all other fields are zero."""
+    """Return `Draws` with the tokens i32[B], and zeros in all other fields."""
     zeros = jnp.zeros((*tokens.shape, num_top), jnp.int32)
     none = jnp.zeros_like(tokens)
     return Draws(tokens, _as_float(none), none, zeros, _as_float(zeros))
 
 
 def _report(raw: jax.Array, tokens: jax.Array, active: jax.Array, num_top: int) -> Draws:
-    """Return draws with ranks and most probable tokens of active rows; 0 for other rows."""
+    """Return `Draws` with tokens, ranks and the `num_top` most probable tokens of active rows.
+
+    Ranks and most probable tokens of inactive rows, and all `logprobs`, are zero.
+    """
     values, ids = top_logprobs(raw, num_top)
     return _unreported(tokens, num_top)._replace(
         ranks=jnp.where(active, ranks(raw, tokens), 0),
@@ -244,15 +256,15 @@ def _report(raw: jax.Array, tokens: jax.Array, active: jax.Array, num_top: int) 
 
 
 def rows_of(state: SlotSampling, slots: jax.Array) -> SlotSampling:
-    """Return the sampling state of the rows of a batch, for `sample`.
+    """Gather the sampling state of the rows of a batch, for the argument `rows` of `sample`.
 
     Args:
       state: the sampling state of S slots.
-      slots: i32[B], the slots of the rows; any value for rows that are never active.
+      slots: i32[B], the slot of each row; any value for rows that are never active.
 
     Returns:
-      The state with one entry for each row. Large fields are not copied: they keep all S slots, and
-      `sample` indexes them by its argument `slots`.
+      The state with B rows in its small fields. Large fields are not gathered: they keep their S
+      rows, and `sample` indexes them by its argument `slots`.
     """
     whole = {name: getattr(state, name) for name in _WHOLE}
     rows = jax.tree.map(
@@ -269,7 +281,8 @@ def top_logprobs(
     Args:
       logits: [S, V], the logits of the model.
       k: static, 1 <= k <= V.
-      bias: token ids i32[K] and values f32[S, K] that are added to their log-probabilities.
+      bias: token ids i32[K], and values f32[S, K] that are added to the log-probabilities of these
+        tokens. The log-probabilities are not normalised again.
 
     Returns:
       values: f32[S, k], largest first.
@@ -300,14 +313,14 @@ def top_logprobs(
 
 
 def log_sum_exp(logits: jax.Array, peak: jax.Array | None = None) -> jax.Array:
-    """Return the logarithm of the softmax denominator, f32[S, 1].
+    """Return the logarithm of the softmax denominator of each row, f32[S, 1].
 
-    Unlike `jax.nn.logsumexp`, small batches on CPUs sum each row in the same order for any number
-    of rows.
+    On CPUs, for small batches, the order in which a row is summed does not depend on the number of
+    rows. So results are bitwise equal in any batch, unlike those of `jax.nn.logsumexp`.
 
     Args:
       logits: f32[S, V].
-      peak: f32[S, 1], the largest logits; computed if None.
+      peak: f32[S, 1], the largest logit of each row; None computes it.
 
     Example:
       >>> round(float(log_sum_exp(jnp.log(jnp.array([[0.5, 1.0, 1.5]])))[0, 0]), 4)
@@ -334,21 +347,22 @@ def ranks(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
 
 
 def _finite_or_dropped(z: jax.Array) -> jax.Array:
-    """Return the logits with NaN replaced by -inf, and +inf by the largest float32."""
+    """Replace NaN by -inf, and +inf by the largest float32."""
     return jnp.nan_to_num(z, nan=-jnp.inf, posinf=jnp.finfo(jnp.float32).max, neginf=-jnp.inf)
 
 
 def _argmax(z: jax.Array) -> jax.Array:
-    """Return the first id of the largest value of each row, i32[S]. z must not contain NaN.
+    """Return the column of the largest value in each row, i32[S]; the first if several are equal.
 
-    Two plain reductions take 0.4 ms at S = 16, V = 49152 on 2 cores. jnp.argmax takes 1.8 ms,
-    because it reduces pairs, which XLA does not vectorise on CPUs.
+    `z`, f32[S, V], must not contain NaN. This takes 0.4 ms at S = 16, V = 49152 on 2 cores.
+    jnp.argmax takes 1.8 ms, because it reduces pairs of value and index, which XLA does not
+    vectorise on CPUs.
     """
     return _first(z == jnp.max(z, axis=1, keepdims=True))
 
 
 def _first(mask: jax.Array) -> jax.Array:
-    """Return the first True id of each row of bool[S, V], i32[S]; V if there is none."""
+    """Return the column of the first True in each row of bool[S, V], i32[S]; V if there is none."""
     ids = lax.broadcasted_iota(jnp.int32, mask.shape, 1)
     return jnp.min(jnp.where(mask, ids, mask.shape[1]), axis=1)
 
@@ -356,8 +370,11 @@ def _first(mask: jax.Array) -> jax.Array:
 def _draw(
     z: jax.Array, state: SlotSampling, positions: jax.Array, is_drawn: jax.Array
 ) -> jax.Array:
-    """Sample from the filtered distribution, i32[S]. Rows without `is_drawn` are undefined."""
-    # The other rows are greedy. Neutral values avoid a search for their cut-offs.
+    """Draw a token of each row at random after `filter_logits`, i32[S].
+
+    The tokens of rows where `is_drawn` is False are meaningless.
+    """
+    # Give these rows neutral parameters, so that no cut-offs are searched for them.
     log_weights = filters.filter_logits(
         z,
         temperature=jnp.where(is_drawn, state.temperature, 1.0),
@@ -369,19 +386,24 @@ def _draw(
 
 
 def _categorical(log_weights: jax.Array, keys: jax.Array) -> jax.Array:
-    """Draw tokens i32[S] from exp(log_weights), f32[S, V] with a maximum of 0 in each row.
+    """Draw a token of each row with probabilities proportional to exp(log_weights), i32[S].
 
-    This applies the Gumbel-max trick twice: it draws a group of neighbouring tokens by the group's
-    mass, then a token of the group. The distribution equals a single draw over all tokens, but a
-    row needs V / 128 + 128 random numbers instead of V: 0.2 ms instead of 11.9 ms at S = 16,
-    V = 49152 on 2 cores.
+    The Gumbel-max trick is applied twice: first to draw a group of 128 consecutive tokens in
+    proportion to the total weight of the group, then to draw a token of the group. The distribution
+    is the same as with one draw among all tokens. But a row needs V / 128 + 128 random numbers
+    instead of V, which takes 0.2 ms instead of 11.9 ms at S = 16, V = 49152 on 2 cores.
+
+    Args:
+      log_weights: f32[S, V], with a maximum of 0 in each row.
+      keys: u32[S, 2], the random key data of each row.
     """
     num_rows, vocab_size = log_weights.shape
     num_groups = -(-vocab_size // _DRAW_GROUP)
     padding = num_groups * _DRAW_GROUP - vocab_size
     log_weights = jnp.pad(log_weights, ((0, 0), (0, padding)), constant_values=-jnp.inf)
     groups = log_weights.reshape(num_rows, num_groups, _DRAW_GROUP)
-    # mode="high" keeps the far tail of the noise accurate, which large vocabularies reach.
+    # mode="high" makes very large values of the noise accurate, which occur with large
+    # vocabularies.
     noise = jax.vmap(
         lambda key: jax.random.gumbel(
             as_key(key), (num_groups + _DRAW_GROUP,), jnp.float32, mode="high"

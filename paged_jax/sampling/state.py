@@ -1,4 +1,4 @@
-"""Sampling state of every slot on the device, and functions that the host writes it with."""
+"""Sampling state of all slots on the device, and the functions with which the host writes it."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -19,24 +19,24 @@ from paged_jax.sampling.params import (
     TokenBias,
 )
 
-# Lower temperatures mean greedy, as in vLLM. This also avoids denormal quotients, which some
-# backends flush to zero.
+# Requests with lower temperatures are greedy, as in vLLM. This also avoids divisions with denormal
+# numbers, which some backends flush to zero.
 SMALLEST_TEMPERATURE = 1e-5
-# Larger than every position.
+# A number that is larger than the position of any token.
 _ALWAYS = 2**31 - 1
-# Padding before the first generated token in `SlotSampling.recent_ids`; and before the first token
-# of a word in `SlotSampling.bad_words`, where any token matches.
+# `_NO_TOKEN` fills columns of `SlotSampling.recent_ids` that have no generated token yet.
+# `_ANY_TOKEN` fills the columns before a word in `SlotSampling.bad_words`, and matches every token.
 _NO_TOKEN, _ANY_TOKEN = -2, -1
 
 
 def as_key(key_data: jax.Array) -> jax.Array:
-    """Return the `jax.random` key of threefry key data u32[..., 2]."""
-    # The explicit implementation keeps seeds independent of jax_default_prng_impl.
+    """Return a `jax.random` key for threefry2x32 key data u32[..., 2]."""
+    # Name the implementation, so that random numbers do not depend on jax_default_prng_impl.
     return jax.random.wrap_key_data(key_data, impl="threefry2x32")
 
 
 def fold_in(key_data: jax.Array, number: jax.typing.ArrayLike) -> jax.Array:
-    """Return the key data of a new random key, derived from key data and a number."""
+    """Apply `jax.random.fold_in` to threefry2x32 key data u32[2]. Return new key data."""
     return jax.random.key_data(jax.random.fold_in(as_key(key_data), number))
 
 
@@ -54,23 +54,26 @@ class SlotSampling:
       presence_penalty: f32[S].
       frequency_penalty: f32[S].
       repetition_penalty: f32[S]; 1 is off.
-      keys: u32[S, 2], threefry key data: the seed, folded with the sample index.
-      bias_ids: i32[S, max_logit_bias], padded with V, which is no token.
-      bias_values: f32[S, max_logit_bias].
-      num_start_ids: i32[S], number of leading biases that apply only before `start_until`.
-      start_until: i32[S], the first position at which these biases no longer apply.
-      held_ids: i32[S, max_stop_ids], stop tokens that may not appear yet, padded with V.
-      held_until: i32[S], the first position at which they may appear.
-      bad_words: i32[S, max_bad_words, L], the tokens of each bad word, at the end of its row. -1
-        matches any token. The last token of an unused row is V, which is no token.
-      recent_ids: i32[S, L], the last generated tokens. The token at position p is in column p % L;
-        other columns have -2, which equals no token.
-      allowed_masks: i32[S, ceil(V / 32)], one bit for each allowed token. The lowest bit of the
-        first word is token 0. All bits are set if every token is allowed.
+      keys: u32[S, 2], threefry2x32 key data, made from the seed and the index of the sample.
+      bias_ids: i32[S, max_logit_bias], ids of biased tokens, padded with V, which is not a token.
+      bias_values: f32[S, max_logit_bias], the bias of each of these tokens.
+      num_start_ids: i32[S]. The first `num_start_ids` biases apply only at positions below
+        `start_until`.
+      start_until: i32[S], see `num_start_ids`.
+      held_ids: i32[S, max_stop_ids], stop tokens that are excluded at positions below `held_until`,
+        because of ``min_tokens``; padded with V.
+      held_until: i32[S], see `held_ids`.
+      bad_words: i32[S, max_bad_words, L], a row with the tokens of each bad word. Shorter words are
+        padded on the left with -1, which matches any token. Unused rows end with V, which is not a
+        token.
+      recent_ids: i32[S, L], the last L generated tokens. The token at position p is in column
+        p % L. Columns without a generated token have -2, which matches no token.
+      allowed_masks: i32[S, ceil(V / 32)], a bit for each token, which is set if the token is
+        allowed. Token 0 is the lowest bit of the first word.
       is_restricted: bool[S], whether the slot has bad words or a token that is not allowed.
-      changed_until: i32[S], the first position at which no bias, penalty, held-back token or
-        restriction changes the logits. `to_device_values` computes this field and `is_restricted`.
-      prompt_mask: bool[S, V], whether a token is in the prompt.
+      changed_until: i32[S]. From this position on, no bias, penalty, held-back token or restriction
+        changes the logits. `to_device_values` computes this field and `is_restricted`.
+      prompt_mask: bool[S, V], whether each token is in the prompt.
       output_counts: i32[S, V], number of times that each token was generated.
 
     Memory: 5 bytes per slot and token of the vocabulary, 0.6 MB per slot at V = 128,000.
@@ -162,13 +165,15 @@ class SlotSampling:
 
 
 class SlotRow(NamedTuple):
-    """Sampling settings of one slot on the host, or of several slots along a first dimension.
+    """Sampling settings for one slot, as NumPy arrays on the host.
+
+    `write_rows` takes several rows, stacked along a new first dimension.
 
     Attributes:
       slot: i32[], the slot to write.
       sample_index: u32[], index of the sample in its request.
-      values: fields of `SlotSampling` without their first dimension, with the values of
-        `SamplingParams`. Not yet converted by `to_device_values`.
+      values: one row of each field of `SlotSampling`. The values are those of `SamplingParams`,
+        which `to_device_values` converts.
     """
 
     slot: jax.typing.ArrayLike
@@ -177,19 +182,21 @@ class SlotRow(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """A sequence to assign to a slot.
+    """A slot, and the sequence that gets the slot.
 
     Attributes:
       slot: the slot, 0 <= slot < S.
       params: sampling parameters of the request.
-      token_ids: all known tokens: the prompt and, if the sequence was preempted, generated tokens.
+      token_ids: tokens of the prompt, followed by the generated tokens if the sequence was
+        preempted.
       num_prompt_tokens: number of prompt tokens in `token_ids`.
-      seed: seed of the random draws, 0 to 2**63 - 1; `params.seed` may be None.
+      seed: seed of the random draws, 0 to 2**63 - 1. It replaces ``params.seed``, which may be
+        None.
       max_length: maximum number of tokens of the sequence, prompt included.
-      sample_index: index of the sample in its request; it is part of the seed.
+      sample_index: index of the sample in its request. Random numbers depend on it and the seed.
       eos_token_ids: end-of-sequence tokens of the model; ignored with ``params.ignore_eos``.
-      token_bias: biases in addition to the `logit_bias` of ``params``.
-      bad_word_ids: token sequences of the `bad_words` of ``params``.
+      token_bias: biases of the model, in addition to the ``logit_bias`` of `params`.
+      bad_word_ids: token sequences of the ``bad_words`` of `params`.
     """
 
     slot: int
@@ -205,24 +212,23 @@ class Assignment(NamedTuple):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end the sequence: `eos_token_ids` unless ignored, and `stop_token_ids`."""
+        """Ids of tokens that end the sequence: ``stop_token_ids``, and EOS unless ignored."""
         eos_token_ids = () if self.params.ignore_eos else self.eos_token_ids
         return *eos_token_ids, *(self.params.stop_token_ids or ())
 
 
 def slot_row(state: SlotSampling, assignment: Assignment) -> SlotRow:
-    """Return the row that configures a slot for a sequence, to be written by `write_rows`.
+    """Return the row with the sampling settings of a sequence, for `write_rows`.
 
     Args:
-      state: the state to change; only its shapes are used.
-      assignment: the sequence. Its prompt matters for the repetition penalty. With
-        ``params.min_tokens``, its `stop_ids` are held back, unless a grammar does this.
+      state: the state to which the row will be written. Only its shapes are used.
+      assignment: the slot and the sequence.
 
     Raises:
       ValueError: the slot, the seed or a token id is out of range, or the state has no room for all
         biases, held-back stop tokens or bad words.
 
-    Cost: 5 * V bytes, independent of the length of the prompt.
+    The row has 5 * V bytes, independent of the length of the prompt.
     """
     params, token_bias = assignment.params, assignment.token_bias
     num_slots, vocab_size = state.output_counts.shape
@@ -237,10 +243,10 @@ def slot_row(state: SlotSampling, assignment: Assignment) -> SlotRow:
                 f"Pass a {name} in that range."
             )
     own, seed = params.logit_bias or {}, int(assignment.seed)
-    # Biases of a request are clipped to finite values. The model's own biases may be -inf.
+    # Clip the biases of a request to finite float32 numbers. The model's biases may be -inf.
     bias_values = [token_bias.values_at(0), _to_float32(list(own.values()))]
     bias_values = np.concatenate(bias_values).astype(np.float32)
-    # With structured outputs the grammar mask already controls when the text may end.
+    # With structured outputs, the grammar's mask implements `min_tokens`.
     min_tokens = params.min_tokens if params.structured_outputs is None else 0
     held = assignment.stop_ids if min_tokens else ()
     token_ids, num_prompt_tokens = assignment.token_ids, assignment.num_prompt_tokens
@@ -257,7 +263,7 @@ def slot_row(state: SlotSampling, assignment: Assignment) -> SlotRow:
         presence_penalty=_row(params.presence_penalty, np.float32),
         frequency_penalty=_row(params.frequency_penalty, np.float32),
         repetition_penalty=_row(params.repetition_penalty, np.float32),
-        # jax.random.key(seed) would drop the upper 32 bits of the seed unless x64 is enabled.
+        # Do not use jax.random.key(seed): without x64 it ignores the upper 32 bits of the seed.
         keys=_row([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
         bias_ids=_padded("logit_bias", bias_ids, state.bias_ids.shape[1], vocab_size),
         bias_values=_padded("logit_bias", bias_values, state.bias_ids.shape[1], 0),
@@ -277,22 +283,26 @@ def slot_row(state: SlotSampling, assignment: Assignment) -> SlotRow:
 
 
 def write_rows(state: SlotSampling, rows: SlotRow) -> SlotSampling:
-    """Write rows to a state. Pure; donate the state.
+    """Return the state with the rows of some slots replaced.
+
+    This is a pure function. Donate `state`, so that it is updated in place.
 
     Args:
-      state: the state to change.
-      rows: stacked rows of `slot_row`. A row with slot S, which does not exist, writes nothing.
+      state: the state.
+      rows: results of `slot_row`, stacked along a new first dimension. Rows with slot S, which does
+        not exist, are ignored; they can be used as padding.
     """
     values = jax.vmap(to_device_values)(rows.values, rows.sample_index)
     return jax.tree.map(lambda x, new: x.at[rows.slot].set(new, mode="drop"), state, values)
 
 
 def to_device_values(row: SlotSampling, sample_index: jax.typing.ArrayLike) -> SlotSampling:
-    """Convert the values of `slot_row` to the values that `sample` reads.
+    """Convert the settings in a `SlotRow` to the values that `sample` reads.
+
+    For example, low temperatures become 0, and `keys` is made from the seed and `sample_index`.
 
     Args:
-      row: fields of `SlotSampling` without their first dimension, with the values of
-        `SamplingParams`; `keys` has the seed.
+      row: ``SlotRow.values``. `keys` has the two 32-bit words of the seed.
       sample_index: u32[], index of the sample in its request.
     """
     is_greedy = row.temperature < SMALLEST_TEMPERATURE
@@ -317,7 +327,7 @@ def to_device_values(row: SlotSampling, sample_index: jax.typing.ArrayLike) -> S
 
 
 def num_mask_words(vocab_size: int) -> int:
-    """Return the number of 32-bit words of a mask with one bit for each token.
+    """Return the number of 32-bit words in a mask with one bit for each token.
 
     Example:
       >>> num_mask_words(64), num_mask_words(65)
@@ -327,7 +337,10 @@ def num_mask_words(vocab_size: int) -> int:
 
 
 def mask_of(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return the mask with the bits of some tokens set, i32[ceil(V / 32)].
+    """Return a mask in which the bits of the given tokens are set, i32[ceil(V / 32)].
+
+    Token 0 is the lowest bit of the first word. In the example, the first word is 2**0 + 2**2, and
+    the second word is 2**1, because token 33 is the second bit of that word.
 
     Example:
       >>> mask_of([0, 2, 33], vocab_size=64).tolist()
@@ -341,11 +354,16 @@ def mask_of(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarra
 def bad_word_rows(
     bad_word_ids: Sequence[Sequence[int]], max_bad_words: int, vocab_size: int
 ) -> np.ndarray:
-    """Return the token sequences of bad words as `SlotSampling.bad_words` has them, for one slot.
+    """Return the row of `SlotSampling.bad_words` for one slot, i32[max_bad_words, L].
+
+    Args:
+      bad_word_ids: token sequences of the bad words.
+      max_bad_words: number of rows.
+      vocab_size: V, which marks unused rows.
 
     Raises:
-      ValueError: there are too many sequences, one is too long or empty, or a token id is out of
-        range.
+      ValueError: there are too many sequences, a sequence is too long or empty, or a token id is
+        out of range.
 
     Example:
       >>> bad_word_rows([[5], [3, 7]], max_bad_words=3, vocab_size=8)[:, -3:].tolist()
@@ -381,14 +399,15 @@ def _recent(output: np.ndarray, num_prompt_tokens: int) -> np.ndarray:
 
 
 def _row(values: Any, dtype: Any) -> Any:
-    # Returns Any, because the fields are declared as jax.Array and the row is a NumPy array.
+    # The return type is Any, because the result is a NumPy array and the fields of `SlotSampling`
+    # are declared as jax.Array.
     if dtype == np.float32:
         values = _to_float32(values)
     return np.asarray(values, dtype)
 
 
 def _to_float32(values: Any) -> np.ndarray:
-    # Clip: large Python floats would become infinite in float32, and later NaN.
+    # Clip the values: large Python floats would become infinite in float32, and later NaN.
     largest = np.finfo(np.float32).max
     return np.clip(np.asarray(values, np.float64), -largest, largest).astype(np.float32)
 
