@@ -1,4 +1,4 @@
-"""Paged attention for JAX: block tables, attention kernels, a paged Llama and text generation.
+"""Paged attention for JAX: block tables, attention kernels, models and text generation.
 
 Each part can be used without the parts that follow it:
 

@@ -1,4 +1,4 @@
-"""The command ``paged-jax COMMAND``, which runs ``paged_jax.generate``, ``serve`` and others."""
+"""The command ``paged-jax``, which runs the command line ``paged_jax.COMMAND``."""
 
 import argparse
 import importlib

@@ -1,4 +1,4 @@
-"""Checks of argument values, and hints for unknown argument names. This module imports no jax.
+"""Checks of argument values, and hints for unknown argument names, without importing jax.
 
 Users often pass argument names of vLLM, transformers, OpenAI or llama.cpp. The error for an unknown
 argument suggests the name that this library uses instead.

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""`AsyncEngine`: an engine in a background thread, used by asyncio tasks that stream outputs.
+"""`AsyncEngine`: an engine in a background thread, for asyncio tasks that stream outputs.
 
 Only this thread uses the engine. Tasks send commands to the thread through a queue, and the thread
 passes outputs to the event loop of each task.

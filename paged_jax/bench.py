@@ -100,7 +100,7 @@ class Result:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit status. Expected errors are printed in one line."""
+    """Run the command line and return its exit status. Expected errors print one line."""
     parser = make_parser()
     args = parser.parse_args(argv)
     return parser.run(lambda: _run(args))
@@ -406,7 +406,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 
 def summarise(results: list[Result], seconds: float, goals: Mapping[str, float]) -> dict[str, Any]:
-    """Return the report of a run: token counts, rates, and mean and percentiles of each metric.
+    """Return the report of a run: token counts, rates, and statistics of each metric.
 
     Args:
       results: the results of all requests.

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Inspection of an engine's cache: the blocks of each sample, and the changes between two steps.
+"""Inspection of an engine's cache: the blocks of each sample, and changes between steps.
 
 `snapshot` returns the current state, `changes` compares two states, and `block_text` returns the
 content of a block. `dataclasses.asdict` converts the results to JSON types. Call these functions

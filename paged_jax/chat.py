@@ -1,4 +1,4 @@
-"""Command line to chat with a model in the terminal: ``python -m paged_jax.chat --model PATH``."""
+"""Command line for chats in the terminal: ``python -m paged_jax.chat --model PATH``."""
 
 import contextlib
 import re
@@ -48,7 +48,7 @@ _FREE_PART = 4
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit status. Expected errors are printed in one line."""
+    """Run the command line and return its exit status. Expected errors print one line."""
     parser = make_parser()
     args = parser.parse_args(argv)
     status = status_of(args)
@@ -113,7 +113,7 @@ def _run(args: Any, status: Status) -> None:
 
 
 def _read_messages() -> Iterator[str]:
-    """Yield each line of standard input that is not empty. On a terminal, show ``>`` as prompt."""
+    """Yield the lines of standard input that are not empty. A terminal shows ``>`` first."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):  # Windows has no such module

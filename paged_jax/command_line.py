@@ -74,7 +74,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that reports an invalid argument in one line on stderr, without the usage.
+    """Argument parser that reports an error in one line on stderr, without the usage.
 
     Args:
       command: name of the command, such as ``"serve"``, from which `program_name` makes `prog`;

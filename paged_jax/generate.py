@@ -36,7 +36,7 @@ _MAX_EVENTS = 50
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit status. Expected errors are printed in one line."""
+    """Run the command line and return its exit status. Expected errors print one line."""
     parser = make_parser()
     args = parser.parse_args(argv)
     status = status_of(args)
@@ -442,7 +442,7 @@ def print_summary(llm: LLM, args: argparse.Namespace, status: Status) -> None:
 
 
 def summarise(llm: LLM) -> str:
-    """Return a line with token counts, speed, compile time and memory since the engine's start."""
+    """Return a line with token counts, speed, compile time and memory of all requests."""
     stats = llm.stats
     used = llm.cache.nbytes * stats.peak_num_blocks // llm.num_blocks
     first = stats.first_token_seconds

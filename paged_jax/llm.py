@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""`LLM`: offline generation for lists of prompts, with the interface of vLLM's class `LLM`."""
+"""`LLM`: offline generation for lists of prompts, with the interface of vLLM's `LLM`."""
 
 import contextlib
 import dataclasses

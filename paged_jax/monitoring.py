@@ -17,9 +17,10 @@ def is_interactive() -> bool:
 
 
 class Status:
-    """Progress bar and status line on stderr. Call `clear` before writing other text to stderr.
+    """Progress bar and status line on stderr.
 
-    While a bar is shown, `say` writes the status line at the left end of the bar.
+    While a bar is shown, `say` writes the status line at the left end of the bar. Call `clear`
+    before other text is written to stderr.
 
     Args:
       is_shown: whether bars are shown; None shows them on a terminal and in a notebook.

@@ -332,7 +332,7 @@ def _state_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
 
 
 def _block_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
-    """Return the rows for KV blocks: a row for the pool of each group of layers, and for one block.
+    """Return a row for the pool of each group of layers, and a row for a single block.
 
     If some layers keep fewer tokens, there is also a row for a sequence of the maximum length.
     """

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""`rollout`: text generation as a pure function, for training loops and other jitted programs.
+"""`rollout`: text generation as a pure function, for training loops and jitted programs.
 
 The function creates a cache with enough blocks for the full length of every row. The samples of a
 prompt share its blocks. Different rows of `prompt_token_ids` share no blocks, even if they are
@@ -78,7 +78,7 @@ def rollout(
     cache_dtype: DTypeLike = jnp.float32,
     backend: str | None = None,
 ) -> Rollout:
-    """Generate tokens after a batch of prompts. The function can be used inside `jit` and `scan`.
+    """Generate tokens after a batch of prompts. This can be used inside `jit` and `scan`.
 
     The weights are an ordinary argument, so new weights need not be loaded or copied. No gradients
     flow through the rollout: to get gradients, compute the log-probabilities again with `model`.

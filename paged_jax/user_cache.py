@@ -59,7 +59,7 @@ def _is_own(path: Path) -> bool:
 
 
 def read(path: Path) -> bytes | None:
-    """Return the content of a file; None if it is missing or other users could have changed it.
+    """Return the content of a file; None if it is missing or other users may write to it.
 
     Args:
       path: a file that `write` wrote.

@@ -1,6 +1,6 @@
-"""Check, before training, that a trainer's forward pass computes the same as the engine's model.
+"""Comparison of a trainer's forward pass with the engine's model, before training.
 
-A difference raises no error during training. But importance ratios are then wrong, and rewards rise
+If they differ, training raises no error. But importance ratios are then wrong, and rewards rise
 slowly or not at all. `compare_forwards` measures the difference, and often finds its cause.
 """
 

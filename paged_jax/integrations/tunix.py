@@ -98,7 +98,7 @@ def config_of(actor: nnx.Module, **changes: Any) -> LlamaConfig:
 
 
 class PagedRollout(base_rollout.BaseRollout):
-    """Tunix rollout worker that uses the engine: ``ClusterConfig(rollout_engine=PagedRollout)``.
+    """Tunix rollout worker with an engine: ``ClusterConfig(rollout_engine=PagedRollout)``.
 
     The constructor compares the forward passes of the trainer and the engine with
     `compare_forwards`. If they differ because the trainer ignores one value of its config, the
@@ -331,7 +331,7 @@ def _padded(ids: Sequence[list[int]], width: int, pad_id: int) -> tuple[np.ndarr
 
 
 def _left_padded(padded: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Convert prompts i32 [B, T] with padding on the right to prompts with padding on the left."""
+    """Move the padding of prompts i32 [B, T] from the right to the left."""
     columns = np.arange(padded.shape[1])[None, :] + lengths[:, None]
     return np.take_along_axis(padded, columns % padded.shape[1], axis=1)
 

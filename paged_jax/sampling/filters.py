@@ -1,4 +1,4 @@
-"""Processing of logits before a token is drawn: biases, penalties, masks, and top_k to min_p."""
+"""Processing of logits before a token is drawn: biases, penalties, masks and filters."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -76,11 +76,11 @@ def adjust_logits(
 def restrict_logits(
     z: jax.Array, rows: SlotSampling, positions: jax.Array, slots: jax.Array
 ) -> jax.Array:
-    """Exclude tokens that are not allowed or would complete a bad word. Return logits f32[B, V].
+    """Exclude tokens that are not allowed or would complete a bad word.
 
-    Logits of excluded tokens become -inf. If only some tokens are allowed, a logit of -inf of an
-    allowed token becomes the lowest finite number, so that a token can be drawn. In a row in which
-    the bad words would exclude every token, they are ignored.
+    Return logits f32[B, V], which are -inf for excluded tokens. If only some tokens are allowed, a
+    logit of -inf of an allowed token becomes the lowest finite number, so that a token can be
+    drawn. In a row in which the bad words would exclude every token, they are ignored.
     """
     masks = rows.allowed_masks.at[slots].get(mode="clip")
     is_limited = jnp.any(masks != -1, axis=1, keepdims=True)
@@ -209,14 +209,14 @@ def _no_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array)
 
 
 def _top_k_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> _Cut:
-    """Return the cut-off that keeps the top_k most probable tokens of each row; all if it is 0."""
+    """Return the cut-off that keeps the top_k most probable tokens; all if top_k is 0."""
     logit = jnp.where(top_k > 0, _highest_cut(z, None, top_k), -jnp.inf)
     num_ties = top_k - count_true(z > logit[:, None])
     return _Cut(logit, _nth_true(z == logit[:, None], num_ties))
 
 
 def _top_p_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> _Cut:
-    """Return the cut-off that keeps the smallest set with mass top_p of each row; all if it is 1.
+    """Return the cut-off that keeps the smallest set with mass top_p; all if top_p is 1.
 
     `z` has the logits, and `scaled` the logits divided by the temperature, both f32[S, V].
     """
@@ -245,7 +245,7 @@ def _both_cuts(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Arr
 
 
 def _highest_cut(z: jax.Array, weights: jax.Array | None, goal: jax.Array) -> jax.Array:
-    """Return the highest cut-off at which the kept tokens have a total weight of at least `goal`.
+    """Return the highest cut-off at which the kept tokens weigh at least `goal` in total.
 
     Tokens with a logit >= the cut-off are kept. The cut-off is -inf for rows whose weights are
     smaller than `goal` in total.

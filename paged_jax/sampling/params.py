@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
-"""Sampling parameters of a request, and token biases of a model. This module imports no jax."""
+"""Sampling parameters of a request, and token biases of a model, without importing jax."""
 
 import dataclasses
 import json

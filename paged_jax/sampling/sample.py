@@ -352,7 +352,7 @@ def _finite_or_dropped(z: jax.Array) -> jax.Array:
 
 
 def _argmax(z: jax.Array) -> jax.Array:
-    """Return the column of the largest value in each row, i32[S]; the first if several are equal.
+    """Return the first column of the largest value in each row, i32[S].
 
     `z`, f32[S, V], must not contain NaN. This takes 0.4 ms at S = 16, V = 49152 on 2 cores.
     jnp.argmax takes 1.8 ms, because it reduces pairs of value and index, which XLA does not
@@ -362,7 +362,7 @@ def _argmax(z: jax.Array) -> jax.Array:
 
 
 def _first(mask: jax.Array) -> jax.Array:
-    """Return the column of the first True in each row of bool[S, V], i32[S]; V if there is none."""
+    """Return the column of the first True in each row, i32[S]; V if a row has no True."""
     ids = lax.broadcasted_iota(jnp.int32, mask.shape, 1)
     return jnp.min(jnp.where(mask, ids, mask.shape[1]), axis=1)
 

@@ -1,4 +1,4 @@
-"""Sampling state of all slots on the device, and the functions with which the host writes it."""
+"""Sampling state of all slots on the device, and functions with which the host writes it."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence

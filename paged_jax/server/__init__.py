@@ -1,11 +1,11 @@
-"""The HTTP server, on Starlette and uvicorn. It needs the extra ``serve``.
+"""The HTTP server, built with Starlette and uvicorn. It needs the extra ``serve``.
 
-`paged_jax.serve` is its command line. To mount it in another application::
+`paged_jax.serve` is its command line. The server can also be mounted in another application::
 
     service = Service(engine, Settings(model_name="mine"))
     app = Starlette(routes=[Mount("/llm", create_app(service))], lifespan=service.lifespan)
 
-The lifespan of the service runs the engine, so the outer application must include it.
+The outer application must use ``service.lifespan``, because it starts and stops the engine.
 """
 
 from paged_jax.server.app import create_app

@@ -1,8 +1,8 @@
-"""Routes for the operator: sleep, weights, prefix cache and profiles, with vLLM's names.
+"""Routes for the operator: sleep, update of weights, reset of the cache, and profiles.
 
-(``/update_weights_from_disk`` is SGLang's, because vLLM has no such route.) The routes require the
-admin key as a bearer token. A password would not be safe: browsers send a stored password with
-requests that other web sites cause.
+They have vLLM's names, except ``/update_weights_from_disk``, which is SGLang's, because vLLM has no
+such route. They require the admin key as a bearer token. HTTP Basic authentication is not accepted:
+browsers send stored passwords also with requests that other web sites make.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ _Endpoint = Callable[[Service, Request], Awaitable[dict[str, Any]]]
 
 
 class WeightsBody(Body):
-    """Location of new weights: a folder on the server's machine."""
+    """Body of `POST /update_weights_from_disk`: a folder on the server's machine."""
 
     model_path: str
 
 
 def routes(service: Service) -> list[Route]:
-    """Return the routes that change the engine. They are disabled without an admin key."""
+    """Return the routes of this module. They answer 403 to requests without the admin key."""
 
     def route(path: str, endpoint: _Endpoint, method: str = "POST") -> Route:
         async def for_admins(request: Request) -> Response:
@@ -62,7 +62,11 @@ def _needs_admin_key(service: Service) -> ApiError:
 
 
 async def _change(service: Service, request: Request, change: Callable[[Engine], Any]) -> None:
-    """Change the engine between two steps, and take a snapshot for probes and metrics."""
+    """Call ``change(engine)`` between two steps, then take a snapshot for probes and metrics.
+
+    Raises:
+      ApiError: `change` raised ValueError or RuntimeError; or see `Service.call_engine`.
+    """
 
     def change_and_observe(engine: Engine) -> None:
         try:
@@ -104,7 +108,7 @@ async def _reset_prefix_cache(service: Service, request: Request) -> dict[str, A
 async def _update_weights(service: Service, request: Request) -> dict[str, Any]:
     body = await receive_body(service, request, WeightsBody)
     try:
-        # In a thread, because loading takes seconds.
+        # Load the weights in a thread, because this takes seconds.
         params = await asyncio.to_thread(service.load_params, body.model_path)
     except (ValueError, OSError) as error:
         raise ApiError(400, str(error), param="model_path", code="weights_not_loaded") from None

@@ -1,28 +1,28 @@
-"""Prefix affinity: a key by which a router groups requests with equal prompt prefixes.
+"""Prefix affinity: a key with which a router sends equal prefixes to the same server.
 
-Each server has its own prefix cache, so a router should send all requests with the same
-`prompt_key` to the same server. The key is computed from characters, without a tokenizer. Texts
-that begin with the same characters also begin with the same tokens, except perhaps for the last
-token.
+Each server has its own prefix cache. So a router should send all requests with the same
+`prompt_key` to the same server. The key is computed from the characters of the prompt, without a
+tokenizer: prompts that begin with the same characters also begin with the same tokens, except
+perhaps for the last token of the common beginning.
 """
 
 import hashlib
 import json
 from typing import Any
 
-# Approximate number of characters in a block of 16 tokens of English.
+# Number of characters in a block of the key. 16 tokens of English have about 64 characters.
 BLOCK_CHARS = 64
-# Number of blocks in a key. More blocks distinguish prompts that share a long prefix, such as the
-# instructions of an application, and distribute them over servers. But a conversation only stays on
-# its server if its first messages are longer than the key's blocks.
+# Maximum number of blocks in a key. With more blocks, prompts that share a long prefix, such as the
+# instructions of an application, get different keys and are distributed over the servers. But then
+# a conversation changes its key, and its server, until its messages are longer than the blocks.
 NUM_BLOCKS = 4
 
 
 def prompt_text(body: bytes) -> str:
-    """Return the prompt in the JSON body of a request as text; empty if there is none.
+    """Return the prompt in the JSON body of a request as text; "" if there is none.
 
-    A chat becomes its tools and messages as JSON, token ids become numbers, and only the first of
-    several prompts is used.
+    For a chat, the text is the JSON of its tools and messages. Token ids are joined with spaces. If
+    there are several prompts, the first is used.
 
     Example:
       >>> prompt_text(b'{"prompt": [[5, 17], [8]]}'), prompt_text(b"no JSON")
@@ -34,19 +34,19 @@ def prompt_text(body: bytes) -> str:
 def prompt_key(
     body: bytes, *, block_chars: int = BLOCK_CHARS, num_blocks: int = NUM_BLOCKS
 ) -> str | None:
-    """Return a digest of the first blocks of a request's prompt; None if there is no prompt.
+    """Return a digest of the beginning of a request's prompt; None if there is no prompt.
 
-    A prompt with fewer blocks contributes all its full blocks, or its whole text if it has no full
-    block. OpenAI's ``prompt_cache_key`` is part of the digest; clients use it to distinguish
-    prompts with equal prefixes.
+    The digest covers the first `num_blocks` full blocks, or all full blocks if there are fewer. If
+    the prompt is shorter than a block, it covers the whole prompt. It also covers OpenAI's field
+    ``prompt_cache_key``, with which clients can separate prompts that have equal prefixes.
 
     Args:
       body: JSON body of a request.
-      block_chars: characters per block.
+      block_chars: number of characters in a block.
       num_blocks: maximum number of blocks.
 
     Returns:
-      Hexadecimal digits.
+      The digest as hexadecimal digits.
 
     Example:
       >>> story = "Once upon a time there was a castle on a hill. " * 8
@@ -64,7 +64,7 @@ def prompt_key(
 
 
 def _load(body: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body; empty for other bodies, which the server will reject."""
+    """Return the JSON object of a body; {} for other bodies, which the server will reject."""
     try:
         data = json.loads(body)
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""Blocks of an answer: reasoning, text and calls, one after the other, as they are generated.
+"""Answers that are sequences of blocks: reasoning, text and tool calls.
 
-`POST /v1/responses` and `POST /v1/messages` answer with such blocks. In a stream, each block is
-opened, extended and closed before the next block is opened.
+`POST /v1/responses` and `POST /v1/messages` have such answers. In a stream, each block is opened,
+extended and closed before the next block is opened.
 """
 
 import dataclasses
@@ -28,9 +28,9 @@ class Block:
 
     Attributes:
       index: index of the block in the answer.
-      kind: ``"reasoning"``, ``"content"`` or ``"call"``.
+      kind: ``"reasoning"``, ``"content"`` (text for the user) or ``"call"`` (a tool call).
       name: name of the called function; empty for other kinds.
-      text: the text, or the JSON of the arguments.
+      text: the text so far. For a tool call, this is the JSON of the arguments.
       id: 24 random hexadecimal digits.
     """
 
@@ -43,7 +43,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class BlockChange:
-    """A change of a block: it was opened, extended by a text, or closed."""
+    """A change of a block: it was opened, `text` was appended to it, or it was closed."""
 
     what: Literal["open", "extend", "close"]
     block: Block
@@ -51,11 +51,15 @@ class BlockChange:
 
 
 class BlockTracker:
-    r"""Grouping of the parts of an answer into blocks. Text of only white space makes no block.
+    r"""Collector that divides an answer into blocks while it is generated.
+
+    Text that consists of white space only does not become a block.
 
     Attributes:
       blocks: all blocks so far.
-      is_open: whether the last block may be extended.
+      is_open: whether the last block has not been closed yet.
+
+    In the example, the line end before the tool call is dropped.
 
     Example:
       >>> tracker = BlockTracker()
@@ -68,14 +72,14 @@ class BlockTracker:
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self.is_open = False
-        self._space = ""  # white space that precedes a text, if one follows
+        self._space = ""  # white space that becomes part of the next block if that is a text
 
     def push(self, parts: Iterable[AnswerDelta], *, is_last: bool = False) -> list[BlockChange]:
-        """Add the next parts of the answer, and return the changes of its blocks.
+        """Add newly generated parts of the answer, and return the resulting changes of blocks.
 
         Args:
           parts: the new parts.
-          is_last: whether the answer is complete.
+          is_last: whether the answer is now complete, so that its last block is closed.
         """
         changes: list[BlockChange] = []
         for kind, text in parts:
@@ -106,12 +110,14 @@ class BlockTracker:
 
 
 class BlockAnswer(Answer):
-    """Common part of the responses that consist of blocks.
+    """Base class of the answers that consist of blocks.
 
-    Its last argument is the chat that the body describes.
+    The first four arguments are those of `Answer`. The last argument, `chat`, is the request body
+    converted to a body of ``POST /v1/chat/completions``.
 
     Attributes:
-      format_field: name of the body field with the format of the text.
+      format_field: name of the body field that requires a format of the text, such as a JSON
+        schema.
       tracker: the blocks so far.
     """
 
@@ -133,35 +139,35 @@ class BlockAnswer(Answer):
         self.tracker = BlockTracker()
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the messages as a prompt, rendered by the model's chat template."""
+        """Return one prompt: the token ids of the messages, rendered by the chat template."""
         return [self.chat.token_ids()]
 
     @property
     def num_chars(self) -> int:
-        """Number of characters of all messages."""
+        """Total number of characters of all messages."""
         return num_chars(self.chat.body.messages)
 
     @property
     @abstractmethod
     def has_format(self) -> bool:
-        """Whether `format_field` constrains the text."""
+        """Whether the body requires a format of the text in `format_field`."""
 
     @abstractmethod
     def format_constraint(self) -> StructuredOutputsParams:
-        """Return the constraint in `format_field`, if there is one."""
+        """Return the constraint that `format_field` describes. Call it only if `has_format`."""
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a schema or grammar constrains the text."""
+        """Whether a grammar must be compiled: for a constraint on the text, or for tool calls."""
         return super().is_constrained or self.has_format or bool(self.chat.body.tools)
 
     @property
     def constraint_field(self) -> str:
-        """Name of the body field that constrains the text."""
+        """Name of the body field with the constraint on the text."""
         return self.format_field if self.has_format else super().constraint_field
 
     def params(self) -> dict[str, Any]:
-        """Return the sampling parameters, with the constraint on the whole text."""
+        """Return the sampling parameters, with a constraint for reasoning, tool calls and text."""
         params = super().params()
         format = self.format_constraint() if self.has_format else None
         constraint = only_constraint(params, format, self.format_field)

@@ -1,4 +1,4 @@
-"""`Answer`: how an endpoint reads a request body and writes its response or its stream."""
+"""`Answer`: base class that interprets a request body and builds the response."""
 
 import dataclasses
 import re
@@ -20,10 +20,10 @@ from paged_jax.server.responses import ApiError, JsonDict, bad_request, encode_e
 from paged_jax.server.sampling_body import SamplingBody
 from paged_jax.server.service import Client, Service
 
-# Log-probability that OpenAI reports for impossible tokens, because JSON has no infinity.
+# Reported instead of a log-probability of -inf, as by OpenAI, because JSON has no infinity.
 _LOWEST = -9999.0
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
-# Body fields that contain the prompt, and body fields that constrain the text.
+# Body fields that contain the prompt, and body fields that contain a constraint on the text.
 _PROMPT_FIELDS = ("messages", "input", "prompt_token_ids", "prompt")
 _CONSTRAINT_FIELDS = ("structured_outputs", "tools", "response_format")
 # Body fields that are also fields of `SamplingParams`, with the same meaning.
@@ -36,12 +36,12 @@ _PARAMS = [
 
 @dataclasses.dataclass(frozen=True)
 class SampleDelta:
-    """New part of a sample since the previous event, or the whole sample in the first event.
+    """Text and tokens of a sample that are new since the previous event of a stream.
 
     Attributes:
       sample: the whole sample so far.
       text: the new text.
-      start: index of the first new token.
+      start: index of the first new token; 0 if the whole sample is new.
     """
 
     sample: CompletionOutput
@@ -55,24 +55,24 @@ class SampleDelta:
 
     @property
     def logprobs(self) -> list[dict[int, Logprob]] | None:
-        """Candidates at each new token, by token id; None if they were not requested."""
+        """Log-probabilities at each new token, by token id; None if they were not requested."""
         logprobs = self.sample.logprobs
         return None if logprobs is None else logprobs[self.start :]
 
 
 def whole_samples(output: RequestOutput) -> list[SampleDelta]:
-    """Return deltas that cover each sample completely."""
+    """Return a delta for each sample, in which all text and tokens are new."""
     return [SampleDelta(sample, sample.text, 0) for sample in output.outputs]
 
 
 def num_entries(output: RequestOutput, deltas: Sequence[SampleDelta]) -> int:
-    """Return the number of tokens and log-probabilities that an event or response will have."""
+    """Return the number of tokens plus log-probabilities in an event or response."""
     count = 0
     for delta in deltas:
         count += len(delta.sample.token_ids) - delta.start
         if delta.sample.logprobs is not None:
             count += sum(map(len, delta.sample.logprobs[delta.start :]))
-    # The log-probabilities of the prompt are in the first event or in the last event.
+    # Endpoints report log-probabilities of the prompt in the first event or in the last event.
     if output.prompt_logprobs is not None:
         if output.finished or any(delta.start == 0 for delta in deltas):
             count += sum(len(row) for row in output.prompt_logprobs if row is not None)
@@ -80,15 +80,15 @@ def num_entries(output: RequestOutput, deltas: Sequence[SampleDelta]) -> int:
 
 
 class DeltaTracker:
-    """Record of how much of each sample a stream has sent."""
+    """Record of the amount of text and tokens of each sample that a stream has sent."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple[int, int], tuple[int, int, bool]] = {}
 
     def deltas(self, prompt: int, output: RequestOutput) -> list[SampleDelta]:
-        """Return the new parts of all samples of a prompt, and mark them as sent.
+        """Return the new parts of a prompt's samples, and record them as sent.
 
-        `prompt` is the index of the prompt in its request.
+        `prompt` is the index of the prompt in its request. Samples without news are left out.
         """
         new = []
         for sample in output.outputs:
@@ -104,23 +104,23 @@ class DeltaTracker:
 
 
 class Answer(ABC):
-    """The response to a request for generated text. Each endpoint is a subclass.
+    """Answer to a request for generated text. Each endpoint has a subclass.
 
     Args:
       service: the engine and its settings.
       body: the parsed request body.
       client: the sender of the request.
-      record: log record of the request, which receives the outputs.
+      record: the request's record for the log, which also stores the outputs.
 
     Attributes:
       prefix: prefix of the response's id.
-      end_mark: bytes at the end of a stream.
-      ping: bytes of a stream that clients ignore.
-      clamps_max_tokens: whether a `max_tokens` that exceeds the context is reduced to fit it. If
-        False, it is an error.
+      end_mark: last bytes of a stream.
+      ping: bytes that keep a stream's connection open, and that clients ignore.
+      clamps_max_tokens: whether a `max_tokens` that exceeds the context is reduced. Otherwise it is
+        an error.
       id: id of the response.
-      name: unique id of the request in the engine, without the index of the prompt.
-      fallback_params: fields of `SamplingParams` for models without recommended values.
+      name: prefix of the request ids in the engine. The index of the prompt is appended to it.
+      fallback_params: defaults of `SamplingParams` fields for which the model recommends no value.
     """
 
     prefix = "cmpl"
@@ -136,12 +136,12 @@ class Answer(ABC):
         self.record = record
         self.created = int(time.time())
         self.id = self.name = f"{self.prefix}-{record.request_id}"
-        if record.is_given:  # the client may use the same id for several requests
+        if record.is_given:  # make the name unique: clients may use an id for several requests
             self.name = f"{self.id}-{secrets.token_hex(4)}"
 
     @abstractmethod
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts as text or token ids. May run in a tokenizing thread."""
+        """Return the prompts as text or token ids. It may be called in a tokenizing thread."""
 
     @property
     def prompt_field(self) -> str:
@@ -156,16 +156,16 @@ class Answer(ABC):
     @property
     @abstractmethod
     def num_chars(self) -> int:
-        """Number of characters of the longest prompt, without text that a chat template adds."""
+        """Number of characters of the longest prompt. Text of a chat template does not count."""
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a schema or grammar, which takes time to compile, constrains the text."""
+        """Whether a constraint on the text must be compiled, which takes time."""
         return self.body.structured_outputs is not None
 
     @property
     def constraint_field(self) -> str:
-        """Name of the body field that constrains the text."""
+        """Name of the body field with the constraint on the text, for error messages."""
         return self._first_given(_CONSTRAINT_FIELDS)
 
     @property
@@ -175,7 +175,7 @@ class Answer(ABC):
 
     @property
     def uses_beam_search(self) -> bool:
-        """Whether beam search finds the samples."""
+        """Whether to use beam search instead of sampling."""
         return False
 
     @property
@@ -185,7 +185,7 @@ class Answer(ABC):
 
     @property
     def stop(self) -> tuple[str, list[str]]:
-        """The body field with stop strings, and the stop strings."""
+        """Name of the body field with the stop strings, and the stop strings."""
         stop = self.body.stop
         return "stop", [stop] if isinstance(stop, str) else stop or []
 
@@ -193,17 +193,17 @@ class Answer(ABC):
     def max_prompt_tokens(self) -> int:
         """Maximum number of tokens of a prompt.
 
-        It is the context without one token, or the whole context if `max_tokens` is 0.
+        This is the length of the context, minus one token for the answer unless `max_tokens` is 0.
         """
         return self.service.max_model_len - (self.max_tokens != 0)
 
     def _first_given(self, names: Sequence[str]) -> str:
-        """Return the first of `names` that is a field of the body; the last name if none is."""
+        """Return the first of `names` whose field in the body is not null; else the last name."""
         given = (name for name in names if getattr(self.body, name, None) is not None)
         return next(given, names[-1])
 
     def params(self) -> dict[str, Any]:
-        """Return the fields of `SamplingParams` that the body has."""
+        """Return the values of `SamplingParams` fields that the body sets."""
         given = {name: getattr(self.body, name) for name in _PARAMS}
         if self.body.seed is not None and self.body.seed != -1:
             given["seed"] = self.body.seed % 2**63  # OpenAI allows negative seeds
@@ -219,17 +219,17 @@ class Answer(ABC):
 
     @abstractmethod
     def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
-        """Return the whole response from the finished outputs of all prompts."""
+        """Return the JSON of the response, given the finished outputs of all prompts in order."""
 
     def opening(self) -> list[JsonDict]:
-        """Return the first events of a stream, before any text."""
+        """Return the events that a stream begins with, before the first token is generated."""
         return []
 
     @abstractmethod
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
     ) -> list[JsonDict]:
-        """Return the stream events with the new text of the samples of a prompt.
+        """Return the stream events for new text and tokens of a prompt's samples.
 
         `prompt` is the index of the prompt in its request.
         """
@@ -243,20 +243,20 @@ class Answer(ABC):
         return encode_event(event)
 
     def failure(self, error: ApiError) -> bytes:
-        """Return the last event of a stream that fails."""
+        """Return the bytes of the event with which a stream ends if an error occurs."""
         return encode_event(error.body())
 
     def closing(self, outputs: Sequence[RequestOutput]) -> list[JsonDict]:
-        """Return the last events of a stream, after all text."""
+        """Return the events that follow all text, given the outputs of all prompts."""
         del outputs
         return []
 
 
 class OpenAiAnswer(Answer):
-    """Common part of the responses of OpenAI's two endpoints.
+    """Base class for ``/v1/completions`` and ``/v1/chat/completions``.
 
     Attributes:
-      chunk_type: schema of a stream's events.
+      chunk_type: Pydantic model of a stream's events.
     """
 
     body: bodies.OpenAiBody
@@ -264,7 +264,7 @@ class OpenAiAnswer(Answer):
 
     @property
     def uses_beam_search(self) -> bool:
-        """Whether beam search finds the samples."""
+        """Whether to use beam search instead of sampling."""
         return bool(self.body.use_beam_search)
 
     def params(self) -> dict[str, Any]:
@@ -291,12 +291,12 @@ class OpenAiAnswer(Answer):
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a schema or grammar constrains the text."""
+        """Whether a constraint on the text must be compiled."""
         return super().is_constrained or self.body.response_format is not None
 
     @property
     def head(self) -> dict[str, Any]:
-        """Fields at the top of the response and of each event."""
+        """Fields of the response and of each event that are the same in all of them."""
         return {
             "id": self.id,
             "created": self.created,
@@ -309,18 +309,18 @@ class OpenAiAnswer(Answer):
         return options is not None and bool(options.include_usage)
 
     def usage_so_far(self, output: RequestOutput, delta: SampleDelta) -> schemas.Usage | None:
-        """Return the usage of a sample if each event must contain it; None otherwise."""
+        """Return the token counts of a sample so far if events must have them, else None."""
         options = self.body.stream_options
         if not (self._sends_usage and options and options.continuous_usage_stats):
             return None
         return self.usage([dataclasses.replace(output, outputs=[delta.sample])])
 
     def usage(self, outputs: Sequence[RequestOutput]) -> schemas.Usage:
-        """Return the token counts of a request."""
+        """Return the token counts of all prompts and samples of a request."""
         return usage(outputs)
 
     def closing(self, outputs: Sequence[RequestOutput]) -> list[JsonDict]:
-        """Return an event with the usage and the explanations, if either was requested."""
+        """Return an event with the requested ones of usage and explanations; [] if none is."""
         end: dict[str, Any] = {}
         if self._sends_usage:
             end["usage"] = self.usage(outputs)
@@ -333,12 +333,12 @@ class OpenAiAnswer(Answer):
         return to_json_dict(self.chunk_type, **self.head, choices=choices, **fields)
 
     def end(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return the usage and the explanations, which are fields of a whole response."""
+        """Return the last fields of a response: usage, and explanations if requested."""
         explanations = [explanation(output) for output in outputs] if self.body.explain else None
         return {"usage": self.usage(outputs), "explanations": explanations}
 
     def prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the token ids and log-probabilities of a prompt that were requested."""
+        """Return the fields about a prompt: its token ids and log-probabilities, if requested."""
         fields: dict[str, Any] = {}
         if self.body.return_token_ids:
             fields["prompt_token_ids"] = output.prompt_token_ids
@@ -348,26 +348,26 @@ class OpenAiAnswer(Answer):
         return fields
 
     def sample_token_ids(self, delta: SampleDelta) -> list[int] | None:
-        """Return the new token ids of a sample if they were requested."""
+        """Return the new token ids of a sample; None if they were not requested."""
         return delta.token_ids if self.body.return_token_ids else None
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability that JSON can represent: at least -9999."""
+    """Return a log-probability, or -9999 if it is lower, because JSON has no infinity."""
     return max(logprob, _LOWEST)
 
 
 def keep_top(
     token_id: int, row: dict[int, Logprob] | None, count: int
 ) -> dict[int, Logprob] | None:
-    """Return the candidate `token_id` and the `count` most probable candidates of a position."""
+    """Return the entries of `row` for `token_id` and for the `count` most probable tokens."""
     if row is None:
         return None
     return {other: each for other, each in row.items() if each.rank <= count or other == token_id}
 
 
 def by_token_id(rows: Sequence[dict[int, Logprob] | None] | None) -> Any:
-    """Return the candidates at each position as `schemas.Candidate` dicts by token id."""
+    """Convert the log-probabilities at each position to dicts of `schemas.Candidate`."""
     if rows is None:
         return None
     return [
@@ -386,7 +386,7 @@ def by_token_id(rows: Sequence[dict[int, Logprob] | None] | None) -> Any:
 
 
 def usage(outputs: Sequence[RequestOutput]) -> schemas.Usage:
-    """Return the number of prompt tokens, of generated tokens and of cached tokens."""
+    """Return the numbers of prompt tokens, generated tokens, and cached prompt tokens."""
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_new = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
@@ -399,9 +399,10 @@ def usage(outputs: Sequence[RequestOutput]) -> schemas.Usage:
 
 
 def explanation(output: RequestOutput) -> schemas.RequestExplanation | None:
-    """Return the explanation of a request for its client; None if it was not requested.
+    """Return what a request waited for, as JSON for its client; None if it was not requested.
 
-    Ids of other requests are replaced by "another request", because other clients chose them.
+    Ids of other requests are replaced by "another request", because they may be secrets of other
+    clients.
     """
     explanation = output.explanation
     if explanation is None:
@@ -446,10 +447,10 @@ def _json_constraint(format: bodies.ResponseFormat) -> StructuredOutputsParams:
 
 
 def schema_constraint(schema: dict[str, Any], is_strict: bool) -> StructuredOutputsParams:
-    """Return the constraint on a text to be JSON that matches a schema."""
+    """Return the constraint that a text is JSON and matches a schema."""
     guidance = schema.get("x-guidance", {})
     if not is_strict and isinstance(guidance, dict):
-        # A schema is a hint unless it is strict: unsupported keywords are ignored.
+        # Ignore keywords of the schema that llguidance does not support, unless it is strict.
         schema = {**schema, "x-guidance": {"lenient": True, **guidance}}
     return StructuredOutputsParams(json=schema)
 
@@ -457,15 +458,15 @@ def schema_constraint(schema: dict[str, Any], is_strict: bool) -> StructuredOutp
 def only_constraint(
     params: dict[str, Any], format: StructuredOutputsParams | None, field: str
 ) -> StructuredOutputsParams | None:
-    """Return the constraint on a text, which two fields may contain; None if neither does.
+    """Return the constraint of ``structured_outputs`` or of the API's own field, else None.
 
     Args:
       params: sampling parameters, which may have ``structured_outputs``.
-      format: the constraint of the API's own field.
+      format: the constraint in the API's own field, such as ``response_format``; None if absent.
       field: name of this field.
 
     Raises:
-      ApiError: both fields contain a constraint.
+      ApiError: both constraints are given.
     """
     constraint = params.get("structured_outputs")
     if format is not None and constraint is not None:

@@ -1,4 +1,4 @@
-"""Responses of ``POST /v1/messages``, Anthropic's API."""
+"""Answers of ``POST /v1/messages``, the endpoint of Anthropic's API."""
 
 import json
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from paged_jax.server.service import Client, Service
 
 
 class MessagesAnswer(BlockAnswer):
-    """Response of ``POST /v1/messages``."""
+    """Answer of ``POST /v1/messages``, whole or as a stream."""
 
     prefix = "msg"
     ping = encode_named_event("ping", {"type": "ping"})
@@ -39,18 +39,18 @@ class MessagesAnswer(BlockAnswer):
 
     @property
     def stop(self) -> tuple[str, list[str]]:
-        """The body field with stop strings, and the stop strings."""
+        """Name of the body field with the stop strings, and all stop strings of both fields."""
         field, stop = super().stop
         own = self.body.stop_sequences
         return (field, stop) if own is None else ("stop_sequences", [*stop, *own])
 
     @property
     def has_format(self) -> bool:
-        """Whether the body has a format that constrains the text."""
+        """Whether the body requires a format of the text."""
         return self.body.format is not None
 
     def format_constraint(self) -> StructuredOutputsParams:
-        """Return the constraint of the body's format."""
+        """Return the constraint that the body's format describes. Call it only if `has_format`."""
         assert self.body.format is not None
         return schema_constraint(self.body.format.schema_, is_strict=False)
 
@@ -60,7 +60,7 @@ class MessagesAnswer(BlockAnswer):
         return params if self.body.stop_sequences is None else params | {"stop": self.stop[1]}
 
     def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
-        """Return the whole response."""
+        """Return the JSON of the response, given the finished output."""
         [output] = outputs
         [delta] = whole_samples(output)
         self.tracker.push(self.chat.parts(delta, is_whole=True), is_last=True)
@@ -71,17 +71,17 @@ class MessagesAnswer(BlockAnswer):
     # Stream
 
     def encode(self, event: JsonDict) -> bytes:
-        """Return the bytes of an event."""
+        """Return the bytes of a stream's event."""
         return encode_named_event(event["type"], event)
 
     def failure(self, error: ApiError) -> bytes:
-        """Return the last event of a stream that fails."""
+        """Return the bytes of the event with which a stream ends if an error occurs."""
         return encode_named_event("error", anthropic_error(error, self.record.request_id))
 
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
     ) -> list[JsonDict]:
-        """Return the events with the new parts of the answer."""
+        """Return the stream events for new text and tokens."""
         events: list[JsonDict] = []
         for delta in deltas:
             if delta.start == 0:
@@ -93,7 +93,7 @@ class MessagesAnswer(BlockAnswer):
         return events
 
     def closing(self, outputs: Sequence[RequestOutput]) -> list[JsonDict]:
-        """Return the last events of a stream: the stop reason and the usage."""
+        """Return the last events of a stream, with the stop reason and the token counts."""
         [output] = outputs
         delta = {"type": "message_delta", "delta": self._end(output.outputs[0])}
         delta |= {"usage": self._usage(output), **self._explanations(output)}
@@ -114,7 +114,7 @@ class MessagesAnswer(BlockAnswer):
         }
 
     def _usage(self, output: RequestOutput) -> JsonDict:
-        """Return the usage. Tokens from the prefix cache are not counted as input tokens."""
+        """Return the token counts. ``input_tokens`` excludes tokens found in the prefix cache."""
         total = usage([output])
         cached = total.prompt_tokens_details.cached_tokens
         return {
@@ -131,10 +131,10 @@ class MessagesAnswer(BlockAnswer):
         return {"explanations": [explanation(output)]} if self.body.explain else {}
 
     def _end(self, sample: CompletionOutput) -> JsonDict:
-        """Return the reason why the answer ended, and the stop string that ended it."""
+        """Return the fields ``stop_reason`` and ``stop_sequence``, which say why it ended."""
         if sample.finish_reason != "stop":
-            # An expired `timeout` has this reason too, because Anthropic's API has no other reason
-            # for an answer that was cut short.
+            # After an expired `timeout`, report "max_tokens" too: Anthropic's API has no other
+            # reason for an answer that is incomplete.
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if any(block.kind == "call" for block in self.tracker.blocks):
             return {"stop_reason": "tool_use", "stop_sequence": None}
@@ -146,7 +146,7 @@ class MessagesAnswer(BlockAnswer):
 
     @property
     def _hides_thoughts(self) -> bool:
-        """Whether blocks of reasoning are empty."""
+        """Whether the client asked to leave out the text of the reasoning."""
         return self.body.thinking is not None and self.body.thinking.display == "omitted"
 
     def _events_of(self, change: BlockChange) -> list[JsonDict]:
@@ -171,7 +171,7 @@ class MessagesAnswer(BlockAnswer):
         return [{"type": "content_block_delta", **index, "delta": signature}, *stop]
 
     def _content(self, block: Block) -> JsonDict:
-        """Return a block in Anthropic's format."""
+        """Return the JSON of a block in Anthropic's format."""
         if block.kind == "reasoning":
             text = "" if self._hides_thoughts else block.text
             return {"type": "thinking", "thinking": text, "signature": ""}

@@ -1,4 +1,4 @@
-"""Body of ``POST /v1/messages``, Anthropic's API, and its conversion to a chat."""
+"""Request body of ``POST /v1/messages``, and its conversion to a chat completion body."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -23,26 +23,27 @@ from paged_jax.server.sampling_body import (
     Text,
 )
 
-# Start of a system block that changes with each request, so that nothing after it would be cached.
+# System blocks that begin with this text are dropped: they differ in each request, so nothing after
+# them could be found in the prefix cache.
 _BILLING = "x-anthropic-billing-header:"
 
 
 class OutputFormat(LenientBody):
-    """Format of the text: JSON that matches a schema."""
+    """Required format of the text: JSON that matches a schema."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(LenientBody):
-    """Options of the output: its format, and the effort of the reasoning."""
+    """Options of the output: the format of the text, and the reasoning effort."""
 
     format: OutputFormat | None = None
     effort: str | None = None
 
 
 class ThinkingConfig(LenientBody):
-    """Whether the model reasons before it answers, and whether the answer shows the reasoning."""
+    """Whether the model reasons first, and whether the response has the text of the reasoning."""
 
     type: str
     display: Literal["summarized", "omitted"] | None = None
@@ -71,7 +72,7 @@ class CountTokensBody(TemplateFields):
     output_format: OutputFormat | None = Field(
         None, description="An older name of `output_config.format`."
     )
-    # Fields that are accepted and have no effect on this server.
+    # Fields below are accepted and have no effect on this server.
     cache_control: dict[str, Any] | None = Field(
         None, description="Ignored: the prefix cache needs no marks."
     )
@@ -86,7 +87,7 @@ class CountTokensBody(TemplateFields):
 
     @property
     def format(self) -> OutputFormat | None:
-        """Format of the text; None if it may have any form."""
+        """Required format of the text, from either of its fields; None if there is none."""
         config = self.output_config
         return self.output_format if config is None or config.format is None else config.format
 
@@ -99,17 +100,18 @@ class MessagesBody(CountTokensBody, SamplingBody):
     )
     stop_sequences: Items[Text] | None = Field(None, description="Texts that end the output.")
     n: Literal[1] | None = Field(None, description="Only 1.")
-    # Fields that are accepted and have no effect on this server.
+    # Fields below are accepted and have no effect on this server.
     inference_geo: str | None = Field(None, description="Ignored.")
     diagnostics: Any = Field(None, description="Ignored.")
     thread: None = Field(None, description="Must be null: messages are not stored.")
 
 
 def chat_of_messages(body: CountTokensBody, tokenizer: Tokenizer | None) -> bodies.ChatBody:
-    """Return the chat that a body describes.
+    """Convert a body to a body of ``POST /v1/chat/completions``.
 
     Raises:
-      ApiError: a message contains blocks that this server cannot read, or the tools are invalid.
+      ApiError: a message has blocks that are not supported, such as images, or the tools are
+        invalid.
     """
     messages = [
         each for index, message in enumerate(body.messages) for each in _messages(message, index)
@@ -151,9 +153,10 @@ def _system(system: str | list[dict[str, Any]] | None) -> str | None:
 
 
 def _messages(message: Mapping[str, Any], index: int) -> Iterator[JsonDict]:
-    """Yield the chat messages for one message of the request.
+    """Convert a message of the request to messages of a chat completion body.
 
-    Each tool result becomes a chat message. The other blocks together become one more.
+    Each tool result becomes a message with the role ``tool``. All other blocks are joined into one
+    message.
     """
     role, content = message.get("role"), message.get("content")
     place = f"messages.{index}.content"
@@ -197,7 +200,7 @@ def _messages(message: Mapping[str, Any], index: int) -> Iterator[JsonDict]:
 
 
 def _result(block: Mapping[str, Any], place: str) -> str:
-    """Return the text of the result of a call."""
+    """Return the text of a tool result, which begins with "Error: " if the tool failed."""
     content = block.get("content") or ""
     if not isinstance(content, str):
         content = "".join(_result_texts(content, f"{place}.content"))
@@ -205,7 +208,7 @@ def _result(block: Mapping[str, Any], place: str) -> str:
 
 
 def _result_texts(content: Any, place: str) -> Iterator[str]:
-    """Yield the texts of the blocks of a result. Blocks of unknown types are skipped."""
+    """Yield the texts of the blocks in a tool result. Blocks of unknown types are skipped."""
     if not isinstance(content, list):
         raise ApiError(400, f"{place} must be a text or a list of blocks.", param=place)
     for index, part in enumerate(content):
@@ -215,7 +218,10 @@ def _result_texts(content: Any, place: str) -> Iterator[str]:
 
 
 def _joined(messages: list[JsonDict]) -> list[JsonDict]:
-    """Return the messages. Join consecutive messages of one role that have only a content."""
+    """Return messages in which consecutive messages of the same role are joined.
+
+    Messages with other fields, such as tool calls, are not joined.
+    """
     joined: list[JsonDict] = []
     for message in messages:
         last = joined[-1] if joined else {}
@@ -237,10 +243,10 @@ def _tool(tool: JsonDict) -> JsonDict:
 
 
 def _tool_choice(choice: JsonDict) -> tuple[Any, bool | None]:
-    """Return the choice in the form of a chat request, and whether several calls are allowed.
+    """Convert `tool_choice` to OpenAI's ``tool_choice`` and ``parallel_tool_calls``.
 
     Raises:
-      ApiError: the choice is unknown.
+      ApiError: the type of the choice is unknown.
     """
     kind = choice.get("type", "auto")
     known: JsonDict = {

@@ -1,4 +1,4 @@
-"""The ASGI application: routes, error handlers, and `Startup` for probes while the model loads."""
+"""The ASGI application with all routes, and `Startup`, which serves while the model loads."""
 
 import asyncio
 import concurrent.futures
@@ -39,9 +39,9 @@ from paged_jax.server.tokenization import (
     tokenizer_info,
 )
 
-# nginx' status for a client that has left. It appears in logs and metrics only.
+# Status for a client that has disconnected, as in nginx. It appears only in logs and metrics.
 _CLIENT_CLOSED_REQUEST = 499
-# Seconds after which a client may retry while the server starts.
+# Value of the header Retry-After, in seconds, while the server starts.
 _RETRY_AFTER = 5
 
 
@@ -75,7 +75,7 @@ def create_app(service: Service) -> Starlette:
         route("/tokenize", tokenize, "POST"),
         route("/detokenize", detokenize, "POST"),
         route("/tokenizer_info", tokenizer_info),
-        # SGLang's router requests two paths for the same data, depending on its version.
+        # Versions of SGLang's router use different paths for the same data.
         constant("/get_model_info", model_info),
         constant("/model_info", model_info),
         constant("/get_server_info", server_info),
@@ -102,14 +102,14 @@ def create_app(service: Service) -> Starlette:
         },
         lifespan=service.lifespan,
     )
-    # Starlette would redirect a path with an additional slash to the host in the Host header, which
-    # the client chooses.
+    # By default, Starlette redirects a path with a slash too much or too few. The redirect contains
+    # the Host header, which the client chooses, so it could lead to any host.
     app.router.redirect_slashes = False
     return app
 
 
 def _cors(service: Service) -> list[Middleware]:
-    """Return the middleware that lets web pages of some sites use the server."""
+    """Return the CORS middleware, which lets web pages of the allowed sites use the server."""
     origins = service.settings.allowed_origins
     if not origins:
         return []
@@ -143,14 +143,14 @@ def _generation_routes(service: Service) -> list[Route]:
 
 
 async def _live(service: Service, request: Request) -> Response:
-    """Report whether the process can still serve. It must be restarted if the engine failed."""
+    """Answer the liveness probe: 503 if the engine has failed and a restart is needed."""
     has_failed = service.engine.failure is not None
     status = "failed" if has_failed else "ok"
     return json_response(schemas.Probe(status=status), 503 if has_failed else 200)
 
 
 async def _ready(service: Service, request: Request) -> Response:
-    """Report whether load balancers should send requests."""
+    """Answer the readiness probe: 503 while load balancers should send no requests."""
     reason = service.unreadiness
     return json_response(schemas.Probe(status=reason or "ok"), 503 if reason else 200)
 
@@ -160,7 +160,10 @@ async def _version(service: Service, request: Request) -> Response:
 
 
 async def _health(service: Service, request: Request) -> Response:
-    """Report whether the engine makes progress, without waiting for its thread."""
+    """Report the state of the engine. This does not wait for the engine's thread.
+
+    The status is 503 if the engine has failed or is stalled, or if the server is draining.
+    """
     if service.engine.failure is not None:
         status = "failed"
     elif service.stalls.is_stalled:
@@ -225,15 +228,15 @@ def _model_card(service: Service) -> schemas.ModelCard:
 
 
 def _router_infos(service: Service) -> tuple[schemas.ModelInfo, schemas.ServerInfo]:
-    """Return the information about the model and the server for SGLang's router."""
+    """Return the data about the model and the server that SGLang's router requests."""
     name = service.settings.model_name
     model = schemas.ModelInfo(
-        model_path=name,  # not the folder, which is private
+        model_path=name,  # do not reveal the path of the folder to clients
         served_model_name=name,
         max_context_length=service.max_model_len,
         vocab_size=service.vocab_size,
     )
-    # The router would load a tokenizer from `model_path`, so `ServerInfo` does not have this field.
+    # `ServerInfo` has no field `model_path`: the router would try to load a tokenizer from there.
     server = schemas.ServerInfo(
         served_model_name=name,
         version=__version__,
@@ -270,8 +273,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _advice(request: Request) -> str:
-    """Return a sentence for a client that asks for a path without a route."""
-    # Clients join a base URL and a path of their own, so slashes or `/v1` may be missing or double.
+    """Return advice for the 404 error: a similar path that exists, or where all are listed."""
+    # Clients append a path to a base URL, so slashes or `/v1` may be missing or doubled.
     parts = [part for part in request.scope["path"].split("/") if part]
     path = "/" + "/".join(part for part, _ in itertools.groupby(parts))
     known = [each.path for each in openapi.ENDPOINTS if each.method == request.method]
@@ -280,8 +283,8 @@ def _advice(request: Request) -> str:
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    # Starlette raises the error again, so the log contains its traceback. This response bypasses
-    # the request log, which would add the header.
+    # Starlette raises the exception again after this response, so its traceback is logged. The
+    # response bypasses `RequestLogMiddleware`, so the header X-Request-ID is added here.
     request_id = request.scope[RECORD].request_id
     headers = {"X-Request-ID": request_id}
     message = "Something went wrong in the server."
@@ -293,18 +296,19 @@ async def _internal_error(request: Request, error: Exception) -> Response:
 
 
 class Startup:
-    """ASGI application that answers probes before the service exists, and then serves it.
+    """ASGI application that creates the service in a thread, and then serves its application.
 
-    Until then ``/live`` returns 200, and all other paths return 503 with the progress.
+    Until the service exists, ``/live`` returns 200, and all other paths return 503 with a text
+    about the progress.
 
     Args:
-      make: function that creates the service. It is called in a thread. Its argument is a function
-        that it may call with a line of text about its progress.
+      make: function that creates the service, for example by loading the model. It is called in a
+        thread as ``make(report)``, and may call ``report(line)`` with a line about its progress.
 
     Attributes:
       service: the engine and its settings; None until `make` has returned.
-      detail: the last line about the progress.
-      on_failure: function that is called in the event loop if `make` raises.
+      detail: the last line that `make` reported.
+      on_failure: function that is called in the event loop if `make` raises an exception.
 
     Example:
       >>> startup = Startup(lambda report: report("loading the model"))
@@ -323,16 +327,16 @@ class Startup:
 
     @property
     def is_making(self) -> bool:
-        """Whether the thread that creates the service is running. It cannot be stopped."""
+        """Whether `make` has not returned yet. Its thread cannot be stopped."""
         return not self._made.done()
 
     def check(self) -> None:
-        """Raise the exception of `make` if it has failed."""
+        """If `make` raised an exception, raise it here."""
         if self._made.done():
             self._made.result()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle an event of the lifespan or a request."""
+        """Handle a request, or the startup and shutdown events of the ASGI lifespan."""
         if scope["type"] == "lifespan":
             await self._run_lifespan(receive, send)
         else:
@@ -355,9 +359,9 @@ class Startup:
         await response(scope, receive, send)
 
     async def _run_lifespan(self, receive: Receive, send: Send) -> None:
-        """Handle the ASGI lifespan: create the service in a thread, and run its engine."""
+        """Create the service in a thread and run its engine, until the server shuts down."""
         await receive()
-        # The thread is a daemon, because a running compiler must not keep the process alive.
+        # Use a daemon thread, so that a running compilation does not keep the process alive.
         threading.Thread(target=self._run_make, name="paged_jax startup", daemon=True).start()
         serving = asyncio.create_task(self._serve())
         await send({"type": "lifespan.startup.complete"})
@@ -380,8 +384,8 @@ class Startup:
 
     async def _serve(self) -> None:
         try:
-            # Shielded, because cancelling this task must not cancel the future that the thread
-            # sets.
+            # `shield` prevents that cancelling this task also cancels the future, which the thread
+            # sets later.
             service = await asyncio.shield(asyncio.wrap_future(self._made))
         except Exception:
             self.on_failure()

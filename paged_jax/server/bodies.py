@@ -1,6 +1,6 @@
-"""Pydantic models of the bodies of OpenAI's older endpoints, of `/generate` and of `/tokenize`.
+"""Pydantic models of request bodies: completions, chats, `/generate` and `/tokenize`.
 
-`openapi` publishes them, and the tables in docs/http-fields.md are made from them.
+Their schemas are part of /openapi.json, and the tables in docs/http-fields.md are made from them.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -38,7 +38,7 @@ class GenerateBody(SamplingBody):
 
 
 class NamedSchema(LenientBody):
-    """A JSON schema and its name. Unless it is strict, unsupported keywords are ignored."""
+    """A named JSON schema. Unsupported keywords are errors only if `strict` is true."""
 
     name: str | None = None
     description: str | None = None
@@ -47,10 +47,10 @@ class NamedSchema(LenientBody):
 
 
 class ResponseFormat(Body):
-    """Format of the text: any text, a JSON object, or JSON that matches a schema.
+    """Required format of the text: any text, a JSON object, or JSON that matches a schema.
 
-    The type `json_object` may have a schema too: in `schema`, as in llama.cpp, or in `value`, as
-    huggingface_hub's client sends it.
+    With the type `json_object`, a schema may be given too: in `schema`, as for llama.cpp, or in
+    `value`, as huggingface_hub's client does.
     """
 
     type: Literal["text", "json_object", "json_schema"]
@@ -73,7 +73,7 @@ class ResponseFormat(Body):
 
 
 class OpenAiBody(SamplingBody):
-    """Fields of both endpoints of OpenAI's API."""
+    """Fields that the bodies of `/v1/completions` and `/v1/chat/completions` have in common."""
 
     model: str | None = Field(
         None,
@@ -104,7 +104,7 @@ class OpenAiBody(SamplingBody):
     response_format: ResponseFormat | None = Field(
         None, description="Format of the text: `json_object`, or `json_schema` with a schema."
     )
-    # Fields that clients often send. They are accepted with values that change nothing.
+    # Fields that clients often send. They are accepted, and have no effect.
     metadata: dict[str, str] | None = Field(None, description="Ignored.")
     store: bool | None = Field(None, description="Ignored: responses are not stored.")
     service_tier: str | None = Field(None, description="Ignored.")
@@ -136,28 +136,28 @@ class CompletionBody(OpenAiBody):
 
 
 class TextPart(LenientBody):
-    """Text as part of a message's content, also by its names in responses."""
+    """A text in the content of a message. The types of `/v1/responses` are accepted too."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
 
 
 class RefusalPart(LenientBody):
-    """The model's refusal of an earlier request, as part of a message's content."""
+    """A refusal in the content of an earlier message of the assistant."""
 
     type: Literal["refusal"]
     refusal: str
 
 
 class FunctionCallParam(LenientBody):
-    """Name and JSON arguments of a function that the model called earlier."""
+    """Name and JSON arguments of the function in an earlier tool call."""
 
     name: Text
     arguments: str | dict[str, Any] | None = None
 
 
 class ToolCallParam(LenientBody):
-    """A tool call of an earlier response, sent back by the client."""
+    """A tool call of an earlier response, which the client sends as part of the conversation."""
 
     id: str | None = None
     type: Literal["function"] | None = "function"
@@ -165,7 +165,10 @@ class ToolCallParam(LenientBody):
 
 
 class FunctionParam(LenientBody):
-    """A function that the model may call. `parameters` is a JSON schema, a hint unless strict."""
+    """A function that the model may call. `parameters` is the JSON schema of its arguments.
+
+    Unsupported keywords of the schema are errors only if `strict` is true.
+    """
 
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -174,7 +177,7 @@ class FunctionParam(LenientBody):
 
 
 class ToolParam(LenientBody):
-    """A tool that the model may use, which is a function."""
+    """A tool that the model may call. Only functions are supported."""
 
     type: Literal["function"]
     function: FunctionParam
@@ -190,7 +193,7 @@ class ToolParam(LenientBody):
 
 
 class FunctionName(Body):
-    """Name of a function."""
+    """The name of a function."""
 
     name: Text
 
@@ -203,16 +206,17 @@ class ToolChoice(Body):
 
 
 class AllowedTools(Body):
-    """Functions that the model may call, or must call if the mode is required."""
+    """Functions that the model may call (mode `auto`) or must call (mode `required`)."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[Items[ToolChoice], Field(min_length=1)]
 
 
 class AllowedToolChoice(Body):
-    """Restriction to some of the request's tools.
+    """Restriction of tool calls to some of the request's tools.
 
-    The prompt still contains all tools, so that requests with other choices share its prefix.
+    The prompt still contains all tools, so that requests with different restrictions have the same
+    prefix, which can be cached.
     """
 
     type: Literal["allowed_tools"]
@@ -220,7 +224,7 @@ class AllowedToolChoice(Body):
 
 
 class MessageParam(LenientBody):
-    """A message of a chat. All fields are passed to the chat template, which may ignore them.
+    """A message of a chat. All fields are passed to the chat template, also unknown ones.
 
     `content` may be missing if the message has tool calls, a refusal or reasoning.
     """
@@ -234,11 +238,11 @@ class MessageParam(LenientBody):
     name: str | None = None
     tool_calls: Items[ToolCallParam] | None = None
     tool_call_id: str | None = None
-    # Reasoning that precedes the message. Clients use either name.
+    # Reasoning that precedes the content. Some clients use one name, some the other.
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    # Fields of a response's message, which clients send back as part of the chat.
+    # These fields are null in messages of responses, and clients send such messages back.
     audio: None = None
     function_call: None = None
 
@@ -254,7 +258,7 @@ class MessageParam(LenientBody):
 
 
 class TokenizeBody(TemplateFields):
-    """Body of `POST /tokenize`, as in vLLM: a text or a chat. A text has no fields of chats."""
+    """Body of `POST /tokenize`, as in vLLM: a text in `prompt`, or a chat in `messages`."""
 
     model: str | None = Field(None, description="Name of the served model.")
     prompt: str | None = Field(None, description="A text; either this or `messages`.")

@@ -1,4 +1,4 @@
-"""Pages of the server: the block map and its changes under ``/cache``, and a chat at ``/``."""
+"""Web pages of the server: the state of the cache at ``/cache``, and a chat at ``/``."""
 
 import asyncio
 import dataclasses
@@ -20,8 +20,8 @@ _TYPES = {
     "js": "text/javascript; charset=utf-8",
     "css": "text/css; charset=utf-8",
 }
-# The pages show prompts. They therefore load nothing from other sites, and no site may show them in
-# a frame.
+# The pages show prompts. So they must not load anything from other sites, and other sites must not
+# show them in a frame.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -32,7 +32,7 @@ _HEADERS = {
 
 
 def routes(service: Service) -> list[Route]:
-    """Return the routes of the page, its files and its data."""
+    """Return the routes of the cache page, of its files, and of its data as JSON."""
 
     def route(path: str, endpoint: Any, **bound: Any) -> Route:
         async def for_admins(request: Request) -> Response:
@@ -52,7 +52,7 @@ def routes(service: Service) -> list[Route]:
 
 
 def chat_page_routes() -> list[Route]:
-    """Return the routes of the page for chats. They need no key: the page asks for it."""
+    """Return the routes of the chat page. They need no API key; the page asks the user for it."""
 
     def route(path: str, name: str) -> Route:
         async def answer(request: Request) -> Response:
@@ -74,7 +74,7 @@ def _page_file(name: str) -> Response:
 
 
 async def _state(service: Service, request: Request) -> Response:
-    """Return the cache map, and the events after the event numbered `since`."""
+    """Return the `CacheMap`, and the cache events with numbers above the query field `since`."""
     since = request.query_params.get("since", "0")
     if not _is_number(since):
         raise ApiError(400, "since must be the number of an event.", param="since")
@@ -89,7 +89,8 @@ async def _state(service: Service, request: Request) -> Response:
     def render() -> Response:
         state = {
             "model": service.settings.model_name,
-            # Shows the page that the server was restarted, so that event numbers begin again.
+            # If this time changes, the page knows that the server was restarted, and that the
+            # numbers of events begin again.
             "started": service.created,
             "num_generated_tokens": generated,
             **dataclasses.asdict(cache_map),
@@ -97,12 +98,12 @@ async def _state(service: Service, request: Request) -> Response:
         }
         return JSONResponse(state, headers=_HEADERS)
 
-    # In a thread, because the JSON of a large cache has megabytes and would delay streams.
+    # Build the JSON in a thread: for a large cache it has megabytes, which would delay streams.
     return await asyncio.to_thread(render)
 
 
 async def _history(service: Service, request: Request) -> Response:
-    """Return counts of the last two minutes, for the curves of a page that was just opened."""
+    """Return counts of the last two minutes, from which a new page draws its curves."""
     now = time.perf_counter()
     samples = [
         {
@@ -119,7 +120,7 @@ async def _history(service: Service, request: Request) -> Response:
 
 
 async def _block(service: Service, request: Request) -> Response:
-    """Return the text in a block, for each sequence that holds it."""
+    """Return the text in a block, with an entry for each sample that uses the block."""
     name = request.path_params["block"]
     if not _is_number(name) or int(name) >= service.num_blocks:
         raise ApiError(404, f"The block must be in 0..{service.num_blocks - 1}, got {name[:20]}.")

@@ -1,4 +1,4 @@
-"""Responses of ``POST /v1/chat/completions``, with chat templates, reasoning and tool calls."""
+"""Answers of ``POST /v1/chat/completions``, with reasoning and tool calls."""
 
 import functools
 import itertools
@@ -18,7 +18,7 @@ from paged_jax.server.service import Client, Service
 
 
 class ChatAnswer(OpenAiAnswer):
-    """Response of ``POST /v1/chat/completions``."""
+    """Answer of ``POST /v1/chat/completions``, whole or as a stream."""
 
     prefix = "chatcmpl"
     body: bodies.ChatBody
@@ -29,35 +29,36 @@ class ChatAnswer(OpenAiAnswer):
     ):
         super().__init__(service, body, client, record)
         self.chat = Chat(service, body)
-        self._num_calls: dict[int, int] = {}  # calls in the stream of each sample
+        # Number of tool calls that the stream of each sample has begun.
+        self._num_calls: dict[int, int] = {}
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the messages as a prompt, rendered by the model's chat template."""
+        """Return one prompt: the token ids of the messages, rendered by the chat template."""
         return [self.chat.token_ids()]
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a schema or grammar constrains the text."""
+        """Whether a grammar must be compiled: for a constraint on the text, or for tool calls."""
         return super().is_constrained or bool(self.body.tools)
 
     @property
     def num_chars(self) -> int:
-        """Number of characters of all messages."""
+        """Total number of characters of all messages."""
         return num_chars(self.body.messages)
 
     @property
     def max_tokens(self) -> int | None:
-        """Maximum number of tokens of each sample.
+        """Maximum number of tokens of each sample; None if the body sets no limit.
 
-        `max_completion_tokens` overrides `max_tokens`.
+        The field `max_completion_tokens` overrides `max_tokens`.
         """
         newer = self.body.max_completion_tokens
         return self.body.max_tokens if newer is None else newer
 
     def params(self) -> dict[str, Any]:
         """Return the sampling parameters, with log-probabilities and the grammar of tool calls."""
-        # `max_tokens` is always included: None lets a chat fill the context, unlike the default of
-        # `SamplingParams`.
+        # Always include `max_tokens`. With None, an answer may fill the context. If it were left
+        # out, the default of `SamplingParams` would apply.
         body, params = self.body, {**super().params(), "max_tokens": self.max_tokens}
         if body.top_logprobs and not body.logprobs:
             raise ApiError(
@@ -70,7 +71,7 @@ class ChatAnswer(OpenAiAnswer):
         return params | self.chat.params(params.get("structured_outputs"), field)
 
     def usage(self, outputs: Sequence[RequestOutput]) -> schemas.Usage:
-        """Return the usage, with the number of tokens of the reasoning."""
+        """Return the token counts, including the number of reasoning tokens."""
         total = usage(outputs)
         if self.chat.reasoning is not None:
             samples = [sample for output in outputs for sample in output.outputs]
@@ -81,7 +82,7 @@ class ChatAnswer(OpenAiAnswer):
         return total
 
     def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
-        """Return the whole response, with a message for each sample."""
+        """Return the JSON of the response, with a message for each sample."""
         [output] = outputs
         choices = [self._choice(delta) for delta in whole_samples(output)]
         end = self.end(outputs) | self.prompt_fields(output)
@@ -111,11 +112,13 @@ class ChatAnswer(OpenAiAnswer):
         )
 
     def _delta(self, index: int, parts: Sequence[AnswerDelta]) -> schemas.ChatDelta:
-        """Return the new parts of a message; empty while a text may still become a call.
+        """Convert new parts of an answer to the delta of a message.
+
+        The delta may be empty: text that may turn out to be a tool call is held back.
 
         Args:
           index: index of the sample.
-          parts: the new parts.
+          parts: the new parts of the answer.
         """
         texts = {"reasoning": "", "content": ""}
         calls = list[schemas.ToolCallDelta]()
@@ -123,7 +126,7 @@ class ChatAnswer(OpenAiAnswer):
             if kind == "call":
                 calls.append(self._begin_call(index, text))
             elif kind == "arguments" and calls:
-                # an event has at most one entry for each call
+                # Extend the entry of this call, because an event has at most one entry per call.
                 calls[-1].function.arguments += text
             elif kind == "arguments":
                 function = schemas.CalledFunction(arguments=text)
@@ -149,10 +152,10 @@ class ChatAnswer(OpenAiAnswer):
         return schemas.ToolCallDelta(index=index, id=new_id, type="function", function=function)
 
     def opening(self) -> list[JsonDict]:
-        """Return an event for each sample with the assistant's role.
+        """Return an event for each sample, with the role ``"assistant"``.
 
-        It has no content if the answer may consist of calls or begin with reasoning: for an empty
-        content, clients would begin a text.
+        Its content is "" only if the answer is plain text. Otherwise it is null, because an answer
+        may begin with reasoning or tool calls, and clients start a text if they receive content.
         """
         content = "" if self.chat.is_plain else None
         delta = to_json_dict(schemas.ChatDelta, role="assistant", content=content)
@@ -161,7 +164,7 @@ class ChatAnswer(OpenAiAnswer):
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
     ) -> list[JsonDict]:
-        """Return one event per new part of a sample: its new text, its finish reason, or both."""
+        """Return an event for each delta, with the new text and the finish reason, if any."""
         return [self._next_chunk(output, each) for each in deltas]
 
     def _next_chunk(self, output: RequestOutput, delta: SampleDelta) -> JsonDict:
@@ -209,19 +212,19 @@ class ChatAnswer(OpenAiAnswer):
 def chat_logprobs(
     tokenizer: Tokenizer, sample: CompletionOutput, indices: Iterable[int], count: int
 ) -> Iterator[schemas.TokenLogprob]:
-    """Yield the log-probabilities of tokens, and of the most probable tokens at their positions.
+    """Yield log-probabilities in OpenAI's format for chats, with an entry for each token.
 
     Args:
       tokenizer: the tokenizer of the model.
-      sample: a sample with log-probabilities.
-      indices: indices of the tokens in the sample.
-      count: number of most probable tokens at each position.
+      sample: a sample that was generated with log-probabilities.
+      indices: indices in the sample of the tokens to report.
+      count: number of most probable tokens that each entry has.
     """
     assert sample.logprobs is not None
     for index in indices:
         token_id, row = sample.token_ids[index], sample.logprobs[index]
-        # The candidates always include the generated token, even if it is not among the most
-        # probable.
+        # Select the `count` most probable tokens: `row` also has the generated token, which may be
+        # less probable.
         top = sorted(row, key=lambda each: row[each].rank)[:count]
         others = [_top_logprob(tokenizer, each, row[each]) for each in top]
         yield {**_top_logprob(tokenizer, token_id, row[token_id]), "top_logprobs": others}
@@ -237,6 +240,6 @@ def _top_logprob(tokenizer: Tokenizer, token_id: int, token: Logprob) -> schemas
 
 @functools.lru_cache(maxsize=2**14)
 def _bytes_of(tokenizer: Tokenizer, token_id: int) -> list[int]:
-    # Cached, because creating these lists would take longer than the rest of the response. They are
-    # never modified.
+    # The lists are cached, because creating them takes longer than the rest of the response. They
+    # must not be modified.
     return list(tokenizer.token_bytes(token_id))

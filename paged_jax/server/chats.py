@@ -1,4 +1,4 @@
-"""`Chat`: prompt, constraint and parsed answer of a chat, for the endpoints of all APIs.
+"""`Chat`: rendering of a chat's prompt and parsing of its answer, for all endpoints.
 
 Functions at the end of this file convert messages and tools to the form that chat templates take.
 """
@@ -33,7 +33,10 @@ from paged_jax.server.service import Service
 
 
 class Chat:
-    """A chat to continue: its prompt, the constraint on its answer, and readers of the answer.
+    """A chat for which the model generates the next message.
+
+    It renders the prompt, constrains the answer to tool calls and schemas, and divides the
+    generated text into reasoning, content and tool calls.
 
     Args:
       service: the engine and its settings.
@@ -48,7 +51,7 @@ class Chat:
 
     @functools.cached_property
     def tools(self) -> list[Tool]:
-        """Tools in the prompt. `_allowed_tools` lists the tools that the model may call."""
+        """Tools that the prompt describes. The model may call only those of `_allowed_tools`."""
         body, tokenizer = self.body, self.service.tokenizer
         is_asked = body.tool_choice not in (None, "none", "auto")
         if is_asked and not body.tools:
@@ -63,7 +66,7 @@ class Chat:
 
     @property
     def _allowed_tools(self) -> list[Tool]:
-        """Tools that the model may call."""
+        """Tools that `tool_choice` allows the model to call."""
         choice = self.body.tool_choice
         if isinstance(choice, bodies.ToolChoice):
             listed = [choice]
@@ -80,7 +83,7 @@ class Chat:
 
     @property
     def _must_call(self) -> bool:
-        """Whether the answer must be a call."""
+        """Whether the answer must be a tool call, because of `tool_choice`."""
         choice = self.body.tool_choice
         if isinstance(choice, bodies.AllowedToolChoice):
             choice = choice.allowed_tools.mode
@@ -88,7 +91,7 @@ class Chat:
 
     @property
     def _names_tool(self) -> bool:
-        """Whether the request names the function to call. The answer is then a single call."""
+        """Whether `tool_choice` names the function that must be called. It is called once."""
         return isinstance(self.body.tool_choice, bodies.ToolChoice)
 
     @property
@@ -98,18 +101,18 @@ class Chat:
 
     @property
     def _is_harmony(self) -> bool:
-        """Whether the answer consists of messages in channels."""
+        """Whether the model answers in OpenAI's Harmony format: messages in channels."""
         format = self._tool_format
         return self.reasoning is HARMONY or (format is not None and format.kind == "harmony")
 
     @property
     def reasoning(self) -> ReasoningFormat | None:
-        """Format of the reasoning; None if it is not separated from the content."""
+        """Format of the reasoning in the text; None to leave the reasoning in the content."""
         return None if self.body.separate_reasoning is False else self.service.reasoning_format
 
     @functools.cached_property
     def _prompt(self) -> str:
-        """The prompt as text, rendered by the chat template."""
+        """Text of the prompt, rendered by the chat template."""
         tokenizer = self.service.tokenizer
         if tokenizer is None:
             raise ApiError(400, "Chats need a tokenizer, but the model has none.")
@@ -124,7 +127,7 @@ class Chat:
 
     @functools.cached_property
     def _start(self) -> Start:
-        """Where the answer begins: inside of the reasoning, after it, or either."""
+        """Whether the generated text begins within or after the reasoning, see `Start`."""
         if self.reasoning is None or self.body.continue_final_message:
             return "answer"
         return self.reasoning.start(self._prompt)
@@ -136,11 +139,15 @@ class Chat:
         return tokenizer.encode(prompt, add_special_tokens=bool(self.body.add_special_tokens))
 
     def params(self, constraint: StructuredOutputsParams | None, field: str) -> dict[str, Any]:
-        """Return the sampling parameters for the constraint, and for special tokens in the text.
+        """Return the sampling parameters that the chat sets.
+
+        These are ``structured_outputs``, if the text must follow a grammar, and
+        ``skip_special_tokens``, if special tokens must remain in the text so that it can be parsed.
 
         Args:
-          constraint: constraint on an answer without calls; None if it may be any text.
-          field: name of the body field that has this constraint.
+          constraint: constraint on the content of the answer; None for any text. It does not apply
+            to reasoning and tool calls.
+          field: name of the body field with this constraint, for error messages.
         """
         params: dict[str, Any] = {}
         if (constraint := self._constrain(constraint, field)) is not None:
@@ -152,7 +159,10 @@ class Chat:
     def _constrain(
         self, constraint: StructuredOutputsParams | None, field: str
     ) -> StructuredOutputsParams | None:
-        """Return the constraint on the whole text, given the constraint on the answer."""
+        """Extend the constraint on the content to a constraint on the whole generated text.
+
+        The whole text may also have reasoning and tool calls. Returns None for any text.
+        """
         format, reasoning = self._tool_format, self.reasoning
         if constraint is None and format is None:
             return None
@@ -179,7 +189,8 @@ class Chat:
         try:
             self.service.grammars.compile(whole)
         except ArgumentError:
-            # Raise an error that does not quote the grammar around the constraint, if possible.
+            # If the constraint alone is invalid too, raise its error, which is clearer: it does not
+            # mention the grammar rules that were added.
             self._check(constraint, field)
             raise
         return whole
@@ -194,7 +205,7 @@ class Chat:
         return harmony_grammar(token_ids, tools, is_required=self._must_call, answer=answer)
 
     def _answer_rule(self, constraint: StructuredOutputsParams, field: str) -> str:
-        self._check(constraint, field)  # first, so that its errors name only the constraint
+        self._check(constraint, field)  # raises errors that do not mention the added grammar rules
         return constraint_rule(constraint)
 
     def _check(self, constraint: StructuredOutputsParams, field: str) -> None:
@@ -205,7 +216,7 @@ class Chat:
 
     @property
     def _has_special_marks(self) -> bool:
-        """Whether marks of reasoning or calls are special tokens, which texts omit by default."""
+        """Whether special tokens mark reasoning or tool calls, so that they must not be skipped."""
         tokenizer, reasoning = self.service.tokenizer, self.reasoning
         if tokenizer is None:
             return False
@@ -217,15 +228,15 @@ class Chat:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the text of a sample is its content, without reasoning and calls."""
+        """Whether the whole text is content, so that it is not parsed for reasoning or calls."""
         return self.reasoning is None and not self.tools
 
     def parts(self, delta: SampleDelta, *, is_whole: bool = False) -> list[AnswerDelta]:
-        """Return the new parts of a sample: reasoning, content and calls.
+        """Parse the new text of a sample into reasoning, content and tool calls.
 
         Args:
-          delta: new part of a sample, or the whole sample.
-          is_whole: whether `delta` is the whole sample, not a part of a stream.
+          delta: the new text of a sample. In a stream, call this for each delta in order.
+          is_whole: whether `delta` has the whole sample, because the response is not a stream.
         """
         if self.is_plain:
             return [AnswerDelta("content", delta.text)]
@@ -238,7 +249,8 @@ class Chat:
             )
         is_last = is_whole or delta.sample.finish_reason is not None
         parts = self._readers[index].push(delta.text, is_last=is_last)
-        if self.reasoning is None:  # Harmony's reader always finds the reasoning
+        # `HarmonyReader` always separates the reasoning. Undo this if it is not wanted.
+        if self.reasoning is None:
             return [
                 AnswerDelta("content", part.text) if part.kind == "reasoning" else part
                 for part in parts
@@ -246,11 +258,13 @@ class Chat:
         return parts
 
     def content_tokens(self, delta: SampleDelta, parts: Sequence[AnswerDelta]) -> list[list[int]]:
-        """Return the indices of the tokens of the content, for each part of a sample.
+        """Return, for each part, the indices of the tokens whose text is content.
+
+        The lists of reasoning and tool calls are empty. Indices count the sample's tokens.
 
         Args:
-          delta: new part of a sample, or the whole sample.
-          parts: its parts, see `parts`.
+          delta: the new tokens of a sample.
+          parts: the parts that `parts` returned for `delta`.
         """
         if self.is_plain:
             return [list(range(delta.start, len(delta.sample.token_ids)))]
@@ -263,28 +277,30 @@ class Chat:
         return self._content_tokens[index].push(delta.token_ids, parts)
 
     def num_reasoning_tokens(self, sample: CompletionOutput) -> int:
-        """Return the number of tokens up to the end of the reasoning."""
+        """Return the number of tokens up to the end of the reasoning; 0 without reasoning."""
         reader, tokenizer = self._readers.get(sample.index), self.service.tokenizer
         if reader is None or not reader.has_reasoned or tokenizer is None or not self.reasoning:
             return 0
         low, high = 0, len(sample.token_ids)
         if reader.is_inside:
             return high
-        while low < high:  # the smallest number of tokens that contain the closing mark
+        # Search the smallest number of tokens whose text contains the end tag of the reasoning.
+        while low < high:
             middle = (low + high) // 2
             text = tokenizer.decode(sample.token_ids[:middle], skip_special_tokens=False)
             low, high = (low, middle) if self.reasoning.closing in text else (middle + 1, high)
         return low
 
     def call_id(self, digits: str) -> str:
-        """Return the id of a call in the form that the template accepts, from random digits."""
+        """Make a tool-call id from random hexadecimal digits, as the chat template requires."""
         has_short = self._tool_format is not None and self._tool_format.has_short_ids
         return digits[:CALL_ID_LENGTH] if has_short else f"call_{digits}"
 
     def finish_reason(self, sample: CompletionOutput, has_calls: bool) -> str | None:
-        """Return OpenAI's finish reason: ``"tool_calls"`` if the model chose to call a tool.
+        """Return OpenAI's finish reason of a sample.
 
-        If the request names the function to call, OpenAI's reason is ``"stop"``.
+        It is ``"tool_calls"`` if the model chose to call tools. If `tool_choice` named the function
+        to call, it is ``"stop"``, as in OpenAI's API.
         """
         reason = sample.finish_reason
         is_chosen = reason == "stop" and has_calls and not self._names_tool
@@ -292,29 +308,31 @@ class Chat:
 
 
 class ContentTokens:
-    """Finder of the tokens whose text became the content of an answer.
+    """Search for the tokens whose text is the content of an answer.
 
-    The text of the tokens contains the parts of the answer in their order, between marks.
+    The text of all tokens contains the parts of the answer in order, with tags such as ``</think>``
+    between them.
 
     Args:
       tokenizer: the tokenizer of the model.
-      shows_special: whether the text contains special tokens.
+      shows_special: whether the text includes special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, shows_special: bool):
         self._tokenizer = tokenizer
         self._shows_special = shows_special
         self._num_tokens = 0
-        # Text after the last part, and the tokens that begin in it: index, start and end.
+        # Bytes of text after the last part, and the tokens that begin in this text. Each token has
+        # its index, and its start and end in the text of all tokens.
         self._text = b""
         self._tokens: collections.deque[tuple[int, int, int]] = collections.deque()
         self._offset = 0  # position of `_text` in the text of all tokens
 
     def push(self, token_ids: Sequence[int], parts: Sequence[AnswerDelta]) -> list[list[int]]:
-        """Return the indices of the tokens of the content, for each new part.
+        """Return, for each new part, the indices of the tokens whose text is content.
 
         Args:
-          token_ids: the new tokens. Their text may become a part later.
+          token_ids: the new tokens. The part that contains their text may follow in a later call.
           parts: the new parts.
         """
         for token_id in token_ids:
@@ -327,12 +345,12 @@ class ContentTokens:
         return [self._take(part) for part in parts]
 
     def _take(self, part: AnswerDelta) -> list[int]:
-        """Remove the text of a part and the tokens that begin before its end."""
+        """Remove the text of a part, and return the indices of its tokens if it is content."""
         data = part.text.encode("utf-8", "replace")
         at = self._text.find(data)
         if at < 0 and part.kind in ("call", "arguments"):
-            return []  # arguments in tags are converted to JSON
-        at = max(at, 0)  # not found: the text has replacement characters for invalid bytes
+            return []  # the model did not generate this text: it was converted to JSON
+        at = max(at, 0)  # -1 if the part has replacement characters instead of invalid bytes
         start, end = self._offset + at, self._offset + at + len(data)
         found = []
         while self._tokens and self._tokens[0][1] < end:
@@ -343,16 +361,16 @@ class ContentTokens:
         return found
 
 
-# Messages and tools of a request, in the form that chat templates take
+# The functions below convert messages and tools of a request to the form that chat templates take.
 
 
 def template_messages(messages: Sequence[bodies.MessageParam]) -> list[dict[str, Any]]:
-    """Return messages as `Tokenizer.encode_chat` accepts them."""
+    """Convert messages to dicts, as `Tokenizer.encode_chat` requires."""
     return [_template_message(message) for message in messages]
 
 
 def template_variables(body: bodies.ChatBody | bodies.TokenizeBody) -> dict[str, Any]:
-    """Return the variables that a request sets for the chat template."""
+    """Return the variables for the chat template that the fields of a request set."""
     given: dict[str, Any] = {}
     if body.reasoning_effort is not None:
         given["reasoning_effort"] = body.reasoning_effort
@@ -362,7 +380,7 @@ def template_variables(body: bodies.ChatBody | bodies.TokenizeBody) -> dict[str,
 
 
 def num_chars(messages: Sequence[bodies.MessageParam]) -> int:
-    """Return the number of characters of all messages together."""
+    """Return the total number of characters of all messages, including tool calls."""
     count = 0
     for message in messages:
         calls = [call.function.arguments for call in message.tool_calls or ()]
@@ -373,7 +391,7 @@ def num_chars(messages: Sequence[bodies.MessageParam]) -> int:
 
 
 def _template_message(message: bodies.MessageParam) -> dict[str, Any]:
-    # All fields are kept, because a template may read any of them.
+    # Keep all fields, because a template may read any of them.
     fields: dict[str, Any] = {
         **(message.model_extra or {}),
         "role": message.role,
@@ -389,7 +407,7 @@ def _template_message(message: bodies.MessageParam) -> dict[str, Any]:
 
 
 def _content(message: bodies.MessageParam) -> str | list[dict[str, Any]] | None:
-    """Return the content of a message. Only the text of its parts is kept."""
+    """Return the content of a message. A list of parts is reduced to their texts."""
     if message.content is None or isinstance(message.content, str):
         return message.content
     parts = message.content
@@ -398,17 +416,18 @@ def _content(message: bodies.MessageParam) -> str | list[dict[str, Any]] | None:
 
 
 def _template_call(call: bodies.ToolCallParam) -> dict[str, Any]:
-    """Return a tool call without the extra fields that clients add."""
+    """Convert a tool call to a dict, without additional fields that clients send."""
     function = {"name": call.function.name, "arguments": call.function.arguments}
     given = {} if call.id is None else {"id": call.id}
     return {**given, "type": call.type or "function", "function": function}
 
 
 def template_tools(tools: Sequence[bodies.ToolParam], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return tools as `Tokenizer.encode_chat` accepts them.
+    """Convert tools to dicts, as `Tokenizer.encode_chat` requires.
 
     Raises:
-      ApiError: the model's chat template has no tools, or an unknown format of calls.
+      ApiError: the model's chat template does not support tools, or its format of tool calls is not
+        supported.
     """
     if tools and tokenizer.tool_format is None:
         shows = tokenizer.tool_support.shows_tools
@@ -418,10 +437,10 @@ def template_tools(tools: Sequence[bodies.ToolParam], tokenizer: Tokenizer) -> l
 
 
 def check_calls(messages: Sequence[bodies.MessageParam], tokenizer: Tokenizer) -> None:
-    """Check that the model sees the tool calls in a chat.
+    """Check that the chat template includes tool calls of earlier messages in the prompt.
 
     Raises:
-      ApiError: the chat contains calls, but the model's chat template leaves them out.
+      ApiError: a message has tool calls, but the chat template omits them.
     """
     for index, message in enumerate(messages):
         if message.tool_calls and not tokenizer.tool_support.writes_calls:

@@ -1,4 +1,4 @@
-"""Responses of ``POST /generate`` and ``POST /v1/completions``, and texts of tokens."""
+"""Answers of ``POST /generate`` and ``POST /v1/completions``, and the text of each token."""
 
 import dataclasses
 import itertools
@@ -25,14 +25,18 @@ from paged_jax.server.service import Client, Service
 
 
 class GenerateAnswer(Answer):
-    """Response of ``POST /generate``, this server's own endpoint."""
+    """Answer of ``POST /generate``, an endpoint that only this server has."""
 
     prefix = "gen"
     fallback_params = {"temperature": 0.0}
     body: bodies.GenerateBody
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompt as text or token ids."""
+        """Return one prompt, as text or token ids.
+
+        Raises:
+          ApiError: the body has both `prompt` and `prompt_token_ids`, or neither.
+        """
         text, token_ids = self.body.prompt, self.body.prompt_token_ids
         if (text is None) == (token_ids is None):
             raise ApiError(400, "Exactly one of prompt and prompt_token_ids must be given.")
@@ -44,19 +48,19 @@ class GenerateAnswer(Answer):
         return len(self.body.prompt or "")
 
     def params(self) -> dict[str, Any]:
-        """Return the sampling parameters, including the numbers of log-probabilities."""
+        """Return the sampling parameters, with `logprobs` and `prompt_logprobs`."""
         asked = {name: getattr(self.body, name) for name in ("logprobs", "prompt_logprobs")}
         return super().params() | {k: v for k, v in asked.items() if v is not None}
 
     def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
-        """Return the whole response from the output of the prompt."""
+        """Return the JSON of the response, given the finished output."""
         [output] = outputs
         return self._json(output, whole_samples(output))
 
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
     ) -> list[JsonDict]:
-        """Return one event with the new parts of all samples."""
+        """Return a list with one event, which has the new text and tokens of all samples."""
         return [self._json(output, deltas)] if deltas else []
 
     def _json(self, output: RequestOutput, deltas: list[SampleDelta]) -> JsonDict:
@@ -93,7 +97,7 @@ def _generated_sample(delta: SampleDelta) -> schemas.GeneratedSample:
 
 
 class CompletionAnswer(OpenAiAnswer):
-    """Response of ``POST /v1/completions``."""
+    """Answer of ``POST /v1/completions``, whole or as a stream."""
 
     body: bodies.CompletionBody
     chunk_type = schemas.CompletionResponse
@@ -102,8 +106,9 @@ class CompletionAnswer(OpenAiAnswer):
         self, service: Service, body: bodies.CompletionBody, client: Client, record: RequestRecord
     ):
         super().__init__(service, body, client, record)
-        # For each sample, by the indices of prompt and sample: the text offset of its next token in
-        # characters, and the splitter of its text. Both are set in the first event of the sample.
+        # The keys are pairs of the indices of prompt and sample. `_offsets` has the position of the
+        # sample's next token in its text, in characters. `_texts` divides the text into tokens.
+        # Both are set when the first event of a sample is built.
         self._offsets: dict[tuple[int, int], int] = {}
         self._texts: dict[tuple[int, int], TokenTexts] = {}
 
@@ -126,11 +131,17 @@ class CompletionAnswer(OpenAiAnswer):
 
     @property
     def num_samples(self) -> int:
-        """Number of samples to draw for each prompt. With `best_of` fewer are returned."""
+        """Number of samples to draw for each prompt: `best_of`, of which `n` are returned."""
         return self.body.best_of or super().num_samples
 
     def params(self) -> dict[str, Any]:
-        """Return the sampling parameters; with `echo` also log-probabilities of the prompt."""
+        """Return the sampling parameters, with `best_of` as `n`, and with `logprobs`.
+
+        With `echo` and `logprobs`, log-probabilities of the prompt are requested too.
+
+        Raises:
+          ApiError: `best_of` is less than `n`, or is given for a stream.
+        """
         params = super().params()
         if self.body.best_of is not None:
             if self.body.best_of < (self.body.n or 1):
@@ -146,7 +157,7 @@ class CompletionAnswer(OpenAiAnswer):
         return params
 
     def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
-        """Return the whole response, with the samples in the order of the prompts."""
+        """Return the JSON of the response, with the samples in the order of the prompts."""
         best = [_best_samples(output, self.body.n or 1) for output in outputs]
         choices = [
             self._choice(prompt, output, delta)
@@ -159,7 +170,7 @@ class CompletionAnswer(OpenAiAnswer):
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
     ) -> list[JsonDict]:
-        """Return an event for each sample with new tokens or a finish reason."""
+        """Return an event for each sample that has new tokens or has finished."""
         return [
             self.event([self._choice(prompt, output, each)], usage=self.usage_so_far(output, each))
             for each in deltas
@@ -199,8 +210,8 @@ class CompletionAnswer(OpenAiAnswer):
             rows = zip(self._prompt_texts(key[0], output), ids, asked, strict=True)
             rows = ((text, each, keep_top(each, row, count)) for text, each, row in rows)
             offset = self._add_tokens(logprobs, rows, offset)
-        # The event's text may be shorter than these tokens, because a possible beginning of a stop
-        # string is held back.
+        # The text of these tokens may be longer than the text of the event, from which the possible
+        # beginning of a stop string is held back.
         new_texts = map(texts.push, delta.token_ids)
         rows = zip(new_texts, delta.token_ids, delta.logprobs, strict=True)
         self._offsets[key] = self._add_tokens(logprobs, rows, offset)
@@ -235,18 +246,20 @@ class CompletionAnswer(OpenAiAnswer):
         rows: Iterable[tuple[str, int, dict[int, Logprob] | None]],
         offset: int,
     ) -> int:
-        """Append tokens with their candidates, and return the text offset of the next token.
+        """Append entries of tokens to `logprobs`. Return the text offset after the last token.
 
         Args:
-          logprobs: lists to append to.
-          rows: text, id and candidates of each token. The first prompt token has no candidates.
-          offset: text offset of the first token, in characters.
+          logprobs: the lists to which the entries are appended.
+          rows: text, id and log-probabilities by token id, for each token. The first token of a
+            prompt has no log-probabilities (None).
+          offset: position of the first token in the text, in characters.
         """
         for token, token_id, candidates in rows:
             top, logprob = None, None
             if candidates is not None:
                 logprob = finite(candidates[token_id].logprob)
-                # Several byte tokens may have the same text. Keep the chosen token's entry.
+                # Tokens for single bytes may have the same text. Then keep the entry of the
+                # generated token.
                 others = (c for each, c in candidates.items() if each != token_id)
                 top = {c.decoded_token: finite(c.logprob) for c in others} | {token: logprob}
             logprobs["tokens"].append(token)
@@ -258,7 +271,7 @@ class CompletionAnswer(OpenAiAnswer):
 
 
 def _best_samples(output: RequestOutput, count: int) -> RequestOutput:
-    """Return the output with the `count` samples of highest mean log-probability, best first."""
+    """Return an output with only the `count` best samples, by mean log-probability."""
     if len(output.outputs) <= count:
         return output
 
@@ -271,15 +284,15 @@ def _best_samples(output: RequestOutput, count: int) -> RequestOutput:
 
 
 class TokenTexts:
-    """Splitter of the text of a sample into the texts of its tokens.
+    """Incremental conversion of a sample's tokens to their texts.
 
-    A character that spans several tokens belongs to the last of them. Special tokens that the text
-    leaves out have an empty text.
+    The texts of all tokens together are the text of the sample. If several tokens encode a single
+    character, it belongs to the last of them. Skipped special tokens have the text "".
 
     Args:
-      tokenizer: the model's tokenizer; with None all texts are empty.
-      before: token ids of the prompt that precedes the text.
-      skip_special_tokens: whether the text leaves out special tokens.
+      tokenizer: the model's tokenizer. With None, all texts are "".
+      before: token ids of the prompt.
+      skip_special_tokens: whether the text omits special tokens.
 
     Example:
       >>> TokenTexts(None, []).push(5)
@@ -298,16 +311,16 @@ class TokenTexts:
             self._detokenizer = Detokenizer(
                 tokenizer,
                 skip_special_tokens=skip_special_tokens,
-                # A first word keeps its leading space unless only special tokens precede it.
+                # Keep the space before the first word, unless the prompt has only special tokens.
                 continues_text=not all(map(tokenizer.is_special, before)),
             )
 
     def push(self, token_id: int) -> str:
-        """Return the text of the next token."""
+        """Add the next token, and return its text."""
         return "" if self._detokenizer is None else self._detokenizer.push(token_id)
 
     def finish(self) -> str:
-        """Return the text after the last token: replacement characters for incomplete bytes."""
+        """Return the text to append to the last token: U+FFFD for an incomplete character."""
         return "" if self._detokenizer is None else self._detokenizer.finish()
 
 
@@ -318,16 +331,16 @@ def prompt_texts(
     add_special_tokens: bool = True,
     skip_special_tokens: bool = True,
 ) -> list[str]:
-    """Return the texts of a prompt's tokens, which together are the text of the prompt.
+    """Return the text of each token of a prompt. Joined, they are the text of the prompt.
 
-    Special tokens in a text prompt keep their spelling; special tokens that the tokenizer adds have
-    an empty text. For token ids, the text is the result of `Tokenizer.decode`.
+    If the prompt is a text, special tokens written in it keep their text, and special tokens that
+    the tokenizer adds have the text "". For token ids, the text is that of `Tokenizer.decode`.
 
     Args:
-      tokenizer: the model's tokenizer; with None all texts are empty.
+      tokenizer: the model's tokenizer. With None, all texts are "".
       prompt: the prompt as text or token ids.
-      add_special_tokens: whether the tokenizer added special tokens to a text prompt.
-      skip_special_tokens: whether the text of token ids leaves out special tokens.
+      add_special_tokens: whether the tokenizer adds special tokens to a prompt that is a text.
+      skip_special_tokens: whether the text of token ids omits special tokens.
 
     Example:
       >>> prompt_texts(None, [5, 6])
@@ -343,14 +356,18 @@ def prompt_texts(
 
 
 def split_text(text: str, offsets: Sequence[tuple[int, int]]) -> list[str]:
-    """Split a text at the ends of its tokens.
+    """Split a text into the texts of its tokens.
 
-    A character that spans several tokens belongs to the last of them. A character outside all
-    tokens, such as a space that the tokenizer drops, belongs to the next token.
+    If several tokens encode a single character, it belongs to the last of them. A character that no
+    token encodes, such as a space that the tokenizer drops, belongs to the next token.
 
     Args:
       text: the text.
-      offsets: start and end of each token in the text, in characters.
+      offsets: start and end of each token in the text, in characters. Tokens that the tokenizer
+        added have equal start and end.
+
+    In the example, the tokenizer has added the first token and dropped a space, and the third and
+    the fourth token encode the bytes of "é".
 
     Example:
       >>> split_text("a  é.", [(0, 0), (0, 1), (3, 4), (3, 4), (4, 5)])

@@ -1,4 +1,4 @@
-"""`CompletionEndpoint`: answers a request for generated text, whole or as a stream."""
+"""`CompletionEndpoint`: handles requests for generated text, whole or as a stream."""
 
 import asyncio
 import contextlib
@@ -31,21 +31,27 @@ _STREAM_START: Message = {
     "headers": [
         (b"content-type", b"text/event-stream; charset=utf-8"),
         (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),  # tells nginx to pass on each event
+        (b"x-accel-buffering", b"no"),  # tells nginx to forward each event at once
     ],
 }
 
 
-# Maximum seconds before the first ping of a stream.
+# Maximum seconds without events after which a stream sends its first ping.
 _FIRST_PING = 1.0
 
 
 class CompletionEndpoint(Generic[B]):
     """ASGI endpoint for generated text.
 
-    A request takes these steps: `receive_body` parses it, an `Answer` interprets the fields of its
-    endpoint, `check_request` applies the limits, `Service.admit` counts its samples, `make_job`
-    tokenizes the prompts, `run` yields the engine's outputs, and the `Answer` turns them into JSON.
+    A request is handled in these steps. `receive_body` reads and parses the body. An `Answer`
+    interprets the fields of its endpoint. `check_request` checks the limits. `Service.admit` counts
+    the samples in progress. `make_job` tokenizes the prompts. `run` yields the engine's outputs,
+    which the `Answer` converts to JSON.
+
+    Args:
+      service: the engine and its settings.
+      body_type: Pydantic model of the request body.
+      answer_type: subclass of `Answer` for the endpoint.
     """
 
     def __init__(self, service: Service, body_type: type[B], answer_type: AnswerType[B]):
@@ -54,7 +60,7 @@ class CompletionEndpoint(Generic[B]):
         self._answer_type = answer_type
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Handle a request."""
         service, client, request = self._service, scope[CLIENT], Request(scope, receive)
         service.check_room(1, client)
         body = await receive_body(service, request, self._body_type)
@@ -83,10 +89,10 @@ async def _respond(answer: Answer) -> Response:
 
 
 async def _stream(answer: Answer, receive: Receive, send: Send) -> None:
-    """Generate all samples and send their text as events.
+    """Generate all samples and send their text as events of a stream.
 
-    The response starts with its first event, so that an error before this event has its own HTTP
-    status. A later error becomes the last event.
+    The response starts only when the first event is sent. An error before that is sent with its own
+    HTTP status. A later error is sent as the last event of the stream.
     """
     sender, ending = _EventSender(send), b""
     pings = answer.service.settings.ping_seconds
@@ -108,13 +114,13 @@ async def _stream(answer: Answer, receive: Receive, send: Send) -> None:
 
 
 class _EventSender:
-    """Sender of events, and of pings while there are no events.
+    """Sender of a stream's events, and of pings while there are no events.
 
     Args:
-      send: ASGI channel to the client.
+      send: the ASGI `send` function of the request.
 
     Attributes:
-      is_started: whether the response has started.
+      is_started: whether the start of the response was sent.
     """
 
     def __init__(self, send: Send):
@@ -124,7 +130,7 @@ class _EventSender:
         self.is_started = False
 
     async def send(self, data: bytes) -> None:
-        """Send events, after the start of the response if they are the first."""
+        """Send the bytes of events. Before the first events, send the start of the response."""
         self._is_sending = True
         if not self.is_started:
             self.is_started = True
@@ -134,10 +140,10 @@ class _EventSender:
 
     @contextlib.asynccontextmanager
     async def pinging(self, ping: bytes, seconds: float) -> AsyncIterator[None]:
-        """Send `ping` after each `seconds` without events; 0 sends none.
+        """Send `ping` whenever nothing was sent for `seconds`; 0 sends no pings.
 
-        Proxies and clients close a connection on which nothing arrives, for example while a long
-        prompt is computed. The first ping comes after at most a second.
+        Otherwise, proxies and clients may close the connection, for example while a long prompt is
+        computed. The first ping is sent after at most `_FIRST_PING` seconds without events.
         """
         task = asyncio.create_task(self._ping(ping, seconds)) if seconds else None
         try:
@@ -156,7 +162,7 @@ class _EventSender:
 
 
 async def _events(answer: Answer) -> AsyncGenerator[bytes]:
-    """Yield server-sent events: opening, new text, closing, and the end mark."""
+    """Yield the bytes of a stream: opening events, events with new text, and the end."""
     job = await make_job(answer)
     tracker, finished = DeltaTracker(), {}
     data = b"".join(map(answer.encode, answer.opening()))

@@ -1,6 +1,7 @@
-"""Generation for a request: check it, tokenize its prompts, and run it in the engine.
+"""Steps of a request for generated text: check, tokenize, and run in the engine.
 
-`check_request`, `make_job` and `run` are called in this order. Beam search is at the end.
+`CompletionEndpoint` calls `check_request`, `make_job` and `run` in this order. The functions at the
+end of this file implement beam search.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ from paged_jax.server.service import Service
 
 T = TypeVar("T")
 
-# Parameters that beam search supports, or that have no effect on it.
+# Sampling parameters that beam search supports or can ignore. All others are errors.
 _BEAM_PARAMS = frozenset(
     {"n", "max_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "seed"}
 )
@@ -39,15 +40,16 @@ _BEAM_PARAMS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Validated and tokenized form of a request, for the engine.
+    """A request in the form that the engine needs: validated and tokenized.
 
     Attributes:
       prompts: token ids of each prompt.
       params: sampling parameters of all prompts.
-      cache_salt: salt of the client's API key, joined to the request's own salt.
-      options: further keyword arguments of `AsyncEngine.generate`.
-      grammar: grammar of the structured outputs. This reference keeps it in the cache, where the
-        engine finds it.
+      cache_salt: salt of the client's API key, followed by the ``cache_salt`` of the request.
+      options: other keyword arguments for `AsyncEngine.generate`.
+      grammar: the compiled grammar of ``params.structured_outputs``; None without. It is stored
+        here so that the cache of grammars, which has weak references, still has it when the engine
+        needs it.
     """
 
     prompts: list[list[int]]
@@ -58,7 +60,7 @@ class Job:
 
 
 def check_request(answer: Answer) -> None:
-    """Check the parts of a request that can be checked without tokenizing its prompts.
+    """Check a request as far as possible without tokenizing its prompts.
 
     Raises:
       ApiError: the request names an unknown model, exceeds a limit or the model's context, or has
@@ -83,7 +85,9 @@ def check_request(answer: Answer) -> None:
 
 
 async def make_job(answer: Answer) -> Job:
-    """Check the body of a request and tokenize its prompts, in a thread if that takes long.
+    """Make the sampling parameters of a request and tokenize its prompts.
+
+    This happens in a thread if it may take long, see `Service.encode`.
 
     Raises:
       ApiError: the body is invalid or exceeds a limit.
@@ -102,7 +106,8 @@ def _make_job(answer: Answer) -> Job:
             params = dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
         params = _limit_tokens(service, params, token_ids)
         constraint = params.structured_outputs
-        # Compile the grammar in this thread, so that streams do not wait for it.
+        # Compile the grammar here, because this function runs in a thread of its own. In the
+        # engine's thread, the compilation would delay all streams.
         grammar = None if constraint is None else _compile(answer, constraint)
     except ValueError as error:
         raise bad_request(error) from None
@@ -119,7 +124,7 @@ def _make_job(answer: Answer) -> Job:
     if body.timeout is not None:
         options["timeout"] = body.timeout
     salt, own = answer.client.salt, body.cache_salt or ""
-    # The separator keeps different pairs of salts different.
+    # With the separator, different pairs of salts give different texts.
     return Job(token_ids, params, f"{salt}:{own}" if salt else own, options, grammar)
 
 
@@ -135,7 +140,7 @@ def _too_long(answer: Answer, found: str) -> ApiError:
     room = ", to leave room for an answer" if most < context else ""
     return ApiError(
         400,
-        # Clients recognise this error by OpenAI's first sentence.
+        # The first sentence is OpenAI's, because some clients recognise this error by it.
         f"This model's maximum context length is {context} tokens. The prompt must have at most "
         f"{most}{room}, got {found}.",
         param=answer.prompt_field,
@@ -148,8 +153,8 @@ def _sampling_params(answer: Answer) -> SamplingParams:
     for name in ("logprobs", "prompt_logprobs"):
         service.limits.check("max_logprobs", params.get(name), name)
     recommended = service.generation_config
-    # For chats, a `max_tokens` of None means that the request has no limit. Use the model's
-    # recommendation if there is one.
+    # For chats, a `max_tokens` of None means that the request sets no limit. Remove it, so that the
+    # value that the model recommends is used, if there is one.
     if params.get("max_tokens", 0) is None and "max_tokens" in recommended.sampling_defaults:
         del params["max_tokens"]
     return SamplingParams(**recommended.fill_in(params, answer.fallback_params))
@@ -158,7 +163,11 @@ def _sampling_params(answer: Answer) -> SamplingParams:
 def _limit_tokens(
     service: Service, params: SamplingParams, prompts: list[list[int]]
 ) -> SamplingParams:
-    """Check the number of log-probabilities. If `max_tokens` is None, set it within the limit."""
+    """Check that the number of log-probabilities in the response is within the limit.
+
+    Return the parameters. If log-probabilities are requested and `max_tokens` is None, it is set to
+    the largest value within the limit.
+    """
     limits = service.limits
     room = [max(1, service.max_length - len(prompt)) for prompt in prompts]
     per_token = params.n * _num_logprobs(params.logprobs)
@@ -175,7 +184,10 @@ def _limit_tokens(
 
 
 def _num_logprobs(asked: int | None) -> int:
-    """Return the number of log-probabilities per token, including the token's own."""
+    """Return the number of log-probabilities per token for a value of `logprobs`.
+
+    The chosen token has one too, in addition to the most probable tokens.
+    """
     return 0 if asked is None else asked + 1
 
 
@@ -204,7 +216,7 @@ def _tokenize(answer: Answer, prompt: str | list[int]) -> list[int]:
 
 
 def run(answer: Answer, job: Job) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """Run a job: yield the outputs of all its prompts as they grow, with the prompts' indices.
+    """Run a job. Yield ``(index, output)`` whenever the prompt with this index has new tokens.
 
     Raises:
       ApiError: the engine rejects the job, fails, or has stopped.
@@ -222,7 +234,7 @@ def _sample(answer: Answer, job: Job) -> AsyncGenerator[tuple[int, RequestOutput
 async def _outputs(
     answer: Answer, job: Job, index: int
 ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """Yield the outputs of a prompt."""
+    """Run the prompt with an index. Yield ``(index, output)`` whenever it has new tokens."""
     service = answer.service
     stream = service.engine.generate(
         {"prompt_token_ids": job.prompts[index], "cache_salt": job.cache_salt},
@@ -248,7 +260,11 @@ async def _outputs(
 
 
 def _record(answer: Answer, index: int, output: RequestOutput) -> RequestOutput:
-    """Record an output in the request log, and raise an `ApiError` if a sample has failed."""
+    """Store an output in the record of the request log, and return it.
+
+    Raises:
+      ApiError: a sample of the output has failed.
+    """
     answer.record.note_output(index, output)
     for sample in output.outputs:
         if sample.finish_reason == "error":
@@ -258,8 +274,8 @@ def _record(answer: Answer, index: int, output: RequestOutput) -> RequestOutput:
 
 async def _merge(streams: list[AsyncGenerator[T]]) -> AsyncGenerator[T]:
     """Yield the items of several streams as they arrive. The first error ends all streams."""
-    # A queue of one item: while a slow client is served, each stream keeps only the newest output
-    # of its prompt, which includes the previous outputs.
+    # The queue has room for one item. While the client is slow, each stream waits and keeps only
+    # the newest output of its prompt, which includes all earlier tokens.
     queue: asyncio.Queue[T | Exception | None] = asyncio.Queue(1)
 
     async def forward(stream: AsyncGenerator[T]) -> None:
@@ -289,9 +305,10 @@ async def _merge(streams: list[AsyncGenerator[T]]) -> AsyncGenerator[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# Beam search. The engine's own beam search needs an idle engine. Here each beam is a request for
-# the most probable next tokens, and other requests run meanwhile. The prefix cache contains all
-# full blocks of a beam, so each step computes less than a block per beam.
+# Beam search. `LLM.beam_search` cannot be used, because it needs an engine without other requests.
+# Here, each step sends a request for each beam, which asks for the most probable next tokens. Other
+# requests run at the same time. All full blocks of a beam are in the prefix cache, so that a step
+# computes less than a block per beam.
 
 
 def _check_beam_search(answer: Answer) -> None:
@@ -325,12 +342,15 @@ def _unsupported(name: str, rule: str) -> ApiError:
 
 
 def _num_candidates(service: Service, width: int, num_end_ids: int) -> int:
-    """Return the number of candidate tokens per beam, including suppressed tokens."""
+    """Return the number of most probable tokens that a step of beam search requests per beam.
+
+    It includes tokens that the model's biases suppress, because these are dropped afterwards.
+    """
     return num_candidates(width, num_end_ids) + len(service.token_bias.all_ids)
 
 
 async def _beam_search(answer: Answer, job: Job) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """Yield the finished output of each prompt, with its best beams as samples."""
+    """Run beam search. Yield ``(index, output)`` for each prompt, with its beams as samples."""
     service, body = answer.service, answer.body
     length_penalty = body.length_penalty if isinstance(body, bodies.OpenAiBody) else None
     params = BeamSearchParams(
@@ -376,12 +396,21 @@ async def _beam_search(answer: Answer, job: Job) -> AsyncGenerator[tuple[int, Re
 
 
 def _suppressed(bias: TokenBias, index: int) -> set[int]:
-    """Return the tokens that may not be the generated token with this index."""
+    """Return the tokens that the model's biases exclude as the `index`-th generated token."""
     return {i for i, value in zip(bias.all_ids, bias.values_at(index), strict=True) if value}
 
 
 def _most_probable(output: RequestOutput, count: int, suppressed: set[int]) -> dict[int, float]:
-    """Return the most probable next tokens and their log-probabilities, most probable first."""
+    """Return the log-probabilities of the most probable next tokens, in descending order.
+
+    Args:
+      output: output of a beam's request.
+      count: maximum number of tokens.
+      suppressed: tokens that are left out.
+
+    Returns:
+      A dict from token ids to log-probabilities.
+    """
     [sample] = output.outputs
     if not sample.logprobs:
         raise ApiError(500, "The beam search was aborted.", code="generation_failed")

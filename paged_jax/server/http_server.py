@@ -1,4 +1,4 @@
-"""`Server`: uvicorn with limits on each connection and an orderly shutdown on a signal."""
+"""`Server`: a uvicorn server with limits on connections and a graceful shutdown."""
 
 import asyncio
 import functools
@@ -18,11 +18,13 @@ from paged_jax.server.app import Startup
 from paged_jax.server.limits import Limits, too_many
 from paged_jax.server.responses import ApiError
 
-# Seconds for a last event to reach its client before the server closes all connections.
+# Seconds between the last events of all streams and the close of all connections at shutdown.
 _LAST_EVENT = 1.0
-# Seconds for which a rejected client may keep sending before its connection is closed.
+# Seconds after which the connection of a rejected client is closed. Until then it may send data,
+# which is ignored.
 _LINGER = 1.0
-# Absolute form of a request target. An http URL has a host and no user name (RFC 9110, 4.2).
+# A request target in absolute form. An http URL must have a host, and must not have a user name
+# (RFC 9110, 4.2).
 _ABSOLUTE = re.compile(rb"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _HTTP_URL = re.compile(rb"https?://(?P<host>[^:/?#@][^/?#@]*)(?P<path>[/?].*)?", re.IGNORECASE)
 
@@ -30,17 +32,18 @@ _logger = logging.getLogger("paged_jax.server")
 
 
 class Server(uvicorn.Server):
-    """HTTP server that drains on the first signal and stops on the second.
+    """HTTP server that drains after the first SIGTERM or SIGINT, and stops after the second.
 
-    After the first signal the server still listens, and answers new requests with 503, until the
-    running requests have ended and `grace` is over. The exit status is always 0, because every
-    client receives a response or an error. A signal during startup ends the server immediately.
+    While it drains, running requests go on and new requests are answered with 503, until all
+    running requests have ended and `grace` seconds have passed. After a second signal, running
+    requests end with an error. The exit status is always 0, because every client receives a
+    response or an error. A signal before the model is loaded stops the server at once.
 
     Args:
       startup: the application.
       limits: limits on headers, bodies and connections.
       drain_timeout: maximum seconds for running requests to finish after the first signal.
-      grace: minimum seconds to listen after the first signal; Ctrl-C ignores it.
+      grace: minimum seconds to answer new requests after SIGTERM; not used after Ctrl-C (SIGINT).
       **options: further options of `uvicorn.Config`, such as ``log_level``.
     """
 
@@ -61,7 +64,7 @@ class Server(uvicorn.Server):
                 ws="none",
                 lifespan="on",
                 server_header=False,
-                proxy_headers=False,  # a client must not choose its own address
+                proxy_headers=False,  # a client could set these headers to fake its address
                 **options,
             )
         )
@@ -71,8 +74,8 @@ class Server(uvicorn.Server):
         startup.on_failure = self._stop_listening
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal: drain on the first, stop on the second."""
-        # uvicorn's own handler lets the second signal kill the process together with its streams.
+        """Handle a signal: start to drain after the first, stop after the second."""
+        # uvicorn's own handler would kill the process at the second signal, without last events.
         service = self._startup.service
         if service is None:
             self._stop_listening()
@@ -91,19 +94,19 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on the sockets and log their addresses."""
+        """Start to listen on the sockets, and log their addresses."""
         await super().startup(sockets)
         for each in sockets or []:
             _logger.info("listening on %s, not ready yet", url_of(each))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for the connections to end. Close them when the service has stopped."""
+        """Wait until all connections have ended. When the service has stopped, close them."""
         closing = asyncio.create_task(self._close_connections())
         await super().shutdown(sockets)
         closing.cancel()
 
     async def _close_connections(self) -> None:
-        # uvicorn alone would wait for the end of all connections.
+        # Without this task, uvicorn would wait until clients have closed all connections.
         if self._startup.service is not None:
             await self._startup.service.stopped()
         await asyncio.sleep(_LAST_EVENT)
@@ -112,30 +115,30 @@ class Server(uvicorn.Server):
 
 
 def url_of(listener: socket.socket) -> str:
-    """Return the URL of a listening socket for programs on this machine.
+    """Return the URL with which programs on this machine reach a listening socket.
 
-    For a Unix socket, this is the URL that a client uses together with the path of the socket.
+    For a Unix socket this is ``http://localhost``: clients need the path of the socket too.
     """
     if listener.family == socket.AF_UNIX:
         return "http://localhost"
     host, port = listener.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):  # all addresses of this machine
+    if host in ("0.0.0.0", "::"):  # the socket listens on all addresses of this machine
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Connection(H11Protocol):
-    """HTTP connection of a client, with limits on time and size. Errors are OpenAI's JSON.
+    """HTTP connection of a client, with limits on time and size.
 
     Three timers close a connection: uvicorn's timer for idle connections, `_deadline` for a client
     that has sent only part of a request, and `_unread` for a client that does not read its
-    response.
+    response. Errors of this class are sent as JSON in OpenAI's format.
 
     Args:
       limits: limits on headers, bodies and connections.
-      on_rejection: function that is called with the status of each error that is sent without
-        passing a request to the application.
-      **options: the arguments that uvicorn gives each connection.
+      on_rejection: function that is called with the HTTP status of each error that this class
+        sends. The application does not see the requests of these errors.
+      **options: the arguments with which uvicorn creates a connection.
     """
 
     def __init__(self, limits: Limits, on_rejection: Callable[[int], None], **options: Any):
@@ -149,11 +152,11 @@ class Connection(H11Protocol):
         self._last_use = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer for idle connections, and reject connections beyond the limit."""
+        """Start the timer for idle connections. Reject the connection if there are too many."""
         super().connection_made(transport)
-        # Call `pause_writing` as soon as the kernel does not accept all data.
+        # Let asyncio call `pause_writing` as soon as the kernel's buffer for the socket is full.
         transport.set_write_buffer_limits(high=0)
-        # uvicorn starts this timer only after the first response.
+        # Start uvicorn's timer now. uvicorn itself starts it only after the first response.
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
@@ -162,7 +165,7 @@ class Connection(H11Protocol):
             self._reject(too_many("connections", limit="max_connections", most=most, now=now))
 
     def data_received(self, data: bytes) -> None:
-        """Parse data from the client, unless the client was rejected."""
+        """Parse data from the client. Ignore it if the client was rejected."""
         if self._is_rejected:
             return
         self._last_use = self.loop.time()
@@ -170,7 +173,7 @@ class Connection(H11Protocol):
         self._watch_request()
 
     def on_response_complete(self) -> None:
-        """Update the timer for a client that is still sending its request."""
+        """Start or stop the timer for a client that is still sending the body of its request."""
         super().on_response_complete()
         self._watch_request()
 
@@ -181,8 +184,12 @@ class Connection(H11Protocol):
         self._unread = _cancelled(self._unread)
 
     def send_400_response(self, msg: str) -> None:
-        """Reject data that is not HTTP, and headers that are too long."""
-        # Data that could not be parsed is still in `trailing_data`.
+        """Reject a request that h11 could not parse: invalid HTTP, or headers that are too long.
+
+        Args:
+          msg: uvicorn's error message.
+        """
+        # `trailing_data` has the data that was not parsed.
         if len(self.conn.trailing_data[0]) > self._limits.max_header_bytes:
             most = self._limits.max_header_bytes
             error = ApiError(
@@ -194,15 +201,15 @@ class Connection(H11Protocol):
             error = ApiError(400, msg, code="invalid_http")
         self._reject(error)
 
-    # uvicorn calls `_should_upgrade` before the application. If it returns True, uvicorn calls
-    # `handle_websocket_upgrade` instead of the application. This server has no upgrades, so it uses
-    # both methods to reject ambiguous requests.
+    # uvicorn calls `_should_upgrade` for each request. If it returns True, uvicorn calls
+    # `handle_websocket_upgrade` instead of the application. This server has no WebSockets, so these
+    # two methods are used to reject ambiguous requests before the application sees them.
 
     def _should_upgrade(self) -> bool:
         return self._ambiguity() is not None
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        """Reject a request that a proxy in front of the server could interpret differently."""
+        """Reject a request that a proxy in front of this server may interpret differently."""
         self._reject(ApiError(400, self._ambiguity() or "", code="invalid_http"))
 
     def _ambiguity(self) -> str | None:
@@ -216,9 +223,10 @@ class Connection(H11Protocol):
         return None
 
     def _close_an_idle_connection(self) -> bool:
-        """Close the connection that has been idle for longest, and return whether there was one.
+        """Close the connection that has been idle the longest. Return whether there was one.
 
-        A client with many open connections must not keep out others, such as a cluster's probes.
+        Otherwise, a client with many open connections could lock out other clients, such as the
+        probes of a cluster.
         """
         others = (each for each in self.connections if each is not self)
         idle = [each for each in others if isinstance(each, Connection) and each._is_idle]
@@ -233,7 +241,7 @@ class Connection(H11Protocol):
         has_begun = self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
         return is_answered and not has_begun and not self.transport.is_closing()
 
-    # Timer for clients that send too slowly
+    # The methods below implement the timer for clients that send too slowly.
 
     def _watch_request(self) -> None:
         seconds = self._seconds_to_send()
@@ -246,7 +254,7 @@ class Connection(H11Protocol):
         state, is_answered = self.conn.their_state, self.conn.our_state is h11.DONE
         if state is h11.IDLE and self.conn.trailing_data[0]:
             return self._limits.header_timeout
-        # the response is complete, and the rest of the body is ignored
+        # The response is complete, but the client is still sending its body, which is ignored.
         if state is h11.SEND_BODY and is_answered:
             return self._limits.body_timeout
         return None
@@ -267,13 +275,14 @@ class Connection(H11Protocol):
             return
         _logger.info("rejected", extra={"fields": {"status": error.status, "error": str(error)}})
         self._on_rejection(error.status)
-        # A response that has begun cannot be replaced.
+        # If a response has begun, the error cannot be sent.
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._send(error)
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        # If the connection were closed while the client sends, the client could lose the response.
+        # Do not close the connection at once: while the client is still sending, it could then
+        # lose the response. Ignore its data, and close the connection after `_LINGER` seconds.
         self._is_rejected = True
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -289,15 +298,15 @@ class Connection(H11Protocol):
         ):
             self.transport.write(self.conn.send(event) or b"")
 
-    # Timer for clients that do not read
+    # The methods below implement the timer for clients that do not read their response.
 
     def pause_writing(self) -> None:
-        """Start the timer for a client that does not read."""
+        """Start the timer. asyncio calls this when data cannot be sent to the client."""
         super().pause_writing()
         self._watch_reader()
 
     def resume_writing(self) -> None:
-        """Stop the timer for a client that does not read."""
+        """Stop the timer. asyncio calls this when all data was sent."""
         super().resume_writing()
         self._unread = _cancelled(self._unread)
 
@@ -315,21 +324,22 @@ class Connection(H11Protocol):
 class _Framing(h11.Connection):
     """h11 connection that accepts absolute request targets, and encodes streams quickly.
 
-    A data event of a stream does not change h11's state, so it bypasses the state machine. It takes
-    0.3 us instead of 20 us.
+    The data of a stream's events is encoded without h11's state machine, whose state it does not
+    change. This takes 0.3 us per event instead of 20 us.
     """
 
     _is_stream = False
 
     def next_event(self) -> Any:
-        """Return the next event. Absolute request targets are converted to path and Host."""
+        """Return h11's next event. If it is a request, apply `_in_origin_form`."""
         event = super().next_event()
         return _in_origin_form(event) if isinstance(event, h11.Request) else event
 
     def send(self, event: Any) -> Any:
-        """Return the bytes of an event."""
+        """Return the bytes to send for an h11 event."""
         if type(event) is h11.Data and self._is_stream and self.our_state is h11.SEND_BODY:
-            # RFC 9112, 7.1: an empty chunk would end the body. HTTP/1.0 has no chunks (6.3).
+            # Do not send empty data as a chunk, which would end the body (RFC 9112, 7.1). HTTP/1.0
+            # has no chunks (RFC 9112, 6.3).
             is_chunk = event.data and self.their_http_version != b"1.0"
             return b"%x\r\n%b\r\n" % (len(event.data), event.data) if is_chunk else event.data
         if type(event) is h11.Response:
@@ -338,9 +348,10 @@ class _Framing(h11.Connection):
 
 
 def _in_origin_form(request: h11.Request) -> h11.Request:
-    """Split an absolute http target of a request into path and Host (RFC 9112, 3.2.2).
+    """Convert a request with an absolute http URL as its target to one with a path.
 
-    The host of the target replaces the Host header. Other targets are not changed.
+    The host in the URL replaces the Host header (RFC 9112, 3.2.2). Other requests are returned
+    unchanged.
     """
     url = _HTTP_URL.fullmatch(request.target)
     if url is None:
