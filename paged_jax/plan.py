@@ -1,4 +1,4 @@
-"""Command line that plans the memory of an engine: ``python -m paged_jax.plan --memory 24GiB``.
+"""Command line that plans an engine's memory: ``python -m paged_jax.plan --memory 24GiB``.
 
 It does not load the model: it reads ``config.json`` and, if there are weight files, their headers.
 `paged_jax.engine.memory_plan` computes the plan.

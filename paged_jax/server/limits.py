@@ -1,6 +1,6 @@
-"""Limits on requests, and fair quotas of samples and streams for each client.
+"""Limits on requests, and quotas by which clients share the samples and streams fairly.
 
-An error names the limit that was exceeded.
+Error messages name the limit that was exceeded.
 """
 
 import contextlib
@@ -13,23 +13,26 @@ from typing import Any
 from paged_jax.sampling.params import MAX_LOGPROBS, MAX_N
 from paged_jax.server.responses import ApiError
 
-# The body's schema enforces this bound, so that a list of a million prompts is not parsed
-# completely.
+# Upper bound of `Limits.max_prompts`. It is part of the schema of the body, so that parsing stops
+# early at a list of a million prompts.
 MAX_PROMPTS = 4096
-# Default maximum size of a body: bytes per token of the context, and a minimum. English text has 4
-# bytes per token; a character that JSON escapes takes 6 or 12 bytes. Models with a small context
-# still need room for schemas and logit biases.
+# The default of `max_body_bytes` is `_BYTES_PER_TOKEN` times the length of the context, but at
+# least `_MIN_BODY_BYTES`. English text has about 4 bytes per token, and a character that JSON
+# escapes takes 6 or 12 bytes. The minimum leaves room for schemas and logit biases.
 _BYTES_PER_TOKEN, _MIN_BODY_BYTES = 16, 2**20
 
 
 def _limit(default: Any, help: str) -> Any:
-    """Declare a field of `Limits` with the help text of its flag."""
+    """Declare a field of `Limits`, with the help text of its flag in ``paged_jax.serve``."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits on requests, responses and connections, each with a flag of `paged_jax.serve`."""
+    """Limits on requests, responses and connections.
+
+    Each field is a flag of ``paged_jax.serve``. The help texts describe the fields.
+    """
 
     max_body_bytes: int | None = _limit(
         None, "bytes of a request body; default: 16 per token of the context, at least 1 MiB"
@@ -42,7 +45,7 @@ class Limits:
     )
     max_queue: int = _limit(256, "samples that wait for a slot of the batch")
     max_streams: int = _limit(256, "concurrent streams")
-    # Most systems limit a process to 1024 open files.
+    # Each connection is an open file, and most systems limit a process to 1024 open files.
     max_connections: int = _limit(900, "open connections, including idle connections")
     max_prompts: int = _limit(64, "prompts per request")
     max_prompt_tokens: int = _limit(
@@ -50,9 +53,9 @@ class Limits:
     )
     max_n: int = _limit(16, "samples per prompt")
     max_logprobs: int = _limit(MAX_LOGPROBS, "most probable tokens reported at each position")
-    # A log-probability takes up to 100 bytes of a response. Their number is n * (number of tokens,
-    # including the prompt's if requested) * (1 + number of most probable tokens). Without
-    # `max_tokens` a chat ends before it exceeds this limit.
+    # A log-probability takes up to 100 bytes of a response. A response has n * (number of tokens,
+    # with prompt tokens if requested) * (1 + number of most probable tokens) log-probabilities. If
+    # a chat sets no `max_tokens`, its answer ends before it exceeds this limit.
     max_answer_logprobs: int = _limit(2**17, "log-probabilities in a response")
     max_stop: int = _limit(16, "stop strings per request")
     max_stop_chars: int = _limit(256, "characters per stop string")
@@ -73,7 +76,10 @@ class Limits:
                 )
 
     def for_context(self, num_tokens: int) -> "Limits":
-        """Return the limits for a model with a context of `num_tokens` tokens.
+        """Return limits with a value for `max_body_bytes`, if that is None.
+
+        Args:
+          num_tokens: length of the model's context in tokens.
 
         Example:
           >>> Limits().for_context(131_072).max_body_bytes
@@ -96,10 +102,11 @@ class Limits:
         """Raise an `ApiError` that names the limit if `value` exceeds it.
 
         Args:
-          name: name of the limit.
-          value: requested amount; None is within any limit.
-          param: name of the request's field; None if no single field is responsible.
-          what: description of the value in the message; by default `param`.
+          name: name of the limit, which is a field of this class.
+          value: the requested amount; None never exceeds a limit.
+          param: name of the request's field with the value; None if there is no single field.
+          what: words for the value in the error message, such as "the number of prompts"; by
+            default `param`.
           status: HTTP status of the error.
         """
         most = getattr(self, name)
@@ -113,19 +120,21 @@ class Limits:
 
 
 class FairQuota:
-    """Quota that many clients share, and that no client can use up for all others.
+    """Quota of places that clients share, in which every client gets at least a fair share.
 
-    A client may take all free places. When none are free, each client may still take its fair
-    share: `most` divided by the number of clients that hold places, including itself. Together, n
-    clients hold at most ``1 + 1/2 + ... + 1/n`` times `most` places.
+    A client may take free places. Even if no places are free, it may take more while it has less
+    than its fair share, which is `most` divided by the number of clients that have places,
+    including itself. So n clients have at most ``1 + 1/2 + ... + 1/n`` times `most` places.
 
     Args:
-      things: plural noun of the counted things, for error messages.
-      limit: name of the limit.
-      most: number of places, all of which a single client may take.
+      things: what a place is for, in the plural, such as "samples"; for error messages.
+      limit: name of the limit, for error messages.
+      most: number of places. A single client may take all of them.
 
     Attributes:
-      total: number of places taken.
+      total: number of places that clients have taken.
+
+    In the example, client "a" has taken all 8 places. Then client "b" may take 4, its fair share.
 
     Example:
       >>> quota = FairQuota("samples", limit="max_queue", most=8)
@@ -143,7 +152,7 @@ class FairQuota:
 
     @property
     def is_full(self) -> bool:
-        """Whether all places are taken."""
+        """Whether no place is free."""
         return self.total >= self._most
 
     def has_room(self, client: str, count: int) -> bool:
@@ -166,7 +175,7 @@ class FairQuota:
 
     @contextlib.contextmanager
     def take(self, client: str, count: int) -> Iterator[None]:
-        """Take `count` places for a client while the context is active.
+        """Take `count` places for a client during the ``with`` statement.
 
         Raises:
           ApiError: the client may not take `count` more places.
@@ -188,15 +197,15 @@ class FairQuota:
 def too_many(
     things: str, *, limit: str, most: int, now: int, own: int | None = None, count: int = 1
 ) -> ApiError:
-    """Return the error for requests, streams or connections beyond a limit.
+    """Return the 429 error for samples, streams or connections that would exceed a limit.
 
     Args:
-      things: plural noun of the counted things.
+      things: what is counted, in the plural, such as "streams".
       limit: name of the limit.
-      most: maximum number.
-      now: current number.
-      own: the client's part of the current number; None leaves it out of the message.
-      count: number of further things that the client requested.
+      most: value of the limit.
+      now: current number of things of all clients.
+      own: current number of things of this client; None leaves it out of the message.
+      count: number of things that the client requested in addition.
     """
     yours = "" if own is None else f", {own} of them yours"
     return ApiError(

@@ -1,6 +1,7 @@
 """Metrics for Prometheus at ``/metrics``.
 
-Names and labels are vLLM's where the meaning is the same, so that its dashboards work unchanged.
+Metrics that have the same meaning as a metric of vLLM have the same name and labels, so that vLLM's
+dashboards can be used.
 """
 
 import bisect
@@ -30,7 +31,8 @@ _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 1
 _HTTP_SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
-# Histograms of requests and steps: help text by name, grouped by their bucket bounds.
+# Histograms of requests and steps. The keys are bucket bounds, and the values are dicts from the
+# names of the histograms with these bounds to their help texts.
 _HISTOGRAMS = {
     _SECONDS: {
         "time_to_first_token_seconds": "Time from a request's arrival to its first token.",
@@ -50,7 +52,7 @@ _HISTOGRAMS = {
     },
     (1, 2, 4, 8, 16, 32, 64): {"request_params_n": "Number of samples that a request asks for."},
 }
-# Gauges of the engine's state: help text, and how to read the value from a snapshot.
+# Gauges of the engine's state: a help text, and a function that reads the value from a snapshot.
 _GAUGES: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
     "vllm:num_requests_running": ("Samples that hold a slot.", lambda now: now.num_running),
     "vllm:num_requests_waiting": ("Samples that wait for a slot.", lambda now: now.num_waiting),
@@ -59,7 +61,7 @@ _GAUGES: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
         lambda now: now.groups[0].num_used / now.groups[0].num_blocks,
     ),
 }
-# Counters of the engine: field of `EngineStats` and help text.
+# Counters of the engine: the field of `EngineStats` with the value, and a help text.
 _COUNTERS = {
     "vllm:num_preemptions": ("num_preemptions", "Preemptions."),
     "vllm:prefix_cache_queries": (
@@ -77,7 +79,7 @@ _COUNTERS = {
     "paged_jax:swap_preemptions": ("num_swap_preemptions", "Preemptions that swapped out blocks."),
     "paged_jax:steps": ("num_steps", "Engine steps."),
 }
-# Reasons to wait that vLLM calls "deferred"; all others are "capacity".
+# Reasons to wait that are reported to vLLM's dashboards as "deferred". Others are "capacity".
 _DEFERRED = ("same prefix", "fork")
 _FINISH_REASONS = ("stop", "length", "abort", "error")
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
@@ -87,12 +89,12 @@ class Metrics:
     """Metrics of the engine, of its requests and of HTTP responses.
 
     Args:
-      model_name: label of every metric.
-      cache_config: labels of vLLM's metric ``cache_config_info``, with their values.
+      model_name: value of the label ``model_name`` of the engine's metrics.
+      cache_config: a dict from labels of vLLM's metric ``cache_config_info`` to their values.
       snapshot: snapshot of the engine before its first step.
 
     Attributes:
-      snapshot: snapshot of the engine after its last step.
+      snapshot: the newest snapshot of the engine.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class Metrics:
     ):
         self.snapshot = snapshot
         self._registry = CollectorRegistry(auto_describe=False)
-        # vLLM numbers the engines of a server; this server has a single engine.
+        # In vLLM, the label `engine` has the number of the engine. This server has one engine.
         self._labels = {"model_name": model_name, "engine": "0"}
         names = list(self._labels)
         self._histograms = {
@@ -120,7 +122,8 @@ class Metrics:
         self._success = self._counter(
             "vllm:request_success", "Finished requests.", [*names, "finished_reason"]
         )
-        for reason in _FINISH_REASONS:  # at 0, so that rates include the first request
+        # Create all counters with the value 0: otherwise rates would miss the first request.
+        for reason in _FINISH_REASONS:
             self._success.labels(**self._labels, finished_reason=reason)
         self._prompt_tokens, self._cached_tokens, self._generation_tokens = (
             self._counter(f"vllm:{name}", text, names).labels(**self._labels)
@@ -130,10 +133,10 @@ class Metrics:
                 ("generation_tokens", "Tokens generated."),
             )
         )
-        # Time of the newest tokens and number of generated tokens, by the id of each running
-        # request.
+        # Maps ids of running requests to the time of the newest tokens and the number of generated
+        # tokens.
         self._progress: dict[str, tuple[float, int]] = {}
-        # Names of prometheus-fastapi-instrumentator, which vLLM's server uses.
+        # These metrics have the names of prometheus-fastapi-instrumentator, which vLLM uses.
         self._http_responses = self._counter(
             "http_requests",
             "Requests by method, status and handler.",
@@ -160,22 +163,28 @@ class Metrics:
         return generate_latest(self._registry)
 
     def observe_response(self, record: RequestRecord) -> None:
-        """Count a finished HTTP request."""
+        """Count a finished HTTP request and record its duration."""
         self.count_response(record.handler, record.method, record.status)
         self._http_seconds.labels(record.handler, record.method).observe(record.seconds)
 
     def count_response(self, handler: str, method: str, status: int) -> None:
-        """Count an HTTP response under the class of its status, such as ``"4xx"``."""
+        """Count an HTTP response. Its label ``status`` is a class such as ``"4xx"``."""
         self._http_responses.labels(handler, method, f"{status // 100}xx").inc()
 
     def observe(self, snapshot: EngineSnapshot, requests: Iterable[Request]) -> None:
-        """Record a step and the requests that it advanced. Called in the engine's thread."""
+        """Record the metrics of a step. This is called in the engine's thread.
+
+        Args:
+          snapshot: snapshot of the engine after the step.
+          requests: the requests that got new tokens or ended.
+        """
         before, self.snapshot = self.snapshot.stats, snapshot
         num_tokens = snapshot.stats.num_prompt_tokens - before.num_prompt_tokens
         num_tokens += snapshot.stats.num_generated_tokens - before.num_generated_tokens
-        if snapshot.stats.num_steps > before.num_steps:  # no new step if this call follows an abort
+        # There is no new step if this function is called after an abort.
+        if snapshot.stats.num_steps > before.num_steps:
             self._histograms["iteration_tokens_total"].observe(num_tokens)
-        num_generated = 0  # counted once per step, because each count takes a lock
+        num_generated = 0  # add to the counter only once per step, because it takes a lock
         for request in requests:
             num_tokens = sum([sequence.num_generated for sequence in request.sequences])
             num_generated += self._observe_tokens(request, num_tokens, snapshot.time)
@@ -185,7 +194,7 @@ class Metrics:
         self._generation_tokens.inc(num_generated)
 
     def _observe_tokens(self, request: Request, num_tokens: int, now: float) -> int:
-        """Record the new tokens of a request and return their number."""
+        """Record the latency of a request's new tokens, and return the number of new tokens."""
         seen = self._progress.get(request.request_id)
         self._progress[request.request_id] = now, num_tokens
         if seen is None:
@@ -230,7 +239,10 @@ class Metrics:
 
 
 def _durations(metrics: RequestMetrics, tokens_per_sample: float) -> dict[str, float | None]:
-    """Return the durations of a finished request, in seconds; None if an event did not happen."""
+    """Return the durations of a request in seconds, by the names of their histograms.
+
+    A duration is None if the event at its start or end did not happen, such as a first token.
+    """
     scheduled, first = metrics.first_scheduled_time, metrics.first_token_time
     if (end := metrics.finished_time) is None:
         return {}
@@ -251,7 +263,7 @@ def _durations(metrics: RequestMetrics, tokens_per_sample: float) -> dict[str, f
 
 
 class _EngineCollector(Collector):
-    """Metrics that are read from the engine's newest snapshot at each scrape."""
+    """Collector that reads metrics from the engine's newest snapshot when Prometheus asks."""
 
     def __init__(self, metrics: Metrics, labels: Mapping[str, str]):
         self._metrics = metrics
@@ -319,17 +331,18 @@ class _EngineCollector(Collector):
 
 
 class BulkHistogram(Collector):
-    """Prometheus histogram that records many equal values in a single call.
+    """Prometheus histogram that can record many equal values in a single call.
 
-    `prometheus_client.Histogram` takes one value per call: for 64 requests with 8 new tokens each
-    that is 590 us per step in the engine's thread, here it is 10 us. One thread observes; other
-    threads may collect at the same time.
+    `prometheus_client.Histogram` records one value per call. With 64 requests that get 8 tokens per
+    step, this takes 590 us per step in the engine's thread, and here 10 us. Only one thread may
+    call `observe`. Other threads may call `collect` at the same time.
 
     Args:
       name: name of the metric.
       text: help text.
-      labels: labels and their values.
-      buckets: upper bounds of the buckets, ascending.
+      labels: a dict from labels to their values.
+      buckets: upper bounds of the buckets, ascending. The value of a bucket counts all observations
+        up to its bound. A last bucket with the bound +Inf is added.
 
     Example:
       >>> gaps = BulkHistogram("gap_seconds", "Seconds between two tokens.", {}, (0.1, 1.0))
@@ -349,12 +362,12 @@ class BulkHistogram(Collector):
         self._created = time.time()
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Record `value` `count` times."""
+        """Record `count` observations with the same value."""
         self._counts[bisect.bisect_left(self._bounds, value)] += count
         self._sum += count * value
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the histogram, for the registry."""
+        """Yield the current state of the histogram. The registry calls this."""
         metric = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
         totals = itertools.accumulate(self._counts.copy())
         buckets = list(zip(map(floatToGoString, self._bounds), totals, strict=True))

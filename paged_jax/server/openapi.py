@@ -1,7 +1,8 @@
 """The OpenAPI document: routes, schemas of bodies and responses, and statuses.
 
-FastAPI would derive it from handlers, but handlers here do more than FastAPI's: they limit bodies
-while reading them, parse large bodies in a thread, and report mistakes in OpenAI's format.
+FastAPI would make the document from its handlers. It is not used, because the handlers of this
+server do more: they limit the size of bodies while they are read, parse large bodies in a thread,
+and report errors in OpenAI's format.
 """
 
 import re
@@ -31,17 +32,17 @@ _ERRORS = {
 
 
 class Endpoint(NamedTuple):
-    """An endpoint of the server. The document and the tables in docs/serving.md list them.
+    """Description of an endpoint, for the OpenAPI document and the tables in docs/serving.md.
 
     Attributes:
       method: the HTTP method.
       path: the path, with parameters in braces.
-      name: the operation id; empty for a page, which the document does not list.
-      summary: description in Markdown; begins in lower case, has no period at the end.
-      response: schema of the response; None for a page or a text.
-      body: schema of the body of a request.
-      errors: statuses of errors.
-      can_stream: whether the response can be a stream.
+      name: the OpenAPI operation id. It is empty for web pages, which the document does not list.
+      summary: description in Markdown. It begins in lower case and has no period at its end.
+      response: Pydantic model of the response; None for web pages and plain text.
+      body: Pydantic model of the request body; None if there is no body.
+      errors: HTTP statuses of the errors that the endpoint may return.
+      can_stream: whether the response may be a stream of events.
     """
 
     method: str
@@ -212,10 +213,10 @@ _PROBES = ("/live", "/ping", "/ready", "/health")
 
 
 def document(limits: Limits, root_path: str = "") -> dict[str, Any]:
-    """Return the document, in OpenAPI 3.1.
+    """Return the OpenAPI 3.1 document as JSON.
 
-    Limits are listed in the description and not in the schemas, because the error of an exceeded
-    limit names the limit.
+    Limits are listed only in the description. If they were part of the schemas, an exceeded limit
+    would be reported as an error of the schema, without the name of the limit.
 
     Args:
       limits: limits on requests.
@@ -251,7 +252,7 @@ def document(limits: Limits, root_path: str = "") -> dict[str, Any]:
 
 
 def _operation(endpoint: Endpoint) -> dict[str, Any]:
-    """Return the description of an endpoint in the document."""
+    """Return the OpenAPI operation object of an endpoint."""
     path, response = endpoint.path, _response(endpoint)
     responses: dict[str, Any] = {"200": response}
     item: dict[str, Any] = {"operationId": endpoint.name, "summary": _plain(endpoint.summary)}
@@ -288,7 +289,7 @@ def _response(endpoint: Endpoint) -> dict[str, Any]:
 
 
 def _plain(markdown: str) -> str:
-    """Return a text without Markdown's links."""
+    """Replace Markdown links in a text by their link texts."""
     return _LINK.sub(r"\1", markdown)
 
 

@@ -1,4 +1,4 @@
-"""`receive_body`: reads the body of a request within the limits and validates it."""
+"""`receive_body`: reads a request body, within limits on size and time, and parses it."""
 
 import asyncio
 import itertools
@@ -17,12 +17,13 @@ from paged_jax.server.service import Service
 
 B = TypeVar("B", bound=Body)
 
-# Maximum bytes of a body that is parsed in the event loop: at most ten milliseconds.
+# Maximum bytes of a body that is parsed in the event loop, which takes at most ten milliseconds.
+# Larger bodies are parsed in a thread.
 _SMALL = 2**15
-# Maximum number of validation errors that are examined to find the best message.
+# Maximum number of validation errors that are examined to make the error message.
 _MAX_MISTAKES = 100
-# Rules for unsupported fields, to follow "must" in an error. They allow only values that do not
-# change the response.
+# Rules for unsupported fields, which allow only values without an effect on the response. Error
+# messages put "must" before them.
 _NO_AUDIO = "as this server does not support audio"
 _UNSUPPORTED = {
     "function_call": "be null, as calls are tool_calls here",
@@ -39,7 +40,7 @@ _UNSUPPORTED = {
     "container": "be null, as this server runs no containers",
     "mcp_servers": "be null or empty, as this server connects to no other servers",
 }
-# Rules of fields with several types. Pydantic reports a mistake for each type.
+# Rules for fields that accept several types. They replace Pydantic's messages, one for each type.
 _UNIONS = {
     "prompt": "be a text, a list of texts, token ids, or a list of token ids of each prompt, "
     "none of them empty",
@@ -53,16 +54,16 @@ async def receive_body(service: Service, request: Request, body_type: type[B]) -
     """Read the body of a request and parse it as a `body_type`.
 
     Raises:
-      ApiError: the body is not JSON, invalid, too large or too slow.
-      ClientDisconnect: the client has left.
-      ClientGone: the client has left while the body was parsed.
+      ApiError: the body is not JSON, is invalid or too large, or takes too long to arrive.
+      ClientDisconnect: the client disconnected while the body was read.
+      ClientGone: the client disconnected while the body was parsed in a thread.
     """
     content = await _read(service, request)
     request.scope[RECORD].num_bytes = len(content)
     try:
         if len(content) <= _SMALL:
             return body_type.model_validate_json(content)
-        # Parse large bodies in an encoding thread. In the event loop, they would delay the streams.
+        # Parse large bodies in a thread: in the event loop, this would delay all streams.
         async with service.while_connected(request.receive):
             return await service.encode(
                 len(content), lambda: body_type.model_validate_json(content)
@@ -73,7 +74,7 @@ async def receive_body(service: Service, request: Request, body_type: type[B]) -
 
 
 def _fields(content: bytes) -> dict[str, Any]:
-    """Return the fields of a JSON object; none for other JSON."""
+    """Return the fields of a JSON object; {} if the content is not a JSON object."""
     try:
         body = json.loads(content)
     except (ValueError, RecursionError):
@@ -84,8 +85,8 @@ def _fields(content: bytes) -> dict[str, Any]:
 async def _read(service: Service, request: Request) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # Browsers send JSON to other sites only with permission of the server, which this server
-        # does not give. So web pages of other sites cannot send requests.
+        # This check protects the server from web pages of other sites: a browser sends them with
+        # this Content-Type only if the server permits it (CORS).
         raise ApiError(415, f"The Content-Type must be application/json, got {kind[:100]!r}.")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
@@ -120,9 +121,13 @@ async def _read(service: Service, request: Request) -> bytes:
 def _invalid_body(
     error: ValidationError, body_type: type[Body], given: Mapping[str, Any]
 ) -> ApiError:
-    """Return the error for an invalid body. It names the first invalid field.
+    """Return the error for an invalid body, which names the first invalid field.
 
-    If a field is missing, it also names the first unknown field in `given`, which may be meant.
+    Args:
+      error: Pydantic's error.
+      body_type: Pydantic model of the body.
+      given: fields of the body. If a field is missing, the message also names the first unknown
+        field, which may be a misspelling of it.
     """
     if error.error_count() > _MAX_MISTAKES:
         return ApiError(
@@ -149,7 +154,7 @@ def _invalid_body(
 
 
 def _other_name(body_type: type[Body], given: Mapping[str, Any]) -> str:
-    """Return a sentence about the first unknown field of a body; empty if there is none."""
+    """Return a sentence about the first unknown field of a body; "" if there is none."""
     for unknown, value in given.items():
         if unknown not in body_type.model_fields and not body_type.ignores(unknown, value):
             break
@@ -166,7 +171,10 @@ def _unknown_field(error: ErrorDetails) -> ApiError:
 
 
 def _unsupported(place: list[int | str]) -> str | None:
-    """Return the message for a place within an unsupported field; None for other fields."""
+    """Return the error message if a place is in a field of `_UNSUPPORTED`, else None.
+
+    `place` is the path to the invalid value: names of fields, and indices in lists.
+    """
     for index, part in enumerate(place):
         if part in _UNSUPPORTED:
             return f"{'.'.join(map(str, place[: index + 1]))} must {_UNSUPPORTED[part]}."
@@ -174,5 +182,8 @@ def _unsupported(place: list[int | str]) -> str | None:
 
 
 def _is_place(part: int | str) -> bool:
-    """Return whether `part` is a field or an index, not a type name as in "prompt.list[int]"."""
+    """Return whether a part of Pydantic's error location is a field name or a list index.
+
+    Other parts are names of types, such as "list[int]" in ("prompt", "list[int]").
+    """
     return isinstance(part, int) or (part.isidentifier() and part not in ("str", "int"))

@@ -1,9 +1,9 @@
 """Log of requests: an id, a log line, a metric and a trace span for each request.
 
-`RequestLogMiddleware` surrounds all other middleware and keeps a `RequestRecord` in the ASGI scope.
+`RequestLogMiddleware` is the outermost middleware. It stores a `RequestRecord` in the ASGI scope.
 
-Three parts are implemented here although libraries for them exist, because of their cost per
-request (CPU time, medians of interleaved runs):
+Libraries exist for three parts of this module. They are not used, because they take more CPU time
+per request (medians of interleaved runs):
 
 - Spans use OpenTelemetry's API directly: 36 us for a stream of 64 events, and 0 without an SDK.
   OpenTelemetry's own ASGI middleware takes 126 us, and 70 us without an SDK.
@@ -40,19 +40,21 @@ RECORD = "paged_jax.record"
 
 LogFormat = Literal["text", "json"]
 
-# Request ids that are accepted from clients. They appear in logs and in the engine's request ids.
+# Matches request ids that clients may choose. They appear in logs and in the engine's request ids.
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-# Ids need not be secret, and the system's random numbers would cost a system call per request.
+# Generator of request ids. They need not be secret, and `secrets` would need a system call per
+# request.
 _RANDOM = random.Random()
-# Maximum bytes of a small body, whose cost can be estimated from the characters of its texts.
+# Maximum bytes of a body for which `size` ignores the number of bytes.
 _SMALL_BODY = 2**12
-# Methods that metrics distinguish. Others are counted together, because a client may send any word.
+# HTTP methods that metrics distinguish. All other words that clients may send are counted together.
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-# Paths that are requested every few seconds and would flood the log. Probes are logged at debug
-# level, the others too unless they fail.
+# Paths that are requested every few seconds, and would flood the log. Requests of probes are logged
+# at the level "debug". Requests of the other paths are too, unless they fail.
 _PROBES = ("/live", "/ready", "/health")
 _FREQUENT = ("/metrics", "/cache/state")
-# Span attributes: OpenTelemetry's conventions for generative models, and vLLM's names for times.
+# Names of span attributes: those of OpenTelemetry's conventions for generative AI, and for times
+# those of vLLM.
 _USAGE_ATTRIBUTES = {
     "prompt_tokens": "gen_ai.usage.input_tokens",
     "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
@@ -60,7 +62,7 @@ _USAGE_ATTRIBUTES = {
     "queued_seconds": "gen_ai.latency.time_in_queue",
     "first_token_seconds": "gen_ai.latency.time_to_first_token",
 }
-# Values that a text line shows without quotes: visible ASCII characters except " and =.
+# Matches values that a text line shows without quotes: visible ASCII characters except " and =.
 _PLAIN = re.compile(r"[!#-<>-~]*")
 
 _logger = logging.getLogger("paged_jax.server")
@@ -68,21 +70,22 @@ _logger = logging.getLogger("paged_jax.server")
 
 @dataclasses.dataclass
 class RequestRecord:
-    """Facts about a request and its response, for logs, metrics and traces.
+    """Data about a request and its response, for logs, metrics and traces.
 
     Attributes:
       request_id: the client's ``X-Request-ID`` if it is valid, otherwise a new id.
-      is_given: whether the client chose the id. It may use the id for several requests.
+      is_given: whether the client chose the id. Clients may use an id for several requests.
       method: HTTP method; ``"other"`` for unknown methods.
       path: path of the URL.
-      handler: the route's path pattern; ``"none"`` if no route matches.
+      handler: path of the matching route, with parameters in braces; ``"none"`` if no route
+        matches.
       start: arrival time, in seconds of ``time.perf_counter()``.
-      status: status of the response; 0 until it starts.
+      status: HTTP status of the response; 0 until it starts.
       is_complete: whether the whole response was sent.
-      seconds: time from the arrival to the end of the response.
-      error_code: code of the error response, if any.
-      error: message of the error response, if any.
-      num_bytes: size of the body in bytes.
+      seconds: time from the arrival to the end of the response, in seconds.
+      error_code: code of the error that was sent; None without an error or a code.
+      error: message of the error that was sent; None without an error.
+      num_bytes: size of the request body in bytes.
     """
 
     request_id: str
@@ -101,7 +104,7 @@ class RequestRecord:
 
     @classmethod
     def of(cls, scope: Scope) -> "RequestRecord":
-        """Return the record of a request that has just arrived."""
+        """Make the record of a request that has just arrived, from its ASGI scope."""
         given = Headers(scope=scope).get("x-request-id", "")
         is_given = _ID.fullmatch(given) is not None
         method = scope["method"] if scope["method"] in _METHODS else "other"
@@ -110,27 +113,28 @@ class RequestRecord:
         return cls(name, is_given, method, path)
 
     def size(self, num_chars: int) -> int:
-        """Return an estimate of the work: the characters to tokenize, or the bytes of a large body.
+        """Estimate the work of a request, as a number of characters, for `Service.encode`.
 
-        For a large body it is the larger of both numbers, because a body with thousands of empty
-        messages has few characters but is slow to process.
+        For a small body this is `num_chars`, the number of characters to tokenize. For a large body
+        it is at least the number of bytes: a body with thousands of empty messages has few
+        characters, but is slow to process.
         """
         return num_chars if self.num_bytes <= _SMALL_BODY else max(num_chars, self.num_bytes)
 
     def note_output(self, prompt: int, output: RequestOutput) -> None:
-        """Record the newest output of a prompt, given by its index in the request."""
+        """Store the newest output of a prompt. `prompt` is its index in the request."""
         self._outputs[prompt] = output
 
     def note_error(self, code: str | None, message: str) -> None:
-        """Record the error that is sent to the client."""
+        """Store the code and the message of the error that is sent to the client."""
         self.error_code, self.error = code, message
 
     def usage(self) -> dict[str, float]:
-        """Return token counts and times; empty if nothing was generated.
+        """Return token counts and times of the outputs; {} if there are none.
 
-        Token counts are summed over prompts. ``queued_seconds`` is the longest time from the
-        arrival of a prompt to its first step, ``first_token_seconds`` the shortest time to a first
-        token.
+        Token counts are sums over all prompts of the request. ``queued_seconds`` is the longest
+        time from the arrival to the first step of a prompt. ``first_token_seconds`` is the shortest
+        time from the arrival to the first token of a prompt.
         """
         outputs = list(self._outputs.values())
         if not outputs:
@@ -151,7 +155,7 @@ class RequestRecord:
         }
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of the log line. Fields that do not apply are left out."""
+        """Return the fields of the log line, without fields that are None."""
         fields = {
             "method": self.method,
             "path": self.path[:200],
@@ -167,15 +171,15 @@ class RequestRecord:
 
 
 class RequestLogMiddleware:
-    """Outermost ASGI middleware: gives each request an id, and logs and counts it at its end.
+    """ASGI middleware that gives each request an id, and logs and counts it when it ends.
 
-    Responses carry the id as ``X-Request-ID``.
+    It is the outermost middleware. Each response has the id in its header ``X-Request-ID``.
 
     Args:
-      app: the wrapped application.
+      app: the application to which requests are passed.
       observe: function that is called with the record of each finished request.
       model_name: name of the served model, for traces.
-      routes: routes of the application; their paths label the requests in metrics.
+      routes: routes of the application. Metrics label each request with the path of its route.
     """
 
     def __init__(
@@ -195,7 +199,7 @@ class RequestLogMiddleware:
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on a request and record it."""
+        """Pass a request to the application, and log it when it ends."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -209,7 +213,7 @@ class RequestLogMiddleware:
                 record.status = message["status"]
                 value = record.request_id.encode()
                 new = [(b"x-request-id", value)]
-                if is_anthropic(record.path):  # the name that Anthropic's client reads
+                if is_anthropic(record.path):  # Anthropic's client reads the header `request-id`
                     new.append((b"request-id", value))
                 message = {**message, "headers": [*message["headers"], *new]}
             elif message["type"] == "http.response.body":
@@ -239,10 +243,10 @@ def _log(record: RequestRecord) -> None:
 
 @contextlib.contextmanager
 def _span(record: RequestRecord, scope: Scope, model_name: str) -> Iterator[None]:
-    """Wrap a request in an OpenTelemetry span that continues the client's trace.
+    """Record the ``with`` statement as an OpenTelemetry span of the client's trace.
 
-    Does nothing unless OpenTelemetry's API is installed and an SDK collects spans. The record is
-    read when the context exits, so it must be complete by then.
+    This does nothing unless OpenTelemetry's API is installed and an SDK is configured. The
+    attributes of the span are read from `record` at the end of the ``with`` statement.
     """
     if trace is None or propagate is None:
         yield
@@ -274,22 +278,22 @@ def _span(record: RequestRecord, scope: Scope, model_name: str) -> Iterator[None
 
 @contextlib.contextmanager
 def logs_on_stderr(level: str, log_format: LogFormat) -> Iterator[None]:
-    """Write the logs of the server and of uvicorn to stderr while the context is active.
+    """Write the logs of the server and of uvicorn to stderr during the ``with`` statement.
 
-    uvicorn's messages about its start and end are shown at level ``"debug"`` only, because it
-    reports "Application startup complete." minutes before the model is loaded.
+    uvicorn's messages about its start and end are written only at the level ``"debug"``: it reports
+    "Application startup complete." minutes before the model is loaded, which is misleading.
 
     Args:
       level: minimum level: ``"debug"``, ``"info"``, ``"warning"`` or ``"error"``.
-      log_format: ``"text"``, or ``"json"`` for JSON objects, each on a line.
+      log_format: ``"text"``, or ``"json"`` for a JSON object in each line.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     number = logging.getLevelName(level.upper())
-    # The kernels log a line per program and platform, so they are quieter than the server.
+    # The kernels log a line for each program and platform. Show these lines only at "debug".
     quiet = number if number == logging.DEBUG else max(number, logging.WARNING)
     levels = {"paged_jax": number, "uvicorn": quiet, "paged_jax.kernels": quiet}
-    # A handler of the root logger would also write the messages of all other libraries.
+    # Do not use the root logger: its handler would also write the messages of other libraries.
     loggers = [logging.getLogger(name) for name in levels]
     before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
     for logger in loggers:
@@ -304,23 +308,23 @@ def logs_on_stderr(level: str, log_format: LogFormat) -> Iterator[None]:
 
 
 class TextFormatter(logging.Formatter):
-    """Formatter for people: time, level, message, and the record's fields as ``name=value``.
+    """Log formatter for people: time, level, message, and fields as ``name=value``.
 
-    Values that contain line ends, terminal codes or spaces are quoted, because clients choose some
-    of them.
+    Values with spaces, line ends or terminal codes are quoted, because clients choose some of the
+    values.
     """
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the line with the fields, without a traceback."""
+        """Return the log line with its fields, without a traceback."""
         fields = _fields(record).items()
         return " ".join([super().formatMessage(record), *(f"{k}={_quote(v)}" for k, v in fields)])
 
 
 class JsonFormatter(logging.Formatter):
-    """Formatter for programs: a JSON object with time, level, logger, message and the fields.
+    """Log formatter for programs: JSON objects with time, level, logger, message and fields.
 
     Example:
       >>> record = logging.LogRecord("paged_jax", logging.INFO, "", 0, "ready", None, None)
@@ -333,7 +337,7 @@ class JsonFormatter(logging.Formatter):
     converter = staticmethod(time.gmtime)  # type: ignore[assignment]
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
+        """Return the JSON of a log record."""
         line: dict[str, Any] = {
             "time": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),

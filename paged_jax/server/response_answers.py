@@ -1,4 +1,4 @@
-"""Responses of ``POST /v1/responses``, whole or as a stream of events."""
+"""Answers of ``POST /v1/responses``, OpenAI's Responses API."""
 
 import json
 import time
@@ -26,7 +26,7 @@ _PART_TYPES = {"reasoning": "reasoning_text", "content": "output_text"}
 
 
 class ResponsesAnswer(BlockAnswer):
-    """Response of ``POST /v1/responses``."""
+    """Answer of ``POST /v1/responses``, whole or as a stream."""
 
     prefix = "resp"
     format_field = "text.format"
@@ -38,11 +38,14 @@ class ResponsesAnswer(BlockAnswer):
         self._names = ToolNames(body.tools or ())
         chat = chat_body(body, service.tokenizer, self._names)
         super().__init__(service, body, client, record, chat)
-        self._cut_block: Block | None = None  # the last block, if the answer was cut short in it
+        # The last block, if generation ended before the block was complete.
+        self._cut_block: Block | None = None
         self._num_events = 0
         self._echoed = _echo(body)
-        self._logprobs: dict[int, list[JsonDict]] = {}  # of each block of text
-        self._next_logprobs: list[JsonDict] = []  # of tokens whose text is not in a block yet
+        # Log-probabilities of the tokens of each block of text, by the index of the block.
+        self._logprobs: dict[int, list[JsonDict]] = {}
+        # Log-probabilities of tokens whose text is held back and not in a block yet.
+        self._next_logprobs: list[JsonDict] = []
 
     @property
     def max_tokens(self) -> int | None:
@@ -52,12 +55,12 @@ class ResponsesAnswer(BlockAnswer):
 
     @property
     def has_format(self) -> bool:
-        """Whether `text.format` constrains the text."""
+        """Whether the body requires a format of the text in `text.format`."""
         format = None if self.body.text is None else self.body.text.format
         return format is not None and format.type != "text"
 
     def format_constraint(self) -> StructuredOutputsParams:
-        """Return the constraint in `text.format`."""
+        """Return the constraint that `text.format` describes. Call it only if `has_format`."""
         format = None if self.body.text is None else self.body.text.format
         assert format is not None
         if format.type == "json_object":
@@ -67,14 +70,14 @@ class ResponsesAnswer(BlockAnswer):
         return schema_constraint(format.schema_, bool(format.strict))
 
     def params(self) -> dict[str, Any]:
-        """Return the sampling parameters, with log-probabilities."""
+        """Return the sampling parameters, with `max_tokens` and `logprobs`."""
         params = {**super().params(), "max_tokens": self.max_tokens}
         if self.body.has_logprobs:
             params["logprobs"] = self.body.top_logprobs or 0
         return params
 
     def response_body(self, outputs: Sequence[RequestOutput]) -> JsonDict:
-        """Return the whole response."""
+        """Return the JSON of the response, given the finished output."""
         [output] = outputs
         [delta] = whole_samples(output)
         self._changes(delta, is_whole=True)
@@ -83,13 +86,13 @@ class ResponsesAnswer(BlockAnswer):
     # Stream
 
     def encode(self, event: JsonDict) -> bytes:
-        """Return the bytes of an event, numbered in the order of the stream."""
+        """Add the next sequence number to an event, and return its bytes."""
         event = {**event, "sequence_number": self._num_events}
         self._num_events += 1
         return encode_named_event(event["type"], event)
 
     def failure(self, error: ApiError) -> bytes:
-        """Return the last event of a stream that fails."""
+        """Return the bytes of the event with which a stream ends if an error occurs."""
         response = self._response(None)
         reason = {"code": "server_error", "message": str(error)}
         return self.encode(
@@ -100,7 +103,7 @@ class ResponsesAnswer(BlockAnswer):
         )
 
     def opening(self) -> list[JsonDict]:
-        """Return the first events of a stream, before any text."""
+        """Return the first events of a stream, ``created`` and ``in_progress``."""
         return [
             {"type": f"response.{name}", "response": self._response(None)}
             for name in ("created", "in_progress")
@@ -109,7 +112,7 @@ class ResponsesAnswer(BlockAnswer):
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
     ) -> list[JsonDict]:
-        """Return the events with the new parts of the answer."""
+        """Return the stream events for new text and tokens."""
         return [
             event
             for delta in deltas
@@ -118,7 +121,7 @@ class ResponsesAnswer(BlockAnswer):
         ]
 
     def closing(self, outputs: Sequence[RequestOutput]) -> list[JsonDict]:
-        """Return the last event of a stream: the whole response."""
+        """Return the last event of a stream, which contains the whole response."""
         response = self._response(outputs[0])
         return [{"type": f"response.{response['status']}", "response": response}]
 
@@ -160,7 +163,15 @@ class ResponsesAnswer(BlockAnswer):
         ]
 
     def _part_events(self, block: Block, place: JsonDict, what: str) -> list[JsonDict]:
-        """Return the events of the only part of an item; calls have no parts."""
+        """Return the events for the start or end of the content part of a block's item.
+
+        Each item with text has exactly one part. Tool calls have no parts.
+
+        Args:
+          block: the block.
+          place: fields that say to which item and part the events belong.
+          what: ``"added"`` or ``"done"``.
+        """
         if block.kind == "call":
             return []
         events = [{"type": f"response.content_part.{what}", **place, "part": self._part(block)}]
@@ -183,7 +194,13 @@ class ResponsesAnswer(BlockAnswer):
         return part
 
     def _item(self, block: Block, status: str | None = None) -> JsonDict:
-        """Return a block as an item of the output, with its final status by default."""
+        """Convert a block to an item of the response's ``output``.
+
+        Args:
+          block: the block.
+          status: status of the item; None for ``"completed"``, or ``"incomplete"`` if generation
+            ended within the block.
+        """
         status = status or ("incomplete" if block is self._cut_block else "completed")
         item: JsonDict = {"id": _item_id(block), "status": status}
         content = [self._part(block)] if block.text and block.kind != "call" else []
@@ -198,7 +215,11 @@ class ResponsesAnswer(BlockAnswer):
         return {"type": "function_call", **item, **call, "arguments": arguments}
 
     def _response(self, output: RequestOutput | None) -> JsonDict:
-        """Return the object of the response; without an output, it is in progress."""
+        """Return the JSON of the response.
+
+        Args:
+          output: the finished output; None if the response is in progress.
+        """
         status, details, counts = "in_progress", None, None
         items: list[JsonDict] = []
         if output is not None:
@@ -231,11 +252,15 @@ class ResponsesAnswer(BlockAnswer):
     def _changes(
         self, delta: SampleDelta, *, is_whole: bool = False
     ) -> list[tuple[BlockChange, list[JsonDict]]]:
-        """Add a new part of the sample. Return changes of blocks with their log-probabilities.
+        """Add new text to the blocks. Return the changes of blocks, with log-probabilities.
 
         Args:
-          delta: new part of the sample, or the whole sample.
-          is_whole: whether `delta` is the whole sample, not a part of a stream.
+          delta: the new text and tokens of the sample.
+          is_whole: whether `delta` has the whole sample, because the response is not a stream.
+
+        Returns:
+          Pairs of a change and the log-probabilities of its tokens. The latter are empty if they
+          were not requested, and for reasoning and tool calls.
         """
         parts = self.chat.parts(delta, is_whole=is_whole)
         has_logprobs = delta.logprobs is not None
@@ -259,12 +284,12 @@ class ResponsesAnswer(BlockAnswer):
         return [*changes, *((change, []) for change in self.tracker.push([], is_last=is_last))]
 
     def _logprobs_of(self, block: Block) -> list[JsonDict]:
-        """Return the log-probabilities of a block; an empty list for a block without a text."""
+        """Return the log-probabilities of a block's tokens; [] if it has no text."""
         return self._logprobs.get(block.index, []) if block.text else []
 
 
 def _echo(body: ResponsesBody) -> JsonDict:
-    """Return the fields of the body that a response repeats."""
+    """Return the fields of the body that the response contains too."""
     reasoning = body.reasoning
     numbers = body.model_dump(include={"temperature", "top_p"})
     format = None if body.text is None else body.text.format
@@ -295,7 +320,7 @@ def _echo(body: ResponsesBody) -> JsonDict:
 
 
 def _usage(output: RequestOutput, num_reasoning_tokens: int) -> JsonDict:
-    """Return the numbers of tokens of a response."""
+    """Return the token counts of a response, with the field names of this API."""
     total = usage([output])
     return {
         "input_tokens": total.prompt_tokens,
@@ -314,7 +339,7 @@ def _item_id(block: Block) -> str:
 
 
 def _text_event(block: Block) -> str:
-    """Return the name of the events with the text of a block, without ``.delta`` or ``.done``."""
+    """Return the type of a block's text events, without ``.delta`` or ``.done`` at its end."""
     return {
         "reasoning": "response.reasoning_text",
         "content": "response.output_text",
@@ -323,21 +348,23 @@ def _text_event(block: Block) -> str:
 
 
 def _arguments(block: Block) -> str:
-    """Return the arguments of a call; an empty object if the answer was cut short before them."""
+    """Return the JSON arguments of a tool call; "{}" if generation ended before them."""
     return block.text or json.dumps({})
 
 
 def _summary_events(
     is_wanted: bool, block: Block, place: JsonDict, what: str, **fields: Any
 ) -> list[JsonDict]:
-    """Return the event for the summary of reasoning. The summary repeats the whole reasoning.
+    """Return a list with the event for the summary of a reasoning block, or [].
+
+    The reasoning is not summarised: the summary has the same text as the reasoning.
 
     Args:
-      is_wanted: whether the response has summaries.
-      block: the block of the item.
-      place: the fields that tell the place of an event.
-      what: the last word in the name of the event.
-      **fields: further fields of the event.
+      is_wanted: whether the request asks for summaries.
+      block: the block; blocks of other kinds have no summary.
+      place: fields that say to which item the event belongs.
+      what: last word of the event's type: ``"added"``, ``"delta"`` or ``"done"``.
+      **fields: other fields of the event.
     """
     if block.kind != "reasoning" or not is_wanted:
         return []

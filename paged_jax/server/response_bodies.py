@@ -1,7 +1,7 @@
-"""Body of ``POST /v1/responses``, and its conversion to a chat.
+"""Request body of ``POST /v1/responses``, and its conversion to a chat completion body.
 
-The input of a response is a list of items: messages, reasoning, calls of functions and their
-results. Nothing is stored here, so each request contains the whole conversation.
+The input is a list of items: messages, reasoning, function calls and their results. This server
+does not store responses, so each request must contain the whole conversation.
 """
 
 import hashlib
@@ -28,18 +28,19 @@ from paged_jax.server.sampling_body import (
 
 _SYSTEM = ("system", "developer")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-# Types of parts that this server cannot read, in OpenAI's and in Anthropic's API.
+# Types of content parts that this server does not support, in OpenAI's and Anthropic's APIs.
 _MEDIA = (
     *("input_image", "input_file", "input_audio", "image", "file", "audio"),
     *("document", "search_result"),
 )
 _MAX_METADATA = 16
-# Maximum length of the name of a function in a chat, and the characters that it must not contain.
+# Function names in chat completion bodies have at most `_MAX_NAME` characters, and none of the
+# characters that `_NOT_IN_NAMES` matches.
 _MAX_NAME, _NOT_IN_NAMES = 64, re.compile(r"[^a-zA-Z0-9_.-]")
 
 
 class TextFormat(LenientBody):
-    """Format of the text: any text, a JSON object, or JSON that matches a schema."""
+    """Required format of the text: any text, a JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -48,14 +49,14 @@ class TextFormat(LenientBody):
 
 
 class TextOptions(Body):
-    """Options of the text. The verbosity is a hint that is ignored."""
+    """Options of the text: its format. `verbosity` is accepted and ignored."""
 
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
 class ReasoningOptions(LenientBody):
-    """Options of the reasoning: its effort, and whether a summary is wanted."""
+    """Options of the reasoning: its effort, and whether the response has a summary of it."""
 
     effort: str | None = None
     summary: str | None = None
@@ -88,7 +89,7 @@ class InputTokensBody(TemplateFields):
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="Ignored: input that is too long is an error."
     )
-    # Fields that need stored responses.
+    # Fields below would need stored responses.
     previous_response_id: None = Field(None, description="Must be null: responses are not stored.")
     conversation: None = Field(None, description="Must be null: responses are not stored.")
 
@@ -111,7 +112,7 @@ class ResponsesBody(InputTokensBody, SamplingBody):
     metadata: Annotated[dict[str, str], Field(max_length=_MAX_METADATA)] | None = Field(
         None, description="Repeated in the response."
     )
-    # Fields that clients often send and that change nothing here.
+    # Fields below are often sent by clients, and have no effect on this server.
     store: bool | None = Field(None, description="Ignored: responses are not stored.")
     service_tier: str | None = Field(None, description="Ignored.")
     user: str | None = Field(None, description="Ignored.")
@@ -121,7 +122,7 @@ class ResponsesBody(InputTokensBody, SamplingBody):
     context_management: Items[dict[str, Any]] | None = Field(
         None, description="Ignored: input is never compacted."
     )
-    # Fields that need stored prompts or responses.
+    # Fields below would need stored prompts or responses.
     prompt: None = Field(None, description="Must be null: prompts are not stored.")
     background: Literal[False] | None = Field(
         None, description="Only false: responses are not stored."
@@ -129,15 +130,15 @@ class ResponsesBody(InputTokensBody, SamplingBody):
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether the answer contains log-probabilities."""
+        """Whether the response has log-probabilities."""
         return "message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs)
 
 
 class ToolNames:
-    """Names of functions, which may be in a namespace. Chats have only plain names.
+    """Conversion of function names with namespaces to plain names.
 
-    A function in a namespace gets a name that joins both. Clients send and receive the two names
-    separately.
+    In this API, a function may belong to a namespace, and clients send and receive both names. In
+    the chat, which has no namespaces, the function has a single name made from both.
 
     Args:
       tools: the tools of a request. Tools of unknown types are ignored.
@@ -146,7 +147,7 @@ class ToolNames:
       ApiError: a function has no name.
 
     Attributes:
-      functions: the functions by their names in the chat.
+      functions: a dict from names in the chat to the functions of the request.
 
     Example:
       >>> inner = {"type": "function", "name": "read"}
@@ -170,7 +171,10 @@ class ToolNames:
 
     @staticmethod
     def join(namespace: str | None, name: str) -> str:
-        """Return the name in the chat. A long name is cut and ends with a hash."""
+        """Return the name that a function has in the chat.
+
+        A name longer than 64 characters is truncated, and a hash is appended to keep it unique.
+        """
         if not namespace:
             return name
         joined = _NOT_IN_NAMES.sub("_", namespace.rstrip("_") + "__" + name)
@@ -180,20 +184,25 @@ class ToolNames:
         return f"{joined[: _MAX_NAME - 9]}_{digest}"
 
     def split(self, joined: str) -> JsonDict:
-        """Return the fields ``name`` and, for a function in a namespace, ``namespace``."""
+        """Return the JSON fields ``name`` and, if there is one, ``namespace`` of a function.
+
+        Args:
+          joined: name of the function in the chat.
+        """
         if joined not in self._parts:
             return {"name": joined}
         namespace, name = self._parts[joined]
         return {"name": name, "namespace": namespace}
 
     def matching(self, choice: Mapping[str, Any]) -> list[str]:
-        """Return the names in the chat of the functions that a tool choice means.
+        """Return the names in the chat of the functions that a tool choice selects.
 
         Args:
-          choice: a function with or without its namespace, or a whole namespace.
+          choice: an object with the name of a function, with or without its namespace, or with the
+            name of a namespace, which selects all its functions.
 
         Raises:
-          ApiError: the choice means no function.
+          ApiError: no function has this name.
         """
         name, namespace = str(choice.get("name")), choice.get("namespace")
         joined = self.join(namespace, name)
@@ -211,9 +220,9 @@ class ToolNames:
 
 
 def _inner_tools(tool: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the functions of a namespace; no functions for tools of other types.
+    """Return the functions of a namespace; [] for tools of other types.
 
-    The description of the first function begins with the description of the namespace.
+    The description of the namespace is put before the description of the first function.
     """
     listed = tool.get("tools") if tool.get("type") == "namespace" else None
     inner: list[Mapping[str, Any]] = [
@@ -230,15 +239,15 @@ def _inner_tools(tool: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def chat_body(
     body: InputTokensBody, tokenizer: Tokenizer | None, names: ToolNames | None = None
 ) -> bodies.ChatBody:
-    """Return the chat that a body describes.
+    """Convert a body to a body of ``POST /v1/chat/completions``.
 
     Args:
       body: the body.
       tokenizer: the tokenizer of the model; None if it has none.
-      names: names of the body's tools; by default made from them.
+      names: the `ToolNames` of the body's tools, if they exist already.
 
     Raises:
-      ApiError: the input contains items that this server cannot read, or the tools are invalid.
+      ApiError: the input has items that are not supported, or the tools are invalid.
     """
     names = ToolNames(body.tools or ()) if names is None else names
     messages = list(_messages(body))
@@ -256,16 +265,17 @@ def chat_body(
 def validated_chat(
     chat: JsonDict, body: TemplateFields, field: str, effort: str | None
 ) -> bodies.ChatBody:
-    """Return a chat as a body of ``POST /v1/chat/completions``.
+    """Make a body of ``POST /v1/chat/completions`` from converted fields, and validate it.
 
     Args:
-      chat: the messages and tools of the chat.
-      body: the body of the request.
-      field: name of the body field that has the messages.
-      effort: effort of the reasoning in the API's own field; None for the field `reasoning_effort`.
+      chat: the converted fields, such as ``messages`` and ``tools``.
+      body: the body of the request, from which the fields of `TemplateFields` are taken.
+      field: name of the body field with the messages, for error messages.
+      effort: the reasoning effort, if the body has it in a field of its own API. It overrides the
+        field `reasoning_effort`.
 
     Raises:
-      ApiError: the chat is invalid.
+      ApiError: the fields are invalid, or there are no messages.
     """
     if not chat["messages"]:
         raise ApiError(400, f"{field} must contain at least one message.", param=field)
@@ -282,7 +292,10 @@ def validated_chat(
 
 
 def _messages(body: InputTokensBody) -> Iterator[JsonDict]:
-    """Yield the messages of the input. Items of one turn of the assistant form one message."""
+    """Convert the input to chat messages.
+
+    Consecutive items of the assistant (messages, reasoning, function calls) become one message.
+    """
     if isinstance(body.input, str):
         yield {"role": "user", "content": body.input}
         return
@@ -310,7 +323,17 @@ def _messages(body: InputTokensBody) -> Iterator[JsonDict]:
 
 
 def _add_to_turn(turn: JsonDict, kind: str, item: JsonDict, place: str) -> None:
-    """Add an item to a message of the assistant. Items of unknown kinds are skipped."""
+    """Add an item to the assistant's message `turn`. Items of unknown types are skipped.
+
+    Args:
+      turn: the message so far, which is changed; {} before the first item.
+      kind: type of the item.
+      item: the item.
+      place: path of the item in the body, for error messages.
+
+    Raises:
+      ApiError: the item refers to a stored item, or is invalid.
+    """
     added: JsonDict = {}
     if kind == "message":
         added["content"] = _text(item.get("content"), f"{place}.content")
@@ -338,7 +361,11 @@ def _add_to_turn(turn: JsonDict, kind: str, item: JsonDict, place: str) -> None:
 
 
 def _text(content: Any, place: str) -> str:
-    """Return the text of a text or of a list of parts.
+    """Return the text of a content, which is a text or a list of parts.
+
+    Args:
+      content: the content; None is an empty text.
+      place: path of the content in the body, for error messages.
 
     Raises:
       ApiError: a part is not text.
@@ -359,10 +386,14 @@ def _text(content: Any, place: str) -> str:
 
 
 def kind_of(part: Any, place: str) -> Any:
-    """Return the type of a part of a content.
+    """Return the type of a content part, or of a block in Anthropic's API.
+
+    Args:
+      part: the part.
+      place: path of the part in the body, for error messages.
 
     Raises:
-      ApiError: the part is not an object, or is an image, a file or a recording.
+      ApiError: the part is not an object, or is an image, a file, audio or a search result.
     """
     if not isinstance(part, Mapping):
         raise ApiError(400, f"{place} must be an object with a type.", param=place)
@@ -374,10 +405,15 @@ def kind_of(part: Any, place: str) -> Any:
 
 
 def string_of(part: Mapping[str, Any], name: str, place: str) -> str:
-    """Return the text in a field of an item or of a part.
+    """Return the value of a field that must be a string.
+
+    Args:
+      part: the object with the field.
+      name: name of the field.
+      place: path of the object in the body, for error messages.
 
     Raises:
-      ApiError: the field is missing, or is not a text.
+      ApiError: the field is missing, or is not a string.
     """
     text = part.get(name)
     if not isinstance(text, str):
@@ -388,10 +424,15 @@ def string_of(part: Mapping[str, Any], name: str, place: str) -> str:
 def with_system_text(
     instructions: str | None, messages: Sequence[JsonDict], tokenizer: Tokenizer | None
 ) -> list[JsonDict]:
-    """Return messages that begin with all leading system texts as one message.
+    """Join `instructions` and all leading system messages into one system message.
 
-    Many chat templates accept only one system message, at the beginning. Later system messages stay
-    in place if the template writes them there; otherwise they become messages of the user.
+    Many chat templates accept only one system message, at the beginning. If the template raises an
+    error for later system messages, they are changed to messages of the user.
+
+    Args:
+      instructions: text that precedes the system messages; None or "" for none.
+      messages: the messages of the chat.
+      tokenizer: the tokenizer with the chat template; None if the model has none.
     """
     num_leading = next(
         (index for index, each in enumerate(messages) if each["role"] not in _SYSTEM),
@@ -420,10 +461,10 @@ def _tool(name: str, tool: Mapping[str, Any]) -> JsonDict:
 
 
 def _tool_choice(choice: str | Mapping[str, Any] | None, names: ToolNames) -> Any:
-    """Return the choice in the form of a chat request.
+    """Convert `tool_choice` to the form that a chat completion body has.
 
     Raises:
-      ApiError: the choice is unknown, or means a function that is not in the tools.
+      ApiError: the type of the choice is unknown, or the tools have no function with its name.
     """
     if choice in (None, "none", "auto", "required"):
         return choice
@@ -439,7 +480,7 @@ def _tool_choice(choice: str | Mapping[str, Any] | None, names: ToolNames) -> An
             'or {"type": "allowed_tools", "mode": "auto" or "required", "tools": LIST}.',
             param="tool_choice",
         )
-    # Tools of other types are skipped, as in `tools`.
+    # Skip tools of other types, because they are skipped in `tools` too.
     allowed = [
         _named(name)
         for each in listed

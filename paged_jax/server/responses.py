@@ -1,4 +1,4 @@
-"""JSON responses, events of a stream, and errors, in the format of OpenAI's API."""
+"""JSON responses, server-sent events, and errors, in the formats of OpenAI and Anthropic."""
 
 import functools
 import re
@@ -23,12 +23,12 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-# Paths of Anthropic's API, possibly below a prefix.
+# Matches paths of Anthropic's API. They may have a prefix, if the application is mounted.
 _ANTHROPIC = re.compile(r"/v1/messages(/|$)")
-# Details of errors in Anthropic's API, by the invalid field. Clients that keep the whole
-# conversation repeat a request without `thread` if the error has these details.
+# Additional `details` of errors in Anthropic's API, by the invalid field. If a request with
+# `thread` fails with these details, clients repeat it with the whole conversation instead.
 _ANTHROPIC_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
-# Types of errors in Anthropic's API, by status.
+# Types of errors in Anthropic's API, by HTTP status.
 _ANTHROPIC_ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -37,20 +37,20 @@ _ANTHROPIC_ERRORS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-# Maximum characters of an error message, which may quote text from the client.
+# Maximum characters of an error message. Messages may quote long texts that the client sent.
 _MAX_CHARS = 500
-# Clients that read a stream with `str.splitlines`, such as `httpx.Response.iter_lines`, would split
-# an event at these characters.
+# Line ends that are escaped in all JSON. Clients that read streams with `str.splitlines`, such as
+# `httpx.Response.iter_lines`, would split an event at them.
 _LINE_ENDS = {end.encode(): escape.encode() for end, escape in LINE_ENDS.items()}
 
 
 def json_response(answer: BaseModel | JsonDict, status: int = 200) -> Response:
-    """Return a response with a model or a dict as JSON."""
+    """Return an HTTP response with a Pydantic model or a dict as JSON."""
     return Response(_encode(answer), status, media_type="application/json")
 
 
 def encode_event(event: JsonDict) -> bytes:
-    """Return the bytes of a server-sent event with this JSON as its data."""
+    """Return the bytes of a server-sent event whose data is the JSON of `event`."""
     return b"data: %b\n\n" % _encode(event)
 
 
@@ -62,18 +62,19 @@ def _encode(answer: BaseModel | JsonDict) -> bytes:
 
 
 def encode_named_event(name: str, data: JsonDict) -> bytes:
-    """Return the bytes of a server-sent event with a name."""
+    """Return the bytes of a server-sent event with a name and JSON data."""
     return b"event: " + name.encode() + b"\n" + encode_event(data)
 
 
 def to_json_dict(model: type[BaseModel], /, **fields: Any) -> JsonDict:
-    """Return the JSON object that ``model(**fields)`` serialises to, at a fifth of the cost.
+    """Return the JSON object to which ``model(**fields)`` would be serialised.
 
-    Fields are not validated. Fields of the model with `exclude_if` are omitted if they are None.
+    This takes a fifth of the time, because the model is not created and fields are not validated.
+    Fields that the model declares with `exclude_if` are omitted if they are None.
 
     Args:
-      model: the Pydantic model, which has the defaults.
-      **fields: values of its fields; fields with a default may be left out.
+      model: the Pydantic model, from which the defaults are taken.
+      **fields: values of its fields. Fields with a default may be left out.
 
     Example:
       >>> class Choice(BaseModel):
@@ -91,7 +92,10 @@ def to_json_dict(model: type[BaseModel], /, **fields: Any) -> JsonDict:
 
 @functools.cache
 def _defaults(model: type[BaseModel]) -> tuple[JsonDict, frozenset[str]]:
-    """Return the defaults that are always written, and the fields that are omitted if None."""
+    """Return the defaults of a model's fields, and the names of fields omitted if None.
+
+    The former has only fields that are always part of the JSON.
+    """
     fields = model.model_fields.items()
     optional = frozenset(name for name, field in fields if field.exclude_if is not None)
     defaults = {
@@ -103,13 +107,13 @@ def _defaults(model: type[BaseModel]) -> tuple[JsonDict, frozenset[str]]:
 
 
 class ApiError(Exception):
-    """An error that is sent to the client as JSON.
+    """Exception for an error that is sent to the client as JSON.
 
     Args:
       status: HTTP status, 400 to 599.
-      message: a sentence for the client; truncated after 500 characters.
-      param: name of the invalid field; None if the error concerns no single field.
-      code: a short identifier for programs.
+      message: a sentence for the client. It is truncated after 500 characters.
+      param: name of the invalid field; None if no single field is invalid.
+      code: an identifier of the error for programs; None for none.
       headers: additional response headers.
     """
 
@@ -129,7 +133,7 @@ class ApiError(Exception):
         self.headers = headers
 
     def body(self) -> JsonDict:
-        """Return the JSON of the response."""
+        """Return the JSON of the error in OpenAI's format."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {
             "error": {
@@ -141,13 +145,18 @@ class ApiError(Exception):
         }
 
     def response(self, path: str = "", request_id: str | None = None) -> JSONResponse:
-        """Return the error as an HTTP response, in the format of the API of a path."""
+        """Return the HTTP response for the error.
+
+        Args:
+          path: path of the request. Errors of Anthropic's API have their own format.
+          request_id: id of the request, which Anthropic's format contains.
+        """
         body = anthropic_error(self, request_id) if is_anthropic(path) else self.body()
         return JSONResponse(body, self.status, self.headers)
 
 
 def is_anthropic(path: str) -> bool:
-    """Return whether a path belongs to Anthropic's API, which has its own format of errors."""
+    """Return whether a path belongs to Anthropic's API."""
     return _ANTHROPIC.search(path) is not None
 
 
@@ -167,9 +176,9 @@ def anthropic_error(error: ApiError, request_id: str | None) -> JsonDict:
 
 
 def bad_request(error: ValueError) -> ApiError:
-    """Return the 400 error for a `ValueError` of the engine or tokenizer.
+    """Convert a `ValueError` of the engine or tokenizer to an error with the status 400.
 
-    The message leaves out the name of the Python function that raised the error.
+    The name of the Python function, with which the message begins, is left out.
     """
     if isinstance(error, ArgumentError):
         return ApiError(400, error.message, param=error.field)
@@ -177,7 +186,7 @@ def bad_request(error: ValueError) -> ApiError:
 
 
 def shutting_down() -> ApiError:
-    """Return the error for requests that arrive during shutdown or are unfinished at its end."""
+    """Return the 503 error for requests that arrive during shutdown or do not finish in time."""
     return ApiError(
         503,
         "The server is shutting down.",
@@ -187,17 +196,17 @@ def shutting_down() -> ApiError:
 
 
 def sleeping() -> ApiError:
-    """Return the error for requests that arrive while the engine sleeps."""
+    """Return the 503 error for requests that arrive while the engine sleeps."""
     return ApiError(
         503,
-        "The engine sleeps, and takes requests again after POST /wake_up.",
+        "The engine sleeps. It accepts requests again after POST /wake_up.",
         code="sleeping",
         headers={"Retry-After": "10"},
     )
 
 
 def engine_stopped() -> ApiError:
-    """Return the error for requests that a stopped engine can no longer run."""
+    """Return the 503 error for requests that cannot run because the engine has stopped."""
     return ApiError(503, "The engine has stopped.", code="engine_stopped")
 
 

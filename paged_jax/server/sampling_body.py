@@ -1,6 +1,6 @@
-"""Types of fields of request bodies, and the fields of all endpoints that generate text.
+"""Base classes of request bodies, and the fields of all endpoints that generate text.
 
-Fields have OpenAI's names, or vLLM's names if OpenAI has no such field.
+Fields have the names of OpenAI's API. Fields that OpenAI does not have are named as in vLLM.
 """
 
 import json
@@ -22,13 +22,13 @@ from paged_jax.sampling.params import NUMBERS, Number
 
 T = TypeVar("T")
 
-# List that stops its validation at the first error. Collecting a million errors would block the
+# A list whose validation stops at the first error. To collect a million errors would block the
 # server for seconds.
 Items = Annotated[list[T], Field(fail_fast=True)]
 
 
 def _whole(value: Any) -> Any:
-    """Return a float without a fraction as an integer, because JSON has one type of number."""
+    """Convert a float such as 4.0 to an integer, because JSON has only one type of number."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -39,12 +39,12 @@ Text = Annotated[str, Field(min_length=1)]
 # Pydantic's error type for unknown fields.
 UNKNOWN_FIELD = "extra_forbidden"
 
-# Prefix of vLLM's former fields for structured outputs, such as guided_json.
+# Prefix of the names that vLLM's fields for structured outputs had before, such as guided_json.
 _OLD_FORMS = "guided_"
 
-# Unknown fields that are ignored: hints for caches, routers, logs and reasoning models, which do
-# not change the response. (`TemplateFields` has the reasoning effort: only a chat template reads
-# it.)
+# Fields that are ignored, because they do not change the response: hints for caches, routers, logs
+# and reasoning models. `reasoning_effort` is ignored only by endpoints without a chat template; the
+# others declare it in `TemplateFields`.
 IGNORED = frozenset({
     "prediction",
     "prompt_cache_key",
@@ -56,8 +56,8 @@ IGNORED = frozenset({
     "verbosity",
 })  # fmt: skip
 
-# Unknown fields that are ignored if they are null or have one of these values: the defaults of
-# OpenAI, vLLM and SGLang, which clients often send. Other values would change the response.
+# Fields that are ignored if they are null or have one of these values, and are errors otherwise.
+# The values are the defaults of OpenAI, vLLM and SGLang, which clients often send.
 NEUTRAL_VALUES: Mapping[str, Sequence[Any]] = {
     "add_generation_prompt": (True,),
     "best_of": (1,),
@@ -82,7 +82,7 @@ NEUTRAL_VALUES: Mapping[str, Sequence[Any]] = {
 
 
 def is_neutral(name: str, value: Any) -> bool:
-    """Return whether an unknown field can be ignored without changing the response.
+    """Return whether an unknown field with this value has no effect and can be ignored.
 
     Example:
       >>> is_neutral("no_stop_trim", False), is_neutral("no_stop_trim", True)
@@ -94,7 +94,7 @@ def is_neutral(name: str, value: Any) -> bool:
 
 
 class Body(BaseModel):
-    """A JSON object of a request. Unknown fields are errors unless they are null."""
+    """Base class of JSON objects in requests. Unknown fields are errors unless they are null."""
 
     model_config = ConfigDict(
         extra="allow",
@@ -103,7 +103,7 @@ class Body(BaseModel):
         json_schema_extra={"additionalProperties": {"type": "null"}},
     )
 
-    # Function that returns whether an unknown field with a name and a value is ignored.
+    # A function of the name and the value of an unknown field, which returns whether to ignore it.
     ignores: ClassVar[Callable[[str, Any], bool]] = staticmethod(lambda name, value: value is None)
 
     @model_validator(mode="after")
@@ -115,7 +115,7 @@ class Body(BaseModel):
 
     @classmethod
     def describe_unknown(cls, name: str) -> dict[str, str]:
-        """Return the name and the error message of an unknown field."""
+        """Return a dict with the ``name`` and the error message (``rule``) of an unknown field."""
         name = name[:100]
         wanted = "structured_outputs" if name.startswith(_OLD_FORMS) else name
         near = suggest(wanted, cls.model_fields)
@@ -128,20 +128,23 @@ class Body(BaseModel):
 
 
 class LenientBody(Body):
-    """A JSON object within a request, such as a message. Unknown fields are accepted."""
+    """Base class of JSON objects in which unknown fields are accepted, such as messages."""
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
 
-    # Accepted, because clients send back extra fields of responses. Unknown fields of messages and
-    # functions reach the chat template; those of other objects are dropped.
+    # Accept all unknown fields, because clients send back objects of responses with additional
+    # fields. Those of messages and functions are passed to the chat template; others are dropped.
     ignores = staticmethod(lambda name, value: True)
 
 
 def _optional(number: Number) -> Any:
-    """Return the type of a sampling parameter: a number within its bounds, or null."""
+    """Return the type annotation of a numeric sampling parameter, which may be null.
+
+    It contains the bounds and, from the help text of the command line, a description.
+    """
     bounds: dict[str, Any] = dict(number.bounds)
     if number.help is not None:
-        # Command lines name their values X and N.
+        # In help texts of command lines, the value is called X or N.
         text = number.help.replace("the N ", "this number of the ").replace(" X", " this value")
         bounds["description"] = f"{text[0].upper()}{text[1:]}."
     if number.type is float:
@@ -152,7 +155,7 @@ def _optional(number: Number) -> Any:
 
 
 class StreamOptions(Body):
-    """Options of a stream: whether its last event, or each event, has the usage."""
+    """Options of a stream: whether its last event, or each event, has token counts."""
 
     include_usage: bool | None = Field(
         None, description="Whether the last event of a stream has the usage of the request."
@@ -164,7 +167,7 @@ class StreamOptions(Body):
 
 
 class TemplateFields(Body):
-    """Fields of all bodies with a chat that the chat template reads."""
+    """Fields for the chat template, which the bodies of all endpoints for chats have."""
 
     reasoning_effort: str | None = Field(
         None,
@@ -187,13 +190,13 @@ _SamplingNumbers = create_model("_SamplingNumbers", __base__=Body, **_FIELDS)
 def _add_neutral(schema: dict[str, Any]) -> None:
     ignored = {name: {"description": "Accepted and ignored."} for name in sorted(IGNORED)}
     neutral = {name: {"enum": [None, *values]} for name, values in NEUTRAL_VALUES.items()}
-    # Fields of the body itself, such as the reasoning effort of chats, are not ignored.
+    # Fields that the body declares, such as the reasoning effort of chats, override ignored fields.
     schema["properties"] = ignored | neutral | schema["properties"]
     schema["additionalProperties"] = {"type": "null"}
 
 
 class StructuredOutputs(Body):
-    """A constraint on the text. Exactly one field must be given."""
+    """A constraint on the generated text. Exactly one field must be given."""
 
     # The alias is needed because Pydantic's models have a method `json`.
     json_schema_: str | dict[str, Any] | None = Field(
@@ -206,9 +209,9 @@ class StructuredOutputs(Body):
 
 
 class SamplingBody(_SamplingNumbers):
-    """Fields of the bodies of all endpoints that generate text.
+    """Fields that the bodies of all endpoints for text generation have in common.
 
-    Null means the default of the model or of the endpoint.
+    If a field is null, the default of the model or of the endpoint is used.
     """
 
     model_config = ConfigDict(json_schema_extra=_add_neutral)

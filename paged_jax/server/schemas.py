@@ -1,17 +1,18 @@
-"""Pydantic models of responses. `openapi` publishes them.
+"""Pydantic models of responses. Their schemas are part of /openapi.json.
 
-Fields have OpenAI's names, or vLLM's names if OpenAI has no such field. OpenAI sends null for some
-fields that do not apply, and leaves out others; `_OMITTED` marks the fields that are left out.
+Fields have the names of OpenAI's API. Fields that OpenAI does not have are named as in vLLM. As in
+OpenAI's API, some fields without a value are null, and others are left out: those with `_OMITTED`.
 
-Objects that a response may contain in thousands are typed dicts, because models would take ten
-times as long. Texts and events are built by `responses.to_json_dict` for the same reason.
+Objects of which a response may have thousands are typed dicts, because Pydantic models would take
+ten times as long. For the same reason, responses and events with generated text are built with
+`responses.to_json_dict` instead of the models.
 """
 
 from collections.abc import Iterable
 from typing import Any, Literal, NotRequired
 
 from pydantic import BaseModel, ConfigDict, Field
-from typing_extensions import TypedDict  # pydantic rejects typing.TypedDict before Python 3.12
+from typing_extensions import TypedDict  # before Python 3.12, pydantic rejects typing.TypedDict
 
 
 def _is_none(value: object) -> bool:
@@ -22,19 +23,19 @@ _OMITTED: Any = Field(default=None, exclude_if=_is_none)
 
 
 class PromptTokensDetails(BaseModel):
-    """Number of prompt tokens found in the prefix cache."""
+    """Number of prompt tokens that were found in the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(BaseModel):
-    """Number of generated tokens that are reasoning, including its closing mark."""
+    """Number of generated tokens of the reasoning, including its end tag."""
 
     reasoning_tokens: int
 
 
 class Usage(BaseModel):
-    """Numbers of tokens in the prompts and in the generated samples."""
+    """Token counts of a request: prompt tokens, and generated tokens of all samples."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -44,7 +45,7 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(TypedDict):
-    """Log-probabilities of a completion. Each list has an entry per token."""
+    """Log-probabilities of a completion. Each list has an entry for each token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -53,7 +54,10 @@ class CompletionLogprobs(TypedDict):
 
 
 class WaitEntry(TypedDict):
-    """A wait of a sample: its reason, start (seconds after the request's arrival) and duration."""
+    """A period in which a sample waited.
+
+    `start` is in seconds after the request's arrival, and `seconds` is the duration.
+    """
 
     reason: str
     start: float
@@ -63,7 +67,7 @@ class WaitEntry(TypedDict):
 
 
 class PreemptionEntry(TypedDict):
-    """A preemption of a sample: its reason, and its time in seconds after the request's arrival."""
+    """A preemption of a sample. `seconds` is its time after the request's arrival."""
 
     seconds: float
     kind: str
@@ -73,7 +77,7 @@ class PreemptionEntry(TypedDict):
 
 
 class RequestExplanation(TypedDict):
-    """Why a request waited or was preempted, and how much of its prompt was cached."""
+    """Explanation of a request: its waits and preemptions, and its match in the prefix cache."""
 
     waits: list[WaitEntry]
     preemptions: list[PreemptionEntry]
@@ -82,7 +86,7 @@ class RequestExplanation(TypedDict):
 
 
 class Choice(BaseModel):
-    """Fields of a sample at both endpoints of OpenAI's API."""
+    """Fields of a sample in responses of `/v1/completions` and `/v1/chat/completions`."""
 
     index: int
     finish_reason: str | None = None
@@ -91,7 +95,7 @@ class Choice(BaseModel):
 
 
 class OpenAiObject(BaseModel):
-    """Fields of all responses and events of OpenAI's endpoints."""
+    """Fields of responses and events of `/v1/completions` and `/v1/chat/completions`."""
 
     id: str
     created: int
@@ -101,14 +105,14 @@ class OpenAiObject(BaseModel):
 
 
 class Candidate(TypedDict):
-    """A token that was generated, or was among the most probable tokens at its position."""
+    """Log-probability of a token: the chosen token, or one of the most probable tokens."""
 
     logprob: float
     rank: int
     decoded_token: str
 
 
-# Candidates at each prompt position by token id; None at the first position.
+# For each position of a prompt, a dict from token ids to log-probabilities; None at the first.
 PromptLogprobs = list[dict[int, Candidate] | None]
 
 
@@ -129,7 +133,7 @@ class CompletionResponse(OpenAiObject):
 
 
 class TopLogprob(TypedDict):
-    """One of the most probable tokens at a position of a chat response."""
+    """A token and its log-probability, in OpenAI's format for chats."""
 
     token: str
     logprob: float
@@ -137,28 +141,28 @@ class TopLogprob(TypedDict):
 
 
 class TokenLogprob(TopLogprob):
-    """A token of a chat response, and the most probable tokens at its position."""
+    """A generated token and its log-probability, with the most probable tokens there."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(TypedDict):
-    """Log-probabilities of a chat response."""
+    """Log-probabilities of the content's tokens in a chat response."""
 
-    # Entries are created lazily, during serialisation. If all existed at the same time, Python's
-    # garbage collector would traverse them and block the server.
+    # An iterator that creates each entry when it is serialised. If all entries existed at the same
+    # time, Python's garbage collector would traverse them and block the server.
     content: Iterable[TokenLogprob]
 
 
 class CalledFunction(BaseModel):
-    """A called function and its JSON arguments. An event of a stream has only new arguments."""
+    """A called function and its JSON arguments. In a stream, `arguments` has only new text."""
 
     name: str | None = _OMITTED
     arguments: str
 
 
 class ToolCall(BaseModel):
-    """A function call for the client to execute."""
+    """A function call that the client should execute."""
 
     id: str
     type: Literal["function"] = "function"
@@ -166,7 +170,7 @@ class ToolCall(BaseModel):
 
 
 class ToolCallDelta(BaseModel):
-    """New parts of a tool call: first its id and name, then its arguments."""
+    """New part of a tool call in a stream: first its id and name, then parts of its arguments."""
 
     index: int
     id: str | None = _OMITTED
@@ -175,7 +179,10 @@ class ToolCallDelta(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """The assistant's message in a chat response. Clients read the reasoning by either name."""
+    """The assistant's message in a chat response.
+
+    The reasoning is in two fields with the same value, because clients read one or the other.
+    """
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -201,7 +208,7 @@ class ChatCompletionResponse(OpenAiObject):
 
 
 class ChatDelta(BaseModel):
-    """New parts of a message: first its role, then its text."""
+    """New part of a message in a stream: first its role, then its text and tool calls."""
 
     role: Literal["assistant"] | None = _OMITTED
     content: str | None = _OMITTED
@@ -211,7 +218,7 @@ class ChatDelta(BaseModel):
 
 
 class ChatChunkChoice(Choice):
-    """New parts of a sample of a chat response."""
+    """New part of a sample in the stream of a chat."""
 
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
@@ -226,7 +233,7 @@ class ChatCompletionChunk(OpenAiObject):
 
 
 class GeneratedSample(TypedDict):
-    """A sample of `POST /generate`. An event of a stream has only its new text and tokens."""
+    """A sample of `POST /generate`. In a stream, each event has only the new text and tokens."""
 
     index: int
     text: str
@@ -238,7 +245,10 @@ class GeneratedSample(TypedDict):
 
 
 class GenerateResponse(BaseModel):
-    """Response of `POST /generate`, and each event of its stream, which has only new parts."""
+    """Response of `POST /generate`, and each event of its stream.
+
+    In a stream, each event has only the new text and tokens.
+    """
 
     request_id: str
     text: list[str]
@@ -251,7 +261,7 @@ class GenerateResponse(BaseModel):
 
 
 class ResponseObject(BaseModel):
-    """Response of `POST /v1/responses`. It also repeats fields of the request."""
+    """Response of `POST /v1/responses`. It also contains fields of the request."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -280,7 +290,7 @@ class AnthropicMessage(BaseModel):
 
 
 class AnthropicError(BaseModel):
-    """Response of Anthropic's API to a request that fails."""
+    """Error response of Anthropic's API."""
 
     type: Literal["error"]
     error: dict[str, str]
@@ -310,7 +320,7 @@ class TokenizeResponse(BaseModel):
 
 
 class DetokenizeResponse(BaseModel):
-    """Response of `POST /detokenize`. vLLM calls the text a prompt."""
+    """Response of `POST /detokenize`. The text is in `prompt`, as in vLLM."""
 
     prompt: str
 
@@ -331,7 +341,7 @@ class TokenizerInfo(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """The served model, with the fields of OpenAI's API and of Anthropic's."""
+    """Description of the served model, with the fields of OpenAI's and Anthropic's APIs."""
 
     id: str
     object: Literal["model"] = "model"
@@ -373,7 +383,7 @@ class ServerInfo(BaseModel):
 
 
 class BlockCounts(BaseModel):
-    """Numbers of blocks in the pool, and the number of tokens per block."""
+    """Numbers of blocks in the pool, and number of tokens per block (`block_size`)."""
 
     total: int
     used: int
@@ -388,14 +398,14 @@ class Version(BaseModel):
 
 
 class Probe(BaseModel):
-    """Response of `GET /live` and `GET /ready`. `detail` describes the progress of a start."""
+    """Response of `GET /live` and `GET /ready`. `detail` is the progress while it starts."""
 
     status: Literal["ok", "starting", "draining", "sleeping", "full", "stalled", "failed"]
     detail: str | None = _OMITTED
 
 
 class Health(BaseModel):
-    """Response of `GET /health`. Clients without a required API key get only `status`."""
+    """Response of `GET /health`. If API keys are required, clients without one get `status`."""
 
     status: Literal["ok", "starting", "stalled", "failed", "draining", "sleeping"]
     detail: str | None = _OMITTED
@@ -410,7 +420,7 @@ class Health(BaseModel):
 
 
 class ErrorDetail(BaseModel):
-    """A message, the type of error, the invalid field, and a code for programs."""
+    """Message, type, invalid field (`param`) and code of an error."""
 
     message: str
     type: str
@@ -419,6 +429,6 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """Response to a request that fails."""
+    """Error response of OpenAI's API and of this server's own endpoints."""
 
     error: ErrorDetail

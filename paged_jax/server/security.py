@@ -1,4 +1,4 @@
-"""Checks of the host and the API key of each request, before any route."""
+"""Middleware that checks the Host header and the API key of each request."""
 
 import base64
 import hashlib
@@ -12,22 +12,22 @@ from paged_jax.server.request_log import RECORD
 from paged_jax.server.responses import ApiError, shutting_down
 from paged_jax.server.service import Client, Service
 
-# Names of the files that the page for chats loads.
+# Names of the files that the chat page loads.
 CHAT_FILES = ("chat.js", "chat.css")
 # Key of the ASGI scope under which the request's `Client` is stored.
 CLIENT = "paged_jax.client"
-# Paths that need no key and are answered while the server drains.
+# Paths that need no API key, and are also answered while the server drains.
 _PROBES = ("/health", "/live", "/ping", "/ready")
-# Paths that need no key: the page for chats, which asks for the key itself. Some clients check with
-# `HEAD /`, without their key, whether a server exists.
+# Paths of the chat page. They need no API key, because the page asks the user for it. Some clients
+# also send `HEAD /` without their key, to check whether a server exists.
 _PAGES = ("/", *(f"/chat/{name}" for name in CHAT_FILES))
 
 
 class Security:
     """ASGI middleware that checks the Host header and the API key of each request.
 
-    Each API key has its own cache salt. Otherwise response times would tell the holder of a key
-    which prompts other clients have sent, because cached prompts are faster.
+    Each API key has its own cache salt. Without it, clients could find out which prompts were sent
+    with other keys: prompts in the cache are answered faster.
     """
 
     def __init__(self, app: ASGIApp, service: Service):
@@ -38,7 +38,7 @@ class Security:
         self._admin_key = None if settings.admin_key is None else settings.admin_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on a request, or reject it."""
+        """Pass a request to the application, or answer it with an error."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -55,7 +55,7 @@ class Security:
         headers = Headers(scope=scope)
         self._check_host(headers.get("host", ""))
         client = scope[CLIENT] = self._client(scope, headers)
-        # An outer application may have mounted this application under `root_path`.
+        # Remove the path under which an outer application may have mounted this application.
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in _PROBES:
             return
@@ -65,8 +65,8 @@ class Security:
             raise wrong_key()
 
     def _check_host(self, host: str) -> None:
-        # In an attack by DNS rebinding, the name of a web site resolves to 127.0.0.1, so that its
-        # pages can send requests here. But pages cannot choose the Host header.
+        # This check prevents DNS rebinding: a web site lets its name resolve to 127.0.0.1, so that
+        # its pages can send requests to this server. Their Host header has the name of the site.
         allowed = self._service.settings.allowed_hosts
         if allowed is None:
             return
@@ -85,8 +85,8 @@ class Security:
         authorization = headers.get("authorization", "")
         given = _given_key(authorization)
         is_admin = self._admin_key is not None and hmac.compare_digest(given, self._admin_key)
-        # Anthropic's clients send the key as x-api-key. Some send both headers: one valid key is
-        # enough.
+        # Anthropic's clients send the key in the header x-api-key. Some clients send both headers.
+        # A valid key in one of them is sufficient.
         other = headers.get("x-api-key", "").encode("latin-1")
         if other and not is_admin and not self._is_tenant(given):
             given = other
@@ -102,23 +102,27 @@ class Security:
         )
 
     def _is_tenant(self, given: bytes) -> bool:
-        # Compare all keys, each in constant time, so that the time reveals nothing.
+        # Compare with all keys, each in constant time. Otherwise the time that this takes would
+        # reveal something about the keys.
         return any([hmac.compare_digest(given, key) for key in self._keys])
 
 
 def wrong_key() -> ApiError:
-    """Return the error for a request without a valid key."""
+    """Return the 401 error for a request without a valid key."""
     return ApiError(
         401,
         "The API key is missing or wrong. Send it as Authorization: Bearer KEY or X-API-Key: KEY.",
         code="invalid_api_key",
-        # Browsers then ask for a user name and a password. The password is the key.
+        # This header lets browsers ask for a user name and a password, which is the key.
         headers={"WWW-Authenticate": 'Basic realm="paged_jax", Bearer'},
     )
 
 
 def _given_key(authorization: str) -> bytes:
-    """Return the key of ``Bearer KEY``, or the password of ``Basic``, which browsers send."""
+    """Return the key in an Authorization header; b"" if there is none.
+
+    It is the key of ``Bearer KEY``, or the password of ``Basic``, which browsers send.
+    """
     scheme, _, value = authorization.strip().partition(" ")
     if scheme.lower() == "bearer":
         return value.strip().encode("latin-1")  # ASGI servers decode headers as Latin-1

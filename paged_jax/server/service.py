@@ -1,4 +1,4 @@
-"""The service behind all routes: the engine, the settings, and the requests in progress."""
+"""`Service`: the engine, the settings and the requests in progress, shared by all routes."""
 
 import asyncio
 import contextlib
@@ -26,15 +26,15 @@ from paged_jax.server.snapshot import CacheRecorder, EngineSnapshot, SnapshotHis
 
 T = TypeVar("T")
 
-# Seconds to wait for the last step at shutdown, so that a stuck step does not block the exit.
+# Maximum seconds to wait for the last step at shutdown. A step that hangs must not block the exit.
 _LAST_STEP = 10.0
-# Seconds between checks for unfinished requests during shutdown.
+# Seconds between checks, during shutdown, whether all requests have finished.
 _POLL = 0.05
-# Maximum characters of a text that takes about ten milliseconds to tokenize, and of a text that
-# takes less time than a thread switch.
+# Maximum characters of short texts, which take about ten milliseconds to tokenize, and of tiny
+# texts, which take less time than a switch to another thread.
 _SHORT, _TINY = 2**14, 2**8
-# Maximum tokens and log-probabilities of a response that is built in the event loop, where each
-# takes a few microseconds.
+# Maximum number of tokens and log-probabilities in a response that is built in the event loop. Each
+# of them takes a few microseconds.
 _SMALL = 2048
 
 
@@ -42,12 +42,13 @@ class Client(NamedTuple):
     """The sender of a request, and its permissions.
 
     Attributes:
-      name: identity for quotas: a hash of the API key, or the address if no key is needed.
-      salt: cache salt of the API key; empty without keys.
-      is_known: whether the client has a valid key, or needs none.
-      is_admin: whether the client may read the prompts of all clients.
-      may_change: whether the client may change the engine. For this, it must have sent the admin
-        key as a bearer token, which browsers never send unasked.
+      name: identity of the client for quotas: a hash of its API key, or its network address if no
+        keys are required.
+      salt: cache salt of the API key; empty if no keys are required.
+      is_known: whether the client has sent a valid key, or no keys are required.
+      is_admin: whether the client may see the prompts of all clients.
+      may_change: whether the client may change the engine. It must have sent the admin key as a
+        bearer token, because browsers never send bearer tokens on their own.
     """
 
     name: str = ""
@@ -64,20 +65,20 @@ class Settings:
     Attributes:
       model_name: name of the model in requests and responses.
       limits: limits on requests.
-      api_keys: accepted API keys. All routes except the probes require one; if empty, none is
-        needed.
-      admin_key: key of the cache page and of routes that change the engine. If None, the page is
-        open if there are no API keys, and closed otherwise.
-      allowed_hosts: accepted names in the ``Host`` header; None accepts any name.
-      stall_seconds: seconds without a finished step, despite work, after which ``/health`` reports
-        a stalled engine.
-      profile_folder: folder for profiles; None closes the routes that record them.
-      reasoning_format: marks of the reasoning in answers to chats: ``"auto"`` to detect them from
-        the chat template, ``"none"`` to leave the reasoning in the content, or a name of
+      api_keys: valid API keys. All routes except the probes and the chat page require one of them.
+        If empty, no key is required.
+      admin_key: key that the cache page and the routes that change the engine require. If None,
+        these routes are disabled, and the page is available only if no API keys are required.
+      allowed_hosts: accepted names in the ``Host`` header; None accepts all names.
+      stall_seconds: ``/health`` reports a stalled engine if it has work but finishes no step for
+        this many seconds.
+      profile_folder: folder for profiles; None disables the routes that record them.
+      reasoning_format: format of the reasoning in answers of chats. ``"auto"`` detects it from the
+        chat template, ``"none"`` leaves the reasoning in the content, and other values are names of
         `reasoning.FORMATS`.
       ping_seconds: seconds without events after which a stream sends a ping; 0 for no pings.
-      allowed_origins: web sites that may use the server from a browser (CORS), such as
-        ``https://example.com``; ``*`` allows all.
+      allowed_origins: web sites whose pages may use the server (CORS), such as
+        ``https://example.com``; ``*`` allows all sites.
     """
 
     model_name: str
@@ -93,12 +94,17 @@ class Settings:
 
 
 class Service:
-    """The engine and its settings, and the requests in progress. The service owns the engine."""
+    """The engine, the settings of the server, and the requests in progress.
+
+    Args:
+      engine: the engine, which nothing else may use from now on.
+      settings: settings of the server.
+    """
 
     def __init__(self, engine: Engine, settings: Settings):
         self.settings = settings
         self.limits = settings.limits.for_context(engine.max_model_len)
-        # Constant facts about the engine, which may be read from this thread.
+        # Properties of the engine that never change, so that any thread may read them.
         self.tokenizer: Tokenizer | None = engine.tokenizer
         self.grammars = engine.grammars
         self.tool_grammars = ToolGrammars(self.grammars)
@@ -150,7 +156,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: object):
-        """Run the engine while the application runs. Use it as the ASGI lifespan."""
+        """Run the engine during the ``with`` statement. Use this as the ASGI lifespan."""
         del app
         self._loop = asyncio.get_running_loop()
         await self.engine.__aenter__()
@@ -169,7 +175,14 @@ class Service:
             self.cache_recorder.observe(engine)
 
     def observe(self, engine: Engine, requests: Iterable[Request] = ()) -> None:
-        """Take a snapshot of the engine after a change. Called in the engine's thread."""
+        """Take a snapshot of the engine, and record it in metrics, history and stall detector.
+
+        This is called in the engine's thread after each step and after other changes.
+
+        Args:
+          engine: the engine.
+          requests: the requests that got new tokens or ended.
+        """
         snapshot = EngineSnapshot.of(engine)
         self.stalls.observe(snapshot)
         self.metrics.observe(snapshot, requests)
@@ -182,14 +195,14 @@ class Service:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether the engine sleeps."""
+        """Whether the engine sleeps, see `Engine.sleep`."""
         return self._sleep_level() > 0
 
     @property
     def unreadiness(
         self,
     ) -> Literal["failed", "draining", "sleeping", "stalled", "full"] | None:
-        """Reason why load balancers should send no requests; None if the service is ready."""
+        """Why load balancers should send no requests now; None if the service is ready."""
         if self.engine.failure is not None:
             return "failed"
         if self.is_draining:
@@ -200,15 +213,15 @@ class Service:
             return "stalled"
         return "full" if self._samples.is_full else None
 
-    # Shutdown. A signal handler may call `drain` and `stop`.
+    # Shutdown. Signal handlers may call `drain` and `stop`.
 
     def drain(self, timeout: float, grace: float, then: Callable[[], None]) -> None:
-        """Reject new requests, and let the requests in progress finish.
+        """Reject new requests from now on, and let the requests in progress finish.
 
         Args:
-          timeout: maximum seconds for requests to finish.
+          timeout: seconds after which unfinished requests end with an error.
           grace: minimum seconds before `then` is called.
-          then: function that is called in the event loop after the requests have ended.
+          then: function that is called in the event loop when all requests have ended.
         """
         if self._loop is None or self.is_draining:
             return
@@ -235,13 +248,13 @@ class Service:
             each.end(shutting_down())
 
     async def stopped(self) -> None:
-        """Wait until `stop` is called or the time to drain is over."""
+        """Wait until `stop` is called, or until the timeout of `drain` has passed."""
         await self._is_stopping.wait()
 
     # Requests
 
     def check_model(self, name: str | None) -> None:
-        """Raise an `ApiError` if a request names a model that is not served."""
+        """Raise a 404 `ApiError` if `name` is neither None nor the name of the served model."""
         served = self.settings.model_name
         if name is not None and name != served:
             raise ApiError(
@@ -271,10 +284,10 @@ class Service:
 
     @contextlib.contextmanager
     def admit(self, num_samples: int, client: Client, *, is_stream: bool) -> Iterator[None]:
-        """Count the samples of a request, and its stream, while the context is active.
+        """Count a request's samples, and its stream, during the ``with`` statement.
 
         Raises:
-          ApiError: there are too many samples or streams.
+          ApiError: the client has too many samples or streams, or see `check_room`.
         """
         self.check_room(num_samples, client)
         with self._samples.take(client.name, num_samples), contextlib.ExitStack() as stack:
@@ -283,22 +296,27 @@ class Service:
             yield
 
     def while_connected(self, receive: Receive) -> "CancelOnDisconnect":
-        """Return an async context whose work ends when the client leaves or the server stops.
+        """Return an async context manager that cancels its body if the client disconnects.
 
-        The context manager raises `ClientGone` or, if the server stops, an `ApiError`.
+        It then raises `ClientGone`. It also cancels its body if the server stops, and then raises
+        an `ApiError`.
 
         Args:
-          receive: ASGI channel of the client, after the body was read.
+          receive: the ASGI `receive` function of the request, after the body was read.
         """
         if self._is_stopping.is_set():
             raise shutting_down()
         return CancelOnDisconnect(receive, self._connected)
 
     async def call_engine(self, receive: Receive, function: Callable[[Engine], T]) -> T:
-        """Call ``function(engine)`` between two steps, and return its result.
+        """Call ``function(engine)`` in the engine's thread between two steps. Return its result.
+
+        Args:
+          receive: see `while_connected`.
+          function: the function.
 
         Raises:
-          ClientGone: the client left before the call.
+          ClientGone: the client disconnected before the result was there.
           ApiError: the engine sleeps or has stopped, or the server stops.
         """
         try:
@@ -312,14 +330,14 @@ class Service:
     # Work outside the event loop
 
     async def encode(self, num_chars: float, function: Callable[[], T]) -> T:
-        """Call a function that tokenizes text, and return its result.
+        """Call a function that tokenizes text, in a thread if needed. Return its result.
 
-        Tiny texts are tokenized in the event loop. Other texts are tokenized in one of two threads,
-        so that short texts do not wait for long texts.
+        For tiny texts, it is called in the event loop. There are two threads, one for short and one
+        for long texts, so that short texts do not wait for long texts.
 
         Args:
-          num_chars: characters of the text; infinity for other work that may take long.
-          function: function that shares no mutable state with other requests.
+          num_chars: number of characters of the text; infinity for other work that may take long.
+          function: a function that shares no mutable state with other requests.
         """
         if num_chars <= _TINY:
             return function()
@@ -327,14 +345,17 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(encoder, function)
 
     async def render(self, num_entries: int, function: Callable[[], T]) -> T:
-        """Call a function that builds a response or events of a stream, and return its result.
+        """Call a function that builds a response or events, in a thread if that takes long.
 
-        Large responses are built in a thread, in a single thread at a time: several threads would
-        compete with the streams for Python's interpreter lock.
+        Only one such thread runs at a time, because several threads would compete with the streams
+        for Python's interpreter lock.
 
         Args:
           num_entries: number of tokens and log-probabilities in the response.
-          function: function that shares no mutable state with other requests.
+          function: a function that shares no mutable state with other requests.
+
+        Returns:
+          The result of `function`.
         """
         if num_entries <= _SMALL:
             return function()
@@ -343,18 +364,21 @@ class Service:
 
 
 class ClientGone(Exception):
-    """The client disconnected before it received its response."""
+    """Exception for a client that disconnected before it received its response."""
 
 
 class CancelOnDisconnect:
-    """Async context that cancels its work when the client leaves or the server stops.
+    """Async context manager that cancels its body if the client disconnects.
 
-    Like `asyncio.timeout`, it cancels the task that entered it, and raises the reason when the task
-    leaves it. The work needs no additional task, which would delay each event of a stream.
+    `end` cancels it for other reasons, such as a shutdown. It works like `asyncio.timeout`: it
+    cancels the task that entered it, and raises the reason as an exception at the end of the body.
+    So the body runs in the same task. With a task of its own, each event of a stream would be
+    delayed.
 
     Args:
-      receive: ASGI channel of the client, after the body was read.
-      others: the active contexts. This context adds itself while it is active.
+      receive: the ASGI `receive` function of the request, after the body was read.
+      others: a set of the context managers that are active. This object is a member of the set
+        while it is active.
     """
 
     def __init__(self, receive: Receive, others: "set[CancelOnDisconnect]"):
@@ -377,13 +401,16 @@ class CancelOnDisconnect:
     ) -> None:
         self._others.discard(self)
         self._watcher.cancel()
-        # If others have cancelled the task as well, it must stay cancelled.
+        # If the task was also cancelled from outside, it must stay cancelled.
         if self._reason is not None and self._task.uncancel() <= self._num_cancels:
             if kind is asyncio.CancelledError:
                 raise self._reason from None
 
     def end(self, reason: Exception) -> None:
-        """Cancel the work and raise `reason` from the context, unless `end` was called before."""
+        """Cancel the body of the ``async with`` statement, which then raises `reason`.
+
+        Later calls have no effect.
+        """
         if self._reason is None:
             self._reason = reason
             self._task.cancel()

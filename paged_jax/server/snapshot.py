@@ -1,7 +1,8 @@
-"""Snapshots of the engine for other threads: counts, stalls, history, cache changes.
+"""Snapshots of the engine, which other threads can read without waiting for the engine.
 
 The engine's thread takes an `EngineSnapshot` after each step. Probes, metrics and the cache page
-read the newest snapshot without waiting for the engine.
+read the newest snapshot. This module also has the stall detector, the history of snapshots, and the
+recorder of cache events.
 """
 
 import collections
@@ -19,15 +20,15 @@ from paged_jax.engine.engine import Engine
 from paged_jax.engine.stats import GroupUse
 from paged_jax.scheduler.outputs import EngineStats, WaitReason
 
-# Seconds between two snapshots of the history, and seconds that the history covers.
+# Minimum seconds between two snapshots in the history, and seconds that the history covers.
 _INTERVAL, _HISTORY_SECONDS = 0.5, 120.0
-# Maximum number of cache events kept for pages that poll them.
+# Maximum number of cache events that are kept until cache pages have read them.
 _MAX_EVENTS = 1000
-# If a cache snapshot takes fewer seconds than this, one is taken after every step. Snapshots of a
-# large cache are slower, and are taken less often, so that they use at most a fifth of the time.
-# Changes that are undone between two snapshots are then missed.
+# A snapshot of the cache is taken after every step if it takes fewer seconds than this. Snapshots
+# of a large cache take longer. They are taken less often, so that they use at most a fifth of the
+# time. Events are then missed if the cache returns to its earlier state between two snapshots.
 _QUICK = 0.01
-# Seconds after its last request at which a cache page counts as closed.
+# A cache page is assumed to be closed if it has sent no request for this many seconds.
 _OPEN_SECONDS = 3.0
 
 
@@ -38,13 +39,13 @@ class EngineSnapshot:
     Attributes:
       time: time of the snapshot, in seconds of ``time.perf_counter()``.
       has_unfinished: whether the engine is awake and has unfinished requests.
-      num_running: number of samples that hold a slot.
+      num_running: number of samples that have a slot.
       num_waiting: number of samples that wait for a slot.
-      num_waiting_for: number of waiting samples by reason.
+      num_waiting_for: number of waiting samples for each reason.
       sleep_level: 0 while the engine is awake, otherwise its sleep level.
-      num_used_blocks: number of blocks held by samples.
-      groups: block usage of each cache group.
-      stats: the engine's totals since it was created.
+      num_used_blocks: number of blocks that samples use, in the first group of layers.
+      groups: numbers of blocks of each group of layers.
+      stats: counters of the engine since it was created.
     """
 
     time: float
@@ -78,13 +79,13 @@ class EngineSnapshot:
 
 
 class StallDetector:
-    """Detector of an engine that has work but makes no progress, for ``/health``.
+    """Detector of a stalled engine, for ``/health``: it has work but finishes no step.
 
     Args:
       snapshot: snapshot taken before the first step.
-      stall_seconds: seconds without a finished step, despite work, that count as a stall.
-      is_excused: function that returns whether the engine sleeps or compiles a program, which may
-        take any time.
+      stall_seconds: the engine is stalled if it finishes no step for this many seconds.
+      is_excused: function that returns whether the engine may take any time without being stalled,
+        because it sleeps or compiles a program.
     """
 
     def __init__(
@@ -93,19 +94,23 @@ class StallDetector:
         self._stall_seconds = stall_seconds
         self._is_excused = is_excused
         self._has_unfinished = snapshot.has_unfinished
-        # Requests that the engine has not accepted yet. A stuck engine accepts none.
+        # Number of requests without an output so far. They count as work, because an engine that
+        # hangs does not add new requests.
         self._num_arriving = 0
-        # Time at which a step last finished or the engine was last idle.
+        # The last time at which a step finished or the engine was idle.
         self._last_progress = snapshot.time
 
     def observe(self, snapshot: EngineSnapshot) -> None:
-        """Record that a step has finished. Called in the engine's thread."""
+        """Record that a step has finished. This is called in the engine's thread."""
         self._has_unfinished = snapshot.has_unfinished
         self._last_progress = snapshot.time
 
     @contextlib.contextmanager
     def arrival(self) -> Iterator[None]:
-        """Return a context in which the engine counts as busy, from submission to first output."""
+        """Count a request as work of the engine during the ``with`` statement.
+
+        Use it from the submission of a request until its first output.
+        """
         if not self._has_work:
             self._last_progress = time.perf_counter()
         self._num_arriving += 1
@@ -116,7 +121,7 @@ class StallDetector:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether there is work and no step has finished for more than `stall_seconds`."""
+        """Whether the engine has work, but has finished no step for `stall_seconds`."""
         if self._is_excused():
             self._last_progress = time.perf_counter()
         seconds = time.perf_counter() - self._last_progress
@@ -130,7 +135,7 @@ class StallDetector:
 class SnapshotHistory:
     """Snapshots of the last two minutes, at most two per second.
 
-    A cache page that is opened later draws its first curves from them.
+    When a cache page is opened, it draws its curves from them.
     """
 
     def __init__(self, snapshot: EngineSnapshot):
@@ -139,28 +144,32 @@ class SnapshotHistory:
         self._lock = threading.Lock()
 
     def observe(self, snapshot: EngineSnapshot) -> None:
-        """Record a step. Called in the engine's thread."""
+        """Add the snapshot of a step. This is called in the engine's thread."""
         before, self._latest = self._latest, snapshot
         if snapshot.time - self._kept[-1].time < _INTERVAL:
             return
         with self._lock:
             if snapshot.time - before.time > 2 * _INTERVAL:
-                # Mark the pause, so that rates after it are not averaged over the pause.
+                # After a pause, also add snapshots of its start and end. Otherwise the page would
+                # average the rate of the first step over the pause.
                 self._kept.append(before)
                 self._kept.append(dataclasses.replace(before, time=snapshot.time - _INTERVAL))
             self._kept.append(snapshot)
 
     def snapshots(self, now: float) -> list[EngineSnapshot]:
-        """Return the snapshots of the last two minutes; the last is the newest, with time `now`."""
+        """Return the snapshots of the last two minutes, in order of time.
+
+        The last one is a copy of the newest snapshot, with the time `now`.
+        """
         with self._lock:
             kept = [*self._kept, self._latest, dataclasses.replace(self._latest, time=now)]
-        # Rates divide by the time between two snapshots, so times must be distinct.
+        # Times must be distinct, because the page divides by the time between two snapshots.
         distinct = {each.time: each for each in kept}.values()
         return [each for each in distinct if each.time >= now - _HISTORY_SECONDS]
 
 
 class CacheRecorder:
-    """Recorder of changes of the cache between steps as events, while a cache page is open."""
+    """Recorder of cache events, see `cache_map.changes`. It records while a page is open."""
 
     def __init__(self) -> None:
         self._last: CacheMap | None = None
@@ -172,9 +181,9 @@ class CacheRecorder:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Return a context in which recording goes on, for a page that waits for a response.
+        """Keep recording during the ``with`` statement, in which a page waits for its response.
 
-        The page counts as open even if a long step delays the response.
+        So recording does not stop if a long step delays the response.
         """
         self._num_asking += 1
         try:
@@ -184,19 +193,18 @@ class CacheRecorder:
             self._asked = time.monotonic()
 
     def observe(self, engine: Engine) -> None:
-        """Record a step. Called in the engine's thread."""
+        """Record the cache events of a step. This is called in the engine's thread."""
         now = time.monotonic()
         if not self._num_asking and now - self._asked > _OPEN_SECONDS:
-            self._last = (
-                None  # an old snapshot would give the events of all steps since it was taken
-            )
+            # Drop the snapshot: a comparison with it later would give one event for many steps.
+            self._last = None
         elif self._cost < _QUICK or now - self._taken > 4 * self._cost:
             self._take(engine)
 
     def state(self, engine: Engine, since: int) -> tuple[CacheMap, list[dict[str, Any]]]:
-        """Return the current cache map and the events numbered above `since`.
+        """Return the current `CacheMap`, and the events with numbers above `since`.
 
-        Called in the engine's thread.
+        This is called in the engine's thread.
         """
         cache_map = self._take(engine)
         return cache_map, [event for event in self._events if event["number"] > since]

@@ -1,4 +1,4 @@
-"""Routes of the tokenizer: token ids of texts and back, special tokens, and counts of tokens."""
+"""Routes that use the tokenizer: tokenize, detokenize, count tokens, tokenizer info."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -30,7 +30,9 @@ _CHAT_FIELDS = ("tools", "continue_final_message", "reasoning_effort", "chat_tem
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """Return the token ids of a text or chat of any length.
+    """Handle `POST /tokenize`: return the token ids of a text or a chat.
+
+    The text may be longer than the context.
 
     Raises:
       ApiError: the body is invalid, or the model has no tokenizer.
@@ -71,7 +73,9 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 
 async def count_message_tokens(service: Service, request: Request) -> Response:
-    """Return the number of tokens of a body of ``/v1/messages``, with tools and template.
+    """Handle `POST /v1/messages/count_tokens`: return the number of prompt tokens.
+
+    The prompt includes tools and the text of the chat template.
 
     Raises:
       ApiError: the body is invalid, or the model has no tokenizer.
@@ -83,7 +87,9 @@ async def count_message_tokens(service: Service, request: Request) -> Response:
 
 
 async def count_input_tokens(service: Service, request: Request) -> Response:
-    """Return the number of tokens of a body of ``/v1/responses``, with tools and template.
+    """Handle `POST /v1/responses/input_tokens`: return the number of prompt tokens.
+
+    The prompt includes tools and the text of the chat template.
 
     Raises:
       ApiError: the body is invalid, or the model has no tokenizer.
@@ -109,7 +115,7 @@ async def _count(
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    """Return the text of token ids, including special tokens.
+    """Handle `POST /detokenize`: return the text of token ids, including special tokens.
 
     Raises:
       ApiError: the body is invalid, or the model has no tokenizer.
@@ -130,7 +136,7 @@ async def detokenize(service: Service, request: Request) -> Response:
 
 
 async def tokenizer_info(service: Service, request: Request) -> Response:
-    """Return the special tokens and the chat template.
+    """Handle `GET /tokenizer_info`: return the special tokens and the chat template.
 
     Raises:
       ApiError: the model has no tokenizer.
@@ -154,7 +160,17 @@ def _tokenizer(service: Service) -> Tokenizer:
 
 
 async def _encode(service: Service, request: Request, size: int, function: Callable[[], T]) -> T:
-    """Call a function in a tokenizing thread. The call counts as a running sample."""
+    """Call a function with `Service.encode`. It counts as a sample in progress meanwhile.
+
+    Args:
+      service: the service.
+      request: the request.
+      size: number of characters or tokens to process.
+      function: the function.
+
+    Raises:
+      ApiError: `function` raised a ValueError, or see `Service.admit`.
+    """
     size = request.scope[RECORD].size(size)
     with service.admit(1, request.scope[CLIENT], is_stream=False):
         try:
