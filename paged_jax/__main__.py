@@ -9,8 +9,8 @@ from paged_jax import __version__
 COMMANDS = {
     "generate": "generate text from prompts",
     "chat": "talk to a chat model in the terminal",
-    "serve": "serve a model over HTTP, for clients of OpenAI and Anthropic",
-    "bench": "measure a running server: rates and latencies",
+    "serve": "serve a model over HTTP, with the APIs of OpenAI and Anthropic",
+    "bench": "measure the latencies and rates of a running server",
     "plan": "show the memory that a model needs, and how many sequences fit",
 }
 _USAGE = """usage: paged-jax COMMAND ...
@@ -26,7 +26,7 @@ Examples:
   paged-jax plan --model ./llama-3-8b --device h100
 """
 _COMPLETION = "--print-completion"
-# `shtab` completes file names or folder names for options whose help shows one of these metavars.
+# `shtab` completes names of files or folders for options with these metavars.
 _PATHS = {"FILE": "FILE", "PATH": "FILE", "MODEL": "FILE", "DIR": "DIRECTORY"}
 
 

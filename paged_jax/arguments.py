@@ -323,7 +323,7 @@ def refuse_unknown(
     Does nothing if `unknown` is empty.
 
     Args:
-      function: name of the function, with which the message begins.
+      function: name of the function, for the error message.
       known: names of the arguments that the function has.
       unknown: names of the unknown arguments that the user passed.
       synonyms: see `suggest`.
@@ -359,8 +359,8 @@ def names_arguments(function: T, forwards_to: Callable[..., Any] | None = None) 
 
     Args:
       function: the function or class.
-      forwards_to: the function to which `function` passes its ``**options``. The arguments of
-        `forwards_to` are accepted too. None if `function` has no ``**options``.
+      forwards_to: the function that gets the ``**options`` of `function`. Its arguments are
+        accepted too. None if `function` has no ``**options``.
 
     Example:
       >>> @names_arguments

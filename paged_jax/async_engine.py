@@ -144,7 +144,7 @@ class AsyncEngine:
             while not stream.is_done:
                 yield await stream.get()
         finally:
-            if not stream.is_done:  # do not await: a cancelled task must end at once
+            if not stream.is_done:  # do not await, because a cancelled task must not wait
                 with contextlib.suppress(EngineClosedError):
                     self._send(self._cancel, stream)
 
@@ -279,8 +279,8 @@ class AsyncEngine:
     def _deliver(self, requests: list[Request]) -> None:
         """Pass the outputs of requests to their tasks.
 
-        All outputs for one event loop are passed in one call, because waking a loop is a system
-        call.
+        There is a single call per event loop for all its outputs, because waking a loop is a
+        system call.
         """
         updates: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
         for request in requests:

@@ -115,22 +115,21 @@ def make_parser() -> Parser:
             "--base-url http://host:8000/v1 --request-rate 4 --goodput ttft:500 tpot:50",
             "--dataset prompts.jsonl --max-tokens 256 --json results.json",
         ),
-        description="Measure a running server with OpenAI's API: rates, latencies, and the share "
-        "of requests within limits.",
+        description="Measure the latencies and rates of a running server that has OpenAI's API.",
     )
     server = parser.add_argument_group("server")
     server.add_argument(
         "--base-url",
         default="http://127.0.0.1:5000/v1",
         metavar="URL",
-        help="address of the API; an address without a path gets /v1; default: "
+        help="address of the API; the path /v1 is added if there is none; default: "
         "http://127.0.0.1:5000/v1",
     )
     server.add_argument(
         "--model", metavar="NAME", help="name of the model; default: the first model of the server"
     )
     server.add_argument(
-        "--endpoint", choices=_ENDPOINTS, default="chat", help="kind of the requests; default: chat"
+        "--endpoint", choices=_ENDPOINTS, default="chat", help="kind of requests; default: chat"
     )
     _add_requests(parser.add_argument_group("requests"))
     report = parser.add_argument_group("report")
@@ -140,9 +139,12 @@ def make_parser() -> Parser:
         type=_goal,
         default=[],
         metavar="METRIC:MS",
-        help="count requests whose ttft, tpot, itl and e2el are at most this many milliseconds",
+        help="also report the rate of requests that meet all these goals; each is a metric and its "
+        "maximum in milliseconds; the metrics are ttft (time to first token), tpot (time per "
+        "output token after the first), itl (time between two events) and e2el (time until the "
+        "answer is complete)",
     )
-    report.add_argument("--json", metavar="FILE", help="write the figures to this file")
+    report.add_argument("--json", metavar="FILE", help="write the report to this file as JSON")
     return parser
 
 
@@ -155,20 +157,20 @@ def _add_requests(requests: argparse._ArgumentGroup) -> None:
         type=float,
         default=float("inf"),
         metavar="X",
-        help="mean number of requests that arrive per second, at random times; default: all arrive "
-        "at once",
+        help="mean number of requests per second, which are sent at random times; default: send "
+        "all requests immediately",
     )
     requests.add_argument(
         "--max-concurrency",
         type=int,
         metavar="N",
-        help="maximum number of requests at a time; default: all",
+        help="maximum number of requests in progress at the same time; default: no maximum",
     )
     requests.add_argument(
         "--dataset",
         metavar="FILE",
-        help="file with a prompt in each line, or an object with prompt in each line of a .jsonl "
-        "file; default: random words",
+        help="file with a prompt in each line; a .jsonl file must have a JSON object with the "
+        "field prompt in each line; default: prompts of random words",
     )
     requests.add_argument(
         "--input-len",
@@ -182,7 +184,7 @@ def _add_requests(requests: argparse._ArgumentGroup) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="number of random words that all prompts begin with; default: 0",
+        help="number of random words with which all prompts begin; default: 0",
     )
     requests.add_argument(
         "--max-tokens",
@@ -192,7 +194,9 @@ def _add_requests(requests: argparse._ArgumentGroup) -> None:
         help="maximum number of tokens to generate for a prompt; default: 64",
     )
     requests.add_argument(
-        "--ignore-eos", action="store_true", help="generate --max-tokens tokens for each prompt"
+        "--ignore-eos",
+        action="store_true",
+        help="do not end at end-of-sequence tokens: generate --max-tokens tokens for each prompt",
     )
     requests.add_argument(
         "--seed",

@@ -37,7 +37,7 @@ class RunningSample:
       num_prompt_tokens: number of tokens in the prompt.
       num_tokens: number of prompt tokens and generated tokens. It includes tokens that the device
         has generated and the host has not read yet, so it may exceed the tokens in outputs.
-      num_computed: number of tokens whose K and V are in the cache.
+      num_computed: number of tokens with K and V in the cache.
       num_preemptions: number of times that the sample was preempted.
       is_fork: whether the slot was forked from the slot of another sample.
       block_ids: blocks of the sample, in the order of its tokens. Blocks that were freed because
@@ -138,7 +138,7 @@ class CacheMap:
 @short_repr
 @dataclass(frozen=True)
 class BlockText:
-    """Content of a block, as seen by one of the samples that use it.
+    """Content of a block in a sample that uses it.
 
     Attributes:
       request_id, sample: id of the request and index of the sample. Both are None if the block is
@@ -418,9 +418,9 @@ class _Comparison:
         return _insert_count(found, " and found {} in the cache")
 
     def _copies_of(self, request_id: str) -> list[CacheEvent]:
-        """Return the copy-on-write events of a request whose samples were forked in this step.
+        """Return the copy-on-write events of a request, if its samples were forked now.
 
-        In that step, each sample writes the prompt's last token into the cache. If this token is
+        After the fork, each sample writes the prompt's last token into the cache. If this token is
         not the first of its block, all samples share the block. The sample with the last slot then
         keeps the block, and each other sample gets a copy of it.
         """

@@ -64,8 +64,8 @@ def make_parser() -> Parser:
             '--model ./model.gguf --system "Answer in one sentence."',
             "--model ./folder --dtype int8",
         ),
-        description="Talk to a chat model. Each line of standard input is a message, and the "
-        f"answer is streamed to standard output. {_COMMANDS}",
+        description="Talk to a chat model. Each line of standard input is a message. The answers "
+        f"are streamed to standard output. {_COMMANDS}",
     )
     add_engine_arguments(parser, defaults={"max_num_seqs": "1", "steps_per_dispatch": "1"})
     add_process_arguments(parser)

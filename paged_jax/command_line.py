@@ -77,8 +77,8 @@ class Parser(argparse.ArgumentParser):
     """Argument parser that reports an error in one line on stderr, without the usage.
 
     Args:
-      command: name of the command, such as ``"serve"``, from which `program_name` makes `prog`;
-        None if `options` has `prog`.
+      command: name of the command, such as ``"serve"``; `program_name` converts it to `prog`. None
+        if `options` has `prog`.
       examples: command-line arguments of examples, which are shown at the end of the help.
       **options: options of `argparse.ArgumentParser`.
     """
@@ -190,7 +190,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def program_name(command: str) -> str:
-    """Return the text with which the user started a command.
+    """Return the name of a command in the form that the user typed.
 
     This is ``paged-jax serve``, ``python -m paged_jax serve`` or ``python -m paged_jax.serve``.
 
@@ -217,7 +217,7 @@ def add_engine_arguments(
 
     Args:
       parser: the parser of a command that builds an engine.
-      defaults: help text for the default of each option whose default the command changes.
+      defaults: help text for each default that the command changes, by the name of the option.
     """
     group = parser.add_argument_group("engine")
     add_option_flags(group, option_specs(), defaults or {})
@@ -230,8 +230,8 @@ def add_engine_arguments(
     group.add_argument(
         "--contiguous",
         action="store_true",
-        help="one block of --max-model-len tokens for each sequence, and no sharing: the same "
-        "engine with a cache that is not paged, for comparison",
+        help="store each sequence in a single block of --max-model-len tokens, and share no "
+        "blocks: a cache without paging, for comparison",
     )
 
 
@@ -261,7 +261,7 @@ def add_option_flags(
     Args:
       group: a parser or one of its argument groups.
       options: the options. Options without a flag are skipped.
-      defaults: help text for the default of each option whose default the command changes.
+      defaults: help text for each default that the command changes, by the name of the option.
     """
     for each in options:
         if each.flag is None:
@@ -297,7 +297,7 @@ def _option_flags() -> dict[str, str]:
 
 
 def given_options(args: argparse.Namespace, options: Iterable[OptionSpec]) -> dict[str, Any]:
-    """Return a dict of the options whose flags the user gave, with their values."""
+    """Return a dict of the options that the user set with flags, and their values."""
     values = {each.name: getattr(args, each.name, None) for each in options if each.flag}
     return {name: value for name, value in values.items() if value is not None}
 

@@ -36,7 +36,7 @@ def check_sizes(function: str, name: str, shape: Sequence[object]) -> None:
     """Check that all dimensions of an array are integers, because kernels need static shapes.
 
     Args:
-      function: name of the function, with which the error begins.
+      function: name of the function, for the error message.
       name: the name of the array.
       shape: the shape of the array.
 
@@ -61,7 +61,7 @@ def bind(function: str, **arrays: tuple[Any, str]) -> dict[str, int]:
     """Return the size of each dimension letter. Check that it is the same in all arrays.
 
     Args:
-      function: name of the function, with which errors begin.
+      function: name of the function, for error messages.
       **arrays: a pair of array and dimension letters for each argument, such as ``q=(q, "BHD")``.
 
     Returns:

@@ -25,7 +25,7 @@ def short_repr(cls: C) -> C:
     truncated. A long list shows its first elements and its length. Fields of dataclasses that have
     their default value are omitted.
 
-    Place this decorator above ``@dataclass``. Do not use it for a class whose `repr` is part of a
+    Place this decorator above ``@dataclass``. Do not use it if the `repr` of the class is part of a
     cache key or a digest, because two different values may have the same `repr`.
 
     Example:

@@ -67,25 +67,28 @@ def make_parser() -> Parser:
     source.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help="file with a prompt in each line; in a .jsonl or .ndjson file, an object with prompt "
-        "or prompt_token_ids in each line",
+        help="file with a prompt in each line; a .jsonl or .ndjson file must have a JSON object "
+        "with the field prompt or prompt_token_ids in each line",
     )
     sampling = parser.add_argument_group("sampling")
     add_sampling_arguments(sampling, default_max_tokens=_MAX_TOKENS)
     sampling.add_argument(
-        "--n", type=int, default=1, metavar="N", help="samples for each prompt; default: 1"
+        "--n", type=int, default=1, metavar="N", help="number of samples per prompt; default: 1"
     )
     output = parser.add_argument_group("input and output")
     output.add_argument(
         "--chat", action="store_true", help="wrap each prompt in the model's chat template"
     )
-    output.add_argument("--json", action="store_true", help="print a JSON object for each prompt")
+    output.add_argument(
+        "--json", action="store_true", help="print a JSON object instead of text for each prompt"
+    )
     add_quiet_argument(output)
     output.add_argument(
         "--show-blocks",
         action="store_true",
-        help="draw the block tables before, at their fullest and after, and list the events; with "
-        "--n and a prompt longer than a block, samples share blocks until they write",
+        help="print the block tables at the start, in the step with the most used blocks, and at "
+        "the end, and list the cache events; with --n and a prompt longer than a block, samples "
+        "share blocks until they write into them",
     )
     output.add_argument(
         "--profile",

@@ -24,7 +24,7 @@ from paged_jax.scheduler.request import Sequence as SampleSequence
 
 
 class LLM(Engine):
-    """Engine with blocking methods for lists of prompts. The arguments are those of `Engine`.
+    """Engine with blocking methods for lists of prompts. `Engine` describes the arguments.
 
     Each program is compiled when it is first needed, which takes seconds; a terminal shows a
     status line meanwhile. `warmup` compiles all programs beforehand.
@@ -77,8 +77,8 @@ class LLM(Engine):
             range; or the model does not support a parameter. No prompt has been run then.
           FloatingPointError: the model returned NaN for every sample. If it returned NaN only for
             some samples, no error is raised, and they have the finish_reason ``"error"``. Samples
-            whose grammar of `structured_outputs` failed also have it, with their text so far.
-            ``stop_reason`` then describes the error.
+            also have it if their grammar of `structured_outputs` failed. The stop_reason then
+            describes the error.
         """
         group = self._add(prompts, sampling_params, priority, explain)
         requests = self._finish(group, use_tqdm=use_tqdm)
@@ -180,7 +180,7 @@ class LLM(Engine):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Generate the next message of one or several conversations.
+        """Generate the next message of a conversation, or of each of several conversations.
 
         The prompts are rendered with the model's chat template.
 
@@ -439,7 +439,7 @@ def _check_count(function: str, name: str, values: Sequence[Any], count: int) ->
 
 
 def _without_text(params: SamplingParams) -> SamplingParams:
-    """Return parameters for samples whose text and log-probability reports are not needed.
+    """Return parameters for samples without text and without `logprobs` reports.
 
     Tokens are still converted to text if there are stop strings.
     """

@@ -104,8 +104,8 @@ def make_parser() -> Parser:
         type=int,
         nargs="+",
         metavar="N",
-        help="sequence lengths in tokens, for which to show how many sequences fit; default: "
-        "several lengths up to --max-model-len",
+        help="show how many sequences of these lengths (in tokens) fit; default: several lengths "
+        "up to --max-model-len",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -358,7 +358,7 @@ def _block_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
 
 
 def _layers(plan: MemoryPlan, group: GroupFootprint) -> str:
-    """Return text with the number of layers of a group and the tokens whose K and V they keep."""
+    """Return text with the number of layers of a group and the number of tokens they keep."""
     layers = f"{group.num_layers} of {plan.config.num_hidden_layers} layers"
     if group.window is None:
         return f"{layers} that keep all tokens"

@@ -3,8 +3,8 @@
 
 The function creates a cache with enough blocks for the full length of every row. The samples of a
 prompt share its blocks. Different rows of `prompt_token_ids` share no blocks, even if they are
-equal. A layer with a sliding window needs few more blocks than its window, because blocks whose
-tokens have left the window are freed and reused while the program runs.
+equal. A layer with a sliding window needs few more blocks than its window, because blocks that have
+left the window are freed and reused while the program runs.
 """
 
 import dataclasses
@@ -96,7 +96,7 @@ def rollout(
         ``model.config.max_position_embeddings``.
       num_samples: number of samples of each prompt (static). They are consecutive rows of the
         result. Each prompt is computed and stored once.
-      temperature: number by which the logits are divided, see `SamplingParams`. `temperature`,
+      temperature: the logits are divided by this number, see `SamplingParams`. `temperature`,
         `top_k`, `top_p` and `min_p` are a single value or have a value for each prompt [B]. They
         may be traced.
       top_k: number of tokens to sample from, see `SamplingParams`.
@@ -147,7 +147,7 @@ def rollout(
     B, T = prompts.shape
     _check_fits(model, T, max_tokens)
     # Without stop_gradient, jax.grad of a function that calls `rollout` would fail: it cannot
-    # differentiate the decode loop, whose number of iterations is not static.
+    # differentiate the decode loop, because the number of iterations is not static.
     model = jax.tree.map(lax.stop_gradient, model)
     num_tokens = jnp.clip(num_tokens, 1, T)
     num_rows = B * num_samples
@@ -202,8 +202,8 @@ def _decode(
     Blocks that have left their window are freed between two passes.
 
     Returns:
-      The draws, whose arrays have leading dimensions [N, B] with N = `max_tokens` and B rows, and
-      the number of generated tokens in each row, i32[B].
+      The draws, with leading dimensions [N, B] for N = `max_tokens` and B rows, and the number of
+      generated tokens in each row, i32[B].
     """
     decode = functools.partial(decode_steps, max_steps=steps, backend=backend)
     if steps == max_tokens:
@@ -216,7 +216,7 @@ def _decode(
         state, drawn, num_new, start = carry
         tokens, state = decode(model, state, slots, steps)
         drawn = lax.dynamic_update_slice_in_dim(drawn, tokens.drawn, start, axis=0)
-        # A pass that ran fewer than `steps` steps was the last one, because all rows have stopped.
+        # If a pass ran fewer than `steps` steps, all rows have stopped, and no pass follows.
         end = jnp.where(tokens.num_steps < steps, max_tokens, start + steps)
         return state, drawn, num_new + tokens.num_new, end
 
@@ -306,7 +306,7 @@ def as_array(function: str, name: str, values: ArrayLike) -> Any:
     """Return `values` as an array.
 
     Args:
-      function: name of the function, with which errors begin.
+      function: name of the function, for error messages.
       name: the name of the argument.
       values: an array, which is returned unchanged, or nested lists of numbers.
 
@@ -330,7 +330,7 @@ def check_prompts(
     """Check shapes and dtypes of prompts and of their lengths. Check the values unless traced.
 
     Args:
-      function: name of the function, with which errors begin.
+      function: name of the function, for error messages.
       vocab_size: V, size of the vocabulary.
       prompt_token_ids: integer [B, T], see `rollout`.
       num_tokens: integer [B], see `rollout`.

@@ -72,8 +72,8 @@ def _serve(args: argparse.Namespace) -> None:
         Engine(**engine_options(args)).follow()
         return
     settings = _settings(args)
-    # Bind the address before the model is loaded, which can take minutes, so that an address in use
-    # is reported at once.
+    # Bind the address first: an address in use is then reported before the model is loaded, which
+    # can take minutes.
     listener = _listener(args.host, args.port) if args.uds is None else _unix_listener(args.uds)
     hint = _hint(url_of(listener), settings)
     startup = Startup(lambda note: _make_service(args, settings, hint, note))
@@ -169,9 +169,9 @@ def make_parser() -> Parser:
             "--model ORG/NAME --download --max-num-seqs 64",
             "--model ./folder --tensor-parallel-size 4 --host 0.0.0.0",
         ),
-        description="Serve a model over HTTP, for clients of OpenAI and Anthropic. The environment "
-        f"variables {_API_KEY} (keys separated by spaces) and {_ADMIN_KEY} also give the keys, "
-        "without showing them in the list of processes.",
+        description="Serve a model over HTTP, with the APIs of OpenAI and Anthropic. Keys can also "
+        f"be given in the environment variables {_API_KEY} (separated by spaces) and {_ADMIN_KEY}, "
+        "so that they are not visible in the list of processes.",
     )
     add_engine_arguments(parser)
     add_process_arguments(parser)
@@ -179,7 +179,11 @@ def make_parser() -> Parser:
     _add_access_arguments(server)
     _add_client_arguments(server)
     _add_process_arguments(server)
-    limits = parser.add_argument_group("limits of requests")
+    limits = parser.add_argument_group(
+        "limits",
+        "maximum values; a request or connection that exceeds a limit gets an error, which names "
+        "the limit",
+    )
     for field in dataclasses.fields(Limits):
         default = "" if field.default is None else f"; default: {field.default}"
         limits.add_argument(
@@ -200,7 +204,7 @@ def _add_access_arguments(server: argparse._ArgumentGroup) -> None:
         type=int,
         default=5000,
         metavar="N",
-        help="port to listen on; 0 picks a free one; default: 5000",
+        help="port to listen on; 0 picks a free port; default: 5000",
     )
     server.add_argument(
         "--served-model-name",
@@ -212,28 +216,29 @@ def _add_access_arguments(server: argparse._ArgumentGroup) -> None:
         "--api-key",
         action="append",
         metavar="KEY",
-        help="key that every route except the probes requires; repeat it for several tenants",
+        help="key that clients must send for all routes except the probes and the chat page; may "
+        "be repeated, for example for several tenants",
     )
     server.add_argument(
         "--admin-key",
         metavar="KEY",
-        help="key that the page showing the cache requires; with API keys but no admin key, that "
-        "page is closed",
+        help="key for the cache page and for the routes that change the engine; without it, these "
+        "routes are disabled, and if there are API keys, the page is too",
     )
     server.add_argument(
         "--allowed-host",
         action="append",
         metavar="NAME",
-        help="accepted name in the Host header; may be repeated; default: any name, or only the "
-        "names of the address if --host is a loopback address",
+        help="accepted name in the Host header; may be repeated; default: all names, or only the "
+        "names of this machine if --host is a loopback address",
     )
     server.add_argument(
         "--keep-alive",
         type=int,
         default=75,
         metavar="SECONDS",
-        help="seconds after which an idle connection is closed; must be longer than the timeout of "
-        "a load balancer in front of the server, often 60; default: 75",
+        help="seconds after which an idle connection is closed; must be more than the timeout of a "
+        "load balancer in front of the server, which is often 60; default: 75",
     )
     server.add_argument(
         "--root-path",
@@ -257,7 +262,8 @@ def _add_client_arguments(server: argparse._ArgumentGroup) -> None:
         default=15.0,
         metavar="SECONDS",
         help="seconds without events after which a stream sends a ping, so that proxies keep the "
-        "connection; the first ping comes after a second; 0 sends none; default: 15",
+        "connection open; the first ping is sent after at most a second; 0 for no pings; "
+        "default: 15",
     )
     server.add_argument(
         "--uds",
@@ -268,9 +274,9 @@ def _add_client_arguments(server: argparse._ArgumentGroup) -> None:
         "--reasoning-format",
         default="auto",
         choices=("auto", "none", *REASONING_FORMATS),
-        help="marks that the model writes around its reasoning, so that answers of chats report it "
-        "apart from their content; auto detects them from the chat template, none leaves the "
-        "reasoning in the content; default: auto",
+        help="format of the reasoning in the generated text, so that answers of chats have it in a "
+        "separate field; auto detects the format from the chat template, none leaves the reasoning "
+        "in the content; default: auto",
     )
 
 
@@ -278,23 +284,23 @@ def _add_process_arguments(server: argparse._ArgumentGroup) -> None:
     server.add_argument(
         "--no-warmup",
         action="store_true",
-        help="compile each program when it is first needed, instead of all programs before the "
-        "server is ready",
+        help="compile each program when a request first needs it, instead of compiling all "
+        "programs before the server is ready",
     )
     server.add_argument(
         "--drain-timeout",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="seconds for running requests to finish after SIGTERM or Ctrl-C; default: 30",
+        help="maximum seconds for running requests to finish after SIGTERM or Ctrl-C; default: 30",
     )
     server.add_argument(
         "--grace",
         type=float,
         default=5.0,
         metavar="SECONDS",
-        help="seconds after SIGTERM for which new requests are still answered, with 503, so that "
-        "a load balancer can notice; default: 5",
+        help="minimum seconds after SIGTERM during which new requests are answered with the status "
+        "503, so that a load balancer notices the shutdown; default: 5",
     )
     server.add_argument(
         "--stall-seconds",
@@ -307,21 +313,21 @@ def _add_process_arguments(server: argparse._ArgumentGroup) -> None:
     server.add_argument(
         "--profile",
         metavar="DIR",
-        help="folder for profiles, recorded between POST /start_profile and /stop_profile; both "
-        "need the --admin-key",
+        help="folder for profiles, which are recorded between POST /start_profile and POST "
+        "/stop_profile; both routes require the admin key",
     )
     server.add_argument(
         "--log-level",
         default="info",
         choices=("debug", "info", "warning", "error"),
-        help="minimum level of log lines; default: info, which logs each request; debug also logs "
-        "probes",
+        help="minimum level of log lines; info logs each request, debug also logs probes; "
+        "default: info",
     )
     server.add_argument(
         "--log-format",
         default="text",
         choices=get_args(LogFormat),
-        help="plain text, or a JSON object per line; default: text",
+        help="format of log lines: plain text, or a JSON object per line; default: text",
     )
 
 

@@ -1,4 +1,4 @@
-"""The folder in which compiled programs and kernels are cached for the current user."""
+"""The folder that caches compiled programs and kernels for the current user."""
 
 import functools
 import logging

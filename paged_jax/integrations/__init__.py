@@ -1,1 +1,4 @@
-"""Adapters with which training frameworks generate their samples. Each has its own extra."""
+"""Adapters for training frameworks that generate samples with an engine.
+
+Each adapter needs its own extra.
+"""

@@ -29,7 +29,7 @@ class ForwardComparison(NamedTuple):
       largest: largest absolute difference of log-probabilities, in nats.
       is_close: whether `largest` is at most the tolerance.
       explanation: a sentence with the result and, if they differ, the probable cause.
-      config: the config with which the model computes the same as the other forward pass. If
+      config: a config that makes the model compute the same as the other forward pass. If
         `is_close`, this is the model's own config. None if no such config was found.
     """
 
@@ -98,7 +98,7 @@ def token_logprobs(model: Llama, token_ids: jax.Array, temperature: float = 1.0)
     Args:
       model: the model.
       token_ids: i32 [B, T].
-      temperature: number by which the logits are divided.
+      temperature: the logits are divided by this number.
 
     Returns:
       f32 [B, T - 1], differentiable with respect to the weights.
@@ -121,7 +121,7 @@ def _with_config(model: Llama, config: LlamaConfig) -> Llama:
 
 
 def _where(difference: np.ndarray, tolerance: float) -> str:
-    """Return sentences that say from which token on the results differ, and what to check.
+    """Return sentences about the first token that differs, and about possible causes.
 
     Args:
       difference: f32 [B, T - 1], absolute differences of log-probabilities.

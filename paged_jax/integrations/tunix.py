@@ -28,9 +28,9 @@ from paged_jax.models.llama import Llama
 from paged_jax.models.loading.conversion import NameMap
 from paged_jax.sampling.params import SamplingParams
 
-# Maps parameter names of Tunix's Llama 3, Qwen 2 and Qwen 3 to Hugging Face names, in some cases
-# with the order in which the dimensions of Tunix's array are transposed. Tunix stores matrices as
-# [in, out], and attention matrices with a separate dimension for heads.
+# Maps parameter names of Tunix's Llama 3, Qwen 2 and Qwen 3 to Hugging Face names. Some entries
+# have a permutation of the dimensions of Tunix's array too. Tunix stores matrices as [in, out], and
+# attention matrices with a separate dimension for heads.
 MAPPING: NameMap = {
     "embedder.input_embedding": "model.embed_tokens.weight",
     "final_norm.w": "model.norm.weight",
@@ -195,8 +195,8 @@ class PagedRollout(base_rollout.BaseRollout):
     ) -> base_rollout.RolloutOutput:
         """Generate a sample for each prompt. Equal consecutive prompts share cache blocks.
 
-        With ``return_logprobs``, the returned log-probabilities are those of the trainer's loss:
-        the logits are divided by the sampling temperature, and top_p and top_k are not applied.
+        With ``return_logprobs``, log-probabilities are computed as in the trainer's loss: logits
+        are divided by the sampling temperature, and top_p and top_k are not applied.
         """
         counts = [len(list(group)) for _, group in itertools.groupby(prompts)]
         num_samples = counts[0] if len(set(counts)) == 1 else 1
@@ -348,7 +348,7 @@ def _completion_logprobs(
         right, because the model counts positions from the first column.
       completions: i32 [B, N], padded on the right.
       pad_id: id of the padding token.
-      temperature: number by which the logits are divided.
+      temperature: the logits are divided by this number.
     """
     tokens = jnp.concatenate([prompts, completions], axis=1)
     pads = jnp.sum(jnp.cumprod(prompts == pad_id, axis=1), axis=1)[:, None]

@@ -25,8 +25,8 @@ def change_logits(
 ) -> jax.Array:
     """Apply biases, penalties, masks, bad words and allowed tokens. Return logits f32[B, V].
 
-    The arguments are those of `sample`, and `is_changed`, bool[B]: whether any of these settings
-    changes the logits of a row.
+    `is_changed`, bool[B], says whether any of these settings changes the logits of a row. The other
+    arguments are as for `sample`.
     """
 
     def adjust(z: jax.Array) -> jax.Array:
@@ -80,7 +80,7 @@ def restrict_logits(
 
     Return logits f32[B, V], which are -inf for excluded tokens. If only some tokens are allowed, a
     logit of -inf of an allowed token becomes the lowest finite number, so that a token can be
-    drawn. In a row in which the bad words would exclude every token, they are ignored.
+    drawn. If the bad words would exclude every token of a row, they are ignored for this row.
     """
     masks = rows.allowed_masks.at[slots].get(mode="clip")
     is_limited = jnp.any(masks != -1, axis=1, keepdims=True)
@@ -94,8 +94,8 @@ def restrict_logits(
     is_begun = jnp.all((first < 0) | (first == recent[:, None]), axis=2)
     completing = jnp.where(is_begun, last, z.shape[1])
     row = jnp.arange(z.shape[0], dtype=jnp.int32)[:, None]
-    # A row must keep a token. So count how many possible tokens the bad words exclude, each token
-    # once. It would be simpler to compare logits before and after, but that needs a copy of them.
+    # A row must keep a token. So count the possible tokens that the bad words exclude, each token
+    # once. A comparison of the logits before and after would be simpler, but needs a copy of them.
     is_possible = z.at[row, completing].get(mode="fill", fill_value=-jnp.inf) > -jnp.inf
     is_same = completing[:, :, None] == completing[:, None]
     is_repeated = jnp.any(is_same & jnp.tri(is_same.shape[1], k=-1, dtype=jnp.bool_)[None], axis=2)
@@ -143,7 +143,7 @@ def filter_logits(
 ) -> jax.Array:
     """Apply temperature, min_p, top_k and top_p, in this order, which is the order of vLLM V1.
 
-    Return the unnormalised log-probabilities from which `sample` draws.
+    Return the unnormalised log-probabilities of the distribution for the random draw.
 
     Args:
       logits: [S, V], after bias and penalties; no NaN and no +inf.
@@ -188,11 +188,11 @@ def filter_logits(
 class _Cut(NamedTuple):
     """Threshold of each row: tokens with a logit above `logit` are kept.
 
-    Of the tokens whose logit equals `logit`, those with ids up to `last` are kept.
+    If the logit of a token equals `logit`, it is kept if its id is at most `last`.
     """
 
     logit: jax.Array  # f32[S]; -inf keeps all tokens
-    last: jax.Array  # i32[S], the largest kept id among tokens whose logit equals `logit`
+    last: jax.Array  # i32[S], the largest kept id among tokens with the logit `logit`
 
     def is_kept(self, z: jax.Array) -> jax.Array:
         """Return whether each token is kept, bool[S, V], for logits `z` f32[S, V]."""
@@ -227,8 +227,8 @@ def _top_p_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Arr
     logit = jnp.minimum(logit, jnp.max(z, axis=1))
     logit = jnp.where(top_p < 1, logit, -jnp.inf)
     is_tie = z == logit[:, None]
-    # Tokens with equal logits have equal weights. So the number of them to keep is the missing
-    # weight divided by the weight of one of them.
+    # Tokens with equal logits have equal weights. So the number of tokens to keep is the missing
+    # weight divided by the weight of such a token.
     weight = jnp.max(jnp.where(is_tie, weights, 0.0), axis=1)
     above = jnp.sum(_weights_above(z > logit[:, None], weights), axis=1)
     missing = jnp.ceil((goal - above) / jnp.where(weight > 0, weight, 1.0))
@@ -247,8 +247,8 @@ def _both_cuts(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Arr
 def _highest_cut(z: jax.Array, weights: jax.Array | None, goal: jax.Array) -> jax.Array:
     """Return the highest cut-off at which the kept tokens weigh at least `goal` in total.
 
-    Tokens with a logit >= the cut-off are kept. The cut-off is -inf for rows whose weights are
-    smaller than `goal` in total.
+    Tokens with a logit >= the cut-off are kept. The cut-off of a row is -inf if its total weight is
+    less than `goal`.
 
     The search tries bit patterns of float32 numbers. It is exact: sums are computed in a fixed
     order, so rounded sums of non-negative weights are monotone. On CPUs it is a binary search with
@@ -276,7 +276,7 @@ def _highest_cut(z: jax.Array, weights: jax.Array | None, goal: jax.Array) -> ja
 # `search_cut` maps float32 numbers to unsigned integers in the same order. These are the integers
 # of -inf and +inf. The integers of NaNs are outside of this range.
 _MINUS_INFINITY, _INFINITY = np.uint32(0x007FFFFF), np.uint32(0xFF800000)
-# Number of elements that one thread block of a GPU sums in `search_cut`.
+# Number of elements that a thread block of a GPU sums in `search_cut`.
 _GROUP = 2048
 # Size of the groups in `_nth_true`. Most vocabulary sizes are multiples of it.
 _TIE_GROUP = 256
@@ -355,7 +355,7 @@ def _nth_true(mask: jax.Array, number: jax.Array) -> jax.Array:
 def apply_first(
     cases: Sequence[tuple[jax.Array, Callable[[jax.Array], jax.Array]]], x: jax.Array
 ) -> jax.Array:
-    """Apply the first function whose condition is true to `x`; return `x` if none is true.
+    """Apply the first function with a true condition to `x`; return `x` if there is none.
 
     Each function must include the work of the functions after it, and must return the same result
     as a later function if only the condition of the later function is true. On GPUs, the first
@@ -418,7 +418,7 @@ class Constraints:
 
     @classmethod
     def create(cls, num_slots: int, vocab_size: int, max_forced: int) -> "Constraints":
-        """Return constraints with which no slot has a grammar.
+        """Return constraints for slots without grammars.
 
         Args:
           num_slots: S.
@@ -459,7 +459,7 @@ class Constraints:
         forced_ids: jax.Array,
         masks: jax.Array,
     ) -> "Constraints":
-        """Return constraints in which the rows of some slots are replaced.
+        """Replace the rows of some slots. Return the new constraints.
 
         `slots`, i32[S], has the slots to replace, padded with negative numbers. The other arguments
         are the new rows of the class's attributes, S rows each.
@@ -482,8 +482,8 @@ class Constraints:
     ) -> jax.Array:
         """Set logits of tokens that the masks exclude to -inf. Return logits f32[B, V].
 
-        Only active rows whose mask applies at their position are changed. In these, a logit of -inf
-        of an allowed token becomes the lowest finite number, so that the token can be drawn.
+        A row is changed only if it is active and its mask applies at its position. A logit of -inf
+        of an allowed token then becomes the lowest finite number, so that the token can be drawn.
         """
         bound = _masked(logits, self.masks.at[slots].get(mode="clip"))
         return jnp.where((active & self.is_masked(positions))[:, None], bound, logits)

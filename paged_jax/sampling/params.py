@@ -60,7 +60,8 @@ NUMBERS: Mapping[str, Number] = {
         {"ge": 0},
         "be finite and >= 0",
         "Use 0 for greedy.",
-        help="divisor of the logits, 0 for the most probable token; default: the model's value",
+        help="divide the logits by X; 0 always chooses the most probable token; default: the "
+        "model's value",
         is_recommended=True,
     ),
     "top_p": Number(
@@ -99,7 +100,8 @@ NUMBERS: Mapping[str, Number] = {
         {"gt": 0},
         "be finite and > 0",
         "Use 1.0 for none.",
-        help="divide positive and multiply negative logits of earlier tokens by X",
+        help="divide positive logits by X, and multiply negative logits by X, for tokens in the "
+        "prompt or the generated text",
         is_recommended=True,
     ),
 }
@@ -109,7 +111,7 @@ _STRUCTURED = "StructuredOutputsParams"
 
 
 class StructuredOutputError(RuntimeError):
-    """Error for structured outputs whose grammar became too complex during generation."""
+    """Error if the grammar of structured outputs becomes too complex during generation."""
 
 
 @names_arguments
@@ -235,7 +237,7 @@ class SamplingParams:
 
     Attributes:
       n: number of samples, at most 16384. Each sample has its own random numbers.
-      temperature: number by which the logits are divided. With 0, and with values below 1e-5, the
+      temperature: the logits are divided by this number. With 0, and with values below 1e-5, the
         token with the largest logit is chosen.
       top_p: keep the smallest set of tokens whose total probability reaches this, in (0, 1].
       top_k: keep the k most probable tokens; 0 or -1 keeps all.
@@ -244,12 +246,12 @@ class SamplingParams:
         before.
       frequency_penalty: number that is subtracted from a token's logit once for each time that the
         token was generated before.
-      repetition_penalty: number by which positive logits are divided, and negative logits are
-        multiplied, for tokens in the prompt or the generated text.
+      repetition_penalty: logits of tokens in the prompt or the generated text are divided by this
+        number if they are positive, and multiplied by it if they are negative.
       seed: seed of the random draws, 0 to 2**63 - 1. With None or -1 the engine picks a seed.
       stop: string, or list of strings, at which the generated text ends; stored as a tuple.
       stop_token_ids: ids of tokens at which the generated text ends; stored as a tuple.
-      max_tokens: maximum number of tokens to generate; None for as many as the context allows. With
+      max_tokens: maximum number of tokens to generate; None for the whole rest of the context. With
         0, only the prompt is computed, for `prompt_logprobs` or for the prefix cache.
       min_tokens: number of tokens to generate before a stop token or stop string may end the text.
       ignore_eos: whether to continue after the model's end-of-sequence token.

@@ -12,12 +12,12 @@ The logits of each row are processed in the order of vLLM V1:
 
 **Ties.** If logits are equal, the token with the lower id counts as more probable. So top_k keeps
 exactly k tokens, top_p keeps the smallest set that reaches its mass, and ``top_k=1`` chooses the
-same token as ``temperature=0``. (vLLM keeps all tokens whose logit equals the k-th largest.)
+same token as ``temperature=0``. (vLLM keeps all tokens with a logit equal to the k-th largest.)
 
 **Invalid logits.** A token with the logit -inf is never chosen. NaN is treated as -inf, and +inf as
 the largest float32, so the chosen token id is always valid. For a row with NaN or +inf, the
-reported log-probability is NaN, by which the caller can detect it. If all logits of a row are NaN
-or -inf, token 0 is chosen.
+reported log-probability is NaN, so that the caller can detect it. If all logits of a row are NaN or
+-inf, token 0 is chosen.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ _WHOLE = ("prompt_mask", "output_counts", "allowed_masks", "bad_words")
 
 @short_repr
 class Draws(NamedTuple):
-    """Chosen token of each row. Log-probabilities are those of the model's unprocessed logits.
+    """Chosen token of each row. Log-probabilities refer to the model's unprocessed logits.
 
     Attributes:
       token_ids: i32[B], the chosen tokens; 0 for inactive rows.
@@ -114,7 +114,7 @@ def sample(
     Returns:
       draws: the tokens. Their log-probabilities are computed from `logits` before bias, penalties
         and temperature (vLLM's ``raw_logprobs``).
-      rows: the state in which the new tokens of active rows are counted. It is updated in place if
+      rows: the new state, with the new tokens of active rows counted. It is updated in place if
         donated.
 
     Raises:
@@ -315,8 +315,8 @@ def top_logprobs(
 def log_sum_exp(logits: jax.Array, peak: jax.Array | None = None) -> jax.Array:
     """Return the logarithm of the softmax denominator of each row, f32[S, 1].
 
-    On CPUs, for small batches, the order in which a row is summed does not depend on the number of
-    rows. So results are bitwise equal in any batch, unlike those of `jax.nn.logsumexp`.
+    On CPUs, for small batches, each row is summed in the same order for any number of rows. So
+    results are bitwise equal in any batch. This is not the case for `jax.nn.logsumexp`.
 
     Args:
       logits: f32[S, V].
@@ -333,7 +333,7 @@ def log_sum_exp(logits: jax.Array, peak: jax.Array | None = None) -> jax.Array:
 
 
 def ranks(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """Return the rank of one token of each row, i32[S]; 1 is the most probable.
+    """Return the rank of the given token in each row, i32[S]; 1 is the most probable.
 
     Args:
       logits: [S, V], the logits of the model.
@@ -390,8 +390,8 @@ def _categorical(log_weights: jax.Array, keys: jax.Array) -> jax.Array:
 
     The Gumbel-max trick is applied twice: first to draw a group of 128 consecutive tokens in
     proportion to the total weight of the group, then to draw a token of the group. The distribution
-    is the same as with one draw among all tokens. But a row needs V / 128 + 128 random numbers
-    instead of V, which takes 0.2 ms instead of 11.9 ms at S = 16, V = 49152 on 2 cores.
+    is the same as with a single draw among all tokens. A row needs only V / 128 + 128 random
+    numbers instead of V. This takes 0.2 ms instead of 11.9 ms at S = 16, V = 49152 on 2 cores.
 
     Args:
       log_weights: f32[S, V], with a maximum of 0 in each row.

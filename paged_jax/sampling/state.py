@@ -1,4 +1,4 @@
-"""Sampling state of all slots on the device, and functions with which the host writes it."""
+"""Sampling state of all slots on the device, and functions that write it from the host."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -115,7 +115,7 @@ class SlotSampling:
         max_stop_ids: int = 16,
         max_bad_words: int = MAX_BAD_WORDS,
     ) -> "SlotSampling":
-        """Return a state in which all slots are greedy and have no penalties.
+        """Return the initial state: all slots are greedy and have no penalties.
 
         Args:
           num_slots: S.
@@ -165,15 +165,15 @@ class SlotSampling:
 
 
 class SlotRow(NamedTuple):
-    """Sampling settings for one slot, as NumPy arrays on the host.
+    """Sampling settings for a slot, as NumPy arrays on the host.
 
     `write_rows` takes several rows, stacked along a new first dimension.
 
     Attributes:
       slot: i32[], the slot to write.
       sample_index: u32[], index of the sample in its request.
-      values: one row of each field of `SlotSampling`. The values are those of `SamplingParams`,
-        which `to_device_values` converts.
+      values: a row of each field of `SlotSampling`, with values as in `SamplingParams`, which
+        `to_device_values` converts.
     """
 
     slot: jax.typing.ArrayLike
@@ -221,7 +221,7 @@ def slot_row(state: SlotSampling, assignment: Assignment) -> SlotRow:
     """Return the row with the sampling settings of a sequence, for `write_rows`.
 
     Args:
-      state: the state to which the row will be written. Only its shapes are used.
+      state: the state that the row is for. Only its shapes are used.
       assignment: the slot and the sequence.
 
     Raises:
@@ -327,7 +327,7 @@ def to_device_values(row: SlotSampling, sample_index: jax.typing.ArrayLike) -> S
 
 
 def num_mask_words(vocab_size: int) -> int:
-    """Return the number of 32-bit words in a mask with one bit for each token.
+    """Return the number of 32-bit words in a mask with a bit for each token.
 
     Example:
       >>> num_mask_words(64), num_mask_words(65)
@@ -337,7 +337,7 @@ def num_mask_words(vocab_size: int) -> int:
 
 
 def mask_of(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return a mask in which the bits of the given tokens are set, i32[ceil(V / 32)].
+    """Return a mask with the bits of the given tokens set, i32[ceil(V / 32)].
 
     Token 0 is the lowest bit of the first word. In the example, the first word is 2**0 + 2**2, and
     the second word is 2**1, because token 33 is the second bit of that word.
@@ -354,7 +354,7 @@ def mask_of(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarra
 def bad_word_rows(
     bad_word_ids: Sequence[Sequence[int]], max_bad_words: int, vocab_size: int
 ) -> np.ndarray:
-    """Return the row of `SlotSampling.bad_words` for one slot, i32[max_bad_words, L].
+    """Return the row of `SlotSampling.bad_words` for a slot, i32[max_bad_words, L].
 
     Args:
       bad_word_ids: token sequences of the bad words.

@@ -1,4 +1,4 @@
-"""Prefix affinity: a key with which a router sends equal prefixes to the same server.
+"""Prefix affinity: a key that lets a router send equal prefixes to the same server.
 
 Each server has its own prefix cache. So a router should send all requests with the same
 `prompt_key` to the same server. The key is computed from the characters of the prompt, without a
@@ -38,7 +38,7 @@ def prompt_key(
 
     The digest covers the first `num_blocks` full blocks, or all full blocks if there are fewer. If
     the prompt is shorter than a block, it covers the whole prompt. It also covers OpenAI's field
-    ``prompt_cache_key``, with which clients can separate prompts that have equal prefixes.
+    ``prompt_cache_key``. Clients use this field to separate prompts that have equal prefixes.
 
     Args:
       body: JSON body of a request.

@@ -112,7 +112,7 @@ class BlockTracker:
 class BlockAnswer(Answer):
     """Base class of the answers that consist of blocks.
 
-    The first four arguments are those of `Answer`. The last argument, `chat`, is the request body
+    `Answer` describes the first four arguments. The last argument, `chat`, is the request body
     converted to a body of ``POST /v1/chat/completions``.
 
     Attributes:

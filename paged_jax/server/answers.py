@@ -61,7 +61,7 @@ class SampleDelta:
 
 
 def whole_samples(output: RequestOutput) -> list[SampleDelta]:
-    """Return a delta for each sample, in which all text and tokens are new."""
+    """Return a delta for each sample, with all its text and tokens."""
     return [SampleDelta(sample, sample.text, 0) for sample in output.outputs]
 
 
@@ -198,7 +198,7 @@ class Answer(ABC):
         return self.service.max_model_len - (self.max_tokens != 0)
 
     def _first_given(self, names: Sequence[str]) -> str:
-        """Return the first of `names` whose field in the body is not null; else the last name."""
+        """Return the first name of a field that the body sets; else the last name."""
         given = (name for name in names if getattr(self.body, name, None) is not None)
         return next(given, names[-1])
 
@@ -243,7 +243,7 @@ class Answer(ABC):
         return encode_event(event)
 
     def failure(self, error: ApiError) -> bytes:
-        """Return the bytes of the event with which a stream ends if an error occurs."""
+        """Return the bytes of the event that ends a stream after an error."""
         return encode_event(error.body())
 
     def closing(self, outputs: Sequence[RequestOutput]) -> list[JsonDict]:

@@ -75,7 +75,7 @@ class MessagesAnswer(BlockAnswer):
         return encode_named_event(event["type"], event)
 
     def failure(self, error: ApiError) -> bytes:
-        """Return the bytes of the event with which a stream ends if an error occurs."""
+        """Return the bytes of the event that ends a stream after an error."""
         return encode_named_event("error", anthropic_error(error, self.record.request_id))
 
     def chunks(

@@ -218,7 +218,7 @@ def _result_texts(content: Any, place: str) -> Iterator[str]:
 
 
 def _joined(messages: list[JsonDict]) -> list[JsonDict]:
-    """Return messages in which consecutive messages of the same role are joined.
+    """Join consecutive messages of the same role. Return the resulting messages.
 
     Messages with other fields, such as tool calls, are not joined.
     """

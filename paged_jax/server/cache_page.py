@@ -52,7 +52,7 @@ def routes(service: Service) -> list[Route]:
 
 
 def chat_page_routes() -> list[Route]:
-    """Return the routes of the chat page. They need no API key; the page asks the user for it."""
+    """Return the routes of the chat page, which need no API key: users type it into the page."""
 
     def route(path: str, name: str) -> Route:
         async def answer(request: Request) -> Response:
@@ -103,7 +103,7 @@ async def _state(service: Service, request: Request) -> Response:
 
 
 async def _history(service: Service, request: Request) -> Response:
-    """Return counts of the last two minutes, from which a new page draws its curves."""
+    """Return counts of the last two minutes, for the curves of a new page."""
     now = time.perf_counter()
     samples = [
         {

@@ -51,7 +51,7 @@ class Chat:
 
     @functools.cached_property
     def tools(self) -> list[Tool]:
-        """Tools that the prompt describes. The model may call only those of `_allowed_tools`."""
+        """Tools that the prompt describes. The model may call only `_allowed_tools`."""
         body, tokenizer = self.body, self.service.tokenizer
         is_asked = body.tool_choice not in (None, "none", "auto")
         if is_asked and not body.tools:
@@ -258,9 +258,9 @@ class Chat:
         return parts
 
     def content_tokens(self, delta: SampleDelta, parts: Sequence[AnswerDelta]) -> list[list[int]]:
-        """Return, for each part, the indices of the tokens whose text is content.
+        """Return a list of the indices of content tokens for each part.
 
-        The lists of reasoning and tool calls are empty. Indices count the sample's tokens.
+        The lists for reasoning and tool calls are empty. Indices count the sample's tokens.
 
         Args:
           delta: the new tokens of a sample.
@@ -284,7 +284,7 @@ class Chat:
         low, high = 0, len(sample.token_ids)
         if reader.is_inside:
             return high
-        # Search the smallest number of tokens whose text contains the end tag of the reasoning.
+        # Search the smallest number of tokens that contain the end tag of the reasoning.
         while low < high:
             middle = (low + high) // 2
             text = tokenizer.decode(sample.token_ids[:middle], skip_special_tokens=False)
@@ -308,7 +308,7 @@ class Chat:
 
 
 class ContentTokens:
-    """Search for the tokens whose text is the content of an answer.
+    """Search for the tokens that encode the content of an answer.
 
     The text of all tokens contains the parts of the answer in order, with tags such as ``</think>``
     between them.
@@ -329,7 +329,7 @@ class ContentTokens:
         self._offset = 0  # position of `_text` in the text of all tokens
 
     def push(self, token_ids: Sequence[int], parts: Sequence[AnswerDelta]) -> list[list[int]]:
-        """Return, for each new part, the indices of the tokens whose text is content.
+        """Return a list of the indices of content tokens for each new part.
 
         Args:
           token_ids: the new tokens. The part that contains their text may follow in a later call.

@@ -60,7 +60,7 @@ class GenerateAnswer(Answer):
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
     ) -> list[JsonDict]:
-        """Return a list with one event, which has the new text and tokens of all samples."""
+        """Return a single event with the new text and tokens of all samples, in a list."""
         return [self._json(output, deltas)] if deltas else []
 
     def _json(self, output: RequestOutput, deltas: list[SampleDelta]) -> JsonDict:
@@ -131,7 +131,7 @@ class CompletionAnswer(OpenAiAnswer):
 
     @property
     def num_samples(self) -> int:
-        """Number of samples to draw for each prompt: `best_of`, of which `n` are returned."""
+        """Number of samples to draw for each prompt. With `best_of`, only `n` are returned."""
         return self.body.best_of or super().num_samples
 
     def params(self) -> dict[str, Any]:
@@ -210,8 +210,8 @@ class CompletionAnswer(OpenAiAnswer):
             rows = zip(self._prompt_texts(key[0], output), ids, asked, strict=True)
             rows = ((text, each, keep_top(each, row, count)) for text, each, row in rows)
             offset = self._add_tokens(logprobs, rows, offset)
-        # The text of these tokens may be longer than the text of the event, from which the possible
-        # beginning of a stop string is held back.
+        # The text of these tokens may be longer than the text of the event, because the possible
+        # beginning of a stop string is held back from the event.
         new_texts = map(texts.push, delta.token_ids)
         rows = zip(new_texts, delta.token_ids, delta.logprobs, strict=True)
         self._offsets[key] = self._add_tokens(logprobs, rows, offset)
@@ -249,7 +249,7 @@ class CompletionAnswer(OpenAiAnswer):
         """Append entries of tokens to `logprobs`. Return the text offset after the last token.
 
         Args:
-          logprobs: the lists to which the entries are appended.
+          logprobs: the lists, which are changed.
           rows: text, id and log-probabilities by token id, for each token. The first token of a
             prompt has no log-probabilities (None).
           offset: position of the first token in the text, in characters.
@@ -334,7 +334,7 @@ def prompt_texts(
     """Return the text of each token of a prompt. Joined, they are the text of the prompt.
 
     If the prompt is a text, special tokens written in it keep their text, and special tokens that
-    the tokenizer adds have the text "". For token ids, the text is that of `Tokenizer.decode`.
+    the tokenizer adds have the text "". For token ids, the text equals `Tokenizer.decode`.
 
     Args:
       tokenizer: the model's tokenizer. With None, all texts are "".

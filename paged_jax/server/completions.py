@@ -31,7 +31,7 @@ _STREAM_START: Message = {
     "headers": [
         (b"content-type", b"text/event-stream; charset=utf-8"),
         (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),  # tells nginx to forward each event at once
+        (b"x-accel-buffering", b"no"),  # tells nginx to forward each event immediately
     ],
 }
 

@@ -106,8 +106,8 @@ def _make_job(answer: Answer) -> Job:
             params = dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
         params = _limit_tokens(service, params, token_ids)
         constraint = params.structured_outputs
-        # Compile the grammar here, because this function runs in a thread of its own. In the
-        # engine's thread, the compilation would delay all streams.
+        # Compile the grammar here, because this function runs in a separate thread. In the engine's
+        # thread, the compilation would delay all streams.
         grammar = None if constraint is None else _compile(answer, constraint)
     except ValueError as error:
         raise bad_request(error) from None
@@ -274,8 +274,8 @@ def _record(answer: Answer, index: int, output: RequestOutput) -> RequestOutput:
 
 async def _merge(streams: list[AsyncGenerator[T]]) -> AsyncGenerator[T]:
     """Yield the items of several streams as they arrive. The first error ends all streams."""
-    # The queue has room for one item. While the client is slow, each stream waits and keeps only
-    # the newest output of its prompt, which includes all earlier tokens.
+    # The queue has room for a single item. While the client is slow, each stream waits and keeps
+    # only the newest output of its prompt, which includes all earlier tokens.
     queue: asyncio.Queue[T | Exception | None] = asyncio.Queue(1)
 
     async def forward(stream: AsyncGenerator[T]) -> None:
@@ -306,9 +306,9 @@ async def _merge(streams: list[AsyncGenerator[T]]) -> AsyncGenerator[T]:
 
 
 # Beam search. `LLM.beam_search` cannot be used, because it needs an engine without other requests.
-# Here, each step sends a request for each beam, which asks for the most probable next tokens. Other
-# requests run at the same time. All full blocks of a beam are in the prefix cache, so that a step
-# computes less than a block per beam.
+# Here, each step runs a request for each beam, and reads the most probable next tokens from its
+# output. Other requests run at the same time. All full blocks of a beam are in the prefix cache, so
+# that a step computes less than a block per beam.
 
 
 def _check_beam_search(answer: Answer) -> None:

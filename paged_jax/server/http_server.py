@@ -37,7 +37,7 @@ class Server(uvicorn.Server):
     While it drains, running requests go on and new requests are answered with 503, until all
     running requests have ended and `grace` seconds have passed. After a second signal, running
     requests end with an error. The exit status is always 0, because every client receives a
-    response or an error. A signal before the model is loaded stops the server at once.
+    response or an error. A signal before the model is loaded stops the server immediately.
 
     Args:
       startup: the application.
@@ -115,7 +115,7 @@ class Server(uvicorn.Server):
 
 
 def url_of(listener: socket.socket) -> str:
-    """Return the URL with which programs on this machine reach a listening socket.
+    """Return the URL of a listening socket for programs on this machine.
 
     For a Unix socket this is ``http://localhost``: clients need the path of the socket too.
     """
@@ -138,7 +138,7 @@ class Connection(H11Protocol):
       limits: limits on headers, bodies and connections.
       on_rejection: function that is called with the HTTP status of each error that this class
         sends. The application does not see the requests of these errors.
-      **options: the arguments with which uvicorn creates a connection.
+      **options: the arguments that uvicorn passes to a connection.
     """
 
     def __init__(self, limits: Limits, on_rejection: Callable[[int], None], **options: Any):
@@ -281,8 +281,8 @@ class Connection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        # Do not close the connection at once: while the client is still sending, it could then
-        # lose the response. Ignore its data, and close the connection after `_LINGER` seconds.
+        # Do not close the connection yet: a client that is still sending could then lose the
+        # response. Ignore its data, and close the connection after `_LINGER` seconds.
         self._is_rejected = True
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -324,8 +324,8 @@ class Connection(H11Protocol):
 class _Framing(h11.Connection):
     """h11 connection that accepts absolute request targets, and encodes streams quickly.
 
-    The data of a stream's events is encoded without h11's state machine, whose state it does not
-    change. This takes 0.3 us per event instead of 20 us.
+    The data of a stream's events is encoded without h11's state machine, because it does not change
+    the state. This takes 0.3 us per event instead of 20 us.
     """
 
     _is_stream = False

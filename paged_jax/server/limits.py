@@ -1,4 +1,4 @@
-"""Limits on requests, and quotas by which clients share the samples and streams fairly.
+"""Limits on requests, and quotas that divide samples and streams fairly between clients.
 
 Error messages name the limit that was exceeded.
 """
@@ -120,14 +120,14 @@ class Limits:
 
 
 class FairQuota:
-    """Quota of places that clients share, in which every client gets at least a fair share.
+    """Quota of places that many clients share, with a fair share for every client.
 
     A client may take free places. Even if no places are free, it may take more while it has less
     than its fair share, which is `most` divided by the number of clients that have places,
     including itself. So n clients have at most ``1 + 1/2 + ... + 1/n`` times `most` places.
 
     Args:
-      things: what a place is for, in the plural, such as "samples"; for error messages.
+      things: plural noun for the places, such as "samples"; for error messages.
       limit: name of the limit, for error messages.
       most: number of places. A single client may take all of them.
 
@@ -200,7 +200,7 @@ def too_many(
     """Return the 429 error for samples, streams or connections that would exceed a limit.
 
     Args:
-      things: what is counted, in the plural, such as "streams".
+      things: plural noun, such as "streams".
       limit: name of the limit.
       most: value of the limit.
       now: current number of things of all clients.

@@ -53,8 +53,8 @@ _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 # at the level "debug". Requests of the other paths are too, unless they fail.
 _PROBES = ("/live", "/ready", "/health")
 _FREQUENT = ("/metrics", "/cache/state")
-# Names of span attributes: those of OpenTelemetry's conventions for generative AI, and for times
-# those of vLLM.
+# Names of span attributes. Token counts have the names of OpenTelemetry's conventions for
+# generative AI, and times have the names of vLLM.
 _USAGE_ATTRIBUTES = {
     "prompt_tokens": "gen_ai.usage.input_tokens",
     "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
@@ -176,7 +176,7 @@ class RequestLogMiddleware:
     It is the outermost middleware. Each response has the id in its header ``X-Request-ID``.
 
     Args:
-      app: the application to which requests are passed.
+      app: the application that gets the requests.
       observe: function that is called with the record of each finished request.
       model_name: name of the served model, for traces.
       routes: routes of the application. Metrics label each request with the path of its route.

@@ -44,7 +44,7 @@ class ResponsesAnswer(BlockAnswer):
         self._echoed = _echo(body)
         # Log-probabilities of the tokens of each block of text, by the index of the block.
         self._logprobs: dict[int, list[JsonDict]] = {}
-        # Log-probabilities of tokens whose text is held back and not in a block yet.
+        # Log-probabilities of tokens with text that is held back and not in a block yet.
         self._next_logprobs: list[JsonDict] = []
 
     @property
@@ -92,7 +92,7 @@ class ResponsesAnswer(BlockAnswer):
         return encode_named_event(event["type"], event)
 
     def failure(self, error: ApiError) -> bytes:
-        """Return the bytes of the event with which a stream ends if an error occurs."""
+        """Return the bytes of the event that ends a stream after an error."""
         response = self._response(None)
         reason = {"code": "server_error", "message": str(error)}
         return self.encode(
@@ -169,7 +169,7 @@ class ResponsesAnswer(BlockAnswer):
 
         Args:
           block: the block.
-          place: fields that say to which item and part the events belong.
+          place: fields of the events that identify the item and the part.
           what: ``"added"`` or ``"done"``.
         """
         if block.kind == "call":
@@ -360,9 +360,9 @@ def _summary_events(
     The reasoning is not summarised: the summary has the same text as the reasoning.
 
     Args:
-      is_wanted: whether the request asks for summaries.
+      is_wanted: whether the client requested summaries.
       block: the block; blocks of other kinds have no summary.
-      place: fields that say to which item the event belongs.
+      place: fields of the event that identify the item.
       what: last word of the event's type: ``"added"``, ``"delta"`` or ``"done"``.
       **fields: other fields of the event.
     """

@@ -50,7 +50,7 @@ def json_response(answer: BaseModel | JsonDict, status: int = 200) -> Response:
 
 
 def encode_event(event: JsonDict) -> bytes:
-    """Return the bytes of a server-sent event whose data is the JSON of `event`."""
+    """Return the bytes of a server-sent event with the JSON of `event` as its data."""
     return b"data: %b\n\n" % _encode(event)
 
 
@@ -67,13 +67,13 @@ def encode_named_event(name: str, data: JsonDict) -> bytes:
 
 
 def to_json_dict(model: type[BaseModel], /, **fields: Any) -> JsonDict:
-    """Return the JSON object to which ``model(**fields)`` would be serialised.
+    """Return the same JSON object as the serialisation of ``model(**fields)``.
 
     This takes a fifth of the time, because the model is not created and fields are not validated.
     Fields that the model declares with `exclude_if` are omitted if they are None.
 
     Args:
-      model: the Pydantic model, from which the defaults are taken.
+      model: the Pydantic model, which has the defaults.
       **fields: values of its fields. Fields with a default may be left out.
 
     Example:
@@ -178,7 +178,7 @@ def anthropic_error(error: ApiError, request_id: str | None) -> JsonDict:
 def bad_request(error: ValueError) -> ApiError:
     """Convert a `ValueError` of the engine or tokenizer to an error with the status 400.
 
-    The name of the Python function, with which the message begins, is left out.
+    The name of the Python function at the start of the message is left out.
     """
     if isinstance(error, ArgumentError):
         return ApiError(400, error.message, param=error.field)

@@ -22,8 +22,8 @@ from paged_jax.sampling.params import NUMBERS, Number
 
 T = TypeVar("T")
 
-# A list whose validation stops at the first error. To collect a million errors would block the
-# server for seconds.
+# The type of lists in bodies. Validation stops at the first error, because to collect a million
+# errors would block the server for seconds.
 Items = Annotated[list[T], Field(fail_fast=True)]
 
 
@@ -128,7 +128,7 @@ class Body(BaseModel):
 
 
 class LenientBody(Body):
-    """Base class of JSON objects in which unknown fields are accepted, such as messages."""
+    """Base class of JSON objects that accept unknown fields, such as messages."""
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
 

@@ -3,9 +3,9 @@
 Fields have the names of OpenAI's API. Fields that OpenAI does not have are named as in vLLM. As in
 OpenAI's API, some fields without a value are null, and others are left out: those with `_OMITTED`.
 
-Objects of which a response may have thousands are typed dicts, because Pydantic models would take
-ten times as long. For the same reason, responses and events with generated text are built with
-`responses.to_json_dict` instead of the models.
+If a response may have thousands of objects of a type, the type is a typed dict, because Pydantic
+models would take ten times as long. For the same reason, responses and events with generated text
+are built with `responses.to_json_dict` instead of the models.
 """
 
 from collections.abc import Iterable
@@ -54,7 +54,7 @@ class CompletionLogprobs(TypedDict):
 
 
 class WaitEntry(TypedDict):
-    """A period in which a sample waited.
+    """A period of waiting of a sample.
 
     `start` is in seconds after the request's arrival, and `seconds` is the duration.
     """

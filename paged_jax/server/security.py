@@ -18,8 +18,8 @@ CHAT_FILES = ("chat.js", "chat.css")
 CLIENT = "paged_jax.client"
 # Paths that need no API key, and are also answered while the server drains.
 _PROBES = ("/health", "/live", "/ping", "/ready")
-# Paths of the chat page. They need no API key, because the page asks the user for it. Some clients
-# also send `HEAD /` without their key, to check whether a server exists.
+# Paths of the chat page. They need no API key, because users type the key into the page. Some
+# clients also send `HEAD /` without their key, to check whether a server exists.
 _PAGES = ("/", *(f"/chat/{name}" for name in CHAT_FILES))
 
 
@@ -113,7 +113,8 @@ def wrong_key() -> ApiError:
         401,
         "The API key is missing or wrong. Send it as Authorization: Bearer KEY or X-API-Key: KEY.",
         code="invalid_api_key",
-        # This header lets browsers ask for a user name and a password, which is the key.
+        # This header makes browsers show a dialog for a user name and a password. The password is
+        # the key.
         headers={"WWW-Authenticate": 'Basic realm="paged_jax", Bearer'},
     )
 

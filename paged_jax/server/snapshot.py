@@ -159,7 +159,7 @@ class SnapshotHistory:
     def snapshots(self, now: float) -> list[EngineSnapshot]:
         """Return the snapshots of the last two minutes, in order of time.
 
-        The last one is a copy of the newest snapshot, with the time `now`.
+        The last snapshot is a copy of the newest snapshot, with the time `now`.
         """
         with self._lock:
             kept = [*self._kept, self._latest, dataclasses.replace(self._latest, time=now)]
@@ -181,7 +181,7 @@ class CacheRecorder:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Keep recording during the ``with`` statement, in which a page waits for its response.
+        """Keep recording during the ``with`` statement, while a page waits for a response.
 
         So recording does not stop if a long step delays the response.
         """
