@@ -112,12 +112,10 @@ class BlockTracker:
 class BlockAnswer(Answer):
     """Base class of the answers that consist of blocks.
 
-    `Answer` describes the first four arguments. The last argument, `chat`, is the request body
-    converted to a body of ``POST /v1/chat/completions``.
+    The argument `chat` is the body, converted to a body of ``POST /v1/chat/completions``.
 
     Attributes:
-      format_field: name of the body field that requires a format of the text, such as a JSON
-        schema.
+      format_field: name of the body field with the required format of the text.
       tracker: the blocks so far.
     """
 

@@ -191,10 +191,7 @@ class Answer(ABC):
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Maximum number of tokens of a prompt.
-
-        This is the length of the context, minus one token for the answer unless `max_tokens` is 0.
-        """
+        """Maximum length of a prompt in tokens; it leaves room for an answer if needed."""
         return self.service.max_model_len - (self.max_tokens != 0)
 
     def _first_given(self, names: Sequence[str]) -> str:
@@ -229,10 +226,7 @@ class Answer(ABC):
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
     ) -> list[JsonDict]:
-        """Return the stream events for new text and tokens of a prompt's samples.
-
-        `prompt` is the index of the prompt in its request.
-        """
+        """Return the stream events for new text and tokens of the prompt with this index."""
 
     def events(self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]) -> bytes:
         """Return the events of `chunks` as bytes."""

@@ -163,14 +163,9 @@ class ResponsesAnswer(BlockAnswer):
         ]
 
     def _part_events(self, block: Block, place: JsonDict, what: str) -> list[JsonDict]:
-        """Return the events for the start or end of the content part of a block's item.
+        """Return the events for the start or end of a block's content part; tool calls have none.
 
-        Each item with text has exactly one part. Tool calls have no parts.
-
-        Args:
-          block: the block.
-          place: fields of the events that identify the item and the part.
-          what: ``"added"`` or ``"done"``.
+        `place` has the fields that identify the part, and `what` is ``"added"`` or ``"done"``.
         """
         if block.kind == "call":
             return []
@@ -196,10 +191,7 @@ class ResponsesAnswer(BlockAnswer):
     def _item(self, block: Block, status: str | None = None) -> JsonDict:
         """Convert a block to an item of the response's ``output``.
 
-        Args:
-          block: the block.
-          status: status of the item; None for ``"completed"``, or ``"incomplete"`` if generation
-            ended within the block.
+        The default of `status` is ``"completed"``, or ``"incomplete"`` for `_cut_block`.
         """
         status = status or ("incomplete" if block is self._cut_block else "completed")
         item: JsonDict = {"id": _item_id(block), "status": status}
@@ -215,11 +207,7 @@ class ResponsesAnswer(BlockAnswer):
         return {"type": "function_call", **item, **call, "arguments": arguments}
 
     def _response(self, output: RequestOutput | None) -> JsonDict:
-        """Return the JSON of the response.
-
-        Args:
-          output: the finished output; None if the response is in progress.
-        """
+        """Return the JSON of the response. `output` is None while it is in progress."""
         status, details, counts = "in_progress", None, None
         items: list[JsonDict] = []
         if output is not None:
@@ -254,13 +242,11 @@ class ResponsesAnswer(BlockAnswer):
     ) -> list[tuple[BlockChange, list[JsonDict]]]:
         """Add new text to the blocks. Return the changes of blocks, with log-probabilities.
 
+        Each change has the log-probabilities of its tokens, if they were requested and it is text.
+
         Args:
           delta: the new text and tokens of the sample.
           is_whole: whether `delta` has the whole sample, because the response is not a stream.
-
-        Returns:
-          Pairs of a change and the log-probabilities of its tokens. The latter are empty if they
-          were not requested, and for reasoning and tool calls.
         """
         parts = self.chat.parts(delta, is_whole=is_whole)
         has_logprobs = delta.logprobs is not None
