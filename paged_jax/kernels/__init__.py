@@ -1,6 +1,6 @@
-"""Ops over KV blocks: attention, writes, copies of blocks, and linear layers of experts.
+"""Public ops over pools of KV blocks, and grouped matmuls for mixtures of experts.
 
-A name is imported when it is first used; ``__init__.pyi`` lists the names and their modules.
+Each name is imported when it is first used. ``__init__.pyi`` lists the names and their modules.
 """
 
 import lazy_loader

@@ -1,22 +1,24 @@
 # pyright: strict, reportUnknownMemberType=false
 """The public attention ops `paged_attention` (decode) and `paged_prefill_attention`.
 
-`chunked_attention` calls them for attention within chunks of consecutive tokens.
+`chunked_attention` and `chunked_prefill_attention` call them to restrict attention to chunks of
+consecutive tokens.
 
 Both ops compute the following, which `paged_jax.kernels.reference` implements directly::
 
     out[b, h] = softmax(scale * q[b, h] . k[0:length[b]]) v[0:length[b]]
 
-In latent attention there is no pool of values: ``v`` is ``k[:, :value_dim]``, and is read once.
+In latent attention there is no pool of values. The values ``v`` are the first elements of the keys,
+``k[:, :value_dim]``, so each key is read only once.
 
 Token ``t`` of sequence ``b`` is in block ``block_tables[b, t // C]`` of the pool, at offset
 ``t % C``. Query heads ``g * G`` to ``(g + 1) * G - 1`` share KV head ``g``, where G is H // K. The
 output of a sequence does not depend on pool contents outside of the sequence, which may be NaN, or
 on table entries past its length.
 
-All backends treat values out of range alike. Lengths are clipped: a sequence has at most M * C
-tokens, and a chunk at most T queries and at most the tokens of its sequence. If a traced layer
-index is out of range, all sequences are empty, and writes are dropped.
+All backends handle arguments that are out of range in the same way. Lengths are clipped: a sequence
+has at most M * C tokens, and a chunk at most T queries and at most the tokens of its sequence. If a
+traced layer index is out of range, attention treats all sequences as empty, and writes are dropped.
 """
 
 from collections.abc import Mapping
@@ -97,13 +99,14 @@ def paged_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attend with a single query token per sequence (decode).
 
-    `jax.grad` can differentiate this op once, in `q`, `sinks` and floating-point pools.
+    `jax.grad` can differentiate this op once, with respect to `q`, `sinks` and floating-point
+    pools.
 
     Args:
       q: ``[B, H, D]`` floating point, the query of the last token of each sequence.
       k_pool: ``[L, P, K, C, D]``, keys, including the key of the last token. Floating point, or
         int8 or float8_e4m3fn with scales. The last dimension may be padded to a multiple of 128,
-        as TPUs need it. The padding may hold anything.
+        which TPUs need. The padding may hold anything.
       v_pool: values, of the same shape and dtype as `k_pool`. None if the values are the first
         `value_dim` elements of the keys, as in latent attention (DeepSeek-V2, section 2.1).
       block_tables: integer ``[B, M]``, block ids of each sequence in order. Entries past the end of
@@ -115,18 +118,20 @@ def paged_attention(
       scale: factor of the scores, ``D ** -0.5`` if None (static).
       sliding_window: number of tokens that a query sees, including its own; None for all (static).
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)`` (Gemma 2, section 2; static).
-      k_scale: f32 ``[L, P, K, C]``, factors of the keys of a quantised pool; None for other pools.
-      v_scale: factors of the values, like `k_scale`. None if `v_pool` is None: the values then
-        have the factors of the keys.
-      sinks: floating point ``[H]``, one more logit in the softmax denominator of each head. It has
-        no value vector. `scale` and `soft_cap` do not apply to it (gpt-oss model card, section
-        2.2). None for no sinks.
-      value_dim: number of elements of a value (U) and of the output of a head. None for D, which
-        needs a `v_pool`. The last dimension of `v_pool` is U (static).
+      k_scale: f32 ``[L, P, K, C]``, scales that the keys of a quantised pool are multiplied by;
+        None for other pools.
+      v_scale: scales of the values, like `k_scale`. None if `v_pool` is None, because the values
+        then have the scales of the keys.
+      sinks: floating point ``[H]``, attention sinks: an additional logit in the softmax denominator
+        of each query head, without a value. `scale` and `soft_cap` do not apply to it (gpt-oss
+        model card, section 2.2). None for no sinks.
+      value_dim: number of elements of a value, and of the output of a head (U); None for D. It must
+        be given if `v_pool` is None. Otherwise the last dimension of `v_pool` must be U (static).
       return_lse: also return the log-sum-exp (static), see `merge_attention`.
       backend: a name in `paged_jax.kernels.BACKENDS`, such as ``"triton"`` (GPU) or ``"xla"``; None
         for the best backend of the platform that the program is lowered for (static).
-      interpret: run the Pallas kernel of `backend` in its interpreter, on any platform (static).
+      interpret: whether to run the Pallas kernel of `backend` in Pallas' interpreter, on any
+        platform (static).
 
     Returns:
       ``[B, H, U]`` in the dtype of `q`. Softmax and accumulation are in float32. With
@@ -134,12 +139,13 @@ def paged_attention(
       denominator, including sinks; -inf if the denominator is 0.
 
     Raises:
-      ValueError: shapes or dtypes do not match, scales are missing or superfluous, a static
+      ValueError: shapes or dtypes do not match, scales are missing or not allowed, a static
         argument is traced, arrays are on a mesh with explicit axes, or `backend` is unknown or does
         not run on the device of the arrays.
       NotImplementedError: `backend` does not support the arguments; the message says why.
 
-    Cost: proportional to the number of tokens in the batch, not to the width of the block table.
+    The cost is proportional to the number of tokens in the batch, not to the number of columns of
+    the block table.
 
     Example:
       >>> k_pool = v_pool = jnp.ones((1, 4, 2, 8, 16))       # 4 blocks of 8 tokens, 2 KV heads
@@ -203,9 +209,9 @@ def paged_prefill_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attend causally with a chunk of tokens per sequence (prefill).
 
-    The chunk is the end of its sequence: query ``i`` of sequence ``b`` is token
-    ``context_lens[b] - query_lens[b] + i``, and sees this token and all tokens before it. Shorter
-    chunks are padded to ``T`` rows, and nothing is computed for the padding. The op is
+    The chunk has the last tokens of its sequence: query ``i`` of sequence ``b`` is token
+    ``context_lens[b] - query_lens[b] + i``, and attends to this token and all tokens before it.
+    Shorter chunks are padded to ``T`` rows, and nothing is computed for the padding. The op is
     differentiable like `paged_attention`, and has the same arguments, except:
 
     - `q`: ``[B, T, H, D]`` floating point.
@@ -215,7 +221,7 @@ def paged_prefill_attention(
 
     Returns:
       ``[B, T, H, U]`` in the dtype of `q`; 0 in rows past `query_lens`. With `return_lse`,
-      ``(out, lse)``: f32 ``[B, T, H]``, -inf in rows past `query_lens`.
+      ``(out, lse)``: `lse` is f32 ``[B, T, H]``, and -inf in rows past `query_lens`.
 
     Raises:
       ValueError: see `paged_attention`.
@@ -228,7 +234,7 @@ def paged_prefill_attention(
       >>> out.shape
       (1, 3, 4, 16)
     """
-    # `query_lens` is checked here, because `attend` runs a decode if it is None.
+    # Without `query_lens`, `attend` would run a decode, so None is rejected here.
     lens = as_arrays("paged_prefill_attention", query_lens=query_lens)["query_lens"]
     pools = Pools(k_pool, v_pool, k_scale, v_scale)
     layer = default_layer("paged_prefill_attention", k_pool, layer)
@@ -259,8 +265,8 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Check the arguments of an attention op, choose a backend, run it, and return ``(out, lse)``.
 
-    `function` is the name of the op in error messages. The other arguments are those of the user.
-    If ``args.query_lens`` is None, the op is a decode, else a prefill.
+    `function` is the name of the op in error messages. The other arguments are the arguments of
+    `paged_attention`. If ``args.query_lens`` is None, the op is a decode, else a prefill.
     """
     args, sizes, value_dim = _checked(function, args, value_dim)
     default_scale: float = sizes["D"] ** -0.5
@@ -275,7 +281,7 @@ def attend(
     if args.q.size == 0 or sizes["M"] == 0:
         return _attend_to_nothing(args, options.output_dim(sizes["D"]))
     args = args._replace(layer=jnp.clip(args.layer, 0, sizes["L"] - 1))
-    if backend == "reference":  # JAX can differentiate this backend to any order
+    if backend == "reference":  # JAX differentiates its plain code, to any order
         return call.run(args)
     return attend_differentiably(call, args)
 
@@ -283,9 +289,11 @@ def attend(
 def _checked(
     function: str, args: AttentionArgs, value_dim: int | None
 ) -> tuple[AttentionArgs, dict[str, int], int | None]:
-    """Check the arguments, and return them as arrays, with the size of each dimension letter.
+    """Check the arguments of an attention op.
 
-    Integers are converted to int32. The last result is `value_dim`, None if it is D.
+    Returns:
+      The arguments as arrays, with integers converted to int32; the size of each dimension letter;
+      and `value_dim`, which is None if it equals D.
     """
     is_decode = args.query_lens is None
     letters = {"q": "BHD" if is_decode else "BTHD", "block_tables": "BM", "context_lens": "B"}
@@ -305,13 +313,13 @@ def _checked(
     sizes = dims.bind(function, **shapes)
     if value_dim is not None and sizes.setdefault("U", value_dim) != value_dim:
         raise ValueError(
-            f"{function}: v_pool must have U ({dims.DIMS['U']}) = {value_dim} like value_dim, got "
-            f"{sizes['U']}."
+            f"{function}: v_pool must have a last dimension of value_dim = {value_dim} elements, "
+            f"got {sizes['U']}."
         )
     if sizes["H"] % sizes["K"]:
         raise ValueError(
-            f"{function}: q must have a multiple of the pool's {sizes['K']} KV heads, "
-            f"got {sizes['H']} heads."
+            f"{function}: the number of heads of q must be a multiple of the {sizes['K']} KV heads "
+            f"of the pools, got {sizes['H']}."
         )
     check_floating(function, q=q, sinks=sinks)
     check_pools(function, pools, args.layer, has_own_dim=value_dim is not None)
@@ -326,7 +334,10 @@ def _checked(
 
 
 def _bounded(args: AttentionArgs, sizes: Mapping[str, int]) -> AttentionArgs:
-    """Clip the lengths to the table and the chunk; to 0 if the layer is out of range."""
+    """Clip the lengths of sequences to the block table, and the query lengths to the chunk.
+
+    If the layer is out of range, all lengths become 0.
+    """
     is_layer = (args.layer >= 0) & (args.layer < sizes["L"])
     longest = jnp.where(is_layer, sizes["M"] * sizes["C"], 0)
     context_lens = jnp.clip(args.context_lens, 0, longest)
@@ -354,16 +365,17 @@ def chunked_attention(
     chunk: int,
     **options: Unpack[AttentionOptions],
 ) -> jax.Array:
-    """Compute attention of one new token per sequence to its chunk.
+    """Attend with one query per sequence to the tokens of the query's own chunk (decode).
 
-    A token attends to the tokens of its chunk, from the first token to itself. A chunk has whole
-    blocks, so this is full attention over a part of the block table. No kernel needs another mask::
+    A sequence is divided into chunks of `chunk` consecutive tokens. A query attends to the tokens
+    of its chunk, up to its own token. A chunk consists of whole blocks, so this is full attention
+    over some columns of the block table. Kernels need no additional mask::
 
         chunks of 4 blocks      b0 b1 b2 b3 | b4 b5 b6 b7 | b8 b9
-        a query in block b6                   b4 b5 b6             its part of the table
+        a query in block b6                   b4 b5 b6             blocks that it attends to
         a query in block b9                                 b8 b9
 
-    It has the arguments of `paged_attention`, except `chunk`: the number of tokens of a chunk, a
+    It has the arguments of `paged_attention`, and `chunk`: the number of tokens in a chunk, a
     multiple of the block size.
 
     Raises:
@@ -387,16 +399,18 @@ def chunked_prefill_attention(
     chunk: int,
     **options: Unpack[AttentionOptions],
 ) -> jax.Array:
-    """Compute attention of the last tokens of each sequence to their chunks.
+    """Attend with the last tokens of each sequence, each token to its own chunk (prefill).
 
-    The queries of a prompt may belong to several chunks. Each row is then divided into a row for
-    each chunk, with the queries of that chunk::
+    The queries of a sequence may belong to several chunks, see `chunked_attention`. The row of the
+    batch is then replaced by several rows, one for each chunk, which have the queries of this
+    chunk::
 
         queries of a row        6 7 8 9           chunks of 8 tokens
-        rows                    6 7 . .           over the first chunk
-                                8 9 . .           over the second chunk
+        new rows                6 7 . .           attend to the first chunk
+                                8 9 . .           attend to the second chunk
 
-    It has the arguments of `paged_prefill_attention`, and `chunk`, see `chunked_attention`.
+    It has the arguments of `paged_prefill_attention`, and `chunk`: the number of tokens in a chunk,
+    a multiple of the block size.
 
     Raises:
       ValueError: the block size does not divide `chunk`.
@@ -406,13 +420,13 @@ def chunked_prefill_attention(
             q, k_pool, v_pool, block_tables, context_lens, query_lens, **options
         )
     B, T, H, D = q.shape
-    # Number of chunks that T consecutive tokens may belong to (S).
+    # Maximum number of chunks that T consecutive tokens overlap (S).
     S = (T + chunk - 2) // chunk + 1
     steps = jnp.arange(T, dtype=jnp.int32)[None]
     first = context_lens - query_lens
     numbers = (first // chunk)[:, None] + jnp.arange(S, dtype=jnp.int32)[None]
     ends = jnp.minimum(context_lens[:, None], (numbers + 1) * chunk)
-    # Index of the first query of each chunk in its row, and number of its queries.
+    # For each chunk: the index of its first query in the row, and the number of its queries.
     starts = jnp.maximum(numbers * chunk - first[:, None], 0)
     counts = jnp.maximum(ends - first[:, None] - starts, 0)
 
@@ -431,7 +445,7 @@ def chunked_prefill_attention(
         counts.reshape(-1),
         **options,
     )
-    # Back to the order of the queries.
+    # Gather the outputs in the order of the queries.
     part = (first[:, None] + steps) // chunk - (first // chunk)[:, None]
     step = steps - jnp.take_along_axis(starts, part, axis=1)
     index = jnp.arange(B, dtype=jnp.int32)[:, None]
@@ -439,18 +453,18 @@ def chunked_prefill_attention(
 
 
 def _is_single_chunk(k_pool: jax.Array, block_tables: jax.Array, chunk: int) -> bool:
-    """Return whether all sequences of the tables are shorter than a chunk."""
+    """Return whether the block tables have columns for at most one chunk."""
     block_size = k_pool.shape[3]
     if chunk % block_size:
         raise ValueError(
             f"chunked_attention: chunk must be a multiple of the block size {block_size}, got "
-            f"{chunk}. Use a block_size that divides it."
+            f"{chunk}. Use a block size that divides chunk."
         )
     return block_tables.shape[1] * block_size <= chunk
 
 
 def _tables_of_chunks(block_tables: jax.Array, numbers: jax.Array, width: int) -> jax.Array:
-    """Return the columns ``[B, width]`` of the chunk ``numbers[b]`` of each sequence."""
+    """Return the columns of the block tables for chunk ``numbers[b]`` of each sequence."""
     columns = numbers[:, None] * width + jnp.arange(width, dtype=jnp.int32)[None]
     # The last chunk may be shorter. No column after the end of a sequence is read.
     columns = jnp.minimum(columns, block_tables.shape[1] - 1)

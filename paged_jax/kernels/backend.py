@@ -1,7 +1,7 @@
 # pyright: strict, reportUnknownMemberType=false
 """Interface of the backends: arrays, options and ops.
 
-A `Backend` is an object with a method for each op that it has::
+A `Backend` is an object with a method for each op that it implements::
 
     attend(args, options)           attention of a decode or a prefill, see `AttentionArgs`
     attend_ragged(args, options)    attention of a ragged batch, see `RaggedArgs`
@@ -15,10 +15,10 @@ A `Backend` is an object with a method for each op that it has::
     advance_rows(step)              advance states of recurrent layers by a token, see `StateStep`
 
 Attention returns ``(out, lse)``, the output and the log-sum-exp. A write or copy returns the new
-`Pools`, changed in place if they are donated; `rope_write` returns the queries and the pools.
-`Backend.refusal` says which calls of these five ops a backend does not support. The last three ops
-have a method with the suffix ``_refusal`` instead, which takes the same arguments. It returns why
-the backend has no kernel for them, or None; see `dispatch.run_kernel`.
+`Pools`, changed in place if they are donated; `rope_write` returns the queries and the pools. For
+the first five ops, `Backend.refusal` returns why a backend does not support a call, or None. Each
+of the last three ops has its own method for this, with the suffix ``_refusal`` and the arguments of
+the op, such as ``grouped_linear_refusal``; see `dispatch.run_kernel`.
 
 Backends can rely on arguments that are in range, because the public ops check and clip them. In
 attention, ``layer`` is in ``0..L - 1``, ``context_lens`` in ``0..M * C``, and ``query_lens`` in
@@ -57,8 +57,8 @@ Op = Literal["decode", "prefill", "ragged", "write", "rope_write", "copy_blocks"
 
 ATTENTION: tuple[Op, ...] = ("decode", "prefill", "ragged")
 
-# Whether to run a Pallas kernel in Pallas' interpreter. Kernels for TPUs also take parameters of
-# the interpreter.
+# Whether to run a Pallas kernel in Pallas' interpreter. For TPU kernels, it may also be the
+# parameters of the interpreter.
 Interpret: TypeAlias = "bool | InterpretParams"
 
 
@@ -70,9 +70,10 @@ class Pools(NamedTuple):
       k: ``[L, P, K, C, D]``, keys; floating point, int8 or float8_e4m3fn.
       v: ``[L, P, K, C, U]``, values, of the same dtype as `k`; U is D in most models. None if the
         values are the first elements of the keys (latent attention).
-      k_scale: f32 ``[L, P, K, C]``, factors of the keys of each token and head; None if `k` is not
-        quantised.
-      v_scale: factors of the values, like `k_scale`; None if `v` is None.
+      k_scale: f32 ``[L, P, K, C]``, scale of the key of each token and head, which multiplies its
+        elements; None if `k` is not quantised.
+      v_scale: f32 ``[L, P, K, C]``, scale of the value of each token and head; None if `v` is None
+        or the pools are not quantised.
     """
 
     k: jax.Array
@@ -111,11 +112,14 @@ class Pools(NamedTuple):
         return self.k.shape[3]
 
     def map(self, function: Callable[[Any], Any]) -> "Pools":
-        """Apply a function to `k` and to `v`, but not to the scales."""
+        """Return new pools with a function applied to `k` and `v`, but not to the scales."""
         return self._replace(k=function(self.k), v=None if self.v is None else function(self.v))
 
     def place(self, half: Half, layer: Any, block: Any, head: Any, offset: Any) -> tuple[Any, Any]:
-        """Return the pool of keys or of values, and the index of the tokens at `offset` in it."""
+        """Return the array of keys or of values, and the index of tokens in this array.
+
+        `half` is ``"k"`` or ``"v"``. `offset` is an offset in the block, or a range of offsets.
+        """
         pool = self.v if half == "v" and self.v is not None else self.k
         return pool, (layer, block, head, offset)
 
@@ -124,12 +128,12 @@ class AttentionArgs(NamedTuple):
     """Arrays of a decode (one query per sequence) or a prefill (a chunk of queries per sequence).
 
     Attributes:
-      q: floating point ``[B, H, D]`` in a decode, ``[B, T, H, D]`` in a prefill.
-      pools: the pools of all layers; or pages, if the call is a part of a ragged batch.
+      q: queries, floating point: ``[B, H, D]`` in a decode, ``[B, T, H, D]`` in a prefill.
+      pools: the pools of all layers; or the pages, if the call is a part of a ragged batch.
       block_tables: i32 ``[B, M]``, block ids of each sequence in order.
-      context_lens: i32 ``[B]``, tokens in each sequence.
-      query_lens: i32 ``[B]``, tokens in each chunk; None in a decode.
-      sinks: floating point ``[H]``, or None.
+      context_lens: i32 ``[B]``, number of tokens in each sequence.
+      query_lens: i32 ``[B]``, number of tokens in each chunk; None in a decode.
+      sinks: attention sinks, floating point ``[H]``, or None.
       layer: i32 ``[]``, the layer to read.
     """
 
@@ -143,7 +147,7 @@ class AttentionArgs(NamedTuple):
 
     @property
     def op(self) -> Literal["decode", "prefill"]:
-        """The op that these arrays are for."""
+        """Name of the op that takes these arrays."""
         return "decode" if self.query_lens is None else "prefill"
 
     def as_prefill(self) -> "AttentionArgs":
@@ -152,17 +156,18 @@ class AttentionArgs(NamedTuple):
 
 
 class RaggedArgs(NamedTuple):
-    """Arrays of a ragged batch: chunks of any lengths, concatenated.
+    """Arrays of a ragged batch: chunks of different lengths, concatenated without padding.
 
     Attributes:
-      q: ``[N, H, D]``, floating point.
-      pages: keys and values.
+      q: queries of all sequences, floating point ``[N, H, D]``.
+      pages: the keys and values of one layer.
       block_tables: i32 ``[B, M]``, page ids of each sequence in order.
-      context_lens: i32 ``[B]``, tokens in each sequence; 0 in unused rows.
-      cu_query_lens: i32 ``[B + 1]``, row of `q` at which each chunk starts, and the end of the last
-        chunk. Elements from index `num_sequences` on are equal to that end.
+      context_lens: i32 ``[B]``, number of tokens in each sequence; 0 in unused rows.
+      cu_query_lens: i32 ``[B + 1]``, cumulative query lengths: the row of `q` at which each chunk
+        starts, and after it the end of the last chunk. All elements from index `num_sequences` on
+        equal this end.
       num_sequences: i32 ``[1]``, number of sequences, in 0..B.
-      sinks: floating point ``[H]``, or None.
+      sinks: attention sinks, floating point ``[H]``, or None.
     """
 
     q: jax.Array
@@ -180,22 +185,25 @@ class RaggedArgs(NamedTuple):
         context_lens: jax.Array,
         query_lens: jax.Array | None = None,
     ) -> AttentionArgs:
-        """Return the arguments of a decode or prefill over the same pages."""
+        """Return the arguments of a decode or prefill with other queries over the same pages.
+
+        It is a decode if `query_lens` is None.
+        """
         layer = jnp.zeros((), jnp.int32)  # pages have a single layer
         return AttentionArgs(q, self.pages, tables, context_lens, query_lens, self.sinks, layer)
 
 
 class WriteArgs(NamedTuple):
-    """Arrays of a write of K and V of N tokens.
+    """Arrays of a write: keys and values of N tokens, and their places in the pools.
 
     Attributes:
       pools: the pools of all layers.
-      k: ``[N, K, D]``, floating point.
-      v: ``[N, K, U]``, floating point; None if the pools have no values.
-      blocks: i32 ``[N]``, block of each token.
+      k: new keys, floating point ``[N, K, D]``.
+      v: new values, floating point ``[N, K, U]``; None if the pools have no values.
+      blocks: i32 ``[N]``, block id of each token.
       offsets: i32 ``[N]``, position of each token in its block. A token is dropped if its block or
         its offset is out of range.
-      layer: i32 ``[]``; nothing is written if it is out of range.
+      layer: i32 ``[]``, the layer to write; nothing is written if it is out of range.
     """
 
     pools: Pools
@@ -207,14 +215,15 @@ class WriteArgs(NamedTuple):
 
 
 class RopeWriteArgs(NamedTuple):
-    """Arrays of a write from a QKV projection of N tokens, see `paged_rope_write`.
+    """Arrays of `paged_rope_write`: a fused QKV projection of N tokens, and their places.
 
     Attributes:
       pools: the pools of all layers.
       qkv: ``[N, K, G + 2, D]``, floating point: the G queries, the key and the value of each KV
         head.
-      cos, sin: f32 ``[N, D / 2]``, of the angle of each pair of elements of a head.
-      norms: floating point weights ``[D]`` of the RMS norms of queries and keys; None for no norms.
+      cos, sin: f32 ``[N, D / 2]``, cosine and sine of the rotation angle of each pair of elements.
+      norms: weights of the RMS norms of queries and of keys, floating point ``[D]``; None for no
+        norms.
       blocks, offsets, layer: see `WriteArgs`.
     """
 
@@ -246,23 +255,26 @@ class CopyArgs(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StateRows:
-    """States of the rows of a batch in the pool of a group of recurrent layers.
+    """Recurrent states of a batch, which are entries in a pool.
 
-    A row reads an entry of the pool and writes an entry. Both ids are equal while a sequence owns
-    its state. Several rows may read an entry, after a fork, but no two rows write the same entry::
+    Each row of the batch reads its old state from an entry of the pool, and writes its new state to
+    an entry. If the sequence owns its state, both entries are the same. After a fork, several rows
+    may read the same entry, but no two rows write the same entry::
 
         sources   [ 3  3  7  P ]      rows 0 and 1 read entry 3, row 3 reads zeros
         entries   [ 5  3  7  P ]      row 0 writes a new entry, row 1 in place, row 3 nothing
 
-    If a row writes an entry, only rows with the same source read that entry. A kernel that works in
-    place therefore loads a state once for all rows that read it, before it stores their new states.
+    If an entry is both read and written, one of the rows that read it writes it. A kernel can
+    therefore update the pool in place: it loads a state once for all rows that read it, and then
+    stores their new states.
 
     Attributes:
-      pool: ``[L, P, ...]``: layer, entry, and the shape for a sequence.
+      pool: ``[L, P, ...]``, the states by layer and entry, for a group of recurrent layers.
       layer: i32 ``[]``, index of the layer in the pool.
-      sources: i32 ``[B]``, the entry that each row reads; P for zeros.
-      entries: i32 ``[B]``, the entry that each row writes, distinct; P for rows that write nothing.
-      backend: backend of the ops that update the pool in place, see `dispatch` (static).
+      sources: i32 ``[B]``, the entry that each row reads; P for a state of zeros.
+      entries: i32 ``[B]``, the entry that each row writes, all different; P for rows that write
+        nothing.
+      backend: name of the backend that updates the pool in place, see `dispatch` (static).
     """
 
     pool: jax.Array
@@ -278,14 +290,14 @@ class StateRows:
 
 
 class ConvolutionStep(NamedTuple):
-    """Arrays of a step of `paged_jax.kernels.recurrent.causal_convolution`.
+    """Arguments of `paged_jax.kernels.recurrent.causal_convolution` for one token per row.
 
     Attributes:
       rows: the states, in a pool ``[L, P, (w - 1) * F]``.
-      x: float32 ``[B, F]``.
-      weight: floating point ``[F, w]``.
+      x: inputs, float32 ``[B, F]``.
+      weight: filters of w tokens, floating point ``[F, w]``.
       bias: floating point ``[F]`` or None.
-      num_tokens: i32 ``[B]``, 1; or 0 for rows whose state does not change.
+      num_tokens: i32 ``[B]``, 1; or 0 for rows that keep their state.
     """
 
     rows: StateRows
@@ -296,15 +308,15 @@ class ConvolutionStep(NamedTuple):
 
 
 class DeltaStep(NamedTuple):
-    """Arrays of a step of `paged_jax.kernels.recurrent.delta_rule`.
+    """Arguments of `paged_jax.kernels.recurrent.delta_rule` for one token per row.
 
     Attributes:
       rows: the states, in a pool ``[L, P, K * G, D, U]``.
-      q, k: float32 ``[B, K, D]``.
-      v: float32 ``[B, K, G, U]``.
-      log_decay: float32 ``[B, K, G, D]``, or ``[B, K, G, 1]`` if all elements of a key decay
-        equally.
-      beta: float32 ``[B, K, G]``.
+      q, k: queries and keys, float32 ``[B, K, D]``.
+      v: values, float32 ``[B, K, G, U]``.
+      log_decay: logarithm of the decay of the state, float32 ``[B, K, G, D]``, or ``[B, K, G, 1]``
+        if all elements of a key decay equally.
+      beta: step size of the update of the state, float32 ``[B, K, G]``.
     """
 
     rows: StateRows
@@ -316,13 +328,13 @@ class DeltaStep(NamedTuple):
 
 
 class StateSpaceStep(NamedTuple):
-    """Arrays of a step of `paged_jax.kernels.recurrent.state_space`.
+    """Arguments of `paged_jax.kernels.recurrent.state_space` for one token per row.
 
     Attributes:
       rows: the states, in a pool ``[L, P, K * G, U, D]``.
-      x: float32 ``[B, K, G, U]``.
-      b, c: float32 ``[B, K, D]``.
-      log_decay: float32 ``[B, K, G]``.
+      x: inputs, float32 ``[B, K, G, U]``.
+      b, c: vectors that write to the state and read from it, float32 ``[B, K, D]``.
+      log_decay: logarithm of the decay of the state, float32 ``[B, K, G]``.
     """
 
     rows: StateRows
@@ -337,15 +349,16 @@ StateStep = ConvolutionStep | DeltaStep | StateSpaceStep
 
 @dataclass(frozen=True)
 class Options:
-    """Options of an op. They are hashable, and a static argument of `jax.jit`.
+    """Options of an op. They are hashable, so `jax.jit` can treat them as static.
 
     Attributes:
       scale: factor of the scores.
       sliding_window: number of tokens that a query sees, including its own; None for all.
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``; None for no cap.
-      norm_eps: added to the mean square of a head by RMS norms.
-      value_scale: factor of all values.
-      value_dim: elements of a value and of the output (U) if they differ from D; None for D.
+      norm_eps: constant that RMS norms add to the mean square of a head.
+      value_scale: factor that all values are multiplied by.
+      value_dim: number of elements of a value and of the output (U) if it differs from D; None for
+        D.
     """
 
     scale: float = 1.0
@@ -356,18 +369,19 @@ class Options:
     value_dim: int | None = None
 
     def output_dim(self, head_dim: int) -> int:
-        """Return the number of elements of a value and of the output for keys of `head_dim`."""
+        """Return U, the number of elements of a value and of the output, for keys of `head_dim`."""
         return self.value_dim or head_dim
 
 
 @dataclass(frozen=True)
 class RaggedOptions(Options):
-    """Options of a ragged op, and tile sizes for JAX's kernel for TPUs.
+    """Options of ragged attention, with tile sizes for the TPU kernel that JAX ships.
 
     Attributes:
       return_lse: whether the caller uses the log-sum-exp; if not, it may be NaN.
-      num_kv_pages_per_block: pages in a tile of keys of JAX's kernel; None for our default.
-      num_queries_per_block: query tokens in a tile of JAX's kernel; None for our default.
+      num_kv_pages_per_block: number of pages in a tile of keys of JAX's kernel; None for our
+        default.
+      num_queries_per_block: number of query tokens in a tile of JAX's kernel; None for our default.
       vmem_limit_bytes: bytes of VMEM that JAX's kernel may use; None for our default.
     """
 
@@ -379,16 +393,17 @@ class RaggedOptions(Options):
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes, dtypes and options of a call, which determine the backends that support it.
+    """Sizes, dtypes and options of a call. They determine which backends support it.
 
     Attributes:
       op: the op.
       sizes: pairs of a dimension letter and its size, see `paged_jax.dims`.
-      q_dtype: dtype of the queries, of the new keys and values, or of the projection.
+      q_dtype: dtype of the queries (attention), of the new keys and values (write), of `qkv`
+        (rope_write), or of the pools (copy_blocks).
       pool_dtype: dtype of the pools.
       has_sinks: whether there are attention sinks.
       options: options of the op.
-      lanes: last dimension of the pool of keys: D, or D padded to a multiple of 128.
+      lanes: size of the last dimension of the pool of keys: D, or D padded to a multiple of 128.
       shares_values: whether the values are the first elements of the keys.
     """
 
@@ -412,7 +427,7 @@ class Problem:
         *,
         has_sinks: bool = False,
     ) -> Self:
-        """Describe a call; `dtype` is the dtype of queries, of new keys and values, or of `qkv`."""
+        """Return the description of a call; `dtype` is `q_dtype`."""
         return cls(
             op=op,
             sizes=tuple(sizes.items()),
@@ -426,20 +441,20 @@ class Problem:
 
     @property
     def value_dim(self) -> int:
-        """Elements of a value: U, or D if the sizes have no U."""
+        """Number of elements of a value: U, or D if `sizes` has no U."""
         return dict(self.sizes).get("U", self["D"])
 
     @property
     def separate_values_refusal(self) -> str | None:
-        """Refusal of kernels whose values must be as long as keys (D elements), or None.
+        """Why a kernel that needs values of D elements does not support the call, or None.
 
-        Such kernels accept shorter values only if these are a part of the keys.
+        Such kernels support shorter values only if these are the first elements of the keys.
         """
         if self.shares_values or "U" not in dict(self.sizes) or self.value_dim == self["D"]:
             return None
         return (
-            f"its values have a pool of their own only if they have {self['D']} elements like "
-            f"keys, not {self.value_dim}"
+            f"it reads a pool of values only if values have {self['D']} elements like keys, got "
+            f"{self.value_dim}"
         )
 
     def __getitem__(self, letter: str) -> int:
@@ -447,17 +462,17 @@ class Problem:
 
 
 class Backend(Protocol):
-    """A backend. Instances are hashable, and equal if they behave the same.
+    """Interface of a backend. Instances are hashable, and equal if they behave the same.
 
     Attributes:
-      platform: JAX's name of the only platform that the backend supports, where it is preferred to
-        other backends; None if it supports all platforms.
+      platform: JAX's name of the only platform that the backend supports. On it, the backend is
+        preferred to backends for all platforms, which have None here.
     """
 
     platform: ClassVar[str | None]
 
     def refusal(self, problem: Problem) -> str | None:
-        """Return a phrase that says why the problem is not supported, or None if it is."""
+        """Return why the backend does not support `problem`, as a phrase; None if it does."""
         ...
 
 
@@ -466,7 +481,7 @@ class LinearOps(Protocol):
     """Ops of a backend that multiplies matrices."""
 
     def linear(self, x: jax.Array, w: Weight) -> jax.Array:
-        """Multiply the last dimension by a weight, as `paged_jax.kernels.linear.linear`."""
+        """Multiply the last dimension of `x` by a weight, see `paged_jax.kernels.linear.linear`."""
         ...
 
     def sum_rows(self, x: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
 # pyright: strict, reportUnknownMemberType=false
 """Cascade attention: blocks that all sequences of a batch share are read once.
 
-Requests with the same system prompt, parallel samples and beams have leading blocks in common. The
-queries of all sequences attend to these blocks as a single sequence with many query heads, which is
-a large matmul. Each sequence then attends to its own remaining blocks, and the two results are
+Requests with the same system prompt, parallel samples and beams share their leading blocks. The
+queries of all sequences attend to these blocks together, as the query heads of a single sequence,
+which is a large matmul. Each sequence then attends to its other blocks, and the two results are
 merged (Juravsky et al., 2024, "Hydragen"; Ye et al., 2024, "Cascade Inference").
 """
 
@@ -27,18 +27,21 @@ from paged_jax.kernels.checks import (
 )
 from paged_jax.kernels.pool_format import wider_dtype
 
-# Minimum number of token reads that sharing must save. Fewer do not pay for the second pass, over
-# the shared blocks, which takes about 0.06 ms (measured on 2 CPU cores).
+# Minimum number of token reads that sharing must save. If it saves fewer, it costs more time than
+# it saves, because a second pass reads the shared blocks. The pass takes about 0.06 ms (measured on
+# 2 CPU cores).
 _MIN_SAVED_TOKENS = 512
 
 
 def is_sharing_possible(batch: int, max_blocks: int, block_size: int) -> bool:
-    """Return whether block tables of this size can share enough blocks to make sharing pay off.
+    """Return whether sequences with block tables of this size can share enough blocks.
+
+    If not, `cascade_attention` never saves time.
 
     Args:
       batch: number of sequences (B).
-      max_blocks: blocks in a row of the table (M).
-      block_size: tokens in a block (C).
+      max_blocks: number of blocks in a row of the block table (M).
+      block_size: number of tokens in a block (C).
     """
     return (batch - 1) * max_blocks * block_size >= _MIN_SAVED_TOKENS
 
@@ -54,11 +57,12 @@ def num_shared_blocks(
       block_size: tokens in a block (C).
 
     Returns:
-      i32 ``[]``; 0 if so few blocks are shared that `cascade_attention` does not pay off.
+      The number of blocks, i32 ``[]``. It is 0 if `cascade_attention` would cost more time than it
+      saves, because too few blocks are shared.
 
     Example:
       >>> tables, lens = jnp.array([[4, 2, 7], [4, 2, 1]]), jnp.array([1000, 1040])
-      >>> int(num_shared_blocks(tables, lens, 512))
+      >>> int(num_shared_blocks(tables, lens, 512))  # 1000 tokens fill block 4, but not block 2
       1
     """
     M = block_tables.shape[1]
@@ -93,8 +97,9 @@ def cascade_attention(
 ) -> jax.Array:
     """Compute `paged_attention`, but read the first `num_shared` blocks once for all sequences.
 
-    The result equals `paged_attention` up to rounding. The last bits of a row may depend on whether
-    the other rows share its blocks. It has the arguments of `paged_attention`, except:
+    The result equals `paged_attention` up to rounding. The last bits of the output of a sequence
+    may depend on whether the other sequences share its blocks. It has the arguments of
+    `paged_attention`, except:
 
     - `block_tables`: integer ``[B, M]``. The first `num_shared` columns are full blocks, and are
       the same for all sequences that have tokens.
@@ -187,8 +192,9 @@ def merge_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Merge the attention of the same queries over two disjoint sets of keys.
 
-    The result is the attention over the union of both sets (Dao et al., 2023, "Flash-Decoding").
-    Pass `sinks` to only one of the two calls. Differentiable.
+    The result is the attention over the union of both sets (Dao et al., 2023, "Flash-Decoding"). If
+    the attention has `sinks`, pass them to only one of the two attention calls. The op is
+    differentiable.
 
     Args:
       out_a: ``[..., D]``, output over the first set.

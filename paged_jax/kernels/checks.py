@@ -1,7 +1,7 @@
 # pyright: strict, reportUnknownMemberType=false
 """Argument checks of the ops over pools, which run at trace time.
 
-The argument `function` is the name of the op, with which error messages begin.
+Error messages begin with `function`, the name of the op that the user has called.
 """
 
 import math
@@ -19,16 +19,17 @@ from paged_jax.dims import check_sizes
 from paged_jax.kernels.backend import Options, Pools
 from paged_jax.kernels.pool_format import check_pool_dtype, is_quantised, round_up_to_lanes
 
-# Far above any real model: a mistyped number fails here.
+# This limit is far above the sizes of real models. It rejects mistyped numbers.
 _MAX_VALUE_DIM = 1 << 16
 
 
 def pool_letters(
     pools: Pools, head_dim: int, value_dim: int | None = None
 ) -> dict[str, tuple[Any, str]]:
-    """Return the pools as arguments of `dims.bind`, without the padding of the last dimension.
+    """Return the arrays of the pools with their dimension letters, as for `dims.bind`.
 
-    `value_dim` is the number of elements of a value (U) if it is not `head_dim` (D), else None.
+    The padding of the last dimension is left out. `value_dim` is the number of elements of a value
+    (U) if it is not `head_dim` (D), else None.
     """
     letters: dict[str, tuple[Any, str]] = {"k_pool": (_without_padding(pools.k, head_dim), "LPKCD")}
     if pools.v is not None:
@@ -42,9 +43,9 @@ def pool_letters(
 
 
 def check_pools(function: str, pools: Pools, layer: Any, *, has_own_dim: bool = False) -> None:
-    """Check the dtypes, shapes and scales of pools, and that they contain the layer.
+    """Check the dtypes, shapes and scales of pools, and that the layer exists.
 
-    Values may have another last dimension than keys if `has_own_dim` is True.
+    If `has_own_dim` is True, the last dimension of the pool of values may differ from D.
     """
     _check_value_pool(function, pools, has_own_dim)
     scales = {"k_scale": pools.k_scale}
@@ -59,7 +60,7 @@ def check_pools(function: str, pools: Pools, layer: Any, *, has_own_dim: bool = 
         if is_quantised(pools.k.dtype) and scale is None:
             raise ValueError(
                 f"{function}: {name} must be given for a pool of {pools.k.dtype}, got None. Pass "
-                f"the scales f32 {list(pools.k.shape[:4])}."
+                f"its scales, f32 {list(pools.k.shape[:4])}."
             )
         if not is_quantised(pools.k.dtype) and scale is not None:
             raise ValueError(
@@ -131,7 +132,7 @@ def as_arrays(function: str, **arrays: Any) -> dict[str, jax.Array]:
 
 
 def check_floating(function: str, **arrays: jax.Array | None) -> None:
-    """Check that named arrays are floating point; None is skipped.
+    """Check that named arrays are floating point. Arrays that are None are skipped.
 
     Raises:
       ValueError: the dtype of an array is not floating point.
@@ -148,20 +149,19 @@ def as_pools(pools: Pools) -> Pools:
 
 
 def half_of_pages(function: str, kv_pages: jax.Array) -> jax.ShapeDtypeStruct:
-    """Check pages of alternating keys and values, and return the shape and dtype of the keys.
+    """Check pages of alternating keys and values; return the shape and dtype of the keys.
 
-    The shape is ``[P, C, K, D]``.
-
-    Pages ``[P, C, 1, D]`` have keys only.
+    The shape of the keys is ``[P, C, K, D]``. Pages ``[P, C, 1, D]`` contain keys of one KV head
+    and no values.
 
     Raises:
-      ValueError: the pages do not have shape ``[P, C, 2 * K, D]``, or their dtype is neither
-        floating point nor int8.
+      ValueError: the pages do not have one of these shapes, or their dtype is neither floating
+        point nor int8.
     """
     if kv_pages.ndim != 4 or (kv_pages.shape[2] % 2 and kv_pages.shape[2] != 1):
         raise ValueError(
-            f"{function}: kv_pages must have shape [P, C, 2 * K, D], keys and values alternating, "
-            f"got {list(kv_pages.shape)}."
+            f"{function}: kv_pages must have shape [P, C, 2 * K, D], with alternating keys and "
+            f"values, got {list(kv_pages.shape)}."
         )
     if not (jnp.issubdtype(kv_pages.dtype, jnp.floating) or kv_pages.dtype == jnp.int8):
         raise ValueError(
@@ -197,13 +197,14 @@ def check_sharding(function: str, arrays: Any) -> None:
         if AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types:
             raise ValueError(
                 f"{function}: arrays must not be on a mesh with explicit axes, got "
-                f"{jax.typeof(array)}. Call it in jax.shard_map(..., check_vma=False) or through "
-                "jax.sharding.auto_axes, see 'Tensor parallel over KV heads' in docs/more-ops.md."
+                f"{jax.typeof(array)}. Call the op in jax.shard_map(..., check_vma=False) or "
+                "through jax.sharding.auto_axes, see 'Tensor parallel over KV heads' in "
+                "docs/more-ops.md."
             )
 
 
 def as_int32(function: str, **integers: jax.Array) -> tuple[jax.Array, ...]:
-    """Convert named integer arrays to int32, the dtype of row indices into the pool.
+    """Convert named integer arrays to int32, the dtype of indices into the pools.
 
     Raises:
       ValueError: an array does not contain integers.
@@ -226,8 +227,9 @@ def checked_value_dim(
     """Check `value_dim`, and return it as a Python integer; None if it is `head_dim`.
 
     Raises:
-      ValueError: it is traced, no integer, not positive, or larger than the keys that contain the
-        values; or it is None, and there is no pool of values.
+      ValueError: `value_dim` is traced, not an integer, not positive or too large. Values that are
+        a part of the keys cannot have more elements than the keys. Or it is None, and there is no
+        pool of values.
     """
     value_dim = static(function, "value_dim", value_dim, operator.index)
     if value_dim is None:
@@ -252,7 +254,7 @@ def checked_options(
 ) -> Options:
     """Check the static options of attention, and convert them to Python numbers.
 
-    `value_dim` is a result of `checked_value_dim`.
+    `value_dim` is the result of `checked_value_dim`.
     """
     scale = static(function, "scale", scale, float)
     window = static(function, "sliding_window", sliding_window, operator.index)
@@ -270,7 +272,7 @@ def checked_options(
 
 
 def static(function: str, name: str, value: Any, convert: Callable[[Any], Any]) -> Any:
-    """Convert a static argument to a Python number with `convert`, such as `float`; keep None.
+    """Convert a static argument to a Python number with `convert`, such as `float`. Keep None.
 
     Raises:
       ValueError: the argument is traced, or cannot be converted.
@@ -280,7 +282,7 @@ def static(function: str, name: str, value: Any, convert: Callable[[Any], Any]) 
     if isinstance(value, Tracer):
         raise ValueError(
             f"{function}: {name} must be static, got a traced {jax.typeof(value)}. Pass a Python "
-            "number; in your own jit, name it in static_argnames."
+            "number. In a function that you compile with jax.jit, list it in static_argnames."
         )
     try:
         return convert(value)

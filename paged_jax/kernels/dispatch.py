@@ -1,13 +1,13 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Choice of the backend that runs an op: the requested backend, or the best one per platform.
+"""Choice of the backend for an op: the requested one, or the best one for each platform.
 
-With ``backend=None`` a program contains one branch per platform that has its own kernels. JAX keeps
-the right branch when it lowers the program (`jax.lax.platform_dependent`). The choice does not
-depend on the devices of this process, so the same traced function can be compiled for a GPU on a
-machine without one.
+With ``backend=None``, a program contains one branch for each platform that has its own kernels. JAX
+keeps only the right branch when it lowers the program (`jax.lax.platform_dependent`). The choice
+does not depend on the devices of this process, so the same traced function can be compiled for a
+GPU on a machine without a GPU.
 
-This is the only module that names backends. It imports the module of a backend when the backend is
-first looked up.
+Only this module contains the names of backends. It imports the module of a backend when the backend
+is first looked up.
 """
 
 import functools
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-# Module and class of each backend. Of several backends for a platform, the first is preferred.
+# Module and class of each backend. If a platform has several backends, the first is preferred.
 _CLASSES = {
     "cpu": ("paged_jax.kernels.cpu", "Cpu"),
     "mosaic_tpu": ("paged_jax.kernels.mosaic_tpu", "MosaicTpu"),
@@ -41,10 +41,11 @@ _CLASSES = {
 }
 
 
-# Backends that engines choose by other options than `backend`. They are not listed.
+# Backends that users choose by options of the engine, not by `backend`. They can be looked up in
+# `BACKENDS`, but are not listed.
 _UNLISTED = {"cpu_int8": ("paged_jax.kernels.cpu", "CpuInt8")}
 
-# Backends of the user, see `add_backend`.
+# Backends that users have added by `add_backend`.
 _ADDED: dict[str, Backend] = {}
 
 
@@ -74,19 +75,19 @@ BACKENDS: Mapping[str, Backend] = _Backends()
 
 
 def add_backend(name: str, backend: Backend) -> None:
-    """Add a backend to this process, which calls and engines use with ``backend=name``.
+    """Register a backend in this process. Ops and engines then accept ``backend=name``.
 
-    A backend needs `Backend.refusal` and a method for each op that it has, see
-    `paged_jax.kernels.backend`. Other ops use the backend that is best for the platform. A backend
-    for which calls may set ``interpret=True`` is a dataclass with a field `interpret`.
+    A backend needs the method `Backend.refusal`, and a method for each op that it implements, see
+    `paged_jax.kernels.backend`. Engines run all other ops on the best backend for the platform. To
+    support ``interpret=True``, a backend must be a dataclass with a field `interpret`.
     ``examples/new_backend.py`` is an example.
 
     Args:
-      name: name of the backend, not the name of a backend of this library.
-      backend: the backend. Its `platform` is None, so that it is used only by its name.
+      name: name of the backend. It must differ from the names of the backends of this library.
+      backend: the backend. Its `platform` must be None, so that it is used only by its name.
 
     Raises:
-      ValueError: the name is taken, or `platform` is not None.
+      ValueError: the name is a name of this library, or `platform` is not None.
     """
     if name in _CLASSES or name in _UNLISTED:
         raise ValueError(f"add_backend: name must not be one of {', '.join(_CLASSES)}, got {name}.")
@@ -118,22 +119,22 @@ _METHODS: dict[Op, str] = {
 
 
 def _can_interpret(backend: Backend | None) -> bool:
-    """Return whether a backend is written in Pallas, whose interpreter runs on any platform."""
+    """Return whether a backend is written in Pallas, so that it can be interpreted."""
     return is_dataclass(backend) and hasattr(backend, "interpret")
 
 
 def _interpreted(name: str, interpret: Interpret) -> Backend:
-    """Return a backend by its name, with interpreted kernels if `interpret` is set."""
+    """Return the backend `name`. If `interpret` is set, it interprets its kernels."""
     backend: Any = BACKENDS[name]
     return replace(backend, interpret=interpret) if interpret else backend
 
 
 class BackendChoice(NamedTuple):
-    """A backend, and why it was chosen.
+    """Name of a backend, and the reason why it was chosen.
 
     Attributes:
       backend: name of the backend.
-      reason: the reason, a phrase.
+      reason: the reason, as a phrase.
     """
 
     backend: str
@@ -141,28 +142,31 @@ class BackendChoice(NamedTuple):
 
 
 def _has_op(backend: Backend, op: Op) -> bool:
-    """Return whether a backend has the method of an op, and does not list it in `missing_ops`."""
+    """Return whether a backend has the method of an op, and the op is not in `missing_ops`."""
     return hasattr(backend, _METHODS[op]) and op not in getattr(backend, "missing_ops", ())
 
 
 def backends_of(op: Op) -> tuple[str, ...]:
-    """Return the names of the backends that have an op."""
+    """Return the names of the backends that implement an op."""
     return tuple(name for name, backend in BACKENDS.items() if _has_op(backend, op))
 
 
 def backend_for(op: Op, name: str | None) -> str | None:
-    """Return `name`, or None, which selects the best backend, if that backend lacks an op."""
+    """Return `name`, or None if the backend of this name does not implement the op.
+
+    With ``backend=None``, ops run on the best backend for the platform.
+    """
     backend = BACKENDS.get(name or "")
     return None if backend is not None and not _has_op(backend, op) else name
 
 
 def general_backend() -> "Xla":
-    """Return the backend that has every op, in plain JAX for all platforms."""
+    """Return the backend in plain JAX, which implements every op on all platforms."""
     return cast("Xla", BACKENDS["xla"])
 
 
 def cpu_backend() -> "Cpu":
-    """Return the backend for CPUs, which also manages its compiled kernels."""
+    """Return the backend for CPUs, which also compiles and loads its C++ kernels."""
     return cast("Cpu", BACKENDS["cpu"])
 
 
@@ -172,12 +176,12 @@ def int8_backend() -> "CpuInt8":
 
 
 def linear_backend(name: str | None) -> LinearOps:
-    """Return the backend for matrix multiplication in a model whose attention backend is `name`.
+    """Return the backend for the matmuls of a model.
 
     Args:
-      name: name of a backend, or None for the best one. The best one is the backend for CPUs,
-        because its calls become plain JAX in programs that are lowered for other platforms. For a
-        backend without these ops, the general backend is returned.
+      name: name of the backend for attention, or None for the best backend. If this backend has no
+        ops for matmuls, the general backend is returned. The best backend for matmuls is the
+        backend for CPUs, because its ops become plain JAX in programs for other platforms.
     """
     backend = BACKENDS.get(name or "cpu")
     return backend if isinstance(backend, LinearOps) else general_backend()
@@ -190,14 +194,14 @@ def run_kernel(
     default: Callable[..., Any],
     interpret: Interpret = False,
 ) -> Any:
-    """Run an op that only some backends have, on a backend or on the best one for each platform.
+    """Run an op that only some backends implement, on a given or the best backend.
 
     Args:
-      op: the op, a method of some backends, see `paged_jax.kernels.backend`.
+      op: name of the op, see `paged_jax.kernels.backend`.
       args: arguments of the op, trees of arrays.
-      name: name of a backend, or None.
-      default: runs the op for arguments and platforms that the backends do not support.
-      interpret: whether to run the Pallas kernel of `name` in the interpreter.
+      name: name of a backend, or None for the best backend on each platform.
+      default: function that runs the op for arguments and platforms that no backend supports.
+      interpret: whether to run the Pallas kernel of backend `name` in Pallas' interpreter.
 
     Raises:
       ValueError: `interpret` is set, and the backend is not written in Pallas.
@@ -220,7 +224,7 @@ def run_kernel(
 
 
 def load_cpu_kernels(program: bytes) -> None:
-    """Register the kernels for CPUs that a serialised executable calls.
+    """Register the C++ kernels for CPUs that a serialised executable calls.
 
     Call it before `jax.experimental.serialize_executable.deserialize_and_load`. A process that
     compiles its own programs does not need it.
@@ -234,17 +238,17 @@ def load_cpu_kernels(program: bytes) -> None:
         or version of paged_jax, or the kernel cannot be compiled here.
 
     Example:
-      >>> load_cpu_kernels(b"an executable without calls")
+      >>> load_cpu_kernels(b"an executable without calls")  # does nothing
     """
     if (target := cpu_backend().load_called(program)) is not None:
         raise ValueError(
-            f"load_cpu_kernels: program must call kernels of this machine and this version of "
-            f"paged_jax, got {target}. Compile the program here."
+            f"load_cpu_kernels: program must only call kernels of this machine and this version "
+            f"of paged_jax, got a call of {target}. Compile the program on this machine."
         )
 
 
 def choose_backend(problem: Problem, platform: str) -> BackendChoice:
-    """Return the backend that ``backend=None`` takes on a platform, and why.
+    """Return the backend that ``backend=None`` selects on a platform, and the reason.
 
     Args:
       problem: the call, see `paged_jax.kernels.backend.Problem`.
@@ -254,11 +258,11 @@ def choose_backend(problem: Problem, platform: str) -> BackendChoice:
 
 
 def _why_not(backend: Backend, problem: Problem) -> str | None:
-    """Return why a backend cannot solve a problem in this process, or None if it can.
+    """Return why a backend does not support a problem in this process, or None if it does.
 
-    A backend with kernels that this machine compiles has a method `unavailable`. It compiles the
-    kernel for a problem, and returns why that failed, or None. Without kernels, the ops of such a
-    backend can still be traced and lowered, and run in plain JAX.
+    A backend that compiles its kernels on this machine has a method `unavailable`. The method
+    compiles the kernel for a problem, and returns why that failed, or None. If the kernel is
+    unavailable, the ops of such a backend can still be traced and lowered, and run in plain JAX.
     """
     why_not = backend.refusal(problem)
     unavailable = getattr(backend, "unavailable", None)
@@ -289,11 +293,11 @@ def check_backend_runs_on(function: str, name: str | None, platform: str) -> Non
 
     Args:
       function: name of the caller, for the error message.
-      name: name of the backend, or None for the best one, which always runs.
+      name: name of the backend, or None for the best backend, which runs on every platform.
       platform: `jax.Device.platform` of the device.
 
     Raises:
-      ValueError: there is no such backend, or it is for another platform.
+      ValueError: there is no backend of this name, or it is for another platform.
     """
     if name is None:
         return
@@ -309,24 +313,25 @@ def check_backend_runs_on(function: str, name: str | None, platform: str) -> Non
         anywhere = "; the ops run it anywhere with interpret=True" if can_interpret else ""
         raise ValueError(
             f"{function}: backend {name!r} runs on {own} only, got a device of {platform}. Pass "
-            f"backend=None for the best one there{anywhere}."
+            f"backend=None for the best backend of this device{anywhere}."
         )
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A call of an op: runs it on the requested backend, or on the best one for each platform.
+    """Call of an op, which runs on a given backend or on the best backend for each platform.
 
-    The constructor checks the backend. It raises `ValueError` if the backend does not exist or does
-    not have the op or run on the device of `array`, or if `interpret` is set and the backend is not
-    written in Pallas. It raises `NotImplementedError` if the backend does not support the problem.
+    The constructor raises `ValueError` if the backend does not exist, does not implement the op, or
+    does not run on the device of `array`. It also raises `ValueError` if `interpret` is set and the
+    backend is not written in Pallas. It raises `NotImplementedError` if the backend does not
+    support the problem.
 
     Attributes:
       function: public name of the op, for error messages.
       problem: sizes, dtypes and options of the call.
-      backend: name of a backend, or None for the best one.
+      backend: name of a backend, or None for the best backend.
       interpret: whether to run the kernels of `backend` in Pallas' interpreter.
-      array: an array of the call, for the check of its device; None for no check.
+      array: an array of the call. The constructor checks its device, unless it is None.
     """
 
     function: str
@@ -351,7 +356,7 @@ class Dispatch:
             raise NotImplementedError(
                 f"{self.function}: {self.backend} does not support the call: {why_not}"
             )
-        # The program of a traced array may be compiled for another device.
+        # A program with traced arrays may be compiled for another device.
         if array is not None and not isinstance(array, Tracer) and not self.interpret:
             [platform] = {device.platform for device in array.devices()}
             check_backend_runs_on(self.function, self.backend, platform)

@@ -1,4 +1,4 @@
-"""The GPU that kernels are compiled for, and the common part of its backends."""
+"""The GPU that kernels are compiled for, and a base class of the backends for GPUs."""
 
 import contextlib
 import contextvars
@@ -48,10 +48,10 @@ _assumed: contextvars.ContextVar[GpuInfo | None] = contextvars.ContextVar("_assu
 
 @contextlib.contextmanager
 def assume(device: GpuInfo) -> Iterator[None]:
-    """Build kernels for this GPU instead of the GPU of the process, to compile ahead of time.
+    """Compile kernels for this GPU instead of the GPU of this process (context manager).
 
-    The context must be active when a kernel is traced. `jax.jit` does not trace a function again
-    that it has traced before.
+    Use it to compile ahead of time. The context must be active while a kernel is traced. It has no
+    effect on a function that `jax.jit` has already traced.
 
     Example:
       >>> with assume(GpuInfo("NVIDIA H200", 132)):
@@ -66,9 +66,9 @@ def assume(device: GpuInfo) -> Iterator[None]:
 
 
 def device() -> GpuInfo:
-    """Return the GPU that kernels are built for, on any platform.
+    """Return the GPU that kernels are compiled for, also in processes without a GPU.
 
-    The order of preference is: the GPU of `assume`; the abstract GPU of the current mesh
+    It is the first of these that exists: the GPU of `assume`; the abstract GPU of the current mesh
     (`jax.sharding.use_abstract_mesh`, or the mesh inside `jax.shard_map`); the first CUDA device of
     this process; `DEFAULT`.
 
@@ -90,8 +90,8 @@ def device() -> GpuInfo:
     return GpuInfo(kind, abstract.num_cores or DEFAULT.num_cores, capability)
 
 
-# Compute capabilities by words in the name of a GPU. The first match counts. Source: NVIDIA's list
-# "CUDA GPU Compute Capability".
+# Patterns of words in the names of GPUs, each with the compute capability of these GPUs. The first
+# pattern that matches counts. Source: NVIDIA's list "CUDA GPU Compute Capability".
 _CAPABILITY_OF_NAMES: Sequence[tuple[str, tuple[int, int]]] = (
     (r"K80", (3, 7)),
     (r"K\d{2}[a-z]?|Quadro K\d+M?", (3, 5)),
@@ -127,7 +127,7 @@ def capability_of(kind: str) -> tuple[int, int] | None:
 
 
 def is_assumed() -> bool:
-    """Return whether kernels are built for the GPU of `assume` or for `DEFAULT`."""
+    """Return whether kernels are compiled for the GPU of `assume` or for `DEFAULT`."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     is_known = abstract is not None and abstract.platform == "gpu"
     return _assumed.get() is not None or not is_known and not _first_gpu().kind
@@ -152,12 +152,13 @@ def _first_gpu() -> GpuInfo:
 
 @dataclass(frozen=True)
 class GpuBackend:
-    """Common part of the backends for NVIDIA GPUs: each op is a call of a kernel.
+    """Base class of the backends for NVIDIA GPUs. Each op is a call of a kernel.
 
     Attributes:
-      kernels: functions by name: `decode`, `prefill`, `attend_to_chunks`, `write`, `rope_write` and
-        `copy_blocks`. Each takes the arrays, `options` if the op has any, and `interpret`.
-      interpret: whether to interpret the kernels; may also be parameters of the interpreter.
+      kernels: functions that launch a kernel, by name: `decode`, `prefill`, `attend_to_chunks`,
+        `write`, `rope_write` and `copy_blocks`. Their arguments are the arrays, `options` if the op
+        has any, and `interpret`.
+      interpret: whether to interpret the kernels; or parameters of the interpreter.
     """
 
     platform: ClassVar[str | None] = "cuda"
@@ -179,11 +180,11 @@ class GpuBackend:
         return attend_in_parts(decode, self._kernel("attend_to_chunks", options=options), args)
 
     def write(self, args: WriteArgs) -> Pools:
-        """Write new tokens, in one launch."""
+        """Write keys and values of new tokens, in one launch."""
         return self._kernel("write")(args)
 
     def rope_write(self, args: RopeWriteArgs, options: Options) -> tuple[jax.Array, Pools]:
-        """Normalise, rotate and write, in one launch."""
+        """Normalise and rotate heads, and write keys and values, in one launch."""
         return self._kernel("rope_write", options=options)(args)
 
     def copy_blocks(self, args: CopyArgs) -> Pools:

@@ -2,7 +2,7 @@
 
 The forward pass stores no array of size queries x tokens. The backward pass recomputes the softmax
 weights of a tile from its scores and the log-sum-exp of each row (Dao et al., 2022, FlashAttention,
-section 3.1). With ``x_bar`` for the gradient in ``x``, each query row has::
+section 3.1). ``x_bar`` stands for the gradient with respect to ``x``. Each query row has::
 
     capped = soft_cap * tanh(scale * q . k / soft_cap)        weight = exp(capped - lse)
     capped_bar = weight * (out_bar . v - shift)               shift = out_bar . out - lse_bar
@@ -15,9 +15,10 @@ A query tile has B' chunks x T' queries, at most QUERIES in total::
             k, v  [B', TILE tokens]  gathered  ->  q_bar, carried by the loop
                                                ->  k_bar, v_bar, added to one layer of the pool
 
-Loop bounds are dynamic, so the cost is proportional to the tokens. Temporary memory is one tile,
-plus arrays of the size of q and of a layer of the pools. The gradients in the pools are
-computed only if requested. A policy gradient in the queries alone allocates no pool.
+Loop bounds are dynamic, so the cost is proportional to the number of tokens. Temporary memory is
+one tile, and arrays of the size of q and of one layer of the pools. Gradients with respect to the
+pools are computed only if they are requested. If only the queries are differentiated, as in a
+policy gradient, no array of the size of a pool is allocated.
 """
 
 import functools
@@ -35,22 +36,23 @@ from paged_jax.kernels.dispatch import Dispatch
 from paged_jax.kernels.opaque_call import typed_jit, without_index_checks
 from paged_jax.kernels.pool_format import wider_dtype
 
-# Maximum query tokens in a loop step. They belong to one long chunk or to several short ones.
+# Maximum number of query tokens in a loop step. They are a part of one long chunk, or several short
+# chunks.
 QUERIES = 128
-# Maximum tokens of a sequence in a loop step.
+# Maximum number of keys of a sequence in a loop step.
 TILE = 128
 
 
 class Gradients(NamedTuple):
-    """Gradients in the arguments of an attention op.
+    """Gradients with respect to the arguments of an attention op.
 
     Attributes:
-      q: gradient in the queries.
-      k: ``[P, K, C, D]``, gradient in one layer of the pool of keys. At least float32, because it
-        is a sum over many queries. None if not requested.
-      v: gradient in the values, like `k`. None if the values are a part of the keys: `k` is then
-        the sum of both gradients.
-      sinks: gradient in the sinks; None if the call has no sinks.
+      q: gradient with respect to the queries.
+      k: ``[P, K, C, D]``, gradient with respect to one layer of the pool of keys. At least float32,
+        because it is a sum over many queries. None if not requested.
+      v: gradient with respect to the values, like `k`. None if the values are a part of the keys:
+        `k` is then the sum of both gradients.
+      sinks: gradient with respect to the sinks; None if the call has no sinks.
     """
 
     q: jax.Array
@@ -63,10 +65,11 @@ class Gradients(NamedTuple):
 def attend_differentiably(call: Dispatch, args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
     """Run a decode or a prefill so that `jax.grad` can differentiate it.
 
-    `jax.grad` can differentiate ``(out, lse)`` once, in `q`, `sinks` and floating-point pools.
+    `jax.grad` can differentiate ``(out, lse)`` once, with respect to `q`, `sinks` and
+    floating-point pools.
 
     Raises:
-      NotImplementedError: a gradient in a quantised pool or its scales is requested.
+      NotImplementedError: a gradient with respect to a quantised pool or its scales is requested.
     """
     return call.run(args)
 
@@ -81,13 +84,13 @@ class _Residuals:
     """Arrays that the forward pass keeps for the backward pass.
 
     Attributes:
-      args: arrays of the call. If a gradient in the pools is requested, the pools have only the
-        layer that the call reads.
+      args: arrays of the call. If a gradient with respect to the pools is requested, the pools have
+        only the layer that the call reads.
       out: output of the call.
       lse: log-sum-exp of the call.
-      layer: index in the whole pools of the layer that the call reads.
-      num_layers: number of layers of the whole pools; None if no gradient in the pools is
-        requested.
+      layer: index of the layer that the call reads, in the original pools.
+      num_layers: number of layers of the original pools; None if no gradient with respect to the
+        pools is requested.
     """
 
     args: AttentionArgs
@@ -132,7 +135,7 @@ def _backward(call: Dispatch, residuals: _Residuals, bars):
     )  # fmt: skip
     pools_bar = None
     if num_layers is not None:
-        # Pools without values have no gradient in values either.
+        # If there is no pool of values, `gradients.v` is None, as in the pools.
         bars_of_layer: Any = gradients.k, gradients.v
         pools_bar = Pools(
             *jax.tree.map(
@@ -141,8 +144,8 @@ def _backward(call: Dispatch, residuals: _Residuals, bars):
                 bars_of_layer,
             )
         )
-    # None means no gradient: for integers, for sinks that are None, and for pools whose gradient is
-    # not wanted.
+    # None means that there is no gradient: for integers, for sinks that are None, and for pools if
+    # no gradient with respect to them is requested.
     args_bar: Any = AttentionArgs(gradients.q, pools_bar, None, None, None, gradients.sinks, None)  # type: ignore
     return (args_bar,)
 
@@ -150,9 +153,12 @@ def _backward(call: Dispatch, residuals: _Residuals, bars):
 def _only_layer(
     pool: jax.Array, bar: jax.Array, layer: int | jax.Array, num_layers: int
 ) -> jax.Array:
-    """Return the gradient in a whole pool: zero except for the first D lanes of `layer`."""
+    """Return the gradient with respect to a whole pool: `bar` in `layer`, else zeros.
+
+    The padding of the last dimension is zero too.
+    """
     bar = jnp.pad(bar, ((0, 0),) * 3 + ((0, pool.shape[-1] - bar.shape[-1]),)).astype(pool.dtype)
-    # Do not update an array of zeros: XLA would create the zeros once and copy them for K and for
+    # Do not update an array of zeros: XLA would create the zeros once, and copy them for K and for
     # V.
     is_layer = jnp.arange(num_layers, dtype=jnp.int32) == layer
     return jnp.where(jnp.expand_dims(is_layer, (1, 2, 3, 4)), bar[None], 0)
@@ -164,9 +170,9 @@ attend_differentiably.defvjp(_forward, _backward, symbolic_zeros=True)
 def with_plain_gradients(
     kernel: Callable[[Any], Any], plain: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """Return `kernel` with the derivatives of `plain`, which computes the same in plain JAX.
+    """Return `kernel` with the derivatives of `plain`, the same computation in plain JAX.
 
-    JAX cannot differentiate kernels. Both take one pytree of arrays.
+    JAX cannot differentiate kernels. Both functions take a single pytree of arrays.
     """
     function = jax.custom_jvp(kernel)
 
@@ -179,7 +185,7 @@ def with_plain_gradients(
 
 
 def _unchanged(message: str, arrays: Any) -> Any:
-    """Return arrays, or raise `NotImplementedError` with a message if they are differentiated."""
+    """Return `arrays`. If they are differentiated, raise `NotImplementedError` with `message`."""
     del message
     return arrays
 
@@ -200,9 +206,9 @@ without_derivative.defjvp(_refuse_derivative, symbolic_zeros=True)
 def differentiable_once(function: str, values: Any) -> Any:
     """Return `values` unchanged, but raise an error if they are differentiated.
 
-    A custom VJP applies this to the inputs of its forward and backward pass, so that a second
-    derivative fails with a message that begins with `function`. `values` is a tree of arrays and
-    symbolic zeros (of cotangents).
+    A custom VJP applies this to the inputs of its forward and of its backward pass, so that a
+    second derivative raises an error. The message begins with `function`. `values` is a tree of
+    arrays and, for cotangents that are zero, of symbolic zeros.
     """
     message = (
         f"{function}: only the first derivative is implemented, got a second one. For higher "
@@ -232,11 +238,11 @@ def attention_gradients(
     *,
     wants_pools: bool,
 ) -> Gradients:
-    """Compute the gradients in the arguments of a decode or prefill.
+    """Compute the gradients with respect to the arguments of a decode or prefill.
 
-    `out` and `lse` are results of the forward pass, `out_bar` and `lse_bar` the gradients in them,
-    which are not read in rows that see no token. `wants_pools` says whether to compute the
-    gradients in the pools.
+    `out` and `lse` are the results of the forward pass. `out_bar` and `lse_bar` are the gradients
+    with respect to them, which are ignored in rows that see no token. `wants_pools` says whether to
+    compute the gradients with respect to the pools.
     """
     if args.query_lens is not None:
         return _prefill_gradients(args, options, out, lse, out_bar, lse_bar, wants_pools)
@@ -261,7 +267,7 @@ def _prefill_gradients(
     B, T, H, D = q.shape
     P, K, C = pools.num_blocks, pools.num_kv_heads, pools.block_size
     dtype = wider_dtype(q.dtype, jnp.float32)
-    is_row = lse != -jnp.inf  # the results of other rows are constants
+    is_row = lse != -jnp.inf  # other rows see no token, so their results are constants
     shift = jnp.sum(out.astype(dtype) * out_bar.astype(dtype), axis=-1) - lse_bar
     shift_BTH = jnp.where(is_row, shift, 0)
     sinks_bar = None
@@ -278,8 +284,8 @@ def _prefill_gradients(
     if q.size == 0:
         return bars
 
-    # With bfloat16 queries the keys are usually bfloat16 too. The default precision of GPUs, TF32,
-    # represents bfloat16 exactly.
+    # Float32 queries need the highest precision. If queries are bfloat16, keys usually are too, and
+    # TF32, the default precision of GPUs, represents bfloat16 exactly.
     precision = "highest" if jnp.finfo(q.dtype).bits >= 32 else "default"
     dot = functools.partial(jnp.einsum, precision=precision)
     chunks, queries = _tile_sizes(B, T)
@@ -313,7 +319,10 @@ def _tile_sizes(batch: int, num_queries: int) -> tuple[int, int]:
 
 
 class _QueryTile(NamedTuple):
-    """A tile of queries. Its R = T * G rows are pairs of a token and a head of the group."""
+    """Tile of queries of B chunks. A row is a pair of a token and a query head of the group.
+
+    There are R = T * G rows for each chunk and KV head.
+    """
 
     q: jax.Array  # [B, K, R, D], at least float32, like out_bar, lse and shift
     out_bar: jax.Array  # [B, K, R, U]
@@ -368,10 +377,21 @@ def _fold_keys(
     k_bar: jax.Array | None,
     v_bar: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Loop over all keys that a tile of queries sees.
+    """Compute the gradients for a tile of queries, in a loop over the keys that it sees.
+
+    Args:
+      rows: the tile.
+      pools: keys and values.
+      tables_BM: block tables of the chunks of the tile.
+      layer: the layer to read.
+      options: options of the call.
+      dot: `jnp.einsum` with the precision to use.
+      k_bar: gradient with respect to a layer of keys so far; None if it is not requested.
+      v_bar: gradient with respect to a layer of values so far, or None.
 
     Returns:
-      ``(q_bar, k_bar, v_bar)``: the gradient in ``rows.q``, and the updated `k_bar` and `v_bar`.
+      ``(q_bar, k_bar, v_bar)``: the gradient with respect to ``rows.q``, and the updated `k_bar`
+      and `v_bar`.
     """
     P, C = pools.num_blocks, pools.block_size
     group = rows.q.shape[2] // rows.positions.shape[1]
@@ -387,8 +407,8 @@ def _fold_keys(
         columns_M = jnp.arange(tile_blocks, dtype=jnp.int32)
         entries_BM = ((begin_B + index) * tile_blocks)[:, None] + columns_M[None]
         blocks_BM = jnp.take_along_axis(tables_BM, entries_BM, axis=1, mode="clip")
-        # Entries past the last token may be blocks of other sequences. Replace them by P, which is
-        # out of range.
+        # Table entries past the last token may be blocks of other sequences. Replace them by P,
+        # which is out of range.
         blocks_BM = jnp.where(entries_BM * C <= last_B[:, None], blocks_BM, P)
         tokens_N = jnp.arange(tile, dtype=jnp.int32)
         positions_BN = ((begin_B + index) * tile)[:, None] + tokens_N[None]
@@ -420,7 +440,7 @@ def _fold_keys(
 def _weights(
     rows: _QueryTile, k: jax.Array, v: jax.Array, seen: jax.Array, options: Options, dot: Callable
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the softmax weights and the gradient in ``q . k``, both ``[B, K, R, N]``."""
+    """Return softmax weights, and gradients with respect to ``q . k``, as ``[B, K, R, N]``."""
     capped = options.scale * dot("bkrd,bknd->bkrn", rows.q, k)
     if options.soft_cap is not None:
         capped = options.soft_cap * jnp.tanh(capped / options.soft_cap)
@@ -443,7 +463,10 @@ def _gather(
     blocks_BM: jax.Array,
     rows: _QueryTile,  # gives the dimensions of keys and values, and the dtype of the result
 ) -> tuple[jax.Array, jax.Array]:
-    """Gather blocks of K and V, ``[B, K, M * C, D]`` and ``[..., U]``; ids are clipped."""
+    """Gather blocks of keys ``[B, K, M * C, D]`` and of values ``[B, K, M * C, U]``.
+
+    Block ids out of range are clipped.
+    """
     (B, M), K, dtype = blocks_BM.shape, pools.num_kv_heads, rows.q.dtype
     D, U = rows.q.shape[-1], rows.out_bar.shape[-1]
     if isinstance(pools, Pages):
@@ -464,7 +487,10 @@ def _gather(
 
 
 def _add_blocks(bar: jax.Array, blocks_BM: jax.Array, tokens_BKND: jax.Array) -> jax.Array:
-    """Add tokens to their blocks in ``[P, K, C, D]``; ids from P on are dropped."""
+    """Add tokens to their blocks in the gradient `bar`, ``[P, K, C, D]``.
+
+    Tokens with block id P are dropped.
+    """
     _, K, C, D = bar.shape
     blocks = tokens_BKND.reshape(len(blocks_BM), K, -1, C, D)
     return bar.at[_blocks_and_heads(blocks_BM, K)].add(blocks, mode="drop")

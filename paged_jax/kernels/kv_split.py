@@ -1,21 +1,21 @@
 """Split of a batch of sequences among the thread blocks of a GPU.
 
-A launch has a fixed number of program instances per KV head, but sequences of any lengths. Long
-sequences are split into parts, so that all program instances read about the same number of tokens.
-The maximum number of loop steps in a part is the number of steps of the batch divided by
-`KVSplit.num_parts`::
+A launch has a fixed number of program instances per KV head, but the lengths of the sequences vary.
+Long sequences are split into parts, so that all program instances read about the same number of
+tokens. The maximum number of loop steps in a part is the number of steps of the batch divided by
+`KVSplit.num_parts`, rounded up::
 
     loop steps           a a a a a a a a a a a  b b  c c c c c    three sequences
     parts               |a a a|a a a|a a|a a a||b b||c c|c c c|   at most three steps each
     program instances      0     1    2    3     4    5    6     7 8 9    7 to 9 have no part
 
-`find_part` is plain `jnp`. The Triton kernel calls it in each program instance, and the Mosaic GPU
-kernel reads a list of parts that is computed once per step.
+`find_part` is written in plain `jnp`. The Triton kernel calls it in each program instance. For the
+Mosaic GPU kernel, a list of all parts is computed once per model step.
 
 If a sequence has several parts, each of their program instances stores a partial result and then
-increments a counter. The program instance that increments it last merges all partial results in
-their order, so the result does not depend on which one is last. No program instance waits for
-another::
+increments a counter. The program instance that increments the counter last merges all partial
+results, in the order of the parts. The result does not depend on which program instance is last. No
+program instance waits for another::
 
     part 0   reads K and V ....... stores, count is 1
     part 1   reads K and V .............. stores, count is 3: merges all, stores the result
@@ -31,19 +31,19 @@ from jax import lax
 
 from paged_jax.kernels.backend import AttentionArgs
 
-# Number of parts per resident program instance in a large batch. Parts differ in length; with
-# several per instance, later parts fill the gaps that short parts leave.
+# Number of parts of a large batch for each program instance that the GPU runs at a time. Parts have
+# different lengths. If there are several, waiting parts start as soon as short parts end.
 _WAVES = 3
 
-# Cost of merging the parts of a sequence: the merge takes as long as this number of loop steps of a
-# program instance that runs alone on its SM.
+# Cost of merging the parts of a sequence, in loop steps of a program instance that runs alone on
+# its SM.
 _MERGE_STEPS = 6
 
-# One sixth of the program instances that the GPU runs at a time saturates the memory bandwidth.
+# One sixth of the program instances that the GPU can run at a time saturates the memory bandwidth.
 _SATURATING = 6
 
 # A batch is always split if a sequence can have more loop steps than this. Such a sequence might
-# still run when all others have ended, for longer than a few merges take.
+# still run when all others have ended, which would cost more time than a few merges.
 _LONG_STEPS = 16
 
 # Maximum batch size: each program instance holds the lengths of all sequences in registers.
@@ -51,7 +51,7 @@ MAX_SEQUENCES = 4096
 
 
 class KVSplit(NamedTuple):
-    """Static sizes that determine, together with the lengths, how a batch is split.
+    """Static sizes of a split. Together with the lengths, they determine all parts.
 
     Attributes:
       batch: number of sequences (B).
@@ -59,8 +59,8 @@ class KVSplit(NamedTuple):
       step_tokens: tokens in a loop step.
       capacity: tokens that a row of the block table can hold.
       window: size of the sliding window in tokens; None for no window.
-      alignment: a divisor of `step_tokens`. Steps start at its multiples, even if a window starts
-        between two of them.
+      alignment: a divisor of `step_tokens`. The first loop step of a sequence starts at a multiple
+        of it, even if the sliding window starts after this token.
     """
 
     batch: int
@@ -83,8 +83,8 @@ class KVSplit(NamedTuple):
         """Number of program instances per KV head: the maximum number of parts of a batch.
 
         With n steps per part, a sequence has ``ceil(steps / n) < steps / n + 1`` parts. The sum of
-        ``steps / n`` over the batch is at most `num_parts`, so there are at most ``num_parts +
-        batch - 1`` parts.
+        ``steps / n`` over the batch is at most `num_parts`. There are therefore at most
+        ``num_parts + batch - 1`` parts.
         """
         if self.num_parts == 0:
             return self.batch
@@ -95,14 +95,15 @@ class KVPart(NamedTuple):
     """The part of a sequence that one program instance reads, as i32 scalars.
 
     Attributes:
-      is_there: bool, False if the program instance has no part. It then has no loop steps.
+      is_there: bool, False if the program instance has no part, and therefore no loop steps.
       sequence: row of the sequence in the batch.
       index: index of the part in its sequence.
       count: number of parts of the sequence.
-      first: position of the first token that the query sees, rounded down to the alignment.
+      first: position of the first token that the query sees, rounded down to a multiple of
+        `KVSplit.alignment`.
       length: length of the sequence.
-      begin: first loop step of the part. Step 0 of a sequence starts at token `first`.
-      end: end of the loop steps (exclusive).
+      begin: first loop step of the part. Loop step 0 of a sequence starts at token `first`.
+      end: end of the loop steps of the part (exclusive).
     """
 
     is_there: jax.Array
@@ -119,28 +120,30 @@ def choose_num_parts(batch: int, kv_heads: int, max_steps: int, resident: int) -
     """Choose the number of parts of a batch; 0 if its sequences should not be split.
 
     The kernel is memory-bound, so when a program instance ends, the others read faster. All parts
-    of a small batch run at the same time. A large batch has several parts per resident program
-    instance.
+    of a small batch run at the same time. A large batch has several parts for each program instance
+    that runs at a time.
 
-    Splitting costs a merge. It pays off if it saves more time than the merge takes, or if one
-    sequence can be so long that it still runs when all others have ended. Splitting does not help
-    if whole sequences already saturate the bandwidth.
+    Splitting costs the time of a merge. It is worthwhile if it saves more time, or if one sequence
+    can be so long that it still runs when all others have ended. It does not help if whole
+    sequences already saturate the memory bandwidth.
 
     Args:
       batch: number of sequences (B).
       kv_heads: number of KV heads (K).
-      max_steps: loop steps over the longest sequence that the block table can hold.
-      resident: program instances that run at the same time on the GPU.
+      max_steps: number of loop steps over the longest sequence that the block table can hold.
+      resident: number of program instances that the GPU runs at the same time.
 
     Example:
-      >>> choose_num_parts(1, 8, 2048, 396), choose_num_parts(256, 8, 8, 396)
-      (49, 0)
+      >>> choose_num_parts(1, 8, 2048, 396)  # 8 KV heads x 49 parts of one sequence run together
+      49
+      >>> choose_num_parts(256, 8, 8, 396)  # 256 short sequences need no split
+      0
     """
     at_once = resident // kv_heads
     is_small = 2 * batch <= at_once
     num_parts = at_once - batch + 1 if is_small else max(_WAVES * resident // kv_heads, 1)
-    # Two lower bounds of the time, in loop steps: `least_steps` from the bandwidth, and `longest`
-    # from the program instance with the most steps.
+    # Two lower bounds of the time, in loop steps: `least_steps` follows from the bandwidth, and
+    # `longest` from the program instance with the most steps.
     least_steps = _SATURATING * batch * kv_heads * max_steps / resident
     longest = math.ceil(max_steps * batch / num_parts)
     saved_steps = max(max_steps, least_steps) - max(longest, least_steps)
@@ -149,14 +152,16 @@ def choose_num_parts(batch: int, kv_heads: int, max_steps: int, resident: int) -
 
 
 def find_part(split: KVSplit, lengths: jax.Array, program: jax.Array) -> KVPart:
-    """Return the part of a program instance.
+    """Return the part of a sequence that a program instance reads.
 
     Args:
       split: how the batch is split; `num_parts` is not 0.
-      lengths: i32 ``[R]``, lengths of the B sequences; the other elements must be 0.
-      program: i32 scalar below ``split.num_programs``.
+      lengths: i32 ``[R]``, lengths of the B sequences, followed by zeros.
+      program: index of the program instance, an i32 scalar below ``split.num_programs``.
 
     Example:
+      Sequences of 11, 2 and 5 loop steps have 4, 1 and 2 parts. Program instance 7 has no part:
+
       >>> split = KVSplit(batch=3, num_parts=6, step_tokens=16, capacity=512)
       >>> parts = [find_part(split, jnp.array([176, 32, 80, 0]), n) for n in range(8)]
       >>> [int(part.end - part.begin) for part in parts]
@@ -166,7 +171,7 @@ def find_part(split: KVSplit, lengths: jax.Array, program: jax.Array) -> KVPart:
     is_before = ends <= program
     sequence = jnp.sum(is_before, dtype=jnp.int32)
     start = jnp.max(jnp.where(is_before, ends, 0))
-    # If the program instance has no part, `sequence` is B. `lengths` has 0 or no element at index
+    # If the program instance has no part, `sequence` is B. `lengths` has a 0 or no element at index
     # B, so the length is 0.
     rows = jnp.arange(lengths.size, dtype=jnp.int32)
     length = jnp.sum(jnp.where(rows == sequence, lengths, 0), dtype=jnp.int32)
@@ -194,7 +199,7 @@ def take_part(
 
 
 def _divide(split: KVSplit, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the maximum steps in a part, and the cumulative number of parts of the sequences."""
+    """Return the maximum number of steps in a part, and the cumulative counts of parts."""
     is_sequence = jnp.arange(lengths.size, dtype=jnp.int32) < split.batch
     steps = jnp.where(is_sequence, _count_steps(split, lengths), 0)
     total = jnp.sum(steps, dtype=jnp.int32)
@@ -205,7 +210,7 @@ def _divide(split: KVSplit, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _count_parts(steps: jax.Array, max_steps: jax.Array) -> jax.Array:
-    """Return the number of parts: at least 1, because an empty sequence has a result too."""
+    """Return the number of parts: at least 1, because empty sequences have a result too."""
     return jnp.maximum(lax.div(steps + max_steps - 1, jnp.full_like(steps, max_steps)), 1)
 
 
@@ -215,9 +220,9 @@ def _count_steps(split: KVSplit, length: jax.Array) -> jax.Array:
 
 
 def _visible(split: KVSplit, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the length of a sequence, and the position of the first token that is read."""
-    # The length is clipped to the table: on a GPU an address past the end of an array raises no
-    # error.
+    """Return the clipped length of a sequence, and the first position that is read."""
+    # Clip the length to the block table, because on a GPU an address past the end of an array
+    # raises no error.
     length = jnp.clip(length, 0, split.capacity)
     if split.window is None:
         return length, jnp.zeros_like(length)
@@ -226,13 +231,14 @@ def _visible(split: KVSplit, length: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def zero_counters(args: AttentionArgs, num_slices: int) -> jax.Array:
-    """Return zeroed counters, i32 ``[B, num_slices]``, for the parts of each sequence and slice.
+    """Return zeros, i32 ``[B, num_slices]``, as counters for each sequence and head slice.
 
     XLA would turn `jnp.zeros` into a constant, and copy it for each layer in a separate launch.
-    These zeros are computed from the layer index, so XLA computes the counters of all layers in one
-    kernel. They are zero because no length equals ``-1 - layer``. XLA merges such computations only
-    if they read the same array, and if it has more than one element. The lengths of a single
-    sequence have one element, so the block tables are read too.
+    These zeros depend on the layer index instead, so that XLA computes the counters of all layers
+    in one kernel. They are results of the comparison of lengths with ``-1 - layer``, which is never
+    true. XLA merges such computations only if they read the same array and the array has more than
+    one element. In a batch of one sequence, the lengths have one element, so the block tables are
+    compared too.
     """
     number = -1 - jnp.asarray(args.layer, jnp.int32)
     is_one = (args.context_lens == number) & (args.block_tables[:, 0] == number)

@@ -1,11 +1,11 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Matrix multiplication with the weights of a model, and sums over rows.
+"""Matmuls with the weights of a model, and sums over rows.
 
-On GPUs and TPUs, `linear` and `sum_rows` are plain JAX. Quantised weights are an exception: NVIDIA
-GPUs have a kernel that converts them in registers, unless XLA can fuse the conversion into the
-matmul. For a few rows of activations, CPUs have C++ kernels, which read the weights in place. With
-these kernels, the result of a row does not depend on the other rows. `grouped_linear` has kernels
-for CPUs, NVIDIA GPUs and TPUs.
+On GPUs and TPUs, `linear` and `sum_rows` are plain JAX, with one exception. On NVIDIA GPUs, a
+kernel converts quantised weights in registers, unless XLA can fuse the conversion into its matmul.
+For a few rows of activations, CPUs have C++ kernels, which read the weights in place. With these
+kernels, the result of a row does not depend on the other rows. `grouped_linear` has kernels for
+CPUs, NVIDIA GPUs and TPUs.
 """
 
 import dataclasses
@@ -38,7 +38,8 @@ __all__ = [
     "sum_rows",
 ]
 
-# Maximum tokens for which `sum_rows` uses the kernel for CPUs. XLA is faster for more tokens.
+# Maximum number of tokens for which `sum_rows` uses the kernel for CPUs. XLA is faster for more
+# tokens.
 _MAX_DECODE_TOKENS = 64
 
 # Dtypes of grouped weights.
@@ -47,11 +48,11 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 @short_repr
 class LayerWeights(NamedTuple):
-    """The weights of all layers, in a scan over layers whose weights have different formats.
+    """The weights of all layers, for a scan over layers with weights in different formats.
 
     Attributes:
-      weights: the weight of each layer. The shapes are equal, the formats differ.
-      layer: i32 ``[]``, the layer to multiply by.
+      weights: the weight of each layer. They have the same shape, but different formats.
+      layer: i32 ``[]``, index of the layer to multiply by.
     """
 
     weights: tuple[Weight, ...]
@@ -63,7 +64,7 @@ class LayerWeights(NamedTuple):
         return self.weights[0].shape
 
     def apply(self, function: Callable[[jax.Array, Weight], jax.Array], x: jax.Array) -> jax.Array:
-        """Return ``function(x, weight)`` for the weight of the layer. The others are not read."""
+        """Return ``function(x, weight)`` for the weight of `layer`. Other layers are not read."""
 
         def branch(weight: Weight) -> Callable[[jax.Array], jax.Array]:
             def run(x: jax.Array) -> jax.Array:
@@ -83,10 +84,10 @@ def linear(x: jax.Array, w: jax.Array | Matrix, *, backend: str | None = None) -
 
     Args:
       x: floating point ``[..., in]``; may be rounded to the dtype of the weight.
-      w: float32, bfloat16 or float16 ``[*out, in]``, or a `Weight`, which may also be quantised; or
-        the weights of all layers.
-      backend: the backend of attention, see `paged_attention`. None and ``"cpu"`` use the C++
-        kernels if the program is lowered for a CPU that has them. None and ``"triton"`` use the
+      w: float32, bfloat16 or float16 ``[*out, in]``; or a `Weight`, which may be quantised; or
+        `LayerWeights`.
+      backend: name of the backend for attention, see `paged_attention`. None and ``"cpu"`` use the
+        C++ kernels if the program is lowered for a CPU that has them. None and ``"triton"`` use the
         kernel for quantised weights on NVIDIA GPUs.
 
     Returns:
@@ -104,8 +105,8 @@ def linear(x: jax.Array, w: jax.Array | Matrix, *, backend: str | None = None) -
 def sum_rows(x: jax.Array, *, rows_per_token: int = 1) -> jax.Array:
     """Sum float32 ``[..., N]`` over the last dimension, to ``[..., 1]``.
 
-    XLA's order of summation depends on the shape. The kernel for CPUs has a fixed order. It sums
-    the rows of up to 64 tokens, so that decoding gives the same sums in batches of any size.
+    XLA's order of summation depends on the shape. The kernel for CPUs has a fixed order. It is used
+    for up to 64 tokens, so that decode steps give the same sums in batches of any size.
 
     Args:
       x: float32 ``[..., N]``.
@@ -136,10 +137,11 @@ def reads_stacked_weights(platform: str) -> bool:
 
 
 def attends_to_tiles(platform: str) -> bool:
-    """Return whether prefill attention on a platform is fast for chunks cut into tiles.
+    """Return whether prefill attention on a platform is faster for chunks cut into tiles.
 
-    A tile has a few queries, and is a row of the batch. The C++ kernels for CPUs are fast for
-    tiles. XLA's loop over rows and the kernels for GPUs and TPUs are faster for whole chunks.
+    A tile has a few queries of a chunk, and is a row of the batch. The C++ kernels for CPUs are
+    fast for tiles. XLA's loop over rows and the kernels for GPUs and TPUs are faster for whole
+    chunks.
     """
     return platform == "cpu" and cpu_backend().is_available()
 
@@ -155,22 +157,22 @@ def grouped_linear(
     """Multiply rows, sorted by group, by the weights of their groups (mixture of experts).
 
     The forward pass does not read the weights of groups without rows. The kernels for CPUs (C++),
-    NVIDIA GPUs (Triton) and TPUs (JAX's megablox) copy no weights. On other platforms XLA copies
-    the weights of each group before it multiplies by them. With the kernel for CPUs, the result of
-    a row does not depend on the other rows.
+    NVIDIA GPUs (Triton) and TPUs (JAX's megablox) read the weights in place. Without a kernel, XLA
+    copies the weights of each group before it multiplies by them. With the kernel for CPUs, the
+    result of a row does not depend on the other rows.
 
-    `jax.grad` can differentiate this op once, in `x` and in a `w` that is not quantised. The
-    gradients in the arrays of a quantised weight are 0.
+    `jax.grad` can differentiate this op once, with respect to `x` and to a `w` that is not
+    quantised. The gradients with respect to the arrays of a quantised weight are 0.
 
     Args:
       x: floating point ``[R, in]``, at least one row; rounded to the dtype of the weights. The
         first ``group_sizes[0]`` rows belong to group 0, the next ``group_sizes[1]`` to group 1, and
         so on. The rows after the last group belong to no group.
-      w: float32, bfloat16 or float16 ``[X, *out, in]``, or a `Weight` of this shape, which may also
-        be quantised, or a slice of stacked layers; or the weights of all layers.
+      w: float32, bfloat16 or float16 ``[X, *out, in]``; or a `Weight` of this shape, which may be
+        quantised or a slice of stacked layers; or `LayerWeights`.
       group_sizes: i32 ``[X]``, number of rows in each group; the sum is at most R.
-      backend: ``"cpu"``, ``"triton"`` or ``"mosaic_tpu"``. None takes the best backend for the
-        platform, all other names take XLA (static).
+      backend: ``"cpu"``, ``"triton"`` or ``"mosaic_tpu"``. None uses the best backend for the
+        platform. All other names use XLA (static).
       interpret: whether to run the Pallas kernel of `backend` in the interpreter, on any platform
         (static).
 
@@ -183,7 +185,7 @@ def grouped_linear(
 
     Example:
       >>> w = jnp.arange(3.0)[:, None, None] * jnp.ones((3, 2, 4))
-      >>> grouped_linear(jnp.ones((5, 4)), w, jnp.array([1, 0, 3])).tolist()
+      >>> grouped_linear(jnp.ones((5, 4)), w, jnp.array([1, 0, 3])).tolist()  # groups 0, 2, none
       [[0.0, 0.0], [8.0, 8.0], [8.0, 8.0], [8.0, 8.0], [0.0, 0.0]]
     """
     if isinstance(w, LayerWeights):
@@ -210,13 +212,13 @@ def grouped_linear(
 
 
 def _merge_outputs(w: Weight) -> Weight:
-    """Merge the dimensions of the outputs of a group: ``[X, *out, in]`` to ``[X, out, in]``."""
+    """Merge the output dimensions of each group: ``[X, *out, in]`` to ``[X, out, in]``."""
 
     def merge(x: jax.Array | None, rank: int) -> jax.Array | None:
         return None if x is None else x.reshape(*x.shape[:rank], -1, x.shape[-1])
 
     def merge_all(arrays: WeightArrays, rank: int) -> WeightArrays:
-        """Merge the dimensions between the first `rank` and the last."""
+        """Merge all dimensions between the first `rank` dimensions and the last dimension."""
         values, scales, mins = (merge(x, rank) for x in arrays[:3])
         return WeightArrays(values, scales, mins, arrays.order)
 

@@ -268,7 +268,7 @@ def call(**changes: Any) -> Any:
         ({"value_dim": D + 1}, f"value_dim must be 1 to {D}, got {D + 1}"),
         ({"value_dim": 0}, f"value_dim must be 1 to {D}, got 0"),
         ({"value_dim": 1.5}, "value_dim must be an integer or None, got 1.5"),
-        ({"v_pool": POOL}, "v_pool must have U"),
+        ({"v_pool": POOL}, "v_pool must have a last dimension"),
         ({"v_pool": POOL[..., :U], "value_dim": None}, "v_pool must have D"),
         ({"v_scale": np.ones((1, 2, 1, 4), np.float32)}, "v_scale must be None if v_pool is None"),
     ],

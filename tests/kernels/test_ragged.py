@@ -372,7 +372,7 @@ def test_ragged_attention_on_tpu_passes_equivalent_arguments_to_jax(monkeypatch,
 PAGES = np.zeros((3, 8, 4, 16), np.float32)
 BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"kv_pages": PAGES[0]}, r"kv_pages must have shape \[P, C, 2 \* K, D\]"),
-    "odd": ({"kv_pages": PAGES[:, :, :3]}, r"keys and values alternating, got \[3, 8, 3, 16\]"),
+    "odd": ({"kv_pages": PAGES[:, :, :3]}, r"alternating keys and values, got \[3, 8, 3, 16\]"),
     "heads": ({"q": np.zeros((5, 3, 16), np.float32)}, "a multiple of the 2 KV heads"),
     "head dim": ({"kv_pages": PAGES[..., :8]}, "kv_pages must have D"),
     "type": ({"kv_pages": PAGES.astype(np.int16)}, "kv_pages must be floating point or int8"),
