@@ -17,8 +17,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, num_heads: int = 1)
     Args:
       x: float32 ``[..., E]``.
       weight: floating point ``[E]``.
-      eps: added to the mean square.
-      num_heads: rows of `x` per token, see `sum_rows`.
+      eps: constant added to the mean square.
+      num_heads: number of rows of `x` that belong to a token, see `sum_rows`.
     """
     return scale_by(x, mean_square(x, num_heads=num_heads), weight, eps)
 
@@ -42,18 +42,18 @@ def layer_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def mean_square(x: jax.Array, *, num_heads: int = 1) -> jax.Array:
-    """Return the mean square of float32 ``[..., E]`` as ``[..., 1]``, see `rms_norm`."""
+    """Return the mean square ``[..., 1]`` of float32 ``[..., E]``, as in `rms_norm`."""
     return sum_rows(jnp.square(x), rows_per_token=num_heads) / x.shape[-1]
 
 
 def scale_by(x: jax.Array, mean_square: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Apply RMS norm to `x`, given its mean square ``[..., 1]``, see `rms_norm`."""
+    """Apply RMS norm to `x` if its mean square ``[..., 1]`` is already known, see `rms_norm`."""
     weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
     return x * lax.rsqrt(mean_square + eps) * weight
 
 
 def expand(x: jax.Array, rank: int) -> jax.Array:
-    """Return `x` in float32, with leading dimensions of size 1 up to `rank` dimensions."""
+    """Return `x` in float32, with additional leading dimensions of size 1 up to `rank`."""
     return x.astype(jnp.float32).reshape((1,) * (rank - x.ndim) + x.shape)
 
 
@@ -65,7 +65,8 @@ def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotate the pairs ``(x[i], x[i + D / 2])`` of each head (RoFormer, section 3.2.2).
 
-    Hugging Face checkpoints pair the elements in this way. Meta's checkpoints interleave the pairs.
+    The elements are paired as in Hugging Face checkpoints. In Meta's checkpoints, the two elements
+    of a pair are neighbours.
 
     Args:
       x: float32 ``[..., heads, D]``.
@@ -86,17 +87,17 @@ def split_and_rotate(
     *,
     norm_eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Split a projection into normalised and rotated queries and keys, and values.
+    """Split a QKV projection, and normalise and rotate its queries and keys.
 
     Args:
       qkv: float32 ``[..., K, G + 2, D]``: the G queries, the key and the value of each KV head.
       cos: f32 ``[..., D / 2]``, see `rotate`.
       sin: f32 ``[..., D / 2]``, see `rotate`.
-      norms: weights ``[D]`` of the RMS norms of queries and keys; None for no norms.
-      norm_eps: added to the mean square of a head.
+      norms: weights ``[D]`` of the RMS norms of queries and of keys; None for no norms.
+      norm_eps: constant added to the mean square of a head.
 
     Returns:
-      q ``[..., H, D]``, k ``[..., K, D]`` and v ``[..., K, D]``, float32.
+      Queries ``[..., H, D]``, keys ``[..., K, D]`` and values ``[..., K, D]``, float32.
     """
     *rows, K, _, D = qkv.shape
     G = qkv.shape[-2] - 2
@@ -112,7 +113,7 @@ def split_and_rotate(
 def rope_then_write(
     write: Callable[[WriteArgs], Pools], args: RopeWriteArgs, options: Options
 ) -> tuple[jax.Array, Pools]:
-    """Compute `paged_rope_write` in plain JAX: split, normalise and rotate in float32; write."""
+    """Run `paged_rope_write` in plain JAX: normalise and rotate in float32, then call `write`."""
     pools = args.pools
     q, k, v = split_and_rotate(
         args.qkv.astype(jnp.float32),

@@ -1,15 +1,15 @@
-"""Calls of functions as a single JAX primitive that hides their content.
+"""Calls of functions as a single JAX primitive, so that JAX does not look inside them.
 
 The primitive has two uses:
 
 - `jax.experimental.checkify` reports every out-of-range index, even in scatters with
   ``mode="drop"``. The ops and the allocator use such scatters to drop rows on purpose. `checkify`
   does not look inside the primitive.
-- In a program for several platforms, JAX lowers all branches of `jax.lax.platform_dependent` for
-  each platform, but a kernel can be lowered for its own platform only. The primitive is lowered
-  for that platform only.
+- In a program for several platforms, JAX lowers every branch of `jax.lax.platform_dependent` for
+  every platform. A kernel can only be lowered for its own platform. The primitive is lowered for
+  this platform alone.
 
-Under `jax.disable_jit` the functions are called directly.
+Under `jax.disable_jit`, the functions are called without the primitive.
 """
 
 import functools
@@ -31,19 +31,20 @@ _call_p.multiple_results = True
 
 
 def without_index_checks(function: Fn, *, static_argnums: tuple[int, ...] = ()) -> Fn:
-    """Hide the indexing of a function from `checkify.index_checks`.
+    """Return a function that `checkify.index_checks` does not look into.
 
-    Use it for functions that drop or fill out-of-range rows on purpose. Results are unchanged, also
-    under `jax.jit`, `jax.vmap` and `jax.grad`.
+    Use it for functions that drop or fill out-of-range rows on purpose. The results are the results
+    of `function`, also under `jax.jit`, `jax.vmap` and `jax.grad`.
 
     Args:
-      function: takes trees of arrays as positional arguments. Keyword arguments are static.
-      static_argnums: positional arguments that are static.
+      function: function of trees of arrays, which are positional arguments. Keyword arguments are
+        static.
+      static_argnums: indices of positional arguments that are static.
 
     Example:
       >>> from jax.experimental import checkify
       >>> put = without_index_checks(lambda x, index: x.at[index].set(1, mode="drop"))
-      >>> error, x = checkify.checkify(put, errors=checkify.index_checks)(jax.numpy.zeros(2), 2)
+          >>> error, x = checkify.checkify(put, errors=checkify.index_checks)(jax.numpy.zeros(2), 2)
       >>> error.get() is None, x.tolist()
       (True, [0.0, 0.0])
     """
@@ -62,7 +63,7 @@ def without_index_checks(function: Fn, *, static_argnums: tuple[int, ...] = ()) 
 
 
 def typed_jit(function: Fn, **options: Any) -> Fn:
-    """Compile a function with `jax.jit`, whose own result has no type for type checkers."""
+    """Return ``jax.jit(function, **options)`` with the type of `function` for type checkers."""
     return cast(Fn, jax.jit(function, **options))
 
 
@@ -70,9 +71,9 @@ def only_on(platform: str, function: Callable[..., Any], *args: Any) -> Any:
     """Call a function that can only be lowered for a single platform.
 
     Args:
-      platform: ``"cuda"`` or ``"tpu"``. In a module for several platforms, the call is in a branch
-        of `jax.lax.platform_dependent` that runs on this platform alone.
-      function: takes and returns trees of arrays. It cannot be differentiated.
+      platform: ``"cuda"`` or ``"tpu"``. In a program for several platforms, the call must be in a
+        branch of `jax.lax.platform_dependent` for this platform alone.
+      function: function that takes and returns trees of arrays. It cannot be differentiated.
       *args: arguments of the function.
     """
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
@@ -82,7 +83,7 @@ def only_on(platform: str, function: Callable[..., Any], *args: Any) -> Any:
 
 @without_index_checks
 def take_or_fill(array: jax.Array, index: Index, *, fill_value: int = 0) -> jax.Array:
-    """Return the rows of an array at `index`, and `fill_value` for indices out of range.
+    """Return the rows of an array at `index`, or `fill_value` where it is out of range.
 
     Args:
       array: the array.
@@ -97,7 +98,7 @@ def take_or_fill(array: jax.Array, index: Index, *, fill_value: int = 0) -> jax.
 def put_or_drop(array: jax.Array, index: Index, new: ArrayLike) -> jax.Array:
     """Return a copy of `array` with the rows `new` at `index`.
 
-    Indices past the end are dropped. Negative indices count from the end, as in NumPy.
+    Rows with indices past the end are dropped. Negative indices count from the end, as in NumPy.
     """
     return array.at[index].set(new, mode="drop")
 
@@ -127,8 +128,8 @@ def _run(*operands: Any, program: ClosedJaxpr, platform: str | None) -> list[Any
 
 def _abstract(*operands: Any, program: ClosedJaxpr, platform: str | None) -> Any:
     del operands, platform
-    # Leave a mesh without axes out of the types of the results: its only purpose is to name a
-    # device to a kernel.
+    # Leave a mesh without axes out of the types of the results. Its only purpose is to tell a
+    # kernel the device.
     plain = [
         ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) if x.sharding.mesh.empty else x
         for x in program.out_avals
@@ -141,7 +142,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, platform: str | None, 
         module = ctx.module_context
         if tuple(module.platforms) != (platform,):
             # Use empty caches. The caches of the module contain functions that were lowered for all
-            # of its platforms, and must not be used for a single platform.
+            # of its platforms, so they must not be used for a single platform.
             caches = {"lowering_cache": {}, "cached_primitive_lowerings": {}}
             module = module.replace(platforms=(platform,), **caches)
         ctx = ctx.replace(module_context=module, platforms=None)

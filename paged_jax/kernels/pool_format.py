@@ -25,17 +25,18 @@ LANES = 128
 
 
 class Pages(NamedTuple):
-    """Keys and values of one layer in one array: the layout of JAX's ragged kernel for TPUs.
+    """Keys and values of a layer in a single array, with the layout of JAX's ragged TPU kernel.
 
     Attributes:
-      kv: ``[P, C, 2 * K, D]``, floating point or int8. For each token: the key of head 0, its
-        value, the key of head 1, and so on. ``[P, C, 1, D]`` has keys of a single KV head; the
-        values are the first elements of the keys.
+      kv: ``[P, C, 2 * K, D]``, floating point or int8. Each token has the key of head 0, its value,
+        the key of head 1, its value, and so on. Pages ``[P, C, 1, D]`` have the keys of a single KV
+        head. The values are then the first elements of the keys.
     """
 
     kv: jax.Array
 
-    # Pages have no scale per token, only one factor of all keys and one of all values (`Options`).
+    # Pages have no scales per token. `Options` has a single factor for all keys and a single factor
+    # for all values.
     k_scale = None
     v_scale = None
     is_quantised = False
@@ -66,11 +67,14 @@ class Pages(NamedTuple):
         return self.kv.shape[1]
 
     def map(self, function: Callable[[Any], Any]) -> "Pages":
-        """Apply a function to the array."""
+        """Return new pages with a function applied to `kv`."""
         return Pages(function(self.kv))
 
     def place(self, half: Half, layer: Any, block: Any, head: Any, offset: Any) -> tuple[Any, Any]:
-        """Return `kv`, and the index of the keys or values of the tokens at `offset` in it."""
+        """Return `kv`, and the index of the keys or values of tokens in it.
+
+        `half` is ``"k"`` or ``"v"``. `offset` is an offset in the page, or a range of offsets.
+        """
         del layer  # pages have a single layer
         if self.shares_values:
             return self.kv, (block, offset, head)
@@ -83,7 +87,9 @@ def is_quantised(dtype: DTypeLike) -> bool:
 
 
 def check_pool_dtype(function: str, name: str, dtype: DTypeLike) -> None:
-    """Check that the pool that argument `name` of `function` passes may have this dtype.
+    """Check that a pool may have this dtype.
+
+    `function` and `name` are the function and its argument, for the error message.
 
     Raises:
       ValueError: the dtype is neither floating point nor in `QUANTISED`.
@@ -100,9 +106,9 @@ def check_pool_dtype(function: str, name: str, dtype: DTypeLike) -> None:
 
 
 def matmul_dtype(q_dtype: DTypeLike, pool_dtype: DTypeLike) -> Any:
-    """Return the dtype of the matmul of queries and keys.
+    """Return the dtype for the matmul of queries and keys.
 
-    It is the wider dtype of the two. For a quantised pool it is `q_dtype`, because bfloat16 and
+    It is the wider dtype of both. For a quantised pool it is `q_dtype`, because bfloat16 and
     float16 represent int8 and e4m3 values exactly.
     """
     if is_quantised(pool_dtype):
@@ -124,15 +130,15 @@ def query_dtype(pool_dtype: DTypeLike) -> Any:
 
 
 def wider_dtype(a: DTypeLike, b: DTypeLike) -> Any:
-    """Return the dtype that two dtypes promote to, even if JAX's promotion is set to strict."""
+    """Return the dtype that two dtypes promote to, also under strict dtype promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(a, b)
 
 
 def scale_of_peak(peak: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return the f32 scale of each row from its largest magnitude; 1 if the row is all zero.
+    """Return the f32 scale for quantising each row; 1 for rows of zeros.
 
-    The peak is multiplied by the float32 value nearest to ``1 / 127`` or ``1 / 448``. A division
+    The peak is multiplied by the float32 number nearest to ``1 / 127`` or ``1 / 448``. A division
     would give different bits in different compilers: XLA replaces it by this multiplication, and
     Triton by an approximate division.
 
@@ -151,9 +157,9 @@ def quantise(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
       dtype: int8 or float8_e4m3fn.
 
     Returns:
-      ``(values, scale)``: `dtype` ``[..., D]`` and f32 ``[...]``. ``values * scale[..., None]`` is
-      `x`, rounded to the nearest of 255 levels for int8, and to 3 bits of mantissa for fp8. The
-      largest magnitude of a row is exact. The scale of a row of zeros is 1.
+      ``(values, scale)``: `dtype` ``[..., D]`` and f32 ``[...]``. ``values * scale[..., None]``
+      approximates `x`, with 255 levels for int8 and 3 bits of mantissa for fp8. The element of
+      largest magnitude in each row is exact. The scale of a row of zeros is 1.
 
     Example:
       >>> values, scale = quantise(jnp.array([1.0, -2.0, 0.5]), jnp.int8)
@@ -164,7 +170,7 @@ def quantise(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     largest = QUANTISED[dtype]
     x = x.astype(jnp.float32)
     scale = scale_of_peak(jnp.max(jnp.abs(x), axis=-1), dtype)
-    # Like `scale_of_peak`, without a division of the elements, so that all compilers agree.
+    # As in `scale_of_peak`, do not divide the elements, so that all compilers give the same bits.
     scaled = jnp.clip(x * (1 / scale)[..., None], -largest, largest)
     if dtype == jnp.int8:
         scaled = jnp.round(scaled)
@@ -174,14 +180,14 @@ def quantise(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
 def quantise_parts(
     parts: Sequence[jax.Array], dtype: DTypeLike
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Quantise rows like `quantise`, in operations that Pallas has for GPUs.
+    """Quantise rows like `quantise`, with operations that Pallas supports on GPUs.
 
     Args:
-      parts: floating point ``[N, x]``, consecutive elements of the rows.
+      parts: floating point ``[N, x]``, consecutive parts of the rows.
       dtype: int8 or float8_e4m3fn.
 
     Returns:
-      ``(parts, scale)``: arrays of `dtype` like `parts`, and f32 ``[N]``.
+      ``(parts, scale)``: the quantised parts, and the scale of each row, f32 ``[N]``.
     """
     largest = QUANTISED[jnp.dtype(dtype)]
     parts = [part.astype(jnp.float32) for part in parts]
@@ -200,7 +206,7 @@ def quantise_parts(
 
 
 def round_half_to_even(x: jax.Array) -> jax.Array:
-    """Round numbers in the range of int32 like `jnp.round`, and return them as i32.
+    """Round numbers in the range of i32 like `jnp.round`, and return them as i32.
 
     The usual trick is to add and subtract 1.5 * 2**23, but compilers remove both operations.
     """
@@ -212,15 +218,16 @@ def round_half_to_even(x: jax.Array) -> jax.Array:
 
 
 def round_up_to_lanes(head_dim: int) -> int:
-    """Return the head dimension rounded up to a multiple of 128, the lanes of a TPU register."""
+    """Return the head dimension rounded up to a multiple of 128, as TPU registers have it."""
     return -(-head_dim // LANES) * LANES
 
 
 def padded_head_dim(head_dim: int, platform: str) -> int:
-    """Return the last dimension of a pool: the head dimension, on TPUs a multiple of 128.
+    """Return the last dimension of a pool: the head dimension, padded to 128 lanes on TPUs.
 
-    On TPUs the padding costs no memory: XLA stores arrays in tiles of 128 lanes. An unpadded pool
-    may get another layout, and XLA then copies the whole pool before each kernel.
+    It is a multiple of 128 on TPUs. The padding costs no memory there, because XLA stores arrays in
+    tiles of 128 lanes. XLA may give an unpadded pool another layout, and would then copy the whole
+    pool before each kernel.
 
     Example:
       >>> padded_head_dim(64, "cuda"), padded_head_dim(64, "tpu")

@@ -2,12 +2,13 @@
 """Attention of ragged batches over interleaved pages.
 
 `ragged_paged_attention` has the signature and the page layout of JAX's kernel for TPUs, which
-Levanter, EasyDeL and sglang-jax use. Unlike that kernel, this op also runs on GPUs and CPUs. It
-reads the pages in place.
+Levanter, EasyDeL and sglang-jax use. This op also runs on GPUs and CPUs. It reads the pages in
+place.
 
-The chunks of all sequences are concatenated in an array of queries. A chunk with a single token is
-a decode. Backends use their decode kernel for single queries, because it splits long contexts, and
-another kernel with larger matmuls for longer chunks, see `ragged_chunks.attend_in_parts`::
+All queries are concatenated in a single array. The queries of a sequence are called a chunk. A
+chunk with a single token is a decode. Backends run single queries in their decode kernel, which
+splits long contexts. They run longer chunks in another kernel, which has larger matmuls, see
+`ragged_chunks.attend_in_parts`::
 
     q  [N, H, D]    | a a a a | b | c | d d d d d d d | (rows without a sequence) |
     decode  [B, H, D]     -     b   c         -         one row per sequence, empty for a and d
@@ -115,67 +116,71 @@ def ragged_paged_attention(
     backend: str | None = None,
     interpret: Interpret = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attend causally with chunks of one or more tokens, concatenated in one array.
+    """Attend causally with chunks of one or more queries, concatenated in an array.
 
     This op takes the arguments of ``jax.experimental.pallas.ops.tpu.ragged_paged_attention``, and
-    also `sinks` and `return_lse`. JAX's kernel runs on TPUs only; this op also runs on GPUs and
-    CPUs.
+    also `sinks`, `value_dim` and `return_lse`. JAX's kernel runs on TPUs only. This op also runs on
+    GPUs and CPUs.
 
     The queries of sequence ``s`` are rows ``cu_q_lens[s]`` to ``cu_q_lens[s + 1] - 1`` of `q`. They
     are the last tokens of the sequence. Their keys and values must already be in the pages, see
     `write_kv_pages`.
 
-    `jax.grad` can differentiate this op once, in `q`, `sinks`, and `sm_scale`, `k_scale` and
-    `v_scale` if they are JAX arrays. It can also differentiate in `kv_pages` if their elements have
-    16 bits or more. The backward pass computes the attention again.
+    `jax.grad` can differentiate this op once, with respect to `q` and `sinks`, and also `sm_scale`,
+    `k_scale` and `v_scale` if they are JAX arrays. It can also differentiate with respect to
+    `kv_pages` if their elements have 16 bits or more. The backward pass computes the attention
+    again.
 
     Args:
-      q: ``[N, H, D]`` floating point.
-      kv_pages: ``[P, C, 2 * K, D]``, floating point or int8. For each token: the key of head 0, its
-        value, the key of head 1, and so on. On TPUs, JAX's kernel requires that `D` is 128; XLA
-        computes other head dimensions. ``[P, C, 1, D]`` has keys only: the values are their first
-        `value_dim` elements.
-      kv_lens: integer ``[S]``, tokens in each sequence, including its queries. Lengths above M * C
-        are clipped to M * C. If a sequence has fewer tokens than queries, its first queries are
-        ignored, and their output is 0.
-      page_indices: integer ``[S, M]``, pages of each sequence in order. Entries past the end of a
-        sequence may hold anything.
-      cu_q_lens: integer ``[S + 1]``, first row of each sequence in `q`, and the end of the last
-        sequence; ascending from 0 to at most N.
-      num_seqs: integer ``[1]`` or ``[]``, number of sequences. They are the first rows of `kv_lens`
-        and `page_indices`. Later rows may hold anything.
-      sm_scale: factor of the scores; 1 by default, not ``D ** -0.5``. A Python number becomes part
-        of the program. A JAX array, traced or not, is multiplied into `q`, and the result is
+      q: ``[N, H, D]`` floating point, the queries of all sequences.
+      kv_pages: ``[P, C, 2 * K, D]``, floating point or int8. Each token has the key of head 0, its
+        value, the key of head 1, and so on. On TPUs, JAX's kernel requires that `D` is 128. XLA
+        computes other head dimensions. Pages ``[P, C, 1, D]`` have keys only: the values are the
+        first `value_dim` elements of the keys.
+      kv_lens: integer ``[S]``, number of tokens in each sequence, including its queries. Lengths
+        above M * C are clipped to M * C. If a sequence has fewer tokens than queries, its first
+        queries are ignored, and their output is 0.
+      page_indices: integer ``[S, M]``, page ids of each sequence in order. Entries past the end of
+        a sequence may hold anything.
+      cu_q_lens: integer ``[S + 1]``, cumulative query lengths: the first row of each sequence in
+        `q`, and then the end of the last sequence; ascending from 0 to at most N.
+      num_seqs: integer ``[1]`` or ``[]``, number of sequences. They have the first rows of
+        `kv_lens` and `page_indices`. Later rows may hold anything.
+      sm_scale: factor of the scores; 1 by default, not ``D ** -0.5``. A Python number becomes a
+        constant of the program. If it is a JAX array, traced or not, `q` is multiplied by it and
         rounded to the dtype of `q`.
       sliding_window: number of tokens that a query sees, including its own (static); None for all.
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)`` (static).
       mask_value: ignored; accepted for compatibility. Tokens that a query does not see have
         weight 0.
-      k_scale: factor of all keys, a number or an array like `sm_scale`; None for 1. The scaled keys
-        are not rounded to the dtype of `q`.
+      k_scale: factor of all keys, a number or an array like `sm_scale`; None for 1. The keys are
+        not rounded after they are scaled.
       v_scale: factor of all values, like `k_scale`.
-      sinks: floating point ``[H]``, one more logit in the softmax denominator of each head. It has
-        no value vector. None for no sinks. On TPUs, XLA computes batches with sinks.
-      value_dim: elements of a value (U) in pages that have keys only; None for D (static).
-      return_lse: also return the log-sum-exp (static). On TPUs, XLA then computes the batch.
-      num_kv_pages_per_block: pages in a tile of keys of JAX's kernel on TPUs (static). The other
-        backends choose their own tiles.
-      num_queries_per_block: query tokens in a tile of JAX's kernel (static).
-      vmem_limit_bytes: VMEM that JAX's kernel may use (static).
+      sinks: floating point ``[H]``, attention sinks: an additional logit in the softmax denominator
+        of each query head, without a value. None for no sinks. On TPUs, XLA computes batches with
+        sinks.
+      value_dim: number of elements of a value (U) in pages that have keys only; None for D
+        (static).
+      return_lse: whether to return the log-sum-exp too (static). On TPUs, XLA then computes the
+        batch.
+      num_kv_pages_per_block: number of pages in a tile of keys of JAX's kernel on TPUs (static).
+        Other backends choose their own tiles.
+      num_queries_per_block: number of query tokens in a tile of JAX's kernel (static).
+      vmem_limit_bytes: bytes of VMEM that JAX's kernel may use (static).
       backend: see `paged_attention`.
       interpret: see `paged_attention`.
 
     Returns:
       ``[N, H, U]`` in the dtype of `q`; 0 in rows without a sequence. Softmax and accumulation are
       in float32. With `return_lse`, ``(out, lse)``: `lse`, f32 ``[N, H]``, is the natural logarithm
-      of each softmax denominator, including sinks; -inf in rows without a sequence.
+      of the softmax denominator, including sinks; -inf in rows without a sequence.
 
     Raises:
       ValueError: see `paged_attention`.
       NotImplementedError: see `paged_attention`.
 
-    Cost: proportional to the tokens that the queries see, plus one pass over `q`. The pages are not
-    copied.
+    The cost is proportional to the number of tokens that the queries see, plus one pass over `q`.
+    The pages are not copied.
 
     Example:
       >>> kv_pages = jnp.ones((4, 8, 4, 16))                 # 4 pages of 8 tokens, 2 KV heads
@@ -228,28 +233,29 @@ def _attend_to_no_token(args: RaggedArgs, value_dim: int) -> tuple[jax.Array, ja
 
 
 def _scale_queries(args: RaggedArgs, factors: dict[str, jax.Array]) -> RaggedArgs:
-    """Multiply `sm_scale` and `k_scale` into the queries, if they are JAX arrays."""
+    """Multiply the queries by `sm_scale` and `k_scale`, if these are JAX arrays."""
     check_sharding(_FUNCTION, factors)
     names = [name for name in ("sm_scale", "k_scale") if name in factors]
     if not names:
         return args
     dtype = wider_dtype(args.q.dtype, jnp.float32)
     factor = math.prod(as_scalar(_FUNCTION, name, factors[name], dtype) for name in names)
-    # Rows of `q` without a sequence may hold NaN, which would make the factor's gradient NaN.
+    # Rows of `q` without a sequence may hold NaN. The gradient with respect to the factor would
+    # then be NaN.
     is_query = find_rows(args, find_chunks(args)).is_query[:, None, None]
     q = jnp.where(is_query, args.q, 0).astype(dtype) * factor
     return args._replace(q=q.astype(args.q.dtype))
 
 
 def _multiply(x: jax.Array, name: str, factor: jax.Array) -> jax.Array:
-    """Multiply `x` by a scale that is a JAX array, and return the dtype of `x`."""
+    """Multiply `x` by scale `name`, which is a JAX array, and keep the dtype of `x`."""
     dtype = wider_dtype(x.dtype, jnp.float32)
     factor = as_scalar(_FUNCTION, name, factor, dtype)
     return (x.astype(dtype) * factor).astype(x.dtype)
 
 
 def _factor(name: str, scale: Any) -> float:
-    """Return a static scale as a finite Python float; None means 1."""
+    """Return a static scale as a finite Python float. None means 1."""
     if scale is None and name == "sm_scale":
         raise ValueError(f"{_FUNCTION}: sm_scale must be a number, got None. Pass D ** -0.5.")
     factor = static(_FUNCTION, name, 1.0 if scale is None else scale, float)
@@ -261,7 +267,12 @@ def _factor(name: str, scale: Any) -> float:
 def _checked(
     sinks: Any, value_dim: Any, **arrays: Any
 ) -> tuple[RaggedArgs, dict[str, int], int | None]:
-    """Check the arguments; return them with lengths in range, all sizes, and `value_dim`."""
+    """Check the arguments of `ragged_paged_attention`.
+
+    Returns:
+      The arguments as arrays, with lengths clipped to their ranges; the size of each dimension
+      letter; and `value_dim`, which is None if it equals D.
+    """
     named = as_arrays(_FUNCTION, **arrays)
     sinks = None if sinks is None else jnp.asarray(sinks)
     check_sharding(_FUNCTION, (named, sinks))
@@ -278,8 +289,8 @@ def _checked(
     )
     if not sizes["K"] or sizes["H"] % sizes["K"]:
         raise ValueError(
-            f"{_FUNCTION}: q must have a multiple of the {sizes['K']} KV heads of kv_pages, "
-            f"got {sizes['H']} heads."
+            f"{_FUNCTION}: the number of heads of q must be a multiple of the {sizes['K']} KV "
+            f"heads of kv_pages, got {sizes['H']}."
         )
     has_values = kv_pages.shape[2] > 1
     if has_values and value_dim not in (None, sizes["D"]):
@@ -320,7 +331,7 @@ class _RaggedResiduals:
 
     Attributes:
       args: arrays of the call.
-      wants_pages: whether a gradient in the pages is requested.
+      wants_pages: whether a gradient with respect to the pages is requested.
     """
 
     args: RaggedArgs
@@ -333,17 +344,17 @@ def _forward(call: Dispatch, primals: Any):
     args = differentiable_once(_FUNCTION, args)
     if wants_pages and args.pages.dtype.itemsize == 1:
         raise NotImplementedError(
-            f"{_FUNCTION}: kv_pages must have 16 bits or more to be differentiated, got "
-            f"{args.pages.dtype}. Stop the gradient with jax.lax.stop_gradient."
+            f"{_FUNCTION}: kv_pages must have elements of 16 bits or more to be differentiated, "
+            f"got {args.pages.dtype}. Stop the gradient with jax.lax.stop_gradient."
         )
     return call.run(args), _RaggedResiduals(args, wants_pages)
 
 
 def _backward(call: Dispatch, residuals: _RaggedResiduals, bars: Any):
-    """Compute the gradients on tiles of equal length.
+    """Compute the gradients, with the queries cut into tiles of equal length.
 
-    The output and the log-sum-exp of each tile are computed again by the general backend, because
-    JAX's kernel for TPUs returns no log-sum-exp.
+    The general backend computes the output and the log-sum-exp of each tile again, because JAX's
+    kernel for TPUs returns no log-sum-exp.
     """
     residuals, bars = differentiable_once(_FUNCTION, (residuals, bars))
     args, options = residuals.args, call.problem.options
@@ -353,10 +364,10 @@ def _backward(call: Dispatch, residuals: _RaggedResiduals, bars: Any):
         zero if isinstance(bar, SymbolicZero) else bar
         for zero, bar in zip(zeros, bars, strict=True)
     )
-    # Tiles of about the average chunk length have few padding rows.
+    # Tiles with about the average length of a chunk have few padding rows.
     tiles, rows_BT = cut_into_tiles(args, min(_MAX_QUERIES, 1 << (max(N // S, 1) - 1).bit_length()))
-    # The output is `value_scale` times the output of the call without a scale, whose gradient is
-    # therefore `value_scale * out_bar`.
+    # The output is `value_scale` times the output of a call without this scale. The gradient with
+    # respect to the output of that call is therefore `value_scale * out_bar`.
     unscaled = dataclasses.replace(options, value_scale=1.0)
     bar_BTHD = take_or_fill(out_bar * options.value_scale, rows_BT)
     lse_bar_BTH = take_or_fill(lse_bar, rows_BT)

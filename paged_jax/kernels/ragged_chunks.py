@@ -1,4 +1,4 @@
-"""Chunks of a ragged batch: which rows of queries belong to which sequence.
+"""Chunks of a ragged batch: the rows of queries that belong to each sequence.
 
 Backends use these functions to run a ragged batch in their decode and prefill kernels.
 """
@@ -14,11 +14,11 @@ from paged_jax.kernels.opaque_call import take_or_fill
 
 
 class Chunks(NamedTuple):
-    """The queries of each sequence, which are its last tokens.
+    """The rows of queries of each sequence. The queries are the last tokens of the sequence.
 
     Attributes:
-      starts: i32 ``[B]``, row of the first query in the array of queries.
-      lens: i32 ``[B]``, number of queries, at most the length of the sequence.
+      starts: i32 ``[B]``, row of the first query of each sequence in the array of queries.
+      lens: i32 ``[B]``, number of queries of each sequence, at most the length of the sequence.
     """
 
     starts: jax.Array
@@ -26,7 +26,7 @@ class Chunks(NamedTuple):
 
 
 def find_chunks(args: RaggedArgs) -> Chunks:
-    """Return the queries of each sequence.
+    """Return the rows of queries of each sequence.
 
     If a sequence has more queries than tokens, its first queries are left out.
     """
@@ -43,9 +43,10 @@ def attend_in_parts(
     """Attend with single queries by `decode`, and with longer chunks by `attend_to_chunks`.
 
     Args:
-      decode: attends with one query per sequence; returns ``[B, H, D]`` and ``[B, H]``.
-      attend_to_chunks: attends with the queries of the given chunks; returns ``[N, H, D]`` and
-        ``[N, H]``. Rows outside of the chunks are ignored.
+      decode: function that attends with one query per sequence; returns ``[B, H, D]`` and
+        ``[B, H]``.
+      attend_to_chunks: function that attends with the queries of given chunks; returns
+        ``[N, H, D]`` and ``[N, H]``. Rows outside of the chunks are ignored.
       args: the batch.
 
     Returns:
@@ -67,13 +68,13 @@ def attend_in_parts(
 
 
 class QueryRows(NamedTuple):
-    """Sequence and token of each row of the concatenated queries.
+    """The sequence and the token that each row of the array of queries belongs to.
 
     Attributes:
       sequence: i32 ``[N]``, row of the sequence in the block table.
-      token: i32 ``[N]``, index among the queries of the sequence.
-      is_query: bool ``[N]``, False in rows without a sequence. The other fields are meaningless
-        there.
+      token: i32 ``[N]``, index of the token among the queries of the sequence.
+      is_query: bool ``[N]``, False in rows that belong to no sequence. `sequence` and `token` are
+        meaningless there.
     """
 
     sequence: jax.Array
@@ -81,13 +82,13 @@ class QueryRows(NamedTuple):
     is_query: jax.Array
 
     def mask(self, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return `out` and `lse` with 0 and -inf in rows that are not queries."""
+        """Return `out` and `lse`, with 0 and -inf in rows that are not queries."""
         is_query_N1 = self.is_query[:, None]
         return jnp.where(is_query_N1[..., None], out, 0), jnp.where(is_query_N1, lse, -jnp.inf)
 
 
 def find_rows(args: RaggedArgs, chunks: Chunks) -> QueryRows:
-    """Return the sequence and the token of each row of the concatenated queries."""
+    """Return the sequence and the token that each row of the array of queries belongs to."""
     rows = jnp.arange(args.q.shape[0], dtype=jnp.int32)
     # A row belongs to the last sequence that starts at or before it. If several sequences start at
     # the same row, only the last of them has queries.
@@ -99,16 +100,16 @@ def find_rows(args: RaggedArgs, chunks: Chunks) -> QueryRows:
 
 
 def cut_into_tiles(args: RaggedArgs, num_queries: int) -> tuple[AttentionArgs, jax.Array]:
-    """Split the chunks into tiles of equal length, as the batch of a prefill.
+    """Cut the chunks into tiles of equal length, which are the rows of a prefill.
 
     Args:
-      args: the batch.
-      num_queries: queries in a tile (T). The last tile of a chunk is padded.
+      args: the ragged batch.
+      num_queries: number of queries in a tile (T). The last tile of a chunk is padded.
 
     Returns:
-      ``(tiles, rows)``: the arguments of a prefill whose batch has a row for each tile, and i32
-      ``[B', T]``, the row of each query in ``args.q``; N in padding. B' is the maximum number of
-      tiles.
+      ``(tiles, rows)``: the arguments of a prefill with B' sequences, one for each tile; and i32
+      ``[B', T]``, the row of each query in ``args.q``, which is N for padding. B' is the maximum
+      number of tiles.
     """
     N = args.q.shape[0]
     whole = find_chunks(args)

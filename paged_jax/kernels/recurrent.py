@@ -1,7 +1,7 @@
 """Recurrences over a state of fixed size: convolution, delta rule, and state space model.
 
-Each sequence has a state per layer. All ops take the states before the first token and return the
-states after the last token. They take a single token, or a chunk of any length::
+Each sequence has a state per layer. All ops take the states before the first token, and return the
+states after the last token. The input is a single token or a chunk of any length::
 
     T = 1     decay the state, add an outer product, read it            all heads together
     T > 1     [ tile 0 | tile 1 | tile 2 | padding ]                    tiles of 64 tokens
@@ -10,11 +10,12 @@ states after the last token. They take a single token, or a chunk of any length:
                   |        |        |
               S --+--> S --+--> S --+--> S                              a scan over the tiles
 
-A single token may also advance the states in their pool, see `StateRows`. A backend then reads and
-writes each state once. Without one, XLA gathers the states and scatters them back.
+For a single token, the states may also be entries of a pool, see `StateRows`. A backend with a
+kernel then reads and writes each state once. Without a kernel, XLA gathers the states, and scatters
+the new states.
 
-The arithmetic is float32. Factors of decay are exponentials of sums that are never positive, so
-they cannot overflow. Padding after the tokens of a row does not change its state.
+The arithmetic is float32. Decay factors are exponentials of sums that are never positive, so they
+cannot overflow. Padding after the tokens of a row does not change its state.
 """
 
 import functools
@@ -37,14 +38,14 @@ from paged_jax.kernels.dispatch import general_backend, run_kernel
 from paged_jax.kernels.gradients import with_plain_gradients
 from paged_jax.kernels.rows import set_states, take_states
 
-# Tokens in a tile of the chunked form, and in a block of the triangular inverse. With tiles of 128
-# tokens, the error of the inverse grows.
+# Number of tokens in a tile, and in a block of the inversion of triangular matrices. With tiles of
+# 128 tokens, the inverse would be less accurate.
 _TILE, _BLOCK = 64, 16
 
 _einsum = functools.partial(jnp.einsum, precision="highest")
 _matmul = functools.partial(jnp.matmul, precision="highest")
 
-# The states of the rows of a batch, or the rows of a pool that holds them.
+# The states of a batch as an array, or as entries of a pool.
 State = TypeVar("State", jax.Array, StateRows)
 
 
@@ -57,25 +58,25 @@ def causal_convolution(
 ) -> tuple[jax.Array, State]:
     """Convolve each channel with its own filter over the last w tokens.
 
-    Inputs are rounded to the dtype of the state first. Results therefore do not depend on how a
+    Inputs are first rounded to the dtype of the state. The results therefore do not depend on how a
     sequence is divided into chunks.
 
     Args:
       x: float32 ``[B, T, F]``.
       state: floating point ``[B, (w - 1) * F]``, the last w - 1 inputs of each sequence, the oldest
-        first; zeros before the first token. Or, if T is 1, `StateRows` of a pool of them.
+        first; zeros before the first token. If T is 1, it may also be `StateRows`.
       weight: floating point ``[F, w]``. The last element belongs to the newest token.
       bias: floating point ``[F]`` or None.
       num_tokens: i32 ``[B]``, number of tokens of each row. The rest of the row is padding.
 
     Returns:
-      The output, float32 ``[B, T, F]``, and the new state.
+      The output, float32 ``[B, T, F]``, and the new state. Outputs of padding are meaningless.
 
     Example:
       >>> x, state = jnp.array([[[1.0], [2.0], [4.0]]]), jnp.zeros((1, 1))
       >>> out, state = causal_convolution(x, state, jnp.array([[10.0, 1]]), None, jnp.array([2]))
-      >>> out[0, :, 0].tolist(), state.tolist()
-      ([1.0, 12.0, 24.0], [[2.0]])
+      >>> out[0, :2, 0].tolist(), state.tolist()  # the third input is padding
+      ([1.0, 12.0], [[2.0]])
     """
     B, T, F = x.shape
     if isinstance(state, StateRows):
@@ -106,21 +107,21 @@ def delta_rule(
 ) -> tuple[jax.Array, State]:
     """Apply the gated delta rule (Yang et al., arXiv 2412.06464), or KDA (arXiv 2510.26692).
 
-    For each head and token, a state ``S [D, U]`` changes to::
+    For each head and token, the state ``S [D, U]`` and the output are computed as follows::
 
         S = exp(log_decay) * S
         S = S + beta * outer(k, v - k @ S)
         out = q @ S
 
     Args:
-      q: float32 ``[B, T, K, D]``. Each head has G heads of values.
-      k: float32 ``[B, T, K, D]``.
-      v: float32 ``[B, T, K, G, U]``.
-      log_decay: float32 ``[B, T, K, G]``, at most 0; ``[B, T, K, G, D]`` if the elements of a key
-        decay at different rates.
-      beta: float32 ``[B, T, K, G]``, 0 to 2.
-      state: float32 ``[B, K, G, D, U]`` or ``[B, K * G, D, U]``; or, if T is 1, `StateRows` of a
-        pool ``[L, P, K * G, D, U]``.
+      q: queries, float32 ``[B, T, K, D]``. Each of the K heads has G heads of values.
+      k: keys, float32 ``[B, T, K, D]``.
+      v: values, float32 ``[B, T, K, G, U]``.
+      log_decay: logarithm of the decay, at most 0, float32 ``[B, T, K, G]``; or ``[B, T, K, G, D]``
+        if the elements of a key decay at different rates.
+      beta: step size of the update, 0 to 2, float32 ``[B, T, K, G]``.
+      state: float32 ``[B, K, G, D, U]`` or ``[B, K * G, D, U]``. If T is 1, it may also be
+        `StateRows` with a pool ``[L, P, K * G, D, U]``.
       num_tokens: i32 ``[B]``, number of tokens of each row. The rest of the row is padding.
 
     Returns:
@@ -152,16 +153,16 @@ def state_space(
 ) -> tuple[jax.Array, State]:
     """Apply the recurrence of Mamba-2 (Dao and Gu, arXiv 2405.21060).
 
-    For each head and token, a state ``S [U, D]`` changes to ``exp(log_decay) * S + outer(x, b)``.
+    For each head and token, the state ``S [U, D]`` becomes ``exp(log_decay) * S + outer(x, b)``.
     The output is ``S @ c``.
 
     Args:
-      x: float32 ``[B, T, K, G, U]``, multiplied by the time steps. G heads share b and c.
-      b: float32 ``[B, T, K, D]``.
-      c: float32 ``[B, T, K, D]``.
-      log_decay: float32 ``[B, T, K, G]``, at most 0.
-      state: float32 ``[B, K, G, U, D]`` or ``[B, K * G, U, D]``; or, if T is 1, `StateRows` of a
-        pool ``[L, P, K * G, U, D]``.
+      x: inputs times their time steps, float32 ``[B, T, K, G, U]``. G heads share b and c.
+      b: vectors that write to the state, float32 ``[B, T, K, D]``.
+      c: vectors that read from the state, float32 ``[B, T, K, D]``.
+      log_decay: logarithm of the decay, at most 0, float32 ``[B, T, K, G]``.
+      state: float32 ``[B, K, G, U, D]`` or ``[B, K * G, U, D]``. If T is 1, it may also be
+        `StateRows` with a pool ``[L, P, K * G, U, D]``.
       num_tokens: i32 ``[B]``, number of tokens of each row. The rest of the row is padding.
 
     Returns:
@@ -186,7 +187,9 @@ def state_space(
 
 
 def advance_rows(step: StateStep) -> tuple[jax.Array, jax.Array]:
-    """Run a step of one token per row in plain JAX: gather the states, advance them, scatter them.
+    """Run a step of one token per row in plain JAX, with the states in a pool.
+
+    The states are gathered, advanced by the token, and scattered.
 
     Returns:
       The output of each row, float32, and the new pool.
@@ -217,7 +220,7 @@ def _run_step(step: StateStep) -> tuple[jax.Array, StateRows]:
 
 
 def _without_padding(num_tokens: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Return arrays ``[B, T, ...]`` with zeros in the padding."""
+    """Return arrays ``[B, T, ...]`` with the padding set to zero."""
     T = arrays[0].shape[1]
     is_token = jnp.arange(T, dtype=jnp.int32)[None] < num_tokens[:, None]
     return tuple(
@@ -235,7 +238,8 @@ def _delta_step(
 ) -> tuple[jax.Array, jax.Array]:
     """Apply `delta_rule` to one token per row. The arrays have no dimension T.
 
-    The output is computed from the old state, so that a kernel can read and write the state once.
+    The output is computed from the old state, so that a kernel needs to read and write the state
+    only once.
     """
     decay = jnp.exp(log_decay)
     q, k = q[:, :, None], k[:, :, None]
@@ -255,26 +259,25 @@ def _tiles(x: jax.Array) -> jax.Array:
 
 
 def _join(tiles: jax.Array, T: int) -> jax.Array:
-    """Return ``[B, T, ...]`` from tiles ``[B, Q, ..., tile, last]``, without the padding."""
+    """Undo `_tiles`: return ``[B, T, ...]`` from tiles ``[B, Q, ..., tile, last]``."""
     B = tiles.shape[0]
     joined = jnp.moveaxis(tiles, -2, 2)
     return joined.reshape(B, -1, *joined.shape[3:])[:, :T]
 
 
 def _decays(log_decay: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the decay between the tokens of a tile, if all elements of a key decay equally.
+    """Return the decays within a tile, if all elements of a key decay equally.
 
-    The exponents are summed separately from each token on. Differences of sums from the beginning
-    of the tile would be less exact: after a large decay, they would lose the small decay between
-    neighbours.
+    The exponents of each pair of tokens are summed separately. Differences of cumulative sums would
+    be less accurate: after a large decay, they would lose the small decay between neighbours.
 
     Args:
       log_decay: float32 ``[..., tile, 1]``.
 
     Returns:
-      The decay between the tokens, ``[..., tile, tile]``, 0 above the diagonal; from the state
-      before the tile to each token, ``[..., tile, 1]``; and from each token to the state after the
-      tile, ``[..., tile, 1]``.
+      Three arrays: the decay from each token to each later token, ``[..., tile, tile]``, 0 above
+        the diagonal; the decay from the state before the tile to each token, ``[..., tile, 1]``;
+        and the decay from each token to the state after the tile, ``[..., tile, 1]``.
     """
     tile = log_decay.shape[-2]
     is_after = np.tri(tile, k=-1, dtype=bool)
@@ -294,10 +297,10 @@ def _delta_tiles(
 ) -> tuple[jax.Array, jax.Array]:
     """Apply `delta_rule` to tiles of tokens, see `_tiles`.
 
-    The value that a token writes depends on the values that earlier tokens wrote. The values of a
-    tile solve ``(I + beta * lower) @ values = beta * (v - old)``. `lower` has the decayed products
-    of each key with earlier keys. `old` has the values that the keys read from the state before the
-    tile.
+    The value that a token writes depends on the values that earlier tokens wrote. The values that
+    the tokens of a tile write solve ``(I + beta * lower) @ values = beta * (v - old)``. `lower`
+    contains the products of each key with the earlier keys, times the decay between them. `old`
+    contains the values that the keys read from the state before the tile.
     """
     tile = k.shape[-2]
     if log_decay.shape[-1] == 1:
@@ -323,17 +326,17 @@ def _scan_tiles(
     decay: jax.Array,
     state: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Carry the state through the tiles of each row.
+    """Advance the state through the tiles of each row, and compute the output of each tile.
 
     Args:
       q: float32 ``[B, Q, K, G, tile, D]``, queries that read the state before the tile.
       k: float32 ``[B, Q, K, G, tile, D]``, keys that write into the state after the tile.
-      values: float32 ``[B, Q, K, G, tile, U]``, written by `k`.
-      keys: float32 ``[B, Q, K, G, tile, D]``. The values that they read from the state before the
-        tile are subtracted from `values`. None to subtract nothing.
-      inner: float32 ``[B, Q, K, G, tile, tile]``, products of queries and keys of the tile.
+      values: float32 ``[B, Q, K, G, tile, U]``, values that `k` writes.
+      keys: float32 ``[B, Q, K, G, tile, D]``, keys that read values from the state before the tile.
+        These are subtracted from `values`. None to subtract nothing.
+      inner: float32 ``[B, Q, K, G, tile, tile]``, products of the queries and keys of a tile.
       decay: float32 ``[B, Q, K, G, D]`` or ``[B, Q, K, G, 1]``, decay of the state over the tile.
-      state: float32 ``[B, K, G, D, U]``.
+      state: float32 ``[B, K, G, D, U]``, state before the first tile.
 
     Returns:
       The output ``[B, Q, K, G, tile, U]`` and the new state.
@@ -356,14 +359,15 @@ def _scan_tiles(
 def _decayed_products(
     q: jax.Array, k: jax.Array, log_decay: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return products of keys and of queries with keys, if elements of a key decay differently.
+    """Return the decayed products of keys and queries, if elements of a key decay differently.
 
-    The decay between two tokens cannot be divided into a factor of each, which would overflow.
-    Within a block of 16 tokens, the exponent of each pair and element is computed. For keys before
-    a block, both factors are relative to the beginning of the block, where neither overflows::
+    The decay between two tokens cannot be written as a factor of one token times a factor of the
+    other, because one factor would overflow. Within a block of 16 tokens, the exponent of each pair
+    of tokens and each element is computed. For keys before the block, both factors are relative to
+    the beginning of the block, so neither overflows::
 
-        token j ------> beginning of the block of i ------> token i
-                 to_block                       from_start
+            token j ------> beginning of the block of i ------> token i
+                     to_block                       from_start
 
     Args:
       q: float32 ``[B, Q, K, tile, D]``.
@@ -371,9 +375,10 @@ def _decayed_products(
       log_decay: float32 ``[B, Q, K, G, tile, D]``.
 
     Returns:
-      Products of keys with keys, and of queries with keys, ``[B, Q, K, G, tile, tile]``; elements
-      above the diagonal are arbitrary. The decay from the state before the tile to each token, and
-      from each token to the state after the tile, ``[B, Q, K, G, tile, D]``.
+      Four arrays: the products of keys with keys, and of queries with keys,
+        ``[B, Q, K, G, tile, tile]``, arbitrary above the diagonal; the decay from the state before
+        the tile to each token, and from each token to the state after the tile,
+        ``[B, Q, K, G, tile, D]``.
     """
     tile = log_decay.shape[-2]
     q, k = q[:, :, :, None], k[:, :, :, None]
@@ -382,7 +387,10 @@ def _decayed_products(
     # Each block has its own arrays. If one array had the keys of all blocks, XLA for CPUs (jaxlib
     # 0.10) would compile the gradient of the keys to wrong values.
     def products_of(start: int) -> tuple[jax.Array, jax.Array]:
-        """Return the products of a block with all keys, ``[..., 16, tile]``."""
+        """Return products of the keys and of the queries of a block with all keys.
+
+        `start` is the first token of the block. Both results are ``[..., 16, tile]``.
+        """
         block = slice(start, start + _BLOCK)
         keys, decay = k[..., block, :], log_decay[..., block, :]
         far_keys = jnp.exp(_sum_after(log_decay[..., :start, :])) * k[..., :start, :]
@@ -405,7 +413,7 @@ def _decayed_products(
 
 
 def _sum_after(x: jax.Array) -> jax.Array:
-    """Return the sum of the later rows of ``[..., N, D]`` for each row."""
+    """Return for each row of ``[..., N, D]`` the sum of all later rows."""
     later = jnp.concatenate([x[..., 1:, :], jnp.zeros_like(x[..., :1, :])], axis=-2)
     return lax.cumsum(later, axis=x.ndim - 2, reverse=True)
 
@@ -414,9 +422,10 @@ def _sum_after(x: jax.Array) -> jax.Array:
 def _invert(lower: jax.Array) -> jax.Array:
     """Return the inverse of ``I + lower`` for strictly lower triangular ``[..., tile, tile]``.
 
-    Blocks of 16 rows on the diagonal are inverted by forward substitution, and then merged in
-    pairs. The product ``(I - lower) (I + lower^2) (I + lower^4) ...`` would be faster on some
-    devices, but its factors overflow if keys are nearly equal.
+    Blocks of 16 rows on the diagonal are inverted by forward substitution. Pairs of inverted blocks
+    are then merged, until one block is left. The product
+    ``(I - lower) (I + lower^2) (I + lower^4) ...`` would be faster on some devices, but its factors
+    overflow if keys are nearly equal.
     """
     tile = lower.shape[-1]
     pieces = lower.reshape(*lower.shape[:-2], tile // _BLOCK, _BLOCK, tile // _BLOCK, _BLOCK)

@@ -1,7 +1,7 @@
-"""Backend ``"reference"``: the definition of paged attention. Gather all tokens, mask, softmax.
+"""Backend ``"reference"``, the definition of paged attention: gather, mask, softmax.
 
-It is simple and slow. Tests compare the other backends with this one, and this one with float64. It
-needs no custom derivative rules.
+It is simple and slow. Tests compare the other backends with this backend, and this backend with a
+float64 oracle. It needs no custom derivative rules.
 """
 
 import functools
@@ -47,7 +47,7 @@ class Reference:
     def attend_ragged(
         self, args: RaggedArgs, options: RaggedOptions
     ) -> tuple[jax.Array, jax.Array]:
-        """Run a decode in which each query is the last token of a sequence of its own."""
+        """Attend with each query of a ragged batch as the last token of a separate sequence."""
         chunks = find_chunks(args)
         rows = find_rows(args, chunks)
         before = args.context_lens - chunks.lens
@@ -71,8 +71,8 @@ def _prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Arra
     if options.sliding_window is not None:
         seen_BTN &= key_positions > query_positions - options.sliding_window
 
-    # Tokens that no query sees may be NaN. They are set to 0, because 0 * NaN is NaN, also in the
-    # gradient.
+    # Tokens that no query sees may be NaN. They are set to 0, because 0 * NaN is NaN, in the output
+    # as well as in the gradient.
     is_seen = seen_BTN.any(axis=1)[:, :, None, None]
     U = options.output_dim(D)
     k_BNKD, v_BNKU = (
@@ -103,8 +103,11 @@ def _prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Arra
 def _gather(
     pools: Pools | Pages, layer: int | jax.Array, tables: jax.Array, dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """Gather K and V of each sequence, ``[B, M * C, K, D]``; blocks out of range give NaN."""
-    # Table entries are clipped, and NaN is set after the conversion, because int8 has no NaN.
+    """Gather keys and values of each sequence, ``[B, M * C, K, D]``, as `dtype`.
+
+    Blocks with an id out of range are NaN.
+    """
+    # Clip the table entries, and set NaN after the conversion to floats, because int8 has no NaN.
     P = pools.num_blocks
     is_block = ((tables >= 0) & (tables < P))[:, :, None, None, None]
     rows = jnp.clip(tables, 0, P - 1)

@@ -1,4 +1,4 @@
-"""Gather and scatter of rows without the copies that XLA's CPU backend makes for narrow dtypes."""
+"""Gather and scatter of rows without copies of the whole array on CPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -9,33 +9,34 @@ from paged_jax.kernels.backend import StateRows
 from paged_jax.kernels.dispatch import cpu_backend
 from paged_jax.kernels.opaque_call import without_index_checks
 
-# Dtypes for which XLA's CPU backend gathers and scatters through a copy of the whole array in a
-# wider dtype, each with an integer dtype of the same width.
+# Narrow dtypes, each with an unsigned integer dtype of the same width. To gather or scatter rows of
+# these dtypes, XLA's CPU backend copies the whole array to a wider dtype.
 BITS = {
     jnp.dtype(jnp.bfloat16): jnp.uint16,
     jnp.dtype(jnp.float8_e4m3fn): jnp.uint8,
 }
 
 
-# Index of rows: into the first axis, or into each of the leading axes.
+# Indices of rows: into the first axis, or a tuple with indices into each of the leading axes.
 _Index = jax.Array | tuple[jax.Array, ...]
 
 
 @jax.custom_jvp
 def set_rows(rows: jax.Array, index: _Index, new: jax.Array) -> jax.Array:
-    """Set rows of an array. Indices past the end are dropped.
+    """Return an array with new rows. Rows with an index past the end are dropped.
 
     For each scatter or `dynamic_update_slice`, XLA's CPU backend converts a whole bfloat16 array to
     float32 and back, and a whole fp8 array to float16 and back. The C++ kernel for CPUs sets the
-    rows in place. Without it, this function scatters the bits as integers. In a program with
-    several writes, the casts between two writes cancel each other. One pass over the array
-    remains before the first write, and one after the last write. Remove this function when XLA
+    rows in place. Without this kernel, the rows are scattered as integers with the same bits. In a
+    program with several writes, XLA removes the casts between them, so there is only one pass over
+    the array before the first write and one after the last write. Remove this function when XLA
     scatters these dtypes in place.
 
     Args:
-      rows: the array. The function views it as rows ``[R, ...]`` with the dimensions of the new
-        rows. Do not reshape it before the call: XLA would then copy it for the kernel.
-      index: i32 ``[N]``, or a tuple of them, one per leading dimension. Indices must be distinct.
+      rows: the array. It is treated as rows ``[R, ...]``, with the dimensions of the new rows. Do
+        not reshape it before the call, because XLA would then copy it for the kernel.
+      index: i32 ``[N]``, or a tuple of such arrays, one per leading dimension. Indices must be
+        distinct.
       new: ``[N, ...]``, the new rows.
     """
     if rows.dtype not in BITS:
@@ -81,14 +82,14 @@ def _set_rows_as_bits(rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.
 
 @set_rows.defjvp
 def _set_rows_jvp(primals, tangents):
-    # Without this rule JAX would take the derivative of a bitcast as zero, without a warning.
+    # Without this rule, JAX would treat the derivative of a bitcast as zero, without a warning.
     rows, index, new = primals
     rows_dot, _, new_dot = tangents
     return set_rows(rows, index, new), _set_rows_as_is(rows_dot, index, new_dot)
 
 
 def take_rows(matrix: jax.Array, rows: jax.Array) -> jax.Array:
-    """Gather rows of a matrix; every index must be in range."""
+    """Gather rows of a matrix. Every index must be in range."""
     if matrix.dtype not in BITS:
         return _take_rows_as_is(matrix, rows)
     # XLA's CPU backend would convert the whole matrix to float32 in each call.
@@ -108,7 +109,10 @@ def _take_rows_as_bits(matrix: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def take_states(rows: StateRows) -> jax.Array:
-    """Return the states of the rows of a batch, ``[B, ...]``; zeros for sources out of range."""
+    """Return the recurrent states of a batch, ``[B, ...]``, from their pool.
+
+    They are zeros for rows with a source out of range.
+    """
     L, P, *shape = rows.pool.shape
     is_held = (rows.sources >= 0) & (rows.sources < P)
     index = rows.layer * P + jnp.where(is_held, rows.sources, 0)
@@ -117,9 +121,9 @@ def take_states(rows: StateRows) -> jax.Array:
 
 
 def set_states(rows: StateRows, states: jax.Array) -> jax.Array:
-    """Return the pool with new states of the rows of a batch, ``[B, ...]``.
+    """Return the pool with the new recurrent states of a batch, ``[B, ...]``.
 
-    States of rows whose entry is out of range are dropped.
+    New states of rows with an entry out of range are dropped.
     """
     L, P, *_ = rows.pool.shape
     is_kept = (rows.entries >= 0) & (rows.entries < P)

@@ -4,18 +4,18 @@ A quantised matrix ``[*out, in]`` is divided into groups of consecutive inputs. 
 
     w[o, i] = number(values[o, i]) * scales[o, i // group_size] + mins[o, i // group_size]
 
-The minima are optional. The number of an 8-bit value is the value itself, int8 or float8_e4m3fn.
-The number of a 4-bit value is an entry of one of the tables in `CODES`. Two 4-bit values share a
-byte of `values`, uint8 ``[*out, in / 2]``: byte j of the 16 bytes for 32 inputs holds input j in
-its low bits, and input 16 + j in its high bits (the order of GGUF)::
+The minima are optional. An 8-bit value, int8 or float8_e4m3fn, is its own number. A 4-bit value is
+an index into a table of numbers in `CODES`. Two 4-bit values share a byte of `values`, uint8
+``[*out, in / 2]``. 32 inputs take 16 bytes: byte j holds input j in its low bits and input 16 + j
+in its high bits, as in GGUF files::
 
     inputs 32 b ... 32 b + 31        bytes 16 b ... 16 b + 15
     0  1  2 ... 15                   | 16:0 | 17:1 | 18:2 | ... | 31:15 |    (high:low)
 
-Some tools reorder the inputs before they form groups. Then `order` lists the input of each column:
-column j of the stored matrix multiplies ``x[order[j]]``.
+Some tools reorder the inputs before they form groups. Then ``order[j]`` is the input that column j
+of the stored matrix belongs to: column j is multiplied by ``x[order[j]]``.
 
-The functions take and return arrays of NumPy or JAX.
+The functions accept arrays of NumPy and of JAX, and return arrays of the same kind.
 """
 
 import math
@@ -30,7 +30,8 @@ from jax import lax
 
 from paged_jax.formatting import short_repr
 
-# Number of consecutive inputs whose 4-bit values are packed together, and number of their bytes.
+# Number of consecutive inputs with 4-bit values that are packed together, and number of bytes that
+# they take.
 PACKED_INPUTS = 32
 PACKED_BYTES = PACKED_INPUTS // 2
 
@@ -44,7 +45,7 @@ _NF4 = (
 )  # fmt: skip
 _FP4 = (0.0, 0.0052083333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
 
-# The numbers of 4-bit values, by the name of the code.
+# For each code of 4-bit values: the number that each value stands for.
 CODES: Mapping[str, np.ndarray] = {
     "int4": np.arange(-8, 8, dtype=np.float32),
     "uint4": np.arange(16, dtype=np.float32),
@@ -52,22 +53,22 @@ CODES: Mapping[str, np.ndarray] = {
     "nf4": np.array(_NF4, np.float32),  # of bitsandbytes
     "fp4": np.array([*_FP4, *(-x for x in _FP4)], np.float32),  # of bitsandbytes
 }
-# Codes of one byte per value, with scales.
+# Codes of 8-bit values, which have scales.
 BYTE_CODES = ("int8", "float8_e4m3fn")
 FLOAT_CODES = ("float32", "bfloat16", "float16")
 
-# Factors that turn all numbers of a code into integers that fit in int8, by the name of the code.
+# Factors that turn all numbers of a code into integers in the range of int8.
 _INTEGER_FACTORS = {"int4": 1, "uint4": 1, "e2m1": 2, "int8": 1}
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Format of a matrix.
+    """Format of a weight matrix.
 
     Attributes:
-      code: a name of `FLOAT_CODES`, `BYTE_CODES` or `CODES`.
-      group_size: inputs that share a scale, a divisor of the number of inputs; None for all inputs
-        of a row.
+      code: code of the values, a name in `FLOAT_CODES`, `BYTE_CODES` or `CODES`.
+      group_size: number of inputs that share a scale, a divisor of the number of inputs; None if
+        all inputs of a row share a scale.
       scale_dtype: float dtype of the scales; None for plain floats, which have no scales.
       min_dtype: float dtype of the minima; None for no minima.
       has_order: whether the inputs are reordered.
@@ -86,7 +87,7 @@ class WeightFormat:
 
     @property
     def is_packed(self) -> bool:
-        """Whether two values share a byte."""
+        """Whether values have 4 bits, so that two of them share a byte."""
         return self.code in CODES
 
     @property
@@ -95,7 +96,7 @@ class WeightFormat:
         return jnp.dtype("uint8" if self.is_packed else self.code)
 
     def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """Return shape and dtype of each array of a matrix, by its field of `WeightArrays`.
+        """Return the shape and dtype of each array of a matrix. Keys are fields of `WeightArrays`.
 
         Args:
           shape: shape of the matrix, ``[*out, in]``.
@@ -113,23 +114,24 @@ class WeightFormat:
         return arrays
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of a matrix of a shape ``[*out, in]``."""
+        """Return the number of bytes of a matrix of shape ``[*out, in]``."""
         arrays = self.shapes(shape).values()
         return sum(math.prod(each) * dtype.itemsize for each, dtype in arrays)
 
 
-# One scale per row.
+# int8 with one scale per row.
 INT8 = WeightFormat("int8", None, "float32")
 
 
 class WeightArrays(NamedTuple):
-    """The arrays of a matrix ``[*out, in]``.
+    """The arrays that store a matrix ``[*out, in]``.
 
     Attributes:
-      values: floats or 8-bit values ``[*out, in]``, or 4-bit values, uint8 ``[*out, in / 2]``.
+      values: floats or 8-bit values ``[*out, in]``; or packed 4-bit values, uint8
+        ``[*out, in / 2]``.
       scales: floats ``[*out, in / group_size]``; None for plain floats.
       mins: floats ``[*out, in / group_size]``; None for no minima.
-      order: i32 ``[in]``, the input of each column; None for the original order.
+      order: i32 ``[in]``, the input that each column belongs to; None for the original order.
     """
 
     values: Any
@@ -138,7 +140,7 @@ class WeightArrays(NamedTuple):
     order: Any = None
 
     def merge_outputs(self, axis: int = 0) -> "WeightArrays":
-        """Merge all dimensions from `axis` on, except the last, into one dimension of outputs."""
+        """Merge all dimensions from `axis` on, except the last, into one output dimension."""
 
         def merge(array: Any) -> Any:
             if array is None:
@@ -150,11 +152,11 @@ class WeightArrays(NamedTuple):
 
 @short_repr
 class Stack(NamedTuple):
-    """The stacked weights of all layers, for kernels that read one layer of them in place.
+    """The stacked weights of all layers, for kernels that read a layer of them in place.
 
     Attributes:
-      arrays: the arrays of a `Weight`, each with a first dimension ``L``.
-      layer: i32 ``[]``, the layer to read.
+      arrays: the arrays of a `Weight`, each with an additional first dimension ``L``.
+      layer: i32 ``[]``, index of the layer to read.
     """
 
     arrays: WeightArrays
@@ -165,17 +167,17 @@ class Stack(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Weight:
-    """A weight matrix in any format, or the matrices of experts.
+    """A weight matrix in any format, or the weight matrices of all experts.
 
     Attributes:
-      values: ``[*out, in]`` floating point, int8 or float8_e4m3fn, or packed 4-bit values uint8
+      values: ``[*out, in]`` floating point, int8 or float8_e4m3fn; or packed 4-bit values, uint8
         ``[*out, in / 2]``.
-      scales: floating point ``[*out, groups]``; None if the values are the elements.
-      mins: floating point ``[*out, groups]``, or None.
-      order: i32 ``[in]``, the input of each column, or None.
-      stack: the stacked weights of all layers if the other arrays are slices of them, else None.
-      code: name of the code of the values (static); None for the dtype of `values`.
-      dtype: float dtype of the model (static). Matmuls with quantised values round `x` to it.
+      scales: floating point ``[*out, groups]``; None if `values` are the elements themselves.
+      mins: minima, floating point ``[*out, groups]``, or None.
+      order: i32 ``[in]``, the input that each column belongs to, or None.
+      stack: the stacked weights of all layers, if the other arrays are a layer of it; else None.
+      code: code of the values, see `WeightFormat` (static). None if it is the dtype of `values`.
+      dtype: float dtype of the model (static). Matmuls by a quantised weight round `x` to it.
     """
 
     values: jax.Array
@@ -188,7 +190,7 @@ class Weight:
 
     @property
     def arrays(self) -> WeightArrays:
-        """The arrays of the matrix."""
+        """The arrays that store the matrix."""
         return WeightArrays(self.values, self.scales, self.mins, self.order)
 
     @property
@@ -217,7 +219,7 @@ def pack(values: Any) -> Any:
     """Pack 4-bit values uint8 ``[..., in]`` into uint8 ``[..., in / 2]``.
 
     Example:
-      >>> pack(np.arange(32, dtype=np.uint8) % 16)[:3].tolist()
+      >>> pack(np.arange(32, dtype=np.uint8) % 16)[:3].tolist()  # byte 2: inputs 2 and 18, both 2
       [0, 17, 34]
     """
     halves = values.reshape(*values.shape[:-1], -1, 2, PACKED_BYTES)
@@ -226,7 +228,7 @@ def pack(values: Any) -> Any:
 
 
 def unpack(packed: Any) -> Any:
-    """Return the 4-bit values uint8 ``[..., in]`` of packed values uint8 ``[..., in / 2]``."""
+    """Unpack 4-bit values: return uint8 ``[..., in]`` from packed uint8 ``[..., in / 2]``."""
     xp = packed.__array_namespace__()
     blocks = packed.reshape(*packed.shape[:-1], -1, PACKED_BYTES)
     values = xp.stack([blocks & 15, blocks >> 4], axis=-2)
@@ -234,7 +236,7 @@ def unpack(packed: Any) -> Any:
 
 
 def numbers(values: Any, code: str) -> Any:
-    """Return the numbers float32 ``[..., in]`` of an array of values, see `CODES`."""
+    """Return the numbers that stored values stand for, float32 ``[..., in]``, see `CODES`."""
     if code not in CODES:
         return values.astype(np.float32)
     if code == "uint4":
@@ -250,7 +252,8 @@ def dequantise(arrays: WeightArrays, code: str) -> Any:
 
     Example:
       >>> values = np.array([[2, -4, 1, 3]], np.int8)
-      >>> dequantise(WeightArrays(values, np.array([[0.5, 2]], np.float32)), "int8").tolist()
+      >>> scales = np.array([[0.5, 2]], np.float32)  # groups of two inputs
+      >>> dequantise(WeightArrays(values, scales), "int8").tolist()
       [[1.0, -2.0, 2.0, 6.0]]
     """
     w = numbers(arrays.values, code)
@@ -265,19 +268,20 @@ def dequantise(arrays: WeightArrays, code: str) -> Any:
 
 
 def common_format(formats: Iterable[WeightFormat], num_inputs: int) -> WeightFormat | None:
-    """Return the smallest format that represents matrices of all formats exactly, or None.
+    """Return the smallest format that represents matrices of all given formats exactly.
 
-    Matrices that are fused into one parameter, such as those of queries, keys and values, need a
-    common format. The result is None if there is no such format.
+    Matrices that are fused into one parameter, such as the matrices of queries, keys and values,
+    need a common format. The result is None if there is no such format.
 
     Args:
       formats: formats of matrices with the same number of inputs.
-      num_inputs: that number.
+      num_inputs: the number of inputs.
 
     Example:
       >>> q4_0 = WeightFormat("int4", 32, "float16")
       >>> q6_k = WeightFormat("int8", 16, "float32")
-      >>> common_format([q4_0, q6_k], 64) == q6_k
+      >>> common_format([q4_0, q6_k], 64) == q6_k  # int4 fits int8, and groups of 32 fit groups of
+      16
       True
     """
     first, *others = dict.fromkeys(formats)
@@ -303,7 +307,7 @@ def common_format(formats: Iterable[WeightFormat], num_inputs: int) -> WeightFor
 
 
 def convert(arrays: WeightArrays, source: WeightFormat, target: WeightFormat) -> WeightArrays:
-    """Convert a matrix from its format to the result of `common_format`, exactly."""
+    """Convert a matrix exactly from format `source` to `target`, a result of `common_format`."""
     values, scales, mins, order = arrays
     if source == target:
         return arrays
@@ -325,19 +329,20 @@ def _repeat(groups: Any, repeats: int, dtype: str | None) -> Any:
 
 
 def divide_groups(format: WeightFormat, num_inputs: int, parts: int) -> WeightFormat:
-    """Return the format with groups so small that each part of the inputs has whole groups.
+    """Return the format with smaller groups, so that each part of the inputs has whole groups.
 
-    The inputs are divided into `parts` equal parts.
+    The inputs are divided into `parts` parts of equal size.
     """
     size = math.gcd(format.group_size or num_inputs, num_inputs // parts)
     return replace(format, group_size=size)
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """Return an array of floats of at most 16 bits as unsigned integers, other arrays unchanged.
+    """Bitcast an array of floats of at most 16 bits to unsigned integers.
 
-    Slice the result instead of the floats: XLA's CPU backend converts a whole array of such floats
-    to wider floats before it slices, but slices integers in place. The result has no gradient.
+    Other arrays are returned unchanged. Slice the result instead of the floats: before XLA's CPU
+    backend slices such floats, it converts the whole array to wider floats. It slices integers in
+    place. The result has no gradient.
     """
     if x.dtype.itemsize > 2 or not jnp.issubdtype(x.dtype, jnp.floating):
         return x
@@ -345,5 +350,5 @@ def as_bits(x: jax.Array) -> jax.Array:
 
 
 def from_bits(x: jax.Array, dtype: Any) -> jax.Array:
-    """Return the array that `as_bits` has converted."""
+    """Undo `as_bits`: return the array with its original `dtype`."""
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)

@@ -1,8 +1,8 @@
 # pyright: strict, reportUnknownMemberType=false
 """The public ops that change the pools: writes of keys and values, and copies of blocks.
 
-All return new pools. If the pools are donated they are updated in place, without a temporary copy.
-Pass the whole pools to the ops: slicing out a layer would copy it.
+All ops return new pools. If the pools are donated, they are updated in place, without a temporary
+copy. Pass whole pools to the ops, because slicing out a layer would copy it.
 """
 
 from typing import Any, cast
@@ -39,7 +39,8 @@ from paged_jax.kernels.opaque_call import without_index_checks
 from paged_jax.kernels.pool_format import query_dtype, wider_dtype
 from paged_jax.kernels.rows import set_rows
 
-# Maximum number of rows. Row indices are int32, including indices past the end for "no row".
+# Maximum number of rows of a pool. Indices of rows are int32, including the indices past the end
+# that mark dropped tokens.
 _MAX_ROWS = 2**31 - 1
 
 
@@ -58,16 +59,18 @@ def paged_write(
     backend: str | None = None,
     interpret: Interpret = False,
 ) -> Pools:
-    """Write K and V of N tokens to one layer of the pools; in place if the pools are donated.
+    """Write keys and values of N tokens to one layer of the pools.
 
-    Differentiable in the pools, `k` and `v`, unless the pools are quantised.
+    Donated pools are updated in place. The op is differentiable with respect to the pools, `k` and
+    `v`, unless the pools are quantised.
 
     Args:
       k_pool: ``[L, P, K, C, D]``, keys. Floating point, or int8 or float8_e4m3fn with scales. The
-        last dimension may be padded to a multiple of 128; the padding is then undefined.
+        last dimension may be padded to a multiple of 128. The op leaves undefined values in the
+        padding.
       v_pool: ``[L, P, K, C, U]``, values, of the dtype of `k_pool`. None if the values are the
-        first elements of the keys; `v` is then None too.
-      k: ``[N, K, D]`` floating point, cast to the dtype of the pool. For quantised pools it is
+        first elements of the keys. Then `v` must be None too.
+      k: ``[N, K, D]`` floating point, cast to the dtype of the pool. For a quantised pool it is
         rounded with one scale per token and head, see `quantise`.
       v: ``[N, K, U]``, like `k`. U is D in most models.
       blocks: integer ``[N]``, block of each token. A token is dropped if its block is not in
@@ -80,13 +83,14 @@ def paged_write(
       v_scale: scales of the values, like `k_scale`.
       backend: ``"triton"`` (GPU), ``"xla"``, or None for the best backend of the platform that the
         program is lowered for (static).
-      interpret: run the Pallas kernel of `backend` in its interpreter, on any platform (static).
+      interpret: whether to run the Pallas kernel of `backend` in Pallas' interpreter, on any
+        platform (static).
 
     Returns:
       The new `Pools`.
 
     Raises:
-      ValueError: shapes or dtypes do not match, scales are missing or superfluous, the pool has too
+      ValueError: shapes or dtypes do not match, scales are missing or not allowed, the pool has too
         many rows for int32 indices, arrays are on a mesh with explicit axes, or `backend` is
         unknown or does not run on the device of the arrays.
       NotImplementedError: `backend` does not support the arguments, or a gradient through a
@@ -95,7 +99,7 @@ def paged_write(
     Example:
       >>> k_pool, v_pool = jnp.zeros((2, 2, 4, 1, 8, 16))
       >>> new, blocks, offsets = jnp.ones((2, 1, 16)), jnp.array([3, 4]), jnp.array([7, 0])
-      >>> pools = paged_write(k_pool, v_pool, new, new, blocks, offsets, layer=1)
+      >>> pools = paged_write(k_pool, v_pool, new, new, blocks, offsets, layer=1)  # drops block 4
       >>> float(pools.k.sum()), float(pools.k[1, 3, 0, 7].sum())
       (16.0, 16.0)
     """
@@ -125,13 +129,15 @@ def paged_write(
 def _letters_of_new(
     function: str, pools: Pools, k: jax.Array, v: jax.Array | None
 ) -> tuple[dict[str, tuple[jax.Array, str]], int | None]:
-    """Return new keys and values as arguments of `dims.bind`, and U if it is not D.
+    """Return new keys and values with their dimension letters, as for `dims.bind`.
+
+    The second result is U, or None if U equals D.
 
     Raises:
       ValueError: there are values but no pool for them, or a pool but no values.
     """
     if (pools.v is None) != (v is None):
-        raise ValueError(f"{function}: v and v_pool must both be arrays, or both be None.")
+        raise ValueError(f"{function}: v and v_pool must both be arrays or both be None.")
     if v is None:
         return {"k": (k, "NKD")}, None
     value_dim = v.shape[-1] if v.ndim and k.shape[-1:] != v.shape[-1:] else None
@@ -157,21 +163,22 @@ def paged_rope_write(
     backend: str | None = None,
     interpret: Interpret = False,
 ) -> tuple[jax.Array, Pools]:
-    """Rotate queries and keys of a fused QKV projection, and write its keys and values.
+    """Rotate the queries and keys of a fused QKV projection, and write its keys and values.
 
-    These are the operations of a Llama layer between the QKV matmul and `paged_attention`: RMS norm
-    of the heads of queries and keys (optional), rotary embedding (RoFormer, section 3.2.2, with the
-    pairs ``x[i], x[i + D / 2]`` of Hugging Face), and `paged_write`. On GPUs they are one launch,
-    which reads the projection once. Differentiable in the pools, projection, rotations and norms,
+    These are the operations of a Llama layer between the QKV matmul and `paged_attention`. Queries
+    and keys are normalised by RMS norms (optional). They are rotated by rotary embeddings
+    (RoFormer, section 3.2.2, with the pairs ``x[i], x[i + D / 2]`` of Hugging Face). Keys and
+    values are written by `paged_write`. On GPUs this takes one launch, which reads the projection
+    once. The op is differentiable with respect to the pools, projection, rotations and norms,
     unless the pools are quantised. It has the arguments of `paged_write`, except:
 
     - `qkv` instead of `k` and `v`: ``[N, K, G + 2, D]`` floating point, the G queries, the key and
-      the value of each KV head. This order can be sharded over KV heads. D must be even. The op
-      computes in float32.
+      the value of each KV head. In this order, the projection can be sharded over KV heads. D must
+      be even. The op computes in float32.
     - `cos`, `sin`: f32 ``[N, D / 2]``, cosine and sine of the rotation angle of each pair.
     - `q_norm`, `k_norm`: ``[D]``, weights of the RMS norms of queries and keys, as in Qwen3; None
       for no norms.
-    - `norm_eps`: added to the mean square of a head (static).
+    - `norm_eps`: constant added to the mean square of a head (static).
 
     Returns:
       ``(q, pools)``: the queries ``[N, H, D]`` of all tokens, in the dtype of the pools or bfloat16
@@ -226,16 +233,17 @@ def copy_blocks(
     backend: str | None = None,
     interpret: Interpret = False,
 ) -> Pools:
-    """Copy blocks to other blocks, in all layers; in place if the pools are donated.
+    """Copy blocks to other blocks, in all layers.
 
-    Each copied block is read and written once. The op is differentiable in the pools and scales, to
-    any order, in forward and reverse mode. In reverse mode, the gradient in a target is added to
-    the gradient in its source. The pools, `k_scale`, `v_scale`, `backend` and `interpret` are as in
-    `paged_write`. The other arguments are:
+    Donated pools are updated in place. Each copied block is read and written once. The op is
+    differentiable with respect to the pools and scales, to any order, in forward and reverse mode.
+    In reverse mode, the gradient of a target is added to the gradient of its source. The pools,
+    `k_scale`, `v_scale`, `backend` and `interpret` are as in `paged_write`. The other arguments
+    are:
 
-    - `sources`: integer ``[N]``, blocks to copy.
-    - `targets`: integer ``[N]``, distinct blocks that are overwritten; none is also a source. Pairs
-      are ignored if either block is not in 0..P - 1.
+    - `sources`: integer ``[N]``, ids of the blocks to copy.
+    - `targets`: integer ``[N]``, ids of the blocks to overwrite. They must be distinct and must not
+      be sources too. A pair of a source and a target is ignored if one of them is not in 0..P - 1.
 
     Returns:
       The new `Pools`.
@@ -247,7 +255,7 @@ def copy_blocks(
     Example:
       >>> k_pool = v_pool = jnp.arange(4.0).reshape(1, 4, 1, 1, 1)
       >>> pools = copy_blocks(k_pool, v_pool, jnp.array([3, 4]), jnp.array([0, 1]))
-      >>> pools.k.ravel().tolist()
+      >>> pools.k.ravel().tolist()  # there is no block 4
       [3.0, 1.0, 2.0, 3.0]
     """
     sources, targets = jnp.asarray(sources), jnp.asarray(targets)
@@ -281,7 +289,7 @@ def _copy_jvp(
     P = pools.num_blocks
     is_copy = (sources >= 0) & (sources < P) & (targets >= 0) & (targets < P)
     sources = jnp.where(is_copy, sources, 0)
-    # Dropped pairs get distinct targets past the end: JAX transposes a scatter only if its indices
+    # Ignored pairs get distinct targets past the end: JAX transposes a scatter only if its indices
     # are unique.
     targets = jnp.where(is_copy, targets, P + jnp.arange(targets.size, dtype=jnp.int32))
 
@@ -307,26 +315,27 @@ def write_kv_pages(
     k_scale: float | jax.Array | None = None,
     v_scale: float | jax.Array | None = None,
 ) -> jax.Array:
-    """Write K and V of N tokens to interleaved pages; in place if the pages are donated.
+    """Write keys and values of N tokens to interleaved pages.
 
-    `ragged_paged_attention` reads these pages. If a program has one slot number for each token
-    (``page * C + offset``), pass ``*jnp.divmod(slots, C)`` as `pages` and `offsets`.
+    `ragged_paged_attention` reads these pages. Donated pages are updated in place. If a program has
+    one slot number for each token (``page * C + offset``), pass ``*jnp.divmod(slots, C)`` as
+    `pages` and `offsets`.
 
     Args:
       kv_pages: ``[P, C, 2 * K, D]``, see `ragged_paged_attention`.
       k: ``[N, K, D]`` floating point, cast to the dtype of the pages.
-      v: ``[N, K, D]`` floating point, cast as `k`. None for pages ``[P, C, 1, D]``, which have
+      v: ``[N, K, D]`` floating point, cast like `k`. None for pages ``[P, C, 1, D]``, which have
         keys only.
       pages: integer ``[N]``, page of each token. A token is dropped if its page is not in 0..P - 1.
       offsets: integer ``[N]``, position of each token in its page. A token is dropped if its offset
         is not in 0..C - 1. Written tokens must have different positions.
-      k_scale: number or JAX array of one element; `k` is divided by it before the cast. Pass the
+      k_scale: number, or JAX array of one element. `k` is divided by it before the cast. Pass the
         same factor to `ragged_paged_attention`. None for 1.
       v_scale: factor of the values, like `k_scale`.
 
     Returns:
-      The new pages. For int8 pages, keys and values are rounded to integers. Keys and values
-      outside of the range of int8 or float8 pages become its ends. The op is differentiable in
+      The new pages. For int8 pages, keys and values are rounded to integers. For int8 and float8
+      pages, they are clipped to the range of the dtype. The op is differentiable with respect to
       `kv_pages`, `k` and `v`, unless the pages are int8 or float8.
 
     Raises:
@@ -336,7 +345,7 @@ def write_kv_pages(
     Example:
       >>> kv_pages, k = jnp.zeros((4, 8, 2, 16)), jnp.ones((2, 1, 16))
       >>> kv_pages = write_kv_pages(kv_pages, k, 2 * k, jnp.array([3, -1]), jnp.array([7, 0]))
-      >>> kv_pages[3, 7, :, 0].tolist(), float(kv_pages.sum())
+      >>> kv_pages[3, 7, :, 0].tolist(), float(kv_pages.sum())  # page -1 is dropped
       ([1.0, 2.0], 48.0)
     """
     function = "write_kv_pages"
@@ -356,8 +365,8 @@ def write_kv_pages(
     )
     if (v is None) != (kv_pages.shape[2] == 1):
         raise ValueError(
-            f"{function}: v must be None if and only if kv_pages have keys only, [P, C, 1, D], got "
-            f"kv_pages of shape {list(kv_pages.shape)}."
+            f"{function}: v must be None if kv_pages have shape [P, C, 1, D], that is, keys only, "
+            f"and else an array, got kv_pages of shape {list(kv_pages.shape)}."
         )
     P, C, N = sizes["P"], sizes["C"], sizes["N"]
     check_num_rows(function, (1, P, 1, C, 1), num_new=N)
@@ -377,7 +386,7 @@ def write_kv_pages(
 
 
 def _to_page_dtype(function: str, x: jax.Array, dtype: Any) -> jax.Array:
-    """Cast keys or values to the dtype of the pages, clipped to the range of int8 or float8."""
+    """Cast keys or values to the dtype of pages, clipped to the range of int8 or float8."""
     if dtype.itemsize > 1:
         return x.astype(dtype)
     x = _without_gradient(function, x)
@@ -389,7 +398,7 @@ def _to_page_dtype(function: str, x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _check_rope_write(function: str, args: RopeWriteArgs) -> dict[str, int]:
-    """Check that the arrays match, and return the size of each dimension letter."""
+    """Check the arguments of `paged_rope_write`; return the size of each dimension letter."""
     qkv, pools = args.qkv, args.pools
     if qkv.ndim != 4 or qkv.shape[2] <= 2:
         raise ValueError(
@@ -407,7 +416,7 @@ def _check_rope_write(function: str, args: RopeWriteArgs) -> dict[str, int]:
     for name, array in {"cos": args.cos, "sin": args.sin}.items():
         if array.shape != (N, D // 2) or array.dtype != jnp.float32:
             raise ValueError(
-                f"{function}: {name} must be f32 [N, D / 2], here {[N, D // 2]}, "
+                f"{function}: {name} must be f32 [N, D / 2] = {[N, D // 2]}, "
                 f"got {array.dtype} {list(array.shape)}."
             )
     check_floating(function, qkv=qkv, **{name: x for name, (x, _) in norms.items()})
@@ -431,7 +440,7 @@ def _without_gradient(function: str, new: jax.Array) -> jax.Array:
 def check_num_rows(function: str, shape: tuple[int, ...], num_new: int = 0) -> None:
     """Check that int32 can index the rows of a pool ``[L, P, K, C, D]``.
 
-    A row is a token and a KV head of a layer. A write needs `num_new` more indices past the end.
+    A row is a token of a KV head in a layer. A write needs `num_new` more indices, past the end.
 
     Raises:
       ValueError: the pool has too many rows.
