@@ -44,7 +44,7 @@ def without_index_checks(function: Fn, *, static_argnums: tuple[int, ...] = ()) 
     Example:
       >>> from jax.experimental import checkify
       >>> put = without_index_checks(lambda x, index: x.at[index].set(1, mode="drop"))
-          >>> error, x = checkify.checkify(put, errors=checkify.index_checks)(jax.numpy.zeros(2), 2)
+      >>> error, x = checkify.checkify(put, errors=checkify.index_checks)(jax.numpy.zeros(2), 2)
       >>> error.get() is None, x.tolist()
       (True, [0.0, 0.0])
     """

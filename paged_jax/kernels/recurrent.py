@@ -366,8 +366,8 @@ def _decayed_products(
     of tokens and each element is computed. For keys before the block, both factors are relative to
     the beginning of the block, so neither overflows::
 
-            token j ------> beginning of the block of i ------> token i
-                     to_block                       from_start
+        token j ------> beginning of the block of i ------> token i
+                 to_block                       from_start
 
     Args:
       q: float32 ``[B, Q, K, tile, D]``.

@@ -258,7 +258,7 @@ def test_choose_backend_gives_reasons() -> None:
     choice = choose_backend(problem(op="write"), "cpu")
     assert choice == ("xla", "cpu leaves write to XLA")
     wide = problem(sizes=(("D", 640),))
-    reason = "cpu does not support the call: its values have at most 512 elements, not 640"
+    reason = "cpu does not support the call: values must have at most 512 elements, got 640"
     assert choose_backend(wide, "cpu") == ("xla", reason)
 
 

@@ -94,7 +94,7 @@ def kept_files(folder: Path) -> list[Path]:
         (library.SWITCH, "0", "PAGED_JAX_CPU_KERNELS is 0", 0),
         ("CXX", "false", "false says: ", 1),
         ("CXX", "no-such-compiler -O3", "no-such-compiler could not be run: ", 1),
-        ("CXX", 'g++ "open', 'CXX is not a command, No closing quotation: g\\+\\+ "open', 1),
+        ("CXX", 'g++ "open', 'CXX must be a command, got g\\+\\+ "open: No closing quotation', 1),
         ("CXX", "''", " could not be run: ", 1),
         ("CXX", "true", "true wrote no file", 1),
         ("PATH", "/nowhere", "there is no C\\+\\+ compiler: install g\\+\\+ or clang\\+\\+", 1),

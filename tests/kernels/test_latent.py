@@ -132,7 +132,7 @@ def test_separate_values_of_another_size_are_refused_by_kernels(name) -> None:
     batch = PagedBatch.random([9], K=1, D=D, lanes=128)
     batch.value_dim = U
     with pytest.raises(
-        NotImplementedError, match="paged_attention: .* does not support the call: its values have"
+        NotImplementedError, match="paged_attention: .* does not support the call: it reads a pool"
     ):
         batch.decode(queries((1, 4, D)), **BACKENDS[name])
 

@@ -1,13 +1,13 @@
 """Backend for CPUs: C++ kernels that are compiled on the machine that runs them.
 
 XLA's CPU backend has no matmul that takes rows by index, so it copies K and V of each tile out of
-the pool. When it multiplies few rows, it reads bfloat16 weights at a third of the memory's speed.
-The kernels in `source/` read both the pool and the weights in place. They run on XLA's own threads,
-through its foreign function interface.
+the pool. If it multiplies few rows by bfloat16 weights, it reads the weights at a third of the
+memory's speed. The kernels in `source/` read both the pool and the weights in place. They run on
+XLA's own threads, through its foreign function interface (FFI).
 
-Each call (`library.call`) has an equivalent function in plain JAX. It replaces the kernel if the
-kernel cannot be compiled, on other platforms, in exported programs, and in programs that XLA
-partitions over devices.
+Each call of a kernel (`library.call`) has an equivalent function in plain JAX. The function
+replaces the kernel if the kernel cannot be compiled, on other platforms, in exported programs, and
+in programs that XLA partitions over devices.
 """
 
 import dataclasses
@@ -48,44 +48,46 @@ from paged_jax.kernels.dispatch import general_backend
 from paged_jax.kernels.ragged_chunks import attend_in_parts
 from paged_jax.kernels.weight_formats import CODES, PACKED_INPUTS, Weight, WeightArrays
 
-# Maximum elements of a value: the size of arrays on the stack of the attention kernels (MAX_U in
-# `source/decode.cc`).
+# Maximum number of elements of a value: the size of arrays on the stack of the attention kernels
+# (MAX_U in `source/decode.cc`).
 _MAX_VALUE_DIM = 512
 
-# Maximum elements of a key of the delta rule: the size of arrays on the stack (MAX_D in
+# Maximum number of elements of a key of the delta rule: the size of arrays on the stack (MAX_D in
 # `source/state_rows.h`).
 _MAX_KEY_DIM = 1024
 
 _INT8 = jnp.dtype(jnp.int8)
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
-# Formats of 4-bit values (`weight_formats.CODES`) with numbers that bfloat16 must round.
+# Codes of 4-bit values (`weight_formats.CODES`) with numbers that bfloat16 cannot represent
+# exactly.
 _INEXACT_CODES = ("nf4", "fp4")
 
-# The number of inputs in a group of packed 4-bit values must be a multiple of this, because the
-# kernels process two pairs of inputs at a time (`source/codes.h`).
+# Packed 4-bit values must have groups of a multiple of this number of inputs, because the kernels
+# process two pairs of inputs at a time (`source/codes.h`).
 _PACKED_GROUP = 4
 
-# Codes that consist of integers or halves of integers. The kernels multiply them by int8 inputs.
+# Codes with numbers that are integers or halves of integers. The kernels can multiply them by int8
+# inputs.
 _INT8_CODES = ("int8", "int4", "uint4", "e2m1")
 
-# Maximum number of inputs that share a scale if they are rounded to int8 (`source/panels.h`).
+# Maximum number of inputs with a common scale when inputs are rounded to int8 (`source/panels.h`).
 _INT8_SEGMENT = 64
 
 
 def _attention_refusal(problem: Problem) -> str | None:
-    """Return why the kernels cannot solve a problem of attention, or None if they can."""
+    """Return why the kernels do not support the attention `problem`, or None if they do."""
     if problem.value_dim > _MAX_VALUE_DIM:
-        return f"its values have at most {_MAX_VALUE_DIM} elements, not {problem.value_dim}"
+        return f"values must have at most {_MAX_VALUE_DIM} elements, got {problem.value_dim}"
     dtype = jnp.dtype(problem.pool_dtype)
     if dtype not in ELEMENTS:
-        return f"its pools are {', '.join(each.name for each in ELEMENTS)}, not {dtype}"
+        return f"pools must be one of {', '.join(each.name for each in ELEMENTS)}, got {dtype}"
     return None
 
 
 @functools.partial(jax.jit, static_argnames="options")
 def _attend(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-    """Run a decode or prefill by `source/decode.cc` or `source/prefill.cc`."""
+    """Run a decode by `source/decode.cc`, or a prefill by `source/prefill.cc`."""
     pools, sinks = args.pools, args.sinks
     is_interleaved = isinstance(pools, Pages)
     keys = pools.kv if isinstance(pools, Pages) else pools.k
@@ -113,14 +115,22 @@ def _attend(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array
 
 
 def _quantised_kernel(op: QuantisedOp, w: Weight) -> Kernel:
-    """Return the kernel for a weight. It multiplies in float32 if bfloat16 would lose bits."""
+    """Return the kernel that multiplies by a quantised weight.
+
+    It multiplies in bfloat16 only if this is the dtype of the model and represents the code
+    exactly.
+    """
     is_bfloat16 = w.dtype == jnp.bfloat16 and w.format.code not in _INEXACT_CODES
     dtype = jnp.dtype(jnp.bfloat16 if is_bfloat16 else jnp.float32)
     return Kernel(op, dtype, PACKED if w.format.is_packed else w.format.code)
 
 
 def _int8_kernel(op: QuantisedOp, w: Weight) -> Kernel:
-    """Return the kernel for a weight. It rounds inputs to int8, if it can multiply by the code."""
+    """Return the kernel that multiplies by a quantised weight and rounds inputs to int8.
+
+    For codes that it cannot multiply by int8 inputs, the kernel is the result of
+    `_quantised_kernel`.
+    """
     kernel = _quantised_kernel(op, w)
     return kernel._replace(dtype=_INT8) if w.format.code in _INT8_CODES else kernel
 
@@ -132,9 +142,8 @@ def _linear(
 ) -> jax.Array:
     """Multiply the last dimension of `x` by a weight; see `paged_jax.kernels.linear.linear`.
 
-    The result of a row does not depend on the number of rows. A row of zeros, such as padding,
-    costs nothing and gives zeros for any weight. `find_kernel` chooses the kernel for a quantised
-    weight.
+    The result of a row does not depend on the number of rows. Rows of zeros, such as padding, take
+    no time, and give zeros for any weight. `find_kernel` returns the kernel for a quantised weight.
     """
     if not _has_kernel_for(math.prod(x.shape[:-1]), w):
         return general_backend().linear(x, w)
@@ -166,14 +175,14 @@ def _has_kernel_for(num_rows: int, w: Weight) -> bool:
 
 
 def _quantised_refusal(w: Weight) -> str | None:
-    """Return why the kernels do not support the format of a quantised weight, or None."""
+    """Return why the kernels do not support a quantised weight, or None if they do."""
     if w.format.is_packed and (w.format.group_size or w.shape[-1]) % _PACKED_GROUP:
-        return f"groups of 4-bit values have a multiple of {_PACKED_GROUP} inputs"
+        return f"groups of 4-bit values must have a multiple of {_PACKED_GROUP} inputs"
     return None
 
 
 def _round_inputs(x: jax.Array, w: Weight, kernel: Kernel) -> jax.Array:
-    """Round float32 inputs to the dtype of a quantised weight, unless the kernel rounds them."""
+    """Round inputs to the dtype of the model, as float32, unless the kernel rounds them."""
     if w.dtype == jnp.float32 or kernel.dtype != jnp.float32:
         return x.astype(jnp.float32)
     limits = jnp.finfo(w.dtype)  # XLA may remove a cast to a smaller dtype and back
@@ -189,10 +198,14 @@ def _plain_int8_grouped_linear(x: jax.Array, w: Weight, sizes: jax.Array) -> jax
 
 
 def _round_to_int8(x: jax.Array, w: Weight) -> tuple[jax.Array, Weight]:
-    """Round the inputs of a weight as the kernels do (`source/panels.h`); return both.
+    """Round the inputs of a matmul to int8 as the kernels do (`source/panels.h`).
 
-    A segment of a group has one scale, so that its largest magnitude becomes 127. The result is
-    float32, in the order of the columns of the weight. Derivatives ignore the rounding.
+    Each segment of a group of inputs has a scale, so that its largest magnitude becomes 127.
+    Derivatives ignore the rounding.
+
+    Returns:
+      The rounded inputs in float32, in the order of the columns of the weight; and the weight
+      without its order.
     """
     x = (x if w.order is None else x[..., w.order]).astype(jnp.float32)
     size = w.format.group_size or x.shape[-1]
@@ -208,7 +221,7 @@ def _round_to_int8(x: jax.Array, w: Weight) -> tuple[jax.Array, Weight]:
 
 
 def _quantised_operands(w: Weight, stacked: WeightArrays, layer: jax.Array) -> Arrays:
-    """Return the operands after `x`, in the order of `source/quantised_call.h`."""
+    """Return the operands of a kernel after `x`, in the order of `source/quantised_call.h`."""
     table = jnp.asarray(CODES.get(w.format.code, np.zeros(16)), jnp.float32)
     operands = stacked.values, stacked.scales, table, layer, stacked.mins, stacked.order
     return tuple(operand for operand in operands if operand is not None)
@@ -220,7 +233,7 @@ def _flags(w: Weight) -> Attributes:
 
 
 def _copies_weights(dtype: DTypeLike) -> bool:
-    """Return whether programs for this machine convert all weights of a dtype to float32 first."""
+    """Return whether programs for this machine convert all weights of a dtype to float32."""
     dtype = jnp.dtype(dtype)
     if dtype == jnp.int8:
         kernel = Kernel("quantised_linear", jnp.dtype(jnp.bfloat16), "int8")
@@ -230,9 +243,10 @@ def _copies_weights(dtype: DTypeLike) -> bool:
 
 
 def _sum_rows(x: jax.Array) -> jax.Array:
-    """Sum float32 ``[..., N]`` over the last dimension, as a matmul with ones. Differentiable.
+    """Sum float32 ``[..., N]`` over the last dimension, as a matmul with ones.
 
-    The order of summation does not depend on the other dimensions. One thread sums all rows.
+    The order of summation does not depend on the other dimensions. One thread sums all rows. The op
+    is differentiable.
     """
     ones = jnp.ones((1, x.shape[-1]), jnp.float32)
     matmul = _Matmul(Kernel("linear", ones.dtype), _plain_sum_rows)
@@ -245,11 +259,11 @@ def _plain_sum_rows(x: jax.Array, ones: Weight) -> jax.Array:
 
 
 class _Matmul(NamedTuple):
-    """A matmul kernel, and the same matmul in plain JAX. Hashable.
+    """A matmul kernel, and an equivalent function in plain JAX. Instances are hashable.
 
     Attributes:
       kernel: the kernel.
-      plain: a function of `x` and a `Weight`.
+      plain: the equivalent function of `x` and a `Weight`.
       attributes: static parameters of the kernel.
     """
 
@@ -260,9 +274,10 @@ class _Matmul(NamedTuple):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _multiply(matmul: _Matmul, x: jax.Array, w: Weight, operands: Arrays) -> jax.Array:
-    """Multiply ``[..., in]`` by `source/linear.cc` or `source/quantised_linear.cc`, in float32.
+    """Multiply ``[..., in]`` by a weight, in float32, by the kernel ``matmul.kernel``.
 
-    Differentiable like ``matmul.plain``, which multiplies by `w`. The kernel reads `operands`.
+    `operands` are the operands of the kernel after `x`. JAX differentiates ``matmul.plain``, which
+    multiplies by `w`.
     """
     rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
     return _multiply_rows(matmul, rows, w, operands).reshape(*x.shape[:-1], w.values.shape[0])
@@ -287,11 +302,11 @@ def _grouped_linear(
     sizes: jax.Array,
     find_kernel: Callable[[QuantisedOp, Weight], Kernel] = _quantised_kernel,
 ) -> jax.Array:
-    """Multiply rows by the weights of their groups.
+    """Multiply rows by the weights of their groups, see `paged_jax.kernels.grouped_linear`.
 
-    It uses `source/grouped_linear.cc` or `source/quantised_grouped_linear.cc`. The result of a row
-    does not depend on the other rows. See `paged_jax.kernels.grouped_linear`, and `_linear` for
-    `find_kernel`.
+    The kernel is `source/grouped_linear.cc` or `source/quantised_grouped_linear.cc`. The result of
+    a row does not depend on the other rows. `find_kernel` returns the kernel for a quantised
+    weight.
     """
     layer = jnp.asarray(w.stack.layer if w.stack else 0, jnp.int32)
     stacked, plain = _stacked_arrays(w), general_backend().grouped_linear
@@ -310,13 +325,13 @@ def _grouped_linear(
 
 
 def _grouped_linear_refusal(x: jax.Array, w: Weight, sizes: jax.Array) -> str | None:
-    """Return why the kernel cannot multiply these arrays, or None if it can."""
+    """Return why the kernels do not support these arrays, or None if they do."""
     del x, sizes
     return None if w.scales is None else _quantised_refusal(w)
 
 
 def _copies_expert_weights(dtype: DTypeLike) -> bool:
-    """Return whether programs for this machine convert all weights of experts to float32 first."""
+    """Return whether programs for this machine convert all expert weights to float32."""
     dtype = jnp.dtype(dtype)
     return dtype == jnp.bfloat16 and load(Kernel("grouped_linear", dtype)).target is None
 
@@ -324,7 +339,8 @@ def _copies_expert_weights(dtype: DTypeLike) -> bool:
 def _set_rows(plain: PlainFunction, rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
     """Set rows of an array by `source/set_rows.cc`, in place if `rows` is donated.
 
-    `paged_jax.kernels.rows.set_rows` explains the arrays. `plain` does the same in plain JAX.
+    See `paged_jax.kernels.rows.set_rows` for the arrays. `plain` is the equivalent function in
+    plain JAX.
     """
     arrays = rows, index, new
     [out] = call(Kernel("set_rows", rows.dtype), arrays, plain, arrays, is_in_place=True)
@@ -338,17 +354,17 @@ def _sets_rows_in_place(dtype: DTypeLike) -> bool:
 
 
 def _state_refusal(step: StateStep) -> str | None:
-    """Return why the kernels cannot run a step of recurrent layers, or None if they can."""
+    """Return why the kernels do not support a step of recurrent layers, or None if they do."""
     dtype = step.rows.pool.dtype
     if dtype not in (_FLOATS if isinstance(step, ConvolutionStep) else (jnp.float32,)):
-        return f"its states are {dtype}"
+        return f"states must be float32, or any float dtype for convolutions, got {dtype}"
     if isinstance(step, DeltaStep) and step.k.shape[-1] > _MAX_KEY_DIM:
-        return f"its keys have at most {_MAX_KEY_DIM} elements, not {step.k.shape[-1]}"
+        return f"keys must have at most {_MAX_KEY_DIM} elements, got {step.k.shape[-1]}"
     return None
 
 
 def _advance_rows(step: StateStep) -> tuple[jax.Array, jax.Array]:
-    """Run a step of recurrent layers by `source/*_step.cc`. The pool is updated in place."""
+    """Run a step of recurrent layers by `source/*_step.cc`, which updates the pool in place."""
     rows, pool = step.rows, step.rows.pool
     if isinstance(step, ConvolutionStep):
         op, F = "convolution_step", step.x.shape[1]
@@ -371,7 +387,7 @@ def _plain_step(step: StateStep) -> tuple[jax.Array, jax.Array]:
 
 @dataclass(frozen=True)
 class Cpu:
-    """The backend ``"cpu"``. It has no ops for writes and copies of blocks: XLA runs them."""
+    """The backend ``"cpu"``. XLA does the writes and the copies of blocks."""
 
     platform: ClassVar[str | None] = "cpu"
 
@@ -395,12 +411,12 @@ class Cpu:
     is_any_missing = staticmethod(library.is_any_missing)
 
     def unavailable(self, problem: Problem) -> str | None:
-        """Compile the kernel for a problem. Return why that failed, or None if it succeeded."""
+        """Compile the kernel for a problem; return why that failed, or None if it succeeded."""
         op = "prefill" if problem.op == "prefill" else "decode"
         return load(Kernel(op, jnp.dtype(problem.pool_dtype))).why_not
 
     def is_available(self) -> bool:
-        """Return whether this machine has the kernels, or a compiler for them."""
+        """Return whether this machine has the C++ kernels, or a compiler for them."""
         return load(Kernel("linear", jnp.dtype(jnp.float32))).target is not None
 
     def attend_ragged(
@@ -416,9 +432,10 @@ class Cpu:
 
 @dataclass(frozen=True)
 class CpuInt8:
-    """The backend ``"cpu_int8"``: matmuls with the codes `_INT8_CODES` round their inputs to int8.
+    """The backend ``"cpu_int8"``: matmuls round inputs to int8 if weights have `_INT8_CODES`.
 
-    Its other ops are the ops of ``"cpu"``. It has no attention, which uses the best backend.
+    Its other ops are the same as in ``"cpu"``. It has no attention, so attention uses the best
+    backend.
     """
 
     platform: ClassVar[str | None] = "cpu"
@@ -432,9 +449,10 @@ class CpuInt8:
     advance_rows = staticmethod(_advance_rows)
 
     def unavailable_for(self, codes: Collection[str]) -> str | None:
-        """Return where weights with these codes have no int8 inputs, a phrase; None if some have.
+        """Compile the kernels for weights with these codes; return why no inputs become int8.
 
-        Compiles the kernels for the codes.
+        The result is a phrase, such as "on a processor without AVX512-VNNI". It is None if the
+        inputs of some of the weights are rounded to int8.
         """
         if "avx512_vnni" not in library.processor():
             return "on a processor without AVX512-VNNI"

@@ -1,7 +1,7 @@
-"""The C++ kernels for CPUs: their ops, dtypes and static parameters, and a self-test of each.
+"""Descriptions of the C++ kernels for CPUs: ops, dtypes, static parameters and self-tests.
 
-A self-test is a small problem that NumPy solves as well. `library` runs the test of a kernel when
-it loads the kernel, before programs call it.
+A self-test is a small problem that is also solved by NumPy. When `library` loads a kernel, it runs
+the self-test, before programs call the kernel.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,11 +23,11 @@ ELEMENTS: dict[Any, str] = {
     jnp.dtype(jnp.float8_e4m3fn): "Float8",
 }
 
-# Formats of quantised values, each with the name of its type in the C++ sources. One kernel
-# multiplies by all formats of packed 4-bit values.
+# Codes of quantised weights, each with the name of its type in the C++ sources. All codes of packed
+# 4-bit values share a kernel.
 PACKED = "packed"
 CODE_ELEMENTS = {"int8": "Int8", "float8_e4m3fn": "Float8", PACKED: "Packed"}
-# Keys of `CODE_ELEMENTS` with kernels that round inputs to int8.
+# Keys of `CODE_ELEMENTS` for which a kernel can round the inputs to int8.
 INT8_INPUT_CODES = ("int8", PACKED)
 
 FloatOp = Literal[
@@ -39,13 +39,13 @@ KernelOp = FloatOp | QuantisedOp
 
 
 class Kernel(NamedTuple):
-    """A C++ kernel: an op for a dtype.
+    """A C++ kernel, compiled for a dtype.
 
     Attributes:
-      op: the op, which is also the name of the C++ source.
-      dtype: dtype of the pools or of the weights. For quantised weights, the dtype that inputs are
-        rounded to, float32, bfloat16, or int8 with scales.
-      code: a name in `CODE_ELEMENTS` if the weights are quantised, else None.
+      op: name of the op and of the C++ source.
+      dtype: dtype of the pools or of the weights. If the weights are quantised, the dtype that the
+        inputs are rounded to: float32, bfloat16, or int8 with scales.
+      code: key of `CODE_ELEMENTS` if the weights are quantised, else None.
     """
 
     op: KernelOp
@@ -72,7 +72,7 @@ def attention_attributes(
     }
 
 
-Results = tuple[np.ndarray, np.ndarray]  # results of a kernel, and the expected results
+Results = tuple[np.ndarray, np.ndarray]  # the result of a kernel, and the expected result
 
 
 def _test_linear(target: str, kernel: Kernel) -> Results:
@@ -83,13 +83,16 @@ def _test_linear(target: str, kernel: Kernel) -> Results:
 
 
 def _quantised_problem(kernel: Kernel) -> tuple[np.ndarray, list[Any], np.ndarray]:
-    """Return a problem with three experts: `x`, the other operands, and the weights in float32."""
+    """Return a problem with three experts: `x`, the other operands, and the weights.
+
+    The weights are float32, the expected result of dequantisation.
+    """
     rng = np.random.default_rng(0)
     is_packed = kernel.code == PACKED
     K, groups = (96, 3) if is_packed else (77, 7)
     x = rng.integers(-8, 8, (7, K)).astype(np.float32) / 8
     if kernel.dtype == jnp.int8:
-        x[:, :: K // groups] = 127 / 8  # so that no segment is rounded
+        x[:, :: K // groups] = 127 / 8  # so that rounding segments to int8 is exact
     values = rng.integers(0 if is_packed else -8, 16, (2, 3, 37, K))
     values[..., 0] = 15 if is_packed else -128
     scales, mins = rng.integers(1, 8, (2, 2, 3, 37, groups)) / np.float32(8)
@@ -128,7 +131,10 @@ def _test_grouped_linear(target: str, kernel: Kernel) -> Results:
 
 
 def _test_attention(target: str, kernel: Kernel) -> Results:
-    """Attend with the last query of a sequence (decode), or with the last 7 queries (prefill)."""
+    """Test a decode or prefill of a single sequence.
+
+    The queries are the last query of the sequence in a decode, or the last 7 queries in a prefill.
+    """
     rng = np.random.default_rng(0)
     is_decode, dtype = kernel.op == "decode", kernel.dtype
     P, K, C, D, H, length, T = 4, 2, 8, 24, 6, 21, 1 if is_decode else 7
@@ -228,7 +234,10 @@ def _test_step(
     out_shape: tuple[int, ...],
     advance: Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]],
 ) -> Results:
-    """Advance three rows: rows 0 and 1 share a state, which row 0 overwrites, row 2 reads zeros."""
+    """Test a step of a recurrent layer with three rows.
+
+    Rows 0 and 1 read the same entry, which row 0 overwrites. Row 2 reads zeros.
+    """
     pool = np.random.default_rng(1).integers(-8, 8, (2, 4, *shape)).astype(np.float32)
     ids = np.array([1, 1, 4], np.int32), np.array([1, 3, 0], np.int32)
     outs = [jax.ShapeDtypeStruct(pool.shape, kernel.dtype)]

@@ -1,16 +1,17 @@
 """Compilation, cache, loading, self-test and calls of the C++ kernels for CPUs.
 
-There is one shared library for each kernel and dtype. It is compiled when a program first needs it,
+There is one shared library for each kernel and dtype. When a program first needs it, it is compiled
 in about two seconds, for the processor of this machine and with the headers of the installed
-jaxlib. It must solve a small problem before programs call it. The user's cache folder keeps it
+jaxlib. It must solve a small problem before programs call it. The user's cache folder keeps it,
 under a name with two digests:
 
     paged_jax_decode_float32_0123456789abcdef.0f1e2d3c....so
     `------- target: kernel, inputs --------' `-- content --'
 
 The first digest covers everything that the machine code depends on. The second digest is the
-SHA-256 of the file. If the content does not match it, the file is damaged: it is deleted and
-compiled again. A truncated library must not be loaded, because that kills the process.
+SHA-256 of the file. If the content of the file does not match it, the file is damaged. It is then
+deleted, and compiled again. A truncated library must never be loaded, because that kills the
+process.
 
 A call is a JAX primitive with an equivalent function in plain JAX. When a program is lowered for a
 single CPU of this machine, the primitive becomes a custom call of the kernel. Otherwise, the
@@ -57,19 +58,19 @@ from paged_jax.kernels.cpu.kernels import (
 
 _logger = logging.getLogger(__name__)
 
-# Environment variable. If it is 0, programs do not call the kernels.
+# Name of an environment variable. If it is 0, programs do not call the kernels.
 SWITCH = "PAGED_JAX_CPU_KERNELS"
 
 _SOURCE = Path(__file__).parent / "source"
-_TIMEOUT = 120.0  # maximum seconds for a run of the compiler
+_TIMEOUT = 120.0  # maximum duration of a compiler run in seconds
 
 
 class LoadedKernel(NamedTuple):
     """Result of loading a kernel.
 
     Attributes:
-      target: the FFI target of the kernel in programs; None if it is unavailable.
-      why_not: why it is unavailable; None if it is available.
+      target: name of the kernel as an FFI target of XLA; None if it is unavailable.
+      why_not: reason why it is unavailable; None if it is available.
     """
 
     target: str | None
@@ -77,17 +78,20 @@ class LoadedKernel(NamedTuple):
 
 
 class _Unavailable(Exception):
-    """A kernel cannot be compiled, loaded or used. The text says why."""
+    """Raised if a kernel cannot be compiled, loaded or used. The message is the reason."""
 
 
 def load(kernel: Kernel) -> LoadedKernel:
-    """Register a kernel with XLA, once per process. Compile it if the cache does not have it."""
+    """Compile a kernel, unless the cache has it, and register it with XLA.
+
+    A process does this only once per kernel.
+    """
     with _LOCK:
         return _load(kernel)
 
 
 def targets() -> list[str]:
-    """Return the FFI targets of all kernels on this machine, loaded or not."""
+    """Return the FFI targets of all kernels on this machine, whether they are loaded or not."""
     try:
         return [_prefix(kernel) + _digest(_command(kernel)) for kernel in _kernels()]
     except OSError:  # an installation without the sources has no kernels
@@ -95,21 +99,25 @@ def targets() -> list[str]:
 
 
 def find_targets(program: bytes) -> set[str]:
-    """Return the FFI targets of kernels in a serialised program, of this machine or another."""
+    """Return the FFI targets of our kernels that a serialised program calls.
+
+    The program may have been compiled on another machine.
+    """
     ops = "|".join(get_args(FloatOp) + get_args(QuantisedOp)).encode()
     name = rb"paged_jax_(?:" + ops + rb")_\w+?_[0-9a-f]{16}\b"
     return {target.decode() for target in re.findall(name, program)}
 
 
 def is_any_missing() -> bool:
-    """Return whether a kernel that a program of this process would call is unavailable."""
+    """Return whether this process has failed to load a kernel that its programs would call."""
     return bool(_MISSING)
 
 
 def load_target(target: str) -> bool:
-    """Load the kernel that has a target; return whether this machine has it.
+    """Load the kernel with an FFI target; return whether this machine has it.
 
-    If not, the target is from a process with another source, compiler option, processor or jaxlib.
+    If not, the target comes from a process with other sources, compiler options, processor or
+    jaxlib.
     """
     asked = (kernel for kernel in _kernels() if target.startswith(_prefix(kernel)))
     return any(load(kernel).target == target for kernel in asked)
@@ -119,7 +127,7 @@ def load_called(program: bytes) -> str | None:
     """Load the kernels that a serialised program calls.
 
     Returns:
-      None, or the target of a kernel that this machine does not have.
+      None, or the FFI target of the first kernel that this machine does not have.
     """
     missing = (target for target in sorted(find_targets(program)) if not load_target(target))
     return next(missing, None)
@@ -141,8 +149,8 @@ def _prefix(kernel: Kernel) -> str:
 
 
 _LOCK = threading.Lock()
-_REGISTERED: set[str] = set()  # targets known to XLA, which cannot be removed
-_MISSING: set[Kernel] = set()  # unavailable kernels that programs would call
+_REGISTERED: set[str] = set()  # targets registered with XLA, which cannot be unregistered
+_MISSING: set[Kernel] = set()  # kernels that programs would call, but that could not be loaded
 
 
 @functools.cache
@@ -167,7 +175,8 @@ def _warn(reason: str) -> None:
 
 def _find_or_compile(kernel: Kernel) -> str:
     command = _command(kernel)
-    # The target contains the digest, so that a cached program never calls a different kernel.
+    # The name of the target contains the digest, so that a cached program never calls another
+    # version of the kernel.
     target = _prefix(kernel) + _digest(command)
     folder = user_cache.cache_folder("kernels")
     if folder is not None and _register_kept(kernel, target, folder):
@@ -188,7 +197,7 @@ def _register_kept(kernel: Kernel, target: str, folder: Path) -> bool:
     """Register the library of `target` from the cache folder; return whether that succeeded.
 
     An undamaged file may still be unusable: another container that shares the folder may have
-    linked it against another C library, or the folder may be mounted with noexec.
+    linked it against another C library, or the folder may be mounted with the option noexec.
     """
     for path in sorted(folder.glob(f"{target}.*")):
         content = user_cache.read(path)
@@ -213,7 +222,10 @@ def _kept_name(target: str, content: bytes) -> str:
 
 
 def _build_folder(cache_folder: Path | None) -> "tempfile.TemporaryDirectory[str]":
-    """Create a temporary folder to compile in; in the cache folder if /tmp is not usable."""
+    """Create a temporary folder to compile in.
+
+    It is in the cache folder if the default folder for temporary files is not usable.
+    """
     for parent in (None, cache_folder):
         with contextlib.suppress(OSError):
             return _temporary_folder(parent)
@@ -227,7 +239,7 @@ def _temporary_folder(parent: Path | None) -> "tempfile.TemporaryDirectory[str]"
 def _register_new(kernel: Kernel, target: str, path: Path, cache_folder: Path | None) -> None:
     """Register a new library. If it cannot be loaded, try again with a copy in the cache folder.
 
-    Many systems mount /tmp with noexec, which forbids loading libraries from it.
+    Many systems mount /tmp with the option noexec, so that no library can be loaded from it.
     """
     try:
         _register(kernel, target, path)
@@ -246,10 +258,10 @@ def _check(kernel: Kernel, target: str) -> None:
 
 
 def _command(kernel: Kernel) -> list[str]:
-    """Return the arguments of the compiler, except for the output file."""
+    """Return the arguments of the compiler, without the output file."""
     native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    # GCC would pack the row addresses of a block into vectors and extract them again, which takes a
-    # quarter of the time of a matmul. The sources write vectors explicitly where they help.
+    # GCC would pack the addresses of rows into vectors and extract them again, which takes a
+    # quarter of the time of a matmul. The sources use explicit vectors where these help.
     own = "-fno-tree-slp-vectorize"
     if kernel.code is None:
         types = [f"-DELEMENT={ELEMENTS[kernel.dtype]}"]
@@ -284,13 +296,13 @@ def _compiler() -> list[str]:
     try:
         named = shlex.split(os.environ.get("CXX", ""))
     except ValueError as error:
-        raise _Unavailable(f"CXX is not a command, {error}: {os.environ['CXX']}") from error
+        raise _Unavailable(f"CXX must be a command, got {os.environ['CXX']}: {error}") from error
     if named:
         return named
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
             return [name]
-    raise _Unavailable("there is no C++ compiler: install g++ or clang++, or name one in CXX")
+    raise _Unavailable("there is no C++ compiler: install g++ or clang++, or set CXX to a compiler")
 
 
 def _compile(command: list[str], path: Path) -> None:
@@ -307,7 +319,8 @@ def _compile(command: list[str], path: Path) -> None:
         lines = [line for line in error.stderr.splitlines() if line.strip()]
         said = [line for line in lines if "error" in line or "failed" in line] or lines[-1:]
         text = said[0] if said else f"exit status {error.returncode}"
-        # Without file names the reason is the same for all kernels, so it is logged once.
+        # Leave out file names, so that the reason is the same for all kernels and is logged only
+        # once.
         text = text.replace(str(path), "the file").replace(command[-2], "the source")
         raise _Unavailable(f"{compiler[0]} says: {text}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -326,14 +339,14 @@ def _register(kernel: Kernel, target: str, path: Path) -> None:
         raise _Unavailable(f"a library could not be loaded: {text}") from error
     try:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
-    except Exception as error:  # for example another version of the interface
+    except Exception as error:  # such as another version of the FFI
         text = str(error).replace(target, "the kernel")
         raise _Unavailable(f"XLA does not accept a kernel: {text}") from error
     _REGISTERED.add(target)
 
 
 def _in_a_thread(function: Any) -> Any:
-    """Call a function in a new thread, where the JAX contexts of the caller do not apply."""
+    """Call a function in a new thread, without the JAX context managers of the caller."""
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()
@@ -342,7 +355,7 @@ def _in_a_thread(function: Any) -> Any:
 
 
 def _find_failure(kernel: Kernel, target: str) -> str | None:
-    """Solve a small problem with a kernel on a CPU device; return what is wrong, or None."""
+    """Run the self-test of a kernel on a CPU device; return what is wrong, or None."""
     try:
         device = jax.devices("cpu")[0]
     except RuntimeError:
@@ -350,7 +363,7 @@ def _find_failure(kernel: Kernel, target: str) -> str | None:
     try:
         with jax.default_device(device):
             got, want = SELF_TESTS[kernel.op](target, kernel)
-    except Exception as error:  # after any error, XLA replaces the kernel
+    except Exception as error:  # whatever the error is, XLA replaces the kernel
         return f"a self-test failed: {error}"
     if not np.allclose(got, want, rtol=1e-4, atol=1e-4):
         return f"a self-test failed: the error is {np.abs(got - want).max():.2g}"
@@ -359,8 +372,8 @@ def _find_failure(kernel: Kernel, target: str) -> str | None:
 
 # Static parameters of a kernel, by name.
 Attributes = tuple[tuple[str, np.generic], ...]
-# A function in plain JAX. It must be hashable, because it is a parameter of the primitive: programs
-# with different functions are compiled separately.
+# Function in plain JAX that computes the same as a kernel. It must be hashable, because it is a
+# parameter of the primitive: programs with different functions are compiled separately.
 PlainFunction = Callable[..., Any]
 Arrays = tuple[jax.Array, ...]
 
@@ -378,17 +391,17 @@ def call(
     options: Options | None = None,
     is_in_place: bool = False,
 ) -> list[jax.Array]:
-    """Call a kernel, or the equivalent function in plain JAX.
+    """Call a kernel, or the equivalent function in plain JAX if it is unavailable.
 
     Args:
-      kernel: the kernel.
+      kernel: the kernel to call.
       operands: arguments of the kernel.
-      plain: the equivalent function.
-      args: arguments of `plain`, trees of arrays. XLA does not compute them in a program that calls
-        the kernel.
+      plain: the equivalent function in plain JAX.
+      args: arguments of `plain`, trees of arrays. A program that calls the kernel does not compute
+        them.
       attributes: static parameters of the kernel.
-      options: last argument of `plain`, if it takes options.
-      is_in_place: whether the kernel returns its first operand, changed in place.
+      options: last argument of `plain`; None if it has no such argument.
+      is_in_place: whether the kernel updates its first operand in place, and returns it.
 
     Returns:
       The results of the kernel, which are the leaves of the result of `plain`.
@@ -448,7 +461,7 @@ def _lower_for_cpu(
 
 
 def _is_for_one_device_here(context: mlir.ModuleContext) -> bool:
-    """Return whether XLA will run the program in this process on one device, not partitioned."""
+    """Return whether the program will run in this process on one device, without partitions."""
     if context.lowering_parameters.for_export:
         return False
     axes = context.axis_context

@@ -1,9 +1,9 @@
 r"""Backend ``"mosaic_tpu"``: paged attention on TPUs, in Pallas, compiled by Mosaic.
 
-One kernel serves decode and prefill: a decode is a prefill with chunks of one token. Each grid step
-computes one tile of queries. The grid steps run in order, and each step loops over the tiles of
-keys that its queries see. While a tile is computed, the next tile is fetched, also across grid
-steps::
+A single kernel computes decode and prefill: a decode is a prefill with single-token chunks. Each
+grid step computes a tile of queries. It loops over the tiles of keys that these queries see. The
+grid steps run in order. While a tile of keys is computed, the next tile is copied. The last tile of
+a grid step is computed while the first tile of the next grid step is copied::
 
     grid step    0 (sequence 0)    1 (sequence 1)             2 ...
     computes     tile 0   tile 1   tile 0   tile 1   tile 2   tile 0
@@ -18,15 +18,15 @@ steps::
     +----------+
       block ids from the block table, in scalar memory
 
-A copy is one block with all of its heads, which are contiguous in the pool. The R rows of a query
-tile are pairs of a token and a head of the group, so the query heads of a group share one matmul,
-and a group may have any size. The online softmax (Milakov and Gimelshein, 2018) is float32.
+A copy moves a block with all of its heads, which are contiguous in the pool. The R rows of a query
+tile are pairs of a token and a head of the group. The query heads of a group therefore share one
+matmul, and a group may have any size. The online softmax (Milakov and Gimelshein, 2018) is float32.
 
-The kernel gets the whole pool and the layer index. For XLA to pass the pool without a copy, its
-last dimension must be a multiple of 128 lanes. Otherwise XLA makes the blocks the innermost
+The kernel gets the whole pool and the index of the layer. The last dimension of the pool must be a
+multiple of 128 lanes. Otherwise, XLA gives the pool a layout with blocks as the innermost
 dimension, and copies the whole pool before every call (compilers for v5e and v6e of jax 0.10.2 and
-0.12.0). Before the kernel, XLA gathers the scales of quantised pools. For that it may copy the
-scales of one layer.
+0.12.0). XLA gathers the scales of quantised pools before it calls the kernel. It may copy all
+scales of the layer for this.
 """
 
 import functools
@@ -70,15 +70,15 @@ from paged_jax.kernels.weight_formats import Weight
 __all__ = ["MosaicTpu", "refusal"]
 
 
-# Mosaic cannot compile the attention kernels for these TPUs: they have no gather over sublanes.
+# Mosaic cannot compile the attention kernels for these TPUs, which have no gather over sublanes.
 _OLD_GENERATIONS = re.compile(r"TPU v[2-4]\b")
 
 
 def _device_refusal() -> str | None:
-    """Return why the TPU of this program cannot run these kernels, or None if it can.
+    """Return why these kernels cannot run on the TPU of this program, or None if they can.
 
-    The TPU is a device of the current mesh, or else the first TPU of this process. A program that
-    is lowered on a machine without a TPU is never rejected, because its TPU is unknown.
+    The TPU is the device of the current mesh, or else the first TPU of this process. On a machine
+    without a TPU, the TPU is unknown, and the result is None.
     """
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None and abstract.platform == "tpu":
@@ -86,14 +86,15 @@ def _device_refusal() -> str | None:
     else:
         kind = _first_tpu_kind()
     if _OLD_GENERATIONS.match(kind):
-        return f"its kernels are for TPU v5e and later, and this is a {kind}"
+        return f"the kernels are for TPU v5e and later, and this is a {kind}"
     return None
 
 
 @functools.cache
 def _first_tpu_kind() -> str:
-    """Return the device kind of the first TPU of this process; "" if there is none."""
-    # `jax.local_devices` starts all backends of JAX. It is called only if one of them may be a TPU.
+    """Return the device kind of the first TPU of this process, or "" if there is none."""
+    # `jax.local_devices` initialises all backends of JAX. It is called only if one of them may be a
+    # TPU.
     platforms = jax.config.jax_platforms or "tpu"  # pyright: ignore[reportAttributeAccessIssue]
     if "tpu" not in platforms.split(",") or importlib.util.find_spec("libtpu") is None:
         return ""
@@ -104,7 +105,7 @@ def _first_tpu_kind() -> str:
 
 
 def refusal(problem: Problem) -> str | None:
-    """Return why these kernels cannot solve a problem on any TPU, or None if they can."""
+    """Return why these kernels do not support `problem` on any TPU, or None if they do."""
     C, M, lanes = problem["C"], problem["M"], problem.lanes
     if (why_not := problem.separate_values_refusal) is not None:
         return why_not
@@ -127,7 +128,7 @@ def refusal(problem: Problem) -> str | None:
 def attend(
     args: AttentionArgs, options: Options, interpret: Interpret = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Run a decode or a prefill. A decode is a prefill with chunks of one token."""
+    """Run a decode or a prefill. A decode is a prefill with single-token chunks."""
     if args.query_lens is not None:
         return _prefill(args, options, interpret)
     out, lse = _prefill(args.as_prefill(), options, interpret)
@@ -137,9 +138,13 @@ def attend(
 def _prefill(
     args: AttentionArgs, options: Options, interpret: Interpret
 ) -> tuple[jax.Array, jax.Array]:
-    """Call the kernel; several times if the block tables exceed scalar memory."""
+    """Call the kernel.
+
+    If the block tables do not fit scalar memory, it is called several times, for a part of the
+    sequences each.
+    """
     B, M = args.block_tables.shape
-    step = max(MAX_SCALARS // (M + 2), 1)  # scalar memory also has two lengths per sequence
+    step = max(MAX_SCALARS // (M + 2), 1)  # scalar memory also holds two lengths per sequence
     if B <= step:
         return _call_kernel(args, options, interpret)
     parts = []
@@ -193,7 +198,7 @@ def _call_kernel(
             ),
         ),
         compiler_params=pltpu.CompilerParams(
-            # Run grid steps in order, because each fetches the first tile of the next step.
+            # Run grid steps in order, because each grid step copies the first tile of the next one.
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=VMEM_BYTES,
         ),
@@ -213,7 +218,7 @@ def _call_kernel(
 
 
 def _buffers(pools: Pools, K: int, N: int, lanes: int) -> PoolRefs:
-    """Return the buffers for tiles of N tokens, two of each array of the pools."""
+    """Return the VMEM buffers: two tiles of N tokens for each array of the pools."""
     values = pltpu.VMEM((2, K, N, lanes), pools.k.dtype)
     scales = pltpu.VMEM((2, K, N), jnp.float32)
     buffers = PoolRefs(values, values, scales, scales)
@@ -221,7 +226,7 @@ def _buffers(pools: Pools, K: int, N: int, lanes: int) -> PoolRefs:
 
 
 def _query_tile(num_query_tiles: int, *shape: int) -> pl.BlockSpec:
-    """Return the block spec that gives each grid step its tile of an array ``[B, Q, *shape]``."""
+    """Return a block spec: each grid step gets its tile of an array ``[B, Q, *shape]``."""
 
     def query_tile_index_map(grid_step, *_):
         b = div(grid_step, num_query_tiles)
@@ -247,7 +252,7 @@ def _from_rows(x: jax.Array, T: int, tiling: AttentionTiling) -> jax.Array:
 
 
 def _sink_rows(sinks: jax.Array, K: int, tiling: AttentionTiling) -> jax.Array:
-    """Return the sink of each row's head, f32 ``[K, R, 1]``."""
+    """Return the sink of the query head of each row, f32 ``[K, R, 1]``."""
     shape = K, tiling.queries, tiling.G
     rows = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(K, 1, tiling.G), shape)
     return rows.reshape(K, tiling.rows, 1)
@@ -256,16 +261,16 @@ def _sink_rows(sinks: jax.Array, K: int, tiling: AttentionTiling) -> jax.Array:
 def _gather_scales(
     block_tables: jax.Array, layer: int | jax.Array, tiling: AttentionTiling, scale: jax.Array
 ) -> jax.Array:
-    """Gather the scales of each sequence, ``[B, K, M * C]``, padded to a multiple of a key tile.
+    """Gather the scales of each sequence, f32 ``[B, K, M * C]``, before the kernel runs.
 
-    The scales of a block would be copied to the lanes of its tokens in a tile, but a copy must
-    start at a multiple of 128 lanes, and a block usually has fewer tokens. So XLA gathers the
-    scales before the kernel runs.
+    The last dimension is padded to a multiple of a key tile. The kernel cannot copy the scales of a
+    block to the lanes of its tokens: a copy must start at a multiple of 128 lanes, and a block
+    usually has fewer tokens.
     """
     _, P, K, C = scale.shape
     B, M = block_tables.shape
-    # XLA changes the layout for this reshape, which makes the scales of a block one row. Slicing
-    # the layer first limits that copy to one layer.
+    # XLA changes the layout for this reshape, after which the scales of a block are one row. If the
+    # layer is sliced out first, XLA copies only the scales of this layer.
     own = lax.dynamic_index_in_dim(scale, layer, keepdims=False).reshape(P, K * C)
     rows = jnp.clip(block_tables, 0, P - 1)
     gathered = own.at[rows].get(mode="promise_in_bounds")
@@ -278,14 +283,14 @@ class MosaicTpu:
     """The backend ``"mosaic_tpu"``. XLA does the writes and copies of blocks, in place.
 
     Attributes:
-      interpret: whether to interpret the kernels; may also be parameters of the interpreter.
+      interpret: whether to interpret the kernels; or parameters of the interpreter.
     """
 
     platform: ClassVar[str | None] = "tpu"
     interpret: Interpret = False
 
     def refusal(self, problem: Problem) -> str | None:
-        """Return why the kernels cannot solve a problem, or None if they can."""
+        """Return why the kernels do not support `problem`, or None if they do."""
         if problem.op == "ragged":
             return jax_kernels.ragged_refusal(problem)
         return (None if self.interpret else _device_refusal()) or refusal(problem)
@@ -297,30 +302,30 @@ class MosaicTpu:
     def attend_ragged(
         self, args: RaggedArgs, options: RaggedOptions
     ) -> tuple[jax.Array, jax.Array]:
-        """Attend to a ragged batch, with JAX's own kernel."""
+        """Attend with a ragged batch, in the kernel that JAX ships."""
         if self.interpret:
             raise NotImplementedError(
                 "ragged_paged_attention: interpret must be False with JAX's kernel for TPUs, got "
-                "True: Pallas' interpreter lacks operations of the kernel. Interpret 'triton', or "
-                "compile for a TPU."
+                "True. Pallas' interpreter lacks operations of this kernel. Pass "
+                "backend='triton', or run on a TPU."
             )
         return jax_kernels.attend_ragged(args, options)
 
     def advance_rows_refusal(self, step: StateStep) -> str | None:
-        """Return why the kernels cannot advance these states, or None if they can."""
+        """Return why the kernels do not support these recurrent states, or None if they do."""
         return (None if self.interpret else _device_refusal()) or recurrent.refusal(step)
 
     def advance_rows(self, step: StateStep) -> tuple[jax.Array, jax.Array]:
-        """Advance states of recurrent layers by one token, in one kernel."""
+        """Advance recurrent states by a token, in one kernel."""
         return recurrent.advance_rows(step, self.interpret)
 
     def grouped_linear_refusal(self, x: jax.Array, w: Weight, sizes: jax.Array) -> str | None:
-        """Return why JAX's kernel cannot multiply these arrays, or None if it can."""
+        """Return why the kernel that JAX ships does not support these arrays, or None."""
         del x, sizes
         if w.scales is not None:
-            return f"its weights are floating point, not {w.format.code} with scales"
+            return f"weights must be floating point, got {w.format.code} with scales"
         return jax_kernels.grouped_refusal(w.values)
 
     def grouped_linear(self, x: jax.Array, w: Weight, sizes: jax.Array) -> jax.Array:
-        """Multiply rows by the weights of their groups, with JAX's own kernel."""
+        """Multiply rows by the weights of their groups, in the kernel that JAX ships."""
         return jax_kernels.grouped_linear(x, w.values, sizes, interpret=self.interpret)

@@ -1,13 +1,13 @@
 """Kernels that JAX ships for TPUs: ragged paged attention and megablox's grouped matmul.
 
-Ragged batches use pages with interleaved keys and values, the layout of JAX's kernel. Reading them
-needs special loads, which that kernel has and its authors tune. `attend_ragged` works around the
-defects of the kernel. The kernel hangs or gives wrong results if a sequence has no tokens, or if
-the last sequences have no queries. It also leaves rows without a sequence uninitialised.
+Ragged batches use pages with interleaved keys and values, because JAX's kernel needs this layout.
+Reading it takes special loads, for which the authors of that kernel have tuned it. `attend_ragged`
+works around three defects. The kernel hangs or gives wrong results if a sequence has no tokens, or
+if the last sequences have no queries. It does not initialise output rows without a sequence.
 
 The grouped matmul is megablox, after MegaBlocks (Gale et al., 2022, arXiv 2211.15841). XLA's own
-`jax.lax.ragged_dot` copies weights of the layout ``[X, out, in]``, and with fewer than 8 rows it
-multiplies by the weights of all groups (TPU v5e, jax 0.10.2 and 0.12.0).
+`jax.lax.ragged_dot` would copy weights with the layout ``[X, out, in]``. With fewer than 8 rows, it
+would multiply by the weights of all groups (TPU v5e, jax 0.10.2 and 0.12.0).
 """
 
 import functools
@@ -34,26 +34,26 @@ except ImportError:
 
 _gmm: Any = None
 try:
-    # Imported by name, because the package has a function called `gmm` too.
+    # Import the module by its name, because the package also has a function called `gmm`.
     _gmm = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm").gmm
 except (ImportError, AttributeError):
     pass
 
-# Tile sizes of JAX's attention kernel: tokens in a tile of queries (its default), and bytes of a
-# tile of keys and values (VMEM holds two tiles). They are always passed to the kernel, because it
-# queries the local TPU to find its defaults.
+# Tile sizes of JAX's attention kernel: tokens in a tile of queries (the kernel's default), and
+# bytes of a tile of keys and values (VMEM holds two tiles). They are always passed to the kernel,
+# because it would query the local TPU to find its defaults.
 _TILE_QUERIES = 32
 _TILE_BYTES = 4 << 20
 
-# Tile sizes of the grouped matmul. Rows of `x` are a multiple of 16, because a register of the
-# narrowest dtype has 16 rows. A tile of weights and a tile of `x` have at most 2 MiB each, because
-# VMEM has 16 MiB and holds two of each.
+# Tile sizes of the grouped matmul. The number of rows of `x` is a multiple of 16, because a
+# register of the narrowest dtype has 16 rows. A tile of weights and a tile of `x` have at most 2
+# MiB each, because the 16 MiB of VMEM hold two of each.
 _GROUPED_ROWS, _MAX_GROUPED_ROWS = 16, 128
 _GROUPED_TILE_BYTES = 2 << 20
 
 
 def ragged_refusal(problem: Problem) -> str | None:
-    """Return why JAX's kernel cannot attend to a ragged batch, or None if it can."""
+    """Return why JAX's kernel does not support a ragged batch, or None if it does."""
     if jax_attention is None:
         return f"jax {jax.__version__} has no kernel for ragged batches"
     if problem.shares_values:
@@ -82,9 +82,9 @@ def ragged_refusal(problem: Problem) -> str | None:
 
 @functools.partial(jax.jit, static_argnames="options")
 def attend_ragged(args: RaggedArgs, options: RaggedOptions) -> tuple[jax.Array, jax.Array]:
-    """Run a ragged batch in JAX's kernel. The log-sum-exp is NaN, see `ragged_refusal`."""
+    """Run a ragged batch in JAX's kernel. The log-sum-exp is NaN, because it returns none."""
     chunks = find_chunks(args)
-    # Work around the defects of JAX's kernel: leave out the sequences after the last sequence with
+    # Work around the defects of JAX's kernel: leave out sequences after the last sequence with
     # queries, and give each sequence at least one token.
     index = jnp.arange(len(chunks.lens), dtype=jnp.int32)
     num_sequences = jnp.max(jnp.where(chunks.lens > 0, index + 1, 0), keepdims=True)
@@ -107,7 +107,7 @@ def _call_jax(args: RaggedArgs, options: RaggedOptions) -> jax.Array:
     num_blocks = options.num_kv_pages_per_block
     if num_blocks is None:
         num_blocks = max(_TILE_BYTES // (C * K2 * D * pages.dtype.itemsize), 1)
-    # If it gets a scale, JAX's kernel converts the pages to the dtype of the queries.
+    # JAX's kernel converts the pages to the dtype of the queries only if it gets a scale.
     convert = None if pages.dtype == args.q.dtype else 1.0
     attend = functools.partial(
         jax_attention.ragged_paged_attention,
@@ -125,10 +125,10 @@ def _call_jax(args: RaggedArgs, options: RaggedOptions) -> jax.Array:
 
 
 def _on_some_tpu(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Return `function`. Without a TPU, wrap it to run under a mesh that names a TPU.
+    """Return `function`, which runs under a mesh that names a TPU if there is no TPU.
 
     Pallas needs the TPU generation when it lowers the kernel. "TPU v5 lite" is the oldest supported
-    generation, and the kernel uses no feature that it lacks.
+    generation, and the kernel uses no feature that this generation lacks.
     """
     mesh = get_abstract_mesh()
     if jax.default_backend() == "tpu" or not mesh.empty or mesh.abstract_device is not None:
@@ -143,11 +143,11 @@ def _on_some_tpu(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]
 
 
 def grouped_refusal(w: Any) -> str | None:
-    """Return why megablox cannot multiply by weights ``[X, out, in]``, or None if it can."""
+    """Return why megablox does not support weights ``[X, out, in]``, or None if it does."""
     if _gmm is None:
         return f"jax {jax.__version__} has no megablox"
     if w.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"its weights are float32 or bfloat16, not {w.dtype}"
+        return f"weights must be float32 or bfloat16, got {w.dtype}"
     return None
 
 
@@ -158,7 +158,7 @@ def grouped_linear(
     R, (_, N, K) = x.shape[0], w.shape
     tiling = choose_grouped_tiling(R, K, N, w.dtype)
     padding = -R % tiling[0]
-    # "highest" multiplies float32 exactly, not in passes of bfloat16.
+    # With "highest", float32 is multiplied exactly, instead of as several bfloat16 numbers.
     with jax.default_matmul_precision("highest" if w.dtype == jnp.float32 else "default"):
         multiply = functools.partial(
             _gmm,
@@ -178,14 +178,14 @@ def grouped_linear(
 def choose_grouped_tiling(
     num_rows: int, num_inputs: int, num_outputs: int, dtype: Any
 ) -> tuple[int, int, int]:
-    """Choose the tile of a grid step: rows of `x`, inputs, and outputs.
+    """Choose the tile of a grid step: number of rows of `x`, of inputs, and of outputs.
 
-    For each tile of outputs, the grid steps of a group are consecutive. If the tile has all inputs,
-    the weights of a group are therefore fetched once. Otherwise they are fetched once for each tile
-    of rows of `x`. Weights of groups without rows are never fetched.
+    For each tile of outputs, the grid steps of a group are consecutive. If a tile has all inputs,
+    the weights of a group are therefore copied to VMEM only once. Otherwise they are copied for
+    each tile of rows of `x`. Weights of groups without rows are never copied.
 
     Example:
-      >>> choose_grouped_tiling(64, 2880, 5760, jnp.bfloat16)
+      >>> choose_grouped_tiling(64, 2880, 5760, jnp.bfloat16)  # all inputs fit
       (64, 2880, 256)
       >>> choose_grouped_tiling(512, 14336, 4096, jnp.bfloat16)
       (128, 1024, 1024)

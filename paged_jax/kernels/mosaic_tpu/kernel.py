@@ -1,6 +1,6 @@
-"""The attention kernel for TPUs: tiles, copies in flight, and the online softmax.
+"""The attention kernel for TPUs: tiles, asynchronous copies, and the online softmax.
 
-`paged_jax.kernels.mosaic_tpu` has a drawing of the grid steps and of what each of them reads.
+`paged_jax.kernels.mosaic_tpu` has a drawing of the grid steps and their tiles.
 """
 
 import functools
@@ -18,37 +18,38 @@ from jax.experimental.pallas import tpu as pltpu
 from paged_jax.kernels.backend import Options, Problem
 from paged_jax.kernels.pool_format import LANES
 
-# Maximum words of scalar memory for block tables and lengths. A TPU has 2**18 words.
+# Maximum number of words of scalar memory for block tables and lengths. A TPU has 2**18 words.
 MAX_SCALARS = (1 << 18) - (1 << 13)
 
-# VMEM for a kernel. TPUs v5e to 7x have at least 64 MiB; the compiler's default is 16 MiB.
+# Bytes of VMEM that a kernel may use. TPUs from v5e to 7x have at least 64 MiB. The compiler's
+# default is 16 MiB.
 VMEM_BYTES = 48 << 20
 
-# Bytes of a tile of keys, and of a tile of values, which are copied while another tile is computed.
-# A TPU v6e reads each in about half a microsecond (1.6 TB/s), and a copy takes about one
-# microsecond to arrive.
+# Bytes of a tile of keys, and of a tile of values. They are copied while another tile is computed.
+# A TPU v6e reads such a tile in about half a microsecond (1.6 TB/s), and the latency of a copy is
+# about one microsecond.
 _TILE_BYTES = 1 << 20
-# Maximum tokens in a tile of keys. Longer tiles waste more work on short contexts.
+# Maximum number of tokens in a tile of keys. Longer tiles waste more work on short contexts.
 _MAX_KEYS = 512
-# Maximum rows in a tile of queries. For each byte of a bfloat16 pool, the matmuls take as many
-# operations as there are rows. In the time to read a byte, a TPU v6e can do 560 operations, and a
-# v5e 240.
+# Maximum number of rows in a tile of queries. With R rows, the matmuls take R operations for each
+# byte of a bfloat16 pool. In the time to read a byte, a TPU v6e can do 560 operations, and a v5e
+# 240.
 _MAX_ROWS = 512
-# Maximum bytes of float32 outputs in a tile of queries. VMEM holds the keys and values, the queries
-# and outputs of this and the next grid step, and the state of the softmax.
+# Maximum bytes of the float32 outputs of a tile of queries. VMEM holds keys and values, the queries
+# and outputs of two grid steps, and the state of the softmax.
 _ACCUMULATOR_BYTES = 2 << 20
 
-# Score of a masked token, and lower bound of the peak of a row. The peak is finite, so that
-# exp(_UNSEEN - peak) is 0, not NaN, in a row that has seen no token yet.
+# Score of a masked token, and initial peak of a row. The peak is finite, so that exp(_UNSEEN -
+# peak) is 0, not NaN, in a row that has seen no token yet.
 _UNSEEN = float("-inf")
 _LEAST_PEAK = float(np.finfo(np.float32).min)
 
 
 def dtype_refusal(problem: Problem, pools: str, *pool_dtypes: str) -> str | None:
-    """Return why a kernel cannot read the dtypes of a call, or None if it can.
+    """Return why a kernel does not support the dtypes of a call, or None if it does.
 
-    Queries and pools are bfloat16 or float32. Pools may also have one of `pool_dtypes`. The text
-    uses the word `pools` for the pools, such as "pages".
+    Queries and pools must be bfloat16 or float32. `pool_dtypes` are further dtypes for the pools.
+    `pools` is the word for the pools in the result, such as "pages".
     """
     dtypes = ("queries", problem.q_dtype, ()), (pools, problem.pool_dtype, pool_dtypes)
     for name, dtype, more in dtypes:
@@ -63,12 +64,12 @@ class AttentionTiling:
     """Static sizes of the kernel.
 
     Attributes:
-      queries: tokens in a tile of queries.
-      num_query_tiles: tiles that cover the T query tokens of a sequence.
-      blocks: blocks in a tile of keys.
-      G: query heads in a group.
-      C: tokens in a block.
-      M: blocks in a row of the block table.
+      queries: number of tokens in a tile of queries.
+      num_query_tiles: number of tiles that cover the T query tokens of a sequence.
+      blocks: number of blocks in a tile of keys.
+      G: number of query heads in a group.
+      C: number of tokens in a block.
+      M: number of blocks in a row of the block table.
     """
 
     queries: int
@@ -80,24 +81,24 @@ class AttentionTiling:
 
     @property
     def rows(self) -> int:
-        """Rows in a tile of queries (R): pairs of a token and a head of the group."""
+        """Number of rows in a tile of queries (R). A row is a pair of a token and a head."""
         return self.queries * self.G
 
     @property
     def keys(self) -> int:
-        """Tokens in a tile of keys (N), a multiple of 128."""
+        """Number of tokens in a tile of keys (N), a multiple of 128."""
         return self.blocks * self.C
 
 
 def choose_tiling(T: int, G: int, M: int, k_pool: Any) -> AttentionTiling:
-    """Choose tiles that fit VMEM and need few, large copies.
+    """Choose tiles that fit VMEM, and that are copied in few, large copies.
 
-    T is the number of query tokens of a sequence; see `AttentionTiling` for G and M. Only the shape
-    and dtype of `k_pool` are used.
+    T is the number of query tokens of a sequence. See `AttentionTiling` for G and M. Only the shape
+    and the dtype of `k_pool` are used.
     """
     *_, K, C, lanes = k_pool.shape
     rows = min(_MAX_ROWS, _ACCUMULATOR_BYTES // (K * lanes * 4))
-    # A multiple of 16 tokens, so that the rows fill bfloat16 registers.
+    # Take a multiple of 16 tokens, so that the rows fill bfloat16 registers.
     queries = min(T, max(rows // G // 16, 1) * 16)
     keys = _TILE_BYTES // (K * lanes * k_pool.dtype.itemsize)
     keys = min(keys, _MAX_KEYS, M * C + LANES - 1) // LANES * LANES
@@ -112,9 +113,10 @@ def choose_tiling(T: int, G: int, M: int, k_pool: Any) -> AttentionTiling:
 
 
 class PoolRefs(NamedTuple):
-    """Refs of keys, values and scales (None if not quantised), in HBM or in buffers in VMEM.
+    """Refs of keys, values and scales: of the pools in HBM, or of buffers in VMEM.
 
-    The refs of values are None if the values are the first elements of the keys.
+    Scales are None if the pools are not quantised. Refs of values are None if the values are the
+    first elements of the keys.
     """
 
     k: Any  # [L, P, K, C, lanes]; as buffer [2, K, N, lanes]
@@ -141,7 +143,7 @@ class _Scalars(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """The queries of a grid step, and the tokens ``begin..end - 1`` that any of them sees."""
+    """The queries of a grid step, and the range of tokens ``begin..end - 1`` that they see."""
 
     b: Any  # row of the sequence
     start: Any  # position of the first query
@@ -151,7 +153,7 @@ class _Span(NamedTuple):
 
 
 class _KeyTile(NamedTuple):
-    """The visible blocks ``begin..end - 1`` of key tile `index` of sequence `b`."""
+    """Key tile `index` of sequence `b`, with the range of its visible blocks."""
 
     b: Any
     index: Any
@@ -170,20 +172,24 @@ def attention_kernel(
     out_ref,  # [K, R, U]
     lse_ref,  # f32 [K, R]
     buffers: PoolRefs,
-    semaphores,  # [2, 4], for each slot and buffer
-    slot_ref,  # i32 [1], the slot of the first tile, passed from grid step to grid step
+    semaphores,  # [2, 4], one for each slot and buffer
+    slot_ref,  # i32 [1], slot of the first tile; each grid step sets it for the next grid step
     softmax: SoftmaxRefs,
     *,
     tiling: AttentionTiling,
     options: Options,
 ) -> None:
-    """Attend with the queries of one grid step, and fetch the first tile of the next grid step."""
+    """Attend with the queries of a grid step.
+
+    Also start to copy the first tile of keys of the next grid step.
+    """
     scalars = _Scalars(layer_ref, block_tables_ref, context_lens_ref, query_lens_ref)
     grid_step, last_grid_step = pl.program_id(0), pl.num_programs(0) - 1
     here = _span(grid_step, scalars, tiling, options)
     following = _span(jnp.minimum(grid_step + 1, last_grid_step), scalars, tiling, options)
     first_index = div(here.begin, tiling.keys)
-    # At least one tile, even if it is empty: the loop fetches the first tile of the next grid step.
+    # Always loop over at least one tile, which may be empty, because the loop also copies the first
+    # tile of the next grid step.
     num_tiles = jnp.maximum(_ceil_div(here.end, tiling.keys) - first_index, 1)
     copy_tile = functools.partial(
         _copy_tile,
@@ -247,8 +253,8 @@ def _tile(span: _Span, index, tiling: AttentionTiling) -> _KeyTile:
 def div(a, b: int):
     """Return ``a // b`` of non-negative numbers.
 
-    Python's operator computes signs. To lower a sign, Mosaic queries the local TPU, even on a
-    machine without one (jax 0.10.2).
+    Python's operator also handles signs. To lower the sign of a number, Mosaic queries the local
+    TPU, even on a machine without a TPU (jax 0.10.2).
     """
     return lax.div(a, np.int32(b))  # a Python int would be 64 bits wide under jax_enable_x64
 
@@ -276,7 +282,10 @@ def _copy_tile(
     semaphores,
     tiling: AttentionTiling,
 ) -> None:
-    """Start each copy of a tile from HBM to buffer `slot`, or wait for it, by calling `act`."""
+    """Call `act` for each copy of a key tile from HBM to buffer `slot`.
+
+    `act` starts the copy, or waits for it.
+    """
     C, N = tiling.C, tiling.keys
     last_block = sources.k.shape[1] - 1
 
@@ -301,7 +310,10 @@ def _copy_tile(
 
 
 def _begin(softmax: SoftmaxRefs, sinks_ref) -> None:
-    """Initialise the softmax. A sink adds to the sum of weights, but not to the output."""
+    """Initialise the softmax.
+
+    A sink is a part of the sum of weights, but not of the output.
+    """
     softmax.out[...] = jnp.zeros_like(softmax.out)
     if sinks_ref is None:
         softmax.peak[...] = jnp.full_like(softmax.peak, _LEAST_PEAK)
@@ -361,13 +373,16 @@ def _fold(
             weights_RN *= jnp.where(is_token, v_scale[slot, pl.ds(h, 1)], 0)
         softmax.out[h] = softmax.out[h] * rescale + _weighted_sum(weights_RN, v)
 
-    # With few rows, as in decode, one head does not use all compute units. Unroll the loop, so that
-    # the compiler overlaps several heads.
+    # With few rows, as in decode, one head does not use all compute units. The loop is then
+    # unrolled, so that the compiler overlaps several heads.
     lax.fori_loop(0, K, fold_head, None, unroll=R <= 16)
 
 
 def _clear_unseen(span: _Span, first, slot, v_buffer) -> None:
-    """Set values that no query sees to zero: a weight of zero does not remove a NaN."""
+    """Set values that no query sees to 0.
+
+    They may be NaN, and a weight of 0 times NaN is NaN.
+    """
     num_heads, num_keys = v_buffer.shape[1:3]
     positions = first + lax.broadcasted_iota(jnp.int32, (num_keys, 1), 0)
     is_token = (positions >= span.begin) & (positions < span.end)
@@ -380,7 +395,7 @@ def _clear_unseen(span: _Span, first, slot, v_buffer) -> None:
 
 
 def _finish(span: _Span, softmax: SoftmaxRefs, out_ref, lse_ref, tiling: AttentionTiling) -> None:
-    """Write the output and the log-sum-exp."""
+    """Write the output and the log-sum-exp of a tile of queries."""
     _, is_query = _queries(span, tiling)
 
     def finish_head(h, _):
@@ -394,7 +409,7 @@ def _finish(span: _Span, softmax: SoftmaxRefs, out_ref, lse_ref, tiling: Attenti
 
 
 def _queries(span: _Span, tiling: AttentionTiling) -> tuple[jax.Array, jax.Array]:
-    """Return the position of each row's token ``[R, 1]``, and whether the row is a query."""
+    """Return the position of each row's token, ``[R, 1]``, and whether each row is a query."""
     token = div(lax.broadcasted_iota(jnp.int32, (tiling.rows, 1), 0), tiling.G)
     return span.start + token, token < span.num_queries
 
@@ -410,11 +425,12 @@ def _dot(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
 
 
 def _weighted_sum(weights_RN: jax.Array, v: jax.Array) -> jax.Array:
-    """Return float32 weights times values ``[N, D]``, without rounding the weights to bfloat16."""
+    """Multiply float32 weights by values ``[N, D]``, without rounding weights to bfloat16."""
     if v.dtype == jnp.float32:
         return _dot(weights_RN, v, contract=0)
-    # Two bfloat16 numbers represent 16 bits of a weight. As rows of one matmul, both load the
-    # values only once, which dominates the cost of a matmul with few rows.
+    # Represent each weight by two bfloat16 numbers, with 16 bits in total. Both are rows of one
+    # matmul, so that the values are loaded only once. Loading them dominates the cost of a matmul
+    # with few rows.
     R = weights_RN.shape[0]
     high = weights_RN.astype(jnp.bfloat16)
     low = (weights_RN - high.astype(jnp.float32)).astype(jnp.bfloat16)

@@ -1,8 +1,8 @@
-"""Steps of recurrent layers on TPUs: a token per row, with the states in their pool.
+"""Kernel for recurrent layers on TPUs: a token per row, with the states in a pool.
 
-A grid step advances a block of heads of one row. The grid steps run in order. While a step
-computes, Pallas fetches the states of the next step, and the new states of the steps before are
-copied back to the pool, which is aliased with the output::
+A grid step advances a block of heads of a row. The grid steps run in order. While a grid step
+computes, Pallas copies the states of the next grid step to VMEM, and the kernel copies the new
+states of earlier grid steps back to the pool, which is aliased with the output::
 
     grid step         0          1          2          3
     row               4          0          2          1       in the order of `_order_rows`
@@ -16,12 +16,13 @@ copied back to the pool, which is aliased with the output::
          +--- block of heads  |                           |
                               +---------------------------+
 
-Rows that read the same entry follow each other, so Pallas fetches the entry once. The row that also
-writes it is the last of them, so all of them read the old state. A vector along sublanes is made
-from a vector along lanes, and back, by a masked sum, which is exact.
+Rows that read the same entry follow each other, so Pallas copies this entry to VMEM only once. If
+one of them also writes the entry, it is the last of them, so all of them read the old state. A
+vector along lanes is turned into a vector along sublanes, and back, by a masked sum, which is
+exact.
 
-Convolutions are left to XLA. Their states are rows of a few kilobytes, and TPUs copy tiles of 8 or
-16 rows.
+Convolutions are left to XLA. The state of a sequence is a row of a few kilobytes, but TPUs copy
+tiles of 8 or 16 rows.
 """
 
 import functools
@@ -45,39 +46,42 @@ from paged_jax.kernels.mosaic_tpu.kernel import MAX_SCALARS, div
 from paged_jax.kernels.opaque_call import only_on
 from paged_jax.kernels.pool_format import LANES
 
-# Maximum bytes of the states of a grid step. VMEM holds four such blocks: two to read, two to
-# write. A TPU v6e copies a block in 0.7 microseconds (1.6 TB/s). Not measured.
+# Maximum bytes of the states of a grid step. VMEM holds four such blocks: two that are read, and
+# two that are written. A TPU v6e copies a block in 0.7 microseconds (computed from 1.6 TB/s, not
+# measured).
 _BLOCK_BYTES = 1 << 20
 # Maximum bytes of the state of a head.
 _MAX_HEAD_BYTES = 2 << 20
-# Maximum number of heads of a grid step. The loop over them is unrolled.
+# Maximum number of heads of a grid step, because the loop over them is unrolled.
 _MAX_HEADS = 32
 # Sublanes of a register.
 _SUBLANES = 8
 
 
 def refusal(step: StateStep) -> str | None:
-    """Return why these kernels cannot run a step on any TPU, or None if they can."""
+    """Return why these kernels do not support a step on any TPU, or None if they do."""
     if isinstance(step, ConvolutionStep):
         return "XLA updates the states of convolutions"
     pool = step.rows.pool
     if pool.dtype != jnp.float32:
-        return f"its states are float32, not {pool.dtype}"
+        return f"states must be float32, got {pool.dtype}"
     *_, sublanes, lanes = pool.shape
     if sublanes % _SUBLANES or lanes < LANES:
         return (
-            f"the last dimensions of its states are a multiple of {_SUBLANES} and at least "
-            f"{LANES}, not {sublanes} and {lanes}"
+            f"the last dimensions of states must be a multiple of {_SUBLANES} and at least "
+            f"{LANES}, got {sublanes} and {lanes}"
         )
     if (num_bytes := 4 * sublanes * lanes) > _MAX_HEAD_BYTES:
-        return f"the state of a head has at most {_MAX_HEAD_BYTES} bytes, not {num_bytes}"
+        return f"the state of a head must have at most {_MAX_HEAD_BYTES} bytes, got {num_bytes}"
     if 4 * step.rows.num_rows > MAX_SCALARS:
-        return f"it has at most {MAX_SCALARS // 4} rows, not {step.rows.num_rows}"
+        return f"a batch must have at most {MAX_SCALARS // 4} rows, got {step.rows.num_rows}"
     return None
 
 
 def heads_per_block(K: int, G: int, head_bytes: int) -> int:
-    """Return the number of heads of a grid step: whole groups of G heads, or a part of a group.
+    """Return the number of heads that a grid step advances.
+
+    They are whole groups of G heads, or a part of a group.
 
     Args:
       K: number of key heads.
@@ -100,7 +104,7 @@ def _largest_divisor(number: int, most: int) -> int:
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def advance_rows(step: StateStep, interpret: Interpret = False) -> tuple[jax.Array, jax.Array]:
-    """Run a step in one kernel. Return the output of each row, float32, and the new pool."""
+    """Run a step in one kernel; return the output of each row, float32, and the new pool."""
     assert not isinstance(step, ConvolutionStep)
     if isinstance(step, DeltaStep):
         advance, name, keys, values = _advance_delta, "recurrent_delta", (step.q, step.k), step.v
@@ -133,7 +137,7 @@ def advance_rows(step: StateStep, interpret: Interpret = False) -> tuple[jax.Arr
                 pltpu.SemaphoreType.DMA((2,)),
             ),
         ),
-        # Run grid steps in order: a row may write the entry that the rows before have read.
+        # Run grid steps in order, because a row may write the entry that the rows before it read.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         input_output_aliases={len(scalars) + len(arrays): 1},
         interpret=interpret,
@@ -147,10 +151,10 @@ def advance_rows(step: StateStep, interpret: Interpret = False) -> tuple[jax.Arr
 def _block_specs(
     arrays: list[jax.Array], out: jax.ShapeDtypeStruct, per_block: int, state_shape: list[int]
 ) -> tuple[tuple[pl.BlockSpec, ...], tuple[pl.BlockSpec, ...]]:
-    """Return the block specs of the arrays and the pool, and of the output and the new pool.
+    """Return the block specs of the inputs (arrays, pool) and of the results (output, pool).
 
-    Arrays and the output are ``[B, blocks, heads, ...]``. If a block has a part of the heads of a
-    key head, several blocks of heads read the same block of the keys.
+    The arrays and the output are ``[B, blocks, heads, ...]``. If a block has only some of the heads
+    of a key head, several blocks read the same key head.
     """
 
     def spec(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
@@ -169,19 +173,23 @@ def _block_specs(
 
 
 def _order_rows(rows: StateRows) -> tuple[jax.Array, ...]:
-    """Order the rows so that rows with the same source follow each other, and a writer is the last.
+    """Order the rows of a batch so that rows with the same source are neighbours.
+
+    If such a row also writes the source, it is the last of them. Rows without a source are the last
+    rows.
 
     Returns:
-      i32 ``[B]`` each, for each row in the new order: its index; the entry to fetch; 1 if the state
-      is that entry, 0 for zeros; and the entry to write, P for none. Rows that start from zeros are
-      the last rows. They fetch the entry of the row before, which costs nothing.
+      Four arrays, i32 ``[B]``, for the rows in the new order: the index of the row; the entry to
+      copy to VMEM; 1 if this entry is the state of the row, 0 if the state is zeros; and the entry
+      to write, which is P to write nothing. Rows without a source repeat the entry of the row
+      before, which costs no copy.
     """
     B, P = rows.num_rows, rows.pool.shape[1]
     index = jnp.arange(B, dtype=jnp.int32)
     is_entry = (rows.sources >= 0) & (rows.sources < P)
     is_same_BB = (rows.sources[:, None] == rows.sources[None]) & is_entry[None]
     first = jnp.min(jnp.where(is_same_BB, index[None], B), axis=1)
-    # Rows with the same source have the same first row. It is B for rows without a source.
+    # Rows with the same source have the same `first` row. It is B for rows without a source.
     key = 2 * first + (rows.entries == rows.sources)
     is_before_BB = (key[None] < key[:, None]) | (
         (key[None] == key[:, None]) & (index[None] < index[:, None])
@@ -205,7 +213,7 @@ def _kernel(
     layer_ref, order_ref, reads_ref, is_held_ref, entries_ref, *refs,
     advance: Callable[..., None], num_keys: int, num_entries: int,
 ) -> None:  # fmt: skip
-    """Advance the heads of one grid step, and copy them to the pool."""
+    """Advance the heads of a grid step, and start to copy their states to the pool."""
     del reads_ref
     *array_refs, state_ref, out_ref, pool_ref, buffer, semaphores = refs
     per_block, num_rows = state_ref.shape[0], np.int32(order_ref.shape[0])
@@ -221,7 +229,7 @@ def _kernel(
         return pltpu.make_async_copy(buffer.at[slot], target, semaphores.at[slot])
 
     def wait_for(grid_step, slot):
-        """Wait until the states of an earlier grid step have been copied."""
+        """Wait until the states of an earlier grid step have been copied to the pool."""
         row = lax.rem(jnp.maximum(grid_step, 0), num_rows)
 
         @pl.when((grid_step >= 0) & (entries_ref[row] < num_entries))
@@ -256,7 +264,7 @@ def _kernel(
 def _advance_delta(
     key, heads, q_ref, k_ref, v_ref, log_decay_ref, beta_ref, load_state, out_ref, new_ref
 ) -> None:
-    """Advance the heads of a key head. States are ``[D, U]``."""
+    """Apply the delta rule to the heads of a key head. Their states are ``[D, U]``."""
     q, k = q_ref[key], k_ref[key]
     qk, q_D, k_D = jnp.sum(q * k, axis=1, keepdims=True), _to_column(q), _to_column(k)
     for head in heads:
@@ -273,7 +281,7 @@ def _advance_delta(
 def _advance_state_space(
     key, heads, b_ref, c_ref, x_ref, log_decay_ref, load_state, out_ref, new_ref
 ) -> None:
-    """Advance the heads of a key head. States are ``[U, D]``."""
+    """Apply the Mamba-2 recurrence to the heads of a key head. Their states are ``[U, D]``."""
     b_D, c_D = b_ref[key], c_ref[key]
     for head in heads:
         row = pl.ds(head, 1)
@@ -288,10 +296,10 @@ def _diagonal(size: int) -> jax.Array:
 
 
 def _to_column(row: jax.Array) -> jax.Array:
-    """Return ``[N, 1]`` from ``[1, N]``."""
+    """Transpose ``[1, N]`` to ``[N, 1]``."""
     return jnp.sum(jnp.where(_diagonal(row.shape[1]), row, 0), axis=1, keepdims=True)
 
 
 def _to_row(column: jax.Array) -> jax.Array:
-    """Return ``[1, N]`` from ``[N, 1]``."""
+    """Transpose ``[N, 1]`` to ``[1, N]``."""
     return jnp.sum(jnp.where(_diagonal(column.shape[0]), column, 0), axis=0, keepdims=True)

@@ -1,15 +1,15 @@
 """Backend in plain JAX, which XLA compiles for every platform.
 
-It has every op. It runs the calls that other backends have no kernels for. CPUs and TPUs also use
-its writes and copies of blocks.
+It implements every op, and runs the calls that other backends do not support. CPUs and TPUs also
+use its writes and copies of blocks.
 
-Every write is a scatter into the pool seen as rows ``[L * P * K * C, D]``. XLA does such a scatter
-into a donated pool in place on CPUs, GPUs and TPUs. With `dynamic_update_slice`, XLA for TPUs would
-copy the pool to another layout. Pools are passed whole, with a layer index, because slicing a
-layer out would copy it.
+Every write is a scatter into the pool, viewed as rows ``[L * P * K * C, D]``. If the pool is
+donated, XLA does such a scatter in place on CPUs, GPUs and TPUs. With `dynamic_update_slice`, XLA
+for TPUs would copy the pool to another layout. The ops get whole pools and a layer index, because
+slicing out a layer would copy it.
 
-XLA's CPU backend cannot update arrays of bfloat16 or fp8 in place. `rows.set_rows` has a kernel for
-CPUs that can. On CPUs without it, prefer pools of float32, float16 or int8.
+XLA's CPU backend cannot update arrays of bfloat16 or fp8 in place. `rows.set_rows` uses a C++
+kernel that can. On CPUs without this kernel, prefer pools of float32, float16 or int8.
 """
 
 import functools
@@ -58,9 +58,9 @@ def write(args: WriteArgs) -> Pools:
 
     @without_index_checks
     def put_scale(scale: jax.Array, new: jax.Array) -> jax.Array:
-        # The scales are not flattened like the pools. On TPUs, P is the innermost dimension of
-        # their layout, so flattening would change the layout. Each dropped token gets its own index
-        # past the end.
+        # The scales are not flattened like the pools. On TPUs, the innermost dimension of their
+        # layout is P, so flattening would change the layout. Each dropped token gets a different
+        # index past the end.
         past = P + jnp.arange(blocks.size, dtype=jnp.int32)
         place = scale.at[layer, jnp.where(is_kept, blocks, past), :, offsets]
         return place.set(new, mode="drop", unique_indices=True)
@@ -75,10 +75,10 @@ def write(args: WriteArgs) -> Pools:
 
 @jax.jit
 def copy_blocks(args: CopyArgs) -> Pools:
-    """Copy blocks in all layers, one pair at a time, so that temporary arrays are small.
+    """Copy blocks in all layers, one pair at a time, with small temporary arrays.
 
-    The loop runs once for each valid pair. A single scatter would write as many blocks as there are
-    pairs in each decode step, although most steps copy no block.
+    The loop runs once for each valid pair. A single scatter would write a block for each pair of
+    every decode step, although most steps copy no block.
     """
     pools, sources, targets = args
     L, P, K, C, _ = pools.k.shape
@@ -108,7 +108,7 @@ def _as_rows(pool: jax.Array) -> jax.Array:
 
 
 def _set_pool_rows(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
-    """Set rows of the pool seen as ``[L * P * K * C, D]``."""
+    """Set rows of a pool that is viewed as rows ``[L * P * K * C, D]``."""
 
     def flat(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:
         return set_rows(pool, index, new)
@@ -120,8 +120,8 @@ def _set_pool_rows(pool: jax.Array, index: jax.Array, new: jax.Array) -> jax.Arr
 
     if pool.shape[2] > 1:
         return flat(pool, index, new)
-    # Do not flatten on CPUs: with a single KV head, XLA would copy the rows back to the layout of a
-    # pool.
+    # Do not flatten the pool on CPUs: with a single KV head, XLA would copy the rows back to the
+    # layout of a pool.
     return lax.platform_dependent(pool, index, new, cpu=whole, default=flat)
 
 
@@ -132,7 +132,7 @@ def _token_rows(
     layer: jax.Array,
     is_kept: jax.Array,
 ) -> jax.Array:
-    """Return the row of each token and head, i32 ``[N * K]``; rows to drop are past the end."""
+    """Return the pool row of each token and head, i32 ``[N * K]``; past the end if dropped."""
     L, P, K, C, _ = shape
     heads = jnp.arange(K, dtype=jnp.int32)
     first_heads = (layer * P + jnp.where(is_kept, blocks, 0)) * K
@@ -170,7 +170,7 @@ class Xla:
     def attend_ragged(
         self, args: RaggedArgs, options: RaggedOptions
     ) -> tuple[jax.Array, jax.Array]:
-        """Attend with the chunks of a ragged batch."""
+        """Attend with the chunks of all sequences of a ragged batch."""
         return attend_in_parts(
             functools.partial(decode, options=options),
             functools.partial(attend_to_chunks, options=options),
@@ -182,5 +182,5 @@ class Xla:
         return rope_then_write(write, args, options)
 
     def sum_rows(self, x: jax.Array) -> jax.Array:
-        """Sum over the last dimension, in XLA's order."""
+        """Sum over the last dimension, in the order that XLA chooses."""
         return jnp.sum(x, axis=-1, keepdims=True)

@@ -1,17 +1,18 @@
 """Attention in plain JAX, which XLA compiles for every platform.
 
-A tile of keys and values is gathered from the pool and folded into a running softmax (Milakov and
+A tile of keys and values is gathered from the pool and added to an online softmax (Milakov and
 Gimelshein, 2018). The tile is small enough to stay in a core's cache between the two matmuls that
-read it. The loops have dynamic bounds, so that the cost follows the tokens in the batch and not the
-width of the block table::
+read it. The bounds of the loops are dynamic, so that the cost depends on the number of tokens in
+the batch, not on the number of columns of the block table::
 
     decode    while tiles are left:               a few sequences x TILE tokens, longest first
     prefill   for each tile of QUERIES queries:
                   while tiles are left:           1 sequence x TILE tokens, up to the diagonal
     chunks    as prefill; the queries of a ragged batch, and their results, are slices of one array
 
-The result of a sequence does not depend on the other sequences: each has its own tiles, in its own
-order. The functions are jitted here so that a model with many layers traces and lowers them once.
+The result of a sequence does not depend on the other sequences, because each sequence has its own
+tiles in a fixed order. The functions are jitted here, so that a model with many layers traces and
+lowers them only once.
 """
 
 import functools
@@ -27,24 +28,26 @@ from paged_jax.kernels.opaque_call import take_or_fill
 from paged_jax.kernels.ragged_chunks import Chunks
 from paged_jax.kernels.rows import take_rows
 
-# Maximum tokens of a sequence in a loop step. Longer tiles waste more work on short contexts.
+# Maximum number of tokens of a sequence in a loop step. Longer tiles waste more work on short
+# contexts.
 TILE = 128
 
-# Maximum queries of a chunk in a tile.
+# Maximum number of queries of a chunk in a tile.
 QUERIES = 128
 
-# Maximum elements of the queries in a tile. It only limits the tiles of latent attention, in which
-# the query of each head is as long as a latent vector.
+# Maximum number of elements of the queries in a tile. It limits only the tiles of latent attention,
+# where the query of each head is as long as a latent vector.
 _TILE_ELEMENTS = 1 << 21
 
-# Bytes of keys (and of values) that a step of the decode loop gathers. They fit in the cache of a
-# core and make the fixed cost of a step small. Measured on 2 cores with 1 MB each.
+# Bytes of keys (and of values) that a step of the decode loop gathers. They fit the cache of a
+# core. Steps of this size take much longer than the fixed cost of a step. Measured on 2 cores with
+# 1 MB of cache each.
 _STEP_BYTES = 768 * 1024
 
-# Maximum sequences that share a step of the decode loop.
+# Maximum number of sequences in a step of the decode loop.
 _MAX_SEQUENCES = 16
 
-# Score of masked tokens and initial peak. It is finite, because -inf - (-inf) would make exp(score
+# Score of masked tokens, and initial peak. It is finite, because -inf - (-inf) would make exp(score
 # - peak) NaN in rows without tokens. `_fold` sets the weights of masked tokens to 0.
 _LOWEST = float(np.finfo(np.float32).min)
 
@@ -104,7 +107,10 @@ def decode(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]
 
 
 class _DecodeBatch(NamedTuple):
-    """Sequences sorted by number of tiles, padded with empty sequences to whole loop steps."""
+    """Sequences of a decode, sorted by their number of tiles, the largest first.
+
+    Empty sequences are added, so that all loop steps have the same number of sequences.
+    """
 
     starts: jax.Array  # i32 [B], position of the first visible token
     ends: jax.Array  # i32 [B]
@@ -116,11 +122,13 @@ class _DecodeBatch(NamedTuple):
 def _sort_by_length(
     args: AttentionArgs, options: Options, rows: int, tile: int
 ) -> tuple[_DecodeBatch, jax.Array]:
-    """Sort the sequences so that sequences with tiles left are always the first rows.
+    """Sort the sequences by their number of tiles, the largest first.
+
+    In every loop step, the sequences with tiles left are then the first rows.
 
     Returns:
-      ``(batch, order)``: the batch, and i32 ``[B]``, the index of the sequence in each of its rows.
-      Padding rows have the number of sequences as index.
+      ``(batch, order)``: the sorted batch, and i32 ``[B]``, the index of the sequence in each row.
+      It is the number of sequences in padding rows.
     """
     B, H, D = args.q.shape
     K = args.pools.num_kv_heads
@@ -137,16 +145,16 @@ def _sort_by_length(
 
 
 def _step_sizes(batch: int, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
-    """Return the number of sequences in a decode loop step, and the number of tokens of each."""
+    """Return the number of sequences in a step of the decode loop, and of tokens of each."""
     num_tokens = max(_STEP_BYTES // (num_kv_heads * head_dim * 4), TILE // 2)
     most = min(batch, _MAX_SEQUENCES, num_tokens // (TILE // 2))
-    rows = _ceil_div(batch, _ceil_div(batch, most))  # equal steps need the least padding
+    rows = _ceil_div(batch, _ceil_div(batch, most))  # steps of equal size need the least padding
     return rows, min(TILE, num_tokens // rows)
 
 
 @functools.partial(jax.jit, static_argnames="options")
 def prefill(args: AttentionArgs, options: Options) -> tuple[jax.Array, jax.Array]:
-    """Attend with a chunk of queries for each sequence, causally."""
+    """Attend causally with a chunk of queries for each sequence."""
     q, pools, _, context_lens, query_lens, _, _ = args
     assert query_lens is not None
     B, T, H, D = q.shape
@@ -190,9 +198,9 @@ def attend_to_chunks(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with the queries of all chunks of a ragged batch.
 
-    A tile may reach beyond the end of its chunk. The rows that it writes there are overwritten by
-    the tiles of later chunks, because tiles are computed in order. The number of loop steps is the
-    number of tiles of all chunks.
+    A tile may reach beyond the end of its chunk. The tiles of later chunks overwrite the rows that
+    it writes there, because tiles are computed in order. The number of loop steps is the number of
+    tiles of all chunks.
 
     Returns:
       ``(out, lse)``: ``[N, H, U]`` and f32 ``[N, H]``. Rows outside the chunks may hold anything.
@@ -242,11 +250,20 @@ def _attend_to_tile(
     start: jax.Array,
     num_queries: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend with a tile of `num_queries` queries, from position `start` of sequence `b` on.
+    """Attend with a tile of queries of sequence `b` to all tokens that they see.
 
-    `q_KRD`, f32, are the queries times ``options.scale``: one row for each token and head of the
-    group. `query_positions`, i32 ``[T]``, are -1 in padding. Returns f32 ``[K, R, U]`` and
-    ``[K, R]``.
+    Args:
+      args: arrays of the batch.
+      options: options of the call.
+      b: index of the sequence.
+      q_KRD: f32, the queries times ``options.scale``, with a row for each token and head of the
+        group.
+      query_positions: i32 ``[T]``, position of each query; -1 in padding.
+      start: position of the first query.
+      num_queries: number of queries without the padding.
+
+    Returns:
+      The output, f32 ``[K, R, U]``, and the log-sum-exp, f32 ``[K, R]``.
     """
     K, R, D = q_KRD.shape
     U = options.output_dim(D)
@@ -286,13 +303,13 @@ def _attend_to_tile(
 
 
 def _queries_in_tile(num_queries: int, num_heads: int, head_dim: int) -> int:
-    """Return the number of queries of a chunk in a tile: fewer if a query has many elements."""
+    """Return the number of queries of a chunk in a tile: fewer if queries have many elements."""
     fitting = max(_TILE_ELEMENTS // (num_heads * head_dim), 1)
     return min(num_queries, QUERIES, fitting)
 
 
 def _blocks_in_tile(tile: int, block_size: int, table_width: int) -> int:
-    """Return the number of blocks in a tile of about `tile` tokens; at least one."""
+    """Return the number of blocks in a tile of about `tile` tokens, at least 1."""
     return min(max(tile // block_size, 1), table_width)
 
 
@@ -303,10 +320,10 @@ def _ceil_div(a, b):
 def _gather(
     pools: Pools | Pages, layer: int | jax.Array, blocks: jax.Array, sizes: tuple[int, int]
 ) -> tuple[jax.Array, jax.Array]:
-    """Copy the blocks ``i32 [..., M]`` out of the pools: K and V, float32 ``[..., K, M * C, D]``.
+    """Copy blocks out of the pools, as float32 keys and values ``[..., K, M * C, D]``.
 
-    The last dimensions of K and V are `sizes`, D and U. Block ids out of range are clipped. The
-    caller masks their tokens.
+    `blocks` is i32 ``[..., M]``. `sizes` are the last dimensions of keys and of values, D and U.
+    Block ids out of range are clipped. The caller masks their tokens.
     """
     k, v = (
         _gather_pages(pools, blocks)
@@ -317,7 +334,7 @@ def _gather(
 
 
 def _gather_pages(pages: Pages, blocks: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Gather from the pages seen as a matrix: a page with all its heads is a row."""
+    """Gather pages as rows of a matrix: each row is a page with all its heads."""
     P, C, K2, D = pages.kv.shape
     rows = jnp.clip(blocks, 0, P - 1)
     tokens = take_rows(pages.kv.reshape(P, -1), rows).astype(jnp.float32)
@@ -332,9 +349,9 @@ def _gather_pages(pages: Pages, blocks: jax.Array) -> tuple[jax.Array, jax.Array
 def _gather_blocks(
     pools: Pools, layer: int | jax.Array, blocks: jax.Array, sizes: tuple[int, int]
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Gather from the pools seen as matrices: each head of a block is a row.
+    """Gather blocks as rows of matrices: each row is one head of a block.
 
-    Neither the pool nor the result needs a transpose, and XLA copies whole rows.
+    In this way, neither the pool nor the result is transposed, and XLA copies whole rows.
     """
     L, P, K = pools.k.shape[:3]
     heads = jnp.arange(K, dtype=blocks.dtype).reshape((1,) * (blocks.ndim - 1) + (K, 1))
@@ -353,7 +370,7 @@ def _gather_blocks(
 
 
 class _RunningSoftmax(NamedTuple):
-    """State of the online softmax over the tokens so far. R query rows share a KV head."""
+    """State of the online softmax over the tokens so far. R query rows read each KV head."""
 
     peak: jax.Array  # f32 [..., K, R], largest score
     total: jax.Array  # f32 [..., K, R], sum of exp(score - peak)
@@ -363,7 +380,7 @@ class _RunningSoftmax(NamedTuple):
 def _start_softmax(
     rows: tuple[int, ...], value_dim: int, sinks: jax.Array | None
 ) -> _RunningSoftmax:
-    """Start a softmax for rows of queries of the shape `rows`; `sinks` broadcast to them."""
+    """Return the state before the first token; `rows` is the shape of all query rows."""
     out = jnp.zeros((*rows, value_dim), jnp.float32)
     if sinks is None:
         peak = jnp.full(rows, _LOWEST, jnp.float32)
@@ -382,7 +399,7 @@ def _fold(
     valid: jax.Array,  # bool [..., 1, N]: a query attends to the token, so its value is finite
     soft_cap: float | None,
 ) -> _RunningSoftmax:
-    """Fold a tile of N tokens into a softmax."""
+    """Add a tile of N tokens to a softmax."""
     scores = jnp.einsum("...rd,...nd->...rn", q, k, precision="highest")
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
@@ -401,7 +418,7 @@ def _fold(
 
 
 def _finish(softmax: _RunningSoftmax, value_scale: float) -> tuple[jax.Array, jax.Array]:
-    """Return the output and the log-sum-exp: 0 and -inf for rows without tokens."""
+    """Return the output and the log-sum-exp, which are 0 and -inf in rows without tokens."""
     is_empty = softmax.total == 0
     total = jnp.where(is_empty, 1.0, softmax.total)
     lse = jnp.where(is_empty, -jnp.inf, softmax.peak + jnp.log(total))

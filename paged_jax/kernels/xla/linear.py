@@ -1,9 +1,9 @@
 """Matrix multiplication in plain JAX, for weights stored as ``[out, in]``.
 
-GPUs and TPUs use one matmul for all shapes. CPUs without the C++ kernels use other forms for few
-rows, because XLA's matmul takes up to ten times as long. This table has GB/s of weights read,
-measured on 2 cores with AVX-512 (jax 0.10.2) for weights of 3072 x 576 and 576 x 1536. "In halves"
-is `_matmul_in_halves`, and "multiply and sum" is `_multiply_sum`::
+GPUs and TPUs use the same matmul for all shapes. CPUs without the C++ kernels use other forms for
+few rows, because XLA's matmul takes up to ten times as long. The numbers in this table are GB/s of
+weights read, measured on 2 cores with AVX-512 (jax 0.10.2) for weights of 3072 x 576 and 576 x
+1536. "In halves" is `_matmul_in_halves`, and "multiply and sum" is `_multiply_sum`::
 
     rows    float32: matmul, in halves   bfloat16: matmul, multiply and sum
     1            31      29                    1.5    16
@@ -29,21 +29,21 @@ from paged_jax.kernels.weight_formats import (
     from_bits,
 )
 
-# Limits for splitting a matmul into a batch of two, each with half of the weight. XLA's CPU library
-# does not pack the weights of a batched matmul, which saves time if there are few rows. With many
-# inputs, its batched matmul reads outside of its buffers and may crash the process (jax 0.10.2:
-# from 2048 inputs and 24 rows, or 4096 inputs and 2 rows; never seen for fewer inputs and up to 32
-# rows). A test runs matmuls at these limits.
+# Limits for `_matmul_in_halves`. XLA's CPU library does not pack the weights of a batched matmul,
+# which saves time if there are few rows. With many inputs, its batched matmul reads outside of its
+# buffers and may crash the process (jax 0.10.2: from 2048 inputs and 24 rows, or 4096 inputs and 2
+# rows; never seen for fewer inputs and up to 32 rows). A test runs matmuls at these limits.
 _HALVES_MAX_ROWS = 16
 _HALVES_MAX_INPUTS = 1536
 
-# Maximum elements of a quantised weight that exist as floats at a time. Without a loop over tiles,
-# XLA's CPU backend converts the weights of all layers before it multiplies by the first.
+# Maximum number of elements of a quantised weight that are converted to floats at a time. Without a
+# loop over tiles, XLA's CPU backend would convert the weights of all layers before it multiplies by
+# the first of them.
 _MAX_TILE_ELEMENTS = 1 << 22
 _MAX_CPU_TILE_ELEMENTS = 1 << 18
 _MAX_GPU_TILE_ELEMENTS = 1 << 25
 
-# Maximum rows of a tile in a grouped matmul, and in its gradients.
+# Maximum number of rows of a tile in a grouped matmul, and in its gradients.
 _MAX_TILE = 64
 _MAX_GRADIENT_TILE = 512
 
@@ -78,10 +78,10 @@ def _multiply_floats(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _multiply_quantised(x: jax.Array, w: WeightArrays, code: str) -> jax.Array:
-    """Multiply rows in the dtype of a model by a quantised weight, on TPUs."""
+    """Multiply rows by a quantised weight on TPUs, in the dtype of the model (`x.dtype`)."""
     if _has_row_scales(w, code):
-        # Every float dtype of a model represents int8 and float8_e4m3fn exactly. XLA fuses the
-        # cast into the matmul.
+        # Every float dtype of `x` represents int8 and float8_e4m3fn exactly. XLA fuses the cast
+        # into the matmul.
         return _scale_outputs(_matmul(x, w.values.astype(x.dtype)), w)
 
     def multiply(x: jax.Array, w: WeightArrays) -> jax.Array:
@@ -91,11 +91,11 @@ def _multiply_quantised(x: jax.Array, w: WeightArrays, code: str) -> jax.Array:
 
 
 def _multiply_on_gpu(x: jax.Array, w: WeightArrays, code: str) -> jax.Array:
-    """Multiply rows in the dtype of a model by a quantised weight, on GPUs.
+    """Multiply rows by a quantised weight on GPUs, in the dtype of the model (`x.dtype`).
 
-    XLA would fuse the conversion into its matmul, which converts the weight again for each tile of
-    rows. So the floats of a tile of the weight are written to memory first. There is no loop, as
-    its steps would wait for the host.
+    XLA would fuse the conversion of the weight into its matmul, which would then convert it again
+    for each tile of rows. The floats of a tile of the weight are therefore written to memory first.
+    There is no `lax` loop over the tiles, because its steps would wait for the host.
     """
     if _has_row_scales(w, code):
         return _multiply_quantised(x, w, code)
@@ -103,7 +103,7 @@ def _multiply_on_gpu(x: jax.Array, w: WeightArrays, code: str) -> jax.Array:
     num_tiles = min(num_outputs, -(-num_outputs * num_inputs // _MAX_GPU_TILE_ELEMENTS))
     tile = -(-num_outputs // num_tiles)
 
-    # The gradient converts a tile again, so that not all of them are kept.
+    # The backward pass converts each tile again, so that the floats of all tiles are not kept.
     @functools.partial(jax.checkpoint, static_argnums=2)
     def multiply(x: jax.Array, w: WeightArrays, start: int) -> jax.Array:
         part = jax.tree.map(lambda array: array[start : start + tile], w)
@@ -114,7 +114,7 @@ def _multiply_on_gpu(x: jax.Array, w: WeightArrays, code: str) -> jax.Array:
 
 
 def _multiply_on_cpu(x: jax.Array, w: WeightArrays, code: str) -> jax.Array:
-    """Multiply rows by a quantised weight on CPUs, which compute in float32."""
+    """Multiply rows by a quantised weight on CPUs, in float32."""
     is_one_row, x = math.prod(x.shape[:-1]) == 1, x.astype(jnp.float32)
     product = _multiply_sum if is_one_row else _matmul
     if is_one_row and code == "int8" and _has_row_scales(w, code):
@@ -140,11 +140,11 @@ def _multiply_in_tiles(
     multiply: Callable[[jax.Array, WeightArrays], jax.Array],
     max_elements: int,
 ) -> jax.Array:
-    """Convert some rows of a quantised weight to floats, multiply, and continue with other rows.
+    """Multiply rows by a quantised weight, a tile of which is converted to floats at a time.
 
-    A large weight is a loop over tiles, so that only one tile exists as floats. The last tile ends
-    at the last row, and may overlap the tile before it. `multiply` converts some rows of the
-    weight, and multiplies by them.
+    A large weight is processed in a loop over tiles of its outputs, so that only one tile exists as
+    floats. The last tile ends at the last output, and may overlap the tile before it. `multiply`
+    converts a tile, and multiplies `x` by it.
     """
     num_outputs, num_inputs = w.values.shape[0], x.shape[-1]
     tile = max(1, max_elements // num_inputs)
@@ -152,7 +152,7 @@ def _multiply_in_tiles(
         return multiply(x, w)
     bits = jax.tree.map(as_bits, w)
 
-    @jax.checkpoint  # keep no converted tile for the backward pass, which converts them again
+    @jax.checkpoint  # the backward pass converts tiles again instead of keeping them
     def step(x: jax.Array, start: jax.Array) -> jax.Array:
         part = jax.tree.map(lambda y: lax.dynamic_slice_in_dim(y, start, tile), bits)
         return multiply(x, jax.tree.map(lambda y, z: from_bits(y, z.dtype), part, w))
@@ -173,7 +173,10 @@ def _matmul(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _matmul_in_halves(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Compute both halves of the output as a batch of two matmuls, with the weight on the left."""
+    """Multiply by both halves of a weight in a batch of two matmuls.
+
+    The weight is the left operand.
+    """
     rows = x.astype(w.dtype).reshape(-1, x.shape[-1])
     halves = w.reshape(2, w.shape[0] // 2, w.shape[1])
     rows = jnp.broadcast_to(rows[None], (2, *rows.shape))
@@ -182,7 +185,10 @@ def _matmul_in_halves(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _multiply_sum(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Multiply a single row without a matmul, which would convert the whole weight to float32."""
+    """Multiply a single row by a weight as a product and a sum.
+
+    A matmul would convert the whole weight to float32 first.
+    """
     row = x.astype(jnp.float32).reshape(1, -1)
     out = jnp.sum(w.astype(jnp.float32) * row, axis=-1)
     return out.reshape(*x.shape[:-1], w.shape[0])
@@ -191,11 +197,11 @@ def _multiply_sum(x: jax.Array, w: jax.Array) -> jax.Array:
 def grouped_linear(x: jax.Array, w: Weight, group_sizes: jax.Array) -> jax.Array:
     """Multiply rows by the weights of their groups; see `paged_jax.kernels.grouped_linear`.
 
-    `jax.lax.ragged_dot` would be one line, but XLA multiplies all rows by all weights on CPUs and
-    GPUs (jax 0.10.2 to 0.12.0), which takes 23 to 370 times as long as the kernel for CPUs. So this
-    is a loop over tiles of rows, as in `triton.grouped_linear`. XLA copies the weight of each tile
-    out of the stack. On CPUs, it first converts all bfloat16 weights to float32. A quantised weight
-    is converted for each of its tiles.
+    `jax.lax.ragged_dot` would be one line, but on CPUs and GPUs XLA multiplies all rows by all
+    weights (jax 0.10.2 to 0.12.0). This takes 23 to 370 times as long as the C++ kernel. Instead,
+    this is a loop over tiles of rows, as in `triton.grouped_linear`. XLA copies the weight of each
+    tile out of the stack. On CPUs, it first converts all bfloat16 weights to float32. A quantised
+    weight is converted again for each of its tiles.
     """
     x = _round_inputs(x if w.order is None else x[:, w.order], w)
     return _multiply_groups(x, w, group_sizes, (1, 1))
@@ -227,14 +233,14 @@ def _multiply_groups(
 
 
 def _round_inputs(x: jax.Array, w: Weight) -> jax.Array:
-    """Round rows to the dtype of a weight, or to `Weight.dtype` if it is quantised."""
+    """Round rows to the dtype of a weight, or to ``w.dtype`` if the weight is quantised."""
     if w.scales is None:
         return x.astype(w.values.dtype)
     return x.astype(w.dtype).astype(jnp.float32)
 
 
 def _as_floats(w: Weight, group: jax.Array) -> jax.Array:
-    """Return the weight of a group ``[out, in]``, as float32 if it is quantised."""
+    """Return the weight of one group, ``[out, in]``, as float32 if it is quantised."""
     if w.scales is None:
         return lax.dynamic_index_in_dim(w.values, group, keepdims=False)
     arrays = w.arrays._replace(order=None)
@@ -248,10 +254,10 @@ def _as_floats(w: Weight, group: jax.Array) -> jax.Array:
 def grouped_gradients(
     x: jax.Array, w: Weight, group_sizes: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the gradients of `grouped_linear` in `x` and in the values of `w`.
+    """Return the gradients of `grouped_linear` with respect to `x` and to the values of `w`.
 
-    `cotangent` is float32 ``[R, out]``, the gradient in the result. The second gradient is None if
-    the weight is quantised.
+    `cotangent` is the gradient with respect to the result, float32 ``[R, out]``. The second
+    gradient is None if the weight is quantised.
     """
     if w.scales is None:
         return lax.platform_dependent(
@@ -264,7 +270,7 @@ def grouped_gradients(
 def _ragged_gradients(
     x: jax.Array, w: jax.Array, group_sizes: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute the gradients by `lax.ragged_dot_general`; XLA for TPUs runs it group by group."""
+    """Compute the gradients by `lax.ragged_dot_general`, which XLA runs by group on TPUs."""
     _, transpose = jax.vjp(functools.partial(_ragged_dot, group_sizes=group_sizes), x, w)
     rows = jnp.arange(cotangent.shape[0], dtype=jnp.int32)
     is_of_group = (rows < jnp.sum(group_sizes))[:, None]
@@ -324,7 +330,7 @@ def _looped_gradients(
 
 
 def _contract(x: jax.Array, w: jax.Array, contracted: tuple[int, int]) -> jax.Array:
-    """Multiply arrays of the same dtype; sum over dimensions `contracted` of `x` and of `w`."""
+    """Multiply arrays of the same dtype; sum over dimensions ``contracted`` of `x` and `w`."""
     dims = (((contracted[0],), (contracted[1],)), ((), ()))
     return lax.dot_general(x, w, dims, precision=_precision(w), preferred_element_type=jnp.float32)
 
