@@ -140,7 +140,7 @@ def test_separate_values_of_another_size_are_refused_by_kernels(name) -> None:
 def test_long_keys_are_refused_by_triton() -> None:
     batch = PagedBatch.random([9], K=1, D=704, value_dim=640)
     with pytest.raises(
-        NotImplementedError, match="triton does not support the call: its keys that contain values"
+        NotImplementedError, match="triton does not support the call: keys and the values in them"
     ):
         batch.decode(queries((1, 4, 704)), **BACKENDS["triton"])
 

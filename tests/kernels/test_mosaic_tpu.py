@@ -170,9 +170,9 @@ def test_other_states_are_left_to_xla() -> None:
         )
 
     assert why_not(96, 192) == "none"
-    assert "float32, not bfloat16" in why_not(96, 128, jnp.bfloat16)
-    assert "not 12 and 128" in why_not(12, 128) and "not 128 and 64" in why_not(128, 64)
-    assert "at most 2097152 bytes, not 4194304" in why_not(1024, 1024)
+    assert "float32, got bfloat16" in why_not(96, 128, jnp.bfloat16)
+    assert "got 12 and 128" in why_not(12, 128) and "got 128 and 64" in why_not(128, 64)
+    assert "at most 2097152 bytes, got 4194304" in why_not(1024, 1024)
     convolution = ConvolutionStep(step.rows, step.q, step.k, None, step.rows.entries)
     assert "convolutions" in (recurrent.refusal(convolution) or "")
 

@@ -320,7 +320,7 @@ def test_ragged_attention_refuses_a_gradient_in_quantised_pages() -> None:
     def objective(q, pages):
         return jnp.sum(ragged_paged_attention(q, pages, *rest, backend="xla"))
 
-    message = "kv_pages must have elements of 16 bits or more to be differentiated, got float8_e4m3fn"
+    message = "kv_pages must have elements of 16 bits or more .*, got float8_e4m3fn"
     with pytest.raises(NotImplementedError, match=message):
         jax.eval_shape(jax.grad(objective, 1), q, pages)
     jax.eval_shape(jax.grad(objective), q, pages)

@@ -338,7 +338,7 @@ def test_paged_rope_write_refuses_explicit_axes():
 def test_paged_rope_write_of_odd_halves_in_quantised_pools_uses_xla():
     pools, new = poisoned(jnp.dtype(jnp.int8), (L, P, K, C, 10)), make_new(3, D=10)
     with pytest.raises(
-        NotImplementedError, match="triton does not support the call: it writes halves of heads in"
+        NotImplementedError, match="triton does not support the call: half a head must have an"
     ):
         run(pools, new, *make_places(3), layer=LAYER, backend="triton", interpret=True)
     check(pools, new, make_places(3))

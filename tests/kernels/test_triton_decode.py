@@ -332,10 +332,10 @@ def problem(**changes) -> Problem:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"D": 512}, "head dimension is 256 at most, not 512"),
+        ({"D": 512}, "head dimension must be at most 256, got 512"),
         ({"D": 33, "pool_dtype": jnp.int8}, "bytes in pairs"),
-        ({"q_dtype": np.float64}, "queries are .* not float64"),
-        ({"pool_dtype": jnp.float8_e5m2}, "pools are .* not float8_e5m2"),
+        ({"q_dtype": np.float64}, "queries must be .* got float64"),
+        ({"pool_dtype": jnp.float8_e5m2}, "pools must be .* got float8_e5m2"),
     ],
 )
 def test_refusal_says_why(changes, reason) -> None:

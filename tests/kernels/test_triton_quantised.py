@@ -259,10 +259,10 @@ def test_kernel_leaves_weights_to_xla() -> None:
     assert "without scales" in refusal(Weight(jnp.zeros((8, 64))))
     for name in OF_ROWS:
         assert "XLA fuses" in refusal(weight(name))
-    assert "not float32" in refusal(weight("q4_0", "float32"))
+    assert "got float32" in refusal(weight("q4_0", "float32"))
     small = WeightFormat("int8", 8, "float32")
     w = make_weight(random_arrays(small, (8, 64), rng), small, "bfloat16")
-    assert "groups are multiples of 16 inputs, not 8" in refusal(w)
+    assert "groups must have a multiple of 16 inputs, got 8" in refusal(w)
     for gpu, is_refused in (("NVIDIA A100", True), ("NVIDIA L4", False)):
         capability = gpu_device.capability_of(gpu)
         with gpu_device.assume(GpuInfo(gpu, 100, capability)):

@@ -1,7 +1,7 @@
 """Backend ``"triton"`` for NVIDIA GPUs: Pallas kernels, compiled through Triton.
 
-JAX deprecated Pallas' Triton backend in 0.11. If it is missing, this backend supports no problem,
-and XLA computes the ops instead.
+JAX deprecated Pallas' Triton backend in 0.11. If JAX does not have it, this backend supports no
+problem, and other backends run the ops.
 """
 
 from dataclasses import dataclass
@@ -45,11 +45,11 @@ class Triton(GpuBackend):
     }
 
     def refusal(self, problem: Problem) -> str | None:
-        """Return why the kernels cannot solve a problem, or None if they can."""
+        """Return why the kernels do not support `problem`, or None if they do."""
         return refusal(problem, self.interpret)
 
     def grouped_linear_refusal(self, x: jax.Array, w: Weight, sizes: jax.Array) -> str | None:
-        """Return why the kernel cannot multiply these arrays, or None if it can."""
+        """Return why the kernel does not support these arrays, or None if it does."""
         del sizes
         return linear.grouped_refusal(x, w)
 
@@ -58,31 +58,31 @@ class Triton(GpuBackend):
         return linear.grouped_linear(x, w, sizes, interpret=self.interpret)
 
     def quantised_linear_refusal(self, x: jax.Array, w: Weight) -> str | None:
-        """Return why the kernel does not multiply these arrays, or None if it does."""
+        """Return why the kernel does not support these arrays, or None if it does."""
         return linear.quantised_refusal(x, w)
 
     def quantised_linear(self, x: jax.Array, w: Weight) -> jax.Array:
-        """Multiply the last dimension by a quantised weight, in one launch."""
+        """Multiply the last dimension of `x` by a quantised weight, in one launch."""
         return linear.quantised_linear(x, w, interpret=self.interpret)
 
     def advance_rows_refusal(self, step: StateStep) -> str | None:
-        """Return why the kernels cannot advance these states, or None if they can."""
+        """Return why the kernels do not support these recurrent states, or None if they do."""
         return _recurrent.refusal(step, self.interpret)
 
     def advance_rows(self, step: StateStep) -> tuple[jax.Array, jax.Array]:
-        """Advance states of recurrent layers by one token, in one launch."""
+        """Advance recurrent states by a token, in one launch."""
         return _recurrent.advance_rows(step, self.interpret)
 
 
 def refusal(problem: Problem, interpret: Interpret = False) -> str | None:
-    """Return why these kernels cannot solve a problem, or None if they can.
+    """Return why these kernels do not support `problem`, or None if they do.
 
     The interpreter needs no GPU, so the GPU is not checked if `interpret` is set.
     """
     if (why_not := pallas.refusal() or (None if interpret else _gpu_refusal(problem))) is not None:
         return why_not
     if problem.op == "ragged" and problem["B"] > MAX_SEQUENCES:
-        return f"a ragged batch has at most {MAX_SEQUENCES} sequences, not {problem['B']}"
+        return f"a ragged batch must have at most {MAX_SEQUENCES} sequences, got {problem['B']}"
     attends = problem.op in ATTENTION
     return _pool_refusal(problem, "reads" if attends else "writes") or (
         tiles.refusal(problem) if attends else _write.refusal(problem)
@@ -95,7 +95,7 @@ def _pool_refusal(problem: Problem, verb: str) -> str | None:
         if pool_dtype.name in tiles.FLOATING:
             return None
         known = ", ".join(tiles.FLOATING)
-        return f"its pools are {known}, int8 or float8_e4m3fn, not {pool_dtype}"
+        return f"pools must be {known}, int8 or float8_e4m3fn, got {pool_dtype}"
     if problem["D"] % 2 or problem.lanes % 2 or problem.value_dim % 2:
         return f"it {verb} bytes in pairs, and the head dimension is odd, {problem['D']}"
     return None

@@ -1,7 +1,7 @@
 r"""Decode attention on NVIDIA GPUs.
 
-Flash-decoding (Dao et al., 2023) over the paged pool. A program instance attends with one group of
-query heads, which share one read of K and V, to one part of one sequence::
+Flash-decoding (Dao et al., 2023) over the paged pool. A program instance attends to a part of a
+sequence. It has the query heads of a KV head, and reads K and V once for all of them::
 
     sequence a           |step step step|  |step step step|    b   |step step|   visible tokens
                                 |                 |                     |
@@ -12,18 +12,18 @@ query heads, which share one read of K and V, to one part of one sequence::
     merged by the last             |                            |
     program instance of a       out, lse                     out, lse            [B, H, D]
 
-A large group is cut into slices that fit the registers of a program instance. For example, the
-group of a shared prefix has the query heads of all sequences. Each slice reads K and V again,
-mostly from the L2 cache.
+A group with many query heads is cut into slices that fit the registers of a program instance. For
+example, the group of a shared prefix has the query heads of all sequences. Each slice reads K and V
+again, mostly from the L2 cache.
 
 `paged_jax.kernels.kv_split` describes how sequences are split into parts and how the results are
 merged. If the batch is not split, the kernel has no counters and no partial results.
 
-The last program instance sees all partial results, because the counter is an atomic addition with
-acquire and release semantics on the whole GPU. One thread of a program instance executes the
-addition, between two barriers: all threads have stored before the first barrier, and none reads
-before the second, where Triton passes the count to all threads. (PTX ISA, Memory Consistency Model,
-"Causality Order".)
+The last program instance sees the partial results of all others, because the counter is incremented
+by an atomic addition with acquire and release semantics on the whole GPU. A single thread of each
+program instance executes the addition, between two barriers. All threads have stored their results
+before the first barrier. No thread reads results before the second barrier, where Triton passes the
+count to all threads (PTX ISA, Memory Consistency Model, "Causality Order").
 """
 
 import functools
@@ -61,10 +61,10 @@ def decode(
     params: tuning.DecodeParams | None = None,
     num_parts: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend with one query per sequence, in one launch.
+    """Attend with one query per sequence, in one launch; return the output and log-sum-exp.
 
-    The default launch parameters are `tuning.decode_params`. The batch has about `num_parts` parts,
-    by default `choose_num_parts`; if `num_parts` is 0, no sequence is split.
+    By default, `tuning.decode_params` chooses the launch parameters. The batch is split into about
+    `num_parts` parts: 0 splits no sequence, None chooses the number by `choose_num_parts`.
     """
     B, M = args.block_tables.shape
     gpu, shape = gpu_device.device(), tuning.shape_of(args, options)
@@ -82,11 +82,11 @@ def decode(
 
 
 class _QueryGroup(NamedTuple):
-    """The query heads that share a KV head, cut into slices with a program instance each.
+    """Division of the query heads of a KV head into slices. Each slice has a program instance.
 
     Attributes:
       size: number of query heads in the group (G).
-      slice_size: maximum number of heads in a slice; the last slice may have fewer.
+      slice_size: maximum number of query heads in a slice. The last slice may have fewer.
     """
 
     size: int
@@ -99,7 +99,13 @@ class _QueryGroup(NamedTuple):
 
 
 class _GroupSlice(NamedTuple):
-    """The query heads of one program instance: slice `index` of the group of KV head `head`."""
+    """The query heads of a program instance: a slice of the group of a KV head.
+
+    Attributes:
+      group: the group and its division into slices.
+      head: the KV head.
+      index: index of the slice in the group.
+    """
 
     group: _QueryGroup
     head: jax.Array
@@ -220,7 +226,8 @@ def _attend(
     """Attend with a slice of query heads to a part of a sequence.
 
     Returns:
-      The output as f32 ``[R, lanes]`` arrays, one per array of a tile, and lse f32 ``[R]``.
+      The output, f32 ``[R, lanes]`` for each array in a tile of values, and the log-sum-exp, f32
+      ``[R]``.
     """
     dtype = tiles.operand_dtype(q_ref.dtype, kv.pool_dtype)
     num_rows, num_copies = _choose_rows(group_slice.group.slice_size, dtype)
@@ -238,7 +245,7 @@ def _attend(
     )
     sinks = None
     if sinks_ref is not None:
-        # Sinks count once, in the first part.
+        # A sink counts once per sequence, in the first part.
         sinks = plgpu.load(sinks_ref.at[heads], mask=is_row & (part.index == 0), other=-jnp.inf)
     is_rest = None if num_copies == 1 else rows >= num_rows
     softmax = _fold_part(q, num_arrays, sinks, is_rest, part, kv, options, split, instructions)
@@ -253,7 +260,7 @@ def _store(
     lse: jax.Array,
     is_written: jax.Array | bool = True,
 ) -> None:
-    """Store the result of a slice in row `place` of ``[:, H, U]`` and ``[:, H]``."""
+    """Store the result of a slice at index `place` of arrays ``[:, H, U]`` and ``[:, H]``."""
     out_ref, lse_ref = refs
     U = out_ref.shape[2]
     heads, is_row = group_slice.query_heads(jnp.arange(lse.size, dtype=jnp.int32))
@@ -267,24 +274,24 @@ def _store(
     plgpu.store(lse_ref.at[place, heads], lse, mask=is_row)
 
 
-# An mma instruction of half precision multiplies 16 rows, even if some are padding.
+# An mma instruction in half precision multiplies 16 rows, even if some are padding.
 _MMA_ROWS = 16
 
 
 def _choose_rows(group: int, dtype: Any) -> tuple[int, int]:
-    """Return the number of rows for a group of query heads, and the number of copies of each row.
+    """Choose the number of rows for a group of query heads, and the number of copies of a row.
 
-    In half precision a softmax weight keeps only 8 or 11 bits. To keep more, the kernel also
+    Half precision keeps only 8 or 11 bits of a softmax weight. To keep more, the kernel also
     multiplies the rounding errors of the weights by the values, and adds both products. For large
-    groups this is a second matmul, which converts or reads the values again
-    (`tiles.weigh_exactly`). A small group would be padded to 16 rows anyway. So each row has two
-    copies in one matmul: one with the rounded weights, and one with their errors
-    (`tiles.weigh_by_copies`).
+    groups, this is a second matmul, which converts or reads the values again
+    (`tiles.weigh_exactly`). Small groups would be padded to 16 rows anyway. For them, a single
+    matmul has two copies of each row: one with the rounded weights, and one with their rounding
+    errors (`tiles.weigh_by_copies`).
     """
     num_rows = tiles.num_rows(group)
     if dtype == jnp.float32 or 2 * num_rows > _MMA_ROWS:
         return num_rows, 1
-    # Always fill 16 rows: with fewer, each matmul would copy registers to pad them.
+    # Always fill 16 rows. With fewer rows, each matmul would copy registers to pad them.
     return _MMA_ROWS // 2, 2
 
 
@@ -299,7 +306,10 @@ def _join_copies(
 
 
 def _lanes(part: tiles.HeadPart, num_arrays: int) -> tuple[jax.Array, ...]:
-    """Return the lanes of a part in each array of a tile: all, or the even and the odd lanes."""
+    """Return the lanes of a head part that each array of a tile holds.
+
+    A single array holds all lanes. Two arrays hold the even and the odd lanes.
+    """
     index = jnp.arange(tiles.num_lanes(part.size // num_arrays), dtype=jnp.int32)
     return tuple(index * num_arrays + (part.start + turn) for turn in range(num_arrays))
 
@@ -317,8 +327,8 @@ def _fold_part(
 ) -> tiles.OnlineSoftmax:
     """Compute the softmax of queries over the tokens of a part.
 
-    `q` is not multiplied by ``options.scale``. Its first `num_arrays` arrays have the lanes of
-    values. `is_rest`, bool ``[R]`` or None, is True for the second copies of rows, see
+    `q` has not been multiplied by ``options.scale``. Its first `num_arrays` arrays have the lanes
+    of values. `is_rest`, bool ``[R]`` or None, is True for the second copy of each row, see
     `_choose_rows`.
     """
     dtype = tiles.operand_dtype(q[0].dtype, kv.pool_dtype)
@@ -366,7 +376,11 @@ def _load_tile(
     dtype: Any,
     instructions: Instructions,
 ) -> tuple[jax.Array, ...]:
-    """Load a tile of K or V: per part one array, or the even and the odd lanes if quantised."""
+    """Load a tile of K or V, in the dtype of the matmuls.
+
+    Each head part is one array, or two arrays with the even and the odd lanes if the pool is
+    quantised.
+    """
     arrays = []
     for part in kv.parts:
         tile = kv.load_tile(half, part, *tokens)
@@ -375,21 +389,21 @@ def _load_tile(
     return tuple(array.astype(dtype) for array in arrays)
 
 
-# Elements of partial outputs that a merge loads at a time: 64 for each of 128 threads, which are 16
-# parts of 4 heads of 128 lanes. For heads wider than 128 lanes, and for float32, a merge loads half
-# as many, because the sums take more registers. With more elements only two program instances, not
-# three, would fit an SM.
+# Number of elements of partial outputs that a merge loads at a time: 64 for each of 128 threads.
+# These are 16 parts of 4 heads of 128 lanes. For heads wider than 128 lanes, and for float32, a
+# merge loads half of this, because the sums take more registers. With more elements, only two
+# program instances would fit an SM, not three.
 _MERGE_TILE = 8192
 _WIDE = 128
 
-# Initial peak of a merge. With -inf, exp(peak - new_peak) would be NaN if no part has tokens.
+# Initial peak of a merge. With -inf, ``peak - new_peak`` would be NaN if no part has seen a token.
 _LOWEST = float(np.finfo(np.float32).min)
 
 
 def load_lengths(split: KVSplit, lens_ref: Any) -> jax.Array:
     """Load the lengths of the sequences from a ref of i32 ``[B]``, for `find_part`.
 
-    The result is i32 with B rounded up to a power of two; the additional elements are 0.
+    The result is padded with zeros to a power of two.
     """
     rows = jnp.arange(pl.next_power_of_2(split.batch), dtype=jnp.int32)
     return plgpu.load(lens_ref.at[rows], mask=rows < split.batch, other=0)
@@ -401,13 +415,13 @@ def is_last_part(
     count: jax.Array,
     instructions: Instructions,
 ) -> jax.Array:
-    """Increment the counter of a sequence; return whether this part is the last.
+    """Increment the counter of a sequence; return whether all other parts have ended before.
 
-    The program instance must have stored its partial result.
+    The program instance must have stored its partial result before the call.
 
     Args:
-      counts_ref: i32 counters, zero when the kernel starts; updated.
-      place: scalar indices of the counter: the sequence, and the slice of query heads.
+      counts_ref: i32 counters, which are zero when the kernel starts.
+      place: indices of the counter: the sequence, and the slice of query heads.
       count: number of parts of the sequence.
       instructions: instructions of the kernel.
     """
@@ -423,11 +437,11 @@ def merge_parts(
     count: jax.Array,
     dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge the partial results of a sequence.
+    """Merge the partial results of the parts of a sequence.
 
     Args:
-      partial_refs: refs of f32 ``[N, H, D]`` and ``[N, H]``, the output and the log-sum-exp that
-        each program instance has stored.
+      partial_refs: refs of the partial outputs, f32 ``[N, H, D]``, and of their log-sum-exp, f32
+        ``[N, H]``. N is the number of program instances.
       heads: i32 ``[R]``, the query head of each row.
       is_row: bool ``[R]``, False for rows without a query head.
       start: i32 scalar, the first program instance of the sequence.
@@ -435,7 +449,7 @@ def merge_parts(
       dtype: dtype of the operands of the kernel's matmuls.
 
     Returns:
-      f32 ``[R, lanes]`` output, and f32 ``[R]`` log-sum-exp.
+      The output, f32 ``[R, lanes]``, and the log-sum-exp, f32 ``[R]``.
     """
     out_ref, lse_ref = partial_refs
     D = out_ref.shape[2]

@@ -1,20 +1,22 @@
 """Conversion of tiles of quantised weights to floats in the registers of a kernel.
 
-A compiled kernel converts four bytes of a weight at a time by PTX: four 8-bit values, or the low or
-the high halves of four bytes of packed 4-bit values. An interpreted kernel uses `jnp`.
+A compiled kernel converts four bytes of a weight at a time, in PTX. The bytes are four 8-bit
+values, or eight packed 4-bit values, of which the low or the high halves of the bytes are
+converted. An interpreted kernel uses `jnp`.
 
-The compiled conversion of 4-bit values takes two steps. The first gives integers or other numbers
-that the dtype of the matmul represents exactly:
+The compiled conversion of 4-bit values takes two steps. The first step gives numbers that the dtype
+of the matmul represents exactly:
 
-- ``int4`` and ``uint4``: the high byte ``0x43`` and a low byte with 4 bits form a bfloat16 number:
-  128 plus the bits. Then 136 is subtracted. In float16, the high byte ``0x64`` gives 1024 plus the
-  bits.
-- ``e2m1``: the same, but the low byte is 64 plus twice the number. ``prmt`` looks it up in a table
-  of 16 bytes.
-- ``nf4`` and ``fp4``: ``prmt`` looks up the low and the high byte of the number.
+- ``int4`` and ``uint4``: a bfloat16 number with the high byte ``0x43``, and the 4 bits as the low
+  byte, is 128 plus the bits. Then 136 is subtracted. In float16, the high byte ``0x64`` gives 1024
+  plus the bits.
+- ``e2m1``: the same, but the low byte is 64 plus twice the number. The instruction ``prmt`` looks
+  up this byte in a table of 16 bytes.
+- ``nf4`` and ``fp4``: ``prmt`` looks up the low byte and the high byte of the number.
 
-The second step multiplies by the scale and adds the minimum, both rounded to the dtype of the
-matmul. 8-bit values are multiplied and added in float32, and the result is rounded.
+The second step multiplies the number by the scale and adds the minimum. Both are rounded to the
+dtype of the matmul. 8-bit values are multiplied by the scale and added to the minimum in float32,
+and the result is rounded to the dtype of the matmul.
 """
 
 from typing import Any, NamedTuple
@@ -30,18 +32,18 @@ from paged_jax.kernels.weight_formats import CODES, PACKED_BYTES, PACKED_INPUTS,
 # Dtypes of a matmul that tensor cores support.
 DTYPES = ("bfloat16", "float16")
 
-# Group sizes must be a multiple of this, because a tensor core instruction has 16 inputs.
+# Group sizes must be a multiple of this number, because a tensor core instruction has 16 inputs.
 SMALLEST_GROUP = 16
 
 
 class TileFormat(NamedTuple):
-    """Format of a weight, with the dtype and the step size of the matmul that reads it.
+    """Format of a weight, and dtype and step size of the matmul that reads it.
 
     Attributes:
-      weight: the format. It has no order: the caller reorders the inputs of `x`.
-      num_inputs: inputs of the weight.
+      weight: format of the weight. It has no order, because the caller reorders the inputs of `x`.
+      num_inputs: number of inputs of the weight.
       dtype: dtype of the matmul, one of `DTYPES`.
-      step: inputs in a loop step, a power of two of at least 32.
+      step: number of inputs in a loop step, a power of two of at least 32.
       interpret: whether the kernel is interpreted.
     """
 
@@ -53,31 +55,34 @@ class TileFormat(NamedTuple):
 
     @property
     def halves(self) -> tuple[int, ...]:
-        """Indices of the halves of a byte, which are multiplied one by one; ``(0,)`` for 8 bits."""
+        """Indices of the halves of a byte, which are multiplied separately; ``(0,)`` for 8 bits."""
         return (0, 1) if self.weight.is_packed else (0,)
 
     @property
     def columns(self) -> int:
-        """Bytes of each row of the weight that a loop step reads."""
+        """Number of bytes of each row of the weight that a loop step reads."""
         return self.step // len(self.halves)
 
     @property
     def group(self) -> int:
-        """Largest power of two of consecutive inputs that share a scale, at most `step`."""
+        """Number of consecutive inputs that the kernel treats as a group with a scale.
+
+        It is the largest power of two that divides the group size, and at most `step`.
+        """
         size = self.weight.group_size or self.num_inputs
         return min(size & -size, self.step)
 
     @property
     def has_scale_per_half(self) -> bool:
-        """Whether the low and the high halves of a byte have different scales."""
+        """Whether the low and the high halves of the bytes have different scales."""
         return self.weight.is_packed and self.group < PACKED_INPUTS
 
     @property
     def is_prefetched(self) -> bool:
-        """Whether the scales are loaded one loop step ahead.
+        """Whether the kernel loads the scales one loop step ahead.
 
-        Triton loads them asynchronously only if a thread reads at least four consecutive bytes, and
-        if the rows of scales are aligned.
+        Otherwise Triton loads them asynchronously. It can do so only if a thread reads at least
+        four consecutive bytes, and if the rows of scales are aligned.
         """
         itemsize = jnp.dtype(self.weight.scale_dtype).itemsize
         row_bytes = self.num_inputs // (self.weight.group_size or self.num_inputs) * itemsize
@@ -85,33 +90,36 @@ class TileFormat(NamedTuple):
         return step_bytes < 4 or row_bytes % min(step_bytes, 16) != 0
 
     def inputs_of_columns(self, half: int) -> jax.Array:
-        """Return the input of each column, i32 ``[columns]``, relative to the start of the step."""
+        """Return the input that each column belongs to, i32 ``[columns]``.
+
+        `half` is the half of the bytes. Inputs are relative to the start of the loop step.
+        """
         columns = jnp.arange(self.columns, dtype=jnp.int32)
         if not self.weight.is_packed:
             return columns
-        # With divisions, Triton finds runs of 16 consecutive inputs and uses wide loads.
+        # With divisions, Triton recognises runs of 16 consecutive inputs, and uses wide loads.
         size = jnp.full_like(columns, PACKED_BYTES)
         block, place = lax.div(columns, size), lax.rem(columns, size)
         return block * PACKED_INPUTS + half * PACKED_BYTES + place
 
 
 def refusal(format: WeightFormat, num_inputs: int, dtype: Any) -> str | None:
-    """Return why tiles of a format cannot be converted, or None if they can."""
+    """Return why tiles of a format cannot be converted to a dtype, or None if they can."""
     if jnp.dtype(dtype).name not in DTYPES:
-        return f"it multiplies in {' or '.join(DTYPES)}, not {jnp.dtype(dtype)}"
+        return f"the dtype of the matmul must be {' or '.join(DTYPES)}, got {jnp.dtype(dtype)}"
     size = format.group_size or num_inputs
     if size % SMALLEST_GROUP:
-        return f"its groups are multiples of {SMALLEST_GROUP} inputs, not {size}"
+        return f"groups must have a multiple of {SMALLEST_GROUP} inputs, got {size}"
     return None
 
 
 class WeightTile(NamedTuple):
-    """Tile of a weight: some of its outputs. The methods load and convert one loop step of it.
+    """Some of the outputs of a weight. Methods load and convert the inputs of a loop step.
 
     Attributes:
-      refs: refs of the values, scales and minima (or None); fp8 and packed values are uint8.
-      place: indices of the weight before the outputs, such as the expert.
-      outputs: i32 ``[N]``, the outputs, in range.
+      refs: refs of the values, scales and minima (or None). Float8 and packed values are uint8.
+      place: indices of the weight in the refs, such as the expert.
+      outputs: i32 ``[N]``, the outputs, all in range.
       format: format of the tile.
     """
 
@@ -121,7 +129,10 @@ class WeightTile(NamedTuple):
     format: TileFormat
 
     def load_values(self, step: jax.Array) -> tuple[jax.Array, ...]:
-        """Load the values, ``[N, columns]``, or the table entries of both halves of each byte."""
+        """Load the values of a loop step, ``[N, columns]``.
+
+        For codes that need tables, return the table entries of both halves of each byte instead.
+        """
         format = self.format
         columns = step * format.columns + jnp.arange(format.columns, dtype=jnp.int32)
         row_size = format.num_inputs // len(format.halves)
@@ -134,7 +145,11 @@ class WeightTile(NamedTuple):
         )
 
     def load_scales(self, step: jax.Array) -> tuple[jax.Array | None, ...]:
-        """Load the scales and minima of each half, ``[N, groups]``, or None for no minima."""
+        """Load the scales and the minima of a loop step, ``[N, groups]``.
+
+        Returns the scales and the minima (None if there are none), for each half of a byte if
+        halves have different scales.
+        """
         halves = range(2 if self.format.has_scale_per_half else 1)
         return tuple(
             None if ref is None else self._load_groups(ref, step, half)
@@ -148,8 +163,8 @@ class WeightTile(NamedTuple):
         width = PACKED_INPUTS if format.has_scale_per_half else format.group
         count = format.step // width
         if count == 1:
-            # Load one scale per output, because Triton would repeat a load of a column for each
-            # element.
+            # Load a single scale for each output, because Triton would repeat the load of a column
+            # for each element.
             group = lax.div(step * format.step, jnp.int32(size))
             if format.num_inputs % format.step or format.is_prefetched:
                 group = jnp.minimum(group, ref.shape[-1] - 1)
@@ -174,12 +189,12 @@ class WeightTile(NamedTuple):
     def convert(
         self, values: tuple[jax.Array, ...], scales: tuple[jax.Array | None, ...], half: int
     ) -> jax.Array:
-        """Return the elements of a half, ``[N, columns]`` in the dtype of the matmul.
+        """Convert half `half` of the bytes to floats ``[N, columns]`` in the dtype of the matmul.
 
         Args:
-          values: from `load_values`.
-          scales: from `load_scales`.
-          half: 0, or 1 for the high halves of packed values.
+          values: result of `load_values`.
+          scales: result of `load_scales`.
+          half: 0 for the low halves of packed values or for 8-bit values, 1 for the high halves.
         """
         first = 2 * half if len(scales) > 2 else 0
         scale, low = scales[first], scales[first + 1]
@@ -191,7 +206,10 @@ class WeightTile(NamedTuple):
 
 
 def as_bytes(values: jax.Array) -> jax.Array:
-    """Return 8-bit or packed values as int8 or uint8. XLA makes no copy."""
+    """Bitcast 8-bit or packed values to int8 or uint8, which the kernel reads.
+
+    XLA makes no copy for this.
+    """
     return lax.bitcast_convert_type(values, jnp.uint8) if values.dtype != jnp.int8 else values
 
 
@@ -228,11 +246,11 @@ def _interpreted(
 
 
 class _Half(NamedTuple):
-    """Names and constants in PTX of a 16-bit float dtype. A register holds two numbers of it.
+    """A 16-bit float dtype in PTX. A register holds two numbers of the dtype.
 
     Attributes:
-      name: name of a pair of numbers in instructions.
-      base: a number whose low byte is zero. Writing a small integer to this byte adds it to the
+      name: name of a pair of such numbers in instructions.
+      base: a number with a low byte of zero. A small integer in its low byte is added to the
         number.
     """
 
@@ -240,41 +258,41 @@ class _Half(NamedTuple):
     base: int
 
     def pair(self, number: float) -> str:
-        """Return a register with two copies of a number that the dtype represents."""
+        """Return a PTX constant with two copies of a number that the dtype represents exactly."""
         bits = int(np.asarray(number, _DTYPE_OF[self.name]).view(np.uint16))
         return f"0x{bits:04X}{bits:04X}"
 
     @property
     def prefix(self) -> str:
-        """A register with four copies of the high byte of `base`."""
+        """PTX constant with four copies of the high byte of `base`."""
         return f"0x{self.pair(self.base)[2:4] * 4}"
 
 
 _DTYPE_OF = {"bf16x2": jnp.bfloat16, "f16x2": jnp.float16}
 _HALVES = {"bfloat16": _Half("bf16x2", 128), "float16": _Half("f16x2", 1024)}
 
-# Added to integers before they become the low byte of `_Half.base`, so that they are not negative.
+# Offsets that are added to integers, so that they are not negative in the low byte of `_Half.base`.
 _OFFSETS = {"int4": 8, "uint4": 8, "e2m1": 64}
 
 
 def _registers(numbers: list[int]) -> list[str]:
-    """Return 16 bytes as PTX constants of four registers. The first byte is the lowest."""
+    """Return 16 bytes as four PTX constants. The first byte is in the lowest bits."""
     return [f"0x{int.from_bytes(bytes(numbers[i : i + 4]), 'little'):08X}" for i in (0, 4, 8, 12)]
 
 
 def _look_up(numbers: list[int]) -> str:
-    """Return PTX that looks up a byte for each half of four bytes.
+    """Return PTX that looks up each half of four bytes in a table of 16 bytes.
 
-    The first result has the bytes of the low half of byte 0, its high half, the low half of byte 1,
-    and its high half. `prmt` chooses a byte by three bits. If the fourth bit is set, it repeats the
-    highest bit of that byte instead.
+    There are two results of four bytes. The first result has the entries for the low half of byte
+    0, its high half, the low half of byte 1, and its high half. `prmt` chooses a byte by three
+    bits. If the fourth bit is set, it repeats the highest bit of that byte instead.
     """
     a, b, c, d = _registers(numbers)
     parts = ["{ .reg .b32 t, u, m;"]
     for word in (0, 1):
         parts.append(f"shr.u32 t, $2, {16 * word}; prmt.b32 u, {a}, {b}, t;")
         if max(numbers) < 128:
-            # Each `prmt` reads half of the table, and returns 0 for entries of the other half.
+            # Each `prmt` reads half of the table, and returns 0 for entries in the other half.
             parts.append(
                 f"xor.b32 t, t, 0x88888888; prmt.b32 t, {c}, {d}, t; or.b32 ${word}, u, t;"
             )
@@ -288,7 +306,10 @@ def _look_up(numbers: list[int]) -> str:
 
 
 def _tables(code: str, dtype: Any) -> list[list[int]]:
-    """Return the tables in which PTX looks up the bytes of numbers; integers need none."""
+    """Return the tables for `_look_up`, one for each byte of a number that PTX looks up.
+
+    Codes with integers need no tables.
+    """
     if code == "e2m1":
         return [(_OFFSETS[code] + 2 * CODES[code]).astype(int).tolist()]
     if code in ("nf4", "fp4"):
@@ -298,7 +319,7 @@ def _tables(code: str, dtype: Any) -> list[list[int]]:
 
 
 def _looked_up_code(num_tables: int, half: int, kind: _Half, has_min: bool) -> str:
-    """Return PTX that converts one half of two bytes from the results of `_look_up`."""
+    """Return PTX that converts half `half` of two bytes from the results of `_look_up`."""
     fma, offset = f"fma.rn.{kind.name}", kind.pair(-kind.base - _OFFSETS["e2m1"])
     lines = [
         f"{{ .reg .b32 t, one, zero; mov.b32 one, {kind.pair(1)}; mov.b32 zero, {kind.pair(-0.0)};"
@@ -314,7 +335,10 @@ def _looked_up_code(num_tables: int, half: int, kind: _Half, has_min: bool) -> s
 
 
 def _integer_code(code: str, half: int, kind: _Half, has_min: bool) -> str:
-    """Return PTX that converts a half of four bytes: 0 is the low half, 1 the high half."""
+    """Return PTX that converts half `half` of four bytes with an integer code.
+
+    `half` is 0 for the low halves, 1 for the high halves.
+    """
     shift = "shr.u32 t, $2, 4; and.b32 t, t, 0x0F0F0F0F;" if half else "and.b32 t, $2, 0x0F0F0F0F;"
     lines = [
         "{ .reg .b32 t, a, b, one, zero, c;",
@@ -332,7 +356,7 @@ def _integer_code(code: str, half: int, kind: _Half, has_min: bool) -> str:
 
 
 def _byte_code(code: str, kind: _Half, has_min: bool) -> str:
-    """Return PTX that converts four 8-bit values in float32."""
+    """Return PTX that converts four 8-bit values, in float32."""
     lines = ["{ .reg .b32 t, u; .reg .b16 h<4>; .reg .f32 f<4>;"]
     if code == "int8":
         # 0x4B000000 is 2**23 in float32. Flipping the sign bit of an int8 adds 128 to it.

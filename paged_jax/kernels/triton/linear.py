@@ -1,9 +1,9 @@
 """Matrix multiplications on NVIDIA GPUs: by quantised weights, and by the weights of experts.
 
 `quantised_linear`: a program instance multiplies a tile of rows of `x` by some outputs of the
-weight, over all inputs or over a part of them. In a loop, it loads a tile of the weight as it is
-stored, converts it to the dtype of the matmul in registers, and multiplies it on the tensor cores.
-The weight is the left operand, which tensor cores read from registers::
+weight, over all inputs or over a part of them. In a loop, it loads a tile of the weight in its
+stored format, converts the tile in registers to the dtype of the matmul, and multiplies it on the
+tensor cores. The weight is the left operand, which tensor cores read from registers::
 
     weight [outputs, bytes]          x [rows, inputs]               out [part, rows, outputs]
     + - - - + - - - + - -     low    = = = = x = = = = x = =        for few rows, several program
@@ -11,23 +11,24 @@ The weight is the left operand, which tensor cores read from registers::
     + - - - + - - - + - -     high   = = = = x = = = = x = =        a tile; XLA adds their parts
                               halves     inputs 16 to 31 of 32
 
-Packed 4-bit values are two tiles, the low and the high halves of the bytes. Each is multiplied by
-the inputs that it belongs to, so that no values change their places. The kernel is for few rows,
-which are memory-bound. A tile has 8 to 64 rows, so up to 64 rows share each byte of the weight. The
-number of parts depends on the weight alone, not on the rows.
+Packed 4-bit values are treated as two tiles: the low halves and the high halves of the bytes. Each
+tile is multiplied by the inputs that it belongs to, so the values need no reordering. The kernel is
+for few rows, for which the matmul is memory-bound. A tile has 8 to 64 rows, so that up to 64 rows
+share each read of the weight. The number of parts depends only on the weight, not on the number of
+rows.
 
-`grouped_linear`: rows of `x` are sorted by group, and each group is split into tiles of rows. The
-last tile of a group may be short. A program instance multiplies one tile by some outputs of the
-weight of its group, which may be quantised::
+`grouped_linear`: the rows of `x` are sorted by group. Each group is split into tiles of rows, the
+last of which may be short. A program instance multiplies one tile by some outputs of the weight of
+its group, which may be quantised::
 
     rows of x            a a a a a | b b | d d d d d d d . .     group c has no rows, . no group
     tiles                0 0 0 0 1   2 2   3 3 3 3 4 4 4         weights of c are not read
     program instances    (tile, outputs)
 
 As in `decode`, each program instance computes its tile from the group sizes, in registers. No list
-of tiles is stored in memory. The grid has the maximum number of tiles; program instances without a
+of tiles is stored in memory. The grid has the maximum number of tiles. Program instances without a
 tile end immediately. Consecutive program instances have consecutive tiles. Tiles of the same group
-read the same rows of its weight, which are then in the L2 cache.
+read the same weights, which are then in the L2 cache.
 """
 
 import functools
@@ -50,37 +51,39 @@ from paged_jax.kernels.triton.dequantise import TileFormat, WeightTile
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 from paged_jax.kernels.weight_formats import BYTE_CODES, PACKED_INPUTS, Weight, WeightFormat
 
-# Maximum elements of an array: the kernel computes offsets in int32.
+# Maximum number of elements of an array, because the kernel computes offsets in int32.
 _MAX_ELEMENTS = 2**31 - 1
 
-# Maximum rows of a tile, and of a call. For more rows, XLA is faster: it converts each weight once
-# for all rows, not once for each tile of rows.
+# Maximum number of rows of a tile, and of a call. XLA is faster for more rows, because it converts
+# each weight once for all rows, not once for each tile of rows.
 _MAX_TILE_ROWS = 64
 _MAX_ROWS = 128
 
-# Maximum rows of a tile of `grouped_linear`.
+# Maximum number of rows of a tile of `grouped_linear`.
 _MAX_GROUPED_ROWS = 128
 
-# Outputs of a program instance. `choose_tiling` assumes this number when it chooses the number of
+# Number of outputs per program instance that `choose_tiling` assumes when it chooses the number of
 # parts into which the inputs are split.
 _PART_OUTPUTS = 64
 # Maximum number of parts into which the inputs are split.
 _MAX_PARTS = 8
-# Minimum number of inputs of a part, and a divisor of the number of inputs of every part.
+# Minimum number of inputs in a part. In all parts except the last, the number of inputs is a
+# multiple of `_STEP_INPUTS`.
 _PART_INPUTS = 512
 _STEP_INPUTS = 256
 
 
 class MatmulTiling(NamedTuple):
-    """Launch parameters of a kernel.
+    """Launch parameters of a matmul kernel.
 
     Attributes:
-      rows: rows of `x` in a program instance.
-      outputs: outputs in a program instance.
-      inputs: inputs that a loop step reads.
-      num_warps: warps of 32 threads in a program instance.
-      num_stages: loop steps whose loads are in flight at the same time.
-      parts: number of parts of the inputs; 1 in grouped matmuls.
+      rows: number of rows of `x` in a program instance.
+      outputs: number of outputs in a program instance.
+      inputs: number of inputs that a loop step reads.
+      num_warps: number of warps of 32 threads in a program instance.
+      num_stages: number of loop steps with loads in flight at the same time.
+      parts: number of parts into which the inputs are split between program instances (split-K); 1
+        for grouped matmuls.
     """
 
     rows: int
@@ -92,7 +95,7 @@ class MatmulTiling(NamedTuple):
 
 
 def quantised_refusal(x: jax.Array, w: Weight) -> str | None:
-    """Return why `quantised_linear` cannot multiply such arrays, or None if it can."""
+    """Return why `quantised_linear` does not support these arrays, or None if it does."""
     if (why_not := pallas.refusal() or pallas.gpu_refusal()) is not None:
         return why_not
     if w.scales is None:
@@ -108,15 +111,15 @@ def quantised_refusal(x: jax.Array, w: Weight) -> str | None:
 
 
 def grouped_refusal(x: jax.Array, w: Weight) -> str | None:
-    """Return why `grouped_linear` cannot multiply such arrays, or None if it can."""
+    """Return why `grouped_linear` does not support these arrays, or None if it does."""
     if (why_not := pallas.refusal() or pallas.gpu_refusal()) is not None:
         return why_not
     if w.scales is not None:
         return _format_refusal(w)
     if w.values.dtype.name not in tiles.FLOATING:
-        return f"its weights are {', '.join(tiles.FLOATING)}, not {w.values.dtype}"
+        return f"weights must be {', '.join(tiles.FLOATING)}, got {w.values.dtype}"
     if max(x.size, w.values.size) > _MAX_ELEMENTS:
-        return f"its offsets are int32, and the weights have {w.values.size} elements"
+        return f"x and w must have fewer than 2**31 elements, got {x.size} and {w.values.size}"
     return None
 
 
@@ -125,12 +128,14 @@ def _format_refusal(w: Weight) -> str | None:
     if format.code == "float8_e4m3fn" and gpu_device.device().compute_capability < (8, 9):
         return "it converts float8_e4m3fn on GPUs of compute capability 8.9 and later only"
     if w.values.size > _MAX_ELEMENTS:
-        return f"its offsets are int32, and the weight has {w.values.size} bytes"
+        return f"values must have fewer than 2**31 bytes, got {w.values.size}"
     return dequantise.refusal(format, w.shape[-1], w.dtype)
 
 
 def choose_tiling(num_rows: int, w: Weight) -> MatmulTiling:
-    """Choose the launch parameters for the rows of `x` and a quantised weight ``[out, in]``.
+    """Choose the launch parameters for `num_rows` rows of `x` and a quantised weight.
+
+    The shape of the weight is ``[out, in]``.
 
     Example:
       >>> w = Weight(jnp.zeros((4096, 2048), jnp.uint8), jnp.zeros((4096, 128)), code="int4")
@@ -152,12 +157,12 @@ def choose_tiling(num_rows: int, w: Weight) -> MatmulTiling:
 
 
 def _quantised_tiling(num_rows: int, num_inputs: int, format: WeightFormat) -> MatmulTiling:
-    """Choose the tiles of a quantised weight by rules that are not measured.
+    """Choose the tiles for a quantised weight. The rules are not measured.
 
-    The rules come from compiled code for compute capability 9.0: registers, shared memory, and
-    instructions per byte of the weight. With two warps, Triton uses matmul instructions of single
-    warps. With four warps it uses instructions of warp groups. The preparation of the weight then
-    takes more instructions, but matmuls of many rows take fewer.
+    The rules are based on code compiled for compute capability 9.0: registers, shared memory, and
+    instructions per byte of the weight. With two warps, Triton uses matmul instructions for single
+    warps. With four warps, it uses matmul instructions for groups of warps. The preparation of the
+    weight then takes more instructions, but matmuls of many rows take fewer.
     """
     rows = max(8, pl.next_power_of_2(num_rows))
     step = 128 if format.is_packed else 64  # 64 bytes per row of the weight
@@ -172,11 +177,11 @@ def _quantised_tiling(num_rows: int, num_inputs: int, format: WeightFormat) -> M
 
 
 def choose_grouped_tiling(num_rows: int, w: Weight) -> MatmulTiling:
-    """Choose the launch parameters for all rows of `x` and weights ``[X, out, in]``.
+    """Choose the launch parameters of `grouped_linear` for weights ``[X, out, in]``.
 
-    The rules are not measured. With few rows per group the kernel is memory-bound. It then needs
-    small tiles, so that all SMs have work, and many loads in flight. With many rows it is
-    compute-bound.
+    `num_rows` is the number of rows of all groups. The rules are not measured. With few rows per
+    group, the kernel is memory-bound. It then needs small tiles, so that all SMs have work, and
+    many loads in flight. With many rows per group, it is compute-bound.
     """
     num_groups, num_outputs, num_inputs = w.shape
     if w.scales is not None:
@@ -203,7 +208,7 @@ def quantised_linear(
 ) -> jax.Array:
     """Multiply the last dimension of `x` by a weight, see `paged_jax.kernels.linear`.
 
-    Differentiable in `x`. XLA computes the gradient.
+    The op is differentiable with respect to `x`. XLA computes the gradient.
     """
     *shape, num_inputs = x.shape
     *outputs, _ = w.shape
@@ -237,7 +242,7 @@ def _multiply_parts(
         name="quantised_linear",
     )
     parts = call(x, (dequantise.as_bytes(w.values), w.scales, w.mins))
-    # Add slices, because XLA fuses such a sum with the operations that follow.
+    # Add the parts as slices, because XLA fuses such a sum with the operations that follow.
     return functools.reduce(operator.add, (parts[i] for i in range(tiling.parts)))
 
 
@@ -254,7 +259,7 @@ def _quantised_kernel(
     outputs = pl.program_id(1) * tiling.outputs + jnp.arange(tiling.outputs, dtype=jnp.int32)
     part = pl.program_id(2)
     is_row, is_output = rows < R, outputs < N
-    # Padding rows read the last output. Their results are not stored.
+    # Padded outputs read the weights of the last output. Their results are not stored.
     tile = WeightTile(w_refs, (), jnp.minimum(outputs, N - 1), format)
     num_steps = pl.cdiv(format.num_inputs, format.step)
     size = pl.cdiv(pl.cdiv(num_steps * format.step, tiling.parts), _STEP_INPUTS)
@@ -278,7 +283,7 @@ def grouped_linear(
         format = TileFormat(w.format, K, dtype, tiling.inputs, bool(interpret))
     if w.order is not None:
         x = x[:, w.order]
-    # Each group has at most one short tile. Rows without a group count as one more group.
+    # Each group has at most one short tile. The rows without a group are treated as one more group.
     num_tiles = R // tiling.rows + min(R, X + 1)
     call = pallas_call(
         functools.partial(_grouped_kernel, tiling=tiling, format=format),
@@ -331,8 +336,8 @@ def _grouped_kernel(
             total = multiply_floats()
             place, mask = (rows[:, None], outputs[None]), is_row[:, None] & is_output[None]
         else:
-            # Rows without a group have no weight: load the scales of the last group without using
-            # them.
+            # Rows without a group have no weight. They load the scales of the last group, but do
+            # not use them.
             weight = (jnp.minimum(group, X - 1),)
             tile = WeightTile(w_refs, weight, jnp.minimum(outputs, N - 1), format)
             total = multiply_tile(x_ref, rows, is_row, tile, jnp.int32(0), num_steps)
@@ -354,15 +359,18 @@ def find_tile(
     """Return the group and the rows of a tile.
 
     Args:
-      sizes: i32 ``[X]``, number of rows of each group; rows of `x` are sorted by group.
+      sizes: i32 ``[X]``, number of rows of each group. The rows of `x` are sorted by group.
       tile: i32 ``[]``, index of the tile.
-      tile_rows: rows in a tile.
+      tile_rows: number of rows in a tile.
 
     Returns:
-      Whether the tile exists, its group, its rows i32 ``[tile_rows]``, and a bool mask
-      ``[tile_rows]`` of the rows that belong to the group.
+      Whether the tile exists; its group; its rows, i32 ``[tile_rows]``; and a mask of the rows that
+      belong to the group, bool ``[tile_rows]``.
 
     Example:
+      Group 0 has rows 0 to 2, in tiles 0 and 1. Group 2 has rows 3 and 4, in tile 2. There is no
+      tile 3:
+
       >>> [bool(is_row.sum()) and rows[is_row].tolist() for _, _, rows, is_row in (
       ...     find_tile(jnp.array([3, 0, 2, 0]), jnp.int32(tile), 2) for tile in range(4))]
       [[0, 1], [2], [3, 4], False]
@@ -390,14 +398,14 @@ def multiply_tile(
 
     Args:
       x_ref: ref of `x`, ``[R, K]``, in the dtype of the matmul.
-      rows: i32 ``[T]``, the rows.
-      is_row: bool ``[T]``, False for rows that are not read, whose results are 0.
+      rows: i32 ``[T]``, indices of the rows.
+      is_row: bool ``[T]``, False for rows that are not read. Their results are 0.
       tile: the outputs of the weight.
       begin: first loop step.
       end: end of the loop steps (exclusive).
 
     Returns:
-      f32 ``[N, T]``, a row for each output.
+      The products, f32 ``[N, T]``, with a row for each output.
     """
     format = tile.format
     num_outputs, num_rows = tile.outputs.size, rows.size

@@ -1,12 +1,12 @@
 """Pallas' Triton backend: calls of kernels, and PTX instructions with an interpreted form.
 
-JAX deprecated this backend in 0.11. If it is missing, `refusal` returns the reason, and XLA
-computes the ops instead.
+JAX deprecated this backend of Pallas in 0.11. If JAX does not have it, `refusal` returns the
+reason, and other backends run the ops.
 
-Since JAX 0.11, the lowering of a Triton kernel needs to know the GPU. It takes a GPU of this
+Since JAX 0.11, a Triton kernel can only be lowered for a known GPU. JAX takes a GPU of this
 process, or the device of the abstract mesh (`jax.sharding.use_abstract_mesh`) under which the
-kernel was traced. Without a GPU, `pallas_call` therefore traces kernels under a mesh that names the
-GPU of `gpu_device.device`.
+kernel was traced. If there is no GPU, `pallas_call` therefore traces kernels under a mesh that
+names the GPU of `gpu_device.device`.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,14 +55,15 @@ def gpu_refusal() -> str | None:
 def pallas_call(
     kernel: Callable, out_shape: Any, *, interpret: Interpret, **options: Any
 ) -> Callable:
-    """Return `pl.pallas_call` of a kernel for `gpu_device.device`, or in the interpreter."""
+    """Return `pl.pallas_call` of a kernel, interpreted or for the GPU of `gpu_device.device`."""
     if interpret:
         return pl.pallas_call(kernel, out_shape, interpret=interpret, **options)
     mesh = _mesh_of_device()
     if mesh is None:
         return partial(only_on, "cuda", pl.pallas_call(kernel, out_shape, **options))
-    # Make the result types here, under the caller's mesh. Types made under `mesh` would differ from
-    # the types of other arrays, so functions that take the results would be traced again.
+    # Make the types of the results here, under the mesh of the caller. Types made under `mesh`
+    # would differ from the types of other arrays, so that JAX would trace functions of the results
+    # again.
     out_types = jax.tree.map(lambda out: ShapedArray(out.shape, out.dtype), out_shape)
     call = pl.pallas_call(kernel, out_types, **options)
 
@@ -74,7 +75,10 @@ def pallas_call(
 
 
 def _mesh_of_device() -> AbstractMesh | None:
-    """Return a mesh without axes on `gpu_device.device`, or None if JAX knows the GPU."""
+    """Return a mesh without axes that names the GPU of `gpu_device.device`.
+
+    Return None if JAX knows the GPU.
+    """
     if not (gpu_device.is_assumed() and get_abstract_mesh().empty):
         # Keep the current mesh if it has axes, because the arrays are sharded over it.
         return None
@@ -84,20 +88,21 @@ def _mesh_of_device() -> AbstractMesh | None:
 
 
 class Instructions(NamedTuple):
-    """Operations that a compiled kernel writes in PTX, and an interpreted kernel in `jnp`.
+    """Operations that are PTX in compiled kernels, and `jnp` functions in interpreted kernels.
 
     Attributes:
-      exp2: a function of f32 `x`, `factor` and f32 `shift` that returns ``2 ** (x * factor -
-        shift)``. The factor is a Python number, or an array; `factor` and `shift` broadcast to `x`.
-        The PTX takes two instructions per element, and gives 0 for results below 1e-38. `jnp.exp2`
-        takes three more to compute such results, and the compiler does not fuse it with the
-        multiplication and the subtraction.
-      split_words: a function of a tile of words (`tiles.as_words`) and the dtype of the pool, int8
-        or float8_e4m3fn. It returns the even and the odd lanes in float16, which represents them
-        exactly. The PTX converts two elements at a time, with 1.25 instructions per int8 and 0.75
-        per float8_e4m3fn element. The compiler's own conversions take three or more.
-      barrier: a function that waits until all threads of the program instance have called it. Each
-        thread then sees what the others have stored. An interpreted program instance has one
+      exp2: function of f32 `x`, `factor` and f32 `shift` that returns
+        ``2 ** (x * factor - shift)``. `factor` is a Python number or an array. `factor` and `shift`
+        broadcast to `x`. The PTX takes two instructions per element, and gives 0 for results below
+        1e-38. `jnp.exp2` takes three more instructions to compute such results, and the compiler
+        does not fuse it with the multiplication and the subtraction.
+      split_words: function of a tile of words (`tiles.as_words`) and the dtype of the pool, int8 or
+        float8_e4m3fn. It returns the even and the odd lanes in float16, which represents them
+        exactly. The PTX converts two elements at a time, in 1.25 instructions per int8 element and
+        0.75 instructions per float8_e4m3fn element. The compiler's own conversions take three or
+        more.
+      barrier: function that waits until all threads of the program instance have called it. Each
+        thread then sees what the others have stored. An interpreted program instance has a single
         thread.
     """
 
@@ -132,7 +137,7 @@ def _compiled_exp2(x: jax.Array, factor: float | jax.Array, shift: jax.Array) ->
 
 
 def _interpreted_split_words(words: jax.Array, pool_dtype: Any) -> tuple[jax.Array, jax.Array]:
-    # The first element of a word is the low byte: GPUs are little-endian.
+    # The first element of a word is its low byte, because GPUs are little-endian.
     low, high = words, lax.shift_right_logical(words, jnp.int16(8))
     even, odd = (
         lax.bitcast_convert_type(x.astype(jnp.int8), pool_dtype).astype(jnp.float16)
@@ -142,9 +147,9 @@ def _interpreted_split_words(words: jax.Array, pool_dtype: Any) -> tuple[jax.Arr
 
 
 # PTX that converts the even and the odd elements of int8 words to float16. A register holds two
-# words, with the bytes b0 to b3. 0x6400 is 1024 in float16, and adding a byte to its low bits adds
-# the byte's value. Flipping the sign bit of an int8 adds 128 to it, so 0x6480 (1152) is subtracted.
-# lop3 0x6a computes ``(a & b) ^ c``.
+# words, with the bytes b0 to b3. 0x6400 is 1024 in float16. If a byte is put into its low bits, the
+# number is 1024 plus the byte. Flipping the sign bit of an int8 adds 128 to it, so 0x6480 (1152) is
+# subtracted. lop3 0x6a computes ``(a & b) ^ c``.
 _INT8 = (
     "{ .reg .b32 c; mov.b32 c, 0x64806480;"
     " lop3.b32 $0, $1, 0x00FF00FF, c, 0x6a; sub.rn.f16x2 $0, $0, c; }",
@@ -152,7 +157,7 @@ _INT8 = (
     " lop3.b32 $0, t, 0x00FF00FF, c, 0x6a; sub.rn.f16x2 $0, $0, c; }",
 )
 # The same for float8_e4m3fn. `prmt` reorders the bytes to b0, b2, b1, b3. The assembler merges the
-# two equal permutations.
+# two equal `prmt` instructions.
 _FLOAT8 = tuple(
     "{ .reg .b16 even, odd; .reg .b32 t; prmt.b32 t, $1, 0, 0x3120; mov.b32 {even, odd}, t;"
     f" cvt.rn.f16x2.e4m3x2 $0, {turn}; }}"
@@ -171,10 +176,11 @@ def _compiled_barrier() -> None:
 
 
 def run_ptx(code: str, arrays: Sequence[jax.Array], dtype: Any, pack: int = 1) -> jax.Array:
-    """Run PTX on `pack` consecutive elements at a time, with as many results of a dtype.
+    """Run PTX code on each `pack` consecutive elements of the arrays.
 
-    Registers have 32 bits: four 8-bit or two 16-bit elements share one. Result registers come
-    first, then the registers of each array.
+    It returns an array of `dtype` with the shape of the arrays. Registers have 32 bits, so that
+    four 8-bit or two 16-bit elements share a register. The registers of the result come first, then
+    the registers of each array.
     """
 
     def registers(dtype: Any) -> list[str]:

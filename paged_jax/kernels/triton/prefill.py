@@ -1,7 +1,7 @@
 """Prefill attention on NVIDIA GPUs.
 
-Causal flash attention (Dao, 2023) over the paged pool. The tokens of a chunk and the query heads
-of a group are flattened into rows, so that any group fills a tile: row r of KV head k is token
+Causal flash attention (Dao, 2023) over the paged pool. A row is a pair of a token of a chunk and a
+query head of a group, so that groups of any size fill a tile: row r of KV head k is token
 ``r // G`` and query head ``k * G + r % G``. A program instance computes one tile of rows::
 
                     loop steps over the tokens of the sequence
@@ -14,13 +14,13 @@ of a group are flattened into rows, so that any group fills a tile: row r of KV 
     program instance (k, i, b): the i-th tile from the end, of KV head k of sequence b
     a loop step reads one tile of K and one of V
 
-The last tiles take longest and start first, so that short tiles fill the gaps at the end. All heads
-of a tile come before the next tile, so that program instances that read the same blocks run at the
-same time.
+The last tiles of a sequence take longest and start first, so that short tiles fill the gaps at the
+end. All KV heads of a tile come before the next tile, so that program instances that read the same
+blocks run at the same time.
 
 The chunks of a ragged batch are concatenated, without padding. Program instance (k, i) then
-computes its tile from the lengths of all chunks. The grid has the maximum number of tiles, and the
-last program instances may have none.
+computes its tile from the lengths of all chunks. The grid has the maximum number of tiles, so the
+last program instances may have no tile.
 """
 
 import functools
@@ -39,9 +39,9 @@ from paged_jax.kernels.ragged_chunks import Chunks
 from paged_jax.kernels.triton import tiles, tuning
 from paged_jax.kernels.triton.pallas import Instructions, choose_instructions, pallas_call, plgpu
 
-# Minimum number of unmasked steps for a separate loop without masks. A loop waits for its first
-# tile, which costs about as much as the masks of this many steps (from instruction counts, not
-# measured).
+# Minimum number of unmasked steps for which there is a separate loop without masks. A loop waits
+# for its first tile, which costs about as much as masking this number of steps (from instruction
+# counts, not measured).
 _MIN_UNMASKED_STEPS = 4
 
 
@@ -54,7 +54,7 @@ def prefill(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with a chunk of queries per sequence, in one launch.
 
-    The default launch parameters are `tuning.prefill_params`.
+    By default, `tuning.prefill_params` chooses the launch parameters.
     """
     return _prefill(args, None, options, params or _params(args, options), interpret)
 
@@ -67,7 +67,7 @@ def attend_to_chunks(
     interpret: Interpret = False,
     params: tuning.PrefillParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend with the queries of all chunks of a ragged batch in one launch, see `prefill`.
+    """Attend with the chunks of all sequences of a ragged batch in one launch, see `prefill`.
 
     Returns:
       ``(out, lse)``: ``[N, H, U]`` and f32 ``[N, H]``. Rows outside the chunks may hold anything.
@@ -90,11 +90,11 @@ def _prefill(
     params: tuning.PrefillParams,
     interpret: Interpret,
 ) -> tuple[jax.Array, jax.Array]:
-    """Run the kernel.
+    """Launch the kernel for padded chunks or for a ragged batch.
 
-    If `starts` is None, the queries are padded chunks, ``[B, T, H, D]``. Otherwise they are a
-    ragged batch, ``[N, H, D]``, and `starts`, i32 ``[B]``, has the row of the first query of each
-    chunk.
+    If `starts` is None, the queries are padded chunks, ``[B, T, H, D]``. Otherwise they are the
+    queries of a ragged batch, ``[N, H, D]``, and `starts`, i32 ``[B]``, is the row of the first
+    query of each chunk.
     """
     q, pools, block_tables, context_lens, query_lens, sinks, layer = args
     (longest, H, _), B, K = q.shape[-3:], len(block_tables), pools.num_kv_heads
@@ -102,7 +102,7 @@ def _prefill(
     query_rows = min(params.query_rows, pl.next_power_of_2(longest * G))
     grid = (K, pl.cdiv(longest * G, query_rows), B)
     if starts is not None:
-        # At most one tile per sequence is partly empty.
+        # Maximum number of tiles: at most one tile per sequence is partly empty.
         grid = (K, longest * G // query_rows + min(B, longest))
     layers = jnp.asarray(layer, jnp.int32).reshape(1)
     return pallas_call(
@@ -128,15 +128,15 @@ def _prefill(
 
 
 class _ChunkTile(NamedTuple):
-    """The tile of one program instance, as i32 scalars.
+    """The tile of a program instance, as i32 scalars.
 
     Attributes:
       sequence: row of the sequence in the batch.
       query_len: number of queries in the chunk.
-      start: row of the chunk's first query; None if the batch is not ragged.
-      first_row: index of the tile's first row in the chunk, which has G rows per token.
-      num_written: number of tokens of the chunk whose output is stored: T in padded chunks,
-        including the padding; `query_len` in ragged batches.
+      start: row of the first query of the chunk in a ragged batch; None for padded chunks.
+      first_row: index of the first row of the tile among the rows of the chunk, G for each token.
+      num_written: number of tokens of the chunk with a stored output: T for padded chunks,
+        including padding; `query_len` in ragged batches.
     """
 
     sequence: jax.Array
@@ -162,7 +162,10 @@ def _tile_of_padded(query_lens_ref: Any, T: int, query_rows: int) -> _ChunkTile:
 def _tile_of_ragged(
     query_lens_ref: Any, starts_ref: Any, group: int, query_rows: int
 ) -> _ChunkTile:
-    """Return the tile of program instance ``(k, i)`` of a ragged batch; it may have no queries."""
+    """Return the tile of program instance ``(k, i)`` of a ragged batch.
+
+    It may have no queries.
+    """
     B, program = query_lens_ref.shape[0], pl.program_id(1)
     index = jnp.arange(pl.next_power_of_2(B), dtype=jnp.int32)
     lens = plgpu.load(query_lens_ref.at[index], mask=index < B, other=0)
@@ -174,7 +177,7 @@ def _tile_of_ragged(
     def of_sequence(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(index == sequence, x, 0), dtype=jnp.int32)
 
-    # Tiles of a sequence are computed from its last to its first.
+    # The tiles of a sequence are computed in descending order.
     last = jnp.maximum(of_sequence(ends) - 1, program)
     sequence, query_len = jnp.minimum(sequence, B - 1), of_sequence(lens)
     return _ChunkTile(
@@ -215,7 +218,7 @@ def _attend_kernel(
     else:
         tile = _tile_of_ragged(query_lens_ref, starts_ref, G, query_rows)
     sequence, first_row = tile.sequence, tile.first_row
-    # Clip lengths, because on a GPU an address past the end of an array raises no error.
+    # Clip the lengths, because on a GPU an address past the end of an array raises no error.
     capacity = tables_ref.shape[1] * pools.block_size
     context_len = jnp.minimum(context_lens_ref[sequence], capacity)
     query_len = jnp.minimum(tile.query_len, context_len)
@@ -271,7 +274,7 @@ def _attend_kernel(
             instructions,
         )
         (out,), lse = tiles.finish(softmax, options)
-        # Rows of padding have seen tokens too. Replace their results by 0 and -inf.
+        # Padding rows have seen tokens too. Replace their results by 0 and -inf.
         write(jnp.where(is_query[:, None], out, 0.0), jnp.where(is_query, lse, -jnp.inf))
 
 
@@ -286,11 +289,12 @@ def _fold_keys(
     step_tokens: int,
     instructions: Instructions,
 ) -> tiles.OnlineSoftmax:
-    """Fold the tokens that a tile of R rows sees into its softmax.
+    """Add the tokens that a tile of R rows sees to its softmax.
 
-    `q` has an array ``[R, lanes]`` for each part of a key, not multiplied by ``options.scale``.
-    `positions`, i32 ``[R]``, are the positions of the queries in their sequence. `first` and `last`
-    are the smallest and the largest position, without padding.
+    `q` has an array ``[R, lanes]`` for each part of a key, and has not been multiplied by
+    ``options.scale``. `positions`, i32 ``[R]``, has the position of each row's query in its
+    sequence. `first` and `last` are the smallest and the largest of these positions, without
+    padding.
     """
     dtype = tiles.operand_dtype(q[0].dtype, kv.pool_dtype)
     q, unit = tiles.fit_queries(q, dtype)
@@ -309,7 +313,7 @@ def _fold_keys(
         if window is not None:
             is_seen &= tokens[None] > positions[:, None] - window
         if not is_masked:
-            # Constants, so that the compiler removes the masks.
+            # Use constants, so that the compiler removes the masks.
             is_read, is_seen = jnp.full(step_tokens, True), jnp.full((1, step_tokens), True)
         place = block_ids, tokens, is_read
         k = _load_tile("k", place, kv, dtype, instructions)
@@ -334,10 +338,10 @@ def _fold_keys(
 def _separate_masked_steps(
     first: jax.Array, last: jax.Array, step_tokens: int, window: int | None
 ) -> list[_StepRange]:
-    """Return the loop steps over the keys in order, with and without masks.
+    """Return the ranges of loop steps over the keys, in order, with and without masks.
 
-    A step needs no masks if all queries of the tile see all of its tokens. `first` and `last` are
-    the positions of the first and the last query of the tile.
+    A step needs no mask if all queries of the tile see all tokens of the step. `first` and `last`
+    are the positions of the first and the last query of the tile.
     """
     begin = full_begin = jnp.int32(0)
     full_end, end = divide(first + 1, step_tokens), divide(last, step_tokens) + 1
@@ -357,15 +361,15 @@ def _load_tile(
     dtype: Any,
     instructions: Instructions,
 ) -> tuple[jax.Array, ...]:
-    """Load a tile of K or V, ``[N, lanes]`` for each part, in the dtype of the matmuls."""
+    """Load a tile of K or V in the dtype of the matmuls, ``[N, lanes]`` for each head part."""
 
     def load(part: tiles.HeadPart) -> jax.Array:
         tile = kv.load_tile(half, part, *place)
         if kv.pool_dtype.itemsize > 1:
             return tile.astype(dtype)
-        # One matmul over all lanes needs fewer registers than one over the even and one over the
-        # odd lanes, which spill at 128 rows and D = 128. The lanes are therefore joined in
-        # registers.
+        # Join the even and the odd lanes in registers. A matmul over all lanes needs fewer
+        # registers than separate matmuls over the even and over the odd lanes, which spill at 128
+        # rows and D = 128.
         pairs = jnp.stack(instructions.split_words(tile, kv.pool_dtype), axis=-1)
         return pairs.reshape(tile.shape[0], -1).astype(dtype)
 

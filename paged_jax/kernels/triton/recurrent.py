@@ -1,4 +1,4 @@
-"""Steps of recurrent layers on NVIDIA GPUs: a token per row, with the states in their pool.
+"""Kernels for recurrent layers on NVIDIA GPUs: a token per row, with the states in a pool.
 
 A program instance loads a tile of the state of a head into registers, and advances it::
 
@@ -11,13 +11,13 @@ A program instance loads a tile of the state of a head into registers, and advan
          |         |         |                   |                   |  instance 1
          +---------+---------+- -                +-------------------+
 
-Columns of the delta rule, and rows of Mamba-2, do not depend on each other. A convolution has
-tiles of channels.
+Columns of the delta rule, and rows of Mamba-2, do not depend on each other. For a convolution, a
+tile is a range of channels.
 
-Rows that read the same entry are advanced by the program instance of the first of these rows, from
-the same registers; the other program instances end immediately. So a row may write the entry that
-other rows read, and a state that is shared is read once. The pool is aliased with the output. If it
-is donated, its other entries are not read, written or copied.
+If several rows read the same entry, the program instance of the first of them advances all of them,
+from the same registers. The other program instances end immediately. A shared state is therefore
+read only once, and a row may write the entry that other rows read. The pool is aliased with the
+output. If the pool is donated, its other entries are not read, written or copied.
 """
 
 import functools
@@ -34,36 +34,37 @@ from paged_jax.kernels.triton import pallas, tiles
 from paged_jax.kernels.triton.pallas import plgpu
 from paged_jax.kernels.triton.write import call_in_place
 
-# Elements of a state that a program instance advances, and its warps. Not measured.
+# Number of elements of a state that a program instance advances, and number of its warps. Not
+# measured.
 _TILE, _NUM_WARPS = 4096, 4
-# Channels of a convolution in a program instance.
+# Number of channels of a convolution in a program instance.
 _CHANNELS = 512
-# Maximum elements of a key: with more, a tile would not fit the registers.
+# Maximum number of elements of a key. With more elements, a tile would not fit the registers.
 _MAX_KEY_DIM = 512
-# Maximum number of rows: each program instance compares the sources of all rows.
+# Maximum number of rows, because each program instance compares the sources of all rows.
 _MAX_ROWS = 4096
 
 
 def refusal(step: StateStep, interpret: Interpret = False) -> str | None:
-    """Return why these kernels cannot run a step, or None if they can."""
+    """Return why these kernels do not support a step, or None if they do."""
     why_not = pallas.refusal() or (None if interpret else pallas.gpu_refusal())
     if why_not is not None:
         return why_not
     dtype = step.rows.pool.dtype
     if dtype.name not in (tiles.FLOATING if isinstance(step, ConvolutionStep) else ("float32",)):
-        return f"its states are {dtype}"
+        return f"states must be float32, or any float dtype for convolutions, got {dtype}"
     if step.rows.num_rows > _MAX_ROWS:
-        return f"it has at most {_MAX_ROWS} rows, not {step.rows.num_rows}"
+        return f"a batch must have at most {_MAX_ROWS} rows, got {step.rows.num_rows}"
     if not isinstance(step, ConvolutionStep):
         D = (step.k if isinstance(step, DeltaStep) else step.b).shape[-1]
         if D > _MAX_KEY_DIM:
-            return f"its keys have at most {_MAX_KEY_DIM} elements, not {D}"
+            return f"keys must have at most {_MAX_KEY_DIM} elements, got {D}"
     return None
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def advance_rows(step: StateStep, interpret: Interpret = False) -> tuple[jax.Array, jax.Array]:
-    """Run a step in one launch. Return the output of each row, float32, and the new pool."""
+    """Run a step in one launch; return the output of each row, float32, and the new pool."""
     rows, pool = step.rows, step.rows.pool
     (L, P, *shape), B = pool.shape, rows.num_rows
     if isinstance(step, ConvolutionStep):
@@ -104,7 +105,7 @@ def _for_sharers(
 ) -> None:
     """Call `advance` with `row` and each later row that reads the same entry.
 
-    Nothing happens if an earlier row reads that entry.
+    If an earlier row reads the entry, do nothing.
     """
     B = sources_ref.shape[0]
     index = jnp.arange(pl.next_power_of_2(B), dtype=jnp.int32)
@@ -125,7 +126,10 @@ def _for_sharers(
 
 
 def _locate(layer_ref: Any, ids_ref: Any, row: jax.Array, num_entries: int) -> tuple[Any, Any]:
-    """Return the index of an entry in all layers, and whether it exists."""
+    """Return the index of a row's entry among all layers' entries, and whether it exists.
+
+    `ids_ref` has the entry of each row in its layer.
+    """
     entry = ids_ref[row]
     is_entry = (entry >= 0) & (entry < num_entries)
     return layer_ref[0] * num_entries + jnp.where(is_entry, entry, 0), is_entry
@@ -201,7 +205,7 @@ def _state_space_kernel(
 
 
 def _split_heads(index: jax.Array, K: int, G: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the row, the key head and the value head of a program instance."""
+    """Return the row, the key head, and the head in its group of a program instance."""
     row, head = lax.div(index, jnp.int32(K * G)), lax.rem(index, jnp.int32(K * G))
     return row, lax.div(head, jnp.int32(G)), lax.rem(head, jnp.int32(G))
 

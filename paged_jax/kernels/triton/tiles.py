@@ -1,8 +1,8 @@
 r"""Tiles of the pool and the online softmax, shared by the decode and prefill kernels.
 
-Triton's arrays have sizes that are powers of two. The head dimension is therefore padded to
+The sizes of Triton's arrays are powers of two. The head dimension is therefore padded to
 `num_lanes`, and the query heads of a group are padded to `num_rows`. Padding is masked when it is
-loaded, and never stored. A loop step of a kernel reads a tile of K and a tile of V::
+loaded, and is never stored. A loop step of a kernel reads a tile of K and a tile of V::
 
     block_tables[b]   7   2   9   4  ...        i32, one entry per block
                       |   |
@@ -11,16 +11,18 @@ loaded, and never stored. A loop step of a kernel reads a tile of K and a tile o
                       \       |       /
                     tile [step_tokens, lanes]   a gather of rows from several blocks
 
-Instead of an array, a tile may be a tuple of arrays, such as the even and the odd lanes. `score`
-adds the products of the arrays of K with the queries. Each array of V has its own output array.
+A tile may also be a tuple of arrays, such as the even and the odd lanes. `score` adds the products
+of all arrays of K with the queries. Each array of V has its own output array.
 
 In latent attention, values are the first elements of the keys. A key then has two parts, and a tile
-of K has arrays for both. The arrays of the first part are also the tile of V, and loaded once::
+of K has arrays for both parts. The arrays of the first part are also the tile of V, so they are
+loaded only once::
 
     key     [ value, 512 elements                        | rotated, 64 ]
     tiles   [ step_tokens, 512 ], also the tile of V       [ step_tokens, 64 ]
 
-Scores are in units of log2: they are multiplied by log2(e), so that a softmax weight is one `exp2`.
+Scores are multiplied by log2(e), so that ``exp2`` of them gives the softmax weights. This is called
+"in units of log2".
 """
 
 import functools
@@ -39,13 +41,14 @@ from paged_jax.kernels.kv_split import divide, remainder
 from paged_jax.kernels.pool_format import Half, is_quantised, matmul_dtype
 from paged_jax.kernels.triton.pallas import Instructions, plgpu
 
-# Minimum size of the dimension that a matmul sums over (k of an mma instruction).
+# Minimum size of the dimension that a matmul sums over: k of an mma instruction.
 SMALLEST_DOT = 16
 
 # Maximum head dimension. Larger tiles do not fit the registers and the shared memory.
 _MAX_LANES = 256
 
-# Maximum elements of a key and of a value in latent attention, whose tiles have fewer rows.
+# Maximum number of elements of a key, and of a value, in latent attention. Its tiles have fewer
+# rows.
 _MAX_LATENT_LANES = 640, 512
 
 FLOATING = ("float32", "bfloat16", "float16")
@@ -56,11 +59,11 @@ _LOWEST = float(np.finfo(np.float32).min)
 
 
 class OnlineSoftmax(NamedTuple):
-    """State of the online softmax, over the tokens seen so far. Scores are in units of log2.
+    """State of the online softmax over the tokens so far. Scores are in units of log2.
 
     Attributes:
-      peak: f32 ``[R]``, subtracted from the scores of each query row: about the largest score so
-        far, lower by `_LIFT` if the matmuls are in float16.
+      peak: f32 ``[R]``, number that is subtracted from the scores of each query row: about the
+        largest score so far, lower by `_LIFT` if the matmuls are in float16.
       total: f32 ``[R]``, sum of ``exp2(score - peak)``.
       out: f32 ``[R, lanes]``, sum of ``exp2(score - peak) * value / unit``; a tuple of such arrays
         if tiles are tuples.
@@ -75,35 +78,35 @@ class OnlineSoftmax(NamedTuple):
 
 
 def refusal(problem: Problem) -> str | None:
-    """Return why the attention kernels cannot solve a problem, or None if they can."""
+    """Return why the attention kernels do not support `problem`, or None if they do."""
     q_dtype = jnp.dtype(problem.q_dtype)
     if q_dtype.name not in FLOATING:
-        return f"its queries are {', '.join(FLOATING)}, not {q_dtype}"
+        return f"queries must be {', '.join(FLOATING)}, got {q_dtype}"
     if (why_not := problem.separate_values_refusal) is not None:
         return why_not
     if problem.shares_values:
         sizes = problem["D"], problem.value_dim
         if any(size > most for size, most in zip(sizes, _MAX_LATENT_LANES, strict=True)):
             return (
-                "its keys that contain values have at most {} and {} elements, not {} and {}"
+                "keys and the values in them must have at most {} and {} elements, got {} and {}"
             ).format(*_MAX_LATENT_LANES, *sizes)
     elif problem["D"] > _MAX_LANES:
-        return f"its head dimension is {_MAX_LANES} at most, not {problem['D']}"
+        return f"the head dimension must be at most {_MAX_LANES}, got {problem['D']}"
     return None
 
 
 def num_rows(group: int) -> int:
-    """Return the number of rows of a tile for the query heads of a group."""
+    """Return the number of rows of a tile for a group of query heads, a power of two."""
     return pl.next_power_of_2(group)
 
 
 def num_lanes(head_dim: int) -> int:
-    """Return the number of lanes of a tile for one head."""
+    """Return the number of lanes of a tile for a head dimension, a power of two."""
     return max(pl.next_power_of_2(head_dim), SMALLEST_DOT)
 
 
 class HeadPart(NamedTuple):
-    """A part of the elements of a head, from `start` to before `end`."""
+    """A range of elements of a head, from `start` to `end` (exclusive)."""
 
     start: int
     end: int
@@ -115,11 +118,11 @@ class HeadPart(NamedTuple):
 
 
 def parts_of(head_dim: int, value_dim: int) -> tuple[HeadPart, ...]:
-    """Return the parts of a key: all of it, or the value in it and the rest.
+    """Return the parts of a key: the whole key, or the value in the key and the rest.
 
     Args:
-      head_dim: elements of a key (D).
-      value_dim: elements of a value if it is a part of the key, else 0.
+      head_dim: number of elements of a key (D).
+      value_dim: number of elements of a value if it is a part of the key, else 0.
 
     Example:
       >>> [(part.start, part.end) for part in parts_of(576, 512)]
@@ -132,10 +135,10 @@ def parts_of(head_dim: int, value_dim: int) -> tuple[HeadPart, ...]:
 def operand_dtype(q_dtype: Any, pool_dtype: Any) -> Any:
     """Return the dtype of the operands of the matmuls.
 
-    It is `matmul_dtype`, except for quantised pools with queries of half precision, where it is
-    float16. float16 represents int8 and e4m3 exactly, keeps 11 bits of a softmax weight, and the
-    conversion takes the fewest instructions. `fit_queries` and `fold` keep operands in the range of
-    float16.
+    It is `matmul_dtype`, with one exception: float16 for quantised pools with queries in half
+    precision. float16 represents int8 and e4m3 exactly, and keeps 11 bits of a softmax weight. The
+    conversion to it takes the fewest instructions. `fit_queries` and `fold` keep operands in the
+    range of float16.
     """
     if is_quantised(pool_dtype) and jnp.dtype(q_dtype) != jnp.float32:
         return jnp.dtype(jnp.float16)
@@ -145,16 +148,16 @@ def operand_dtype(q_dtype: Any, pool_dtype: Any) -> Any:
 def as_words(pool: jax.Array) -> jax.Array:
     """Bitcast a pool of 1-byte elements to int16 words of two; return other pools unchanged.
 
-    Call it outside of the kernel. The compiler makes no copy. There are two reasons for it. Tensor
-    cores read V from shared memory with an instruction (ldmatrix.trans) that moves elements of 2
-    bytes. And JAX (0.10 to 0.12) indexes arrays of up to 4 GiB with signed 32-bit integers, which
-    overflow in an array of 2 to 4 GiB with 1-byte elements.
+    Call it outside of the kernel. The compiler makes no copy. There are two reasons for the words.
+    Tensor cores read V from shared memory with an instruction (ldmatrix.trans) that moves 2-byte
+    elements. And JAX (0.10 to 0.12) indexes arrays of up to 4 GiB with signed 32-bit integers,
+    which overflow in an array of 2 to 4 GiB with 1-byte elements.
     """
     return pool if pool.dtype.itemsize > 1 else to_words(pool, jnp.int16)
 
 
 def to_words(x: jax.Array, word: Any) -> jax.Array:
-    """Bitcast each group of neighbours in the last dimension to one word of dtype `word`."""
+    """Bitcast neighbouring elements of the last dimension to words of dtype `word`."""
     elements = jnp.dtype(word).itemsize // x.dtype.itemsize
     if elements > 1:
         x = x.reshape(*x.shape[:-1], -1, elements)
@@ -162,16 +165,16 @@ def to_words(x: jax.Array, word: Any) -> jax.Array:
 
 
 class KVHead(NamedTuple):
-    """Keys and values of one KV head of one sequence. Each method gathers N of its tokens.
+    """The keys and values of a KV head of a sequence. Methods gather N of its tokens.
 
     Attributes:
-      pools: refs of `Pools` or `Pages`, with keys and values as returned by `as_words`.
+      pools: refs of `Pools` or `Pages`, in which `as_words` has bitcast keys and values.
       pool_dtype: dtype of the pool before `as_words`.
-      tables_ref: i32 ``[B, M]``, ref of the block tables.
+      tables_ref: ref of the block tables, i32 ``[B, M]``.
       sequence: scalar, row of the sequence in the block tables.
-      layer: scalar, layer of the pools.
-      head: scalar, the KV head.
-      parts: the parts of a key, from `parts_of`. The first part of a value is all of it.
+      layer: scalar, index of the layer.
+      head: scalar, index of the KV head.
+      parts: parts of a key, from `parts_of`. A value has only the first part.
     """
 
     pools: Any
@@ -195,12 +198,12 @@ class KVHead(NamedTuple):
     def load_block_ids(self, positions: jax.Array, is_read: jax.Array) -> jax.Array:
         """Load the block id of each token, i32 ``[N]``.
 
-        Call it one loop step before `load_tile`. If the block table is read in the same step as the
-        pool, Triton pipelines at most two loads of the pool.
+        Call it one loop step before `load_tile`. If a loop step loaded the block ids and the pool,
+        Triton would pipeline at most two loads of the pool.
 
         Args:
           positions: i32 ``[N]``, positions of the tokens in the sequence.
-          is_read: bool ``[N]``, whether to load the id of a token; other ids are 0.
+          is_read: bool ``[N]``, whether to load the id of each token. The other ids are 0.
         """
         place = self.sequence, divide(positions, self.pools.block_size)
         return plgpu.load(self.tables_ref.at[place], mask=is_read, other=0)
@@ -213,17 +216,17 @@ class KVHead(NamedTuple):
         positions: jax.Array,
         is_read: jax.Array,
     ) -> jax.Array:
-        """Load a tile of K or V, ``[N, lanes]``. A lane is an int16 word of two 1-byte elements.
+        """Load a tile of K or V, ``[N, lanes]``.
 
-        If elements have 2 or 4 bytes, a lane is an element.
+        A lane is an element, or an int16 word of two elements if the elements have 1 byte.
 
         Args:
-          half: whether to load keys or values.
+          half: ``"k"`` to load keys, ``"v"`` to load values.
           part: the range of elements to load, one of `parts`.
           block_ids: i32 ``[N]``, from `load_block_ids`.
           positions: i32 ``[N]``, positions of the tokens in the sequence.
-          is_read: bool ``[N]``, whether to load a token; other rows are 0. Lanes that are padding
-            are 0 too.
+          is_read: bool ``[N]``, whether to load each token. The other rows are 0, and so is the
+            padding of lanes.
         """
         elements = 2 if self.pool_dtype.itemsize == 1 else 1  # per lane
         width, start = part.size // elements, part.start // elements
@@ -241,7 +244,7 @@ class KVHead(NamedTuple):
     def load_scales(
         self, half: Half, block_ids: jax.Array, positions: jax.Array, is_read: jax.Array
     ) -> jax.Array | None:
-        """Load the scales of a tile, f32 ``[N]``, or return None if the pool has none."""
+        """Load the scales of keys or values, f32 ``[N]``; return None if the pool has none."""
         is_key = half == "k" or self.shares_values
         scale_ref = self.pools.k_scale if is_key else self.pools.v_scale
         if scale_ref is None:
@@ -255,17 +258,17 @@ def fit_queries(q: Any, dtype: Any) -> tuple[Any, jax.Array | None]:
     """Convert queries to the dtype of the matmuls.
 
     bfloat16 has a larger range than float16. If bfloat16 queries become float16, each row is
-    multiplied by a power of two, so that its largest magnitude is at least 2**15. Elements are then
-    exact if they are at least 2**-32 times the largest magnitude of their row. Other elements have
-    an error of at most 2**-40 times that magnitude.
+    multiplied by a power of two, so that its largest magnitude is at least 2**15. An element is
+    then exact if it is at least 2**-32 times the largest magnitude of its row. Other elements have
+    an error of at most 2**-40 times this magnitude.
 
     Args:
-      q: ``[R, lanes]``, or a tuple of arrays that each have some of the lanes.
+      q: ``[R, lanes]``, or a tuple of arrays with some of the lanes each.
       dtype: result of `operand_dtype`.
 
     Returns:
-      ``(q, unit)``: `q` in `dtype`, such that ``q * unit[:, None]`` are the queries. The unit is
-      f32 ``[R]``, or None if the queries were not multiplied.
+      ``(q, unit)``: `q` in `dtype`, such that ``q * unit[:, None]`` are the queries. `unit` is f32
+      ``[R]``, or None if the queries were not multiplied.
     """
     if dtype != jnp.float16 or jax.tree.leaves(q)[0].dtype == jnp.float16:
         return jax.tree.map(lambda q: q.astype(dtype), q), None
@@ -276,8 +279,8 @@ def fit_queries(q: Any, dtype: Any) -> tuple[Any, jax.Array | None]:
     return jax.tree.map(lambda q: (q * factor[:, None]).astype(dtype), q), unit * 2.0**-15
 
 
-# Bits of float32 numbers, as integers: the mask of the exponent, and the limits of the results of
-# `_power_of_two`, 2**-100 and 2**126. `_power_of_two` returns 2**-100 for zero. Products with that
+# Bits of float32 numbers, as integers: the mask of the exponent, and the smallest and largest
+# result of `_power_of_two`, 2**-100 and 2**126. The result for zero is 2**-100. Products with this
 # factor do not underflow. The inverses of both limits are normal numbers.
 _EXPONENT, _LEAST, _GREATEST = (
     int(np.float32(x).view(np.int32)) for x in (np.inf, 2.0**-100, 2.0**126)
@@ -285,7 +288,10 @@ _EXPONENT, _LEAST, _GREATEST = (
 
 
 def _exponent(x: jax.Array) -> jax.Array:
-    """Return the exponent bits of f32 numbers as i32. They never decrease with the magnitude."""
+    """Return the exponent bits of f32 numbers as i32.
+
+    If the magnitude of a number is larger, its exponent bits are not smaller.
+    """
     return lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(_EXPONENT)
 
 
@@ -296,7 +302,7 @@ def _power_of_two(exponent: jax.Array) -> jax.Array:
 
 
 def _inverse(power: jax.Array) -> jax.Array:
-    """Return the exact inverse of a power of two, in one instruction."""
+    """Return the exact inverse of an f32 power of two, in one instruction."""
     one = int(np.float32(1).view(np.int32))
     bits = jnp.int32(2 * one) - lax.bitcast_convert_type(power, jnp.int32)
     return lax.bitcast_convert_type(bits, jnp.float32)
@@ -310,20 +316,20 @@ def score(
     is_seen: jax.Array,
     options: Options,
 ) -> tuple[jax.Array, float | jax.Array]:
-    """Compute the scores of a tile of keys without a positive factor, which `fold` applies later.
+    """Compute the scores of a tile of keys, without a positive factor that `fold` applies.
 
     Args:
-      q: ``[R, lanes]``, or a tuple; from `fit_queries`. They are not multiplied by
-        ``options.scale``, which would round them again.
+      q: ``[R, lanes]``, or a tuple, from `fit_queries`. They have not been multiplied by
+        ``options.scale``, because this would round them again.
       unit: f32 ``[R]`` or None, from `fit_queries`.
       k: ``[N, lanes]``, or a tuple if `q` is a tuple. It is converted to the dtype of `q`.
       k_scale: f32 ``[N]``, scales of the keys, or None.
-      is_seen: bool ``[R, N]`` or ``[1, N]``, whether a query row sees a token.
-      options: scale and soft cap.
+      is_seen: bool ``[R, N]`` or ``[1, N]``, whether each query row sees each token.
+      options: options of the call, with the scale and the soft cap.
 
     Returns:
       ``(scores, factor)``: f32 ``[R, N]``, -inf for tokens that are not seen; and a Python float,
-      or f32 ``[R]`` with a factor per row. The scores times the factor are in units of log2.
+      or f32 ``[R]`` with a factor for each row. The scores times the factor are in units of log2.
     """
     products = jax.tree.map(lambda q, k: dot(q, k.astype(q.dtype).T), q, k)
     scores = functools.reduce(jnp.add, jax.tree.leaves(products))
@@ -348,8 +354,8 @@ def start_softmax(
     Args:
       rows: number of rows (R).
       lanes: number of lanes of a tile of V; a tuple of numbers if tiles are tuples.
-      sinks: ``[R]`` or None, logits (not in log2) that count in the total and have no value; -inf
-        for a row without a sink.
+      sinks: ``[R]`` or None, logits (not in units of log2) that are a part of the total but have no
+        value; -inf for a row without a sink.
       has_scales: whether values have scales.
     """
     unit = _power_of_two(jnp.int32(0)) if has_scales else None
@@ -364,7 +370,7 @@ def start_softmax(
 
 # log2 of the largest softmax weight in float16. Operands stay below 65504, the largest float16
 # number: weights are at most 2**12, the scale of a value (relative to the unit) multiplies them by
-# up to 2, and rounding errors of scores up to 2**25 multiply them by up to 4.
+# up to 2, and rounding errors of scores of up to 2**25 multiply them by up to 4.
 # In `weigh_exactly`, a weight is the sum of two float16 numbers. The error of a weight is at most
 # the larger of 2**-23 of the weight and 2**-37 of the largest weight, times the largest scale so
 # far. The sum of 131,072 errors of 2**-37 is 2**-20.
@@ -380,7 +386,7 @@ def fold(
     weigh: Callable[[jax.Array, jax.Array], jax.Array],
     instructions: Instructions,
 ) -> OnlineSoftmax:
-    """Fold a tile of N tokens into a softmax (Milakov and Gimelshein, 2018).
+    """Add a tile of N tokens to a softmax (Milakov and Gimelshein, 2018).
 
     Args:
       softmax: state of R rows.
@@ -388,7 +394,8 @@ def fold(
       factor: from `score`.
       v: ``[N, lanes]`` in the dtype of the matmuls, or a tuple.
       v_scale: f32 ``[N]``, scales of the values, or None.
-      weigh: multiplies weights f32 ``[R, N]`` by `v`, such as `weigh_rounded` or `weigh_exactly`.
+      weigh: function that multiplies weights, f32 ``[R, N]``, by `v`, such as `weigh_rounded` or
+        `weigh_exactly`.
       instructions: instructions of the kernel.
     """
     lift = _LIFT if jax.tree.leaves(v)[0].dtype == jnp.float16 else 0.0
@@ -409,9 +416,10 @@ def fold(
 
 
 def finish(softmax: OnlineSoftmax, options: Options) -> tuple[Any, jax.Array]:
-    """Return the output, f32 ``[R, lanes]``, and the log-sum-exp, f32 ``[R]`` (natural).
+    """Return the output, f32 ``[R, lanes]``, and the log-sum-exp, f32 ``[R]``.
 
-    Rows that have seen no token get 0 and -inf. The output is a tuple if tiles are tuples.
+    The log-sum-exp is natural, not in units of log2. Rows that have seen no token get 0 and -inf.
+    The output is a tuple of arrays if tiles are tuples.
     """
     is_empty = softmax.total == 0
     total = jnp.where(is_empty, 1.0, softmax.total)
@@ -422,15 +430,15 @@ def finish(softmax: OnlineSoftmax, options: Options) -> tuple[Any, jax.Array]:
 
 
 def weigh_rounded(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """Multiply weights by values in one matmul, with the weights rounded to the values' dtype."""
+    """Multiply weights by values in one matmul. Weights are rounded to the values' dtype."""
     return dot(weights.astype(v.dtype), v)
 
 
 def weigh_exactly(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """Multiply float32 weights by values of any dtype, without rounding the weights to it.
+    """Multiply float32 weights by values of any dtype, without rounding the weights.
 
-    One matmul in half precision would keep 8 bits (bfloat16) or 11 bits (float16) of a weight. A
-    second matmul multiplies the rounding errors of the weights by the values.
+    A single matmul in half precision would keep 8 bits (bfloat16) or 11 bits (float16) of a weight.
+    A second matmul therefore multiplies the rounding errors of the weights by the values.
     """
     if v.dtype == jnp.float32:
         return dot(weights, v)
@@ -438,22 +446,22 @@ def weigh_exactly(weights: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def weigh_by_copies(is_rest: jax.Array, weights: jax.Array, v: jax.Array) -> jax.Array:
-    """Compute `weigh_exactly` in one matmul, in which each row has two copies.
+    """Compute `weigh_exactly` in a single matmul, with two copies of each row.
 
-    One copy has the rounded weights, the other has their rounding errors. The caller adds the
-    results of the two copies.
+    The matmul multiplies the rounded weights of one copy, and the rounding errors of the other
+    copy. The caller adds the results of both copies.
 
     Args:
-      is_rest: bool ``[R]``, True for copies with the rounding errors.
+      is_rest: bool ``[R]``, True for copies that use the rounding errors.
       weights: f32 ``[R, N]``, the same in both copies of a row.
-      v: ``[N, lanes]``, values.
+      v: values, ``[N, lanes]``.
     """
     weights = jnp.where(is_rest[:, None], _rest(weights, v.dtype), weights)
     return dot(weights.astype(v.dtype), v)
 
 
 def _rest(weights: jax.Array, dtype: Any) -> jax.Array:
-    """Return the error of rounding float32 numbers to a dtype."""
+    """Return the rounding errors of float32 numbers when they are rounded to a dtype."""
     return weights - weights.astype(dtype).astype(jnp.float32)
 
 

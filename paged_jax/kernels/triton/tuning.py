@@ -6,13 +6,13 @@
         "step_tokens": 64, "num_warps": 4, "num_stages": 3,
         "measured": "jax 0.11.2, commit 0123abc"}}}}
 
-The environment variable PAGED_JAX_TUNING names another file to read instead.
+The environment variable PAGED_JAX_TUNING may name another file to read instead.
 
-A call uses the entry of its shape. If there is none, it uses the nearest entry with the same GPU,
-head dimension and dtypes. Without such an entry, rules choose the parameters. The rules are not
-measured. They choose sizes that fit the shared memory and the registers of a Hopper GPU, for dtypes
-and shapes of common models. Float32 queries of 256 lanes over pools of a narrower dtype spill
-registers and are slower.
+A call uses the table entry with its shape. If there is none, it uses the nearest entry with the
+same GPU, head dimension and dtypes. Without such an entry, rules choose the parameters. The rules
+are not measured. They choose sizes that fit the shared memory and the registers of a Hopper GPU,
+for the dtypes and shapes of common models. Kernels for float32 queries of 256 lanes over pools of a
+narrower dtype spill registers and are slower.
 """
 
 import functools
@@ -36,9 +36,9 @@ class DecodeParams(NamedTuple):
     """Launch parameters of the decode kernel.
 
     Attributes:
-      step_tokens: tokens of K and V that a loop step reads.
-      num_warps: warps of 32 threads in a program instance.
-      num_stages: loop steps whose loads are in flight at the same time.
+      step_tokens: number of tokens of K and V that a loop step reads.
+      num_warps: number of warps of 32 threads in a program instance.
+      num_stages: number of loop steps with loads in flight at the same time.
     """
 
     step_tokens: int
@@ -50,7 +50,8 @@ class PrefillParams(NamedTuple):
     """Launch parameters of the prefill kernel.
 
     Attributes:
-      query_rows: rows of a query tile, which are pairs of a token and a head of the group.
+      query_rows: number of rows of a query tile. A row is a pair of a token and a query head of the
+        group.
       step_tokens: see `DecodeParams`.
       num_warps: see `DecodeParams`.
       num_stages: see `DecodeParams`.
@@ -66,9 +67,9 @@ Params = DecodeParams | PrefillParams
 
 
 class Shape(NamedTuple):
-    """Properties of a call that determine its launch parameters, besides the GPU.
+    """Properties of a call that determine its launch parameters, together with the GPU.
 
-    The string of a shape is the key of its entry in `tuning.json`.
+    ``str(shape)`` is the key of the entry of this shape in `tuning.json`.
 
     Example:
       >>> str(Shape(128, 4, 16, "bfloat16", "int8"))
@@ -80,7 +81,7 @@ class Shape(NamedTuple):
     block_size: int
     q_dtype: str
     pool_dtype: str
-    value_dim: int = 0  # elements of a value if it is a part of the key, else 0
+    value_dim: int = 0  # number of elements of a value if it is a part of the key, else 0
 
     def __str__(self) -> str:
         value = f" U{self.value_dim}" if self.value_dim else ""
@@ -91,18 +92,18 @@ class Shape(NamedTuple):
 
 
 def shape_of(args: AttentionArgs, options: Options) -> Shape:
-    """Return the properties of a decode or prefill."""
+    """Return the properties of a decode or prefill that determine its launch parameters."""
     (*_, H, D), pools = args.q.shape, args.pools
     value_dim = options.output_dim(D) if pools.shares_values else 0
     group, block_size = H // pools.num_kv_heads, pools.block_size
     return Shape(D, group, block_size, args.q.dtype.name, pools.dtype.name, value_dim)
 
 
-Table = Mapping[str, Mapping[str, Mapping[Shape, Params]]]  # device kind -> op -> shape
+Table = Mapping[str, Mapping[str, Mapping[Shape, Params]]]  # by device kind, op and shape
 
 OPS: Mapping[str, type[Params]] = {"decode": DecodeParams, "prefill": PrefillParams}
 
-# Environment variable with the path of a table to read instead of `tuning.json`.
+# Name of an environment variable with the path of a table to read instead of `tuning.json`.
 TABLE_VARIABLE = "PAGED_JAX_TUNING"
 
 
@@ -131,13 +132,13 @@ def prefill_params(device_kind: str, shape: Shape, *, is_ragged: bool = False) -
 
 
 def _lanes(shape: Shape) -> int:
-    """Return the lanes of a value."""
-    # Sizes of Triton's arrays are powers of two: a head dimension of 80 or 96 takes 128 lanes.
+    """Return the number of lanes of a value in a tile."""
+    # The sizes of Triton's arrays are powers of two: a head dimension of 80 or 96 takes 128 lanes.
     return 1 << ((shape.value_dim or shape.head_dim) - 1).bit_length()
 
 
 def _token_lanes(shape: Shape) -> int:
-    """Return the lanes of K and V of a token in one KV head."""
+    """Return the number of lanes of K and V of a token in a KV head."""
     if not shape.value_dim:
         return 2 * _lanes(shape)
     rest = shape.head_dim - shape.value_dim
@@ -145,7 +146,7 @@ def _token_lanes(shape: Shape) -> int:
 
 
 def token_bytes(shape: Shape) -> int:
-    """Return the bytes of K and V of a token in one KV head, in the dtype of the matmuls."""
+    """Return the bytes of K and V of a token in a KV head, in the dtype of the matmuls."""
     return _token_lanes(shape) * matmul_dtype(shape.q_dtype, shape.pool_dtype).itemsize
 
 
@@ -154,8 +155,8 @@ def _is_exact(shape: Shape) -> bool:
     return matmul_dtype(shape.q_dtype, shape.pool_dtype) == jnp.float32
 
 
-# Bytes of K and V in a loop step. Three stages of two program instances fit the 227 KB of shared
-# memory of an SM (CUDA C++ programming guide, compute capability 9.0).
+# Bytes of K and V that a loop step reads. Three stages of two program instances fit the 227 KB of
+# shared memory of an SM (CUDA C++ programming guide, compute capability 9.0).
 _STEP_BYTES = 32 * 1024
 
 
@@ -164,7 +165,10 @@ def _power_of_two_below(x: int) -> int:
 
 
 def _latent_decode_rule(shape: Shape) -> DecodeParams:
-    """Return parameters for latent attention: values of up to 512 elements, 16 query heads."""
+    """Choose the parameters of the decode kernel for latent attention.
+
+    It has values of up to 512 elements, and up to 16 query heads in a slice.
+    """
     step_tokens = min(max(_power_of_two_below(2 * _STEP_BYTES // token_bytes(shape)), 16), 64)
     return DecodeParams(step_tokens, num_warps=8 if _is_exact(shape) else 4, num_stages=2)
 
@@ -172,27 +176,30 @@ def _latent_decode_rule(shape: Shape) -> DecodeParams:
 def _decode_rule(shape: Shape) -> DecodeParams:
     if shape.value_dim:
         return _latent_decode_rule(shape)
-    # With 32 lanes, steps of 128 tokens spill registers for groups of 12 query heads and an fp8
-    # pool.
+    # With 32 lanes, kernels with steps of 128 tokens spill registers for groups of 12 query heads
+    # and an fp8 pool.
     max_tokens = 128 if _lanes(shape) >= 64 else 64
     step_tokens = _STEP_BYTES // token_bytes(shape)
     if is_quantised(shape.pool_dtype) and not _is_exact(shape) and shape.group <= 8:
-        # Shared memory holds elements in the dtype of the pool, which takes half the bytes of a
-        # matmul's operand. A step can therefore have twice as many tokens. Large groups are
-        # excluded: longer steps would take registers that they need.
+        # Shared memory holds elements in the dtype of the pool, which has at most half the bytes of
+        # an operand of a matmul. A step can therefore have twice the tokens. Large groups are
+        # excluded, because they need the registers that longer steps would take.
         step_tokens *= 2
     step_tokens = min(max(step_tokens, 16), max_tokens)
-    # Operands of float32 matmuls are in registers. 8 warps have twice as many registers as 4.
+    # The operands of float32 matmuls are in registers, and 8 warps have twice as many registers as
+    # 4.
     return DecodeParams(step_tokens, num_warps=8 if _is_exact(shape) else 4, num_stages=3)
 
 
 def slice_size(shape: Shape) -> int:
     """Return the maximum number of query heads in a slice of a group, see `decode`.
 
-    A group is cut into the fewest slices that fit the registers, of about equal size. Larger slices
-    spill registers in the loop (compiled for compute capability 8.9 and 9.0).
+    A group is cut into slices of about equal size. There are as few slices as fit the registers.
+    Larger slices would spill registers in the loop (compiled for compute capability 8.9 and 9.0).
 
     Example:
+      Groups of 4, 32 and 71 query heads are cut into 1, 1 and 3 slices:
+
       >>> [slice_size(Shape(128, group, 16, "bfloat16", "bfloat16")) for group in (4, 32, 71)]
       [4, 32, 24]
     """
@@ -202,14 +209,15 @@ def slice_size(shape: Shape) -> int:
     return math.ceil(shape.group / num_slices)
 
 
-# Maximum program instances per SM: for most groups, and for groups of more than 16 query heads. The
-# registers limit both. In half precision, ptxas gives each thread of 4 warps up to 168 registers;
-# in float32, it gives each thread of 8 warps 64. Tiles of 32 rows take more registers and shared
-# memory.
+# Maximum number of program instances per SM: for most groups, and for groups of more than 16 query
+# heads. The registers limit both numbers. In half precision, ptxas gives each thread of 4 warps up
+# to 168 registers. In float32, it gives each thread of 8 warps 64 registers. Tiles of 32 rows take
+# more registers and shared memory.
 _MAX_PROGRAMS = 3
 _MAX_LARGE_PROGRAMS = 2
 
-# KB of shared memory of an SM, by compute capability (CUDA C++ Programming Guide); others have 228.
+# KB of shared memory of an SM, by compute capability (CUDA C++ Programming Guide). All others have
+# 228 KB.
 _SHARED_KILOBYTES = {(8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100, (12, 0): 100, (12, 1): 100}
 
 
@@ -225,7 +233,8 @@ def programs_per_core(shape: Shape, params: DecodeParams, device: GpuInfo) -> in
     step_bytes = params.step_tokens * (
         _token_lanes(shape) * jnp.dtype(shape.pool_dtype).itemsize + scale_bytes
     )
-    # Shared memory has all stages except the current one, and 8 KB for communication of threads.
+    # Shared memory holds all stages except the current one, and 8 KB for communication between
+    # threads.
     shared_bytes = (params.num_stages - 1) * step_bytes + 8 * 1024
     # Latent attention takes as many registers as groups of more than 16 query heads.
     is_large = shape.group > 16 or shape.value_dim > 0
@@ -237,8 +246,8 @@ def _shared_kilobytes(device: GpuInfo) -> int:
     return _SHARED_KILOBYTES.get(device.compute_capability, 228)
 
 
-# Major compute capabilities with 227 KB of shared memory per program instance, and matmuls by
-# groups of warps. Others have 163 or 99 KB.
+# Major versions of compute capabilities with 227 KB of shared memory per program instance, and with
+# matmul instructions for groups of warps. Other GPUs have 163 or 99 KB.
 _LARGE_ARCHITECTURES = (9, 10)
 
 
@@ -248,23 +257,25 @@ def _prefill_rule(shape: Shape, device: GpuInfo, is_ragged: bool) -> PrefillPara
         query_rows = min(max(128 * 128 // _lanes(shape), 16), 128)
         return PrefillParams(query_rows, step_tokens=32, num_warps=8, num_stages=2)
     if _is_exact(shape):
-        # With a quantised pool, use fewer rows, because its conversion needs more registers.
+        # Use fewer rows for a quantised pool, because its conversion needs more registers.
         query_rows = 32 if shape.pool_dtype == "float32" else 16
         return PrefillParams(query_rows, step_tokens=16, num_warps=8, num_stages=3)
     architecture = device.compute_capability[0]
     is_large = architecture in _LARGE_ARCHITECTURES
     if is_large and _lanes(shape) <= 128 and not is_quantised(shape.pool_dtype):
-        # At 128 lanes, steps of 128 tokens take 254 registers per thread, and 319 instructions per
-        # warp for 64 tokens. Steps of 64 tokens take 410 instructions (SASS for compute capability
-        # 9.0). The conversion of a quantised pool would spill registers.
+        # At 128 lanes, the kernel with steps of 128 tokens takes 254 registers per thread, and 319
+        # instructions per warp for 64 tokens. With steps of 64 tokens it takes 410 instructions
+        # (SASS for compute capability 9.0). The conversion of a quantised pool would spill
+        # registers.
         return PrefillParams(128, 128, num_warps=8, num_stages=2)
     if not is_quantised(shape.pool_dtype):
-        # These sizes are chosen from code compiled for compute capability 8.0, 8.6, 8.9 and 12.0.
+        # These sizes are based on code compiled for compute capability 8.0, 8.6, 8.9 and 12.0.
         if _lanes(shape) > 128 and _shared_kilobytes(device) <= 100:
-            # A third stage exceeds 99 KB by 1 KB.
+            # With a third stage, shared memory would exceed 99 KB by 1 KB.
             return PrefillParams(64, 32, num_warps=8, num_stages=2)
         if is_ragged and architecture == 8 and _lanes(shape) == 128:
-            # Steps of 64 tokens spill registers, because a ragged tile takes more of them.
+            # With steps of 64 tokens, the kernel spills registers, because ragged batches need more
+            # registers.
             return PrefillParams(128, 32, num_warps=8, num_stages=3)
     step_tokens = min(max(_STEP_BYTES // token_bytes(shape), 16), 64)
     # With these sizes the float32 accumulator (rows x lanes) takes 64 registers per thread.
@@ -273,7 +284,7 @@ def _prefill_rule(shape: Shape, device: GpuInfo, is_ragged: bool) -> PrefillPara
 
 
 def _nearest(table: Table, device_kind: str, op: str, shape: Shape) -> Params | None:
-    """Return the entry of this shape, or of the nearest shape, or None.
+    """Return the entry of a shape, or else of the nearest shape; None if there is neither.
 
     The nearest shape has the same head dimension and dtypes, so its tiles have the same size.
     """
@@ -301,7 +312,7 @@ def parse(text: str) -> Table:
     """Parse a table in the format of `tuning.json`, see the module's docstring.
 
     Raises:
-      ValueError: the format is wrong; the message says where.
+      ValueError: the format is wrong. The message says in which entry.
 
     Example:
       >>> parse('{"NVIDIA H200": {"decode": {}}}')
@@ -310,7 +321,9 @@ def parse(text: str) -> Table:
     try:
         devices = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"tuning.parse: text must be JSON, got an error: {error}.") from error
+        raise ValueError(
+            f"tuning.parse: text must be JSON, got a syntax error: {error}."
+        ) from error
     table: dict[str, dict[str, dict[Shape, Params]]] = {}
     for kind, ops in _items(devices, "the table"):
         table[kind] = {}
@@ -355,7 +368,7 @@ def _params(kind: type[Params], entry: Any, where: str) -> Params:
     fields = dict(_items(entry, where))
     # Require the origin of each measurement, so that it can be reproduced.
     if not isinstance(fields.pop("measured", None), str):
-        raise ValueError(f"tuning.parse: {where} must say in 'measured' what it was measured with.")
+        raise ValueError(f"tuning.parse: {where} must say in 'measured' how it was measured.")
     if fields.keys() != set(kind._fields):
         raise ValueError(
             f"tuning.parse: {where} must have {', '.join(kind._fields)}, got {', '.join(fields)}."

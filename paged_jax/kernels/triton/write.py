@@ -1,6 +1,6 @@
 """Kernels that change the KV pools on NVIDIA GPUs: writes of K and V, and copies of blocks.
 
-A pool is seen as rows, ``[L * P * K * C, D]``: one row per token and KV head.
+The kernels view a pool as rows, ``[L * P * K * C, D]``: one row for each token and KV head.
 
 `write`: a program instance writes `_TILE` elements of K and of V, which are a few rows of each::
 
@@ -11,8 +11,8 @@ A pool is seen as rows, ``[L * P * K * C, D]``: one row per token and KV head.
     ...                               ...
     `- program instance 0 -'          (nothing if the layer, block or offset is out of range)
 
-`rope_write`: a program instance reads one head of a tile of tokens, in two halves. Elements of the
-two halves with the same index are a pair that is rotated::
+`rope_write`: a program instance processes one head of a tile of tokens. It reads the head in two
+halves, because element i of the first half is rotated together with element i of the second half::
 
     qkv [N, K, G + 2, D], heads of each KV head:
             0 .. G - 1      G               G + 1
@@ -22,18 +22,18 @@ two halves with the same index are a pair that is rotated::
             v               v               v
          q [N, H, D]        rows of the pools
 
-XLA would use four kernels per layer for this, three of which read `qkv`. In a decode step these
-kernels are so small that the launches dominate their time.
+XLA would use four kernels per layer for these operations, three of which read `qkv`. In a decode
+step, the kernels are so small that launching them would take most of the time.
 
-`copy_blocks`: program instance (i, l) copies pair i in layer l, where a block is one contiguous
-range of ``K * C * D`` elements. Most pairs are usually unused.
+`copy_blocks`: program instance (i, l) copies the i-th pair of a source and a target block in layer
+l. A block is a contiguous range of ``K * C * D`` elements. Usually most of the pairs are unused.
 
 The pools are aliased with the outputs. If they are donated, the rest of the pools is not read,
-written or copied. For quantised pools, the program instance also computes the scale of each row.
+written or copied. For quantised pools, each program instance also computes the scales of its rows.
 
 Pallas computes addresses in signed 32-bit integers, unless the array exceeds 2**32 bytes (jax
-0.10.2 to 0.12, `_compute_offsets_from_indices` in `jax/_src/pallas/triton/lowering.py`). For an
-array of 2 to 4 GiB with 1-byte elements this overflows. Pools of 1-byte elements are therefore
+0.10.2 to 0.12, `_compute_offsets_from_indices` in `jax/_src/pallas/triton/lowering.py`). This
+overflows in an array of 2 to 4 GiB with 1-byte elements. Pools of 1-byte elements are therefore
 bitcast to 16-bit words of two neighbouring elements. XLA makes no copy for this.
 """
 
@@ -63,35 +63,35 @@ from paged_jax.kernels.pool_format import quantise_parts, query_dtype
 from paged_jax.kernels.triton import tiles
 from paged_jax.kernels.triton.pallas import pallas_call, plgpu
 
-# Elements that a program instance writes. In a `write`, these are elements of K, and as many of V:
-# 16 rows of 128. For a decode step of 128 sequences with 8 heads there are 64 program instances,
-# with 4 loads of 16 bytes in flight per thread. In a `rope_write`, they are elements of `qkv`: 16
-# tokens of one head of 128. For a decode step of 64 sequences with 32 + 2 * 8 heads there are 192
-# program instances.
+# Number of elements that a program instance writes. In a `write`, these are elements of K, and the
+# same number of elements of V: 16 rows of 128. A decode step of 128 sequences with 8 heads then has
+# 64 program instances, with 4 loads of 16 bytes in flight per thread. In a `rope_write`, they are
+# elements of `qkv`: 16 tokens of one head of 128. A decode step of 64 sequences with 32 + 2 * 8
+# heads then has 192 program instances.
 _TILE = 2048
 _WRITE_WARPS = 4
-# 32-bit words that a program instance of a copy moves at a time, 32 per thread: a block of 16
-# tokens and 8 heads of 128 bfloat16 elements.
+# Number of 32-bit words that a program instance of `copy_blocks` moves at a time, 32 per thread: a
+# block of 16 tokens and 8 heads of 128 bfloat16 elements.
 _COPY_TILE = 8192
 _COPY_WARPS = 8
 
 
 def refusal(problem: Problem) -> str | None:
-    """Return why these kernels cannot write to such pools or copy their blocks, or None."""
+    """Return why these kernels do not support a write or copy, or None if they do."""
     if (why_not := problem.separate_values_refusal) is not None:
         return why_not
     itemsize = jnp.dtype(problem.pool_dtype).itemsize
     block_bytes = problem["K"] * problem["C"] * problem.lanes * itemsize
     if problem.op == "copy_blocks" and block_bytes % 4:
-        return f"it copies words of 4 bytes, and a block has {block_bytes} bytes"
+        return f"blocks must have a multiple of 4 bytes, got {block_bytes}"
     if problem.op == "rope_write" and itemsize == 1 and problem["D"] % 4:
-        return f"it writes halves of heads in pairs of bytes, and a head has {problem['D']}"
+        return f"half a head must have an even number of bytes, got a head of {problem['D']}"
     return None
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def write(args: WriteArgs, interpret: Interpret = False) -> Pools:
-    """Write K and V of N tokens, in one launch."""
+    """Write K and V of N tokens to one layer, in one launch; return the new pools."""
     kernel = functools.partial(_write, interpret=interpret)
     return with_plain_gradients(kernel, general_backend().write)(args)
 
@@ -124,7 +124,7 @@ def _write(args: WriteArgs, interpret: Interpret) -> Pools:
 
 def _write_kernel(layer_ref, blocks_ref, offsets_ref, *refs, num_halves, pool_shape, pool_dtype,
                   rows, lanes):  # fmt: skip
-    # The refs of new rows are those of K and V, or of K alone (`num_halves` is 1).
+    # New rows have a ref for K and a ref for V, or only a ref for K if `num_halves` is 1.
     new_refs, pool_refs = refs[:num_halves], refs[num_halves:]
     num_new, D = new_refs[0].shape
     pool_refs = pool_refs[len(pool_refs) // 2 :]  # the outputs
@@ -137,7 +137,7 @@ def _write_kernel(layer_ref, blocks_ref, offsets_ref, *refs, num_halves, pool_sh
 
     lane = jnp.arange(lanes, dtype=jnp.int32)[None]
     mask = is_new[:, None] & (lane < D)
-    # K and V are loaded before either is stored, so that the loads overlap.
+    # Load K and V before storing either of them, so that the loads overlap.
     loaded = [plgpu.load(ref.at[new[:, None], lane], mask=mask, other=0.0) for ref in new_refs]
     scales = scale_refs or [None] * num_halves
     for pool_ref, scale_ref, values in zip(pool_refs, scales, loaded, strict=True):
@@ -153,7 +153,7 @@ def _find_rows(
     is_new: jax.Array,
     pool_shape: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the pool row of each new row of K and V, i32 ``[R]``, and whether it is written.
+    """Return the row in the pool of each new row, i32 ``[R]``, and whether it is written.
 
     The refs hold arrays of `WriteArgs`. `token` and `head`, i32 ``[R]`` or scalars, are the token
     and the KV head of each new row. `is_new`, bool ``[R]``, is False for padding rows.
@@ -164,8 +164,8 @@ def _find_rows(
     offset = plgpu.load(offsets_ref.at[token], mask=is_new, other=-1)
     is_kept = (block >= 0) & (block < P) & (offset >= 0) & (offset < C)
     is_kept &= (layer >= 0) & (layer < L)
-    # Rows that are not written get an index past the end: the interpreter writes the old value back
-    # to the index of a masked row, which could undo another write.
+    # Rows that are not written get an index past the end. For a masked row, the interpreter writes
+    # the old value back to the index of the row, which could undo another write.
     row = jnp.where(is_kept, ((layer * P + block) * K + head) * C + offset, L * P * K * C)
     return row, is_kept
 
@@ -182,12 +182,12 @@ def _store_rows(
     """Store rows in a pool, rounded to its dtype.
 
     Args:
-      pool_ref: a pool as returned by `_as_rows`.
-      scale_ref: f32 ``[L * P * K * C]``, or None if the pool is not quantised.
+      pool_ref: ref of a pool, reshaped by `_as_rows`.
+      scale_ref: ref of the scales, f32 ``[L * P * K * C]``; None if the pool is not quantised.
       row: i32 ``[R]``, from `_find_rows`.
       is_kept: bool ``[R]``, from `_find_rows`.
-      parts: the rows, floating point ``[R, lanes]``: one array, or several with an equal share of
-        the D elements each. Lanes past the elements are 0.
+      parts: the rows, floating point ``[R, lanes]``: a single array with all D elements, or several
+        arrays with an equal share of them. Lanes past the elements are 0.
       head_dim: head dimension (D).
       pool_dtype: dtype of the pool before `_as_rows`.
     """
@@ -206,7 +206,10 @@ def _store_rows(
 
 
 def _as_pairs(values: jax.Array) -> jax.Array:
-    """Combine bytes ``[R, lanes]`` into 16-bit words ``[R, lanes // 2]``, the first byte lowest."""
+    """Combine pairs of bytes ``[R, lanes]`` into 16-bit words ``[R, lanes // 2]``.
+
+    The first byte of a pair is the low byte of the word.
+    """
     rows, lanes = values.shape
     bits = lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.int32)
     bits = bits.reshape(rows, lanes // 2, 2)
@@ -215,7 +218,10 @@ def _as_pairs(values: jax.Array) -> jax.Array:
 
 
 def _as_rows(pool: jax.Array) -> jax.Array:
-    """Reshape a pool to ``[L * P * K * C, D]``, bytes as 16-bit words; and scales to 1D."""
+    """Reshape a pool to rows ``[L * P * K * C, D]``, and scales to ``[L * P * K * C]``.
+
+    1-byte elements are bitcast to 16-bit words.
+    """
     rows = pool.reshape(-1, *pool.shape[4:])
     return rows if pool.dtype.itemsize > 1 else tiles.to_words(rows, jnp.uint16)
 
@@ -224,7 +230,7 @@ def _as_rows(pool: jax.Array) -> jax.Array:
 def rope_write(
     args: RopeWriteArgs, options: Options, interpret: Interpret = False
 ) -> tuple[jax.Array, Pools]:
-    """Run `paged_rope_write` in one launch: normalise, rotate, write, and return the queries."""
+    """Run `paged_rope_write` in one launch; return the rotated queries and the new pools."""
     kernel = functools.partial(_rope_write, options=options, interpret=interpret)
     plain = functools.partial(general_backend().rope_write, options=options)
     return with_plain_gradients(kernel, plain)(args)
@@ -319,9 +325,9 @@ def _rope_write_kernel(
 def _normed(
     first: jax.Array, second: jax.Array, norm_ref: Any, lane: jax.Array, half: int, eps: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply `paged_jax.kernels.norm_rope.rms_norm` to heads in two halves."""
+    """Apply `paged_jax.kernels.norm_rope.rms_norm` to heads that are split into two halves."""
     total = jnp.sum(first * first, axis=1) + jnp.sum(second * second, axis=1)
-    # Like XLA, multiply by 1 / D instead of dividing: Triton's division is approximate.
+    # As XLA does, multiply by 1 / D instead of dividing, because Triton's division is approximate.
     factor = lax.rsqrt(total * np.float32(1 / (2 * half)) + eps)[:, None]
     w_first, w_second = (
         plgpu.load(norm_ref.at[start + lane], mask=lane < half, other=0.0).astype(jnp.float32)
@@ -388,18 +394,17 @@ def call_in_place(
     """Run a kernel that updates the pools in place.
 
     Args:
-      kernel: takes refs of the arguments, of the pools as inputs, of `out`, and of the pools as
-        outputs.
+      kernel: function of refs: the arguments, the pools as inputs, `out`, and the pools as outputs.
       name: name of the kernel.
-      views: tree of the pools, in any shape.
-      arguments: other inputs.
+      views: tree of the pools, reshaped in any way.
+      arguments: other inputs of the kernel.
       grid: grid of the launch.
-      num_warps: warps in a program instance.
+      num_warps: number of warps in a program instance.
       interpret: whether to interpret the kernel.
-      out: `jax.ShapeDtypeStruct` of one more output, or None.
+      out: `jax.ShapeDtypeStruct` of an additional output, or None.
 
     Returns:
-      The new `views`; with `out`, a pair of that output and the new views.
+      The new `views`. If `out` is given, a pair of this output and the new `views`.
     """
     leaves, treedef = jax.tree.flatten(views)
     others = [] if out is None else [out]
@@ -420,5 +425,8 @@ def call_in_place(
 
 
 def _from_words(words: jax.Array, pool: jax.Array) -> jax.Array:
-    """Undo `_as_rows`: return an array in the dtype and shape of `pool`."""
+    """Undo `_as_rows` or `tiles.to_words`.
+
+    The result has the dtype and the shape of `pool`.
+    """
     return lax.bitcast_convert_type(words, pool.dtype).reshape(pool.shape)
