@@ -1,6 +1,6 @@
-// Code shared by decode and prefill: locations of tokens in the pools, and a running softmax (Milakov
-// and Gimelshein, 2018) that folds in one tile of tokens at a time. A tile is a list of rows, so its
-// tokens can be in any blocks.
+// Code shared by decode and prefill: locations of tokens in the pools, and an online softmax (Milakov
+// and Gimelshein, 2018), to which a tile of tokens is added at a time. A tile is a list of rows of the
+// pools, so its tokens can be in any blocks.
 #pragma once
 
 #include "frame.h"
@@ -12,8 +12,8 @@ using Type = ELEMENT;  // dtype of the pools, a compiler option
 using Element = Type::Element;
 
 constexpr int TILE = 32;         // tokens
-constexpr int ROWS = 4;          // queries that are multiplied by a tile at a time
-// The initial peak of a softmax. Finite, because the difference of two infinities is NaN.
+constexpr int ROWS = 4;          // number of queries that are multiplied by a tile at a time
+// Initial peak of a softmax. It is finite, because the difference of two infinities is NaN.
 constexpr float LOWEST = -__FLT_MAX__;
 constexpr float UNSEEN = -__builtin_inff();  // masked score; its weight is 0 for any peak
 
@@ -32,13 +32,13 @@ struct Attention {
   const float *k_scale, *v_scale, *sinks;
   const int32_t *tables, *lengths;
   int64_t P, K, C, M, lanes, v_lanes, layer;
-  int64_t block_step, head_step, token_step;  // distance of neighbours, in rows
-  int H, G, D, stride, window;                // window and soft_cap: 0 for none
+  int64_t block_step, head_step, token_step;  // distances between neighbours, in rows of the pools
+  int H, G, D, stride, window;                // window and soft_cap are 0 if there is none
   int U, v_stride;                            // elements of a value and of an output
   bool shares_values;                         // values are the first elements of the keys
   float scale, soft_cap;
 
-  // Reads the operands that both kernels have. Returns the index of the next operand.
+  // Reads the operands that decode and prefill have in common. Returns the index of the next operand.
   int read(XLA_FFI_CallFrame* frame) {
     const XLA_FFI_Buffer *q = argument(frame, 0), *keys = argument(frame, 1);
     const XLA_FFI_Buffer *values = argument(frame, 2), *table = argument(frame, 3);
@@ -78,7 +78,7 @@ struct Attention {
     return next;
   }
 
-  // Number of floats in a running softmax: peak, total, and weighted sum of values.
+  // Number of floats in the state of a softmax: peak, total, and weighted sum of values.
   int state_size() const { return 2 + v_stride; }
 
   void start(float* state, float peak, float total) const {
@@ -87,7 +87,7 @@ struct Attention {
     state[1] = total;
   }
 
-  // Writes the weighted mean of the values and the log-sum-exp; 0 and -inf if there was no token.
+  // Writes the weighted mean of the values and the log-sum-exp, which are 0 and -inf if no token was seen.
   void finish(float peak, float total, const float* sums, float* out, float* lse) const {
     restore<Type>(out, sums, U, total == 0 ? 0.0f : 1 / total);
     *lse = total == 0 ? -__builtin_inff() : peak + __builtin_logf(total);
@@ -95,7 +95,7 @@ struct Attention {
 
   bool has_sink(int h) const { return sinks && sinks[h] != -__builtin_inff(); }
 
-  // Returns the tile that starts at `token`. It is empty if `token` is not before `end`.
+  // Returns the tile that starts at position `token`. It is empty if `token` is not before `end`.
   Tile find(const int32_t* table, int64_t head, int token, int end) const {
     Tile tile = {};
     if (token < end) tile.count = end - token < TILE ? end - token : TILE;
@@ -109,8 +109,8 @@ struct Attention {
     return tile;
   }
 
-  // Folds a tile into the softmaxes of up to ROWS queries; `left` queries are left in all. Meanwhile
-  // prefetches the next tile, if there is one.
+  // Adds a tile to the softmaxes of the next queries, at most ROWS of the `left` queries that are left.
+  // Prefetches tile `next` at the same time, unless it is null.
   template <int ROWS_ = ROWS>
   void fold_rows(
       int left, const float* queries, const Tile& tile, const Seen* seen, const Tile* next,
@@ -128,7 +128,7 @@ struct Attention {
       float* softmax = state + h * state_size();
       rescale[h] = weigh(weights[h], tile, seen[h], softmax[0], softmax[1]);
     }
-    if (shares_values) next = nullptr;  // `score` has fetched it
+    if (shares_values) next = nullptr;  // `score` has prefetched it
     for (int d = 0; d < v_stride; d += STEP) {
       if (U - d >= STEP)
         add_values<ROWS_, true>(weights, rescale, tile, next, d, state + 2 + d);
@@ -137,12 +137,13 @@ struct Attention {
     }
   }
 
-  // Prefetches into the second-level cache. In the first level, pending lines delay other loads.
+  // Prefetches numbers into the second-level cache. In the first level, pending lines would delay other
+  // loads.
   static void fetch(const Element* numbers, int count) {
     for (int i = 0; i < count; i += 64 / sizeof(Element)) __builtin_prefetch(numbers + i, 0, 2);
   }
 
-  // Computes the scores of a tile. They are UNSEEN past its last token.
+  // Computes the scores of a tile. After its last token, they are UNSEEN.
   template <int ROWS_>
   void score(
       const float* queries, const Tile& tile, const Tile* next, float scores[ROWS_][TILE]) const {
@@ -170,8 +171,8 @@ struct Attention {
       for (int i = 0; i < TOKENS_; i++) scores[h][t + i] = sums[h][i];
   }
 
-  // Turns the scores of a tile into weights relative to the new peak; masked tokens have weight 0.
-  // Returns the factor that makes sums relative to the old peak relative to the new peak.
+  // Replaces the scores of a tile by weights relative to the new peak. Masked tokens have weight 0. Returns
+  // the factor that converts sums relative to the old peak to sums relative to the new peak.
   float weigh(float* weights, const Tile& tile, Seen seen, float& peak, float& total) const {
     if (seen.begin >= seen.end) {
       memset(weights, 0, TILE * sizeof *weights);
@@ -201,7 +202,7 @@ struct Attention {
     return rescale;
   }
 
-  // Adds STEP dimensions of the weighted values of a tile to the sums of ROWS_ queries.
+  // Adds STEP elements of the weighted values of a tile to the sums of ROWS_ queries.
   template <int ROWS_, bool IS_WHOLE>
   void add_values(
       const float weights[ROWS_][TILE], const float* rescale, const Tile& tile, const Tile* next,

@@ -1,8 +1,8 @@
 // Conversion of quantised weights in registers, with one row of weights in each lane of a vector.
 //
 // A lane contains a cell: one float32 number, or two bfloat16 or four int8 numbers for the processor's
-// dot-product instructions. The scales of a group of weights are one vector, so that one instruction applies LANES
-// scales to LANES sums.
+// dot-product instructions. The scales of a group are one vector for LANES rows of weights, so that one
+// instruction multiplies LANES sums by their scales.
 #pragma once
 
 #include "units.h"
@@ -21,7 +21,7 @@
 #define HAS_QUADS 0
 #endif
 
-// Rounds to the nearest bfloat16, ties to even.
+// Rounds to the nearest bfloat16 number, ties to even.
 inline Floats rounded(Floats x) {
   Ints bits = (Ints)x, upper = Ints{} + (int32_t)0xffff0000;
   Ints nearest = (bits + 0x7fff + (bits >> 16 & 1)) & upper, no_number = (bits | 0x400000) & upper;
@@ -35,28 +35,28 @@ inline uint16_t rounded_bits(float x) {
   return bits >> 16;
 }
 
-// Cells of one float32 number.
+// Cells with one float32 number each.
 struct Singles {
   using Cell = float;
   using Vector = Floats;
   using Sum = Floats;
   using Input = float;
   static constexpr int INPUTS = 1;           // in a cell
-  static constexpr bool ROUNDS = false;      // whether inputs become bfloat16
+  static constexpr bool ROUNDS = false;      // whether inputs are rounded to bfloat16
   static constexpr bool HAS_SCALES = false;  // whether segments of inputs have scales
 
-  // Returns a cell of numbers[0], numbers[1] and so on.
+  // Returns a cell of the numbers number(0), number(1) and so on.
   template <class Numbers>
   static float cell(Numbers number) {
     return number(0);
   }
 
 #if defined(__AVX512F__)
-  // Returns LANES cells of inputs in their original order.
+  // Returns LANES cells with inputs in their original order.
   static Bytes load_cells(const float* inputs) { return load<Bytes>(inputs); }
 #endif
 
-  // Adds the products of weights with one cell of x.
+  // Adds the products of a vector of weights with one cell of x.
   static void add(Floats& total, Floats w, const float* x) {
 #if defined(__AVX512F__)
     asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(total) : "v"(w), "m"(*x));
@@ -67,7 +67,7 @@ struct Singles {
 };
 
 #if HAS_PAIRS
-// Cells of two bfloat16 numbers.
+// Cells with two bfloat16 numbers each.
 struct Pairs {
   using Cell = uint32_t;
   using Vector = Ints;
@@ -104,9 +104,10 @@ struct Pairs {
 #endif
 
 #if HAS_QUADS
-// Cells of four int8 numbers. Each segment of a row of x has a scale, so that its largest magnitude becomes
-// 127. The instruction multiplies these numbers by numbers from 0 to 255: weights plus `Decoder::OFFSET`. To
-// subtract the offset again, the sum of a segment starts at -OFFSET times the sum of its inputs.
+// Cells with four int8 numbers each. Each segment of a row of x has a scale, so that its largest magnitude
+// becomes 127. The dot-product instruction multiplies these numbers by numbers from 0 to 255, which are
+// weights plus `Decoder::OFFSET`. To subtract the offset again, the sum of a segment starts at -OFFSET times
+// the sum of its inputs.
 struct Quads {
   using Cell = uint32_t;
   using Vector = Ints;
@@ -125,8 +126,9 @@ struct Quads {
 
   static Bytes load_cells(const int8_t* inputs) { return load<Bytes>(inputs); }
 
-  // Rounds `count` inputs to int8 numbers, writes their sum, and returns their scale. The scale is not finite
-  // if an input is not finite, because the bits of such magnitudes are the largest integers.
+  // Rounds `count` inputs to int8 numbers, writes the sum of these numbers, and returns their scale. If an
+  // input is infinite or NaN, the scale is not finite, because the bits of such magnitudes are the largest
+  // integers.
   static float round(int8_t* to, const float* from, int count, int32_t* sum) {
     auto mask = [=](int i) { return (__mmask16)(count - i < LANES ? (1 << (count - i)) - 1 : -1); };
     Bytes peak = {}, total = {};
@@ -162,11 +164,11 @@ struct TwoPairs {
 #define INLINE __attribute__((always_inline)) inline
 #define NOINLINE __attribute__((noinline))
 
-// Each decoder below converts units. `transpose` prepares a unit. `decode` then calls f(cell, vector) for its
-// cells in order. Number `which` of a cell belongs to input `input(cell, which)` of the unit. Decoders to pairs
-// also convert a unit in STEPS steps: `pairs` returns the two cells of a step.
+// Each decoder below converts units. `transpose` prepares a unit. `decode` then calls f(cell, vector) for the
+// cells of the unit in order. Number `which` of a cell belongs to input `input(cell, which)` of the unit.
+// Decoders to pairs can also convert a unit in STEPS steps: `pairs` returns the two cells of a step.
 
-// 8-bit values, whose inputs are in their original order.
+// 8-bit values. Their inputs are in the original order.
 template <class Code, class Cells>
 struct ByteDecoder {
   static constexpr int INPUTS = UNIT_BYTES;
@@ -174,7 +176,7 @@ struct ByteDecoder {
   static constexpr bool IS_PACKED = false;
   static int input(int cell, int which) { return cell * Cells::INPUTS + which; }
 #if HAS_PAIRS
-  Bytes lower[2], upper[2];  // bytes of the bfloat16 numbers of 128 magnitudes
+  Bytes lower[2], upper[2];  // lower and upper bytes of the bfloat16 numbers of 128 magnitudes
 
   explicit ByteDecoder(const float*) {
     uint8_t bytes[2][128];
@@ -236,12 +238,12 @@ struct Int8Code {
     return __builtin_convertvector(words << (24 - 8 * byte) >> 24, Floats);
   }
 #if HAS_PAIRS
-  // Vector units that also multiply compute _mm512_abs_epi8 and comparisons, but not these operations.
+  // _mm512_abs_epi8 and comparisons would occupy the vector units that multiply. These operations do not.
   static Bytes magnitudes(Bytes values) {
     return _mm512_min_epu8(values, _mm512_sub_epi8(Bytes{}, values));
   }
-  // 67 is the upper byte of 128, whose index in the table is that of 0. No upper byte of another magnitude
-  // is less than the magnitude - 61.
+  // 67 is the upper byte of the bfloat16 number 128. The magnitude 128 has the same index in the table as 0,
+  // so its upper byte is computed. For all other magnitudes, the upper byte is at least the magnitude - 61.
   static Bytes add_sign(Bytes upper, Bytes values) {
     upper = _mm512_max_epu8(upper, _mm512_subs_epu8(magnitudes(values), _mm512_set1_epi8(61)));
     return _mm512_ternarylogic_epi64(upper, values, _mm512_set1_epi8(-128), 0xf8);  // | (values & sign)
@@ -263,8 +265,8 @@ struct Float8Code {
 #endif
 };
 
-// 4-bit values: indices of a table of 16 numbers. The lower halves of the 16 bytes belong to inputs 0 to 15
-// of the unit, the upper halves to inputs 16 to 31.
+// 4-bit values are indices into a table of 16 numbers. The lower halves of the 16 bytes of a unit belong to
+// inputs 0 to 15, the upper halves to inputs 16 to 31.
 template <class Cells>
 struct PackedDecoder;
 
@@ -291,7 +293,7 @@ struct PackedDecoder<Singles> {
           f(16 * half + 4 * i + byte, look_up(words.each[i], 8 * byte + 4 * half));
   }
 
-  // Returns the numbers of the four bits from `bit` on.
+  // Returns the numbers for the four bits from `bit` on.
   INLINE Floats look_up(Ints words, int bit) const {
 #if defined(__AVX512F__)
     return (Floats)_mm512_permutexvar_ps((Bytes)(words >> bit), (__m512)load<Floats>(numbers));
@@ -317,7 +319,7 @@ struct PackedDecoder<Pairs> {
   static int input(int cell, int which) {
     return cell / 8 * 16 + cell % 8 / 2 * 4 + 2 * which + cell % 2;
   }
-  Bytes numbers;  // the table twice, because the index has five bits: the fifth is of the next value
+  Bytes numbers;  // the table twice: the index has five bits, and the fifth bit belongs to the next value
 
   explicit PackedDecoder(const float* table) {
     uint16_t bits[32];
@@ -350,7 +352,7 @@ struct PackedDecoder<Pairs> {
 #endif
 
 #if HAS_QUADS
-// Decoders to numbers from 0 to 255. The number of a value is STEP times its decoded number minus OFFSET.
+// Decoders to numbers from 0 to 255. A decoded number minus OFFSET, times STEP, is the number of the value.
 
 template <>
 struct ByteDecoder<Int8Code, Quads> {

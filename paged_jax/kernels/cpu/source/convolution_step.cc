@@ -1,7 +1,8 @@
-// One token of a causal convolution per row, with the last inputs in their pool, see `state_rows.h`.
+// Advances causal convolutions by one token per row. The states are in a pool. A state is the last w - 1 inputs.
 //
-// Further operands: x [B, F] in the dtype of the pool, filters f32 [w, F], bias f32 [F], num_tokens i32 [B].
-// The pool is [L, P, (w - 1) * F], the output f32 [B, F]. A row without a token keeps its inputs.
+// Operands after those in `state_rows.h`: x [B, F] in the dtype of the pool, filters f32 [w, F], bias f32 [F],
+// num_tokens i32 [B]. The pool is [L, P, (w - 1) * F], the output f32 [B, F]. A row without a token keeps its
+// state.
 
 #include "state_rows.h"
 
@@ -35,7 +36,7 @@ struct ConvolutionStep {
     if (!to) return;
     bool has_token = num_tokens[row] > 0;
     size_t bytes = (last - first) * sizeof(Element);
-    for (int64_t i = 0; i < width - 1; i++) {  // in ascending order, because it may be in place
+    for (int64_t i = 0; i < width - 1; i++) {  // in ascending order, because `from` and `to` may be equal
       int64_t old = has_token ? i + 1 : i;
       const Element* input = old == width - 1 ? added + first : from + old * F + first;
       if (!from && old < width - 1)
@@ -58,7 +59,7 @@ struct ConvolutionStep {
     store(output + f, total);
   }
 
-  // Computes the outputs of the last channels, fewer than LANES.
+  // Computes the outputs of the last `count` channels, fewer than LANES.
   void convolve_rest(
       const Element* from, const Element* added, int64_t f, int64_t count, float* output) const {
     memcpy(output + f, bias + f, count * sizeof *output);

@@ -1,8 +1,8 @@
 // Attention with a single query for each sequence. Keys and values are read in place in the pools.
 //
-// A part of the work is one KV head of one segment of a sequence. The boundaries of segments do not
-// depend on the batch, and results are merged in order. So the result of a sequence does not depend on
-// the other sequences.
+// A part of the work is one KV head of one segment of a sequence. The result of a sequence does not depend on
+// the other sequences, because the boundaries of segments do not depend on the batch, and the results of
+// segments are merged in order.
 
 #include "attention.h"
 
@@ -12,14 +12,14 @@ constexpr int SEGMENT = 256;  // tokens, a multiple of TILE
 constexpr int MAX_U = 512;
 
 struct Segment {
-  int sequence, begin, end;  // positions of its tokens
+  int sequence, begin, end;  // index of the sequence, and range of token positions
 };
 
 struct Decode {
   Attention attention;
   const float* q;  // [B, H, stride], scaled, in the order of `arrange<Type>`
   Segment* segments;
-  float* partial;  // running softmaxes: [segments, H, state_size]
+  float* partial;  // states of softmaxes: [segments, H, state_size]
   float *out, *lse;
 
   float* partial_of(int64_t segment, int64_t head) const {
@@ -33,7 +33,7 @@ struct Decode {
     const int32_t* table = its.tables + sequence * its.M;
     for (int g = 0; g < its.G; g++) its.start(partial_of(segment, head * its.G + g), LOWEST, 0);
     Tile tile = its.find(table, head, begin, end);
-    for (int t = 0; t < tile.count; t++) {  // later tiles are fetched during computation
+    for (int t = 0; t < tile.count; t++) {  // later tiles are prefetched by `fold_rows`
       its.fetch(its.k + tile.rows[t] * its.lanes, its.D);
       if (!its.shares_values) its.fetch(its.v + tile.rows[t] * its.v_lanes, its.U);
     }
@@ -67,7 +67,7 @@ struct Merge {
 
   void merge(int b, int h) const {
     const Attention& its = decode.attention;
-    // A sink counts as a token without a value.
+    // A sink is treated as a token without a value.
     float peak = its.has_sink(h) ? its.sinks[h] : LOWEST, total = its.has_sink(h) ? 1.0f : 0.0f;
     float sums[MAX_U] = {};
     for (int s = first_segment[b]; s < first_segment[b + 1]; s++) {
@@ -97,7 +97,7 @@ int* count_segments(const int32_t* lengths, int B, int window) {
   return first;
 }
 
-// Segments end at multiples of SEGMENT, so they depend only on the sequence.
+// Lists the segments. They end at multiples of SEGMENT, so they depend only on the sequence.
 void list_segments(Segment* segments, const int* first, const int32_t* lengths, int B, int window) {
   for (int b = 0; b < B; b++) {
     int begin = window && lengths[b] > window ? lengths[b] - window : 0;

@@ -1,14 +1,15 @@
-// One token of the gated delta rule per row, with the states in their pool, see `state_rows.h`.
+// Advances the states of the gated delta rule by one token per row. The states are in a pool.
 //
-// Further operands: q and k f32 [B, K, D], v f32 [B, K, G, U], log_decay f32 [B, K, G, D] or [B, K, G, 1],
-// beta f32 [B, K, G]. The pool is f32 [L, P, K * G, D, U], the output f32 [B, K, G, U]. Each head reads its
-// state from memory, and again from the second-level cache to write it.
+// Operands after those in `state_rows.h`: q and k f32 [B, K, D], v f32 [B, K, G, U], log_decay
+// f32 [B, K, G, D] or [B, K, G, 1], beta f32 [B, K, G]. The pool is f32 [L, P, K * G, D, U], the output
+// f32 [B, K, G, U]. Each head reads its state twice: first from memory to compute the output, then from the
+// second-level cache to compute the new state.
 
 #include "state_rows.h"
 
 namespace {
 
-// Vectors of columns that are processed together: their sums fit into the registers.
+// Number of vectors of columns that are processed together. Their sums fit into the registers.
 constexpr int COLUMNS = LANES == 16 ? 8 : 4;
 
 struct DeltaStep {
@@ -17,7 +18,7 @@ struct DeltaStep {
   float* out;
   int64_t K, H, D, U, decays;
 
-  // Factors of a head: decay, key, and decayed key and query.
+  // Factors of a head: decay, key, decayed key and decayed query.
   struct Factors {
     float decay[MAX_D], key[MAX_D], decayed_key[MAX_D], decayed_query[MAX_D];
     float beta, product;
@@ -59,7 +60,7 @@ struct DeltaStep {
     }
   }
 
-  // Advances N vectors of columns from `u` on. The output is computed from the old state.
+  // Advances N vectors of columns of a state, from column `u` on. The output is computed from the old state.
   template <int N, class Vector>
   void advance_columns(
       const Factors& factors, const float* from, float* to, int64_t u, const float* values,

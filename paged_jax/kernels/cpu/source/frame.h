@@ -1,5 +1,5 @@
-// Access to XLA's call frame: buffers, attributes, errors and the thread pool. It uses the C interface in
-// jaxlib's header, because the C++ templates take two seconds to compile.
+// Access to the call frame of XLA's foreign function interface: buffers, attributes, errors and the thread
+// pool. It uses the C interface in jaxlib's header, because the C++ templates take two seconds to compile.
 #pragma once
 
 #include <sched.h>
@@ -8,7 +8,8 @@
 
 #include "xla/ffi/api/c_api.h"
 
-// Answers XLA's query for the version of the interface. XLA sends it once for each kernel.
+// Answers XLA's query for the version of the interface; returns whether this call is the query. XLA sends it
+// once for each kernel.
 inline bool answers_metadata(XLA_FFI_CallFrame* frame) {
   auto* extension = frame->extension_start;  // auto, because jaxlib 0.11 renamed the type
   if (!extension || extension->type != XLA_FFI_Extension_Metadata) return false;
@@ -65,15 +66,15 @@ inline int64_t num_threads(XLA_FFI_CallFrame* frame) {
   return succeeds(frame, frame->api->XLA_FFI_ThreadPool_NumThreads(&args)) ? count : 1;
 }
 
-// Consecutive parts. `next` is the first part that no thread has taken.
+// A range of consecutive parts. `next` is the first part that no thread has taken.
 struct Range {
   int64_t next, end;
 };
 
-// The parts of a call, which the calling thread and helper threads from the pool run. Each thread starts
-// with its own range and then takes parts that other threads have left. So each thread reads memory in
-// order, which is a fourth faster than taking parts in turn. A helper may start after the call has
-// returned, so a job is reference counted and outlives the call.
+// The parts of a call, which are run by the calling thread and by helper threads from the pool. Each thread
+// starts with a range of parts, and then takes parts that other threads have not started. In this way, each
+// thread reads memory in order, which is a fourth faster than taking parts in turn. A helper may start after
+// the call has returned, so a job is reference counted and may outlive the call.
 struct Job {
   void (*run)(void* call, int64_t part);
   void* call;
@@ -109,7 +110,7 @@ inline void pause_briefly() {
 }
 
 // Runs `call.run(part)` for each part, on this thread and on idle threads of XLA's pool. It waits only for
-// parts that are running, never for a helper to start.
+// parts that are running, never for a helper thread to start.
 template <class Call>
 void in_parallel(XLA_FFI_CallFrame* frame, Call& call, int64_t num_parts) {
   int64_t helpers = num_parts > 1 ? num_threads(frame) - 1 : 0;

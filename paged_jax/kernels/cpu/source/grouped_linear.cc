@@ -1,14 +1,14 @@
 // Grouped matmul: each row of x is multiplied by the weight of its group.
 //
 // x f32 [M, K]: the first sizes[0] rows belong to group 0, the next sizes[1] rows to group 1, and so on.
-// w [L, X, N, K]: weights of all layers; one layer is read. sizes i32 [X]. The result is f32 [M, N], 0 in
-// rows of no group. Weights of groups without rows are not read.
+// w [L, X, N, K] contains the weights of all layers. Only the given layer is read. sizes is i32 [X]. The result
+// is f32 [M, N], 0 in rows without a group. Weights of groups without rows are not read.
 
 #include "weight_rows.h"
 
 namespace {
 
-// The matmuls of all groups, as one list of parts.
+// The matmuls of all groups, as a single list of parts.
 struct Products {
   Product* of_groups;
   int64_t parts_of_each;

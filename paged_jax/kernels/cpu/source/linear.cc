@@ -1,6 +1,6 @@
-// x @ w.T for a few rows: x f32 [M, K], w [N, K], result f32 [M, N].
+// Computes x @ w.T for a few rows: x is f32 [M, K], the result is f32 [M, N].
 //
-// The operand contains the weights of all layers, [L, N, K]; one layer is read. Rows of zeros give zeros and
+// w [L, N, K] contains the weights of all layers. Only the given layer is read. Rows of zeros give zeros and
 // take no time.
 
 #include "weight_rows.h"

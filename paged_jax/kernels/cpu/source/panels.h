@@ -4,8 +4,8 @@
 //
 //   cell 0 of rows 0 1 ... M-1 | cell 1 of rows 0 1 ... M-1 | ...
 //
-// The sums of the inputs of a group, which the minima of the weights multiply, are stored likewise, and so are
-// the scales of segments of int8 numbers.
+// The sums of the inputs of each group are stored in the same way. They are multiplied by the minima of the
+// weights. The scales of segments of int8 numbers are stored in the same way too.
 #pragma once
 
 #include "codes.h"
@@ -13,7 +13,8 @@
 
 namespace {
 
-// Division of the inputs into groups with one scale, and of groups into segments with one sum.
+// Division of the inputs into groups, which have one scale each, and of groups into segments, which have one
+// sum each.
 struct Groups {
   int num_inputs, size, count;
   int cells;                        // of a group, including padding
@@ -23,7 +24,7 @@ struct Groups {
   template <class Decoder>
   static Groups divide(int num_inputs, int count) {
     constexpr int INPUTS = Decoder::INPUTS / Decoder::CELLS;  // in a cell
-    // Segments of int8 numbers have scales, so shorter segments lose less.
+    // Segments of int8 numbers have a scale, so that shorter segments lose less precision.
     constexpr int SEGMENT_CELLS = (INPUTS == 4 ? 64 : 128) / INPUTS;
     Groups groups = {num_inputs, num_inputs / count, count};
     groups.has_whole_units = !Decoder::IS_PACKED || groups.size % Decoder::INPUTS == 0;
@@ -39,9 +40,10 @@ struct Groups {
 };
 
 constexpr int MAX_PANEL = LANES == 16 ? 16 : 8;
-// Rows of a panel if there are more rows than MAX_PANEL. Their totals fit into registers beside the sums.
+// Number of rows of a panel if there are more than MAX_PANEL rows. Their totals and sums fit into the
+// registers.
 constexpr int PANEL_OF_MANY = LANES == 16 ? 12 : 8;
-// Numbers of rows for which the kernels are compiled. Other panels are filled up with zeros.
+// Panel sizes for which the kernels are compiled. Other panels are padded with rows of zeros.
 constexpr int PANEL_SIZES[] = {1, 2, 3, 4, 6, 8, 12, 16};
 
 inline int panel_size(int64_t rows) {
@@ -50,7 +52,7 @@ inline int panel_size(int64_t rows) {
   return MAX_PANEL;
 }
 
-// Scale of a segment of a row of x, and the initial sum of its products, see `Quads`.
+// Scale of a segment of a row of x, and initial sum of its products, see `Quads`.
 struct Rounding {
   float scale;
   int32_t start;
@@ -58,11 +60,11 @@ struct Rounding {
 
 template <class Cell>
 struct Panel {
-  const int64_t* places;  // of the rows in x and in the result
+  const int64_t* places;  // index of each row in x and in the result
   Cell* cells;
   float* sums;
   Rounding* roundings;  // of segments, if they have scales
-  int num_rows, size;  // `size` also counts rows of zeros at the end
+  int num_rows, size;  // `size` includes rows of zeros at the end
 };
 
 inline bool is_zero(const float* row, int count) {
@@ -71,7 +73,8 @@ inline bool is_zero(const float* row, int count) {
   return i == count;
 }
 
-// Panels of rows of x. Rows of zeros, such as padding in a batch, are left out: their results are zeros.
+// The rows of x, divided into panels. Rows of zeros, such as padding in a batch, are left out, because their
+// results are zeros.
 template <class Decoder, class Cells>
 struct Panels {
   using Cell = typename Cells::Cell;
@@ -83,13 +86,14 @@ struct Panels {
   float* out;
   int64_t N;
   Panel<Cell>* panels;
-  int64_t num_panels, num_rows, size;  // `size` also counts rows of zeros in panels
+  int64_t num_panels, num_rows, size;  // `size` includes rows of zeros in panels
   int64_t* places;
   Cell* cells;
   float* sums;
   Rounding* roundings;
 
-  // Allocates memory for M rows in `num_parts` parts. Call `release` even if it returns false.
+  // Allocates memory for M rows that are added in `num_parts` calls of `add`. Call `release` even if it
+  // returns false.
   bool reserve(int64_t M, int64_t num_parts) {
     int64_t max_size = M + 3 * num_parts;  // see PANEL_SIZES
     panels = (Panel<Cell>*)malloc((M / PANEL_OF_MANY + num_parts) * sizeof *panels);
@@ -109,7 +113,7 @@ struct Panels {
     free(roundings);
   }
 
-  // Makes panels of rows `begin` to `end` of x; `run` fills them. Writes the results of rows of zeros.
+  // Divides rows `begin` to `end` of x into panels, which `run` fills. Writes the results of rows of zeros.
   void add(int64_t begin, int64_t end) {
     int64_t first = num_rows;
     for (int64_t place = begin; place < end; place++)
@@ -130,7 +134,7 @@ struct Panels {
     }
   }
 
-  // Fills a panel.
+  // Fills a panel with the cells, sums and scales of its rows.
   void run(int64_t index) {
     const Panel<Cell>& panel = panels[index];
     int64_t inputs = groups.total_cells() * Cells::INPUTS;  // with padding
@@ -153,7 +157,7 @@ struct Panels {
     free(copies);
   }
 
-  // Rounds the segments of rows. Writes their cells, their scales, and the sums of groups.
+  // Rounds the segments of the rows to int8. Writes their cells, their scales, and the sums of groups.
   void write_rounded(const Panel<Cell>& panel, const float* const* rows, int64_t inputs) const {
     auto* rounded = (Input*)aligned_alloc(64, (panel.num_rows * inputs + 63) / 64 * 64);
     if (!rounded) abort();
@@ -182,8 +186,8 @@ struct Panels {
       }
   }
 
-  // Returns whether the inputs of a row have another order, are padded, or are rounded before they become
-  // cells.
+  // Returns whether rows must be copied, because their inputs are reordered, padded, or rounded before they
+  // become cells.
   bool must_copy() const {
     return order || group_inputs() != groups.size || (is_rounded && !Cells::ROUNDS);
   }
@@ -226,7 +230,7 @@ struct Panels {
     }
   }
 
-  // Writes the cells of rows of `inputs` inputs each.
+  // Writes the cells of the rows of a panel. Each row has `inputs` inputs, including padding.
   void write_cells(const Panel<Cell>& panel, const Input* const* rows, int64_t inputs) const {
     int64_t i = 0;
 #if defined(__AVX512F__)
@@ -241,10 +245,10 @@ struct Panels {
   }
 
 #if defined(__AVX512F__)
-  // Writes LANES cells of all rows at a time. Returns the number of cells.
+  // Writes LANES cells of all rows at a time. Returns the number of cells written per row.
   int64_t write_vectors(const Panel<Cell>& panel, const Input* const* rows, int64_t inputs) const {
     constexpr int STEP_INPUTS = LANES * Cells::INPUTS;
-    uint16_t places[2 * LANES];  // of the inputs of cells of two inputs
+    uint16_t places[2 * LANES];  // of the inputs, in cells of two inputs
     for (int i = 0; i < 2 * LANES; i++) {
       int cell = i / 2 % Decoder::CELLS, unit = i / 2 / Decoder::CELLS;
       places[i] = unit * Decoder::INPUTS + Decoder::input(cell, i % 2);

@@ -1,14 +1,14 @@
 // Causal attention with a chunk of queries for each sequence. Keys and values are read in place in the
 // pools.
 //
-// A part of the work is some queries of a sequence, with all heads that share a KV head. Each of these
-// rows is multiplied by a tile of tokens while the tile is in the cache. Tiles end at multiples of TILE.
+// A part of the work is some queries of a sequence, with all query heads of a KV head. While a tile of tokens
+// is in the cache, it is multiplied by all these rows. Tiles end at multiples of TILE.
 
 #include "attention.h"
 
 namespace {
 
-constexpr int ROWS_OF_PART = 64;  // approximate
+constexpr int ROWS_OF_PART = 64;  // approximate number of pairs of a query and a head in a part
 
 struct Prefill {
   Attention attention;
@@ -40,7 +40,7 @@ struct Prefill {
       }
   }
 
-  // Attends with the queries from `first` to before `last`.
+  // Attends with queries `first` to `last` (exclusive) of a sequence.
   void attend(int64_t sequence, int64_t head, int64_t first, int64_t last) {
     const Attention& its = attention;
     int G = its.G, num_rows = (last - first) * G;
@@ -51,7 +51,7 @@ struct Prefill {
       int h = head * G + row % G;
       const float* from = q + row_of(sequence, first + row / G, h) * its.D;
       arrange<Type>(queries + (int64_t)row * its.stride, from, its.D, its.scale);
-      // A sink counts as a token without a value.
+      // A sink is treated as a token without a value.
       float* state = states + (int64_t)row * its.state_size();
       its.has_sink(h) ? its.start(state, its.sinks[h], 1) : its.start(state, LOWEST, 0);
     }
@@ -83,7 +83,7 @@ struct Prefill {
     free(queries);
   }
 
-  // Returns the tokens that a query attends to in the tile that starts at `token`.
+  // Returns the range of tokens that a query attends to, in the tile that starts at `token`.
   Seen seen_by(int position, int token, int count) const {
     int begin = attention.window ? position - attention.window + 1 - token : 0;
     int end = position + 1 - token;

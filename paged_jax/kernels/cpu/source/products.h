@@ -3,7 +3,7 @@
 
 #include "vectors.h"
 
-// Multiplies weights of `Type` by float inputs in the order of `arrange<Type>`.
+// Multiplies weights of `Type` by float inputs, which are in the order of `arrange<Type>`.
 template <class Type>
 struct InFloats {
   using Weight = typename Type::Element;
@@ -15,8 +15,8 @@ struct InFloats {
 };
 
 #if defined(__AVX512BF16__)
-// Multiplies bfloat16 weights by bfloat16 inputs with the processor's dot-product instruction, STEP
-// numbers at a time. The inputs are in their original order.
+// Multiplies bfloat16 weights by bfloat16 inputs with the processor's dot-product instruction, STEP numbers
+// at a time. The inputs are in their original order.
 struct InBfloat16 {
   using Weight = uint16_t;
   using Input = uint16_t;
@@ -29,7 +29,7 @@ struct InBfloat16 {
 };
 #endif
 
-// Adds STEP products to each dot product of R weight rows with M input rows.
+// Adds the next STEP products to each dot product of R weight rows with M input rows.
 template <class Form, int R, int M>
 inline void add_step(
     Floats total[R][M], const typename Form::Weight* const* w, const typename Form::Input* const* x) {
@@ -47,16 +47,17 @@ inline void add_step(
   }
 }
 
-// Computes out[m][r] = w[r] . x[m] for R weight rows and M input rows. Each sum has its own accumulator,
-// and its order of summation does not depend on R and M. Meanwhile prefetches from `next` on, LINES lines
-// of 64 bytes in each step.
+// Computes out[m][r] = w[r] . x[m] for R weight rows and M input rows. Each dot product has its own
+// accumulator. Its order of summation does not depend on R and M. In each step, LINES lines of 64 bytes are
+// prefetched, starting at `next`.
 template <class Form, int R, int M, int LINES = 0>
 inline void multiply(
     const typename Form::Weight* const* w, const typename Form::Input* const* x, int count,
     float out[M][R], const char* next = nullptr) {
   using Weight = typename Form::Weight;
-  // Prefetch into the second-level cache, because in the first level pending lines delay the loads of
-  // inputs. One or two inputs with 16-bit weights are loaded too rarely for that. (Measured on Zen 4.)
+  // Prefetch into the second-level cache, because in the first level pending lines would delay the loads of
+  // inputs. With one or two inputs and 16-bit weights, there are too few such loads to matter. (Measured on
+  // Zen 4.)
   constexpr int LEVEL = sizeof(Weight) == 2 && M <= 2 ? 3 : 2;
   Floats total[R][M] = {};
   const Weight* row[R];

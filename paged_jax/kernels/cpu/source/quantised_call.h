@@ -3,10 +3,10 @@
 //   x        f32 [M, K]
 //   values   [L, N, K], or 4-bit values [L, N, K / 2]; for experts [L, X, N, ...]
 //   scales   floats [L, N, groups]; for experts [L, X, N, groups]
-//   table    f32 [16], the numbers of 4-bit values
+//   table    f32 [16], the numbers that 4-bit values stand for
 //   layer    i32 [], the layer to read
-//   mins     like the scales, if the attribute `has_mins` is set
-//   order    i32 [L, K], the input of each column, if the attribute `has_order` is set
+//   mins     minima like the scales, only if the attribute `has_mins` is set
+//   order    i32 [L, K], the input of each column, only if the attribute `has_order` is set
 #pragma once
 
 #include "weight_units.h"
@@ -31,7 +31,7 @@ struct QuantisedCall {
     groups = Groups::divide<Decoder>(x->dims[1], scales->dims[scales->rank - 1]);
   }
 
-  // Returns weight `index` of `count` weights in a layer.
+  // Returns weight `index` of the `count` weights of the layer.
   Matrix matrix(int64_t index, int64_t count) const {
     int64_t first_row = (layer * count + index) * N;
     return {rows(values, first_row), rows(scales, first_row), mins ? rows(mins, first_row) : ByteRows{},

@@ -1,14 +1,14 @@
 // Grouped matmul with quantised weights: each row of x is multiplied by the weight of its group.
 //
-// See `quantised_call.h` for the operands. They are followed by sizes, i32 [X]: the first sizes[0] rows of x
-// belong to group 0, the next sizes[1] rows to group 1, and so on. The result is f32 [M, N], 0 in rows of no
-// group. Weights of groups without rows are not read.
+// See `quantised_call.h` for the operands. The last operand is sizes, i32 [X]: the first sizes[0] rows of x
+// belong to group 0, the next sizes[1] rows to group 1, and so on. The result is f32 [M, N], 0 in rows without
+// a group. Weights of groups without rows are not read.
 
 #include "quantised_call.h"
 
 namespace {
 
-// The matmuls of all groups, as one list of parts.
+// The matmuls of all groups, as a single list of parts.
 struct Products {
   Product* of_groups;
   int64_t parts_of_each;

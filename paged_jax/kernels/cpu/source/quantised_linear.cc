@@ -1,5 +1,5 @@
-// x @ w.T for a quantised weight, see `quantised_call.h` for the operands. The result is f32 [M, N]. Rows of
-// zeros give zeros and take no time.
+// Computes x @ w.T for a quantised weight. See `quantised_call.h` for the operands. The result is f32 [M, N].
+// Rows of zeros give zeros and take no time.
 
 #include "quantised_call.h"
 

@@ -1,8 +1,8 @@
-// Sets rows of an array in place: the array, index i32 [N], new rows [N, ...]. The array is seen as rows
-// with the size of the new rows. The result is the same buffer as the array. Rows with an index outside of
-// the array are dropped.
+// Sets rows of an array in place. The operands are the array, index i32 [N], and the new rows [N, ...].
 //
-// Rows are copied as bytes. XLA would convert a whole bfloat16 or fp8 array to a wider dtype and back.
+// The array is treated as rows with the size of the new rows. The result is the array, in the same buffer. New
+// rows with an index out of range are dropped. Rows are copied as bytes, because XLA would convert a whole
+// bfloat16 or fp8 array to a wider dtype and back.
 
 #include "frame.h"
 #include "vectors.h"

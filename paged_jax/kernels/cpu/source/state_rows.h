@@ -1,9 +1,10 @@
-// Rows of a step of recurrent layers, and their states in a pool [L, P, ...].
+// States of a batch of rows, in a pool [L, P, ...] of recurrent layers.
 //
-// Operands of all kernels: the pool, layer i32, sources i32 [B], entries i32 [B]. A row reads the entry of
-// its source, or zeros if that is no entry, and writes its own entry, or nothing. Results: the pool, which is
-// the same buffer, and the outputs. Rows with the same source are advanced together, and the row that writes
-// in place comes last, so that all of them read the old state.
+// The kernels have these first operands: the pool, layer i32, sources i32 [B], entries i32 [B]. Row b reads the
+// state of entry sources[b], or zeros if there is no such entry. It writes its new state to entry entries[b],
+// or nowhere if there is no such entry. The results are the pool, in the same buffer, and the outputs. Rows
+// with the same source are advanced together. The row that writes the source is the last of them, so that all
+// of them read the old state.
 #pragma once
 
 #include "frame.h"
@@ -11,16 +12,16 @@
 
 namespace {
 
-constexpr int NUM_SHARED = 4;       // operands that all kernels have
-constexpr int MAX_D = 1024;         // elements of a key: the size of arrays on the stack
-constexpr int64_t PART_BYTES = 64 * 1024;  // state that a thread takes at a time
+constexpr int NUM_SHARED = 4;  // number of the first operands, which all kernels have
+constexpr int MAX_D = 1024;    // maximum number of elements of a key: the size of arrays on the stack
+constexpr int64_t PART_BYTES = 64 * 1024;  // bytes of the states that a thread takes at a time
 
 struct StateRows {
   char* pool;
   const int32_t *sources, *entries;
   int64_t layer, P, B, entry_bytes;
 
-  // Reads the operands. `element_bytes` is the size of an element of the pool.
+  // Reads the first operands. `element_bytes` is the size of an element of the pool.
   explicit StateRows(XLA_FFI_CallFrame* frame, int64_t element_bytes) {
     const XLA_FFI_Buffer *before = argument(frame, 0), *after = result(frame, 0);
     pool = (char*)after->data;
@@ -36,7 +37,7 @@ struct StateRows {
 
   bool is_entry(int64_t entry) const { return entry >= 0 && entry < P; }
 
-  // Returns a pointer to an entry, or null.
+  // Returns a pointer to an entry, or null if there is no such entry.
   template <class Element>
   Element* find(int64_t entry) const {
     return is_entry(entry) ? (Element*)(pool + (layer * P + entry) * entry_bytes) : nullptr;
@@ -46,7 +47,7 @@ struct StateRows {
     return sources[row] == sources[other] && is_entry(sources[row]);
   }
 
-  // Calls `advance` with `row` and all other rows with its source, if `row` is the first of them.
+  // If `row` is the first row with its source, calls `advance` with all rows that have this source.
   template <class Advance>
   void for_sharers(int64_t row, Advance advance) const {
     for (int64_t other = 0; other < row; other++)
@@ -62,14 +63,14 @@ struct StateRows {
     if (in_place >= 0) advance(in_place);
   }
 
-  // Number of heads that a thread takes at a time, of the H heads of an entry.
+  // Number of heads, of the H heads of an entry, that a thread takes at a time.
   int64_t heads_of_part(int64_t H) const { return 1 + (PART_BYTES - 1) / (entry_bytes / H); }
 
   int64_t parts_of_row(int64_t H) const {
     return (H + heads_of_part(H) - 1) / heads_of_part(H);
   }
 
-  // Number of parts of all rows. A part is some heads of a row and of its sharers.
+  // Number of parts of all rows. A part is some heads of all rows that share a source.
   int64_t count_parts(int64_t H) const { return B * parts_of_row(H); }
 
   // Calls `advance` with the rows and heads of a part.

@@ -1,7 +1,7 @@
-// One token of Mamba-2 per row, with the states in their pool, see `state_rows.h`.
+// Advances the states of Mamba-2 by one token per row. The states are in a pool.
 //
-// Further operands: x f32 [B, K, G, U], b and c f32 [B, K, D], log_decay f32 [B, K, G]. The pool is f32
-// [L, P, K * G, U, D], the output f32 [B, K, G, U]. Each state is read and written in one pass.
+// Operands after those in `state_rows.h`: x f32 [B, K, G, U], b and c f32 [B, K, D], log_decay f32 [B, K, G].
+// The pool is f32 [L, P, K * G, U, D], the output f32 [B, K, G, U]. Each state is read and written in one pass.
 
 #include "state_rows.h"
 
@@ -30,7 +30,7 @@ struct StateSpaceStep {
     }
   }
 
-  // Advances a row of a state, and returns its product with `c`.
+  // Advances a row of a state, and returns its dot product with `c`.
   float advance_row(
       float decay, float x, const float* b, const float* c, const float* from, float* to) const {
     Floats sums = {};

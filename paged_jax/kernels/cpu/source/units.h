@@ -8,14 +8,14 @@ constexpr int UNIT_WORDS = UNIT_BYTES / 4;
 
 inline int64_t smaller(int64_t x, int64_t y) { return x < y ? x : y; }
 
-// An array with a row of bytes for each row of weights: values, scales or minima.
+// An array of values, scales or minima, with a row of bytes for each row of weights.
 struct ByteRows {
   const uint8_t* begin;
   int64_t row_bytes;
   const uint8_t* end;  // of the array
 };
 
-// Four bytes of each row in each vector, as transposed units are.
+// A transposed unit: each vector has four bytes of each row.
 struct Words {
   Ints each[UNIT_WORDS];
 };
@@ -23,8 +23,8 @@ struct Words {
 #if defined(__AVX512F__)
 typedef __m512i Bytes;
 
-// Loads 16 bytes from `from` and from each of the next three rows, `stride` bytes apart. Loads with masks need
-// no instruction that shuffles, insertions need no registers for masks.
+// Loads 16 bytes from `from` and from each of the next three rows, `stride` bytes apart. Loads with masks
+// need no shuffle instruction. Insertions need no registers for masks.
 template <bool BY_MASKS>
 inline Bytes load_quarters(const uint8_t* from, int64_t stride) {
   auto quarter = [=](int i) { return _mm_loadu_si128((const __m128i*)(from + i * stride)); };
@@ -38,7 +38,7 @@ inline Bytes load_quarters(const uint8_t* from, int64_t stride) {
   return _mm512_inserti32x4(_mm512_inserti32x4(bytes, quarter(2), 2), quarter(3), 3);
 }
 
-// Lane i of rows[j], where a lane has 16 bytes, contains the bytes of row 4 i + j.
+// 16-byte lane i of rows[j] contains the bytes of row 4 i + j.
 struct Unit {
   Bytes rows[4];
 
@@ -48,7 +48,7 @@ struct Unit {
     for (int i = 0; i < 4; i++) rows[i] = load_quarters<BY_MASKS>(from + i * stride, 4 * stride);
   }
 
-  // Returns words of four bytes: word i of each row in vector i.
+  // Returns words of four bytes. Vector i has word i of each row.
   Words transpose() const {
     Bytes a = _mm512_unpacklo_epi32(rows[0], rows[1]), b = _mm512_unpacklo_epi32(rows[2], rows[3]);
     Bytes c = _mm512_unpackhi_epi32(rows[0], rows[1]), d = _mm512_unpackhi_epi32(rows[2], rows[3]);
@@ -57,7 +57,7 @@ struct Unit {
          (Ints)_mm512_unpacklo_epi64(c, d), (Ints)_mm512_unpackhi_epi64(c, d)}};
   }
 
-  // Returns pairs of bytes: the lower halves of the lanes of vector i contain pair 2 i of each row, the
+  // Returns pairs of bytes. In vector i, the lower halves of the lanes contain pair 2 i of each row, and the
   // upper halves contain pair 2 i + 1.
   Words transpose_pairs() const {
     Bytes a = _mm512_unpacklo_epi16(rows[0], rows[1]), b = _mm512_unpacklo_epi16(rows[2], rows[3]);
@@ -84,8 +84,8 @@ struct Unit {
 };
 #endif
 
-// Loads bytes `offset` to `offset + UNIT_BYTES` of `num_rows` rows. Rows from `num_rows` on, and bytes from
-// `valid` on, are zeros.
+// Loads bytes `offset` to `offset + UNIT_BYTES` of `num_rows` rows, from row `row` on. Rows from `num_rows`
+// on, and bytes from `valid` on, are zeros.
 inline Unit load_unit(const ByteRows& rows, int64_t row, int num_rows, int64_t offset, int valid) {
   Unit unit;
   const uint8_t* from = rows.begin + row * rows.row_bytes + offset;
@@ -101,7 +101,7 @@ inline Unit load_unit(const ByteRows& rows, int64_t row, int num_rows, int64_t o
 
 enum FloatKind : int32_t { FLOAT32, BFLOAT16, FLOAT16 };
 
-// Converts the float16 numbers in the lower halves of 32 bits. The upper halves are zeros.
+// Converts float16 numbers in the lower halves of 32-bit lanes. The upper halves must be zeros.
 inline Floats widen_float16(Ints bits) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((Bytes)bits));
@@ -120,7 +120,7 @@ inline void transpose_floats(
   const uint8_t* last_row = rows.begin + (row + LANES - 1) * rows.row_bytes;
   for (int group = first; group < last;) {
     int64_t offset = (int64_t)group * bytes, valid = (int64_t)(last - group) * bytes;
-    // Bytes of other groups or rows are harmless.
+    // It does no harm to read bytes of other groups or rows.
     bool is_inside = valid >= UNIT_BYTES || last_row + offset + UNIT_BYTES <= rows.end;
     Words words = load_unit(rows, row, num_rows, offset, is_inside ? UNIT_BYTES : valid).transpose();
 #pragma GCC unroll 4

@@ -1,5 +1,5 @@
-// Vectors of floats, as wide as the registers of the target processor, and conversions of the dtypes of
-// weights and pools to floats. They use GCC's vector extension, which Clang also supports.
+// Vectors of floats, as wide as the registers of the target processor, and conversions to floats from the
+// dtypes of weights and pools. They use GCC's vector extension, which Clang also supports.
 #pragma once
 
 #include <stddef.h>
@@ -31,8 +31,8 @@ inline void store(float* to, Floats vector) { memcpy(to, &vector, sizeof vector)
 
 inline Floats fill(float x) { return x - Floats{}; }
 
-// Adds x * y to a sum in a register. It is assembly because compilers reorder the sums of a block so that
-// they no longer fit into the registers, which costs a third of the speed.
+// Adds x * y to a sum in a register. It is assembly, because compilers would reorder the sums of a block so
+// that they no longer fit into the registers, which costs a third of the speed.
 inline void add_product(Floats& sum, Floats x, Floats y) {
 #if defined(__FMA__)
   asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
@@ -75,7 +75,7 @@ inline float largest(Floats vector) {
   return peak;
 }
 
-// Returns the sums of four vectors.
+// Returns the sum of each of four vectors.
 inline Quarter sum_four(Floats first, Floats second, Floats third, Floats fourth) {
   Quarter a = add_quarters(first), b = add_quarters(second);
   Quarter c = add_quarters(third), d = add_quarters(fourth);
@@ -84,8 +84,8 @@ inline Quarter sum_four(Floats first, Floats second, Floats third, Floats fourth
   return SHUFFLE(ab, cd, 0, 2, 4, 6) + SHUFFLE(ab, cd, 1, 3, 5, 7);
 }
 
-// Sums a block of 16 vectors: out[m][r] is the sum of vectors[r][m]. For short rows the sums take as long
-// as the products, so four vectors at a time are shuffled together and added.
+// Sums each vector of a block of 16: out[m][r] is the sum of vectors[r][m]. For short rows, these sums take
+// as long as the products. Four vectors at a time are therefore shuffled together and added.
 template <int R, int M>
 inline void sum_block(const Floats (&vectors)[R][M], float* out) {
 #if defined(__AVX512F__)
@@ -130,8 +130,9 @@ inline Floats hyperbolic_tangent(Floats x) {
   return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f);
 }
 
-// Each type below converts the two halves of a step, STEP numbers in memory, to vectors. If IN_ORDER is
-// false, the vectors have another order than memory, and `arrange` puts the other factor in that order.
+// Each type below converts a step, STEP numbers in memory, to two vectors, its halves. If IN_ORDER is false,
+// the vectors have another order than memory, and `arrange` puts the other factor of a product in the same
+// order.
 
 struct Float32 {
   using Element = float;
@@ -139,7 +140,8 @@ struct Float32 {
   static Floats half(const float* from, int which) { return load<Floats>(from + which * LANES); }
 };
 
-// Reads two bfloat16 numbers as one integer: the even number is its lower half, the odd one its upper half.
+// Reads two bfloat16 numbers as one integer. The even number is its lower half, and the odd number is its
+// upper half.
 struct Bfloat16 {
   using Element = uint16_t;
   static constexpr bool IN_ORDER = false;
@@ -179,7 +181,7 @@ struct Int8 {
   }
 };
 
-// float16, or float8_e4m3fn, which has no infinity and uses the largest exponent for numbers.
+// float16 or float8_e4m3fn. float8_e4m3fn has no infinity, so its largest exponent is used for numbers.
 template <class Unsigned, int EXPONENT, int MANTISSA, bool HAS_INFINITY>
 struct SmallFloat {
   using Element = Unsigned;
@@ -220,7 +222,8 @@ struct Float16 {
 using Float16 = SmallFloat<uint16_t, 5, 10, true>;
 #endif
 
-// Copies scaled numbers into the order of `Type`'s halves, padded with zeros to a multiple of STEP.
+// Copies numbers times `scale` into the order of the halves of `Type`, padded with zeros to a multiple of
+// STEP.
 template <class Type>
 inline void arrange(float* to, const float* from, int count, float scale) {
   int i = 0;
@@ -234,7 +237,7 @@ inline void arrange(float* to, const float* from, int count, float scale) {
     }
 }
 
-// Copies the first `count` numbers from that order back to the original order, scaled.
+// Undoes `arrange`: copies the first `count` numbers, times `scale`, in their original order.
 template <class Type>
 inline void restore(float* to, const float* from, int count, float scale) {
   for (int i = 0; i < count; i += STEP)

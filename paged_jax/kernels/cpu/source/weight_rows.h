@@ -1,8 +1,8 @@
 // Multiplication of rows of x by rows of a weight, for `linear.cc` and `grouped_linear.cc`.
 //
-// A part of the work is some rows of the weight. They are read from memory once and multiplied by all rows
-// of x, in blocks of a few rows. Each block prefetches some of the next weights, so that memory is as busy
-// as the arithmetic units.
+// A part of the work is some rows of the weight. They are read from memory once, and are multiplied by all
+// rows of x in blocks of a few rows. Each block prefetches some of the next weights, so that memory and the
+// arithmetic units work at the same time.
 #pragma once
 
 #include "frame.h"
@@ -23,24 +23,26 @@ struct FormFor<Bfloat16> {
 };
 #endif
 using Form = FormFor<Type>::Form;
-// Whether rows of x are rounded to bfloat16, also on processors that do not have InBfloat16.
+// Whether rows of x are rounded to bfloat16. This includes processors that do not have InBfloat16.
 template <class>
 constexpr bool ROUNDS = false;
 template <>
 constexpr bool ROUNDS<Bfloat16> = true;
-// Rows of weights and of x in a block. Their sums fill most of the registers.
+// Number of rows of weights, and of x, in a block. Their sums fill most of the registers.
 constexpr int ROWS = LANES == 16 ? 4 : 3;
 constexpr int INPUTS = 4;
-// Rows of weights in a block with a single row of x. Memory is read faster with fewer rows at a time, but
-// with one row, each addition would wait for the previous one.
+// Number of rows of weights in a block with a single row of x. Memory is read faster with fewer rows at a
+// time. But with a single row of weights, each addition would wait for the previous one.
 constexpr int ROWS_OF_ONE = LANES == 16 ? 2 : 4;
 // Number of rows of weights between the rows in use and the prefetched rows.
 constexpr int AHEAD = 8;
-// Rows of x that are multiplied by all weights of a part before the next rows of x. They stay in a cache.
+// Number of rows of x that are multiplied by all weights of a part before the next rows of x. They stay in a
+// cache.
 constexpr int CHUNK = 16;
 constexpr int64_t PART_BYTES = 64 * 1024;
 
-// Number of lines of 64 bytes that each of `blocks` blocks prefetches in a step, for `rows` rows.
+// Number of lines of 64 bytes that each of `blocks` blocks prefetches in a step, so that `rows` rows are
+// prefetched.
 constexpr int lines(int rows, int blocks) {
   return (rows * STEP * sizeof(Form::Weight) + 64 * blocks - 1) / (64 * blocks);
 }
@@ -54,7 +56,7 @@ struct Product {
   int K;
   int64_t num_parts;
 
-  // Divides the work into parts of about PART_BYTES, the same number for each thread.
+  // Divides the work into parts of about PART_BYTES. Each thread gets the same number of parts.
   void divide(int64_t num_threads) {
     num_parts = (N * K * sizeof *w + PART_BYTES - 1) / PART_BYTES;
     if (num_parts > 1) num_parts = (num_parts + num_threads - 1) / num_threads * num_threads;
@@ -116,7 +118,7 @@ struct Product {
   }
 };
 
-// Rounds to the nearest bfloat16, ties to even. There is no branch, so that compilers vectorise it.
+// Rounds to the nearest bfloat16 number, ties to even. There is no branch, so that compilers vectorise it.
 inline uint16_t rounded_bits(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
@@ -130,7 +132,7 @@ bool is_zero(const float* row, int count) {
   return i == count;
 }
 
-// Pads a row of x with zeros, puts it in the order of `Form`, and rounds it if the weights are bfloat16.
+// Copies a row of x in the order of `Form`, padded with zeros, and rounded if the weights are bfloat16.
 template <class Input>
 void prepare(Input* to, const float* from, int count) {
   int padded = round_up(count, STEP);
@@ -154,7 +156,8 @@ bool is_prepared(const float* row, int count) {
   return IS_SAME && count % STEP == 0 && (uintptr_t)row % 64 == 0;
 }
 
-// Prepared rows of x. Rows of zeros, such as padding in a batch, are left out: their results are zeros.
+// Prepared rows of x. Rows of zeros, such as padding in a batch, are left out, because their results are
+// zeros.
 struct Inputs {
   Form::Input* prepared;
   const Form::Input** rows;
@@ -176,7 +179,7 @@ struct Inputs {
     free(places);
   }
 
-  // Makes rows `begin` to `end` of x the inputs of a product. Writes the results of rows of zeros.
+  // Makes rows `begin` to `end` of x the inputs of a product, and writes the results of rows of zeros.
   void add(Product& product, const float* x, int64_t begin, int64_t end) {
     int64_t first = count;
     for (int64_t place = begin; place < end; place++) {

@@ -1,16 +1,17 @@
 // Multiplication of rows of x by rows of a quantised weight, for `quantised_linear.cc` and
 // `quantised_grouped_linear.cc`.
 //
-// A block is LANES rows of the weight. A panel is up to MAX_PANEL rows of x. A vector of sums for each row of
-// x stays in a register:
+// A block is LANES rows of the weight. A panel is up to MAX_PANEL rows of x. For each row of x, a vector with
+// the sums of all rows of the block stays in a register:
 //
 //   sums[row of x] += w[cell] * x[cell, row of x]                       for all cells of a segment
-//   totals[row of x] += scales[group] * sums[row of x]                  after each segment; int8 inputs
-//                                                                       have a scale, too
+//   totals[row of x] += scales[group] * sums[row of x]                  after each segment; if the inputs are
+//                                                                       int8, also times their scale
 //   totals[row of x] += mins[group] * (sum of x[group, row of x])       after each group
 //
-// The first panel multiplies cells as they are converted. If there are more panels, the cells are also
-// kept in a tile, which the other panels read. The result of a row does not depend on the other rows.
+// Cells of the weight are multiplied by the first panel as soon as they are converted. If there are more
+// panels, the cells are also kept in a tile, by which the other panels are multiplied. The result of a row does
+// not depend on the other rows.
 #pragma once
 
 #include "panels.h"
@@ -61,9 +62,10 @@ constexpr bool ROUNDS = false;
 template <>
 constexpr bool ROUNDS<Bfloat16> = true;
 
-// Maximum number of panels that a block multiplies before the next block. Their totals stay in a cache.
+// Maximum number of panels that are multiplied by a block before the next block. Their totals stay in a
+// cache.
 constexpr int CHUNK_PANELS = 264 / PANEL_OF_MANY;
-// Approximate number of inputs whose cells are kept in a tile, so that the tile stays in a cache.
+// Approximate number of inputs of the cells in a tile, so that the tile stays in a cache.
 constexpr int TILE_INPUTS = 640;
 constexpr int64_t PART_BYTES = 64 * 1024;
 
@@ -76,7 +78,7 @@ struct Matrix {
   Groups groups;
 };
 
-// Some segments of a block.
+// Consecutive segments of a block, which are converted together.
 struct Strip {
   const Matrix* matrix;
   Groups groups;
@@ -85,9 +87,9 @@ struct Strip {
   int first, last;             // segments
   const float *scales, *mins;  // [groups, LANES] from the group of the first segment on; mins may be null
   Cell* tile;
-  const char* next_line;  // address to prefetch from, while units are converted
+  const char* next_line;  // next address to prefetch while units are converted
 
-  // Returns whether it consists of complete units, which follow each other in the rows of the weight.
+  // Returns whether the strip consists of complete units that follow each other in the rows of the weight.
   bool is_whole() const {
     return num_rows == LANES && groups.has_whole_units && groups.size % Decoder::INPUTS == 0;
   }
@@ -97,7 +99,7 @@ struct Strip {
     return group * groups.cells + rest * groups.segment_cells;
   }
 
-  // Returns the address of the first unit, in the first row.
+  // Returns the address of the first unit of the first row.
   const uint8_t* first_unit() const {
     const ByteRows& values = matrix->values;
     return values.begin + row * values.row_bytes + cells_before(first) / Decoder::CELLS * UNIT_BYTES;
@@ -106,7 +108,7 @@ struct Strip {
   int64_t num_units() const { return (cells_before(last) - cells_before(first)) / Decoder::CELLS; }
 };
 
-// Position in the segments of a strip and in a panel.
+// Current position in the segments of a strip and in a panel.
 struct Position {
   const Groups& groups;
   int group, segment;
@@ -139,20 +141,20 @@ struct Position {
   }
 };
 
-// Returns the sum of a segment, in the scale of x.
+// Returns the sum of a segment, multiplied by the scale of the inputs if they are int8.
 inline Floats scaled(Floats sum, const Rounding*) { return sum; }
 inline Floats scaled(Ints sum, const Rounding* rounding) {
   return __builtin_convertvector(sum, Floats) * fill(rounding->scale);
 }
 
-// Sums of products with M rows of x. They are members instead of an array, because GCC keeps arrays in
-// memory.
+// Sums of the products of a block with M rows of x. They are members of nested structs, because GCC would
+// keep an array in memory.
 template <int M, class Sum>
 struct Sums {
   Sums<M - 1, Sum> others;
   Sum last = {};
 
-  // Sets the sums of products at the beginning of a segment.
+  // Sets the initial sums at the beginning of a segment.
   INLINE void start(const Rounding* roundings) {
     others.start(roundings);
     last = Ints{} + roundings[M - 1].start;
@@ -184,7 +186,7 @@ struct Sums {
     Singles::add(last, mins, x_sums + M - 1);
   }
 
-  // Adds the scaled sums to totals in memory, and the products of the minima if there are any.
+  // Adds the scaled sums to totals in memory. If there are minima, adds their products too.
   INLINE void add_to(
       float* totals, Floats scale, const Rounding* roundings, const float* mins,
       const float* x_sums) const {
@@ -214,12 +216,12 @@ struct Sums<0, Sum> {
   INLINE void add_to(float*, Floats, const Rounding*, const float*, const float*) const {}
 };
 
-// Loads bytes `offset` to `offset + valid` of the rows of a strip as a unit, and prepares it.
+// Loads bytes `offset` to `offset + valid` of the rows of a strip as a unit, and transposes it.
 inline Words load_words(const Strip& strip, int64_t offset, int valid) {
   return Decoder::transpose(load_unit(strip.matrix->values, strip.row, strip.num_rows, offset, valid));
 }
 
-// Converts all units of a strip into the tile. Rows or units may be incomplete.
+// Converts all units of a strip to cells in the tile. Rows or units may be incomplete.
 void convert_units(const Decoder& decoder, const Strip& strip) {
   Position at(strip, nullptr);
   const Groups& groups = strip.groups;
@@ -239,14 +241,14 @@ void convert_units(const Decoder& decoder, const Strip& strip) {
   }
 }
 
-// Whether units are converted one step before their additions, which would otherwise wait. With 16 rows of x,
-// the additions of a step hide the conversion of 4-bit values, and there are too few registers for both. With
-// one row, reading 4-bit values from memory takes longer than either.
+// Whether units are converted one step ahead of the additions, which would otherwise wait for the conversion.
+// With 16 rows of x, the additions of a step hide the conversion of 4-bit values, and there are too few
+// registers for both. With one row, reading 4-bit values from memory takes longer than either of them.
 template <int M, bool KEEPS>
 constexpr bool CONVERTS_AHEAD =
     Cells::INPUTS == 2 && !KEEPS && (!Decoder::IS_PACKED || (M > 1 && M <= 12));
 
-// Calls a function for the cells of consecutive units.
+// Calls a function for the cells of consecutive units, without converting ahead.
 template <class Decoder, bool IS_AHEAD>
 struct UnitCells {
   UnitCells(const Decoder&, const Words&) {}
@@ -258,7 +260,7 @@ struct UnitCells {
 };
 
 #if HAS_PAIRS
-// Converts one step ahead.
+// The same, but converts one step ahead.
 template <class Decoder>
 struct UnitCells<Decoder, true> {
   TwoPairs next;
@@ -272,7 +274,7 @@ struct UnitCells<Decoder, true> {
       TwoPairs pairs = next;
       bool is_last = step + 1 == Decoder::STEPS;
       next = decoder.pairs(is_last ? following : words, is_last ? 0 : step + 1);
-      asm volatile("" : "+v"(next.first), "+v"(next.second));  // the compiler must not move it down
+      asm volatile("" : "+v"(next.first), "+v"(next.second));  // so that the compiler does not delay them
       f(2 * step, pairs.first);
       f(2 * step + 1, pairs.second);
     }
@@ -280,16 +282,17 @@ struct UnitCells<Decoder, true> {
 };
 #endif
 
-// Converts units and multiplies them by a panel of size M. Keeps the cells in the tile if KEEPS. The strip is
-// whole. (If GCC inlined this function, it would keep the sums of 16 rows in memory.)
+// Converts the units of a strip and multiplies them by a panel of size M. The strip must be whole. If KEEPS,
+// the cells are also written to the tile. (If GCC inlined this function, it would keep the sums of 16 rows in
+// memory.)
 template <int M, bool KEEPS>
 NOINLINE void multiply_units(
     const Decoder& decoder, const Strip& strip, const Panel<Cell>* panel, float* totals) {
   constexpr bool IS_AHEAD = CONVERTS_AHEAD<M, KEEPS>;
-  // Few rows of x leave the first-level cache free for the next packed weights. Bytes arrive too slowly: they
-  // would delay the loads of this block. (Measured on Zen 4.)
+  // Prefetch packed weights into the first-level cache if few rows of x leave space there. 8-bit weights
+  // arrive too slowly for that: pending lines would delay the loads of this block. (Measured on Zen 4.)
   constexpr int LEVEL = Decoder::IS_PACKED && M <= 4 ? 3 : 2;
-  // Prefetches are spread over a unit, because several at a time would delay loads.
+  // Prefetches are spread over a unit, because several prefetches at a time would delay loads.
   constexpr int CELLS_OF_LINE = Decoder::CELLS * 64 / (LANES * UNIT_BYTES);
   Position at(strip, panel);
   int64_t stride = strip.matrix->values.row_bytes;
@@ -328,8 +331,8 @@ NOINLINE void multiply_units(
   }
 }
 
-// Sums of a segment are added to totals in registers, if there are enough. Stores of totals would delay the
-// additions of the next segment.
+// Whether the sums of segments are added to totals in registers. This needs enough registers. Storing the
+// totals would delay the additions of the next segment.
 template <int M>
 constexpr bool KEEPS_TOTALS = LANES == 16 && M <= 12;
 
@@ -369,7 +372,7 @@ struct Product {
   float* out;
   int64_t num_parts;
 
-  // Divides the work into parts, the same number for each thread.
+  // Divides the work into parts. Each thread gets the same number of parts.
   void divide(int64_t num_threads) {
     num_parts = (matrix.N * matrix.values.row_bytes + PART_BYTES - 1) / PART_BYTES;
     if (num_parts > 1) num_parts = (num_parts + num_threads - 1) / num_threads * num_threads;
@@ -381,7 +384,7 @@ struct Product {
     int64_t num_chunks = (num_panels + CHUNK_PANELS - 1) / CHUNK_PANELS;
     int64_t chunk = (num_panels + num_chunks - 1) / num_chunks;
     int segments = segments_in_strip();
-    int64_t group_floats = (segments + 3) * LANES;  // `transpose_floats` writes two groups more
+    int64_t group_floats = (segments + 3) * LANES;  // `transpose_floats` writes up to two more groups
     int64_t tile_cells = round_up(segments * matrix.groups.segment_cells, 2) * LANES;
     int64_t floats = CHUNK_PANELS * MAX_PANEL * LANES + 2 * group_floats;
     int64_t bytes = floats * sizeof(float) + tile_cells * sizeof(Cell);
@@ -417,7 +420,7 @@ struct Product {
     const Groups& groups = matrix.groups;
     int inputs = groups.segment_cells * Cells::INPUTS, total = groups.total_segments();
     int most = TILE_INPUTS / inputs > 1 ? TILE_INPUTS / inputs : 1;
-    if (!groups.has_whole_units) {  // each strip begins with a unit
+    if (!groups.has_whole_units) {  // choose a size so that each strip begins with a unit
       int period = 1;
       while (period * inputs % Decoder::INPUTS) period++;
       return (most / period > 1 ? most / period : 1) * period;
