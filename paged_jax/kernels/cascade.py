@@ -34,9 +34,9 @@ _MIN_SAVED_TOKENS = 512
 
 
 def is_sharing_possible(batch: int, max_blocks: int, block_size: int) -> bool:
-    """Return whether sequences with block tables of this size can share enough blocks.
+    """Return whether block tables of this size can be large enough for `cascade_attention`.
 
-    If not, `cascade_attention` never saves time.
+    With fewer sequences or fewer blocks, it never saves time.
 
     Args:
       batch: number of sequences (B).

@@ -219,7 +219,7 @@ def pack(values: Any) -> Any:
     """Pack 4-bit values uint8 ``[..., in]`` into uint8 ``[..., in / 2]``.
 
     Example:
-      >>> pack(np.arange(32, dtype=np.uint8) % 16)[:3].tolist()  # byte 2: inputs 2 and 18, both 2
+      >>> pack(np.arange(32, dtype=np.uint8) % 16)[:3].tolist()  # byte 2 is 2 + 16 * 2
       [0, 17, 34]
     """
     halves = values.reshape(*values.shape[:-1], -1, 2, PACKED_BYTES)

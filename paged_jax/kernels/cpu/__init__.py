@@ -449,10 +449,10 @@ class CpuInt8:
     advance_rows = staticmethod(_advance_rows)
 
     def unavailable_for(self, codes: Collection[str]) -> str | None:
-        """Compile the kernels for weights with these codes; return why no inputs become int8.
+        """Compile the int8 kernels for weights with these codes; return why no matmul uses them.
 
-        The result is a phrase, such as "on a processor without AVX512-VNNI". It is None if the
-        inputs of some of the weights are rounded to int8.
+        The result is a phrase, such as "on a processor without AVX512-VNNI". It is None if some
+        matmuls use int8 kernels.
         """
         if "avx512_vnni" not in library.processor():
             return "on a processor without AVX512-VNNI"

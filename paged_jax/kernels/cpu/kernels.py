@@ -83,9 +83,9 @@ def _test_linear(target: str, kernel: Kernel) -> Results:
 
 
 def _quantised_problem(kernel: Kernel) -> tuple[np.ndarray, list[Any], np.ndarray]:
-    """Return a problem with three experts: `x`, the other operands, and the weights.
+    """Return a problem with three experts: `x`, the other operands, and the expected weights.
 
-    The weights are float32, the expected result of dequantisation.
+    The expected weights are the float32 matrices that the operands represent.
     """
     rng = np.random.default_rng(0)
     is_packed = kernel.code == PACKED

@@ -340,7 +340,7 @@ def _add_values(
     is_seen: Callable[[jax.Array, int], jax.Array] | None,
     instructions: GpuInstructions,
 ) -> list[_WeightedSum]:
-    """Add the values of a loop step, weighted by `shared.weights`, to each weighted sum."""
+    """Add the values of a loop step, weighted by `shared.weights`, to the weighted sums."""
     shared = copies.shared
     weights = [
         [rows_of(shared.weights.at[turn], columns)[...] for turn in range(2)]

@@ -1,9 +1,10 @@
 """Kernels that JAX ships for TPUs: ragged paged attention and megablox's grouped matmul.
 
 Ragged batches use pages with interleaved keys and values, because JAX's kernel needs this layout.
-Reading it takes special loads, for which the authors of that kernel have tuned it. `attend_ragged`
-works around three defects. The kernel hangs or gives wrong results if a sequence has no tokens, or
-if the last sequences have no queries. It does not initialise output rows without a sequence.
+Reading it efficiently takes special loads, which the authors of that kernel have tuned.
+`attend_ragged` works around its defects. The kernel hangs or gives wrong results if a sequence has
+no tokens, or if the last sequences have no queries. It also does not initialise output rows without
+a sequence.
 
 The grouped matmul is megablox, after MegaBlocks (Gale et al., 2022, arXiv 2211.15841). XLA's own
 `jax.lax.ragged_dot` would copy weights with the layout ``[X, out, in]``. With fewer than 8 rows, it

@@ -198,8 +198,8 @@ class KVHead(NamedTuple):
     def load_block_ids(self, positions: jax.Array, is_read: jax.Array) -> jax.Array:
         """Load the block id of each token, i32 ``[N]``.
 
-        Call it one loop step before `load_tile`. If a loop step loaded the block ids and the pool,
-        Triton would pipeline at most two loads of the pool.
+        Call it one loop step before `load_tile`. If the same loop step loaded block ids and tiles,
+        Triton would pipeline at most two loads of tiles.
 
         Args:
           positions: i32 ``[N]``, positions of the tokens in the sequence.
@@ -290,7 +290,7 @@ _EXPONENT, _LEAST, _GREATEST = (
 def _exponent(x: jax.Array) -> jax.Array:
     """Return the exponent bits of f32 numbers as i32.
 
-    If the magnitude of a number is larger, its exponent bits are not smaller.
+    They can be compared as integers: a larger magnitude never has smaller exponent bits.
     """
     return lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(_EXPONENT)
 
@@ -368,9 +368,10 @@ def start_softmax(
     return OnlineSoftmax(peak, (sinks > -jnp.inf).astype(jnp.float32), out, unit)
 
 
-# log2 of the largest softmax weight in float16. Operands stay below 65504, the largest float16
-# number: weights are at most 2**12, the scale of a value (relative to the unit) multiplies them by
-# up to 2, and rounding errors of scores of up to 2**25 multiply them by up to 4.
+# In float16, softmax weights are multiplied by 2**_LIFT, so that the largest weight is 2**12. All
+# operands then stay below 65504, the largest float16 number: the scale of a value (relative to the
+# unit) multiplies a weight by up to 2, and rounding errors of scores of up to 2**25 multiply it by
+# up to 4.
 # In `weigh_exactly`, a weight is the sum of two float16 numbers. The error of a weight is at most
 # the larger of 2**-23 of the weight and 2**-37 of the largest weight, times the largest scale so
 # far. The sum of 131,072 errors of 2**-37 is 2**-20.

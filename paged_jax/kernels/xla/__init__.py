@@ -77,8 +77,8 @@ def write(args: WriteArgs) -> Pools:
 def copy_blocks(args: CopyArgs) -> Pools:
     """Copy blocks in all layers, one pair at a time, with small temporary arrays.
 
-    The loop runs once for each valid pair. A single scatter would write a block for each pair of
-    every decode step, although most steps copy no block.
+    The loop runs once for each valid pair. A single scatter would write a block for each pair in
+    every decode step, even if the pair is not valid. Most steps copy no block.
     """
     pools, sources, targets = args
     L, P, K, C, _ = pools.k.shape
