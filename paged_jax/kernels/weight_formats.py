@@ -280,8 +280,7 @@ def common_format(formats: Iterable[WeightFormat], num_inputs: int) -> WeightFor
     Example:
       >>> q4_0 = WeightFormat("int4", 32, "float16")
       >>> q6_k = WeightFormat("int8", 16, "float32")
-      >>> common_format([q4_0, q6_k], 64) == q6_k  # int4 fits int8, and groups of 32 fit groups of
-      16
+      >>> common_format([q4_0, q6_k], 64) == q6_k  # int4 values fit int8, groups of 32 fit 16
       True
     """
     first, *others = dict.fromkeys(formats)
