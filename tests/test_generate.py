@@ -378,7 +378,7 @@ def test_prompts_file_with_suffix_json_is_an_error(run, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_tokens": 5}, "no keys but prompt, .*got max_tokens"),
+        ({"max_tokens": 5}, "only the keys prompt, .*got max_tokens"),
         ({"cache_salt": 5}, "cache_salt must be a text, got 5"),
         ({"prompt_token_ids": [5]}, "--chat must be given with prompts that are text"),
     ],

@@ -1,9 +1,10 @@
 # pyright: strict, reportUnknownMemberType=false
 """The paged KV cache: immutable state, and pure functions that return new state.
 
-`blocks` is the allocator: reference counts, free blocks and block tables, without K and V.
-`PagedCache` adds the pools, for one or more groups of layers. The functions of this package have
-the same names as the functions in `blocks`. They change the tables and, where needed, the pools.
+The subpackage `blocks` is the allocator. It manages reference counts, free blocks and block tables,
+but no K and V. `PagedCache` adds the pools of K and V for one or more groups of layers. The
+functions of this package have the same names as the functions in `blocks`. They update the tables
+of a cache and, where needed, its pools.
 """
 
 from paged_jax.cache import blocks

@@ -1,11 +1,12 @@
 # pyright: strict, reportUnknownMemberType=false
 """Block pool: reference counts, the queue of free blocks, and digests of cached blocks.
 
-A block is *free*, or it is *in use*: entries of block tables refer to it. In both states it can be
-*cached*: its tokens are stored under a digest, so that sequences with the same prefix can share it
-(`paged_jax.blocks.attach`). A freed block stays cached until it is allocated again. In the free
-queue, blocks that are not cached come first, the last freed at the head. Cached blocks follow, the
-least recently used first.
+A block is *in use* if at least one entry of a block table refers to it; otherwise it is *free*. In
+both states it can be *cached*: the pool keeps a digest and the token ids of the block, so that
+another sequence with the same prefix can share the block (`paged_jax.blocks.attach`). A freed block
+stays cached until it is allocated again. The free queue lists uncached blocks before cached blocks.
+The most recently freed uncached block is at the head; among the cached blocks, the least recently
+used comes first.
 
     ref_counts  [0 2 0 2 0 0]        blocks 1 and 3 are in use, each by two slots
     is_cached   [1 1 0 1 0 0]
@@ -28,7 +29,8 @@ from paged_jax.kernels.opaque_call import typed_jit, without_index_checks
 # Length of a SHA-256 digest in 32-bit words.
 NUM_DIGEST_WORDS = 8
 
-# The hash table of `find` has 2**16 buckets, 256 KiB: far more buckets than a sequence has blocks.
+# Number of bits of a digest that select a bucket in the hash table of `find`. The table has 2**16
+# buckets (256 KiB), which is far more than a sequence has blocks, so collisions are rare.
 _BUCKET_BITS = 16
 
 
@@ -36,17 +38,16 @@ _BUCKET_BITS = 16
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockPool:
-    """State of the blocks: which are free, how often each is referenced, and which are cached.
+    """Pool of blocks: reference counts, the queue of free blocks, and the cached blocks.
 
     Attributes:
       ref_counts: i32[P], the number of table entries that refer to each block; 0 if it is free.
-      free_queue: i32[P], a ring buffer. The `num_free` entries from `head` are the ids of the free
-          blocks in the order of allocation. The other entries are stale.
-      head: i32[], the position in `free_queue` of the next block to allocate.
-      num_free: i32[], the number of free blocks.
-      is_cached: bool[P], whether the block can be found by its digest.
-      digests: u32[P, 8], the SHA-256 digest of each cached block; stale for other blocks.
-      token_ids: i32[P, C], the tokens of each cached block; stale for other blocks.
+      free_queue: i32[P], a ring buffer. The `num_free` entries that start at index `head` are the
+    ids of the free blocks, in the order in which they will be allocated. The other entries are
+    stale. head: i32[], the position in `free_queue` of the next block to allocate. num_free: i32[],
+    the number of free blocks. is_cached: bool[P], whether the block can be found by its digest.
+    digests: u32[P, 8], the SHA-256 digest of each cached block; stale for other blocks. token_ids:
+    i32[P, C], the tokens of each cached block; stale for other blocks.
     """
 
     ref_counts: jax.Array
@@ -103,12 +104,12 @@ def take(pool: BlockPool, is_taken: jax.Array) -> tuple[BlockPool, jax.Array]:
 
 @without_index_checks
 def take_some(pool: BlockPool, blocks: jax.Array, is_taken: jax.Array) -> BlockPool:
-    """Allocate some of the `blocks` that `peek` returned. The others stay first in the queue.
+    """Allocate some of the blocks that `peek` returned; the others stay at the queue's head.
 
     Args:
       pool: the pool.
       blocks: i32, the result of `peek`.
-      is_taken: bool of the same shape, the blocks to allocate.
+      is_taken: bool of the same shape, whether to allocate each block.
     """
     is_left = ~is_taken & (blocks < pool.num_blocks)
     num_taken = jnp.sum(is_taken, dtype=jnp.int32)
@@ -119,7 +120,10 @@ def take_some(pool: BlockPool, blocks: jax.Array, is_taken: jax.Array) -> BlockP
 
 
 def _hold_free(pool: BlockPool, blocks: jax.Array, num_taken: jax.Array) -> BlockPool:
-    """Allocate the first `num_taken` free blocks, whose ids are `blocks` (P is ignored)."""
+    """Remove the first `num_taken` blocks from the free queue and mark them as in use.
+
+    `blocks` are their ids, i32 of any shape; P is ignored.
+    """
     return replace(
         pool,
         ref_counts=pool.ref_counts.at[blocks].set(1, mode="drop"),
@@ -130,13 +134,16 @@ def _hold_free(pool: BlockPool, blocks: jax.Array, num_taken: jax.Array) -> Bloc
 
 
 def _ranks(mask: jax.Array) -> jax.Array:
-    """Return the number of True values up to and including each position, row-major, as i32."""
+    """Return the cumulative count of True values in `mask`, i32 of the same shape.
+
+    The count runs in row-major order and includes the position itself.
+    """
     return jnp.cumsum(mask.reshape(-1), dtype=jnp.int32).reshape(mask.shape)
 
 
 @without_index_checks
 def hold(pool: BlockPool, entries: jax.Array) -> BlockPool:
-    """Add a reference to a block for each entry.
+    """Increment the reference count of a block once for each of its entries.
 
     Args:
       pool: the pool.
@@ -148,10 +155,10 @@ def hold(pool: BlockPool, entries: jax.Array) -> BlockPool:
 
 @without_index_checks
 def give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
-    """Remove a reference to a block for each entry, and queue the blocks that become free.
+    """Decrement reference counts once per entry, and queue the blocks that become free.
 
-    Cached blocks join the tail of the free queue, other blocks the head. They join in the order of
-    the entries. If an id is repeated, its last entry counts.
+    Blocks that become free join the free queue in the order of `entries`: cached blocks at its
+    tail, uncached blocks at its head. A repeated id joins at the position of its last entry.
 
     Args:
       pool: the pool.
@@ -182,9 +189,9 @@ def give_back(pool: BlockPool, entries: jax.Array) -> BlockPool:
 
 @without_index_checks
 def revive(pool: BlockPool, blocks: jax.Array) -> BlockPool:
-    """Add a reference to each of `blocks`. Those that were free leave the free queue.
+    """Add a reference to each of `blocks`, and remove the free ones from the free queue.
 
-    Free blocks may be anywhere in the queue, so this is a pass over all P entries.
+    A free block may be anywhere in the queue, so the cost is proportional to P.
 
     Args:
       pool: the pool.
@@ -205,16 +212,16 @@ def revive(pool: BlockPool, blocks: jax.Array) -> BlockPool:
 
 
 @without_index_checks
-@typed_jit  # without `jit`, each eager call would compile the loop again
+@typed_jit  # Without `jit`, each eager call would compile the loop again.
 def find(pool: BlockPool, digests: jax.Array, is_wanted: jax.Array) -> jax.Array:
-    """Return the block cached under each of `digests` u32[N, 8], as i32[N].
+    """Return the ids i32[N] of the blocks that are cached under digests u32[N, 8].
 
-    The result is P if no block is cached under the digest, or if `is_wanted` bool[N] is False.
+    An id is P if no block is cached under the digest, or if `is_wanted` bool[N] is False for it.
 
-    This is a hash join. The first 16 bits of a digest select a bucket of a table, and each bucket
-    has room for one wanted digest. Each block of the pool compares its own digest with the digest
-    in its bucket. Wanted digests that find their bucket taken are searched in further rounds. That
-    is rare, so the cost is proportional to N + P.
+    The algorithm is a hash join. The first 16 bits of a digest select a bucket of a hash table, and
+    each bucket holds one wanted digest. Then the digest of every block of the pool is compared with
+    the wanted digest in its bucket. If several wanted digests share a bucket, each needs a round of
+    its own. This is rare, so the cost is proportional to N + P.
     """
     num_wanted = len(digests)
     index = jnp.arange(num_wanted, dtype=jnp.int32)
@@ -247,7 +254,7 @@ def remember(
 
     Args:
       pool: the pool.
-      blocks: i32[N], distinct block ids, or P for none.
+      blocks: i32[N], distinct block ids; P is ignored.
       digests: u32[N, 8], the digest of each block.
       token_ids: i32[N, C], the tokens in each block.
     """
@@ -270,10 +277,10 @@ def forget(pool: BlockPool, blocks: jax.Array) -> BlockPool:
 
 @without_index_checks
 def forget_marked(pool: BlockPool, is_forgotten: jax.Array) -> BlockPool:
-    """Remove the blocks that `is_forgotten` bool[P] marks from the prefix cache.
+    """Remove the blocks for which `is_forgotten` bool[P] is True from the prefix cache.
 
-    The blocks may be free or in use. Free blocks move to the end of the uncached part of the free
-    queue, so this is a pass over all P entries.
+    The blocks may be free or in use. Free ones move to the end of the uncached part of the free
+    queue. Because the queue is rebuilt, the cost is proportional to P.
     """
     is_cached = pool.is_cached & ~is_forgotten
     index = jnp.arange(pool.num_blocks, dtype=jnp.int32)
@@ -290,8 +297,8 @@ def forget_marked(pool: BlockPool, is_forgotten: jax.Array) -> BlockPool:
 def tally(entries: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Count how often each block occurs in `entries` i32[N]; P is ignored.
 
-    With the result, a scatter writes each block once. A scatter-add of all entries would be slow if
-    many of them refer to the same block.
+    Callers use the counts in a scatter that writes each block once. A scatter-add of all entries
+    would be slow if many entries refer to the same block.
 
     Returns:
       `(blocks, counts, positions)`, all i32[N], sorted by block. Each block that occurs is listed

@@ -1,13 +1,13 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Contents of a cache: copies of slots to the host and back, and state dictionaries.
+"""Copies of the contents of a cache: blocks, recurrent states and state dictionaries.
 
 `read_blocks` copies the blocks of a sequence out of the pools, including shared blocks, and
 `read_state` the states of recurrent layers. To bring the sequence back, possibly into another slot,
 call `paged_cache.restore`, then `write_blocks` and `write_state`.
 
 A state dictionary for `flax.serialization` has an entry for each field of a cache, including static
-fields. `to_bytes`, `from_bytes` and `from_state_dict` accept a cache, also inside a larger tree
-such as a train state.
+fields. `to_bytes`, `from_bytes` and `from_state_dict` of `flax.serialization` accept a cache, also
+inside a larger tree such as a train state.
 """
 
 from dataclasses import fields, replace
@@ -36,9 +36,9 @@ def read_blocks(
 ) -> Pools:
     """Copy blocks of a slot out of the pools, in all layers of a group.
 
-    Call it repeatedly with the same `width` to copy a whole sequence: then only one program per
-    group of layers is compiled. In a group with a window, only the blocks that the next token
-    attends to are copied.
+    To copy a whole sequence, call this function repeatedly with the same `width`. Then only one
+    program per group of layers is compiled. In a group with a window, only the blocks that the next
+    token attends to are copied.
 
     Args:
       cache: the cache. It is only read, so do not donate it.
@@ -77,8 +77,8 @@ def read_blocks(
     rows_LN = layers_L1 * chosen.num_blocks + jnp.where(is_held, blocks, 0)[None, :]
 
     def read(pool: jax.Array) -> jax.Array:
-        # Read rows of the reshaped pool, because `pool[:, blocks]` makes XLA change the layout of
-        # the scales on TPUs, where P is the minor dimension.
+        # Reshape the pool to [L * P, ...] and read rows of it. With `pool[:, blocks]`, XLA would
+        # change the layout of the scales on TPUs, where P is their minor dimension.
         values = pool.reshape(-1, *pool.shape[2:])[rows_LN]
         return jnp.where(is_held.reshape(1, -1, *[1] * (pool.ndim - 2)), values, 0)
 
@@ -88,7 +88,7 @@ def read_blocks(
 def write_blocks(
     cache: PagedCache, slot: ArrayLike, first: ArrayLike, values: Pools, *, group: int = 0
 ) -> PagedCache:
-    """Write blocks from `read_blocks` into the blocks of a slot. The tables do not change.
+    """Overwrite blocks of a slot with the result of `read_blocks`; the tables do not change.
 
     Args:
       cache: the cache. Donate it, or its pools are copied.
@@ -96,7 +96,8 @@ def write_blocks(
         for all slots that share it.
       first: see `read_blocks`.
       group: see `read_blocks`.
-      values: the blocks. Blocks for which the slot has no block are ignored.
+      values: the contents of the blocks, a result of `read_blocks`. Contents at indices for which
+        the slot has no block are ignored.
 
     Raises:
       ValueError: `values` do not have the shapes and dtypes of the pools, or there is no such
@@ -117,8 +118,9 @@ def _write_blocks(
     layers_L1 = jnp.arange(num_layers, dtype=jnp.int32)[:, None]
     columns = jnp.arange(width, dtype=jnp.int32)
     is_held = blocks < num_blocks
-    # Each dropped block gets its own row past the end of the pool: the rows must be distinct, and
-    # row P of a layer would be a row of the next layer.
+    # The rows of a scatter must be distinct, so each block that must not be written gets its own
+    # row past the end of the whole pool. Row P of a layer cannot stand for it, because it is the
+    # first row of the next layer.
     past_LN = num_layers * num_blocks + layers_L1 * width + columns[None, :]
     rows_LN = jnp.where(is_held[None, :], layers_L1 * num_blocks + blocks[None, :], past_LN)
 
@@ -127,8 +129,8 @@ def _write_blocks(
 
     @without_index_checks
     def put_scale(scale: jax.Array, new: jax.Array) -> jax.Array:
-        # Write single values, because writing rows would make XLA change the layout on TPUs, where
-        # P is the minor dimension.
+        # Index every dimension instead of writing whole rows. Otherwise XLA would change the layout
+        # on TPUs, where P is the minor dimension.
         L, _, K, C = scale.shape
         layers, _, heads, offsets = (x.astype(jnp.int32) for x in jnp.ogrid[:L, :1, :K, :C])
         places = jnp.where(is_held, blocks, num_blocks + columns)[None, :, None, None]
@@ -160,7 +162,7 @@ def _held_blocks(group: CacheGroup, slot: ArrayLike, first: ArrayLike, width: in
 
 
 def _check_values(pools: Pools, values: Pools) -> int:
-    """Return the number of blocks in `values`; raise ValueError unless `pools` could hold them."""
+    """Check that `values` have the shapes and dtypes of `pools`; return the number of blocks."""
     if pools.is_quantised != values.is_quantised:
         raise ValueError(
             "write_blocks: values must have scales if and only if the pools do. Pass the result of "
@@ -169,8 +171,8 @@ def _check_values(pools: Pools, values: Pools) -> int:
     width = values.k.shape[1] if values.k.ndim > 1 else 0
     if pools.shares_values != values.shares_values:
         raise ValueError(
-            "write_blocks: values.v must be None if and only if the pools have no values. Pass the "
-            "result of read_blocks for such a cache."
+            "write_blocks: values.v must be None if and only if the pools have no V (as with "
+            "latent attention). Pass the result of read_blocks from a cache of the same kind."
         )
     for name, pool, new in zip(Pools._fields, pools, values, strict=True):
         if pool is None or new is None:
@@ -185,10 +187,10 @@ def _check_values(pools: Pools, values: Pools) -> int:
 
 
 def read_state(group: StateGroup, slot: jax.Array) -> tuple[StatePools, ...]:
-    """Copy the state of a slot out of the pools; zeros for an empty slot.
+    """Copy the recurrent state of a slot out of the pools; zeros for an empty slot.
 
     Returns:
-      For each group of layers its arrays, each ``[L, ...]``.
+      For each group of recurrent layers, its arrays, each ``[L, ...]`` (the pools without P).
     """
     entry = take_or_fill(group.tables.entries, slot, fill_value=group.num_entries)
     is_held = entry < group.num_entries
@@ -202,7 +204,10 @@ def read_state(group: StateGroup, slot: jax.Array) -> tuple[StatePools, ...]:
 
 
 def write_state(group: StateGroup, slot: jax.Array, values: tuple[StatePools, ...]) -> StateGroup:
-    """Write the result of `read_state` into the entry of a slot; an empty slot stays empty."""
+    """Overwrite the recurrent state of a slot with the result of `read_state`.
+
+    An empty slot stays empty.
+    """
     entry = take_or_fill(group.tables.entries, slot, fill_value=group.num_entries)
 
     def write(pool: jax.Array, new: jax.Array) -> jax.Array:
@@ -225,9 +230,10 @@ def gather(
       layer: the layer, a Python integer; i32[] if the cache has one group.
 
     Returns:
-      `(k, v)`, both [M * C, K, D]: the tokens of the slot, then zeros. Tokens of freed blocks are
-      zeros too. The values of quantised pools are multiplied by their scales, in float32. `v` is
-      None if the values are the first elements of the keys.
+      `(k, v)`, both [M * C, K, D]: the keys and values of the tokens in the slot, followed by
+      zeros. They are also zeros for tokens whose blocks were freed. Quantised elements are
+      multiplied by their scales, in float32. `v` is None with latent attention, where the values
+      are the first elements of the keys.
 
     Raises:
       ValueError: a Python `slot` or `layer` does not exist.
@@ -280,7 +286,7 @@ def _from_state_dict(target: Any, state: dict[str, Any]) -> Any:
     if expected != set(state):
         raise ValueError(
             f"{name}: the state must have the fields {sorted(expected)}, got {sorted(state)}. "
-            f"Restore a state of a {name}."
+            f"Restore a state that was saved from a {name}."
         )
     static = {field.name for field in fields(target) if field.metadata.get("static")}
     for each in static:
@@ -288,7 +294,7 @@ def _from_state_dict(target: Any, state: dict[str, Any]) -> Any:
         if value != state[each]:
             raise ValueError(
                 f"{name}: the state must have {each} = {value}, got {state[each]}. Restore into a "
-                "cache with the sizes of the saved one."
+                "cache with the sizes of the saved cache."
             )
     values = {
         each: _restored(f"{name}.{each}", getattr(target, each), state[each])
@@ -302,7 +308,7 @@ def _restored(name: str, target: Any, state: Any) -> Any:
         kinds = ["None" if value is None else "an array" for value in (target, state)]
         raise ValueError(
             f"{name}: the state must be {kinds[0]}, got {kinds[1]}. Restore into a cache with "
-            "the dtype and the window of the saved one."
+            "the dtype and the window of the saved cache."
         )
     if isinstance(target, Pools):
         fields = target._asdict().items()
@@ -312,6 +318,6 @@ def _restored(name: str, target: Any, state: Any) -> Any:
     if (target.shape, target.dtype) != (state.shape, state.dtype):
         raise ValueError(
             f"{name}: the state must be {target.dtype} {[*target.shape]}, got {state.dtype} "
-            f"{list(state.shape)}. Restore into a cache with the sizes of the saved one."
+            f"{list(state.shape)}. Restore into a cache with the sizes of the saved cache."
         )
     return jnp.asarray(state)

@@ -1,8 +1,8 @@
 # pyright: strict, reportUnknownMemberType=false
 """Drawings of the blocks of a cache: a table as text, and a map as HTML for notebooks.
 
-They show blocks in the order of the pool, and the block ids of each sequence. Both are limited in
-size, so that the cache of a large engine can be printed.
+Both show the blocks in the order of their ids, and the block ids of each sequence. The size of a
+drawing is limited, so that even the cache of a large engine can be printed.
 """
 
 import html
@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-_PER_LINE = 64  # blocks per line of the pool
-_MAX_LINES = 16  # maximum number of lines of the pool
-_MAX_ROWS = 16  # maximum number of sequences
-_MAX_IDS = 16  # maximum number of block ids of a sequence
-_MAX_CELLS = 2048  # maximum number of blocks of a map
+_PER_LINE = 64  # Text: number of blocks of the pool per line.
+_MAX_LINES = 16  # Text: maximum number of lines for the pool.
+_MAX_ROWS = 16  # Text and HTML: maximum number of sequences that are listed.
+_MAX_IDS = 16  # Text and HTML: maximum number of block ids that are listed per sequence.
+_MAX_CELLS = 2048  # HTML: maximum number of blocks that are drawn.
 
-# The colors suit a light and a dark page: a free block is an outline in the color of the text.
+# The colors suit both light and dark pages. A free block is drawn as an outline in the text color.
 _STYLE = """
 .paged-jax-map { font: 13px/1.5 system-ui, sans-serif; max-width: 60em }
 .paged-jax-map div { display: flex; flex-wrap: wrap; gap: 2px; margin: 6px 0 }
@@ -33,12 +33,13 @@ _KINDS = {"f": "free", "c": "free, in the prefix cache", "u": "used", "s": "shar
 
 
 class BlockRow(NamedTuple):
-    """Blocks of a sequence.
+    """A sequence in a drawing, with its blocks.
 
     Attributes:
       name: name of the sequence, such as its slot.
       num_tokens: number of tokens.
-      block_ids: its blocks, in the order of its tokens, without freed blocks.
+      block_ids: ids of the blocks of the sequence, in the order of its tokens, without freed
+          blocks.
     """
 
     name: str
@@ -47,10 +48,10 @@ class BlockRow(NamedTuple):
 
 
 class BlockMap(NamedTuple):
-    """Blocks of a pool and of the sequences that use them.
+    """The data of a drawing: the blocks of a pool, and the sequences that use them.
 
     Attributes:
-      title: one line about the pool.
+      title: the first line of the drawing, about the pool.
       ref_counts: number of sequences that use each block.
       is_cached: whether the prefix cache can find each block.
       rows: the sequences.
@@ -63,7 +64,10 @@ class BlockMap(NamedTuple):
 
 
 def draw_text(blocks: BlockMap) -> str:
-    """Return a table of the sequences and their blocks, and the pool, as lines of text.
+    """Return a table of the sequences with their block ids, and a map of the pool, as text.
+
+    In the example below, two sequences share block 0, one sequence uses block 1, block 2 is cached
+    and free, and block 3 is free.
 
     Example:
       >>> counts, is_cached = np.array([2, 1, 0, 0]), np.array([True, False, True, False])
@@ -92,7 +96,7 @@ def draw_text(blocks: BlockMap) -> str:
 
 
 def pool_lines(ref_counts: np.ndarray, is_cached: np.ndarray) -> list[str]:
-    """Return a legend, and lines with one character for each block of a pool."""
+    """Draw a pool as text: a legend, then lines with one character for each block."""
     symbols = "".join(
         str(min(int(count), 9)) if count else "c" if cached else "."
         for count, cached in zip(ref_counts, is_cached, strict=True)
@@ -104,7 +108,7 @@ def pool_lines(ref_counts: np.ndarray, is_cached: np.ndarray) -> list[str]:
 
 
 def draw_html(blocks: BlockMap) -> str:
-    """Return the map of the blocks and a table of the sequences as HTML. Names are escaped."""
+    """Return HTML with a map of the blocks and a table of the sequences; names are escaped."""
     legend = " ".join(f'<i class="{kind}"></i>{text}' for kind, text in _KINDS.items())
     cells = "".join(
         f'<i class="{_kind(int(count), bool(cached))}" title="block {block}, '

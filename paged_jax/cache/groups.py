@@ -1,10 +1,11 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Groups of layers of a cache that keep the same tokens, and where layers and tokens are.
+"""Groups of layers in a cache, and lookup of layers and tokens in their pools.
 
-Pools of K and V have shape ``[L, P, K, C, D]``: layer of the group, block, KV head, token in the
-block, head dimension. A block id refers to the same block in every layer of the group, in K and in
-V. Pools of the states of recurrent layers have shape ``[L, P, ...]``: layer, entry, and the shape
-for a sequence. `paged_jax.cache.blocks.state_tables` says which entry holds the state of a slot.
+The layers of a group keep the same tokens. Their pools of K and V have shape ``[L, P, K, C, D]``:
+layer of the group, block, KV head, token in the block, head dimension. A block id refers to the
+same block in every layer of the group, in K and in V. Pools of recurrent states have shape ``[L, P,
+...]``: layer, entry, and the shape of the state of one sequence. The tables in
+`paged_jax.cache.blocks.state_tables` list the entry of each slot.
 """
 
 from collections.abc import Sequence
@@ -26,24 +27,24 @@ from paged_jax.kernels.backend import Pools
 from paged_jax.kernels.pool_format import check_pool_dtype, is_quantised
 from paged_jax.kernels.writing import check_num_rows
 
-# For each layer of a model: the index of its group, and the index of the layer in that group. None
-# for a layer in no group.
+# For each layer of a model: the index of its group, and the index of the layer in that group; None
+# if the layer belongs to no group.
 LayerPlaces = tuple[tuple[int, int] | None, ...]
 
-# Arrays of a group of recurrent layers, each ``[L, P, ...]``: layer of the group, entry, and the
-# shape for a sequence.
+# The pools of a group of recurrent layers, each ``[L, P, ...]``: layer of the group, entry, and the
+# shape of the state of one sequence.
 StatePools = tuple[jax.Array, ...]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CacheGroup:
-    """K and V of the layers that keep the same tokens, and their block tables.
+    """The pools and block tables of a group of attention layers that keep the same tokens.
 
     Attributes:
-      pools: `Pools` with K and V ``[L, P, K, C, D]``: floating point, or int8 or float8_e4m3fn with
-        scales f32 ``[L, P, K, C]``, one factor per token and head. V is None in groups with latent
-        attention.
+      pools: `Pools` with K and V ``[L, P, K, C, D]``. Quantised pools (int8 or float8_e4m3fn) also
+        have scales, f32 ``[L, P, K, C]``, one factor per token and head. V is None in groups with
+        latent attention.
       tables: the `BlockTables`: lengths, block tables and free blocks.
     """
 
@@ -78,13 +79,13 @@ class CacheGroup:
         """Return a group with empty slots and zeroed pools.
 
         Args:
-          num_layers: L, layers of the group.
-          num_blocks: P, blocks in the pools.
-          num_kv_heads: K.
-          block_size: C, tokens per block.
-          head_dim: D.
-          value_dim: U, elements of a value in the pool of values; None for D. 0 for no such pool:
-            the values are then the first elements of the keys (latent attention).
+          num_layers: L, number of layers in the group.
+          num_blocks: P, number of blocks in the pools.
+          num_kv_heads: K, number of KV heads.
+          block_size: C, number of tokens per block.
+          head_dim: D, number of elements of a key per head.
+          value_dim: U, number of elements of a value per head; None means D. With 0 there is no
+            pool for V, because the values are the first elements of the keys (latent attention).
           num_slots: S, maximum number of sequences in the cache at the same time.
           max_blocks_per_slot: M, maximum number of blocks of a sequence.
           dtype: dtype of K and V. int8 and float8_e4m3fn quantise them with one float32 scale per
@@ -116,7 +117,7 @@ class CacheGroup:
         return cls(Pools(*pools), tables)  # type: ignore[arg-type]
 
     def replace_pools(self, pools: Pools) -> "CacheGroup":
-        """Return the group with other pools."""
+        """Return a copy of the group with its pools replaced."""
         return replace(self, pools=pools)
 
     @property
@@ -158,13 +159,14 @@ class CacheGroup:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StateGroup:
-    """States of all recurrent layers of a model.
+    """Pools with the states of all recurrent layers of a model, and the entry of each slot.
 
-    Layers with arrays of equal shapes share pools. All layers share the entries.
+    Recurrent layers whose states have equal shapes form a group and share pools. An entry id refers
+    to the same sequence in all groups.
 
     Attributes:
-      pools: for each group of layers its arrays, each ``[L, P, ...]``.
-      tables: the entries of the slots.
+      pools: for each group of recurrent layers, its arrays, each ``[L, P, ...]``.
+      tables: the `StateTables` with the entry of each slot.
       layers: for each layer of the model, the index of its group of recurrent layers and its index
         in that group; None for layers that are not recurrent (static).
     """
@@ -198,12 +200,12 @@ class StateGroup:
         """Return a group with empty slots and zeroed pools.
 
         Args:
-          arrays: for each group of layers its arrays: number of layers, shape for a sequence, and
-            dtype.
+          arrays: for each group of recurrent layers, its arrays; each is described by the number of
+            layers, the shape of the state of one sequence, and the dtype.
           layers: group of each layer of the model and its index in the group, see `StateGroup`.
-          num_entries: P, entries in the pools, at least `num_slots`.
+          num_entries: P, number of entries in the pools, at least `num_slots`.
           num_slots: S, maximum number of sequences in the cache.
-          block_size: C, tokens per block of the attention groups.
+          block_size: C, number of tokens per block of the attention groups.
 
         Raises:
           ValueError: a size is not a positive integer, or there are fewer entries than slots.
@@ -237,11 +239,14 @@ def find_layer(layers: LayerPlaces, layer: Any) -> tuple[int, Any]:
       layer: index of the layer in the model, a Python integer or, with one group, a traced i32[].
 
     Raises:
-      ValueError: `layer` is traced and there are several groups, or the layer keeps nothing.
+      ValueError: `layer` is traced and there are several groups, or the layer belongs to no group.
     """
     if not isinstance(layer, Tracer):
         if (place := layers[int(layer)]) is None:
-            raise ValueError(f"PagedCache: layer must keep something in the cache, got {layer}.")
+            raise ValueError(
+                f"PagedCache: layer must belong to a group of the cache, got layer {layer}, which "
+                "belongs to none."
+            )
         return place
     if layers != tuple((0, index) for index in range(len(layers))):
         raise ValueError(
@@ -254,7 +259,7 @@ def find_layer(layers: LayerPlaces, layer: Any) -> tuple[int, Any]:
 def locate(
     tables: BlockTables, slots: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the block and the offset in the block of tokens, given their slots and positions.
+    """Return the block id of each token and its offset in the block, from slots and positions.
 
     Args:
       tables: the block tables.
@@ -262,8 +267,9 @@ def locate(
       positions: i32[N], the position of each token in its sequence, from 0.
 
     Returns:
-      `(blocks, offsets)`, both i32[N]. The block is P, which `paged_write` ignores, if there is no
-      such slot, the position is not below the length of the slot, or the block was freed.
+      `(blocks, offsets)`, both i32[N]. The block is P if the slot does not exist, if the position
+      is not below the length of the slot, or if the block was freed. `paged_write` ignores tokens
+      with block P.
 
     Raises:
       ValueError: `slots` and `positions` differ in shape.

@@ -1,11 +1,11 @@
 # pyright: strict, reportUnknownMemberType=false
-"""The paged KV cache: K and V of every token in blocks, and the block tables of the sequences.
+"""The paged KV cache: blocks with K and V of every token, and a block table per sequence.
 
 A cache is a list of groups. The layers of a group keep the same tokens, so they share block tables
 and pools. Most models have one group. Models with sliding windows in some layers have two groups:
 layers with full attention keep all tokens; layers with a window free the blocks that leave the
 window, so they need fewer blocks. Recurrent layers have a state for each slot, see `StateGroup`.
-The slots of all groups are the same, and so are their lengths::
+All groups have the same slots, and a slot has the same length in all groups::
 
     layers  0  1  2  3  4  5          groups[0]  all tokens      layers 5 and 11
             6  7  8  9 10 11          groups[1]  a window        the other ten
@@ -20,15 +20,15 @@ The slots of all groups are the same, and so are their lengths::
     token_blocks, offsets = locate(cache.tables, slots, positions)       # where the tokens are
     pools = paged_write(pools.k, pools.v, k, v, token_blocks, offsets, layer=layer)
 
-The ops that read and write pools are in `paged_jax.kernels`. A loop over layers carries the whole
-pools; `replace_pools` puts them back into the cache. On CPU, use pools in float32, float16 or int8:
-XLA does not update other dtypes in place there.
+The ops that read and write pools are in `paged_jax.kernels`. A loop over layers takes the pools of
+all layers as its carry; afterwards `replace_pools` puts them back into the cache. On CPU, use pools
+in float32, float16 or int8, because XLA does not update other dtypes in place there.
 
 The functions of this module either change all groups or change nothing. The first group keeps the
-most tokens. The other groups never run out of blocks before it. For each block of a slot in another
-group, the slot holds a block in the first group. Slots that share a block in the first group share
-it in all groups (`prefix.publish_groups`). So only the free blocks of the first group must be
-counted.
+most tokens, and no other group runs out of blocks before it, for two reasons. For each block that a
+slot holds in another group, it also holds a block in the first group. And slots that share a block
+in the first group share the corresponding block in all groups (`prefix.publish_groups`). So callers
+only need to count the free blocks of the first group.
 """
 
 import functools
@@ -72,11 +72,11 @@ from paged_jax.kernels.writing import copy_blocks
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedCache:
-    """The KV cache of a model: one or more groups of layers over the same slots.
+    """The KV cache of a model: one or more groups of layers with the same slots.
 
     The properties `k`, `v`, `k_scale`, `v_scale`, `pools`, `num_kv_heads` and `head_dim` are for
-    caches with one group. With several groups they raise AttributeError: read them from an entry of
-    `groups`.
+    caches with one group. With several groups they raise AttributeError; read them from an element
+    of `groups` instead.
 
     Attributes:
       groups: the groups. The first group keeps the most tokens.
@@ -148,11 +148,11 @@ class PagedCache:
         return cls((group,), tuple((0, layer) for layer in range(num_layers)))
 
     def replace_pools(self, pools: Pools) -> "PagedCache":
-        """Return the cache with other pools in its only group."""
+        """Return a copy of the cache with the pools of its only group replaced."""
         return replace(self, groups=(self._only_group.replace_pools(pools),))
 
     def replace_group_pools(self, pools: Sequence[Any]) -> "PagedCache":
-        """Return the cache with other pools, in the order of `group_pools`."""
+        """Return a copy of the cache with all pools replaced, in the order of `group_pools`."""
         count, states = len(self.groups), self.states
         groups = zip(self.groups, pools[:count], strict=True)
         if states is not None:
@@ -162,14 +162,17 @@ class PagedCache:
         )
 
     def replace_tables(self, tables: Iterable[BlockTables]) -> "PagedCache":
-        """Return the cache with other block tables, one `BlockTables` per group."""
+        """Return a copy of the cache with other block tables, one `BlockTables` per group."""
         groups = zip(self.groups, tables, strict=True)
         return replace(self, groups=tuple(replace(group, tables=new) for group, new in groups))
 
     def replace_states(
         self, update: Callable[..., StateTables], *args: Any, **options: Any
     ) -> "PagedCache":
-        """Return the cache with ``update(tables, *args, **options)`` as tables of the states."""
+        """Return a copy of the cache with updated tables of the recurrent states.
+
+        They are ``update(tables, *args, **options)``. A cache without states is returned unchanged.
+        """
         if self.states is None:
             return self
         tables = update(self.states.tables, *args, **options)
@@ -177,13 +180,13 @@ class PagedCache:
 
     @property
     def group_pools(self) -> tuple[Pools | StatePools, ...]:
-        """The pools of each group and of recurrent layers. A loop over layers carries them."""
+        """The pools of each attention group, then of each recurrent group: a loop's carry."""
         states = () if self.states is None else self.states.pools
         return *(group.pools for group in self.groups), *states
 
     @property
     def tables(self) -> BlockTables:
-        """The block tables of the first group. Its free blocks limit the whole cache."""
+        """The block tables of the first group, whose free blocks limit the whole cache."""
         return self.groups[0].tables
 
     @property
@@ -198,12 +201,12 @@ class PagedCache:
 
     @property
     def num_free_blocks(self) -> tuple[jax.Array, ...]:
-        """Number of free blocks in the pool of each group, and of free states, i32[] each."""
+        """Number of free blocks in each group, then of free entries for states, i32[] each."""
         return tuple(group.tables.pool.num_free for group in self.all_groups)
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of all groups."""
+        """Number of layers in all groups together."""
         return len(self.layers)
 
     @property
@@ -243,7 +246,7 @@ class PagedCache:
 
     @property
     def pools(self) -> Pools:
-        """K and V of the only group with their scales, as kernels take them."""
+        """`Pools` of the only group: K, V and their scales, in the form that kernels take."""
         return self._only_group.pools
 
     @property
@@ -284,17 +287,18 @@ def reserve(
     max_tokens: int = 1,
     backend: str | None = None,
 ) -> tuple[PagedCache, jax.Array]:
-    """Append room for tokens to slots, and copy shared blocks that the tokens are written to.
+    """Allocate blocks for new tokens, and copy shared blocks that the tokens are written to.
 
-    This is `paged_jax.blocks.reserve` with the copies of blocks made in all layers. Without copies
-    the pools are not touched. The states to read and to write are chosen by `reserve_states`.
+    This function calls `paged_jax.blocks.reserve` for every group, and makes the block copies in
+    all layers. If no block must be copied, the pools are not touched. For recurrent layers,
+    `reserve_states` chooses the states to read and to write.
 
     Args:
       cache: the state. Donate it, or the pools are copied.
       num_tokens: i32[S], the number of tokens to append to each slot.
       max_tokens: upper bound on `num_tokens` (static).
-      backend: backend of the copies, see `copy_blocks`. Backends without copies use the default of
-        the platform.
+      backend: backend of `copy_blocks`, which makes the block copies. If the backend does not
+        implement it, the default backend of the platform is used.
 
     Returns:
       `(cache, ok)`. If `ok`, bool[], is False, no group has changed, except that slots may have
@@ -312,9 +316,9 @@ def restore(
 ) -> tuple[PagedCache, jax.Array]:
     """Allocate blocks in empty slots for tokens that `write_blocks` will copy into them.
 
-    This is `paged_jax.blocks.restore` in all groups. Groups with a window allocate only the blocks
-    inside the window. `num_tokens` i32[S] is the number of tokens of each slot; 0 leaves a slot
-    unchanged. See `reserve` for the other arguments and the result.
+    This function calls `paged_jax.blocks.restore` for every group. Groups with a window allocate
+    only the blocks inside the window. `num_tokens` i32[S] is the number of tokens of each slot; 0
+    leaves a slot unchanged. See `reserve` for the other arguments and the result.
     """
     begun = [begin_restore(x.tables, num_tokens, max_tokens=max_tokens) for x in cache.groups]
     return _finish(cache, begun, num_tokens, backend)
@@ -323,14 +327,15 @@ def restore(
 def plan(
     cache: PagedCache, limits: jax.Array, most: jax.Array, *, max_tokens: int, backend: str | None
 ) -> tuple[PagedCache, tuple[ReservePlan, ...]]:
-    """Plan blocks for tokens, and copy shared blocks; see `paged_jax.blocks.plan`.
+    """Choose blocks for new tokens in all groups, and copy shared blocks that are written to.
 
-    Slots with a limit above 0 first free the blocks that left their windows. `commit` must be the
-    next operation on the tables. If there is room for any tokens, `plan_states` chooses the states
-    to read and to write. See `reserve` for `backend`.
+    See `paged_jax.blocks.plan` for `limits`, `most` and `max_tokens`, and `reserve` for `backend`.
+    Slots with a limit above 0 first free the blocks that left their windows. If there are blocks
+    for at least one token per slot, `plan_states` chooses the recurrent states to read and to
+    write. The next operation on the tables must be `commit`.
 
     Returns:
-      The cache, and one plan per group, all for the same number of tokens.
+      `(cache, plans)`, with one `ReservePlan` per group. All plans have the same `num_tokens`.
     """
     groups = [_slide(group, limits) for group in cache.groups]
     if len(groups) > 1:
@@ -344,7 +349,7 @@ def plan(
 
 
 def commit(cache: PagedCache, planned: Sequence[ReservePlan], lengths: jax.Array) -> PagedCache:
-    """Allocate the planned blocks that slots of `lengths` i32[S] tokens need.
+    """Allocate the planned blocks that slots with `lengths` i32[S] tokens need.
 
     See `paged_jax.blocks.commit`.
     """
@@ -362,7 +367,7 @@ def _slide(group: CacheGroup, limits: jax.Array) -> CacheGroup:
 def _finish(
     cache: PagedCache, begun: Sequence[Reservation], num_tokens: jax.Array, backend: str | None
 ) -> tuple[PagedCache, jax.Array]:
-    """Apply the reservations of all groups and make their block copies, or change nothing."""
+    """Apply the reservations of all groups and make their block copies, if all are possible."""
     ok = functools.reduce(lambda a, b: a & b, [each.is_possible for each in begun])
     groups: list[CacheGroup] = []
     for group, reservation in zip(cache.groups, begun, strict=True):
@@ -373,7 +378,7 @@ def _finish(
 
 
 def _copy(group: CacheGroup, copies: BlockCopies, backend: str | None) -> CacheGroup:
-    """Copy blocks in all layers of a group."""
+    """Make the block copies `copies` in all layers of a group."""
     pools = group.pools
     pools = copy_blocks(
         pools.k, pools.v, copies.source, copies.target,
@@ -386,13 +391,14 @@ def _copy(group: CacheGroup, copies: BlockCopies, backend: str | None) -> CacheG
 def fork(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Array]:
     """Make slots copies of other slots that share all blocks; see `paged_jax.blocks.fork`."""
     done = [allocator.fork(group.tables, parents) for group in cache.groups]
-    # All groups return the same `ok`: it depends on slots and lengths, which all groups share.
+    # All groups return the same `ok`, because it depends only on slots and lengths, which are the
+    # same in all groups.
     cache = cache.replace_states(follow_states, parents, done[0][1])
     return cache.replace_tables(tables for tables, _ in done), done[0][1]
 
 
 def release(cache: PagedCache, mask: jax.Array) -> PagedCache:
-    """Empty the slots of `mask` bool[S]; see `paged_jax.blocks.release`."""
+    """Empty the slots for which `mask` bool[S] is True; see `paged_jax.blocks.release`."""
     cache = cache.replace_states(release_states, mask)
     return cache.replace_tables(allocator.release(group.tables, mask) for group in cache.groups)
 
@@ -408,12 +414,14 @@ def truncate(cache: PagedCache, lengths: jax.Array, *, max_tokens: int) -> Paged
     """Shorten slots to `lengths` i32[S]; see `paged_jax.blocks.truncate`.
 
     Raises:
-      ValueError: the cache has states of recurrent layers, or see `paged_jax.blocks.truncate`.
+      ValueError: the cache has states of recurrent layers, or an argument is invalid, see
+        `paged_jax.blocks.truncate`.
     """
     if cache.states is not None:
         raise ValueError(
-            "truncate: cache must have no states of recurrent layers, because tokens overwrite "
-            "them. Fork the slot before you append tokens that you may want to remove."
+            "truncate: cache must have no states of recurrent layers, because every new token "
+            "overwrites the state, so it cannot go back to an earlier length. Fork the slot before "
+            "you append tokens that you may want to remove."
         )
     tables = [group.tables for group in cache.groups]
     for each in tables:
@@ -434,8 +442,8 @@ def attach(
 ) -> tuple[PagedCache, jax.Array]:
     """Start an empty slot with the cached prefix of its tokens; see `paged_jax.blocks.attach`.
 
-    In groups with a window, only the blocks that the next token attends to must be cached. With
-    recurrent layers, the prefix ends where there is a snapshot of their states.
+    In groups with a window, only the blocks that the next token attends to must be cached. In a
+    cache with recurrent layers, the prefix ends at a block with a snapshot of their states.
     """
     cache, num_found, _ = attach_prefix(cache, slot, digests, token_ids, num_blocks)
     return cache, num_found
@@ -448,11 +456,10 @@ def attach_prefix(
     token_ids: jax.Array,
     num_blocks: ArrayLike,
 ) -> tuple[PagedCache, jax.Array, jax.Array]:
-    """Attach a prefix like `attach`.
+    """Attach a cached prefix like `attach`, and also return how long it could have been.
 
     Returns:
-      ``(cache, num_found, num_possible)``, i32[] both: the number of blocks of the prefix, and the
-      number that would be found if recurrent layers had snapshots everywhere.
+      ``(cache, num_found, num_possible)``, see `prefix.attach_groups`.
     """
     before = tuple(group.tables for group in cache.groups)
     states = None if cache.states is None else cache.states.tables
@@ -474,10 +481,9 @@ def publish(
 ) -> PagedCache:
     """Add full blocks to the prefix cache; see `paged_jax.blocks.publish`.
 
-    A block has the same digest in all groups.
-
-    `is_snapshot` bool[N] selects blocks. The prefix cache keeps the states of recurrent layers at
-    the end of each selected block, if the slot has a state or a mark that ends with the block.
+    A block has the same digest in all groups. `is_snapshot` bool[N] selects blocks (None selects
+    none). For each selected block, the recurrent state after its last token is also added, if it is
+    the slot's current state or its mark (see `StateTables`).
     """
     before = tuple(group.tables for group in cache.groups)
     if is_snapshot is not None:

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Blocks of one sequence, computed on the host: their number and their digests. Imports no jax.
+"""The number and the digests of the blocks of one sequence, computed without jax.
 
 The K and V of a token depend on all tokens before it, so the digest of a full block covers the
 tokens of the block and the digest of the previous block, its parent. The parent of the first block
@@ -8,8 +8,8 @@ is the root. Blocks that are not full have no digest.
     root   = sha256(weights, cache_salt)
     digest = sha256(parent, tokens as little-endian int32)
 
-Equal digests mean equal prefixes with equal weights and an equal salt. So requests cannot hit
-blocks of another tenant, or blocks that were computed with older weights.
+Equal digests mean that the prefixes, the weights and the salts are equal. So a request cannot reuse
+blocks of another tenant (with another salt), or blocks that were computed with older weights.
 """
 
 import hashlib
@@ -35,16 +35,16 @@ def num_blocks_needed(num_tokens: Count, block_size: int) -> Count:
 
 
 def first_kept_column(num_tokens: Count, window: int, block_size: int) -> Count:
-    """Return the first column of the block table that a sliding window still needs.
+    """Return the first column of the block table that a slot with a sliding window keeps.
 
-    With n tokens in the cache, the next token has position n and attends to the positions
-    ``n - window + 1 .. n``. The slot also keeps the blocks that position ``n // C * C`` attends to,
-    the first position in the block of position n. So after the slot is released, a sequence with
-    the same full blocks finds all blocks that it needs in the prefix cache.
+    With n tokens in the cache, the next token has position n and attends to the positions ``n -
+    window + 1 .. n``. The slot also keeps the blocks that position ``n // C * C`` attends to; this
+    is the first position in the block of position n. So after the slot is released, another
+    sequence with the same full blocks finds all blocks that it needs in the prefix cache.
 
     Args:
       num_tokens: number of tokens in the cache, an integer or an array of integers.
-      window: number of last tokens that are attended to, including the query itself.
+      window: number of tokens that a query attends to, including its own position.
       block_size: C.
 
     Example:
@@ -59,7 +59,8 @@ def first_kept_column(num_tokens: Count, window: int, block_size: int) -> Count:
 def num_kept_blocks(num_tokens: int, window: int | None, block_size: int) -> int:
     """Return the number of blocks that a sequence with `num_tokens` tokens keeps.
 
-    These are all of its blocks or, with a window, those from `first_kept_column` on.
+    Without a window (None) it keeps all of its blocks. With a window it keeps the blocks from
+    column `first_kept_column` on.
 
     Example:
       >>> num_kept_blocks(40, None, 16), num_kept_blocks(40, 8, 16)
@@ -74,8 +75,9 @@ def num_kept_blocks(num_tokens: int, window: int | None, block_size: int) -> int
 def max_blocks_in_window(window: int, max_tokens: int, block_size: int) -> int:
     """Return the maximum number of blocks that a slot holds in layers with a sliding window.
 
-    These are the blocks of the window and of the next token, and the blocks of up to `max_tokens`
-    tokens that the last program appended. A program frees blocks before it allocates.
+    The slot holds the blocks that the next token attends to, and the blocks of the up to
+    `max_tokens` tokens that the last program appended. Blocks are freed before new ones are
+    allocated.
 
     Example:
       >>> max_blocks_in_window(window=1024, max_tokens=512, block_size=16)
@@ -107,10 +109,10 @@ def max_blocks_in_slot(
 
 
 def num_cached_tokens_at(length: int) -> int:
-    """Return how many tokens of a sequence with `length` tokens are in the cache.
+    """Return the number of tokens in the cache for a sequence with `length` tokens.
 
-    The K and V of a token are computed in the step that draws the next token. So the last token of
-    a sequence is not in the cache.
+    The K and V of a token are computed in the step that samples the token after it. So the last
+    token of a sequence is not in the cache.
 
     Example:
       >>> num_cached_tokens_at(5)
@@ -123,7 +125,7 @@ def root_digest(weights: bytes, cache_salt: str = "") -> bytes:
     """Return the 32-byte digest that is the parent of every first block.
 
     Args:
-      weights: identifies the weights, and everything else that K and V depend on.
+      weights: bytes that identify the weights, and everything else that K and V depend on.
       cache_salt: only requests with the same salt share blocks.
 
     Example:
@@ -171,8 +173,8 @@ class PrefixChain:
     def digests(self, token_ids: Sequence[int]) -> list[bytes]:
         """Return the digest of every full block of `token_ids`.
 
-        `token_ids` must begin with the tokens of the last call. Do not change the list: it belongs
-        to the chain.
+        `token_ids` must begin with the tokens of the previous call. Do not modify the returned
+        list, because the chain keeps it.
         """
         for start in range(
             len(self._digests) * self.block_size,
@@ -186,7 +188,7 @@ class PrefixChain:
 
 
 def digest_words(digests: Sequence[bytes]) -> np.ndarray:
-    """Return digests in the device format, u32[N, 8].
+    """Return 32-byte digests as an array u32[N, 8], the format of the functions on the device.
 
     Example:
       >>> digest_words([root_digest(b"v1")]).shape

@@ -1,1 +1,1 @@
-"""Engine for continuous batching: schedule, run, postprocess."""
+"""Engine for continuous batching: each step schedules, runs and postprocesses requests."""

@@ -7,14 +7,15 @@ Each of the W beams of a prompt has a slot, and the beams share the blocks of th
                   \- dog -- ran         slot 1   [ 3  1  4 ]     blocks 3 and 1 have 3 references
                          \- is          slot 2   [ 3  1  2 ]
 
-A step on the device is one program. Each slot gets the block table of its beam's parent, and the
-last token of the beam is appended. If the last block is still shared, it is copied first. The
-program returns the most probable next tokens. The host then chooses among the continuations of all
-beams:
+On the device, a step is one program. It gives each slot the block table of its beam's parent and
+appends the last token of the beam; if other slots share the block of this token, the block is
+copied first. The program returns the most probable next tokens of each beam. Then the host chooses
+the beams of the next step:
 
-    each beam has at least 2 W candidates, its most probable continuations
-    candidates that end with an end-of-sequence token are complete; the best W others continue
-    at the end, the best W of all beams are returned, complete or not
+    the candidates are the beams extended by their at least 2 W most probable next tokens a
+    candidate that ends with an end-of-sequence token is complete and does not continue the best W
+    of the other candidates are the beams of the next step at the end of the search, the best W of
+    all beams are returned, complete or not
 
 Beams are ranked by ``cum_logprob / length**length_penalty``, as in vLLM. The length includes the
 prompt, but not the end-of-sequence token.
@@ -42,8 +43,8 @@ from paged_jax.scheduler.completion import Completion
 from paged_jax.scheduler.request import Request
 from paged_jax.scheduler.request import Sequence as SlotUser
 
-# Maximum absolute value of `length_penalty`. Lengths to this power stay far within the range of
-# float.
+# Maximum absolute value of `length_penalty`. A sequence length raised to this power cannot overflow
+# or underflow a float.
 _MAX_LENGTH_PENALTY = 10.0
 
 
@@ -53,7 +54,7 @@ class BeamSearchParams:
     """Parameters of a beam search, with the names and meanings of vLLM.
 
     Attributes:
-      beam_width: W, number of beams that continue at each step, and of sequences returned.
+      beam_width: W, number of beams that continue at each step, and number of sequences returned.
       max_tokens: maximum number of tokens to generate; the context may allow fewer.
       ignore_eos: whether end-of-sequence tokens are treated like other tokens.
       temperature: must be 0, because beam search does not sample.
@@ -97,12 +98,12 @@ class BeamSearchSequence:
     """A sequence found by beam search.
 
     Attributes:
-      tokens: token ids of the prompt and of the generated tokens, including the end token.
+      tokens: token ids of the prompt and the generated tokens, including the end-of-sequence token.
       cum_logprob: sum of the log-probabilities of the generated tokens, in nats.
       text: text of all tokens, including the prompt, without special tokens; empty without a
         tokenizer.
       finish_reason: ``"stop"`` (an end-of-sequence token) or ``"length"``.
-      stop_reason: the end-of-sequence token; None for ``"length"``.
+      stop_reason: id of the end-of-sequence token; None if `finish_reason` is ``"length"``.
     """
 
     tokens: list[int]
@@ -125,26 +126,26 @@ class BeamSearchOutput:
 
 
 class Beam(NamedTuple):
-    """A continuation of a prompt."""
+    """One beam: a continuation of the prompt by generated tokens."""
 
     token_ids: tuple[int, ...]  # the generated tokens
     cum_logprob: float
-    parent: int = 0  # index of the beam that it continues, among the beams of the previous step
+    parent: int = 0  # index of the beam of the previous step that this beam extends by one token
     is_complete: bool = False
 
 
 class BeamChoice:
-    """Beams of a prompt, and the choice of the beams that continue.
+    """The beams of one prompt on the host; `advance` chooses the beams of the next step.
 
     Args:
       prompt_token_ids: the prompt.
       max_tokens: maximum number of tokens to generate: `params.max_tokens`, limited by the context.
       params: parameters of the search.
       end_ids: token ids that complete a sequence.
-      max_bias: the largest bias that is added to a log-probability, at least 0.
+      max_bias: the largest value that `token_bias` of the engine adds to a log-probability, or 0.
 
     Attributes:
-      beams: beams that continue, the best first.
+      beams: the beams of the next step, the best first; complete beams are not among them.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class BeamChoice:
         self._end_ids = end_ids
         self._max_bias = max_bias
         self.beams = [Beam((), 0.0)]
-        self._completed: list[Beam] = []  # the best W complete beams, the best first
+        self._completed: list[Beam] = []  # The best W complete beams so far, the best first.
 
     @property
     def num_generated(self) -> int:
@@ -176,11 +177,12 @@ class BeamChoice:
     def advance(
         self, top_ids: Sequence[Sequence[int]], top_logprobs: Sequence[Sequence[float]]
     ) -> None:
-        """Choose the beams that continue, among the continuations of all beams.
+        """Extend the beams by one token, and keep the best of the extended beams.
 
         Args:
-          top_ids: for each beam, the N most probable next tokens, the most probable first.
-          top_logprobs: their log-probabilities, in nats.
+          top_ids: for each beam, the ids of its N most probable next tokens, the most probable
+              first.
+          top_logprobs: the log-probabilities of these tokens, in nats.
 
         Raises:
           FloatingPointError: a log-probability is NaN.
@@ -188,7 +190,7 @@ class BeamChoice:
         if any(math.isnan(logprob) for row in top_logprobs for logprob in row):
             raise FloatingPointError(
                 f"beam_search: the model gave NaN after {self.num_tokens} tokens. Its weights may "
-                "be damaged, or overflow in their dtype."
+                "be damaged, or its activations may overflow in their dtype."
             )
         candidates = sorted(
             (
@@ -197,7 +199,7 @@ class BeamChoice:
                 for token_id, logprob in zip(top_ids[parent], top_logprobs[parent], strict=True)
                 if logprob > -math.inf  # skip suppressed tokens
             ),
-            # Stable sort: for equal scores, the continuation of the better beam comes first.
+            # The sort is stable: among equal scores, the candidate of the better beam comes first.
             key=lambda candidate: -candidate[0],
         )
         width = self.params.beam_width
@@ -219,8 +221,10 @@ class BeamChoice:
             return True
         if len(self._completed) < self.params.beam_width:
             return False
-        # Each further token adds at most `max_bias` to the sum of log-probabilities. For a fixed
-        # sum, the score is monotonic in the length, so the two extreme lengths bound it.
+        # Compute an upper bound on the score that the best beam can reach. Each further token adds
+        # at most `max_bias` to the sum of log-probabilities. For a fixed sum, the score is
+        # monotonic in the length, so its maximum is at the shortest or at the longest possible
+        # length.
         num_prompt, num_left = len(self.prompt_token_ids), self.max_tokens - self.num_generated
         best = self.beams[0].cum_logprob + num_left * self._max_bias
         lengths = self.num_tokens, num_prompt + self.max_tokens
@@ -228,15 +232,15 @@ class BeamChoice:
         return hope <= self._score(self._completed[-1])
 
     def best(self) -> list[Beam]:
-        """Return the best beams so far, complete or not, the best first."""
+        """Return the best W beams so far, complete or not, the best first."""
         return self._best(self._completed + self.beams)
 
     def output(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-        """Return the best beams as sequences."""
+        """Return the best W beams as sequences of tokens with their texts."""
         return BeamSearchOutput([self._sequence(beam, tokenizer) for beam in self.best()])
 
     def _best(self, beams: list[Beam]) -> list[Beam]:
-        # Stable sort: for equal scores, the beam that was complete first comes first.
+        # The sort is stable: among equal scores, the beam that was completed first comes first.
         return sorted(beams, key=self._score, reverse=True)[: self.params.beam_width]
 
     def _score(self, beam: Beam) -> float:
@@ -261,10 +265,10 @@ class BeamChoice:
 
 
 def num_candidates(width: int, num_end_ids: int) -> int:
-    """Return the number of most probable next tokens to fetch per beam.
+    """Return the number of most probable next tokens that the device returns per beam.
 
-    It is `width` plus the number of end-of-sequence tokens, so that `width` beams can continue even
-    if all of these are among the candidates; but at least ``2 * width``.
+    It is `width` plus the number of end-of-sequence tokens, but at least ``2 * width``. So even if
+    all end-of-sequence tokens are among the candidates of a beam, `width` candidates can continue.
     """
     return width + max(width, num_end_ids)
 
@@ -277,14 +281,14 @@ def _require(is_ok: bool, name: str, rule: str, value: object) -> None:
 def beam_search(
     core: EngineCore, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
 ) -> list[BeamSearchOutput]:
-    """Find the most probable continuations of each prompt. Prompts run together if they fit.
+    """Find the most probable continuations of each prompt by beam search.
 
-    A prompt starts when there are enough free slots for all its beams, and enough blocks for all
-    tokens that they may generate. So beams are never preempted. Prompts share blocks through the
-    prefix cache.
+    Prompts run at the same time if they fit. The search of a prompt starts when there are enough
+    free slots for all its beams, and enough free blocks for all tokens that the beams may generate.
+    So beams are never preempted. Prompts share blocks through the prefix cache.
 
     Args:
-      core: core of an engine without unfinished requests. It has none afterwards either.
+      core: core of an engine that has no unfinished requests.
       prompts: one prompt or several, see `LLM.generate`.
       params: parameters of the search, the same for all prompts.
 
@@ -292,10 +296,11 @@ def beam_search(
       One output for each prompt, in their order.
 
     Raises:
-      ValueError: a prompt is empty or does not fit the context, holds tokens out of range, or needs
-        more slots or blocks than the engine has. In these cases nothing has been run.
-      RuntimeError: a request is unfinished.
-      FloatingPointError: the model gave NaN.
+      ValueError: a prompt is empty, does not fit the context or contains token ids out of range; or
+        a search needs more slots or blocks than the engine has. In these cases nothing has been
+        run.
+      RuntimeError: the engine has an unfinished request.
+      FloatingPointError: the model returned NaN.
 
     The program of a step is compiled at its first use, for each `beam_width` and each power of two
     of running beams. `Engine.warmup` does not compile it.
@@ -330,13 +335,13 @@ def _check_fits(core: EngineCore, search: "_Search") -> None:
     if num_blocks > core.num_blocks:
         raise ValueError(
             f"beam_search: {width} beams of {num_tokens} prompt tokens and {search.max_tokens} new "
-            f"ones must fit the pool of {core.num_blocks} blocks of {block_size} tokens, "
-            f"but may need {num_blocks}. Use fewer beams or tokens, or more num_blocks."
+            f"tokens must fit the pool of {core.num_blocks} blocks of {block_size} tokens, "
+            f"but may need {num_blocks} blocks. Use fewer beams or tokens, or more num_blocks."
         )
 
 
 class _Search(BeamChoice):
-    """Beams of a prompt, and their slots while it runs."""
+    """The search for one prompt: its beams, and the slots of the beams while the search runs."""
 
     def __init__(
         self,
@@ -350,19 +355,22 @@ class _Search(BeamChoice):
         self.slot_users: list[SlotUser] = []  # one per beam
 
     def max_blocks(self, block_budget: BlockBudget) -> int:
-        """Return the maximum number of blocks of all beams together. They share the prompt's."""
+        """Return the maximum number of blocks that all beams of the search hold together.
+
+        The beams share the full blocks of the prompt, which count once.
+        """
         num_prompt = len(self.prompt_token_ids)
         num_common = block_budget.num_shared(num_prompt)
         num_each = block_budget.num_wanted(num_cached_tokens_at(num_prompt + self.max_tokens))
         return num_common + self.params.beam_width * (num_each - num_common)
 
     def last_token(self, beam: Beam) -> int:
-        """Return the last token of a beam. All tokens before it are in the cache."""
+        """Return the last token of a beam, the only one that is not in the cache yet."""
         return beam.token_ids[-1] if beam.token_ids else self.prompt_token_ids[-1]
 
 
 class _SearchBatch:
-    """Searches that run together in the slots of an idle engine."""
+    """Runs the searches of several prompts in the slots of an engine without requests."""
 
     def __init__(self, core: EngineCore, params: BeamSearchParams, *, num_end_ids: int):
         self._core = core
@@ -374,7 +382,7 @@ class _SearchBatch:
         self._running: list[_Search] = []
 
     def run(self, searches: Sequence[_Search]) -> None:
-        """Run all searches in order, each as soon as there is room for it."""
+        """Run all searches; each starts, in order, when there are enough slots and blocks."""
         waiting = deque(searches)
         while waiting or self._running:
             admitted: list[_Search] = []
@@ -408,7 +416,7 @@ class _SearchBatch:
         self._running.append(search)
 
     def _attach_prefix(self, sequence: SlotUser) -> None:
-        """Start the slot of a sequence with the cached blocks of its prompt."""
+        """Fill the slot of a sequence with the prefix of its prompt that is in the prefix cache."""
         scheduler = self._core.scheduler
         if not scheduler.enable_prefix_caching:
             return
@@ -419,7 +427,7 @@ class _SearchBatch:
         self._core.stats.num_cached_tokens += num_tokens
 
     def _prefill(self, sequences: list[SlotUser]) -> None:
-        """Compute prompts except their last tokens, and publish their blocks for prefix caching."""
+        """Compute K and V of the prompts, except for their last tokens, and publish the blocks."""
         for sequence in sequences:
             self._attach_prefix(sequence)
         max_chunk = self._runner.executor.sizes.max_chunk
@@ -430,7 +438,7 @@ class _SearchBatch:
                 self._runner.publish(sequence)
 
     def _step(self) -> None:
-        """Append the last token of every beam, and choose the next tokens."""
+        """Run the model on the last token of every beam, and choose the beams of the next step."""
         rows: list[tuple[int, int, int, int]] = []
         for search in self._running:
             slots = [slot_of(user) for user in search.slot_users]
@@ -448,7 +456,7 @@ class _SearchBatch:
             start = end
 
     def _note_blocks(self) -> None:
-        """Update the engine's block counts: blocks in use, and blocks without sharing."""
+        """Count the blocks in use, and the blocks that would be in use without sharing."""
         row = self._block_budget.num_in_row
         num_unshared = sum(
             len(search.beams) * row(search.num_tokens, num_cached_tokens_at(search.num_tokens))

@@ -1,8 +1,8 @@
 """`EngineConfig`: every option of an engine, described once.
 
-Each field carries its help text, bounds, command-line flag and vLLM's name as metadata.
-`option_specs` reads them for argument checks, command-line flags, the memory planner and the
-documentation. So a new option is a field here and the code that uses it.
+The metadata of each field contain its help text, bounds, command-line flag and its name in vLLM.
+`option_specs` reads the metadata for argument checks, command-line flags, the memory planner and
+the documentation. So to add an option, only add a field here and the code that uses it.
 """
 
 import dataclasses
@@ -33,12 +33,14 @@ C = TypeVar("C")
 
 
 class Bounds(NamedTuple):
-    """Rule for the values of an option. None is also accepted if it is the default of the option.
+    """Rule for the values of an option.
+
+    If the default of an option is None, `check_options` also accepts None.
 
     Attributes:
-      words: the rule in an error message, after "must be".
-      contains: function that returns whether a value is accepted.
-      choices: the accepted names; empty if the values are not names.
+      words: the rule in words; error messages continue "must be" with it.
+      contains: function that returns whether it accepts a value.
+      choices: the accepted strings; empty if the values are not strings from a fixed list.
     """
 
     words: str
@@ -46,7 +48,10 @@ class Bounds(NamedTuple):
     choices: tuple[str, ...] = ()
 
     def check(self, function: str, name: str, value: Any) -> None:
-        """Raise an `ArgumentError` for a value outside the bounds."""
+        """Raise an `ArgumentError` if `value` is outside the bounds.
+
+        `function` and `name` (of the option) are used in the message.
+        """
         if self is POSITIVE:
             check_positive(function, **{name: value})
         elif not self.contains(value):
@@ -54,7 +59,7 @@ class Bounds(NamedTuple):
 
 
 def one_of(*choices: str) -> Bounds:
-    """Return bounds that accept only the names `choices`."""
+    """Return bounds that accept only the strings in `choices`."""
     return Bounds(f"one of {', '.join(choices)}", lambda value: value in choices, choices)
 
 
@@ -68,18 +73,18 @@ FUNCTION = Bounds("a function or None", callable)
 
 
 def option(default: Any, help: str, **details: Any) -> Any:
-    """Declare a field of `EngineConfig`. `details` are further attributes of its `OptionSpec`."""
+    """Declare a field of `EngineConfig`; `details` are other attributes of its `OptionSpec`."""
     return dataclasses.field(default=default, metadata={"help": help, **details})
 
 
 @short_repr
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Options of an `Engine`, checked when they are set.
+    """Options of an `Engine`; their values are checked when the object is created.
 
     Raises:
-      ValueError: an option is out of bounds. The message names it and the bound.
-      TypeError: there is no such option. The message suggests a name.
+      ValueError: an option is out of bounds. The message names the option and its bounds.
+      TypeError: there is no option of this name. The message suggests a similar name.
 
     Example:
       >>> EngineConfig(max_num_seqs=4).block_size
@@ -309,14 +314,15 @@ class EngineConfig:
         num_eos_token_ids: int,
         num_token_biases: int = 0,
     ) -> Sizes:
-        """Return the sizes that shape the compiled programs of an engine.
+        """Return the sizes that determine the array shapes in the compiled programs of an engine.
 
         Args:
-          function: the name that errors begin with.
+          function: the name that error messages begin with.
           model_config: the configuration of the model.
-          platform: the platform that the engine runs on.
-          num_eos_token_ids: number of tokens that end the model's sequences.
-          num_token_biases: number of biases that apply to every request, see `TokenBias`.
+          platform: the platform that the engine runs on, such as ``"cpu"``.
+          num_eos_token_ids: number of end-of-sequence tokens of the model.
+          num_token_biases: number of tokens whose logits the engine changes in every request, see
+            `TokenBias`.
 
         Raises:
           ValueError: max_model_len exceeds the model's context.
@@ -329,7 +335,7 @@ class EngineConfig:
                 f"{max_model_len}."
             )
         num_states = 0
-        if model_config.state_groups:  # each slot needs a state of recurrent layers
+        if model_config.state_groups:  # Recurrent layers need a state for each slot.
             num_snapshots = self.max_num_seqs if self.num_snapshots is None else self.num_snapshots
             num_states = self.max_num_seqs + (num_snapshots if self.enable_prefix_caching else 0)
         has_tiles = self.backend in (None, "cpu") and attends_to_tiles(platform) and not num_states
@@ -341,7 +347,8 @@ class EngineConfig:
             max_steps=self.steps_per_dispatch,
             num_drafts=self.num_speculative_tokens,
             max_logit_bias=MAX_LOGIT_BIAS + num_token_biases,
-            # Round up, so that models with slightly different numbers of end tokens share programs.
+            # Round up, so that models with slightly different numbers of end-of-sequence tokens use
+            # programs of the same shape.
             max_stop_ids=-(-(num_eos_token_ids + MAX_STOP_TOKEN_IDS) // 8) * 8,
             tile=TILE if has_tiles else None,
             num_states=num_states,
@@ -350,14 +357,15 @@ class EngineConfig:
     def uses_cascade(self, model_config: LlamaConfig, platform: str) -> bool:
         """Return whether decoding uses cascade attention.
 
-        Cascade attention reads the blocks that all sequences share only once.
+        Cascade attention reads blocks that are shared by all sequences once for all of them.
 
         Args:
           model_config: the configuration of the model.
-          platform: the platform that the engine runs on.
+          platform: the platform that the engine runs on, such as ``"cpu"``.
 
         Raises:
-          ValueError: the option is True, but all layers of the model have a sliding window.
+          ValueError: `cascade_attention` is True, but all layers of the model have a sliding
+              window.
         """
         has_window = None not in model_config.sliding_windows
         if self.cascade_attention and has_window:
@@ -376,14 +384,17 @@ class OptionSpec(NamedTuple):
       name: the name of the field.
       type: the type of its values, without None: int, float, bool, str or another class.
       default: the default value.
-      help: a sentence about the option.
+      help: description of the option.
       default_help: description of the default value; by default the value itself.
-      bounds: rule for the values; None if the engine checks them only when it uses them.
-      choices: the accepted names, by default those of `bounds`; empty if values are not names.
-      flag: the command-line flag, by default made of the name, such as ``--block-size``; None if
-        there is none. The flag of a bool takes no value and sets the opposite of the default.
-      metavar: placeholder of the value in the help of a command line.
-      vllm: the name of the same option in vLLM, by default the same; None if vLLM has none.
+      bounds: rule for the values; None if the engine checks a value only when it uses the value.
+      choices: the accepted strings; empty if the values are not from a fixed list. By default these
+        are the choices of `bounds`.
+      flag: the command-line flag; None if the option has no flag. By default it is derived from the
+        name, such as ``--block-size``. The flag of a bool takes no value and sets the opposite of
+        the default.
+      metavar: placeholder for the value in the help text of a command line.
+      vllm: the name of the corresponding option in vLLM; None if vLLM has none. By default it is
+        the name of the field.
       decides_memory: whether the option is an argument of the memory planner.
     """
 
@@ -402,7 +413,7 @@ class OptionSpec(NamedTuple):
 
 @functools.cache
 def option_specs(config: type[EngineConfig] = EngineConfig) -> tuple[OptionSpec, ...]:
-    """Return all options of an engine, in the order of their fields."""
+    """Return an `OptionSpec` for each field of `config`, in the order of the fields."""
     return tuple(_read_option(field) for field in dataclasses.fields(config))
 
 
@@ -424,7 +435,7 @@ def _read_option(field: dataclasses.Field[Any]) -> OptionSpec:
     )
 
 
-# Names of options, by the names of the same options in vLLM.
+# Maps the names of vLLM's options to the names of the corresponding options of `EngineConfig`.
 VLLM_NAMES = {each.vllm: each.name for each in option_specs() if each.vllm is not None}
 
 
@@ -434,9 +445,9 @@ def check_options(
     """Check the value of each option, before a model is loaded.
 
     Args:
-      function: the name that errors begin with.
-      options: values by name of the field; missing options have their defaults.
-      config: the class with the fields.
+      function: the name that error messages begin with.
+      options: maps names of options to values. For missing options, the default is checked.
+      config: the class that declares the options.
 
     Raises:
       ArgumentError: a value is out of bounds.
@@ -450,12 +461,14 @@ def check_options(
 def takes_options(
     config: Callable[P, C],
 ) -> Callable[[Callable[[Any, C], None]], Callable[Concatenate[Any, P], None]]:
-    """Decorate an ``__init__(self, config)``, so that callers pass the fields of the config.
+    """Return a decorator that lets a constructor take the fields of a config as arguments.
 
-    Editors and type checkers show the fields as the arguments of the constructor.
+    The decorated function is ``__init__(self, config)``. Callers pass the fields of the config
+    instead; the decorator creates the config from them. Editors and type checkers show the fields
+    as the arguments of the constructor.
 
     Args:
-      config: `EngineConfig`.
+      config: the class of the config, such as `EngineConfig`.
     """
 
     def decorate(init: Callable[[Any, C], None]) -> Callable[Concatenate[Any, P], None]:
@@ -474,7 +487,7 @@ def takes_options(
     return decorate
 
 
-# The docstring lists the options, for `help` and IPython.
+# Append all options to the docstring, so that `help` and IPython show them.
 EngineConfig.__doc__ = "\n".join(
     [inspect.cleandoc(EngineConfig.__doc__ or ""), "", "Attributes:"]
     + [f"  {each.name}: {each.help}; default: {each.default_help}." for each in option_specs()]

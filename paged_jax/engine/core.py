@@ -1,17 +1,18 @@
-"""`EngineCore`: one step of continuous batching, and the parts that a step needs.
+"""`EngineCore`: the step of continuous batching, and the objects that it uses.
 
-    schedule       choose what runs: `paged_jax.scheduler`, which allocates the blocks as it decides
-    run            prefill chunks, fork samples, decode: `paged_jax.runner`
-    postprocess    append tokens to samples, finish complete samples: `Postprocessor`
+    schedule       `paged_jax.scheduler` chooses the sequences of the step and allocates their
+    blocks run            `paged_jax.runner` prefills chunks, forks samples and decodes postprocess
+    `Postprocessor` appends tokens to samples and finishes complete samples
 
-Each step queues the next decode steps before it reads its own tokens, so the device decodes while
-the host turns tokens into text. If the scheduler needs the tokens first, nothing is queued ahead.
+Each step queues the programs of the next step before it reads its own tokens. So the device decodes
+while the host converts tokens to text. If the scheduler needs the tokens to plan the next step, the
+step queues nothing.
 
     device   | step 1 | step 2 | step 3 |
     host     queue 2, read 1 | text of 1, queue 3, read 2 | text of 2, ...
 
-The requests on the host hold everything that is needed to compute the device's state again. A step
-that is cut short, by Ctrl-C or for lack of memory, therefore loses no request.
+The requests on the host contain all data that is needed to recompute the state on the device. So no
+request is lost if a step is interrupted by Ctrl-C or by a lack of memory.
 """
 
 import functools
@@ -50,17 +51,17 @@ from paged_jax.scheduler.request import Request, Sequence
 from paged_jax.scheduler.scheduler import Preemption, PreemptionCosts, Scheduler
 from paged_jax.scheduler.step_plan import StepPlan
 
-# Assumed speed of copies between host and device, until the first swap is measured.
+# Assumed speed of copies between host and device, used until the first swap has been measured.
 HOST_BYTES_PER_SECOND = 1e10
 
 
 class PendingStep(NamedTuple):
-    """A step in flight: its programs are queued, and the host has not read its tokens.
+    """A step whose programs are queued on the device and whose tokens the host has not read.
 
     Attributes:
       plan: the plan of the step.
-      drawn: the queued result, or the tokens of a verification, which are already on the host; None
-        if nothing decodes.
+      drawn: the sampled tokens: a `QueuedResult` on the device. If the step verified draft tokens,
+        it is a `StepTokens`, whose tokens are already on the host. None if no sequence decodes.
     """
 
     plan: StepPlan
@@ -68,41 +69,41 @@ class PendingStep(NamedTuple):
 
 
 class EngineCore:
-    """Scheduler, runner, requests and clock of an engine.
+    """The internal state of an `Engine`: model, scheduler, runner, requests and statistics.
 
     Attributes:
       options: the options of the engine.
       loaded: the model with its tokenizer.
-      executor: the weights and the state on the device, and the programs.
-      runner: calls the programs for sequences.
-      scheduler: decides what runs next.
-      num_blocks: P, blocks in the pool of the first group of layers.
-      group_sizes: blocks in the pool of each group of layers.
-      max_length: maximum number of tokens in a sequence that fits the context and the pool.
-      channel: messages to the other processes; None if this process has all devices.
-      is_leader: whether this process schedules; the others follow it.
-      grammars: compiled grammars of structured outputs. Other threads may compile more.
-      request_factory: makes requests from prompts.
+      executor: holds the weights, the compiled programs and the state on the device.
+      runner: runs the programs of the executor on sequences.
+      scheduler: chooses the sequences of each step.
+      num_blocks: P, number of blocks in the pool of the first group of layers.
+      group_sizes: number of blocks in the pool of each group of layers.
+      max_length: maximum number of tokens of a sequence, limited by the context and the pool.
+      channel: sends messages to the other processes; None if this process has all devices.
+      is_leader: whether this process schedules; the other processes run the programs it sends.
+      grammars: compiler of the grammars of structured outputs, usable from other threads.
+      request_factory: creates requests from prompts.
       requests: the unfinished requests.
-      guard: allows one change at a time, and restarts the engine after an interrupted change.
-      stats: totals of all parts, except the seconds of compilation.
+      guard: allows one state change at a time, and restarts the engine if one is interrupted.
+      stats: totals since the engine was created, without `compile_seconds`.
       clock: measures the phases of a step.
-      mask_clock: measures how long the masks of grammars take.
+      mask_clock: measures how long the host takes to compute the token masks of grammars.
       block_meter: counts used blocks after each step.
       postprocessor: appends tokens to samples.
-      drafter: drafts tokens to verify.
+      drafter: drafts tokens for speculative decoding.
       weight_swap: replaces the weights.
-      sleep: frees the memory of the device for a while.
+      sleep: frees the device memory from `Engine.sleep` until `Engine.wake_up`.
     """
 
     @classmethod
     @own_transfers()
     def build(cls, options: EngineConfig) -> "EngineCore":
-        """Load a model, and create the device state and the scheduler for it.
+        """Load a model, and create an engine core with its scheduler and the state on the device.
 
         Raises:
-          ValueError: an option does not suit the model, its devices or their memory.
-          OSError: files are missing or cannot be read.
+          ValueError: an option is not possible with the model, its devices or their memory.
+          OSError: files of the model are missing or cannot be read.
         """
         loaded = LoadedModel.load(options)
         weights, model = loaded.weights, loaded.weights.layout_model
@@ -220,12 +221,15 @@ class EngineCore:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the device already has the next step, planned without the latest tokens."""
+        """Whether the next step is already queued, planned before the latest tokens were read."""
         return self._ahead is not None
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request is unfinished, or ended in a step that was cut short."""
+        """Whether `step` has requests to run, or ended requests that it has not returned yet.
+
+        The second case occurs if a step was interrupted after a request had ended.
+        """
         return bool(self.requests.unfinished or self.requests.ended)
 
     def step(self) -> list[Request]:
@@ -233,7 +237,7 @@ class EngineCore:
 
         Raises:
           EngineAsleepError: the engine sleeps.
-          RuntimeError: another change of the engine is under way.
+          RuntimeError: another call is changing the state of the engine at the moment.
         """
         self.sleep.check_awake("step")
         clock = self.clock
@@ -253,7 +257,8 @@ class EngineCore:
             if tokens is not None:
                 self.mask_clock.note_read(plan, int(tokens.num_steps))
             if tokens is not None and not tokens.ok:
-                self.scheduler.lookahead.close()  # free blocks ran out: the scheduler must preempt
+                # Free blocks ran out. Plan no step ahead, so that the scheduler can preempt.
+                self.scheduler.lookahead.close()
             with clock.postprocessing:
                 self.block_meter.count_step(plan, tokens)
                 touched = self.postprocessor.postprocess(plan, tokens)
@@ -269,7 +274,7 @@ class EngineCore:
             raise
 
     def _schedule(self) -> PendingStep:
-        """Plan a step from the tokens that the host has, and queue it."""
+        """Plan the next step, with all tokens known to the host, and queue its programs."""
         with self.clock.scheduling:
             plan = self.scheduler.schedule(self.runner, time.perf_counter())
         self.requests.note_start(plan)
@@ -277,7 +282,7 @@ class EngineCore:
             return self._queue(plan)
 
     def _queue(self, plan: StepPlan) -> PendingStep:
-        """Queue the programs of a plan."""
+        """Queue the programs of a plan on the device: prefill, fork and decode."""
         with self.clock.prefilling:
             self._prefill(plan.chunks)
             self.runner.fork(plan.forks)
@@ -294,7 +299,7 @@ class EngineCore:
             self.runner.publish(sequence)
 
     def _decode(self, plan: StepPlan) -> QueuedResult | StepTokens:
-        if not plan.is_ahead:  # drafts depend on the latest tokens
+        if not plan.is_ahead:  # To draft tokens, the host must know the latest tokens.
             num_planned = sum(count for _, count in plan.chunks) + len(plan.decodes)
             most = self.scheduler.max_num_batched_tokens - num_planned
             drafts = self.drafter.drafts(plan.decodes, most)
@@ -306,43 +311,53 @@ class EngineCore:
         return self.runner.decode(plan)
 
     def _read(self, pending: PendingStep) -> StepTokens | None:
-        """Wait for the tokens of a step and return them; None if nothing decodes.
+        """Wait for the sampled tokens of a step and return them; None if no sequence decodes.
 
         Raises:
-          RuntimeError: there were not enough free blocks for the plan.
+          RuntimeError: a plan that was not made ahead had too few free blocks for even one token
+            per sequence.
         """
         plan, drawn = pending
         with self.clock.decoding:
             self.executor.check()
             tokens = self.executor.read(drawn) if isinstance(drawn, QueuedResult) else drawn
         if tokens is not None and not tokens.num_steps and not plan.is_ahead:
-            raise RuntimeError("Engine: the scheduler must leave blocks for a step, got none.")
+            raise RuntimeError(
+                "Engine: the scheduler must leave enough free blocks for one token per sequence."
+            )
         return tokens
 
     def _drop_ended(self) -> None:
-        """Discard the step that is queued ahead if all of its sequences have ended."""
+        """Ignore the result of the step that is queued ahead if all its sequences have ended."""
         ahead = self._ahead
         if ahead is not None and all(sequence.slot is None for sequence in ahead.plan.decodes):
             self._ahead = None
 
     def restart(self) -> None:
-        """Empty the device, and queue all unfinished requests again with their tokens."""
+        """Discard the state on the device, and queue all unfinished requests again.
+
+        The requests keep their tokens, whose K and V are computed again.
+        """
         self._ahead = None
         self.sleep.notice_lost_weights()
         self.requests.restart()
 
     def add(self, request: Request) -> None:
-        """Queue a request.
+        """Add a request to the queue of the scheduler.
 
         Raises:
-          ValueError: the request could never run, or its id is taken.
+          ValueError: the request needs more blocks or slots than the engine has, or its id is
+              taken.
         """
         self.scheduler.check(request.sequences)
         with self.guard.change():
             self.requests.add(request)
 
     def end(self, request_id: str) -> Request | None:
-        """End a request with its tokens so far, free its blocks, and return it; None if unknown."""
+        """Abort a request, free its blocks and return it; None if its id is unknown.
+
+        The request keeps the tokens that it has generated so far.
+        """
         request = self.requests.unfinished.get(request_id)
         if request is None:
             return self.requests.take_ended(request_id)
@@ -353,7 +368,10 @@ class EngineCore:
 
     @own_transfers()
     def group_use(self) -> list[GroupUse]:
-        """Return the number of used blocks of each group of layers, and states. Does not wait."""
+        """Return the number of used blocks per group of layers, without waiting for the device.
+
+        If the model has recurrent layers, the last entry counts their used states.
+        """
         source = self.block_meter if self.is_ahead else self.runner
         config, free_blocks = self.loaded.config, source.free_blocks
         groups = zip(config.layer_groups, self.group_sizes, free_blocks, strict=False)
@@ -369,9 +387,13 @@ class EngineCore:
         return uses
 
     def replace_weights(self, new: NewWeights) -> None:
-        """Continue with new weights, which `weight_swap.prepare` has checked."""
+        """Replace the weights by `new`, the result of `weight_swap.prepare`.
+
+        Unfinished requests are restarted, and the prefix cache is emptied.
+        """
         with self.guard.change():
-            # Do this first: from here on, the prefix cache finds no block of the old weights.
+            # Do this first. From here on, digests depend on the new weights, so the prefix cache
+            # finds no blocks of the old weights.
             has_unfinished = self.requests.note_new_weights()
             self.weight_swap.replace(new)
             self.sleep.weights_replaced()
@@ -391,10 +413,10 @@ class EngineCore:
         self.requests.check_idle(function)
 
     def check_leads(self, function: str) -> None:
-        """Check that this process is process 0, which schedules.
+        """Check that this process is process 0, which runs the scheduler.
 
         Raises:
-          RuntimeError: this process follows process 0.
+          RuntimeError: this process is another process.
         """
         if not self.is_leader:
             raise RuntimeError(
@@ -406,7 +428,7 @@ class EngineCore:
         """Check that all devices of the engine belong to this process.
 
         Raises:
-          RuntimeError: some belong to other processes.
+          RuntimeError: some devices of the engine belong to other processes.
         """
         if self.channel is not None:
             raise RuntimeError(
@@ -416,10 +438,11 @@ class EngineCore:
 
 
 def _preemption_mode(options: EngineConfig, *, is_over_processes: bool) -> Preemption:
-    """Return the preemption mode: the option or, with several processes, ``"recompute"``.
+    """Return ``options.preemption``, or ``"recompute"`` with several processes.
 
     Raises:
-      ValueError: the option is ``"swap"``, but each process has only a part of each block.
+      ValueError: the option is ``"swap"`` with several processes. Swapping is not possible there,
+        because each process has only a part of each block.
     """
     if not is_over_processes:
         return options.preemption
@@ -433,10 +456,12 @@ def _preemption_mode(options: EngineConfig, *, is_over_processes: bool) -> Preem
 
 
 def _layer_backend(options: EngineConfig, model: PagedModel, platform: str) -> str | None:
-    """Return the backend of the layers: the option, or the backend for int8 activations.
+    """Return the name of the kernel backend that the layers of the model use.
+
+    It is ``options.backend``, or ``"cpu_int8"`` if ``options.int8_activations`` is True.
 
     Raises:
-      ValueError: int8 activations are not possible with the other options, the device or the model.
+      ValueError: int8 activations are not possible with the backend, the device or the model.
     """
     if not options.int8_activations:
         return options.backend
@@ -450,5 +475,8 @@ def _layer_backend(options: EngineConfig, model: PagedModel, platform: str) -> s
 
 
 def _is_scored(sequence: Sequence) -> bool:
-    """Return whether a sequence computes the prompt log-probabilities of its request."""
+    """Return whether the log-probabilities of the prompt are computed during its prefill.
+
+    They are computed in the first sequence of a request that asks for them.
+    """
     return sequence.request.prompt_logprobs is not None and sequence.index == 0

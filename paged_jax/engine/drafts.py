@@ -1,7 +1,9 @@
 """Drafts of the next tokens by n-gram lookup, for speculative decoding.
 
-Prompt lookup (Saxena, 2023): text often repeats earlier text, above all in summaries, edits and
-code. The lookup needs no draft model. A wrong draft costs only its part of a verification pass.
+The method is prompt lookup decoding (Saxena, 2023). Generated text often repeats earlier text,
+especially in summaries, edits and code. So the tokens that followed an earlier occurrence of the
+last few tokens are a good draft, and no draft model is needed. The cost of a wrong draft token is
+the computation of one more position when the model verifies the draft.
 """
 
 import weakref
@@ -18,7 +20,7 @@ class NgramIndex:
     """Index of the last occurrence of each n-gram in a growing sequence of tokens.
 
     Args:
-      max_size: number of tokens in the longest n-grams, which are tried first.
+      max_size: number of tokens in the longest n-grams; `guess` tries longer n-grams first.
       min_size: number of tokens in the shortest n-grams.
 
     Example:
@@ -31,12 +33,15 @@ class NgramIndex:
     def __init__(self, max_size: int = 4, min_size: int = 2):
         self._sizes = range(max_size, min_size - 1, -1)
         self._token_ids: list[int] = []
-        # For each n-gram, the position after its last occurrence. Occurrences at the end of the
-        # sequence, without a next token, do not count.
+        # Maps each n-gram to the position after its last occurrence. An occurrence at the end of
+        # the sequence does not count, because no token follows it yet.
         self._after: dict[tuple[int, ...], int] = {}
 
     def extend(self, token_ids: Items[int]) -> None:
-        """Add the new tokens of a sequence, which must begin with all tokens added before."""
+        """Add the tokens of a sequence that are new since the last call.
+
+        `token_ids` is the whole sequence; it must begin with the tokens of the last call.
+        """
         start = len(self._token_ids)
         self._token_ids.extend(token_ids[start:])
         for end in range(max(start, 1), len(self._token_ids)):
@@ -45,7 +50,10 @@ class NgramIndex:
                     self._after[tuple(self._token_ids[end - size : end])] = end
 
     def guess(self, count: int) -> list[int]:
-        """Return up to `count` tokens that followed an earlier occurrence of the last n-gram."""
+        """Return up to `count` tokens that followed an earlier occurrence of the last n-gram.
+
+        The list is empty if no n-gram at the end of the sequence occurred before.
+        """
         for size in self._sizes:
             if size < len(self._token_ids):
                 place = self._after.get(tuple(self._token_ids[-size:]))
@@ -58,8 +66,8 @@ class Drafter:
     """Drafter for all sequences of an engine, with one `NgramIndex` per sequence.
 
     Args:
-      max_drafts: maximum number of tokens in a draft; 0 turns drafts off.
-      stats: totals of the engine; `count` updates them.
+      max_drafts: maximum number of draft tokens per sequence; 0 disables drafts.
+      stats: statistics of the engine; `count` updates them.
     """
 
     def __init__(self, max_drafts: int, stats: EngineStats):
@@ -76,26 +84,31 @@ class Drafter:
           max_tokens: maximum number of tokens in all drafts together.
 
         Returns:
-          A list of draft tokens for each sequence. None if this step should decode without drafts:
-          if they are turned off, do not make the step faster, or exceed `max_tokens`.
+          A list of draft tokens for each sequence. None if the step should decode without drafts,
+          because drafts are disabled, would not make the step faster, or exceed `max_tokens`.
         """
         if not self._max_drafts:
             return None
         drafts = [self._draft(sequence) for sequence in sequences]
-        # With fewer draft tokens than rows, several plain steps in one dispatch are faster.
+        # If there are fewer draft tokens than sequences, it is faster to decode several steps in
+        # one dispatch, without drafts.
         return drafts if len(drafts) <= sum(map(len, drafts)) <= max_tokens else None
 
     def _draft(self, sequence: Sequence) -> list[int]:
         if (grammar := sequence.active_grammar()) is not None:
-            # Draft only tokens that the grammar forces: others would need a mask after each draft
-            # token.
+            # Draft only tokens that are forced by the grammar. Other tokens would need a token mask
+            # at each draft position.
             return grammar.forced[: self._max_drafts]
         index = self._indices.setdefault(sequence, NgramIndex())
         index.extend(sequence.token_ids)
         return index.guess(self._max_drafts)
 
     def count(self, drafts: list[list[int]], num_new: ArrayLike) -> None:
-        """Count the drafts of a step, in which each sequence got `num_new` i32[B] tokens."""
+        """Update the statistics after a step that verified `drafts`.
+
+        `num_new` i32[B] is the number of tokens that each sequence got: the accepted draft tokens
+        and one sampled token.
+        """
         stats, num_accepted = self._stats, np.maximum(np.asarray(num_new) - 1, 0)
         stats.num_drafts += sum(map(bool, drafts))
         stats.num_draft_tokens += sum(map(len, drafts))

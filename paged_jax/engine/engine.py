@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
-"""`Engine`: continuous batching. Requests join and leave the running batch at every step."""
+"""`Engine`: continuous batching; requests enter and leave the batch at every step."""
 
 import contextlib
 import dataclasses
@@ -30,26 +30,28 @@ from paged_jax.scheduler.request import Request, Sequence
 
 
 class Engine:
-    """Engine for continuous batching: requests join and leave the running batch at every step.
+    """Engine for continuous batching: requests enter and leave the batch at every step.
 
-    Not thread-safe: overlapping calls raise RuntimeError. `AsyncEngine` accepts requests from many
-    tasks. The arguments are the fields of `EngineConfig`.
+    The arguments of the constructor are the fields of `EngineConfig`. The engine is not
+    thread-safe: calls that overlap raise RuntimeError. Use `AsyncEngine` to serve requests of many
+    tasks.
 
     Attributes:
-      core: scheduler, runner and requests of the engine; not a stable interface.
-      delivery: hands requests with new tokens to the calls that wait for them.
+      core: the internal state of the engine; it is not a stable interface.
+      delivery: passes requests with new tokens to the calls of `LLM` that wait for them.
       tokenizer: the tokenizer; None if there is none.
       config: the configuration of the model.
       generation_config: sampling defaults that come with the model, see `GenerationConfig`.
-      eos_token_ids, token_bias: token ids that end a sequence; biases for every request.
+      eos_token_ids: the end-of-sequence token ids of the model.
+      token_bias: biases that are added to the logits of every request.
       num_blocks: P, number of blocks in the pool of the first group of layers.
       block_size, max_num_seqs, enable_prefix_caching: see `EngineConfig`.
       max_model_len: maximum number of tokens in a sequence, prompt included.
       max_length: `max_model_len`, or fewer tokens if the pool has no room for them.
-      grammars: compiled grammars of structured outputs. Other threads may compile more.
+      grammars: compiler of the grammars of structured outputs, usable from other threads.
 
     Raises:
-      ValueError: an option is out of bounds. The message names it.
+      ValueError: an option is out of bounds. The message names the option.
 
     Example:
       >>> engine = Engine(max_num_seqs=2)
@@ -78,7 +80,8 @@ class Engine:
         self.grammars = core.grammars
 
     def __repr__(self) -> str:
-        # Reads only host state: a `repr` must neither wait for a step nor compile a program.
+        # Read only state on the host, because a `repr` must neither wait for a step nor compile a
+        # program.
         num_unfinished = len(self.core.requests.unfinished)
         num_used = self.core.block_meter.num_held if num_unfinished else 0
         return (
@@ -90,7 +93,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request waits or runs, or `step` still has an output to return."""
+        """Whether a request is waiting or running, or `step` still has an output to return."""
         return self.core.has_unfinished or bool(self.delivery.kept)
 
     # Requests
@@ -109,20 +112,21 @@ class Engine:
         client: str = "",
         sample_offset: int = 0,
     ) -> str:
-        """Queue a prompt, and return the id of its request.
+        """Create a request for a prompt, add it to the queue, and return the id of the request.
 
         Args:
           prompt: a text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``. With ``cache_salt``
             in a dict, the request shares cached blocks only with requests of the same salt.
-          params: how tokens are chosen; `get_default_sampling_params` by default.
-          request_id: an id that no unfinished request has; a number by default.
+          params: sampling parameters; by default `get_default_sampling_params`.
+          request_id: id of the request, different from the ids of all unfinished requests; by
+            default a number.
           priority: priority of the request; lower values are served first.
           arrival_time: time of arrival on the clock of `time.perf_counter`; now by default.
           timeout: seconds after arrival at which the request ends with its tokens so far.
           explain: whether the output has an `Explanation` of what the request waited for.
           client: name of the client. Clients of equal priority take turns for slots.
-          sample_offset: index of the first sample, part of the seed of its random draws. Requests
-            with the same prompt, seed and offset draw the same tokens.
+          sample_offset: index of the first sample. The index of a sample is part of its random
+            seed: requests with the same prompt, seed and offset sample the same tokens.
 
         Raises:
           ValueError: the prompt is empty, too long, or holds tokens out of range; a parameter does
@@ -159,7 +163,7 @@ class Engine:
 
     @contextlib.contextmanager
     def all_or_none(self) -> Generator[None, None, None]:
-        """Return a context that withdraws all requests added inside it if an exception occurs."""
+        """Return a context manager that removes the requests added inside it if it raises."""
         requests = self.core.requests
         num_before, known = requests.num_added, set(requests.unfinished)
         try:
@@ -171,7 +175,7 @@ class Engine:
             raise
 
     def get_request(self, request_id: str) -> Request:
-        """Return an unfinished request, for reading only.
+        """Return an unfinished request. Do not modify it.
 
         Raises:
           KeyError: no unfinished request has this id.
@@ -179,16 +183,17 @@ class Engine:
         return self.core.requests.unfinished[request_id]
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request with its tokens so far, and free its blocks.
+        """Abort a request and free its blocks; it keeps the tokens that it has generated so far.
 
         Returns:
-          Its output, with finish_reason ``"abort"``; None if no unfinished request has this id.
+          The output of the request, with finish_reason ``"abort"``; None if no unfinished request
+          has this id.
         """
         request = self.end(request_id)
         return None if request is None else request.output()
 
     def end(self, request_id: str) -> Request | None:
-        """End a request like `abort`, but return the request instead of an output."""
+        """Abort a request like `abort`, but return the `Request` instead of its output."""
         request = self.core.end(request_id)
         if request is not None:
             self.delivery.notify(request)
@@ -197,10 +202,10 @@ class Engine:
     def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
         """Return the sampling parameters that the model's authors recommend.
 
-        They come from ``generation_config.json``: greedy unless this file enables sampling.
+        They come from ``generation_config.json``. Sampling is greedy unless this file enables it.
 
         Args:
-          **changes: fields of `SamplingParams` that get other values.
+          **changes: values for fields of `SamplingParams` that replace the recommended values.
 
         Raises:
           ValueError: a field is out of bounds.
@@ -212,8 +217,9 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step, and return the outputs of requests that got tokens or ended.
 
-        An output holds all tokens so far. The list is empty if there is nothing to do. Outputs that
-        a call of `LLM.generate` or `LLM.stream` waits for are passed to that call instead.
+        Each output contains all tokens that its request has generated so far. The list is empty if
+        there is nothing to run. Outputs of requests that were added by `LLM.generate` or
+        `LLM.stream` are not returned here but passed to that call.
 
         Raises:
           EngineAsleepError: the engine sleeps.
@@ -228,28 +234,30 @@ class Engine:
             self.delivery.drop(kept)
             return outputs
         except BaseException:
-            # Ended requests are no longer in the request table: keep them for the next call.
+            # Ended requests are no longer in the request table, so keep them here for the next
+            # call.
             self.delivery.deliver(touched)
             self.delivery.keep(kept)
             raise
 
     def advance(self) -> list[Request]:
-        """Run one step and return the requests that got tokens or ended, without outputs."""
+        """Run one step, and return the requests that got tokens or ended, not their outputs."""
         return self.core.step()
 
     def when_idle(self, action: Callable[[], None]) -> None:
-        """Call a function now or, during a step, before the next change of the engine's state."""
+        """Call `action` now if no step runs, else before the next change of the engine's state."""
         self.core.guard.when_idle(action)
 
     def follow(self) -> None:
-        """Run the programs that process 0 sends until its engine ends.
+        """Run the programs that process 0 sends, until the engine of process 0 is closed.
 
-        If the devices belong to several processes, each creates the engine with the same arguments.
-        Process 0 accepts requests; all others call `follow`. See `paged_jax.distributed`.
+        If the devices belong to several processes, each process creates the engine with the same
+        arguments. Process 0 accepts requests; all other processes call `follow`. See
+        `paged_jax.distributed`.
 
         Raises:
           RuntimeError: this process is process 0, or has all devices of the engine.
-          JaxRuntimeError: process 0 is gone.
+          JaxRuntimeError: the connection to process 0 is lost.
         """
         if self.core.channel is None or self.core.is_leader:
             raise RuntimeError(
@@ -259,12 +267,12 @@ class Engine:
 
     @own_transfers()
     def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
-        """Compile every program that requests may need, so that no request waits for it.
+        """Compile every program that requests may need, so that no request waits for compilation.
 
         Args:
-          report: function that is called with the number of compiled programs, the number of all
-            programs, and the name of the last compiled program. By default a progress bar shows
-            them on a terminal or in a notebook.
+          report: function that is called after each program with the number of compiled programs,
+            the total number of programs, and the name of the program. By default, a progress bar is
+            shown on a terminal or in a notebook.
 
         Raises:
           RuntimeError: a request is unfinished, or the engine sleeps.
@@ -283,21 +291,24 @@ class Engine:
     def update_params(self, params: Llama | Any, *, mapping: NameMap | None = None) -> None:
         """Replace the weights, for example after a training step.
 
-        A program, compiled by the first call, copies the new weights into the memory of the old,
-        so the engine never holds two copies. The old arrays are deleted, unless the caller passed
-        them to the constructor as a `Llama`. The prefix cache is emptied. Unfinished requests keep
-        their tokens, and their KV is computed again with the new weights.
+        The new weights are copied into the memory of the old weights, so the engine never holds two
+        copies. The first call compiles the program that does this. The old arrays are deleted,
+        unless they belong to a `Llama` that was passed to the constructor. The prefix cache is
+        emptied. Unfinished requests keep their tokens, and their K and V are computed again with
+        the new weights.
 
         Args:
-          params: a `Llama`, its ``nnx.state``, or a list of the leaves of that state in order, with
-            the structure and shapes of the engine's model. With a `mapping`, the parameters of
-            another implementation of the same model: a module, its state, or a tree of arrays.
-            Arrays are converted to the devices, dtypes and shardings of the old weights.
-          mapping: Hugging Face name of each array, by the dotted path of the array in `params`. A
-            ``*`` is a layer number: ``{"layers.*.norm": "model.layers.*.input_layernorm.weight"}``.
-            If only the Hugging Face name has a ``*``, the array stacks all layers. A value ``(name,
-            axes)`` transposes the array first. An axis may be split in two: ``[H, D, E]`` instead
-            of ``[H * D, E]``. Arrays without an entry must have their Hugging Face names.
+          params: without `mapping`, a `Llama` with the structure and shapes of the engine's model,
+            its ``nnx.state``, or a list of the leaves of that state in order. With `mapping`, the
+            parameters of another implementation of the same model: a module, its state, or a tree
+            of arrays. Arrays are converted to the devices, dtypes and shardings of the old weights.
+          mapping: maps the dotted path of each array in `params` to its Hugging Face name. A ``*``
+            stands for a layer number: ``{"layers.*.norm":
+            "model.layers.*.input_layernorm.weight"}``. If only the Hugging Face name has a ``*``,
+            the array contains all layers, stacked. With a value ``(name, axes)``, the array is
+            transposed first. A dimension of the array may be split in two: ``[H, D, E]`` instead of
+            ``[H * D, E]``. An array whose path is not in `mapping` must be named as in Hugging
+            Face.
 
         Raises:
           ValueError: structure, names or shapes differ. The old weights are then unchanged.
@@ -317,12 +328,13 @@ class Engine:
 
     @own_transfers()
     def load_params(self, folder: str | Path) -> Llama:
-        """Load weights for `update_params` into host memory.
+        """Load a model into host memory, to pass it to `update_params` later.
 
-        Another thread may call this while the engine runs, because the engine does not change.
+        Another thread may call this while the engine runs, because it does not change the engine.
 
         Args:
-          folder: a folder (Hugging Face or Orbax) or GGUF file, with the engine's model structure.
+          folder: a folder (Hugging Face or Orbax) or GGUF file with a model of the same structure
+            as the engine's model.
 
         Raises:
           ValueError: the folder contains a different model, or its files are damaged.
@@ -333,7 +345,7 @@ class Engine:
     @own_transfers()
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache, so that new requests find no blocks of earlier requests."""
-        if not self.is_sleeping:  # a sleeping engine has no cache
+        if not self.is_sleeping:  # A sleeping engine has no cache.
             self.core.runner.reset_prefix_cache()
 
     @property
@@ -343,18 +355,19 @@ class Engine:
 
     @property
     def sleep_level(self) -> int:
-        """Level of the engine's sleep; 0 if awake. Safe to read from other threads."""
+        """The `level` that was passed to `sleep`; 0 if awake. Safe to read from other threads."""
         return self.core.sleep.level
 
     def sleep(self, level: int = 1) -> None:
-        """Free the memory of the device until `wake_up`, for example for a training step.
+        """Free the device memory of the engine until `wake_up`, for example for a training step.
 
-        The pool is freed with everything cached. Unfinished requests keep their tokens and
+        The pools are freed, including the prefix cache. Unfinished requests keep their tokens and
         continue after `wake_up`. Until then nothing runs, and new requests are rejected.
 
         Args:
-          level: 1 keeps the weights in host memory. 2 drops them, and `update_params` must provide
-            new weights. If the engine was created from a `Llama`, its arrays are not freed.
+          level: with 1, the weights are kept in host memory. With 2, they are discarded, and
+            `update_params` must provide new weights. The arrays of a `Llama` that was passed to the
+            constructor are not freed.
 
         Raises:
           ValueError: the level is neither 1 nor 2.
@@ -374,14 +387,17 @@ class Engine:
             self.core.restart()
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """End a `sleep`. Nothing is compiled again, and the cache is empty.
+        """End a `sleep`: allocate device memory for the weights and an empty cache again.
+
+        Programs are not compiled again.
 
         Args:
-          tags: ``"weights"``, ``"kv_cache"`` or both (default). The engine wakes when it has both.
+          tags: what to restore: ``"weights"``, ``"kv_cache"`` or both (default). The engine is
+            awake when both have been restored.
 
         Raises:
           ValueError: a tag is neither ``"weights"`` nor ``"kv_cache"``.
-          RuntimeError: the engine would wake without weights.
+          RuntimeError: the weights were discarded and not replaced by `update_params`.
         """
         if isinstance(tags, str) or not set(tags or ()) <= set(TAGS):
             rule = f"must be a list with names from {' and '.join(TAGS)}, got {tags!r}."
@@ -395,7 +411,7 @@ class Engine:
 
     @property
     def cache(self) -> PagedCache:
-        """The paged cache. The next step donates its arrays, so copy arrays to keep them.
+        """The paged cache. The next step donates its arrays, so copy those that you want to keep.
 
         Raises:
           EngineAsleepError: the engine sleeps and has no cache.
@@ -405,7 +421,7 @@ class Engine:
 
     @property
     def model(self) -> PagedModel:
-        """The model with its present weights. Copy arrays to keep them past `update_params`.
+        """The model with its current weights, whose arrays are valid until `update_params`.
 
         Raises:
           EngineAsleepError: the engine sleeps, and its weights are not on the device.
@@ -420,7 +436,8 @@ class Engine:
     def weights(self) -> list[jax.Array]:
         """The arrays of the model, in the order of the leaves of its ``nnx.state``.
 
-        Valid until `update_params`. Empty while the engine sleeps without weights on the device.
+        They are valid until `update_params`. The list is empty during sleep without weights on the
+        device.
 
         Raises:
           RuntimeError: the devices belong to several processes.
@@ -435,12 +452,12 @@ class Engine:
 
     @property
     def weight_dtype(self) -> str:
-        """The main format of the matrices of the model, such as ``"bfloat16"`` or ``"int4"``."""
+        """The format of most weight matrices of the model, such as ``"bfloat16"`` or ``"int4"``."""
         return str(self.core.executor.weights.layout_model.matrix_formats)
 
     @property
     def stats(self) -> EngineStats:
-        """Totals since the engine was built."""
+        """Statistics since the engine was created."""
         core = self.core
         return dataclasses.replace(core.stats, compile_seconds=core.executor.compile_seconds)
 
@@ -451,30 +468,33 @@ class Engine:
 
     @property
     def cache_use(self) -> float:
-        """The fraction of blocks that requests hold, 0 to 1, without blocks that are only cached.
+        """The fraction of blocks that requests use, 0 to 1.
 
-        It does not wait for the device: while a step is queued, it describes the step before.
+        Blocks that are only in the prefix cache do not count. While a step is queued, the value is
+        from the previous step: this property does not wait.
         """
         first, *_ = self.core.group_use()
         return first.num_used / first.num_blocks
 
     @property
     def cache_groups(self) -> list[GroupUse]:
-        """Blocks of each group of layers that keep the same tokens, the largest group first.
+        """Use of the cache by each group of layers that keep the same tokens.
 
-        It does not wait, see `cache_use`. The states of recurrent layers are the last group.
+        The group with the most blocks comes first; the states of recurrent layers, if any, come
+        last. The property does not wait for the device, see `cache_use`.
         """
         return self.core.group_use()
 
     @property
     def sequences(self) -> list[Sequence]:
-        """The unfinished samples, the oldest of the highest priority first, for reading only.
+        """The unfinished samples in the order of the queue: by priority, then by arrival.
 
-        Samples with a ``slot`` run; the others wait. Valid until the next step.
+        Samples whose ``slot`` is not None are running; the others are waiting. The list is valid
+        until the next step. Do not modify it.
         """
         return self.core.scheduler.sequences
 
     @property
     def num_cache_resets(self) -> int:
-        """Number of times that the whole cache was emptied, for new weights or after a failure."""
+        """Number of times that the whole cache was emptied, due to new weights or a failure."""
         return self.core.runner.num_resets

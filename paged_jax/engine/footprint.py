@@ -1,52 +1,55 @@
-"""Memory that an engine takes on a device, computed from sizes without allocating anything.
+"""Memory that an engine uses on a device, computed from sizes without allocating arrays.
 
     memory >= weights + state + recurrent + step
               + sum over groups of num_blocks * (block + overhead)
 
     weights    all parameters in their dtype
-    state      sampling state of S slots (5 * V bytes and a little more per slot), and their rows
-               of the block tables
-    step       temporary memory of a program: the maximum over all programs
+    state      sampling state of S slots (a little more than 5 * V bytes per slot), and the rows of
+               the block tables for these slots
+    step       temporary memory of the program that needs the most
     block      K and V of C tokens in all layers of a group, with scales if they are quantised
-    recurrent  states of recurrent layers, of all slots and snapshots
+    recurrent  states of recurrent layers, for all slots and all snapshots
     overhead   the allocator's data about a block; for bfloat16 and float8 pools on CPUs also the
                copies that XLA makes of the pools
     group      layers that keep the same tokens in the same shapes; most models have one group. The
                first group, and other groups without a window, have P blocks. A group with a window
-               has ``min(P, S * w)``, where w is the maximum number of blocks of a slot in it
+               has ``min(P, S * w)`` blocks, where w is the maximum number of blocks that a slot
+               holds in this group
 
-`Engine` and `python -m paged_jax.plan` use the same numbers. Weights, state and blocks are exact.
-The step is an upper bound. Tests compare it with the temporary memory of compiled programs. In
-bytes, for N tokens in the program::
+`Engine` and `python -m paged_jax.plan` both use this module. The values of weights, state and block
+are exact. The value of step is an upper bound, which tests compare with the temporary memory of
+compiled programs. It is the maximum of the following numbers of bytes, where N is the number of
+tokens in a program::
 
     prefill    N = Sizes.max_prefill         activations(N)
     score      N = min(128, max_chunk)       activations(N) + 8 N V
     decode     N = S                         activations(N) + 40 S V
     verify     N = S (T + 1), T drafts       activations(N) + 40 S V + 4 S T V
-    swap       48 blocks: room for two copies of 16 blocks, and a margin
+    swap       48 blocks (two copies of 16 blocks, and a margin of another 16)
     tables     8 S M in each group
 
     activations(N) = 4 N (max(3 F + k (3 Fx + 3 E), 4 (H + 2 K) D) + R E) + 4 MiB
 
-An MLP needs memory for gate, up and their product. The k experts of a token need the same, and
-memory for their inputs and outputs. Attention needs q, k and v as projected, rotated, and in the
-layout of the kernel. With latent attention, `LatentSizes.num_features` replaces (H + 2 K) D. The
-residual stream has R = 4 arrays. On CPUs it has L + 1, because XLA keeps the output of every layer
-and adds them at the end. Attention reads the pool in tiles (the 4 MiB). On CPUs, each program may
-also copy the gate and up weights of one expert twice in float32. Without the CPU kernels of this
-package, it may also copy the weights of the whole model.
+An MLP needs memory for gate, up and their product. The k experts of a token need memory for the
+same three arrays, and for their inputs and outputs. Attention needs q, k and v three times: as
+projected, rotated, and in the layout of the kernel. With latent attention,
+`LatentSizes.num_features` replaces (H + 2 K) D. The residual stream has R = 4 arrays. On CPUs it
+has L + 1 arrays, because XLA keeps the output of every layer and adds them at the end. The 4 MiB
+are for the tiles in which attention reads the pool. On CPUs, each program may also make two float32
+copies of the gate and up weights of one expert. Without the CPU kernels of this package, it may
+also copy the weights of the whole model.
 
-Programs that run recurrent layers also hold the states of S rows of a layer three times.
+A program that runs recurrent layers also holds three copies of one layer's states for S rows.
 
-Sampling takes the logits, copies of them, and a copy of 5 * V bytes of each slot's state. The
-tests compile programs for CPUs; `tests.support.aot_parallel` compiles programs for GPUs and TPUs
-ahead of time. Memory of drivers and libraries is not included: ``memory_fraction=0.9``
-leaves a tenth for them.
+A step that samples needs memory for the logits, for copies of them, and for a copy of the sampling
+state of each slot (5 * V bytes). The tests compile programs for CPUs; `tests.support.aot_parallel`
+compiles programs for GPUs and TPUs ahead of time. The memory of drivers and libraries is not
+included: with ``memory_fraction=0.9``, a tenth of the device memory is left for them.
 
 If several devices compute a model together, H, K and F are the sizes of one device's shard, see
-`paged_jax.models.tensor_parallel`. V is the whole vocabulary, because each device samples all
-tokens. `paged_jax.dims` defines the letters. In addition, E is the hidden size, F the intermediate
-size, and Fx the intermediate size of an expert.
+`paged_jax.models.tensor_parallel`. V is the size of the whole vocabulary, because each device
+samples from all logits. `paged_jax.dims` defines the letters. In addition, E is the hidden size, F
+the intermediate size, and Fx the intermediate size of an expert.
 """
 
 import functools
@@ -76,32 +79,31 @@ from paged_jax.runner.sizes import Sizes
 from paged_jax.sampling.filters import Constraints
 from paged_jax.sampling.state import SlotSampling
 
-# Bytes of the tiles of attention, see the docstring of the module.
+# Bytes of the tiles in which attention reads the pool, see the docstring of the module.
 _TILE_BYTES = 4 << 20
-# Number of arrays of the residual stream (R), except on CPUs. Measured in addition to the largest
-# array of a layer: 3.3 arrays on an H200, none on TPUs (jax 0.12.0).
+# Number of arrays of the residual stream (R) on GPUs and TPUs. Measured with jax 0.12.0, in
+# addition to the largest array of a layer: 3.3 arrays on an H200, none on TPUs.
 _RESIDUALS = 4
-# Bytes per logit of a step that samples. Measured: 8.7 arrays of 4 bytes (jax 0.10.2).
+# Temporary bytes per logit in a step that samples. Measured with jax 0.10.2: 8.7 arrays of 4 bytes.
 _CHOICE_BYTES = 40
-# Copies of the states of all rows in a recurrent layer: the old states, the new states, and a copy
-# in the layout of the matmuls. Measured: 2.4 (jax 0.10.2).
+# Number of copies of the states of all rows in a recurrent layer: the old states, the new states,
+# and a copy in the layout of the matmuls. Measured with jax 0.10.2: 2.4.
 _STATE_COPIES = 3
 _MODEL_PROGRAMS = ("prefill", "score", "decode", "verify")
-# Bytes per entry of the block tables in programs that fork. Measured: 4.
+# Temporary bytes per entry of the block tables in programs that fork slots. Measured: 4.
 _TABLE_BYTES = 8
-# Bytes per block in programs that look up blocks by content. Measured: 25.
+# Temporary bytes per block in programs that look up blocks in the prefix cache. Measured: 25.
 _SEARCH_BYTES = 28
 
 
 class GroupFootprint(NamedTuple):
-    """Memory of the blocks of a group of layers that keep the same tokens.
+    """Memory of the blocks in one group of layers that keep the same tokens.
 
     Attributes:
-      window: W, number of last tokens that these layers keep, in addition to the tokens of the last
-        program; None if they keep all tokens.
+      window: W, sliding window of these layers in tokens; None if they keep all tokens.
       num_layers: number of layers in the group.
       block: bytes of K and V of a block in these layers, including scales.
-      overhead: further bytes that a block takes.
+      overhead: other bytes per block, see `overhead` in the docstring of the module.
       max_blocks_per_slot: maximum number of blocks that a slot holds.
       max_blocks: maximum number of blocks that all slots hold.
     """
@@ -114,20 +116,20 @@ class GroupFootprint(NamedTuple):
     max_blocks: int
 
     def num_held(self, length: int, block_size: int) -> int:
-        """Return the maximum number of blocks that a sequence of `length` tokens holds."""
+        """Return the maximum number of blocks of a sequence of `length` tokens in this group."""
         return min(self.max_blocks_per_slot, num_blocks_needed(length, block_size))
 
 
 class Footprint(NamedTuple):
-    """Memory that an engine takes on a device, in bytes.
+    """Memory that an engine uses on a device, in bytes.
 
     Attributes:
       weights: bytes of all parameters.
-      state: bytes of the slots; they do not depend on the number of blocks.
-      steps: bytes of temporary memory by kind of program.
-      groups: memory of blocks by group of layers; the group that keeps most tokens is first.
-      sequence_state: bytes of the states of recurrent layers of one sequence, or of one snapshot.
-      num_states: number of these states.
+      state: bytes of the slots: their sampling state and their rows of the block tables.
+      steps: maps each kind of program, such as ``"decode"``, to its bytes of temporary memory.
+      groups: memory of the blocks of each group of layers; the first group keeps the most tokens.
+      sequence_state: bytes of one state of the recurrent layers, of a slot or of a snapshot.
+      num_states: maximum number of these states.
     """
 
     weights: int
@@ -144,17 +146,17 @@ class Footprint(NamedTuple):
 
     @property
     def block_overhead(self) -> int:
-        """Further bytes that a block takes in all layers, see `GroupFootprint`."""
+        """Bytes per block in all groups in addition to `block`, see ``GroupFootprint.overhead``."""
         return sum(group.overhead for group in self.groups)
 
     @property
     def step(self) -> int:
-        """Maximum bytes of temporary memory of a program."""
+        """Bytes of temporary memory of the program that needs the most."""
         return max(self.steps.values())
 
     @property
     def recurrent(self) -> int:
-        """Bytes of the states of recurrent layers, of all slots and snapshots."""
+        """Bytes of all states of the recurrent layers, for slots and snapshots."""
         return self.sequence_state * self.num_states
 
     @property
@@ -164,11 +166,11 @@ class Footprint(NamedTuple):
 
     @property
     def max_blocks(self) -> int:
-        """Maximum number of used blocks of the first group; further blocks serve as cache."""
+        """Maximum number of blocks of the first group that slots hold at the same time."""
         return self.groups[0].max_blocks
 
     def group_sizes(self, num_blocks: int) -> tuple[int, ...]:
-        """Return the number of blocks of each group if the first has `num_blocks`."""
+        """Return the number of blocks of each group if the first group has `num_blocks`."""
         return tuple(
             num_blocks
             if group.window is None or group is self.groups[0]
@@ -177,14 +179,14 @@ class Footprint(NamedTuple):
         )
 
     def pool_bytes(self, num_blocks: int, *, with_overhead: bool = False) -> int:
-        """Return the bytes of all blocks if the first group has `num_blocks`."""
+        """Return the bytes of the pools of all groups if the first group has `num_blocks`."""
         sizes = zip(self.groups, self.group_sizes(num_blocks), strict=True)
         return sum(size * (group.block + with_overhead * group.overhead) for group, size in sizes)
 
     def num_blocks(self, memory: int) -> int:
         """Return the number of blocks of the first group that fit in `memory` bytes.
 
-        The memory also holds everything else: weights, state and steps.
+        The memory must also hold the weights, the state, and the temporary memory of a step.
 
         Example:
           >>> group = GroupFootprint(None, 2, 90, 10, max_blocks_per_slot=4, max_blocks=8)
@@ -194,10 +196,10 @@ class Footprint(NamedTuple):
         return self.num_fitting(memory - self.fixed, with_overhead=True)
 
     def num_fitting(self, num_bytes: int, *, with_overhead: bool = False) -> int:
-        """Return the maximum number of blocks of the first group with which all pools fit.
+        """Return the largest number of blocks of the first group so that all pools fit in memory.
 
-        The pools of the other groups grow with the first group. Together they take at most
-        `num_bytes`, see `pool_bytes`.
+        The sizes of the other pools follow from the number of blocks of the first group, see
+        `group_sizes`. All pools together use at most `num_bytes`.
 
         Example:
           >>> whole = GroupFootprint(None, 1, 10, 0, max_blocks_per_slot=100, max_blocks=200)
@@ -206,7 +208,8 @@ class Footprint(NamedTuple):
           >>> footprint.num_fitting(1810), footprint.pool_bytes(101), footprint.num_fitting(600)
           (101, 1810, 10)
         """
-        # Each group with a window stops growing at its `max_blocks`, the smallest number first.
+        # All pools grow with the first pool, except that a group with a window stops at its
+        # `max_blocks`. Handle the groups in the order in which they stop.
         others = [group for group in self.groups[1:] if group.window is not None]
         growing = sum(group.block + with_overhead * group.overhead for group in self.groups)
         for group in sorted(others, key=lambda group: group.max_blocks):
@@ -218,14 +221,14 @@ class Footprint(NamedTuple):
         return max(0, num_bytes // growing)
 
     def check_fits(self, field: str, memory: int) -> None:
-        """Check that at least one block fits in a memory, together with everything else.
+        """Check that `memory` is large enough for one block and everything except blocks.
 
         Args:
-          field: the beginning of the error message.
-          memory: bytes of the memory.
+          field: the beginning of the error message, such as "plan: memory".
+          memory: bytes of memory.
 
         Raises:
-          ValueError: no block fits. The message has the numbers.
+          ValueError: no block fits. The message lists the bytes of all parts.
         """
         if self.num_blocks(memory):
             return
@@ -249,16 +252,17 @@ def footprint(
     platform: str,
     shard: LlamaConfig | None = None,
 ) -> Footprint:
-    """Return the memory that an engine takes on each of its devices.
+    """Compute the memory that an engine uses on each of its devices.
 
     Args:
       config: the configuration of the model.
       sizes: sizes of the engine's programs.
       weights: bytes of the weights on the device, see `weight_bytes`.
-      formats: formats of the matrices.
+      formats: storage formats of the weight matrices.
       kv_dtype: dtype of K and V.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-      shard: the configuration of a device's shard, see `shard_config`; None for a single device.
+      shard: the configuration of the part of the model on one device, see `shard_config`; None for
+        a single device.
 
     Example:
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=172,
@@ -274,7 +278,7 @@ def footprint(
     groups = _group_footprints(shard or config, sizes, kv_dtype, platform)
     block = sum(group.block for group in groups)
     steps = _step_bytes(shard or config, config.vocab_size, sizes, block, platform)
-    # Without kernels for quantised weights, programs copy weights of all formats, like int8.
+    # If there are no kernels for int8 weights, programs copy weights of every quantised format.
     dtypes = {code if code in FLOAT_CODES else "int8" for code in formats.codes}
     has_experts = bool(config.num_experts)
     if any(copies_weights(platform, dtype, has_experts=has_experts) for dtype in dtypes):
@@ -295,7 +299,7 @@ def footprint(
 
 
 def _layer_states(config: LlamaConfig, kv_dtype: DTypeLike) -> list[int]:
-    """Return the bytes of the state of a sequence in each recurrent layer."""
+    """Return, for each recurrent layer, the bytes of one sequence's state."""
     other = query_dtype(kv_dtype)
     return [
         sum(math.prod(x.shape) * jnp.dtype(x.dtype or other).itemsize for x in group.states)
@@ -314,9 +318,9 @@ def _group_footprints(
         block = block_bytes(config, block_size, kv_dtype, platform, [group])
         overhead = record_bytes(block_size) + _SEARCH_BYTES
         if not sets_rows_in_place(platform, kv_dtype):
-            # XLA updates such pools through a copy in the same dtype and a copy in float32. The two
-            # copies do not exist at the same time: together they take 1.4 to 1.5 times the memory
-            # of the pools (measured).
+            # XLA does not update such pools in place. It makes a copy in the same dtype and a copy
+            # in float32, but not of all layers at the same time. Measured: 1.4 to 1.5 times the
+            # memory of the pools.
             overhead += block * 3 // 2
         most = sizes.num_slots * held
         groups.append(GroupFootprint(window, len(layers), block, overhead, held, most))
@@ -332,13 +336,14 @@ def weight_layout(
     """Return the shape and dtype of every parameter, by name.
 
     Args:
-      config: the configuration of a device's shard, see `shard_config`.
-      dtype: dtype of the floats, or of all matrices without `formats`.
+      config: the configuration of the part of the model on one device, see `shard_config`.
+      dtype: dtype of all parameters that are not quantised.
       num_devices: number of devices that compute the model together.
-      formats: formats of the matrices; None for the formats of `dtype`.
+      formats: storage formats of the weight matrices; None for ``MatrixFormats.of_dtype(dtype)``.
     """
     shard = DeviceShard("", config.vocab_size, num_devices) if num_devices > 1 else None
-    # Stack the layers if the model allows it: then a layer is traced once instead of L times.
+    # Stack the layers if the model allows it, because then a layer is traced once instead of L
+    # times.
     model_class = functools.partial(Llama, shard=shard)
     scan_layers = config.can_scan_layers
     return ModelSpec(model_class, config, dtype, scan_layers, formats=formats).parameters()
@@ -350,7 +355,7 @@ def weight_bytes(
     num_devices: int = 1,
     formats: MatrixFormats | None = None,
 ) -> int:
-    """Return the bytes of all parameters, see `weight_layout`."""
+    """Return the bytes of all parameters; see `weight_layout` for the arguments."""
     layout = weight_layout(config, dtype, num_devices, formats)
     return sum(x.size * x.dtype.itemsize for x in layout.values())
 
@@ -368,7 +373,9 @@ def block_bytes(
     platform: str,
     groups: Iterable[LayerGroup] | None = None,
 ) -> int:
-    """Return the bytes of K and V of a block in all layers, or in those of `groups`, with scales.
+    """Return the bytes of K and V of one block, including scales.
+
+    The block is counted in the layers of `groups`, or in all layers if it is None.
 
     Example:
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=172,
@@ -387,16 +394,17 @@ def block_bytes(
 
 
 def record_bytes(block_size: int) -> int:
-    """Return the bytes of the allocator's data about a block, see `BlockPool`."""
-    numbers = 2 + NUM_DIGEST_WORDS + block_size  # count, place in the queue, digest, tokens
+    """Return the bytes that a `BlockPool` needs for the data about one block."""
+    # Number of 32-bit values: reference count and queue entry, digest, token ids.
+    numbers = 2 + NUM_DIGEST_WORDS + block_size
     return 4 * numbers + 1
 
 
 def state_bytes(vocab_size: int, sizes: Sizes, windows: Sequence[int | None] = (None,)) -> int:
-    """Return the bytes of a `DecodeState` without the pools and the allocator's data of blocks.
+    """Return the bytes of a `DecodeState` that do not depend on the number of blocks.
 
     Args:
-      vocab_size: V.
+      vocab_size: V, number of tokens in the vocabulary.
       sizes: sizes of the engine's programs.
       windows: the sliding window of each group of layers, because each group has its own tables.
     """
@@ -408,16 +416,19 @@ def state_bytes(vocab_size: int, sizes: Sizes, windows: Sequence[int | None] = (
     )
     sampling = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(slot))
     tokens = 4 * (2 + sizes.max_stop_ids)
-    # Per slot: its length, its blocks and, with a window, its first block that is not freed.
+    # Bytes per slot: its length, its row of the block table and, with a window, its first column.
     tables = sum(4 * (1 + sizes.max_blocks_per_slot + (window is not None)) for window in windows)
-    queues = 4 * 2 * len(windows)  # start and length of each queue of free blocks
+    queues = 4 * 2 * len(windows)  # `head` and `num_free` of each block pool.
     return sizes.num_slots * (sampling + tokens + tables) + queues
 
 
 def _step_bytes(
     config: LlamaConfig, vocab_size: int, sizes: Sizes, block: int, platform: str
 ) -> dict[str, int]:
-    """Return the temporary bytes of each kind of program, see the docstring of the module."""
+    """Return the bytes of temporary memory of each kind of program.
+
+    The docstring of the module lists the formulas.
+    """
     S, T, V = sizes.num_slots, sizes.num_drafts, vocab_size
     activations = functools.partial(_activation_bytes, config, platform)
     steps = {
@@ -440,7 +451,7 @@ def _activation_bytes(config: LlamaConfig, platform: str, num_tokens: int) -> in
 
 
 def _layer_features(layer: LlamaConfig) -> int:
-    """Return the number of activations of a token in the MLP or attention, whichever has more."""
+    """Return the number of activations of a token in the MLP or in attention (the maximum)."""
     per_expert = 3 * (layer.moe_intermediate_size + layer.hidden_size)
     mlp = 3 * layer.dense_intermediate_size + layer.num_experts_per_tok * per_expert
     if layer.latent is not None:
@@ -449,5 +460,5 @@ def _layer_features(layer: LlamaConfig) -> int:
 
 
 def _expert_bytes(config: LlamaConfig) -> int:
-    """Return the bytes of two float32 copies of an expert's gate and up weights."""
+    """Return the bytes of two float32 copies of the gate and up weights of one expert."""
     return 2 * 4 * 2 * config.moe_intermediate_size * config.hidden_size

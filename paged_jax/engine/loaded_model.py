@@ -32,10 +32,10 @@ class LoadedModel:
       weights: the weights on the devices.
       tokenizer: the tokenizer; None if there is none.
       generation_config: sampling defaults that come with the model, see `GenerationConfig`.
-      eos_token_ids: tokens that end a sequence.
-      token_bias: biases that apply to every request.
-      is_shared: whether the caller also uses the arrays of the weights, so that they must not be
-        deleted.
+      eos_token_ids: ids of the end-of-sequence tokens.
+      token_bias: biases that are added to the logits of every request.
+      is_shared: whether the arrays of the weights belong to the caller. The engine must not delete
+        them then.
     """
 
     weights: Weights
@@ -45,21 +45,22 @@ class LoadedModel:
     token_bias: TokenBias
     is_shared: bool
 
-    @functools.cached_property  # each step reads it, and `layout_model` takes 60 us
+    @functools.cached_property  # Each step reads `config`, and `layout_model` takes 60 us.
     def config(self) -> LlamaConfig:
         """Configuration of the whole model."""
         return self.weights.layout_model.config
 
     @classmethod
     def load(cls, options: EngineConfig) -> "LoadedModel":
-        """Load the model and the tokenizer that the options of an engine name.
+        """Load the model and the tokenizer that are given by the options of an engine.
 
         Raises:
-          ValueError: an option does not suit the model or the devices, or a file is damaged.
+          ValueError: an option is not possible with the model or the devices, or a file is damaged.
           OSError: files are missing, or cannot be read or downloaded.
         """
         options = find_files(options)
-        # The tokenizer of a small model takes half as long as its weights.
+        # Load the tokenizer in a thread. For a small model it takes half as long as loading the
+        # weights.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             reading = thread.submit(load_tokenizer, options.model, options.tokenizer)
             weights = load_weights(options)
@@ -78,12 +79,12 @@ class LoadedModel:
 
 
 def find_files(options: EngineConfig) -> EngineConfig:
-    """Return the options with paths instead of names of models on the Hugging Face Hub.
+    """Replace names of models on the Hugging Face Hub by local paths, and return the options.
 
     Raises:
-      OSError: a model is not in the local cache, or cannot be downloaded.
-      ValueError: a revision is given for a path, or the model is a Flax module that is not a
-        `PagedModel`.
+      OSError: a model is not in the local cache of the Hub, or cannot be downloaded.
+      ValueError: `revision` is given although the model is a path, or the model is a Flax module
+        that is not a `PagedModel`.
     """
     model, tokenizer = options.model, options.tokenizer
     if isinstance(model, nnx.Module) and not isinstance(model, PagedModel):
@@ -102,12 +103,13 @@ def find_files(options: EngineConfig) -> EngineConfig:
 
 
 def load_weights(options: EngineConfig) -> Weights:
-    """Load weights onto one device, or divide them over several devices.
+    """Load weights onto one device, or divide them over the devices of a mesh.
 
-    If they are divided, each device reads only its part of the files.
+    If the weights are divided, only the part of each device is read from the files.
 
     Raises:
-      ValueError: the model cannot be divided over the devices; or see `Llama.from_pretrained`.
+      ValueError: the model cannot be divided over the devices, or its files are invalid, see
+        `Llama.from_pretrained`.
       OSError: files are missing or cannot be read.
     """
     model, backend = options.model, options.backend
@@ -126,20 +128,21 @@ def load_weights(options: EngineConfig) -> Weights:
         "dequantise": options.dequantise,
         "show_progress": options.show_progress,
     }
-    if mesh is None or not folder.exists():  # `from_pretrained` reports a missing folder
-        # Do not stack layers for other backends than "cpu" on CPUs: they would copy the weights of
-        # each layer out of the stack.
+    if mesh is None or not folder.exists():  # `from_pretrained` reports that a folder is missing.
+        # On CPUs, do not stack layers for backends other than "cpu", because these would copy the
+        # weights of each layer out of the stack.
         is_copied = backend not in (None, "cpu") and jax.default_backend() == "cpu"
         scan_layers = False if is_copied else None
         return Weights(Llama.from_pretrained(model, scan_layers=scan_layers, **given))
     parallel = TensorParallel.create("Engine", mesh, read_config(folder))
     placed = Llama.from_pretrained(folder, sharding=parallel.model_sharding, **given)
-    parallel = dataclasses.replace(parallel, config=placed.config)  # with the dtype of the weights
+    # The config of the loaded model has the dtype of the weights.
+    parallel = dataclasses.replace(parallel, config=placed.config)
     return Weights(placed, parallel, check_replicas=options.check_replicas)
 
 
 def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:
-    """Return the mesh of an engine on several devices; None for a single device.
+    """Return the device mesh of an engine; None if the engine uses a single device.
 
     Args:
       mesh: the option `mesh` of the engine.
@@ -153,7 +156,7 @@ def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:
     if mesh is not None:
         raise ValueError(
             "Engine: tensor_parallel_size must be 1 if mesh is given, got "
-            f"{tensor_parallel_size}. Give one of them."
+            f"{tensor_parallel_size}. Pass only one of the two options."
         )
     devices = jax.devices()
     if tensor_parallel_size > len(devices):
@@ -161,7 +164,8 @@ def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:
             f"Engine: tensor_parallel_size must be at most {len(devices)}, the number of "
             f"{devices[0].platform} devices that JAX finds, got {tensor_parallel_size}."
         )
-    # If all devices are used, JAX orders them by their links. Otherwise use the first devices.
+    # If all devices are used, let JAX order them so that neighbours have fast links. Otherwise use
+    # the first devices.
     is_all = tensor_parallel_size == len(devices)
     return jax.make_mesh(
         (tensor_parallel_size,), ("tp",), devices=None if is_all else devices[:tensor_parallel_size]
@@ -171,9 +175,10 @@ def find_mesh(mesh: Mesh | None, tensor_parallel_size: int) -> Mesh | None:
 def load_tokenizer(
     model: str | Path | PagedModel | None, tokenizer: str | Path | Tokenizer | None
 ) -> Tokenizer | None:
-    """Return the given tokenizer, or load it from its path or from the path of the model.
+    """Return the tokenizer given by `tokenizer`, or else the tokenizer of the model's folder.
 
-    Returns None if no tokenizer is given, and the model is a module or has no tokenizer.json.
+    The result is None if `tokenizer` is None, and the model is a module or its folder has no
+    tokenizer.json.
     """
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
@@ -189,9 +194,10 @@ def load_tokenizer(
 def load_generation_config(
     model: str | Path | PagedModel | None, tokenizer: Tokenizer | None
 ) -> GenerationConfig:
-    """Return the generation defaults of the model's folder, or of the tokenizer.
+    """Return the generation defaults in the folder of the model, else those of the tokenizer.
 
-    Sampling defaults that were passed to `Tokenizer` take precedence over the folder's.
+    Sampling defaults that were passed to the constructor of `Tokenizer` replace the sampling
+    defaults in the folder.
 
     Raises:
       ValueError: see `GenerationConfig.from_folder`.
@@ -210,7 +216,10 @@ def load_generation_config(
 def find_eos_token_ids(
     config: LlamaConfig, tokenizer: Tokenizer | None, generation_config: GenerationConfig
 ) -> frozenset[int]:
-    """Return the end-of-sequence tokens of the model, its tokenizer and its generation defaults."""
+    """Return the ids of all end-of-sequence tokens.
+
+    They are listed by the config of the model, by the tokenizer and by the generation defaults.
+    """
     token_ids = {*config.eos_token_ids, *generation_config.eos_token_ids}
     token_ids |= set(tokenizer.eos_token_ids if tokenizer else ())
     # A tokenizer may have tokens outside of the model's vocabulary.

@@ -1,27 +1,28 @@
-"""Memory and speed of an engine, computed before anything is loaded.
+"""Memory and speed of an engine, computed without loading a model.
 
 Memory is computed as for an engine with ``memory_fraction``, see `paged_jax.engine.footprint`. A
-lower bound for the time of a decode step follows from sizes and published figures of a device::
+lower bound for the time of a decode step follows from the sizes of the model and from published
+properties of the device::
 
     seconds >= max(bytes / memory_rate, operations / operation_rate) + sent / link_rate
 
-    bytes        read by a device: its weights (except an embedding that is not also the head), and
-                 K and V of all tokens that the sequences attend to
-    operations   2 per weight and sequence
-    sent         by a device: 2 (N - 1) / N of the bytes of an all-reduce, (N - 1) / N of the bytes
-                 of an all-gather. This is optimal for devices that only send to each other
-                 (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). Switches that add,
-                 such as NVLink SHARP, halve an all-reduce.
+    bytes        bytes that a device reads: its weights (except for an embedding that is not also
+                 the head), and K and V of all tokens that the sequences attend to operations   2
+                 per weight and sequence sent         bytes that a device sends: 2 (N - 1) / N of
+                 the bytes of an all-reduce, and (N - 1) / N of the bytes of an all-gather. This is
+                 optimal if the devices only send to each other (Patarasuk and Yuan, J. Parallel
+                 Distrib. Comput. 69, 2009). Network switches that add, such as NVLink SHARP, send
+                 half as much in an all-reduce.
 
 A step has 2 L + 1 all-reduces of ``[B, E]`` in float32 (two per layer and one for the embedding)
 and an all-gather of the logits ``[B, V]``. A layer that runs attention and MLP in parallel, or has
-only one of them, has only one all-reduce. A layer with norms of q and k over all heads has another
-all-reduce, of two values per token, and so has a layer with sparse gates. The embeddings for each
-layer have one all-reduce together. The latency of a collective is microseconds; it is not published
-and not counted.
+only one of them, has only one all-reduce. A layer that normalises q and k over all heads together
+has an additional all-reduce of two values per token, and so has a layer with sparse activations. If
+the model has embeddings for each layer, they have one all-reduce in total. The latency of
+collectives, a few microseconds each, is not published and not counted.
 
-If each token uses k of X experts, B tokens read X (1 - (1 - k / X)^B) experts if the router chooses
-uniformly. That is an expected value, not a bound.
+If each token uses k of X experts and the router chooses uniformly, a step with B tokens reads X (1
+- (1 - k / X)^B) experts. This is an expected value, not a bound.
 
 `paged_jax.dims` defines the letters. E is the hidden size, N the number of devices.
 """
@@ -52,26 +53,26 @@ from paged_jax.models.matrices import MatrixFormats, float_type
 from paged_jax.models.tensor_parallel import shard_config
 from paged_jax.runner.sizes import Sizes
 
-# Bytes of a float32, the dtype of the residual stream and of logits.
+# Bytes per element of the residual stream and the logits, which are float32.
 _FLOAT_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Memory that an engine takes on each device, and the number of sequences that fit.
+    """Memory that an engine uses on each device, and the number of sequences that fit.
 
     Attributes:
       config: configuration of the model.
       num_devices: N, number of devices that compute the model together.
-      shard: configuration of a device's shard of the model.
-      dtype: dtype of the floats.
-      formats: formats of the matrices.
+      shard: configuration of the part of the model on one device.
+      dtype: dtype of all parameters that are not quantised.
+      formats: storage formats of the weight matrices.
       kv_dtype: dtype of K and V.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
       sizes: sizes of the engine's programs.
       num_blocks: number of blocks of the first group of layers that fit.
-      memory: bytes that the engine may take on each device.
-      footprint: bytes that the engine takes on each device.
+      memory: bytes that the engine may use on each device.
+      footprint: bytes that the engine uses on each device.
     """
 
     config: LlamaConfig
@@ -98,13 +99,19 @@ class MemoryPlan:
 
     @property
     def num_contiguous(self) -> int:
-        """Number of sequences that fit if each reserves `max_model_len` tokens."""
+        """Number of sequences that would fit without paging.
+
+        Each sequence would then reserve memory for `max_model_len` tokens.
+        """
         footprint, sizes = self.footprint, self.sizes
         return (self.memory - footprint.fixed) // (sizes.max_model_len * self.token_bytes)
 
     @property
     def num_engine_blocks(self) -> int:
-        """Number of blocks in an engine's pool: as many as fit, but no more than all slots use."""
+        """Number of blocks that an engine would choose for the pool of its first group.
+
+        It is the number of blocks that fit, but at most the number that all slots can use.
+        """
         return min(self.num_blocks, self.footprint.max_blocks)
 
     @property
@@ -114,22 +121,22 @@ class MemoryPlan:
 
     @property
     def keeps_less(self) -> bool:
-        """Whether some layers do not keep all tokens."""
+        """Whether some layers have a sliding window or are recurrent, so they keep less memory."""
         return self.has_windows or self.footprint.num_states > 0
 
     def sequence_bytes(self, length: int) -> int:
-        """Return the peak bytes that a sequence of `length` tokens takes on each device.
+        """Return the peak bytes of cache that a sequence of `length` tokens uses on each device.
 
-        These are its K and V, and its states of recurrent layers.
+        The cache contains its K and V and its state of recurrent layers.
         """
         footprint, block_size = self.footprint, self.sizes.block_size
         blocks = sum(g.block * g.num_held(length, block_size) for g in footprint.groups)
         return blocks + footprint.sequence_state
 
     def uniform_bytes(self, length: int) -> int:
-        """Return `sequence_bytes` of a model in which all layers keep all tokens.
+        """Return the `sequence_bytes` that the model would have if all layers kept all tokens.
 
-        Recurrent layers count like the average attention layer.
+        A recurrent layer counts like an average attention layer.
         """
         num_blocks = num_blocks_needed(length, self.sizes.block_size)
         num_recurrent = sum(len(group.layers) for group in self.shard.state_groups)
@@ -137,10 +144,10 @@ class MemoryPlan:
         return self.footprint.block * num_blocks * (num_layers + num_recurrent) // num_layers
 
     def read_bytes(self, length: int) -> int:
-        """Return the bytes of the cache that a decode step reads and writes for a sequence.
+        """Return the bytes of cache that a decode step reads and writes for one sequence.
 
-        These are the K and V that the last of `length` tokens attends to, and the states of
-        recurrent layers before and after it.
+        It reads the K and V that the last of `length` tokens attends to. It also reads the state of
+        recurrent layers before this token, and writes the state after it.
         """
         windows = [length if g.window is None else g.window for g in self.footprint.groups]
         sizes = zip(self.footprint.groups, windows, strict=True)
@@ -149,14 +156,17 @@ class MemoryPlan:
 
     @property
     def num_copies(self) -> int:
-        """Number of devices that store the same KV heads; above 1 with more devices than heads."""
+        """Number of devices that store the same KV head.
+
+        It is above 1 if there are more devices than KV heads.
+        """
         return self.num_devices * self.shard.num_key_value_heads // self.config.num_key_value_heads
 
     def num_paged(self, length: int) -> int:
-        """Return the number of sequences of `length` tokens that fit if none share blocks.
+        """Return the number of sequences of `length` tokens that fit if they share no blocks.
 
-        The number of slots is assumed to be this number, because pools of layers with a window grow
-        with the number of slots.
+        The result assumes that the engine has exactly this number of slots, because the pools of
+        layers with a window grow with the number of slots.
         """
         footprint, block_size = self.footprint, self.sizes.block_size
         taken = sum(
@@ -169,7 +179,10 @@ class MemoryPlan:
         return (self.memory - others) // taken
 
     def num_running(self, length: int) -> int:
-        """Return the number of sequences of `length` tokens that the engine runs together."""
+        """Return the number of sequences of `length` tokens that run at the same time.
+
+        It is limited by the pools of the engine and by its number of slots.
+        """
         footprint, block_size = self.footprint, self.sizes.block_size
         pools = zip(footprint.groups, footprint.group_sizes(self.num_blocks), strict=True)
         held = (size // group.num_held(length, block_size) for group, size in pools)
@@ -183,15 +196,15 @@ def make_plan(
     formats: MatrixFormats | None = None,
     **options: Any,
 ) -> MemoryPlan:
-    """Compute how many blocks and sequences fit in the memory of each device.
+    """Compute the number of blocks and sequences that fit in the memory of each device.
 
     Args:
       config: the configuration of the model.
-      memory_bytes: maximum bytes that the engine may take on each device.
+      memory_bytes: maximum bytes that the engine may use on each device.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-      formats: formats of the matrices in the files, see `read_formats`; None for the formats of the
-        option `dtype`.
-      **options: fields of `EngineConfig` that decide how much memory an engine takes.
+      formats: storage formats of the weight matrices in the files, see `read_formats`; None if the
+        option `dtype` determines them.
+      **options: fields of `EngineConfig` on which the memory of an engine depends.
 
     Raises:
       ValueError: an argument is out of bounds, the model cannot be divided over the devices, or no
@@ -209,7 +222,8 @@ def make_plan(
     refuse_unknown("plan", known, unknown, VLLM_NAMES)
     check_options("plan", options)
     num_slots = options.get("max_num_seqs", EngineConfig.max_num_seqs)
-    # Any max_num_batched_tokens gives the same plan; this value is valid for any number of slots.
+    # The plan does not depend on max_num_batched_tokens. This value is valid for any number of
+    # slots.
     options["max_num_batched_tokens"] = max(num_slots, EngineConfig.max_num_batched_tokens)
     engine = EngineConfig(**options)
     dtype = resolve_dtype("plan", engine.dtype, config)
@@ -248,14 +262,14 @@ def make_plan(
 
 @dataclasses.dataclass(frozen=True)
 class DeviceSpec:
-    """Published figures of an accelerator.
+    """Published memory size and speed of an accelerator.
 
     Attributes:
       platform: ``"gpu"`` or ``"tpu"``.
-      memory: published memory in bytes. A GB is counted as 10^9 bytes; devices have slightly more.
-      memory_rate: bytes per second that it reads from its memory.
-      link_rate: bytes per second that it sends to others of its kind, over all links.
-      operation_rate: operations per second in bfloat16, without sparsity.
+      memory: bytes of memory. A published GB counts as 10^9 bytes; devices have slightly more.
+      memory_rate: bytes per second that the device reads from its memory.
+      link_rate: bytes per second that the device sends to other devices, over all its links.
+      operation_rate: dense bfloat16 operations per second.
     """
 
     platform: str
@@ -265,9 +279,10 @@ class DeviceSpec:
     operation_rate: float
 
 
-# NVIDIA's data sheets of H100 (SXM) and H200: NVLink has 900 GB/s, half of it in each direction;
-# operation rates are the published rates with sparsity, halved. Google's Cloud TPU pages "TPU v5e"
-# and "TPU v6e": interconnect "bidirectional (per chip)" of 400 and 800 GB/s, half each way.
+# The values are from NVIDIA's data sheets of the H100 (SXM) and H200, and from Google's Cloud TPU
+# pages "TPU v5e" and "TPU v6e". Link rates are half of the published bidirectional rates: 900 GB/s
+# for NVLink, 400 GB/s for v5e and 800 GB/s for v6e. The operation rates of the GPUs are half of the
+# published rates with sparsity.
 DEVICES = {
     "h100": DeviceSpec("gpu", 80 * 10**9, 3.35e12, 450e9, 989e12),
     "h200": DeviceSpec("gpu", 141 * 10**9, 4.8e12, 450e9, 989e12),
@@ -280,9 +295,9 @@ class Collectives(NamedTuple):
     """Communication between devices in a decode step.
 
     Attributes:
-      num_all_reduces: number of all-reduces.
-      num_all_gathers: number of all-gathers.
-      sent: bytes that each device sends.
+      num_all_reduces: number of all-reduces in the step.
+      num_all_gathers: number of all-gathers in the step.
+      sent: bytes that each device sends in the step.
     """
 
     num_all_reduces: int
@@ -291,10 +306,10 @@ class Collectives(NamedTuple):
 
 
 class StepBound(NamedTuple):
-    """Lower bounds in seconds for the parts of a decode step.
+    """Lower bounds for the time of a decode step, in seconds.
 
     Attributes:
-      reading: seconds to read weights, K and V from memory.
+      reading: seconds to read the weights and the cache from device memory.
       computing: seconds for matrix multiplications.
       sending: seconds for communication between devices.
     """
@@ -305,12 +320,15 @@ class StepBound(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Lower bound for the whole step: reading overlaps computing, communication does not."""
+        """Lower bound for the whole step, in seconds.
+
+        It assumes that reading overlaps with computing, but communication with neither.
+        """
         return max(self.reading, self.computing) + self.sending
 
 
 def collectives(plan: MemoryPlan, batch: int) -> Collectives:
-    """Return the communication of a decode step of `batch` sequences.
+    """Return the communication in a decode step of `batch` sequences.
 
     Example:
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=192,
@@ -330,7 +348,10 @@ def collectives(plan: MemoryPlan, batch: int) -> Collectives:
 
 
 def _layer_sums(layer: LlamaConfig) -> list[int]:
-    """Return the number of values per token in each all-reduce of a layer, from its own config."""
+    """Return the number of values per token in each all-reduce of a layer.
+
+    `layer` is the config of this layer, from `LlamaConfig.layer_configs`.
+    """
     hidden_size = layer.hidden_size
     if layer.norm_placement == "parallel":
         sums = [hidden_size]
@@ -346,7 +367,7 @@ def _layer_sums(layer: LlamaConfig) -> list[int]:
 
 
 def _embedding_sums(config: LlamaConfig) -> list[int]:
-    """Return the number of values per token in the all-reduce of each embedding."""
+    """Return the number of values per token in each all-reduce of the embeddings."""
     per_layer = config.num_hidden_layers * config.hidden_size_per_layer_input
     return [config.hidden_size] + [per_layer] * bool(per_layer)
 
@@ -356,7 +377,7 @@ def step_bound(plan: MemoryPlan, device: DeviceSpec, batch: int, length: int) ->
 
     Args:
       plan: the memory plan of the model.
-      device: figures of each device.
+      device: speed of each device.
       batch: B, number of sequences.
       length: number of tokens in each sequence.
     """
@@ -382,7 +403,11 @@ def step_bound(plan: MemoryPlan, device: DeviceSpec, batch: int, length: int) ->
 
 
 def _read_fraction(config: LlamaConfig, name: str, experts: float) -> float:
-    """Return the fraction of a parameter that a step reads; `experts` for expert weights."""
+    """Return the fraction of the parameter `name` that a decode step reads.
+
+    It is `experts` for the weights of experts, 0 for an embedding that is not also the head, and 1
+    otherwise.
+    """
     kind = name.rpartition(".")[2]
     is_head = config.tie_word_embeddings and not kind.startswith("embed_tokens_per_layer")
     if kind.startswith("embed_tokens") and not is_head:
@@ -391,7 +416,11 @@ def _read_fraction(config: LlamaConfig, name: str, experts: float) -> float:
 
 
 def _expert_fractions(config: LlamaConfig, batch: int) -> tuple[float, float]:
-    """Return the fractions of all experts that a token uses and that a batch reads.
+    """Return the fractions of the experts that one token uses, and that a whole batch uses.
+
+    The second fraction is an expected value, see the docstring of the module.
+
+    In the example below, a token uses 4 of 32 experts, and 8 tokens use 21 of them on average.
 
     Example:
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=192,

@@ -1,4 +1,4 @@
-"""Dtype and number of the blocks in an engine's pools, and the memory of devices."""
+"""The dtype and the number of blocks of an engine's pools, and the memory of devices."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from paged_jax.engine.footprint import Footprint
 from paged_jax.kernels.rows import sets_rows_in_place
 from paged_jax.runner.sizes import Sizes
 
-# Values of the option `kv_dtype` other than "auto".
+# Maps each value of the option `kv_dtype`, except "auto", to a dtype.
 KV_DTYPES = {
     "float32": jnp.float32,
     "bfloat16": jnp.bfloat16,
@@ -22,14 +22,15 @@ KV_DTYPES = {
 }
 
 _OWN_CGROUPS, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-# Memory for K and V on a device that does not report its memory.
+# Bytes of memory for K and V on a device that does not report its memory.
 DEFAULT_CACHE_BYTES = 1 << 30
-# Fraction of the free memory for K and V, after the weights are loaded; steps need the rest.
+# Fraction of the memory that is free after loading the weights that is used for K and V. The rest
+# is for the temporary memory of steps.
 CACHE_FRACTION = 0.85
 
 
 def resolve_kv_dtype(kv_dtype: str, weights_dtype: DTypeLike, platform: str) -> np.dtype:
-    """Return the dtype of K and V in the cache that an option `kv_dtype` stands for.
+    """Return the dtype of K and V in the cache for a value of the option `kv_dtype`.
 
     Args:
       kv_dtype: ``"auto"`` or a name in `KV_DTYPES`.
@@ -43,7 +44,7 @@ def resolve_kv_dtype(kv_dtype: str, weights_dtype: DTypeLike, platform: str) -> 
     if kv_dtype != "auto":
         return jnp.dtype(KV_DTYPES[kv_dtype])
     dtype = jnp.dtype(weights_dtype)
-    # On a CPU without the C++ kernels, XLA copies a whole bfloat16 pool to float32 to write to it.
+    # On a CPU without the C++ kernels, XLA copies a whole bfloat16 pool to float32 at every write.
     is_in_place = dtype == jnp.bfloat16 and sets_rows_in_place(platform, dtype)
     return dtype if platform != "cpu" or is_in_place else jnp.dtype(jnp.float32)
 
@@ -56,13 +57,13 @@ def choose_num_blocks(
     num_blocks: int | None = None,
     memory_fraction: float | None = None,
 ) -> int:
-    """Choose the number of blocks of an engine's pool.
+    """Choose the number of blocks in the pool of the first group of layers.
 
     Args:
       device: the `jax.Device` that holds the pool or a part of it.
       sizes: sizes of the engine's programs.
-      footprint: memory that the engine takes on the device.
-      num_blocks: the engine's option `num_blocks`.
+      footprint: memory that the engine uses on the device.
+      num_blocks: the engine's option `num_blocks`; if it is not None, it is returned.
       memory_fraction: the engine's option `memory_fraction`.
 
     Raises:
@@ -96,14 +97,14 @@ def _num_fitting_free_memory(device: Any, sizes: Sizes, footprint: Footprint) ->
 
 
 def _num_fitting_fraction(device: Any, footprint: Footprint, memory_fraction: float) -> int:
-    """Return the number of blocks that fit in a fraction of the memory, with weights and steps."""
+    """Return the number of blocks with which the engine fits in a fraction of the memory."""
     memory = device_memory(device)
     if memory is None:
         raise ValueError(
             "Engine: memory_fraction must be None on a device that does not report its memory, got "
             f"{memory_fraction}. Set num_blocks instead."
         )
-    # Subtract the memory that other users of the device hold, such as a training loop.
+    # Subtract the memory that is used by other programs on the device, such as a training loop.
     free = memory.total - max(0, memory.in_use - footprint.weights)
     budget = min(int(memory_fraction * memory.total), free)
     footprint.check_fits(f"Engine: memory_fraction {memory_fraction}", budget)
@@ -111,22 +112,22 @@ def _num_fitting_fraction(device: Any, footprint: Footprint, memory_fraction: fl
 
 
 def _check_host_holds(device: Any, footprint: Footprint, num_blocks: int) -> None:
-    """Check that the pool fits in host memory: otherwise the system would kill the process."""
+    """On CPUs, check that the pools fit in host memory; otherwise the process would be killed."""
     total = host_memory()
     num_bytes = footprint.pool_bytes(num_blocks) + footprint.recurrent
     if device.platform == "cpu" and total is not None and num_bytes > total:
         raise ValueError(
-            f"Engine: num_blocks must fit the memory of {total} bytes, got {num_blocks} blocks, "
-            f"which take {num_bytes}. Use fewer."
+            f"Engine: num_blocks must fit the host memory of {total} bytes, got {num_blocks} "
+            f"blocks, which take {num_bytes} bytes. Use a smaller num_blocks."
         )
 
 
 class DeviceMemory(NamedTuple):
-    """Memory of a device.
+    """Size and use of a device's memory.
 
     Attributes:
       total: bytes of memory.
-      in_use: bytes in use; 0 if the device does not report them.
+      in_use: bytes in use; 0 if they are unknown.
     """
 
     total: int
@@ -134,7 +135,10 @@ class DeviceMemory(NamedTuple):
 
 
 def device_memory(device: Any) -> DeviceMemory | None:
-    """Return the memory of a `jax.Device` (CPU: of the host); None if it is not reported."""
+    """Return the memory of a `jax.Device`; None if the device does not report it.
+
+    For a CPU device, it is the host memory that this process may use.
+    """
     statistics = device.memory_stats()
     if statistics and "bytes_limit" in statistics:
         return DeviceMemory(statistics["bytes_limit"], statistics["bytes_in_use"])
@@ -143,7 +147,10 @@ def device_memory(device: Any) -> DeviceMemory | None:
 
 
 def host_memory() -> int | None:
-    """Return the bytes that this process may use, within its container; None if unknown."""
+    """Return the bytes of memory that this process may use; None if they are unknown.
+
+    This is the physical memory, or the limit of the container if it is lower.
+    """
     if not hasattr(os, "sysconf"):
         return None
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -151,7 +158,7 @@ def host_memory() -> int | None:
 
 
 def _cgroup_limits() -> list[int]:
-    """Return the limits of the process's control groups and of their parents."""
+    """Return the memory limits in bytes of the process's control groups and their parents."""
     try:
         lines = _OWN_CGROUPS.read_text().splitlines()
     except OSError:

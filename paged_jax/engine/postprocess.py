@@ -1,4 +1,4 @@
-"""`Postprocessor`: appends the tokens of a step to sequences, and finishes complete ones."""
+"""`Postprocessor`: appends new tokens to sequences, and finishes complete sequences."""
 
 import math
 import time
@@ -15,14 +15,14 @@ from paged_jax.scheduler.step_plan import StepPlan
 
 
 class RowTokens(NamedTuple):
-    """Tokens of a sequence in a step.
+    """Tokens that one sequence got in a step of the engine.
 
     Attributes:
-      token_ids: the tokens.
-      logprobs: their log-probabilities, in nats.
-      index: row of the sequence in `draws`.
-      draws: draws of all sequences. The first dimension of each array is the decode step, the
-        second is the row.
+      token_ids: the tokens, one per decode step.
+      logprobs: the log-probabilities of the tokens, in nats.
+      index: row of the sequence in the arrays of `draws`.
+      draws: the sampled tokens of all sequences. The first dimension of each array is the decode
+        step, the second is the row.
     """
 
     token_ids: list[int]
@@ -32,7 +32,10 @@ class RowTokens(NamedTuple):
 
 
 def rows_of(tokens: StepTokens) -> list[RowTokens]:
-    """Return the rows of a step in Python numbers, which are faster than NumPy scalars."""
+    """Return the tokens of each row of a step, converted to Python numbers.
+
+    The host handles Python numbers faster than NumPy scalars.
+    """
     draws = tokens.draws
     parts = (draws.token_ids.T, draws.logprobs.T, tokens.num_new)
     rows = zip(*(part.tolist() for part in parts), strict=True)
@@ -43,13 +46,14 @@ def rows_of(tokens: StepTokens) -> list[RowTokens]:
 
 
 class Postprocessor:
-    """Appends the tokens of a step to sequences, and finishes complete ones.
+    """Appends the tokens of a step to sequences, and finishes complete sequences.
 
     Args:
-      tokenizer: decodes the tokens of log-probabilities; None leaves their texts empty.
-      eos_token_ids: tokens that end a sequence.
+      tokenizer: tokenizer that decodes the tokens in `Logprob`; if it is None, their texts are
+        empty.
+      eos_token_ids: ids of the end-of-sequence tokens.
       requests: the unfinished requests.
-      stats: totals of the engine.
+      stats: statistics of the engine, which are updated.
     """
 
     def __init__(
@@ -69,14 +73,15 @@ class Postprocessor:
 
         Args:
           plan: the plan of the step.
-          tokens: tokens of the step, one row per decoding sequence; None if nothing decodes.
+          tokens: tokens of the step, one row per decoding sequence; None if no sequence decodes.
 
         Returns:
-          The requests that got tokens or ended. `RequestTable.ended` has the ended requests.
+          The requests that got tokens or ended. The ended requests are also stored in
+          `RequestTable.ended`.
         """
         touched = dict.fromkeys(self._requests.ended)
         for sequence in plan.expired:
-            touched[sequence.request] = None  # the scheduler has already dropped the request
+            touched[sequence.request] = None  # The scheduler has already removed the request.
             sequence.completion.end("abort", "deadline")
             self._requests.finish(sequence)
         for sequence in plan.computed:
@@ -87,24 +92,29 @@ class Postprocessor:
         if tokens is not None:
             now = time.perf_counter()
             for row, sequence in zip(rows_of(tokens), plan.decodes, strict=False):
-                # If the step was queued ahead, sequences may have ended since then.
+                # If this step was queued ahead, the sequence may have ended in the step before it.
                 if sequence.slot is None or not row.token_ids:
                     continue
                 touched[sequence.request] = None
                 self.take_row(sequence, row, now)
-        # Set `ended` before the requests leave the table, so that an interrupt loses no request.
+        # Set `ended` before the requests are removed from the table, so that no request is lost if
+        # an interrupt occurs in between.
         self._requests.ended = [request for request in touched if request.is_finished]
         for request in self._requests.ended:
             self._requests.remove(request)
         return list(touched)
 
     def take_row(self, sequence: Sequence, row: RowTokens, now: float) -> None:
-        """Append a row of tokens to a sequence, and finish the sequence if it stops."""
+        """Append the tokens of a row to a sequence, and finish the sequence if it is complete.
+
+        `now` is the time on the clock of `time.perf_counter`.
+        """
         request = sequence.request
         if sequence.is_finished:
-            return  # NaN in another sample has ended the whole request
+            return  # The whole request was ended, because another sample got NaN.
         if sequence.grammar is not None and sequence.grammar.failure is not None:
-            # End only this sample; other samples of the request continue.
+            # The grammar of this sample failed. End only this sample; other samples of the request
+            # continue.
             sequence.completion.end("error", sequence.grammar.failure)
             self._requests.finish(sequence)
             return
@@ -126,13 +136,13 @@ class Postprocessor:
             self._requests.finish(sequence)
 
     def append_tokens(self, sequence: Sequence, row: RowTokens) -> int:
-        """Append the tokens of a row to a sequence until it stops.
+        """Append the tokens of a row to a sequence, up to the token that completes it.
 
         Returns:
           The number of appended tokens.
 
         Raises:
-          FloatingPointError: the model gave NaN. Tokens before it are kept.
+          FloatingPointError: a log-probability is NaN. The tokens before it have been appended.
         """
         has_nan = math.isnan(sum(row.logprobs))
         if not has_nan and sequence.extend(
@@ -145,7 +155,8 @@ class Postprocessor:
                 num_tokens = len(sequence.token_ids)
                 raise FloatingPointError(
                     f"the model gave NaN for request {request.request_id} after {num_tokens} "
-                    "tokens. Its weights may be damaged, or overflow in their dtype."
+                    "tokens. Its weights may be damaged, or its activations may overflow in their "
+                    "dtype."
                 )
             candidates = None
             if request.params.logprobs is not None:
@@ -164,11 +175,16 @@ class Postprocessor:
         return num_appended
 
     def append_prompt_logprobs(self, sequence: Sequence, scores: Scores) -> None:
-        """Append the log-probabilities of the prompt tokens that follow the tokens of a chunk.
+        """Append log-probabilities of prompt tokens, after a prompt chunk was computed.
+
+        The chunk has a row for each of its tokens, with the log-probabilities of the token after
+        it.
 
         Args:
-          sequence: a sequence of a request with `prompt_logprobs`, before the chunk.
-          scores: scores of the next tokens, one row per token of the chunk.
+          sequence: a sequence of a request with `prompt_logprobs`. Its `num_computed` does not
+            include the chunk yet.
+          scores: the log-probabilities and the most probable tokens, one row per token of the
+              chunk.
         """
         request = sequence.request
         assert request.prompt_logprobs is not None and request.params.prompt_logprobs is not None
@@ -190,7 +206,11 @@ class Postprocessor:
     def _candidates(
         self, chosen: tuple[int, Any, Any], top_ids: Any, top_logprobs: Any, count: int
     ) -> dict[int, Logprob]:
-        """Return log-probability and rank of the chosen and the `count` most probable tokens."""
+        """Return the `Logprob` of the chosen token and of the `count` most probable tokens.
+
+        `chosen` has the id, the log-probability and the rank of the chosen token. The result maps
+        token ids to `Logprob`.
+        """
         top = zip(top_ids, top_logprobs, range(1, count + 1), strict=False)
         return {
             int(token_id): Logprob(float(logprob), int(rank), self._decode_token(int(token_id)))

@@ -1,8 +1,8 @@
-"""Unfinished requests of an engine, and how they survive a step that is cut short.
+"""The unfinished requests of an engine, and their recovery after an interrupted step.
 
-Ctrl-C or a lack of memory may end a step at any point, and leaves the device in an unknown state.
-All tokens of the requests are on the host, so the engine empties the device and computes their KV
-again.
+Ctrl-C or a lack of memory may interrupt a step at any point, and leave the state on the device
+unknown. All tokens of the requests are on the host. So the engine discards the state on the device
+and computes the K and V of the tokens again.
 """
 
 import contextlib
@@ -26,12 +26,13 @@ class RequestTable:
     """Table of the unfinished requests.
 
     Args:
-      scheduler, runner: these objects are told when a request ends.
+      scheduler: scheduler to which requests are added, and from which ended requests are removed.
+      runner: runner that frees the slots of ended requests.
 
     Attributes:
       unfinished: unfinished requests by id.
-      ended: requests that have ended but have not been returned yet. They ended in this step, or in
-        an earlier step that was cut short.
+      ended: requests that have ended but have not been returned by `EngineCore.step` yet. They
+        ended in the current step, or in an earlier step that was interrupted.
       num_added: number of requests added so far.
       weights_version: number of times that the weights were replaced.
     """
@@ -45,20 +46,24 @@ class RequestTable:
         self.weights_version = 0
 
     def next_id(self) -> str:
-        """Return an id for a new request: its number, or the next number that no request has."""
+        """Return an id for a new request that no unfinished request has.
+
+        It is the number of requests added before or, if this id is taken, the next free number.
+        """
         numbers = itertools.count(self.num_added)
         return next(name for i in numbers if (name := str(i)) not in self.unfinished)
 
     def add(self, request: Request) -> None:
-        """Queue a request that `Scheduler.check` has accepted."""
-        # Add it to the table last: if this is interrupted earlier, `restart` forgets the request.
+        """Add a request, which `Scheduler.check` has accepted, to the scheduler and the table."""
+        # Add the request to the table last. If an interrupt occurs before that, `restart` removes
+        # the request from the scheduler, too.
         self._set_chains(request)
         self._scheduler.add(request.sequences)
         self.unfinished[request.request_id] = request
         self.num_added += 1
 
     def note_start(self, plan: StepPlan) -> None:
-        """Record the start of requests that run for the first time, and their cached tokens."""
+        """Record the start time and the number of cached tokens of requests that run first now."""
         now = time.perf_counter()
         chunked = (sequence for sequence, _ in plan.chunks)
         for sequence in [*chunked, *plan.computed, *plan.decodes]:
@@ -86,28 +91,32 @@ class RequestTable:
         self._scheduler.finish(self._runner, sequence)
 
     def end(self, request: Request, finish_reason: str, stop_reason: str | None = None) -> None:
-        """End an unfinished request with its tokens so far, and free its slots and blocks."""
+        """End an unfinished request before it is complete, and free its slots and blocks.
+
+        The request keeps the tokens that it has generated so far. `finish_reason` and `stop_reason`
+        are stored in its samples.
+        """
         self._scheduler.abort(self._runner, request)
         for sequence in request.sequences:
             sequence.completion.end(finish_reason, stop_reason)
         self.remove(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a finished request."""
+        """Remove a finished request from the table."""
         request.mark(finished_time=time.perf_counter())
-        # If it ended in a step that was cut short, a newer request may have the same id.
+        # If the request ended in an interrupted step, a newer request may have the same id by now.
         if self.unfinished.get(request.request_id) is request:
             del self.unfinished[request.request_id]
 
     def take_ended(self, request_id: str) -> Request | None:
-        """Remove and return a request that ended in an interrupted step; None if there is none."""
+        """Remove a request from `ended` and return it; None if `ended` has no such request."""
         for index, request in enumerate(self.ended):
             if request.request_id == request_id:
                 return self.ended.pop(index)
         return None
 
     def restart(self) -> None:
-        """Empty the device, and queue all unfinished requests again."""
+        """Discard the state on the device, and queue all unfinished requests again."""
         for request in list(self.unfinished.values()):
             if request.is_finished:
                 self.ended.append(request)
@@ -119,11 +128,12 @@ class RequestTable:
         self._scheduler.restart([s for s in sequences if not s.is_finished])
 
     def note_new_weights(self) -> bool:
-        """Record that the weights were replaced, and return whether requests are unfinished."""
+        """Record that the weights are replaced; return whether there are unfinished requests."""
         self.weights_version += 1
         for request in self.unfinished.values():
             if request.prompt_logprobs is not None:
-                # Score the whole prompt again: do not mix log-probabilities of two models.
+                # Compute the log-probabilities of the whole prompt again, so that they are all from
+                # the new weights.
                 request.prompt_logprobs = [None]
         return bool(self.unfinished)
 
@@ -135,31 +145,31 @@ class RequestTable:
         """
         if self.unfinished:
             raise RuntimeError(
-                f"{function}: no request may be unfinished, got {len(self.unfinished)}. "
-                "Finish or abort them."
+                f"{function}: no request may be unfinished, got {len(self.unfinished)} unfinished "
+                "requests. Finish or abort them."
             )
 
     def prefix_chain(self, request: Request) -> PrefixChain:
-        """Return the chain that computes the digests of a request's blocks for the prefix cache."""
-        # Different weights or salts have different roots, so they share no blocks.
+        """Return a new `PrefixChain` for the blocks of a request, with the current weights."""
+        # Requests with different weights or salts get different roots, so they never share blocks.
         root = root_digest(self.weights_version.to_bytes(8, "little"), request.cache_salt)
         return PrefixChain(root, self._scheduler.block_size)
 
     def _set_chains(self, request: Request) -> None:
-        """Give each sample of a request a prefix chain for the current weights."""
-        # Prompt log-probabilities need every prompt token to be computed, so these requests look up
-        # no cached blocks.
+        """Set the prefix chain of each sample of a request, for the current weights."""
+        # For prompt log-probabilities, the model must compute every prompt token. So requests that
+        # ask for them do not use the prefix cache.
         is_cached = self._scheduler.enable_prefix_caching and request.prompt_logprobs is None
         for sequence in request.sequences:
             sequence.chain = self.prefix_chain(request) if is_cached else None
 
 
 class Delivery:
-    """Hands requests with new tokens to the calls that wait for them.
+    """Passes requests with new tokens to the calls that wait for them.
 
-    Requests share steps, so a step that one call runs may draw tokens for requests of other calls.
-    Each call therefore subscribes to its requests. Requests without a subscriber are kept in `kept`
-    until `drop`.
+    If several calls, such as `LLM.stream`, use the same engine, a step that is run by one call also
+    generates tokens for the requests of the other calls. So each call subscribes to its requests.
+    Requests without a subscriber are stored in `kept` until `drop` removes them.
 
     Example:
       >>> delivery = Delivery()
@@ -169,25 +179,26 @@ class Delivery:
 
     def __init__(self) -> None:
         self._receivers: dict[str, Callable[[Request], None]] = {}
-        # Keys are requests, because an ended request and a newer request may have the same id.
+        # Use requests as keys, not ids, because an ended request and a newer request may have the
+        # same id.
         self._kept: dict[Request, None] = {}
 
     def subscribe(self, request_id: str, receive: Callable[[Request], None]) -> None:
-        """Call a function with a request whenever it has new tokens, and when it has ended."""
+        """Subscribe to a request: call `receive(request)` when it gets new tokens or ends."""
         self._receivers[request_id] = receive
 
     def unsubscribe(self, request_id: str) -> None:
-        """End a subscription, if there is one."""
+        """End the subscription to a request, if there is one."""
         self._receivers.pop(request_id, None)
 
     def deliver(self, requests: Iterable[Request]) -> None:
-        """Give each request to its subscriber, or keep it."""
+        """Pass each request to its subscriber; requests without a subscriber are kept."""
         for request in requests:
             if not self.notify(request):
                 self._kept[request] = None
 
     def notify(self, request: Request) -> bool:
-        """Give a request to its subscriber, and return whether it has one."""
+        """Pass a request to its subscriber; return whether there is a subscriber."""
         receive = self._receivers.get(request.request_id)
         if receive is not None:
             receive(request)
@@ -195,47 +206,47 @@ class Delivery:
 
     @property
     def kept(self) -> list[Request]:
-        """Delivered requests without a subscriber, until they are dropped."""
+        """Requests that were delivered but have no subscriber, until `drop` removes them."""
         return list(self._kept)
 
     def keep(self, requests: Iterable[Request]) -> None:
-        """Add requests to `kept`, for example after their `drop` came too early."""
+        """Add requests to `kept`, for example if `drop` removed them before an interrupt."""
         self._kept |= dict.fromkeys(requests)
 
     def drop(self, requests: Iterable[Request]) -> None:
-        """Forget requests that were kept."""
+        """Remove requests from `kept`."""
         gone = set(requests)
         self._kept = {request: None for request in self._kept if request not in gone}
 
 
 class ChangeGuard:
-    """Guard of the engine's state: one change, such as a step, at a time.
+    """Guard of the engine's state, which allows one change (such as a step) at a time.
 
-    After a change that was cut short, the engine restarts immediately. If the restart is cut short
-    as well, it restarts before the next change.
+    If a change is interrupted, the engine is restarted immediately. If the restart is interrupted
+    too, the engine is restarted before the next change.
 
     Args:
-      restart: function that brings the device into a known state, from the requests on the host.
+      restart: function that discards the state on the device and queues the requests again.
     """
 
     def __init__(self, restart: Callable[[], None]):
         self._restart = restart
-        self._is_broken = False  # a change or a restart began and did not end
+        self._is_broken = False  # Whether a change or a restart has begun but not ended.
         self._postponed: list[Callable[[], None]] = []
-        self._latest: Callable[[], Any] = lambda: None  # weak reference to the latest change
+        self._latest: Callable[[], Any] = lambda: None  # Weak reference to the latest change.
 
     @property
     def _is_changing(self) -> bool:
-        # Inspect the generator of the change instead of a flag: an interrupt could leave a flag
-        # set.
+        # Inspect the generator of the change instead of a flag, because an interrupt could leave
+        # the flag set.
         latest = self._latest()
         return latest is not None and latest.gi_frame is not None
 
     def change(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for a change of the state.
+        """Return a context manager inside which the caller may change the state.
 
         Raises:
-          RuntimeError: another change is under way.
+          RuntimeError: another change has begun and not ended.
         """
         if self._is_changing:
             raise RuntimeError(
@@ -261,13 +272,13 @@ class ChangeGuard:
             self._is_broken = False
 
     def recover(self) -> None:
-        """Restart the engine from the requests on the host."""
+        """Call `restart`, and record if it is interrupted."""
         self._is_broken = True
         self._restart()
         self._is_broken = False
 
     def when_idle(self, action: Callable[[], None]) -> None:
-        """Call a function now or, during a change, before the next change."""
+        """Call `action` now or, during a change, just before the next change."""
         if self._is_changing:
             self._postponed.append(action)
         else:
@@ -276,11 +287,12 @@ class ChangeGuard:
 
 @contextlib.contextmanager
 def own_transfers() -> Iterator[None]:
-    """Allow the engine's transfers between host and device, despite a caller's transfer guard.
+    """Return a context manager that allows transfers between host and device.
 
-    Every step must transfer token ids, slots and flags, but a caller's ``jax.transfer_guard`` is
-    meant for accidental transfers. The guard stays on for copies between devices. The engine makes
-    none, except to load weights from other devices.
+    Every step of the engine must transfer token ids, slots and flags. A ``jax.transfer_guard`` that
+    the caller has set is meant for accidental transfers, so it must not forbid these. Transfers
+    between devices stay guarded, because the engine makes none, except when it loads weights from
+    other devices.
     """
     with jax.transfer_guard_host_to_device("allow"), jax.transfer_guard_device_to_host("allow"):
         yield

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Clocks and counters of an engine: times of the phases of a step, and blocks in use."""
+"""Statistics of an engine: the durations of the phases of a step, and the blocks in use."""
 
 import dataclasses
 import time
@@ -18,14 +18,14 @@ from paged_jax.scheduler.step_plan import Lookahead, StepPlan
 
 @dataclasses.dataclass(frozen=True)
 class GroupUse:
-    """Blocks of a group of layers that keep the same tokens, or states of recurrent layers.
+    """Use of the pool of one group of layers.
 
     Attributes:
-      window: number of last tokens that these layers attend to; None for all.
+      window: sliding window of the layers in tokens; None if they have no window.
       num_layers: number of layers in the group.
-      num_blocks: number of blocks, or of states, in its pool.
-      num_used: number of blocks, or of states, that samples hold.
-      is_recurrent: whether these are states of recurrent layers.
+      num_blocks: number of blocks in the pool; for recurrent layers, number of states.
+      num_used: number of these blocks or states that samples use.
+      is_recurrent: whether the group consists of the recurrent layers of the model.
     """
 
     window: int | None
@@ -36,23 +36,24 @@ class GroupUse:
 
     @property
     def kept(self) -> str:
-        """Content that these layers keep: a number of tokens, ``"all"``, or ``"states"``."""
+        """What the layers keep: the window as text, ``"all"`` (tokens) or ``"states"``."""
         return "states" if self.is_recurrent else str(self.window or "all")
 
 
 class Stopwatch:
-    """Stopwatch for the ``with`` blocks of a phase of a step.
+    """Stopwatch for one phase of a step, used as a context manager.
 
-    Each block is also a range in profiles of `jax.profiler`.
+    Each ``with`` block of the stopwatch is also a range in profiles of `jax.profiler`.
 
     Args:
-      executor: reports how long it compiled and waited.
+      executor: executor that measures the time for compilation and for waiting.
       name: the name of the range.
 
     Attributes:
-      seconds: seconds of the blocks since `reset`, without blocks that compiled a program.
-      waited: seconds that the host waited for queued programs in `Executor.check`.
-      has_compiled: whether a program was compiled in a block.
+      seconds: total duration of the ``with`` blocks since `reset`, without blocks in which a
+        program was compiled.
+      waited: seconds during these blocks in which `Executor.check` waited for queued programs.
+      has_compiled: whether a program was compiled in a block since `reset`.
     """
 
     def __init__(self, executor: Executor, name: str):
@@ -61,7 +62,7 @@ class Stopwatch:
         self.reset()
 
     def reset(self) -> None:
-        """Set the attributes to zero."""
+        """Set the times to 0 and `has_compiled` to False."""
         self.seconds = self.waited = 0.0
         self.has_compiled = False
 
@@ -83,21 +84,24 @@ class Stopwatch:
 
 
 class StepClock:
-    """Clock for the phases of a step.
+    """Clock that measures the phases of a step.
 
     Args:
-      stats: totals of the engine; `count_step` updates them.
-      runner: reports how long it compiled and waited.
+      stats: statistics of the engine; `count_step` updates them.
+      runner: runner whose executor measures the time for compilation and for waiting.
 
     Attributes:
-      scheduling, running, postprocessing: stopwatches of the three phases of a step.
-      prefilling, decoding: stopwatches of the two parts of `running`.
+      scheduling: stopwatch of the first phase, which plans the step.
+      running: stopwatch of the second phase, which runs programs.
+      postprocessing: stopwatch of the third phase, which appends tokens to samples.
+      prefilling: stopwatch of the part of `running` that queues prefills.
+      decoding: stopwatch of the part of `running` that queues decode steps and reads their tokens.
     """
 
     def __init__(self, stats: EngineStats, runner: ModelRunner):
         self._stats = stats
         self._runner = runner
-        self._num_prefilled = 0  # number of tokens prefilled in `prefill_seconds`
+        self._num_prefilled = 0  # Number of prompt tokens computed in `stats.prefill_seconds`.
         self.scheduling = Stopwatch(runner.executor, "schedule")
         self.running = Stopwatch(runner.executor, "run")
         self.prefilling = Stopwatch(runner.executor, "prefill")
@@ -112,21 +116,22 @@ class StepClock:
             watch.reset()
 
     def count_step(self, plan: StepPlan, tokens: StepTokens | None, *, is_ahead: bool) -> None:
-        """Add the times of a step to the totals.
+        """Add the times of a step to the statistics.
 
         Args:
           plan: the plan of the step.
-          tokens: tokens of the step; None if nothing decodes.
-          is_ahead: whether the device already runs the next step.
+          tokens: tokens of the step; None if no sequence decodes.
+          is_ahead: whether the next step was already queued on the device.
         """
         stats, running = self._stats, self.running
         prefill_seconds = decode_seconds = 0.0
-        # The `prefilling` stopwatch measures only the queueing of programs. The host waits for them
-        # while `decoding` runs, so move this waiting time from decoding to prefilling.
+        # The stopwatch `prefilling` only measures the time to queue prefills. The host waits for
+        # them later, while the stopwatch `decoding` runs. So this waiting time is counted as
+        # prefilling, not as decoding.
         if plan.chunks and not running.has_compiled:
             prefill_seconds = self.prefilling.seconds + running.waited
             self._num_prefilled += sum(count for _, count in plan.chunks)
-        # Do not count the decoding time of a step that compiled a program: it is not known.
+        # If a program was compiled, the time for decoding is unknown, so the step is not counted.
         if tokens is not None and not self.decoding.has_compiled:
             decode_seconds = self.decoding.seconds - running.waited
             stats.num_decode_tokens += int(tokens.num_new.sum())
@@ -144,7 +149,7 @@ class StepClock:
         stats.decode_seconds += decode_seconds
 
     def update_costs(self, scheduler: Scheduler) -> None:
-        """Give the scheduler the measured costs of preemption."""
+        """Set the costs of recomputing and of swapping in the scheduler to the measured values."""
         if self._num_prefilled:
             seconds = self._stats.prefill_seconds / self._num_prefilled
             scheduler.costs.seconds_per_token = seconds
@@ -154,25 +159,28 @@ class StepClock:
 
 
 class MaskClock:
-    """Clock for the masks of grammars; chooses `Lookahead.num_free_steps`, k.
+    """Clock that measures grammar masks and chooses k, which is `Lookahead.num_free_steps`.
 
-    A sequence with a grammar gets a token in each cycle. With k = 0, a cycle is a decode step of
-    all sequences, and the time in which the host computes the next masks. With k > 0, the other
-    sequences decode k steps in that time. The clock chooses the largest k with which a cycle takes
-    hardly longer than with k = 0: at most 5% longer, or 10% for k = 1. So the other sequences gain,
-    and sequences with grammars lose little. Some cycles in every `_PERIOD` have k = 0, to compare.
+    After each token of a sequence with a grammar, the host must compute a token mask before the
+    sequence can decode again. A cycle consists of one decode step of all sequences and of the time
+    for the masks. With k = 0, the device is idle during that time. With k > 0, it decodes k steps
+    of the sequences without a grammar. The clock chooses the largest k for which a cycle takes at
+    most 5% longer than with k = 0 (10% for k = 1). So sequences without a grammar become faster,
+    and sequences with a grammar hardly slower. After every `_PERIOD` cycles, the clock measures
+    some cycles with k = 0 for comparison.
 
     Args:
-      lookahead: plans the steps.
-      max_steps: maximum number of decode steps on the device at a time.
-      now: returns the time in seconds.
+      lookahead: object whose `num_free_steps` the clock sets.
+      max_steps: maximum number of decode steps in one dispatch.
+      now: function that returns the time in seconds.
     """
 
-    # Number of cycles between two measurements with k = 0, and number of cycles of a measurement.
-    # The period doubles when k = 1 takes far too long, because measuring it costs time.
+    # `_PERIOD` is the number of cycles between two measurements with k = 0, and `_SAMPLES` is the
+    # number of cycles that a measurement takes. If cycles with k = 1 take far too long, the period
+    # doubles up to `_LONGEST_PERIOD`, so that less time is lost by trying k = 1 again.
     _PERIOD, _LONGEST_PERIOD, _SAMPLES = 128, 2048, 8
-    # Durations of a cycle relative to k = 0: the maximum for k > 1, the maximum for k = 1, and the
-    # duration from which on k = 1 takes far too long.
+    # Limits for the duration of a cycle, divided by its duration with k = 0: the maximum for k > 1,
+    # the maximum for k = 1, and the limit above which k = 1 takes far too long.
     _MOST, _MOST_OF_ONE, _FAR_TOO_LONG = 1.05, 1.1, 1.4
 
     def __init__(
@@ -181,19 +189,23 @@ class MaskClock:
         self._lookahead = lookahead
         self._most = max(1, max_steps - 1)
         self._now = now
-        self._read_at: float | None = None  # time at which the last masked tokens were read
+        # Time at which the last tokens of sequences with a grammar were read.
+        self._read_at: float | None = None
         self._num_cycles, self._period = 0, self._PERIOD
         self._samples: list[float] = []
-        self._plain_seconds = 0.0  # seconds of a cycle with k = 0
-        self._next = 1  # k after a measurement of k = 0; 0 if k > 0 is given up for a period
-        self._doubtful_seconds = 0.0  # seconds of a cycle with k = `_next`, if too long
+        self._plain_seconds = 0.0  # Duration of a cycle with k = 0.
+        # The k to use after the current measurement with k = 0. 0 keeps k = 0 for a whole period.
+        self._next = 1
+        # Duration of a cycle with k = `_next` if it was too long, compared with an older
+        # measurement of k = 0; else 0.
+        self._doubtful_seconds = 0.0
         self._lookahead.num_free_steps = 0
 
     def note_read(self, plan: StepPlan, num_steps: int) -> None:
-        """Note that the tokens of a plan have been read, from `num_steps` decode steps."""
+        """Record that the host has read the tokens of a plan, from `num_steps` decode steps."""
         if not plan.bound:
             if not plan.is_ahead:
-                self._read_at = None  # no sequence has a grammar
+                self._read_at = None  # No sequence has a grammar.
             return
         before, self._read_at = self._read_at, self._now()
         has_others = len(plan.bound) < len(plan.decodes)
@@ -201,13 +213,15 @@ class MaskClock:
             return
         self._num_cycles += 1
         self._samples.append(self._read_at - before)
-        # The first cycles after a change are partly planned with the previous k.
+        # Ignore the first two cycles after a change of k, because they were partly planned with the
+        # old k.
         if len(self._samples) == self._SAMPLES + 2:
-            # Other programs on the machine make some cycles longer.
+            # Use the lower quartile of the durations, because other processes make some cycles
+            # longer.
             self._choose(sorted(self._samples[2:])[self._SAMPLES // 4])
 
     def _choose(self, seconds: float) -> None:
-        """Choose k after cycles that took `seconds` with the present k."""
+        """Choose the next k, given the duration `seconds` of a cycle with the current k."""
         k, is_due = self._lookahead.num_free_steps, self._num_cycles >= self._period
         self._samples = self._samples[-2:]
         if not k:
@@ -218,10 +232,12 @@ class MaskClock:
             self._period, self._next = self._PERIOD, k
             self._set(0)
         elif self._is_too_long(seconds, k):
-            # Perhaps the machine has become slower: compare with a new measurement of k = 0.
+            # The machine may have become slower since k = 0 was measured, so measure k = 0 again to
+            # compare.
             self._next, self._doubtful_seconds = k, seconds
             self._set(0)
-        # A further step takes less than 1 / (k + 1) of a cycle: it has fewer rows.
+        # One more step would take less than 1 / (k + 1) of a cycle, because it has fewer rows than
+        # the step of all sequences. Estimate 0.6 / (k + 1).
         elif seconds * (1 + 0.6 / (k + 1)) < self._plain_seconds * self._MOST and k < self._most:
             self._set(k + 1)
 
@@ -229,7 +245,7 @@ class MaskClock:
         return seconds > self._plain_seconds * (self._MOST if k > 1 else self._MOST_OF_ONE)
 
     def _k_after_plain(self) -> int:
-        """Return k after a measurement of k = 0, and remember it."""
+        """Choose, store and return the k to use after a measurement with k = 0."""
         k, seconds = self._next or 1, self._doubtful_seconds
         self._doubtful_seconds = 0.0
         if not seconds:
@@ -247,12 +263,12 @@ class MaskClock:
 
 
 class BlockMeter:
-    """Counter of blocks that sequences hold, and of blocks that sharing saves.
+    """Counter of the blocks in use, and of the blocks that are saved by sharing.
 
     Args:
-      stats: totals of the engine; each count updates them.
-      scheduler: has the running sequences.
-      runner: has the number of free blocks.
+      stats: statistics of the engine; each count updates them.
+      scheduler: scheduler with the running sequences.
+      runner: runner that knows the number of free blocks.
 
     Attributes:
       free_blocks: number of free blocks of each group of layers, and of free states, at the last
@@ -264,30 +280,35 @@ class BlockMeter:
         self._scheduler = scheduler
         self._runner = runner
         self.free_blocks = runner.free_blocks
-        self._num_saved = 0  # `_num_saved` and `_num_unshared` are sums over all steps
+        # Sums over all steps: blocks saved by sharing, and blocks in use without sharing.
+        self._num_saved = 0
         self._num_unshared = 0
 
     @property
     def num_held(self) -> int:
-        """Number of blocks of the first group that were held at the last count."""
+        """Number of blocks of the first group that were in use at the last count."""
         return self._scheduler.num_blocks - self.free_blocks[0]
 
     def count_step(self, plan: StepPlan, tokens: StepTokens | None) -> None:
-        """Count the blocks after a step, before its tokens are appended to the sequences."""
+        """Count the blocks in use at the end of a step.
+
+        Call it before the tokens of the step are appended to the sequences.
+        """
         num_new: dict[Sequence, int] = {}
         if tokens is not None:
             num_new = dict(zip(plan.decodes, tokens.num_new.tolist(), strict=False))
-        # Sequences that ended after the step was queued still used their blocks in it.
+        # Sequences that ended after this step was queued still used their blocks during the step.
         ended = [sequence for sequence in plan.decodes if sequence.slot is None]
-        # Blocks that leave a window while a program runs are freed by the next program. So count
-        # the blocks from the position at which the last program began.
+        # Blocks that leave a window while a program runs are freed only by the next program. So
+        # count the blocks that the window contained when the last program began.
         row = self._scheduler.block_budget.num_in_row
         starts: list[tuple[int, int]] = []
         for sequence in [*self._scheduler.running, *ended]:
             num_drawn = num_new.get(sequence, 0)
             start = sequence.num_computed if num_drawn else sequence.program_start
             starts.append((sequence.num_computed + num_drawn, start))
-        # Use the numbers at the end of this step: the device may already run the next step.
+        # Use the numbers of free blocks that the step itself returned, because the device may
+        # already run the next step.
         if tokens is None:
             free_blocks = self._runner.free_blocks
         else:
@@ -295,7 +316,7 @@ class BlockMeter:
         self.count(sum(row(length, start) for length, start in starts), free_blocks)
 
     def count(self, num_unshared: int, free_blocks: list[int]) -> None:
-        """Update the totals with the blocks after a step.
+        """Update the statistics with the number of blocks in use at the end of a step.
 
         Args:
           num_unshared: number of blocks that the sequences would use without sharing.

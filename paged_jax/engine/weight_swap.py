@@ -1,4 +1,4 @@
-"""Replacement of the weights of a running engine, and sleep without weights on the device."""
+"""Replacement of a running engine's weights, and sleep, which frees them on the device."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ from paged_jax.models.quantise import change_format
 from paged_jax.runner.executor import Executor
 from paged_jax.runner.weights import Weights
 
-# Fields of a config that do not affect the outputs of a model.
+# Fields of a config that may differ, because they do not affect the logits of a model.
 _IRRELEVANT = {
     "max_position_embeddings",
     "initializer_range",
@@ -49,15 +49,15 @@ _IRRELEVANT = {
 
 
 def load_weights_for(model: PagedModel, folder: str | Path) -> Llama:
-    """Load weights for a model into host memory.
+    """Load a model with the structure and formats of `model` into host memory.
 
     Args:
-      model: the model that the weights are for; only its structure and dtypes are read.
-      folder: a Hugging Face folder, an Orbax checkpoint or a GGUF file.
+      model: the model whose structure, dtypes and formats are used; its weights are not read.
+      folder: a Hugging Face folder, an Orbax checkpoint or a GGUF file with the new weights.
 
     Raises:
-      ValueError: the model is not a `Llama`, or the folder holds another model. The message names
-        the difference.
+      ValueError: `model` is not a `Llama`, or the folder contains a model of another structure. The
+        message names the difference.
       OSError: files are missing or cannot be read.
     """
     if not isinstance(model, Llama):
@@ -78,12 +78,13 @@ def _check_config(config: LlamaConfig, own: LlamaConfig) -> None:
         new, old = getattr(config, field.name), getattr(own, field.name)
         if new != old and field.name not in _IRRELEVANT:
             raise ValueError(
-                f"load_params: the folder's {field.name} must be the model's {old}, got {new}."
+                f"load_params: the folder's {field.name} must be {old}, as in the engine's model, "
+                f"got {new}."
             )
 
 
 class _Leaves(NamedTuple):
-    """Leaves of the engine's model, in the order of its flattened state; hashable."""
+    """Description of the leaves of the model's state, in order; a key for compiled programs."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -104,12 +105,13 @@ class _Leaves(NamedTuple):
 
 
 class NewWeights(NamedTuple):
-    """Weights that `WeightSwap.prepare` has checked.
+    """New weights, checked by `WeightSwap.prepare` and ready to replace the old weights.
 
     Attributes:
-      arrays: the new weights on the engine's devices, in the layout of the caller.
-      convert: program ``(arrays, buffers)`` that returns the leaves of the engine's model. It
-        donates `buffers`, arrays with the shapes of the leaves, and reuses their memory.
+      arrays: the new weights on the engine's devices, with the names and shapes of the caller.
+      convert: compiled program that is called with `arrays` and `buffers`, and returns the leaves
+        of the engine's model. `buffers` are arrays with the shapes of the leaves; they are donated,
+        and the results are written to their memory.
     """
 
     arrays: Any
@@ -117,14 +119,14 @@ class NewWeights(NamedTuple):
 
 
 class WeightSwap:
-    """Replacement of an engine's weights by one program.
+    """Replaces the weights of an engine with one compiled program.
 
-    The program renames, transposes and fuses the new weights, and donates the old ones. So it
-    needs no memory for another copy, unless the old arrays must be kept.
+    The program renames, transposes and fuses the new weights, and donates the old weights. So it
+    needs no additional memory, unless the old arrays must be kept.
 
     Args:
-      executor: has the weights.
-      are_shared: whether the caller also uses the current arrays, which must then be kept.
+      executor: executor that holds the weights.
+      are_shared: whether the current arrays belong to the caller, so that they must be kept.
     """
 
     def __init__(self, executor: Executor, *, are_shared: bool):
@@ -132,14 +134,15 @@ class WeightSwap:
         self._are_shared = are_shared
 
     def prepare(self, params: Any, mapping: NameMap | None) -> NewWeights:
-        """Check new weights, and copy them to the engine's devices. The engine does not change.
+        """Check new weights, and copy them to the engine's devices; the engine is unchanged.
 
         Args:
           params: see `Engine.update_params`.
           mapping: see `Engine.update_params`.
 
         Raises:
-          ValueError: names, their number or shapes differ from the engine's model.
+          ValueError: the names, the number or the shapes of the arrays differ from the engine's
+            model.
         """
         weights = self._executor.weights
         model, leaves = weights.layout_model, _Leaves.of(weights)
@@ -159,7 +162,7 @@ class WeightSwap:
             )
         new, layout = jax.tree.leaves(params), dict(zip(leaves.names, weights.layout, strict=True))
         if len(names) == len(leaves.names):
-            formats = None  # the arrays have the formats of the engine's model
+            formats = None  # The arrays already have the formats of the engine's model.
         own = leaves.names if formats is None else names
         _check_shapes([jnp.shape(x) for x in new], [_shape(x, layout[x], formats) for x in own])
         if formats is None:
@@ -191,7 +194,7 @@ class WeightSwap:
         return NewWeights(near, convert)
 
     def replace(self, new: NewWeights) -> None:
-        """Replace the engine's weights. The old arrays are deleted unless they are shared."""
+        """Replace the engine's weights by `new`; delete the old arrays unless they are shared."""
         ours = {id(x) for x in self._executor.weights.arrays}
         is_own = any(id(x) in ours for x in jax.tree.leaves(new.arrays))
         if self._are_shared or is_own or not ours:
@@ -205,7 +208,7 @@ class WeightSwap:
 def _check_tied_head(
     config: LlamaConfig, arrays: dict[str, jax.Array], sources: dict[str, TensorSource]
 ) -> None:
-    """Check that a head in `arrays` equals the embeddings, because the model ties them."""
+    """Raise ValueError unless the output head in `arrays` equals the embeddings."""
     pair = sources[HEAD], sources[EMBEDDINGS]
     given = {source.name: arrays[source.name] for source in pair}
     with own_transfers():
@@ -213,12 +216,12 @@ def _check_tied_head(
     if not is_same:
         raise ValueError(
             f"update_params: {HEAD} must equal the embeddings, because the engine's model ties "
-            "them, got other values. Make the engine with a model that is not tied."
+            "the two, got different values. Create the engine with a model that does not tie them."
         )
 
 
 def _to_devices(array: Any, place: Sharding) -> jax.Array:
-    """Return an array on the devices of `place`. An array that is there keeps its sharding."""
+    """Copy an array to the devices of `place`; an array that is there keeps its sharding."""
     if not isinstance(array, jax.Array):
         with own_transfers():
             return jax.device_put(array, place)
@@ -228,7 +231,10 @@ def _to_devices(array: Any, place: Sharding) -> jax.Array:
 
 
 def _divided_sharding(shape: tuple[int, ...], place: Sharding) -> Sharding:
-    """Return a sharding that divides the first divisible axis over the devices of `place`."""
+    """Return a sharding that divides an array over the devices of `place`.
+
+    It divides the first dimension whose size is a multiple of the number of devices, if any.
+    """
     if not isinstance(place, NamedSharding):
         return place
     axes = [None] * len(shape)
@@ -238,8 +244,9 @@ def _divided_sharding(shape: tuple[int, ...], place: Sharding) -> Sharding:
     return NamedSharding(place.mesh, PartitionSpec())
 
 
-# Engines with the same model structure share the following programs. Unlike `jax.device_put`, the
-# programs transfer nothing if the arrays are already on the devices.
+# The following functions are cached, so that engines with the same model structure share compiled
+# programs. Unlike `jax.device_put`, the programs make no transfers if the arrays are already on the
+# devices.
 
 
 @functools.lru_cache(maxsize=16)
@@ -249,10 +256,13 @@ def _converting(
     config: LlamaConfig | None = None,
     sources: tuple[tuple[str, TensorSource], ...] = (),
 ) -> Callable[..., list[jax.Array]]:
-    """Return a program that writes arrays, given by name, into the leaves.
+    """Return the program that converts new weights, given by name; see `NewWeights.convert`.
 
-    It quantises floats to `formats`; None if the arrays have the formats of the leaves. With
-    `config` and `sources`, the floats have the names and shapes of another model.
+    Args:
+      leaves: the leaves of the engine's model.
+      formats: formats to quantise the new weights to; None if they have the formats of `leaves`.
+      config: config of the model if the new weights are from another implementation; else None.
+      sources: with `config`, the arrays of the other implementation that make up each leaf.
     """
 
     def convert(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -270,12 +280,13 @@ def _converting(
         new, pairs = convert(arrays), zip(leaves.names, leaves.dtypes, strict=True)
         return [jnp.copy(new[name]).astype(dtype) for name, dtype in pairs]
 
-    # The program does not read `buffers`. They are donated, so the results use their memory.
+    # The program does not read `buffers`. They are donated only so that the results use their
+    # memory.
     return jax.jit(write, donate_argnums=1, keep_unused=True, out_shardings=list(leaves.shardings))
 
 
 def _in_format(name: str, array: jax.Array, formats: MatrixFormats) -> dict[str, jax.Array]:
-    """Return the parameters of a float matrix by name, quantised if the model's matrix is."""
+    """Return the array by name, quantised if `formats` quantises it, with its scales by name."""
     format = formats[name]
     if not is_matrix(name) or not format.is_quantised:
         return {name: array}
@@ -303,10 +314,10 @@ def _allocating(leaves: _Leaves) -> Callable[[], list[jax.Array]]:
 
 
 def _leaves_by_name(params: nnx.State, leaves: _Leaves) -> tuple[list[jax.Array], Sequence[str]]:
-    """Return arrays in the order of the engine's leaves, and their names.
+    """Return the arrays of a state in the order of the engine's leaves, and their names.
 
-    Layers are stacked or unstacked if needed. The names are `leaves.names` or, if `params` are
-    floats for a model with quantised matrices, `leaves.floats`.
+    Layers are stacked or unstacked, as in the engine's model. The names are `leaves.names`; if
+    `params` are not quantised but the engine's model is, they are `leaves.floats`.
     """
     own = leaves.names
     arrays = named_arrays(params)
@@ -325,7 +336,7 @@ def _leaves_by_name(params: nnx.State, leaves: _Leaves) -> tuple[list[jax.Array]
 
 
 def _check_same_formats(formats: MatrixFormats | None, own: MatrixFormats | None) -> None:
-    """Check that quantised matrices have the formats of the engine's model."""
+    """Raise ValueError if new weights are quantised to other formats than the engine's `own`."""
     if formats is None or own is None or not formats.is_quantised:
         return
     names = {*dict(formats.others), *dict(own.others), "default"}
@@ -333,9 +344,9 @@ def _check_same_formats(formats: MatrixFormats | None, own: MatrixFormats | None
         its, ours = formats[name], own[name]
         if its != ours and (its.is_quantised or ours.is_quantised):
             raise ValueError(
-                "update_params: params must have the formats of the engine's model, or be floats, "
-                f"got {_describe(its)} for {_describe(ours)} ({name}). Load them with "
-                "dequantise=True."
+                "update_params: params must not be quantised, or have the formats of the engine's "
+                f"model. Expected {_describe(ours)} for {name}, got {_describe(its)}. Load them "
+                "with dequantise=True."
             )
 
 
@@ -344,7 +355,7 @@ def _describe(format: WeightFormat) -> str:
 
 
 def _check_values(dtypes: list[Any], leaves: _Leaves) -> None:
-    """Check that quantised matrices get values of the same dtype.
+    """Check that the new values of quantised matrices have the dtypes of the old values.
 
     Other parameters may have any float dtype.
     """
@@ -352,13 +363,17 @@ def _check_values(dtypes: list[Any], leaves: _Leaves) -> None:
     for name, its, ours in zip(leaves.names, dtypes, leaves.dtypes, strict=False):
         if its != ours and name in scaled:
             raise ValueError(
-                f"update_params: params must have the formats of the engine's model, or be floats "
-                f"without scales, got {its} for {ours} ({name})."
+                "update_params: params must have the formats of the engine's model, or be floats "
+                f"without scales. Expected {ours} for {name}, got {its}."
             )
 
 
 def _shape(name: str, leaf: jax.ShapeDtypeStruct, formats: MatrixFormats | None) -> tuple[int, ...]:
-    """Return the shape of the new values of a leaf, which are floats if `formats` are given."""
+    """Return the shape of the new array for a leaf.
+
+    With `formats`, the new array is not quantised, so it is larger than a leaf that packs two
+    values into a byte.
+    """
     if formats is None or not is_matrix(name) or not formats[name].is_packed:
         return leaf.shape
     return (*leaf.shape[:-1], 2 * leaf.shape[-1])
@@ -368,9 +383,9 @@ def _check_names(names: list[str], own: list[str]) -> None:
     if names != own:
         differing = sorted(set(names) ^ set(own))[:3]
         raise ValueError(
-            "update_params: params must have the parameter names of the engine's model, got a "
-            f"difference in {', '.join(differing)}. Pass a mapping for other definitions of the "
-            "model."
+            "update_params: params must have the parameter names of the engine's model, got "
+            f"missing or unknown names: {', '.join(differing)}. Pass a mapping for other "
+            "definitions of the model."
         )
 
 
@@ -380,26 +395,27 @@ def _check_shapes(shapes: Sequence[tuple[int, ...]], own: Sequence[tuple[int, ..
         differing = next(((its, ours) for its, ours in pairs if its != ours), None)
         raise ValueError(
             f"update_params: params must be {len(own)} arrays of the model's shapes, got "
-            f"{len(shapes)}" + (f", and {differing[0]} for {differing[1]}." if differing else ".")
+            f"{len(shapes)} arrays"
+            + (f". Expected shape {differing[1]}, got {differing[0]}." if differing else ".")
         )
 
 
-# Names of the parts that `Engine.wake_up` brings back, as in vLLM.
+# Names of the parts that `Engine.wake_up` restores, as in vLLM.
 TAGS = ("weights", "kv_cache")
 
 
 class EngineAsleepError(RuntimeError):
-    """Error of a call that needs an engine that is awake."""
+    """Raised by methods that an engine does not support while it sleeps."""
 
 
 class Sleep:
-    """Sleep state of an engine, with the weights that are in host memory during the sleep.
+    """Sleep state of an engine. It holds the weights in host memory during a sleep of level 1.
 
-        awake --begin(1)--> weights on the host --end--> awake
-        awake --begin(2)--> no weights --update_params--> weights on the device --end--> awake
+        awake --begin(1)--> weights on the host --end--> awake awake --begin(2)--> no weights
+        --update_params--> weights on the device --end--> awake
 
     Args:
-      executor: has the weights and the pool.
+      executor: executor that holds the weights and the pools.
 
     Attributes:
       level: 0 if awake; 1 if asleep with the weights in host memory; 2 if asleep without weights.
@@ -416,7 +432,10 @@ class Sleep:
         return bool(self._executor.weights.arrays)
 
     def begin(self, level: int) -> None:
-        """Free the weights on the device. The next `ModelRunner.reset` frees the pool."""
+        """Begin a sleep: free the weights; the next `ModelRunner.reset` frees the pools.
+
+        If `level` is 1, copy the weights to the host before. The level never decreases.
+        """
         if level == 1 and self.has_weights:
             self._on_host = jax.device_get(self._executor.weights.originals)
         if level == 2:
@@ -426,22 +445,22 @@ class Sleep:
         self._executor.weights.replace([])
 
     def notice_lost_weights(self) -> None:
-        """Sleep at level 2 if an interrupted update has deleted the weights."""
+        """Begin a sleep of level 2 if an interrupted `update_params` has deleted the weights."""
         if any(array.is_deleted() for array in self._executor.weights.arrays):
             self.begin(2)
 
     def weights_replaced(self) -> None:
-        """Drop the weights in host memory, because the device has new weights."""
+        """Discard the weights in host memory, because there are new weights on the device."""
         self._on_host = None
 
     def end(self, tags: Collection[str]) -> None:
-        """Bring the weights back. The next `ModelRunner.reset` allocates the pool.
+        """End a sleep: restore the weights; the next `ModelRunner.reset` allocates the pools.
 
         Args:
-          tags: the parts to bring back, from `TAGS`.
+          tags: the parts to restore, from `TAGS`. The engine stays asleep without ``"kv_cache"``.
 
         Raises:
-          RuntimeError: the pool is requested, but the engine has no weights.
+          RuntimeError: `tags` contain ``"kv_cache"``, but the engine has no weights.
         """
         if "weights" in tags and self._on_host is not None:
             weights = self._executor.weights
@@ -452,8 +471,8 @@ class Sleep:
             return
         if not self.has_weights:
             raise RuntimeError(
-                "Engine.wake_up: the engine must have weights, but sleep(level=2) dropped them, or "
-                "tags leaves them out. Call update_params first, or wake_up() without tags."
+                "Engine.wake_up: the engine must have weights, but sleep(level=2) discarded them, "
+                "or tags leaves them out. Call update_params first, or wake_up() without tags."
             )
         self._executor.is_asleep = False
         self.level = 0
@@ -466,6 +485,5 @@ class Sleep:
         """
         if self.level:
             raise EngineAsleepError(
-                f"Engine.{function}: the engine must be awake, got one that sleeps. "
-                "Call wake_up first."
+                f"Engine.{function}: the engine must be awake, but it sleeps. Call wake_up first."
             )

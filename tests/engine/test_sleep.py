@@ -124,7 +124,7 @@ def test_calls_raise_while_the_engine_sleeps(engine) -> None:
         lambda: engine.model,
         lambda: engine.core.check_idle("beam_search"),
     ):
-        with pytest.raises(EngineAsleepError, match="must be awake, got one that sleeps"):
+        with pytest.raises(EngineAsleepError, match="must be awake, but it sleeps"):
             call()
     engine.reset_prefix_cache()
     engine.sleep(2)

@@ -15,20 +15,21 @@ A full block can be *cached*: `publish` stores its digest and its tokens, and `a
 another slot with the same prefix. It stays cached after its last slot is released, until it is
 allocated again. Blocks that are not cached are allocated first. See `paged_jax.cache.block_pool`.
 
-Every operation returns new state. It processes all slots together, with cumulative sums and ranks
-instead of loops. The result is the same as processing the slots in the order of their indices. Work
-on all blocks of a slot is done in pieces of a fixed size, so that the cost is proportional to the
-blocks that slots actually hold. If an operation is impossible for any slot, it changes nothing and
-returns `ok=False`. This is decided *before* the updates, which are then masked. Selecting between
-the old and the new state afterwards would keep both alive, and donated buffers could not be updated
-in place.
+Every operation returns new state. It processes all slots together, with cumulative sums instead of
+loops over slots. The result is the same as if the slots were processed one after another, in the
+order of their indices. Operations on all blocks of a slot process a fixed number of blocks at a
+time, so their cost is proportional to the number of blocks that slots hold. If an operation is
+impossible for any slot, it changes nothing and returns `ok=False`. The operation decides this
+*before* it updates the state, and masks the updates. If it selected between the old and the new
+state afterwards, both would be alive at the same time, so XLA could not update donated buffers in
+place.
 
 Tables with a sliding *window* hold only the blocks that the next token attends to, and the blocks
 that the last program appended; see `paged_jax.cache.blocks.tables`. Groups of layers with different
-windows have separate tables over the same slots. Functions for several tables decide for all of
-them before any table changes.
+windows have separate tables over the same slots. A function that takes several tables first checks
+that the operation is possible in all of them, and only then changes any table.
 
-The allocator does not know K and V: `reserve` returns the block copies that the caller must make
+The allocator does not access K and V: `reserve` returns the block copies that the caller must make
 (see `paged_jax.cache`). Dimension letters are defined in `paged_jax.dims`.
 """
 

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Inspection of block tables on the host: invariants, and a drawing as text."""
+"""Inspection of block tables on the host: checks of invariants, and drawings as text."""
 
 import numpy as np
 
@@ -10,9 +10,11 @@ from paged_jax.cache.sequence_blocks import first_kept_column, num_blocks_needed
 
 
 def check_invariants(tables: BlockTables) -> None:
-    """Check on the host that every block is either free or used as often as the tables say.
+    """Check on the host that the block tables and the block pool agree with each other.
 
-    For tests and debugging. It copies the state to the host and cannot be called inside `jit`.
+    Every block must either be in the free queue once, or have a reference count equal to the number
+    of table entries that refer to it. This function is for tests and debugging. It copies the state
+    to the host and cannot be called inside `jit`.
 
     Raises:
       AssertionError: an invariant does not hold; the message names the first such invariant.
@@ -43,10 +45,10 @@ def check_invariants(tables: BlockTables) -> None:
 
 
 def _checked_first_columns(tables: BlockTables, lengths: np.ndarray) -> np.ndarray:
-    """Return the first column that each slot has not freed, after checking it against the window.
+    """Return each slot's first column that is not freed, after checking the window's bound.
 
-    It must be at most `first_kept_column`. It may be any lower column, because blocks are freed
-    only when the slot grows.
+    The column must be at most `first_kept_column`. It may be lower, because a slot frees the blocks
+    that left its window only when it grows.
     """
     if tables.window is None:
         require(tables.first_columns is None, "first_columns", "be None", tables.first_columns)
@@ -86,13 +88,13 @@ def check_pool(pool: BlockPool) -> None:
 
 
 def require(holds: bool | np.bool, name: str, rule: str, value: object) -> None:
-    """Raise AssertionError with the prefix `check_invariants` unless `holds`."""
+    """Raise AssertionError unless `holds`; the message names the value, the rule and `value`."""
     if not holds:
         raise AssertionError(f"check_invariants: {name} must {rule}, got {value}.")
 
 
 def draw_tables(tables: BlockTables, title: str) -> str:
-    """Draw the blocks of every sequence, and the pool with its free, used and shared blocks.
+    """Return a drawing of the blocks of every sequence and of the pool, as lines of text.
 
     Args:
       tables: the block tables; they are copied to the host.

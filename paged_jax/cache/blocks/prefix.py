@@ -18,7 +18,8 @@ from paged_jax.cache.sequence_blocks import first_kept_column
 from paged_jax.dims import bind
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill, typed_jit, without_index_checks
 
-# Tables of several groups of layers. They have the same slots, with the same lengths.
+# Block tables of several groups of layers. All groups have the same slots, and a slot has the same
+# length in all groups.
 Groups = tuple[BlockTables, ...]
 
 
@@ -31,9 +32,10 @@ def attach(
 ) -> tuple[BlockTables, jax.Array]:
     """Start an empty slot with the cached prefix of its tokens.
 
-    The slot gets the longest prefix of the given blocks that are all cached with the same digests
-    and tokens. Blocks that are in use become shared; free blocks leave the free queue. The cost is
-    a pass over the digests of the pool and one over the free queue.
+    The blocks of the sequence are looked up by digest and compared by tokens. The slot gets the
+    longest prefix of blocks that are all cached. Blocks that are in use become shared; free blocks
+    leave the free queue. The cost is one pass over the digests of the pool and one pass over the
+    free queue.
 
     Args:
       tables: the state; may be donated.
@@ -74,13 +76,15 @@ def attach_groups(
 ) -> tuple[Groups, StateTables | None, jax.Array, jax.Array]:
     """Attach a prefix of the same length in several groups of layers; see `attach`.
 
-    A group without a window needs all blocks of the prefix. A group with a window needs only the
-    blocks that the next token attends to; its earlier blocks may have been evicted. Recurrent
-    layers, whose entries are `states`, need a snapshot at the end of the prefix.
+    A prefix is possible only if every group has the blocks that it needs. A group without a window
+    needs all blocks of the prefix. A group with a window needs only the blocks that the next token
+    attends to; its earlier blocks may have been evicted. Recurrent layers (`states` is not None)
+    need a snapshot of their state at the end of the prefix.
 
     Returns:
-      The tables of the groups and of the states, and two numbers of blocks, i32[] each: the length
-      of the prefix, and the length that it would have with snapshots everywhere.
+      `(groups, states, num_found, num_possible)`. `num_found` is i32[], the number of blocks in the
+      attached prefix. `num_possible` is i32[], the number that would have been attached if
+      recurrent layers had a snapshot at the end of every block.
     """
     first = groups[0]
     digests, token_ids = _as_contents("attach", first, digests, token_ids)
@@ -101,7 +105,7 @@ def attach_groups(
         has_state = jnp.pad(has_state, (1, 0), constant_values=True)
         num_found = _longest_prefix(groups, hits, limit, has_state)
         entry = take_or_fill(entries, num_found - 1, fill_value=states.num_entries)
-    # If nothing was found, use the index past the last slot: the updates are dropped.
+    # If no block was found, use the index after the last slot, so that the updates are dropped.
     slot = jnp.where(num_found > 0, slot, first.num_slots)
     if states is not None and entry is not None:
         states = attach_state(states, slot, entry)
@@ -116,11 +120,11 @@ def attach_groups(
 def _start_slot(
     tables: BlockTables, slot: jax.Array, blocks: jax.Array, num_found: jax.Array
 ) -> BlockTables:
-    """Start a slot with a cached prefix. Nothing changes if the slot is past the last slot.
+    """Write the blocks of a cached prefix into an empty slot, and set its length.
 
     Args:
       tables: the tables of a group.
-      slot: i32[], an empty slot.
+      slot: i32[], an empty slot. Nothing changes if it is equal to the number of slots.
       blocks: i32[N], the cached blocks of a sequence. With a window, the slot gets only the blocks
         from `first_kept_column` on.
       num_found: i32[], the number of blocks in the prefix.
@@ -151,10 +155,10 @@ def publish(
 ) -> BlockTables:
     """Add full blocks to the prefix cache: `attach` finds them until they are allocated again.
 
-    Entries are processed in order. An entry is ignored if its slot does not exist (-1 is padding)
-    or does not hold the block with all of its tokens. It is also ignored if the block is already
-    cached, or if another block is cached under the digest. The cost is a pass over the digests of
-    the pool, and a comparison with N digests for each entry of a full block.
+    Each row of the arguments names one block; rows are processed in order. A row is ignored if its
+    slot does not exist (-1 is padding), or if the slot has no full block in this column. It is also
+    ignored if the block is already cached, or if another block is cached under the digest. The cost
+    is one pass over the digests of the pool, plus N comparisons of digests for each full block.
 
     Args:
       tables: the state; may be donated.
@@ -200,12 +204,12 @@ def publish_groups(
     digests: jax.Array,
     token_ids: jax.Array,
 ) -> Groups:
-    """Publish blocks in several groups of layers. The first group decides which blocks.
+    """Publish blocks in several groups of layers; the first group decides which ones.
 
-    In the other groups a block is cached only if the block at the same slot and column is cached in
-    the first group. So slots that share a block in the first group share it in all groups that have
-    it, and no group uses more blocks than the first. Otherwise another group could run out of
-    blocks before the first group.
+    In the other groups, a block is cached only if the block at the same slot and column is cached
+    in the first group. So two slots that share a block in the first group also share the block at
+    this column in all other groups that still have it. Therefore no group uses more blocks than the
+    first group, and the first group is the first to run out of free blocks.
     """
     first, *others = groups
     after = publish(first, slots, columns, digests, token_ids)
@@ -250,7 +254,11 @@ def _publish_alike(
 def _full_blocks(
     tables: BlockTables, slots: jax.Array, columns: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the blocks at positions of the table, i32[N], and whether each exists and is full."""
+    """Return the block ids at `(slots, columns)` of the table, and whether each block is full.
+
+    Both results have shape [N]. The second one, bool, is False if the slot or the block does not
+    exist, or if the block is not full; its block id is then arbitrary.
+    """
     is_slot = (slots >= 0) & (slots < tables.num_slots)
     slots = jnp.where(is_slot, slots, 0)
     is_full = is_slot & (columns >= 0) & (columns < tables.lengths[slots] // tables.block_size)
@@ -280,12 +288,13 @@ def forget(tables: BlockTables) -> BlockTables:
 def _find_blocks(
     pool: BlockPool, digests: jax.Array, token_ids: jax.Array, limit: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Find the first `limit` i32[] blocks of a sequence.
+    """Look up the first `limit` i32[] blocks of a sequence in the prefix cache.
 
-    A block that is found for two positions counts only for the first: a slot holds no block twice.
+    A slot must not hold a block twice. So if the same block is found for two positions, it counts
+    as found only at the first position.
 
     Returns:
-      i32[N], the blocks, and bool[N], whether each was found.
+      `(blocks, is_found)`: block ids i32[N], and bool[N], whether each block was found.
     """
     size = len(digests)
     index = jnp.arange(size, dtype=jnp.int32)
@@ -299,13 +308,14 @@ def _find_blocks(
 def _longest_prefix(
     groups: Groups, hits: list[jax.Array], limit: jax.Array, is_allowed: jax.Array | None = None
 ) -> jax.Array:
-    """Return the number of blocks in the longest prefix that slots can start with.
+    """Return the number of blocks in the longest prefix that all groups can provide, i32[].
 
     Args:
       groups: the tables of each group.
-      hits: bool[N] per group, the blocks that were found.
-      limit: i32[], the maximum number of blocks.
-      is_allowed: bool[N + 1], the lengths that other layers allow; None for all.
+      hits: for each group, bool[N], whether each block of the sequence was found.
+      limit: i32[], the maximum number of blocks. Blocks from this index on must be False in `hits`.
+      is_allowed: bool[N + 1], whether the prefix may have 0, 1, ..., N blocks, because recurrent
+        layers have a snapshot there; None allows every length.
     """
     size = len(hits[0])
     index = jnp.arange(size, dtype=jnp.int32)
@@ -327,10 +337,14 @@ def _longest_prefix(
 
 @typed_jit
 def _serve_in_order(is_new: jax.Array, blocks: jax.Array, digests: jax.Array) -> jax.Array:
-    """Return which entries of `is_new` to cache, bool[N]: the first of each block and digest.
+    """Select the rows of `is_new` bool[N] to cache, so that no block or digest occurs twice.
 
-    An entry is skipped if an earlier cached entry has the same block or digest. Whether an earlier
-    entry is cached depends on the entries before it, so this is a loop.
+    The rows are processed in order. A row is skipped if an earlier selected row has the same block
+    or the same digest. Whether that row was selected depends on the rows before it, so this
+    function needs a loop.
+
+    Returns:
+      bool[N], whether to cache the block of each row.
     """
     order = jnp.nonzero(is_new, size=len(blocks), fill_value=0)[0].astype(jnp.int32)
 

@@ -1,9 +1,9 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Room for more tokens, with copy on write for shared blocks.
+"""Allocation of blocks for new tokens, with copy on write for shared blocks.
 
 `reserve` allocates blocks for a known number of tokens. `plan` and `commit` are for decode loops,
-in which the number is known only afterwards: `plan` chooses blocks for the maximum number of
-tokens, and `commit` allocates the blocks that were used.
+in which the number of tokens is known only after the loop: `plan` chooses blocks for the maximum
+number of tokens, and `commit` allocates those blocks that were used.
 """
 
 from dataclasses import dataclass, replace
@@ -39,13 +39,13 @@ class BlockCopies:
 def reserve(
     tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int = 1
 ) -> tuple[BlockTables, BlockCopies, jax.Array]:
-    """Append room for more tokens to every slot, and add the tokens to the lengths.
+    """Allocate blocks for the next `num_tokens` tokens of every slot, and increase its length.
 
-    An empty slot gets room for a prompt, a running slot for new tokens. If the tokens start in a
-    partly filled block that other slots share, the slot gets a new block instead, and the caller
-    must copy the old block to it. If all slots that share such a block write to it, the last of
-    them keeps it. A block that is written to is removed from the prefix cache (a partly filled
-    block can be cached after `truncate`).
+    An empty slot gets room for a prompt, a running slot gets room for new tokens. If the first new
+    token belongs in a partly filled block that other slots share, the slot gets a new block
+    instead, and the caller must copy the old block to it. If all slots that share such a block
+    write to it in the same call, the last slot keeps the block. A partly filled block can be cached
+    after `truncate`; if a slot writes to it, it is removed from the prefix cache.
 
     With a window, slots that grow first free the blocks that left the window, even if `ok` is False
     afterwards, because these blocks are never read again. See `slide`.
@@ -58,8 +58,8 @@ def reserve(
 
     Returns:
       `(tables, copies, ok)`. `ok`, bool[], is False if there are not enough free blocks for all
-      slots together, if a slot would exceed its M * C tokens, or if a `num_tokens` is negative or
-      above `max_tokens`. Then the state is unchanged and `copies` are empty.
+      slots together, if a slot would exceed its M * C tokens, or if an element of `num_tokens` is
+      negative or above `max_tokens`. Then the state is unchanged and `copies` are empty.
 
     Raises:
       ValueError: `num_tokens` is not i32[S] or `max_tokens` is not a positive integer.
@@ -80,7 +80,7 @@ def reserve(
 def restore(
     tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int
 ) -> tuple[BlockTables, BlockCopies, jax.Array]:
-    """Allocate blocks in empty slots for tokens that are copied from elsewhere, such as the host.
+    """Allocate blocks in empty slots for tokens that are copied into them, e.g. from the host.
 
     With a window, a slot gets blocks only for the tokens that its next token attends to. Without a
     window this is the same as `reserve`.
@@ -107,27 +107,28 @@ def restore(
 
 
 class Reservation(NamedTuple):
-    """A prepared `reserve` or `restore` in one group of layers.
+    """Result of `begin_reserve` or `begin_restore` for one group of layers.
 
-    The caller passes it to `finish_reserve` after it has prepared all groups, because `reserve`
-    changes nothing unless it is possible in all of them.
+    `reserve` changes nothing unless it is possible in all groups. So the caller first prepares a
+    `Reservation` for every group, and then passes each of them to `finish_reserve`.
     """
 
-    tables: BlockTables  # result if not applied; blocks outside windows are freed
-    end: jax.Array  # i32[S], the lengths afterwards
-    first_columns: jax.Array | None  # i32[S], the `first_columns` afterwards
+    # The tables if the reservation is not applied. Blocks outside of windows are already freed.
+    tables: BlockTables
+    end: jax.Array  # i32[S], the lengths after the reservation
+    first_columns: jax.Array | None  # i32[S], `first_columns` of the tables after the reservation
     writes: "SharedWrites"
-    columns: jax.Array  # i32[S, W], see `plan_columns`
-    is_taken: jax.Array  # bool[S, W], whether a column gets a new block
-    is_possible: jax.Array  # bool[], whether all slots have room
+    columns: jax.Array  # i32[S, W], the columns that may change, see `plan_columns`
+    is_taken: jax.Array  # bool[S, W], whether each of these columns gets a new block
+    is_possible: jax.Array  # bool[], whether there are enough blocks for all slots of the group
 
 
 def begin_reserve(
     tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int, function: str = "reserve"
 ) -> Reservation:
-    """Prepare `reserve` and check whether it is possible.
+    """Check whether `reserve` is possible in one group, and compute the changes that it makes.
 
-    See `reserve` for the arguments. `function` is the name in error messages.
+    See `reserve` for the arguments. `function` is the name that error messages begin with.
     """
     num_tokens = as_slot_values(function, "num_tokens", num_tokens, jnp.int32, tables)
     check_positive(function, max_tokens=max_tokens)
@@ -150,11 +151,12 @@ def begin_reserve(
 def finish_reserve(
     reservation: Reservation, ok: jax.Array
 ) -> tuple[BlockTables, BlockCopies, jax.Array]:
-    """Apply a reservation, or change nothing.
+    """Apply a reservation if `ok` is True, or change nothing.
 
     Args:
       reservation: the result of `begin_reserve`.
-      ok: bool[], whether to apply it: True only if it is possible in all groups.
+      ok: bool[], whether to apply it. The caller passes True only if the reservations of all groups
+        are possible.
 
     Returns:
       See `reserve`.
@@ -165,7 +167,8 @@ def finish_reserve(
     pool, taken_SW = block_pool.take(tables.pool, is_taken_SW)
     pool = writes.note(pool, ok)
     slots = jnp.arange(tables.num_slots, dtype=jnp.int32)
-    # Only taken entries change. The others get a column past the end of the row and are dropped.
+    # Only the columns that get a new block change. The others are replaced by a column after the
+    # end of the row, whose update is dropped.
     columns_SW = jnp.where(is_taken_SW, columns_SW, tables.max_blocks_per_slot)
     block_tables = put_or_drop(tables.block_tables, (slots[:, None], columns_SW), taken_SW)
     copies = BlockCopies(
@@ -186,14 +189,18 @@ def finish_reserve(
 
 
 def begin_restore(tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int) -> Reservation:
-    """Prepare `restore` and check whether it is possible; see `begin_reserve`."""
+    """Check whether `restore` is possible in one group, and compute the changes it makes.
+
+    See `restore` for the arguments.
+    """
     num_tokens = as_slot_values("restore", "num_tokens", num_tokens, jnp.int32, tables)
     check_positive("restore", max_tokens=max_tokens)
     is_refused = (num_tokens > max_tokens) | ((num_tokens > 0) & (tables.lengths > 0))
     num_tokens = jnp.where(is_refused, -1, num_tokens)
     if (state := tables.window_state) is None:
         return begin_reserve(tables, num_tokens, max_tokens=max_tokens, function="restore")
-    # Treat the slot as if it had freed all blocks before its window, and now appends the window.
+    # Treat the slot as if it already held all tokens before its window, in blocks that have been
+    # freed, and now appended the tokens of the window.
     window, first_columns = state
     is_new = num_tokens > 0
     kept = first_kept_column(num_tokens, window, tables.block_size)
@@ -203,7 +210,8 @@ def begin_restore(tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int
         first_columns=jnp.where(is_new, kept, first_columns),
         lengths=jnp.where(is_new, num_left, tables.lengths),
     )
-    # At most window + 2 * C tokens are appended: the window, and less than a block on each side.
+    # At most window + 2 * C tokens are appended: the tokens of the window, fewer than C tokens
+    # before them and fewer than C tokens after them.
     most = min(max_tokens, window + 2 * tables.block_size)
     begun = begin_reserve(slid, num_tokens - num_left, max_tokens=most, function="restore")
     before = replace(begun.tables, lengths=tables.lengths, first_columns=first_columns)
@@ -214,11 +222,13 @@ def begin_restore(tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SharedWrites:
-    """Writes of slots to their partly filled last blocks; all fields are [S].
+    """Decision for each slot whether it writes to its last block in place or to a copy.
+
+    It concerns only last blocks that are partly filled. All fields have shape [S].
 
     Attributes:
-      in_place: i32, the last block if the slot writes to it directly, else P.
-      block: i32, the last block if the slot writes to it and it is shared, else P.
+      in_place: i32, the last block if the slot writes to this block itself; otherwise P.
+      block: i32, the last block if the slot writes to it and other slots share it; otherwise P.
       is_copy: bool, whether the slot must write to a copy of `block`.
       is_last: bool, whether the slot is the last writer of `block`.
       refs_left: i32, the number of references to `block` after these writes.
@@ -231,7 +241,11 @@ class SharedWrites:
     refs_left: jax.Array
 
     def note(self, pool: BlockPool, ok: jax.Array) -> BlockPool:
-        """Update reference counts and the prefix cache for these writes if `ok` bool[] is True."""
+        """Return the pool after these writes; it is unchanged if `ok` bool[] is False.
+
+        Reference counts of copied blocks decrease, and blocks written in place are no longer
+        cached.
+        """
         shared = jnp.where(self.is_last & ok, self.block, pool.num_blocks)
         ref_counts = put_or_drop(pool.ref_counts, shared, self.refs_left)
         pool = replace(pool, ref_counts=ref_counts)
@@ -239,24 +253,24 @@ class SharedWrites:
 
 
 def plan_shared_writes(tables: BlockTables, is_writer: jax.Array) -> SharedWrites:
-    """Decide for each slot of `is_writer` bool[S] whether it must copy its last block."""
+    """Decide for each slot in `is_writer` bool[S] whether it must copy its last block."""
     num_blocks, slots = tables.num_blocks, jnp.arange(tables.num_slots, dtype=jnp.int32)
-    # The block that the next token is written to. If the token begins a new block, this is P, which
-    # has no references.
+    # `last` is the block that the next token is written to. If the token begins a new block, it is
+    # P, and its reference count is read as 0.
     columns = tables.lengths // tables.block_size
     last = take_or_fill(tables.block_tables, (slots, columns), fill_value=num_blocks)
     refs = take_or_fill(tables.pool.ref_counts, last)
     is_shared = is_writer & (refs > 1)
     block = jnp.where(is_shared, last, num_blocks)
 
-    # Compare all pairs of slots: in a scatter, the writers of a block would contend. Reduce over
-    # the rows, because XLA vectorises that on a CPU.
+    # Compare all pairs of slots, because in a scatter the writers of a shared block would contend.
+    # The reduction is over the rows, because XLA vectorises such reductions on CPUs.
     is_same_SS = block[:, None] == block[None, :]
     num_writers = jnp.sum(is_same_SS, axis=0, dtype=jnp.int32)
     last_writer = jnp.max(jnp.where(is_same_SS, slots[:, None], -1), axis=0)
     is_last = is_shared & (last_writer == slots)
-    # If all slots that share a block write to it, the last slot keeps it. Otherwise the block would
-    # have no references and would not be in the free queue either.
+    # If all slots that share a block write to it, the last slot keeps the block. If that slot
+    # copied it too, the block would have no references, but would not be in the free queue.
     is_kept = num_writers == refs
     is_copy = is_shared & ~(is_last & is_kept)
     return SharedWrites(
@@ -278,10 +292,10 @@ def plan_columns(
     length `end` gets a new block.
 
     Returns:
-      i32[S, W], the columns, and bool[S, W], whether each column gets a new block.
+      `(columns, is_taken)`: i32[S, W], the columns, and bool[S, W], whether each gets a new block.
     """
-    # The number of columns, W. Only the first column can belong to a partly filled block, so
-    # max_tokens = 1 gives W = 1.
+    # The number of columns (W) that `max_tokens` tokens can touch. A single token touches one
+    # column.
     width = 1 + num_blocks_needed(max_tokens - 1, tables.block_size)
     ahead = jnp.arange(min(width, tables.max_blocks_per_slot), dtype=jnp.int32)
     columns_SW = (tables.lengths // tables.block_size)[:, None] + ahead[None, :]
@@ -294,16 +308,16 @@ def plan_columns(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ReservePlan:
-    """Planned blocks of slots. In the tables these blocks are still free.
+    """Blocks that `plan` chose for the next tokens of the slots, but did not allocate.
 
     Attributes:
-      num_tokens: i32[], the number of tokens that each slot has room for; slots with a lower limit
-        have room for their limit.
-      block_tables: i32[S, M], the tables with the planned blocks.
+      num_tokens: i32[], the number of new tokens that each slot has blocks for. A slot whose limit
+        is lower has blocks for its limit.
+      block_tables: i32[S, M], the block tables with the planned blocks filled in.
       copies: block copies that must be made before K and V are written.
       columns: i32[S, W], the columns of the tables that may change.
       blocks: i32[S, W], the planned blocks of these columns; P for unchanged columns.
-      writes: writes of slots to their last blocks.
+      writes: whether each slot writes to its last block in place or to a copy.
     """
 
     num_tokens: jax.Array
@@ -317,14 +331,15 @@ class ReservePlan:
 def plan(
     tables: BlockTables, limits: jax.Array, most: jax.Array, *, max_tokens: int
 ) -> ReservePlan:
-    """Choose blocks for the same number of tokens in every slot, as many as free blocks allow.
+    """Choose blocks for as many new tokens per slot as the free blocks allow.
 
-    The number is the largest one up to `most` for which `reserve` would succeed. The blocks are
-    allocated only by `commit`, so planned blocks that are not needed in the end stay cached.
+    The number of tokens is the same for all slots, except that no slot exceeds its limit. It is the
+    largest number up to `most` for which `reserve` would succeed. Only `commit` allocates the
+    blocks. So planned blocks that are not used in the end do not lose their cached content.
 
     Args:
-      tables: the state; with a window, after `slide`.
-      limits: i32[S], the maximum number of tokens of each slot, at least 0; 0 leaves a slot
+      tables: the state. With a window, call `slide` before.
+      limits: i32[S], the maximum number of new tokens of each slot, at least 0; 0 leaves a slot
         unchanged.
       most: i32[], a maximum number of tokens per slot that applies to all slots.
       max_tokens: N, upper bound on `most` (static). The cost is proportional to S * N.
@@ -334,7 +349,7 @@ def plan(
 
     Example:
       >>> tables = BlockTables.create(3, num_slots=2, max_blocks_per_slot=2, block_size=4)
-      >>> planned = plan(tables, jnp.array([8, 8]), 8, max_tokens=8)     # too few for 5 each
+      >>> planned = plan(tables, jnp.array([8, 8]), 8, max_tokens=8)  # 5 each would need 4 blocks
       >>> int(planned.num_tokens), planned.block_tables.tolist()
       (4, [[0, 3], [1, 3]])
       >>> tables = commit(tables, planned, jnp.array([2, 0]))
@@ -369,7 +384,7 @@ def plan(
 
 
 def num_possible(tables: BlockTables, limits: jax.Array, *, max_tokens: int) -> jax.Array:
-    """Return the number of tokens per slot that `plan` has blocks for, at most `max_tokens`.
+    """Return the `num_tokens` that `plan` would choose with `most = max_tokens`, i32[].
 
     See `plan` for the arguments.
     """
@@ -378,13 +393,14 @@ def num_possible(tables: BlockTables, limits: jax.Array, *, max_tokens: int) -> 
 
 
 def commit(tables: BlockTables, planned: ReservePlan, lengths: jax.Array) -> BlockTables:
-    """Allocate the planned blocks that were used; the others stay free.
+    """Allocate the planned blocks that were used, and set the lengths; other blocks stay free.
 
     Args:
       tables: the state that the plan was made for; may be donated.
       planned: the plan. If its `num_tokens` is above 0, each slot with a limit above 0 must have
         received at least one token.
-      lengths: i32[S], the new number of tokens in each slot, within the plan.
+      lengths: i32[S], the new number of tokens in each slot. It must not exceed the old number by
+        more than the plan allows.
 
     Raises:
       ValueError: `lengths` is not i32[S].
@@ -406,7 +422,7 @@ def commit(tables: BlockTables, planned: ReservePlan, lengths: jax.Array) -> Blo
 def _num_possible(
     tables: BlockTables, limits: jax.Array, writes: SharedWrites, max_tokens: int
 ) -> jax.Array:
-    """Return the number of tokens per slot for which there are blocks, at most `max_tokens`."""
+    """Return the number of new tokens per slot that blocks suffice for, at most `max_tokens`."""
     tokens_N1 = jnp.arange(1, max_tokens + 1, dtype=jnp.int32)[:, None]
     ends_NS = tables.lengths[None, :] + jnp.minimum(tokens_N1, limits[None, :])
     blocks_NS = num_blocks_needed(ends_NS, tables.block_size)

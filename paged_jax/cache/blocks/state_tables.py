@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""States of recurrent layers: a pool of entries, and the entry of each slot.
+"""State tables: the pool entry that holds each slot's state of the recurrent layers.
 
 A recurrent layer keeps arrays of a fixed size for each sequence, and each token overwrites them. An
 *entry* of the pool holds the state of a sequence in all recurrent layers, after some number of
@@ -8,24 +8,26 @@ tokens. An id refers to the same entry in every layer::
     entries     [ 3  3  P  0 ]       slots 0 and 1 share entry 3, slot 2 is empty
     ref_counts  [ 1  0  0  2  0 ]    P, the number of entries, means "no entry"
 
-A program that appends tokens reads the whole state of a slot and writes a whole new state. It may
-write to another entry than it reads, at no further cost. So copy on write is a choice of two ids:
-`reserve_states` chooses for each slot the entry to read (`sources`) and the entry to write
-(`entries`). They are equal while the slot owns its entry. They differ if other slots share it, or
-if it is a *snapshot*: an entry in the prefix cache, which must not change. A new slot reads P,
-which stands for zeros, so it never sees the state of an earlier sequence.
+A program that appends tokens reads the whole state of a slot and writes a whole new state. It costs
+the same to write the new state to another entry. So copy on write needs no copy, only two ids per
+slot: `reserve_states` chooses the entry to read (`sources`) and the entry to write (`entries`). The
+two are equal if no other slot uses the entry. They differ if other slots share the entry, or if it
+is a *snapshot*: an entry in the prefix cache, which must not change. A new slot reads P, which
+stands for zeros, so it never sees the state of an earlier sequence.
 
-A snapshot is found under the digest of the attention block that ends where its tokens end. It stays
-in the pool after its last slot has left, until the entry is needed: least recently used snapshots
-are evicted first, as in `block_pool`. A slot holds at most one entry, so a pool with as many
-entries as slots never runs out. Further entries are room for snapshots. If there is no free entry,
-the last slot that uses a snapshot overwrites it, and the snapshot is forgotten.
+The prefix cache finds a snapshot by the digest of the attention block whose last token is the last
+token of the snapshot. After the last slot has released it, the snapshot stays in the pool until its
+entry is needed; the least recently used snapshots are evicted first, as in `block_pool`. A slot
+needs only one entry, so a pool with as many entries as slots never runs out. Additional entries
+hold snapshots. If no entry is free, the last slot that uses a snapshot overwrites it, and the
+snapshot is removed from the prefix cache.
 
-While a sequence decodes, each slot also keeps its state at the last multiple of 64 tokens, as a
-*mark*: the step that computes the next token writes to another entry, and the old entry stays. The
-host does not know the tokens yet, so it cannot publish the state immediately. It publishes the mark
-when the sequence ends. The next turn of a conversation then continues from there. A verification of
-drafts never passes the next multiple of 64, so that the program after it can leave a mark there::
+During decoding, each slot also keeps a *mark*: a second entry with its state at the last multiple
+of 64 tokens. The step that computes the next token writes to another entry, and the old entry
+becomes the mark. The host does not know the tokens yet, so it cannot publish the state immediately.
+It publishes the mark when the sequence ends, so that the next turn of a conversation can continue
+from it. A step that verifies draft tokens never appends tokens past the next multiple of 64, so
+that the following program can leave a mark there::
 
     tokens     0 ........... 64 ........... 128 ... 150, end
     entry          3                5           1            marks: 3, then 5
@@ -43,8 +45,9 @@ from paged_jax.cache.block_pool import BlockPool
 from paged_jax.formatting import short_repr
 from paged_jax.kernels.opaque_call import take_or_fill, without_index_checks
 
-# Number of tokens that recurrent layers process together in prompts. Chunks end at multiples of it,
-# so that the states do not depend on the sizes of chunks. Marks are states after such multiples.
+# Number of tokens that recurrent layers process together in prompts. Prompt chunks end at multiples
+# of this number, so that the states do not depend on the chunk sizes. Marks are states after a
+# multiple of this number of tokens.
 STATE_INTERVAL = 64
 
 
@@ -52,19 +55,20 @@ STATE_INTERVAL = 64
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StateTables:
-    """The entry of each slot, and which entries are free or snapshots.
+    """The pool entries that hold each slot's recurrent state, and the pool of these entries.
 
     Attributes:
-      pool: the `BlockPool` of the entries. The tokens of a snapshot are the tokens of the attention
-        block that ends with it.
-      entries: i32[S], the entry with the state of each slot after all of its tokens; P if the slot
-        is empty. A program writes the new state of the slot to it.
-      sources: i32[S], the entry that the program reads; P for zeros.
-      marks: i32[S], an entry with an earlier state of the slot; P for none.
-      mark_lengths: i32[S], number of tokens in that state.
-      spares: i32[S], a free entry that the planned program writes from `turns` tokens on, so that
-        the old entry becomes a mark; P for none. See `plan_states`.
-      turns: i32[S], number of tokens of the next mark.
+      pool: the `BlockPool` of the entries; a cached entry is a snapshot. Its `token_ids` are the
+        tokens of the attention block that ends at the snapshot.
+      entries: i32[S], the entry that the next program writes the new state of each slot to. After
+        the program it holds the state after all tokens of the slot. P if the slot is empty.
+      sources: i32[S], the entry that the next program reads; P stands for a state of zeros.
+      marks: i32[S], the entry with the mark of each slot; P if it has none.
+      mark_lengths: i32[S], the number of tokens that the mark covers.
+      spares: i32[S], a free entry for the states after more than `turns` tokens, so that the entry
+        with the state after `turns` tokens becomes the mark. P if the next program leaves no mark.
+        See `plan_states`.
+      turns: i32[S], the number of tokens that the next mark covers.
     """
 
     pool: BlockPool
@@ -116,23 +120,23 @@ class StateTables:
 
 @without_index_checks
 def reserve_states(tables: StateTables, is_writer: jax.Array) -> StateTables:
-    """Choose the entries that the next program reads and writes.
+    """Choose the entries (`entries`) and `sources` of the next program.
 
-    A slot of `is_writer` writes in place if no other slot uses its entry afterwards and the entry
-    is no snapshot. Otherwise it gets a free entry. Its old entry stays as it is, for other slots or
-    in the prefix cache. If there are too few free entries, snapshots that only writers use are
-    overwritten. All entries are chosen before an old entry becomes free, so no program writes to an
-    entry that another slot reads.
+    A slot that writes does so in place if no other slot needs its entry and the entry is not a
+    snapshot. Otherwise it writes to a free entry, and its old entry keeps its content for other
+    slots or for the prefix cache. If there are too few free entries, snapshots that are used only
+    by writing slots are overwritten. All new entries are allocated before any old entry is freed,
+    so no slot writes to an entry that another slot reads.
 
     Args:
       tables: the state; may be donated.
-      is_writer: bool[S], the slots that get tokens from the program. The program must write the
-        states of all of them.
+      is_writer: bool[S], whether the program appends tokens to each slot. It must write the states
+        of all these slots.
 
     Example:
       >>> tables = StateTables.create(num_entries=4, num_slots=3, block_size=16)
       >>> tables = reserve_states(tables, jnp.array([True, False, False]))
-      >>> tables = follow_states(tables, jnp.array([-1, 0, -1]), ok=True)      # slot 1 copies 0
+      >>> tables = follow_states(tables, jnp.array([-1, 0, -1]), ok=True)  # slots 0 and 1 share
       >>> tables = reserve_states(tables, jnp.array([True, False, False]))
       >>> tables.sources.tolist(), tables.entries.tolist()
       ([0, 0, 4], [1, 0, 4])
@@ -143,7 +147,7 @@ def reserve_states(tables: StateTables, is_writer: jax.Array) -> StateTables:
     is_same_SS = held[:, None] == held[None, :]
     num_writers = jnp.sum(is_same_SS, axis=0, dtype=jnp.int32)
     last_writer = jnp.max(jnp.where(is_same_SS, slots[:, None], -1), axis=0)
-    # If all slots that share an entry write, the last slot may keep it. P has no references.
+    # If all slots that share an entry write to it, the last of these slots may keep the entry.
     may_keep = (last_writer == slots) & (num_writers == take_or_fill(pool.ref_counts, held))
     may_keep &= held < P
     is_snapshot = pool.is_cached.at[held].get(mode="fill", fill_value=False)
@@ -168,16 +172,16 @@ def reserve_states(tables: StateTables, is_writer: jax.Array) -> StateTables:
 
 
 def _drop_marks(tables: StateTables, mask: jax.Array) -> StateTables:
-    """Free the marks of the slots in `mask` bool[S]."""
+    """Free the marks of the slots for which `mask` bool[S] is True."""
     P = tables.num_entries
     pool = block_pool.give_back(tables.pool, jnp.where(mask, tables.marks, P))
     return replace(tables, pool=pool, marks=jnp.where(mask, P, tables.marks))
 
 
 def state_interval(block_size: int) -> int:
-    """Return the number of tokens between marks, and between the ends of chunks.
+    """Return the number of tokens between two marks, a multiple of the block size and of 64.
 
-    It is a multiple of the block size.
+    The ends of prompt chunks have the same distance.
     """
     return math.lcm(STATE_INTERVAL, block_size)
 
@@ -185,17 +189,18 @@ def state_interval(block_size: int) -> int:
 def plan_states(
     tables: StateTables, is_writer: jax.Array, lengths: jax.Array, most: jax.Array
 ) -> StateTables:
-    """Choose entries for a program that appends tokens one at a time, and where it leaves marks.
+    """Choose the entries of a program that appends one token at a time, including its marks.
 
-    A program that reaches ``turns`` tokens in a slot must read that state from the entry of the
-    slot, and write the following states to its spare entry. Then call `commit_marks`. Marks use
-    free entries only. Half of the entries beyond one per slot are left to snapshots.
+    When a slot reaches `turns` tokens, its state is in its entry in `entries`. The program must
+    read the state from there, and write the following states to the slot's entry in `spares`.
+    Afterwards, the caller calls `commit_marks`. A mark is planned only if an entry is free for it.
+    The pool has P - S entries more than slots; half of these are left to snapshots.
 
     Args:
       tables: the state; may be donated.
-      is_writer: bool[S], the slots that get tokens, see `reserve_states`.
-      lengths: i32[S], tokens of each slot before the program.
-      most: i32[], maximum number of tokens that the program appends to a slot.
+      is_writer: bool[S], whether each slot gets tokens, see `reserve_states`.
+      lengths: i32[S], the number of tokens in each slot before the program.
+      most: i32[], the maximum number of tokens that the program appends to a slot.
     """
     return plan_marks(reserve_states(tables, is_writer), is_writer, lengths, most)
 
@@ -204,11 +209,14 @@ def plan_states(
 def plan_marks(
     tables: StateTables, is_writer: jax.Array, lengths: jax.Array, most: int | jax.Array
 ) -> StateTables:
-    """Choose where a program leaves marks, after `reserve_states`; see `plan_states`."""
+    """Choose the slots in which a program leaves marks, by setting `spares` and `turns`.
+
+    Call it after `reserve_states`. See `plan_states` for the arguments.
+    """
     interval, P = state_interval(tables.pool.token_ids.shape[1]), tables.num_entries
     turns = (lengths + interval - 1) // interval * interval
-    # If the length is a multiple already and the slot does not write in place, the old entry keeps
-    # this state anyway, so no mark is needed.
+    # No mark is needed if the slot already has a multiple of `interval` tokens and does not write
+    # in place, because then its old entry keeps this state anyway.
     is_left = (turns > lengths) | (tables.sources == tables.entries)
     is_reached = is_writer & is_left & (turns > 0) & (turns < lengths + most)
     is_reached &= (tables.marks == P) | (tables.mark_lengths != turns)
@@ -219,7 +227,10 @@ def plan_marks(
 
 @without_index_checks
 def commit_marks(tables: StateTables, lengths: jax.Array) -> StateTables:
-    """Keep the marks that the program has left in slots with `lengths` i32[S] tokens after it."""
+    """Record the marks that a program has left, and allocate the spare entries that it used.
+
+    `lengths` i32[S] is the number of tokens in each slot after the program.
+    """
     P = tables.num_entries
     has_turned = (tables.spares < P) & (lengths > tables.turns)
     pool = block_pool.take_some(tables.pool, tables.spares, has_turned)
@@ -235,13 +246,13 @@ def commit_marks(tables: StateTables, lengths: jax.Array) -> StateTables:
 
 
 def follow_states(tables: StateTables, parents: jax.Array, ok: jax.Array) -> StateTables:
-    """Give slots the states of other slots. The entries are shared until a slot is written.
+    """Make slots share the states of other slots, until one of them writes a new state.
 
     Args:
       tables: the state; may be donated.
       parents: i32[S], the parent of each slot that gets the state of another slot; -1 or its own
         index leaves a slot unchanged.
-      ok: bool[], whether to change anything. If it is True, all parents exist.
+      ok: bool[], whether to apply the change. If it is True, all parents must exist.
     """
     slots = jnp.arange(tables.num_slots, dtype=jnp.int32)
     parents = jnp.where(ok & (parents >= 0), parents, slots)
@@ -254,7 +265,7 @@ def follow_states(tables: StateTables, parents: jax.Array, ok: jax.Array) -> Sta
 
 
 def release_states(tables: StateTables, mask: jax.Array) -> StateTables:
-    """Empty the slots that `mask` bool[S] marks. Snapshots stay in the prefix cache."""
+    """Empty the slots for which `mask` bool[S] is True; snapshots stay in the prefix cache."""
     tables = _drop_marks(tables, mask)
     pool = block_pool.give_back(tables.pool, jnp.where(mask, tables.entries, tables.num_entries))
     return replace(tables, pool=pool, entries=jnp.where(mask, tables.num_entries, tables.entries))
@@ -262,7 +273,7 @@ def release_states(tables: StateTables, mask: jax.Array) -> StateTables:
 
 @without_index_checks
 def attach_state(tables: StateTables, slot: jax.Array, entry: jax.Array) -> StateTables:
-    """Give an empty slot a snapshot. Nothing changes if `entry` is P, which means "no entry"."""
+    """Make the snapshot `entry` i32[] the state of an empty slot; P ("no entry") does nothing."""
     pool = block_pool.revive(tables.pool, entry[None])
     entries = tables.entries.at[slot].set(entry, mode="drop")
     return replace(tables, pool=pool, entries=entries)
@@ -278,19 +289,20 @@ def publish_states(
     ends: jax.Array,
     lengths: jax.Array,
 ) -> StateTables:
-    """Add the states and marks of slots to the prefix cache, as snapshots.
+    """Add the states or marks of slots to the prefix cache, as snapshots.
 
-    A row of the arguments is ignored if its slot has neither a state nor a mark of `ends` tokens,
-    if that entry is a snapshot already, or if another snapshot has the digest.
+    Row i of the arguments asks for a snapshot of slot ``slots[i]`` after its first ``ends[i]``
+    tokens. The row is ignored if neither the state nor the mark of the slot covers exactly that
+    number of tokens, if their entry is already a snapshot, or if another snapshot has the digest.
 
     Args:
       tables: the state; may be donated.
       slots: i32[N], the slot of each snapshot.
-      is_snapshot: bool[N], whether to add the state of the slot at the end of the block.
-      digests: u32[N, 8], digests of the attention blocks that end where the states end.
+      is_snapshot: bool[N], whether to process the row; rows with False are ignored.
+      digests: u32[N, 8], the digests of the attention blocks that end after `ends` tokens.
       token_ids: i32[N, C], the tokens in these blocks.
-      ends: i32[N], number of tokens up to the end of each block.
-      lengths: i32[S], number of tokens of each slot.
+      ends: i32[N], the number of tokens that each snapshot covers, a multiple of C.
+      lengths: i32[S], the number of tokens in each slot.
     """
     pool, P = tables.pool, tables.num_entries
     rows = jnp.where(is_snapshot, slots, -1)

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Block tables: a row of block ids per slot, and the operations that share and free blocks.
+"""Block tables (one row of block ids per slot), and operations that share and free blocks.
 
 With a sliding window, a slot frees the blocks that no later token attends to. The token at position
 n attends to ``n - window + 1 .. n``. A slot keeps all blocks that the first token of its last block
@@ -9,8 +9,9 @@ token of the last block is 16; it attends to tokens 11 to 16, so columns 0 and 1
     tokens  0..3   4..7   8..11   12..15   16           17 is next
     row       P      P      7        2      0           first_columns 2
 
-Blocks are freed *lazily*, when the slot is about to grow. Until then the slot keeps all blocks that
-the last program appended to, so that they can be published, or truncated if drafts were rejected.
+Blocks are freed *lazily*: a slot frees the blocks that left its window only when it is about to
+grow. Until then it keeps all blocks to which the last program appended tokens. So these blocks can
+still be published, and the tokens can still be truncated if they were rejected draft tokens.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from paged_jax.dims import bind
 from paged_jax.formatting import cut, integers, shortened
 from paged_jax.kernels.opaque_call import put_or_drop, take_or_fill, typed_jit, without_index_checks
 
-# The sum of two block ids, or of two token positions, must fit in int32.
+# Sizes are below this bound, so that the sum of two block ids or two token positions fits in int32.
 _MAX_SIZE = 2**30
 
 
@@ -125,7 +126,7 @@ class BlockTables:
 
     @property
     def window_state(self) -> tuple[int, jax.Array] | None:
-        """`window` and `first_columns`; None without a window."""
+        """The pair of `window` and `first_columns`; None if the tables have no window."""
         if self.window is None or self.first_columns is None:
             return None
         return self.window, self.first_columns
@@ -149,7 +150,10 @@ class BlockTables:
 def as_slot_values(
     function: str, name: str, values: ArrayLike, dtype: DTypeLike, tables: BlockTables
 ) -> jax.Array:
-    """Return an argument with a value for each slot as an array [S], or raise ValueError."""
+    """Convert an argument with one value per slot to an array [S] of dtype `dtype`.
+
+    Raises ValueError, with `function` and `name` in the message, if its shape or dtype is wrong.
+    """
     values = jnp.asarray(values)
     bind(function, block_tables=(tables.block_tables, "SM"), **{name: (values, "S")})
     return check_dtype(function, name, values, dtype)
@@ -172,14 +176,14 @@ def _check_below(name: str, size: int, advice: str) -> None:
 
 
 def _read_map(tables: BlockTables) -> BlockMap | None:
-    """Return the reference counts and each slot's blocks; None if the arrays cannot be read."""
+    """Return a `BlockMap` of the tables; None if the arrays are traced and cannot be read."""
     arrays = tables.block_tables, tables.lengths, tables.pool.ref_counts, tables.pool.is_cached
     values = [integers(array, ndim) for array, ndim in zip(arrays, (2, 1, 1, 1), strict=True)]
     if any(value is None for value in values):
         return None
     block_tables, lengths, ref_counts, is_cached = map(np.asarray, values)
     rows = [
-        # Freed blocks and empty columns have an id after the last block.
+        # Columns without a block hold P. Leave them out.
         BlockRow(str(slot), int(length), row[row < len(ref_counts)].tolist())
         for slot, (length, row) in enumerate(zip(lengths, block_tables, strict=True))
         if length
@@ -189,7 +193,7 @@ def _read_map(tables: BlockTables) -> BlockMap | None:
 
 
 def describe_use(tables: BlockTables) -> str | None:
-    """Return the number of used blocks and the lengths of the slots as text, for a `repr`.
+    """Return a text for `repr`: the number of used blocks, and the lengths of the slots.
 
     Returns None if the arrays cannot be read or have extra dimensions, for example inside
     `jax.vmap`.
@@ -206,20 +210,20 @@ def describe_use(tables: BlockTables) -> str | None:
     )
 
 
-# Number of table entries that `_in_pieces` processes together: few enough to sort fast, and more
-# than the number of blocks of most slots.
+# Number of table entries that `_in_pieces` processes together. It is small, so that sorting the
+# entries is fast, but larger than the number of blocks of most slots.
 _PIECE = 512
 
 Update = Callable[[BlockTables, jax.Array, jax.Array], BlockTables]
 
 
 def hold_slots(tables: BlockTables, mask: jax.Array) -> BlockTables:
-    """Add a reference to each block of the slots that `mask` bool[S] marks."""
+    """Add a reference to each block of the slots for which `mask` bool[S] is True."""
     return _update_slots(_hold_piece, tables, mask)
 
 
 def empty_slots(tables: BlockTables, mask: jax.Array) -> BlockTables:
-    """Empty the slots that `mask` bool[S] marks. The last block of each slot is freed first."""
+    """Empty the slots for which `mask` bool[S] is True, and free each slot's last block first."""
     tables = _update_slots(_empty_piece, tables, mask)
     lengths = jnp.where(mask, 0, tables.lengths)
     if tables.first_columns is None:
@@ -234,8 +238,8 @@ def _hold_piece(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> Blo
 
 def _empty_piece(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> BlockTables:
     entries = _entries(tables, rows, columns)
-    # Skip entries that are P already. This does not change the result, but makes the written
-    # positions depend on the values read, so that XLA needs no copy of the table.
+    # Do not write entries that are P already. The result is the same, but now the written positions
+    # depend on the values read, so XLA can update the table without a copy.
     columns = jnp.where(entries < tables.num_blocks, columns, tables.max_blocks_per_slot)
     return replace(
         tables,
@@ -245,14 +249,14 @@ def _empty_piece(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> Bl
 
 
 def _entries(tables: BlockTables, rows: jax.Array, columns: jax.Array) -> jax.Array:
-    """Return the blocks at positions of the table; P for positions outside of it."""
+    """Return the block ids at `(rows, columns)` of the table; P for positions outside of it."""
     return tables.block_tables.at[rows, columns].get(mode="fill", fill_value=tables.num_blocks)
 
 
 @partial(without_index_checks, static_argnums=(0,))
-@partial(typed_jit, static_argnums=(0,))  # without it, each eager call would compile the loop again
+@partial(typed_jit, static_argnums=(0,))  # Without `jit`, each eager call compiles again.
 def _update_slots(update: Update, tables: BlockTables, mask: jax.Array) -> BlockTables:
-    """Apply `update(tables, rows, columns)` to all blocks of the slots in `mask` bool[S]."""
+    """Call `update` (see `_in_pieces`) for all blocks of the slots in `mask` bool[S]."""
     held = jnp.where(mask, num_blocks_needed(tables.lengths, tables.block_size), 0)
     if tables.first_columns is None:
         return _in_pieces(update, tables, held)
@@ -263,19 +267,20 @@ def _update_slots(update: Update, tables: BlockTables, mask: jax.Array) -> Block
 @without_index_checks
 @typed_jit
 def _drop_columns(tables: BlockTables, begins: jax.Array, ends: jax.Array) -> BlockTables:
-    """Free the blocks of each slot in the columns from `begins` i32[S] up to `ends` i32[S]."""
+    """Free each slot's blocks in the columns from `begins` i32[S] to before `ends` i32[S]."""
     return _in_pieces(_empty_piece, tables, jnp.maximum(ends - begins, 0), begins)
 
 
 def _in_pieces(
     update: Update, tables: BlockTables, counts: jax.Array, begins: jax.Array | None = None
 ) -> BlockTables:
-    """Apply `update` to `counts` i32[S] positions of each slot, starting at column `begins` or 0.
+    """Apply `update` to `counts` i32[S] table entries of each slot, from column `begins` on.
 
-    `update` is called with `tables`, `rows` and `columns` for pieces of `_PIECE` positions. Slots
-    are processed in order, the last block of each slot first. The last piece is padded with
-    positions outside the table. So the cost is proportional to the number of blocks, not to the
-    size of the table.
+    `begins` i32[S] is 0 if it is None. `update(tables, rows, columns)` is called for `_PIECE`
+    entries at a time and returns new tables. Slots are processed in order, and the last block of
+    each slot is processed first. In the last call, `rows` and `columns` are padded with positions
+    outside the table. So the cost is proportional to the number of blocks, not to the size of the
+    table.
     """
     num_slots, width = tables.block_tables.shape
     ends = jnp.cumsum(counts, dtype=jnp.int32)
@@ -294,15 +299,16 @@ def _in_pieces(
 
 
 def slide(tables: BlockTables, mask: jax.Array) -> BlockTables:
-    """Free the blocks that have left the windows of the slots that `mask` bool[S] marks.
+    """Free the blocks that have left the windows of the slots for which `mask` is True.
 
     Freed blocks stay cached until they are allocated again. Without a window nothing changes.
-    `reserve` calls this function for slots that grow. `plan` changes no tables, so its callers must
-    call this function first. The cost is proportional to the freed blocks.
+    `reserve` calls this function for slots that grow. `plan` does not call it, because `plan` does
+    not change the tables; call it before `plan`. The cost is proportional to the number of freed
+    blocks.
 
     Args:
       tables: the state; may be donated.
-      mask: bool[S], the slots that are about to grow.
+      mask: bool[S], whether each slot is about to grow.
 
     Example:
       >>> from paged_jax.cache.blocks import reserve
@@ -321,9 +327,9 @@ def slide(tables: BlockTables, mask: jax.Array) -> BlockTables:
 
 
 def shortest_lengths(tables: BlockTables) -> jax.Array | int:
-    """Return the shortest length to which each slot can be truncated, i32[S]; 0 without a window.
+    """Return the smallest length to which each slot can be truncated, i32[S].
 
-    A shorter slot would lack blocks that its next token attends to, because they were freed.
+    It is 0 without a window. In a shorter slot, the next token would attend to freed blocks.
     """
     if (state := tables.window_state) is None:
         return 0
@@ -334,7 +340,7 @@ def shortest_lengths(tables: BlockTables) -> jax.Array | int:
 
 
 def fork(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Array]:
-    """Make empty slots copies of other slots. All blocks are shared; no token is copied.
+    """Make empty slots copies of other slots by sharing all their blocks; no data is copied.
 
     The cost is proportional to the blocks that become shared, plus a pass over the tables.
 
@@ -371,7 +377,7 @@ def fork(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Arra
 
 
 def reorder(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.Array]:
-    """Replace slots by copies of other slots in a single step, as beam search needs it.
+    """Replace slots by copies of other slots in a single step, for example in beam search.
 
     Slot s becomes a copy of the previous slot `parents[s]`, and its own previous content is
     released. Blocks are shared, not copied, so this never runs out of blocks. The cost is
@@ -412,11 +418,11 @@ def reorder(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.A
 def release(tables: BlockTables, mask: jax.Array) -> BlockTables:
     """Empty slots and free the blocks that no other slot uses.
 
-    Cached blocks join the tail of the free queue, slot by slot. The end of a sequence is freed
-    before its beginning, because other sequences are more likely to share the beginning. Other
-    blocks join the head and are reused first. A block that several released slots share joins
-    the queue with the last of them. Releasing an empty slot changes nothing. The
-    cost is proportional to the blocks that the slots hold.
+    Freed blocks that are cached join the tail of the free queue, slot by slot, the last block of a
+    slot first: so the beginning of a sequence is evicted last, because other sequences are more
+    likely to share it. Uncached blocks join the head of the queue and are reused first. A block
+    that several released slots share is queued with the last of these slots. Releasing an empty
+    slot changes nothing. The cost is proportional to the number of blocks that the slots hold.
 
     Args:
       tables: the state; may be donated.
@@ -442,9 +448,10 @@ def truncate(tables: BlockTables, lengths: jax.Array, *, max_tokens: int) -> Blo
 
     Args:
       tables: the state; may be donated.
-      lengths: i32[S], the maximum number of tokens to keep in each slot. A slot loses at most
-          `max_tokens`. With a window, it keeps enough tokens that its next token does not attend to
-          freed blocks. The tokens appended by the last `reserve` or `commit` can always be removed.
+      lengths: i32[S], the number of tokens to keep in each slot; slots that are already shorter
+          stay unchanged. At most `max_tokens` tokens of a slot are removed. With a window, a slot
+          keeps more tokens if its next token would otherwise attend to freed blocks. The tokens
+          appended by the last `reserve` or `commit` can always be removed.
       max_tokens: upper bound on the tokens removed from a slot (static). The cost is a sort of
           S * ceil(max_tokens / C) entries.
 
@@ -480,7 +487,7 @@ def truncate(tables: BlockTables, lengths: jax.Array, *, max_tokens: int) -> Blo
 
 
 def _follow(tables: BlockTables, parents: jax.Array) -> BlockTables:
-    """Return tables that give each slot the row of its parent; `parents` is i32[S].
+    """Give each slot the table row and the length of its parent in `parents` i32[S].
 
     Reference counts are not updated.
     """
