@@ -1,1 +1,1 @@
-"""Device side of the engine: the state, and the compiled programs that change it."""
+"""Device part of the engine: the state on the device, and the programs that update it."""

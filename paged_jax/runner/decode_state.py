@@ -1,4 +1,4 @@
-"""Device state of the running sequences, and how sequences are assigned to slots."""
+"""State of the running sequences on the device, and assignment of sequences to slots."""
 
 import dataclasses
 import functools
@@ -31,13 +31,13 @@ from paged_jax.scheduler.request import Sequence
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """State of all running sequences on the device. Donate it as a whole.
+    """State of all running sequences on the device; programs donate it as a whole.
 
     Attributes:
       cache: K and V of all tokens of each sequence except its last token.
       sampling: sampling parameters and state of each slot.
       token_ids: i32[S], the last known token of each slot, the input of the next decode step.
-      stop_ids: i32[S, X], tokens that end the sequence, padded with V, which is no token.
+      stop_ids: i32[S, X], tokens that end the sequence, padded with V, which is not a token id.
       max_lengths: i32[S], maximum number of tokens of each sequence, prompt included.
       constraints: tokens that grammars allow next in each slot.
 
@@ -70,12 +70,13 @@ class DecodeState:
         max_logit_bias: int = 32,
         max_forced: int = 8,
     ) -> "DecodeState":
-        """Return a state with no sequence in any slot.
+        """Return a state in which all slots are empty.
 
         Args:
           cache: the cache, which becomes part of the state.
-          vocab_size: V.
-          max_stop_ids: X, also the maximum number of stop tokens of a request with ``min_tokens``.
+          vocab_size: V, size of the vocabulary.
+          max_stop_ids: X, number of stop tokens per slot. Requests with ``min_tokens`` must not
+            have more stop tokens.
           max_logit_bias: see `SlotSampling.create`.
           max_forced: see `Constraints.create`.
 
@@ -108,7 +109,10 @@ class DecodeState:
 def empty_state(
     config: LlamaConfig, sizes: Sizes, num_blocks: int, cache_dtype: DTypeLike, platform: str
 ) -> DecodeState:
-    """Return a state with an empty cache, see `create_cache` and `DecodeState.create`."""
+    """Return a state with empty slots and an empty cache.
+
+    See `create_cache` and `DecodeState.create`, to which the arguments are passed.
+    """
     cache = create_cache(
         config,
         num_slots=sizes.num_slots,
@@ -129,7 +133,7 @@ def empty_state(
     )
 
 
-# Function with the arguments and the result of `StoredPrograms.find`.
+# Type of functions with the arguments and the result of `StoredPrograms.find`.
 FindProgram = Callable[[str, Any, tuple[Any, ...], int | None], Callable[..., Any]]
 
 
@@ -143,29 +147,30 @@ def _compile_when_called(
 def assign(
     state: DecodeState, assignments: list[Assignment], find: FindProgram = _compile_when_called
 ) -> DecodeState:
-    """Assign sequences to slots. Call it from the host.
+    """Assign sequences to slots. Call this function from the host, not inside `jit`.
 
-    The cache does not change: the caller fills it with the K and V of the sequences.
+    The cache does not change: the caller must fill it with the K and V of the sequences.
 
     Args:
-      state: the state to change; everything except its cache is donated.
-      assignments: the sequences.
-      find: see `StoredPrograms.find`.
+      state: the state; everything except its cache is donated.
+      assignments: the sequences and their slots.
+      find: function that returns the compiled program, such as `StoredPrograms.find`.
 
     Returns:
-      The new state. The `stop_ids` of a slot are the end-of-sequence tokens, then
-      ``params.stop_token_ids``. Stop tokens beyond the first X do not stop the sequence on the
-      device. The caller must look for them in the results, as it does for stop strings.
+      The new state. The `stop_ids` of a slot are the end-of-sequence tokens, followed by
+      ``params.stop_token_ids``. Only the first X of them stop the sequence on the device. The
+      caller must search the results for the others, as it does for stop strings.
 
     Raises:
-      ValueError: a number is out of range, or the state has no room for the biases of a request or
-        for the stop tokens of a request with ``min_tokens``.
+      ValueError: a number is out of range, a request has too many biases for the state, or a
+        request with ``min_tokens`` has more than X stop tokens.
 
-    For each row of a call, about 5 * V bytes are copied to the device. A call has 1 or `_WIDTH`
-    rows, so there are two compiled programs.
+    About 5 * V bytes are copied to the device for each sequence. Sequences are assigned one at a
+    time or `_WIDTH` at a time, so there are two compiled programs.
     """
-    # Prepare all rows before the first write. On CPUs, the call of a small program blocks until
-    # running programs have ended, so do the host's work first, while they run.
+    # Prepare all rows before the first write. On CPUs, JAX runs small programs synchronously, so
+    # the call of `write` blocks until the programs already running have finished. The host prepares
+    # the rows in the meantime.
     rows = [_row(state, each) for each in assignments]
     parts = _AssignedArrays(
         state.sampling, state.token_ids, state.stop_ids, state.max_lengths, state.constraints.starts
@@ -186,15 +191,15 @@ def assign(
     )
 
 
-# Maximum number of assignments per call. A call takes 0.1 ms on the host while the device is idle.
-# So 64 new sequences are assigned in 8 calls instead of 64.
+# Maximum number of sequences that one call of the compiled program assigns. A call takes 0.1 ms on
+# the host, while the device is idle. So 64 new sequences need 8 calls instead of 64.
 _WIDTH = 8
 
 
 class _AssignedArrays(NamedTuple):
-    """Arrays of a state that `assign` writes.
+    """The arrays of a `DecodeState` that `assign` writes.
 
-    The same class also holds the values of a single assignment. They have no slot dimension.
+    The class is also used for the new values of one assignment, which have no slot dimension.
     """
 
     sampling: Any
@@ -227,7 +232,10 @@ def _row(state: DecodeState, assignment: Assignment) -> _AssignedArrays:
 
 
 def _stacked(rows: list[_AssignedArrays], num_slots: int) -> _AssignedArrays:
-    """Stack 1 or `_WIDTH` rows. Padding rows write to a slot that does not exist."""
+    """Stack the values of assignments. Several rows are padded to `_WIDTH` rows.
+
+    The padding has a slot that does not exist, so it is not written.
+    """
     if len(rows) > 1:
         nothing = rows[0]._replace(sampling=rows[0].sampling._replace(slot=np.int32(num_slots)))
         rows = rows + [nothing] * (_WIDTH - len(rows))
@@ -241,11 +249,11 @@ def _write_rows(parts: _AssignedArrays, rows: _AssignedArrays) -> _AssignedArray
 
 
 def write_token_masks(state: DecodeState, masks: "TokenMasks") -> DecodeState:
-    """Write the tokens that grammars allow next in some slots. Call it from the host.
+    """Update the tokens that grammars allow next. Call this from the host, not inside `jit`.
 
     Args:
-      state: the state to change; its constraints are donated.
-      masks: the slots and their masks.
+      state: the state; its constraints are donated.
+      masks: the slots and the tokens that are allowed in them.
     """
     return dataclasses.replace(
         state, constraints=_write_constraints(state.constraints, tuple(masks))
@@ -258,15 +266,18 @@ def _write_constraints(constraints: Constraints, rows: Any) -> Constraints:
 
 
 class TokenMasks(NamedTuple):
-    """Arguments of `Constraints.write`: a row for each slot with a grammar, padded to S rows.
+    """Tokens that grammars allow next: the arguments of `Constraints.write`.
+
+    There is one row for each slot with a grammar, padded to S rows.
 
     Attributes:
       slots: i32[S], the slot of each row; -1 for padding.
       starts: i32[S], the position of the next token of the slot.
-      num_forced: i32[S], the number of tokens from this position on that the grammar forces.
-      waits_at: i32[S], the position at which the slot waits for further masks.
-      forced_ids: i32[S, N], the forced tokens.
-      masks: i32[S, ceil(V / 32)], one bit for each token that may follow the forced tokens.
+      num_forced: i32[S], the number of next tokens for which the grammar allows only one choice.
+      waits_at: i32[S], the position at which the slot must wait for new masks from the host.
+      forced_ids: i32[S, N], these next tokens (forced tokens).
+      masks: i32[S, ceil(V / 32)], one bit per token of the vocabulary: whether the token may follow
+        the forced tokens.
     """
 
     slots: np.ndarray
@@ -278,7 +289,7 @@ class TokenMasks(NamedTuple):
 
     @classmethod
     def create(cls, sizes: Sizes, vocab_size: int) -> "TokenMasks":
-        """Return masks without any slot."""
+        """Return masks in which all rows are padding."""
         S = sizes.num_slots
         return cls(
             slots=no_slots(S),
@@ -293,13 +304,13 @@ class TokenMasks(NamedTuple):
 def find_token_masks(
     sequences: Collection[Sequence], num_steps: int, sizes: Sizes, vocab_size: int
 ) -> TokenMasks | None:
-    """Return the masks of the next dispatch; None if no sequence has a grammar.
+    """Compute the masks for the next dispatch; None if no sequence has a grammar.
 
     Args:
-      sequences: sequences that decode, with all tokens that they have drawn.
-      num_steps: maximum number of tokens that the dispatch draws for each sequence.
+      sequences: the decoding sequences. The host must know all their tokens.
+      num_steps: maximum number of tokens that the dispatch samples for each sequence.
       sizes: sizes of the programs.
-      vocab_size: V.
+      vocab_size: V, size of the vocabulary.
     """
     grammars = [(s, grammar) for s in sequences if (grammar := s.active_grammar()) is not None]
     if not grammars:
@@ -312,7 +323,7 @@ def find_token_masks(
         masks.num_forced[row], masks.forced_ids[row, : len(forced)] = len(forced), forced
         masks.waits_at[row] = start + len(forced)
         has_ended = grammar.ends and len(forced) == len(grammar.forced)
-        # The mask is used only if the forced tokens do not fill the dispatch.
+        # The mask is needed only if the dispatch samples more tokens than the forced tokens.
         if has_ended or len(forced) < num_steps:
             # After the end of the grammar, the mask allows every token.
             grammar.write_mask(masks.masks[row])

@@ -1,19 +1,20 @@
 """Decode loop on the device: several decode steps per program, and verification of drafts.
 
 If n tokens of a sequence are known, n - 1 of them are in the cache. The last token is the input of
-the next decode step, which draws the token after it. `decode_steps` repeats this for a batch:
+the next decode step, which samples the token after it. `decode_steps` repeats this for a batch:
 
-    plan blocks for the tokens of all steps, and copy shared blocks            (PagedCache)
-    while decode steps are left and rows are running:
-        logits = model.decode_rows(...)
-        draw tokens, record them, and stop rows that are complete              (sampling)
-    take the planned blocks that were used                                     (PagedCache)
+    plan blocks for the tokens of all steps, and copy shared blocks            (PagedCache) while
+    decode steps are left and rows are running: logits = model.decode_rows(...) sample tokens,
+    record them, and stop rows that are complete            (sampling) allocate the planned blocks
+    that were used                                 (PagedCache)
 
-`verify_steps` does the same with drafts, guesses of these tokens: one pass of the model over all
-drafts, then the same draws one after another for as long as they confirm the drafts.
+`verify_steps` samples the same tokens with the help of drafts, which are guesses of the next
+tokens. One pass of the model computes the logits after every draft token. Then tokens are sampled
+one after another, as long as each sampled token equals its draft token.
 
-Both are pure. A drawn token depends on the logits, the seed, the sample and the position. So it
-does not depend on the function that draws it, or on the number of dispatches.
+Both functions are pure. A sampled token only depends on the logits, the seed, the index of the
+sample and the position. So it does not depend on which of the two functions samples it, or on the
+number of dispatches.
 """
 
 import dataclasses
@@ -43,26 +44,27 @@ from paged_jax.sampling.state import SlotSampling
 
 @short_repr
 class StepTokens(NamedTuple):
-    """Tokens that a dispatch drew, up to N per row; the host fetches them in one transfer.
+    """Tokens that a dispatch sampled for B rows, up to N per row.
 
-    Row ``b`` drew ``token_ids[:num_new[b], b]``. The other fields of `draws` have the same leading
-    dimensions [N, B]. Entries past `num_new` are 0.
+    The new tokens of row ``b`` are ``token_ids[:num_new[b], b]``. All arrays in `draws` have the
+    leading dimensions [N, B]; their entries past `num_new` are 0. The tokens are packed into one
+    array, so that the host fetches them in one transfer.
     """
 
     drawn: jax.Array  # i32 [N, B, 3 + 2 * num_top], packed by `Draws.pack`
-    num_new: jax.Array  # i32 [B], number of drawn tokens
-    num_steps: jax.Array  # i32 [], number of decode steps: the maximum of num_new
-    free_blocks: tuple[jax.Array, ...]  # i32 [] each, free blocks of each group of layers
-    ok: jax.Array  # bool [], False if a decode step was left out because of too few free blocks
+    num_new: jax.Array  # i32 [B], number of sampled tokens of each row
+    num_steps: jax.Array  # i32 [], number of decode steps, which is the maximum of num_new
+    free_blocks: tuple[jax.Array, ...]  # i32 [] per group, number of free blocks afterwards
+    ok: jax.Array  # bool [], False if the loop ended early because there were too few free blocks
 
     @property
     def draws(self) -> Draws:
-        """The drawn tokens with their log-probabilities; on the host, views of one array."""
+        """The sampled tokens with their log-probabilities, unpacked from `drawn`."""
         return Draws.unpack(self.drawn)
 
     @property
     def token_ids(self) -> jax.Array:
-        """The drawn tokens, i32 [N, B]."""
+        """The sampled tokens, i32 [N, B]."""
         return self.draws.token_ids
 
 
@@ -79,12 +81,14 @@ def decode_steps(
     cascade: bool = False,
     backend: str | None = None,
 ) -> tuple[StepTokens, DecodeState]:
-    """Draw up to `num_steps` tokens for each of some slots. Pure: jit it with the state donated.
+    """Sample up to `num_steps` tokens for each slot in `slots`, in a loop on the device.
 
-    A row stops when it draws one of its `stop_ids` or reaches its `max_lengths`. A stopped row
-    keeps its blocks and also draws nothing in later calls. So the host may queue a call before it
-    has read the tokens of the previous call. A row with a grammar waits at the first
-    position that the host has not restricted yet, see `Constraints`; the other rows continue.
+    The function is pure; jit it with the state donated. Each slot in `slots` is a row. A row stops
+    when its last token is one of its `stop_ids` or when it reaches its `max_lengths`. A stopped row
+    keeps its blocks, and no tokens are sampled for it in later calls. So the host may queue a call
+    before it has read the tokens of the previous call. A row with a grammar waits at the first
+    position for which the host has not written a mask yet, see `Constraints`; the other rows
+    continue.
 
     Before the loop, blocks are planned for all steps together, as if no row stopped. The loop ends
     after `num_steps` decode steps. It ends earlier if there are too few free blocks, if all rows
@@ -97,16 +101,19 @@ def decode_steps(
       slots: i32[B], the distinct slots of the rows; negative for padding.
       num_steps: i32[], maximum number of decode steps, at most `max_steps`.
       leave_on_stop: bool[], whether the loop ends as soon as any row stops. Use it if a request
-        waits for the slot.
-      with_top: bool[], whether to find the `num_top` most probable tokens; if not, they are 0.
-      max_steps: N, the size of the result (static).
-      num_top: number of most probable tokens to report, together with the ranks of the drawn tokens
-        (static); 0 reports neither.
-      cascade: whether to read blocks shared by all rows once (static), see `PagedModel.decode`.
+        waits for a free slot.
+      with_top: bool[], whether to find the `num_top` most probable tokens; if it is False, they are
+        0 in the result.
+      max_steps: N, the maximum number of decode steps that the result has room for (static).
+      num_top: number of most probable tokens to return per sampled token (static). With 0, the
+        ranks of the sampled tokens are not computed either.
+      cascade: whether to use cascade attention, which reads blocks shared by all rows only once
+        (static), see `PagedModel.decode`.
       backend: backend of the attention, see `paged_attention`.
 
     Returns:
-      The tokens and the new state. If a slot does not exist, no step is made and `ok` is False.
+      `(tokens, state)`: the `StepTokens` and the new state. If a slot does not exist, no step is
+      made and `ok` is False.
 
     Raises:
       ValueError: `max_steps` is not positive, `num_top` is out of range, `slots` is not i32[B] or,
@@ -155,8 +162,8 @@ def decode_steps(
 
     def decode_step(carry: tuple[Any, _Batch, jax.Array]) -> tuple[Any, _Batch, jax.Array]:
         pools, batch, _ = carry
-        # The barrier keeps operations on weights in the loop. If XLA moved them before the loop,
-        # every dispatch on CPUs would first convert all bfloat16 weights to float32.
+        # The barrier prevents XLA from moving operations on weights out of the loop. On CPUs, every
+        # dispatch would otherwise first convert all bfloat16 weights to float32.
         weights, status = lax.optimization_barrier((model, batch.status))
         active = status == _RUNNING
         entries = states and states.at_step(batch.num_steps, active, batch.lengths)
@@ -167,8 +174,9 @@ def decode_steps(
         batch = batch.draw(logits, with_top)
         return pools, batch, wants_more(batch) & (batch.num_steps < num_possible)
 
-    # The loop condition is computed inside a step. In the condition function, the launches of its
-    # kernels would add to the time that the host waits for the value.
+    # The loop condition is computed in the loop body and carried. If the condition function
+    # computed it, the host would also have to wait for the launches of its kernels in each
+    # iteration.
     carry = cache.group_pools, first, num_possible > 0
     pools, batch, _ = lax.while_loop(lambda carry: carry[2], decode_step, carry)
     lengths = batch.lengths_in(cache)
@@ -188,32 +196,34 @@ def verify_steps(
     num_top: int = 0,
     backend: str | None = None,
 ) -> tuple[StepTokens, DecodeState]:
-    """Draw the tokens that `decode_steps` would draw: all confirmed drafts, and one more token.
+    """Sample the same tokens as `decode_steps`, in one pass of the model over draft tokens.
 
-    This is exact speculative decoding for any sampling parameters. The model scores all drafts in
-    one pass, and the token of each position is drawn as in a decode step. The first token that
-    differs from its draft is the last token. The later drafts are removed from the cache.
+    This is exact speculative decoding for any sampling parameters. The model computes the logits
+    for all draft tokens in one pass, and the token at each position is sampled as in a decode step.
+    A draft token is confirmed if the sampled token equals it. Each row gets its confirmed draft
+    tokens and the next sampled token. All later draft tokens are removed from the cache.
 
     Args:
       model: the model.
       state: the device state, see `decode_steps`.
-      drafts: i32[B, T], guesses of the next tokens of each row.
-      num_drafts: i32[B], the number of drafts of each row; 0 makes an ordinary decode step. With
-        recurrent layers, drafts past the next multiple of `state_interval` tokens are ignored.
+      drafts: i32[B, T], the draft tokens of each row, which are guesses of its next tokens.
+      num_drafts: i32[B], the number of draft tokens of each row; a row with 0 makes an ordinary
+        decode step. With recurrent layers, draft tokens past the next multiple of `state_interval`
+        tokens are ignored.
       slots: see `decode_steps`.
       with_top: see `decode_steps`.
       num_top: see `decode_steps`.
       backend: see `decode_steps`.
 
     Returns:
-      The tokens, with N = T + 1, and the new state, as if `decode_steps` had drawn them. If there
-      are too few blocks for all drafts, `ok` is False and nothing changes.
+      `(tokens, state)` as from `decode_steps`, with N = T + 1. If there are too few blocks for all
+      draft tokens, `ok` is False and the state is unchanged.
 
     Raises:
-      ValueError: `num_top` is out of range, or the shapes do not fit together.
+      ValueError: `num_top` is out of range, or the shapes of the arrays do not match.
 
-    The cost is a pass over B * (T + 1) tokens with logits f32[B, T + 1, V], and one draw of all
-    rows for each token of the row that draws the most tokens.
+    The cost is a pass over B * (T + 1) tokens with logits f32[B, T + 1, V]. In addition, sampling
+    runs for all rows as many times as the number of tokens of the row that gets the most tokens.
     """
     slots = _as_slots("verify_steps", slots)
     sizes = bind(
@@ -223,11 +233,13 @@ def verify_steps(
     with_top = jnp.asarray(with_top, jnp.bool_)
     first = _Batch.take(state, slots, T + 1, num_top)
     starts = first.lengths
-    # A sequence with max_lengths tokens is complete. starts + 1 tokens are known, and the model
-    # draws one token after the confirmed drafts. So max_lengths - starts - 2 drafts are enough.
+    # A sequence with max_lengths tokens is complete. starts + 1 tokens are known, and one token is
+    # sampled after the confirmed draft tokens. So at most max_lengths - starts - 2 draft tokens are
+    # useful.
     room = first.max_lengths - starts - 2
     if state.cache.states is not None:
-        # End at the next multiple at the latest. The next dispatch then leaves a mark there.
+        # Do not pass the next multiple of `interval` tokens, so that the next dispatch can leave a
+        # mark (a saved recurrent state) there.
         interval = state_interval(state.cache.block_size)
         room = jnp.minimum(room, interval - 1 - starts % interval)
     num_drafts = jnp.clip(num_drafts, 0, jnp.clip(room, 0, T))
@@ -235,7 +247,8 @@ def verify_steps(
     logits, cache, ok, states = model.score_drafts(
         state.cache, fed, slots, num_drafts + 1, backend=backend
     )
-    # Pad with -1, which equals no token: the token after the last draft is compared too.
+    # Pad with -1, which is not a token id, because the token after the last draft token is compared
+    # too.
     drafts = jnp.pad(drafts.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=-1)
 
     def draw_next(batch: _Batch) -> _Batch:
@@ -251,7 +264,8 @@ def verify_steps(
         cache = cache.replace_group_pools(pools)
         cache = cache.replace_states(commit_marks, batch.lengths_in(cache))
     if T:
-        # Leave the states out: they contain only confirmed tokens, and `truncate` rejects them.
+        # Exclude the recurrent states. They only cover confirmed tokens, and `truncate` rejects
+        # caches with states.
         cut = dataclasses.replace(cache, states=None)
         cut = paged_cache.truncate(cut, batch.lengths_in(cache), max_tokens=T)
         cache = dataclasses.replace(cut, states=cache.states)
@@ -261,44 +275,48 @@ def verify_steps(
 def _plan_steps(
     cache: PagedCache, batch: "_Batch", num_steps: jax.Array, max_steps: int, backend: str | None
 ) -> tuple[PagedCache, tuple[ReservePlan, ...]]:
-    """Plan blocks for as many decode steps as the free blocks allow, at most `num_steps` i32[].
+    """Plan blocks for at most `num_steps` i32[] decode steps, as the free blocks allow.
 
-    All steps are planned together, so that a decode step allocates nothing. Allocation in each step
-    would take dozens of small kernels, or copies of the allocator's arrays.
+    All steps are planned together, so that a decode step allocates no blocks. If each step
+    allocated its blocks, it would launch dozens of small kernels, or copy the arrays of the
+    allocator.
     """
     limits = jnp.where(batch.is_running, batch.limits - 1 - batch.lengths, 0)
     num_slots = cache.num_slots
     limits = jnp.zeros(num_slots, jnp.int32).at[batch.slots].set(limits, mode="drop")
-    # Check only running rows: padding rows also have an index past the last slot.
+    # Check only running rows, because the slot of padding rows is always past the last slot.
     is_valid = jnp.all((batch.slots < num_slots) | ~batch.is_running)
     most = jnp.where(is_valid, num_steps, 0)
     return paged_cache.plan(cache, limits, most, max_tokens=max_steps, backend=backend)
 
 
-# Values of `_Batch.status`: the row draws further tokens, waits for the host, or has stopped.
+# Values of `_Batch.status`: the row gets more tokens, must wait for the host, or has stopped.
 _RUNNING, _WAITING, _COMPLETE = np.int32(0), np.int32(1), np.int32(2)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-    """Rows of running sequences and the tokens drawn for them. The decode loops carry it."""
+    """The rows of a dispatch and their sampled tokens, which the decode loops carry."""
 
     sampling: SlotSampling  # sampling state of the rows, see `sampling.rows_of`
-    constraints: Constraints | None  # constraints of the rows
+    constraints: Constraints | None  # constraints by grammars; None if no slot can have them
     slots: jax.Array  # i32 [B], the slot of each row; out of range for padding
     token_ids: jax.Array  # i32 [B], the last known token of each row
     stop_ids: jax.Array  # i32 [B, X], as in `DecodeState`
     max_lengths: jax.Array  # i32 [B], as in `DecodeState`
-    limits: jax.Array  # i32 [B], lengths at which rows are complete or wait for the host
-    lengths: jax.Array  # i32 [B], tokens in the cache: all known tokens except the last
+    limits: jax.Array  # i32 [B], length at which each row is complete or waits for the host
+    lengths: jax.Array  # i32 [B], number of tokens in the cache (all known tokens except the last)
     status: jax.Array  # i32 [B], `_RUNNING`, `_WAITING` or `_COMPLETE`
-    num_steps: jax.Array  # i32 [], decode steps so far
-    drawn: jax.Array  # i32 [N, B, ...], the drawn tokens, packed by `Draws.pack`
+    num_steps: jax.Array  # i32 [], number of decode steps so far
+    drawn: jax.Array  # i32 [N, B, ...], the sampled tokens, packed by `Draws.pack`
 
     @classmethod
     def take(cls, state: DecodeState, slots: jax.Array, max_steps: int, num_top: int) -> "_Batch":
-        """Return a batch of `slots` i32[B], without drawn tokens; negative slots are padding."""
+        """Return a batch with the rows of `slots` i32[B]; negative slots are padding.
+
+        No tokens are sampled yet.
+        """
         rows = _drop(slots, state.cache)
         parts = (state.token_ids, state.stop_ids, state.max_lengths)
         token_ids, stop_ids, max_lengths = [x.at[rows].get(mode="clip") for x in parts]
@@ -311,7 +329,7 @@ class _Batch:
             stop_ids,
             max_lengths,
             limits=max_lengths if constraints is None else constraints.limit(max_lengths),
-            # A row whose slot does not exist counts as running, so that `ok` becomes False.
+            # The row of a slot that does not exist counts as running, so that `ok` becomes False.
             lengths=state.cache.lengths.at[rows].get(mode="fill", fill_value=-1),
             status=jnp.where(slots >= 0, _RUNNING, _COMPLETE),
             num_steps=jnp.zeros((), jnp.int32),
@@ -320,7 +338,7 @@ class _Batch:
         return batch._stop_rows(batch.token_ids)
 
     def draw(self, logits: jax.Array, with_top: jax.Array) -> "_Batch":
-        """Draw a token for each running row from logits f32 [B, V], and stop complete rows."""
+        """Sample a token for each running row from logits f32 [B, V], and stop complete rows."""
         positions = self.lengths + 1
         draws, new_sampling = sample(
             logits, self.sampling, positions, self.is_running, self.slots, with_top,
@@ -339,11 +357,14 @@ class _Batch:
 
     @property
     def is_running(self) -> jax.Array:
-        """Whether each row draws further tokens, bool[B]."""
+        """Whether each row gets more tokens, bool[B]."""
         return self.status == _RUNNING
 
     def _stop_rows(self, last: jax.Array) -> "_Batch":
-        """Return the batch after running rows got the tokens `last` i32[B]."""
+        """Return the batch after `last` i32[B] became the last tokens of running rows.
+
+        Rows that are complete or must wait for the host get a new status.
+        """
         is_waiting = (self.lengths + 1 >= self.limits) & (self.lengths >= 0)
         status = jnp.where(is_waiting, _WAITING, _RUNNING)
         status = jnp.where(self._is_stop(last), _COMPLETE, status)
@@ -352,20 +373,21 @@ class _Batch:
     def _is_stop(self, last: jax.Array) -> jax.Array:
         """Return whether the last token of each row, i32[B], ends its sequence, bool[B]."""
         is_stop = jnp.any(last[:, None] == self.stop_ids, axis=1)
-        # Ignore stop tokens before `held_until`: their logits are -inf there, but if all logits of
-        # a row are -inf, token 0 is drawn, which may be a stop token. Positions of the prompt are
-        # below `held_until` too, so the last prompt token stops no row.
+        # Ignore stop tokens before the position `held_until`. Their logits are -inf there. But if
+        # all logits of a row are -inf, token 0 is sampled, which may be a stop token. Positions in
+        # the prompt are also below `held_until`, so a row does not stop if its last prompt token is
+        # a stop token.
         is_stop &= self.lengths >= self.sampling.held_until
         return is_stop | ((self.lengths + 1 >= self.max_lengths) & (self.lengths >= 0))
 
     def lengths_in(self, cache: PagedCache) -> jax.Array:
-        """Return the lengths of all slots, i32[S], updated with the lengths of the rows."""
+        """Return the lengths of all slots, i32[S], with the lengths of the rows filled in."""
         return cache.lengths.at[self.slots].set(self.lengths, mode="drop")
 
     def put_back(
         self, state: DecodeState, cache: PagedCache, ok: jax.Array
     ) -> tuple[StepTokens, DecodeState]:
-        """Return the drawn tokens, and `state` updated with the rows and with `cache`."""
+        """Return the `StepTokens`, and `state` updated with the rows and with `cache`."""
         starts = state.cache.lengths.at[self.slots].get(mode="fill", fill_value=-1)
         sampling = dataclasses.replace(
             state.sampling,
@@ -385,7 +407,10 @@ class _Batch:
 
 
 def _drop(slots: jax.Array, cache: PagedCache) -> jax.Array:
-    """Return slots as indices. Padding becomes S, because -1 would mean the last slot."""
+    """Return slots as array indices.
+
+    Negative slots (padding) become S, which is out of bounds; -1 would be the last slot.
+    """
     return jnp.where(slots >= 0, slots, cache.num_slots)
 
 

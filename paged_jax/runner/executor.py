@@ -1,4 +1,4 @@
-"""Executor: the weights and the state on the device, and the only place that runs programs."""
+"""`Executor`: holds the weights and the state on the device, and runs all programs."""
 
 import concurrent.futures
 import contextlib
@@ -32,10 +32,10 @@ from paged_jax.sampling.state import Assignment
 _ASSIGNMENT = "choice of tokens"
 _TOKEN_MASKS = "choice of tokens by grammars"
 # Maximum time in seconds that `Executor.read` waits until the call thread has made the next call. A
-# call needs the GIL for 0.15 to 0.35 ms. If the reading thread takes the GIL first, the call may
-# wait for 5 ms, and the device is idle. Measured with `python -m benchmarks.host` on 2 busy cores
-# and a device with 4.5 ms per step: the device is idle for 0.6 to 1.8 ms per dispatch without this
-# wait, and for 0.5 to 0.6 ms with it.
+# call needs the GIL for 0.15 to 0.35 ms. If the thread that reads takes the GIL first, the call may
+# be delayed by 5 ms, in which the device is idle. Measured with `python -m benchmarks.host` on 2
+# busy cores and a device with 4.5 ms per step: the device is idle for 0.6 to 1.8 ms per dispatch
+# without this wait, and for 0.5 to 0.6 ms with it.
 _HEAD_START = 3e-4
 
 
@@ -43,35 +43,36 @@ class QueuedResult(NamedTuple):
     """Result of a queued program that the host has not read; see `Executor.read`.
 
     Attributes:
-      result: the result of the program, or a future of it if the call has not been made yet.
+      result: the result of the program, or a future for it if the call thread makes the call.
     """
 
     result: Any
 
 
 class Executor:
-    """Execution of programs; each program gets the state that the previous one returned.
+    """Runs programs; each program gets the state that the previous program returned.
 
-    All methods must be called by one thread. If the attribute `calls_wait` is True, a second thread
-    makes the calls of `queue_ahead`, and methods that need the state wait for that thread.
+    All methods must be called from the same thread. If `calls_wait` is True or masks of grammars
+    must be written, a second thread makes the calls of `queue_ahead`. Methods that need the state
+    then wait for that thread.
 
     Args:
       weights: the weights, and their division over devices.
       sizes: sizes that the programs depend on.
-      num_blocks: P, blocks in the pool.
+      num_blocks: P, number of blocks in the pool of the first group of layers.
       cache_dtype: dtype of K and V.
-      cascade: whether decoding reads shared blocks once, see `PagedModel.decode`.
+      cascade: whether decoding uses cascade attention, see `PagedModel.decode`.
       backend: backend of the attention, see `paged_attention`.
       on_compile: function that is called with a line of text before a program is compiled.
 
     Attributes:
       sizes: sizes that the programs depend on.
       vocab_size: V, size of the vocabulary.
-      num_blocks: P, blocks in the pool of the first group of layers.
-      groups: the groups of layers that keep the same tokens.
+      num_blocks: P, number of blocks in the pool of the first group of layers.
+      groups: the groups of attention layers that keep the same tokens.
       state_groups: the groups of recurrent layers.
-      programs: the programs.
-      weights: the weights; `Weights.replace` changes them.
+      programs: the jitted programs of the engine.
+      weights: the weights; `Weights.replace` replaces them.
       is_asleep: whether the engine sleeps; `reset` then frees the state and creates no new one.
       compile_seconds: total seconds of compilation.
       is_compiling: whether a program is being compiled; other threads may read it.
@@ -120,30 +121,32 @@ class Executor:
         self._state: DecodeState | None = None
         self.is_asleep = False
         self.calls_wait = self._device.platform == "gpu"
-        # While XLA compiles for GPUs, it times matrix multiplications on copies of their operands.
-        # The copies need memory, so programs are compiled while the pool is freed.
+        # When XLA compiles for GPUs, it measures matrix multiplications on copies of their
+        # operands. To have memory for these copies, programs are compiled before the pool is
+        # allocated.
         self._compiles_without_state = self._device.platform == "gpu"
         self._call_thread = CallThread()
         # Future of the last `queue_ahead`, or None after its calls have been made.
         self._ahead: concurrent.futures.Future[Any] | None = None
-        # The last result with `free_blocks`; None if they are out of date.
+        # The last result with `free_blocks`; None if a later program may have changed them.
         self._latest: QueuedResult | None = None
         self.reset()
-        if self._state is not None:  # read the program of decoding during the first prefill
+        if self._state is not None:
+            # Read the stored decode program from its file while the first prefill runs.
             first = first_decode(self.programs, sizes)
             self._stored.read_ahead(first, weights.arrays, shapes_of(self._state))
 
     def reset(self) -> None:
         """Discard the state, and create an empty one unless the engine sleeps."""
-        self._settle()  # calls that are queued ahead use the old state
-        self._state = None  # free the memory before the new state is allocated
+        self._settle()  # Calls that are queued ahead use the old state.
+        self._state = None  # Free the old state before the new state is allocated.
         if not self.is_asleep:
             self._state = self._new_state()
             pools = [group.tables.pool for group in self._state.cache.all_groups]
             self._pool_sizes = [pool.num_blocks for pool in pools]
         self._is_new = True
         self._free_blocks: list[int] | None = self._pool_sizes
-        # Results of the calls of `run_unchecked` since the last `check`: bool[] each, whether there
+        # Results of the `run_unchecked` calls since the last `check`: bool[] each, whether there
         # were enough blocks.
         self._oks: list[jax.Array] = []
 
@@ -157,52 +160,58 @@ class Executor:
             with jax.default_device(self._device):
                 make = self._stored.find("empty state", make, (), **static)
                 return jax.device_put(make(), self._device)
-        # Create each part on its device: the whole state might not fit on one device.
+        # Create each part on its own device, because the whole state might not fit on one device.
         make = functools.partial(empty_state, *shape)
         places = division.shardings(jax.eval_shape(make))
         return jax.jit(make, out_shardings=places)()
 
     @property
     def state(self) -> DecodeState:
-        """The current state. The next program donates it: copy arrays to keep them."""
+        """The current state. The next program donates it, so copy arrays that you want to keep."""
         self._join()
         assert self._state is not None
         return self._state
 
     def update_weights(self, update: Callable[[list[jax.Array]], list[jax.Array]]) -> None:
-        """Replace the weights by `update(weights)` in the model layout; it may donate them."""
-        self._join()  # calls that are queued ahead need the old weights
+        """Replace the weights by ``update(old_weights)``, which may donate the old weights.
+
+        Both are lists of arrays in the model layout, see ``Weights.layout``.
+        """
+        self._join()  # Calls that are queued ahead need the old weights.
         self.weights.replace(update(self.weights.originals))
 
     @property
     def free_blocks(self) -> list[int]:
-        """Number of free blocks of each group, then of free states. Cached blocks count as free."""
+        """Number of free blocks of each group, then number of free states, if any.
+
+        Cached blocks that no slot uses count as free.
+        """
         if self._free_blocks is None:
             self.check()
             self._free_blocks = [int(num_free) for num_free in self.state.cache.num_free_blocks]
         return self._free_blocks
 
     def run(self, call: Call) -> Any:
-        """Queue a program, and return its result before the device has computed it."""
+        """Queue a program; return its result, which the device may not have computed yet."""
         self._join()
         self._free_blocks = self._latest = None
         return self._call(call)
 
     def run_unchecked(self, call: Call) -> None:
-        """Queue a program that needs blocks. The next `check` tests whether there were enough."""
+        """Queue a program that allocates blocks; the next `check` tests if there were enough."""
         self._oks.append(self.run(call))
 
     def queue(self, call: Call) -> QueuedResult:
-        """Queue a program whose result has `free_blocks`. Call `read` later to get the result."""
+        """Queue a program whose result has a field `free_blocks`; `read` returns the result."""
         self._latest = QueuedResult(self.run(call))
         return self._latest
 
     def queue_ahead(self, calls: list[Call], masks: TokenMasks | None = None) -> QueuedResult:
-        """Queue programs without waiting for running ones; return the result of the last.
+        """Queue programs without waiting for running programs, and return the last result.
 
         Args:
           calls: the calls of the programs.
-          masks: tokens that grammars allow next, to write before the calls.
+          masks: if not None, write these masks of grammars before the calls.
         """
         if not self.calls_wait and masks is None:
             for call in calls[:-1]:
@@ -210,7 +219,8 @@ class Executor:
             return self.queue(calls[-1])
 
         def make_calls() -> Any:
-            # On CPUs, the call of a program as small as this waits for running programs.
+            # Write the masks in this thread, too. On CPUs, JAX runs small programs like this one
+            # synchronously, so the call blocks until the programs already running have finished.
             if masks is not None:
                 self._write_token_masks(masks)
             return [self._call(call) for call in calls][-1]
@@ -220,8 +230,8 @@ class Executor:
         return self._latest
 
     def read(self, pending: QueuedResult) -> Any:
-        """Wait for a result, and copy it to the host."""
-        self.check()  # this waits, but the device stays busy because the next call is queued
+        """Wait for a queued result, and copy it to the host."""
+        self.check()  # This waits, but the device stays busy, because the next call is queued.
         result = pending.result
         if isinstance(result, concurrent.futures.Future):
             result = result.result()
@@ -239,7 +249,7 @@ class Executor:
         return result
 
     def fetch(self, call: Call) -> Any:
-        """Run a program with `free_blocks` in its result, and copy the result to the host."""
+        """Run a program whose result has a field `free_blocks`; copy the result to the host."""
         return self.read(self.queue(call))
 
     def _call(self, call: Call) -> Any:
@@ -253,13 +263,13 @@ class Executor:
         return result if division is None else _check_replicas(division, call.name, result)
 
     def _join(self) -> None:
-        """Wait until the calls that are queued ahead have been made."""
+        """Wait until the calls of `queue_ahead` have been made; raise if one of them failed."""
         if self._ahead is not None:
             self._ahead.result()
             self._ahead = None
 
     def _settle(self) -> None:
-        """Wait until the calls that are queued ahead have been made or have failed."""
+        """Wait until the calls of `queue_ahead` have been made or have failed."""
         if self._ahead is not None:
             concurrent.futures.wait([self._ahead])
             self._ahead = None
@@ -268,8 +278,8 @@ class Executor:
         """Wait for the programs of `run_unchecked`, and check that there were enough blocks.
 
         Raises:
-          RuntimeError: there were too few blocks, so the device's state differs from the state that
-            the host assumes.
+          RuntimeError: there were too few blocks. The state on the device then differs from the
+            state that the host assumes.
         """
         if not self._oks:
             return
@@ -297,16 +307,18 @@ class Executor:
             self._state = decode_state.write_token_masks(self._state, masks)
 
     def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
-        """Compile the programs of `list_calls`, and call each new program. No slot may be in use.
+        """Compile the programs of `list_calls`, and call each new program once.
+
+        All slots must be empty.
 
         Args:
-          report: function that is called with the number of compiled programs, their total, and the
-            name of the last compiled program.
+          report: function that is called after each program with the number of compiled programs,
+            the total number of programs, and the name of the program.
         """
         start, compiled = time.perf_counter(), self.compile_seconds
         for call in self.compile_all(report):
             self.run(call)
-        self._compiled |= {_ASSIGNMENT, _TOKEN_MASKS}  # compile these two without a report
+        self._compiled |= {_ASSIGNMENT, _TOKEN_MASKS}  # Compile these two without `on_compile`.
         self.write_token_masks(TokenMasks.create(self.sizes, self.vocab_size))
         # Compile the programs that assign one row and several rows. They must write to a slot, so
         # use slot 0.
@@ -317,14 +329,14 @@ class Executor:
         self.compile_seconds = compiled + time.perf_counter() - start
 
     def compile_all(self, report: Callable[[int, int, str], None] | None = None) -> list[Call]:
-        """Compile the programs of `list_calls` that are not compiled yet, and return their calls.
+        """Compile all programs of `list_calls` that are not compiled yet; return their calls.
 
         Args:
           report: see `warmup`.
         """
         start = time.perf_counter()
-        # Blocks are swapped only if all arrays belong to this process. Arrays of several processes
-        # cannot be copied to the host.
+        # The programs for swapping are compiled only if all arrays belong to this process, because
+        # arrays of several processes cannot be copied to the host.
         has_swap = all(x.is_fully_addressable for x in self.weights.arrays)
         with self._state_to_compile_for() as state:
             calls = list_calls(self.programs, self.sizes, state.cache, has_swap=has_swap)
@@ -338,10 +350,10 @@ class Executor:
 
     @contextlib.contextmanager
     def _state_to_compile_for(self) -> Iterator[DecodeState]:
-        """Yield the state to compile for.
+        """Return a context manager that yields the state, or its shapes, for compilation.
 
-        On GPUs, if no program has run on the state yet, free the state, yield its shapes, and
-        create the state again afterwards.
+        On GPUs, if no program has run on the state yet, it frees the state, yields the shapes, and
+        creates the state again at the end.
         """
         if not (self._compiles_without_state and self._is_new):
             yield self.state
@@ -354,7 +366,7 @@ class Executor:
 
     @contextlib.contextmanager
     def showing_compilation(self, show: Callable[[str], None]) -> Iterator[None]:
-        """Return a context in which `show` reports compilations if `on_compile` is None."""
+        """Return a context manager that sets `on_compile` to `show` if it is None."""
         if self._on_compile is not None:
             yield
             return
@@ -366,7 +378,7 @@ class Executor:
 
     @contextlib.contextmanager
     def _compiling(self, program: str) -> Iterator[None]:
-        """Return a context that reports and times the compilation of a program called inside it."""
+        """Return a context manager to call a program; it reports and times a compilation."""
         if program in self._compiled:
             yield
             return
@@ -383,36 +395,36 @@ class Executor:
         self.compile_seconds += time.perf_counter() - start
 
 
-# Jit this function as a whole. Otherwise a program would be compiled and kept for each array.
+# Jit the whole function. Otherwise JAX would compile and keep a program for each array.
 def _check_replicas(division: Division, program: str, result: Any) -> Any:
-    """Check that all devices computed the same, and return the result of the program."""
+    """Return the result of a program, after checking that all devices computed the same."""
     if not division.checks_replicas:
         return result
     result, ok = result
     if not ok:
         raise ReplicaError(
             f"Engine: all {division.mesh.size} devices must have the same tokens and tables after "
-            f"{program}, got different ones. A device is defective, or a program is not "
+            f"{program}, but they differ. A device is defective, or a program is not "
             "deterministic."
         )
     return result
 
 
 def require_blocks(*oks: Any) -> None:
-    """Raise RuntimeError unless all `oks`, the bool[] results of programs, are True."""
+    """Raise RuntimeError unless all `oks` (bool[] results of programs) are True."""
     if not all(oks):
         raise RuntimeError(
-            "Executor: queued programs must have enough free blocks, got too few. This is a bug of "
-            "the scheduler. No request is lost."
+            "Executor: queued programs must have enough free blocks, but there were too few. This "
+            "is a bug in the scheduler. No request is lost."
         )
 
 
 class CallThread(concurrent.futures.ThreadPoolExecutor):
-    """Thread that makes calls in the order of submission and ends when the object is deleted.
+    """Thread that calls functions in the order of submission; it ends with this object.
 
-    JAX usually queues a program and returns. On GPUs, a program with a data-dependent loop returns
-    only after the loop, because the host fetches the loop condition after each iteration. Calls
-    that must wait for such a program are made in this thread.
+    Usually, JAX queues a program and the call returns immediately. On GPUs, the call of a program
+    with a data-dependent loop returns only after the loop, because the host fetches the loop
+    condition after each iteration. So the calls after such a program are made in this thread.
 
     Example:
       >>> thread = CallThread()
@@ -424,7 +436,7 @@ class CallThread(concurrent.futures.ThreadPoolExecutor):
         super().__init__(1, "paged_jax caller")
 
     def submit(self, fn: Any, /, *args: Any, **options: Any) -> concurrent.futures.Future[Any]:
-        """Call a function after all earlier ones, with the JAX settings of the calling thread."""
+        """Call `fn` after all earlier calls, with the JAX settings of the submitting thread."""
         settings = _settings()
 
         def call() -> Any:
@@ -434,8 +446,8 @@ class CallThread(concurrent.futures.ThreadPoolExecutor):
         return super().submit(call)
 
 
-# JAX settings of a thread that affect calls, and their context managers. With other settings,
-# programs would be compiled again or compute something else, or transfers would be refused.
+# Maps the JAX settings of a thread that affect calls to their context managers. With other
+# settings, JAX would compile programs again, compute other results, or refuse transfers.
 _CONTEXTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
     "jax_default_matmul_precision": jax.default_matmul_precision,
     "jax_enable_x64": jax.enable_x64,
@@ -451,7 +463,7 @@ def _settings() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _with_settings(settings: dict[str, Any]) -> Iterator[None]:
-    """Return a context in which this thread has the settings of another thread."""
+    """Return a context manager that applies `settings` to this thread."""
     with contextlib.ExitStack() as stack:
         for name, own in _settings().items():
             if settings[name] != own:
@@ -460,11 +472,11 @@ def _with_settings(settings: dict[str, Any]) -> Iterator[None]:
 
 
 def give_back_freed_memory() -> None:
-    """Return freed memory of the process to the operating system if the C library is glibc.
+    """Return freed memory to the operating system, if the C library is glibc.
 
     XLA needs hundreds of MB to compile a program of a model, and frees them in small pieces. glibc
-    keeps them for the process: more than 200 MB for two programs of a 135M model. The call takes a
-    few ms.
+    does not return them to the operating system by itself: it keeps more than 200 MB after two
+    programs of a 135M model are compiled. The call takes a few ms.
     """
     trim = _malloc_trim()
     if trim is not None:

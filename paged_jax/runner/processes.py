@@ -1,15 +1,16 @@
-"""An engine over several processes: process 0 schedules, the others run the same programs.
+"""Engines over several processes: process 0 schedules, all processes run the programs.
 
     process 0     requests -> scheduler -> LeadingExecutor -> programs -> results
                                                   | Channel
     process n                                     v follow -> Executor -> programs
 
-A program depends only on the state and on the arguments of the call. Each process has a part of the
-state, and process 0 sends the arguments. So clocks, requests and their order exist only in process
-0.
+The result of a program depends only on the state and on the arguments of the call. Each process has
+a part of the state, and process 0 sends the arguments to the others. So only process 0 needs
+requests, their order, and clocks.
 
-Messages use the key-value store of `jax.distributed`. A broadcast between devices would wait for
-the queued programs, and the host could not work ahead of the devices.
+Messages are sent through the key-value store of `jax.distributed`. A broadcast between devices
+would wait for the programs already queued, so the host could not queue programs ahead of the
+devices.
 """
 
 import atexit
@@ -31,21 +32,22 @@ from paged_jax.runner.programs import Call
 from paged_jax.sampling.params import SamplingParams, TokenBias
 from paged_jax.sampling.state import Assignment
 
-# Messages per folder of the store. A folder is deleted when all processes have received it.
+# Number of messages per folder of the key-value store. A folder is deleted when all processes have
+# received its messages.
 _FOLDER = 256
-# Timeout of a read in ms. A read is repeated until a message arrives. Interrupts are handled
-# between two reads.
+# Timeout of a read in ms. A read is repeated until a message arrives. Python handles interrupts
+# only between two reads.
 _PATIENCE = 1000
 _HEADER = "header"
 
 
 class Message(NamedTuple):
-    """A request to the other processes.
+    """Message by which process 0 tells the other processes to do something.
 
     Attributes:
-      kind: name of the action, see `follow`.
-      numbers: arguments that JSON can represent.
-      arrays: arguments that are NumPy arrays or scalars.
+      kind: name of the action, a key of `_ACTIONS` or ``"end"``.
+      numbers: arguments of the action that JSON can represent, by name.
+      arrays: arguments of the action that are NumPy arrays or scalars.
     """
 
     kind: str
@@ -74,10 +76,12 @@ class Message(NamedTuple):
 
 
 class Channel:
-    """Messages from process 0 to all other processes of `jax.distributed`, in order, without loss.
+    """Channel for messages from process 0 to all other processes of `jax.distributed`.
+
+    Every process receives all messages, in the order in which they were sent.
 
     Args:
-      name: name of the channel, unique, and the same in all processes.
+      name: name of the channel. It is the same in all processes, and no other channel has it.
     """
 
     def __init__(self, name: str):
@@ -86,14 +90,14 @@ class Channel:
         self._count = 0
 
     def send(self, message: Message) -> None:
-        """Send a message without waiting for receivers; takes about 0.3 ms on one host."""
+        """Send a message without waiting for the receivers; this takes about 0.3 ms on one host."""
         self._client.key_value_set_bytes(self._next_key(), message.encode())
 
     def receive(self) -> Message:
-        """Wait for the next message.
+        """Wait for the next message and return it.
 
         Raises:
-          JaxRuntimeError: process 0 has ended.
+          JaxRuntimeError: the connection to process 0 is lost.
         """
         key = self._next_key()
         while True:
@@ -113,20 +117,22 @@ class Channel:
         return f"{self._name}/{folder}/{number}"
 
     def _note_received(self, folder: int) -> None:
-        """Delete a folder of the store if all other processes have received it too."""
+        """Record that this process received a folder; delete it if it is the last to do so."""
         receivers = self._client.key_value_increment(f"{self._name}/received/{folder}", 1)
         if receivers == jax.process_count() - 1:
             self._client.key_value_delete(f"{self._name}/{folder}/")
             self._client.key_value_delete(f"{self._name}/received/{folder}")
 
 
-# Numbers in the names of channels. All processes create their engines in the same order, so an
-# engine has the same number in all of them.
+# Numbers for the names of channels. All processes create their engines in the same order, so an
+# engine gets the same number in all processes.
 _engine_numbers = itertools.count()
 
 
 def channel_between(devices: Iterable[Any]) -> Channel | None:
-    """Return a channel between the processes that own `devices`; None if this process owns all.
+    """Return a channel between the processes that own `devices`.
+
+    The result is None if this process owns all of them.
 
     Args:
       devices: `jax.Device`s.
@@ -146,7 +152,7 @@ def channel_between(devices: Iterable[Any]) -> Channel | None:
 
 
 def least_of_processes(number: int) -> int:
-    """Return the minimum of `number` over all processes; each process must call this."""
+    """Return the minimum of `number` over all processes, all of which must call this."""
     return int(np.min(multihost_utils.process_allgather(np.int64(number))))
 
 
@@ -156,7 +162,7 @@ def distributed_client() -> Any:
     Raises:
       RuntimeError: `jax.distributed` is not initialized.
     """
-    # JAX has no public name for the client (0.12). Orbax and MaxText import it from here too.
+    # The client has no public name in JAX (0.12). Orbax and MaxText import it from here, too.
     from jax._src import distributed
 
     if distributed.global_state.client is None:
@@ -165,9 +171,9 @@ def distributed_client() -> Any:
 
 
 class LeadingExecutor(Executor):
-    """Executor of process 0, which makes the executors of other processes do the same.
+    """`Executor` of process 0, which makes the executors of other processes do the same.
 
-    It sends a message before each action.
+    It sends a message to the other processes before each action.
 
     Args:
       arguments: positional arguments of `Executor`.
@@ -176,12 +182,13 @@ class LeadingExecutor(Executor):
     """
 
     def __init__(self, *arguments: Any, channel: Channel, **options: Any):
-        # `reset` must send nothing yet: the other processes create their first state themselves.
+        # The constructor calls `reset`, which must not send a message yet, because the other
+        # processes create their first state themselves.
         self._channel: Channel | None = None
         super().__init__(*arguments, **options)
         self._channel = channel
-        # Send "end" once: when this executor is deleted, or before JAX shuts down if that is
-        # earlier.
+        # Send "end" once, when this executor is deleted, or before JAX shuts down if that happens
+        # first.
         atexit.register(weakref.finalize(self, channel.send, Message("end", {})))
         self._names = {id(each.jitted): name for name, each in self.programs._asdict().items()}
 
@@ -196,7 +203,7 @@ class LeadingExecutor(Executor):
         super().reset()
 
     def compile_all(self, report: Callable[[int, int, str], None] | None = None) -> list[Call]:
-        """See `Executor.compile_all`. All processes compile in parallel."""
+        """See `Executor.compile_all`; all processes compile at the same time."""
         self._tell("compile_all")
         return super().compile_all(report)
 
@@ -218,7 +225,7 @@ class LeadingExecutor(Executor):
 
 
 def _numbers(assignment: Assignment) -> dict[str, Any]:
-    """Return the fields of an assignment that JSON can represent: all except the tokens."""
+    """Return the fields of an assignment, except its tokens, as values for JSON."""
     numbers = assignment._asdict()
     del numbers["token_ids"]
     params = assignment.params
@@ -229,11 +236,11 @@ def _numbers(assignment: Assignment) -> dict[str, Any]:
 
 
 def follow(executor: Executor, channel: Channel) -> None:
-    """Repeat the actions of process 0's executor until it ends.
+    """Receive messages from process 0 and do the same actions, until the message "end".
 
     Args:
-      executor: an executor with the same arguments as in process 0.
-      channel: channel from process 0.
+      executor: an executor that was created with the same arguments as in process 0.
+      channel: the channel on which process 0 sends.
     """
     while (message := channel.receive()).kind != "end":
         _ACTIONS[message.kind](executor, message)

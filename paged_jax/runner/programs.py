@@ -1,18 +1,17 @@
 """Compiled programs of an engine, each ``(weights, state, ...) -> (state, result)``.
 
-The state, a `DecodeState`, is donated. The weights are a flat list of arrays: flattening a Flax
-module, or hashing its graph, in each call would take longer than a step of a small model.
+The state, a `DecodeState`, is donated. The weights are a flat list of arrays, because flattening a
+Flax module or hashing its graph in each call would take longer than a step of a small model.
 
-B rows of T tokens are padded to a few sizes, so `list_calls` can compile all programs before the
-first request:
+The number of rows B and the number of tokens per row T are padded to a few sizes, so that
+`list_calls` can list all programs, to compile them before the first request:
 
-    prefill          T: powers of two from 16, and max_chunk;  B: 1, 4, 16, ..., B * T <= max_chunk,
-                     and at most half of it from B = 16 on. On CPUs with the C++ kernels T is 8, and
-                     a chunk has several rows;  B * T: powers of two from 16, less than max_chunk,
-                     and an eighth more than max_chunk
-    score            T: 128;  B: 1, for log-probabilities of prompts
-    decode, verify   B: 1, 4, 8, 16, ... up to the number of slots
-    all others       one shape each
+    prefill          T: powers of two from 16, and max_chunk B: 1, 4, 16, ..., with B * T <=
+                     max_chunk, or max_chunk / 2 for B >= 16 On CPUs with the C++ kernels, T is 8,
+                     and a chunk takes several rows; B * T: powers of two from 16 below max_chunk,
+                     and max_chunk * 9 / 8 score            T: min(128, max_chunk)     B: 1
+                     (log-probabilities of prompts) decode, verify   B: 1, 4, 8, 16, ... up to the
+                     number of slots all others       one shape each
 
 Programs of beam search depend on the beam width, so they are compiled when they are first used.
 """
@@ -52,31 +51,31 @@ from paged_jax.sampling.sample import ranks, top_logprobs
 
 @short_repr
 class Scores(NamedTuple):
-    """Log-probabilities of prompt tokens, a row per token; fetched to the host in one transfer."""
+    """Log-probabilities of prompt tokens, with one row per token."""
 
-    logprobs: jax.Array  # f32 [T]
-    ranks: jax.Array  # i32 [T], 1 is the most probable token
+    logprobs: jax.Array  # f32 [T], log-probability of each token
+    ranks: jax.Array  # i32 [T], rank of each token; 1 is the most probable token
     top_ids: jax.Array  # i32 [T, N], the N most probable tokens
     top_logprobs: jax.Array  # f32 [T, N], log-probabilities of `top_ids`
 
 
 @short_repr
 class BeamTokens(NamedTuple):
-    """Candidate tokens of each beam; fetched to the host in one transfer."""
+    """The most probable next tokens of each beam, with one row per beam."""
 
     top_ids: jax.Array  # i32 [B, N], the N most probable tokens in descending order
     top_logprobs: jax.Array  # f32 [B, N], log-probabilities of `top_ids`
-    free_blocks: tuple[jax.Array, ...]  # i32 [] each, free blocks of each group of layers
+    free_blocks: tuple[jax.Array, ...]  # i32 [] per group, number of free blocks afterwards
     ok: jax.Array  # bool [], False if there were too few free blocks
 
 
 class Call(NamedTuple):
-    """A call of a program: its arguments after weights and state.
+    """A call of a program, without the first two arguments (weights and state).
 
     Attributes:
-      name: the program and the shape that it is compiled for, as shown to users.
+      name: description of the program and its shape, which is shown while it is compiled.
       program: the jitted function.
-      args: arrays on the host.
+      args: the other arguments, arrays on the host.
       static: static arguments of the jitted function.
     """
 
@@ -88,12 +87,12 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """A jitted function of an engine. It is compiled once for each shape of its arguments.
+    """A jitted function of an engine, which is compiled once per shape of its arguments.
 
     Attributes:
       label: format string for the names of calls, with the arguments as fields.
       jitted: the jitted function.
-      static: static arguments that all calls of an engine share.
+      static: static arguments that are the same in all calls of an engine.
     """
 
     label: str
@@ -101,40 +100,37 @@ class Program:
     static: dict[str, Any] = field(default_factory=dict)
 
     def call(self, *args: Any, **static: Any) -> Call:
-        """Return a call with these arguments, for `Executor.run`."""
+        """Return a `Call` with these arguments, to pass it to `Executor.run`."""
         return Call(self.label.format(*args, **static), self.jitted, args, self.static | static)
 
 
 class Programs(NamedTuple):
     """All programs of an engine.
 
-    Each entry lists the arguments after weights and state, and the result. Negative slots are
-    padding. ``ok``, bool[], is False if the program could not run, for example for lack of blocks.
+    Each entry below lists the arguments after weights and state, and then the result. Negative
+    slots are padding. The result ``ok``, bool[], is False if the program changed nothing, for
+    example because there were too few free blocks.
 
     prefill: ``(token_ids i32[B, T], slots i32[B], num_tokens i32[B])`` to ``ok``. If `Sizes.tile`
-      is set, consecutive rows may have the same slot, see `PagedModel.prefill_tiles`.
-    score: ``(token_ids i32[1, T], slots i32[1], num_tokens i32[1], targets i32[T])`` to
-      ``(Scores, ok)``: prefill, and the probabilities of the next tokens, `targets`.
-    decode: ``(slots i32[B], num_steps i32[], leave_on_stop bool[], with_top bool[])`` to
-      `StepTokens`, see `decoding.decode_steps`.
-    verify: ``(drafts i32[B, T], num_drafts i32[B], slots i32[B], with_top bool[])`` to
-      `StepTokens`, see `decoding.verify_steps`.
-    beam: ``(parents i32[S], token_ids i32[B], slots i32[B], bias_ids i32[K], bias_values
-      f32[B, K], num_top=)`` to `BeamTokens`: slots become copies of their parents, see
-      `cache.reorder`, then append one token each. Biases are added to the log-probabilities.
-    fork: ``(parents i32[S])`` to ``ok``.
-    release: ``(mask bool[S])`` to None.
-    reserve: ``(num_tokens i32[S])`` to ``ok``.
-    attach: ``(slot i32[], digests u32[M, 8], token_ids i32[M, C], num_blocks i32[])`` to the number
-      of blocks found. In models with recurrent layers the result is i32[2]: this number, and the
-      number that would be found if there were snapshots of their states everywhere.
-    publish: ``(slots i32[N], columns i32[N], digests u32[N, 8], token_ids i32[N, C])`` to None. In
-      models with recurrent layers also ``is_snapshot bool[N]``, see `cache.publish`.
-    forget: ``()`` to None.
-    read_blocks: ``(slot i32[], first i32[], group=)`` to their K and V, see `cache.read_blocks`.
-    write_blocks: ``(slot i32[], first i32[], values, group=)`` to None.
-    read_state: ``(slot i32[])`` to the states of recurrent layers, see `cache.contents.read_state`.
-    write_state: ``(slot i32[], values)`` to None.
+      is set, consecutive rows may have the same slot, see `PagedModel.prefill_tiles`. score:
+      ``(token_ids i32[1, T], slots i32[1], num_tokens i32[1], targets i32[T])`` to ``(Scores,
+      ok)``: prefill, and the log-probabilities of `targets`, the tokens that follow. decode:
+      ``(slots i32[B], num_steps i32[], leave_on_stop bool[], with_top bool[])`` to `StepTokens`,
+      see `decoding.decode_steps`. verify: ``(drafts i32[B, T], num_drafts i32[B], slots i32[B],
+      with_top bool[])`` to `StepTokens`, see `decoding.verify_steps`. beam: ``(parents i32[S],
+      token_ids i32[B], slots i32[B], bias_ids i32[K], bias_values f32[B, K], num_top=)`` to
+      `BeamTokens`: each slot becomes a copy of its parent, see `cache.reorder`, and one token is
+      appended to it. Biases are added to the log-probabilities. fork: ``(parents i32[S])`` to
+      ``ok``. release: ``(mask bool[S])`` to None. reserve: ``(num_tokens i32[S])`` to ``ok``.
+      attach: ``(slot i32[], digests u32[M, 8], token_ids i32[M, C], num_blocks i32[])`` to the
+      number of blocks found. In models with recurrent layers the result is i32[2]: this number, and
+      the number that would be found if there were a snapshot of their state after every block.
+      publish: ``(slots i32[N], columns i32[N], digests u32[N, 8], token_ids i32[N, C])`` to None.
+      In models with recurrent layers also ``is_snapshot bool[N]``, see `cache.publish`. forget:
+      ``()`` to None. read_blocks: ``(slot i32[], first i32[], group=)`` to `Pools`, see
+      `cache.read_blocks`. write_blocks: ``(slot i32[], first i32[], values, group=)`` to None.
+      read_state: ``(slot i32[])`` to the states of recurrent layers, see
+      `cache.contents.read_state`. write_state: ``(slot i32[], values)`` to None.
     """
 
     prefill: Program
@@ -155,12 +151,12 @@ class Programs(NamedTuple):
 
 
 class ProgramKey(NamedTuple):
-    """Everything that a program depends on, except the shapes of its arguments.
+    """Key of compiled programs: everything they depend on, except their arguments' shapes.
 
     Attributes:
       graphdef: structure of the model's module, see `Graph.key`.
-      treedef: structure of its weights.
-      cascade: whether decoding reads shared blocks once, see `PagedModel.decode`.
+      treedef: tree structure of the module's state, whose leaves are the weights.
+      cascade: whether decoding uses cascade attention, see `PagedModel.decode`.
       backend: backend of the attention, see `paged_attention`.
       division: execution on several devices; None for a single device.
       platform: `jax.Device.platform` of the devices.
@@ -177,18 +173,18 @@ class ProgramKey(NamedTuple):
     is_scanned: bool = False
 
     def model(self, weights: list[jax.Array]) -> PagedModel:
-        """Return the model with these weights."""
+        """Return the model with the arrays `weights` as its weights."""
         return Graph.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights))
 
 
 def list_programs(key: ProgramKey, sizes: Sizes, num_top: int, *, num_groups: int = 1) -> Programs:
-    """Return the programs of an engine. Engines with equal keys share compiled programs.
+    """Return the programs of an engine; engines with equal keys share compiled programs.
 
     Args:
       key: see `ProgramKey`.
       sizes: sizes that the programs of this engine depend on.
       num_top: maximum number of most probable tokens that requests can ask for.
-      num_groups: number of groups of layers. Blocks of each group are copied separately.
+      num_groups: number of groups of attention layers, whose blocks are copied separately.
     """
     blocks = "blocks" if num_groups == 1 else "blocks of group {group}"
     jit = functools.partial(_jit, key)
@@ -219,7 +215,7 @@ def list_programs(key: ProgramKey, sizes: Sizes, num_top: int, *, num_groups: in
     )
 
 
-# The cache holds the programs of 16 models.
+# The cache has room for the programs of 16 models.
 @functools.lru_cache(maxsize=16 * len(Programs._fields))
 def _jit(
     key: ProgramKey,
@@ -246,7 +242,7 @@ def _jit(
 
 
 def _prefill(key, weights, state, token_ids, slots, num_tokens):
-    # The logits are unused, so XLA removes the output head from the program.
+    # The logits are not used, so XLA removes the output head from the program.
     _, cache, ok = key.model(weights).prefill(
         state.cache, token_ids, slots, num_tokens, backend=key.backend
     )
@@ -363,7 +359,10 @@ _MAX_COMPILERS = 8
 def list_calls(
     programs: Programs, sizes: Sizes, cache: PagedCache, *, has_swap: bool = True
 ) -> list[Call]:
-    """Return one call per shape of each program except beam search, with arguments of padding."""
+    """Return a call for each shape of each program, except for beam search.
+
+    The arguments are padding, so the calls change nothing if all slots and the cache are empty.
+    """
     S, C, M, W = sizes.num_slots, sizes.block_size, sizes.max_blocks_per_slot, PUBLISH_WIDTH
     zero, marks = np.int32(0), () if cache.states is None else (np.zeros(W, bool),)
     return [
@@ -397,7 +396,7 @@ def _prefill_calls(programs: Programs, sizes: Sizes) -> list[Call]:
 
 
 def first_decode(programs: Programs, sizes: Sizes) -> Call:
-    """Return the call of the decode program for the smallest number of samples."""
+    """Return the call of the decode program with the smallest number of rows."""
     return _decode_calls(programs, sizes)[0]
 
 
@@ -416,7 +415,7 @@ def _swap_calls(programs: Programs, sizes: Sizes, cache: PagedCache) -> list[Cal
         state = jax.tree.map(
             lambda pool: np.zeros((pool.shape[0], *pool.shape[2:]), pool.dtype), cache.states.pools
         )
-        # A slot that does not exist, so that nothing is written.
+        # Use a slot that does not exist, so that nothing is written.
         no_slot = np.int32(sizes.num_slots)
         calls += [programs.read_state.call(zero), programs.write_state.call(no_slot, state)]
     for group, pools_of in enumerate(each.pools for each in cache.groups):
@@ -433,7 +432,7 @@ def _zeros(*shape: int) -> np.ndarray:
 
 
 def shapes_of(state: DecodeState) -> Any:
-    """Return shapes, dtypes and shardings of the state, for compiling without the state."""
+    """Return the shapes, dtypes and shardings of a state, to compile programs without it."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
@@ -446,18 +445,18 @@ def compile_calls(
     resolve: Callable[[Call, list[jax.Array], DecodeState], Call],
     report: Callable[[int, int, str], None],
 ) -> None:
-    """Compile programs, several in parallel. Later calls find the compiled programs.
+    """Compile the programs of `calls` in several threads; later calls do not compile again.
 
     Args:
-      calls: the programs, and the shapes to compile them for.
-      weights: the arrays of the model.
-      state: the state; no program runs on it.
+      calls: calls that determine the programs and the shapes to compile them for.
+      weights: the weights; only their shapes and dtypes matter.
+      state: the state or its shapes; no program runs.
       resolve: `StoredPrograms.resolve`, which may replace the program of a call.
-      report: function that is called with the number of compiled programs, their total, and the
-        name of the last compiled program.
+      report: function that is called after each program with the number of compiled programs, the
+        total number of programs, and the name of the program.
     """
-    # Compilation releases the GIL, so threads use several cores. Each compilation takes about
-    # 100 MB for a model with 30 layers.
+    # Compilation releases the GIL, so threads can use several cores. Each compilation needs about
+    # 100 MB of memory for a model with 30 layers.
     num_threads = min(os.cpu_count() or 1, _MAX_COMPILERS)
 
     def compile_call(call: Call) -> None:

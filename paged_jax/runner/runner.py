@@ -1,12 +1,12 @@
 """`ModelRunner`: runs programs for the sequences in the slots of the device.
 
-The scheduler decides what runs, and sees the runner as its `BlockMemory`. The runner turns
-sequences into padded arrays and calls the `Executor`, which has the weights, the device state and
-the programs. Updates of the cache are collected until the next program, so that a step needs few
-calls for them.
+The scheduler decides what runs. It only knows the interface `BlockMemory`, which the runner
+implements. The runner converts sequences to padded arrays and calls the `Executor`, which holds the
+weights, the state on the device and the programs. Blocks to publish and slots to release are
+collected until the next program runs, so that a step needs few calls for them.
 
-The tokens of sequences are on the host: if a step is interrupted, `reset` discards all slots, and
-every sequence can be computed again from its tokens.
+The tokens of all sequences are on the host. So if a step is interrupted, `reset` discards all
+slots, and the K and V of every sequence can be computed again from its tokens.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ from paged_jax.scheduler.block_budget import num_swapped_blocks
 from paged_jax.scheduler.request import Sequence
 from paged_jax.scheduler.step_plan import StepPlan
 
-# The host keeps at most this many digests per block of the pool. If there are more, it reads the
-# cached digests from the device and drops all others.
+# Maximum number of digests that the host keeps, per block of the pool. If there are more, the host
+# reads the digests of cached blocks from the device and discards all others.
 _MAX_PUBLISHED = 4
 
 
@@ -45,25 +45,25 @@ class _Publication(NamedTuple):
     """A full block to add to the prefix cache."""
 
     slot: int
-    column: int  # column of the block in the block table
+    column: int  # Column of the block in the block table.
     digest: bytes
     token_ids: list[int]
-    is_snapshot: bool  # whether to keep the states of recurrent layers after its last token
+    is_snapshot: bool  # Whether to also add the recurrent state after the block's last token.
 
 
 class ModelRunner:
-    """Execution of programs for sequences, and the records of slots and cached blocks.
+    """Runs programs for sequences, and records which slots and cached blocks they use.
 
     Args:
-      executor: runs the programs.
-      eos_token_ids: end-of-sequence tokens of the model.
-      token_bias: biases that apply to every request.
+      executor: executor that runs the programs.
+      eos_token_ids: ids of the end-of-sequence tokens of the model.
+      token_bias: biases that are added to the logits of every request.
       state_interval: see `Scheduler`.
 
     Attributes:
-      executor: runs the programs. Call `flush` before other programs.
-      swap_seconds: total seconds of copies between device and host, without compilation.
-      num_swapped_blocks: number of blocks copied during `swap_seconds`.
+      executor: executor that runs the programs. Call `flush` before you use it directly.
+      swap_seconds: total seconds spent on copies between device and host, without compilation.
+      num_swapped_blocks: number of blocks that were copied in `swap_seconds`.
       num_resets: number of times that the whole prefix cache was discarded.
     """
 
@@ -87,18 +87,24 @@ class ModelRunner:
         self._clear_records()
 
     def reset(self) -> None:
-        """Discard all slots and the prefix cache. If the engine sleeps, their memory is freed."""
+        """Discard the content of all slots and the prefix cache.
+
+        If the engine sleeps, the memory of the state is freed.
+        """
         self.executor.reset()
         self._clear_records()
 
     def _clear_records(self) -> None:
         self.num_resets += 1
-        # For each slot: the sequence that was assigned to it, and the number of published blocks.
+        # For each slot: the sequence that is assigned to it, and the number of its published
+        # blocks.
         self._owners: list[Sequence | None] = [None] * self._sizes.num_slots
         self._num_published = [0] * self._sizes.num_slots
-        # All digests in the prefix cache, and some that were evicted. Other digests are not cached.
+        # Digests of all cached blocks, and of some blocks that were evicted. All other digests are
+        # not cached.
         self._published: set[bytes] = set()
-        # Updates collected for the next program, so that a step needs few calls for them.
+        # Updates that are collected until the next program runs, so that a step needs few calls for
+        # them.
         self._to_publish: list[_Publication] = []
         self._to_release: list[int] = []
 
@@ -117,10 +123,14 @@ class ModelRunner:
         return self.executor.free_blocks
 
     def attach(self, sequence: Sequence) -> int:
-        """Start the slot of a sequence with its cached prefix; return the number of tokens."""
+        """Fill the slot of a sequence with its cached prefix; return the prefix's token count.
+
+        `num_known` of the sequence is set to the number of tokens that would have been found if
+        recurrent layers had a snapshot at the end of every block.
+        """
         C, M = self._sizes.block_size, self._sizes.max_blocks_per_slot
         self._drop_evicted()
-        count = (len(sequence.token_ids) - 1) // C  # the last token is always computed
+        count = (len(sequence.token_ids) - 1) // C  # Always compute the last token.
         known = self._may_be_cached(sequence.digests[:count])
         sequence.num_known = 0
         if not known:
@@ -139,10 +149,10 @@ class ModelRunner:
         return num_found * C
 
     def _may_be_cached(self, digests: list[bytes]) -> list[bytes]:
-        """Return the longest prefix of `digests` that may be cached on the device."""
+        """Return the part of `digests`, from the first on, that may be cached on the device."""
         if self._groups[0].sliding_window is None:
             return list(itertools.takewhile(self._published.__contains__, digests))
-        # Layers with a window need only the last blocks of a prefix, so earlier ones may be
+        # Layers with a window only need the last blocks of a prefix. So earlier blocks may be
         # missing.
         count = len(digests)
         while count and digests[count - 1] not in self._published:
@@ -150,10 +160,10 @@ class ModelRunner:
         return digests[:count]
 
     def _drop_evicted(self) -> None:
-        """Drop digests of evicted blocks if the host keeps too many digests.
+        """Discard the digests of evicted blocks if the host keeps too many digests.
 
-        Only digests that are cached in the first group of layers are kept: without a block of the
-        first group, the blocks of other groups are useless.
+        Only digests that are cached in the first group of layers are kept. Without a block in the
+        first group, the corresponding blocks of other groups are useless.
         """
         if len(self._published) <= _MAX_PUBLISHED * self.executor.num_blocks:
             return
@@ -163,9 +173,9 @@ class ModelRunner:
         self._published = {words.astype("<u4").tobytes() for words in digests}
 
     def num_held(self, sequences: list[Sequence]) -> int:
-        """Return the number of blocks that releasing these sequences would free.
+        """Return the number of blocks that become free if these sequences are released.
 
-        This waits for the device.
+        This method waits for the device.
         """
         self.flush()
         tables = self.executor.state.cache.tables
@@ -175,7 +185,7 @@ class ModelRunner:
         return int(np.sum((counts > 0) & (counts == ref_counts)))
 
     def release(self, sequence: Sequence) -> None:
-        """Release the slot of the sequence; full blocks stay cached until they are reused."""
+        """Release the slot of a sequence; its full blocks stay cached until they are reused."""
         self.publish(sequence)
         slot = slot_of(sequence)
         self._to_release.append(slot)
@@ -183,7 +193,7 @@ class ModelRunner:
         self._num_published[slot] = 0
 
     def swap_out(self, sequence: Sequence) -> None:
-        """Copy the blocks of the sequence to the host, and release its slot."""
+        """Copy the blocks and the recurrent state of a sequence to the host; release its slot."""
         slot, executor = np.int32(slot_of(sequence)), self.executor
         with self._swapping(sequence):
             read = executor.programs.read_blocks
@@ -197,7 +207,7 @@ class ModelRunner:
         self.release(sequence)
 
     def swap_in(self, sequence: Sequence) -> None:
-        """Copy the blocks of the sequence from the host into its slot."""
+        """Copy the blocks and the recurrent state of a sequence from the host into its slot."""
         slot, executor = np.int32(slot_of(sequence)), self.executor
         num_tokens = np.zeros(self._sizes.num_slots, np.int32)
         num_tokens[slot] = sequence.num_computed
@@ -214,7 +224,10 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def _swapping(self, sequence: Sequence) -> Iterator[None]:
-        """Return a context that times a swap, and counts it unless a program was compiled."""
+        """Return a context manager for a swap, which adds its time and blocks to the totals.
+
+        Swaps in which a program was compiled are not counted.
+        """
         self.flush()
         start, compiled = time.perf_counter(), self.executor.compile_seconds
         yield
@@ -226,7 +239,7 @@ class ModelRunner:
             self.num_swapped_blocks += num_swapped_blocks(num_tokens, C, *groups)
 
     def _swap_copies(self, sequence: Sequence) -> list[tuple[int, np.int32]]:
-        """Return ``(group, first)`` of each copy of a swap: the arguments of `read_blocks`."""
+        """Return the arguments ``(group, first)`` of each `read_blocks` call of a swap."""
         C, width = self._sizes.block_size, self._sizes.swap_width
         return [
             (number, np.int32(first))
@@ -238,19 +251,22 @@ class ModelRunner:
 
     @property
     def state(self) -> DecodeState:
-        """The current device state. The next program donates it: copy arrays to keep them."""
+        """The current state. The next program donates it, so copy arrays that you want to keep."""
         self.flush()
         return self.executor.state
 
     def warmup(self, report: Callable[[int, int, str], None] | None = None) -> None:
-        """Compile all programs, see `Executor.warmup`. No slot may be in use."""
+        """Compile all programs, see `Executor.warmup`; all slots must be empty."""
         self.flush()
         self.executor.warmup(report)
 
     # Called by the engine
 
     def fork(self, forks: list[tuple[Sequence, list[Sequence]]]) -> None:
-        """Make the slots of children copies of their parents' slots; they share all blocks."""
+        """Make the slots of children copies of the slots of their parents, sharing all blocks.
+
+        `forks` lists each parent with its children.
+        """
         if not forks:
             return
         parents = no_slots(self._sizes.num_slots)
@@ -262,7 +278,10 @@ class ModelRunner:
         self.executor.run_unchecked(self.executor.programs.fork.call(parents))
 
     def assign(self, sequences: Iterable[Sequence]) -> None:
-        """Assign sequences to their slots on the device, unless they are already assigned."""
+        """Copy the sampling state of new sequences to their slots on the device.
+
+        Sequences that are already assigned to their slots are skipped.
+        """
         new = [each for each in sequences if self._owners[slot_of(each)] is not each]
         if not new:
             return
@@ -287,14 +306,16 @@ class ModelRunner:
         )
 
     def publish(self, sequence: Sequence) -> None:
-        """Add the full blocks of the sequence to the prefix cache."""
+        """Add the full blocks of a sequence to the prefix cache, at the next `flush`."""
         if sequence.chain is None:
             return
         C, slot = self._sizes.block_size, slot_of(sequence)
-        # A slot has the states of recurrent layers only after its last computed token.
+        # A slot only has the recurrent state after its last computed token, so only the last block
+        # can get a snapshot.
         interval, last = self._state_interval, sequence.num_computed // C - 1
         is_point = interval and sequence.num_computed in sequence.snapshot_points(interval)
-        # A sequence that decodes has left a mark, see `cache.blocks.state_tables`.
+        # A decoding sequence may also have a mark, an earlier recurrent state, see
+        # `cache.blocks.state_tables`.
         mark = (sequence.num_computed - 1) // interval * interval // C - 1 if interval else -1
         for column in range(self._num_published[slot], last + 1):
             token_ids = sequence.token_ids[column * C : (column + 1) * C]
@@ -313,12 +334,15 @@ class ModelRunner:
         self._num_published = [0] * self._sizes.num_slots
 
     def flush(self) -> None:
-        """Apply the collected updates: publish, then release. Call it before every program."""
+        """Apply the collected updates: publish blocks, then release slots.
+
+        Call it before every program.
+        """
         for call in self.take_calls():
             self.executor.run(call)
 
     def take_calls(self) -> list[Call]:
-        """Return the calls that `flush` would make; the caller makes them instead."""
+        """Return the calls that `flush` would make; the caller must make them."""
         blocks, calls = self._to_publish, []
         for start in range(0, len(blocks), PUBLISH_WIDTH):
             calls.append(self._publication(blocks[start : start + PUBLISH_WIDTH]))
@@ -343,7 +367,10 @@ class ModelRunner:
     # Programs
 
     def prefill(self, chunks: Collection[tuple[Sequence, int]]) -> None:
-        """Prefill chunks: pairs of a sequence and the number of its next tokens to prefill."""
+        """Queue programs that prefill chunks.
+
+        Each chunk is a sequence and the number of its next tokens to prefill.
+        """
         chunks = list(chunks)
         for width, num_rows, indices in pack([count for _, count in chunks], self._sizes):
             token_ids = np.zeros((num_rows, width), np.int32)
@@ -360,9 +387,10 @@ class ModelRunner:
             self.executor.run_unchecked(prefill.call(token_ids, slots, num_tokens))
 
     def score(self, sequence: Sequence, count: int) -> Scores:
-        """Prefill `count` tokens of a sequence, and return the scores of the next tokens.
+        """Prefill `count` tokens of a sequence, and return log-probabilities of prompt tokens.
 
-        The arrays of the result are on the host and have `count` rows.
+        Row i of the result is for the token after token i of the chunk. The arrays are on the host
+        and have `count` rows.
         """
         self.flush()
         width, end = self._sizes.score_width, sequence.num_computed + count
@@ -380,11 +408,11 @@ class ModelRunner:
         return jax.tree.map(lambda *parts: np.concatenate(parts), *parts)
 
     def decode(self, plan: StepPlan) -> QueuedResult:
-        """Queue the decode steps of a plan. `Executor.read` turns the result into tokens.
+        """Queue the decode steps of a plan; `Executor.read` returns their `StepTokens`.
 
-        The steps of a plan that was made ahead are queued before the tokens of the last call have
-        been read. Its sequences must have their slots already. Sequences that stopped in that call
-        draw nothing.
+        If the plan was made ahead, its steps are queued before the tokens of the previous call have
+        been read. All its sequences must already have slots. Sequences that stopped in the previous
+        call get no tokens.
         """
         slots = self._decode_slots(plan.decodes)
         masks = find_token_masks(plan.bound, plan.num_steps, self._sizes, self.executor.vocab_size)
@@ -397,7 +425,10 @@ class ModelRunner:
         return self.executor.queue(call)
 
     def verify(self, plan: StepPlan, drafts: Collection[Collection[int]]) -> StepTokens:
-        """Draw the next tokens of a plan's sequences, given drafts, and copy them to the host."""
+        """Sample the next tokens of a plan's sequences with drafts; return them on the host.
+
+        `drafts` has the draft tokens of each sequence, see `decoding.verify_steps`.
+        """
         verify = self.executor.programs.verify
         slots = self._decode_slots(plan.decodes)
         num_steps, vocab_size = 1 + max(map(len, drafts)), self.executor.vocab_size
@@ -412,14 +443,18 @@ class ModelRunner:
     def beam(
         self, beams: Iterable[tuple[int, int, int, int]], *, num_rows: int, num_top: int
     ) -> BeamTokens:
-        """Append a token to each beam, and copy its most probable next tokens to the host.
+        """Append a token to each beam, and return its most probable next tokens on the host.
 
         Args:
-          beams: ``(parent, slot, token_id, num_generated)`` of each beam. The slot becomes a copy
-            of slot `parent` before this call, and `token_id` is appended. `num_generated` is the
+          beams: ``(parent, slot, token_id, num_generated)`` of each beam. `slot` becomes a copy of
+            the old content of slot `parent`, and `token_id` is appended. `num_generated` is the
             number of generated tokens, including `token_id` unless it is a prompt token.
-          num_rows: maximum number of beams; calls with the same number share a compiled program.
-          num_top: number of next tokens to find.
+          num_rows: number of rows to pad `beams` to; calls with the same number share a compiled
+            program.
+          num_top: number of most probable next tokens to return per beam.
+
+        Raises:
+          RuntimeError: there are too few free blocks.
         """
         size = row_bucket(num_rows, self._sizes.num_slots)
         parents, slots = no_slots(self._sizes.num_slots), no_slots(size)
@@ -441,7 +476,7 @@ class ModelRunner:
             self.executor.write_token_masks(masks)
 
     def _decode_slots(self, sequences: Collection[Sequence]) -> np.ndarray:
-        """Assign new sequences to slots, and return the slots of all sequences, padded with -1."""
+        """Assign new sequences to their slots, and return all slots, padded with -1."""
         self.assign(sequences)
         slots = no_slots(row_bucket(len(sequences), self._sizes.num_slots))
         slots[: len(sequences)] = [slot_of(sequence) for sequence in sequences]
@@ -449,5 +484,5 @@ class ModelRunner:
 
 
 def _with_top(plan: StepPlan) -> np.bool_:
-    """Return whether any sequence reports its most probable tokens."""
+    """Return whether any request of the plan asks for its most probable tokens."""
     return np.bool_(any(s.request.params.logprobs is not None for s in plan.decodes))

@@ -1,4 +1,4 @@
-"""Sizes that compiled programs depend on, and the buckets that batches are padded to."""
+"""Sizes that compiled programs depend on, and the batch shapes to which inputs are padded."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,35 +7,36 @@ import numpy as np
 
 from paged_jax.cache.sequence_blocks import num_blocks_needed
 
-# Prompt tokens per scoring call. Scores are rarely requested, so there is only one program.
+# Number of tokens in a call of the program `score`. Log-probabilities of prompts are rarely
+# requested, so only one program is compiled for them.
 SCORE_WIDTH = 128
-# Blocks copied to or from the host per call. A call per block would cost more than the padding of
-# the last call.
+# Number of blocks that a swap copies per call. Several blocks per call cost padding in the last
+# call, but less than one call per block.
 SWAP_WIDTH = 16
-# Blocks published per call. A call per block would cost more than the padding of the last call.
+# Number of blocks that a call publishes, chosen for the same reason.
 PUBLISH_WIDTH = 32
-# Minimum number of decode steps that a compiled program has room for. Engines with a smaller
-# `max_steps` share this program. The unused room takes a few KB of memory.
+# Minimum number of decode steps that a compiled program has room for, so that engines with a
+# smaller `max_steps` share a program. The unused room costs a few KB of memory.
 MIN_DISPATCH_CAPACITY = 8
 
 
 class Sizes(NamedTuple):
-    """Sizes that the programs of an engine depend on, except the number of blocks in the pool.
+    """Sizes that the programs of an engine depend on, except for the number of blocks.
 
-    The number of blocks is chosen later, from the memory that these programs need.
+    The number of blocks is chosen later, when the memory that these programs need is known.
 
     Attributes:
-      block_size: C, tokens in a block.
+      block_size: C, number of tokens in a block.
       num_slots: S, maximum number of running sequences.
       max_model_len: maximum number of tokens in a sequence, prompt and generated.
       max_chunk: maximum number of tokens in a prefill batch.
       max_steps: maximum number of decode steps in a dispatch.
-      num_drafts: maximum number of draft tokens per sequence in a verification; 0 without
-        speculation.
-      max_logit_bias: maximum number of entries in the logit bias of a request.
-      max_stop_ids: maximum number of stop tokens of a request.
-      tile: number of tokens in a row of a prefill program, if the chunks of several sequences are
-        packed into rows of one length, see `pack_tiles`; None if each row is a chunk, padded to one
+      num_drafts: maximum number of draft tokens per sequence; 0 without speculative decoding.
+      max_logit_bias: maximum number of tokens with a logit bias in a request, including the biases
+        of the engine.
+      max_stop_ids: maximum number of stop tokens of a request, including end-of-sequence tokens.
+      tile: number of tokens per row of a prefill program, if all rows have the same length and a
+        chunk takes several rows, see `pack_tiles`. None if each chunk takes one row, padded to one
         of several lengths, see `pack_chunks`.
       num_states: number of states of recurrent layers, for slots and snapshots; 0 if no layer is
         recurrent.
@@ -65,7 +66,7 @@ class Sizes(NamedTuple):
 
     @property
     def most_tokens(self) -> int:
-        """Maximum number of tokens that a program appends to a sequence."""
+        """Maximum number of tokens that any program appends to a sequence."""
         return max(self.max_chunk, self.max_steps, 1 + self.num_drafts)
 
     @property
@@ -77,21 +78,24 @@ class Sizes(NamedTuple):
 
     @property
     def dispatch_capacity(self) -> int:
-        """Number of decode steps that the compiled program has room for, a power of two.
+        """Maximum number of decode steps in a call of the compiled decode program.
 
-        The actual number of steps is an argument of each call, so engines with similar `max_steps`
-        share a program.
+        It is `max_steps`, rounded up to a power of two, so that engines with similar `max_steps`
+        share a program. The actual number of steps is an argument of each call.
         """
         return max(MIN_DISPATCH_CAPACITY, 1 << (self.max_steps - 1).bit_length())
 
     @property
     def max_forced(self) -> int:
-        """Maximum number of next tokens of a sequence that its grammar may force in one call."""
+        """Maximum number of forced tokens of a sequence in one call.
+
+        A token is forced if the grammar of the sequence allows no other token.
+        """
         return max(self.dispatch_capacity, self.num_drafts)
 
     @property
     def score_width(self) -> int:
-        """Number of prompt tokens that a call scores."""
+        """Number of tokens in a call of the program `score`."""
         return min(SCORE_WIDTH, self.max_chunk)
 
     @property
@@ -100,27 +104,31 @@ class Sizes(NamedTuple):
         return min(SWAP_WIDTH, self.max_blocks_per_slot)
 
 
-# Tokens in a row of a prefill program of packed rows. On average, a chunk ends with half a row of
-# padding. The attention kernel processes the queries of a row together, for 4 heads at a time.
+# Value of `Sizes.tile`, if it is set. Shorter rows need less padding (half a row per chunk on
+# average), but the attention kernel processes the queries of a row together, for 4 heads at a time.
 TILE = 8
-# Minimum length to which chunks are padded. Larger lengths are powers of two.
+# Smallest length to which chunks are padded. The larger lengths are powers of two.
 MIN_CHUNK = 16
 
 
-# ``(T, B, indices)``: tokens per row, number of rows, and the chunks in them. Chunks of more than T
-# tokens take consecutive rows.
+# A batch ``(T, B, indices)`` for one prefill call: number of tokens per row, number of rows, and
+# the indices of the chunks in the batch. A chunk of more than T tokens takes several consecutive
+# rows.
 Batch = tuple[int, int, list[int]]
 
 
 def pack(counts: Sequence[int], sizes: Sizes) -> list[Batch]:
-    """Arrange chunks with `counts` tokens in batches."""
+    """Distribute chunks to batches; `counts` has the number of tokens of each chunk."""
     if sizes.tile is not None:
         return pack_tiles(counts, sizes)
     return pack_chunks(counts, sizes.max_chunk, sizes.num_slots)
 
 
 def pack_chunks(counts: Sequence[int], max_chunk: int, num_slots: int) -> list[Batch]:
-    """Arrange chunks in batches with a row for each chunk.
+    """Distribute chunks to batches in which each chunk takes one row, padded to T tokens.
+
+    In the example below, the chunks of 12, 9 and 16 tokens form a batch of 4 rows with 16 tokens
+    each, and the chunk of 500 tokens forms a batch of one row with 512 tokens.
 
     Example:
       >>> pack_chunks([500, 12, 9, 16], max_chunk=512, num_slots=8)
@@ -141,12 +149,12 @@ def pack_chunks(counts: Sequence[int], max_chunk: int, num_slots: int) -> list[B
 
 
 def pack_tiles(counts: Sequence[int], sizes: Sizes) -> list[Batch]:
-    """Arrange chunks in batches of rows of `sizes.tile` tokens.
+    """Distribute chunks to batches in which each row has `sizes.tile` tokens.
 
-    Each chunk takes consecutive rows of one batch, and only its last row is padded::
+    Each chunk takes consecutive rows of one batch, and only its last row is padded. Example with
+    rows of 8 tokens: chunk a has 20 tokens, b has 16, c has 3, and two rows are padding::
 
-        row      0  1  2  3  4  5  6  7        rows of 8 tokens
-        chunks   a  a  a  b  b  c  -  -        of 20, 16 and 3 tokens, and padding
+        row      0  1  2  3  4  5  6  7 chunk    a  a  a  b  b  c  -  -
 
     Example:
       >>> sizes = Sizes(block_size=16, num_slots=4, max_model_len=64, max_chunk=64, max_steps=1,
@@ -170,10 +178,10 @@ def pack_tiles(counts: Sequence[int], sizes: Sizes) -> list[Batch]:
 
 
 def tile_buckets(sizes: Sizes) -> list[int]:
-    """Return the numbers of rows of all prefill programs with rows of `sizes.tile` tokens.
+    """Return the batch sizes B of the prefill programs whose rows have `sizes.tile` tokens.
 
-    The largest program has room for `max_chunk` tokens of several sequences and for the padding in
-    the last row of each.
+    If there are several slots, the largest program has room for an eighth more than `max_chunk`
+    tokens, because the last row of each chunk is padded.
 
     Example:
       >>> sizes = Sizes(block_size=16, num_slots=4, max_model_len=64, max_chunk=64, max_steps=1,
@@ -189,12 +197,15 @@ def tile_buckets(sizes: Sizes) -> list[int]:
 
 
 def chunk_bucket(count: int, max_chunk: int) -> int:
-    """Return the padded length T of a chunk: a power of two, at least 16, or `max_chunk`."""
+    """Return the length T to which a chunk of `count` tokens is padded.
+
+    It is a power of two, at least 16, but at most `max_chunk`.
+    """
     return min(max_chunk, max(MIN_CHUNK, 1 << (count - 1).bit_length()))
 
 
 def chunk_buckets(max_chunk: int) -> list[int]:
-    """Return all padded lengths T of chunks.
+    """Return all lengths T to which chunks can be padded.
 
     Example:
       >>> chunk_buckets(100)
@@ -207,11 +218,11 @@ def chunk_buckets(max_chunk: int) -> list[int]:
 
 
 def prefill_rows(width: int, max_chunk: int, num_slots: int) -> list[int]:
-    """Return all batch sizes B for chunks of `width` tokens.
+    """Return all batch sizes B of the prefill programs for chunks of `width` tokens.
 
-    Batches of 16 and more rows have at most half of `max_chunk` tokens. Larger batches are not
-    faster than several calls: a call with 16 x 32 tokens took 1.2 to 1.7 times as long as four
-    calls with 4 x 32 on 2 CPU cores.
+    Batches of 16 and more rows have at most half of `max_chunk` tokens, because larger batches are
+    slower than several calls. On 2 CPU cores, a call with 16 x 32 tokens took 1.2 to 1.7 times as
+    long as four calls with 4 x 32 tokens.
 
     Example:
       >>> [prefill_rows(width, max_chunk=512, num_slots=64) for width in (16, 32, 128, 256)]
@@ -227,11 +238,11 @@ def prefill_rows(width: int, max_chunk: int, num_slots: int) -> list[int]:
 
 
 def row_bucket(count: int, num_slots: int) -> int:
-    """Return the batch size B for decoding `count` sequences: 1, or a power of two from 4.
+    """Return the batch size B to which `count` decoding sequences are padded.
 
-    There is no batch size 2, because one more program to compile at every start would cost more
-    than it gains: on a CPU, two rows in a batch of four take 5 to 10% longer than in a batch of
-    two.
+    It is 1, or a power of two from 4, but at most `num_slots`. There is no batch size 2: on a CPU,
+    two rows in a batch of four take only 5 to 10% longer than in a batch of two, which does not
+    justify compiling one more program at every start.
     """
     return 1 if count == 1 else min(num_slots, max(4, 1 << (count - 1).bit_length()))
 
@@ -247,5 +258,5 @@ def row_buckets(num_slots: int) -> list[int]:
 
 
 def no_slots(count: int) -> np.ndarray:
-    """Return the slots of `count` padding rows: -1, i32[count]."""
+    """Return slot indices for `count` rows of padding: i32[count], all -1."""
     return np.full(count, -1, np.int32)

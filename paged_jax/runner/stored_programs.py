@@ -1,20 +1,21 @@
-"""Compiled programs in files, so that the next process needs no tracing, lowering and compilation.
+"""Compiled programs in files, which later processes load without tracing and compiling.
 
-JAX's compilation cache finds a program by its lowered text, so a process must trace and lower each
-program first. For a small model this takes most of the time of a second start. This module
-therefore stores executables, under a key of everything that they depend on:
+JAX's compilation cache finds a program by its lowered text, so a process must first trace and lower
+each program. For a small model, this takes most of the time of a second start. So this module
+stores the executables. The key of an executable is a digest of everything that it depends on:
 
-    the files of this package, the versions of its dependencies, JAX's settings, PAGED_JAX_* and
-    XLA_* variables, the processor; the program key, the static arguments, the shapes and dtypes
-    of all arguments.
+    the files of this package, the versions of its dependencies, JAX's settings, the environment
+    variables PAGED_JAX_* and XLA_*, the processor; the program key, the static arguments, the
+    shapes and dtypes of all arguments
 
-Tracing also registers kernels with XLA; reading a file does that too.
+Tracing a program also registers its kernels with XLA. Since a stored program is not traced, its
+kernels are registered when its file is read.
 
-A file contains machine code and pickled structures of arguments. So it is only read if it belongs
-to this user and nobody else may write to it, see `user_cache.read`.
+A file contains machine code and pickled data. So it is only read if it belongs to the user of this
+process and nobody else may write to it, see `user_cache.read`.
 
-Programs are stored only for a single CPU device: on other devices they depend on more than the key
-contains.
+Programs are stored only for a single CPU device, because programs for other devices depend on more
+than the key contains.
 """
 
 import concurrent.futures
@@ -47,21 +48,22 @@ from paged_jax.runner.programs import Call, ProgramKey
 _logger = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).parents[1]
-# A file that was changed after this time may differ from the imported module. The margin of 5 s is
-# for modules of the package that are imported before this module (1 to 2 s earlier).
+# Time of the import of this package. If a file was changed later, it may differ from the imported
+# module. The margin of 5 s is for modules that are imported up to 2 s before this module.
 _IMPORTED = time.time() - 5
 
 
 class StoredPrograms:
-    """Programs of an engine that are read from files or written to files.
+    """Reads the programs of an engine from files, or compiles them and writes the files.
 
-    Nothing is stored if `user_cache.keep_compiled_programs` was not called, or if the key would be
-    incomplete: with several devices, on other devices than CPUs, with modules from outside of this
-    package and Flax, or if a file of this package has changed since the process started.
+    Programs are only stored if `user_cache.keep_compiled_programs` was called. They are also not
+    stored if their key would be incomplete. This is the case with several devices, with devices
+    other than CPUs, if the model contains modules that are neither from this package nor from Flax,
+    or if a file of this package has changed since the process started.
 
     Args:
       program_key: see `ProgramKey`.
-      model: the model of the programs.
+      model: the model that the programs run.
       device: the device that runs the programs.
     """
 
@@ -80,9 +82,10 @@ class StoredPrograms:
         self._reading: dict[str, concurrent.futures.Future[Any]] = {}
 
     def resolve(self, call: Call, weights: list[jax.Array], state: DecodeState) -> Call:
-        """Return the call with its stored program. If there is none, compile and store it first.
+        """Replace the program of a call by the stored executable, which is compiled if needed.
 
-        Returns the call itself if programs are not stored.
+        A newly compiled program is written to its file. If programs are not stored, `call` is
+        returned unchanged.
 
         Args:
           call: the call.
@@ -95,7 +98,7 @@ class StoredPrograms:
         return call._replace(program=self._find(self._folder, call.name, source), static={})
 
     def read_ahead(self, call: Call, weights: list[jax.Array], state: Any) -> None:
-        """Start to read the program of a call in another thread, if it is stored.
+        """Start to read the stored program of a call in another thread, if there is a file.
 
         Args:
           call: the call.
@@ -125,14 +128,17 @@ class StoredPrograms:
         donated: int | None = None,
         **static: Any,
     ) -> Callable[..., Any]:
-        """Return a compiled function: read it from its file, or compile it and write the file.
+        """Return the executable of a function, read from its file or newly compiled.
+
+        A newly compiled executable is written to its file. If programs are not stored, the result
+        is `jitted` with its static arguments.
 
         Args:
-          name: name of the program and of the shapes of its arguments.
-          jitted: the function, a result of `jit_for`. It is returned if programs are not stored.
-          arguments: its arguments; only their shapes and dtypes matter.
-          donated: index of the donated argument, or None.
-          **static: its static arguments.
+          name: a name for the function with these shapes of its arguments.
+          jitted: the function, a result of `jit_for`.
+          arguments: arguments of the function; only their shapes and dtypes matter.
+          donated: index of the argument to donate, or None.
+          **static: static arguments of the function.
         """
         if self._folder is None:
             return functools.partial(jitted, **static)
@@ -158,24 +164,24 @@ class _Source(NamedTuple):
     function: Any
     arguments: tuple[Any, ...]
     static: dict[str, Any]
-    donated: int | None  # index of the donated argument
-    options: Any  # see `compiler_options`
+    donated: int | None  # Index of the donated argument, or None.
+    options: Any  # XLA compiler options, see `compiler_options`.
 
     @property
     def structure(self) -> Any:
-        """Structure of the arguments, and of an empty dict for keyword arguments."""
+        """Tree structure of the arguments, with an empty dict of keyword arguments."""
         return jax.tree.structure((self.arguments, {}))
 
 
 class _Stored(NamedTuple):
-    """Content of the file of a program."""
+    """Content of the file of a stored program, after the checksum."""
 
-    executable: tuple[bytes, Any, Any]  # result of `serialize_executable.serialize`
-    targets: list[str]  # FFI targets of the kernels that it calls
+    executable: tuple[bytes, Any, Any]  # Result of `serialize_executable.serialize`.
+    targets: list[str]  # FFI targets of the C++ kernels that the program calls.
 
 
 def _compile(folder: Path, key: str, source: _Source) -> jax.stages.Compiled:
-    """Compile a program and write its file, unless a kernel is missing."""
+    """Compile a program and write its file; do not write it if a C++ kernel is missing."""
     lowered = _lower(source, key)
     program = lowered.compile()
     if cpu_backend().is_any_missing():
@@ -183,7 +189,8 @@ def _compile(folder: Path, key: str, source: _Source) -> jax.stages.Compiled:
     try:
         executable = serialize_executable.serialize(program)
     except jax.errors.JaxRuntimeError:
-        # JAX read the program from its cache. XLA cannot serialise such a program if it has sorts.
+        # JAX has read the program from its compilation cache. XLA cannot serialise such a program
+        # if it contains a sort. So compile the program under a name that is not in the cache.
         lowered = _lower(source, secrets.token_hex(8))
         program = lowered.compile()
         executable = serialize_executable.serialize(program)
@@ -194,7 +201,7 @@ def _compile(folder: Path, key: str, source: _Source) -> jax.stages.Compiled:
 
 
 def _lower(source: _Source, suffix: str) -> jax.stages.Lowered:
-    """Lower a function under a name with `suffix`, so that JAX's cache has no such program."""
+    """Lower a function; `suffix` is appended to its name in JAX's compilation cache."""
 
     def program(*arguments: Any) -> Any:
         return source.function(*arguments, **source.static)
@@ -205,9 +212,9 @@ def _lower(source: _Source, suffix: str) -> jax.stages.Lowered:
 
 
 def _read(folder: Path, key: str, structure: Any, device: Any) -> jax.stages.Compiled | None:
-    """Return a stored program; None if the file is missing, damaged, or cannot be used here.
+    """Return a stored program; None if the file is missing, damaged or cannot be used here.
 
-    `structure` is `_Source.structure`. The device runs the program.
+    `structure` is the `_Source.structure` of the program, and `device` runs it.
     """
     content = user_cache.read(folder / key)
     if content is None or not content.startswith(_checksum(key, content[_CHECKSUM_BYTES:])):
@@ -220,7 +227,7 @@ def _read(folder: Path, key: str, structure: Any, device: Any) -> jax.stages.Com
         return serialize_executable.deserialize_and_load(
             serialised, own_structure, out_structure, execution_devices=(device,)
         )
-    except Exception as error:  # compile it again after any error
+    except Exception as error:  # Whatever the error is, compile the program again.
         _logger.info("%s is compiled again: %s", key, error)
         return None
 
@@ -234,7 +241,7 @@ def _checksum(key: str, blob: bytes) -> bytes:
 
 def _key(program_key: ProgramKey, device: Any, name: str, source: _Source) -> str:
     leaves, tree = jax.tree.flatten(source.arguments)
-    # Transfer guards belong to a thread, and do not affect tracing.
+    # Leave out transfer guards, because they differ between threads and do not affect tracing.
     settings = {k: v for k, v in jax.config.values.items() if "transfer_guard" not in k}
     parts = (
         _source(),
@@ -256,15 +263,16 @@ def _key(program_key: ProgramKey, device: Any, name: str, source: _Source) -> st
 
 @functools.cache
 def _source() -> str | None:
-    """Return a digest of this package and its dependencies' versions.
+    """Return a digest of the files of this package and of the versions of its dependencies.
 
-    Returns None if a file of this package has changed since it was imported.
+    The result is None if a file of this package has changed since it was imported.
     """
     versions = (sys.version, *(x.__version__ for x in (jax, jaxlib.version, flax, np)))
     digest = hashlib.sha256(repr(versions).encode())
     for path in sorted(_PACKAGE.rglob("*")):
         if path.is_file() and path.parent.name != "__pycache__":
-            # Use the inode change time: tools that copy files set the modification time.
+            # Use the inode change time, because tools that copy files may set an old modification
+            # time.
             if path.stat().st_ctime > _IMPORTED:
                 return None
             content = hashlib.sha256(path.read_bytes()).hexdigest()

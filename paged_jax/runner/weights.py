@@ -1,9 +1,9 @@
-"""Weights of a model in the layout of the programs, on one device or divided over several.
+"""Weights of a model in the layout of the programs, on one device or on several devices.
 
 With several devices, each device runs the whole program (`jax.shard_map`). It has a part of the
 weights, the K and V of its heads, and a copy of everything else. So every device runs the
-allocator, the prefix cache and the sampling, and all get the same results. Devices communicate only
-inside the model.
+allocator, the prefix cache and the sampling, and all devices get the same results. The devices
+communicate only inside the model.
 """
 
 import dataclasses
@@ -29,14 +29,15 @@ _FACTOR = np.uint32(0x9E3779B1)
 
 
 class ReplicaError(RuntimeError):
-    """Devices that must compute the same results have computed different results."""
+    """Raised if devices that must compute the same results computed different results."""
 
 
 def agree(tree: object, axis_name: str) -> jax.Array:
-    """Return whether a tree of arrays has the same bits on all devices of an axis, bool ``[]``.
+    """Return whether a tree of arrays has the same bits on all devices of a mesh axis, bool[].
 
-    Call it inside `jax.shard_map`. Devices compare a 32-bit digest. A difference in a single value
-    is always found. Any other difference is missed with probability 2^-32.
+    Call it inside `jax.shard_map`. The devices compare 32-bit digests of their arrays. If a single
+    value differs, the digests differ. If several values differ, the digests are equal with a
+    probability of 2^-32.
     """
     digests = lax.all_gather(_digest(tree), axis_name)
     return jnp.all(digests == digests[0])
@@ -52,32 +53,33 @@ def _digest(tree: object) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Return the bits of each value as a uint32."""
+    """Return the bits of each value of an array as uint32."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x.astype(jnp.uint32)
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
     return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
 
-# Partitions of arguments and results. WHOLE: every device has a copy. OF_HEADS: the KV heads (K)
-# are divided over devices. It fits pools [L, P, K, C, D], scales [L, P, K, C], and copies of
-# blocks.
+# Partitions of arguments and results. WHOLE: every device has a copy. OF_HEADS: the third
+# dimension, the KV heads (K), is divided over the devices. OF_HEADS is for pools [L, P, K, C, D],
+# scales [L, P, K, C], and copies of blocks.
 WHOLE = PartitionSpec()
 OF_HEADS = PartitionSpec(None, None, AXIS)
-# Pools of states [L, P, ...] are divided like OF_HEADS, along their heads or
-# channels. A copy of the states of a sequence has no P.
+# Pools of recurrent states [L, P, ...] are also divided along their third dimension (heads or
+# channels). A copy of the states of one sequence has no dimension P, so OF_STATES divides the
+# second dimension.
 OF_STATES = PartitionSpec(None, AXIS)
 
 _Function = Callable[..., tuple[DecodeState, Any]]
 
 
 class Division(NamedTuple):
-    """Execution of programs on several devices; hashable.
+    """Description of how programs run on several devices; hashable.
 
     Attributes:
       mesh: the devices.
       weights: partition of each weight, in the order of the model's flattened state.
-      checks_replicas: whether programs compare the results that every device computes.
+      checks_replicas: whether programs check that all devices compute the same results.
     """
 
     mesh: Mesh
@@ -87,18 +89,18 @@ class Division(NamedTuple):
     def divide(
         self, program: _Function, *, last: PartitionSpec, result: PartitionSpec
     ) -> _Function:
-        """Turn a program for one device into a program for all devices.
+        """Convert a program for one device to a program that runs on all devices.
 
         Args:
           program: the function ``(weights, state, *args) -> (state, result)`` that each device
             runs.
-          last: partition of the last of `args`; the others are replicated.
+          last: partition of the last argument in `args`; the other arguments are replicated.
           result: partition of the result.
 
         Returns:
-          The program. With `checks_replicas` its result is ``(result, ok)``: `ok`, bool[], tells
-          whether the replicated parts of the state, the result and the weights are the same on all
-          devices.
+          A program for all devices with the same arguments and results. With `checks_replicas`, its
+          result is ``(result, ok)``. `ok`, bool[], is whether the replicated parts of the state, of
+          the result and of the weights are the same on all devices.
         """
         results: Any = result
         if self.checks_replicas:
@@ -113,14 +115,15 @@ class Division(NamedTuple):
                 mesh=self.mesh,
                 in_specs=(list(self.weights), places, *parts),
                 out_specs=(places, results),
-                # JAX's check of values that vary over the mesh does not support the kernels.
+                # JAX's check of values that vary over the mesh does not support the kernels of this
+                # package.
                 check_vma=False,
             )(weights, state, *args)
 
         return divided
 
     def shardings(self, state: DecodeState) -> DecodeState:
-        """Return the sharding of each array of a state."""
+        """Return a state that has the sharding of each array in place of the array."""
         return jax.tree.map(lambda part: NamedSharding(self.mesh, part), _parts(state))
 
 
@@ -129,7 +132,7 @@ def _checked(program: _Function, parts: tuple[PartitionSpec, ...], has_parts: bo
         state, result = program(weights, state, *args)
         no_pools = jax.tree.map(lambda _: None, state.cache.group_pools)
         same = dataclasses.replace(state, cache=state.cache.replace_group_pools(no_pools))
-        # Compare the replicated weights too. There are few of them, such as norms.
+        # Also compare the replicated weights, such as norms. They are small.
         shared = [w for w, part in zip(weights, parts, strict=True) if part == WHOLE]
         return state, (result, agree((same, shared, None if has_parts else result), AXIS))
 
@@ -144,9 +147,10 @@ def _parts(state: DecodeState) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Structure of a module with unhashable attributes, as part of a program key.
+    """Hashable wrapper for the structure of a module with unhashable attributes.
 
-    Two instances are never equal, so engines with such modules share no programs.
+    It makes such a structure usable in a `ProgramKey`. Two instances are never equal, so engines
+    with such modules share no compiled programs.
 
     Attributes:
       graphdef: the structure, from `nnx.split`.
@@ -156,7 +160,7 @@ class Graph:
 
     @classmethod
     def key(cls, graphdef: Any) -> Any:
-        """Return the structure itself if it is hashable, else a `Graph`."""
+        """Return `graphdef` itself if it is hashable, else a `Graph` that wraps it."""
         try:
             hash(graphdef)
         except TypeError:
@@ -165,7 +169,7 @@ class Graph:
 
     @staticmethod
     def merge(key: Any, state: Any) -> Any:
-        """Return the module with a state, like `nnx.merge`."""
+        """Return the module of `key` with the given state, like `nnx.merge`."""
         return nnx.merge(key.graphdef if isinstance(key, Graph) else key, state)
 
 
@@ -178,15 +182,15 @@ class Weights:
       check_replicas: see `Engine`.
 
     Attributes:
-      arrays: arguments of the programs, in the order of the model's flattened state; empty while
-        the weights are freed.
+      arrays: the weights that are passed to programs, in the order of the model's flattened state;
+        empty while the weights are freed.
       names: names of the weights, in the same order.
       layout: shapes, dtypes and shardings of the weights in the model layout, see `TensorParallel`.
       graphdef: structure of the module that programs run, see `Graph.key`.
-      treedef: structure of its weights.
-      division: execution on several devices; None for a single device.
+      treedef: tree structure of the module's state, whose leaves are the weights.
+      division: how programs run on several devices; None for a single device.
       config: configuration of the whole model, before its division over devices.
-      device_config: configuration of a device's shard of the model; None for a single device.
+      device_config: configuration of the part of the model on one device; None for a single device.
 
     Raises:
       ValueError: the weights are on several devices, and `parallel` is None.
@@ -236,7 +240,7 @@ class Weights:
 
     @property
     def originals(self) -> list[jax.Array]:
-        """The arrays in the model layout, converted from the layout of the programs."""
+        """The weights in the model layout, converted from the layout of the programs."""
         if self._parallel is None or not self.arrays:
             return list(self.arrays)
         named = zip(self.names, self.arrays, strict=True)
@@ -249,16 +253,16 @@ class Weights:
 
     @property
     def layout_model(self) -> PagedModel:
-        """The model with the shapes of `layout` instead of weights."""
+        """The model with `jax.ShapeDtypeStruct`s (from `layout`) instead of weights."""
         return self._over(self.layout)
 
     @property
     def device(self) -> Any:
-        """The `jax.Device` of the weights; one of the devices if there are several."""
+        """The `jax.Device` that holds the weights; any of the devices if there are several."""
         return next(iter(self.layout[0].sharding.addressable_devices))
 
     def bytes_on(self, device: Any) -> int:
-        """Return the bytes of the weights on a device."""
+        """Return the number of bytes that the weights use on a device."""
         shards = [shard for array in self.arrays for shard in array.addressable_shards]
         return sum(shard.data.nbytes for shard in shards if shard.device == device)
 
@@ -270,7 +274,7 @@ def _one_device(arrays: list[jax.Array]) -> Any:
     device, *others = set().union(*(x.devices() for x in arrays))
     if others:
         raise ValueError(
-            f"Engine: weights must be on one device, got {1 + len(others)}. Pass mesh= to divide "
-            "weights and cache over several devices."
+            f"Engine: weights must be on one device, got weights on {1 + len(others)} devices. "
+            "Pass mesh= to divide weights and cache over several devices."
         )
     return device
