@@ -1,1 +1,1 @@
-"""Scheduler: decides what runs next. Plain Python, imports no jax."""
+"""Scheduler: chooses the sequences that each step runs. Plain Python without jax."""

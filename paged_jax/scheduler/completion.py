@@ -1,4 +1,4 @@
-"""Text, log-probabilities and finish reason of a sample."""
+"""`Completion`: the text, the log-probabilities and the finish reason of a sample."""
 
 from array import array
 
@@ -10,22 +10,22 @@ from paged_jax.scheduler.outputs import Logprob
 CompletionSnapshot = tuple[
     float, int, int, str | None, str | int | None, str, int, tuple[bool, list[int]] | None
 ]
-"""State of a `Completion` for `restore`; a plain tuple, because each step makes one per sample."""
+"""State of a `Completion`, to restore it. A plain tuple is fast; each step makes one per sample."""
 
 
 class Completion:
-    """Text of a sample, extended token by token, with detection of its end.
+    """The generated text of a sample; new tokens are appended, and its end is detected.
 
     Args:
       params: the sampling parameters of the request.
-      tokenizer: turns tokens into text. The text stays empty if it is None, or if
+      tokenizer: the tokenizer that decodes tokens. The text stays empty if it is None, or if
         ``params.detokenize`` is False.
       continues_text: whether the prompt contains text, see `Tokenizer.decode`.
 
     Attributes:
-      cumulative_logprob: sum of the tokens' log-probabilities, in nats.
-      token_logprobs: log-probability of each token, float32.
-      logprobs: candidates for each token; None unless requested.
+      cumulative_logprob: sum of the log-probabilities of the generated tokens, in nats.
+      token_logprobs: log-probability of each generated token, float32.
+      logprobs: see `CompletionOutput`; None unless requested.
       finish_reason: see `CompletionOutput`.
       stop_reason: see `CompletionOutput`.
     """
@@ -49,10 +49,10 @@ class Completion:
                 continues_text=continues_text,
             )
         self._text = ""
-        self._num_final = 0  # length of `text`
+        self._num_final = 0  # Length of the part of `_text` that later tokens cannot change.
 
     def snapshot(self) -> CompletionSnapshot:
-        """Return the whole state, for `restore`."""
+        """Return the current state, to pass it to `restore` later."""
         return (
             self.cumulative_logprob,
             len(self.token_logprobs),
@@ -65,7 +65,7 @@ class Completion:
         )
 
     def restore(self, snapshot: CompletionSnapshot) -> None:
-        """Restore the state of a snapshot, after an exception has interrupted a change."""
+        """Undo all changes since `snapshot`, for example after an exception."""
         (
             self.cumulative_logprob,
             num_token_logprobs,
@@ -84,7 +84,7 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """The part of the text that later tokens do not change."""
+        """The part of the text that later tokens cannot change."""
         return self._text[: self._num_final]
 
     def append(
@@ -97,14 +97,15 @@ class Completion:
         eos_token_ids: frozenset[int],
         candidates: dict[int, Logprob] | None = None,
     ) -> None:
-        """Append a token, and end the sample if the token stops it or is the last allowed one.
+        """Append a token, and end the sample if this token stops it or reaches the limit.
 
         Args:
           token_id: the token.
           logprob: log-probability of the token, in nats.
           num_tokens: number of generated tokens, including this token.
-          is_last: whether no more tokens are allowed.
-          eos_token_ids: tokens that end a sample, unless its parameters ignore them.
+          is_last: whether this is the last token before the maximum length.
+          eos_token_ids: end-of-sequence tokens; they do not end the sample if the sampling
+            parameters have ``ignore_eos``.
           candidates: the entry of `logprobs` for this token.
         """
         self.cumulative_logprob += logprob
@@ -113,7 +114,8 @@ class Completion:
             self.logprobs.append(candidates)
 
         may_stop = num_tokens > self._params.min_tokens
-        # A grammar allows a stop token before min_tokens only if no other token can follow.
+        # With a grammar, a stop token before min_tokens ends the sample, too: it is only sampled if
+        # the grammar allows no other token.
         may_end = may_stop or self._params.structured_outputs is not None
         if may_end and token_id in eos_token_ids and not self._params.ignore_eos:
             self.finish_reason = "stop"
@@ -136,22 +138,23 @@ class Completion:
     def extend(
         self, token_ids: list[int], logprobs: list[float], *, eos_token_ids: frozenset[int]
     ) -> bool:
-        """Append several tokens as `append` does, if none of them can end the sample.
+        """Append several tokens at once, which is faster, if none of them can end the sample.
 
         Args:
-          token_ids: the tokens. None of them is the last allowed token.
-          logprobs: their log-probabilities, in nats.
+          token_ids: the tokens. The caller must check that none of them reaches the maximum length.
+          logprobs: the log-probabilities of the tokens, in nats.
           eos_token_ids: see `append`.
 
         Returns:
-          Whether the tokens were appended. If not, nothing has changed: `append` each token.
+          True if the tokens were appended. False if nothing has changed; then the caller must call
+          `append` for each token.
         """
         params, total, text = self._params, self.cumulative_logprob, ""
         if self.logprobs is not None or not params.ignore_eos and _meet(eos_token_ids, token_ids):
             return False
         if params.stop_token_ids and _meet(frozenset(params.stop_token_ids), token_ids):
             return False
-        for logprob in logprobs:  # one by one as in `append`, for the same rounding
+        for logprob in logprobs:  # Add one at a time, as in `append`, for the same rounding.
             total += logprob
         if self._detokenizer is not None:
             peeked = self._detokenizer.peek(token_ids)
@@ -160,7 +163,7 @@ class Completion:
             text = peeked
             if self._stops:
                 recent = self._text[self._num_final :] + text
-                for stop in self._stops:  # faster than `any` with a generator
+                for stop in self._stops:  # This is faster than `any` with a generator.
                     if stop in recent:
                         return False
             self._detokenizer.accept()
@@ -171,7 +174,9 @@ class Completion:
         return True
 
     def end(self, finish_reason: str, stop_reason: str | None = None) -> None:
-        """End the sample for an outside reason, such as an abort. Do nothing if it has ended.
+        """End the sample for another reason than its tokens, such as an abort.
+
+        If the sample has already ended, this does nothing.
 
         Args:
           finish_reason: see `CompletionOutput`.
@@ -199,7 +204,7 @@ class Completion:
             self.finish_reason, self.stop_reason = "stop", stop
 
     def _release_text(self) -> None:
-        """Make the text final, except for a suffix that may be the beginning of a stop string."""
+        """Extend `text` up to the longest suffix that may be the beginning of a stop string."""
         num_final = len(self._text)
         if self._stops and self.finish_reason is None:
             tail = self._text[max(self._num_final, num_final - self._most_held) :]

@@ -1,7 +1,8 @@
-"""Record of why a request waited or was preempted, with sentences for the reasons.
+"""`RequestHistory`: record of why a request waited or was preempted.
 
-The scheduler records a reason, numbers and ids of other requests. Sentences are written when an
-output is made. The server writes them again to hide the ids of other requests.
+The scheduler records reasons, numbers and the ids of other requests. They are converted to
+sentences when an output is created. The server converts them again, to hide the ids of other
+requests.
 """
 
 import dataclasses
@@ -12,10 +13,10 @@ from paged_jax.scheduler.outputs import Explanation, PreemptionNote, Wait, WaitR
 
 
 class RequestHistory:
-    """Waits and preemptions of the samples of a request, recorded as they happen.
+    """Record of the waits and the preemptions of a request's samples.
 
     Args:
-      arrival_time: seconds, on the clock of ``time.perf_counter()``.
+      arrival_time: arrival of the request in seconds, on the clock of ``time.perf_counter()``.
 
     Attributes:
       prefix_match: see `Explanation`.
@@ -45,15 +46,15 @@ class RequestHistory:
         numbers: Mapping[str, int] | None = None,
         other_request: str | None = None,
     ) -> None:
-        """Record that a sample waits, unless it already waits for the same reason.
+        """Record that a sample begins to wait, unless it already waits for the same reason.
 
-        The arguments are described in `Wait`.
+        See `Wait` for the arguments.
         """
         if sample in self._open and self._waits[self._open[sample]].reason == reason:
             return
         now = self._now()
         self._close(sample, now)
-        # The first wait began when the request arrived, before the scheduler saw it.
+        # The first wait of a sample began when the request arrived.
         start = now if sample in self._known_samples else 0.0
         self._known_samples.add(sample)
         self._open[sample] = len(self._waits)
@@ -62,15 +63,15 @@ class RequestHistory:
         self._waits.append(wait)
 
     def run(self, sample: int) -> None:
-        """Record that a sample no longer waits, because it got a slot or ended."""
+        """Record the end of a sample's wait, because it got a slot or ended."""
         self._close(sample, self._now())
 
     def preempt(self, note: PreemptionNote) -> None:
-        """Record that a sample loses its slot and blocks now."""
+        """Record that a sample is preempted now; `note.seconds` is set to the current time."""
         self._preemptions.append(dataclasses.replace(note, seconds=self._now()))
 
     def explanation(self, num_cached_tokens: int) -> Explanation:
-        """Return everything recorded so far, with sentences."""
+        """Return the waits and preemptions so far, with sentences that explain them."""
         now, still_open = self._now(), set(self._open.values())
         waits = [
             _until(wait, now) if index in still_open else wait
@@ -100,16 +101,16 @@ def _until(wait: Wait, now: float) -> Wait:
 
 
 def name_request(request_id: str) -> str:
-    """Return words that name a request in a sentence, given its id."""
+    """Return the words for a request in a sentence: "request" and its id."""
     return f"request {request_id}"
 
 
 def describe_wait(wait: Wait, name: Callable[[str], str] = name_request) -> str:
-    """Return a sentence that describes a wait.
+    """Return a sentence that explains why a sample waited.
 
     Args:
-      wait: the wait. Its `detail` is ignored.
-      name: function that names another request, given its id.
+      wait: the wait; its `detail` is not read.
+      name: function that returns the words for another request, given its id.
 
     Example:
       >>> describe_wait(Wait("turn", 0.0, 0.0, numbers={"num_ahead": 2}))
@@ -145,11 +146,11 @@ def describe_wait(wait: Wait, name: Callable[[str], str] = name_request) -> str:
 
 
 def describe_preemption(note: PreemptionNote, name: Callable[[str], str] = name_request) -> str:
-    """Return a sentence about a preemption: its cause, and why this sample was chosen.
+    """Return a sentence with the cause of a preemption and the reason to choose this sample.
 
     Args:
-      note: the preemption. Its `detail` is ignored.
-      name: function that names another request, given its id.
+      note: the preemption; its `detail` is not read.
+      name: function that returns the words for another request, given its id.
     """
     return f"{_describe_cause(note, name)}; {_describe_choice(note, name)}"
 
@@ -186,14 +187,14 @@ def _describe_choice(note: PreemptionNote, name: Callable[[str], str]) -> str:
 def describe_match(
     num_tokens: int, num_cached_tokens: int, block_size: int, num_known_tokens: int = 0
 ) -> str:
-    """Return a sentence that says where the match in the prefix cache ended, and why.
+    """Return a sentence that explains where the match in the prefix cache ended, and why.
 
     Args:
-      num_tokens: number of tokens of the prompt.
-      num_cached_tokens: number of tokens that were found.
+      num_tokens: number of tokens in the prompt.
+      num_cached_tokens: number of prompt tokens that the request took from the prefix cache.
       block_size: C, number of tokens in a block.
-      num_known_tokens: number of tokens whose blocks were found. It is larger than
-        `num_cached_tokens` if a snapshot of the states of recurrent layers was lacking.
+      num_known_tokens: number of prompt tokens whose blocks were found. It is larger than
+        `num_cached_tokens` if there was no snapshot of the recurrent state at their end.
 
     Example:
       >>> describe_match(40, 16, block_size=16)  # doctest: +ELLIPSIS

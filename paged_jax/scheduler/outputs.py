@@ -1,14 +1,15 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Outputs of generation, with the names of vLLM's offline API, and totals of an engine."""
+"""Outputs of requests, with the names of vLLM's offline API, and statistics of an engine."""
 
 import dataclasses
 from typing import Literal
 
 from paged_jax.formatting import short_repr
 
-# Why a sequence does not run. "turn": other sequences are before it in the queue. "fork": another
-# sample computes the prompt for it. "same prefix": a running sequence computes a block of its
-# prefix.
+# Why a sequence does not run; "" if it runs. "turn": other sequences are before it in the queue.
+# "slots", "blocks": there are not enough free slots or blocks. "budget": the step has no tokens
+# left. "same prefix": a running sequence is computing a block of its prefix. "fork": another sample
+# is computing the prompt for it. "preempted": it was preempted and waits to resume.
 WaitReason = Literal["", "turn", "slots", "blocks", "budget", "same prefix", "fork", "preempted"]
 # Why a sample was preempted, and why the next candidate was spared.
 PreemptionReason = Literal["decode", "prefill", "priority"]
@@ -17,7 +18,7 @@ PreemptionAdvantage = Literal["priority", "progress", "cost", "arrival", "index"
 
 @dataclasses.dataclass(frozen=True)
 class Logprob:
-    """Log-probability of a token at a position. Rank 1 is the most probable token."""
+    """Log-probability in nats and rank of a token; rank 1 is the most probable token."""
 
     logprob: float
     rank: int
@@ -34,14 +35,15 @@ class CompletionOutput:
       text: the generated text so far. It continues the prompt, including a leading space, and
         excludes the stop string or stop token unless requested.
       token_ids: the generated tokens, including an end-of-sequence token that stopped the sample.
-      cumulative_logprob: sum of the tokens' log-probabilities in nats, under the model's own
-        distribution.
+      cumulative_logprob: sum of the log-probabilities of the tokens in nats, computed from the
+        unmodified logits of the model.
       logprobs: log-probabilities of each token and of the most probable tokens at its position;
         None unless requested.
-      finish_reason: ``"stop"`` (a stop token or string), ``"length"`` (max_tokens or the context
-        is used up), ``"abort"`` (by the caller or a deadline), ``"error"``, or None before the end.
-      stop_reason: the stop string or stop token id that ended the sample; None for end of
-        sequence; ``"deadline"`` after a deadline; a message after an error.
+      finish_reason: ``"stop"`` (a stop token or stop string), ``"length"`` (max_tokens or the
+        maximum context was reached), ``"abort"`` (by the caller or by a deadline) or ``"error"``.
+        None if the sample has not ended.
+      stop_reason: the stop string or the id of the stop token that ended the sample; None for an
+        end-of-sequence token; ``"deadline"`` for a deadline; the message of an error.
     """
 
     index: int
@@ -55,13 +57,13 @@ class CompletionOutput:
 
 @dataclasses.dataclass(frozen=True)
 class RequestMetrics:
-    """Times of a request in seconds of a monotonic clock; None before the event.
+    """Times of events of a request, in seconds of a monotonic clock; None before the event.
 
     Attributes:
-      arrival_time: arrival of the request.
-      first_scheduled_time: start of the first step that contains the request.
-      first_token_time: generation of the first token.
-      finished_time: end of the last sample.
+      arrival_time: time at which the request arrived.
+      first_scheduled_time: start of the first step that runs the request.
+      first_token_time: time at which the host received the first token.
+      finished_time: time at which the last sample ended.
     """
 
     arrival_time: float
@@ -72,18 +74,18 @@ class RequestMetrics:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """A period in which a sample waits.
+    """A period in which a sample waited.
 
     Attributes:
-      reason: why it waited: ``"turn"``, ``"slots"``, ``"blocks"``, ``"budget"``,
-        ``"same prefix"``, ``"fork"`` or ``"preempted"``.
-      start: start in seconds after the arrival of the request.
-      seconds: duration; the time until now if the wait has not ended.
-      detail: the reason as a sentence, with its numbers.
+      reason: why it waited: ``"turn"``, ``"slots"``, ``"blocks"``, ``"budget"``, ``"same prefix"``,
+        ``"fork"`` or ``"preempted"``.
+      start: start of the wait, in seconds after the arrival of the request.
+      seconds: duration in seconds, up to now if the wait has not ended.
+      detail: a sentence that explains the reason, with `numbers`.
       sample: index of the sample.
-      numbers: the numbers in `detail` by name, at the start of the wait.
-      other_request: id of the request that computes the same prefix; None if no other request
-        does.
+      numbers: the numbers in `detail`, by name, from the start of the wait.
+      other_request: for ``"same prefix"``, the id of the request that computes the prefix; None if
+        it is this request, or for other reasons.
     """
 
     reason: WaitReason
@@ -97,22 +99,25 @@ class Wait:
 
 @dataclasses.dataclass(frozen=True)
 class PreemptionNote:
-    """A preemption: a sample lost its slot and its blocks.
+    """A preemption of a sample, in which the sample lost its slot and its blocks.
 
     Attributes:
-      seconds: time in seconds after the arrival of the request.
+      seconds: time of the preemption, in seconds after the arrival of the request.
       kind: ``"recompute"`` if the blocks were released, ``"swap"`` if they were copied to host
         memory.
       num_tokens: number of tokens in these blocks.
-      detail: a sentence that says why blocks were needed, and why this sample was chosen.
+      detail: a sentence that explains why blocks were needed, and why this sample was chosen.
       sample: index of the sample.
-      reason: the need for blocks: the next tokens of running samples (``"decode"``), prompts that
-        were being computed (``"prefill"``), or a request of better ``"priority"``.
-      numbers: the numbers in `detail` by name.
-      other_request: id of the request of better priority; None for other reasons.
-      spared_request: id of the request of the next candidate; None if there was no other candidate.
-      advantage: why the next candidate was spared: better ``"priority"``, no ``"progress"`` since
-        it resumed, higher ``"cost"``, earlier ``"arrival"``, or lower ``"index"`` of the sample.
+      reason: why blocks were needed: for the next tokens of running samples (``"decode"``), for
+        prompts that were being computed (``"prefill"``), or for a request with a better priority
+        (``"priority"``).
+      numbers: the numbers in `detail`, by name.
+      other_request: id of the request with the better priority; None for other reasons.
+      spared_request: id of the request that would have been preempted next; None if this sample was
+        the only candidate.
+      advantage: why that request was not preempted instead: it had a better ``"priority"``, no
+        ``"progress"`` since it resumed, a higher ``"cost"`` of preemption, an earlier
+        ``"arrival"``, or its sample had a lower ``"index"``.
     """
 
     seconds: float = 0.0
@@ -138,8 +143,8 @@ class Explanation:
       waits: the waits of all samples, ordered by their start.
       preemptions: the preemptions of all samples, ordered by time.
       num_cached_tokens: number of prompt tokens found in the prefix cache.
-      prefix_match: a sentence that says where the match in the prefix cache ended, and why; None
-        until the request runs.
+      prefix_match: a sentence that explains where the match in the prefix cache ended, and why;
+        None until the request has started to run.
     """
 
     waits: list[Wait]
@@ -151,10 +156,10 @@ class Explanation:
 @short_repr
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
-    """Output of a request so far.
+    """Output of a request, complete or up to the tokens generated so far.
 
     Attributes:
-      request_id: id of the request, by default its number.
+      request_id: id of the request; by default a number.
       prompt: the text of the prompt; None if the request was given as token ids.
       prompt_token_ids: token ids of the prompt.
       outputs: one output for each of the ``n`` samples.
@@ -163,7 +168,8 @@ class RequestOutput:
       num_cached_tokens: number of prompt tokens found in the prefix cache.
       prompt_logprobs: log-probabilities of each prompt token and of the most probable tokens at
         its position, None for the first token; None unless requested.
-      explanation: why the request waited, and where its prefix match ended; None unless requested.
+      explanation: why the request waited, and how much of its prompt was cached; None unless
+        requested.
     """
 
     request_id: str
@@ -179,36 +185,36 @@ class RequestOutput:
 
 @dataclasses.dataclass
 class EngineStats:
-    """Totals of an engine since it was built. Times do not include compilation.
+    """Statistics of an engine since it was created. Times do not include compilation.
 
     Attributes:
-      num_steps: engine steps run so far; each may decode several tokens of a sequence.
-      num_prompt_tokens: prompt tokens computed, without those found in the prefix cache.
-      num_generated_tokens: tokens drawn.
-      num_decode_tokens: tokens drawn in dispatches that did not compile.
-      prefill_seconds: seconds in programs that prefill.
-      decode_seconds: seconds in programs that decode, until their tokens were on the host.
-      host_seconds: seconds of work on the host while the device was idle.
-      schedule_seconds: seconds of planning, including the plan's operations on the cache.
-      postprocess_seconds: seconds of converting tokens to text and ending requests.
+      num_steps: number of engine steps; each may decode several tokens of a sequence.
+      num_prompt_tokens: number of prompt tokens computed, without tokens from the prefix cache.
+      num_generated_tokens: number of generated tokens.
+      num_decode_tokens: number of tokens generated in dispatches that did not compile a program.
+      prefill_seconds: seconds that programs for prefill took.
+      decode_seconds: seconds that programs for decoding took, until their tokens were on the host.
+      host_seconds: seconds in which the host worked while the device was idle.
+      schedule_seconds: seconds to plan steps, including the plan's operations on the cache.
+      postprocess_seconds: seconds to convert tokens to text and to finish requests.
         `schedule_seconds` and `postprocess_seconds` are part of `host_seconds`, except for steps in
         which the device decoded at the same time.
-      compile_seconds: seconds of compilation, in the first calls of programs.
+      compile_seconds: seconds to compile programs, when they are called for the first time.
       first_token_seconds: seconds from the arrival of the first request to its first token,
         including compilation.
       peak_num_blocks: maximum number of blocks that requests held at the end of a step.
-      num_preemptions: number of times that a sequence lost its blocks to others.
+      num_preemptions: number of times that a sequence lost its blocks to other sequences.
       num_swap_preemptions: number of preemptions that copied the blocks to host memory.
       num_recomputed_tokens: number of tokens computed again after a preemption.
       num_queried_tokens: number of tokens looked up in the prefix cache.
       num_cached_tokens: number of tokens found in the prefix cache.
       num_drafts: number of drafts in speculative decoding.
-      num_draft_tokens: number of drafted tokens.
-      num_accepted_tokens: number of drafted tokens that were accepted.
-      num_accepted_at: number of accepted tokens by their position in the draft.
-      sharing: fraction of blocks saved by sharing: blocks saved divided by the blocks that all
-        sequences would hold without sharing, both summed over all steps (Kwon et al., 2023, section
-        6.3).
+      num_draft_tokens: number of draft tokens.
+      num_accepted_tokens: number of draft tokens that were accepted.
+      num_accepted_at: number of accepted draft tokens at each position in the draft.
+      sharing: fraction of blocks saved by sharing: the number of blocks saved, divided by the
+        number of blocks that all sequences would hold without sharing, both summed over all steps
+        (Kwon et al., 2023, section 6.3).
     """
 
     num_steps: int = 0

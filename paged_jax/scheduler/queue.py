@@ -1,4 +1,4 @@
-"""Queue of waiting sequences, slots of running sequences, and deadlines of their requests."""
+"""Queue of waiting sequences, slots of running sequences, and deadlines of requests."""
 
 import bisect
 import collections
@@ -11,31 +11,33 @@ from paged_jax.scheduler.block_budget import BlockBudget
 from paged_jax.scheduler.outputs import WaitReason
 from paged_jax.scheduler.request import Request, Sequence
 
-# Priority, turn, arrival, index. No two sequences have the same rank.
+# Sort key of a waiting sequence: priority, turn, arrival, index. No two sequences have the same
+# rank.
 _Rank = tuple[int, int, int, int]
 
 
 class FairQueue:
-    """Waiting sequences, ordered so that clients take turns.
+    """The waiting sequences, in an order in which clients take turns.
 
-    The turn of a sequence is the number of sequences of the same client that run or are queued
-    before it. Lower priority values come first, then earlier turns, then earlier arrivals:
+    The turn of a sequence is the number of sequences of the same client that are running or are
+    queued before it. Sequences are ordered by priority (lower values first), then by turn, then by
+    arrival:
 
         client a    runs a1 a2, waits a3 a4      turns 2, 3
         client b    runs none, waits b1 b2       turns 0, 1        order: b1 b2 a3 a4
 
-    A free slot goes to the client with the fewest running sequences, no matter how many sequences
-    other clients have queued. A single client is served in order of arrival. No sequence waits
-    forever: its turn decreases with each sequence of its client that ends, and a new sequence is
-    ordered after older sequences of the same turn.
+    So a free slot goes to the client with the fewest running sequences, no matter how many
+    sequences other clients have queued. The sequences of a single client run in the order of their
+    arrival. No sequence waits forever, because its turn decreases whenever a sequence of its client
+    ends, and new sequences come after older sequences with the same turn.
 
     Args:
-      running: the sequences in slots. The list may change later.
+      running: the sequences in slots. The caller may change the list later.
     """
 
     def __init__(self, running: list[Sequence]):
         self._running = running
-        # The sequences of each client, the most senior first.
+        # The waiting sequences of each client, sorted by seniority.
         self._by_client: dict[str, list[Sequence]] = {}
 
     def __len__(self) -> int:
@@ -45,7 +47,7 @@ class FairQueue:
         return sequence in self._by_client.get(sequence.request.client, ())
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Iterate over a copy of the queue: the iteration does not see later changes."""
+        """Iterate over a copy of the queue, so the queue may change during the iteration."""
         if len(self._by_client) == 1:
             [own] = self._by_client.values()
             return iter(own.copy())
@@ -56,7 +58,7 @@ class FairQueue:
         return (sequence for _, sequence in heapq.merge(*ranked))
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence."""
+        """Add a sequence to the queue."""
         own = self._by_client.setdefault(sequence.request.client, [])
         bisect.insort(own, sequence, key=lambda s: s.seniority)
 
@@ -70,27 +72,30 @@ class FairQueue:
 
 
 def _with_ranks(own: list[Sequence], num_running: int) -> Iterator[tuple[_Rank, Sequence]]:
-    """Yield the sequences of one client, each with its rank in the whole queue."""
+    """Yield the waiting sequences `own` of one client, each with its rank.
+
+    `num_running` is the number of running sequences of the client.
+    """
     for turn, sequence in enumerate(own, num_running):
         priority, arrival, index = sequence.seniority
         yield (priority, turn, arrival, index), sequence
 
 
 class Queue:
-    """All unfinished sequences: waiting in the queue or running in a slot.
+    """All unfinished sequences, which are waiting in the queue or running in a slot.
 
     Args:
-      num_slots: S, maximum number of sequences that run at a time.
-      block_budget: counts blocks.
+      num_slots: S, maximum number of sequences that run at the same time.
+      block_budget: object that counts the blocks of sequences.
 
     Attributes:
       waiting: the waiting sequences.
-      running: the sequences with a slot, the most senior first.
-      free_slots: the free slots.
+      running: the sequences with a slot, sorted by seniority.
+      free_slots: the indices of the free slots.
       unfinished: all unfinished sequences.
       requests: the requests of these sequences, by id.
-      by_deadline: deadline, arrival and request of requests with a deadline, the earliest first.
-      num_swapped_blocks: number of blocks of waiting sequences in host memory.
+      by_deadline: ``(deadline, arrival, request)`` of each request with a deadline, sorted.
+      num_swapped_blocks: number of blocks of waiting sequences that are in host memory.
     """
 
     def __init__(self, num_slots: int, block_budget: BlockBudget):
@@ -102,7 +107,7 @@ class Queue:
         """Remove all sequences."""
         self.running: list[Sequence] = []
         self.waiting = FairQueue(self.running)
-        # Slots are popped from the end, so slot 0 is taken first.
+        # In descending order: slots are popped from the end, so slot 0 is taken first.
         self.free_slots = list(range(self._num_slots))[::-1]
         self.unfinished: set[Sequence] = set()
         self.requests: dict[str, Request] = {}
@@ -111,7 +116,7 @@ class Queue:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All unfinished sequences, the most senior first."""
+        """All unfinished sequences, sorted by seniority."""
         return sorted(self.unfinished, key=lambda s: s.seniority)
 
     def unfinished_of(self, request: Request) -> list[Sequence]:
@@ -119,10 +124,10 @@ class Queue:
         return [sequence for sequence in request.sequences if sequence in self.unfinished]
 
     def check_is_new(self, sequences: list[Sequence]) -> None:
-        """Check that no unfinished request has the id of the request of these new samples.
+        """Check that the id of a new request, given by its samples, is not in use.
 
         Raises:
-          ArgumentError: the id is taken.
+          ArgumentError: an unfinished request has the same id.
         """
         request, tokens = sequences[0].request, sequences[0].token_ids
         assert all(s.request is request and s.token_ids == tokens for s in sequences)
@@ -132,16 +137,16 @@ class Queue:
             )
 
     def track(self, request: Request, sequences: list[Sequence]) -> None:
-        """Add sequences of a request to the unfinished sequences, without queueing them."""
+        """Add sequences of a request to `unfinished`, but not to the waiting queue."""
         self.requests[request.request_id] = request
         self.unfinished.update(sequences)
         if request.deadline is not None:
             bisect.insort(self.by_deadline, (request.deadline, request.arrival, request))
 
     def drop(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended. The samples in its `siblings` join the queue."""
-        # Keep the request alive until this method returns: sequences reference it weakly, and the
-        # queue may hold its last strong reference.
+        """Remove a sequence that has ended. Its `siblings`, which waited for it, join the queue."""
+        # Keep a reference to the request until this method returns. Sequences only have a weak
+        # reference, and the last strong reference may be in this queue.
         request = sequence.request
         if sequence.slot is not None:
             self.free_slot(sequence)
@@ -169,9 +174,10 @@ class Queue:
     def join(
         self, sequence: Sequence, reason: WaitReason = "turn", *, siblings: Iterable[Sequence] = ()
     ) -> None:
-        """Queue a sequence, with the reason why it waits.
+        """Add a sequence to the waiting queue.
 
-        `siblings` are new sequences that will become forks of it.
+        `reason` is the reason why it waits. `siblings` are other samples of a new request; they
+        become forks of the sequence when its prompt has been computed.
         """
         sequence.num_wanted = 0
         for sibling in siblings:
@@ -184,7 +190,7 @@ class Queue:
             self.note_wait(sequence, reason)
 
     def note_turn(self, sequence: Sequence) -> None:
-        """Record that a sequence waits because other sequences are before it in the queue."""
+        """Record that a sequence waits because other sequences come before it."""
         numbers = {}
         if sequence.history is not None:
             numbers["num_ahead"] = list(self.waiting).index(sequence)
@@ -198,7 +204,7 @@ class Queue:
         numbers: Mapping[str, int] | None = None,
         other_request: str | None = None,
     ) -> None:
-        """Record why a sequence waits. `Wait` describes the arguments."""
+        """Record why a sequence waits; see `Wait` for the arguments."""
         sequence.waits_for = reason
         if sequence.history is not None:
             sequence.history.wait(
@@ -226,7 +232,7 @@ class Queue:
         sequence.slot = None
 
     def mark_swapped(self, sequence: Sequence, is_swapped: bool) -> None:
-        """Set whether the blocks of a sequence are in host memory, and count them."""
+        """Set `is_swapped` of a sequence, and update the number of blocks in host memory."""
         if sequence.is_swapped != is_swapped:
             num_blocks = self._block_budget.num_swapped(sequence.num_computed)
             self.num_swapped_blocks += num_blocks if is_swapped else -num_blocks

@@ -1,4 +1,4 @@
-"""A request and its sequences, one for each sample. Plain Python, no arrays."""
+"""`Request` and its `Sequence`s, one for each sample. Plain Python without arrays."""
 
 import dataclasses
 import weakref
@@ -23,27 +23,27 @@ from paged_jax.scheduler.outputs import (
 @short_repr
 @dataclass(eq=False)
 class Request:
-    """One prompt with its parameters and samples.
+    """One prompt with its sampling parameters and its samples.
 
     Attributes:
       request_id: name of the request, unique among unfinished requests.
-      arrival: number of earlier requests; orders requests of equal priority.
+      arrival: number of requests before this one; it orders requests of equal priority.
       prompt: the text of the prompt; None if it was given as token ids.
       prompt_token_ids: token ids of the prompt.
       params: sampling parameters.
-      seed: seed of the random draws.
+      seed: random seed for sampling.
       max_tokens: maximum number of generated tokens per sample, limited by the context.
       metrics: times of the request.
       priority: lower values are served first.
-      deadline: time at which the request expires, on the clock of `metrics`; None for never.
+      deadline: time at which the request is aborted, on the clock of `metrics`; None if never.
       cache_salt: requests share cached blocks only if their salts are equal.
-      client: client of the request. Clients take turns for slots.
+      client: name of the client. Clients take turns for slots, see `FairQueue`.
       sample_offset: index of the first sample of this request among all samples that use the same
         seed.
       bad_word_ids: token sequences of the bad words of `params`.
       num_cached_tokens: number of prompt tokens found in the prefix cache.
       prompt_logprobs: see `RequestOutput`. The list grows while the prompt is computed.
-      history: waits and preemptions; None unless an explanation was requested.
+      history: record of waits and preemptions; None unless an explanation was requested.
       sequences: the sequence of each sample, in order.
     """
 
@@ -69,23 +69,23 @@ class Request:
     @property
     def is_finished(self) -> bool:
         """Whether all samples have ended."""
-        # A loop, because this runs often and `all` with a generator is slower.
+        # Use a loop, because this runs often and `all` with a generator is slower.
         for sequence in self.sequences:
             if sequence.completion.finish_reason is None:
                 return False
         return True
 
     def mark(self, **times: float) -> None:
-        """Set times of `metrics` that are still None.
+        """Set times in `metrics`; times that are already set do not change.
 
         Args:
-          **times: seconds, by the names of `RequestMetrics`.
+          **times: times in seconds; the names are fields of `RequestMetrics`.
         """
         new = {name: t for name, t in times.items() if getattr(self.metrics, name) is None}
         self.metrics = dataclasses.replace(self.metrics, **new)
 
     def output(self) -> RequestOutput:
-        """Return the output so far. The text excludes characters that later tokens may change."""
+        """Return the output so far, without text that later tokens may change."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -108,33 +108,36 @@ class Sequence:
 
     Attributes:
       request: the request of the sequence. The reference is weak, so that a request and its
-        sequences are freed as soon as nothing else holds the request.
+        sequences are freed as soon as there is no other reference to the request.
       index: index of the sample.
-      token_ids: prompt and generated tokens.
+      token_ids: ids of the prompt tokens and the generated tokens.
       max_length: maximum number of tokens; at least the length of the prompt.
-      completion: text of the generated tokens, and the reason why they ended.
-      chain: computes the digests of full blocks for the prefix cache; None if they are not cached.
+      completion: text of the generated tokens, and the reason why the sample ended.
+      chain: object that computes the digests of full blocks; None if the blocks are not published
+        to the prefix cache.
       grammar: position in the grammar, updated by `active_grammar`; None without a grammar.
-      num_computed: number of tokens in the cache, or in its copy in host memory.
+      num_computed: number of tokens whose K and V are in the cache or, after a swap, in host
+        memory.
       program_start: value of `num_computed` before the last program (prefill chunk or dispatch of
-        decode steps) that added tokens. Layers with a sliding window may still hold the blocks that
-        this program read.
-      slot: row of the block tables; None unless the sequence runs.
+        decode steps) that added tokens. In layers with a sliding window, the slot may still hold
+        the blocks that this program read.
+      slot: index of the slot, the row of the block tables; None if the sequence does not run.
       is_swapped: whether the blocks are in host memory.
-      host_blocks: blocks that `BlockMemory` keeps in host memory, freed with the sequence.
-      is_fork: whether the slot began as a copy of another sample's slot.
+      host_blocks: the blocks in host memory, stored by `BlockMemory`; they are freed with the
+        sequence.
+      is_fork: whether the slot was created as a copy of the slot of another sample.
       waits_for: why the sequence does not run; empty if it runs.
       num_preemptions: number of times that the sequence was preempted.
       siblings: samples that become forks of this sequence when its prompt has been computed.
-      num_wanted: number of free blocks that the sequence needed at the last attempt to admit it; 0
+      num_wanted: number of free blocks that the sequence needed at the last attempt to start it; 0
         if unknown.
-      num_known: number of prompt tokens whose blocks the last look-up has found. In models with
-        recurrent layers, `num_computed` may be lower, for lack of a snapshot of their states.
-      branch_points: numbers of tokens after which the states of recurrent layers are kept, because
-        other sequences branch off there.
+      num_known: number of prompt tokens whose blocks were found at the last look-up. In models with
+        recurrent layers, `num_computed` may be lower, if there was no snapshot at their end.
+      branch_points: numbers of tokens after which the recurrent state is added to the prefix cache,
+        because other sequences have the same tokens up to there.
       num_lost: value of `num_computed` when the last preemption released the blocks. Some of these
         tokens may still be in the prefix cache.
-      length_before: number of tokens at the last preemption.
+      length_before: number of tokens in `token_ids` at the last preemption.
     """
 
     index: int
@@ -180,19 +183,19 @@ class Sequence:
 
     @property
     def request(self) -> Request:
-        """The request. The scheduler holds it until its sequences end."""
+        """The request, to which the scheduler keeps a reference until all its sequences end."""
         request = self._request()
         assert request is not None, "the request must outlive its sequences"
         return request
 
     @property
     def seniority(self) -> tuple[int, int, int]:
-        """Sort key of sequences; the smallest is the most senior."""
+        """Sort key of sequences: priority, arrival, index. The smallest is the most senior."""
         return self.request.priority, self.request.arrival, self.index
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens of the prompt."""
+        """Number of prompt tokens."""
         return len(self.request.prompt_token_ids)
 
     @property
@@ -202,29 +205,35 @@ class Sequence:
 
     @property
     def num_prefill(self) -> int:
-        """Number of tokens that prefill still has to compute."""
+        """Number of tokens that prefill still has to compute (all tokens except the last)."""
         return len(self.token_ids) - 1 - self.num_computed
 
     def snapshot_points(self, interval: int) -> set[int]:
-        """Return the numbers of tokens after which prefill keeps the states of recurrent layers.
+        """Return the token counts at which prefill adds the recurrent state to the prefix cache.
 
-        These are the last multiple of `interval` in the prefill, so that the same prompt finds it,
-        and the points where other sequences branch off.
+        These are the last multiple of `interval` in the prefill, for later requests with the same
+        prompt, and the `branch_points`.
         """
         return {(len(self.token_ids) - 1) // interval * interval, *self.branch_points}
 
     @property
     def draws_tokens(self) -> bool:
-        """Whether more tokens will be generated. If not, the sequence ends with its prefill."""
+        """Whether the sequence may generate tokens; if not, it ends with its prefill."""
         return len(self.token_ids) < self.max_length
 
     @property
     def digests(self) -> list[bytes]:
-        """The digests of the full blocks, computed at access; empty without `chain`."""
+        """The digests of the full blocks, computed when they are first read.
+
+        The list is empty if `chain` is None.
+        """
         return [] if self.chain is None else self.chain.digests(self.token_ids)
 
     def active_grammar(self) -> GrammarCursor | None:
-        """Return the grammar's position after all tokens; None if any token may come next."""
+        """Return the grammar, advanced past all tokens of the sequence.
+
+        The result is None without a grammar, or if the grammar has ended, so any token may follow.
+        """
         grammar = self.grammar
         if grammar is None:
             return None
@@ -233,7 +242,7 @@ class Sequence:
 
     @property
     def history(self) -> RequestHistory | None:
-        """The history of the request; None unless an explanation was requested."""
+        """The `history` of the request; None unless an explanation was requested."""
         return self.request.history
 
     @property
@@ -249,10 +258,9 @@ class Sequence:
         eos_token_ids: frozenset[int],
         candidates: dict[int, Logprob] | None = None,
     ) -> None:
-        """Append a generated token and its text, and end the sequence if the token stops it.
+        """Append a generated token, and end the sequence if this token stops it.
 
-        The arguments are described in `Completion.append`. `num_computed` does not change, see
-        `advance`.
+        See `Completion.append` for the arguments. `num_computed` does not change; call `advance`.
         """
         before, num_tokens = self.completion.snapshot(), len(self.token_ids)
         try:
@@ -265,19 +273,20 @@ class Sequence:
                 eos_token_ids=eos_token_ids,
                 candidates=candidates,
             )
-        except BaseException:  # also after Ctrl-C: the text must match the tokens
+        except BaseException:  # Also after Ctrl-C, because the text must match the tokens.
             self._undo(before, num_tokens)
             raise
 
     def extend(
         self, token_ids: list[int], logprobs: list[float], *, eos_token_ids: frozenset[int]
     ) -> bool:
-        """Append several tokens, if none of them can end the sequence.
+        """Append several tokens at once, which is faster, if none of them can end the sequence.
 
-        The arguments are described in `Completion.extend`.
+        See `Completion.extend` for the arguments.
 
         Returns:
-          Whether the tokens were appended. If not, nothing has changed: `append` each token.
+          True if the tokens were appended. False if nothing has changed; then the caller must call
+          `append` for each token.
         """
         before, num_tokens = self.completion.snapshot(), len(self.token_ids)
         if num_tokens + len(token_ids) >= self.max_length:
@@ -296,11 +305,11 @@ class Sequence:
         self.completion.restore(snapshot)
 
     def advance(self, num_tokens: int) -> None:
-        """Add to the number of tokens in the cache.
+        """Increase the number of tokens in the cache, `num_computed`.
 
         Args:
-          num_tokens: number of tokens of a chunk, or number of tokens that decode has generated.
-            Each decode step adds one token to the cache: the token before the new token.
+          num_tokens: number of tokens of a prefill chunk, or number of generated tokens. A decode
+            step computes K and V of one token, the token before the generated token.
         """
         if num_tokens:
             self.program_start = self.num_computed
@@ -308,7 +317,7 @@ class Sequence:
         assert self.num_prefill >= 0, "prefill leaves the last known token to decode"
 
     def restart(self) -> None:
-        """Reset everything except the tokens, so that the sequence is computed from them again."""
+        """Reset all state except the tokens, so that their K and V are computed again."""
         self.num_computed = self.program_start = 0
         self.slot = None
         self.is_swapped, self.host_blocks = False, None
@@ -321,7 +330,7 @@ class Sequence:
             self.grammar.reset()
 
     def output(self) -> CompletionOutput:
-        """Return the output so far. The text excludes characters that later tokens may change."""
+        """Return the output so far, without text that later tokens may change."""
         completion = self.completion
         return CompletionOutput(
             index=self.index,

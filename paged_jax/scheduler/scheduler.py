@@ -1,28 +1,29 @@
-"""Scheduler for continuous batching. Imports no jax.
+"""Scheduler for continuous batching, in plain Python without jax.
 
 The scheduler only makes decisions. It knows requests, numbers of blocks and numbers of tokens, but
-no arrays and no block ids. A `BlockMemory` carries out its decisions about memory immediately. A
-step of the engine is:
+no arrays and no block ids. It calls a `BlockMemory` to change the contents of slots. A step of the
+engine is:
 
     plan = scheduler.schedule(memory, now)
     run plan.chunks, then plan.forks, then plan.decodes for up to plan.num_steps steps
     append the generated tokens, then call sequence.advance(...) for each chunk and decoded row
     scheduler.finish(memory, sequence) for each sequence that stopped
 
-Modules: `queue` holds waiting and running sequences, `step_planner` fills a step, `block_budget`
-counts blocks, and `explain` records reasons. `step_plan` plans further steps before the tokens of
-the last step are known.
+The module `queue` stores waiting and running sequences, `step_planner` chooses the sequences of a
+step, `block_budget` counts blocks, and `explain` records why sequences wait. `step_plan` plans the
+next step before the tokens of the last step are known.
 
-Prefill computes all tokens of a sequence except the last, which is the first input of decode. A
-sequence with n known tokens therefore decodes once n - 1 of them are in the cache. This holds for
-new and for resumed sequences, and at least one token is always computed.
+Prefill computes K and V of all tokens of a sequence except the last token, which is the input of
+the first decode step. So a sequence with n known tokens begins to decode when n - 1 of them are in
+the cache. This is the same for new sequences and for sequences that resume after a preemption.
 
     waiting --admit--> running: prefill --> decode --finish-->
         ^------------ preempt ---'------------'
 
-Progress: running sequences are ranked by priority, then by arrival. The most senior sequence is
-never preempted, and a sequence that does not fit the pool alone is rejected on arrival. The most
-senior sequence therefore finishes, then the next, and so on. Waiting clients take turns.
+Sequences are ranked by priority, then by arrival; this rank is called seniority. Every sequence
+finishes eventually: the most senior running sequence is never preempted, and a sequence that does
+not fit the pool alone is rejected on arrival. So the most senior sequence finishes, then the next,
+and so on. Waiting clients take turns.
 """
 
 import dataclasses
@@ -40,9 +41,9 @@ from paged_jax.scheduler.step_plan import Lookahead, StepPlan
 from paged_jax.scheduler.step_planner import Admission, StepPlanner
 
 Preemption = Literal["auto", "recompute", "swap"]
-"""What happens to the blocks of a preempted sequence. ``"auto"`` chooses the cheaper way."""
+"""How to preempt a sequence: release its blocks, swap them to the host, or the cheaper of both."""
 
-# Reasons to spare a candidate, in the order of `Scheduler._preemption_rank`.
+# Why a candidate was not preempted, for each element of `Scheduler._preemption_rank`.
 _ADVANTAGES: tuple[PreemptionAdvantage, ...] = (
     "priority",
     "progress",
@@ -54,12 +55,12 @@ _ADVANTAGES: tuple[PreemptionAdvantage, ...] = (
 
 @dataclasses.dataclass
 class PreemptionCosts:
-    """Costs of both ways to preempt a sequence.
+    """Costs of the two ways to preempt a sequence, recomputing and swapping.
 
     Attributes:
-      seconds_per_token: seconds to compute a token again.
-      seconds_per_block: seconds to copy a block of all layers between device and host. A swap
-        copies each block twice.
+      seconds_per_token: seconds to compute the K and V of a token again.
+      seconds_per_block: seconds to copy a block of all layers from the device to the host or back.
+        A swap copies each block twice.
       max_swapped_blocks: maximum number of blocks in host memory; None if unlimited.
     """
 
@@ -69,32 +70,32 @@ class PreemptionCosts:
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill, prefix sharing, priorities and preemption.
+    """Scheduler with chunked prefill, prefix caching, priorities and preemption.
 
     Args:
-      num_slots: S, maximum number of sequences that run at a time.
+      num_slots: S, maximum number of sequences that run at the same time.
       num_blocks: P, number of blocks in the pool of the first group of layers.
       block_size: C, number of tokens in a block.
-      max_num_batched_tokens: maximum number of tokens in a step: tokens of chunks, plus one for
-        each sequence that decodes. At least `num_slots`.
+      max_num_batched_tokens: maximum number of tokens in a step, at least `num_slots`. The tokens
+        of chunks count, and one token for each sequence that decodes.
       max_chunk: maximum number of tokens that a step prefills per sequence.
-      max_steps: maximum number of decode steps on the device at a time.
+      max_steps: maximum number of decode steps that are queued on the device at the same time.
       has_drafts: whether steps may verify drafts, see `Lookahead`.
       enable_prefix_caching: whether prompts are looked up in the prefix cache.
-      preemption: what happens to the blocks of a preempted sequence. ``"recompute"`` releases them,
-        ``"swap"`` copies them to host memory, ``"auto"`` chooses the cheaper way.
-      costs: costs of both ways. The caller may change them at any time.
+      preemption: how to preempt a sequence. ``"recompute"`` releases its blocks, ``"swap"`` copies
+        them to host memory, ``"auto"`` chooses the cheaper of the two.
+      costs: costs of the two ways to preempt. The caller may change them at any time.
       groups: groups of layers that keep the same tokens, see `LlamaConfig.layer_groups`. The first
         group keeps the most tokens. By default all layers keep all tokens.
       state_groups: groups of recurrent layers, see `LlamaConfig.state_groups`.
-      state_interval: number of tokens between the points where chunks of prompts end, and where the
-        prefix cache may keep states of recurrent layers; None if no layer is recurrent. It is a
-        multiple of `block_size`.
-      stats: totals of the engine; the scheduler counts preemptions and look-ups of prefixes.
+      state_interval: prompt chunks end at multiples of this number of tokens, at which recurrent
+        states can be added to the prefix cache; None if no layer is recurrent. It is a multiple of
+        `block_size`.
+      stats: statistics of the engine; the scheduler counts preemptions and prefix look-ups in it.
 
     Attributes:
-      block_budget: counts the blocks of sequences.
-      lookahead: plans steps before the tokens of the last step are known.
+      block_budget: object that counts the blocks of sequences.
+      lookahead: object that plans steps before the tokens of the last step are known.
     """
 
     def __init__(
@@ -145,13 +146,14 @@ class Scheduler:
     # Requests
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Queue the samples of a new request, which have the same tokens.
+        """Queue the samples of a new request, which all have the tokens of its prompt.
 
-        The scheduler holds the request until its last sequence has left; sequences hold it only
-        weakly. Only the first sample is admitted and prefilled. The others become forks of it.
+        Only the first sample is admitted and prefilled; the other samples become forks of it. The
+        scheduler keeps a reference to the request until its last sequence has ended, because
+        sequences only have a weak reference.
 
         Raises:
-          ValueError: see `check`. In this case nothing is queued.
+          ValueError: see `check`. Then nothing is queued.
         """
         self.check(sequences)
         self.lookahead.close()
@@ -162,29 +164,32 @@ class Scheduler:
         """Check that the samples of a new request can be queued.
 
         Raises:
-          ValueError: a sequence has no tokens, more than its max_length, or does not fit the pool;
-            or the request_id is taken.
+          ValueError: a sequence has no tokens, has more tokens than its `max_length`, or does not
+            fit the pool; or an unfinished request has the same `request_id`.
         """
         self._queue.check_is_new(sequences)
         for sequence in sequences:
             _check_fits(sequence, self.block_budget)
 
     def finish(self, memory: BlockMemory, sequence: Sequence) -> None:
-        """Release a complete sequence. Does nothing if its request was aborted before."""
+        """Remove a complete sequence, and release its slot.
+
+        If its request has been aborted before, this does nothing.
+        """
         if sequence in self._queue.unfinished:
             self._drop(memory, sequence)
 
     def abort(self, memory: BlockMemory, request: Request) -> list[Sequence]:
-        """Release all unfinished sequences of a request and return them."""
+        """Remove all unfinished sequences of a request, release their slots, and return them."""
         sequences = self._queue.unfinished_of(request)
         for sequence in sequences:
             self._drop(memory, sequence)
         return sequences
 
     def restart(self, sequences: list[Sequence]) -> None:
-        """Queue these sequences again, to be computed from their tokens in an empty cache.
+        """Queue `sequences` again after the cache was emptied; their tokens are kept.
 
-        All other sequences are dropped, and all slots, swapped blocks and plans are cleared.
+        All other sequences, all slots, all swapped blocks and all plans are discarded.
         """
         by_request: dict[Request, list[Sequence]] = {}
         for sequence in sequences:
@@ -206,25 +211,26 @@ class Scheduler:
 
     @property
     def running(self) -> list[Sequence]:
-        """The sequences with a slot, the most senior first."""
+        """The sequences with a slot, sorted by seniority."""
         return self._queue.running
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All unfinished sequences, the most senior first."""
+        """All unfinished sequences, sorted by seniority."""
         return self._queue.sequences
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any sequence waits or runs."""
+        """Whether any sequence is waiting or running."""
         return bool(self._queue.unfinished)
 
     # One step
 
     def schedule(self, memory: BlockMemory, now: float = 0.0) -> StepPlan:
-        """Plan the next step, and bring the memory into the state that the plan needs.
+        """Plan the next step, and change the slots in `memory` as the plan requires.
 
-        The whole plan must be run before the next call.
+        Sequences are admitted, preempted or aborted at their deadline. The caller must run the
+        whole plan before the next call.
 
         Args:
           memory: interface to the blocks of the KV cache.
@@ -239,11 +245,13 @@ class Scheduler:
         planner.add_decodes()
         planner.add_chunks()
         while self.running and planner.is_empty:
-            # All running sequences prefill and no block is free: preempt for the most senior one.
+            # All running sequences are in prefill, and no block is free. Preempt a sequence, so
+            # that the most senior sequence gets blocks.
             self._preempt(memory, self.running[1:], PreemptionNote(reason="prefill"))
             planner, is_calm = self._planner(memory, plan), False
             planner.add_chunks()
-        # Admit no sequence after a preemption: it would take the blocks that were just freed.
+        # After a preemption, admit no sequence, because it would take the blocks that were just
+        # freed.
         may_admit_next = bool(self._queue.waiting)
         if is_calm:
             may_admit_next = self._admission.admit(planner)
@@ -279,10 +287,10 @@ class Scheduler:
     def _preempt_for(
         self, memory: BlockMemory, sequence: Sequence, juniors: list[Sequence]
     ) -> bool:
-        """Preempt `juniors` until a sequence can start.
+        """Preempt sequences in `juniors` until `sequence` can start, and start it.
 
         Returns:
-          Whether it has started. False if preempting all juniors is not enough.
+          Whether the sequence was started. It is not if preempting all juniors is not enough.
         """
         block_budget, request = self.block_budget, sequence.request
         while True:
@@ -290,8 +298,8 @@ class Scheduler:
             if self._queue.free_slots:
                 if self._admission.try_to_start(planner, sequence):
                     return True
-                # Preempting all juniors frees the blocks that no other sequence holds, and the
-                # blocks reserved for their prompts and for their growth.
+                # If all juniors are preempted, the blocks that only they hold become free, and the
+                # blocks that are reserved for their prompts and for their growth become available.
                 claims = sum(
                     block_budget.num_claimed(s) + block_budget.can_grow(s) for s in juniors
                 )
@@ -328,7 +336,10 @@ class Scheduler:
     def _preempt(
         self, memory: BlockMemory, candidates: list[Sequence], note: PreemptionNote
     ) -> Sequence:
-        """Preempt one of the candidates and return it."""
+        """Preempt the candidate with the lowest `_preemption_rank`, and return it.
+
+        `note` has the reason for the preemption; the other fields are filled in.
+        """
         sequence = min(candidates, key=self._preemption_rank)
         is_swapped = self._should_swap(sequence)
         if sequence.history is not None:
@@ -361,12 +372,11 @@ class Scheduler:
         return sequence
 
     def _preemption_rank(self, sequence: Sequence) -> tuple[int, bool, float, int, int]:
-        """Return the rank of a sequence. The sequence of lowest rank is preempted first.
+        """Return the sort key for preemption; the sequence with the lowest rank is preempted.
 
-        The order is: worst priority, progress since it resumed, lowest cost, latest arrival. A
-        sequence that has gained no token since it resumed is spared if another candidate of the
-        same priority has gained one. Otherwise two sequences could preempt each other again and
-        again.
+        A sequence is preempted earlier if it has a worse priority, then if it has generated tokens
+        since it last resumed, then if its preemption costs less, then if it arrived later. Without
+        the second criterion, two sequences could preempt each other forever, without any progress.
         """
         has_progressed = len(sequence.token_ids) > sequence.length_before
         seconds = self._recompute_seconds(sequence)
@@ -376,12 +386,12 @@ class Scheduler:
         return -priority, not has_progressed, seconds, -arrival, -index
 
     def _advantage(self, victim: Sequence, other: Sequence) -> PreemptionAdvantage:
-        """Return why the next candidate after the victim is spared."""
+        """Return why `victim` is preempted instead of `other`, the next candidate."""
         ranks = self._preemption_rank(victim), self._preemption_rank(other)
         return next(name for name, own, its in zip(_ADVANTAGES, *ranks, strict=True) if own != its)
 
     def _should_swap(self, sequence: Sequence) -> bool:
-        """Return whether a preemption swaps the blocks, instead of releasing them."""
+        """Return whether a preemption copies the blocks of the sequence to the host."""
         if self.preemption == "recompute" or not sequence.num_computed:
             return False
         most, num_swapped = self.costs.max_swapped_blocks, self._queue.num_swapped_blocks
@@ -392,7 +402,8 @@ class Scheduler:
         return self.preemption == "swap" or is_cheaper
 
     def _recompute_seconds(self, sequence: Sequence) -> float:
-        # An upper bound: part of the sequence may still be in the prefix cache when it resumes.
+        # This is an upper bound, because part of the sequence may still be in the prefix cache when
+        # it resumes.
         return sequence.num_computed * self.costs.seconds_per_token
 
     def _swap_seconds(self, sequence: Sequence) -> float:
@@ -417,7 +428,7 @@ class Scheduler:
         self._queue.drop(sequence)
         self.lookahead.forget(sequence)
         if self._queue.waiting:
-            self.lookahead.close()  # a waiting sequence may get the slot or the blocks
+            self.lookahead.close()  # A waiting sequence may get the slot or the blocks.
 
 
 def _check_fits(sequence: Sequence, block_budget: BlockBudget) -> None:
@@ -426,10 +437,10 @@ def _check_fits(sequence: Sequence, block_budget: BlockBudget) -> None:
         raise ArgumentError(
             "Scheduler.add",
             "must hold at least one token and at most max_length = "
-            f"{sequence.max_length}, got {num_tokens}.",
+            f"{sequence.max_length} tokens, got {num_tokens}.",
             "token_ids",
         )
-    # A sequence that generates no tokens still needs blocks for all its tokens to be admitted.
+    # Admission requires blocks for all tokens of a sequence, even if it generates no tokens.
     most = max(num_tokens, num_cached_tokens_at(sequence.max_length))
     needed = block_budget.num_required(most)
     if needed > block_budget.num_blocks:
@@ -437,6 +448,6 @@ def _check_fits(sequence: Sequence, block_budget: BlockBudget) -> None:
             "Scheduler.add",
             f"a sequence must fit the pool of {block_budget.num_blocks} blocks of "
             f"{block_budget.block_size} tokens, got {num_tokens} prompt tokens and "
-            f"{sequence.max_length - num_tokens} tokens to generate, which need {needed}. "
+            f"{sequence.max_length - num_tokens} tokens to generate, which need {needed} blocks. "
             "Use fewer tokens or more blocks.",
         )

@@ -1,4 +1,4 @@
-"""Plan of an engine step, and plans made before the tokens of the last step are known."""
+"""`StepPlan`, the plan of an engine step, and `Lookahead`, which plans a step ahead."""
 
 from dataclasses import dataclass, field
 
@@ -8,25 +8,26 @@ from paged_jax.scheduler.request import Sequence
 
 @dataclass
 class StepPlan:
-    """Work of an engine step. The engine runs chunks, then forks, then decodes.
+    """Plan of an engine step. The engine runs `chunks`, then `forks`, then `decodes`.
 
     Attributes:
-      expired: sequences whose deadline has passed. The scheduler has already released them and no
-        longer holds their requests.
-      chunks: sequences to prefill, each with its number of tokens. The engine publishes the blocks
-        that a chunk fills before the next plan, because other sequences may wait for them.
-      computed: sequences that generate no tokens and are complete after their chunk.
-      forks: pairs of a sequence and the sequences whose empty slots become copies of its slot.
+      expired: sequences whose deadline has passed. The scheduler has already removed them.
+      chunks: sequences to prefill, each with the number of tokens to prefill. Before the next plan,
+        the engine publishes the blocks that a chunk fills, because other sequences may wait for
+        them.
+      computed: sequences that generate no tokens, and are complete after their chunk.
+      forks: pairs of a sequence and a list of sequences whose slots become copies of its slot.
       decodes: sequences that decode. There are enough free blocks for the first decode step,
         including copies of shared blocks.
-      bound: sequences of `decodes` with a grammar whose next tokens the engine restricts before it
-        decodes. All their tokens are known. The program draws the tokens that the grammar forces
-        and one more; then these sequences wait, and the others continue.
+      bound: the sequences in `decodes` with a grammar, for which the engine writes token masks
+        before it decodes. The host knows all their tokens. The program samples the tokens that the
+        grammar forces, and one more token; then these sequences wait, and the others continue.
       num_steps: maximum number of decode steps; 0 if no sequence decodes.
-      leave_on_stop: whether decoding ends as soon as one sequence is complete: others wait.
-      is_ahead: whether the plan was made before the tokens of the previous plan were known. Its
-        sequences may already be complete, or there may be too few free blocks. In both cases the
-        device draws no tokens.
+      leave_on_stop: whether decoding ends as soon as one sequence is complete, because other
+        sequences wait for a slot.
+      is_ahead: whether the plan was made before the tokens of the previous plan were known. Some of
+        its sequences may already be complete, or there may be too few free blocks. In both cases
+        the device samples no tokens for these sequences.
     """
 
     expired: list[Sequence] = field(default_factory=list)
@@ -41,37 +42,40 @@ class StepPlan:
 
 
 class Lookahead:
-    """Planner of further decode steps while the device still runs the previous plan.
+    """Plans the next decode steps while the device still runs the previous plan.
 
-    The device knows the last token of each sequence and stops sequences itself. It can therefore
-    run a second plan of decode steps before the host has read the tokens of the first. If a
-    sequence ends in the first plan, its row draws nothing in the second, or draws tokens that the
-    host drops.
+    The device knows the last token of each sequence, and stops complete sequences itself. So it can
+    run a second plan of decode steps before the host has read the tokens of the first plan. If a
+    sequence ends in the first plan, no tokens are sampled for it in the second plan, or the host
+    ignores them.
 
-    The host needs the last token of a sequence with a grammar to restrict its next token. If other
-    sequences have no grammar, plans alternate: all sequences decode, then only the others, while
-    the host reads the tokens of the first plan and computes the masks of the third:
+    If a sequence has a grammar, the host needs its last token to compute the token mask for its
+    next token. If some sequences have a grammar and others do not, plans alternate: first all
+    sequences decode one step, then only the sequences without a grammar decode, while the host
+    reads the tokens of the first plan and computes the masks for the third plan:
 
         device   | all, 1 step | others, k steps | all, 1 step | others, k steps |
         host           read, compute the masks         read, compute the masks
 
-    With drafts, which depend on the latest tokens, lookahead is used only beside sequences with a
-    grammar. Plans made ahead then decode without drafts.
+    Drafts depend on the latest tokens. So with drafts, the lookahead is only used while some
+    sequences have a grammar, and the plans made ahead decode without drafts.
 
-    Lookahead stops when a request arrives or expires, when a sequence ends while others wait, when
-    blocks run out, and if all sequences have a grammar. Then the host reads all tokens, and the
-    scheduler makes the next plan.
+    The lookahead stops when a request arrives or expires, when a sequence ends while others wait,
+    when blocks run out, and if all sequences have a grammar. Then the host reads all tokens, and
+    the scheduler makes the next plan.
 
     Args:
       queue: the waiting sequences and the slots.
-      max_steps: maximum number of decode steps on the device at a time. With lookahead, each of two
-        plans has half of them, rounded up. A new request then waits at most one step longer.
+      max_steps: maximum number of decode steps that are queued on the device at the same time. With
+        lookahead, two plans are queued, and each has half of these steps, rounded up. So a new
+        request waits at most one step longer than without lookahead.
       has_drafts: whether plans that are not made ahead may verify drafts.
 
     Attributes:
-      is_used: whether to plan ahead; True unless a test or benchmark changes it.
-      num_free_steps: k, number of decode steps in which only sequences without a grammar decode. 0
-        if all sequences wait for the masks. `MaskClock` sets it, to less than `max_steps`.
+      is_used: whether to plan ahead; True unless a test or a benchmark changes it.
+      num_free_steps: k, number of decode steps in plans for only the sequences without a grammar.
+        With 0 there are no such plans, so all sequences wait for the masks. `MaskClock` sets it to
+        less than `max_steps`.
     """
 
     def __init__(self, queue: Queue, max_steps: int, *, has_drafts: bool = False):
@@ -90,7 +94,10 @@ class Lookahead:
         return -(-self._max_steps // 2) if self._is_open else self._max_steps
 
     def open(self, plan: StepPlan, may_admit_next: bool) -> None:
-        """Allow planning ahead if all running sequences decode in `plan` and none can join them.
+        """Allow planning ahead if the next plan can run the same sequences as `plan`.
+
+        This is the case if all running sequences decode in `plan`, and the next step cannot admit
+        other sequences.
 
         Args:
           plan: the plan that the scheduler has just made.
@@ -100,8 +107,8 @@ class Lookahead:
         is_full = bool(plan.decodes) and len(plan.decodes) == len(queue.running)
         self._has_grammars = bool(plan.bound)
         can_alternate = self.num_free_steps > 0 and len(plan.bound) < len(plan.decodes)
-        # A chunk may complete blocks of a prefix that a waiting sequence shares. Then the waiting
-        # sequence may fit into the next step.
+        # A chunk may fill blocks of a prefix that a waiting sequence shares. The waiting sequence
+        # then needs fewer blocks and may be admitted in the next step.
         may_admit_next |= bool(plan.chunks and queue.waiting and queue.free_slots)
         is_free = can_alternate if plan.bound else not self._has_drafts
         self._is_open = self.is_used and is_full and is_free and not may_admit_next
@@ -112,19 +119,19 @@ class Lookahead:
         self._rows = []
 
     def forget(self, sequence: Sequence) -> None:
-        """Exclude an ended sequence from later plans, so that its memory can be freed."""
+        """Remove the reference to an ended sequence, so that its memory can be freed."""
         self._rows = [each for each in self._rows if each is not sequence]
 
     def next_plan(self, plan: StepPlan, now: float = 0.0) -> StepPlan | None:
-        """Return the plan that follows a running plan whose tokens are not known yet.
+        """Return the next plan, while the tokens of the previous plan are not known yet.
 
         Args:
-          plan: the last plan.
+          plan: the previous plan.
           now: current time in seconds, on the clock of the deadlines.
 
         Returns:
-          A plan of more decode steps. None if the scheduler must plan first, or if all sequences
-          will be complete.
+          A plan with only decode steps. None if the scheduler must make the next plan, or if all
+          sequences will be complete after `plan`.
         """
         if not self._is_open or self._queue.expired(now):
             return None
@@ -137,10 +144,13 @@ class Lookahead:
         return self._make(decodes, min(self.max_steps, longest - plan.num_steps))
 
     def _plan_beside_grammars(self, plan: StepPlan, running: list[Sequence]) -> StepPlan | None:
-        """Plan without the sequences whose next mask depends on tokens that are not known yet."""
+        """Plan the next decode steps if some sequences have a grammar.
+
+        Sequences whose next token mask depends on tokens that are not known yet are left out.
+        """
         is_planned, was_bound = set(plan.decodes), set(plan.bound)
         decodes: list[Sequence] = []
-        known: dict[Sequence, int] = {}  # number of steps until each needs a further mask
+        known: dict[Sequence, int] = {}  # Number of steps until each sequence needs a new mask.
         longest = 0
         for sequence in running:
             num_ahead = plan.num_steps if sequence in is_planned else 0
@@ -157,7 +167,7 @@ class Lookahead:
             longest = max(longest, sequence.max_length - len(sequence.token_ids) - num_ahead)
         self._has_grammars = any(s.grammar is not None and not s.grammar.is_over for s in running)
         most = min(known.values(), default=self.max_steps)
-        if len(decodes) < len(running):  # some sequences wait for masks
+        if len(decodes) < len(running):  # Some sequences wait for masks.
             most = max(min(known.values(), default=0), self.num_free_steps)
         return self._make(decodes, min(most, longest), list(known))
 

@@ -1,4 +1,4 @@
-"""Planning of an engine step: running sequences share it, then waiting sequences start."""
+"""Planning of an engine step: first for running sequences, then for waiting sequences."""
 
 import itertools
 from collections.abc import Iterable
@@ -12,26 +12,27 @@ from paged_jax.scheduler.step_plan import StepPlan
 
 
 class StepPlanner:
-    """A step plan under construction, with the tokens and blocks that are left for it.
+    """Adds sequences to a `StepPlan`, and counts the tokens and blocks that are left.
 
-    Each running sequence is promised the blocks of its remaining prefill and of its first decode.
+    For each running sequence, the planner reserves the blocks for the rest of its prefill and for
+    its first decode step.
 
     Args:
       plan: the plan to fill.
       queue: the waiting sequences and the slots. Forks get slots or join the queue.
-      memory: the blocks.
-      block_budget: counts blocks.
+      memory: interface to the blocks of the KV cache.
+      block_budget: object that counts the blocks of sequences.
       num_tokens: maximum number of tokens in the step.
       max_chunk: maximum number of tokens that a step prefills per sequence.
-      state_interval: number of tokens between points where chunks end; None if no layer is
-        recurrent. See `Scheduler`.
-      keeps_states: whether chunks also end where the states of recurrent layers are kept.
+      state_interval: see `Scheduler`; None if no layer is recurrent.
+      keeps_states: whether chunks also end at the `Sequence.snapshot_points`, where the recurrent
+        state is added to the prefix cache.
 
     Attributes:
       plan: the plan.
-      memory: the blocks.
-      num_tokens: number of tokens left.
-      num_free: number of free blocks left.
+      memory: interface to the blocks of the KV cache.
+      num_tokens: number of tokens that may still be added to the step.
+      num_free: number of free blocks that are left.
     """
 
     def __init__(
@@ -62,35 +63,36 @@ class StepPlanner:
 
     @property
     def num_spare(self) -> int:
-        """Number of blocks that a new sequence may claim; negative if too many are promised.
+        """Number of blocks that are left for a new sequence.
 
-        One block is reserved for each running sequence that may grow. The sequence needs it within
-        C decode steps, so without the reserve the new sequence would soon be preempted.
+        It is negative if more blocks are reserved than are free. One block is reserved for each
+        running sequence that may grow. That sequence needs the block within C decode steps, so
+        without the reserve, the new sequence would soon be preempted.
         """
         return self.num_free - self._num_promised - self._num_growing
 
     def promise(self, sequence: Sequence) -> None:
-        """Promise a running sequence the blocks that it will take."""
+        """Reserve the blocks that a running sequence will take."""
         self._num_promised += self._block_budget.num_claimed(sequence)
         self._num_growing += self._block_budget.can_grow(sequence)
 
     def _take(self, num_tokens: int, num_blocks: int) -> None:
-        """Subtract tokens and promised blocks from the rest of the budget."""
+        """Subtract tokens and reserved blocks from the numbers that are left."""
         self.num_tokens -= num_tokens
         self.num_free -= num_blocks
         self._num_promised -= num_blocks
 
     @property
     def is_empty(self) -> bool:
-        """Whether the plan runs nothing."""
+        """Whether the plan has no chunks and no decodes."""
         return not (self.plan.decodes or self.plan.chunks or self.plan.computed)
 
     def num_steps(self, max_steps: int, may_admit_next: bool) -> int:
         """Return the number of decode steps of the plan.
 
-        It is 1 if the next step may admit a sequence, or if some running sequences do not decode
-        now. Otherwise it is `max_steps`, limited by the longest sequence and by the tokens that
-        grammars force.
+        It is 1 if the next step may admit a sequence, or if a running sequence is still in prefill.
+        Otherwise it is `max_steps`, but at most the number of steps until all sequences reach their
+        maximum length, or until a sequence with a grammar needs a new token mask.
 
         Args:
           max_steps: maximum number of decode steps in one plan.
@@ -103,13 +105,13 @@ class StepPlanner:
             return 1
         longest = max(s.max_length - len(s.token_ids) for s in decodes)
         grammars = filter(None, (s.active_grammar() for s in self.plan.bound))
-        # One token is drawn after the forced tokens. Then the host must compute the next mask,
+        # One token is sampled after the forced tokens. Then the host must compute the next mask,
         # unless the forced tokens end the text.
         known = [len(grammar.forced) + 1 for grammar in grammars if not grammar.ends]
         return min(max_steps, longest, *known)
 
     def add_decodes(self) -> None:
-        """Decode all running sequences whose prompts have been computed."""
+        """Add all running sequences whose prefill is complete to `decodes`."""
         ready = [s for s in self._queue.running if not s.num_prefill and s.draws_tokens]
         for sequence in ready:
             self._take(1, self._block_budget.num_claimed(sequence))
@@ -118,18 +120,19 @@ class StepPlanner:
             self._add_forks(sequence)
 
     def add_chunks(self) -> None:
-        """Prefill all running sequences that do not decode yet, the most senior first."""
+        """Add chunks of all running sequences in prefill, in the order of seniority."""
         for sequence in self._queue.running:
             if sequence.num_prefill or not sequence.draws_tokens:
                 self.add_chunk(sequence)
 
     def add_chunk(self, sequence: Sequence) -> None:
-        """Prefill as many tokens of a sequence as blocks and budget allow.
+        """Add a chunk of a sequence, as long as free blocks and tokens left allow.
 
-        If this completes the prefill, the sequence also decodes, or ends if it generates no tokens.
+        If the chunk completes the prefill, the sequence is also added to `decodes` or, if it
+        generates no tokens, to `computed`.
         """
         start = sequence.num_computed
-        # Blocks that the program frees before it allocates are available to it.
+        # The program can use the blocks that it frees at its start.
         num_before = num_blocks_needed(start, self._block_size)
         num_known = num_before + self._block_budget.num_freed_next(sequence)
         fits = max(0, (num_known + self.num_free) * self._block_size - start)
@@ -147,11 +150,11 @@ class StepPlanner:
                 self.plan.computed.append(sequence)
 
     def _align(self, sequence: Sequence, num_tokens: int, interval: int) -> int:
-        """Return the length of a chunk in a model with recurrent layers.
+        """Shorten a chunk of `num_tokens` tokens for a model with recurrent layers.
 
-        The chunk ends at a multiple of the interval, unless it ends the prefill, so that the states
-        do not depend on the sizes of chunks. If it is too short for that, it stays as it is. It
-        also ends at the next point where the states are kept.
+        The chunk ends at the next of the `snapshot_points` at the latest. Unless it completes the
+        prefill, it ends at a multiple of `interval`, so that the recurrent states do not depend on
+        the chunk sizes. If there is no such multiple in the chunk, its length does not change.
         """
         start = sequence.num_computed
         end = start + num_tokens
@@ -163,9 +166,10 @@ class StepPlanner:
         return end - start
 
     def _add_first_decode(self, sequence: Sequence) -> None:
-        """Decode a sequence in the step that completes its prefill, if tokens and blocks are left.
+        """Add a sequence to `decodes` in the step that completes its prefill.
 
-        Otherwise the next step decodes it before any sequence prefills.
+        If not enough tokens or blocks are left, it is not added, and decodes in the next step, in
+        which decodes are planned before chunks.
         """
         length = len(sequence.token_ids)
         num_new = num_blocks_needed(length, self._block_size)
@@ -177,14 +181,15 @@ class StepPlanner:
             self._add_forks(sequence)
 
     def _add_forks(self, leader: Sequence) -> None:
-        """Start the other samples of a prompt just before the leader generates its first token.
+        """Fork the other samples of a prompt from the leader, which has computed the prompt.
 
-        The leader is the sample that computed the prompt. Each fork takes one block in this step:
-        for its token, or for its copy of the partly filled block that all samples write to. (One
-        sample keeps the original block. The count assumes that this is the leader.) All samples
-        write in this step, so no partly filled block stays shared. A sample without a slot or
-        blocks joins the queue and will find the prompt in the prefix cache. If the block budget
-        counts no block as shared, a fork takes a whole row.
+        The forks and the leader generate their first tokens in this step. For this, each fork takes
+        one block: a new block for its token, or a copy of the partly filled block to which all
+        samples write. (One sample keeps the original block; the count assumes that it is the
+        leader.) Since all samples write in this step, no partly filled block stays shared. If there
+        is no slot or block for a sample, it joins the queue, and will find the prompt in the prefix
+        cache. With `WindowBlockBudget`, which counts no block as shared, all blocks of a fork
+        count.
         """
         if not leader.siblings:
             return
@@ -209,16 +214,16 @@ class StepPlanner:
 
 
 class Admission:
-    """Admission of waiting sequences to slots, in the order of the queue.
+    """Admits waiting sequences to slots, in the order of the queue.
 
-    A sequence waits while a running sequence computes a prefix that both share. It is enough to
-    compare the block that the running sequence computes next: its digest covers its position and
-    all blocks before it, so sequences that share any later block share this block as well.
+    A sequence waits while a running sequence computes a prefix that both share. To find this out,
+    it is enough to compare the digest of the block that the running sequence computes next. The
+    digest covers all blocks before it, so sequences that share a later block share this block, too.
 
     Args:
       queue: the waiting sequences and the slots.
-      block_budget: counts blocks.
-      stats: totals; look-ups in the prefix cache are counted here.
+      block_budget: object that counts the blocks of sequences.
+      stats: statistics of the engine, in which look-ups in the prefix cache are counted.
       max_num_batched_tokens: maximum number of tokens in a step.
       enable_prefix_caching: whether prompts are looked up in the prefix cache.
       state_interval: see `Scheduler`.
@@ -240,21 +245,22 @@ class Admission:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._enable_prefix_caching = enable_prefix_caching
         self._state_interval = state_interval
-        # Sequences that the last call of `admit` deferred.
+        # Sequences that the last call of `admit` considered but did not start.
         self._deferred: list[Sequence] = []
 
     def clear(self) -> None:
-        """Forget the deferred sequences."""
+        """Remove the references to deferred sequences."""
         self._deferred = []
 
     def admit(self, planner: StepPlanner) -> bool:
-        """Admit waiting sequences and plan their first chunks, until one does not fit.
+        """Start waiting sequences and plan their first chunks, until a sequence cannot start.
 
-        No sequence overtakes a sequence that does not fit; otherwise a large sequence might wait
-        forever. Only sequences that wait for a prefix of a running sequence are passed over.
+        If a sequence does not fit, no sequence after it in the queue is started; otherwise a large
+        sequence might wait forever. Only sequences that wait for a prefix of a running sequence are
+        skipped.
 
         Returns:
-          Whether the next step may admit more sequences, even if none ends in this step.
+          Whether the next step may admit more sequences, even if no sequence ends in this step.
         """
         queue = self._queue
         deferred, self._deferred = self._deferred, []
@@ -279,15 +285,15 @@ class Admission:
         return is_brief and bool(queue.free_slots)
 
     def try_to_start(self, planner: StepPlanner, sequence: Sequence) -> bool:
-        """Start a sequence if there are blocks for its whole prefill and first decode.
+        """Start a sequence if there are blocks for its whole prefill and its first decode step.
 
-        The length of its cached prefix is known only after `attach`. To avoid calling `attach` for
-        a waiting sequence in every step, `num_wanted` keeps the number of blocks that the sequence
-        needed. The sequence is tried again when that many blocks are free, when other sequences
-        have prefilled, or when no sequence runs.
+        The length of its cached prefix is known only after `BlockMemory.attach`. To avoid a call of
+        `attach` for a waiting sequence in every step, `num_wanted` stores the number of blocks that
+        the sequence needed. `attach` is called again when this number of blocks is free, when other
+        sequences have prefilled, or when no sequence runs.
 
         Returns:
-          Whether the sequence runs. If not, nothing has changed.
+          Whether the sequence was started. If not, it has no slot and holds no blocks.
         """
         queue, memory, block_budget = self._queue, planner.memory, self._block_budget
         num_spare = planner.num_spare
@@ -326,7 +332,7 @@ class Admission:
         return True
 
     def retry_deferred(self) -> None:
-        """Let the next step try deferred sequences again.
+        """Make the next step call `attach` again for the deferred sequences.
 
         Their prefix may be cached by then, because other sequences prefill in this step.
         """
@@ -334,9 +340,9 @@ class Admission:
             sequence.num_wanted = 0
 
     def next_digest(self, sequence: Sequence) -> set[bytes]:
-        """Return a set with the digest of the prompt block that a running sequence computes next.
+        """Return the digest of the prompt block that a running sequence computes next, as a set.
 
-        The set is empty if no other sequence can use the block.
+        The set is empty if the next block will not be published to the prefix cache.
         """
         column = sequence.num_computed // self._block_budget.block_size
         if column >= self._num_cacheable(sequence):
@@ -348,23 +354,25 @@ class Admission:
         return set().union(*map(self.next_digest, self._queue.running))
 
     def waits_for_prefix(self, sequence: Sequence, computing: set[bytes]) -> bool:
-        """Return whether one of the blocks being computed is part of the sequence's prefix."""
+        """Return whether a block in `computing` (digests) is part of the sequence's prefix."""
         if not computing or sequence.is_swapped:
             return False
         return not computing.isdisjoint(sequence.digests[: self._num_cacheable(sequence)])
 
     def _num_cacheable(self, sequence: Sequence) -> int:
-        """Return the number of full blocks before the last token; 0 without prefix caching."""
+        """Return the number of blocks of a sequence that can be looked up in the prefix cache."""
         if not self._enable_prefix_caching or sequence.chain is None:
             return 0
         return (len(sequence.token_ids) - 1) // self._block_budget.block_size
 
     def _add_branch_point(self, sequence: Sequence, num_common: int) -> None:
-        """Keep the states of recurrent layers near the end of a common prefix of sequences.
+        """Add a branch point near the end of a prefix that two sequences have in common.
+
+        At a branch point, the recurrent state is added to the prefix cache.
 
         Args:
-          sequence: a sequence that computes the prefix, or the rest of it.
-          num_common: number of tokens that it has in common with another sequence.
+          sequence: the sequence that computes the prefix or the rest of it.
+          num_common: number of tokens in the common prefix.
         """
         if (interval := self._state_interval) is not None:
             point = num_common // interval * interval
@@ -374,7 +382,7 @@ class Admission:
     def _reason_to_wait(
         self, planner: StepPlanner, sequence: Sequence, computing: set[bytes]
     ) -> WaitReason:
-        """Return why a sequence cannot start even if blocks are free; empty if it can."""
+        """Return why a sequence cannot start, apart from a lack of blocks; empty if it can."""
         if self.waits_for_prefix(sequence, computing):
             for running in self._queue.running:
                 self._keep_common_prefixes(running, [sequence])
@@ -386,11 +394,11 @@ class Admission:
         return ""
 
     def _keep_common_prefixes(self, sequence: Sequence, others: Iterable[Sequence]) -> None:
-        """Keep the states of recurrent layers where other sequences branch off.
+        """Add the branch points of a running sequence with each of `others`.
 
         Args:
-          sequence: a running sequence.
-          others: sequences that may start with the same tokens.
+          sequence: the running sequence.
+          others: sequences that may begin with the same tokens.
         """
         if self._state_interval is None:
             return
@@ -411,7 +419,10 @@ class Admission:
         self._queue.note_wait(sequence, reason, numbers=numbers, other_request=other_request)
 
     def _owner_of_prefix(self, sequence: Sequence) -> str | None:
-        """Return the id of another request that computes the sequence's prefix; None if none."""
+        """Return the id of the request that computes the prefix of a sequence.
+
+        The result is None if this is the request of the sequence itself.
+        """
         owner = next(
             running.request
             for running in self._queue.running
@@ -422,7 +433,7 @@ class Admission:
     def _numbers(
         self, planner: StepPlanner, sequence: Sequence, reason: WaitReason
     ) -> dict[str, int]:
-        """Return `Wait.numbers` for a reason: the values that explain why the sequence waits."""
+        """Return `Wait.numbers`, the numbers that explain why a sequence waits."""
         if reason == "slots":
             return {"num_slots": len(self._queue.running)}
         if reason == "budget":
@@ -432,7 +443,7 @@ class Admission:
         num_wanted = sequence.num_wanted
         if num_wanted:
             return {"num_wanted": num_wanted, "num_free": num_free, "num_kept": num_kept}
-        # The prefix was not looked up, because no blocks were spare: use an upper bound.
+        # The prefix was not looked up, because no blocks were left. So use an upper bound.
         most = self._block_budget.num_for_admission(len(sequence.token_ids))
         return {"most_wanted": most, "num_free": num_free, "num_kept": num_kept}
 
