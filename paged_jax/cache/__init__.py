@@ -2,9 +2,9 @@
 """The paged KV cache: immutable state, and pure functions that return new state.
 
 The subpackage `blocks` is the allocator. It manages reference counts, free blocks and block tables,
-but no K and V. `PagedCache` adds the pools of K and V for one or more groups of layers. The
-functions of this package have the same names as the functions in `blocks`. They update the tables
-of a cache and, where needed, its pools.
+but no K and V. `PagedCache` adds the pools of K and V for each group of layers. The functions of
+this package have the same names as the functions in `blocks`. They update the tables of a cache
+and, where needed, its pools.
 """
 
 from paged_jax.cache import blocks

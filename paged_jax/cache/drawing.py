@@ -96,7 +96,7 @@ def draw_text(blocks: BlockMap) -> str:
 
 
 def pool_lines(ref_counts: np.ndarray, is_cached: np.ndarray) -> list[str]:
-    """Draw a pool as text: a legend, then lines with one character for each block."""
+    """Draw a pool as text: a legend, then lines with a character per block."""
     symbols = "".join(
         str(min(int(count), 9)) if count else "c" if cached else "."
         for count, cached in zip(ref_counts, is_cached, strict=True)

@@ -4,7 +4,7 @@
 The layers of a group keep the same tokens. Their pools of K and V have shape ``[L, P, K, C, D]``:
 layer of the group, block, KV head, token in the block, head dimension. A block id refers to the
 same block in every layer of the group, in K and in V. Pools of recurrent states have shape ``[L, P,
-...]``: layer, entry, and the shape of the state of one sequence. The tables in
+...]``: layer, entry, and the shape of a sequence's state. The tables in
 `paged_jax.cache.blocks.state_tables` list the entry of each slot.
 """
 
@@ -32,7 +32,7 @@ from paged_jax.kernels.writing import check_num_rows
 LayerPlaces = tuple[tuple[int, int] | None, ...]
 
 # The pools of a group of recurrent layers, each ``[L, P, ...]``: layer of the group, entry, and the
-# shape of the state of one sequence.
+# shape of a sequence's state.
 StatePools = tuple[jax.Array, ...]
 
 
@@ -161,8 +161,8 @@ class CacheGroup:
 class StateGroup:
     """Pools with the states of all recurrent layers of a model, and the entry of each slot.
 
-    Recurrent layers whose states have equal shapes form a group and share pools. An entry id refers
-    to the same sequence in all groups.
+    Recurrent layers with states of equal shapes form a group and share pools. An entry id refers to
+    the same sequence in all groups.
 
     Attributes:
       pools: for each group of recurrent layers, its arrays, each ``[L, P, ...]``.
@@ -201,7 +201,7 @@ class StateGroup:
 
         Args:
           arrays: for each group of recurrent layers, its arrays; each is described by the number of
-            layers, the shape of the state of one sequence, and the dtype.
+            layers, the shape of a sequence's state, and the dtype.
           layers: group of each layer of the model and its index in the group, see `StateGroup`.
           num_entries: P, number of entries in the pools, at least `num_slots`.
           num_slots: S, maximum number of sequences in the cache.

@@ -75,8 +75,8 @@ class PagedCache:
     """The KV cache of a model: one or more groups of layers with the same slots.
 
     The properties `k`, `v`, `k_scale`, `v_scale`, `pools`, `num_kv_heads` and `head_dim` are for
-    caches with one group. With several groups they raise AttributeError; read them from an element
-    of `groups` instead.
+    caches with a single group. With several groups they raise AttributeError; read them from an
+    element of `groups` instead.
 
     Attributes:
       groups: the groups. The first group keeps the most tokens.
@@ -335,7 +335,7 @@ def plan(
     write. The next operation on the tables must be `commit`.
 
     Returns:
-      `(cache, plans)`, with one `ReservePlan` per group. All plans have the same `num_tokens`.
+      `(cache, plans)`, with a `ReservePlan` per group. All plans have the same `num_tokens`.
     """
     groups = [_slide(group, limits) for group in cache.groups]
     if len(groups) > 1:

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""The number and the digests of the blocks of one sequence, computed without jax.
+"""The number and the digests of the blocks of a sequence, computed without jax.
 
 The K and V of a token depend on all tokens before it, so the digest of a full block covers the
 tokens of the block and the digest of the previous block, its parent. The parent of the first block

@@ -135,7 +135,7 @@ class Beam(NamedTuple):
 
 
 class BeamChoice:
-    """The beams of one prompt on the host; `advance` chooses the beams of the next step.
+    """The beams of a prompt on the host; `advance` chooses the beams of the next step.
 
     Args:
       prompt_token_ids: the prompt.
@@ -177,7 +177,7 @@ class BeamChoice:
     def advance(
         self, top_ids: Sequence[Sequence[int]], top_logprobs: Sequence[Sequence[float]]
     ) -> None:
-        """Extend the beams by one token, and keep the best of the extended beams.
+        """Extend each beam by a token, and keep the best of the extended beams.
 
         Args:
           top_ids: for each beam, the ids of its N most probable next tokens, the most probable
@@ -341,7 +341,7 @@ def _check_fits(core: EngineCore, search: "_Search") -> None:
 
 
 class _Search(BeamChoice):
-    """The search for one prompt: its beams, and the slots of the beams while the search runs."""
+    """The search for a prompt: its beams, and the slots of the beams while the search runs."""
 
     def __init__(
         self,

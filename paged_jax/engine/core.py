@@ -56,12 +56,12 @@ HOST_BYTES_PER_SECOND = 1e10
 
 
 class PendingStep(NamedTuple):
-    """A step whose programs are queued on the device and whose tokens the host has not read.
+    """A step that is queued on the device, before the host has read its tokens.
 
     Attributes:
       plan: the plan of the step.
       drawn: the sampled tokens: a `QueuedResult` on the device. If the step verified draft tokens,
-        it is a `StepTokens`, whose tokens are already on the host. None if no sequence decodes.
+        it is a `StepTokens` that is already on the host. None if no sequence decodes.
     """
 
     plan: StepPlan
@@ -336,7 +336,7 @@ class EngineCore:
     def restart(self) -> None:
         """Discard the state on the device, and queue all unfinished requests again.
 
-        The requests keep their tokens, whose K and V are computed again.
+        The requests keep their tokens. The K and V of these tokens are computed again.
         """
         self._ahead = None
         self.sleep.notice_lost_weights()
@@ -477,6 +477,6 @@ def _layer_backend(options: EngineConfig, model: PagedModel, platform: str) -> s
 def _is_scored(sequence: Sequence) -> bool:
     """Return whether the log-probabilities of the prompt are computed during its prefill.
 
-    They are computed in the first sequence of a request that asks for them.
+    Only the first sequence of a request with `prompt_logprobs` computes them.
     """
     return sequence.request.prompt_logprobs is not None and sequence.index == 0

@@ -2,8 +2,8 @@
 
 The method is prompt lookup decoding (Saxena, 2023). Generated text often repeats earlier text,
 especially in summaries, edits and code. So the tokens that followed an earlier occurrence of the
-last few tokens are a good draft, and no draft model is needed. The cost of a wrong draft token is
-the computation of one more position when the model verifies the draft.
+last few tokens are a good draft, and no draft model is needed. A wrong draft token costs the
+computation of an additional position when the model verifies the draft.
 """
 
 import weakref
@@ -63,7 +63,7 @@ class NgramIndex:
 
 
 class Drafter:
-    """Drafter for all sequences of an engine, with one `NgramIndex` per sequence.
+    """Drafter for all sequences of an engine, with an `NgramIndex` per sequence.
 
     Args:
       max_drafts: maximum number of draft tokens per sequence; 0 disables drafts.

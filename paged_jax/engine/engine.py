@@ -129,8 +129,8 @@ class Engine:
             seed: requests with the same prompt, seed and offset sample the same tokens.
 
         Raises:
-          ValueError: the prompt is empty, too long, or holds tokens out of range; a parameter does
-            not suit the model; or the id is taken. In these cases nothing has changed.
+          ValueError: the prompt is empty or has too many tokens or token ids out of range; a
+            parameter is not possible with the model; or the id is taken. Then nothing has changed.
           EngineAsleepError: the engine sleeps.
           RuntimeError: this process follows another one, see `follow`.
         """
@@ -392,7 +392,7 @@ class Engine:
         Programs are not compiled again.
 
         Args:
-          tags: what to restore: ``"weights"``, ``"kv_cache"`` or both (default). The engine is
+          tags: the parts to restore: ``"weights"``, ``"kv_cache"`` or both (default). The engine is
             awake when both have been restored.
 
         Raises:
@@ -411,7 +411,7 @@ class Engine:
 
     @property
     def cache(self) -> PagedCache:
-        """The paged cache. The next step donates its arrays, so copy those that you want to keep.
+        """The paged cache. The next step donates its arrays, so copy the arrays to keep.
 
         Raises:
           EngineAsleepError: the engine sleeps and has no cache.
@@ -421,7 +421,7 @@ class Engine:
 
     @property
     def model(self) -> PagedModel:
-        """The model with its current weights, whose arrays are valid until `update_params`.
+        """The model with its current weights. Their arrays are valid until `update_params`.
 
         Raises:
           EngineAsleepError: the engine sleeps, and its weights are not on the device.
@@ -489,8 +489,8 @@ class Engine:
     def sequences(self) -> list[Sequence]:
         """The unfinished samples in the order of the queue: by priority, then by arrival.
 
-        Samples whose ``slot`` is not None are running; the others are waiting. The list is valid
-        until the next step. Do not modify it.
+        Samples with a ``slot`` are running; samples with None are waiting. The list is valid until
+        the next step. Do not modify it.
         """
         return self.core.scheduler.sequences
 

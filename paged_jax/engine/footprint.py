@@ -35,18 +35,18 @@ same three arrays, and for their inputs and outputs. Attention needs q, k and v 
 projected, rotated, and in the layout of the kernel. With latent attention,
 `LatentSizes.num_features` replaces (H + 2 K) D. The residual stream has R = 4 arrays. On CPUs it
 has L + 1 arrays, because XLA keeps the output of every layer and adds them at the end. The 4 MiB
-are for the tiles in which attention reads the pool. On CPUs, each program may also make two float32
-copies of the gate and up weights of one expert. Without the CPU kernels of this package, it may
-also copy the weights of the whole model.
+are for the tiles of the pool that attention reads. On CPUs, each program may also make two float32
+copies of an expert's gate and up weights. Without the CPU kernels of this package, it may also copy
+the weights of the whole model.
 
-A program that runs recurrent layers also holds three copies of one layer's states for S rows.
+A program that runs recurrent layers also holds three copies of a layer's states for S rows.
 
 A step that samples needs memory for the logits, for copies of them, and for a copy of the sampling
 state of each slot (5 * V bytes). The tests compile programs for CPUs; `tests.support.aot_parallel`
 compiles programs for GPUs and TPUs ahead of time. The memory of drivers and libraries is not
 included: with ``memory_fraction=0.9``, a tenth of the device memory is left for them.
 
-If several devices compute a model together, H, K and F are the sizes of one device's shard, see
+If several devices compute a model together, H, K and F are the sizes on each device, see
 `paged_jax.models.tensor_parallel`. V is the size of the whole vocabulary, because each device
 samples from all logits. `paged_jax.dims` defines the letters. In addition, E is the hidden size, F
 the intermediate size, and Fx the intermediate size of an expert.
@@ -79,7 +79,7 @@ from paged_jax.runner.sizes import Sizes
 from paged_jax.sampling.filters import Constraints
 from paged_jax.sampling.state import SlotSampling
 
-# Bytes of the tiles in which attention reads the pool, see the docstring of the module.
+# Bytes of the tiles of the pool that attention reads, see the docstring of the module.
 _TILE_BYTES = 4 << 20
 # Number of arrays of the residual stream (R) on GPUs and TPUs. Measured with jax 0.12.0, in
 # addition to the largest array of a layer: 3.3 arrays on an H200, none on TPUs.
@@ -128,7 +128,7 @@ class Footprint(NamedTuple):
       state: bytes of the slots: their sampling state and their rows of the block tables.
       steps: maps each kind of program, such as ``"decode"``, to its bytes of temporary memory.
       groups: memory of the blocks of each group of layers; the first group keeps the most tokens.
-      sequence_state: bytes of one state of the recurrent layers, of a slot or of a snapshot.
+      sequence_state: bytes of a single state of the recurrent layers, of a slot or of a snapshot.
       num_states: maximum number of these states.
     """
 
@@ -209,7 +209,7 @@ class Footprint(NamedTuple):
           (101, 1810, 10)
         """
         # All pools grow with the first pool, except that a group with a window stops at its
-        # `max_blocks`. Handle the groups in the order in which they stop.
+        # `max_blocks`. Handle the groups that stop first before the others.
         others = [group for group in self.groups[1:] if group.window is not None]
         growing = sum(group.block + with_overhead * group.overhead for group in self.groups)
         for group in sorted(others, key=lambda group: group.max_blocks):
@@ -221,7 +221,7 @@ class Footprint(NamedTuple):
         return max(0, num_bytes // growing)
 
     def check_fits(self, field: str, memory: int) -> None:
-        """Check that `memory` is large enough for one block and everything except blocks.
+        """Check that `memory` is large enough for a block and everything except blocks.
 
         Args:
           field: the beginning of the error message, such as "plan: memory".
@@ -299,7 +299,7 @@ def footprint(
 
 
 def _layer_states(config: LlamaConfig, kv_dtype: DTypeLike) -> list[int]:
-    """Return, for each recurrent layer, the bytes of one sequence's state."""
+    """Return, for each recurrent layer, the bytes of a single sequence's state."""
     other = query_dtype(kv_dtype)
     return [
         sum(math.prod(x.shape) * jnp.dtype(x.dtype or other).itemsize for x in group.states)
@@ -373,7 +373,7 @@ def block_bytes(
     platform: str,
     groups: Iterable[LayerGroup] | None = None,
 ) -> int:
-    """Return the bytes of K and V of one block, including scales.
+    """Return the bytes of K and V of a block, including scales.
 
     The block is counted in the layers of `groups`, or in all layers if it is None.
 
@@ -460,5 +460,5 @@ def _layer_features(layer: LlamaConfig) -> int:
 
 
 def _expert_bytes(config: LlamaConfig) -> int:
-    """Return the bytes of two float32 copies of the gate and up weights of one expert."""
+    """Return the bytes of two float32 copies of an expert's gate and up weights."""
     return 2 * 4 * 2 * config.moe_intermediate_size * config.hidden_size

@@ -194,7 +194,7 @@ def load_tokenizer(
 def load_generation_config(
     model: str | Path | PagedModel | None, tokenizer: Tokenizer | None
 ) -> GenerationConfig:
-    """Return the generation defaults in the folder of the model, else those of the tokenizer.
+    """Return the generation defaults in the model's folder, or else the tokenizer's defaults.
 
     Sampling defaults that were passed to the constructor of `Tokenizer` replace the sampling
     defaults in the folder.

@@ -37,7 +37,7 @@ class RequestFactory:
       max_model_len: maximum number of tokens in a sequence, prompt included.
       max_length: maximum number of tokens in a sequence, limited by the context and the pool. It
         limits the length of requests without `max_tokens`.
-      seed: the engine's seed, from which the seeds of requests without `seed` are derived.
+      seed: the engine's seed. The seeds of requests without `seed` are derived from it.
       grammars: compiler of the grammars of structured outputs.
     """
 
@@ -63,9 +63,9 @@ class RequestFactory:
     ) -> Request:
         """Check a prompt and its sampling parameters, and return a request.
 
-        `arrival` is the number of requests that were added before this one. It determines the order
-        in the queue and, if `params` have no seed, the seed of the request. See
-        `Engine.add_request` for the other arguments.
+        `arrival` is the number of requests that were added before. It determines the order in the
+        queue and, if `params` have no seed, the seed of the request. See `Engine.add_request` for
+        the other arguments.
 
         Raises:
           ArgumentError: an argument is out of bounds. The message names the field and the bound.

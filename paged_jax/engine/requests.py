@@ -26,7 +26,7 @@ class RequestTable:
     """Table of the unfinished requests.
 
     Args:
-      scheduler: scheduler to which requests are added, and from which ended requests are removed.
+      scheduler: scheduler with the same requests; the table adds and removes them there.
       runner: runner that frees the slots of ended requests.
 
     Attributes:
@@ -55,8 +55,8 @@ class RequestTable:
 
     def add(self, request: Request) -> None:
         """Add a request, which `Scheduler.check` has accepted, to the scheduler and the table."""
-        # Add the request to the table last. If an interrupt occurs before that, `restart` removes
-        # the request from the scheduler, too.
+        # Add the request to the table last. If an interrupt occurs before that, `restart` also
+        # removes it from the scheduler.
         self._set_chains(request)
         self._scheduler.add(request.sequences)
         self.unfinished[request.request_id] = request
@@ -157,8 +157,8 @@ class RequestTable:
 
     def _set_chains(self, request: Request) -> None:
         """Set the prefix chain of each sample of a request, for the current weights."""
-        # For prompt log-probabilities, the model must compute every prompt token. So requests that
-        # ask for them do not use the prefix cache.
+        # For prompt log-probabilities, the model must compute every prompt token. So requests with
+        # `prompt_logprobs` do not use the prefix cache.
         is_cached = self._scheduler.enable_prefix_caching and request.prompt_logprobs is None
         for sequence in request.sequences:
             sequence.chain = self.prefix_chain(request) if is_cached else None
@@ -167,8 +167,8 @@ class RequestTable:
 class Delivery:
     """Passes requests with new tokens to the calls that wait for them.
 
-    If several calls, such as `LLM.stream`, use the same engine, a step that is run by one call also
-    generates tokens for the requests of the other calls. So each call subscribes to its requests.
+    If several calls, such as `LLM.stream`, use the same engine, a step generates tokens for the
+    requests of all calls, no matter which call runs it. So each call subscribes to its requests.
     Requests without a subscriber are stored in `kept` until `drop` removes them.
 
     Example:

@@ -18,7 +18,7 @@ from paged_jax.scheduler.step_plan import Lookahead, StepPlan
 
 @dataclasses.dataclass(frozen=True)
 class GroupUse:
-    """Use of the pool of one group of layers.
+    """Use of the pool of a group of layers.
 
     Attributes:
       window: sliding window of the layers in tokens; None if they have no window.
@@ -36,12 +36,12 @@ class GroupUse:
 
     @property
     def kept(self) -> str:
-        """What the layers keep: the window as text, ``"all"`` (tokens) or ``"states"``."""
+        """Content that the layers keep: the window as text, ``"all"`` (tokens) or ``"states"``."""
         return "states" if self.is_recurrent else str(self.window or "all")
 
 
 class Stopwatch:
-    """Stopwatch for one phase of a step, used as a context manager.
+    """Stopwatch for a phase of a step, used as a context manager.
 
     Each ``with`` block of the stopwatch is also a range in profiles of `jax.profiler`.
 
@@ -50,9 +50,9 @@ class Stopwatch:
       name: the name of the range.
 
     Attributes:
-      seconds: total duration of the ``with`` blocks since `reset`, without blocks in which a
-        program was compiled.
-      waited: seconds during these blocks in which `Executor.check` waited for queued programs.
+      seconds: total duration of the ``with`` blocks since `reset`, without blocks that compiled a
+        program.
+      waited: seconds that `Executor.check` waited for queued programs during these blocks.
       has_compiled: whether a program was compiled in a block since `reset`.
     """
 
@@ -88,7 +88,7 @@ class StepClock:
 
     Args:
       stats: statistics of the engine; `count_step` updates them.
-      runner: runner whose executor measures the time for compilation and for waiting.
+      runner: runner; its executor measures the time for compilation and for waiting.
 
     Attributes:
       scheduling: stopwatch of the first phase, which plans the step.
@@ -162,7 +162,7 @@ class MaskClock:
     """Clock that measures grammar masks and chooses k, which is `Lookahead.num_free_steps`.
 
     After each token of a sequence with a grammar, the host must compute a token mask before the
-    sequence can decode again. A cycle consists of one decode step of all sequences and of the time
+    sequence can decode again. A cycle consists of a decode step of all sequences and of the time
     for the masks. With k = 0, the device is idle during that time. With k > 0, it decodes k steps
     of the sequences without a grammar. The clock chooses the largest k for which a cycle takes at
     most 5% longer than with k = 0 (10% for k = 1). So sequences without a grammar become faster,
@@ -170,7 +170,7 @@ class MaskClock:
     some cycles with k = 0 for comparison.
 
     Args:
-      lookahead: object whose `num_free_steps` the clock sets.
+      lookahead: object that plans the steps; the clock sets its `num_free_steps`.
       max_steps: maximum number of decode steps in one dispatch.
       now: function that returns the time in seconds.
     """

@@ -52,7 +52,7 @@ def load_weights_for(model: PagedModel, folder: str | Path) -> Llama:
     """Load a model with the structure and formats of `model` into host memory.
 
     Args:
-      model: the model whose structure, dtypes and formats are used; its weights are not read.
+      model: the model with the wanted structure, dtypes and formats; its weights are not read.
       folder: a Hugging Face folder, an Orbax checkpoint or a GGUF file with the new weights.
 
     Raises:
@@ -119,7 +119,7 @@ class NewWeights(NamedTuple):
 
 
 class WeightSwap:
-    """Replaces the weights of an engine with one compiled program.
+    """Replaces the weights of an engine with a compiled program.
 
     The program renames, transposes and fuses the new weights, and donates the old weights. So it
     needs no additional memory, unless the old arrays must be kept.

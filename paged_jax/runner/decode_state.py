@@ -70,7 +70,7 @@ class DecodeState:
         max_logit_bias: int = 32,
         max_forced: int = 8,
     ) -> "DecodeState":
-        """Return a state in which all slots are empty.
+        """Return a state with empty slots.
 
         Args:
           cache: the cache, which becomes part of the state.
@@ -111,7 +111,7 @@ def empty_state(
 ) -> DecodeState:
     """Return a state with empty slots and an empty cache.
 
-    See `create_cache` and `DecodeState.create`, to which the arguments are passed.
+    See `create_cache` and `DecodeState.create` for the arguments.
     """
     cache = create_cache(
         config,
@@ -191,7 +191,7 @@ def assign(
     )
 
 
-# Maximum number of sequences that one call of the compiled program assigns. A call takes 0.1 ms on
+# Maximum number of sequences that a call of the compiled program assigns. A call takes 0.1 ms on
 # the host, while the device is idle. So 64 new sequences need 8 calls instead of 64.
 _WIDTH = 8
 
@@ -199,7 +199,7 @@ _WIDTH = 8
 class _AssignedArrays(NamedTuple):
     """The arrays of a `DecodeState` that `assign` writes.
 
-    The class is also used for the new values of one assignment, which have no slot dimension.
+    The class is also used for the new values of a single assignment, without slot dimension.
     """
 
     sampling: Any
@@ -289,7 +289,7 @@ class TokenMasks(NamedTuple):
 
     @classmethod
     def create(cls, sizes: Sizes, vocab_size: int) -> "TokenMasks":
-        """Return masks in which all rows are padding."""
+        """Return masks with only padding."""
         S = sizes.num_slots
         return cls(
             slots=no_slots(S),

@@ -33,9 +33,9 @@ _ASSIGNMENT = "choice of tokens"
 _TOKEN_MASKS = "choice of tokens by grammars"
 # Maximum time in seconds that `Executor.read` waits until the call thread has made the next call. A
 # call needs the GIL for 0.15 to 0.35 ms. If the thread that reads takes the GIL first, the call may
-# be delayed by 5 ms, in which the device is idle. Measured with `python -m benchmarks.host` on 2
-# busy cores and a device with 4.5 ms per step: the device is idle for 0.6 to 1.8 ms per dispatch
-# without this wait, and for 0.5 to 0.6 ms with it.
+# be delayed by 5 ms, and the device is idle. Measured with `python -m benchmarks.host` on 2 busy
+# cores and a device with 4.5 ms per step: the device is idle for 0.6 to 1.8 ms per dispatch without
+# this wait, and for 0.5 to 0.6 ms with it.
 _HEAD_START = 3e-4
 
 
@@ -202,7 +202,7 @@ class Executor:
         self._oks.append(self.run(call))
 
     def queue(self, call: Call) -> QueuedResult:
-        """Queue a program whose result has a field `free_blocks`; `read` returns the result."""
+        """Queue a program that returns `free_blocks`, among others; `read` returns its result."""
         self._latest = QueuedResult(self.run(call))
         return self._latest
 
@@ -219,7 +219,7 @@ class Executor:
             return self.queue(calls[-1])
 
         def make_calls() -> Any:
-            # Write the masks in this thread, too. On CPUs, JAX runs small programs like this one
+            # Also write the masks in this thread. On CPUs, JAX runs such small programs
             # synchronously, so the call blocks until the programs already running have finished.
             if masks is not None:
                 self._write_token_masks(masks)
@@ -249,7 +249,7 @@ class Executor:
         return result
 
     def fetch(self, call: Call) -> Any:
-        """Run a program whose result has a field `free_blocks`; copy the result to the host."""
+        """Run a program that returns `free_blocks`, among others; copy its result to the host."""
         return self.read(self.queue(call))
 
     def _call(self, call: Call) -> Any:
@@ -475,8 +475,8 @@ def give_back_freed_memory() -> None:
     """Return freed memory to the operating system, if the C library is glibc.
 
     XLA needs hundreds of MB to compile a program of a model, and frees them in small pieces. glibc
-    does not return them to the operating system by itself: it keeps more than 200 MB after two
-    programs of a 135M model are compiled. The call takes a few ms.
+    keeps them in the process instead of returning them to the operating system: more than 200 MB
+    after two programs of a 135M model are compiled. The call takes a few ms.
     """
     trim = _malloc_trim()
     if trim is not None:

@@ -42,7 +42,7 @@ _HEADER = "header"
 
 
 class Message(NamedTuple):
-    """Message by which process 0 tells the other processes to do something.
+    """Message from process 0 that tells the other processes what to do.
 
     Attributes:
       kind: name of the action, a key of `_ACTIONS` or ``"end"``.
@@ -78,7 +78,7 @@ class Message(NamedTuple):
 class Channel:
     """Channel for messages from process 0 to all other processes of `jax.distributed`.
 
-    Every process receives all messages, in the order in which they were sent.
+    Every process receives all messages, in the same order.
 
     Args:
       name: name of the channel. It is the same in all processes, and no other channel has it.
@@ -152,7 +152,7 @@ def channel_between(devices: Iterable[Any]) -> Channel | None:
 
 
 def least_of_processes(number: int) -> int:
-    """Return the minimum of `number` over all processes, all of which must call this."""
+    """Return the minimum of `number` over all processes. Each process must call this."""
     return int(np.min(multihost_utils.process_allgather(np.int64(number))))
 
 
@@ -162,7 +162,7 @@ def distributed_client() -> Any:
     Raises:
       RuntimeError: `jax.distributed` is not initialized.
     """
-    # The client has no public name in JAX (0.12). Orbax and MaxText import it from here, too.
+    # The client has no public name in JAX (0.12). Orbax and MaxText also import it from here.
     from jax._src import distributed
 
     if distributed.global_state.client is None:

@@ -51,7 +51,7 @@ from paged_jax.sampling.sample import ranks, top_logprobs
 
 @short_repr
 class Scores(NamedTuple):
-    """Log-probabilities of prompt tokens, with one row per token."""
+    """Log-probabilities of prompt tokens, with a row per token."""
 
     logprobs: jax.Array  # f32 [T], log-probability of each token
     ranks: jax.Array  # i32 [T], rank of each token; 1 is the most probable token
@@ -61,7 +61,7 @@ class Scores(NamedTuple):
 
 @short_repr
 class BeamTokens(NamedTuple):
-    """The most probable next tokens of each beam, with one row per beam."""
+    """The most probable next tokens of each beam, with a row per beam."""
 
     top_ids: jax.Array  # i32 [B, N], the N most probable tokens in descending order
     top_logprobs: jax.Array  # f32 [B, N], log-probabilities of `top_ids`
@@ -183,8 +183,8 @@ def list_programs(key: ProgramKey, sizes: Sizes, num_top: int, *, num_groups: in
     Args:
       key: see `ProgramKey`.
       sizes: sizes that the programs of this engine depend on.
-      num_top: maximum number of most probable tokens that requests can ask for.
-      num_groups: number of groups of attention layers, whose blocks are copied separately.
+      num_top: maximum number of most probable tokens that a request can get.
+      num_groups: number of groups of attention layers; each group's blocks are copied separately.
     """
     blocks = "blocks" if num_groups == 1 else "blocks of group {group}"
     jit = functools.partial(_jit, key)

@@ -226,7 +226,7 @@ class ModelRunner:
     def _swapping(self, sequence: Sequence) -> Iterator[None]:
         """Return a context manager for a swap, which adds its time and blocks to the totals.
 
-        Swaps in which a program was compiled are not counted.
+        Swaps that compiled a program are not counted.
         """
         self.flush()
         start, compiled = time.perf_counter(), self.executor.compile_seconds
@@ -484,5 +484,5 @@ class ModelRunner:
 
 
 def _with_top(plan: StepPlan) -> np.bool_:
-    """Return whether any request of the plan asks for its most probable tokens."""
+    """Return whether any request of the plan needs its most probable tokens."""
     return np.bool_(any(s.request.params.logprobs is not None for s in plan.decodes))

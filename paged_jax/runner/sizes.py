@@ -1,4 +1,4 @@
-"""Sizes that compiled programs depend on, and the batch shapes to which inputs are padded."""
+"""Sizes that compiled programs depend on, and the padding of batches to a few shapes."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -107,13 +107,12 @@ class Sizes(NamedTuple):
 # Value of `Sizes.tile`, if it is set. Shorter rows need less padding (half a row per chunk on
 # average), but the attention kernel processes the queries of a row together, for 4 heads at a time.
 TILE = 8
-# Smallest length to which chunks are padded. The larger lengths are powers of two.
+# Smallest padded length of chunks. The larger lengths are powers of two.
 MIN_CHUNK = 16
 
 
-# A batch ``(T, B, indices)`` for one prefill call: number of tokens per row, number of rows, and
-# the indices of the chunks in the batch. A chunk of more than T tokens takes several consecutive
-# rows.
+# A batch ``(T, B, indices)`` for a prefill call: number of tokens per row, number of rows, and the
+# indices of the chunks in the batch. A chunk of more than T tokens takes several consecutive rows.
 Batch = tuple[int, int, list[int]]
 
 
@@ -125,10 +124,10 @@ def pack(counts: Sequence[int], sizes: Sizes) -> list[Batch]:
 
 
 def pack_chunks(counts: Sequence[int], max_chunk: int, num_slots: int) -> list[Batch]:
-    """Distribute chunks to batches in which each chunk takes one row, padded to T tokens.
+    """Distribute chunks to batches; each chunk takes a single row, padded to T tokens.
 
     In the example below, the chunks of 12, 9 and 16 tokens form a batch of 4 rows with 16 tokens
-    each, and the chunk of 500 tokens forms a batch of one row with 512 tokens.
+    each, and the chunk of 500 tokens forms a batch of a single row with 512 tokens.
 
     Example:
       >>> pack_chunks([500, 12, 9, 16], max_chunk=512, num_slots=8)
@@ -149,10 +148,10 @@ def pack_chunks(counts: Sequence[int], max_chunk: int, num_slots: int) -> list[B
 
 
 def pack_tiles(counts: Sequence[int], sizes: Sizes) -> list[Batch]:
-    """Distribute chunks to batches in which each row has `sizes.tile` tokens.
+    """Distribute chunks to batches with rows of `sizes.tile` tokens.
 
-    Each chunk takes consecutive rows of one batch, and only its last row is padded. Example with
-    rows of 8 tokens: chunk a has 20 tokens, b has 16, c has 3, and two rows are padding::
+    Each chunk takes consecutive rows of a batch, and only its last row is padded. Example with rows
+    of 8 tokens: chunk a has 20 tokens, b has 16, c has 3, and two rows are padding::
 
         row      0  1  2  3  4  5  6  7 chunk    a  a  a  b  b  c  -  -
 
@@ -178,7 +177,7 @@ def pack_tiles(counts: Sequence[int], sizes: Sizes) -> list[Batch]:
 
 
 def tile_buckets(sizes: Sizes) -> list[int]:
-    """Return the batch sizes B of the prefill programs whose rows have `sizes.tile` tokens.
+    """Return the batch sizes B of the prefill programs with rows of `sizes.tile` tokens.
 
     If there are several slots, the largest program has room for an eighth more than `max_chunk`
     tokens, because the last row of each chunk is padded.
@@ -197,7 +196,7 @@ def tile_buckets(sizes: Sizes) -> list[int]:
 
 
 def chunk_bucket(count: int, max_chunk: int) -> int:
-    """Return the length T to which a chunk of `count` tokens is padded.
+    """Return the padded length T of a chunk with `count` tokens.
 
     It is a power of two, at least 16, but at most `max_chunk`.
     """
@@ -205,7 +204,7 @@ def chunk_bucket(count: int, max_chunk: int) -> int:
 
 
 def chunk_buckets(max_chunk: int) -> list[int]:
-    """Return all lengths T to which chunks can be padded.
+    """Return all padded lengths T that `chunk_bucket` can return.
 
     Example:
       >>> chunk_buckets(100)
@@ -238,7 +237,7 @@ def prefill_rows(width: int, max_chunk: int, num_slots: int) -> list[int]:
 
 
 def row_bucket(count: int, num_slots: int) -> int:
-    """Return the batch size B to which `count` decoding sequences are padded.
+    """Return the padded batch size B for `count` decoding sequences.
 
     It is 1, or a power of two from 4, but at most `num_slots`. There is no batch size 2: on a CPU,
     two rows in a batch of four take only 5 to 10% longer than in a batch of two, which does not

@@ -66,8 +66,8 @@ def _bits(x: jax.Array) -> jax.Array:
 WHOLE = PartitionSpec()
 OF_HEADS = PartitionSpec(None, None, AXIS)
 # Pools of recurrent states [L, P, ...] are also divided along their third dimension (heads or
-# channels). A copy of the states of one sequence has no dimension P, so OF_STATES divides the
-# second dimension.
+# channels). A copy of a sequence's states has no dimension P, so OF_STATES divides the second
+# dimension.
 OF_STATES = PartitionSpec(None, AXIS)
 
 _Function = Callable[..., tuple[DecodeState, Any]]
@@ -89,7 +89,7 @@ class Division(NamedTuple):
     def divide(
         self, program: _Function, *, last: PartitionSpec, result: PartitionSpec
     ) -> _Function:
-        """Convert a program for one device to a program that runs on all devices.
+        """Convert a program for a single device to a program that runs on all devices.
 
         Args:
           program: the function ``(weights, state, *args) -> (state, result)`` that each device
@@ -123,7 +123,7 @@ class Division(NamedTuple):
         return divided
 
     def shardings(self, state: DecodeState) -> DecodeState:
-        """Return a state that has the sharding of each array in place of the array."""
+        """Return a tree like `state` that contains the sharding of each array."""
         return jax.tree.map(lambda part: NamedSharding(self.mesh, part), _parts(state))
 
 

@@ -4,7 +4,7 @@ Layers with the same kind of attention form a group with its own blocks. The sch
 the blocks of the first group, which keeps the most tokens, because no other group runs out of
 blocks before it. With P blocks in the first group and S slots, another group has ``min(P, S * w)``
 blocks, where w is the maximum number of blocks that a slot holds in that group. ``S * w`` blocks
-are enough for all slots. P blocks are enough, too, because a slot never holds more blocks in
+are enough for all slots. P blocks are also enough, because a slot never holds more blocks in
 another group than in the first group, and slots that share blocks in the first group share the
 corresponding blocks in the other groups.
 
@@ -93,7 +93,7 @@ def num_swapped_blocks(
 
 
 class BlockBudget:
-    """Counts the blocks of sequences in a model in which some layers keep all tokens.
+    """Counts the blocks of sequences, for models with layers that keep all tokens.
 
     In such a model, the number of blocks of a sequence depends only on its length.
 
@@ -124,7 +124,7 @@ class BlockBudget:
         return self.num_blocks * self.block_size + 1  # The last token is not in the cache.
 
     def num_required(self, num_tokens: int) -> int:
-        """Return the minimum number of blocks with which `num_tokens` tokens can be prefilled."""
+        """Return the minimum number of blocks to prefill `num_tokens` tokens."""
         return num_blocks_needed(num_tokens, self.block_size)
 
     def num_wanted(self, num_tokens: int) -> int:
@@ -132,7 +132,7 @@ class BlockBudget:
         return num_blocks_needed(num_tokens, self.block_size)
 
     def num_shared(self, num_tokens: int) -> int:
-        """Return the number of blocks that sequences share if their first `num_tokens` are equal."""
+        """Return the number of blocks that sequences share if `num_tokens` tokens are equal."""
         return num_tokens // self.block_size
 
     def num_in_row(self, num_tokens: int, program_start: int) -> int:
@@ -195,7 +195,7 @@ class BlockBudget:
 
 
 class WindowBlockBudget(BlockBudget):
-    """Counts the blocks of sequences in a model in which every layer has a sliding window.
+    """Counts the blocks of sequences, for models with a sliding window in every layer.
 
     A sequence holds a limited number of blocks, so a long prompt needs few blocks. Each program of
     a sequence (a prefill chunk or a dispatch of decode steps) first frees the blocks that have left
@@ -237,9 +237,9 @@ class WindowBlockBudget(BlockBudget):
         return None if self.num_blocks >= self._most_decoding else super().max_length
 
     def num_required(self, num_tokens: int) -> int:
-        """Return the minimum number of blocks with which `num_tokens` tokens can be prefilled.
+        """Return the minimum number of blocks to prefill `num_tokens` tokens.
 
-        With chunks of one block, the blocks of a window and one more block are enough.
+        In chunks of a single block, the blocks of a window and an additional block are enough.
         """
         return min(self._most_decoding, super().num_required(num_tokens))
 

@@ -114,7 +114,7 @@ class Completion:
             self.logprobs.append(candidates)
 
         may_stop = num_tokens > self._params.min_tokens
-        # With a grammar, a stop token before min_tokens ends the sample, too: it is only sampled if
+        # With a grammar, a stop token also ends the sample before min_tokens: it is only sampled if
         # the grammar allows no other token.
         may_end = may_stop or self._params.structured_outputs is not None
         if may_end and token_id in eos_token_ids and not self._params.ignore_eos:
@@ -138,7 +138,7 @@ class Completion:
     def extend(
         self, token_ids: list[int], logprobs: list[float], *, eos_token_ids: frozenset[int]
     ) -> bool:
-        """Append several tokens at once, which is faster, if none of them can end the sample.
+        """Append several tokens in a single, faster call, if none of them can end the sample.
 
         Args:
           token_ids: the tokens. The caller must check that none of them reaches the maximum length.

@@ -74,7 +74,7 @@ class RequestMetrics:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """A period in which a sample waited.
+    """A period of waiting of a sample.
 
     Attributes:
       reason: why it waited: ``"turn"``, ``"slots"``, ``"blocks"``, ``"budget"``, ``"same prefix"``,
@@ -99,7 +99,7 @@ class Wait:
 
 @dataclasses.dataclass(frozen=True)
 class PreemptionNote:
-    """A preemption of a sample, in which the sample lost its slot and its blocks.
+    """A preemption: a running sample lost its slot and its blocks.
 
     Attributes:
       seconds: time of the preemption, in seconds after the arrival of the request.
@@ -194,7 +194,7 @@ class EngineStats:
       num_decode_tokens: number of tokens generated in dispatches that did not compile a program.
       prefill_seconds: seconds that programs for prefill took.
       decode_seconds: seconds that programs for decoding took, until their tokens were on the host.
-      host_seconds: seconds in which the host worked while the device was idle.
+      host_seconds: seconds that the host worked while the device was idle.
       schedule_seconds: seconds to plan steps, including the plan's operations on the cache.
       postprocess_seconds: seconds to convert tokens to text and to finish requests.
         `schedule_seconds` and `postprocess_seconds` are part of `host_seconds`, except for steps in

@@ -17,7 +17,7 @@ _Rank = tuple[int, int, int, int]
 
 
 class FairQueue:
-    """The waiting sequences, in an order in which clients take turns.
+    """The waiting sequences, ordered so that clients take turns.
 
     The turn of a sequence is the number of sequences of the same client that are running or are
     queued before it. Sequences are ordered by priority (lower values first), then by turn, then by
@@ -72,7 +72,7 @@ class FairQueue:
 
 
 def _with_ranks(own: list[Sequence], num_running: int) -> Iterator[tuple[_Rank, Sequence]]:
-    """Yield the waiting sequences `own` of one client, each with its rank.
+    """Yield the waiting sequences `own` of a client, each with its rank.
 
     `num_running` is the number of running sequences of the client.
     """
@@ -165,7 +165,7 @@ class Queue:
                 self.by_deadline = [x for x in self.by_deadline if x[2] is not request]
 
     def expired(self, now: float) -> list[Sequence]:
-        """Return the unfinished sequences whose deadlines have passed."""
+        """Return the unfinished sequences with a deadline that has passed."""
         due = itertools.takewhile(lambda entry: entry[0] <= now, self.by_deadline)
         return [sequence for *_, request in due for sequence in self.unfinished_of(request)]
 

@@ -27,7 +27,7 @@ class Request:
 
     Attributes:
       request_id: name of the request, unique among unfinished requests.
-      arrival: number of requests before this one; it orders requests of equal priority.
+      arrival: number of earlier requests; it orders requests of equal priority.
       prompt: the text of the prompt; None if it was given as token ids.
       prompt_token_ids: token ids of the prompt.
       params: sampling parameters.
@@ -116,8 +116,7 @@ class Sequence:
       chain: object that computes the digests of full blocks; None if the blocks are not published
         to the prefix cache.
       grammar: position in the grammar, updated by `active_grammar`; None without a grammar.
-      num_computed: number of tokens whose K and V are in the cache or, after a swap, in host
-        memory.
+      num_computed: number of tokens with K and V in the cache or, after a swap, in host memory.
       program_start: value of `num_computed` before the last program (prefill chunk or dispatch of
         decode steps) that added tokens. In layers with a sliding window, the slot may still hold
         the blocks that this program read.
@@ -183,7 +182,7 @@ class Sequence:
 
     @property
     def request(self) -> Request:
-        """The request, to which the scheduler keeps a reference until all its sequences end."""
+        """The request. The scheduler keeps a reference to it until all its sequences end."""
         request = self._request()
         assert request is not None, "the request must outlive its sequences"
         return request
@@ -280,7 +279,7 @@ class Sequence:
     def extend(
         self, token_ids: list[int], logprobs: list[float], *, eos_token_ids: frozenset[int]
     ) -> bool:
-        """Append several tokens at once, which is faster, if none of them can end the sequence.
+        """Append several tokens in a single, faster call, if none of them can end the sequence.
 
         See `Completion.extend` for the arguments.
 
@@ -309,7 +308,7 @@ class Sequence:
 
         Args:
           num_tokens: number of tokens of a prefill chunk, or number of generated tokens. A decode
-            step computes K and V of one token, the token before the generated token.
+            step computes K and V of the token before the generated token.
         """
         if num_tokens:
             self.program_start = self.num_computed

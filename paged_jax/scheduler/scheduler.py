@@ -206,7 +206,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Sequence]:
-        """The waiting sequences, in the order in which they get slots."""
+        """The waiting sequences, in the order of the queue."""
         return list(self._queue.waiting)
 
     @property

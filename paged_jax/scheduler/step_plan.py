@@ -11,7 +11,7 @@ class StepPlan:
     """Plan of an engine step. The engine runs `chunks`, then `forks`, then `decodes`.
 
     Attributes:
-      expired: sequences whose deadline has passed. The scheduler has already removed them.
+      expired: sequences with a deadline that has passed. The scheduler has already removed them.
       chunks: sequences to prefill, each with the number of tokens to prefill. Before the next plan,
         the engine publishes the blocks that a chunk fills, because other sequences may wait for
         them.
@@ -23,7 +23,7 @@ class StepPlan:
         before it decodes. The host knows all their tokens. The program samples the tokens that the
         grammar forces, and one more token; then these sequences wait, and the others continue.
       num_steps: maximum number of decode steps; 0 if no sequence decodes.
-      leave_on_stop: whether decoding ends as soon as one sequence is complete, because other
+      leave_on_stop: whether decoding ends as soon as any sequence is complete, because other
         sequences wait for a slot.
       is_ahead: whether the plan was made before the tokens of the previous plan were known. Some of
         its sequences may already be complete, or there may be too few free blocks. In both cases
@@ -146,7 +146,7 @@ class Lookahead:
     def _plan_beside_grammars(self, plan: StepPlan, running: list[Sequence]) -> StepPlan | None:
         """Plan the next decode steps if some sequences have a grammar.
 
-        Sequences whose next token mask depends on tokens that are not known yet are left out.
+        A sequence is left out if its next token mask depends on tokens that are not known yet.
         """
         is_planned, was_bound = set(plan.decodes), set(plan.bound)
         decodes: list[Sequence] = []

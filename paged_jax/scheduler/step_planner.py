@@ -111,7 +111,7 @@ class StepPlanner:
         return min(max_steps, longest, *known)
 
     def add_decodes(self) -> None:
-        """Add all running sequences whose prefill is complete to `decodes`."""
+        """Add all running sequences with a complete prefill to `decodes`."""
         ready = [s for s in self._queue.running if not s.num_prefill and s.draws_tokens]
         for sequence in ready:
             self._take(1, self._block_budget.num_claimed(sequence))
@@ -184,10 +184,10 @@ class StepPlanner:
         """Fork the other samples of a prompt from the leader, which has computed the prompt.
 
         The forks and the leader generate their first tokens in this step. For this, each fork takes
-        one block: a new block for its token, or a copy of the partly filled block to which all
-        samples write. (One sample keeps the original block; the count assumes that it is the
-        leader.) Since all samples write in this step, no partly filled block stays shared. If there
-        is no slot or block for a sample, it joins the queue, and will find the prompt in the prefix
+        one block: a new block for its token, or a copy of the partly filled block that all samples
+        write to. (One sample keeps the original block; the count assumes that it is the leader.)
+        Since all samples write in this step, no partly filled block stays shared. If there is no
+        slot or block for a sample, it joins the queue, and will find the prompt in the prefix
         cache. With `WindowBlockBudget`, which counts no block as shared, all blocks of a fork
         count.
         """
@@ -218,12 +218,12 @@ class Admission:
 
     A sequence waits while a running sequence computes a prefix that both share. To find this out,
     it is enough to compare the digest of the block that the running sequence computes next. The
-    digest covers all blocks before it, so sequences that share a later block share this block, too.
+    digest covers all blocks before it, so sequences that share a later block also share this block.
 
     Args:
       queue: the waiting sequences and the slots.
       block_budget: object that counts the blocks of sequences.
-      stats: statistics of the engine, in which look-ups in the prefix cache are counted.
+      stats: statistics of the engine; look-ups in the prefix cache are counted there.
       max_num_batched_tokens: maximum number of tokens in a step.
       enable_prefix_caching: whether prompts are looked up in the prefix cache.
       state_interval: see `Scheduler`.
