@@ -43,11 +43,13 @@ class BlockPool:
     Attributes:
       ref_counts: i32[P], the number of table entries that refer to each block; 0 if it is free.
       free_queue: i32[P], a ring buffer. The `num_free` entries that start at index `head` are the
-    ids of the free blocks, in the order in which they will be allocated. The other entries are
-    stale. head: i32[], the position in `free_queue` of the next block to allocate. num_free: i32[],
-    the number of free blocks. is_cached: bool[P], whether the block can be found by its digest.
-    digests: u32[P, 8], the SHA-256 digest of each cached block; stale for other blocks. token_ids:
-    i32[P, C], the tokens of each cached block; stale for other blocks.
+          ids of the free blocks, in the order in which they will be allocated. The other entries
+          are stale.
+      head: i32[], the position in `free_queue` of the next block to allocate.
+      num_free: i32[], the number of free blocks.
+      is_cached: bool[P], whether the block can be found by its digest.
+      digests: u32[P, 8], the SHA-256 digest of each cached block; stale for other blocks.
+      token_ids: i32[P, C], the tokens of each cached block; stale for other blocks.
     """
 
     ref_counts: jax.Array

@@ -3,9 +3,10 @@
 
 The layers of a group keep the same tokens. Their pools of K and V have shape ``[L, P, K, C, D]``:
 layer of the group, block, KV head, token in the block, head dimension. A block id refers to the
-same block in every layer of the group, in K and in V. Pools of recurrent states have shape ``[L, P,
-...]``: layer, entry, and the shape of a sequence's state. The tables in
-`paged_jax.cache.blocks.state_tables` list the entry of each slot.
+same block in every layer of the group, in K and in V.
+
+Pools of recurrent states have shape ``[L, P, ...]``: layer, entry, and the shape of a sequence's
+state. The tables in `paged_jax.cache.blocks.state_tables` list the entry of each slot.
 """
 
 from collections.abc import Sequence

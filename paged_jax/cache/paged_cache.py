@@ -456,7 +456,7 @@ def attach_prefix(
     token_ids: jax.Array,
     num_blocks: ArrayLike,
 ) -> tuple[PagedCache, jax.Array, jax.Array]:
-    """Attach a cached prefix like `attach`, and also return how long it could have been.
+    """Attach a cached prefix like `attach`; return its actual and its possible length.
 
     Returns:
       ``(cache, num_found, num_possible)``, see `prefix.attach_groups`.

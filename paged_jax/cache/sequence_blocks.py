@@ -37,9 +37,9 @@ def num_blocks_needed(num_tokens: Count, block_size: int) -> Count:
 def first_kept_column(num_tokens: Count, window: int, block_size: int) -> Count:
     """Return the first column of the block table that a slot with a sliding window keeps.
 
-    With n tokens in the cache, the next token has position n and attends to the positions ``n -
-    window + 1 .. n``. The slot also keeps the blocks that position ``n // C * C`` attends to; this
-    is the first position in the block of position n. So after the slot is released, another
+    With n tokens in the cache, the next token has position n and attends to the positions
+    ``n - window + 1 .. n``. The slot also keeps the blocks that position ``n // C * C`` attends to;
+    this is the first position in the block of position n. So after the slot is released, another
     sequence with the same full blocks finds all blocks that it needs in the prefix cache.
 
     Args:

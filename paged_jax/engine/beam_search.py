@@ -12,10 +12,10 @@ appends the last token of the beam; if other slots share the block of this token
 copied first. The program returns the most probable next tokens of each beam. Then the host chooses
 the beams of the next step:
 
-    the candidates are the beams extended by their at least 2 W most probable next tokens a
-    candidate that ends with an end-of-sequence token is complete and does not continue the best W
-    of the other candidates are the beams of the next step at the end of the search, the best W of
-    all beams are returned, complete or not
+    the candidates are the beams, extended by at least 2 W most probable next tokens per beam
+    a candidate that ends with an end-of-sequence token is complete and does not continue
+    the best W of the other candidates are the beams of the next step
+    at the end of the search, the best W of all beams are returned, complete or not
 
 Beams are ranked by ``cum_logprob / length**length_penalty``, as in vLLM. The length includes the
 prompt, but not the end-of-sequence token.

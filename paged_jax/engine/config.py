@@ -38,7 +38,7 @@ class Bounds(NamedTuple):
     If the default of an option is None, `check_options` also accepts None.
 
     Attributes:
-      words: the rule in words; error messages continue "must be" with it.
+      words: description of the rule; it follows "must be" in error messages.
       contains: function that returns whether it accepts a value.
       choices: the accepted strings; empty if the values are not strings from a fixed list.
     """
@@ -357,7 +357,7 @@ class EngineConfig:
     def uses_cascade(self, model_config: LlamaConfig, platform: str) -> bool:
         """Return whether decoding uses cascade attention.
 
-        Cascade attention reads blocks that are shared by all sequences once for all of them.
+        With cascade attention, a step reads the blocks that all sequences share only once.
 
         Args:
           model_config: the configuration of the model.

@@ -1,8 +1,8 @@
 """`EngineCore`: the step of continuous batching, and the objects that it uses.
 
-    schedule       `paged_jax.scheduler` chooses the sequences of the step and allocates their
-    blocks run            `paged_jax.runner` prefills chunks, forks samples and decodes postprocess
-    `Postprocessor` appends tokens to samples and finishes complete samples
+    schedule       `paged_jax.scheduler` chooses the sequences of the step, and allocates blocks
+    run            `paged_jax.runner` prefills chunks, forks samples and decodes
+    postprocess    `Postprocessor` appends tokens to samples, and finishes complete samples
 
 Each step queues the programs of the next step before it reads its own tokens. So the device decodes
 while the host converts tokens to text. If the scheduler needs the tokens to plan the next step, the

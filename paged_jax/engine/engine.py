@@ -163,7 +163,7 @@ class Engine:
 
     @contextlib.contextmanager
     def all_or_none(self) -> Generator[None, None, None]:
-        """Return a context manager that removes the requests added inside it if it raises."""
+        """Return a context manager that removes the requests added inside it after an exception."""
         requests = self.core.requests
         num_before, known = requests.num_added, set(requests.unfinished)
         try:
@@ -302,13 +302,12 @@ class Engine:
             its ``nnx.state``, or a list of the leaves of that state in order. With `mapping`, the
             parameters of another implementation of the same model: a module, its state, or a tree
             of arrays. Arrays are converted to the devices, dtypes and shardings of the old weights.
-          mapping: maps the dotted path of each array in `params` to its Hugging Face name. A ``*``
-            stands for a layer number: ``{"layers.*.norm":
-            "model.layers.*.input_layernorm.weight"}``. If only the Hugging Face name has a ``*``,
-            the array contains all layers, stacked. With a value ``(name, axes)``, the array is
-            transposed first. A dimension of the array may be split in two: ``[H, D, E]`` instead of
-            ``[H * D, E]``. An array whose path is not in `mapping` must be named as in Hugging
-            Face.
+          mapping: maps the dotted path of each array in `params` to its Hugging Face name, such as
+            ``{"layers.*.norm": "model.layers.*.input_layernorm.weight"}``. A ``*`` stands for a
+            layer number; if only the Hugging Face name has a ``*``, the array contains all layers,
+            stacked. With a value ``(name, axes)``, the array is transposed first. A dimension of
+            the array may be split in two: ``[H, D, E]`` instead of ``[H * D, E]``. An array whose
+            path is not in `mapping` must be named as in Hugging Face.
 
         Raises:
           ValueError: structure, names or shapes differ. The old weights are then unchanged.

@@ -7,12 +7,12 @@ properties of the device::
     seconds >= max(bytes / memory_rate, operations / operation_rate) + sent / link_rate
 
     bytes        bytes that a device reads: its weights (except for an embedding that is not also
-                 the head), and K and V of all tokens that the sequences attend to operations   2
-                 per weight and sequence sent         bytes that a device sends: 2 (N - 1) / N of
-                 the bytes of an all-reduce, and (N - 1) / N of the bytes of an all-gather. This is
-                 optimal if the devices only send to each other (Patarasuk and Yuan, J. Parallel
-                 Distrib. Comput. 69, 2009). Network switches that add, such as NVLink SHARP, send
-                 half as much in an all-reduce.
+                 the head), and K and V of all tokens that the sequences attend to
+    operations   2 per weight and sequence
+    sent         bytes that a device sends: 2 (N - 1) / N of the bytes of an all-reduce, and
+                 (N - 1) / N of the bytes of an all-gather. This is optimal if the devices only send
+                 to each other (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). Network
+                 switches that add, such as NVLink SHARP, send half as much in an all-reduce.
 
 A step has 2 L + 1 all-reduces of ``[B, E]`` in float32 (two per layer and one for the embedding)
 and an all-gather of the logits ``[B, V]``. A layer that runs attention and MLP in parallel, or has
@@ -21,8 +21,8 @@ has an additional all-reduce of two values per token, and so has a layer with sp
 the model has embeddings for each layer, they have one all-reduce in total. The latency of
 collectives, a few microseconds each, is not published and not counted.
 
-If each token uses k of X experts and the router chooses uniformly, a step with B tokens reads X (1
-- (1 - k / X)^B) experts. This is an expected value, not a bound.
+If each token uses k of X experts and the router chooses uniformly, a step with B tokens reads
+``X (1 - (1 - k / X)^B)`` experts. This is an expected value, not a bound.
 
 `paged_jax.dims` defines the letters. E is the hidden size, N the number of devices.
 """

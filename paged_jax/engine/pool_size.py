@@ -24,8 +24,8 @@ KV_DTYPES = {
 _OWN_CGROUPS, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 # Bytes of memory for K and V on a device that does not report its memory.
 DEFAULT_CACHE_BYTES = 1 << 30
-# Fraction of the memory that is free after loading the weights that is used for K and V. The rest
-# is for the temporary memory of steps.
+# Fraction of the free memory that is used for K and V, after the weights are loaded. The rest is
+# for the temporary memory of steps.
 CACHE_FRACTION = 0.85
 
 

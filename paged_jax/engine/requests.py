@@ -63,7 +63,7 @@ class RequestTable:
         self.num_added += 1
 
     def note_start(self, plan: StepPlan) -> None:
-        """Record the start time and the number of cached tokens of requests that run first now."""
+        """Record start time and number of cached tokens of requests that run for the first time."""
         now = time.perf_counter()
         chunked = (sequence for sequence, _ in plan.chunks)
         for sequence in [*chunked, *plan.computed, *plan.decodes]:

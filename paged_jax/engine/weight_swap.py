@@ -286,7 +286,7 @@ def _converting(
 
 
 def _in_format(name: str, array: jax.Array, formats: MatrixFormats) -> dict[str, jax.Array]:
-    """Return the array by name, quantised if `formats` quantises it, with its scales by name."""
+    """Return a dict with the array, quantised if `formats` requires it, and with its scales."""
     format = formats[name]
     if not is_matrix(name) or not format.is_quantised:
         return {name: array}
@@ -411,8 +411,8 @@ class EngineAsleepError(RuntimeError):
 class Sleep:
     """Sleep state of an engine. It holds the weights in host memory during a sleep of level 1.
 
-        awake --begin(1)--> weights on the host --end--> awake awake --begin(2)--> no weights
-        --update_params--> weights on the device --end--> awake
+        awake --begin(1)--> weights on the host --end--> awake
+        awake --begin(2)--> no weights --update_params--> weights on the device --end--> awake
 
     Args:
       executor: executor that holds the weights and the pools.

@@ -275,7 +275,7 @@ class TokenMasks(NamedTuple):
       starts: i32[S], the position of the next token of the slot.
       num_forced: i32[S], the number of next tokens for which the grammar allows only one choice.
       waits_at: i32[S], the position at which the slot must wait for new masks from the host.
-      forced_ids: i32[S, N], these next tokens (forced tokens).
+      forced_ids: i32[S, N], the ids of these tokens, which are called forced tokens.
       masks: i32[S, ceil(V / 32)], one bit per token of the vocabulary: whether the token may follow
         the forced tokens.
     """

@@ -3,10 +3,11 @@
 If n tokens of a sequence are known, n - 1 of them are in the cache. The last token is the input of
 the next decode step, which samples the token after it. `decode_steps` repeats this for a batch:
 
-    plan blocks for the tokens of all steps, and copy shared blocks            (PagedCache) while
-    decode steps are left and rows are running: logits = model.decode_rows(...) sample tokens,
-    record them, and stop rows that are complete            (sampling) allocate the planned blocks
-    that were used                                 (PagedCache)
+    plan blocks for the tokens of all steps, and copy shared blocks            (PagedCache)
+    while decode steps are left and rows are running:
+        logits = model.decode_rows(...)
+        sample tokens, record them, and stop rows that are complete            (sampling)
+    allocate the planned blocks that were used                                 (PagedCache)
 
 `verify_steps` samples the same tokens with the help of drafts, which are guesses of the next
 tokens. One pass of the model computes the logits after every draft token. Then tokens are sampled
@@ -47,15 +48,22 @@ class StepTokens(NamedTuple):
     """Tokens that a dispatch sampled for B rows, up to N per row.
 
     The new tokens of row ``b`` are ``token_ids[:num_new[b], b]``. All arrays in `draws` have the
-    leading dimensions [N, B]; their entries past `num_new` are 0. The tokens are packed into one
-    array, so that the host fetches them in one transfer.
+    leading dimensions [N, B]; their entries past `num_new` are 0.
+
+    Attributes:
+      drawn: i32[N, B, 3 + 2 * num_top], the sampled tokens, packed by `Draws.pack` so that the host
+        fetches them in a single transfer.
+      num_new: i32[B], the number of sampled tokens of each row.
+      num_steps: i32[], the number of decode steps, which is the maximum of `num_new`.
+      free_blocks: i32[] for each group of layers, the number of free blocks after the dispatch.
+      ok: bool[], False if there were too few free blocks for all decode steps.
     """
 
-    drawn: jax.Array  # i32 [N, B, 3 + 2 * num_top], packed by `Draws.pack`
-    num_new: jax.Array  # i32 [B], number of sampled tokens of each row
-    num_steps: jax.Array  # i32 [], number of decode steps, which is the maximum of num_new
-    free_blocks: tuple[jax.Array, ...]  # i32 [] per group, number of free blocks afterwards
-    ok: jax.Array  # bool [], False if the loop ended early because there were too few free blocks
+    drawn: jax.Array
+    num_new: jax.Array
+    num_steps: jax.Array
+    free_blocks: tuple[jax.Array, ...]
+    ok: jax.Array
 
     @property
     def draws(self) -> Draws:
@@ -297,19 +305,33 @@ _RUNNING, _WAITING, _COMPLETE = np.int32(0), np.int32(1), np.int32(2)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-    """The rows of a dispatch and their sampled tokens, which the decode loops carry."""
+    """The rows of a dispatch and their sampled tokens, which the decode loops carry.
 
-    sampling: SlotSampling  # sampling state of the rows, see `sampling.rows_of`
-    constraints: Constraints | None  # constraints by grammars; None if no slot can have them
-    slots: jax.Array  # i32 [B], the slot of each row; out of range for padding
-    token_ids: jax.Array  # i32 [B], the last known token of each row
-    stop_ids: jax.Array  # i32 [B, X], as in `DecodeState`
-    max_lengths: jax.Array  # i32 [B], as in `DecodeState`
-    limits: jax.Array  # i32 [B], length at which each row is complete or waits for the host
-    lengths: jax.Array  # i32 [B], number of tokens in the cache (all known tokens except the last)
-    status: jax.Array  # i32 [B], `_RUNNING`, `_WAITING` or `_COMPLETE`
-    num_steps: jax.Array  # i32 [], number of decode steps so far
-    drawn: jax.Array  # i32 [N, B, ...], the sampled tokens, packed by `Draws.pack`
+    Attributes:
+      sampling: sampling state of the rows, see `sampling.rows_of`.
+      constraints: constraints of the rows by grammars; None if no slot can have constraints.
+      slots: i32[B], the slot of each row; out of range for padding.
+      token_ids: i32[B], the last known token of each row.
+      stop_ids: i32[B, X], the tokens that stop each row, see `DecodeState`.
+      max_lengths: i32[B], the maximum number of tokens of each row.
+      limits: i32[B], the number of tokens at which each row is complete or waits for the host.
+      lengths: i32[B], the number of tokens in the cache (all known tokens except the last).
+      status: i32[B], `_RUNNING`, `_WAITING` or `_COMPLETE`.
+      num_steps: i32[], the number of decode steps so far.
+      drawn: i32[N, B, ...], the sampled tokens, packed by `Draws.pack`.
+    """
+
+    sampling: SlotSampling
+    constraints: Constraints | None
+    slots: jax.Array
+    token_ids: jax.Array
+    stop_ids: jax.Array
+    max_lengths: jax.Array
+    limits: jax.Array
+    lengths: jax.Array
+    status: jax.Array
+    num_steps: jax.Array
+    drawn: jax.Array
 
     @classmethod
     def take(cls, state: DecodeState, slots: jax.Array, max_steps: int, num_top: int) -> "_Batch":

@@ -175,7 +175,7 @@ class Executor:
     def update_weights(self, update: Callable[[list[jax.Array]], list[jax.Array]]) -> None:
         """Replace the weights by ``update(old_weights)``, which may donate the old weights.
 
-        Both are lists of arrays in the model layout, see ``Weights.layout``.
+        The old and the new weights are lists of arrays in the model layout, see `Weights`.
         """
         self._join()  # Calls that are queued ahead need the old weights.
         self.weights.replace(update(self.weights.originals))
@@ -202,7 +202,7 @@ class Executor:
         self._oks.append(self.run(call))
 
     def queue(self, call: Call) -> QueuedResult:
-        """Queue a program that returns `free_blocks`, among others; `read` returns its result."""
+        """Queue a program with `free_blocks` in its result; `read` returns the result later."""
         self._latest = QueuedResult(self.run(call))
         return self._latest
 
@@ -249,7 +249,7 @@ class Executor:
         return result
 
     def fetch(self, call: Call) -> Any:
-        """Run a program that returns `free_blocks`, among others; copy its result to the host."""
+        """Run a program with `free_blocks` in its result, and copy the result to the host."""
         return self.read(self.queue(call))
 
     def _call(self, call: Call) -> Any:
@@ -378,7 +378,10 @@ class Executor:
 
     @contextlib.contextmanager
     def _compiling(self, program: str) -> Iterator[None]:
-        """Return a context manager to call a program; it reports and times a compilation."""
+        """Return a context manager that reports and measures the compilation of a program.
+
+        The caller calls the program inside it.
+        """
         if program in self._compiled:
             yield
             return
@@ -397,7 +400,7 @@ class Executor:
 
 # Jit the whole function. Otherwise JAX would compile and keep a program for each array.
 def _check_replicas(division: Division, program: str, result: Any) -> Any:
-    """Return the result of a program, after checking that all devices computed the same."""
+    """Check that all devices computed equal results, and return the result of the program."""
     if not division.checks_replicas:
         return result
     result, ok = result

@@ -6,12 +6,13 @@ Flax module or hashing its graph in each call would take longer than a step of a
 The number of rows B and the number of tokens per row T are padded to a few sizes, so that
 `list_calls` can list all programs, to compile them before the first request:
 
-    prefill          T: powers of two from 16, and max_chunk B: 1, 4, 16, ..., with B * T <=
-                     max_chunk, or max_chunk / 2 for B >= 16 On CPUs with the C++ kernels, T is 8,
-                     and a chunk takes several rows; B * T: powers of two from 16 below max_chunk,
-                     and max_chunk * 9 / 8 score            T: min(128, max_chunk)     B: 1
-                     (log-probabilities of prompts) decode, verify   B: 1, 4, 8, 16, ... up to the
-                     number of slots all others       one shape each
+    prefill          T: powers of two from 16, and max_chunk
+                     B: 1, 4, 16, ..., with B * T <= max_chunk, or max_chunk / 2 for B >= 16
+                     On CPUs with the C++ kernels, T is 8, and a chunk takes several rows;
+                     B * T: powers of two from 16 below max_chunk, and max_chunk * 9 / 8
+    score            T: min(128, max_chunk)     B: 1     (log-probabilities of prompts)
+    decode, verify   B: 1, 4, 8, 16, ... up to the number of slots
+    all others       one shape each
 
 Programs of beam search depend on the beam width, so they are compiled when they are first used.
 """
@@ -51,22 +52,36 @@ from paged_jax.sampling.sample import ranks, top_logprobs
 
 @short_repr
 class Scores(NamedTuple):
-    """Log-probabilities of prompt tokens, with a row per token."""
+    """Log-probabilities of prompt tokens, with a row per token.
 
-    logprobs: jax.Array  # f32 [T], log-probability of each token
-    ranks: jax.Array  # i32 [T], rank of each token; 1 is the most probable token
-    top_ids: jax.Array  # i32 [T, N], the N most probable tokens
-    top_logprobs: jax.Array  # f32 [T, N], log-probabilities of `top_ids`
+    Attributes:
+      logprobs: f32[T], the log-probability of each token, in nats.
+      ranks: i32[T], the rank of each token; 1 is the most probable token.
+      top_ids: i32[T, N], the N most probable tokens at the position of each token.
+      top_logprobs: f32[T, N], the log-probabilities of `top_ids`.
+    """
+
+    logprobs: jax.Array
+    ranks: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
 
 
 @short_repr
 class BeamTokens(NamedTuple):
-    """The most probable next tokens of each beam, with a row per beam."""
+    """The most probable next tokens of each beam, with a row per beam.
 
-    top_ids: jax.Array  # i32 [B, N], the N most probable tokens in descending order
-    top_logprobs: jax.Array  # f32 [B, N], log-probabilities of `top_ids`
-    free_blocks: tuple[jax.Array, ...]  # i32 [] per group, number of free blocks afterwards
-    ok: jax.Array  # bool [], False if there were too few free blocks
+    Attributes:
+      top_ids: i32[B, N], the N most probable next tokens, the most probable first.
+      top_logprobs: f32[B, N], the log-probabilities of `top_ids`.
+      free_blocks: i32[] for each group of layers, the number of free blocks after the step.
+      ok: bool[], False if there were too few free blocks.
+    """
+
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+    free_blocks: tuple[jax.Array, ...]
+    ok: jax.Array
 
 
 class Call(NamedTuple):
@@ -112,25 +127,29 @@ class Programs(NamedTuple):
     example because there were too few free blocks.
 
     prefill: ``(token_ids i32[B, T], slots i32[B], num_tokens i32[B])`` to ``ok``. If `Sizes.tile`
-      is set, consecutive rows may have the same slot, see `PagedModel.prefill_tiles`. score:
-      ``(token_ids i32[1, T], slots i32[1], num_tokens i32[1], targets i32[T])`` to ``(Scores,
-      ok)``: prefill, and the log-probabilities of `targets`, the tokens that follow. decode:
-      ``(slots i32[B], num_steps i32[], leave_on_stop bool[], with_top bool[])`` to `StepTokens`,
-      see `decoding.decode_steps`. verify: ``(drafts i32[B, T], num_drafts i32[B], slots i32[B],
-      with_top bool[])`` to `StepTokens`, see `decoding.verify_steps`. beam: ``(parents i32[S],
-      token_ids i32[B], slots i32[B], bias_ids i32[K], bias_values f32[B, K], num_top=)`` to
-      `BeamTokens`: each slot becomes a copy of its parent, see `cache.reorder`, and one token is
-      appended to it. Biases are added to the log-probabilities. fork: ``(parents i32[S])`` to
-      ``ok``. release: ``(mask bool[S])`` to None. reserve: ``(num_tokens i32[S])`` to ``ok``.
-      attach: ``(slot i32[], digests u32[M, 8], token_ids i32[M, C], num_blocks i32[])`` to the
-      number of blocks found. In models with recurrent layers the result is i32[2]: this number, and
-      the number that would be found if there were a snapshot of their state after every block.
-      publish: ``(slots i32[N], columns i32[N], digests u32[N, 8], token_ids i32[N, C])`` to None.
-      In models with recurrent layers also ``is_snapshot bool[N]``, see `cache.publish`. forget:
-      ``()`` to None. read_blocks: ``(slot i32[], first i32[], group=)`` to `Pools`, see
-      `cache.read_blocks`. write_blocks: ``(slot i32[], first i32[], values, group=)`` to None.
-      read_state: ``(slot i32[])`` to the states of recurrent layers, see
-      `cache.contents.read_state`. write_state: ``(slot i32[], values)`` to None.
+      is set, consecutive rows may have the same slot, see `PagedModel.prefill_tiles`.
+    score: ``(token_ids i32[1, T], slots i32[1], num_tokens i32[1], targets i32[T])`` to
+      ``(Scores, ok)``: prefill, and the log-probabilities of `targets`, the tokens that follow.
+    decode: ``(slots i32[B], num_steps i32[], leave_on_stop bool[], with_top bool[])`` to
+      `StepTokens`, see `decoding.decode_steps`.
+    verify: ``(drafts i32[B, T], num_drafts i32[B], slots i32[B], with_top bool[])`` to
+      `StepTokens`, see `decoding.verify_steps`.
+    beam: ``(parents i32[S], token_ids i32[B], slots i32[B], bias_ids i32[K], bias_values
+      f32[B, K], num_top=)`` to `BeamTokens`: each slot becomes a copy of its parent, see
+      `cache.reorder`, and a token is appended to it. Biases are added to the log-probabilities.
+    fork: ``(parents i32[S])`` to ``ok``.
+    release: ``(mask bool[S])`` to None.
+    reserve: ``(num_tokens i32[S])`` to ``ok``.
+    attach: ``(slot i32[], digests u32[M, 8], token_ids i32[M, C], num_blocks i32[])`` to the number
+      of blocks found. In models with recurrent layers the result is i32[2]: this number, and the
+      number that would be found if there were a snapshot of their state after every block.
+    publish: ``(slots i32[N], columns i32[N], digests u32[N, 8], token_ids i32[N, C])`` to None. In
+      models with recurrent layers also ``is_snapshot bool[N]``, see `cache.publish`.
+    forget: ``()`` to None.
+    read_blocks: ``(slot i32[], first i32[], group=)`` to `Pools`, see `cache.read_blocks`.
+    write_blocks: ``(slot i32[], first i32[], values, group=)`` to None.
+    read_state: ``(slot i32[])`` to the states of recurrent layers, see `cache.contents.read_state`.
+    write_state: ``(slot i32[], values)`` to None.
     """
 
     prefill: Program

@@ -153,7 +153,8 @@ def pack_tiles(counts: Sequence[int], sizes: Sizes) -> list[Batch]:
     Each chunk takes consecutive rows of a batch, and only its last row is padded. Example with rows
     of 8 tokens: chunk a has 20 tokens, b has 16, c has 3, and two rows are padding::
 
-        row      0  1  2  3  4  5  6  7 chunk    a  a  a  b  b  c  -  -
+        row      0  1  2  3  4  5  6  7
+        chunk    a  a  a  b  b  c  -  -
 
     Example:
       >>> sizes = Sizes(block_size=16, num_slots=4, max_model_len=64, max_chunk=64, max_steps=1,

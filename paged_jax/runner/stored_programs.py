@@ -201,7 +201,10 @@ def _compile(folder: Path, key: str, source: _Source) -> jax.stages.Compiled:
 
 
 def _lower(source: _Source, suffix: str) -> jax.stages.Lowered:
-    """Lower a function; `suffix` is appended to its name in JAX's compilation cache."""
+    """Lower a function under another name, so that JAX's compilation cache does not have it.
+
+    The name ends with `suffix`.
+    """
 
     def program(*arguments: Any) -> Any:
         return source.function(*arguments, **source.static)

@@ -189,7 +189,7 @@ class BlockBudget:
         return 1
 
     def can_grow(self, sequence: Sequence) -> bool:
-        """Return whether a sequence may need more blocks than for the tokens that it has now."""
+        """Return whether a sequence may need more blocks than its present tokens need."""
         most = num_blocks_needed(num_cached_tokens_at(sequence.max_length), self.block_size)
         return most > num_blocks_needed(len(sequence.token_ids), self.block_size)
 
@@ -308,7 +308,7 @@ class WindowBlockBudget(BlockBudget):
         return self.num_in_row(length, num_cached_tokens_at(length))
 
     def can_grow(self, sequence: Sequence) -> bool:
-        """Return whether a sequence may need more blocks than for the tokens that it has now.
+        """Return whether a sequence may need more blocks than its present tokens need.
 
         This is False if it already holds the blocks of a whole window.
         """

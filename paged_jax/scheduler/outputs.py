@@ -74,7 +74,7 @@ class RequestMetrics:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """A period of waiting of a sample.
+    """A period during which a sample waited.
 
     Attributes:
       reason: why it waited: ``"turn"``, ``"slots"``, ``"blocks"``, ``"budget"``, ``"same prefix"``,

@@ -204,7 +204,7 @@ class Sequence:
 
     @property
     def num_prefill(self) -> int:
-        """Number of tokens that prefill still has to compute (all tokens except the last)."""
+        """Number of tokens that prefill still has to compute, without the last token."""
         return len(self.token_ids) - 1 - self.num_computed
 
     def snapshot_points(self, interval: int) -> set[int]:

@@ -394,7 +394,7 @@ class Admission:
         return ""
 
     def _keep_common_prefixes(self, sequence: Sequence, others: Iterable[Sequence]) -> None:
-        """Add the branch points of a running sequence with each of `others`.
+        """Add the branch points of a running sequence: the ends of prefixes shared with `others`.
 
         Args:
           sequence: the running sequence.

@@ -111,16 +111,24 @@ class Reservation(NamedTuple):
 
     `reserve` changes nothing unless it is possible in all groups. So the caller first prepares a
     `Reservation` for every group, and then passes each of them to `finish_reserve`.
+
+    Attributes:
+      tables: the tables if the reservation is not applied; blocks outside of windows are freed.
+      end: i32[S], the lengths if the reservation is applied.
+      first_columns: i32[S], the `first_columns` of the tables if the reservation is applied.
+      writes: whether each slot writes to its last block in place or to a copy.
+      columns: i32[S, W], the columns of the tables that may change, see `plan_columns`.
+      is_taken: bool[S, W], whether each of these columns gets a new block.
+      is_possible: bool[], whether all slots of the group have enough blocks.
     """
 
-    # The tables if the reservation is not applied. Blocks outside of windows are already freed.
     tables: BlockTables
-    end: jax.Array  # i32[S], the lengths after the reservation
-    first_columns: jax.Array | None  # i32[S], `first_columns` of the tables after the reservation
+    end: jax.Array
+    first_columns: jax.Array | None
     writes: "SharedWrites"
-    columns: jax.Array  # i32[S, W], the columns that may change, see `plan_columns`
-    is_taken: jax.Array  # bool[S, W], whether each of these columns gets a new block
-    is_possible: jax.Array  # bool[], whether there are enough blocks for all slots of the group
+    columns: jax.Array
+    is_taken: jax.Array
+    is_possible: jax.Array
 
 
 def begin_reserve(
@@ -224,7 +232,8 @@ def begin_restore(tables: BlockTables, num_tokens: jax.Array, *, max_tokens: int
 class SharedWrites:
     """Decision for each slot whether it writes to its last block in place or to a copy.
 
-    It concerns only last blocks that are partly filled. All fields have shape [S].
+    The decision is only about last blocks that are partly filled, because a new block needs no
+    copy. All fields have shape [S].
 
     Attributes:
       in_place: i32, the last block if the slot writes to this block itself; otherwise P.

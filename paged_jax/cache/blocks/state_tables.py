@@ -120,7 +120,7 @@ class StateTables:
 
 @without_index_checks
 def reserve_states(tables: StateTables, is_writer: jax.Array) -> StateTables:
-    """Choose the entries (`entries`) and `sources` of the next program.
+    """Choose the entries that the next program reads (`sources`) and writes (`entries`).
 
     A slot that writes does so in place if no other slot needs its entry and the entry is not a
     snapshot. Otherwise it writes to a free entry, and its old entry keeps its content for other
@@ -181,7 +181,7 @@ def _drop_marks(tables: StateTables, mask: jax.Array) -> StateTables:
 def state_interval(block_size: int) -> int:
     """Return the number of tokens between two marks, a multiple of the block size and of 64.
 
-    The ends of prompt chunks have the same distance.
+    Prompt chunks also end at multiples of this number.
     """
     return math.lcm(STATE_INTERVAL, block_size)
 
@@ -194,7 +194,7 @@ def plan_states(
     When a slot reaches `turns` tokens, its state is in its entry in `entries`. The program must
     read the state from there, and write the following states to the slot's entry in `spares`.
     Afterwards, the caller calls `commit_marks`. A mark is planned only if an entry is free for it.
-    The pool has P - S entries more than slots; half of these are left to snapshots.
+    The pool has P - S more entries than slots; half of these are reserved for snapshots.
 
     Args:
       tables: the state; may be donated.

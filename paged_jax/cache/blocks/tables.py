@@ -276,7 +276,7 @@ def _in_pieces(
 ) -> BlockTables:
     """Apply `update` to `counts` i32[S] table entries of each slot, from column `begins` on.
 
-    `begins` i32[S] is 0 if it is None. `update(tables, rows, columns)` is called for `_PIECE`
+    `begins` is i32[S]; None means column 0. `update(tables, rows, columns)` is called for `_PIECE`
     entries at a time and returns new tables. Slots are processed in order, and the last block of
     each slot is processed first. In the last call, `rows` and `columns` are padded with positions
     outside the table. So the cost is proportional to the number of blocks, not to the size of the
@@ -418,11 +418,12 @@ def reorder(tables: BlockTables, parents: jax.Array) -> tuple[BlockTables, jax.A
 def release(tables: BlockTables, mask: jax.Array) -> BlockTables:
     """Empty slots and free the blocks that no other slot uses.
 
-    Freed blocks that are cached join the tail of the free queue, slot by slot, the last block of a
-    slot first: so the beginning of a sequence is evicted last, because other sequences are more
-    likely to share it. Uncached blocks join the head of the queue and are reused first. A block
-    that several released slots share is queued with the last of these slots. Releasing an empty
-    slot changes nothing. The cost is proportional to the number of blocks that the slots hold.
+    Freed blocks that are cached join the tail of the free queue, slot by slot, beginning with the
+    last block of a slot. So the beginning of a sequence is evicted last, because other sequences
+    are more likely to share it. Uncached blocks join the head of the queue and are reused first. A
+    block that several released slots share is queued with the last of these slots. Releasing an
+    empty slot changes nothing. The cost is proportional to the number of blocks that the slots
+    hold.
 
     Args:
       tables: the state; may be donated.
