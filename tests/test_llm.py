@@ -530,5 +530,5 @@ def test_detokenize_false_makes_no_text(llm) -> None:
 
 
 def test_llm_rejects_num_blocks_beyond_memory(folder) -> None:
-    with pytest.raises(ValueError, match="num_blocks must fit the memory"):
+    with pytest.raises(ValueError, match="num_blocks must fit the host memory"):
         LLM(folder, num_blocks=10**12)

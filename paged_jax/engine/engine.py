@@ -32,9 +32,8 @@ from paged_jax.scheduler.request import Request, Sequence
 class Engine:
     """Engine for continuous batching: requests enter and leave the batch at every step.
 
-    The arguments of the constructor are the fields of `EngineConfig`. The engine is not
-    thread-safe: calls that overlap raise RuntimeError. Use `AsyncEngine` to serve requests of many
-    tasks.
+    The arguments are the fields of `EngineConfig`. The engine is not thread-safe: calls that
+    overlap raise RuntimeError. Use `AsyncEngine` to serve requests of many tasks.
 
     Attributes:
       core: the internal state of the engine; it is not a stable interface.
@@ -42,8 +41,7 @@ class Engine:
       tokenizer: the tokenizer; None if there is none.
       config: the configuration of the model.
       generation_config: sampling defaults that come with the model, see `GenerationConfig`.
-      eos_token_ids: the end-of-sequence token ids of the model.
-      token_bias: biases that are added to the logits of every request.
+      eos_token_ids, token_bias: end-of-sequence tokens; biases of the logits of every request.
       num_blocks: P, number of blocks in the pool of the first group of layers.
       block_size, max_num_seqs, enable_prefix_caching: see `EngineConfig`.
       max_model_len: maximum number of tokens in a sequence, prompt included.
@@ -80,8 +78,7 @@ class Engine:
         self.grammars = core.grammars
 
     def __repr__(self) -> str:
-        # Read only state on the host, because a `repr` must neither wait for a step nor compile a
-        # program.
+        # Read only host state. A `repr` must neither wait for a step nor compile a program.
         num_unfinished = len(self.core.requests.unfinished)
         num_used = self.core.block_meter.num_held if num_unfinished else 0
         return (
@@ -118,8 +115,7 @@ class Engine:
           prompt: a text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``. With ``cache_salt``
             in a dict, the request shares cached blocks only with requests of the same salt.
           params: sampling parameters; by default `get_default_sampling_params`.
-          request_id: id of the request, different from the ids of all unfinished requests; by
-            default a number.
+          request_id: an id that no unfinished request has; by default a number.
           priority: priority of the request; lower values are served first.
           arrival_time: time of arrival on the clock of `time.perf_counter`; now by default.
           timeout: seconds after arrival at which the request ends with its tokens so far.
@@ -186,8 +182,7 @@ class Engine:
         """Abort a request and free its blocks; it keeps the tokens that it has generated so far.
 
         Returns:
-          The output of the request, with finish_reason ``"abort"``; None if no unfinished request
-          has this id.
+          Its output, with finish_reason ``"abort"``; None if no unfinished request has this id.
         """
         request = self.end(request_id)
         return None if request is None else request.output()
@@ -217,9 +212,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step, and return the outputs of requests that got tokens or ended.
 
-        Each output contains all tokens that its request has generated so far. The list is empty if
-        there is nothing to run. Outputs of requests that were added by `LLM.generate` or
-        `LLM.stream` are not returned here but passed to that call.
+        Each output contains all tokens so far. The list is empty if there is nothing to run.
+        Outputs of requests that `LLM.generate` or `LLM.stream` added are passed to that call.
 
         Raises:
           EngineAsleepError: the engine sleeps.
@@ -251,9 +245,8 @@ class Engine:
     def follow(self) -> None:
         """Run the programs that process 0 sends, until the engine of process 0 is closed.
 
-        If the devices belong to several processes, each process creates the engine with the same
-        arguments. Process 0 accepts requests; all other processes call `follow`. See
-        `paged_jax.distributed`.
+        If the devices belong to several processes, each creates the engine with the same arguments.
+        Process 0 accepts requests; the other processes call `follow`. See `paged_jax.distributed`.
 
         Raises:
           RuntimeError: this process is process 0, or has all devices of the engine.
@@ -291,11 +284,10 @@ class Engine:
     def update_params(self, params: Llama | Any, *, mapping: NameMap | None = None) -> None:
         """Replace the weights, for example after a training step.
 
-        The new weights are copied into the memory of the old weights, so the engine never holds two
-        copies. The first call compiles the program that does this. The old arrays are deleted,
-        unless they belong to a `Llama` that was passed to the constructor. The prefix cache is
-        emptied. Unfinished requests keep their tokens, and their K and V are computed again with
-        the new weights.
+        A compiled program copies the new weights into the memory of the old weights, so the engine
+        never holds two copies. The old arrays are deleted, unless they belong to a `Llama` that was
+        passed to the constructor. The prefix cache is emptied. Unfinished requests keep their
+        tokens, and their K and V are computed again.
 
         Args:
           params: without `mapping`, a `Llama` with the structure and shapes of the engine's model,
@@ -327,13 +319,10 @@ class Engine:
 
     @own_transfers()
     def load_params(self, folder: str | Path) -> Llama:
-        """Load a model into host memory, to pass it to `update_params` later.
-
-        Another thread may call this while the engine runs, because it does not change the engine.
+        """Load weights into host memory, for `update_params`. Any thread may call this.
 
         Args:
-          folder: a folder (Hugging Face or Orbax) or GGUF file with a model of the same structure
-            as the engine's model.
+          folder: a folder (Hugging Face or Orbax) or GGUF file, with the engine's model structure.
 
         Raises:
           ValueError: the folder contains a different model, or its files are damaged.
@@ -364,9 +353,8 @@ class Engine:
         continue after `wake_up`. Until then nothing runs, and new requests are rejected.
 
         Args:
-          level: with 1, the weights are kept in host memory. With 2, they are discarded, and
-            `update_params` must provide new weights. The arrays of a `Llama` that was passed to the
-            constructor are not freed.
+          level: 1 keeps the weights in host memory. 2 discards them; then `update_params` must set
+            new weights. Arrays of a `Llama` that was passed to the constructor are not freed.
 
         Raises:
           ValueError: the level is neither 1 nor 2.
@@ -386,13 +374,10 @@ class Engine:
             self.core.restart()
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """End a `sleep`: allocate device memory for the weights and an empty cache again.
-
-        Programs are not compiled again.
+        """End a `sleep` with an empty cache; no program is compiled again.
 
         Args:
-          tags: the parts to restore: ``"weights"``, ``"kv_cache"`` or both (default). The engine is
-            awake when both have been restored.
+          tags: ``"weights"``, ``"kv_cache"`` or both (default). The engine wakes when it has both.
 
         Raises:
           ValueError: a tag is neither ``"weights"`` nor ``"kv_cache"``.
@@ -435,8 +420,7 @@ class Engine:
     def weights(self) -> list[jax.Array]:
         """The arrays of the model, in the order of the leaves of its ``nnx.state``.
 
-        They are valid until `update_params`. The list is empty during sleep without weights on the
-        device.
+        They are valid until `update_params`. The list is empty if the device has no weights.
 
         Raises:
           RuntimeError: the devices belong to several processes.
@@ -469,8 +453,7 @@ class Engine:
     def cache_use(self) -> float:
         """The fraction of blocks that requests use, 0 to 1.
 
-        Blocks that are only in the prefix cache do not count. While a step is queued, the value is
-        from the previous step: this property does not wait.
+        Blocks that are only cached do not count, and neither does a step that is still queued.
         """
         first, *_ = self.core.group_use()
         return first.num_used / first.num_blocks
@@ -479,8 +462,7 @@ class Engine:
     def cache_groups(self) -> list[GroupUse]:
         """Use of the cache by each group of layers that keep the same tokens.
 
-        The group with the most blocks comes first; the states of recurrent layers, if any, come
-        last. The property does not wait for the device, see `cache_use`.
+        The group with the most blocks is first; states of recurrent layers, if any, are last.
         """
         return self.core.group_use()
 
@@ -488,8 +470,7 @@ class Engine:
     def sequences(self) -> list[Sequence]:
         """The unfinished samples in the order of the queue: by priority, then by arrival.
 
-        Samples with a ``slot`` are running; samples with None are waiting. The list is valid until
-        the next step. Do not modify it.
+        Samples with a ``slot`` run; the others wait. The list is valid until the next step.
         """
         return self.core.scheduler.sequences
 

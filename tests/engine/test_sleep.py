@@ -45,7 +45,7 @@ def test_sleep_frees_device_memory(engine, level) -> None:
     assert num_live_bytes() <= held - pools - weights
     if level == 2:
         with pytest.raises(
-            RuntimeError, match=r"must have weights, but sleep\(level=2\) dropped them"
+            RuntimeError, match=r"must have weights, but sleep\(level=2\) discarded them"
         ):
             engine.wake_up()
         assert engine.is_sleeping
@@ -62,7 +62,9 @@ def test_sleep_level_2_drops_the_weights_in_host_memory(engine) -> None:
     expected, leaves = run(engine), [np.array(array) for array in engine.weights]
     engine.sleep(1)
     engine.sleep(2)
-    with pytest.raises(RuntimeError, match=r"must have weights, but sleep\(level=2\) dropped them"):
+    with pytest.raises(
+        RuntimeError, match=r"must have weights, but sleep\(level=2\) discarded them"
+    ):
         engine.wake_up()
     engine.wake_up(["weights"])
     assert engine.is_sleeping and not any(np.size(array) for array in engine.weights)
