@@ -446,7 +446,7 @@ BAD_CALLS = {
     "rank": ({"q": np.zeros((2, 4))}, r"q must have shape \[B, H, D\]"),
     "batch": ({"block_tables": np.zeros((3, 4), np.int32)}, "block_tables must have B"),
     "head dim": ({"q": np.zeros((2, 4, 8), np.float32)}, "must have D"),
-    "heads": ({"q": np.zeros((2, 3, 16), np.float32)}, "multiple of the pool's 2 KV heads"),
+    "heads": ({"q": np.zeros((2, 3, 16), np.float32)}, "multiple of the 2 KV heads of the pools"),
     "q dtype": ({"q": np.zeros((2, 4, 16), np.int32)}, "q must be floating point"),
     "table dtype": ({"block_tables": np.zeros((2, 4), np.float32)}, "integer array"),
     "pool dtype": (

@@ -306,7 +306,7 @@ BAD = {
     "KV heads": (dict(qkv=QKV[:, :1]), "k_pool must have K"),
     "head dim": (dict(qkv=QKV[..., :4]), "k_pool must have D"),
     "integers": (dict(qkv=QKV.astype(int)), "qkv must be floating point, got int"),
-    "cos": (dict(cos=ANGLES[:, :2]), r"cos must be f32 \[N, D / 2\], here \[2, 4\], got"),
+    "cos": (dict(cos=ANGLES[:, :2]), r"cos must be f32 \[N, D / 2\] = \[2, 4\], got"),
     "sin": (dict(sin=ANGLES.astype(jnp.bfloat16)), r"sin must be f32 .* got bfloat16 \[2, 4\]"),
     "norm": (dict(q_norm=np.ones(D), k_norm=np.ones(4)), "k_norm must have D"),
     "one norm": (dict(q_norm=np.ones(D)), "q_norm and k_norm must both be given, or neither"),
