@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-# Module and class of each backend. If a platform has several backends, the first is preferred.
+# Module and class of each backend. If a platform has several backends, the first is preferred,
+# unless measurements show that another backend is faster for a call, see `_in_order`.
 _CLASSES = {
     "cpu": ("paged_jax.kernels.cpu", "Cpu"),
     "mosaic_tpu": ("paged_jax.kernels.mosaic_tpu", "MosaicTpu"),
@@ -269,19 +270,31 @@ def _why_not(backend: Backend, problem: Problem) -> str | None:
     return why_not if why_not is not None or unavailable is None else unavailable(problem)
 
 
+def _in_order(problem: Problem, platform: str) -> list[tuple[str, Backend, str | None]]:
+    """Return name, backend and preference of the backends for a platform, in the order to try.
+
+    Backends that are compared by measurements have a method `preference`. It returns why the
+    backend is preferred to others for a problem, or None.
+    """
+    found: list[tuple[str, Backend, str | None]] = []
+    for name, backend in BACKENDS.items():
+        if backend.platform == platform:
+            preference = getattr(backend, "preference", None)
+            found.append((name, backend, None if preference is None else preference(problem)))
+    return sorted(found, key=lambda each: each[2] is None)
+
+
 def _choose(
     problem: Problem, platform: str, why_not: Callable[[Backend, Problem], str | None]
 ) -> BackendChoice:
     reasons: list[str] = []
-    for name, backend in BACKENDS.items():
-        if backend.platform != platform:
-            continue
+    for name, backend, preference in _in_order(problem, platform):
         if not _has_op(backend, problem.op):
             reasons.append(f"{name} leaves {problem.op} to XLA")
             continue
         reason = why_not(backend, problem)
         if reason is None:
-            return BackendChoice(name, f"these are the kernels for {platform}")
+            return BackendChoice(name, preference or f"these are the kernels for {platform}")
         reasons.append(f"{name} does not support the call: {reason}")
     return BackendChoice(
         "xla", "; ".join(reasons) or f"there are no kernels of our own for {platform}"

@@ -17,11 +17,13 @@ from paged_jax.kernels.backend import (
     Interpret,
     Options,
     Pools,
+    Problem,
     RaggedArgs,
     RaggedOptions,
     RopeWriteArgs,
     WriteArgs,
 )
+from paged_jax.kernels.gpu_defaults import measured_backend
 from paged_jax.kernels.ragged_chunks import attend_in_parts
 
 
@@ -155,6 +157,7 @@ class GpuBackend:
     """Base class of the backends for NVIDIA GPUs. Each op is a call of a kernel.
 
     Attributes:
+      name: name of the backend.
       kernels: functions that launch a kernel, by name: `decode`, `prefill`, `attend_to_chunks`,
         `write`, `rope_write` and `copy_blocks`. Their arguments are the arrays, `options` if the op
         has any, and `interpret`.
@@ -162,8 +165,16 @@ class GpuBackend:
     """
 
     platform: ClassVar[str | None] = "cuda"
+    name: ClassVar[str]
     kernels: ClassVar[dict[str, Callable[..., Any]]]
     interpret: Interpret = False
+
+    def preference(self, problem: Problem) -> str | None:
+        """Return why this backend is preferred to others for a problem, or None if it is not."""
+        kind = device().kind
+        if measured_backend(kind, problem) != self.name:
+            return None
+        return f"it was measured faster on this device, {kind}"
 
     def _kernel(self, name: str, **options: Any) -> Callable[..., Any]:
         return functools.partial(self.kernels[name], interpret=self.interpret, **options)

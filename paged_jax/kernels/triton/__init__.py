@@ -35,6 +35,7 @@ __all__ = ["Triton", "copy_blocks", "decode", "prefill", "refusal", "rope_write"
 class Triton(GpuBackend):
     """The backend ``"triton"``."""
 
+    name: ClassVar = "triton"
     kernels: ClassVar = {
         "decode": decode,
         "prefill": prefill,
