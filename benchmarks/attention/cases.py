@@ -193,17 +193,17 @@ def make_inputs(case: Case) -> Inputs:
     num_blocks = int(held.sum())
     shape = (case.num_layers, num_blocks, num_kv_heads, case.block_size, head_dim)
     keys = jax.random.split(jax.random.key(0), 5)
-    k, v = (_random(key, shape, case.pool_dtype) for key in keys[:2])
+    k, v = (random_values(key, shape, case.pool_dtype) for key in keys[:2])
     scales = (None, None)
     if case.is_quantised:
         largest = QUANTISED[jnp.dtype(case.pool_dtype)]
-        scales = tuple(_random(key, shape[:-1], "float32", 1 / largest) for key in keys[2:4])
+        scales = tuple(random_values(key, shape[:-1], "float32", 1 / largest) for key in keys[2:4])
     rows = (case.batch, case.chunk) if case.chunk else (case.batch,)
     tables = np.zeros((case.batch, case.blocks_per_sequence), np.int32)
     is_held = np.arange(case.blocks_per_sequence) < held[:, None]
     tables[is_held] = np.random.default_rng(0).permutation(num_blocks)
     return Inputs(
-        _random(keys[4], (*rows, num_heads, head_dim), case.q_dtype),
+        random_values(keys[4], (*rows, num_heads, head_dim), case.q_dtype),
         Pools(k, v, *scales),
         jnp.asarray(tables),
         jnp.asarray(case.lengths),
@@ -212,7 +212,9 @@ def make_inputs(case: Case) -> Inputs:
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def _random(key: jax.Array, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> jax.Array:
+def random_values(
+    key: jax.Array, shape: tuple[int, ...], dtype: str, scale: float = 1.0
+) -> jax.Array:
     """Return uniform values: in -1..1 times `scale`, or over the range of a quantised dtype."""
     if jnp.dtype(dtype) in QUANTISED:
         scale = QUANTISED[jnp.dtype(dtype)]

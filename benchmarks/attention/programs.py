@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
 
-from benchmarks.attention.cases import Case, Inputs
-from benchmarks.common.device_time import Program, Rates, chained
+from benchmarks.attention.cases import Inputs
+from benchmarks.common.device_time import Program, Rates, chained, take_turns
 from benchmarks.common.process import PeerUnavailable
 from paged_jax.kernels import paged_attention, paged_prefill_attention
 
@@ -18,7 +18,30 @@ TOLERANCE = 0.02
 # Minimum number of calls in the body of a loop.
 _UNROLL = 8
 
+# A variant that is slower than the fastest variant of its kernel by this factor is not timed
+# further.
+_HOPELESS = 1.3
+
 _Key = TypeVar("_Key", bound=Hashable)
+
+
+class Sizes(Protocol):
+    """Sizes of a case that determine the number of calls of a program."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers in the pools."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a call must move."""
+        ...
+
+    @property
+    def flops(self) -> int:
+        """Operations of the matrix multiplications of a call."""
+        ...
 
 
 class Prepared(NamedTuple):
@@ -45,7 +68,7 @@ class Plan(NamedTuple):
     unroll: int
 
 
-def plan_calls(case: Case, rates: Rates, turn_seconds: float) -> Plan:
+def plan_calls(case: Sizes, rates: Rates, turn_seconds: float) -> Plan:
     """Return a plan with as many calls as the device could make in `turn_seconds` at its rates."""
     bound = case.num_bytes / rates.memory / 1e9 + case.flops / rates.matmul / 1e12
     # XLA launches loop bodies with several calls as one CUDA graph. On a CPU unrolling has no
@@ -59,13 +82,14 @@ def plan_calls(case: Case, rates: Rates, turn_seconds: float) -> Plan:
 class JaxCall(NamedTuple):
     """A JAX op: ``op(q, layer, arrays)`` returns the result of `paged_attention`.
 
-    The layer is a Python number on a GPU, and may be traced on a CPU.
+    For an op that updates pools, `q` and the result are pools. The layer is a Python number on a
+    GPU, and may be traced on a CPU.
     """
 
-    op: Callable[[jax.Array, Any, Any], jax.Array]
+    op: Callable[[Any, Any, Any], Any]
     arrays: Any
 
-    def prepare(self, case: Case, q: jax.Array, plan: Plan) -> Prepared:
+    def prepare(self, case: Sizes, q: Any, plan: Plan) -> Prepared:
         """Compile one call and the program. Several threads may call this at the same time."""
         chain = chained(self.op, plan.num_calls, case.num_layers, plan.unroll)
         many = jax.jit(chain).lower(q, self.arrays).compile()
@@ -82,7 +106,7 @@ class TorchCall(NamedTuple):
 
     op: Callable[[int], Any]
 
-    def prepare(self, case: Case, q: jax.Array, plan: Plan) -> Prepared:
+    def prepare(self, case: Sizes, q: Any, plan: Plan) -> Prepared:
         """Record calls over all layers in a CUDA graph, so that host time does not count."""
         torch = torch_on_gpu()
         for _ in range(3):  # the first calls choose and load kernels
@@ -132,7 +156,7 @@ def expected_result(inputs: Inputs) -> jax.Array:
 
 
 def prepare_all(
-    calls: Mapping[_Key, JaxCall | TorchCall], case: Case, q: jax.Array, plan: Plan
+    calls: Mapping[_Key, JaxCall | TorchCall], case: Sizes, q: Any, plan: Plan
 ) -> tuple[dict[_Key, Prepared], dict[_Key, str]]:
     """Compile and run all calls once.
 
@@ -156,6 +180,20 @@ def prepare_all(
         except Exception as error:  # the other kernels are still measured
             failures[key] = reason(error)
     return prepared, failures
+
+
+def fastest_settings(prepared: dict[tuple[str, str], Prepared]) -> dict[str, str]:
+    """Choose the fastest variant of each kernel; close variants get three more turns."""
+    fastest = {}
+    for name in dict.fromkeys(name for name, _ in prepared):
+        programs = {s: ready.program for (n, s), ready in prepared.items() if n == name}
+        if len(programs) > 1:
+            first = take_turns(programs, 1)
+            most = _HOPELESS * min(first.values())
+            seconds = take_turns({s: p for s, p in programs.items() if first[s] <= most}, 3)
+            programs = {min(seconds, key=seconds.__getitem__): None}
+        fastest[name] = next(iter(programs))
+    return fastest
 
 
 def relative_error(actual: Any, expected: Any) -> float:

@@ -39,6 +39,7 @@ from benchmarks.attention.programs import (
     Prepared,
     TorchCall,
     expected_result,
+    fastest_settings,
     our_call,
     plan_calls,
     prepare_all,
@@ -49,9 +50,6 @@ from benchmarks.attention.report import OURS, goal_lines, plot, record_line
 from benchmarks.common.device_time import Program, Rates, measure_rates, memory_limit, take_turns
 from benchmarks.common.environment import environment
 from benchmarks.common.figures import add_outputs, plotter
-
-# A variant that is slower than the fastest variant of its peer by this factor is not timed further.
-_HOPELESS = 1.3
 
 
 def measure(
@@ -83,7 +81,7 @@ def measure(
     failures |= _drop_different(prepared, expected_result(inputs))
     left_out |= {name: why for (name, _), why in failures.items()}
 
-    settings = _fastest_settings(prepared)
+    settings = fastest_settings(prepared)
     seconds = take_turns(
         {name: prepared[name, setting].program for name, setting in settings.items()}, num_rounds
     )
@@ -122,20 +120,6 @@ def _drop_different(
     return {
         key: f"the result has a relative error of {error:.3g}" for key, error in different.items()
     }
-
-
-def _fastest_settings(prepared: dict[tuple[str, str], Prepared]) -> dict[str, str]:
-    """Choose the fastest variant of each kernel; close variants get three more turns."""
-    fastest = {}
-    for name in dict.fromkeys(name for name, _ in prepared):
-        programs = {s: ready.program for (n, s), ready in prepared.items() if n == name}
-        if len(programs) > 1:
-            first = take_turns(programs, 1)
-            most = _HOPELESS * min(first.values())
-            seconds = take_turns({s: p for s, p in programs.items() if first[s] <= most}, 3)
-            programs = {min(seconds, key=seconds.__getitem__): None}
-        fastest[name] = next(iter(programs))
-    return fastest
 
 
 def _ratios(case: Case, rates: Rates, seconds: dict[str, float]) -> dict[str, Any]:

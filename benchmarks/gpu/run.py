@@ -14,8 +14,9 @@ PyTorch is timed if it is installed, and plots need matplotlib.
 
 A stage and the check of the device before it take less than 570 s, and write at most 8 files to the
 folder of `--out`: results as JSON, the output of all its processes in ``STAGE.log``, and a summary
-in `stages.json`. Later stages use the table that the stage "tune" writes there; copy it to
-`paged_jax/kernels/triton/tuning.json` to keep it.
+in `stages.json`. Later stages use the tables that the stages "tune" and "defaults" write there. To
+keep them, copy them to `paged_jax/kernels/triton/tuning.json` and
+`paged_jax/kernels/gpu_defaults.json`.
 """
 
 import argparse
@@ -34,11 +35,21 @@ from xml.etree import ElementTree
 
 from benchmarks.common.environment import write_json
 from benchmarks.common.process import ROOT
-from benchmarks.gpu.stages import STAGES, Command, Stage, peer_stage
+from benchmarks.gpu.stages import (
+    DEFAULTS_FILE,
+    STAGES,
+    TUNING_FILE,
+    Command,
+    Stage,
+    peer_stage,
+)
 
 SUMMARY = "stages.json"
-# See `paged_jax.kernels.triton.tuning`, which imports JAX. This process must not use the GPU.
-TABLE_VARIABLE = "PAGED_JAX_TUNING"
+# Environment variables with the paths of tables. The modules that read them import JAX, and this
+# process must not use the GPU.
+TABLE_VARIABLES = {"PAGED_JAX_TUNING": TUNING_FILE, "PAGED_JAX_GPU_DEFAULTS": DEFAULTS_FILE}
+# Stages that need no device. All other stages do not start without a device.
+_WITHOUT_DEVICE = {"defaults", "pictures"}
 
 
 def run_stage(name: str, stage: Stage, out: Path, *, is_quick: bool = False) -> dict[str, Any]:
@@ -86,9 +97,9 @@ def _environment(stage: Stage, out: Path, is_quick: bool) -> dict[str, str]:
     ours = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     # JAX's callbacks need the CPU as well.
     ours["JAX_PLATFORMS"] = "cpu" if is_quick else "cuda,cpu"
-    table = out / "tuning.json"
-    if stage.is_tuned and table.exists():
-        ours[TABLE_VARIABLE] = str(table)
+    for variable, name in TABLE_VARIABLES.items():
+        if stage.is_tuned and (out / name).exists():
+            ours[variable] = str(out / name)
     return {**os.environ, **ours, **stage.environment}
 
 
@@ -224,9 +235,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     # The working directory of the processes is not the current directory.
     out = options.out.resolve()
-    # Plots need no device. All other stages do not start without a device.
-    is_drawing = options.stage == ["pictures"]
-    names = options.stage if options.quick or is_drawing else ["device", *options.stage]
+    needs_device = not options.quick and not _WITHOUT_DEVICE.issuperset(options.stage)
+    names = ["device", *options.stage] if needs_device else options.stage
     stages = {name: _within(STAGES[name], options.budget) for name in names}
     if options.peer:
         pictures = stages.pop("pictures", None)

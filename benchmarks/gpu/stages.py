@@ -11,13 +11,17 @@ from typing import NamedTuple
 # take at most 570 s together.
 DEVICE_SECONDS, LIMIT_SECONDS = 60.0, 500.0
 
+# Tables in the folder of results, which later stages use.
+TUNING_FILE, DEFAULTS_FILE = "tuning.json", "gpu-defaults.json"
+
 # Seconds after which a stage starts no new measurement. The stages "tests" and "text" and the start
 # of each stage take the rest of half an hour.
 _BUDGETS = {
     "tune": 280,
-    "goals": 320,
-    "mosaic": 80,
-    "step": 340,
+    "goals": 290,
+    "mosaic": 120,
+    "mosaic-updates": 60,
+    "step": 270,
     "weights": 120,
     "divisions": 90,
     "loops": 90,
@@ -83,7 +87,8 @@ class Stage(NamedTuple):
         run is a quick run.
       seconds: time limit of the stage.
       environment: environment variables of the processes.
-      is_tuned: whether the kernels use the launch parameters that the stage "tune" found.
+      is_tuned: whether the ops use the launch parameters and default backends that the stages
+        "tune" and "defaults" found.
     """
 
     text: str
@@ -144,7 +149,7 @@ def _memcheck(out: Path, is_quick: bool) -> list[Command]:
 
 
 def _tune(out: Path, is_quick: bool) -> list[Command]:
-    table, times = out / "tuning.json", out / "tune.json"
+    table, times = out / TUNING_FILE, out / "tune.json"
     extra = ("--dry-run",) if is_quick else _budget("tune")
     arguments = (*_TUNED, "--table", table, "--json", times, *extra)
     return [Command(_module("benchmarks.attention.tune", *arguments), "tune")]
@@ -157,11 +162,27 @@ def _goals(out: Path, is_quick: bool) -> list[Command]:
 
 
 def _mosaic(out: Path, is_quick: bool) -> list[Command]:
-    dtypes = ("--dtypes", "bfloat16", "int8", "float8_e4m3fn")
-    chosen = ("--models", "Llama-3 8B", *dtypes, *_budget("mosaic"))
-    extra = ("--quick", "--rounds", "1") if is_quick else chosen
-    results = out / "decode-attention-mosaic.json"
-    return [Command(_module("benchmarks.attention", "--json", results, *extra), "mosaic")]
+    return _compare(out, is_quick, "mosaic", "decode", "prefill", "ragged")
+
+
+def _mosaic_updates(out: Path, is_quick: bool) -> list[Command]:
+    return _compare(out, is_quick, "mosaic-updates", "write", "rope_write", "copy_blocks")
+
+
+def _compare(out: Path, is_quick: bool, stage: str, *ops: str) -> list[Command]:
+    """Return the process that times ops on all backends."""
+    extra = ("--quick", "--rounds", "1") if is_quick else _budget(stage)
+    results = out / f"backends-{stage}.json"
+    arguments = ("--ops", *ops, "--json", results, *extra)
+    return [Command(_module("benchmarks.gpu.backends", *arguments), stage)]
+
+
+def _defaults(out: Path, is_quick: bool) -> list[Command]:
+    files = sorted(out.glob("backends-*.json"))
+    if not files or is_quick:
+        return []  # results of a CPU have no defaults
+    arguments = (*files, "--table", out / DEFAULTS_FILE)
+    return [Command(_module("benchmarks.gpu.defaults", *arguments), "defaults")]
 
 
 def _divisions(out: Path, is_quick: bool) -> list[Command]:
@@ -237,14 +258,22 @@ STAGES: dict[str, Stage] = {
         300,
         environment=_SINGLE_ALLOCATIONS,
     ),
-    "tune": Stage("launch parameters of the usual shapes, into tuning.json", _tune, is_tuned=False),
+    "tune": Stage(
+        f"launch parameters of the usual shapes, into {TUNING_FILE}", _tune, is_tuned=False
+    ),
     "goals": Stage(
         "attention and its goals, compared with JAX's kernel, cuDNN and PyTorch", _goals
     ),
     "mosaic": Stage(
-        "decode and prompts on the backend mosaic_gpu, compared with Triton and JAX's kernel",
+        "decode, prompts and ragged batches on mosaic_gpu, compared with Triton and JAX's kernel",
         _mosaic,
-        300,
+        240,
+    ),
+    "mosaic-updates": Stage(
+        "writes and copies of blocks on mosaic_gpu, compared with Triton", _mosaic_updates, 180
+    ),
+    "defaults": Stage(
+        f"the default backends by the times of both, into {DEFAULTS_FILE}", _defaults, 60
     ),
     "step": Stage("whole decode steps and prompt chunks", _step, environment=_ALL_MEMORY),
     "weights": Stage("matmuls with quantised weights: results, and times in all formats", _weights),

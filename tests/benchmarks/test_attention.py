@@ -32,7 +32,7 @@ RATES = Rates(memory=1000.0, matmul=1.0)
 def tiny(monkeypatch) -> str:
     """Return the name of a small model, with random values that compile nothing."""
     monkeypatch.setattr(attention_cases, "_ROTATED_BYTES", 1)
-    monkeypatch.setattr(attention_cases, "_random", random_numbers)
+    monkeypatch.setattr(attention_cases, "random_values", random_numbers)
     monkeypatch.setitem(attention_cases.MODELS, "tiny", Heads(4, 2, 16))
     return "tiny"
 
@@ -47,7 +47,7 @@ def random_numbers(key: jax.Array, shape, dtype: str, scale: float = 1.0) -> jax
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_random_numbers_are_those_of_the_benchmark_but_for_their_digits(dtype) -> None:
-    for make in (attention_cases._random, random_numbers):
+    for make in (attention_cases.random_values, random_numbers):
         numbers = make(jax.random.key(0), (2, 500), dtype)
         assert numbers.dtype == dtype and numbers.shape == (2, 500)
         largest = QUANTISED.get(jnp.dtype(dtype), 1)

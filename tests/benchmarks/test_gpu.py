@@ -14,19 +14,22 @@ import pytest
 
 from benchmarks.attention import run as attention_run
 from benchmarks.attention import tune
-from benchmarks.gpu import run, stages
+from benchmarks.gpu import backends, run, stages
 from benchmarks.gpu.stages import STAGES, Command, Stage, peer_stage
 from benchmarks.step import run as step_run
 from benchmarks.step.cases import gpu_cases
 from benchmarks.step.programs import VARIANTS
 from paged_jax import generate
+from paged_jax.kernels import gpu_defaults
 from paged_jax.kernels.backend import Op
 from paged_jax.kernels.triton import tuning
 from tests.support import ROOT
 
+KEY = "D128 G4 C16 q:bfloat16 pool:bfloat16"
 PARSERS = {
     "benchmarks.attention": attention_run._parser,
     "benchmarks.attention.tune": tune._parser,
+    "benchmarks.gpu.backends": backends._parser,
     "benchmarks.step": step_run._parser,
     "paged_jax.generate": generate.make_parser,
 }
@@ -36,11 +39,12 @@ PARSERS = {
 @pytest.mark.parametrize("name", [*STAGES, "peer"])
 def test_commands_are_understood_by_what_they_start(name, is_quick, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(stages.shutil, "which", lambda program: f"/bin/{program}")
-    for file in ("decode-attention-gpu.json", "step-gpu.json"):
+    for file in ("decode-attention-gpu.json", "step-gpu.json", "backends-mosaic.json"):
         (tmp_path / file).write_text("{}")
     stage = {**STAGES, "peer": peer_stage(Path("prototype.py"))}[name]
     commands = stage.commands(tmp_path, is_quick)
-    assert commands or (name, is_quick) == ("memcheck", True)
+    # Results of a CPU have no default backends.
+    assert commands or (name in ("memcheck", "defaults") and is_quick)
     # A run of one stage checks the device before it.
     assert stage.seconds + STAGES["device"].seconds < 570
     assert len({command.name for command in commands}) == len(commands)
@@ -89,15 +93,15 @@ def test_stages_are_half_an_hour_together(tmp_path) -> None:
         for command in commands
         if "--budget" in command.arguments
     }
-    assert len(budgets) == 7
+    assert len(budgets) == 8
     # The tests, the text, and a last case that starts when the time is nearly over.
     assert sum(budgets.values()) <= 30 * 60 - 8 * 60
 
 
 def test_a_budget_shortens_measurements_only(tmp_path, capsys) -> None:
-    assert run.main(["--dry-run", "--out", str(tmp_path), "--budget", "80"]) == 0
+    assert run.main(["--dry-run", "--out", str(tmp_path), "--budget", "60"]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("--budget 80") == 7 and "--max-tokens 100 " in shown
+    assert shown.count("--budget 60") == 8 and "--max-tokens 100 " in shown
 
 
 def test_dry_run_starts_nothing(tmp_path, capsys) -> None:
@@ -197,16 +201,40 @@ def test_a_stage_ends_in_time(tmp_path, monkeypatch) -> None:
     assert (tmp_path / "step.log").read_text() == "begun\n"
 
 
-def test_later_stages_run_with_what_was_tuned(tmp_path) -> None:
-    assert run.TABLE_VARIABLE == tuning.TABLE_VARIABLE
+@pytest.mark.parametrize(
+    ("variable", "file"),
+    [
+        (tuning.TABLE_VARIABLE, "tuning.json"),
+        (gpu_defaults.DEFAULTS_VARIABLE, "gpu-defaults.json"),
+    ],
+)
+def test_later_stages_run_with_what_was_tuned(tmp_path, variable, file) -> None:
     variables = run._environment(STAGES["goals"], tmp_path, is_quick=False)
-    assert run.TABLE_VARIABLE not in variables
+    assert variable not in variables
     assert variables["JAX_PLATFORMS"].startswith("cuda")
-    (tmp_path / "tuning.json").write_text("{}")
+    (tmp_path / file).write_text("{}")
     for name in ("goals", "step", "tests"):
-        found = run._environment(STAGES[name], tmp_path, is_quick=False)[run.TABLE_VARIABLE]
-        assert Path(found) == tmp_path / "tuning.json"
-    assert run.TABLE_VARIABLE not in run._environment(STAGES["tune"], tmp_path, is_quick=False)
+        found = run._environment(STAGES[name], tmp_path, is_quick=False)[variable]
+        assert Path(found) == tmp_path / file
+    assert variable not in run._environment(STAGES["tune"], tmp_path, is_quick=False)
+
+
+def test_defaults_are_derived_from_the_results_of_the_stages_before(tmp_path) -> None:
+    assert not STAGES["defaults"].commands(tmp_path, False)
+    names = list(STAGES)
+    files = []
+    for name in ("mosaic", "mosaic-updates"):
+        assert names.index(name) < names.index("defaults") < names.index("step")
+        [command] = STAGES[name].commands(tmp_path, False)
+        files.append(Path(command.arguments[command.arguments.index("--json") + 1]))
+        times = {"mosaic_gpu": 1.0, "triton": 2.0}
+        record = {"op": "decode", "key": KEY, "name": name, "us": times}
+        report = {"accelerator": "NVIDIA H200", "versions": {"jax": "0.12.0"}, "commit": None}
+        files[-1].write_text(json.dumps(report | {"results": [record]}))
+    # No device is needed.
+    assert run.main(["--stage", "defaults", "--out", str(tmp_path)]) == 0
+    table = gpu_defaults.parse((tmp_path / "gpu-defaults.json").read_text())
+    assert table == {"NVIDIA H200": {"decode": {KEY: "mosaic_gpu"}}}
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is one")

@@ -1,0 +1,316 @@
+"""Calls of all ops to time on several backends, see `benchmarks.gpu.backends`."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.attention.cases import (
+    MODELS,
+    POOL_DTYPES,
+    Case,
+    Heads,
+    make_inputs,
+    random_values,
+)
+from benchmarks.attention.peers import KNOWN, Variants
+from benchmarks.attention.programs import JaxCall, our_call
+from paged_jax.kernels import (
+    copy_blocks,
+    paged_rope_write,
+    paged_write,
+    ragged_paged_attention,
+)
+from paged_jax.kernels.backend import ATTENTION, Op, Pools
+from paged_jax.kernels.gpu_defaults import CallKey
+from paged_jax.kernels.pool_format import QUANTISED, query_dtype
+
+UPDATES: tuple[Op, ...] = ("write", "rope_write", "copy_blocks")
+"""Ops that change the pools."""
+
+# Name and time of JAX's own op. JAX has none for the other ops.
+JAX_OP = "jax pallas"
+
+# Models compute projections in float32.
+_NEW_DTYPE = "float32"
+# Layers of the pools that are updated.
+_UPDATED_LAYERS = 4
+# In a ragged batch, one of 16 sequences has a chunk, and the others have a single token.
+_ROWS_PER_CHUNK = 16
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """A call of an op.
+
+    Attributes:
+      op: the op.
+      batch: number of sequences, or of pairs of blocks to copy.
+      context: number of tokens of the longest sequence.
+      chunk: number of new tokens of each sequence; 1 in a decode. In a ragged batch, only one of 16
+        sequences has a chunk, and the others have a single token.
+      pool_dtype: name of the dtype of the pools.
+      is_ragged: whether the lengths of the sequences of a decode differ.
+      model: a key of `MODELS`.
+      block_size: number of tokens in a block.
+    """
+
+    op: Op
+    batch: int
+    context: int
+    chunk: int = 1
+    pool_dtype: str = "bfloat16"
+    is_ragged: bool = False
+    model: str = "Llama-3 8B"
+    block_size: int = 16
+
+    def __str__(self) -> str:
+        """Return the sizes that are not in the key."""
+        if self.op == "copy_blocks":
+            return f"{self.batch} pairs"
+        chunk = f" chunk {self.chunk}" if self.chunk > 1 else ""
+        return f"{self.batch} x {self.context}{' ragged' if self.is_ragged else ''}{chunk}"
+
+    @property
+    def heads(self) -> Heads:
+        """Attention heads of the model."""
+        return MODELS[self.model]
+
+    @property
+    def key(self) -> CallKey:
+        """The key of the call in the table of defaults."""
+        num_heads, num_kv_heads, head_dim = self.heads
+        has_queries = self.op in (*ATTENTION, "rope_write")
+        group = num_heads // num_kv_heads if has_queries else 0
+        q_dtype = query_dtype(self.pool_dtype).name if self.op in ATTENTION else _NEW_DTYPE
+        if self.op == "copy_blocks":
+            q_dtype = self.pool_dtype
+        return CallKey(head_dim, 0, group, self.block_size, q_dtype, self.pool_dtype)
+
+    @property
+    def attention(self) -> Case:
+        """The sequences of an attention op."""
+        chunk = self.chunk if self.op == "prefill" else 0
+        sizes = (self.batch, self.context, self.block_size, self.pool_dtype)
+        return Case(self.model, *sizes, is_ragged=self.is_ragged, chunk=chunk)
+
+    @property
+    def query_lens(self) -> np.ndarray:
+        """Number of new tokens of each sequence, i32[B]."""
+        lens = np.full(self.batch, self.chunk, np.int32)
+        if self.op == "ragged":
+            lens[np.arange(self.batch) % _ROWS_PER_CHUNK > 0] = 1
+        return lens
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers in the pools."""
+        if self.op == "ragged":
+            return 1  # pages have a single layer
+        return self.attention.num_layers if self.op in ATTENTION else _UPDATED_LAYERS
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a call must move."""
+        num_heads, num_kv_heads, head_dim = self.heads
+        if self.op in ("decode", "prefill"):
+            return self.attention.num_bytes
+        num_tokens = int(self.query_lens.sum())
+        if self.op == "ragged":
+            queries = 2 * num_tokens * num_heads * head_dim
+            return self.attention.kv_bytes + queries * query_dtype(self.pool_dtype).itemsize
+        itemsize = jnp.dtype(self.pool_dtype).itemsize
+        scale_bytes = 4 if jnp.dtype(self.pool_dtype) in QUANTISED else 0
+        token_bytes = 2 * num_kv_heads * (head_dim * itemsize + scale_bytes)
+        if self.op == "copy_blocks":
+            return 2 * self.batch * self.num_layers * self.block_size * token_bytes
+        new_heads = 2 * num_kv_heads + (num_heads if self.op == "rope_write" else 0)
+        new_bytes = new_heads * head_dim * jnp.dtype(_NEW_DTYPE).itemsize
+        return num_tokens * (token_bytes + new_bytes)
+
+    @property
+    def flops(self) -> int:
+        """Operations of both matrix multiplications, for pairs that are not masked."""
+        if self.op not in ATTENTION:
+            return 0
+        lengths, chunks = self.attention.lengths.astype(np.int64), self.query_lens
+        pairs = chunks * (lengths - chunks) + chunks * (chunks + 1) // 2
+        return 4 * self.heads.num_heads * self.heads.head_dim * int(pairs.sum())
+
+
+class OpInputs(NamedTuple):
+    """Arrays of a case, and calls of the op with them.
+
+    Attributes:
+      start: the queries, or the values that the op updates.
+      call: returns a call on a backend.
+      others: variants of other kernels, by name and settings.
+    """
+
+    start: Any
+    call: Callable[[str | None], JaxCall]
+    others: Mapping[str, Variants]
+
+
+def make_op_inputs(case: OpCase) -> OpInputs:
+    """Create the arrays of a case on the first device."""
+    if case.op == "ragged":
+        return _ragged_inputs(case)
+    if case.op in UPDATES:
+        return _update_inputs(case)
+    inputs = make_inputs(case.attention)
+    others: dict[str, Variants] = {}
+    if case.op == "decode" and jax.devices()[0].platform == "gpu":
+        others[JAX_OP] = KNOWN[JAX_OP].make(case.attention, inputs)
+    return OpInputs(inputs.q, functools.partial(our_call, inputs), others)
+
+
+def _ragged_inputs(case: OpCase) -> OpInputs:
+    num_heads, num_kv_heads, head_dim = case.heads
+    tables = _make_tables(case)
+    keys = jax.random.split(jax.random.key(0), 2)
+    shape = (tables.size, case.block_size, 2 * num_kv_heads, head_dim)
+    starts = np.pad(np.cumsum(case.query_lens, dtype=np.int32), (1, 0))
+    q = random_values(keys[0], (int(starts[-1]), num_heads, head_dim), case.key.q_dtype)
+    arrays = (
+        random_values(keys[1], shape, case.pool_dtype),
+        *map(jnp.asarray, (case.attention.lengths, tables, starts)),
+        jnp.array([case.batch], jnp.int32),
+    )
+    # Pages have a single factor, so that keys and values are in -1..1.
+    unit = 1 / QUANTISED.get(jnp.dtype(case.pool_dtype), 1.0)
+    options: dict[str, Any] = {"sm_scale": head_dim**-0.5, "k_scale": unit, "v_scale": unit}
+
+    def call(backend: str | None) -> JaxCall:
+        def op(q: jax.Array, layer: Any, arrays: Any) -> jax.Array:
+            del layer
+            return ragged_paged_attention(q, *arrays, backend=backend, **options)
+
+        return JaxCall(op, arrays)
+
+    return OpInputs(q, call, {})
+
+
+def _update_inputs(case: OpCase) -> OpInputs:
+    num_heads, num_kv_heads, head_dim = case.heads
+    tables, chunk = _make_tables(case), case.chunk
+    keys = jax.random.split(jax.random.key(0), 8)
+    num_tokens = case.batch * chunk
+    positions = np.arange(case.context - chunk, case.context)
+    blocks = jnp.asarray(tables[:, positions // case.block_size].ravel())
+    offsets = jnp.asarray(np.tile(positions % case.block_size, case.batch).astype(np.int32))
+    pools = _make_pools(case, keys[:4], tables.size)
+    if case.op == "copy_blocks":
+        pairs = jnp.asarray(tables[:, :2].T)
+        return OpInputs(pools, lambda backend: JaxCall(_copy_op(backend), tuple(pairs)), {})
+    if case.op == "write":
+        new = [
+            random_values(key, (num_tokens, num_kv_heads, head_dim), _NEW_DTYPE)
+            for key in keys[4:6]
+        ]
+        arrays = (*new, blocks, offsets)
+        return OpInputs(pools, lambda backend: JaxCall(_write_op(backend), arrays), {})
+    width = num_heads // num_kv_heads + 2
+    qkv = random_values(keys[4], (num_tokens, num_kv_heads, width, head_dim), _NEW_DTYPE)
+    angles = jnp.pi * random_values(keys[5], (num_tokens, head_dim // 2), "float32")
+    arrays = (qkv, jnp.cos(angles), jnp.sin(angles), blocks, offsets)
+    q = jnp.zeros((num_tokens, num_heads, head_dim), query_dtype(case.pool_dtype))
+    return OpInputs((q, pools), lambda backend: JaxCall(_rope_write_op(backend), arrays), {})
+
+
+def _write_op(backend: str | None) -> Callable[..., Pools]:
+    def op(pools: Pools, layer: Any, arrays: Any) -> Pools:
+        return paged_write(pools.k, pools.v, *arrays, **_options(pools, backend), layer=layer)
+
+    return op
+
+
+def _rope_write_op(backend: str | None) -> Callable[..., tuple[jax.Array, Pools]]:
+    def op(state: tuple[jax.Array, Pools], layer: Any, arrays: Any) -> tuple[jax.Array, Pools]:
+        _, pools = state
+        assert pools.v is not None
+        options = _options(pools, backend)
+        return paged_rope_write(pools.k, pools.v, *arrays, **options, layer=layer)
+
+    return op
+
+
+def _copy_op(backend: str | None) -> Callable[..., Pools]:
+    def op(pools: Pools, layer: Any, arrays: Any) -> Pools:
+        del layer
+        return copy_blocks(pools.k, pools.v, *arrays, **_options(pools, backend))
+
+    return op
+
+
+def _options(pools: Pools, backend: str | None) -> dict[str, Any]:
+    return {"k_scale": pools.k_scale, "v_scale": pools.v_scale, "backend": backend}
+
+
+def _make_tables(case: OpCase) -> np.ndarray:
+    """Return the blocks of each sequence, scattered over the pool, i32 ``[B, M]``."""
+    width = case.attention.blocks_per_sequence
+    blocks = np.random.default_rng(0).permutation(case.batch * width)
+    return blocks.astype(np.int32).reshape(case.batch, width)
+
+
+def _make_pools(case: OpCase, keys: Any, num_blocks: int) -> Pools:
+    _, num_kv_heads, head_dim = case.heads
+    shape = (case.num_layers, num_blocks, num_kv_heads, case.block_size, head_dim)
+    k, v = (random_values(key, shape, case.pool_dtype) for key in keys[:2])
+    if not case.attention.is_quantised:
+        return Pools(k, v)
+    return Pools(k, v, *(random_values(key, shape[:-1], "float32") for key in keys[2:]))
+
+
+def attention_cases(model: str = "Llama-3 8B") -> list[OpCase]:
+    """Return the cases of the attention ops: one of each op and dtype first."""
+    decode = OpCase("decode", 64, 8192)
+    prefill = OpCase("prefill", 1, 2048, 2048)
+    rows = [
+        [decode, prefill, OpCase("ragged", 64, 4096, 512)],
+        [
+            dataclasses.replace(decode, is_ragged=True),
+            OpCase("decode", 1, 32768),
+            OpCase("prefill", 4, 8192, 2048),
+        ],
+    ]
+    return _in_all_dtypes(rows, model)
+
+
+def update_cases(model: str = "Llama-3 8B") -> list[OpCase]:
+    """Return the cases of the other ops: new tokens of decode steps and of a prompt, and copies."""
+    rows = [
+        [OpCase("write", 64, 128), OpCase("rope_write", 64, 128), OpCase("copy_blocks", 64, 32)],
+        [
+            OpCase("write", 1, 2048, 2048),
+            OpCase("rope_write", 1, 2048, 2048),
+            OpCase("copy_blocks", 8, 32),
+        ],
+    ]
+    return _in_all_dtypes(rows, model)
+
+
+def _in_all_dtypes(rows: list[list[OpCase]], model: str) -> list[OpCase]:
+    return [
+        dataclasses.replace(case, pool_dtype=dtype, model=model)
+        for row in rows
+        for case, dtype in itertools.product(row, POOL_DTYPES)
+    ]
+
+
+def quick_op_cases(cases: list[OpCase]) -> list[OpCase]:
+    """Return a small case of each op and dtype, for a run of seconds."""
+    first: dict[tuple[str, str], OpCase] = {}
+    for case in cases:
+        first.setdefault((case.op, case.pool_dtype), case)
+    return [
+        dataclasses.replace(case, model="TinyLlama", batch=2, context=64, chunk=min(case.chunk, 24))
+        for case in first.values()
+    ]
