@@ -424,7 +424,7 @@ def _split_rounding(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 def _divide(
     out: tuple[jax.Array, ...], total: jax.Array, lse: jax.Array, value_scale: float = 1.0
 ) -> _Result:
-    """Divide the output by `total`. If no token has been seen, it is 0, and `lse` is -inf."""
+    """Divide the output by `total`. If no token was seen, the output is 0 and `lse` is -inf."""
     is_empty = total == 0
     factor = np.float32(value_scale) / jnp.where(is_empty, jnp.ones_like(total), total)
     lse = jnp.where(is_empty, jnp.full_like(lse, -jnp.inf), lse)

@@ -58,7 +58,7 @@ def ragged_refusal(problem: Problem) -> str | None:
     if jax_attention is None:
         return f"jax {jax.__version__} has no kernel for ragged batches"
     if problem.shares_values:
-        return "JAX's kernel reads values that are not a part of keys"
+        return "JAX's kernel needs values that are not a part of the keys"
     if problem.has_sinks:
         return "JAX's kernel has no attention sinks"
     if isinstance(problem.options, RaggedOptions) and problem.options.return_lse:
