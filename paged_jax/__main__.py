@@ -1,4 +1,4 @@
-"""The command ``paged-jax``, which runs the command line ``paged_jax.COMMAND``."""
+"""The command ``paged-jax COMMAND``, which runs the module ``paged_jax.COMMAND``."""
 
 import argparse
 import importlib
@@ -26,7 +26,8 @@ Examples:
   paged-jax plan --model ./llama-3-8b --device h100
 """
 _COMPLETION = "--print-completion"
-# `shtab` completes names of files or folders for options with these metavars.
+# `shtab` completes names of files or folders for options with these metavars, which stand for the
+# values of the options in the help.
 _PATHS = {"FILE": "FILE", "PATH": "FILE", "MODEL": "FILE", "DIR": "DIRECTORY"}
 
 

@@ -75,7 +75,7 @@ def check_positive(function: str, **sizes: object) -> None:
     """Check that sizes are positive integers.
 
     Args:
-      function: the name that the error begins with.
+      function: name of the function or class, for the error message.
       **sizes: the arguments to check, by their names.
 
     Raises:
@@ -288,7 +288,7 @@ def suggest(
 ) -> str | None:
     """Return the name in `known` that the user probably meant by `name`.
 
-    This is a name with the same meaning as `name` has in another library, or else a name with a
+    This is a name for the same thing that another library calls `name`, or else a name with a
     similar spelling. Returns None if there is neither.
 
     Args:

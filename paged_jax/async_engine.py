@@ -180,8 +180,10 @@ class AsyncEngine:
         return future
 
     def _closed(self) -> "EngineClosedError":
-        state = "a closed one" if self._failure is None else "one that has failed"
-        error = EngineClosedError(f"AsyncEngine: it must be running, got {state}.")
+        state = "was closed" if self._failure is None else "has failed"
+        error = EngineClosedError(
+            f"AsyncEngine: the engine must be running, got an engine that {state}."
+        )
         error.__cause__ = self._failure
         return error
 
@@ -279,8 +281,8 @@ class AsyncEngine:
     def _deliver(self, requests: list[Request]) -> None:
         """Pass the outputs of requests to their tasks.
 
-        There is a single call per event loop for all its outputs, because waking a loop is a
-        system call.
+        All outputs for an event loop are passed in a single call, because each call wakes the loop,
+        which takes a system call.
         """
         updates: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
         for request in requests:

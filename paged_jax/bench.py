@@ -90,8 +90,8 @@ class Result:
     def meets(self, goals: Mapping[str, float]) -> bool:
         """Return whether the request succeeded and met all goals.
 
-        `goals` has maximum milliseconds by metric. The mean of the metric's values must not exceed
-        the maximum.
+        `goals` maps metrics to their maximum in milliseconds. The mean of a metric's values must
+        not exceed its maximum.
         """
         values = self.milliseconds()
         return self.error is None and all(
@@ -213,7 +213,8 @@ def _goal(text: str) -> tuple[str, float]:
         if name in _METRICS and float(value) > 0:
             return name, float(value)
     raise argparse.ArgumentTypeError(
-        f"must be a metric ({', '.join(_METRICS)}) and milliseconds, such as ttft:500"
+        f"must be METRIC:MILLISECONDS, such as ttft:500, with one of the metrics "
+        f"{', '.join(_METRICS)}, got {text!r}"
     )
 
 
@@ -253,7 +254,9 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         if args.dataset.endswith(".jsonl"):
             lines = [_prompt_of(line, args.dataset) for line in lines]
         if not lines:
-            raise ValueError(f"--dataset must hold at least one prompt, got {args.dataset}.")
+            raise ValueError(
+                f"--dataset must have at least one prompt, got none in {args.dataset}."
+            )
         return [lines[i % len(lines)] for i in range(args.num_prompts)]
     draw = random.Random(args.seed)
     prefix = draw.choices(_WORDS, k=args.prefix_len)
@@ -415,8 +418,8 @@ def summarise(results: list[Result], seconds: float, goals: Mapping[str, float])
     Args:
       results: the results of all requests.
       seconds: duration of the run in seconds.
-      goals: maximum milliseconds by metric. The goodput counts the requests that meet all of them.
-        If empty, the report has no goodput.
+      goals: maps metrics to their maximum in milliseconds. The goodput counts the requests that
+        meet all goals. Without goals, the report has no goodput.
     """
     done = [result for result in results if result.error is None]
     values = [result.milliseconds() for result in done]

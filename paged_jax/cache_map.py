@@ -405,7 +405,7 @@ class _Comparison:
         return [event(key, old) for key, old in self._old.items() if key not in self._new]
 
     def _describe_origin(self, sample: RunningSample) -> str:
-        """Return the end of the sentence about an admission, which says where its blocks are from.
+        """Return words about the origin of a new sample's blocks, for the event's sentence.
 
         They are shared by a fork, swapped in from host memory, or found in the prefix cache.
         """

@@ -137,7 +137,8 @@ def _read_messages() -> Iterator[str]:
 def _print_answer(conversation: "Conversation", message: str, status: Status) -> None:
     """Stream the answer to a message to standard output.
 
-    On a terminal, Ctrl-C stops the answer, but not the program. An invalid message prints an error.
+    On a terminal, Ctrl-C stops the answer, but not the program. If the message is invalid, an error
+    is printed.
     """
     try:
         with (

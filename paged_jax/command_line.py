@@ -35,8 +35,8 @@ EXPECTED_ERRORS = (
 # Exit statuses after SIGINT and SIGPIPE, as shells report them: 128 + the number of the signal.
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
-# Flags of llama.cpp and mlx-lm, and the flags of this project for the same option. Errors suggest
-# the latter. The table has only names that are too different to be found by their spelling.
+# Maps flags of llama.cpp and mlx-lm to flags of this project, for hints in error messages. It has
+# only names that are too different to be found by their spelling.
 _OTHER_FLAGS = {
     "-p": "--prompt",
     "-n": "--max-tokens",
@@ -181,7 +181,7 @@ class Parser(argparse.ArgumentParser):
         return "" if meant is None else f". Did you mean {names[meant]}?"
 
     def _positional_hint(self, given: str) -> str:
-        """Return a hint for an argument without a flag, such as a model or prompt, or ""."""
+        """Return a hint for an argument without a flag, such as a model; "" for no hint."""
         if given == "serve":  # as in `vllm bench serve`
             return ". Leave out serve"
         flags = [each for each in ("--prompt", "--model") if each in self._option_string_actions]
@@ -421,7 +421,7 @@ def join_processes(args: argparse.Namespace) -> None:
 
 
 def _redirect_cpp_stdout() -> None:
-    """Redirect what C++ code writes to standard output to standard error.
+    """Redirect the standard output of C++ code to standard error.
 
     Gloo, JAX's library for collectives on CPUs, writes a message when it connects.
     `sys.stdout` still writes to the original file.

@@ -103,8 +103,8 @@ def add_sampling_arguments(sampling: argparse._ArgumentGroup, *, default_max_tok
 
     Args:
       sampling: an argument group of the parser.
-      default_max_tokens: the default of ``--max-tokens`` for models that recommend no value, which
-        the help mentions.
+      default_max_tokens: default of ``--max-tokens`` for models that recommend no value. It is used
+        only in the help text.
     """
     sampling.add_argument(
         "--max-tokens",
@@ -250,7 +250,7 @@ def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
         if line.strip()
     ]
     if not prompts:
-        raise ValueError(f"--prompts-file must hold at least one prompt, got {path} with none.")
+        raise ValueError(f"--prompts-file must have at least one prompt, got none in {path}.")
     return prompts
 
 
@@ -265,7 +265,7 @@ def _parse_line(path: Path, number: int, line: str) -> Prompt:
         ) from None
     if not isinstance(prompt, dict):
         raise ValueError(
-            f"--prompts-file: {path}, line {number} must be an object with prompt or "
+            f"--prompts-file: {path}, line {number} must be a JSON object with the field prompt or "
             f"prompt_token_ids, got {line.strip()[:40]}."
         )
     return prompt

@@ -335,8 +335,8 @@ def _check(args: argparse.Namespace) -> None:
     keys = _keys(args)
     if args.uds is None and not _is_loopback(args.host) and not keys:
         raise ValueError(
-            f"--host must be a loopback address as there is no --api-key, got {args.host}. "
-            "Any client that reaches the port could use the model."
+            f"--host must be a loopback address if there is no --api-key, got {args.host}: any "
+            "client that reaches the port could use the model. Add --api-key."
         )
     admin_key = _admin_key(args)
     given = [*keys, *([] if admin_key is None else [admin_key])]
@@ -351,7 +351,10 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--admin-key must differ from each --api-key.")
     if args.profile is not None:
         if admin_key is None:
-            raise ValueError("--profile must be given with --admin-key, which profiles require.")
+            raise ValueError(
+                "--profile must be given together with --admin-key, because the routes that record "
+                "profiles require the admin key."
+            )
         check_profile_folder(args.profile)
     if args.served_model_name == "":
         raise ValueError(

@@ -100,7 +100,7 @@ def test_aenter_raises_while_a_step_hangs(engine, monkeypatch) -> None:
         task = asyncio.create_task(complete(asynchronous, PROMPTS[0]))
         assert await asyncio.to_thread(is_in.wait, 30)
         await asynchronous.close(timeout=0.01)
-        with pytest.raises(RuntimeError, match="last step must have ended"):
+        with pytest.raises(RuntimeError, match="whose thread still runs"):
             await asynchronous.__aenter__()
         with pytest.raises(EngineClosedError):
             await complete(asynchronous, PROMPTS[1])
@@ -237,7 +237,7 @@ def test_failure_reaches_every_task_and_the_engine_can_restart(engine, monkeypat
         errors = await asyncio.gather(
             *[complete(engine, prompt) for prompt in PROMPTS[:2]], return_exceptions=True
         )
-        with pytest.raises(RuntimeError, match="got one that has failed"):
+        with pytest.raises(RuntimeError, match="got an engine that has failed"):
             await complete(engine, PROMPTS[0])
         return errors
 

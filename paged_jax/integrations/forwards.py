@@ -75,8 +75,8 @@ def compare_forwards(
     theirs = np.asarray(logprobs_of(token_ids))
     if theirs.shape != (token_ids.shape[0], token_ids.shape[1] - 1):
         raise ValueError(
-            "compare_forwards: logprobs_of must return [B, T - 1] for tokens [B, T] = "
-            f"{list(token_ids.shape)}, got {list(theirs.shape)}."
+            "compare_forwards: logprobs_of must return an array of shape [B, T - 1] for tokens of "
+            f"shape [B, T] = {list(token_ids.shape)}, got shape {list(theirs.shape)}."
         )
     ours = np.asarray(jax.jit(token_logprobs)(model, token_ids))
     largest = float(np.max(np.abs(ours - theirs)))

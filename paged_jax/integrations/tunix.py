@@ -78,7 +78,8 @@ def config_of(actor: nnx.Module, **changes: Any) -> LlamaConfig:
     if family not in _FAMILIES or getattr(config, "num_experts", None):
         raise ValueError(
             "PagedRollout: rollout_actor must be a Llama 3, Qwen 2 or Qwen 3 of Tunix without "
-            f"experts, got {type(actor).__name__} of {module}. Pass config= and mapping=."
+            f"experts, got {type(actor).__name__} of {module}. For other models, pass config= and "
+            "mapping=."
         )
     is_tied = getattr(config, "weight_tying", False) or getattr(config, "use_tied_embedding", False)
     own = {
@@ -264,7 +265,8 @@ class PagedRollout(base_rollout.BaseRollout):
         return self._tokenizer.dedup_bos_ids([*bos, *self._tokenizer.encode(text)])
 
     def _params(self, config: base_rollout.RolloutConfig, num_samples: int) -> SamplingParams:
-        # Tunix treats each padding token as padding, so a generated one must end the completion.
+        # Tunix treats all tokens with the id of the padding token as padding. So if this token is
+        # generated, it must end the completion.
         stop_token_ids = {*(config.eos_tokens or [self.eos_id()]), self.pad_id()}
         return SamplingParams(
             n=num_samples,
@@ -299,7 +301,7 @@ def _make_engine(
     state = jax.device_put(state, device)
     llm = LLM(nnx.merge(graphdef, state), **options)
     del state
-    llm.sleep(level=2)  # free the weights, which are zeros, before the trainer's are copied
+    llm.sleep(level=2)  # free the weights, which are zeros, before the trainer's weights arrive
     llm.update_params(nnx.state(actor, nnx.Param), mapping=mapping)
     llm.wake_up()
     return llm

@@ -186,13 +186,15 @@ def filter_logits(
 
 
 class _Cut(NamedTuple):
-    """Threshold of each row: tokens with a logit above `logit` are kept.
+    """Cut-off of each row, which separates the tokens that are kept from the others.
 
-    If the logit of a token equals `logit`, it is kept if its id is at most `last`.
+    Attributes:
+      logit: f32[S]. Tokens with a larger logit are kept; -inf keeps all tokens.
+      last: i32[S]. Tokens with a logit equal to `logit` are kept if their id is at most `last`.
     """
 
-    logit: jax.Array  # f32[S]; -inf keeps all tokens
-    last: jax.Array  # i32[S], the largest kept id among tokens with the logit `logit`
+    logit: jax.Array
+    last: jax.Array
 
     def is_kept(self, z: jax.Array) -> jax.Array:
         """Return whether each token is kept, bool[S, V], for logits `z` f32[S, V]."""
@@ -216,9 +218,10 @@ def _top_k_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Arr
 
 
 def _top_p_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> _Cut:
-    """Return the cut-off that keeps the smallest set with mass top_p; all if top_p is 1.
+    """Return the cut-off that keeps the smallest set with total probability top_p.
 
-    `z` has the logits, and `scaled` the logits divided by the temperature, both f32[S, V].
+    It keeps all tokens if top_p is 1. `z` has the logits, and `scaled` the logits divided by the
+    temperature, both f32[S, V].
     """
     weights = jnp.where(z == -jnp.inf, 0.0, jnp.exp(scaled))
     goal = top_p * jnp.sum(weights, axis=1)
@@ -237,7 +240,7 @@ def _top_p_cut(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Arr
 
 
 def _both_cuts(z: jax.Array, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> _Cut:
-    """Return the cut-off of top_k followed by top_p among the tokens that top_k keeps."""
+    """Return the cut-off that applies top_k first, then top_p to the tokens that top_k keeps."""
     by_k = _top_k_cut(z, scaled, top_k, top_p)
     by_p = _top_p_cut(jnp.where(by_k.is_kept(z), z, -jnp.inf), scaled, top_k, top_p)
     is_cut = by_p.logit > -jnp.inf
@@ -390,9 +393,9 @@ NEVER = 2**31 - 1
 class Constraints:
     """Restrictions by the grammars of structured outputs, for the next tokens of each slot.
 
-    The host computes them. Before a step, it writes for each slot with a grammar the forced tokens,
-    which are the only ones that the grammar allows next, and a mask of the tokens that may follow
-    them. For two forced tokens:
+    The host computes them. Before a step, it writes for each slot with a grammar: the forced
+    tokens, to which the grammar allows no alternative, and a mask of the tokens that may follow the
+    forced tokens. For example, with two forced tokens:
 
         position      start         start + 1     start + 2               start + 3
                       forced_ids[0] forced_ids[1] sampled with the mask   the row waits here until
@@ -470,7 +473,7 @@ class Constraints:
         return jax.tree.map(lambda old, x: old.at[slots].set(x, mode="drop"), self, new)
 
     def limit(self, max_lengths: jax.Array) -> jax.Array:
-        """Return `max_lengths` i32[B], at most `waits_at` for rows with a grammar."""
+        """Return `max_lengths` i32[B], limited to `waits_at` for rows with a grammar."""
         return jnp.where(self.starts >= 0, jnp.minimum(max_lengths, self.waits_at), max_lengths)
 
     def is_masked(self, positions: jax.Array) -> jax.Array:
@@ -489,7 +492,7 @@ class Constraints:
         return jnp.where((active & self.is_masked(positions))[:, None], bound, logits)
 
     def force(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """Return the forced token of each row at its position, i32[B], else its `token_ids`."""
+        """Replace the sampled tokens i32[B] of rows with a forced token at their position."""
         place = positions - self.starts
         is_forced = (self.starts >= 0) & (place >= 0) & (place < self.num_forced)
         place = jnp.clip(place, 0, self.forced_ids.shape[1] - 1)

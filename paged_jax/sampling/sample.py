@@ -64,7 +64,7 @@ class Draws(NamedTuple):
     top_logprobs: jax.Array
 
     def pack(self) -> jax.Array:
-        """Pack all fields into one array i32[B, 3 + 2 * N], which needs one kernel, not five."""
+        """Pack all fields into one array i32[B, 3 + 2 * N], which a single kernel writes."""
         columns = [x if x.ndim > 1 else x[:, None] for x in self]
         bits = [lax.bitcast_convert_type(x, jnp.int32) for x in columns]
         return jnp.concatenate(bits, axis=1)

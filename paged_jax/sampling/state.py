@@ -356,6 +356,8 @@ def bad_word_rows(
 ) -> np.ndarray:
     """Return the row of `SlotSampling.bad_words` for a slot, i32[max_bad_words, L].
 
+    L is `MAX_BAD_WORD_TOKENS`. The example shows only the last three columns.
+
     Args:
       bad_word_ids: token sequences of the bad words.
       max_bad_words: number of rows.

@@ -88,7 +88,7 @@ class DeltaTracker:
     def deltas(self, prompt: int, output: RequestOutput) -> list[SampleDelta]:
         """Return the new parts of a prompt's samples, and record them as sent.
 
-        `prompt` is the index of the prompt in its request. Samples without news are left out.
+        `prompt` is the index of the prompt in its request. Samples without new parts are left out.
         """
         new = []
         for sample in output.outputs:
@@ -226,7 +226,7 @@ class Answer(ABC):
     def chunks(
         self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]
     ) -> list[JsonDict]:
-        """Return the stream events for new text and tokens of the prompt with this index."""
+        """Return stream events for new text and tokens; `prompt` is the index of the prompt."""
 
     def events(self, prompt: int, output: RequestOutput, deltas: list[SampleDelta]) -> bytes:
         """Return the events of `chunks` as bytes."""
@@ -290,7 +290,7 @@ class OpenAiAnswer(Answer):
 
     @property
     def head(self) -> dict[str, Any]:
-        """Fields of the response and of each event that are the same in all of them."""
+        """Fields that the response and all events of a stream have in common."""
         return {
             "id": self.id,
             "created": self.created,
@@ -314,7 +314,7 @@ class OpenAiAnswer(Answer):
         return usage(outputs)
 
     def closing(self, outputs: Sequence[RequestOutput]) -> list[JsonDict]:
-        """Return an event with the requested ones of usage and explanations; [] if none is."""
+        """Return a list with an event for usage and explanations, or [] if not requested."""
         end: dict[str, Any] = {}
         if self._sends_usage:
             end["usage"] = self.usage(outputs)
@@ -395,8 +395,8 @@ def usage(outputs: Sequence[RequestOutput]) -> schemas.Usage:
 def explanation(output: RequestOutput) -> schemas.RequestExplanation | None:
     """Return what a request waited for, as JSON for its client; None if it was not requested.
 
-    Ids of other requests are replaced by "another request", because they may be secrets of other
-    clients.
+    Ids of other requests are replaced by "another request", because other clients may have chosen
+    them.
     """
     explanation = output.explanation
     if explanation is None:

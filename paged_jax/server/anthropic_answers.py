@@ -39,7 +39,7 @@ class MessagesAnswer(BlockAnswer):
 
     @property
     def stop(self) -> tuple[str, list[str]]:
-        """Name of the body field with the stop strings, and all stop strings of both fields."""
+        """Name of a body field with stop strings, and the stop strings of all such fields."""
         field, stop = super().stop
         own = self.body.stop_sequences
         return (field, stop) if own is None else ("stop_sequences", [*stop, *own])
@@ -131,7 +131,7 @@ class MessagesAnswer(BlockAnswer):
         return {"explanations": [explanation(output)]} if self.body.explain else {}
 
     def _end(self, sample: CompletionOutput) -> JsonDict:
-        """Return the fields ``stop_reason`` and ``stop_sequence``, which say why it ended."""
+        """Return the fields ``stop_reason`` and ``stop_sequence``: why the answer ended."""
         if sample.finish_reason != "stop":
             # After an expired `timeout`, report "max_tokens" too: Anthropic's API has no other
             # reason for an answer that is incomplete.
@@ -180,6 +180,6 @@ class MessagesAnswer(BlockAnswer):
         try:
             arguments = json.loads(block.text or "{}")
         except ValueError:
-            arguments = {}  # the answer was cut short
+            arguments = {}  # generation ended before the JSON was complete
         call = {"name": block.name, "input": arguments}
         return {"type": "tool_use", "id": f"toolu_{block.id}", **call}

@@ -102,8 +102,8 @@ def create_app(service: Service) -> Starlette:
         },
         lifespan=service.lifespan,
     )
-    # By default, Starlette redirects a path with a slash too much or too few. The redirect contains
-    # the Host header, which the client chooses, so it could lead to any host.
+    # By default, Starlette redirects a path with a missing or an additional slash at its end. The
+    # redirect contains the Host header, which the client chooses, so it could lead to any host.
     app.router.redirect_slashes = False
     return app
 
@@ -162,7 +162,7 @@ async def _version(service: Service, request: Request) -> Response:
 async def _health(service: Service, request: Request) -> Response:
     """Report the state of the engine. This does not wait for the engine's thread.
 
-    The status is 503 if the engine has failed or is stalled, or if the server is draining.
+    The HTTP status is 503 if the engine has failed or is stalled, or if the server is draining.
     """
     if service.engine.failure is not None:
         status = "failed"

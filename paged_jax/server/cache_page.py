@@ -52,7 +52,7 @@ def routes(service: Service) -> list[Route]:
 
 
 def chat_page_routes() -> list[Route]:
-    """Return the routes of the chat page, which need no API key: users type it into the page."""
+    """Return the routes of the chat page. They need no API key: users type the key there."""
 
     def route(path: str, name: str) -> Route:
         async def answer(request: Request) -> Response:

@@ -348,9 +348,11 @@ class ContentTokens:
         """Remove the text of a part, and return the indices of its tokens if it is content."""
         data = part.text.encode("utf-8", "replace")
         at = self._text.find(data)
+        # The model did not generate this text, for example because it was converted to JSON.
         if at < 0 and part.kind in ("call", "arguments"):
-            return []  # the model did not generate this text: it was converted to JSON
-        at = max(at, 0)  # -1 if the part has replacement characters instead of invalid bytes
+            return []
+        # The text may not be found because it has replacement characters instead of invalid bytes.
+        at = max(at, 0)
         start, end = self._offset + at, self._offset + at + len(data)
         found = []
         while self._tokens and self._tokens[0][1] < end:

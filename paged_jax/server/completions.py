@@ -140,8 +140,9 @@ class _EventSender:
 
     @contextlib.asynccontextmanager
     async def pinging(self, ping: bytes, seconds: float) -> AsyncIterator[None]:
-        """Send `ping` whenever nothing was sent for `seconds`; 0 sends no pings.
+        """Send `ping` whenever nothing was sent for `seconds`, until the ``with`` block ends.
 
+        If `seconds` is 0, no pings are sent.
         Otherwise, proxies and clients may close the connection, for example while a long prompt is
         computed. The first ping is sent after at most `_FIRST_PING` seconds without events.
         """

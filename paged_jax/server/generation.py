@@ -47,9 +47,9 @@ class Job:
       params: sampling parameters of all prompts.
       cache_salt: salt of the client's API key, followed by the ``cache_salt`` of the request.
       options: other keyword arguments for `AsyncEngine.generate`.
-      grammar: the compiled grammar of ``params.structured_outputs``; None without. It is stored
-        here so that the cache of grammars, which has weak references, still has it when the engine
-        needs it.
+      grammar: the compiled grammar of ``params.structured_outputs``, or None. It is stored here so
+        that the cache of grammars, which has weak references, still has it when the engine needs
+        it.
     """
 
     prompts: list[list[int]]

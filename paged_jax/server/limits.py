@@ -203,9 +203,9 @@ def too_many(
       things: plural noun, such as "streams".
       limit: name of the limit.
       most: value of the limit.
-      now: current number of things of all clients.
-      own: current number of things of this client; None leaves it out of the message.
-      count: number of things that the client requested in addition.
+      now: current number for all clients.
+      own: current number for this client; None leaves it out of the message.
+      count: number that the client requested in addition.
     """
     yours = "" if own is None else f", {own} of them yours"
     return ApiError(

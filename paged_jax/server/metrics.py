@@ -263,7 +263,7 @@ def _durations(metrics: RequestMetrics, tokens_per_sample: float) -> dict[str, f
 
 
 class _EngineCollector(Collector):
-    """Collector that reads metrics from the engine's newest snapshot when Prometheus asks."""
+    """Collector that reads metrics from the engine's newest snapshot at each scrape."""
 
     def __init__(self, metrics: Metrics, labels: Mapping[str, str]):
         self._metrics = metrics

@@ -279,7 +279,7 @@ def _response(endpoint: Endpoint) -> dict[str, Any]:
     content = _content(endpoint.response)
     if not endpoint.can_stream:
         return {"description": "The response.", "content": content}
-    # Without a schema, because OpenAPI cannot describe events before version 3.2.
+    # Streams have no schema here, because OpenAPI can describe events only since version 3.2.
     return {
         "description": "The generated text. If a stream was requested, it consists of server-sent "
         "events with JSON as data. Endpoints of OpenAI's older APIs end it with an event of data "

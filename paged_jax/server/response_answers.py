@@ -242,7 +242,7 @@ class ResponsesAnswer(BlockAnswer):
     ) -> list[tuple[BlockChange, list[JsonDict]]]:
         """Add new text to the blocks. Return the changes of blocks, with log-probabilities.
 
-        Each change has the log-probabilities of its tokens, if they were requested and it is text.
+        If log-probabilities were requested, changes of text have those of their tokens.
 
         Args:
           delta: the new text and tokens of the sample.

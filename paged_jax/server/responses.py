@@ -92,9 +92,9 @@ def to_json_dict(model: type[BaseModel], /, **fields: Any) -> JsonDict:
 
 @functools.cache
 def _defaults(model: type[BaseModel]) -> tuple[JsonDict, frozenset[str]]:
-    """Return the defaults of a model's fields, and the names of fields omitted if None.
+    """Return a dict of the defaults of a model's fields, and the names of optional fields.
 
-    The former has only fields that are always part of the JSON.
+    Optional fields are left out of the JSON if they are None. The dict does not have them.
     """
     fields = model.model_fields.items()
     optional = frozenset(name for name, field in fields if field.exclude_if is not None)
@@ -113,7 +113,7 @@ class ApiError(Exception):
       status: HTTP status, 400 to 599.
       message: a sentence for the client. It is truncated after 500 characters.
       param: name of the invalid field; None if no single field is invalid.
-      code: an identifier of the error for programs; None for none.
+      code: an identifier of the error for programs, or None.
       headers: additional response headers.
     """
 

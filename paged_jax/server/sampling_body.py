@@ -39,7 +39,7 @@ Text = Annotated[str, Field(min_length=1)]
 # Pydantic's error type for unknown fields.
 UNKNOWN_FIELD = "extra_forbidden"
 
-# Prefix of the names that vLLM's fields for structured outputs had before, such as guided_json.
+# Prefix of older fields of vLLM for structured outputs, such as guided_json.
 _OLD_FORMS = "guided_"
 
 # Fields that are ignored, because they do not change the response: hints for caches, routers, logs
@@ -133,7 +133,8 @@ class LenientBody(Body):
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
 
     # Accept all unknown fields, because clients send back objects of responses with additional
-    # fields. Those of messages and functions are passed to the chat template; others are dropped.
+    # fields. Unknown fields of messages and functions are passed to the chat template. Unknown
+    # fields of other objects are dropped.
     ignores = staticmethod(lambda name, value: True)
 
 

@@ -398,14 +398,14 @@ class Version(BaseModel):
 
 
 class Probe(BaseModel):
-    """Response of `GET /live` and `GET /ready`. `detail` is the progress while it starts."""
+    """Response of `GET /live` and `GET /ready`. `detail` is the progress of the startup."""
 
     status: Literal["ok", "starting", "draining", "sleeping", "full", "stalled", "failed"]
     detail: str | None = _OMITTED
 
 
 class Health(BaseModel):
-    """Response of `GET /health`. If API keys are required, clients without one get `status`."""
+    """Response of `GET /health`. Without a required API key, it has only `status`."""
 
     status: Literal["ok", "starting", "stalled", "failed", "draining", "sleeping"]
     detail: str | None = _OMITTED
