@@ -222,7 +222,7 @@ def test_errors_are_a_single_line(tmp_path) -> None:
         (("--allowed-host", "http://api.example.com"), "without scheme, port", 1),
         (("--allowed-host", "*.example.com"), "--allowed-host must be a name", 1),
         (("--allowed-host", "[::1]"), "--allowed-host must be a name", 1),
-        (("--heartbeat-timeout", "9"), "--heartbeat-timeout must be given with", 1),
+        (("--heartbeat-timeout", "9"), "--heartbeat-timeout must be combined with", 1),
         (("--profile", "profiles"), "--admin-key", 1),
         (("--port", "http"), "--port", 2),
     ],

@@ -12,7 +12,7 @@ const HISTORY = 120; // maximum seconds that the curves show
 const SHORTEST = 15; // minimum seconds that the curves show
 const WINDOW = 3; // seconds over which rates are averaged
 
-// Reasons to wait: the text in the table, and its explanation.
+// Maps each reason to wait to its text in the table and an explanation.
 const WAITS = {
   turn: ["its turn", "Other requests are before it in the queue."],
   slots: ["a slot", "All slots of the batch are taken."],
@@ -25,8 +25,9 @@ const WAITS = {
 
 const percent = (x) => `${(100 * x).toFixed(0)}%`;
 
-// Curves: name; value, computed from the current sample and a sample some seconds earlier (null if
-// undefined); format; and value at the top, by default the maximum.
+// Each curve has a name, a function that computes its value, a format, and the value at the top of
+// the plot (by default the maximum). The function takes the current sample and a sample some seconds
+// earlier, and returns null if the value is undefined.
 const CURVES = [
   ["tokens/s", (now, then) => (now.generated - then.generated) / (now.time - then.time), (x) => x.toFixed(0)],
   ["cache hits", (now, then) => (now.queried > then.queried ? (now.cached - then.cached) / (now.queried - then.queried) : null), percent, 1],
@@ -91,7 +92,7 @@ function draw() {
   context.clearRect(0, 0, canvas.width, canvas.height);
   const colors = {};
   for (const kind of ["free", "cached", "used", "shared"]) {
-    // Custom properties keep light-dark() unresolved, but the legend's swatches have resolved colors.
+    // Read the colors from the legend: in custom properties, light-dark() is not resolved.
     const style = getComputedStyle(document.querySelector(`#legend .${kind}`));
     colors[kind] = kind === "free" ? style.borderTopColor : style.backgroundColor;
   }
@@ -313,7 +314,8 @@ function plot() {
   });
 }
 
-// Events of the same kind within FOLD_SECONDS share a row, so that a burst hides no other kind.
+// Events of the same kind within FOLD_SECONDS share a row. Otherwise many events of one kind would
+// push all other events out of the list.
 let folds = []; // newest last: kind, time of the first event, row, and texts
 
 function log(events) {

@@ -53,7 +53,7 @@ function blockView({ isCode, text }) {
   for (const [index, line] of text.split("\n").entries()) {
     if (index) view.append("\n");
     const heading = /^#{1,6} +(.*)/.exec(line)?.[1];
-    // Odd parts are inline code or bold.
+    // Parts with odd indices are inline code or bold text.
     for (const part of (heading ?? line).split(/(`[^`]+`|\*\*[^*]+\*\*)/)) {
       if (part.length > 2 && part.startsWith("`") && part.endsWith("`")) {
         add(view, "code", "", part.slice(1, -1));
@@ -67,7 +67,7 @@ function blockView({ isCode, text }) {
   return view;
 }
 
-// The clipboard is only available to pages over HTTPS and on this machine.
+// Browsers allow access to the clipboard only to pages loaded over HTTPS or from this machine.
 function copyText(text, button) {
   const copied = navigator.clipboard?.writeText(text) ?? Promise.reject();
   copied.then(() => { button.textContent = "Copied"; }, () => { button.textContent = "Not allowed"; });
@@ -121,8 +121,8 @@ function setRunning(controller) {
   if (running === null) sessionStorage.setItem("chat", JSON.stringify(messages));
 }
 
-// Requests a path of the server with the API key. Without `omit` a browser would ask for a name
-// and a password.
+// Requests a path of the server with the API key. With other credentials than "omit", browsers
+// would ask for a user name and a password if the key is wrong.
 async function request(path, options = {}) {
   const key = byId("key").value.trim();
   const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
@@ -245,7 +245,7 @@ function clear() {
   byId("text").focus();
 }
 
-// Shows the name of the model; without a right key, what is missing.
+// Shows the name of the model, or an error message if the API key is missing or wrong.
 async function showModel() {
   try {
     const models = await (await request("v1/models")).json();
