@@ -347,7 +347,7 @@ def test_backend_for_another_device_is_an_error(run) -> None:
         (b" \n\n", "at least one prompt"),
         (b"\xff\xfe\xfa", "not UTF-8"),
         (b'{"prompt": "ab"}\n{"prompt": ', "line 2 is not JSON"),
-        (b'"ab"', "line 1 must be an object"),
+        (b'"ab"', "line 1 must be a JSON object with the field prompt"),
         (b'{"prompt_token_ids": 5}', "list of integers, got 5"),
         (b'{"prompt": 5}', "at least one character, got 5"),
         (b'{"prompt": "\\ud800"}', "valid Unicode"),
@@ -372,7 +372,10 @@ def test_prompts_file_of_json_lines_can_have_several_suffixes(run, tmp_path, nam
 def test_prompts_file_with_suffix_json_is_an_error(run, tmp_path) -> None:
     path = tmp_path / "prompts.json"
     path.write_text('[{"prompt": "ab"}]')
-    check_mistake(run("--prompts-file", str(path)), "--prompts-file must be .* a .jsonl file, got ")
+    check_mistake(
+        run("--prompts-file", str(path)),
+        "--prompts-file must be .* a .jsonl file with a JSON object in each line, got ",
+    )
 
 
 @pytest.mark.parametrize(

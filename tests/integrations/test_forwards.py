@@ -63,7 +63,10 @@ def test_compare_forwards_reports_the_first_difference(model) -> None:
 
 
 def test_compare_forwards_rejects_wrong_shapes(model) -> None:
-    with pytest.raises(ValueError, match=r"must return \[B, T - 1\] .* = \[2, 12\], got \[2, 12\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"must return an array of shape \[B, T - 1\] .* = \[2, 12\], got shape \[2, 12\]",
+    ):
         compare_forwards(model, lambda tokens: jnp.zeros(tokens.shape), TOKENS)
     with pytest.raises(ValueError, match=r"token_ids must have shape \[B, T\], got \[12\]"):
         compare_forwards(model, variant(model), TOKENS[0])
