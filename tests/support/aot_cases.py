@@ -372,6 +372,18 @@ GPU_CASES: Mapping[
 }  # fmt: skip
 
 
+# Calls with tests of their instructions, by loop or around atomic additions.
+GPU_LISTED = frozenset(
+    {
+        "decode", "decode of one sequence of 128K", "decode, int8", "decode, fp8",
+        "prefill of one chunk of 2048", "mosaic: decode", "mosaic: decode of one sequence of 128K",
+        "mosaic: decode, int8", "mosaic: decode, fp8", "mosaic: prefill of one chunk of 2048",
+        "mosaic: prefill, int8", "mosaic: prefill, fp8",
+        *(name for name in QUANTISED if name.endswith(", 8 rows")),
+    }
+)  # fmt: skip
+
+
 def _tpu(op: str, **changes) -> Case:
     # Pools of 2.1 GB, so that a copy of a pool is visible.
     sizes = {"backend": "mosaic_tpu", "L": 8, "P": 4096}
