@@ -252,7 +252,7 @@ def find_layer(layers: LayerPlaces, layer: Any) -> tuple[int, Any]:
     if layers != tuple((0, index) for index in range(len(layers))):
         raise ValueError(
             "PagedCache: layer must be a Python integer if layers are in several groups, got a "
-            "traced one. Unroll the loop over layers."
+            "traced array. Unroll the loop over layers."
         )
     return 0, cast(Any, layer)
 

@@ -389,7 +389,7 @@ def _copy(group: CacheGroup, copies: BlockCopies, backend: str | None) -> CacheG
 
 
 def fork(cache: PagedCache, parents: jax.Array) -> tuple[PagedCache, jax.Array]:
-    """Make slots copies of other slots that share all blocks; see `paged_jax.blocks.fork`."""
+    """Make empty slots copies of other slots by sharing blocks; see `paged_jax.blocks.fork`."""
     done = [allocator.fork(group.tables, parents) for group in cache.groups]
     # All groups return the same `ok`, because it depends only on slots and lengths, which are the
     # same in all groups.

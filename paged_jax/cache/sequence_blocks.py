@@ -45,7 +45,7 @@ def first_kept_column(num_tokens: Count, window: int, block_size: int) -> Count:
     Args:
       num_tokens: number of tokens in the cache, an integer or an array of integers.
       window: number of tokens that a query attends to, including its own position.
-      block_size: C.
+      block_size: C, number of tokens in a block.
 
     Example:
       >>> [first_kept_column(n, window=10, block_size=4) for n in (0, 12, 15, 16, 20)]
@@ -96,7 +96,7 @@ def max_blocks_in_slot(
       window: sliding window of the layers; None if they keep all tokens.
       max_length: maximum number of tokens in a slot.
       max_tokens: maximum number of tokens that a program appends, see `max_blocks_in_window`.
-      block_size: C.
+      block_size: C, number of tokens in a block.
 
     Example:
       >>> [max_blocks_in_slot(window, 32768, 512, 16) for window in (None, 1024, 65536)]

@@ -235,10 +235,9 @@ class Footprint(NamedTuple):
         block = format_bytes(self.pool_bytes(1, with_overhead=True))
         raise ValueError(
             f"{field} must leave room for {format_bytes(self.weights)} of weights, "
-            f"{format_bytes(self.state + self.recurrent)} of state, {format_bytes(self.step)} for "
-            "a step and a "
-            f"block of {block}, got {format_bytes(memory)}. Use more memory, a smaller dtype, or "
-            "fewer slots."
+            f"{format_bytes(self.state + self.recurrent)} of state, {format_bytes(self.step)} of "
+            f"temporary memory for a step and a block of {block}, got {format_bytes(memory)}. Use "
+            "more memory, a smaller dtype, or fewer slots."
         )
 
 

@@ -361,7 +361,8 @@ def _layer_sums(layer: LlamaConfig) -> list[int]:
             # One all-reduce sums the outputs of the routed experts and of the shared expert.
             sums.append(hidden_size * (2 if layer.separate_expert_norms else 1))
     has_norms = layer.qk_norm and layer.qk_norm_scope == "projection"
-    # Norms of q and k over all heads reduce two means per token, and so does a sparse gate.
+    # A norm of q and k over all heads needs the mean squares of q and of k. A sparse activation
+    # needs the mean and the mean square of the gate. Each is an all-reduce of two values per token.
     has_norms = has_norms and layer.kv_shapes[0] is not None
     return sums + [2] * has_norms + [2] * bool(layer.activation_sparsity)
 

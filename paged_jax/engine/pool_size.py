@@ -87,7 +87,7 @@ def _num_fitting_free_memory(device: Any, sizes: Sizes, footprint: Footprint) ->
         budget = int(CACHE_FRACTION * free)
     num_blocks = footprint.num_fitting(budget - footprint.recurrent)
     if not num_blocks:
-        states = f" and {footprint.recurrent} of states" if footprint.recurrent else ""
+        states = f" and {footprint.recurrent} bytes of states" if footprint.recurrent else ""
         raise ValueError(
             f"Engine: a block of {sizes.block_size} tokens must fit the {budget} bytes of memory "
             f"for K and V, got {footprint.block} bytes{states}. Use a smaller block_size"
@@ -169,7 +169,7 @@ def _cgroup_limits() -> list[int]:
         if controllers not in ("", "memory"):
             continue
         root, name = _CGROUPS, "memory.max"
-        if controllers:  # control groups, version 1
+        if controllers:  # This line is from version 1 of control groups.
             root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
         path = root / group.lstrip("/")
         limits += [_read_limit(folder / name) for folder in (path, *path.parents)]
@@ -179,5 +179,5 @@ def _cgroup_limits() -> list[int]:
 def _read_limit(path: Path) -> int | None:
     try:
         return int(path.read_text())
-    except (OSError, ValueError):  # no such file, or "max"
+    except (OSError, ValueError):  # There is no such file, or it contains "max".
         return None

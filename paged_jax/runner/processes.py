@@ -166,7 +166,9 @@ def distributed_client() -> Any:
     from jax._src import distributed
 
     if distributed.global_state.client is None:
-        raise RuntimeError("jax.distributed must be initialized first.")
+        raise RuntimeError(
+            "jax.distributed must be initialized first. Call jax.distributed.initialize."
+        )
     return distributed.global_state.client
 
 

@@ -61,7 +61,7 @@ class Sizes(NamedTuple):
 
     @property
     def max_blocks_per_slot(self) -> int:
-        """Width of the block tables (M)."""
+        """Maximum number of blocks per slot (M), which is the width of the block tables."""
         return num_blocks_needed(self.max_model_len, self.block_size)
 
     @property
@@ -248,7 +248,7 @@ def row_bucket(count: int, num_slots: int) -> int:
 
 
 def row_buckets(num_slots: int) -> list[int]:
-    """Return all batch sizes for decoding.
+    """Return all padded batch sizes B that `row_bucket` can return.
 
     Example:
       >>> row_buckets(12)

@@ -11,7 +11,7 @@ from paged_jax.formatting import short_repr
 # left. "same prefix": a running sequence is computing a block of its prefix. "fork": another sample
 # is computing the prompt for it. "preempted": it was preempted and waits to resume.
 WaitReason = Literal["", "turn", "slots", "blocks", "budget", "same prefix", "fork", "preempted"]
-# Why a sample was preempted, and why the next candidate was spared.
+# Why a sample was preempted, and why the next candidate was not preempted instead.
 PreemptionReason = Literal["decode", "prefill", "priority"]
 PreemptionAdvantage = Literal["priority", "progress", "cost", "arrival", "index"]
 

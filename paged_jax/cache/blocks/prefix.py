@@ -228,7 +228,7 @@ def _publish_alike(
     digests: jax.Array,
     token_ids: jax.Array,
 ) -> BlockTables:
-    """Cache in another group the blocks that `publish` has cached in the first group.
+    """Add blocks of another group to the prefix cache, as `publish` did in the first group.
 
     `tables` are the tables of the other group. `before` and `after` are the tables of the first
     group before and after `publish`. See `publish` for the other arguments.

@@ -323,7 +323,7 @@ def publish_states(
 
 
 def forget_states(tables: StateTables) -> StateTables:
-    """Remove all snapshots from the prefix cache, and all marks."""
+    """Remove all snapshots from the prefix cache, and free all marks."""
     tables = _drop_marks(tables, jnp.ones_like(tables.marks, bool))
     pool = replace(tables.pool, is_cached=jnp.zeros_like(tables.pool.is_cached))
     return replace(tables, pool=pool)

@@ -49,9 +49,9 @@ class BlockTables:
         (the number of blocks).
       lengths: i32[S], the number of tokens in each slot; 0 if it is empty.
       block_size: C, the number of tokens in a block (static).
-      window: the number of last tokens that are attended to, including the query (static); None for
-        all tokens. When a slot grows, it frees the blocks that no later token attends to. Their
-        columns become P.
+      window: the number of tokens that a query attends to, including its own position (static);
+        None for all tokens. When a slot grows, it frees the blocks that no later token attends to.
+        Their columns become P.
       first_columns: i32[S], the first column of each slot that is not freed yet, at most
         `first_kept_column`; None without a window.
 
