@@ -170,7 +170,7 @@ class RequestFactory:
             raise _error(f"must be a text of at least one character, got {text!r}.", "prompt")
         if not _is_unicode(text):
             raise _error(
-                f"must be valid Unicode text, got {text[:40]!r}. Decode its bytes with their actual "
+                f"must be valid Unicode text, got {text[:40]!r}. Decode its bytes with the right "
                 "encoding.",
                 "prompt",
             )

@@ -32,7 +32,7 @@ def test_add_rejects_sequences_that_do_not_fit_the_pool():
     )
     with pytest.raises(ValueError, match=message):
         add(engine, 1, length=7, max_tokens=15, num_samples=2)
-    with pytest.raises(ValueError, match="at most max_length = 3, got 4"):
+    with pytest.raises(ValueError, match="at most max_length = 3 tokens, got 4"):
         add(engine, 1, length=4, max_tokens=-1)
     with pytest.raises(ValueError, match="must be unique, got '0' again"):
         add(engine, 0, length=3)
