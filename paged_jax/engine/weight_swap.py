@@ -344,9 +344,9 @@ def _check_same_formats(formats: MatrixFormats | None, own: MatrixFormats | None
         its, ours = formats[name], own[name]
         if its != ours and (its.is_quantised or ours.is_quantised):
             raise ValueError(
-                "update_params: params must not be quantised, or have the formats of the engine's "
-                f"model. Expected {_describe(ours)} for {name}, got {_describe(its)}. Load them "
-                "with dequantise=True."
+                "update_params: params must have the formats of the engine's model, or be floats. "
+                f"Expected {_describe(ours)} for {name}, got {_describe(its)}. Load them with "
+                "dequantise=True."
             )
 
 
