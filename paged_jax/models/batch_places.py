@@ -1,18 +1,20 @@
-"""Where the tokens of a step go in a paged cache, and attention over the cache.
+"""Positions in the paged cache for a step's new tokens, and attention over the cache.
 
-A step appends up to T tokens to each of B sequences: N = B * T rows of queries, keys and values.
-`BatchPlaces` holds the block and the offset to which the keys and values of each row are written,
-and the block tables and lengths for attention. `decode_attention` and `prefill_attention` return
-the function that a model calls in each layer::
+A step appends up to T tokens to each of B sequences. The model sees them as N = B * T flattened
+tokens, some of which are padding. For each token, `BatchPlaces` holds the block and the offset in
+the block to which its keys and values are written. For each sequence, it holds the block table and
+the length that attention needs. `decode_attention` and `prefill_attention` return the function that
+a model calls in each layer::
 
     layer i:    output, carry = attend(i, heads, carry)
 
     attend      write K and V of the new tokens into the pools of the layer's group
                 attend to the blocks in the block tables
 
-`heads` holds the queries, keys and values of the layer. `carry` is a tuple of K and V pools, one
-entry for each group of layers. A recurrent layer passes a `Recurrence`. Then `attend` reads the
-states of the rows from the pools, advances them over the new tokens, and writes them back.
+`heads` holds the queries, keys and values of the layer. `carry` is a tuple with the K and V pools
+of each group of layers. A recurrent layer passes a `Recurrence` instead of `heads`. `attend` then
+reads the state of each sequence from the pools, advances it over the new tokens, and writes it
+back.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,13 +56,13 @@ from paged_jax.models.state_places import GroupPools, StatePlaces
 
 
 class GroupPlaces(NamedTuple):
-    """Blocks of a step's tokens in one group of layers.
+    """Block tables of a step's rows, and the blocks to write to, in one group of layers.
 
     Attributes:
-      block_tables: i32 ``[B, M]``, block tables of the rows.
-      blocks: i32 ``[N]``, block of each token; P, the number of blocks, for padding, which is not
-        written.
-      window: number of last tokens of a sequence that the group keeps, or None for all.
+      block_tables: i32 ``[B, M]``, block table of each row.
+      blocks: i32 ``[N]``, block to which each token is written. Padding tokens have the value P
+        (the number of blocks), which is out of range, so they are not written.
+      window: number of last tokens of a sequence that the group keeps; None if it keeps all tokens.
     """
 
     block_tables: jax.Array
@@ -71,7 +73,7 @@ class GroupPlaces(NamedTuple):
 @short_repr
 @dataclass(frozen=True)
 class BatchPlaces:
-    """Blocks and offsets of a step's tokens in the cache.
+    """Positions in the cache of a step's new tokens, and the lengths of their sequences.
 
     Attributes:
       lengths: i32 ``[B]``, sequence lengths, including the new tokens; 0 in rows left out (rows
@@ -79,10 +81,11 @@ class BatchPlaces:
       num_tokens: i32 ``[B]``, number of new tokens; 0 in rows left out.
       positions: i32 ``[N]``, position of each token in its sequence; -1 for padding.
       offsets: i32 ``[N]``, offset of each token in its block.
-      groups: blocks in each group of layers.
-      layers: group of each layer and the layer's index in the group.
+      groups: block tables and blocks in each group of layers.
+      layers: for each layer, the index of its group and the index of the layer in this group; None
+        for layers without attention.
       block_size: tokens per block (C).
-      states: entries of the states of recurrent layers; None if there are none.
+      states: pool entries with the states of recurrent layers; None if no layer is recurrent.
     """
 
     lengths: jax.Array
@@ -104,9 +107,9 @@ class BatchPlaces:
     ) -> tuple[jax.Array, Pools]:
         """Write keys and values of the new tokens into the pools of a group.
 
-        `group` and `layer` are the indices of the group, and of the layer in it. A `Projection` is
-        normalised and rotated first, in the same kernel launch if the backend can. Without keys,
-        nothing is written.
+        `group` is the index of the group, and `layer` is the index of the layer in this group. If
+        `heads` is a `Projection`, it is first normalised and rotated, in the same kernel launch if
+        the backend supports it. If `heads` has no keys, nothing is written.
 
         Returns:
           Queries ``[N, H, D]`` ready for attention, and the new pools.
@@ -133,7 +136,7 @@ class BatchPlaces:
         if pools.v is None:
             raise ValueError(
                 "PagedModel: cache must have a pool of values for a layer with keys and values, "
-                "got one without. Make it with create_cache."
+                "got a cache without this pool. Make the cache with create_cache."
             )
         q_norm, k_norm = heads.norms or (None, None)
         return paged_rope_write(
@@ -162,36 +165,37 @@ def reserve_places(
     has_tiles: bool = False,
     postpones: bool = False,
 ) -> tuple[PagedCache, jax.Array, BatchPlaces]:
-    """Reserve blocks for new tokens, and return where they go in the cache.
+    """Reserve blocks for new tokens, and return the positions of the tokens in the cache.
 
     Args:
       cache: the cache.
-      slots: i32 ``[B]``, distinct unless `has_tiles` is set; rows with a negative slot are left
-        out.
+      slots: i32 ``[B]``, slot of each row, distinct unless `has_tiles` is set. Rows with a negative
+        slot are skipped.
       num_tokens: i32 ``[B]``, number of new tokens, at most T.
       T: maximum number of new tokens per row.
-      backend: backend of block copies, see `paged_cache.reserve`.
-      has_tiles: whether several rows may have the same slot. Their tokens follow each other, in the
-        order of the rows (static).
-      postpones: whether recurrent layers leave their states as they are, until
+      backend: backend that copies shared blocks before they are written, see `paged_cache.reserve`.
+      has_tiles: whether several rows may have the same slot (static). The tokens of these rows are
+        appended to the slot in the order of the rows.
+      postpones: whether the states of recurrent layers stay unchanged until
         `StatePlaces.advance_postponed` is called (static).
 
     Returns:
-      The new cache; ``ok``, bool ``[]``, False if there were not enough blocks or a slot does not
-      exist; and the places of the tokens. If ``ok`` is False, all rows are left out.
+      The new cache; ``ok``, bool ``[]``, which is False if there were not enough blocks or a slot
+      does not exist; and the `BatchPlaces` of the tokens. If ``ok`` is False, all rows are skipped.
 
     Raises:
-      ValueError: `has_tiles` is set, and the cache has states: the rows of a slot would all advance
-        the same state.
+      ValueError: `has_tiles` is set, and the cache has states of recurrent layers. Several rows
+        would then advance the state of the same slot at the same time.
     """
     if has_tiles and cache.states is not None:
         raise ValueError(
-            "prefill_tiles: cache must have no states of recurrent layers, because the rows of a "
-            "slot run at the same time. Use prefill."
+            "prefill_tiles: cache must have no states of recurrent layers, because several rows of "
+            "a slot would advance the same state at the same time. Use prefill."
         )
     num_slots, lengths = cache.num_slots, cache.lengths
     is_row = slots >= 0
-    # A negative index would count from the end, so use an index past the end, which is dropped.
+    # A negative index would count from the end. Rows to skip therefore get an index past the end,
+    # whose reads return a fill value and whose writes are dropped.
     rows = jnp.where(is_row, slots, num_slots)
     starts, most = take_or_fill(lengths, rows), T
     if has_tiles:
@@ -200,12 +204,14 @@ def reserve_places(
     else:
         requested = jnp.zeros(num_slots, jnp.int32)
         requested = put_or_drop(requested, rows, num_tokens.astype(jnp.int32))
-    # A slot that does not exist must make the whole step fail. `reserve` fails for -1 tokens.
+    # If a slot does not exist, no row may be appended. `reserve` fails if it is asked for -1
+    # tokens.
     requested = jnp.where(jnp.all(slots < num_slots), requested, -1)
     cache, ok = paged_cache.reserve(cache, requested, max_tokens=most, backend=backend)
     num_tokens = jnp.where(is_row & ok, num_tokens, 0)
     if postpones and cache.states is not None:
-        # All tokens are applied together, so only the state before them can become a mark.
+        # The recurrence applies all accepted tokens at once. So the only earlier state that can be
+        # kept as a mark (see `state_tables`) is the state before these tokens.
         cache = cache.replace_states(plan_marks, (requested > 0) & ok, lengths, 1)
     states = StatePlaces.of_rows(cache, jnp.where(num_tokens > 0, rows, num_slots), postpones)
     if postpones and states is not None:
@@ -239,7 +245,11 @@ def reserve_places(
 def _sum_by_slot(
     rows: jax.Array, num_tokens: jax.Array, num_slots: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Count the tokens of earlier rows with the same slot, i32[B], and of each slot, i32[S]."""
+    """Return the number of tokens in earlier rows of the same slot, and in all rows of a slot.
+
+    The first result, i32 ``[B]``, has one element for each row, the second, i32 ``[S]``, one
+    element for each slot.
+    """
     index = jnp.arange(rows.size, dtype=jnp.int32)
     is_before = (rows[None, :] == rows[:, None]) & (index[None, :] < index[:, None])
     is_of_slot = rows[None, :] == jnp.arange(num_slots, dtype=jnp.int32)[:, None]
@@ -257,14 +267,17 @@ def next_places(
     active: jax.Array,
     states: StatePlaces | None = None,
 ) -> BatchPlaces:
-    """Return the places of each active row's next token. The blocks must be reserved already.
+    """Return the positions in the cache of each active row's next token.
+
+    The blocks must be reserved already.
 
     Args:
-      cache: the cache that has these blocks.
-      block_tables: i32 ``[B, M]``, block tables of the rows, for each group of the cache.
+      cache: the cache to which the blocks belong.
+      block_tables: i32 ``[B, M]`` for each group of the cache, block table of each row.
       lengths: i32 ``[B]``, sequence lengths without the next token.
       active: bool ``[B]``, False for rows that get no token.
-      states: entries of the rows in this step, if the cache has states.
+      states: pool entries with the states of the rows in this step; None if the cache has no
+        states.
     """
     block_size = cache.block_size
     column = (lengths // block_size)[:, None]
@@ -290,20 +303,22 @@ def next_places(
 def decode_attention(
     function: str, places: BatchPlaces, config: LlamaConfig, *, cascade: bool, backend: str | None
 ) -> Attend[GroupPools]:
-    """Return the attention function of a decode step, with one new token per row.
+    """Return the `attend` function of a decode step, in which each row has one new token.
 
     Args:
       function: function name for error messages.
-      places: places of the tokens.
+      places: positions of the tokens in the cache.
       config: configuration of the model.
-      cascade: whether to read the blocks that all sequences share once per step, instead of once
-        per sequence, see `cascade_attention`.
+      cascade: whether blocks that all sequences share are read only once per step, instead of once
+        for each sequence, see `cascade_attention`.
       backend: backend of the attention, see `paged_attention`.
 
     Raises:
-      ValueError: the number of layers differs, or the cache keeps too few tokens for a layer.
+      ValueError: the cache and `config` have different numbers of layers, or the cache keeps fewer
+        tokens than a layer attends to.
     """
-    # Shared blocks are counted once per group, not in each layer.
+    # The number of shared blocks is the same in all layers of a group, so compute it once per
+    # group.
     num_shared: dict[int, jax.Array] = {}
     if cascade:
         windows = enumerate(config.sliding_windows)
@@ -330,7 +345,7 @@ def decode_attention(
 def prefill_attention(
     function: str, places: BatchPlaces, config: LlamaConfig, T: int, backend: str | None
 ) -> Attend[GroupPools]:
-    """Return the attention function of a prefill step, with chunks of up to T tokens.
+    """Return the `attend` function of a prefill step, with up to T new tokens in each row.
 
     For the other arguments and the errors, see `decode_attention`.
     """
@@ -359,10 +374,11 @@ def _attend_with(
     config: LlamaConfig,
     backend: str | None,
 ) -> Attend[GroupPools]:
-    """Return a function that writes keys and values, and calls `compute` for the attention.
+    """Return an `attend` function that writes keys and values, and then calls `compute`.
 
     `compute` takes the queries ``[N, H, D]``, the pools of the layer's group, the index of the
-    group, the tokens that the layer attends to, and options of the op.
+    group, the `Reach` of the layer, and keyword arguments of the attention op. It returns the
+    output of the attention.
     """
     _check_layers(function, places, config.sliding_windows)
 
@@ -372,8 +388,8 @@ def _attend_with(
         if isinstance(heads, Recurrence):
             if places.states is None:
                 raise ValueError(
-                    f"attend: cache must have states for layer {layer}, got none. Make the cache "
-                    "with create_cache."
+                    f"attend: cache must have states for the recurrent layer {layer}, got a cache "
+                    "without states. Make the cache with create_cache."
                 )
             return places.states.advance(layer, heads, carry, places.num_tokens, backend)
         group, index = find_layer(places.layers, layer)
@@ -397,12 +413,12 @@ def _attend_with(
 def _check_layers(
     function: str, places: BatchPlaces, sliding_windows: Sequence[int | None]
 ) -> None:
-    """Check that the cache keeps the tokens that the layers attend to."""
+    """Check that the cache has the model's layers, and keeps all tokens that they attend to."""
     num_layers = len(sliding_windows)
     if len(places.layers) != num_layers:
         raise ValueError(
-            f"{function}: cache must be for {num_layers} layers, got {len(places.layers)}. "
-            "Make it with create_cache."
+            f"{function}: cache must have {num_layers} layers, got {len(places.layers)}. Make the "
+            "cache with create_cache."
         )
     for layer, sliding_window in enumerate(sliding_windows):
         place = places.layers[layer]
@@ -412,6 +428,6 @@ def _check_layers(
         if kept is not None and (sliding_window is None or sliding_window > kept):
             needed = "all" if sliding_window is None else sliding_window
             raise ValueError(
-                f"{function}: cache must keep {needed} tokens for layer {layer}, got a window of "
-                f"{kept}. Make it with create_cache."
+                f"{function}: cache must keep {needed} tokens for layer {layer}, got a cache that "
+                f"keeps the last {kept}. Make the cache with create_cache."
             )

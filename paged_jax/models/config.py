@@ -39,26 +39,26 @@ from paged_jax.models.rope import QueryScale, Rope, RopeScaling
 @names_arguments
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes and switches of a Llama-family decoder.
+    """Sizes and options of a decoder of the Llama family.
 
     Fields that exist in Hugging Face's ``config.json`` have the same names.
 
     Attributes:
       vocab_size, hidden_size: vocabulary size (V), and width of the residual stream (E).
       intermediate_size: features of the dense MLP (F).
-      intermediate_sizes: features of the dense MLP of each layer; empty if all have
-        `intermediate_size`, which is the largest of them.
+      intermediate_sizes: features of the dense MLP of each layer; empty if all layers have
+        `intermediate_size` features. `intermediate_size` must be the largest of them.
       num_hidden_layers: number of layers (L).
       num_attention_heads, num_key_value_heads: number of query heads (H) and of KV heads (K).
       head_dim: elements per head (D), even; 0 for ``hidden_size // num_attention_heads``.
-      num_global_key_value_heads, global_head_dim: the same for layers without a sliding window, if
-        they differ from the other layers; 0 otherwise.
+      num_global_key_value_heads, global_head_dim: number of KV heads and head dimension of layers
+        without a sliding window; 0 if they do not differ from the other layers.
       max_position_embeddings: maximum length of a sequence in tokens.
       rms_norm_eps: constant added to the mean square (or variance) in norms.
       rope_theta, rope_scaling: base and scaling of the rotary frequencies.
-      rope_local_base_freq: base for layers with a sliding window, without scaling; None if they
-        rotate like the other layers.
-      rope_layers: whether each layer rotates queries and keys; empty if all do.
+      rope_local_base_freq: base of the rotary frequencies in layers with a sliding window, which
+        are not scaled; None if these layers rotate like the others.
+      rope_layers: whether each layer rotates queries and keys; empty if all layers do.
       partial_rotary_factor: fraction of each head's elements that rotates, 0 to 1. The first
         elements rotate. With "proportional" scaling, layers with `rope_local_base_freq` rotate
         whole heads.
@@ -68,14 +68,16 @@ class LlamaConfig:
       qkv_bias, o_bias: whether the attention projections have biases.
       qk_norm: whether queries and keys are normalised.
       qk_norm_weight: whether these norms have weights.
-      qk_norm_layers: whether each layer has these norms; empty if all or none have.
+      qk_norm_layers: whether each layer normalises queries and keys; empty if `qk_norm` applies to
+        all layers.
       value_norm: whether the values of each head are normalised, without a weight.
-      attention_k_eq_v: whether layers without a sliding window have no projection of values.
-        Their values are the projected keys, before these are normalised and rotated.
-      num_kv_shared_layers: number of layers at the end that have no keys and values. Each reads the
-        keys and values of the last layer of its type that has them.
+      attention_k_eq_v: whether layers without a sliding window have no projection of values. Their
+        values are equal to the projected keys before normalisation and rotation.
+      num_kv_shared_layers: number of layers at the end of the model that compute no keys and
+        values. Each of them reads the keys and values of the last layer of the same type that
+        computes them.
       attention_gate: whether the output of each query head is multiplied by the sigmoid of a gate,
-        which is projected together with the query.
+        which is computed by the same projection as the query.
       query_scale: factor of queries that depends on their position, or None.
       latent: sizes of latent attention, or None. `head_dim` is then the size of the rotated part.
       qk_norm_scope: ``"head"`` normalises each head separately, ``"projection"`` all heads of a
@@ -84,62 +86,66 @@ class LlamaConfig:
         after; ``"post"``: after; ``"parallel"``: one norm before both, which run in parallel.
       norm_placements: `norm_placement` of each layer; empty if it is the same in all layers.
       norm_type: ``"rms"`` or ``"layer"``.
-      norm_offset: norms multiply by ``norm_offset + weight``.
+      norm_offset: number added to the weights of norms: a norm multiplies by
+        ``norm_offset + weight``.
       hidden_act: activation of the gate: ``"silu"``, ``"gelu"``, ``"gelu_pytorch_tanh"``, or
         ``"relu2"``, the square of ReLU.
       embedding_multiplier: factor of the embeddings. The factor itself is rounded to the dtype of
         the weights.
       attention_multiplier: factor of the attention scores; None for ``head_dim ** -0.5``.
       residual_multiplier: factor of the outputs of attention and the MLP.
-      multipliers: further factors within a layer.
-      layer_scalar: whether the output of each layer is multiplied by a parameter.
-      hidden_size_per_layer_input: size of an embedding per token and layer, which each layer adds
-        to the residual stream through a gate; 0 for none.
-      vocab_size_per_layer_input: number of tokens with such an embedding, from the first, if it is
-        not `vocab_size`; 0 otherwise. Other tokens have the embedding of token 0.
-      residual_streams: number of residual streams and further options; None for a single stream.
+      multipliers: factors of other activations in a layer, see `Multipliers`.
+      layer_scalar: whether each layer multiplies its output by a learned scalar.
+      hidden_size_per_layer_input: size of the per-layer embeddings (Gemma 3n): each layer has its
+        own embedding of each token, and adds it to the residual stream through a gate; 0 for models
+        without them.
+      vocab_size_per_layer_input: number of tokens with a per-layer embedding, from token 0; 0 if
+        all tokens of the vocabulary have one. Other tokens use the embedding of token 0.
+      residual_streams: number and options of the residual streams; None for a single stream.
       laurel_rank: rank of two projections of the normalised input of attention, whose output is
         added to the residual stream after attention; 0 for none.
-      activation_sparsity: fraction of the gates of each layer's MLP that are 0, if gates have a
-        normal distribution; empty if there is none.
-      use_double_wide_mlp: whether the MLP of layers without keys and values has twice the features.
+      activation_sparsity: for each layer, the fraction of the MLP's gates to set to 0, which
+        assumes that the gates have a normal distribution; empty if no layer does this.
+      use_double_wide_mlp: whether the MLPs of the last `num_kv_shared_layers` layers have twice as
+        many features.
       logit_scale: factor of the logits.
       attn_logit_softcapping, final_logit_softcapping: scores and logits become
         ``cap * tanh(x / cap)``; None for no cap.
       attention_sinks: whether each head has a learned score that takes part in the softmax but
         contributes no value.
-      num_experts, num_experts_per_tok: number of experts (0 for a dense MLP), and of experts per
-        token.
+      num_experts, num_experts_per_tok: number of experts (0 for a dense MLP), and number of experts
+        chosen for each token.
       moe_intermediate_size: features of each expert.
       shared_expert_intermediate_size: features of the shared expert; 0 for none.
       shared_expert_gate: whether the output of the shared expert is multiplied by a gate.
       norm_topk_prob: whether the weights of the chosen experts are divided by their sum.
       router: how experts are chosen and weighted.
       expert_bias: whether router and experts have biases.
-      separate_expert_norms: whether the router and the experts have separate norms of the residual
-        stream, and the outputs of the experts and of the shared expert have separate norms before
-        they are added. Only if norms are before and after the MLP.
-      swiglu_alpha, swiglu_limit: parameters of the activation of gpt-oss, see
-        `mlp.clamped_swiglu`; with `swiglu_limit` None experts use `hidden_act`.
-      sliding_window: number of last tokens that a query attends to in layers with a window; None
-        for all tokens.
-      attention_chunk_size: number of consecutive tokens that attend only to each other, in layers
-        with chunks; None if there are none.
+      separate_expert_norms: whether the inputs of the router and of the experts have separate
+        norms, and the outputs of the experts and of the shared expert have separate norms before
+        they are added. Requires the norm placement ``"sandwich"``.
+      swiglu_alpha, swiglu_limit: parameters of the activation of gpt-oss, see `mlp.clamped_swiglu`;
+        if `swiglu_limit` is None, experts use `hidden_act`.
+      sliding_window: number of last tokens that a query attends to in layers with a sliding window;
+        None if no layer has a window.
+      attention_chunk_size: in layers of type ``"chunked_attention"``, number of consecutive tokens
+        that attend only to each other; None if there are no such layers.
       layer_types: ``"full_attention"``, ``"sliding_attention"``, ``"chunked_attention"``,
         ``"linear_attention"``, ``"hybrid"`` (full and linear attention, added) or ``"none"`` (only
         an MLP) for each layer; empty if all are attention layers with the same `sliding_window`.
-      mixer: sizes of linear attention, which is recurrent; None if no layer has it.
+      mixer: sizes of the recurrent layers (linear attention); None if no layer is recurrent.
       mlp_layer_types: ``"dense"`` (an MLP of `intermediate_size`), ``"sparse"`` (experts) or
         ``"none"`` for each layer; empty if all layers have the same kind of MLP.
-      gated_mlp: whether an MLP or expert multiplies the activation of a gate by its features. If
-        False, there is no gate, and the activation applies to the features.
+      gated_mlp: whether MLPs and experts have a gate: they multiply ``activation(gate)`` by their
+        up projection. If False, there is no gate, and the activation is applied to the up
+        projection.
       initializer_range: standard deviation of initial weights.
       bos_token_id, eos_token_ids: special tokens.
       model_type: key of the family in `families.FAMILIES`.
       dtype: dtype of the weights in the files: float32, bfloat16 or float16.
 
     Raises:
-      ValueError: sizes do not fit together.
+      ValueError: a value is out of range, or fields do not fit together.
 
     Example:
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=172,
@@ -223,7 +229,7 @@ class LlamaConfig:
     dtype: str = "float32"
 
     def __str__(self) -> str:
-        """Show the fields that differ from their defaults. The `repr` shows all fields."""
+        """Return a text with the fields that differ from their defaults, unlike `repr`."""
         return shortened(self)
 
     def __post_init__(self) -> None:
@@ -231,7 +237,8 @@ class LlamaConfig:
             if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
                 raise ValueError(
                     "LlamaConfig: hidden_size must be a multiple of num_attention_heads when "
-                    f"head_dim is not given, got {self.hidden_size} and {self.num_attention_heads}."
+                    f"head_dim is not given, got hidden_size {self.hidden_size} and "
+                    f"num_attention_heads {self.num_attention_heads}."
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         check_config(self)
@@ -239,7 +246,7 @@ class LlamaConfig:
         _ = self.ropes  # `Rope` checks the sizes
 
     def _normalise(self) -> None:
-        """Describe uniform layers in one way, so that equal models have equal configs."""
+        """Replace tuples of equal values by empty tuples, so that equal models compare equal."""
         values = {
             "norm_placements": self.norm_placement,
             "qk_norm_layers": self.qk_norm,
@@ -259,9 +266,9 @@ class LlamaConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
-        """Read the content of a Hugging Face ``config.json``, of transformers 4 or 5.
+        """Return the config described by a Hugging Face ``config.json`` of transformers 4 or 5.
 
-        Missing optional keys have the defaults of transformers for that family.
+        Missing optional keys get the default values that transformers uses for the model family.
 
         Raises:
           UnsupportedConfigError: the config needs an unsupported feature. The message names it.
@@ -278,11 +285,14 @@ class LlamaConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "LlamaConfig":
-        """Read a ``config.json``, given as a file or as its folder.
+        """Return the config in a ``config.json``.
+
+        `path` is the file, or the folder that contains it.
 
         Raises:
           FileNotFoundError: the file does not exist.
-          ValueError: the file is not a JSON object, or see `from_dict`.
+          ValueError: the file does not hold a JSON object, or its content is invalid, see
+            `from_dict`.
         """
         return cls.from_dict(read_config_json(Path(path)))
 
@@ -290,7 +300,8 @@ class LlamaConfig:
         """Return the content of a ``config.json`` that transformers and `from_dict` can read.
 
         Raises:
-          ValueError: no family of transformers has this combination of switches.
+          ValueError: transformers cannot represent this combination of options in the family
+            `model_type`.
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         written = write_fields(fields)
@@ -300,25 +311,26 @@ class LlamaConfig:
             if value != expected and not _are_close(value, expected):
                 raise ValueError(
                     f"LlamaConfig: {name} must be {expected!r} for model_type "
-                    f"{self.model_type!r} with the other fields of this config, got {value!r}."
+                    f"{self.model_type!r}, because its config.json cannot express another value, "
+                    f"got {value!r}."
                 )
         return written
 
     @functools.cached_property
     def sliding_windows(self) -> tuple[int | None, ...]:
-        """Sliding window or chunk size of each layer, in tokens; None for all tokens."""
+        """Sliding window or chunk size of each layer, in tokens; None for layers without either."""
         windows = {SLIDING: self.sliding_window, CHUNKED: self.attention_chunk_size}
         return tuple(windows.get(kind) for kind in self.layer_kinds)
 
     @functools.cached_property
     def attention_chunks(self) -> tuple[int | None, ...]:
-        """Number of consecutive tokens that attend to each other, or None for other layers."""
+        """Chunk size of each layer with chunked attention, in tokens; None for other layers."""
         size = self.attention_chunk_size
         return tuple(size if kind == CHUNKED else None for kind in self.layer_kinds)
 
     @functools.cached_property
     def kv_shapes(self) -> tuple[KVShape | None, ...]:
-        """Shape of the keys and values of a token in each layer; None for layers without them."""
+        """Shape of a token's keys and values in each layer; None for layers without attention."""
         D, K = self.head_dim, self.num_key_value_heads
         local = KVShape(K, D, D)
         global_D = self.global_head_dim or D
@@ -330,13 +342,13 @@ class LlamaConfig:
 
     @property
     def shares_kv(self) -> tuple[bool, ...]:
-        """Whether each layer reads the keys and values of another layer."""
+        """Whether each layer reads the keys and values of an earlier layer."""
         first = self.num_hidden_layers - self.num_kv_shared_layers
         return tuple(layer >= first for layer in range(self.num_hidden_layers))
 
     @functools.cached_property
     def kv_sources(self) -> tuple[int, ...]:
-        """Layer whose keys and values each layer reads: its own number unless it shares them."""
+        """For each layer, the index of the layer that computes the keys and values it reads."""
         owners = {
             kind: layer for layer, kind in enumerate(self.layer_kinds) if not self.shares_kv[layer]
         }
@@ -345,13 +357,13 @@ class LlamaConfig:
 
     @functools.cached_property
     def state_shapes(self) -> tuple[tuple[StateShape, ...], ...]:
-        """Shapes of the state of a sequence in each layer; empty for attention layers."""
+        """Arrays that each layer keeps as the state of a sequence; empty for attention layers."""
         states = () if self.mixer is None else self.mixer.states
         return tuple(states if kind in RECURRENT_TYPES else () for kind in self.layer_kinds)
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """Type of each layer, see `layer_types`."""
+        """Type of each layer, also if `layer_types` is empty."""
         kind = FULL if self.sliding_window is None else SLIDING
         return self.layer_types or (kind,) * self.num_hidden_layers
 
@@ -367,9 +379,9 @@ class LlamaConfig:
 
     @functools.cached_property
     def layer_configs(self) -> tuple["LlamaConfig", ...]:
-        """Config of each layer. It describes a model in which all layers equal this layer.
+        """For each layer, the config of a model in which all layers are like this layer.
 
-        Equal layers share a config.
+        Layers with the same properties have the same config object.
 
         Example:
           >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
@@ -394,7 +406,7 @@ class LlamaConfig:
 
     @functools.cached_property
     def ropes(self) -> tuple[Rope | None, ...]:
-        """Rotation of each layer's queries and keys; None for layers that do not rotate."""
+        """Rotary embedding of each layer; None for layers that do not rotate queries and keys."""
         rotates = self.rope_layers or (True,) * self.num_hidden_layers
         kinds = tuple(zip(self.sliding_windows, self.kv_shapes, rotates, strict=True))
         ropes = {kind: self._rope(*kind) for kind in dict.fromkeys(kinds)}
@@ -419,50 +431,57 @@ class LlamaConfig:
 
     @functools.cached_property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """Groups of layers that keep equal keys and values, see `layer_groups.group_layers`."""
+        """Groups of layers with the same window and KV shape, see `layer_groups.group_layers`."""
         shapes = zip(self.kv_shapes, self.shares_kv, strict=True)
         kept = [None if shares else kv for kv, shares in shapes]
         return group_layers(self.sliding_windows, kept)
 
     @functools.cached_property
     def state_groups(self) -> tuple[LayerGroup, ...]:
-        """Groups of recurrent layers with states of equal shapes; empty if there are none."""
+        """Groups of recurrent layers whose states have equal shapes; empty without such layers."""
         return group_states(self.state_shapes)
 
     @property
     def can_scan_layers(self) -> bool:
-        """Whether all layers are equal and can be stacked, see `scan_layers` of `Llama`."""
+        """Whether all layers have the same config, so that `Llama` supports `scan_layers`."""
         kinds = {*zip(self.layer_configs, self.ropes, strict=True)}
         is_special = self.mixer is not None or self.residual_streams is not None
         return len(kinds) == 1 and not is_special and not self.hidden_size_per_layer_input
 
     @property
     def dense_intermediate_size(self) -> int:
-        """Features of the MLP for all tokens; 0 if a layer has only routed experts."""
+        """Number of features of the dense MLP or of the shared expert; 0 if there is neither."""
         if NOTHING in self.mlp_layer_types and len({*self.mlp_layer_types}) == 1:
             return 0
         return self.shared_expert_intermediate_size if self.num_experts else self.intermediate_size
 
     @property
     def num_kv_rows(self) -> int:
-        """Number of rows of a KV head in the fused projection: usually 2, its key and its value."""
+        """Number of key and value rows per KV head in the fused projection ``qkv_proj``.
+
+        It is usually 2, 1 if the values are the projected keys, and 0 if no layer projects keys and
+        values.
+        """
         if all(self.shares_kv):
             return 0
         return 1 if self.attention_k_eq_v else 2
 
     @property
     def value_features(self) -> int:
-        """Number of inputs of the output projection of attention."""
+        """Number of input features of the output projection of attention."""
         per_head = self.head_dim if self.latent is None else self.latent.v_head_dim
         return self.num_attention_heads * per_head
 
     @property
     def qkv_features(self) -> int:
-        """Number of rows of the fused query, key and value projection, often ``(H + 2 K) D``."""
+        """Number of output features of ``qkv_proj``: ``(H + 2 K) D`` without gates."""
         queries = self.num_attention_heads * (2 if self.attention_gate else 1)
         return (queries + self.num_kv_rows * self.num_key_value_heads) * self.head_dim
 
 
 def _are_close(a: Any, b: Any) -> bool:
-    """Return whether floats are equal up to rounding, for values stored as their inverse."""
+    """Return whether two floats are equal up to rounding; False for other types.
+
+    Some fields are stored in ``config.json`` as their reciprocal, which changes the last digits.
+    """
     return isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-12)

@@ -1,7 +1,7 @@
 """Checks of the fields of a `LlamaConfig`.
 
-The config imports this module, so the functions take any object with its fields. They raise the
-errors of `check_config`.
+The functions take any object that has the fields of a `LlamaConfig`, because `config` imports this
+module and not the reverse. They raise the errors that `check_config` documents.
 """
 
 import math
@@ -20,7 +20,7 @@ from paged_jax.models.layer_groups import (
     SPARSE,
 )
 
-# Allowed values of fields that select one of several options by name.
+# Allowed values of the fields of `LlamaConfig` that select an option by name.
 _CHOICES = {
     "qk_norm_scope": ("head", "projection"),
     "norm_placement": ("pre", "sandwich", "post", "parallel"),
@@ -44,7 +44,7 @@ _SIZES = (
 )  # fmt: skip
 
 
-# Fields with a value for each layer; empty if all layers have the same value.
+# Fields with one value for each layer. They are empty if all layers have the same value.
 _OF_LAYERS = (
     "layer_types", "mlp_layer_types", "norm_placements", "qk_norm_layers", "activation_sparsity",
     "intermediate_sizes", "rope_layers",
@@ -52,10 +52,10 @@ _OF_LAYERS = (
 
 
 def check_config(config: Any) -> None:
-    """Check all fields of a config, except the rotation, which `Rope` checks.
+    """Check the fields of a config, except those of the rotary embedding, which `Rope` checks.
 
     Raises:
-      UnsupportedConfigError: an option or a type of layer is unknown.
+      UnsupportedConfigError: the name of an option or the type of a layer is unknown.
       ValueError: a number is out of range, or fields do not fit together.
     """
     _check_sizes(config)
@@ -64,14 +64,15 @@ def check_config(config: Any) -> None:
     for field in _OF_LAYERS:
         if (count := len(getattr(config, field))) not in (0, config.num_hidden_layers):
             raise ValueError(
-                f"LlamaConfig: {field} must list {config.num_hidden_layers} layers, got {count}."
+                f"LlamaConfig: {field} must have one value for each of the "
+                f"{config.num_hidden_layers} layers, got {count} values."
             )
     _check_layer_types(config)
     _check_choices(config)
 
 
 def check_num_layers(num_layers: int) -> None:
-    """Check the number of layers, before memory is allocated for each layer.
+    """Check that the number of layers is plausible, before lists of this length are made.
 
     Raises:
       ValueError: the number is not positive, or exceeds `_MAX_LAYERS`.
@@ -90,7 +91,7 @@ def _check_sizes(config: Any) -> None:
         if num_kv_heads < 0 or num_kv_heads and config.num_attention_heads % num_kv_heads:
             raise ValueError(
                 f"LlamaConfig: num_attention_heads must be a multiple of {name}, got "
-                f"{config.num_attention_heads} and {num_kv_heads}."
+                f"num_attention_heads {config.num_attention_heads} and {name} {num_kv_heads}."
             )
     if not 0 <= config.num_kv_shared_layers <= config.num_hidden_layers:
         raise ValueError(
@@ -110,8 +111,9 @@ def _check_sizes(config: Any) -> None:
     sizes = config.intermediate_sizes
     if sizes and (min(sizes) < 1 or max(sizes) != config.intermediate_size):
         raise ValueError(
-            "LlamaConfig: intermediate_sizes must be positive, and intermediate_size the largest "
-            f"of them, got {list(sizes)} and {config.intermediate_size}."
+            "LlamaConfig: intermediate_sizes must be positive, and the largest of them must be "
+            f"intermediate_size, got {list(sizes)} and intermediate_size "
+            f"{config.intermediate_size}."
         )
     if not all(0 <= sparsity < 1 for sparsity in config.activation_sparsity):
         raise ValueError(
@@ -121,8 +123,8 @@ def _check_sizes(config: Any) -> None:
     streams = config.residual_streams
     if streams is not None and not (streams.count > 1 and 0 <= streams.active < streams.count):
         raise ValueError(
-            "LlamaConfig: residual_streams must have at least 2 streams, and one of them active, "
-            f"got {streams}."
+            "LlamaConfig: residual_streams.count must be at least 2, and residual_streams.active "
+            f"must be less than count, got {streams}."
         )
     if config.latent is not None:
         heads = config.num_attention_heads, config.num_key_value_heads
@@ -146,23 +148,23 @@ def _check_layer_types(config: Any) -> None:
     )
     if (config.mixer is not None) != bool({*RECURRENT_TYPES} & {*kinds}):
         raise UnsupportedConfigError(
-            f"LlamaConfig: mixer must be set where layer_types has {RECURRENT!r} or {HYBRID!r}, "
-            f"and only there, got {config.mixer} and {list(kinds)}."
+            f"LlamaConfig: mixer must be set if and only if layer_types contains {RECURRENT!r} or "
+            f"{HYBRID!r}, got mixer {config.mixer} and layer_types {list(kinds)}."
         )
     if others := set(kinds) - set(LAYER_TYPES):
         raise UnsupportedConfigError(
-            f"LlamaConfig: layer type {min(others)!r} is not supported, only "
-            f"{' and '.join(map(repr, LAYER_TYPES))}."
+            f"LlamaConfig: layer_types must only contain {', '.join(map(repr, LAYER_TYPES))}, got "
+            f"{min(others)!r}."
         )
     if SLIDING in kinds and config.sliding_window is None:
         raise ValueError(
-            f"LlamaConfig: sliding_window must be an integer where layer_types has {SLIDING!r}, "
+            f"LlamaConfig: sliding_window must be an integer if layer_types contains {SLIDING!r}, "
             "got null."
         )
     if (CHUNKED in kinds) != (chunk is not None):
         raise UnsupportedConfigError(
-            "LlamaConfig: attention_chunk_size must be an integer where layer_types has "
-            f"{CHUNKED!r}, and only there, got {chunk} and {list(kinds)}."
+            "LlamaConfig: attention_chunk_size must be an integer if layer_types contains "
+            f"{CHUNKED!r}, otherwise null, got {chunk} and layer_types {list(kinds)}."
         )
     if others := set(mlp_kinds) - set(MLP_TYPES):
         raise ValueError(
@@ -171,15 +173,15 @@ def _check_layer_types(config: Any) -> None:
         )
     if mlp_kinds and (SPARSE in mlp_kinds) != bool(config.num_experts):
         raise ValueError(
-            f"LlamaConfig: mlp_layer_types must contain {SPARSE!r} if and only if there are "
-            f"experts, got {list(mlp_kinds)} and num_experts = {config.num_experts}."
+            f"LlamaConfig: mlp_layer_types must contain {SPARSE!r} if and only if num_experts is "
+            f"positive, got {list(mlp_kinds)} and num_experts {config.num_experts}."
         )
     layers = zip(config.layer_kinds, config.shares_kv, strict=True)
     own = [kind for kind, shares in layers if not shares]
     if own and (others := set(config.layer_kinds) - set(own)):
         raise ValueError(
-            f"LlamaConfig: num_kv_shared_layers must leave a layer of type {min(others)!r} "
-            f"with keys and values, got {config.num_kv_shared_layers}."
+            "LlamaConfig: num_kv_shared_layers must leave at least one layer of type "
+            f"{min(others)!r} that computes keys and values, got {config.num_kv_shared_layers}."
         )
 
 
@@ -203,13 +205,13 @@ def _check_experts(config: Any) -> None:
         check_positive("LlamaConfig", **{name: getattr(config, name) for name in sizes})
     if config.num_experts_per_tok > config.num_experts:
         raise ValueError(
-            "LlamaConfig: num_experts_per_tok must be at most num_experts, got "
-            f"{config.num_experts_per_tok} and {config.num_experts}."
+            "LlamaConfig: num_experts_per_tok must be at most num_experts, got num_experts_per_tok "
+            f"{config.num_experts_per_tok} and num_experts {config.num_experts}."
         )
     if config.num_experts % config.router.num_groups:
         raise ValueError(
             "LlamaConfig: num_experts must be a multiple of the router's num_groups, got "
-            f"{config.num_experts} and {config.router.num_groups}."
+            f"num_experts {config.num_experts} and num_groups {config.router.num_groups}."
         )
     if config.separate_expert_norms and config.num_experts:
         check_positive(
@@ -217,7 +219,7 @@ def _check_experts(config: Any) -> None:
         )
         if config.norm_placement != "sandwich":
             raise ValueError(
-                "LlamaConfig: norm_placement must be 'sandwich' with separate_expert_norms, "
+                "LlamaConfig: norm_placement must be 'sandwich' if separate_expert_norms is true, "
                 f"got {config.norm_placement!r}."
             )
     if config.shared_expert_intermediate_size < 0:

@@ -1,8 +1,8 @@
-"""Read and write the fields of a `LlamaConfig` as a Hugging Face ``config.json``.
+"""Conversion between the fields of a `LlamaConfig` and a Hugging Face ``config.json``.
 
 An entry that changes the computation is either read, or rejected with an error that names it.
-Entries about rotary embeddings and latent attention are in `rope_json`, entries about types of
-layers and about experts in `layers_json`.
+`rope_json` converts the entries about rotary embeddings and latent attention, `layers_json` the
+entries about layer types and experts.
 """
 
 import math
@@ -45,8 +45,8 @@ from paged_jax.models.rope_json import (
     write_rope,
 )
 
-# Keys that change the computation, with the value that has no effect. Any other value is rejected,
-# unless the family reads the key.
+# Keys that change the computation, each with the value that has no effect. A config with any other
+# value is rejected, unless its family reads the key.
 _NEUTRAL: Mapping[str, Any] = {
     "mlp_bias": False,
     "is_causal": True,
@@ -66,8 +66,8 @@ _NEUTRAL: Mapping[str, Any] = {
     "logit_scale": 1,
 }
 
-# Beginnings of the `model_type` or class, in lower case, of models whose sparse attention chooses
-# tokens by an indexer. They are not supported.
+# Prefixes of the `model_type` or class name, in lower case, of models with sparse attention in
+# which an indexer chooses the tokens. These models are not supported.
 _WITH_INDEXER = (
     "deepseek_v32",
     "deepseekv32",
@@ -77,23 +77,24 @@ _WITH_INDEXER = (
     "glmmoedsa",
 )
 
-# Fields of `LlamaConfig` that `write_fields` copies.
+# Fields of `LlamaConfig` that `write_fields` copies to the key of the same name.
 _SAME_NAMES = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
     "tie_word_embeddings", "initializer_range", "bos_token_id",
 )  # fmt: skip
 _PER_LAYER_VOCABULARY = "vocab_size_per_layer_input"
-# Keys of a model with images that also apply to its text part.
+# Keys of the outer config of a multimodal model that also apply to its text model.
 _SHARED_KEYS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", *QUANTISATION_KEYS)
 
 
-# Sparsity of the first layers of Gemma 3n, if the file does not have it.
+# Defaults of Gemma 3n if the config has no `activation_sparsity_pattern`: the number of sparse
+# layers, which come first, and their sparsity.
 _NUM_SPARSE, _SPARSITY = 10, 0.95
 
 
 def read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `LlamaConfig` from the content of a ``config.json``.
+    """Convert the content of a ``config.json`` to the fields of a `LlamaConfig`, by name.
 
     Raises:
       UnsupportedConfigError, ValueError: see `LlamaConfig.from_dict`.
@@ -163,9 +164,11 @@ def _read_mlps(config: Mapping[str, Any], family: Family, num_hidden_layers: int
 
 
 def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a ``config.json`` that `read_fields` and transformers can read.
+    """Convert the fields of a `LlamaConfig` to the content of a ``config.json``.
 
-    Fields that the family cannot express are left out.
+    `read_fields` and transformers can read the result.
+
+    Fields that this family's ``config.json`` cannot express are omitted.
 
     Raises:
       ValueError: the model type is unknown.
@@ -186,7 +189,8 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         **write_latent(fields, family),
         "attention_dropout": 0.0,
         "eos_token_id": eos_token_ids[0] if len(eos_token_ids) == 1 else [*eos_token_ids] or None,
-        # Written because the family's default belongs to another vocabulary.
+        # Written explicitly, because the token id that transformers uses by default may be outside
+        # of this model's vocabulary.
         "pad_token_id": None,
         "torch_dtype": fields["dtype"],
     }
@@ -198,9 +202,9 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     for scale in family.scales:
         if scale.key not in written:
             factor = fields[scale.field]
-            # Only the attention multiplier can be None; this is its default.
+            # Only `attention_multiplier` can be None, which stands for ``head_dim ** -0.5``.
             number = scale.write(fields["head_dim"] ** -0.5 if factor is None else factor)
-            # Some classes of transformers accept only floats.
+            # Some config classes of transformers reject an integer here.
             is_float = isinstance(family.defaults.get(scale.key), float)
             written[scale.key] = float(number) if is_float else number
     written |= _write_multipliers(fields["multipliers"], family)
@@ -208,7 +212,8 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     written |= {name: fields[name] for name in family.sizes}
     if "hidden_size_per_layer_input" in family.sizes:
         written[_PER_LAYER_VOCABULARY] = fields[_PER_LAYER_VOCABULARY] or fields["vocab_size"]
-    # Write these keys always, because transformers' defaults for them are not supported.
+    # Always write these keys: if they are missing, transformers uses default values that are not
+    # supported here.
     written |= {key: value for key, value in family.only.items() if key in family.defaults}
     if family.global_heads:
         written["global_head_dim"] = fields["global_head_dim"] or fields["head_dim"]
@@ -222,7 +227,7 @@ def write_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the text model. In models with images, it is an entry of `config`."""
+    """Return the text model's config: an entry of `config` if the model is multimodal."""
     for model_type, text in PARTS.items():
         architectures = config.get("architectures")
         if config.get("model_type") == model_type or architectures == [text.architecture]:
@@ -236,14 +241,18 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _text_part(config: Mapping[str, Any], text: InnerTextModel) -> Mapping[str, Any]:
     if not isinstance(part := config.get(text.key), Mapping):
-        raise ValueError(f"LlamaConfig: {text.key} must be an object, got {part!r}.")
+        raise ValueError(
+            f"LlamaConfig: {text.key} must be a JSON object with the config of the text model, got "
+            f"{part!r}."
+        )
     if part.get("final_logit_softcapping") is not None and not text.has_cap:
         raise UnsupportedConfigError(
-            "LlamaConfig: final_logit_softcapping must be null in models with images, where "
-            f"transformers ignores it, got {part['final_logit_softcapping']!r}."
+            "LlamaConfig: final_logit_softcapping must be null in this multimodal model, because "
+            f"transformers ignores it there, got {part['final_logit_softcapping']!r}."
         )
     shared = {name: config[name] for name in _SHARED_KEYS if config.get(name) is not None}
-    # The output head is part of the whole model, so its config has the entry.
+    # The outer config decides whether embeddings are tied, because the output head belongs to the
+    # whole model.
     tied = config.get("tie_word_embeddings", text.is_tied) or False
     outer = {**shared, "tie_word_embeddings": tied, "architectures": None}
     kind = {} if text.model_type is None else {"model_type": text.model_type}
@@ -251,7 +260,7 @@ def _text_part(config: Mapping[str, Any], text: InnerTextModel) -> Mapping[str, 
 
 
 def _base_architecture(architecture: str) -> str:
-    """Return the class in transformers of the same model without a head.
+    """Return the name of the transformers class of this model without its output head.
 
     Example:
       >>> _base_architecture("Qwen3ForCausalLM"), _base_architecture("Gemma3ForCausalLM")
@@ -290,7 +299,8 @@ def _model_type(config: Mapping[str, Any]) -> str:
         raise _unsupported("model_type", model_type)
     if any(by_architecture[architecture] != model_type for architecture in architectures):
         raise ValueError(
-            f"LlamaConfig: architectures must fit model_type {model_type!r}, got {architectures}."
+            f"LlamaConfig: architectures must only contain classes of model_type {model_type!r}, "
+            f"got {architectures}."
         )
     return model_type
 
@@ -311,7 +321,7 @@ def _read_intermediate_size(config: Mapping[str, Any], family: Family) -> int:
 def _read_streams(
     config: Mapping[str, Any], family: Family, num_hidden_layers: int
 ) -> dict[str, Any]:
-    """Return the fields of residual streams, and of MLPs that differ between layers."""
+    """Return the fields about residual streams and about MLP sizes that differ by layer."""
     if not family.has_streams:
         return {}
     streams = ResidualStreams(
@@ -332,7 +342,8 @@ def _read_streams(
             len(values) == num_hidden_layers and all(map(is_real, values))
         ):
             raise ValueError(
-                f"LlamaConfig: {key} must list {num_hidden_layers} numbers, got {values!r}."
+                f"LlamaConfig: {key} must be a list of {num_hidden_layers} numbers, one for each "
+                f"layer, got {values!r}."
             )
     if not isinstance(sparsity, list):
         raise ValueError(
@@ -346,7 +357,7 @@ def _read_streams(
 
 
 def _write_streams(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the entries of a ``config.json`` that `_read_streams` can read."""
+    """Return the entries of a ``config.json`` from which `_read_streams` reads its fields."""
     streams: ResidualStreams | None = fields["residual_streams"]
     if not family.has_streams or streams is None:
         return {}
@@ -372,14 +383,14 @@ def _check_supported(config: Mapping[str, Any], family: Family) -> None:
 
 
 def _read_switches(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the fields that differ between families, either fixed or read from the config."""
+    """Return fields that only some families have, either fixed or read from the config."""
     switches: dict[str, Any] = dict(family.fixed)
     switches |= {
         cap: read_number(config, cap) for cap in family.caps if config.get(cap) is not None
     }
     for scale in family.scales:
         number = read_number(config, scale.key)
-        # The reciprocal of a smaller number would overflow.
+        # 1 divided by a smaller number would overflow.
         if not sys.float_info.min < number < math.inf:
             raise ValueError(f"LlamaConfig: {scale.key} must be positive, got {number!r}.")
         switches[scale.field] = scale.read(number)
@@ -409,7 +420,10 @@ def _read_multipliers(config: Mapping[str, Any], family: Family) -> Multipliers:
         if index is not None:
             value = value[index] if isinstance(value, list) and len(value) > index else value
         if not is_real(value):
-            raise ValueError(f"LlamaConfig: {key} must be numbers, got {config.get(key)!r}.")
+            raise ValueError(
+                f"LlamaConfig: {key} must be a number or a list with enough numbers, got "
+                f"{config.get(key)!r}."
+            )
         factors[name] = float(value)
     return Multipliers(**factors)
 
@@ -426,7 +440,7 @@ def _write_multipliers(multipliers: Multipliers, family: Family) -> dict[str, An
 def _dtype(config: Mapping[str, Any]) -> str:
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     if not isinstance(dtype, str):
-        raise ValueError(f"LlamaConfig: dtype must be a name, got {dtype!r}.")
+        raise ValueError(f"LlamaConfig: dtype must be a string such as 'bfloat16', got {dtype!r}.")
     return dtype.removeprefix("torch.")
 
 
@@ -434,5 +448,8 @@ def _token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
     value = config.get(key)
     values = value if isinstance(value, list) else [] if value is None else [value]
     if not all(is_int(token) and token >= 0 for token in values):
-        raise ValueError(f"LlamaConfig: {key} must be token ids, got {value!r}.")
+        raise ValueError(
+            f"LlamaConfig: {key} must be a token id or a list of token ids (integers of at least "
+            f"0), got {value!r}."
+        )
     return tuple(values)

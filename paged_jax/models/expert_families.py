@@ -1,6 +1,6 @@
-"""Supported model families with experts or latent attention, each an entry of `EXPERT_FAMILIES`.
+"""`EXPERT_FAMILIES`: supported model families with experts or latent attention.
 
-Other families with recurrent layers are in `recurrent_families`.
+Families with recurrent layers are in `recurrent_families`, except Kimi Linear, which is here.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from paged_jax.models.family import (
 
 _EXPERT_SIZE_KEY = {"moe_intermediate_size": "intermediate_size"}
 _NO_GATE = {"shared_expert_gate": False}
-# Families with shared experts and dense first layers.
+# Properties of families with shared experts, in which the first layers have a dense MLP.
 _WITH_SHARED_EXPERTS: Mapping[str, Any] = {
     "router_keys": GROUP_KEYS,
     "shared_experts": "n_shared_experts",
@@ -70,7 +70,7 @@ _KIMI_TENSORS = {
     **name_experts("block_sparse_moe.experts"),
 }
 
-# Scaling of the rotary frequencies of Mistral 4.
+# Default rotary scaling of Mistral 4, used if its config does not set one.
 MISTRAL_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,

@@ -1,4 +1,4 @@
-"""Supported model families, each an entry of `FAMILIES`."""
+"""`FAMILIES`: supported model families by `model_type`."""
 
 from collections.abc import Mapping
 
@@ -42,7 +42,8 @@ _GLM_DEFAULTS = {
     "partial_rotary_factor": 0.5,
     "eos_token_id": [151329, 151336, 151338],
 }
-# Prefixes of tensor names in checkpoints of models with images. None: not part of the text model.
+# Prefixes of tensor names in checkpoints of multimodal models, and their replacements. None: the
+# tensors are not part of the text model, so they are not loaded.
 _IMAGE_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -64,7 +65,7 @@ _QWEN_DEFAULTS = {
     "sliding_window": 4096,
 }
 
-# Families by `model_type`. Programs may add their own, see examples/new_family.py.
+# Families by `model_type`. Programs may add their own families, see examples/new_family.py.
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
@@ -456,7 +457,7 @@ FAMILIES: dict[str, Family] = {
     **RECURRENT_FAMILIES,
 }
 
-# Family of each `model_type` that uses another family's entry.
+# Values of `model_type` that use the entry of another family, and the key of that family.
 ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 
 # Models with images, by `model_type`.
@@ -468,7 +469,8 @@ PARTS: Mapping[str, InnerTextModel] = {
     "mistral3": InnerTextModel(
         "Mistral3ForConditionalGeneration", defaults={"model_type": "mistral"}
     ),
-    # The text model of Qwen3-VL is Qwen3. It rotates by three positions, which are equal for text.
+    # The text model of Qwen3-VL is Qwen3. Its rotary embedding has three position ids per token,
+    # which are equal for text tokens.
     "qwen3_vl": InnerTextModel(
         "Qwen3VLForConditionalGeneration",
         "qwen3",

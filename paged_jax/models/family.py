@@ -1,8 +1,8 @@
-"""Description of a model family: its fixed properties, and how to read its files.
+"""Description of a model family: its fixed properties, and the layout of its files.
 
-The families themselves are in `families.FAMILIES`. Fields of `LlamaConfig` select the computation.
-A family fixes some of them (`Family.fixed`), the others are read from ``config.json``. The forward
-pass depends only on these fields, not on the name of the family.
+The families themselves are in `families.FAMILIES`. The fields of a `LlamaConfig` determine the
+computation. A family fixes some of them (`Family.fixed`), and the others are read from
+``config.json``. The forward pass depends only on these fields, not on the name of the family.
 """
 
 import dataclasses
@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-# Fields of `LlamaConfig` for the biases of attention, which many families have.
+# Fields of `LlamaConfig` that turn on the attention biases. In many families `attention_bias` sets
+# both.
 BIASES = ("qkv_bias", "o_bias")
 
 
@@ -20,12 +21,14 @@ class UnsupportedConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """A factor of `LlamaConfig` that is a power of a number in ``config.json``.
+    """A factor in `LlamaConfig` that ``config.json`` stores as another power.
+
+    The factor is ``number ** power``, where ``number`` is the entry of ``config.json``.
 
     Attributes:
-      field: field of `LlamaConfig`.
-      key: key in ``config.json``.
-      power: exponent of the number.
+      field: field of `LlamaConfig` with the factor.
+      key: key of the number in ``config.json``.
+      power: exponent.
 
     Example:
       >>> Scale("attention_multiplier", "query_pre_attn_scalar", -0.5).read(256)
@@ -39,17 +42,18 @@ class Scale:
     power: float = 1
 
     def read(self, number: float) -> float:
-        """Return the factor for a number in ``config.json``."""
+        """Convert a number in ``config.json`` to the factor."""
         return float(number**self.power)
 
     def write(self, factor: float) -> float:
-        """Return the number in ``config.json`` for a factor, as an integer if possible."""
-        # 14 digits keep every number that a person wrote, and hide rounding errors.
+        """Convert a factor to the number in ``config.json``; an int if the number is integral."""
+        # Rounding to 14 digits hides the error of the power, and keeps every number that a person
+        # would write.
         number = float(f"{factor ** (1 / self.power):.14g}")
         return int(number) if number.is_integer() else number
 
 
-# Factors of Granite models of all kinds.
+# Factors that all kinds of Granite models have.
 GRANITE_SCALES = (
     Scale("embedding_multiplier", "embedding_multiplier"),
     Scale("attention_multiplier", "attention_multiplier"),
@@ -60,16 +64,18 @@ GRANITE_SCALES = (
 
 @dataclasses.dataclass(frozen=True)
 class InnerTextModel:
-    """Text model inside of a model that also reads images, audio or video.
+    """Text model that is part of a multimodal model, which also reads images, audio or video.
 
     Attributes:
-      architecture: class of the whole model in transformers.
-      model_type: key of the text model in `families.FAMILIES`, if the config does not contain it.
-      defaults: values that transformers uses for keys that are missing in the config of the text
-        model, if they differ from the defaults of its family.
-      is_tied: whether the head is tied to the embeddings if the outer config does not say it.
-      has_cap: whether transformers applies ``final_logit_softcapping`` to the whole model.
-      key: key of the text model's config.
+      architecture: class of the multimodal model in transformers.
+      model_type: key of the text model in `families.FAMILIES`; None if the text model's config
+        contains it.
+      defaults: default values of missing keys in the text model's config, for keys whose default in
+        transformers differs from the family's default.
+      is_tied: whether the output head is tied to the embeddings if the outer config has no
+        `tie_word_embeddings`.
+      has_cap: whether the multimodal model in transformers applies ``final_logit_softcapping``.
+      key: key of the text model's config in the outer config.
     """
 
     architecture: str
@@ -82,21 +88,26 @@ class InnerTextModel:
 
 @dataclasses.dataclass(frozen=True)
 class Router:
-    """How the experts of a token are chosen and weighted. Weights are scores of chosen experts.
+    """Options of a router, which chooses the experts of each token and computes their weights.
+
+    The router computes a score for each expert. A token uses the experts with the highest scores,
+    and their scores are the weights of their outputs.
 
     Attributes:
       scores: ``"softmax"`` of the logits of all experts, or ``"sigmoid"`` of each logit.
-      has_correction_bias: whether a float32 bias per expert is added to the scores to choose
-        experts. The weights do not contain it.
-      num_groups: number of groups of consecutive experts with equal numbers of experts.
-      num_chosen_groups: number of groups that a token chooses first. It chooses its experts within
-        these groups.
-      group_score: score of a group: ``"max"`` or ``"top2"``, the sum of the two largest scores of
-        its experts, with the correction bias.
-      epsilon: constant added to the sum of weights by which renormalised weights are divided.
-      factor: factor of the weights.
-      has_expert_scale: whether weights are multiplied by a parameter per expert.
-      scales_inputs: whether weights are factors of the experts' inputs instead of their outputs.
+      has_correction_bias: whether a float32 bias per expert is added to the scores when experts are
+        chosen. The weights are computed from the scores without the bias.
+      num_groups: number of groups into which the experts are divided. A group is a range of
+        consecutive experts, and all groups have the same size.
+      num_chosen_groups: number of groups that are chosen for each token, before its experts are
+        chosen from these groups only.
+      group_score: score of a group: ``"max"``, the largest score of its experts, or ``"top2"``, the
+        sum of the two largest. The correction bias is included.
+      epsilon: constant added to the sum of the weights when the weights are divided by this sum.
+      factor: factor by which all weights are multiplied at the end.
+      has_expert_scale: whether each weight is also multiplied by a learned scalar of its expert.
+      scales_inputs: whether the weights multiply the inputs of the experts instead of their
+        outputs.
 
     Raises:
       UnsupportedConfigError: an option has an unknown value.
@@ -122,14 +133,14 @@ class Router:
         if not 1 <= self.num_chosen_groups <= self.num_groups:
             raise ValueError(
                 "Router: num_chosen_groups must be at least 1 and at most num_groups, got "
-                f"{self.num_chosen_groups} and {self.num_groups}."
+                f"num_chosen_groups {self.num_chosen_groups} and num_groups {self.num_groups}."
             )
         if not (math.isfinite(self.factor) and self.factor > 0):
             raise ValueError(f"Router: factor must be positive, got {self.factor!r}.")
 
     @property
     def follows_logits(self) -> bool:
-        """Whether the chosen experts are those with the largest logits."""
+        """Whether the router always chooses the experts with the largest logits."""
         return self.num_chosen_groups == self.num_groups and not self.has_correction_bias
 
 
@@ -145,12 +156,19 @@ GROUP_KEYS = {
 
 
 def name_mlp(module: str) -> dict[str, str]:
-    """Return the tensor names of a dense MLP in a module of a layer."""
+    """Return the tensor names of a dense MLP.
+
+    `module` is the name of the MLP in its layer. The keys of the result are names of parameters.
+    """
     return {f"{name}_proj": f"{module}.{name}_proj.weight" for name in ("gate", "up", "down")}
 
 
 def name_experts(module: str) -> dict[str, str]:
-    """Return the tensor names of experts whose matrices are called w1, w2 and w3."""
+    """Return the tensor names of experts whose matrices are called w1, w2 and w3.
+
+    `module` is the name of the experts in their layer, and ``*`` in a tensor name stands for the
+    number of an expert. The keys of the result are names of parameters.
+    """
     names = {"gate": "w1", "up": "w3", "down": "w2"}
     return {f"experts_{kind}_proj": f"{module}.*.{name}.weight" for kind, name in names.items()}
 
@@ -187,32 +205,34 @@ NO_MULTIPLIERS = Multipliers()
 
 @dataclasses.dataclass(frozen=True)
 class MixerKeys:
-    """How the ``config.json`` of a family describes recurrent layers.
+    """Layout of the entries about recurrent layers in a family's ``config.json``.
 
     Attributes:
-      kind: kind of recurrent layers, see `layers_json.MIXERS`.
-      keys: key in ``config.json`` of each field of the `Mixer` that the file determines.
+      kind: kind of recurrent layer, a key of `layers_json.MIXERS`.
+      keys: for each field of the `Mixer` that is read from ``config.json``, its key in the file.
       fixed: fields of the `Mixer` with the same value in the whole family.
-      ratios: for keys that files may lack, two other keys and a factor. The value is the factor
-        times the entry of the first key, divided by the entry of the second key (unless the key is
-        None), rounded down.
-      norm_switches: keys that tell whether the mixer has a norm, and whether the norm is before
-        the gate of the output; None if `fixed` or a default determines it.
-      layer_types_key: key of the list of the layers' types.
-      uniform_type: type of all layers in a family whose files do not list the types, or None.
-      recurrent_type: type of recurrent layers in this list.
-      layer_types: other names of types that files may have, with their names in `layer_groups`.
-      mlp_types: types of layers that have only an MLP, with the type of the MLP. If there are any,
-        all other layers have no MLP, and the list determines the number of layers.
-      pattern_key: key of a string with a character for each layer that old files have instead of
-        the list, or None.
-      pattern: type of each character.
-      attention_layers: key that is read if there is no list: an integer n if every n-th layer has
-        attention, or a list of the layers that have attention.
+      ratios: defaults of missing keys, each described by two other keys and a factor. The default
+        is the factor times the entry of the first key, divided by the entry of the second key and
+        rounded down. If the second key is None, nothing is divided.
+      norm_switches: two keys with booleans: whether the mixer has a norm, and whether this norm
+        precedes the output gate. None if ``config.json`` does not determine the norm.
+      layer_types_key: key of the list with the type of each layer.
+      uniform_type: type of all layers, for a family whose files have no such list; None otherwise.
+      recurrent_type: name of recurrent layers in this list.
+      layer_types: other type names that may occur in files, mapped to the names in `layer_groups`.
+      mlp_types: types of layers that consist of only an MLP, mapped to the type of the MLP. If it
+        is not empty, all other layers have no MLP, and the length of the list is the number of
+        layers.
+      pattern_key: key of a string with one character for each layer, which old files have instead
+        of the list; None if the family has no such files.
+      pattern: layer type that each character stands for.
+      attention_layers: key that is read if there is no list of types. Its entry is an integer n if
+        every n-th layer has attention, or a list of the layers that have attention.
       has_attention: whether the last layer has attention if the integer in `attention_layers`
         would leave no layer with attention.
-      nested: key of an object that old files have, and for each entry of this object the key that
-        replaces it in newer files. Its list `full_attn_layers` counts layers from 1.
+      nested: key of an object in old files, and a mapping from the keys in this object to the
+        top-level keys of newer files. The list `full_attn_layers` in this object counts layers from
+        1.
     """
 
     kind: str
@@ -237,76 +257,88 @@ class Family:
     """Properties of a model family that are not in its ``config.json``.
 
     Attributes:
-      architecture: class in transformers.
-      defaults: values that transformers uses for keys that are missing in ``config.json``.
-      fixed: fields of `LlamaConfig` with the same value in the whole family.
+      architecture: name of the class in transformers.
+      defaults: default values in transformers of keys that may be missing in ``config.json``.
+      fixed: fields of `LlamaConfig` that have the same value in all models of the family.
       sliding_layers: which layers have a sliding window. ``"none"``: no layer; ``"all"``: all
-        layers if `sliding_window` is set; ``"switched"``: if `use_sliding_window` is true, the
-        layers in `layer_types`, by default those from `max_window_layers` on; ``"last"``: the same
-        without the switch `use_sliding_window`; ``"pattern"``: the layers in `layer_types`, by
+        layers, if `sliding_window` is set; ``"switched"``: if `use_sliding_window` is true, the
+        layers in `layer_types`, by default those from `max_window_layers` on; ``"last"``: the same,
+        but without reading `use_sliding_window`; ``"pattern"``: the layers in `layer_types`, by
         default all but every n-th, where n is `sliding_window_pattern`;
         ``"pattern from the first"``: the same, but the first layer and every n-th after it have no
         window; ``"pattern and the last"``: as ``"pattern"``, but the last layer never has a window;
-        ``"unused"``: no layer, although configs have the keys of ``"switched"``; ``"chunked"``: no
-        layer; the layers in `layer_types` attend to chunks, by default those that rotate.
+        ``"unused"``: no layer, although configs contain the keys that ``"switched"`` reads;
+        ``"chunked"``: no layer, but the layers in `layer_types` (by default all layers that rotate)
+        have chunked attention.
       rope_layers: which layers rotate queries and keys. ``"all"``; ``"none"``; ``"sliding"``:
         layers with a sliding window; ``"listed"``: layers with a 1 in `no_rope_layers`;
         ``"switched"``: all if `position_embedding_type` is ``"rope"``, otherwise none;
         ``"with a base"``: all, unless `rope_theta` is null.
-      local_rope: whether layers with a sliding window have their own base without scaling.
-      query_scale: where ``config.json`` has the factor of queries by position. ``"none"``: nowhere;
-        ``"rope_parameters"``: in this object, as `llama_4_scaling_beta`;
-        ``"attn_temperature_tuning"``: in keys of Llama 4, for layers that do not rotate.
-      norms_rotated: whether only layers that rotate queries and keys may normalise them.
+      local_rope: whether layers with a sliding window have their own base of the rotary
+        frequencies, without scaling.
+      query_scale: entry of ``config.json`` that describes the `QueryScale`. ``"none"``: there is
+        none; ``"rope_parameters"``: `llama_4_scaling_beta` in this object;
+        ``"attn_temperature_tuning"``: the keys of Llama 4, which apply to layers that do not
+        rotate.
+      norms_rotated: whether only layers that rotate queries and keys normalise them.
       global_heads: whether layers without a sliding window may have another head dimension and
         number of KV heads.
       has_latent: whether attention is latent, see `LatentSizes`.
       partial_rope: whether a config may rotate only a part of each head.
       rope_interleaved: whether the two elements of a rotated pair are neighbours.
-      biases: fields of `LlamaConfig` that `attention_bias` sets.
-      sizes: fields of `LlamaConfig` to read as integers, 0 if they are missing.
-      switches: key in ``config.json`` of each field of `LlamaConfig` that it turns on or off.
-      experts: fields of `LlamaConfig` to read for the experts, in addition to their sizes; None for
-        a family without experts.
-      experts_switch: key in ``config.json`` that tells whether the model has experts, or None.
-      router: how experts are chosen and weighted.
-      router_keys: key of each field of `Router` that ``config.json`` has.
-      groups_switch: key in ``config.json``, and its value for which experts have groups; None if
-        they always have groups.
-      shared_experts: key in ``config.json`` of the number of shared experts, which form one MLP;
-        None if the file has the size of this MLP instead.
+      biases: fields of `LlamaConfig` that the key `attention_bias` sets.
+      sizes: fields of `LlamaConfig` that are read as integers from keys of the same name, by
+        default 0.
+      switches: boolean fields of `LlamaConfig` that are read from ``config.json``, mapped to their
+        keys.
+      experts: fields of `LlamaConfig` about experts that are read in addition to their sizes; None
+        for a family without experts.
+      experts_switch: key of a boolean in ``config.json`` that tells whether the model has experts;
+        None if the family has no such key.
+      router: router of the experts. Fields in `router_keys` are replaced by the values in
+        ``config.json``.
+      router_keys: fields of `Router` that are read from ``config.json``, mapped to their keys.
+      groups_switch: key in ``config.json``, and the value of this key with which experts are
+        divided into groups; None if no key turns the groups on or off.
+      shared_experts: key in ``config.json`` of the number of shared experts. They are computed as
+        one MLP. None if ``config.json`` contains the size of this MLP instead.
       dense_layers: which layers have a dense MLP instead of experts. ``"none"``; ``"first"``: the
-        first `first_k_dense_replace` layers; ``"listed"``: layers in `mlp_only_layers`, and layers
-        that `decoder_sparse_step` leaves out; ``"others"``: layers that are not in `moe_layers`, by
-        default all but every n-th, where n is `interleave_moe_layer_step`. A list
-        `mlp_layer_types` has precedence.
+        first `first_k_dense_replace` layers; ``"listed"``: layers in `mlp_only_layers`, and all but
+        every n-th layer, where n is `decoder_sparse_step`; ``"others"``: layers that are not in
+        `moe_layers`, by default all but every n-th layer, where n is `interleave_moe_layer_step`.
+        If the config has a list `mlp_layer_types`, it is used instead.
       is_mxfp4: whether checkpoints may store experts in MXFP4, see `Mxfp4Experts`.
-      mixer: how configs describe recurrent layers; None for a family without them.
-      recurrent_norm_placement: `norm_placement` of recurrent layers, if it differs from the others.
-      has_streams: whether layers have several residual streams, and lists may describe the MLPs.
+      mixer: layout of the entries about recurrent layers; None for a family without such layers.
+      recurrent_norm_placement: `norm_placement` of recurrent layers; None if it is the same as in
+        other layers.
+      has_streams: whether the model has several residual streams. `intermediate_size` may then be a
+        list with a size for each layer.
       has_adjusted_mlp: whether `block_auto_adjust_ff_dim` may change `intermediate_size`.
-      aliases: other keys that files have, with the key that this library reads.
-      scales: factors to read from ``config.json``.
-      multipliers: key of each field of `Multipliers`, with an index if the entry is a list.
-      caps: soft caps to read from ``config.json``.
-      only: keys in ``config.json`` that change the computation, with the only supported value.
-      replacements: for fields of `LlamaConfig`, values of files and their replacements.
+      aliases: alternative keys in files, mapped to the keys that this library reads.
+      scales: factors that are read from ``config.json``.
+      multipliers: fields of `Multipliers` that are read from ``config.json``, mapped to their key
+        and, if the entry is a list, their index in it.
+      caps: fields of `LlamaConfig` with soft caps that are read from ``config.json``.
+      only: keys in ``config.json`` that change the computation, mapped to the only supported value.
+      replacements: for fields of `LlamaConfig`, a mapping from values in files to the values used
+        here.
       keys: key in ``config.json`` of each `LlamaConfig` field whose key differs from its name.
-      tensors: tensor names of a layer, and of the last norm (``norm``), that differ from those in
-        `tensor_map`, by parameter. A piece of a parameter follows a dot (``mixer_conv.q``).
-        ``mixer_conv.*`` stands for all pieces that are not listed. A * in the tensor's name is
-        replaced by the name of the piece. A fused parameter such as ``qkv_proj`` is one tensor in
-        the files if it is listed here. In the names of experts, a * stands for the number of an
-        expert. ``shared_expert`` is the module of the shared expert.
-      renamed: parts of tensor names that some files have, and their replacements.
-      in_memory: parts of names in `tensors`, and their replacements in transformers' models, which
-        may fuse several tensors of the files.
-      written_prefixes: prefixes of this library's names, and their replacements in files that it
-        writes.
-      prefixes: prefixes of tensor names and their replacements; None if the tensors belong to
-        another part of a larger model and are not read.
-      has_draft_layers: whether files may have more layers than the model. These layers predict
-        further tokens, and are not read.
+      tensors: parameters of a layer, and the last norm (``norm``), mapped to the names of their
+        tensors, if these differ from `tensor_map`. If a parameter is stored as several tensors, the
+        name of a piece follows a dot (``mixer_conv.q``). ``mixer_conv.*`` stands for all pieces
+        that are not listed, and a * in the tensor's name is replaced by the name of the piece. A
+        fused parameter such as ``qkv_proj`` is one tensor in the files if it is listed here. In the
+        names of experts, a * stands for the number of an expert. ``shared_expert`` is the module of
+        the shared expert.
+      renamed: substrings of tensor names that occur in some files, mapped to their replacements.
+      in_memory: substrings of names in `tensors`, mapped to their replacements in the state dict of
+        transformers' model, which may fuse several tensors of the files.
+      written_prefixes: prefixes of tensor names that this library reads, mapped to the prefixes in
+        files that it writes.
+      prefixes: prefixes of tensor names, mapped to their replacements, or to None if these tensors
+        belong to another part of a multimodal model and are not read.
+      has_draft_layers: whether files may contain additional layers for multi-token prediction.
+        These layers are not read.
     """
 
     architecture: str
@@ -352,11 +384,11 @@ class Family:
 
     @property
     def reads(self) -> frozenset[str]:
-        """Keys of ``config.json`` that change the computation and that this family reads."""
+        """Keys of ``config.json`` that this family reads, so that `check_neutral` accepts them."""
         scales = (scale.key for scale in self.scales)
         shared = () if self.shared_experts is None else (self.shared_experts,)
         return frozenset({*self.caps, *self.switches.values(), *scales, *shared})
 
     def key(self, field: str) -> str:
-        """Return the key of a `LlamaConfig` field in ``config.json``."""
+        """Return the key in ``config.json`` from which a field of `LlamaConfig` is read."""
         return self.keys.get(field, field)

@@ -1,8 +1,8 @@
 """Configuration of a model from the metadata of a GGUF file.
 
-The metadata becomes the content of a ``config.json``, which `LlamaConfig.from_dict` reads and
-checks. Missing entries have the defaults of llama.cpp. An entry of the model's architecture that
-this module does not read is rejected by name.
+The metadata is converted to the content of a ``config.json``, which `LlamaConfig.from_dict` reads
+and checks. Missing entries get the default values of llama.cpp. If the architecture has an entry
+that this module neither reads nor knows to be harmless, an error names this entry.
 """
 
 import dataclasses
@@ -21,10 +21,11 @@ from paged_jax.models.gguf_file import GgufError, GgufFile, TensorEntry
 from paged_jax.models.layer_groups import FULL, SLIDING
 
 _REQUIRED: Any = object()
-# Factors of the rotary frequencies, float32 ``[rotary_dim / 2]``. They divide the frequencies.
+# Tensors with divisors of the rotary frequencies, float32 ``[rotary_dim / 2]``.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
-# Entries without effect on the results. The prefix of the architecture precedes these names.
+# Entries that do not change the results. In files, the name of the architecture precedes these
+# names.
 _IGNORED = frozenset(
     (
         "vocab_size", "tensor_data_layout", "rope.scaling.finetuned",
@@ -60,7 +61,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def read_gguf_config(file: GgufFile) -> LlamaConfig:
-    """Return the configuration of a model in a GGUF file.
+    """Return the configuration of the model in a GGUF file.
 
     Raises:
       UnsupportedConfigError: the architecture or an entry is not supported. The message names it.
@@ -78,7 +79,9 @@ def read_gguf_config(file: GgufFile) -> LlamaConfig:
 
 
 class _Metadata:
-    """Entries of the architecture of a file. It records the entries that it has read.
+    """Reader of the metadata entries under the name of a file's architecture.
+
+    It records which entries were read, so that unread entries can be rejected.
 
     Args:
       file: the GGUF file.
@@ -88,22 +91,25 @@ class _Metadata:
         self._file = file
         architecture = file.metadata.get("general.architecture")
         if not isinstance(architecture, str):
-            raise GgufError(f"{file.path}: general.architecture must be a name.")
+            raise GgufError(
+                f"{file.path}: general.architecture must be a string with the name of an "
+                "architecture."
+            )
         kind = file.metadata.get("general.type", "model")
         if kind != "model":
             raise UnsupportedConfigError(
-                f"{file.path}: general.type must be 'model', got {kind!r}. Give the file of the "
+                f"{file.path}: general.type must be 'model', got {kind!r}. Pass the file of the "
                 "language model."
             )
         self.architecture = architecture
         self._read: set[str] = set()
 
     def read(self) -> LlamaConfig:
-        """Return the configuration, with the family's default for biases."""
+        """Return the configuration, before `read_gguf_config` sets the attention biases."""
         if self.architecture not in _ARCHITECTURES:
             raise UnsupportedConfigError(
-                f"{self._file.path}: architecture {self.architecture!r} of GGUF is not supported, "
-                f"only {', '.join(_ARCHITECTURES)}."
+                f"{self._file.path}: general.architecture must be one of "
+                f"{', '.join(_ARCHITECTURES)}, got {self.architecture!r}."
             )
         config = self._common()
         config |= _ARCHITECTURES[self.architecture](self, config)
@@ -119,7 +125,10 @@ class _Metadata:
         tensors, heads = self._file.tensors, self.integer("attention.head_count")
         embeddings = tensors.get("token_embd.weight")
         if embeddings is None or len(embeddings.shape) != 2:
-            raise GgufError(f"{self._file.path}: tensor token_embd.weight is missing.")
+            raise GgufError(
+                f"{self._file.path}: tensor token_embd.weight is missing or does not have two "
+                "dimensions."
+            )
         hidden_size = self.integer("embedding_length")
         head_dim = self.integer("attention.key_length", hidden_size // max(heads, 1))
         if not head_dim:
@@ -161,7 +170,7 @@ class _Metadata:
         return config | self._rotation(config)
 
     def _rotation(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries about rotary embeddings."""
+        """Return the entries of a ``config.json`` about rotary embeddings."""
         head_dim, length = config["head_dim"], config["max_position_embeddings"]
         rotary_dim = self.integer("rope.dimension_count", head_dim)
         if self.integer("rope.dimension_count_swa", rotary_dim) != rotary_dim:
@@ -211,12 +220,13 @@ class _Metadata:
         return np.fromfile(entry.path, "<f4", count, offset=entry.offset).tolist()
 
     def windows(self, window: int, every: int) -> dict[str, Any]:
-        """Return the entries about layers with a sliding window.
+        """Return the entries of a ``config.json`` about sliding windows.
 
         Args:
-          window: tokens that these layers attend to; 0 if all layers attend to all tokens.
-          every: if the file does not list the layers with a window, every `every`-th layer has
-            none.
+          window: number of last tokens that layers with a window attend to; 0 if no layer has a
+            window.
+          every: every `every`-th layer has no window, if the file does not say which layers have
+            one.
         """
         layers = range(self.integer("block_count"))
         key = "attention.sliding_window_pattern"
@@ -232,7 +242,7 @@ class _Metadata:
         return {"sliding_window": window or None, "layer_types": kinds}
 
     def integer(self, key: str, default: Any = _REQUIRED) -> int:
-        """Return an integer, which may be an array of equal integers."""
+        """Return an integer entry. In the file it may also be an array of equal integers."""
         value = self._uniform(key)
         if value is None and default is not _REQUIRED:
             return default
@@ -247,7 +257,8 @@ class _Metadata:
             return default
         if not is_real(value):
             raise self._wrong(key, "a number", value)
-        # Files hold float32. The shortest number that rounds to it is the number before rounding.
+        # Files hold float32. The shortest decimal number that rounds to it is the original value,
+        # such as 1e-6.
         return float(str(np.float32(value)))
 
     def text(self, key: str, default: str) -> str:
@@ -258,7 +269,10 @@ class _Metadata:
         return default if value is None else value
 
     def unsupported(self, name: str, what: str = "") -> UnsupportedConfigError:
-        """Return an error for an entry or a tensor."""
+        """Return the error for an unsupported metadata entry or tensor.
+
+        `name` is the name of the entry or tensor, and `what` describes the unsupported value.
+        """
         return UnsupportedConfigError(
             f"{self._file.path}: {name}{' ' * bool(what)}{what} is not supported for architecture "
             f"{self.architecture}."
@@ -293,7 +307,7 @@ class _Metadata:
 
 
 def find_float_dtype(tensors: Mapping[str, TensorEntry]) -> str:
-    """Return the dtype of most elements of a file; bfloat16 if most elements are quantised."""
+    """Return the dtype that most elements of a file have; bfloat16 if it is a quantised type."""
     counts: Counter[str] = Counter()
     for entry in tensors.values():
         counts[entry.type] += math.prod(entry.shape)
@@ -343,8 +357,8 @@ def _gemma3(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma_scalar(config: Mapping[str, Any], num_layers_of_27b: int) -> int:
-    # The files do not state the factor of attention scores. As in llama.cpp, the number of layers
-    # identifies the models of 27B parameters, which have another factor.
+    # GGUF files do not contain the factor of attention scores, which is different in Gemma's 27B
+    # models. As in llama.cpp, these models are recognised by their number of layers.
     if config["num_hidden_layers"] == num_layers_of_27b:
         return config["hidden_size"] // config["num_attention_heads"]
     return config["head_dim"]

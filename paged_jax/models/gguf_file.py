@@ -1,4 +1,4 @@
-"""GGUF files of llama.cpp: the header, which holds metadata and the list of tensors.
+"""Reader for the header of llama.cpp's GGUF files: metadata, and a list of tensors.
 
     magic, version | number of tensors | number of entries
     entries         key, type, value                    config, tokenizer and chat template
@@ -6,10 +6,10 @@
     padding         up to a multiple of general.alignment
     data            the tensors, in blocks of quantised values
 
-A file is not trusted. Every length is compared with the bytes that are left before anything is
-read or allocated. The `gguf` package gives the types of values and tensors. Its own reader is not
-used: it keeps an array for each string, which takes 4 to 20 s for a vocabulary, and reads counts
-without a check.
+Files are not trusted: every length is compared with the number of remaining bytes before anything
+is read or allocated. The types of values and tensors come from the `gguf` package. Its reader is
+not used, because it does not check lengths, and because it makes an array for each string, which
+takes 4 to 20 s for a vocabulary.
 """
 
 import dataclasses
@@ -28,9 +28,9 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4
-# Keys and names of tensors are short. Longer ones mean that the file is damaged.
+# Keys and names of tensors are short. A longer name means that the file is damaged.
 _MAX_NAME_BYTES = 256
-# Minimum number of bytes of an entry and of a tensor description.
+# Minimum number of bytes of a metadata entry, and of the description of a tensor.
 _MIN_ENTRY_BYTES, _MIN_TENSOR_BYTES = 13, 24
 _LENGTH = struct.Struct("<Q")
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -42,15 +42,15 @@ class GgufError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a GGUF file.
+    """Description of a tensor in a GGUF file.
 
     Attributes:
-      path: the file.
+      path: file that contains the tensor.
       name: name of the tensor in the file, such as ``"blk.0.attn_q.weight"``.
       shape: shape with the input dimension last, ``[..., out, in]``.
-      type: name of the type, such as ``"Q4_K"``.
-      offset: position of the first byte in the file.
-      num_bytes: number of bytes.
+      type: name of the GGML type of its values, such as ``"Q4_K"``.
+      offset: position of the tensor's first byte in the file.
+      num_bytes: size of the tensor in the file.
     """
 
     path: Path
@@ -66,9 +66,10 @@ class GgufFile:
     """Header of a GGUF file.
 
     Attributes:
-      path: the file; the first part of a model in several files.
-      metadata: values by key. Arrays of numbers are NumPy arrays, and arrays of texts are `Texts`.
-      tensors: tensors by name, of all parts of the model.
+      path: the file. If the model is split into several files, the first of them.
+      metadata: metadata entries by key. Arrays of numbers are NumPy arrays, arrays of strings are
+        `Texts`.
+      tensors: tensors by name, from all files of the model.
     """
 
     path: Path
@@ -77,12 +78,12 @@ class GgufFile:
 
     @classmethod
     def open(cls, path: str | Path) -> "GgufFile":
-        """Read the header of a file, and of the other parts of a split model.
+        """Read the header of a file, and of all other files of a split model.
 
         Raises:
-          GgufError: the package `gguf` is missing, a file is damaged or has an unsupported
-            version, or a part is missing.
-          OSError: the file cannot be read.
+          GgufError: the package `gguf` is missing, a file is damaged or has an unsupported version,
+            or the files of a split model do not belong together.
+          OSError: a file does not exist or cannot be read.
         """
         path = Path(path)
         first = _open(path)
@@ -94,27 +95,33 @@ class GgufFile:
         match = _SPLIT.fullmatch(path.name)
         if match is None or int(match[3]) != count or first.metadata.get("split.no") != 0:
             raise GgufError(
-                f"{path}: must be the first of the {count} parts of a model, such as "
-                f"NAME-00001-of-{count:05}.gguf. Give that file, with the others next to it."
+                f"{path}: must be the first of the {count} files of this split model, and have a "
+                f"name such as NAME-00001-of-{count:05}.gguf. Pass that file, and keep the others "
+                "in the same folder."
             )
         tensors = dict(first.tensors)
         for number in range(2, count + 1):
             part = _open(path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf"))
             if part.metadata.get("split.no") != number - 1:
-                raise GgufError(f"{part.path}: split.no must be {number - 1}.")
+                raise GgufError(
+                    f"{part.path}: split.no must be {number - 1}, because this is file {number} of "
+                    "a split model."
+                )
             if twice := tensors.keys() & part.tensors.keys():
-                raise GgufError(f"{part.path}: tensor {min(twice)} is in another part too.")
+                raise GgufError(
+                    f"{part.path}: tensor {min(twice)} is also in another file of this split model."
+                )
             tensors |= part.tensors
         return cls(path, first.metadata, tensors)
 
 
 class Texts(Sequence[str]):
-    """Texts of an array in a GGUF file. A text is decoded when it is used.
+    """Array of strings in a GGUF file. A string is decoded when it is accessed.
 
     Args:
-      data: bytes of the array: each text is preceded by its length.
-      starts: position of each text in the data, int64 ``[n]``.
-      lengths: bytes of each text, int64 ``[n]``.
+      data: bytes of the array, in which each string is preceded by its length.
+      starts: position of the first byte of each string in `data`, int64 ``[n]``.
+      lengths: number of bytes of each string, int64 ``[n]``.
     """
 
     def __init__(self, data: bytes, starts: np.ndarray, lengths: np.ndarray):
@@ -130,7 +137,7 @@ class Texts(Sequence[str]):
     @overload
     def __getitem__(self, index: slice) -> list[str]: ...
     def __getitem__(self, index: int | slice) -> str | list[str]:
-        """Return a text, or a list of texts. Invalid UTF-8 is replaced."""
+        """Return one string, or a list of strings for a slice. Invalid UTF-8 becomes U+FFFD."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         start = int(self._starts[index])
@@ -145,7 +152,7 @@ class Texts(Sequence[str]):
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Return whether a path names a GGUF file, by its suffix."""
+    """Return whether a path has the suffix of a GGUF file. The file is not read."""
     return Path(path).suffix.lower() == ".gguf"
 
 
@@ -156,15 +163,15 @@ def _open(path: Path) -> GgufFile:
     return _read(path.absolute(), status.st_size, status.st_mtime_ns)
 
 
-# Config, tokenizer and weights are read one after the other.
+# The header is cached, because the config, the tokenizer and the weights are read separately.
 @functools.lru_cache(maxsize=4)
 def _read(path: Path, num_bytes: int, _: int) -> GgufFile:
     try:
         import gguf
     except ImportError:
         raise GgufError(
-            f"{path}: the package gguf is needed to read this file. Install it: "
-            "pip install 'paged-jax[gguf]'."
+            f"{path}: the package gguf is required to read this file. Install it with: pip install "
+            "'paged-jax[gguf]'."
         ) from None
     if not num_bytes:
         raise GgufError(f"{path}: must be a GGUF file, got an empty file.")
@@ -173,12 +180,12 @@ def _read(path: Path, num_bytes: int, _: int) -> GgufFile:
 
 
 class _HeaderReader:
-    """Reader of a header. It never reads beyond the end of the file.
+    """Reader of the header of one file. It never reads beyond the end of the file.
 
     Args:
       path: the file, for error messages.
-      data: its bytes.
-      gguf: the module `gguf`.
+      data: the mapped bytes of the file.
+      gguf: the module `gguf`, which is imported only if a file is read.
     """
 
     def __init__(self, path: Path, data: mmap.mmap, gguf: Any):
@@ -189,7 +196,7 @@ class _HeaderReader:
 
     def read(self) -> GgufFile:
         if self._take(4, "the magic number") != _MAGIC:
-            raise self._error("must be a GGUF file, but does not begin with GGUF")
+            raise self._error("must be a GGUF file, but its first four bytes are not 'GGUF'")
         version = self._number("<I", "the version")
         if version & 0xFFFF == 0:
             raise self._error("is a big-endian file, which is not supported")
@@ -201,7 +208,7 @@ class _HeaderReader:
         for _ in range(num_entries):
             key = self._name("a key")
             if key in metadata:
-                raise self._error(f"key {key!r} must occur once")
+                raise self._error(f"metadata key {key!r} occurs more than once")
             metadata[key] = self._value(key, self._number("<I", key))
         infos = [self._tensor_info() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
@@ -211,7 +218,7 @@ class _HeaderReader:
         tensors: dict[str, TensorEntry] = {}
         for name, shape, kind, offset in infos:
             if name in tensors:
-                raise self._error(f"tensor {name!r} must occur once")
+                raise self._error(f"tensor {name!r} occurs more than once")
             tensors[name] = self._entry(name, shape, kind, data_start + offset)
         return GgufFile(self._path, metadata, tensors)
 
@@ -221,17 +228,18 @@ class _HeaderReader:
         except ValueError:
             raise self._error(f"tensor {name} has the unknown type {kind}") from None
         block, block_bytes = self._gguf.GGML_QUANT_SIZES[known]
-        # llama.cpp omits dimensions of size 1 at the end, but the data has no other gaps.
+        # llama.cpp omits trailing dimensions of size 1. Apart from that, shapes in the file are
+        # complete.
         if math.prod(shape) == 0 or shape[-1] % block:
             raise self._error(
-                f"tensor {name} must have rows of a positive multiple of {block} values for "
-                f"{known.name}, got shape {list(shape)}"
+                f"tensor {name} has type {known.name}, so the length of its rows must be a "
+                f"positive multiple of {block}, got shape {list(shape)}"
             )
         num_bytes = math.prod(shape) // block * block_bytes
         if offset + num_bytes > len(self._data):
             raise self._error(
-                f"tensor {name} must lie in the file, got bytes {offset} to {offset + num_bytes} "
-                f"of {len(self._data)}. Fetch the whole file again"
+                f"tensor {name} should be at bytes {offset} to {offset + num_bytes}, but the file "
+                f"has {len(self._data)} bytes. Download the file again"
             )
         return TensorEntry(self._path, name, shape, known.name, offset, num_bytes)
 
@@ -259,7 +267,7 @@ class _HeaderReader:
         return self._numbers(key, kind, count)
 
     def _texts(self, key: str, count: int) -> Texts:
-        self._require(_LENGTH.size * count, f"the {count} texts of {key}")
+        self._require(_LENGTH.size * count, f"the {count} strings of {key}")
         first, place, end = self._place, self._place, len(self._data)
         starts = np.empty(count, np.int64)
         lengths = np.empty(count, np.int64)
@@ -270,7 +278,8 @@ class _HeaderReader:
             place += 8 + length
             if place > end:
                 raise self._error(
-                    f"must contain the {count} texts of {key}, but is too short. Fetch it again"
+                    f"must contain the {count} strings of {key}, but the file is too short. "
+                    "Download it again"
                 )
         self._place = place
         return Texts(data[first:place], starts, lengths)
@@ -283,7 +292,9 @@ class _HeaderReader:
             types.FLOAT32: "<f4", types.FLOAT64: "<f8", types.BOOL: "?",
         }  # fmt: skip
         if kind not in dtypes:
-            raise self._error(f"{key} has a value of the unsupported type {kind}")
+            raise self._error(
+                f"metadata key {key} has a value of type {kind}, which is not supported"
+            )
         dtype = np.dtype(dtypes[kind])
         return np.frombuffer(self._take(dtype.itemsize * count, key), dtype)
 
@@ -291,7 +302,10 @@ class _HeaderReader:
         count = self._number("<Q", f"the number of {name}")
         left = len(self._data) - self._place
         if count * least_bytes > left:
-            raise self._error(f"cannot hold {count} {name} in {left} bytes")
+            raise self._error(
+                f"declares {count} {name}, which do not fit into the remaining {left} bytes. The "
+                "file is damaged"
+            )
         return count
 
     def _number(self, form: str, name: str) -> int:
@@ -319,7 +333,8 @@ class _HeaderReader:
         left = len(self._data) - self._place
         if num_bytes > left:
             raise self._error(
-                f"must hold {num_bytes} bytes of {name}, got {left}. Fetch the whole file again"
+                f"must contain {num_bytes} bytes of {name}, but only {left} are left. Download the "
+                "file again"
             )
 
     def _error(self, problem: str) -> GgufError:

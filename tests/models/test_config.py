@@ -250,7 +250,7 @@ def test_layer_configs_have_the_sizes_of_their_layers():
     shared = dataclasses.replace(config, num_kv_shared_layers=1)
     assert (shared.kv_sources, shared.layer_configs[2].num_kv_rows) == ((0, 1, 1), 0)
     assert [group.layers for group in shared.layer_groups] == [(1,), (0,)]
-    with pytest.raises(ValueError, match="must leave a layer of type 'full_attention'"):
+    with pytest.raises(ValueError, match="must leave at least one layer of type 'full_attention'"):
         dataclasses.replace(config, num_kv_shared_layers=2)
     # A layer's config describes a model of equal layers.
     for layer in layers:
@@ -276,11 +276,11 @@ def test_from_dict_reads_the_streams_and_lists_of_gemma_3n():
     assert config.vocab_size_per_layer_input == 0, "as many as the vocabulary"
     assert LlamaConfig.from_dict(config.to_dict()) == config
     for key in ("intermediate_size", "activation_sparsity_pattern"):
-        with pytest.raises(ValueError, match=f"{key} must list 12 numbers"):
+        with pytest.raises(ValueError, match=f"{key} must be a list of 12 numbers"):
             LlamaConfig.from_dict({**given, key: [1, 2]})
     with pytest.raises(ValueError, match="activation_sparsity must be at least 0 and less than 1"):
         dataclasses.replace(config, activation_sparsity=(1.0,) * 12)
-    with pytest.raises(ValueError, match="residual_streams must have at least 2 streams"):
+    with pytest.raises(ValueError, match="residual_streams.count must be at least 2"):
         dataclasses.replace(config, residual_streams=ResidualStreams(2, 2))
     with pytest.raises(ValueError, match="intermediate_sizes must be positive"):
         dataclasses.replace(config, intermediate_size=24)
@@ -302,7 +302,7 @@ def test_from_dict_reads_the_chunks_of_llama_4():
     config = LlamaConfig.from_dict({**given, **other})
     assert config.has_experts == (False, True, False, True, False)
     assert config.query_scale is None
-    with pytest.raises(ValueError, match="attention_chunk_size must be an integer where"):
+    with pytest.raises(ValueError, match="attention_chunk_size must be an integer if"):
         dataclasses.replace(config, attention_chunk_size=None)
     with pytest.raises(ValueError, match="attention_chunk_size must be positive"):
         dataclasses.replace(config, attention_chunk_size=0)
@@ -358,7 +358,7 @@ def test_from_dict_reads_the_chunks_of_llama_4():
                 "model_type": "gemma3",
                 "text_config": {**_of_family("gemma3_text"), "final_logit_softcapping": 3.0},
             },
-            "final_logit_softcapping must be null in models with images",
+            "final_logit_softcapping must be null in this multimodal model",
         ),
         (
             {"model_type": "gemma3", "architectures": ["Gemma3ForSequenceClassification"]},
@@ -414,7 +414,7 @@ def test_from_dict_names_unsupported_features(config, named):
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number"),
         ({"rope_theta": 0}, "rope_theta must be positive"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
-        ({"eos_token_id": "</s>"}, "eos_token_id must be token ids"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         *[
@@ -426,11 +426,11 @@ def test_from_dict_names_unsupported_features(config, named):
         ],
         ({"model_type": "granite", "logits_scaling": 1e-320}, "logits_scaling must be positive"),
         ({"rope_scaling": {**_LLAMA3_ROPE, "low_freq_factor": 4.5}}, "low_freq_factor must be"),
-        ({"architectures": ["MistralForCausalLM"]}, "architectures must fit"),
+        ({"architectures": ["MistralForCausalLM"]}, "architectures must only contain classes of"),
         ({"layer_types": ["full_attention"]}, "layer_types must name 3 layers"),
         ({"layer_types": [["full_attention"]] * 3}, "layer_types must be a list of names"),
         ({"model_type": "gemma2", "sliding_window_pattern": 0}, "sliding_window_pattern must be"),
-        ({"model_type": "gemma3"}, "text_config must be an object"),
+        ({"model_type": "gemma3"}, "text_config must be a JSON object"),
         ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be"),
         ({"model_type": "granite", "logits_scaling": 0.0}, "logits_scaling must be"),
         ({"model_type": "gemma2", "attn_logit_softcapping": -1.0}, "attn_logit_softcapping must"),

@@ -89,7 +89,7 @@ def test_open_reads_split_models(tmp_path):
     file = GgufFile.open(names[0])
     assert list(file.tensors) == ["one", "two"]
     assert [entry.path for entry in file.tensors.values()] == names
-    with pytest.raises(GgufError, match="must be the first of the 2 parts"):
+    with pytest.raises(GgufError, match="must be the first of the 2 files"):
         GgufFile.open(names[1])
     write(tmp_path / "text.gguf", METADATA | {"split.count": "2"}, TENSORS)
     with pytest.raises(GgufError, match="split.count must be an integer, got '2'"):
@@ -130,11 +130,17 @@ _HUGE = 2**63
     ("data", "message"),
     [
         (b"", "got an empty file"),
-        (b"PK\3\4" * 9, "does not begin with GGUF"),
+        (b"PK\3\4" * 9, "its first four bytes are not 'GGUF'"),
         (header(version=1), "must have version 2 or 3 of GGUF, got 1"),
         (header(version=3 << 24), "big-endian file, which is not supported"),
-        (header(num_tensors=_HUGE), f"cannot hold {_HUGE} tensors in 8 bytes"),
-        (header(num_entries=_HUGE), f"cannot hold {_HUGE} entries in 0 bytes"),
+        (
+            header(num_tensors=_HUGE),
+            f"{_HUGE} tensors, which do not fit into the remaining 8 bytes",
+        ),
+        (
+            header(num_entries=_HUGE),
+            f"{_HUGE} entries, which do not fit into the remaining 0 bytes",
+        ),
         (
             header(num_entries=1, rest=struct.pack("<Q", 2**62) + b"x" * 40),
             f"a key must have at most 256 bytes, got {2**62}",
@@ -145,39 +151,42 @@ _HUGE = 2**63
         ),
         (
             header(num_entries=1, rest=entry("k", _STRING, struct.pack("<Q", 2**62))),
-            f"must hold {2**62} bytes of k, got 0",
+            f"must contain {2**62} bytes of k, but only 0 are left",
         ),
         (
             header(num_entries=1, rest=entry("k", _ARRAY, struct.pack("<IQ", _STRING, 2**40))),
-            f"must hold {8 * 2**40} bytes of the {2**40} texts of k, got 0",
+            f"must contain {8 * 2**40} bytes of the {2**40} strings of k, but only 0",
         ),
         (
             header(num_entries=1, rest=entry("k", _ARRAY, struct.pack("<IQQ", _STRING, 1, 2**62))),
-            "must contain the 1 texts of k, but is too short",
+            "must contain the 1 strings of k, but the file is too short",
         ),
         (
             header(num_entries=1, rest=entry("k", _ARRAY, struct.pack("<IQ", _U32, 2**61))),
-            f"must hold {2**63} bytes of k, got 0",
+            f"must contain {2**63} bytes of k, but only 0 are left",
         ),
         (
             header(num_entries=1, rest=entry("k", _ARRAY, struct.pack("<IQ", _ARRAY, 1))),
-            "k has a value of the unsupported type 9",
+            "metadata key k has a value of type 9, which is not supported",
         ),
         (
             header(num_entries=2, rest=2 * entry("k", _U32, b"\0\0\0\0")),
-            "key 'k' must occur once",
+            "metadata key 'k' occurs more than once",
         ),
         (
             header(num_entries=1, rest=entry("general.alignment", _U32, struct.pack("<I", 24))),
             "general.alignment must be a power of two, got 24",
         ),
         (header(num_tensors=1, rest=tensor(num_dims=2**31) + b"\0" * 64), "1 to 4 dims"),
-        (header(num_tensors=1, rest=tensor(shape=(2**32,) * 4)), "must lie in the file"),
-        (header(num_tensors=1, rest=tensor(shape=(4, 0))), "a positive multiple of 1 values"),
-        (header(num_tensors=1, rest=tensor(shape=(48,), kind=2)), "multiple of 32 values for Q4_0"),
-        (header(num_tensors=1, rest=tensor(offset=2**62) + b"\0" * 64), "must lie in the file"),
+        (header(num_tensors=1, rest=tensor(shape=(2**32,) * 4)), "should be at bytes"),
+        (header(num_tensors=1, rest=tensor(shape=(4, 0))), "must be a positive multiple of 1, got"),
+        (
+            header(num_tensors=1, rest=tensor(shape=(48,), kind=2)),
+            "must be a positive multiple of 32, got",
+        ),
+        (header(num_tensors=1, rest=tensor(offset=2**62) + b"\0" * 64), "should be at bytes"),
         (header(num_tensors=1, rest=tensor(kind=99) + b"\0" * 64), "the unknown type 99"),
-        (header(num_tensors=2, rest=2 * tensor() + b"\0" * 64), "tensor 't' must occur once"),
+        (header(num_tensors=2, rest=2 * tensor() + b"\0" * 64), "tensor 't' occurs more than once"),
     ],
 )
 def test_hostile_headers_are_rejected_before_anything_is_allocated(tmp_path, data, message):
@@ -189,6 +198,6 @@ def test_hostile_headers_are_rejected_before_anything_is_allocated(tmp_path, dat
 def test_open_explains_a_missing_package(path, monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     with pytest.raises(
-        GgufError, match=r"package gguf is needed .* pip install 'paged-jax\[gguf\]'"
+        GgufError, match=r"package gguf is required .* pip install 'paged-jax\[gguf\]'"
     ):
         open_bytes(tmp_path, path.read_bytes())

@@ -233,7 +233,7 @@ _FACTORS = {"short": 2, "long": 5}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"general.architecture": "mamba"}, "architecture 'mamba' of GGUF is not supported, only"),
+        ({"general.architecture": "mamba"}, "architecture must be one of llama, .* got 'mamba'"),
         ({"general.type": "adapter"}, "general.type must be 'model', got 'adapter'"),
         ({"llama.block_count": None}, "llama.block_count must be an integer, got nothing"),
         ({"llama.block_count": 10**6}, "num_hidden_layers must be at most 10000"),

@@ -172,7 +172,7 @@ def test_layers_with_one_part_have_its_norm_only() -> None:
 
 
 def test_config_rejects_recurrent_layers_without_sizes() -> None:
-    with pytest.raises(ValueError, match="mixer must be set where layer_types has"):
+    with pytest.raises(ValueError, match="mixer must be set if and only if layer_types contains"):
         dataclasses.replace(CONFIG, layer_types=(RECURRENT, "full_attention"))
     with pytest.raises(ValueError, match="num_value_heads must be a multiple of num_key_heads"):
         dataclasses.replace(MIXERS["delta net"], num_value_heads=3)
@@ -248,7 +248,7 @@ def test_from_dict_reads_the_layers_of_olmo_hybrid_files() -> None:
     assert config.rope_layers == (False,) * 5
     for rope in ({"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_type": "default"}):
         assert LlamaConfig.from_dict({**given, "rope_parameters": rope}).ropes[3] is not None
-    with pytest.raises(ValueError, match="norm_placements must list 5 layers"):
+    with pytest.raises(ValueError, match="norm_placements must have one value for each of the 5"):
         dataclasses.replace(config, norm_placements=("pre",))
     with pytest.raises(ValueError, match="norm_placements must only contain .* got 'before'"):
         dataclasses.replace(config, norm_placements=("before",) * 5)

@@ -349,7 +349,7 @@ def test_ropes_differ_between_layers():
     nowhere = dataclasses.replace(_MIXED, rope_layers=(False,) * 4)
     np.testing.assert_array_equal(rotations(jnp.arange(3), nowhere.ropes[0], 16)[0], 1)
     np.testing.assert_array_equal(rotations(jnp.arange(3), nowhere.ropes[0], 16)[1], 0)
-    with pytest.raises(ValueError, match="rope_layers must list 4 layers"):
+    with pytest.raises(ValueError, match="rope_layers must have one value for each of the 4"):
         dataclasses.replace(_MIXED, rope_layers=(True,))
     with pytest.raises(ValueError, match="even number"):
         dataclasses.replace(_MIXED, partial_rotary_factor=0.2)
