@@ -1,4 +1,7 @@
-"""A decoder layer of the Llama family. Attention is a function that the caller passes in."""
+"""A decoder layer of the Llama family.
+
+The layer does not access a cache: the caller passes in a function `attend` that computes attention.
+"""
 
 import functools
 from collections.abc import Callable
@@ -52,18 +55,18 @@ _OUTPUTS = (
 class Layer(nnx.Module):
     """A decoder layer: attention or a mixer, and an MLP or experts, with norms and residuals.
 
-    A layer has the norms in `NORMS` for its config's `norm_placement`::
+    `residual.NORMS` lists the norms that a layer has for each `norm_placement` of its config::
 
         normed = input_norm(x)
         x = x + attention_out_norm(attention(normed))
         x = x + mlp_out_norm(mlp(post_attention_norm(x)))
 
-    or, in parallel, ``x + attention(normed) + mlp(normed)``.
+    With `norm_placement` ``"parallel"``, the output is ``x + attention(normed) + mlp(normed)``.
 
-    Weights are ``[out, in]``, where `out` may be several dimensions. Projections of the same input
-    are fused into one matrix, so that multiplications are fewer and larger, and activations are
-    read once. For tensor parallelism, each matrix can be divided along its heads, its features F,
-    or its experts X. `dims` defines the letters::
+    Weights have the shape ``[out, in]``, where `out` may be several dimensions. Projections with
+    the same input are fused into one matrix, so that there are fewer and larger multiplications,
+    and activations are read once. For tensor parallelism, each matrix can be divided along its
+    heads, its features F, or its experts X. `dims` defines the dimension letters::
 
         qkv_proj              [K, G + 2, D, E]   for each KV head its queries, key and value; with
                                                  output gates 2 G + 2: each query, and its gate
@@ -80,14 +83,15 @@ class Layer(nnx.Module):
         per_layer_proj        [E, d]
         laurel_left           [r, E]             laurel_right          [E, r]
 
-    In recurrent layers, the parameters of a mixer replace those of attention, see `mixer_sizes`.
-    Hybrid layers have both, and add the outputs.
+    In recurrent layers, the parameters of a mixer replace the attention parameters, see
+    `mixer_sizes`. Hybrid layers have both, and add the two outputs.
 
     Args:
-      config: sizes and switches. With a shard, the config of a single device.
-      dtype: dtype of the norms and biases, and of the model.
-      formats: formats of the matrices by their names in the layer.
-      shard: this device's share of a tensor-parallel model, or None.
+      config: configuration in which all layers are like this one. With `shard`, the configuration
+        of one device, see `tensor_parallel.shard_config`.
+      dtype: floating-point dtype of the model, which norms and biases have.
+      formats: storage format of each matrix, by the name of the matrix in this layer.
+      shard: this device's share of a tensor-parallel model; None without tensor parallelism.
       rngs: random keys for the initial weights.
     """
 
@@ -102,8 +106,9 @@ class Layer(nnx.Module):
     ):
         E = config.hidden_size
         deviation = config.initializer_range
-        # Projections into the residual stream start smaller, so that its variance does not grow
-        # with depth (GPT-2, section 2.3).
+        # Initialise projections into the residual stream with a smaller deviation, so that the
+        # variance of the residual stream does not grow with the number of layers (GPT-2, section
+        # 2.3).
         residual_deviation = deviation / (2 * config.num_hidden_layers) ** 0.5
 
         def add(name: str, *shape: int) -> None:
@@ -184,7 +189,8 @@ class Layer(nnx.Module):
         if config.shared_expert_intermediate_size and config.shared_expert_gate:
             add("shared_expert_gate", 1, E)
         if config.router.has_correction_bias:
-            # Keep these biases in float32: in bfloat16, biases of almost equal size would be equal.
+            # Always store these biases in float32, because bfloat16 could not distinguish biases of
+            # almost equal size.
             self.router_correction_bias = nnx.Param(jnp.zeros(X, jnp.float32))
         if config.router.has_expert_scale:
             self.router_expert_factor = nnx.Param(jnp.ones(X, dtype))
@@ -211,18 +217,21 @@ class Layer(nnx.Module):
         """Run the layer.
 
         Args:
-          x: float32 ``[..., E]``, the residual stream, or ``[..., n, E]`` if there are several.
-          index: number of the layer in the model; traced in a scan over layers.
+          x: float32 ``[..., E]``, the residual stream, or ``[..., n, E]`` in models with n residual
+            streams.
+          index: index of the layer in the model. In a scan over layers, it is traced.
           cos: float32 ``[..., D / 2]``, cosines of the rotation angles of each token.
           sin: float32 ``[..., D / 2]``, sines of the same angles.
-          attend: attention of the layer, see `Attend`.
-          carry: state that is passed to `attend`, such as the K and V pools.
-          is_token: bool ``[...]``, False for padding rows, which use no expert; None for none.
-          query_scale: float32 ``[...]``, factor of each token's queries, or None.
-          per_layer_input: float32 ``[..., hidden_size_per_layer_input]``, embedding of each token
-            for this layer, or None.
-          stack: all layers in one module, stacked along the first dimension, if this layer is a
-            slice of them; None otherwise. Some kernels read the stack, because slices are copies.
+          attend: function that computes the attention of the layer, see `Attend`.
+          carry: state that is passed to `attend` and returned by it, such as the K and V pools.
+          is_token: bool ``[...]``, False for padding tokens, which use no expert; None if there is
+            no padding.
+          query_scale: float32 ``[...]``, factor of each token's queries; None for 1.
+          per_layer_input: float32 ``[..., hidden_size_per_layer_input]``, this layer's embedding of
+            each token; None in models without per-layer embeddings.
+          stack: in a scan over layers, the module that holds the stacked parameters of all layers;
+            None otherwise. Some kernels read a layer's weights from the stack, because a slice of
+            the stack would be a copy.
           backend: backend of the matrix multiplications, see `linear`.
 
         Returns:
@@ -276,7 +285,7 @@ class Layer(nnx.Module):
     def _embed(
         self, weights: LayerParameters, per_layer_input: jax.Array, x: jax.Array
     ) -> jax.Array:
-        """Return the embedding of the layer, times a gate that depends on ``x [..., E]``."""
+        """Return this layer's token embeddings, gated by ``x [..., E]`` and projected."""
         gate = weights.linear(x, "per_layer_gate")
         out = ACTIVATIONS[self.config.hidden_act](gate) * per_layer_input
         return self._norm("per_layer_out_norm", weights.linear(out, "per_layer_proj"))
@@ -292,7 +301,11 @@ class Layer(nnx.Module):
         return add_bias(out, multiply(self.o_bias[...], self.config.multipliers.attention_out))
 
     def _mlp(self, x: jax.Array, weights: LayerParameters, is_token: jax.Array | None) -> jax.Array:
-        """Run the MLP or experts. With a shard, return this device's part of a sum over devices."""
+        """Run the MLP or the experts.
+
+        With a shard, return only this device's partial result. The results of all devices must be
+        added.
+        """
         config = self.config
         if not config.num_experts:
             return gated_mlp(config, x, weights, self._mean)
@@ -311,11 +324,12 @@ class Layer(nnx.Module):
         weights: LayerParameters,
         is_token: jax.Array | None,
     ) -> jax.Array:
-        """Return the sum of the normalised outputs of the experts and of the shared expert.
+        """Normalise the outputs of the routed experts and of the shared expert, and add them.
 
-        With a shard, both outputs are first summed over the devices.
+        With a shard, both outputs are summed over all devices before they are normalised.
 
-        The residual stream is ``x [..., E]``, the input of the shared expert ``normed [..., E]``.
+        ``x [..., E]`` is the residual stream. ``normed [..., E]`` is the input of the shared
+        expert.
         """
         config = self.config
         router_input = self._norm("router_norm", x) * config.hidden_size**-0.5
@@ -326,16 +340,16 @@ class Layer(nnx.Module):
         return self._norm("expert_out_norm", routed) + self._norm("shared_out_norm", shared)
 
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
-        """Apply one of `NORMS`. Return `x` if the layer does not have it."""
+        """Apply the norm with this name to `x`. Return `x` if the layer does not have the norm."""
         weight = getattr(self, name, None)
         return x if weight is None else apply_norm(self.config, x, weight[...])
 
     def _add(self, x: jax.Array, out: jax.Array) -> jax.Array:
-        """Add an output to the residual stream."""
+        """Add ``out``, times the residual multiplier, to the residual stream ``x``."""
         return x + multiply(out, self.config.residual_multiplier)
 
     def _finish(self, x: jax.Array, out: jax.Array, embed: Embed | None) -> jax.Array:
-        """Add the last output of the layer and the embedding of the layer, and scale the sum."""
+        """Add the layer's last output and its gated token embeddings to `x`, and scale the sum."""
         x = self._add(x, out)
         x = x if embed is None else x + embed(x)
         if not self.config.layer_scalar:
@@ -355,19 +369,21 @@ class Layer(nnx.Module):
         weights: LayerParameters,
         rotation: tuple[jax.Array, jax.Array, jax.Array | None],
     ) -> tuple[Projection | Heads, jax.Array | None]:
-        """Return queries, keys and values in the form that `attend` takes, and gates of the output.
+        """Project the layer's input to queries, keys and values, and to gates of the output.
 
-        Usually the form is a `Projection`: `attend` normalises and rotates it, because some kernels
-        do this while they write into the cache. These kernels do not support norms over all heads
-        of a token (`qk_norm_scope` is ``"projection"``), norms of values, values that are keys, and
-        factors of normalised queries. In these cases everything is computed here, and the result is
-        `Heads`.
+        The queries, keys and values are usually a `Projection`, which `attend` normalises and
+        rotates, because some kernels can do this while they write into the cache. These kernels do
+        not support norms over all heads of a token (`qk_norm_scope` ``"projection"``), normalised
+        values, values that are equal to the keys, and factors of normalised queries. In these
+        cases, everything is computed here, and the result is `Heads`.
 
-        The input ``x [..., E]`` is normalised. `rotation` is cosines and sines of the rotation
-        angles ``[..., D / 2]``, and factors of queries ``[...]`` or None. All are float32.
+        The input ``x [..., E]`` is already normalised. `rotation` holds the cosines and the sines
+        of the rotation angles, both ``[..., D / 2]``, and factors of the queries, ``[...]`` or
+        None. All of them are float32.
 
         Returns:
-          The heads, and the gates ``[..., H, D]`` before the sigmoid, or None.
+          The `Projection` or `Heads`, and the gates ``[..., H, D]`` before the sigmoid, or None if
+          the layer has no output gates.
         """
         config, gate = self.config, None
         if config.latent is not None:

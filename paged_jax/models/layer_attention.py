@@ -1,19 +1,21 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Interface between a layer and its cache, attention without a cache, and latent attention.
+"""Interface of layers to their cache, attention without a cache, and latent attention.
 
 A layer passes its inputs to a function of the type `Attend`. Attention layers pass queries, keys
-and values, as `Projection` or `Heads`, and the function decides what they attend to. Recurrent
-layers pass a `Recurrence`, and the function decides where the states come from and where they go.
+and values, as `Projection` or `Heads`. The function decides to which tokens the queries attend.
+Recurrent layers pass a `Recurrence`. The function reads the states from their storage, and writes
+the new states back.
 
-In latent attention (DeepSeek-V2, section 2.1), keys and values of all heads are projections of a
-latent vector c of R elements. Keys have another part of a few rotated elements, which all heads
-share. With matrices A (keys) and B (values) of each head::
+In latent attention (DeepSeek-V2, section 2.1), the keys and values of all heads are projections of
+one latent vector c with R elements. In addition, keys contain a few rotated elements, which are the
+same in all heads. Each head has a matrix A for keys and a matrix B for values::
 
     key of a head    [ A c | rotated ]          value of a head    B c
 
-A is applied to the queries and B to the output of the attention, so keys and values of heads are
-never computed. All heads then attend to the same vectors ``[ c | rotated ]``, as in multi-query
-attention, and the first R elements of a vector are also its value::
+The keys and values of single heads are never computed. Instead, queries are multiplied by the
+transpose of A, and the output of attention by B. All heads then attend to the same vectors
+``[ c | rotated ]``, as in multi-query attention. The first R elements of such a vector are also its
+value. With attention weights p::
 
     query . key   =  (A^T query) . c  +  rotated query . rotated
     sum of p B c  =  B (sum of p c)
@@ -37,7 +39,8 @@ from paged_jax.models.config import LlamaConfig
 from paged_jax.models.layer_groups import LatentSizes, StateShape
 from paged_jax.models.matrices import LayerParameters
 
-# Constant in the norms of latent vectors. It does not depend on `rms_norm_eps` of the model.
+# Constant added to the mean square in the norms of latent vectors. It is fixed, and may differ from
+# the model's `rms_norm_eps`.
 NORM_EPS = 1e-6
 
 
@@ -48,11 +51,13 @@ class Projection(NamedTuple):
       qkv: float32 ``[..., K, G + 2, D]``: for each KV head its G queries, its key and its value.
       cos: float32 ``[..., D / 2]``, cosines of the rotation angles.
       sin: float32 ``[..., D / 2]``, sines of the rotation angles.
-      norms: weights ``[D]`` of the RMS norms of queries and of keys, or None.
-      norm_eps: constant added to the mean square of a head.
+      norms: weights of the RMS norms of queries and of keys, each ``[D]``; None if they are not
+        normalised.
+      norm_eps: constant added to the mean square of a head in these norms.
       sm_scale: factor of the attention scores; None for ``D ** -0.5``.
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``; None for no cap.
-      sinks: floating point ``[H]``, an additional logit in the softmax of each head, or None.
+      sinks: floating point ``[H]``, one additional logit in the softmax of each head; None for no
+        sinks.
     """
 
     qkv: jax.Array
@@ -64,26 +69,27 @@ class Projection(NamedTuple):
     soft_cap: float | None = None
     sinks: jax.Array | None = None
 
-    # Projections have values of D elements.
+    # The value of a token has D elements, like its key, see `Heads.value_dim`.
     value_dim = None
 
     def split(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries ``[..., H, D]``, keys and values ``[..., K, D]``, ready for attention."""
+        """Normalise and rotate; return queries ``[..., H, D]``, keys and values ``[..., K, D]``."""
         return split_and_rotate(self.qkv, self.cos, self.sin, self.norms, norm_eps=self.norm_eps)
 
 
 @short_repr
 class Heads(NamedTuple):
-    """Queries, keys and values of a layer, ready for attention.
+    """Queries, keys and values of a layer, already normalised and rotated.
 
     Attributes:
       q: ``[N, H, D]``, floating point.
       k: ``[N, K, D]``. Query heads ``g * H / K`` to ``(g + 1) * H / K - 1`` share KV head ``g``.
-        None, like `v`, if the layer reads the keys and values of an earlier layer.
-      v: ``[N, K, D]``. None if the values are the first `value_dim` elements of the keys, so that
-        a cache stores them once.
+        `k` and `v` are None if the layer reads the keys and values of an earlier layer.
+      v: ``[N, K, D]``. Only `v` is None if the values are the first `value_dim` elements of the
+        keys. A cache then stores only the keys.
       sm_scale, soft_cap, sinks: see `Projection`.
-      value_dim: elements of a value (U) and of the output of a head, if `v` is None.
+      value_dim: if only `v` is None, number of elements of a value (U), which is also the output
+        size of a head.
     """
 
     q: jax.Array
@@ -95,32 +101,35 @@ class Heads(NamedTuple):
     value_dim: int | None = None
 
     def split(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries ``[..., H, D]``, keys ``[..., K, D]`` and values ``[..., K, U]``."""
+        """Return queries ``[..., H, D]``, keys ``[..., K, D]``, and values ``[..., K, U]``."""
         assert self.k is not None
         return self.q, self.k, self.k[..., : self.value_dim] if self.v is None else self.v
 
 
-# Arrays of a recurrent layer for the sequences of a batch: ``[B, *shape]`` for each `StateShape`.
-# Or, in a step of one token, `StateRows` of the pools of these arrays.
+# States of a recurrent layer: an array ``[B, *shape]`` for each `StateShape`, where B is the number
+# of sequences in the batch. If each sequence has one new token, they may instead be `StateRows`,
+# which refer to rows of the pools.
 States = tuple[Any, ...]
 
 
 @short_repr
 class Recurrence(NamedTuple):
-    """Inputs of a recurrent layer, and the function that advances its states over them.
+    """Inputs of a recurrent layer, and the function that computes outputs and new states.
 
-    The function is pure, so a caller may run it on other states, on fewer tokens, or twice.
+    The function `advance` is pure. A caller may run it several times, on any states and on fewer
+    tokens.
 
     Attributes:
-      inputs: float32 ``[N, features]`` each, or ``[B, T, features]`` without a cache.
-      advance: function of the inputs ``[B, T, features]``, the states before the first token of
-        each row, and the number of tokens of each row, i32 ``[B]``. Tokens are at the beginning of
-        a row. Padding after them changes no state, and its outputs are arbitrary. It returns the
-        outputs, float32 ``[B, T, features]``, and the states after the last token of each row, in
-        the dtypes of the states before.
-      arrays: arrays of the states. A new sequence starts with zeros.
-      takes_rows: whether `advance` also takes `StateRows` instead of arrays, if each row has one
-        token. It then updates the states in place, and returns `StateRows` with the new pools.
+      inputs: inputs of the recurrence, each float32 ``[N, features]``, or ``[B, T, features]``
+        without a cache.
+      advance: function that runs the recurrence. It takes the inputs ``[B, T, features]``, the
+        states before the first token of each row, and the number of tokens in each row, i32
+        ``[B]``. The tokens of a row come first. Padding after them changes no state, and its
+        outputs are arbitrary. The function returns the outputs, float32 ``[B, T, features]``, and
+        the states after the last token of each row, in the dtypes of the given states.
+      arrays: shape and dtype of each state array. The state of a new sequence is zero.
+      takes_rows: whether `advance` accepts `StateRows` instead of arrays if each row has one token.
+        It then updates the states in their pools, and returns `StateRows` with the new pools.
     """
 
     inputs: tuple[jax.Array, ...]
@@ -129,12 +138,12 @@ class Recurrence(NamedTuple):
     takes_rows: bool = False
 
     def run(self, states: States, num_tokens: jax.Array) -> tuple[jax.Array, States]:
-        """Advance the states of each row over its tokens.
+        """Run the recurrence over the tokens of each row.
 
         Args:
           states: states before the first token of each row, ``[B, *shape]`` for each array, or
             `StateRows`.
-          num_tokens: i32 ``[B]``, number of tokens of each row, 0 to T. T is N / B.
+          num_tokens: i32 ``[B]``, number of tokens in each row, 0 to T, where T is N / B.
 
         Returns:
           The outputs, float32 ``[N, features]`` or ``[B, T, features]`` like the inputs, and the
@@ -146,35 +155,36 @@ class Recurrence(NamedTuple):
         return out.reshape(*self.inputs[0].shape[:-1], -1), states
 
     def initial_states(self, batch_size: int, dtype: DTypeLike) -> States:
-        """Return the states of new sequences.
+        """Return the states of new sequences, which are zero.
 
         Args:
           batch_size: number of sequences (B).
-          dtype: dtype of K and V, for the arrays that have the same dtype.
+          dtype: dtype of the state arrays that have no dtype of their own, see `StateShape`.
         """
         return tuple(
             jnp.zeros((batch_size, *array.shape), array.dtype or dtype) for array in self.arrays
         )
 
 
-# Inputs of a layer that go to its cache.
+# Inputs that a layer passes to its `attend` function.
 LayerInputs = Projection | Heads | Recurrence
 
-# State that each layer passes to the next: the pools of the cache, or nothing without a cache.
+# Value that each layer passes on to the next: the pools of the cache, or an empty tuple without a
+# cache.
 Carry = TypeVar("Carry")
 
-# Connection of a layer to its cache: (layer index, inputs, carry) -> (output ``[..., H, U]``, or
-# ``[..., features]`` of a recurrence, floating point; new carry). The index is traced if the layers
-# run in a scan.
+# Function that connects a layer to its cache. It takes the layer's index, the layer's inputs and
+# the carry. It returns the output and the new carry. The output is floating point ``[..., H, U]``,
+# or ``[..., features]`` for a `Recurrence`. The index is traced if the layers run in a scan.
 Attend = Callable[[int | jax.Array, LayerInputs, Carry], tuple[jax.Array, Carry]]
 
 
 class Reach(NamedTuple):
-    """Tokens that a query of a layer attends to; None for no limit.
+    """Limits of the tokens that a query of a layer attends to; None for no limit.
 
     Attributes:
-      sliding_window: number of last tokens, including its own.
-      chunk: number of consecutive tokens that attend only to each other.
+      sliding_window: number of last tokens that the query attends to, including its own token.
+      chunk: chunk size. A query attends only to tokens of its own chunk.
     """
 
     sliding_window: int | None
@@ -182,7 +192,7 @@ class Reach(NamedTuple):
 
     @classmethod
     def of_layer(cls, config: LlamaConfig, index: int | jax.Array) -> "Reach":
-        """Return the reach of a layer. `index` may be traced if all layers are alike."""
+        """Return the limits of a layer. `index` may be traced if all windows are equal."""
         layer = index if isinstance(index, int) else 0
         assert isinstance(index, int) or len({*config.sliding_windows}) == 1
         return cls(config.sliding_windows[layer], config.attention_chunks[layer])
@@ -191,8 +201,8 @@ class Reach(NamedTuple):
 def causal_attention(config: LlamaConfig) -> Attend[Carry]:
     """Return an `Attend` function for whole sequences ``[B, T, ...]``, without a cache.
 
-    Attention is causal. Recurrences start from zeros. Use the function for one forward pass: it
-    keeps the keys and values that later layers read.
+    Attention is causal, and the states of recurrent layers start at zero. Make a new function for
+    each forward pass, because the function stores the keys and values that later layers read.
     """
     sources = config.kv_sources
     is_read = {source for layer, source in enumerate(sources) if source != layer}
@@ -228,9 +238,10 @@ def causal_attention(config: LlamaConfig) -> Attend[Carry]:
 def _masked_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, heads: Projection | Heads, reach: Reach
 ) -> jax.Array:
-    """Compute attention with options that `jax.nn` does not support.
+    """Compute attention with options that `jax.nn.dot_product_attention` does not support.
 
-    These are a soft cap, sinks, values that are shorter than keys, and chunks.
+    These options are a soft cap, attention sinks, values that have fewer elements than keys, and
+    chunked attention.
     """
     B, T, H, D = q.shape
     K = k.shape[2]
@@ -260,13 +271,15 @@ def normed_heads(
     norms: tuple[jax.Array, jax.Array] | None,
     mean_over_devices: Callable[[jax.Array], jax.Array] | None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Split queries ``[..., H, D]``, keys and values ``[..., K, D]``, and normalise them.
+    """Split a fused projection into queries, keys and values, and normalise them.
 
-    The projection ``qkv [..., K, rows, D]`` has no gates. `norms` are the weights of the norms of
-    queries and keys, or None. For `mean_over_devices`, see `_norm_all_heads`.
+    The projection ``qkv [..., K, rows, D]`` contains no gates. `norms` holds the weights of the
+    norms of queries and of keys; None if they are not normalised. For `mean_over_devices`, see
+    `_norm_all_heads`.
 
     Returns:
-      Queries, keys and values. Keys and values are None if the layer has none.
+      Queries ``[..., H, D]``, keys and values ``[..., K, D]``. Keys and values are None if the
+      layer reads the keys and values of another layer.
     """
     eps = config.rms_norm_eps
     *rows, K, width, D = qkv.shape
@@ -294,14 +307,15 @@ def _norm_all_heads(
     eps: float,
     mean_over_devices: Callable[[jax.Array], jax.Array] | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Normalise queries and keys, each over all heads of a token.
+    """Apply RMS norms to queries and keys. The mean square is over all heads of a token.
 
     Queries are float32 ``[..., H * D]`` with weights ``[K, G, D]``, keys ``[..., K * D]`` with
-    weights ``[K, D]``. `mean_over_devices` returns the mean over the devices that share the heads;
-    None for one device.
+    weights ``[K, D]``. If the heads are divided over devices, `mean_over_devices` returns the mean
+    of its argument over these devices; otherwise it is None.
     """
     q_mean, k_mean = mean_square(q), mean_square(k)
-    # The mean of the devices' means is the mean over all heads, as each device has equally many.
+    # Every device has the same number of heads, so the mean over all heads is the mean of the
+    # devices' means.
     if mean_over_devices is not None:
         means = mean_over_devices(jnp.concatenate([q_mean, k_mean], axis=-1))
         q_mean, k_mean = means[..., :1], means[..., 1:]
@@ -310,9 +324,10 @@ def _norm_all_heads(
 
 
 def split_gate(qkv: jax.Array, num_kv_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Split the gates from a projection, in which each gate follows its query.
+    """Separate a fused projection from the output gates in it.
 
-    The projection is float32 ``[..., K, 2 G + num_kv_rows, D]``.
+    The projection is float32 ``[..., K, 2 G + num_kv_rows, D]``, in which each query is followed by
+    its gate.
 
     Returns:
       The projection without gates ``[..., K, G + num_kv_rows, D]``, and gates ``[..., H, D]``.
@@ -333,12 +348,13 @@ def scale_queries(qkv: jax.Array, scale: jax.Array) -> jax.Array:
 def matrix_shapes(
     latent: LatentSizes, num_heads: int, hidden_size: int
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the matrices of latent attention, without the output projection.
+    """Return the shapes of latent attention's matrices, except the output projection, by name.
 
-    - ``latent_proj``: the latent vector of queries (if they have one), c, and the rotated part of
-      keys, from the hidden state.
-    - ``q_proj``: queries of each head, from the latent vector of queries or from the hidden state.
-    - ``kv_b_proj``: A and B of each head, from c.
+    - ``latent_proj`` projects the hidden state to the latent vector of queries (if there is one),
+      c, and the rotated part of keys.
+    - ``q_proj`` projects the latent vector of queries, or the hidden state, to the queries of each
+      head.
+    - ``kv_b_proj`` consists of the matrices A and B of each head, which are applied to c.
     """
     return {
         "latent_proj": (latent.q_lora_rank + latent.kv_shape.head_dim, hidden_size),
@@ -358,10 +374,11 @@ def latent_heads(
     rotation: tuple[jax.Array, jax.Array, jax.Array | None],
     sm_scale: float | None,
 ) -> Heads:
-    """Return queries of all heads and the vectors that a cache keeps, ready for attention.
+    """Project hidden states to the queries and cached vectors of latent attention.
 
-    `rotation` is cosines and sines ``[..., rotated / 2]``, and factors ``[...]`` of queries or
-    None. The default of `sm_scale` depends on the sizes.
+    The queries are already multiplied by the transpose of A. `rotation` holds cosines and sines,
+    both ``[..., rotated / 2]``, and factors of the queries, ``[...]`` or None. If `sm_scale` is
+    None, it is ``latent.query_dim ** -0.5``.
     """
     cos, sin, query_scale = rotation
     q_rank, R, nope = latent.q_lora_rank, latent.kv_lora_rank, latent.qk_nope_head_dim
@@ -383,10 +400,10 @@ def latent_heads(
 
 
 def _fold_keys(q: jax.Array, w: Matrix) -> jax.Array:
-    """Multiply queries by the transposed matrices of keys: ``[..., H, nope]`` to ``[..., H, R]``.
+    """Multiply each head's query by the transpose of A: ``[..., H, nope]`` to ``[..., H, R]``.
 
-    The matrices of keys and values are multiplied by queries padded with zeros, because a slice
-    with the matrices of keys would be a copy.
+    `w` holds A and B of each head. Queries are padded with zeros and multiplied by both, because a
+    slice of `w` that holds only A would be a copy.
     """
     if isinstance(w, LayerWeights):
         return w.apply(_fold_keys, q)
@@ -414,7 +431,7 @@ def _fold_keys(q: jax.Array, w: Matrix) -> jax.Array:
 
 
 def values_of_heads(latent: LatentSizes, out: jax.Array, weights: LayerParameters) -> jax.Array:
-    """Multiply weighted sums of latent vectors, ``[..., H, R]``, by the matrices of values.
+    """Multiply each head's output of latent attention, ``[..., H, R]``, by its matrix B.
 
     Returns:
       float32 ``[..., H, v_head_dim]``.

@@ -1,6 +1,6 @@
-"""Types of layers, the shapes of their data in a cache, and groups of layers.
+"""Types of layers, the shapes of the data they keep in a cache, and groups of layers.
 
-Imports no JAX, because the scheduler uses it.
+This module does not import JAX, because the scheduler uses it.
 """
 
 import math
@@ -12,21 +12,22 @@ from paged_jax.models.family import SOFTMAX_ROUTER
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
-# Attention to the tokens of the same chunk of consecutive positions.
+# Attention in which a query attends only to tokens of its own chunk of consecutive positions.
 CHUNKED = "chunked_attention"
 RECURRENT = "linear_attention"
-# Full attention and a recurrence in the same layer. Their outputs are added.
+# Layers with full attention and a recurrence. The outputs of the two are added.
 HYBRID = "hybrid"
-# In `layer_types` a layer that has only an MLP; in `mlp_layer_types` a layer without an MLP.
+# In `layer_types`: a layer that consists of only an MLP. In `mlp_layer_types`: a layer without an
+# MLP.
 NOTHING = "none"
 ATTENTION_TYPES = (FULL, SLIDING)
 RECURRENT_TYPES = (RECURRENT, HYBRID)
 LAYER_TYPES = (*ATTENTION_TYPES, CHUNKED, *RECURRENT_TYPES, NOTHING)
-# Types of a layer's MLP: dense, or experts.
+# Types of a layer's MLP: a dense MLP, or experts.
 DENSE = "dense"
 SPARSE = "sparse"
 MLP_TYPES = (DENSE, SPARSE, NOTHING)
-# Fields of a `LlamaConfig` for the sizes of experts.
+# Fields of a `LlamaConfig` with the number and sizes of experts.
 _EXPERT_FIELDS = (
     "num_experts",
     "num_experts_per_tok",
@@ -36,12 +37,13 @@ _EXPERT_FIELDS = (
 
 
 class KVShape(NamedTuple):
-    """Keys and values that a layer keeps of each token.
+    """Shape of the keys and values that a layer keeps for each token.
 
     Attributes:
       num_kv_heads: number of KV heads (K).
       head_dim: elements of a key (D).
-      value_dim: elements of a value; 0 if the values are a part of the keys, which are kept once.
+      value_dim: elements of a value; 0 if values are a part of the keys, so that only keys are
+        kept.
     """
 
     num_kv_heads: int
@@ -50,15 +52,16 @@ class KVShape(NamedTuple):
 
 
 class LatentSizes(NamedTuple):
-    """Sizes of latent attention, see `layer_attention`, with the names of ``config.json``.
+    """Sizes of latent attention, named as in ``config.json``. See `layer_attention`.
 
     Attributes:
       q_lora_rank: elements of the latent vector of queries; 0 if there is none.
       kv_lora_rank: elements of the latent vector of keys and values.
-      qk_nope_head_dim: elements of a head's queries and keys that do not rotate.
-      qk_rope_head_dim: elements that rotate.
-      v_head_dim: elements of a head's values.
-      num_copies: number of devices that each keep the vectors of all tokens.
+      qk_nope_head_dim: number of elements of a query or key that are not rotated.
+      qk_rope_head_dim: number of elements of a query or key that are rotated.
+      v_head_dim: elements of a value of a head.
+      num_copies: number of devices with tensor parallelism. Each device keeps a copy of the vectors
+        of all tokens.
     """
 
     q_lora_rank: int
@@ -70,24 +73,24 @@ class LatentSizes(NamedTuple):
 
     @property
     def query_dim(self) -> int:
-        """Elements of a head's query."""
+        """Number of elements of a head's query, rotated or not."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def kv_shape(self) -> KVShape:
-        """Shape of the vectors that a layer keeps: all heads of a device share them."""
+        """Shape of the cached vectors ``[c | rotated]``. All heads of a device share one vector."""
         return KVShape(self.num_copies, self.kv_lora_rank + self.qk_rope_head_dim, 0)
 
     def num_features(self, num_heads: int) -> int:
-        """Return the number of activations of a token in attention, for memory estimates."""
+        """Return the number of activations per token in attention, for memory estimates."""
         kept = self.kv_lora_rank + self.qk_rope_head_dim
         return num_heads * (self.query_dim + kept + self.kv_lora_rank) + self.q_lora_rank + kept
 
     def check(self, head_dim: int, num_heads: int, num_kv_heads: int) -> None:
-        """Check the sizes, and the fields of a `LlamaConfig` that describe heads.
+        """Check these sizes and whether they fit the head fields of a `LlamaConfig`.
 
         Raises:
-          ValueError: a size is out of range, or they do not fit together.
+          ValueError: a size is out of range, or the sizes do not fit the heads.
         """
         sizes = self._asdict()
         q_lora_rank = sizes.pop("q_lora_rank")
@@ -96,19 +99,20 @@ class LatentSizes(NamedTuple):
             raise ValueError(f"LlamaConfig: q_lora_rank must be 0 or more, got {q_lora_rank}.")
         if head_dim != self.qk_rope_head_dim or num_heads != num_kv_heads:
             raise ValueError(
-                "LlamaConfig: head_dim must be qk_rope_head_dim, and num_key_value_heads must be "
-                f"num_attention_heads with latent attention, got {head_dim} and {num_kv_heads}."
+                "LlamaConfig: with latent attention, head_dim must equal qk_rope_head_dim, and "
+                f"num_key_value_heads must equal num_attention_heads, got head_dim {head_dim} and "
+                f"num_key_value_heads {num_kv_heads}."
             )
 
 
 class ResidualStreams(NamedTuple):
-    """Residual streams of each token, see `residual`.
+    """Number and options of a token's residual streams, see `residual`.
 
     Attributes:
       count: number of streams (n), at least 2.
-      active: index of the stream that the layers compute.
-      scales_active: whether the active stream is multiplied by a weight before it gates the
-        embedding of a layer, see `residual.add_stream_weights`.
+      active: index of the stream on which attention and MLP run.
+      scales_active: whether the active stream is multiplied by the parameter ``stream_factor``
+        before it gates the layer's token embeddings, see `residual.add_to_streams`.
     """
 
     count: int
@@ -117,13 +121,13 @@ class ResidualStreams(NamedTuple):
 
 
 class StateShape(NamedTuple):
-    """An array that a recurrent layer keeps of each sequence.
+    """Description of an array that a recurrent layer keeps for each sequence.
 
     Attributes:
-      name: name of the array in its layer.
+      name: name of the array, unique in its layer.
       shape: shape for one sequence.
-      dtype: name of the dtype; None for the dtype of K and V, or of queries if K and V are
-        quantised.
+      dtype: name of the dtype. None means the dtype of the K and V pools, or of the queries if the
+        pools are quantised.
     """
 
     name: str
@@ -132,17 +136,17 @@ class StateShape(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """Properties that may differ between the layers of a model, except the rotation.
+    """Properties that may differ between a model's layers, except the rotary embedding.
 
     Attributes:
-      kind, mlp_kind: type of the layer and of its MLP.
-      window: number of last tokens that a query attends to; None for all tokens. In chunked
-        attention it is the size of a chunk.
-      kv: keys and values that the layer keeps, or None.
-      shares_kv: whether it reads the keys and values of another layer.
-      norm_placement: where its norms are, see `LlamaConfig`.
+      kind, mlp_kind: type of the layer, and type of its MLP.
+      window: number of last tokens that a query attends to; None for all tokens. In layers with
+        chunked attention, it is the chunk size.
+      kv: shape of its keys and values; None for layers without attention.
+      shares_kv: whether it reads the keys and values of an earlier layer.
+      norm_placement: placement of its norms, see `LlamaConfig`.
       has_qk_norm: whether it normalises queries and keys.
-      sparsity: fraction of the features of its MLP that are 0.
+      sparsity: fraction of the MLP's gates to set to 0, see `LlamaConfig.activation_sparsity`.
       intermediate_size: features of its dense MLP.
     """
 
@@ -157,7 +161,7 @@ class LayerKind(NamedTuple):
     intermediate_size: int
 
     def changes(self, config: Any) -> dict[str, Any]:
-        """Return the fields to change in `config`, so that all of its layers equal this layer."""
+        """Return the fields of `config` to replace so that all layers are of this kind, by name."""
         L, is_recurrent = config.num_hidden_layers, self.kind in RECURRENT_TYPES
         is_special = self.kv is None or is_recurrent or self.kind == CHUNKED
         changes: dict[str, Any] = {
@@ -194,14 +198,14 @@ class LayerKind(NamedTuple):
 
 
 class LayerGroup(NamedTuple):
-    """Layers that keep the same number of tokens, in the same shapes.
+    """Group of layers that keep the same tokens, or states of the same shapes.
 
     Attributes:
       sliding_window: number of last tokens that a query attends to, including its own; None for
         all tokens.
       layers: indices of the layers, ascending.
-      kv: keys and values of each token; None for layers without keys and values.
-      states: arrays of each sequence; empty for attention layers.
+      kv: shape of the keys and values of each token; None for recurrent layers.
+      states: state arrays of each sequence; empty for attention layers.
     """
 
     sliding_window: int | None
@@ -211,7 +215,7 @@ class LayerGroup(NamedTuple):
 
     @property
     def num_values(self) -> int:
-        """Number of values that all layers keep of a token; the number of layers if unknown."""
+        """Number of elements of K and V per token in all layers; without `kv`, number of layers."""
         if self.kv is None:
             return len(self.layers)
         per_head = self.kv.head_dim + self.kv.value_dim
@@ -219,7 +223,7 @@ class LayerGroup(NamedTuple):
 
     @property
     def num_state_values(self) -> int:
-        """Number of values in the states of a sequence; float32 values count twice."""
+        """Number of 2-byte elements of a sequence's states; float32 elements count twice."""
         sizes = (math.prod(each.shape) * (1 + (each.dtype == "float32")) for each in self.states)
         return len(self.layers) * sum(sizes)
 
@@ -227,13 +231,13 @@ class LayerGroup(NamedTuple):
 def group_layers(
     windows: Sequence[int | None], kv_shapes: Sequence[KVShape | None]
 ) -> tuple[LayerGroup, ...]:
-    """Group layers by the keys and values they keep, with the group that keeps the most first.
+    """Group the layers with the same window and KV shape, with the largest window first.
 
-    Layers without keys and values are in no group.
+    Layers that keep no keys and values are in no group.
 
     Args:
       windows: sliding window of each layer in tokens; None for layers that attend to all tokens.
-      kv_shapes: keys and values of each layer, or None.
+      kv_shapes: shape of the keys and values of each layer; None for layers that keep none.
 
     Example:
       >>> small, large = KVShape(2, 64, 64), KVShape(1, 128, 128)
@@ -257,10 +261,10 @@ def _rank(group: LayerGroup) -> tuple[bool, int]:
 
 
 def group_states(states: Sequence[tuple[StateShape, ...]]) -> tuple[LayerGroup, ...]:
-    """Group recurrent layers by the arrays they keep.
+    """Group the recurrent layers whose state arrays have the same shapes.
 
     Args:
-      states: arrays of each layer; empty for layers that are not recurrent.
+      states: state arrays of each layer; empty for layers that are not recurrent.
 
     Example:
       >>> conv = (StateShape("conv", (2, 64), "float32"),)
@@ -277,11 +281,15 @@ def group_states(states: Sequence[tuple[StateShape, ...]]) -> tuple[LayerGroup, 
 def layer_places(
     groups: Sequence[LayerGroup], kv_sources: Sequence[int]
 ) -> tuple[tuple[int, int] | None, ...]:
-    """Return for each layer the index of its group and its index in the group, or None.
+    """Return the position of each layer: the index of its group, and its index in the group.
+
+    The result is None for layers that are in no group. A layer that reads the keys and values of
+    another layer has the position of that layer.
 
     Args:
       groups: the groups.
-      kv_sources: see `LlamaConfig.kv_sources`.
+      kv_sources: for each layer, the layer whose keys and values it reads, see
+        `LlamaConfig.kv_sources`.
 
     Example:
       >>> layer_places([LayerGroup(None, (1,)), LayerGroup(8, (0, 3))], [0, 1, 2, 3, 1])

@@ -1,8 +1,8 @@
-"""Read and write the entries of a ``config.json`` about types of layers, and about experts.
+"""Reading and writing the entries of a ``config.json`` about layer types and experts.
 
-Readers get the content of the file with the family's defaults. They raise the errors of
-`LlamaConfig.from_dict`. Writers get all fields of a `LlamaConfig` by name, and leave out those that
-the family cannot express.
+Functions that read take the content of the file, completed by the family's defaults, and raise the
+errors of `LlamaConfig.from_dict`. Functions that write take all fields of a `LlamaConfig` by name,
+and omit fields that the family's ``config.json`` cannot express.
 """
 
 import dataclasses
@@ -33,15 +33,15 @@ from paged_jax.models.model_folder import (
 )
 from paged_jax.models.rope_json import read_rope_layers
 
-# Kinds of recurrent layers by the name in `MixerKeys.kind`.
+# Classes of recurrent layers, by the name in `MixerKeys.kind`.
 MIXERS: Mapping[str, type[Mixer]] = {
     "short_convolution": ShortConvolution,
     "gated_delta_net": GatedDeltaNet,
     "kimi_delta": KimiDelta,
     "mamba2": Mamba2,
 }
-# Keys that change the computation, with the value that has no effect. Any other value is rejected,
-# unless the family reads the key.
+# Keys that change the computation, each with the value that has no effect. A config with any other
+# value is rejected, unless its family reads the key.
 _NEUTRAL_FOR_EXPERTS: Mapping[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
@@ -53,7 +53,7 @@ _NEUTRAL_FOR_EXPERTS: Mapping[str, Any] = {
     "clip_qkv": None,
     "qkv_bias": True,
 }
-# Keys that describe the layers with a dense MLP, by `Family.dense_layers`.
+# Keys that tell which layers have a dense MLP, by the value of `Family.dense_layers`.
 _DENSE_KEYS: Mapping[str, tuple[str, ...]] = {
     "none": (),
     "first": ("first_k_dense_replace",),
@@ -61,9 +61,9 @@ _DENSE_KEYS: Mapping[str, tuple[str, ...]] = {
     "others": ("interleave_moe_layer_step", "moe_layers"),
 }
 _SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-# transformers accepts any of these keys for the number of experts.
+# Alternative keys of the number of experts. transformers accepts all of them.
 _NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-# Readers of the fields that are not integers.
+# Functions that read the fields whose values are not integers.
 _READERS: Mapping[str, Callable[[Mapping[str, Any], str], Any]] = {
     "norm_topk_prob": read_boolean,
     "swiglu_alpha": read_number,
@@ -76,7 +76,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any], str], Any]] = {
 def expand_layers(
     config: Mapping[str, Any], keys: MixerKeys, defaults: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return a config with the entries of old files converted to entries of new files."""
+    """Convert the entries about layer types in old files to the entries of newer files."""
     key, entries = keys.nested
     nested = config.get(key)
     if isinstance(nested, Mapping):
@@ -88,8 +88,8 @@ def expand_layers(
     if pattern is not None and config.get(keys.layer_types_key) is None:
         if not isinstance(pattern, str) or set(pattern) - set(keys.pattern):
             raise ValueError(
-                f"LlamaConfig: {keys.pattern_key} must be a string of {''.join(keys.pattern)}, got "
-                f"{pattern!r}."
+                f"LlamaConfig: {keys.pattern_key} must be a string of the characters "
+                f"{', '.join(keys.pattern)}, got {pattern!r}."
             )
         config = {**config, keys.layer_types_key: [keys.pattern[each] for each in pattern]}
     names = config.get(keys.layer_types_key) or defaults.get(keys.layer_types_key)
@@ -101,7 +101,7 @@ def expand_layers(
 def read_layer_types(
     config: Mapping[str, Any], keys: MixerKeys, num_layers: int
 ) -> tuple[str, ...]:
-    """Return the type of each layer of a model that may have recurrent layers."""
+    """Return the type of each layer, for a family that has recurrent layers."""
     names = read_names(config, keys.layer_types_key, num_layers)
     if names is None and keys.uniform_type is not None:
         return (keys.uniform_type,) * num_layers
@@ -113,7 +113,7 @@ def read_layer_types(
 
 
 def read_mlp_types(config: Mapping[str, Any], keys: MixerKeys) -> tuple[str, ...]:
-    """Return the MLP type of each layer, if the family has layers with only an MLP."""
+    """Return the MLP type of each layer; empty if the family has no layers with only an MLP."""
     names: list[str] = config.get(keys.layer_types_key) or []
     return tuple(keys.mlp_types.get(name, NOTHING) for name in names) if keys.mlp_types else ()
 
@@ -121,7 +121,7 @@ def read_mlp_types(config: Mapping[str, Any], keys: MixerKeys) -> tuple[str, ...
 def _default_layer_types(
     config: Mapping[str, Any], keys: MixerKeys, num_layers: int
 ) -> tuple[str, ...]:
-    """Return the layer types of files that do not list them."""
+    """Return the layer types for a config without a list of layer types."""
     layers, value = range(num_layers), config.get(keys.attention_layers)
     if is_int(value) and value > 0:
         kinds = [RECURRENT if (layer + 1) % value else FULL for layer in layers]
@@ -133,13 +133,13 @@ def _default_layer_types(
     if value is None:
         return (FULL,) * num_layers
     raise ValueError(
-        f"LlamaConfig: {keys.attention_layers} must be a positive integer or a list of layers, "
-        f"got {value!r}."
+        f"LlamaConfig: {keys.attention_layers} must be a positive integer or a list of layer "
+        f"indices, got {value!r}."
     )
 
 
 def read_mixer(config: Mapping[str, Any], family: Family) -> Mixer:
-    """Return the sizes of the recurrent layers, for a family with recurrent layers."""
+    """Return the `Mixer` of a config, for a family with recurrent layers."""
     keys = family.mixer
     assert keys is not None
     kind = MIXERS[keys.kind]
@@ -161,7 +161,7 @@ def read_mixer(config: Mapping[str, Any], family: Family) -> Mixer:
 
 
 def _read(config: Mapping[str, Any], key: str, kind: Any) -> Any:
-    """Read a field of a `Mixer`, whose annotation is `kind`."""
+    """Read an entry for a field of a `Mixer`. `kind` is the type annotation of the field."""
     if kind is int:
         size = read_integer(config, key)
         check_positive("LlamaConfig", **{key: size})
@@ -172,7 +172,11 @@ def _read(config: Mapping[str, Any], key: str, kind: Any) -> Any:
 
 
 def _read_numbers(key: str, value: Any, count: int) -> tuple[float, ...]:
-    """Read a list of numbers. JSON has no infinity; transformers 5 writes it as an object."""
+    """Return an entry as a tuple of `count` floats.
+
+    JSON cannot express infinity, so transformers 5 writes it as an object with the key
+    ``__float__``.
+    """
     values = value if isinstance(value, list | tuple) else ()
     values = [each.get("__float__", "") if isinstance(each, Mapping) else each for each in values]
     try:
@@ -180,12 +184,12 @@ def _read_numbers(key: str, value: Any, count: int) -> tuple[float, ...]:
     except (TypeError, ValueError):
         numbers = ()
     if len(numbers) != count:
-        raise ValueError(f"LlamaConfig: {key} must be {count} numbers, got {value!r}.")
+        raise ValueError(f"LlamaConfig: {key} must be a list of {count} numbers, got {value!r}.")
     return numbers
 
 
 def write_mixer(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the entries of a ``config.json`` that `read_mixer` and transformers can read."""
+    """Return the entries about recurrent layers, for `read_mixer` and transformers."""
     keys, mixer = family.mixer, fields["mixer"]
     if keys is None:
         return {}
@@ -209,25 +213,26 @@ def write_mixer(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
 def read_sliding_window(
     config: Mapping[str, Any], family: Family, num_hidden_layers: int
 ) -> tuple[int | None, tuple[str, ...]]:
-    """Return `sliding_window` and `layer_types`."""
+    """Return the fields `sliding_window` and `layer_types` of a `LlamaConfig`."""
     sliding_window = read_integer(config, "sliding_window", None)
     if family.sliding_layers == "none" and sliding_window is not None:
         raise UnsupportedConfigError(
-            f"LlamaConfig: sliding_window is not supported for {family.architecture}, "
-            f"got {sliding_window}."
+            f"LlamaConfig: sliding_window must be null for {family.architecture}, got "
+            f"{sliding_window}."
         )
     if family.sliding_layers in ("switched", "unused"):
         is_on = read_boolean(config, "use_sliding_window", False)
         if is_on and family.sliding_layers == "unused":
             raise UnsupportedConfigError(
-                f"LlamaConfig: use_sliding_window is not supported for {family.architecture}."
+                f"LlamaConfig: use_sliding_window must be false for {family.architecture}, got "
+                "true."
             )
         sliding_window = sliding_window if is_on else None
     layer_types = _layer_types(config, family, sliding_window, num_hidden_layers)
     if FULL in layer_types and sliding_window is not None and family.sliding_layers == "all":
         raise ValueError(
-            f"LlamaConfig: sliding_window must be null where layer_types has {FULL!r}, "
-            f"got {sliding_window}."
+            f"LlamaConfig: sliding_window must be null if layer_types contains {FULL!r}, got "
+            f"{sliding_window}."
         )
     return sliding_window, layer_types
 
@@ -254,7 +259,7 @@ def _layer_types(
 def _layer_types_by_default(
     config: Mapping[str, Any], family: Family, num_hidden_layers: int
 ) -> tuple[str, ...]:
-    """Return the layer types that transformers assumes if `layer_types` is missing."""
+    """Return the layer types that transformers uses for a config without `layer_types`."""
     layers = range(num_hidden_layers)
     if family.sliding_layers.startswith("pattern"):
         every = read_integer(config, "sliding_window_pattern")
@@ -272,7 +277,7 @@ def _layer_types_by_default(
 def read_global_heads(
     config: Mapping[str, Any], family: Family, layer_types: tuple[str, ...]
 ) -> dict[str, int]:
-    """Return the heads of layers without a sliding window, if they differ from the other layers."""
+    """Return the fields for head dimension and KV heads of layers without a sliding window."""
     if not family.global_heads:
         return {}
     head_dim = read_integer(config, "global_head_dim", 0)
@@ -288,7 +293,7 @@ def read_global_heads(
         if others or any(each != changes[0] for each in changes):
             raise UnsupportedConfigError(
                 "LlamaConfig: per_layer_config must change all layers without a sliding window in "
-                f"the same way, and no others, got {given!r}."
+                f"the same way, and no other layers, got {given!r}."
             )
         [first, *_] = changes or [{}]
         head_dim, heads = (
@@ -296,7 +301,8 @@ def read_global_heads(
         )
         if unknown := sorted({*first} - {"head_dim", "num_key_value_heads"}):
             raise UnsupportedConfigError(
-                f"LlamaConfig: {unknown[0]} in per_layer_config is not supported."
+                "LlamaConfig: per_layer_config must only contain head_dim and num_key_value_heads, "
+                f"got {unknown[0]}."
             )
     head_dim = 0 if head_dim == config.get("head_dim") else head_dim
     heads = 0 if heads == config.get("num_key_value_heads") else heads
@@ -304,7 +310,7 @@ def read_global_heads(
 
 
 def write_sliding_window(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the entries of a ``config.json`` that `read_sliding_window` can read."""
+    """Return the entries about sliding windows or chunks, for `read_sliding_window`."""
     if family.sliding_layers in ("none", "unused"):
         return {}
     if family.sliding_layers == "chunked":
@@ -325,14 +331,14 @@ def write_sliding_window(fields: Mapping[str, Any], family: Family) -> dict[str,
 def read_chunk_size(
     config: Mapping[str, Any], family: Family, layer_types: tuple[str, ...]
 ) -> int | None:
-    """Return the number of tokens of a chunk of attention, or None if no layer has chunks."""
+    """Return the chunk size in tokens; None if no layer has chunked attention."""
     if family.sliding_layers != "chunked" or CHUNKED not in layer_types:
         return None
     return read_integer(config, "attention_chunk_size", None)
 
 
 def read_norm_placements(family: Family, layer_types: tuple[str, ...]) -> tuple[str, ...]:
-    """Return `norm_placement` of each layer, or an empty tuple if it is the same in all layers."""
+    """Return the `norm_placement` of each layer; empty if it is the same in all layers."""
     if family.recurrent_norm_placement is None:
         return ()
     of_others = family.fixed.get("norm_placement", "pre")
@@ -350,8 +356,8 @@ def read_experts(config: Mapping[str, Any], family: Family, num_layers: int) -> 
         return {"separate_expert_norms": False}
     read = {*_DENSE_KEYS[family.dense_layers], *family.router_keys.values(), *family.only}
     check_neutral(config, family, {k: v for k, v in _NEUTRAL_FOR_EXPERTS.items() if k not in read})
-    # `config` always has a value under the family's key, perhaps the family's default. So a value
-    # under another key comes from the file, and is used instead.
+    # `config` always has a value under the family's own key, possibly only the family's default. A
+    # value under another key must come from the file, so it has precedence.
     own = family.key("num_experts")
     others = [config[name] for name in _NUM_EXPERTS_KEYS if name in config and name != own]
     config = {**config, own: others[0]} if others else config
@@ -360,7 +366,7 @@ def read_experts(config: Mapping[str, Any], family: Family, num_layers: int) -> 
         for name in (*_SIZES, *family.experts)
     }
     if fields["num_experts"] == 0 and fields.get("shared_expert_intermediate_size"):
-        # Without other experts, the shared expert is a dense MLP.
+        # If there are no routed experts, the shared expert is simply a dense MLP.
         return {"intermediate_size": fields["shared_expert_intermediate_size"]}
     if family.shared_experts is not None:
         count = read_integer(config, family.shared_experts, 0)
@@ -376,7 +382,7 @@ def read_experts(config: Mapping[str, Any], family: Family, num_layers: int) -> 
 
 
 def write_experts(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the entries of a ``config.json`` that `read_experts` and transformers can read."""
+    """Return the entries about experts, for `read_experts` and transformers."""
     if family.experts is None:
         return {}
     switch = family.experts_switch
@@ -408,7 +414,7 @@ def write_experts(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _router_keys(config: Mapping[str, Any], family: Family) -> list[tuple[str, str]]:
-    """Return the fields of the router to read, with their keys."""
+    """Return the fields of `Router` that this config determines, each with its key."""
     keys = list(family.router_keys.items())
     if family.groups_switch is None:
         return keys
@@ -416,34 +422,37 @@ def _router_keys(config: Mapping[str, Any], family: Family) -> list[tuple[str, s
     method = config.get(key) or "greedy"
     if method not in ("greedy", value):
         raise UnsupportedConfigError(
-            f"LlamaConfig: {key} = {method!r} is not supported for {family.architecture}, only "
-            f"'greedy' and {value!r}."
+            f"LlamaConfig: {key} must be 'greedy' or {value!r} for {family.architecture}, got "
+            f"{method!r}."
         )
     return [pair for pair in keys if method == value or "groups" not in pair[0]]
 
 
 def check_neutral(config: Mapping[str, Any], family: Family, neutral: Mapping[str, Any]) -> None:
-    """Check that entries have their value in `neutral`, unless the family reads them."""
+    """Check that entries have the value in `neutral`, unless the family reads them.
+
+    Missing entries and null are allowed.
+    """
     for key, value in neutral.items():
         if config.get(key) not in (None, value) and key not in family.reads:
             raise UnsupportedConfigError(
-                f"LlamaConfig: {key} = {config[key]!r} is not supported for "
-                f"{family.architecture}, only {value!r}."
+                f"LlamaConfig: {key} must be {value!r} for {family.architecture}, got "
+                f"{config[key]!r}."
             )
 
 
 def _read_mlp_layer_types(
     config: Mapping[str, Any], family: Family, num_layers: int
 ) -> tuple[str, ...]:
-    """Return whether each layer has a dense MLP or experts; empty if all have experts."""
+    """Return the MLP type of each layer, ``"dense"`` or ``"sparse"`` (experts)."""
     kinds = read_names(config, "mlp_layer_types")
     if kinds is None:
         is_dense = _find_dense(config, family, num_layers)
         return tuple(DENSE if dense else SPARSE for dense in is_dense)
     if family.dense_layers == "none" and set(kinds) != {SPARSE}:
         raise UnsupportedConfigError(
-            f"LlamaConfig: mlp_layer_types = {kinds!r} is not supported for "
-            f"{family.architecture}, only {SPARSE!r}."
+            f"LlamaConfig: mlp_layer_types must only contain {SPARSE!r} for {family.architecture}, "
+            f"got {kinds!r}."
         )
     return tuple(kinds)
 
@@ -459,7 +468,9 @@ def _find_dense(config: Mapping[str, Any], family: Family, num_layers: int) -> l
     check_positive("LlamaConfig", **{step_key: step})
     listed = read_entry(config, list_key, [])
     if not isinstance(listed, list) or not all(map(is_int, listed)):
-        raise ValueError(f"LlamaConfig: {list_key} must be a list of layers, got {listed!r}.")
+        raise ValueError(
+            f"LlamaConfig: {list_key} must be a list of layer indices, got {listed!r}."
+        )
     if family.dense_layers == "others" and listed:
         return [layer not in listed for layer in range(num_layers)]
     return [layer in listed or (layer + 1) % step > 0 for layer in range(num_layers)]

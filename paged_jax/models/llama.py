@@ -38,26 +38,31 @@ from paged_jax.models.tensor_parallel import DeviceShard, TensorParallel
 
 
 class Llama(PagedModel):
-    """A decoder of a family in `families.FAMILIES`, with or without a paged KV cache.
+    """A decoder of any family in `families.FAMILIES`, with or without a paged KV cache.
 
     The methods that use a cache (`prefill`, `score`, `decode`, `create_cache`) are inherited from
     `PagedModel`.
 
     Args:
-      config: sizes and switches. With a shard, the config of a single device.
-      dtype: dtype of the weights. With int8, only matrices are int8, with a scale per row; other
-        parameters have ``config.dtype``. Activations and logits are float32.
-      formats: formats of the matrices; None for the formats that `dtype` describes.
+      config: configuration of the model. With `shard`, the configuration of one device, see
+        `tensor_parallel.shard_config`.
+      dtype: floating-point dtype of the weights, or a quantised format such as ``"int8"``, see
+        `matrices.DTYPE_FORMATS`. With a quantised format, only large matrices are quantised, and
+        other parameters have ``config.dtype``. Activations and logits are float32.
+      formats: storage format of each matrix; None for the formats that `dtype` implies.
       scan_layers: whether to stack the layers along a leading dimension ``L`` and scan over them.
-        Stacked layers compile fastest. They suit TPUs, and CPUs with this library's kernels, which
-        read weights directly from the stack. On GPUs, XLA copies each layer's weights out of the
-        stack, so separate layers are faster. Matrices whose formats differ between layers are
-        not stacked: the scan chooses the matrix of its layer.
-      shard: this device's share of a tensor-parallel model, within `jax.shard_map`, or None.
+        Stacked layers compile fastest. They are recommended on TPUs, and on CPUs with this
+        library's kernels, which read weights directly from the stack. On GPUs, XLA copies each
+        layer's weights out of the stack, so separate layers are faster. Matrices whose formats
+        differ between layers are not stacked. For them, each step of the scan selects the matrix of
+        its layer.
+      shard: this device's share of a tensor-parallel model that runs in `jax.shard_map`; None
+        without tensor parallelism.
       rngs: random keys for the initial weights.
 
     Raises:
-      ValueError: `scan_layers` is true, and the layers differ in the config.
+      ValueError: `scan_layers` is true, but the config describes layers that differ from each
+        other.
 
     Example:
       >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32,
@@ -68,7 +73,7 @@ class Llama(PagedModel):
     """
 
     def __repr__(self) -> str:
-        # During a transformation, leaves may be placeholders.
+        # Inside a JAX transformation, leaves may be placeholders instead of arrays.
         arrays = [x for x in jax.tree.leaves(self) if hasattr(x, "size") and hasattr(x, "dtype")]
         config, num_parameters = self.config, sum(x.size for x in arrays)
         dtype = max(arrays, key=lambda x: x.size).dtype if arrays else config.dtype
@@ -90,8 +95,8 @@ class Llama(PagedModel):
     ):
         if scan_layers and not config.can_scan_layers:
             raise ValueError(
-                "Llama: scan_layers must be False for layers that differ in the config, such as in "
-                "their sliding windows or rotations, got True."
+                "Llama: scan_layers must be False for a config with different layers (for example "
+                "with different sliding windows or rotary embeddings), got True."
             )
         floats = float_type(dtype, config.dtype)
         if formats is None:
@@ -127,7 +132,7 @@ class Llama(PagedModel):
             add_matrix(self, "lm_head", initial, formats["lm_head"])
 
     def _add_streams(self, normal: Any, floats: np.dtype, rngs: nnx.Rngs) -> None:
-        """Add the parameters of embeddings per layer and of residual streams."""
+        """Add the parameters of per-layer embeddings and of several residual streams."""
         config, formats = self.config, self.formats
         if d := config.hidden_size_per_layer_input:
             width = config.num_hidden_layers * d
@@ -144,7 +149,9 @@ class Llama(PagedModel):
                 add_matrix(self, name, normal(rngs.params(), others, floats), formats[name])
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        """Return the logits of whole sequences, without a cache. Differentiable in the weights.
+        """Return the logits of whole sequences, computed without a cache.
+
+        The function is differentiable with respect to the weights.
 
         Args:
           token_ids: i32 ``[B, T]``. Padding at the end of a row does not change the logits of the
@@ -179,20 +186,23 @@ class Llama(PagedModel):
     ) -> "Llama":
         """Load a Hugging Face folder, a checkpoint of `save_checkpoint`, or a GGUF file.
 
-        Weights go from the files to their devices without a second copy of the model in memory.
+        Weights are read from the files and put on their devices one after the other, so that memory
+        never holds a second copy of the model.
 
         Args:
-          folder: a folder with ``config.json`` and safetensors, a checkpoint, or the path of a GGUF
-            file; None for the small model that comes with this library.
-          dtype: float32, bfloat16 or float16; ``"auto"`` is the dtype of the files. Matrices that
-            the files store in a quantised format keep it. With ``"int8"``, ``"fp8"``, ``"int4"`` or
-            ``"int4-symmetric"``, all large matrices are quantised while they are loaded.
-          scan_layers: see `Llama`; None for the faster choice on the device that holds the
+          folder: a folder with ``config.json`` and safetensors files, the folder of a checkpoint,
+            or the path of a GGUF file; None for the small model that is part of this library.
+          dtype: float32, bfloat16 or float16; ``"auto"`` for the dtype of the files. Matrices that
+            the files store in a quantised format keep that format. With ``"int8"``, ``"fp8"``,
+            ``"int4"`` or ``"int4-symmetric"``, all large matrices are quantised while they are
+            loaded.
+          scan_layers: see `Llama`; None to choose the faster option for the device that holds the
             weights.
           sharding: one `jax.sharding.Sharding` for all parameters, or a function of a parameter's
             name (``"layers.0.qkv_proj"``, or ``"layers.qkv_proj"`` if stacked) and shape; None for
             the default device.
-          dequantise: whether to expand quantised matrices of the files to floats of `dtype`.
+          dequantise: whether to convert matrices that the files store in a quantised format to the
+            float dtype `dtype`.
           show_progress: whether to show a progress bar on stderr; None shows it on a terminal and
             in a notebook, if loading takes longer than half a second.
 
@@ -206,7 +216,8 @@ class Llama(PagedModel):
           >>> model.config.num_hidden_layers, model.config.vocab_size
           (5, 1536)
         """
-        # Imported here, because a model without files needs neither orbax nor safetensors.
+        # This import is not at the top of the module, because a model that is not loaded from files
+        # needs neither orbax nor safetensors.
         from paged_jax.models.loading.pretrained import from_pretrained
 
         return from_pretrained(
@@ -220,20 +231,24 @@ class Llama(PagedModel):
         )
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``config.json`` and safetensors, which transformers can load.
+        """Write the model as ``config.json`` and safetensors files that transformers can load.
 
-        Quantised matrices are written in the formats of compressed-tensors, which vLLM reads too.
+        Quantised matrices are written in the formats of compressed-tensors, which vLLM can read
+        too.
 
         Raises:
-          ValueError: compressed-tensors lacks the format of a matrix, or no family of transformers
-            has this config.
+          ValueError: compressed-tensors has no equivalent of a matrix's format, or transformers
+            cannot represent this config.
         """
         from paged_jax.models.loading.huggingface import save_weights
 
         save_weights(self, folder)
 
     def make_shard(self, parallel: TensorParallel) -> "Llama":
-        """Return the model that each device runs on its share of the weights. It has no weights."""
+        """Return the model that each device runs on its share of the weights.
+
+        The parameters of the result are only shapes, without values.
+        """
         return nnx.eval_shape(
             lambda: Llama(
                 parallel.device_config,
@@ -253,7 +268,7 @@ class Llama(PagedModel):
         carry: Carry,
         backend: str | None = None,
     ) -> tuple[jax.Array, Carry]:
-        """Run the layers, see `PagedModel.hidden_states`."""
+        """Embed the tokens and run the layers, see `PagedModel.hidden_states`."""
         find = look_up if self.shard is None else self.shard.look_up
         x = self._scale_embeddings(find(self._table("embed_tokens"), token_ids))
         # Set the embeddings of padding rows (position -1) to zero. In models without biases, all
@@ -280,13 +295,13 @@ class Llama(PagedModel):
 
     @property
     def weight_dtype(self) -> np.dtype:
-        """Dtype of the output head: `float_dtype`, or the dtype of its quantised values."""
+        """Dtype of the output head's values, which may be quantised."""
         head = "embed_tokens" if self.config.tie_word_embeddings else "lm_head"
         return getattr(self, head).dtype
 
     @property
     def matrix_formats(self) -> MatrixFormats:
-        """Formats of the matrices."""
+        """Storage format of each matrix."""
         return self.formats
 
     def _table(self, name: str) -> Weight:
@@ -309,12 +324,13 @@ class Llama(PagedModel):
         token_ids: jax.Array,
         find: Callable[[Weight, jax.Array], jax.Array],
     ) -> jax.Array | None:
-        """Return the embedding of each token for each layer, ``[..., L, d]``, or None.
+        """Return the per-layer embeddings of the tokens, ``[..., L, d]``; None without them.
 
-        It is the mean of an embedding of the token and of a projection of `x`, times sqrt(2).
+        The embedding of a token for a layer is the sum of an entry of the table
+        ``embed_tokens_per_layer`` and a normalised projection of `x`, divided by sqrt(2).
 
-        The input of the first layer is ``x [..., E]``. Positions and token ids are i32 ``[...]``,
-        with position -1 for padding. `find` looks up embeddings.
+        ``x [..., E]`` is the input of the first layer. Positions and token ids are i32 ``[...]``,
+        with position -1 for padding. `find` looks up rows of an embedding table.
         """
         config = self.config
         if not (d := config.hidden_size_per_layer_input):
@@ -374,7 +390,8 @@ class Llama(PagedModel):
         def from_bits_of(bits: jax.Array, weight: jax.Array) -> jax.Array:
             return from_bits(bits, weight.dtype)
 
-        # The pools are part of the scan's carry. XLA would copy them if they were scanned over.
+        # Pass the pools in the scan's carry. If they were inputs and outputs that the scan slices
+        # (`xs`, `ys`), XLA would copy them.
         def body(
             state: tuple[jax.Array, Carry], layer_and_index: Any
         ) -> tuple[tuple[jax.Array, Carry], None]:

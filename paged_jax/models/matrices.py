@@ -1,9 +1,10 @@
 """Weight matrices of a model: their formats and parameters, and embedding lookup.
 
-A quantised matrix is several parameters: values, such as ``qkv_proj``, scales ``qkv_proj_scale``,
-and possibly ``qkv_proj_min`` and ``qkv_proj_order``, see `paged_jax.kernels.weight_formats`. An
-int8 matrix that was made by `quantise` has one float32 scale per row. The largest value of a row is
-127, so the rounding error is at most half a scale. Only weights are quantised, activations are not.
+A quantised matrix consists of several parameters. For ``qkv_proj``, they are the values
+``qkv_proj``, the scales ``qkv_proj_scale``, and in some formats ``qkv_proj_min`` and
+``qkv_proj_order``, see `paged_jax.kernels.weight_formats`. An int8 matrix made by `quantise` has
+one float32 scale per row, which maps the largest absolute value of the row to 127. So the rounding
+error is at most half of the scale. Only weights are quantised, not activations.
 """
 
 import contextlib
@@ -35,22 +36,23 @@ from paged_jax.kernels.weight_formats import (
 from paged_jax.models.config import LlamaConfig
 from paged_jax.models.quantise import quantise
 
-# Suffixes of the parameters with the scales, minima and order of a matrix, see `WeightArrays`.
+# Suffixes of the parameters with the scales, minima and input order of a matrix (`WeightArrays`).
 SUFFIXES = SCALE, MIN, ORDER = "_scale", "_min", "_order"
 
-# Elements in a row of a TPU vector register.
+# Number of lanes of a TPU vector register, the number of elements in one of its rows.
 _TPU_LANES = 128
 
-# Whether models are created only for their shapes, see `only_shapes`.
+# Whether a model is created only to find the shapes of its parameters, see `only_shapes`.
 _HAS_ONLY_SHAPES = contextvars.ContextVar("_HAS_ONLY_SHAPES", default=False)
 
-# Placement of parameters: one sharding for all, or a function of the name ("layers.0.qkv_proj", or
-# "layers.qkv_proj" if the layers are stacked) and the shape. None is the default device.
+# Placement of parameters on devices: one sharding for all parameters, or a function of a
+# parameter's name and shape. The name is "layers.0.qkv_proj", or "layers.qkv_proj" if the layers
+# are stacked. None is the default device.
 Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
 
 
 def matrix_name(name: str) -> str:
-    """Return the name of a parameter's matrix: the parameter's name without a suffix.
+    """Return the name of the matrix to which a parameter belongs, by removing the suffix.
 
     Example:
       >>> [matrix_name(name) for name in ("layers.0.o_proj", "layers.0.o_proj_scale", "norm")]
@@ -61,16 +63,16 @@ def matrix_name(name: str) -> str:
 
 
 def is_stacked(name: str) -> bool:
-    """Return whether a parameter is a stack of all layers, ``"layers.o_proj"``."""
+    """Return whether a name like ``"layers.o_proj"`` denotes a parameter stacked over layers."""
     scope, _, kind = name.partition(".")
     return scope == "layers" and "." not in kind
 
 
 @contextlib.contextmanager
 def only_shapes() -> Iterator[None]:
-    """Return a context for `jax.eval_shape` of a model. In it, `add_matrix` does not quantise.
+    """Return a context in which `add_matrix` creates quantised matrices of zeros.
 
-    Tracing the conversion of all matrices takes longer than the rest of the model.
+    In `jax.eval_shape` of a model, this saves the time to trace the quantisation of all matrices.
     """
     token = _HAS_ONLY_SHAPES.set(True)
     try:
@@ -80,7 +82,7 @@ def only_shapes() -> Iterator[None]:
 
 
 def add_matrix(module: nnx.Module, name: str, w: jax.Array, format: WeightFormat) -> None:
-    """Add a matrix to a module: the parameter `name`, and the other arrays of its format."""
+    """Convert `w` to a format, and add its arrays to a module as parameters."""
     if not format.is_quantised:
         setattr(module, name, nnx.Param(w.astype(jnp.dtype(format.code))))
         return
@@ -95,13 +97,13 @@ def add_matrix(module: nnx.Module, name: str, w: jax.Array, format: WeightFormat
 
 
 class SeparateMatrices(nnx.Module):
-    """Matrices of one layer that are not stacked, because their formats differ between layers.
+    """Matrices of one layer that cannot be stacked, because their formats differ by layer.
 
-    They are an attribute of the stack of all layers. The attribute is named after the layer's
-    number, so parameters have the same names as in separate layers: ``"layers.3.down_proj"``.
+    For each layer, such a module is an attribute of the stack of layers. The attribute's name is
+    the index of the layer, so parameters are named as in separate layers: ``"layers.3.down_proj"``.
 
     Args:
-      formats: formats of the matrices of the layer.
+      formats: storage format of each matrix of the layer.
     """
 
     def __init__(self, formats: "MatrixFormats"):
@@ -109,11 +111,11 @@ class SeparateMatrices(nnx.Module):
 
 
 def separate_matrices(stack: nnx.Module, formats: "MatrixFormats", num_layers: int) -> None:
-    """Replace stacked floats by separate matrices, where the formats of the layers differ.
+    """Replace stacked float matrices by `SeparateMatrices` if their formats differ by layer.
 
     Args:
-      stack: a stack of all layers.
-      formats: formats of the matrices of the model.
+      stack: module with the stacked parameters of all layers. It is changed in place.
+      formats: storage format of each matrix of the model.
       num_layers: number of layers.
     """
     if not (kinds := formats.differing):
@@ -135,19 +137,19 @@ def get_matrix(
     stack: nnx.Module | None = None,
     layer: jax.Array | int | None = None,
 ) -> Weight:
-    """Return a matrix of a module, with the other arrays of its format.
+    """Return a matrix of a module as a `Weight`, with all arrays of its format.
 
     Args:
-      module: the module.
-      name: name of the parameter.
-      format: format of the matrix.
+      module: module that has the matrix.
+      name: name of the matrix in the module.
+      format: storage format of the matrix.
       dtype: dtype of the floating-point parameters of the model.
-      stack: stacked modules that contain `module` as a slice, or None.
-      layer: index of `module` in the stack, i32 ``[]``.
+      stack: stacked parameters of which `module` is a slice, in a scan over layers; or None.
+      layer: index of `module` in the stack, i32 ``[]``; None without a stack.
     """
     whole = None
     if stack is not None and layer is not None:
-        # Gradients flow through the slice only.
+        # Stop gradients here, so that they flow only through the slice in `module`.
         whole = Stack(lax.stop_gradient(_parameters(stack, name)), layer)
     code = format.code if format.is_packed else None
     return Weight(*_parameters(module, name), stack=whole, code=code, dtype=jnp.dtype(dtype))
@@ -160,12 +162,12 @@ def _parameters(module: nnx.Module, name: str) -> WeightArrays:
 
 @dataclass(frozen=True)
 class LayerParameters:
-    """Parameters of a layer in a forward pass, by name.
+    """Access to the parameters of a layer by name, during a forward pass.
 
     Attributes:
-      layer: the layer, which has `formats` of its matrices and a `float_dtype`.
-      stack: all layers in one module if `layer` is a slice of them, or None.
-      index: number of the layer; i32 ``[]`` in a scan over layers.
+      layer: module of the layer, with the attributes `formats` and `float_dtype`.
+      stack: stacked parameters of which `layer` is a slice, in a scan over layers; or None.
+      index: index of the layer in the model; i32 ``[]`` in a scan over layers.
       backend: backend of the matrix multiplications, see `linear`.
     """
 
@@ -175,15 +177,15 @@ class LayerParameters:
     backend: str | None
 
     def vector(self, name: str) -> jax.Array:
-        """Return a parameter that is no matrix."""
+        """Return a parameter that is not a matrix."""
         return getattr(self.layer, name)[...]
 
     def optional(self, name: str) -> jax.Array | None:
-        """Return a parameter that is no matrix, or None if the layer does not have it."""
+        """Return a parameter that is not a matrix; None if the layer does not have it."""
         return self.vector(name) if hasattr(self.layer, name) else None
 
     def matrix(self, name: str) -> Matrix:
-        """Return a matrix, or the matrices of all layers if `separate_matrices` made them."""
+        """Return a matrix; a `LayerWeights` of all layers if the layers' matrices are separate."""
         layer, dtype = self.layer, self.layer.float_dtype
         if hasattr(layer, name):
             return get_matrix(layer, name, layer.formats[name], dtype, self.stack, self.index)
@@ -193,21 +195,21 @@ class LayerParameters:
         return LayerWeights(tuple(weights), self.index)
 
     def linear(self, x: jax.Array, name: str) -> jax.Array:
-        """Multiply the last dimension of `x` by a matrix, see `linear`."""
+        """Multiply the last dimension of `x` by the matrix with this name, see `linear`."""
         return linear(x, self.matrix(name), backend=self.backend)
 
 
 def look_up(table: Weight, token_ids: jax.Array) -> jax.Array:
-    """Return the embeddings float32 ``[N, E]`` of token ids i32 ``[N]`` from a table ``[V, E]``.
+    """Look up embeddings float32 ``[N, E]`` of token ids i32 ``[N]`` in a table ``[V, E]``.
 
-    The compiled program does not copy the table, and converts only the rows that it looks up. A
-    table may get no gradient, so training must use `look_up_differentiably`.
+    The compiled program does not copy the table, and converts only the selected rows. For some
+    dtypes no gradient flows to the table, so training must use `look_up_differentiably`.
     """
     return _find_rows(table, lambda array: _look_up_rows(array, token_ids))
 
 
 def look_up_differentiably(table: Weight, token_ids: jax.Array) -> jax.Array:
-    """Return embeddings like `look_up`, for token ids of any shape and with gradients."""
+    """Look up embeddings like `look_up`, but with gradients and for ids of any shape."""
     return _find_rows(table, lambda array: array[token_ids])
 
 
@@ -233,9 +235,9 @@ def _take(table: jax.Array, token_ids: jax.Array) -> jax.Array:
 def _take_bits(table: jax.Array, token_ids: jax.Array) -> jax.Array:
     """Take rows of a bfloat16, float16 or float8 table on CPU.
 
-    For a plain gather, XLA's CPU backend converts the whole table to float32, and the output head
-    of a tied model then reads that copy. A gather of integers avoids this, but has no gradient. On
-    TPU, the integer gather would copy the table instead.
+    For a plain gather, XLA's CPU backend converts the whole table to float32. If embeddings are
+    tied, the output head then reads this converted copy. Gathering the bits as integers avoids
+    this, but has no gradient. On TPUs, a gather of integers would copy the table.
     """
     return from_bits(as_bits(table)[token_ids], table.dtype)
 
@@ -243,11 +245,11 @@ def _take_bits(table: jax.Array, token_ids: jax.Array) -> jax.Array:
 def _take_from_lanes(table: jax.Array, token_ids: jax.Array) -> jax.Array:
     """Take rows of a bfloat16 table on TPU.
 
-    If E is not a multiple of 128, XLA stores the table with V along the lanes, which needs less
-    padding, and copies the whole table for a gather (gpt-oss 20B on 16 v5e chips: 74 MB, jax 0.10.2
-    to 0.12.0). Instead, this reads for each token the 128 rows that share its registers, unless
-    that is more than the whole table. A layout constraint on the slice prevents the copy. A
-    constraint on the table does not.
+    If E is not a multiple of 128, XLA stores the table with V along the lanes, because this layout
+    needs less padding. A gather then copies the whole table (gpt-oss 20B on 16 v5e chips: 74 MB,
+    jax 0.10.2 to 0.12.0). To avoid this, the function reads for each token the aligned block of 128
+    rows that contains its row, unless these blocks are larger than the table. A layout constraint
+    on the block is necessary; one on the table would not prevent the copy.
     """
     (V, E), (N,) = table.shape, token_ids.shape
     if E % _TPU_LANES == 0 or N * _TPU_LANES > V:
@@ -263,9 +265,9 @@ def _take_from_lanes(table: jax.Array, token_ids: jax.Array) -> jax.Array:
     return lax.map(take, token_ids)
 
 
-# Format of matrices that are quantised while they are loaded, by the dtype that the user asks for.
-# The output head is always int8, because errors in it matter most. Instead of int4, a matrix gets
-# int8 if the inputs of a row do not fill whole groups on each device.
+# Formats of the large matrices, by the value of the option `dtype`. The output head is always int8,
+# because errors in it matter most. A matrix whose number of inputs (on each device) is not a
+# multiple of the group size gets int8 instead of int4.
 DTYPE_FORMATS = {
     "int8": INT8,
     "fp8": WeightFormat("float8_e4m3fn", None, "float32"),
@@ -273,7 +275,7 @@ DTYPE_FORMATS = {
     "int4-symmetric": WeightFormat("int4", 32, "bfloat16"),
 }
 
-# Matrices whose names do not end with "_proj". All other parameters are floats.
+# Matrices whose names do not end with "_proj". All parameters with other names are not matrices.
 _OTHER_MATRICES = (
     "embed_tokens",
     "embed_tokens_per_layer",
@@ -284,22 +286,23 @@ _OTHER_MATRICES = (
     "router",
     "shared_expert_gate",
 )
-# Matrices of the embeddings per layer. They stay floating point, because a step reads few rows of
-# the table, and the others are small.
+# Matrices of the per-layer embeddings. They are never quantised: the table is large, but a step
+# reads only few of its rows, and the other matrices are small.
 _PER_LAYER = (
     "embed_tokens_per_layer",
     "per_layer_model_proj",
     "layers.per_layer_gate",
     "layers.per_layer_proj",
 )
-# Matrices of residual streams stay floating point, because errors in them affect all layers.
+# Matrices of residual streams. They are never quantised, because their errors affect all layers.
 _OF_STREAMS = ("stream_proj", "stream_out_proj", "layers.laurel_left", "layers.laurel_right")
-# Matrices of a layer that stay floating point in a quantised model, because they are small.
+# Matrices of a layer that are not quantised by the option `dtype`, because they are small.
 _SMALL = ("router", "shared_expert_gate")
-# The same for layers with a mixer. Errors in gates add up in the state.
+# Small matrices of recurrent layers, which are not quantised either. Errors in the gates would
+# accumulate in the state.
 _SMALL_OF_MIXERS = ("mixer_gates_proj", "mixer_rank_proj", "mixer_decay_proj", "mixer_gate_proj")
 
-# Names of formats that differ from the names of their codes.
+# Names of formats, if they differ from the format's code.
 _NAMES = {"float8_e4m3fn": "fp8", "uint4": "int4"}
 _E2M1_NAMES = {32: "mxfp4", 16: "nvfp4"}  # by group size
 
@@ -308,12 +311,12 @@ _LAYER = re.compile(r"^layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class MatrixFormats:
-    """Format of each matrix of a model. Instances are hashable, and static in a compiled program.
+    """Storage format of each matrix of a model. Hashable, so static in compiled programs.
 
     Attributes:
-      default: format of the matrices that `others` does not list.
-      others: pairs of the name of a matrix and its format. ``"layers.3.o_proj"`` is a matrix of one
-        layer, ``"layers.o_proj"`` is the matrix of all layers.
+      default: format of all matrices that are not in `others`.
+      others: pairs of the name of a matrix and its format. The name ``"layers.3.o_proj"`` stands
+        for the matrix of one layer, ``"layers.o_proj"`` for the matrices of all layers.
 
     Example:
       >>> floats, int8 = WeightFormat("float32"), WeightFormat("int8", None, "float32")
@@ -327,14 +330,15 @@ class MatrixFormats:
 
     @classmethod
     def of_dtype(cls, dtype: DTypeLike, config: LlamaConfig) -> "MatrixFormats":
-        """Return the formats of a model that is made or loaded with the option `dtype`.
+        """Return the formats that the option `dtype` of `Llama` and `from_pretrained` implies.
 
-        With a dtype in `DTYPE_FORMATS`, small matrices and embeddings that are not also the output
-        head stay floating point, because a step reads little of them.
+        With a dtype in `DTYPE_FORMATS`, small matrices stay floating point, and so does an
+        embedding table that is not also the output head, because a step reads little of them.
 
         Args:
-          dtype: a float dtype, or a dtype in `DTYPE_FORMATS`.
-          config: configuration of the model, or of a device's shard, with the dtype of its floats.
+          dtype: a float dtype, or a key of `DTYPE_FORMATS`.
+          config: configuration of the model, or of one device. Its `dtype` is the dtype of matrices
+            that are not quantised.
         """
         if (format := DTYPE_FORMATS.get(name_of(dtype))) is None:
             return cls(WeightFormat(name_of(dtype)))
@@ -361,9 +365,9 @@ class MatrixFormats:
 
     @classmethod
     def create(cls, formats: Mapping[str, WeightFormat]) -> "MatrixFormats":
-        """Return `MatrixFormats` from the format of each matrix, with as few entries as possible.
+        """Return the shortest `MatrixFormats` for a mapping from each matrix to its format.
 
-        Models with the same formats get equal instances, whether their layers are stacked or not.
+        Stacked and separate layers with the same formats give equal results.
         """
         kinds: dict[str, set[WeightFormat]] = {}
         for name, format in formats.items():
@@ -378,16 +382,16 @@ class MatrixFormats:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "MatrixFormats":
-        """Return the formats from the result of `to_dict`.
+        """Return the formats that `to_dict` has converted to `content`.
 
         Raises:
-          TypeError, KeyError: the content has other keys.
+          TypeError, KeyError: `content` has missing or unknown keys.
         """
         others = {name: WeightFormat(**each) for name, each in content["others"].items()}
         return cls(WeightFormat(**content["default"]), tuple(sorted(others.items())))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the formats as data for JSON."""
+        """Convert the formats to a dict that can be written as JSON."""
         others = {name: asdict(each) for name, each in self.others}
         return {"default": asdict(self.default), "others": others}
 
@@ -397,7 +401,7 @@ class MatrixFormats:
 
     @property
     def differing(self) -> tuple[str, ...]:
-        """Names of the matrices (without the layer) that have different formats in some layers."""
+        """Names of the matrices, such as ``"o_proj"``, whose format differs between layers."""
         kinds = {_LAYER.sub("", name) for name, _ in self.others if _LAYER.match(name)}
         return tuple(sorted(kinds))
 
@@ -408,11 +412,11 @@ class MatrixFormats:
 
     @property
     def codes(self) -> tuple[str, ...]:
-        """Codes of all formats, without repetition."""
+        """Codes of all formats, each listed once."""
         return tuple(dict.fromkeys([self.default.code, *(each.code for _, each in self.others)]))
 
     def __str__(self) -> str:
-        """Name of the first quantised format, or of the default format if there is none."""
+        """Return the name of the first quantised format, or of the default if none is quantised."""
         formats = [self.default, *(each for _, each in self.others)]
         quantised = [each for each in formats if each.is_quantised]
         format = quantised[0] if quantised else self.default
@@ -420,11 +424,11 @@ class MatrixFormats:
         return _E2M1_NAMES.get(size or 0, code) if code == "e2m1" else _NAMES.get(code, code)
 
     def of_layer(self, index: int | None) -> "MatrixFormats":
-        """Return the formats of a layer's matrices by their names in the layer, ``"o_proj"``.
+        """Return the formats of one layer, by the matrix's name in the layer, like ``"o_proj"``.
 
         Args:
-          index: number of the layer; None for the stack of all layers, in which matrices with
-            different formats are float32.
+          index: index of the layer; None for the stack of all layers. There, matrices whose formats
+            differ between layers are float32, until `separate_matrices` replaces them.
         """
         kinds = [name.rpartition(".")[2] for name, _ in self.others if name.startswith("layers.")]
         prefix = "layers." if index is None else f"layers.{index}."
@@ -435,7 +439,7 @@ class MatrixFormats:
         return MatrixFormats(self.default, tuple(others.items()))
 
     def with_floats(self, dtype: DTypeLike) -> "MatrixFormats":
-        """Return the formats with another dtype of the matrices that are not quantised."""
+        """Return these formats, but with `dtype` for the matrices that are not quantised."""
 
         def change(format: WeightFormat) -> WeightFormat:
             return format if format.is_quantised else WeightFormat(name_of(dtype))
@@ -445,13 +449,13 @@ class MatrixFormats:
 
 
 def fits(format: WeightFormat, num_inputs: int) -> bool:
-    """Return whether the inputs of a row fill whole groups and packed blocks of a format."""
+    """Return whether `num_inputs` is a multiple of a format's group size and packing unit."""
     block = math.lcm(format.group_size or 1, PACKED_INPUTS if format.is_packed else 1)
     return num_inputs % block == 0
 
 
 def _num_inputs(config: LlamaConfig) -> dict[str, int]:
-    """Return the number of inputs of each matrix of a layer."""
+    """Return the number of inputs of each matrix of a layer that may be quantised, by name."""
     inputs = {
         "gate_up_proj": config.hidden_size,
         "down_proj": config.dense_intermediate_size,
@@ -473,13 +477,13 @@ def _num_inputs(config: LlamaConfig) -> dict[str, int]:
 
 
 def is_matrix(name: str) -> bool:
-    """Return whether a parameter, such as ``"layers.0.o_proj"``, is a matrix."""
+    """Return whether the name of a parameter, like ``"layers.0.o_proj"``, denotes a matrix."""
     kind = name.rpartition(".")[2]
     return kind.endswith("_proj") or kind in _OTHER_MATRICES
 
 
 def name_of(dtype: DTypeLike) -> str:
-    """Return the name of a dtype, which may be a name in `DTYPE_FORMATS`.
+    """Return the name of a dtype or of a quantised format in `DTYPE_FORMATS`.
 
     Example:
       >>> name_of("int4"), name_of(jnp.float8_e4m3fn), name_of(jnp.bfloat16)
@@ -492,5 +496,5 @@ def name_of(dtype: DTypeLike) -> str:
 
 
 def float_type(dtype: DTypeLike, config_dtype: DTypeLike) -> np.dtype:
-    """Return `dtype` if it is a float dtype, otherwise `config_dtype`."""
+    """Return `dtype`, or `config_dtype` if `dtype` is a quantised format in `DTYPE_FORMATS`."""
     return jnp.dtype(config_dtype if name_of(dtype) in DTYPE_FORMATS else dtype)

@@ -1,8 +1,10 @@
-"""Sizes, states and parameters of recurrent layers. Imports no JAX.
+"""Sizes, states and parameters of recurrent layers.
 
-A mixer takes the place of attention in a layer, see `mixers`. Its weights are grouped by heads of
-keys (K), so that they can be divided over devices together with the states. Each kind of mixer has
-some of these parameters::
+This module does not import JAX, because the scheduler uses it.
+
+A mixer replaces attention in a layer, see `mixers`. Most of its weights have a first dimension of K
+key heads (or groups), so that weights and states can be divided over devices along K. In each of
+them, G heads have their own state. Each kind of mixer has some of these parameters::
 
     mixer_in_proj     [K, rows, E]    inputs of the convolution and the gate of the output
     mixer_gates_proj  [K, rows, E]    gates of each head
@@ -29,36 +31,40 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mixer:
-    """Sizes and switches of a kind of recurrent layer.
+    """Base class for the sizes and options of a kind of recurrent layer.
 
     Attributes:
-      conv_width: number of tokens of a convolution (w).
+      conv_width: width of the causal convolution in tokens (w).
       conv_bias: whether the convolution has a bias.
     """
 
     conv_width: int
     conv_bias: bool = False
 
-    # Fields that tensor parallelism divides by the number of devices. The first is `num_parts`.
+    # Fields that tensor parallelism divides by the number of devices. The first of them is K, see
+    # `num_parts`.
     divided: ClassVar[tuple[str, ...]]
 
     def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
-        """Return the shape of each parameter, for hidden states of a size E."""
+        """Return the shape of each parameter by name, for hidden states of size E."""
         raise NotImplementedError
 
     @property
     def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Pieces of each parameter, as name and rows per head. Files may store them separately."""
+        """Pieces of each fused parameter, as pairs of a name and the number of rows in each of K.
+
+        Files may store the pieces as separate tensors.
+        """
         raise NotImplementedError
 
     @property
     def state_shape(self) -> Shape | None:
-        """Shape of the float32 state of all heads, or None if a layer has only a convolution."""
+        """Shape of the float32 state of a sequence; None if the layer has only a convolution."""
         return None
 
     @property
     def states(self) -> tuple[StateShape, ...]:
-        """Arrays that a sequence keeps in each layer: last inputs of the convolution, and state."""
+        """Arrays that a layer keeps per sequence: last inputs of the convolution, and the state."""
         num_channels = math.prod(self.shapes(1)["mixer_conv"][:2])
         # A single dimension, because devices would pad a dimension of three tokens to eight.
         conv = StateShape("conv", ((self.conv_width - 1) * num_channels,), None)
@@ -68,11 +74,11 @@ class Mixer:
 
     @property
     def num_parts(self) -> int:
-        """Number of parts (K) that can be on different devices."""
+        """Number of key heads, groups or channels (K), over which a layer can be divided."""
         return getattr(self, self.divided[0])
 
     def divide(self, num_devices: int) -> Self:
-        """Return the sizes on each of `num_devices` devices, which must divide `num_parts`."""
+        """Return the sizes of the share of one device. `num_devices` must divide `num_parts`."""
         sizes = {name: getattr(self, name) // num_devices for name in self.divided}
         return dataclasses.replace(self, **sizes)
 
@@ -90,7 +96,7 @@ class ShortConvolution(Mixer):
     divided = ("num_channels",)
 
     def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
-        """Return the shapes of the parameters."""
+        """Return the shape of each parameter by name."""
         F = self.num_channels
         return {
             "mixer_in_proj": (F, 3, hidden_size),
@@ -100,24 +106,25 @@ class ShortConvolution(Mixer):
 
     @property
     def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Pieces of each parameter, as name and rows per channel."""
+        """Pieces of each fused parameter, as pairs of a name and the number of rows per channel."""
         return {"mixer_in_proj": (("b", 1), ("c", 1), ("x", 1))}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedDeltaNet(Mixer):
-    """Gated delta net (Yang et al., arXiv 2412.06464) of Qwen3-Next, Qwen3.5 and OLMo Hybrid.
+    """Gated DeltaNet (Yang et al., arXiv 2412.06464) of Qwen3-Next, Qwen3.5 and OLMo Hybrid.
 
-    Rows of ``mixer_in_proj`` for each head of keys: its query, its key, G values, G output gates.
-    Rows of ``mixer_gates_proj``: G of beta, G of the decay.
+    For each key head, the rows of ``mixer_in_proj`` are its query, its key, its G values and G
+    output gates. The rows of ``mixer_gates_proj`` are G values of beta and G time steps, which
+    determine the decay.
 
     Attributes:
       num_key_heads: number of heads of queries and keys (K).
       num_value_heads: number of heads of values, each with its own state.
       key_dim: elements of a key (D).
       value_dim: elements of a value (U).
-      has_negative_eigenvalues: whether beta is between 0 and 2 instead of 0 and 1, so that a token
-        may change the sign of a part of the state.
+      has_negative_eigenvalues: whether beta is in the range 0 to 2 instead of 0 to 1. The state's
+        transition matrix may then have negative eigenvalues.
       norm_eps: constant added to the mean square in the norm of the output.
     """
 
@@ -134,23 +141,23 @@ class GatedDeltaNet(Mixer):
         if self.num_value_heads % self.num_key_heads:
             raise ValueError(
                 "GatedDeltaNet: num_value_heads must be a multiple of num_key_heads, got "
-                f"{self.num_value_heads} and {self.num_key_heads}."
+                f"num_value_heads {self.num_value_heads} and num_key_heads {self.num_key_heads}."
             )
 
     @property
     def heads(self) -> tuple[int, int, int, int]:
-        """Numbers of parts (K) and of heads per part (G), and the sizes D and U of a state."""
+        """Number of key heads (K), value heads per key head (G), and key and value dims (D, U)."""
         K = self.num_key_heads
         return K, self.num_value_heads // K, self.key_dim, self.value_dim
 
     @property
     def state_shape(self) -> Shape:
-        """Shape of the state of all heads."""
+        """Shape of the state of a sequence: a matrix for each value head."""
         K, G, D, U = self.heads
         return K * G, D, U
 
     def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
-        """Return the shapes of the parameters."""
+        """Return the shape of each parameter by name."""
         K, G, D, U = self.heads
         return {
             "mixer_in_proj": (K, 2 * D + 2 * G * U, hidden_size),
@@ -164,7 +171,7 @@ class GatedDeltaNet(Mixer):
 
     @property
     def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Pieces of each parameter, as name and rows per key head."""
+        """Pieces of each fused parameter, as pairs of a name and the rows per key head."""
         _, G, D, U = self.heads
         qkv = ("q", D), ("k", D), ("v", G * U)
         return {
@@ -178,11 +185,12 @@ class GatedDeltaNet(Mixer):
 class KimiDelta(Mixer):
     """Kimi Delta Attention (arXiv 2510.26692): a delta rule with a decay per key element.
 
-    Rows of ``mixer_in_proj`` for each head: its query, its key, its value.
+    For each head, the rows of ``mixer_in_proj`` are its query, its key and its value.
 
     Attributes:
       num_heads: number of heads (K).
-      head_dim: elements of queries, keys and values (D), and the rank of the gates.
+      head_dim: elements of queries, keys and values (D). It is also the rank of the low-rank
+        projections of the decay and of the output gate.
       norm_eps: constant added to the mean square in the norm of the output.
     """
 
@@ -194,11 +202,11 @@ class KimiDelta(Mixer):
 
     @property
     def state_shape(self) -> Shape:
-        """Shape of the state of all heads."""
+        """Shape of the state of a sequence: a matrix for each head."""
         return self.num_heads, self.head_dim, self.head_dim
 
     def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
-        """Return the shapes of the parameters."""
+        """Return the shape of each parameter by name."""
         K, D = self.num_heads, self.head_dim
         return {
             "mixer_in_proj": (K, 3 * D, hidden_size),
@@ -215,7 +223,7 @@ class KimiDelta(Mixer):
 
     @property
     def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Pieces of each parameter, as name and rows per head."""
+        """Pieces of each fused parameter, as pairs of a name and the number of rows per head."""
         D = self.head_dim
         qkv = ("q", D), ("k", D), ("v", D)
         ranks = ("decay", D), ("gate", D)
@@ -226,20 +234,23 @@ class KimiDelta(Mixer):
 class Mamba2(Mixer):
     """Mamba-2 (Dao and Gu, arXiv 2405.21060) of Nemotron-H, Granite 4 and Falcon-H1.
 
-    Rows of ``mixer_in_proj`` for each group of heads: G * U gates of the output, G * U inputs, D of
-    b, D of c, G time steps.
+    For each group of G heads, the rows of ``mixer_in_proj`` are ``G * U`` output gates, ``G * U``
+    inputs, D elements of b, D elements of c, and G time steps. In the paper, b and c are called B
+    and C.
 
     Attributes:
       num_heads: number of heads, each with its own state.
       num_groups: number of groups (K) of heads that share b and c.
-      head_dim: elements of an input (U).
+      head_dim: elements of the input of a head (U).
       state_dim: elements of b and c (D).
-      norm: ``"after gate"``, ``"before gate"``, or ``"none"``: place of the norm of the output. It
-        normalises the heads of a group together.
+      norm: whether the output is normalised ``"after gate"`` or ``"before gate"`` (after or before
+        it is multiplied by the gate), or not at all (``"none"``). The norm is over all heads of a
+        group together.
       norm_eps: constant added to the mean square in this norm.
-      time_limits: smallest and largest time step.
-      in_multiplier, out_multiplier: factors of the input and of the output, as in muP.
-      piece_multipliers: factors of the projected gates, inputs, b, c and time steps.
+      time_limits: range to which time steps are clamped.
+      in_multiplier, out_multiplier: factors of the mixer's input and output, as in muP.
+      piece_multipliers: factors of the five parts of the projection: gates, inputs, b, c and time
+        steps.
     """
 
     num_heads: int
@@ -258,24 +269,24 @@ class Mamba2(Mixer):
     def __post_init__(self) -> None:
         if self.num_heads % self.num_groups:
             raise ValueError(
-                "Mamba2: num_heads must be a multiple of num_groups, got "
-                f"{self.num_heads} and {self.num_groups}."
+                "Mamba2: num_heads must be a multiple of num_groups, got num_heads "
+                f"{self.num_heads} and num_groups {self.num_groups}."
             )
 
     @property
     def heads(self) -> tuple[int, int, int, int]:
-        """Numbers of parts (K) and of heads per part (G), and the sizes D and U of a state."""
+        """Number of groups (K), heads per group (G), and sizes of b (D) and of an input (U)."""
         K = self.num_groups
         return K, self.num_heads // K, self.state_dim, self.head_dim
 
     @property
     def state_shape(self) -> Shape:
-        """Shape of the state of all heads."""
+        """Shape of the state of a sequence: a matrix for each head."""
         K, G, D, U = self.heads
         return K * G, U, D
 
     def shapes(self, hidden_size: int) -> Mapping[str, Shape]:
-        """Return the shapes of the parameters."""
+        """Return the shape of each parameter by name."""
         K, G, D, U = self.heads
         shapes = {
             "mixer_in_proj": (K, 2 * G * U + 2 * D + G, hidden_size),
@@ -293,7 +304,7 @@ class Mamba2(Mixer):
 
     @property
     def pieces(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Pieces of each parameter, as name and rows per group."""
+        """Pieces of each fused parameter, as pairs of a name and the number of rows per group."""
         _, G, D, U = self.heads
         xbc = ("x", G * U), ("b", D), ("c", D)
         return {

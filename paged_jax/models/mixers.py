@@ -1,7 +1,8 @@
-"""Computation of recurrent layers.
+"""Forward computation of recurrent layers (mixers).
 
-A mixer takes the place of attention in a layer. It projects the normalised hidden states, passes a
-`Recurrence` to the cache, and applies a gate to the output::
+A mixer replaces attention in a layer. It projects the normalised hidden states, passes a
+`Recurrence` to `attend`, which runs it on the states in the cache, and applies a gate to the
+output::
 
     x ---> projections ---> Recurrence: convolution, recurrence over a state ---> gate ---> out_proj
                 |                                                                   ^
@@ -35,29 +36,36 @@ from paged_jax.models.mixer_sizes import (
 
 Arrays = tuple[jax.Array, ...]
 
-# Initial time step of a new model.
+# Time step to which ``mixer_time`` is initialised in a new model.
 _TIME_STEP = 0.01
 # Constant added to the sum of squares of queries and keys of the delta rule.
 _L2_EPS = 1e-6
 
 
 class Mixed(NamedTuple):
-    """A recurrence, and the function that turns its output into the input of ``mixer_out_proj``."""
+    """Result of `mix`: the recurrence of a layer, and the function to apply to its output.
+
+    Attributes: recurrence: the recurrence, to be passed to `attend`. finish: function that converts
+    the output of the recurrence to the input of ``mixer_out_proj``.
+    """
 
     recurrence: Recurrence
     finish: Callable[[jax.Array], jax.Array]
 
 
 def mix(sizes: Mixer, x: jax.Array, weights: LayerParameters) -> Mixed:
-    """Return the recurrence of a layer with normalised inputs ``x [..., E]``."""
+    """Project a layer's normalised inputs ``x [..., E]``, and return its recurrence over them.
+
+    The recurrence is not run here: the caller passes it to `attend`.
+    """
     return _MIX[type(sizes)](sizes, x, weights)
 
 
 def initial_vector(name: str, shape: Shape, dtype: DTypeLike, key: jax.Array) -> jax.Array:
-    """Return initial values of a parameter that is not a matrix.
+    """Return the initial values of a parameter of a mixer that is not a matrix.
 
-    Decay rates are between 1 and 16, as in Mamba-2. Parameters of the decay are float32 in models
-    of any dtype, because errors in them add up in the state.
+    Decay rates are between 1 and 16, as in Mamba-2. The parameters of the decay are always float32,
+    whatever the dtype of the model, because their errors accumulate in the state.
     """
     if name == "mixer_decay":
         return jnp.log(jax.random.uniform(key, shape, minval=1.0, maxval=16.0))
@@ -166,7 +174,7 @@ def _mix_mamba(sizes: Mamba2, x: jax.Array, weights: LayerParameters) -> Mixed:
 
 
 def _row_multipliers(sizes: Mamba2) -> jax.Array | None:
-    """Return the factor of each row of a group in the fused projection, or None if all are 1."""
+    """Return the factor of each row of a group in ``mixer_in_proj``; None if all are 1."""
     factors = [sizes.in_multiplier * factor for factor in sizes.piece_multipliers]
     if all(factor == 1 for factor in factors):
         return None
@@ -179,7 +187,10 @@ def _row_multipliers(sizes: Mamba2) -> jax.Array | None:
 def _gate_and_norm(
     sizes: Mamba2, weights: LayerParameters, out: jax.Array, gate: jax.Array
 ) -> jax.Array:
-    """Apply the gate ``[..., K, G * U]`` and the norm to the output of the recurrence."""
+    """Multiply the output of the recurrence by a gate ``[..., K, G * U]``, and normalise it.
+
+    ``sizes.norm`` determines whether the norm comes before or after the gate, or is omitted.
+    """
     grouped = out.reshape(gate.shape)
     if sizes.norm == "none":
         return (grouped * gate).reshape(out.shape)
@@ -198,11 +209,11 @@ def _convolved(
     inputs: Arrays,
     run: Callable[[jax.Array, Arrays, Any, jax.Array], Any],
 ) -> Recurrence:
-    """Return a recurrence that convolves the first of its inputs ``[..., heads, n]``.
+    """Return a recurrence that applies a convolution to its first input, and then `run`.
 
-    `run` computes the rest of the recurrence. It takes the first input after the convolution and an
-    activation, the other inputs, each ``[B, T, heads * n]``, the state, and the number of tokens of
-    each row. It returns the outputs ``[B, T, ...]`` and the new state.
+    Inputs have the shape ``[..., heads, n]``. `run` takes the first input after convolution and
+    SiLU, the other inputs, the state, and the number of tokens of each row. The inputs of `run`
+    have the shape ``[B, T, heads * n]``. It returns the outputs ``[B, T, ...]`` and the new state.
     """
 
     def advance(inputs: Arrays, states: States, num_tokens: jax.Array) -> tuple[jax.Array, States]:
@@ -225,7 +236,10 @@ def _normalise(x: jax.Array) -> jax.Array:
 
 
 def _log_decay(weights: LayerParameters, steps: jax.Array) -> jax.Array:
-    """Return the logarithm of the decay, given time steps ``[..., K, n]`` before their softplus."""
+    """Return the logarithm of the decay for the projected time steps ``[..., K, n]``.
+
+    The softplus of the time steps is applied here.
+    """
     rates = jnp.exp(_float32(weights, "mixer_decay")).reshape(steps.shape[-2], -1)
     return -expand(rates, steps.ndim) * jax.nn.softplus(steps)
 

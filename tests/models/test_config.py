@@ -554,8 +554,8 @@ def test_latent_attention_checks_its_sizes() -> None:
     for changes, message in (
         ({"latent": config.latent._replace(kv_lora_rank=0)}, "kv_lora_rank must be"),
         ({"latent": config.latent._replace(q_lora_rank=-1)}, "q_lora_rank must be 0 or more"),
-        ({"head_dim": 32}, "head_dim must be qk_rope_head_dim"),
-        ({"num_key_value_heads": 1}, "num_key_value_heads must be num_attention_heads"),
+        ({"head_dim": 32}, "head_dim must equal qk_rope_head_dim"),
+        ({"num_key_value_heads": 1}, "num_key_value_heads must equal num_attention_heads"),
     ):
         with pytest.raises(ValueError, match=f"LlamaConfig: .*{message}"):
             dataclasses.replace(config, **changes)

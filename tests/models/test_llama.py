@@ -212,7 +212,9 @@ def test_scanned_and_unrolled_layers_are_the_same_function() -> None:
 
 
 def test_llama_rejects_stacking_different_layers() -> None:
-    with pytest.raises(ValueError, match="scan_layers must be False for layers that differ"):
+    with pytest.raises(
+        ValueError, match="scan_layers must be False for a config with different layers"
+    ):
         Llama(dataclasses.replace(CONFIG, **SOME_WINDOWS), scan_layers=True, rngs=nnx.Rngs(0))
 
 
