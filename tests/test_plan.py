@@ -421,7 +421,7 @@ def test_main_reports_in_a_line_that_the_model_does_not_fit(capsys, data_dir) ->
             ["--num-speculative-tokens", "-1"],
             "num_speculative_tokens must be an integer, at least 0",
         ),
-        (["--tensor-parallel-size", "3"], "must divide the model's num_attention_heads of 4"),
+        (["--tensor-parallel-size", "3"], "must divide the model's num_attention_heads, 4"),
         (["--model", "/nowhere"], "/nowhere"),
     ],
 )

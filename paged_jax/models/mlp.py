@@ -1,15 +1,16 @@
 """The MLP of a layer: dense, or a mixture of experts (MoE, arXiv 1701.06538).
 
-With experts, a router chooses k experts for each token. The choices are sorted by expert, so that
-each expert multiplies consecutive rows. Weights of experts that no token chose are not read::
+With experts, a router chooses k experts for each token. The N * k pairs of a token and an expert
+are sorted by expert, so that the rows of each expert are consecutive. Weights of experts that no
+token chose are not read::
 
     tokens          0        1        2          x [N, E]
     chosen        b   d    a   b    b   d        k = 2 of X = 4 experts
     rows          a | b  b  b | d  d             [N k, E], sorted by expert
     of tokens     1   0  1  2   0  2
 
-Rows of padding come last and use no expert. With tensor parallelism, rows for experts on other
-devices come last, too.
+Rows of padding tokens come last, and no expert computes them. With tensor parallelism, this also
+applies to rows whose expert is on another device.
 """
 
 import functools
@@ -35,16 +36,17 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
-# Maximum number of comparisons with which `route` and `sort_by_expert` compare all pairs instead of
-# sorting: enough for 64 tokens with 128 experts, or for 64 tokens with 16 choices each.
+# Maximum number of comparisons with which `_choose` and `sort_by_expert` compare all pairs instead
+# of sorting. It is enough for 64 tokens with 128 experts, or for 64 tokens with 16 chosen experts
+# each.
 _MAX_COMPARISONS = 1 << 20
 
-# Function of gates and ups, both float32 ``[..., F]``.
+# Function of the gate and up projections, both float32 ``[..., F]``, that returns the activation.
 GatedActivation = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class ExpertWeights(NamedTuple):
-    """Weights of the experts of a layer, or of the experts on one device.
+    """Weights of a layer's experts, or of the experts that one device holds.
 
     Attributes:
       gate_up_proj: ``[X, 2, F, E]``, or ``[X, 1, F, E]`` without gates.
@@ -63,8 +65,9 @@ class RouterArrays(NamedTuple):
     """Parameters of a router in addition to its matrix.
 
     Attributes:
-      correction_bias: float32 ``[X]``, added to scores to choose experts, or None.
-      expert_scale: floating point ``[X]``, factors of the experts' weights, or None.
+      correction_bias: float32 ``[X]``, bias that is added to the scores when experts are chosen;
+        None for no bias.
+      expert_scale: floating point ``[X]``, factor of each expert's weight; None for 1.
     """
 
     correction_bias: jax.Array | None = None
@@ -72,12 +75,13 @@ class RouterArrays(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """Experts of each token.
+    """Chosen experts of each token, and their weights.
 
     Attributes:
-      experts: i32 ``[N, k]``, indices of the experts of each token, distinct; X, the number of
-        experts on this device, means no expert.
-      weights: float32 ``[N, k]``, factors of the experts' outputs, or of their inputs.
+      experts: i32 ``[N, k]``, indices of the experts of each token, without repetition. The value
+        X, the number of experts on this device, means that no expert of this device is used.
+      weights: float32 ``[N, k]``, weight of each chosen expert, a factor of its output or input,
+        see `Router.scales_inputs`.
     """
 
     experts: jax.Array
@@ -90,11 +94,11 @@ def gated_mlp(
     weights: LayerParameters,
     mean_over_devices: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-    """Run the dense MLP, or the shared expert, of a layer.
+    """Run the dense MLP or the shared expert of a layer.
 
-    The normalised input ``x [..., E]`` and the result ``[..., E]`` are float32.
-    `mean_over_devices` returns the mean over the devices that share the features; None for one
-    device.
+    The normalised input ``x [..., E]`` and the result ``[..., E]`` are float32. If the features are
+    divided over devices, `mean_over_devices` returns the mean of its argument over these devices;
+    otherwise it is None.
     """
     hidden, factors = weights.linear(x, "gate_up_proj"), config.multipliers
     gate = hidden[..., 0, :]
@@ -112,9 +116,10 @@ def _keep_largest(
     sparsity: float,
     mean_over_devices: Callable[[jax.Array], jax.Array] | None,
 ) -> jax.Array:
-    """Subtract a threshold from gates ``[..., F]``, and set negative results to 0.
+    """Subtract a threshold from the gates ``[..., F]``, and set negative results to 0.
 
-    A fraction `sparsity` of a normal distribution is below the threshold.
+    The threshold is computed from mean and standard deviation of a token's gates. A fraction
+    `sparsity` of the gates would be below it if they had a normal distribution.
     """
     mean = sum_rows(gate) / gate.shape[-1]
     square = sum_rows(jnp.square(gate)) / gate.shape[-1]
@@ -134,19 +139,20 @@ def routed_experts(
     is_token: jax.Array | None,
     shard: DeviceShard | None,
 ) -> jax.Array:
-    """Run the router of a layer, and the experts that it chooses for each token.
+    """Run the router of a layer, and then the chosen experts of each token.
 
     Args:
       config: configuration of the layer.
       x: float32 ``[..., E]``, normalised input of the experts.
-      router_input: float32 ``[..., E]``.
+      router_input: float32 ``[..., E]``, normalised input of the router.
       weights: parameters of the layer.
-      is_token: bool ``[...]``, False for padding rows, with output 0; None for no padding.
-      shard: this device's share of the experts, or None for all experts.
+      is_token: bool ``[...]``, False for padding tokens, whose output is 0; None if there is no
+        padding.
+      shard: this device's share of a tensor-parallel model; None if this device has all experts.
 
     Returns:
-      float32 ``[..., E]``. If the experts are divided over devices, the outputs of all devices must
-      be added.
+      float32 ``[..., E]``. With `shard`, this is only the sum over the experts of this device. The
+      caller must add the results of all devices.
     """
     logits = weights.linear(router_input, "router")
     matrices = weights.matrix("experts_gate_up_proj"), weights.matrix("experts_down_proj")
@@ -187,10 +193,10 @@ def clamped_swiglu(gate: jax.Array, up: jax.Array, *, alpha: float, limit: float
     """Compute the activation of gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``.
 
     Args:
-      gate: floating point ``[..., F]``. Values above `limit` are clamped.
-      up: floating point ``[..., F]``. Values are clamped to ``[-limit, limit]``.
+      gate: floating point ``[..., F]``. It is first clamped to at most `limit`.
+      up: floating point ``[..., F]``. It is first clamped to ``[-limit, limit]``.
       alpha: factor inside the sigmoid.
-      limit: bound of the inputs.
+      limit: bound to which `gate` and `up` are clamped.
     """
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
@@ -206,26 +212,28 @@ def route(
     is_token: jax.Array | None = None,
     local_experts: tuple[jax.Array | int, int] | None = None,
 ) -> Routes:
-    """Choose experts and compute their weights, in three steps.
+    """Choose the experts of each token, and compute their weights.
 
-    1. Scores of all experts, from the logits.
-    2. Keys: scores with the correction bias, within the chosen groups. The experts with the largest
-       keys are chosen. Ties go to the lower index.
-    3. Weights, from the scores of the chosen experts.
+    1. Compute the scores of all experts from the logits.
+    2. Compute a key for each expert: its score plus the correction bias, or -inf outside of the
+       chosen groups. Choose the experts with the largest keys. Among equal keys, the expert with
+       the lower index is chosen.
+    3. Compute the weights from the scores of the chosen experts.
 
-    If keys would have the order of the logits, the logits are the keys, and scores of other experts
-    are computed only as far as the weights need them.
+    If keys and logits have the same order, logits are used as keys. Scores are then computed only
+    as far as the weights require it.
 
     Args:
-      logits: float32 ``[N, X]``.
+      logits: float32 ``[N, X]``, output of the router for each token and expert.
       num_chosen: number of experts per token (k).
-      router: how experts are chosen and weighted; by default by a softmax.
-      arrays: further parameters of the router, or None.
+      router: options of the router; by default a softmax router without groups.
+      arrays: additional parameters of the router; None if it has none.
       renormalise: whether the weights are divided by their sum.
-      is_token: bool ``[N]``, False for padding rows, which use no expert; None for no padding.
-      local_experts: index of the first expert on this device and their number, or None for all.
-        Experts are then numbered from this first expert, and experts on other devices become
-        "no expert", see `Routes`.
+      is_token: bool ``[N]``, False for padding tokens, which use no expert; None if there is no
+        padding.
+      local_experts: if experts are divided over devices, the index of the first expert on this
+        device, and the number of experts on it; otherwise None. The returned indices then count
+        from this first expert, and experts on other devices become "no expert", see `Routes`.
 
     Example:
       >>> routes = route(jnp.log(jnp.array([[0.1, 0.4, 0.3, 0.2]])), 2, renormalise=False)
@@ -258,12 +266,14 @@ def route(
 
 
 def _choose(keys: jax.Array, num_chosen: int, *values: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the values ``[N, k]`` of the experts with the largest keys, in descending order.
+    """Choose the experts with the largest keys, and gather arrays of values for them.
 
-    For few tokens, the rank of an expert is found by comparing it with all others. XLA can fuse
-    this with the surrounding operations, unlike `jax.lax.top_k`, which sorts.
+    Keys are float32 ``[N, X]``. Each array of values is ``[N, X]`` or ``[1, X]``. Its result is
+    ``[N, k]``, in descending order of the keys.
 
-    Keys are float32 ``[N, X]``, and values ``[N, X]`` or ``[1, X]``.
+    For few tokens, the rank of an expert is found by comparing its key with all other keys. XLA can
+    fuse this with the surrounding operations, which is not possible for the sort in
+    `jax.lax.top_k`.
     """
     N, X = keys.shape
     if N * X * X > _MAX_COMPARISONS:
@@ -281,10 +291,10 @@ def _choose(keys: jax.Array, num_chosen: int, *values: jax.Array) -> tuple[jax.A
 def _weights_of_logits(
     logits: jax.Array, top: jax.Array, router: Router, *, renormalise: bool
 ) -> jax.Array:
-    """Return the weights of the experts with the largest logits, float32 ``[N, k]``.
+    """Return the weights ``[N, k]``, if the experts with the largest logits are chosen.
 
-    The logits of all experts are float32 ``[N, X]``. ``top [N, k]`` are the logits of the chosen
-    experts, in descending order.
+    ``logits [N, X]`` are the logits of all experts. ``top [N, k]`` are the logits of the chosen
+    experts in descending order. Both are float32.
     """
     if router.scores == "sigmoid":
         weights = jax.nn.sigmoid(top)
@@ -307,7 +317,10 @@ def _scores(logits: jax.Array, router: Router) -> jax.Array:
 
 
 def _keys(scores: jax.Array, router: Router, bias: jax.Array | None) -> jax.Array:
-    """Return the scores that choose experts, float32 ``[N, X]``; -inf excludes an expert."""
+    """Return the keys float32 ``[N, X]`` by which `route` chooses experts.
+
+    Experts outside of the chosen groups have the key -inf.
+    """
     keys = scores if bias is None else scores + bias.astype(jnp.float32)[None]
     if router.num_chosen_groups == router.num_groups:
         return keys
@@ -332,19 +345,21 @@ def apply_experts(
     scales_inputs: bool = False,
     backend: str | None = None,
 ) -> jax.Array:
-    """Compute the weighted sum of the chosen experts' outputs for each token.
+    """Run the chosen experts of each token, and return the weighted sum of their outputs.
 
     Args:
-      x: float32 ``[N, E]``.
-      routes: result of `route`.
-      weights: X experts.
-      activation: function of gates and ups, each float32 ``[rows, F]``; without gates, both are the
-        same features.
-      scales_inputs: whether the weights of `routes` are factors of the inputs, not of the outputs.
+      x: float32 ``[N, E]``, input of each token.
+      routes: chosen experts and their weights, the result of `route`.
+      weights: weights of the X experts on this device.
+      activation: function of the gate and up projections, each float32 ``[rows, F]``. If the
+        experts have no gates, both arguments are the same array.
+      scales_inputs: whether the weights in `routes` multiply the inputs of the experts instead of
+        their outputs.
       backend: see `grouped_linear`.
 
     Returns:
-      float32 ``[N, E]``, 0 for tokens without an expert on this device. Such tokens cost nothing.
+      float32 ``[N, E]``; 0 for tokens without an expert on this device, for which nothing is
+      computed.
     """
     k = routes.experts.shape[1]
     X = weights.gate_up_proj.shape[0]
@@ -368,17 +383,17 @@ def apply_experts(
 
 
 def sort_by_expert(experts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the order that sorts choices by expert, and its inverse. The order is stable.
+    """Return the stable order that sorts the chosen experts by index, and the inverse order.
 
-    Few choices are sorted by comparing all pairs. On a GPU these are two kernel launches instead of
-    five.
+    A small number of choices is sorted by comparing all pairs. On a GPU, this takes two kernel
+    launches instead of five.
 
     Args:
-      experts: i32 ``[N, k]``.
+      experts: i32 ``[N, k]``, chosen experts of each token.
 
     Returns:
-      The flat indices of the choices in sorted order, i32 ``[N k]``, and the place of each choice
-      in this order, i32 ``[N, k]``.
+      The indices into the flattened `experts` in sorted order, i32 ``[N k]``, and the position of
+      each element of `experts` in this order, i32 ``[N, k]``.
 
     Example:
       >>> [array.tolist() for array in sort_by_expert(jnp.array([[3, 0], [1, 3], [0, 1]]))]
@@ -397,5 +412,8 @@ def sort_by_expert(experts: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _sum_in_order(x: jax.Array) -> jax.Array:
-    """Sum over the second dimension, in an order that does not depend on the batch size."""
+    """Sum over the second dimension, in an order that does not depend on the first dimension.
+
+    Results are then the same for all batch sizes.
+    """
     return functools.reduce(operator.add, (x[:, i] for i in range(x.shape[1])))

@@ -1,4 +1,4 @@
-"""Model folders: find one by path or name, read its JSON files, and say what is wrong with it."""
+"""Model folders: find a folder, read its JSON files, and describe why it cannot be loaded."""
 
 import json
 import os
@@ -9,10 +9,10 @@ from typing import Any
 
 from paged_jax.arguments import is_int, is_real
 
-# Default of entries that are required.
+# Value of the argument `default` for entries that must not be missing.
 REQUIRED: Any = object()
 _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.safetensors")
-# Formats that this package cannot load, by a pattern of their file names.
+# Formats that this package cannot load: a pattern of file names, and a description.
 _OTHER_FORMATS = {
     "*.ggml": "weights of llama.cpp (GGML)",
     "tf_model*.h5": "weights of TensorFlow",
@@ -25,16 +25,16 @@ _OTHER_FORMATS = {
     "zero_to_fp32.py": "a checkpoint of DeepSpeed",
     "model_index.json": "a pipeline of diffusers",
 }
-# Patterns that find model folders below a parent folder, which users often give by mistake.
+# Patterns of model folders inside another folder. Users often pass that outer folder by mistake.
 _NESTED = ("snapshots/*", "models--*/snapshots/*", "hub/models--*/snapshots/*", "*")
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """Read a ``config.json``, given as a file or as its folder.
+    """Read a ``config.json``. `path` is the file, or the folder that contains it.
 
     Raises:
-      FileNotFoundError: the file does not exist. The message describes the folder.
-      ValueError: the file is not a JSON object.
+      FileNotFoundError: the file does not exist. The message says what the folder contains instead.
+      ValueError: the file does not hold a JSON object.
     """
     if path.is_file() and path.suffix != ".json":
         raise ValueError(f"{path}: must be a folder or a config.json.{describe_folder(path)}")
@@ -65,7 +65,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_entry(config: Mapping[str, Any], key: str, default: Any) -> Any:
-    """Return an entry of a ``config.json``, or the default if it is missing or null."""
+    """Return an entry of a ``config.json``. If it is missing or null, return the default."""
     value = config.get(key)
     if value is not None:
         return value
@@ -75,7 +75,7 @@ def read_entry(config: Mapping[str, Any], key: str, default: Any) -> Any:
 
 
 def read_integer(config: Mapping[str, Any], key: str, default: Any = REQUIRED) -> Any:
-    """Return an integer of a ``config.json``; see `read_entry`."""
+    """Return an entry of a ``config.json`` that must be an integer; see `read_entry`."""
     value = read_entry(config, key, default)
     if value is not None and not is_int(value):
         raise ValueError(f"LlamaConfig: {key} must be an integer, got {value!r}.")
@@ -83,7 +83,7 @@ def read_integer(config: Mapping[str, Any], key: str, default: Any = REQUIRED) -
 
 
 def read_number(config: Mapping[str, Any], key: str, default: Any = REQUIRED) -> float:
-    """Return a finite number of a ``config.json`` as a float; see `read_entry`."""
+    """Return an entry of a ``config.json`` that must be a finite number; see `read_entry`."""
     value = read_entry(config, key, default)
     if not is_real(value):
         raise ValueError(f"LlamaConfig: {key} must be a number, got {value!r}.")
@@ -91,7 +91,7 @@ def read_number(config: Mapping[str, Any], key: str, default: Any = REQUIRED) ->
 
 
 def read_boolean(config: Mapping[str, Any], key: str, default: Any = REQUIRED) -> bool:
-    """Return true or false of a ``config.json``; see `read_entry`."""
+    """Return an entry of a ``config.json`` that must be true or false; see `read_entry`."""
     value = read_entry(config, key, default)
     if not isinstance(value, bool):
         raise ValueError(f"LlamaConfig: {key} must be true or false, got {value!r}.")
@@ -99,7 +99,7 @@ def read_boolean(config: Mapping[str, Any], key: str, default: Any = REQUIRED) -
 
 
 def read_name(config: Mapping[str, Any], key: str, default: str) -> str:
-    """Return a string of a ``config.json``; see `read_entry`."""
+    """Return an entry of a ``config.json`` that must be a string; see `read_entry`."""
     value = read_entry(config, key, default)
     if not isinstance(value, str):
         raise ValueError(f"LlamaConfig: {key} must be a string, got {value!r}.")
@@ -107,7 +107,7 @@ def read_name(config: Mapping[str, Any], key: str, default: str) -> str:
 
 
 def read_object(config: Mapping[Any, Any], key: Any, name: str | None = None) -> Mapping[str, Any]:
-    """Return an object of a ``config.json``; an empty object if it is missing or null.
+    """Return an entry that must be an object; an empty object if it is missing or null.
 
     `name` is the name of the object in error messages, by default the key.
     """
@@ -118,31 +118,33 @@ def read_object(config: Mapping[Any, Any], key: Any, name: str | None = None) ->
 
 
 def read_names(config: Mapping[str, Any], key: str, count: int | None = None) -> list[str] | None:
-    """Return a list of names of a ``config.json``, or None if it is missing or null.
+    """Return an entry that must be a list of strings; None if it is missing or null.
 
     Args:
       config: content of the file.
       key: key of the list.
-      count: required length of the list, the number of layers; None for any length.
+      count: required length of the list, which is the number of layers; None for any length.
     """
     names = config.get(key)
     if names is None:
         return None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"LlamaConfig: {key} must be a list of names, got {names!r}.")
+        raise ValueError(f"LlamaConfig: {key} must be a list of strings, got {names!r}.")
     if count is not None and len(names) != count:
-        raise ValueError(f"LlamaConfig: {key} must name {count} layers, got {names!r}.")
+        raise ValueError(
+            f"LlamaConfig: {key} must have one name for each of the {count} layers, got {names!r}."
+        )
     return names
 
 
 def describe_folder(folder: Path) -> str:
-    """Return a sentence that describes a folder without a model and says what to do.
+    """Return a sentence that says why a folder cannot be loaded, and how to fix this.
 
     Args:
       folder: the folder, or a file that the user gave instead of a folder.
 
     Returns:
-      The sentence with a leading space; an empty string if no known kind matches.
+      The sentence with a leading space. An empty string if the reason is not known.
     """
     if folder.is_file():
         if folder.suffix == ".safetensors":
@@ -178,7 +180,7 @@ def _adapter(folder: Path, names: list[str]) -> str:
 
 
 def find_adapters(names: list[str]) -> list[str]:
-    """Return the names of files that contain an adapter of PEFT or MLX."""
+    """Select the names of files that contain a LoRA adapter of PEFT or MLX."""
     kind = re.compile(r"(adapter_model\.(safetensors|bin)|adapters\.(safetensors|npz))")
     return [name for name in names if kind.fullmatch(name)]
 
@@ -197,7 +199,7 @@ def _nested(folder: Path, names: list[str]) -> str:
 
 
 def _choose_snapshot(snapshots: list[Path]) -> Path:
-    """Return the snapshot of the branch main in a Hugging Face cache, or the last snapshot."""
+    """Return the snapshot of the branch "main" in a Hugging Face cache; else the last one."""
     for snapshot in snapshots:
         main = snapshot.parent.parent / "refs" / "main"
         if main.is_file() and main.read_text(encoding="utf-8").strip() == snapshot.name:
@@ -258,19 +260,19 @@ def _other_safetensors(folder: Path, names: list[str]) -> str:
     return f" The folder contains {files[0]}. Rename it to model.safetensors if it is the model."
 
 
-# ORG/NAME, or ORG/NAME/FILE.gguf for a file of a repository.
+# Name of a model on the Hub: ORG/NAME for a repository, or ORG/NAME/FILE.gguf for one file of it.
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w./-]+\.gguf))?", re.ASCII)
-# Files of a model that are read. Weights in other formats, and a second copy of the weights in
-# folders such as "original", are not downloaded.
+# Patterns of the files to download, and of files to exclude. Weights in other formats, and second
+# copies of the weights in folders such as "original", are not downloaded.
 _FILES = ("*.json", "*.jinja", "*.safetensors")
 _UNUSED = ("*/*", "consolidated*")
 
 
 def is_model_name(model: str | Path) -> bool:
-    """Return whether a model is given by its name on the Hugging Face Hub, not by a path.
+    """Return whether `model` is a name on the Hugging Face Hub instead of a path.
 
     Args:
-      model: a path or a name. An existing path is always a path.
+      model: a path or a name. If the path exists, the result is False.
 
     Example:
       >>> is_model_name("HuggingFaceTB/SmolLM2-135M-Instruct"), is_model_name("./model")
@@ -281,7 +283,9 @@ def is_model_name(model: str | Path) -> bool:
 
 
 def describe_missing_model(model: str | Path) -> str:
-    """Return an error message, without the name of the option, for a path that does not exist.
+    """Return the error message for a model path that does not exist.
+
+    The caller puts the name of the option in front of the message.
 
     Example:
       >>> describe_missing_model("gpt2")
@@ -301,16 +305,16 @@ def describe_missing_model(model: str | Path) -> str:
 
 
 def find_model(model: str | Path, *, revision: str | None = None, download: bool = False) -> Path:
-    """Return the local path of a model that is given by a path or by its name on the Hub.
+    """Return the local path of a model, which is given as a path or as a name on the Hub.
 
-    A name is looked up in the Hugging Face cache, whose location HF_HOME and HF_HUB_CACHE set. The
-    network is used only if `download` is set. Then HF_TOKEN gives access to private models, and
-    HF_HUB_OFFLINE forbids the network.
+    A name is looked up in the local Hugging Face cache. The environment variables HF_HOME and
+    HF_HUB_CACHE set its location. The network is used only if `download` is True. HF_TOKEN then
+    gives access to private models, and HF_HUB_OFFLINE turns the network off.
 
     Args:
       model: path of a folder or a file, ``ORG/NAME``, or ``ORG/NAME/FILE.gguf``. A path is returned
-        whether it exists or not; ``~`` becomes the home folder.
-      revision: branch, tag or commit of a named model; None for the branch main.
+        even if it does not exist. ``~`` is replaced by the home folder.
+      revision: branch, tag or commit of a model on the Hub; None for the branch "main".
       download: whether to download missing files, with a progress bar.
 
     Raises:
@@ -320,8 +324,8 @@ def find_model(model: str | Path, *, revision: str | None = None, download: bool
     if not is_model_name(model):
         if revision is not None:
             raise ValueError(
-                f"revision must be given with the name of a model on the Hugging Face Hub, got the "
-                f"path {os.fspath(model)}."
+                "revision must only be set for the name of a model on the Hugging Face Hub, got "
+                f"the path {os.fspath(model)}."
             )
         return Path(model).expanduser()
     # Importing the library takes a quarter of a second.
@@ -340,22 +344,22 @@ def find_model(model: str | Path, *, revision: str | None = None, download: bool
         return Path(huggingface_hub.snapshot_download(name, **patterns, **options))
     except GatedRepoError:
         raise OSError(
-            f"{name}: access to this model must be granted. Accept its terms on its page on the "
+            f"{name}: this model requires permission. Accept its terms on the model's page on the "
             "Hugging Face Hub, and set HF_TOKEN to your access token."
         ) from None
     except RepositoryNotFoundError:
         raise OSError(
-            f"{name}: the Hugging Face Hub has no such model, or it is private. Check the name, or "
-            "set HF_TOKEN to your access token."
+            f"{name}: the Hugging Face Hub has no model of this name, or the model is private. "
+            "Check the name, or set HF_TOKEN to your access token."
         ) from None
     except (OSError, ValueError) as error:
         at = "" if revision is None else f" at revision {revision}"
         if download:
             raise OSError(f"{model}{at}: cannot be downloaded: {_first_line(error)}") from None
         raise FileNotFoundError(
-            f"{model}{at}: there is no such file or folder, and no such model in the Hugging Face "
-            f"cache, {constants.HF_HUB_CACHE}. To download it, add --download (in Python, "
-            "download=True)."
+            f"{model}{at}: there is no file or folder of this name, and the Hugging Face cache in "
+            f"{constants.HF_HUB_CACHE} does not contain the model. To download it, add --download "
+            "(in Python, download=True)."
         ) from None
 
 

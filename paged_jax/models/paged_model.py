@@ -1,7 +1,7 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Models with a paged KV cache: the base class that `Engine`, `LLM` and `rollout` run.
+"""Base class of models with a paged KV cache, which `Engine`, `LLM` and `rollout` can run.
 
-A subclass defines the computation of its layers, and calls a function for attention::
+A subclass defines the computation of its layers, and calls a given function for attention::
 
     PagedModel   prefill, score, decode     reserve blocks, find places, choose the attention
                      |
@@ -10,8 +10,8 @@ A subclass defines the computation of its layers, and calls a function for atten
                      |
                  logits(hidden)
 
-`attend` writes keys and values into the cache and reads them there. The model itself does not see
-blocks or lengths. `Llama` is one such model, `examples/other_models.py` shows another one.
+`attend` writes keys and values into the cache, and attends to the cache. The model itself does not
+handle blocks or lengths. `Llama` is one such model, `examples/other_models.py` shows another one.
 """
 
 import jax
@@ -47,10 +47,10 @@ class PagedModel(nnx.Module):
     Subclasses set `config` and define `hidden_states` and `logits`.
 
     Attributes:
-      config: sizes of the model. The cache uses the number of layers, KV heads, head dimension,
-        sliding windows and vocabulary size. `max_position_embeddings` limits the length of
-        sequences, `eos_token_ids` end them, and memory planning uses the hidden sizes. The other
-        fields matter only to the subclass.
+      config: sizes of the model. The number of layers, the KV heads, the head dimension and the
+        sliding windows determine the cache. Token ids are checked against the vocabulary size.
+        `max_position_embeddings` limits the length of sequences, and `eos_token_ids` end them.
+        Memory planning uses the hidden sizes. All other fields are used only by the subclass.
 
     Example:
       >>> from paged_jax import Heads, LlamaConfig
@@ -84,42 +84,43 @@ class PagedModel(nnx.Module):
         carry: Carry,
         backend: str | None = None,
     ) -> tuple[jax.Array, Carry]:
-        """Run the layers over tokens of any sequences.
+        """Embed tokens, which may belong to several sequences, and run the layers.
 
         Args:
-          token_ids: i32 ``[N]``. Some rows may be padding.
+          token_ids: i32 ``[N]``. Some of the tokens may be padding.
           positions: i32 ``[N]``, position of each token in its sequence; -1 for padding.
           attend: function that computes the attention of a layer. It takes the layer's index,
             `Heads` ``[N, ...]`` and the carry, and returns the output ``[N, H, D]`` and the new
-            carry. Each layer calls it once, in order. In a scan the index may be traced, if all
-            layers have the same window.
-          carry: the pools of the cache, for the first call of `attend`. In a scan over the layers,
-            make it part of the scan's carry.
-          backend: backend that the user asked for; None for the best one.
+            carry. The layers must call it once each, in order. In a scan over layers, the index may
+            be traced if all layers have the same window.
+          carry: the pools of the cache, for the first call of `attend`. In a scan over layers, make
+            it part of the scan's carry.
+          backend: backend that the user has selected; None for the best available backend.
 
         Returns:
-          The input of `logits`, ``[N, E]``, and the last carry.
+          The hidden states ``[N, E]``, which are the input of `logits`, and the carry returned by
+          the last call of `attend`.
         """
         raise NotImplementedError
 
     def logits(self, x: jax.Array, backend: str | None = None) -> jax.Array:
-        """Return the logits float32 ``[..., V]`` for rows of hidden states ``[..., E]``."""
+        """Compute the logits float32 ``[..., V]`` of hidden states ``[..., E]``."""
         raise NotImplementedError
 
     @property
     def float_dtype(self) -> np.dtype:
-        """Dtype of the floating-point parameters, and by default of K and V."""
+        """Dtype of the floating-point parameters, which the engine by default uses for K and V."""
         return self.weight_dtype
 
     @property
     def weight_dtype(self) -> np.dtype:
-        """Dtype of the matrices: the dtype of the largest parameter."""
+        """Dtype of the weight matrices; by default the dtype of the largest parameter."""
         arrays = jax.tree.leaves(nnx.state(self))
         return max(arrays, key=lambda array: array.size).dtype
 
     @property
     def matrix_formats(self) -> MatrixFormats:
-        """Formats of the matrices; by default `weight_dtype` for all of them."""
+        """Storage format of each matrix; by default all matrices have the dtype `weight_dtype`."""
         return MatrixFormats(WeightFormat(self.weight_dtype.name))
 
     @names_arguments
@@ -169,27 +170,27 @@ class PagedModel(nnx.Module):
         *,
         backend: str | None = None,
     ) -> tuple[jax.Array, PagedCache, jax.Array]:
-        """Append a chunk of a prompt to each of several slots, and return the next-token logits.
+        """Append a prompt chunk to each of several slots, and return the next-token logits.
 
         The function is pure. Call it in `jit` and donate the cache. It reserves the blocks that it
-        needs. If there are not enough, or a slot does not exist, nothing is appended and ``ok`` is
-        false.
+        needs. If there are not enough free blocks, or a slot does not exist, nothing is appended
+        and ``ok`` is False.
 
         Args:
-          cache: the cache. Tokens that the slots already hold are context.
+          cache: the cache. Each chunk is appended to the tokens that its slot already holds.
           token_ids: i32 ``[B, T]``, each row padded at the end.
-          slots: i32 ``[B]``, slots of the rows, distinct; rows with a negative slot are left out.
+          slots: i32 ``[B]``, slot of each row, distinct. Rows with a negative slot are skipped.
           num_tokens: i32 ``[B]``, number of tokens in each row, 1 to T.
-          backend: backend of the attention, see `paged_attention`, and of other ops of the model.
+          backend: backend of attention, see `paged_attention`, and of the model's other ops.
 
         Returns:
-          Logits float32 ``[B, V]`` after the last token of each row (arbitrary in rows left out),
+          Logits float32 ``[B, V]`` after the last token of each row (arbitrary in skipped rows),
           the new cache, and ``ok``, bool ``[]``.
 
         Raises:
-          ValueError: shapes or dtypes do not fit together or, outside of `jit`, a slot appears
-            twice or a token is not in the vocabulary. Inside `jit`, rows with the same slot
-            overwrite each other's tokens, and tokens are clamped to the vocabulary.
+          ValueError: shapes or dtypes are wrong, or do not fit together. Outside of `jit`, also if
+            a slot appears twice or a token is not in the vocabulary. Inside `jit`, rows with the
+            same slot overwrite each other's tokens, and tokens are clamped to the vocabulary.
         """
         arrays = token_ids, slots, num_tokens
         x, cache, ok, places = self._run_chunks("prefill", cache, arrays, backend)
@@ -206,14 +207,14 @@ class PagedModel(nnx.Module):
         *,
         backend: str | None = None,
     ) -> tuple[jax.Array, PagedCache, jax.Array]:
-        """Append chunks that are divided into short rows, so that few rows are padding.
+        """Append prompt chunks that are split into several short rows, to avoid padding.
 
-        Several rows may have the same slot. Their tokens follow each other, in the order of the
-        rows. All other arguments have the meaning that they have in `prefill`.
+        Several rows may have the same slot. Their tokens are appended in the order of the rows. All
+        other arguments are as in `prefill`.
 
         Returns:
-          The hidden states ``[B, T, E]``, the input of `logits`; the new cache; and ``ok``, bool
-          ``[]``.
+          The hidden states ``[B, T, E]``, from which `logits` computes logits; the new cache; and
+          ``ok``, bool ``[]``.
 
         Raises:
           ValueError: see `prefill`.
@@ -231,9 +232,9 @@ class PagedModel(nnx.Module):
         *,
         backend: str | None = None,
     ) -> tuple[jax.Array, PagedCache, jax.Array]:
-        """Append chunks like `prefill`, and return the logits after every token of the chunks.
+        """Append prompt chunks like `prefill`, and return the logits after each of their tokens.
 
-        The arguments have the meaning that they have in `prefill`.
+        The arguments are as in `prefill`.
 
         Returns:
           Logits float32 ``[B, T, V]`` (arbitrary in the padding), the new cache, and ``ok``, bool
@@ -255,12 +256,12 @@ class PagedModel(nnx.Module):
         *,
         backend: str | None = None,
     ) -> tuple[jax.Array, PagedCache, jax.Array, StatePlaces | None]:
-        """Append drafts like `score`, but leave the states of recurrent layers as they are.
+        """Append draft tokens like `score`, but do not change the states of recurrent layers.
 
         Returns:
-          The result of `score`, and the states, or None if no layer is recurrent. Call
-          `StatePlaces.advance_postponed` with the number of tokens that stay in each row, and then
-          `state_tables.commit_marks`.
+          The three results of `score`, and a `StatePlaces`, which is None if no layer is recurrent.
+          After verification, call its `advance_postponed` with the number of accepted tokens in
+          each row, and then `state_tables.commit_marks`.
         """
         arrays = token_ids, slots, num_tokens
         x, cache, ok, places = self._run_chunks("score", cache, arrays, backend, postpones=True)
@@ -278,21 +279,21 @@ class PagedModel(nnx.Module):
     ) -> tuple[jax.Array, PagedCache, jax.Array]:
         """Append one token to each of several slots, and return the next-token logits.
 
-        The function is pure. Call it in `jit` and donate the cache. It reserves a block for a slot
-        that starts a new block or writes into a shared one. If there are not enough blocks, nothing
-        is appended and ``ok`` is false.
+        The function is pure. Call it in `jit` and donate the cache. It reserves a block for each
+        slot whose last block is full or shared with another slot. If there are not enough free
+        blocks, nothing is appended and ``ok`` is False.
 
         Args:
           cache: the cache.
-          token_ids: i32 ``[B]``.
-          slots: i32 ``[B]``, slots of the rows, distinct; rows with a negative slot are left out.
-          cascade: whether layers without a sliding window read the first blocks, if all slots share
-            them, once per step instead of once per slot, see `cascade_attention` (static).
-          backend: backend of the attention, see `paged_attention`, and of other ops of the model.
+          token_ids: i32 ``[B]``, token to append to each slot.
+          slots: i32 ``[B]``, slot of each row, distinct. Rows with a negative slot are skipped.
+          cascade: whether layers without a sliding window read blocks that all slots share once per
+            step, instead of once for each slot, see `cascade_attention` (static).
+          backend: backend of attention, see `paged_attention`, and of the model's other ops.
 
         Returns:
-          Logits float32 ``[B, V]`` (arbitrary in rows left out), the new cache, and ``ok``, bool
-          ``[]``.
+          Next-token logits float32 ``[B, V]`` (arbitrary in skipped rows), the new cache, and
+          ``ok``, bool ``[]``.
 
         Raises:
           ValueError: see `prefill`; or `cascade` is true, and all layers have a sliding window.
@@ -329,33 +330,34 @@ class PagedModel(nnx.Module):
         cascade: bool = False,
         backend: str | None = None,
     ) -> tuple[jax.Array, GroupPools]:
-        """Decode like `decode`, for new tokens whose blocks are already reserved.
+        """Run a decode step like `decode`, for tokens whose blocks are already reserved.
 
         Args:
-          pools: the pools of each group of the cache; donate them.
-          token_ids: i32 ``[B]``.
-          places: places of these tokens, see `batch_places.next_places`.
+          pools: pools of each group of the cache, see `PagedCache.group_pools`. Donate them in
+            `jit`.
+          token_ids: i32 ``[B]``, new token of each row.
+          places: positions of these tokens in the cache, see `batch_places.next_places`.
           cascade: see `decode`.
           backend: see `decode`.
 
         Returns:
-          Logits float32 ``[B, V]`` (arbitrary in rows left out), and the new pools.
+          Next-token logits float32 ``[B, V]`` (arbitrary in skipped rows), and the new pools.
 
         Raises:
           ValueError: `cascade` is true, and all layers have a sliding window; or the cache does not
-            fit the layers.
+            have the layers and windows of the model.
         """
         name = self._name("decode")
         if cascade and None not in self.config.sliding_windows:
             raise ValueError(
-                f"{name}: cascade must be False where all layers have a sliding window."
+                f"{name}: cascade must be False if all layers have a sliding window, got True."
             )
         attend = decode_attention(name, places, self.config, cascade=cascade, backend=backend)
         x, pools = self.hidden_states(token_ids, places.positions, attend, pools, backend)
         return self.logits(x, backend), pools
 
     def _name(self, method: str) -> str:
-        """Return the name of a method for error messages."""
+        """Return the qualified name of a method, such as ``"Llama.decode"``, for error messages."""
         return f"{type(self).__name__}.{method}"
 
     def _run_chunks(
@@ -368,10 +370,11 @@ class PagedModel(nnx.Module):
         has_tiles: bool = False,
         postpones: bool = False,
     ) -> tuple[jax.Array, PagedCache, jax.Array, BatchPlaces]:
-        """Append a chunk to each of several slots, and run the layers over the chunks.
+        """Reserve blocks for the chunks of a prefill step, and run the layers over the chunks.
 
         Returns:
-          The hidden states ``[B, T, E]``, the new cache, ``ok``, and the places of the tokens.
+          The hidden states ``[B, T, E]``, the new cache, ``ok``, and the `BatchPlaces` of the
+          tokens.
         """
         token_ids, slots, num_tokens = as_step_arrays(
             self._name(method), self.config.vocab_size, *arrays, has_tiles=has_tiles
@@ -401,27 +404,29 @@ def create_cache(
 ) -> PagedCache:
     """Return an empty cache for a model configuration.
 
-    Layers with the same sliding window and the same shapes of keys and values form a group of the
-    cache. Each group has its own blocks. A group with a window keeps only the blocks of the window,
-    and of the tokens that the last program appended. Recurrent layers have states instead.
+    Layers with the same sliding window and the same KV shape form a group of the cache. Each group
+    has its own blocks. A group with a window keeps only the blocks of the window, and the blocks of
+    the tokens that the last program appended. Recurrent layers have states instead of blocks.
 
     Args:
       config: configuration of the model.
       num_slots: number of slots (S), the maximum number of sequences in the cache.
       max_length: maximum number of tokens of a sequence.
-      num_blocks: number of blocks (P) of the group that keeps the most tokens, shared by all slots;
-        None for enough blocks for all slots at full length. Other groups without a window also
-        have P blocks. A group with a window has ``min(P, S * w)`` blocks, where w is the maximum
-        number of its blocks that a slot holds.
+      num_blocks: number of blocks (P) in the first group, shared by all slots; None for as many
+        blocks as all slots need at `max_length`. The first group is the one that keeps the most
+        tokens. Other groups without a window also have P blocks. A group with a window has
+        ``min(P, S * w)`` blocks, where w is the maximum number of blocks that a slot holds in this
+        group.
       block_size: tokens per block (C).
-      max_tokens: maximum number of tokens that a program (a call of `prefill`, for example) appends
-        to a slot. It determines w. A program may append more if other slots hold fewer blocks. None
-        for `max_length`, with which windows save no memory.
+      max_tokens: number of tokens that one program (for example one call of `prefill`) appends to a
+        slot at most. It determines w. A program may append more tokens to a slot if other slots
+        hold fewer blocks. None means `max_length`, and then windows save no memory.
       dtype: dtype of K and V. int8 and float8_e4m3fn quantise them, see `PagedCache.create`.
       num_states: number of states of recurrent layers, at least `num_slots`; None for `num_slots`.
-        Further states are room for snapshots in the prefix cache, see `paged_cache.publish`.
-      platform: platform of the cache; None for `jax.default_backend()`. On TPUs the last dimension
-        of the pools is padded, see `kernels.padded_head_dim`.
+        States beyond `num_slots` are used for snapshots in the prefix cache, see
+        `paged_cache.publish`.
+      platform: platform on which the cache is used; None for `jax.default_backend()`. On TPUs the
+        last dimension of the pools is padded, see `kernels.padded_head_dim`.
 
     Raises:
       ValueError: a size is not a positive integer, or a pool has more rows than int32 can count.
@@ -437,8 +442,8 @@ def create_cache(
     max_tokens = max_length if max_tokens is None else max_tokens
     if (chunk := config.attention_chunk_size) is not None and chunk % block_size:
         raise ValueError(
-            f"create_cache: block_size must divide attention_chunk_size = {chunk}, got "
-            f"{block_size}."
+            f"create_cache: block_size must divide the model's attention_chunk_size of {chunk}, "
+            f"got {block_size}."
         )
     check_positive(
         "create_cache",

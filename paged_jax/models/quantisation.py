@@ -1,8 +1,8 @@
-"""Reader of a checkpoint's quantisation config: which modules are quantised, in which formats.
+"""Reader of a checkpoint's quantisation config: the quantised modules and their formats.
 
-Most checkpoints describe it in ``config.json`` (`quantization_config`), others in a separate file.
-An entry that changes the weights is either read, or rejected with an error that names it.
-Quantisation of activations is accepted and not applied: matmuls use unquantised activations.
+Most checkpoints have this config in ``config.json`` (`quantization_config`), others in a separate
+file. An entry that changes the weights is either read, or rejected with an error that names it.
+Entries about quantised activations are accepted, but have no effect: activations are not quantised.
 """
 
 import dataclasses
@@ -16,16 +16,16 @@ from paged_jax.arguments import is_int
 from paged_jax.models.family import UnsupportedConfigError
 from paged_jax.models.model_folder import read_config_json, read_json
 
-# Keys of config.json that describe quantised weights. MLX writes the first two.
+# Keys of config.json with a quantisation config. The first two are the keys that MLX writes.
 QUANTISATION_KEYS = ("quantization", "quantization_config", "compression_config")
-# Files of older tools that describe quantised weights, and the method if a file does not name it.
+# Files in which older tools write a quantisation config, and the method if a file names none.
 _FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }
 
-# Keys that do not change the weights, by method.
+# Keys that have no effect on the weights, for each method.
 _FP8_KEYS = ("quant_method", "dequantize", "modules_to_convert", "activation_scale_ub")
 _TOOL_KEYS = (
     "quant_method", "method", "act_group_aware", "adapter_config", "autoround_version", "backend",
@@ -58,13 +58,13 @@ class Scheme:
     """Format of a quantised matrix ``[out, in]``.
 
     Attributes:
-      reader: name of the reader, see `READERS`.
+      reader: name of the function that reads the tensors, see `READERS`.
       bits: bits per value.
-      block: number of outputs and number of inputs that share a scale; None for all of them.
-      has_zero_points: whether zero points are stored; None if the tensors decide.
-      zero_offset: number to add to stored zero points.
-      is_symmetric: whether the values are symmetric around zero, although zero points are stored.
-      exponent_scales: whether a scale is stored as an exponent of two.
+      block: number of outputs and of inputs that share one scale; None for all outputs or inputs.
+      has_zero_points: whether zero points are stored; None if the tensors in the files tell it.
+      zero_offset: number that must be added to the stored zero points.
+      is_symmetric: whether the stored zero points are always the middle of the range.
+      exponent_scales: whether each scale is stored as the exponent of a power of two.
     """
 
     reader: str
@@ -78,31 +78,31 @@ class Scheme:
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """Description of some modules in a quantisation config.
+    """Entry of a quantisation config that selects modules by name.
 
     Attributes:
-      text: the entry of the config.
-      regex: expression that matches the start of the names of these modules.
+      text: the entry as it is written in the config.
+      regex: expression that matches the start of the names of the selected modules.
     """
 
     text: str
     regex: re.Pattern[str]
 
     def matches(self, module: str) -> bool:
-        """Return whether the pattern describes a module."""
+        """Return whether the entry selects a module, given its name."""
         return self.regex.match(module) is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantisation:
-    """Quantised modules of a checkpoint.
+    """Description of the quantised modules of a checkpoint.
 
     Attributes:
-      source: file and key that the quantisation was read from, for error messages.
-      schemes: scheme of the modules that a pattern describes; None if they are not quantised. The
-        first matching pattern counts.
-      ignored: modules that are not quantised.
-      has_kv_scales: whether the checkpoint contains scales for a KV cache of 8 bits.
+      source: file and key of the quantisation config, for error messages.
+      schemes: patterns with the scheme of their modules, None if these are not quantised. The first
+        matching pattern applies.
+      ignored: patterns of modules that are not quantised.
+      has_kv_scales: whether the checkpoint contains scales for an 8-bit KV cache.
     """
 
     source: str
@@ -111,11 +111,11 @@ class Quantisation:
     has_kv_scales: bool = False
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """Return the scheme of a module if it is quantised; None if no pattern describes it."""
+        """Return the scheme of the first pattern that matches a module, or None."""
         return next((scheme for each, scheme in self.schemes if each.matches(module)), None)
 
     def ignoring(self, module: str) -> str | None:
-        """Return the entry of the config that excludes a module from quantisation, or None."""
+        """Return the config entry that excludes a module from quantisation, or None."""
         for pattern in self.ignored:
             if pattern.matches(module):
                 return pattern.text
@@ -129,23 +129,23 @@ EVERYTHING = Pattern("Linear", re.compile(""))
 
 
 def find_quantisation(config: Mapping[str, Any], *, has_mxfp4: bool = False) -> Quantisation | None:
-    """Return the quantisation that the content of a ``config.json`` describes, or None.
+    """Return the quantisation of a ``config.json``; None if weights are not quantised.
 
     Args:
       config: content of the file.
-      has_mxfp4: whether the family stores experts in MXFP4.
+      has_mxfp4: whether the family supports the method ``"mxfp4"``.
 
     Raises:
-      UnsupportedConfigError: it is not supported. The message names the entry.
+      UnsupportedConfigError: an entry is not supported. The message names it.
     """
     found = {key: config[key] for key in QUANTISATION_KEYS if config.get(key)}
     if not found:
         return None
-    # MLX writes the same object under two keys.
+    # MLX writes the same object under the keys "quantization" and "quantization_config".
     key = "quantization_config" if "quantization_config" in found else next(iter(found))
     if len(found) > 1 and any(value != found[key] for value in found.values()):
         raise UnsupportedConfigError(
-            f"LlamaConfig: {' and '.join(found)} must be equal. Remove all but the first."
+            f"LlamaConfig: {' and '.join(found)} must be equal. Keep only the correct one."
         )
     method = "mlx" if "quantization" in found else None
     if key == "compression_config":
@@ -154,14 +154,14 @@ def find_quantisation(config: Mapping[str, Any], *, has_mxfp4: bool = False) -> 
 
 
 def read_quantisation(folder: Path, *, has_mxfp4: bool = False) -> Quantisation | None:
-    """Return the quantisation that the files of a model folder describe, or None.
+    """Return the quantisation of the model in a folder; None if weights are not quantised.
 
     Args:
       folder: the folder.
-      has_mxfp4: whether the family stores experts in MXFP4.
+      has_mxfp4: whether the method ``"mxfp4"`` is supported for the family.
 
     Raises:
-      UnsupportedConfigError: it is not supported. The message names the entry.
+      UnsupportedConfigError: an entry is not supported. The message names it.
     """
     if (folder / "config.json").is_file():
         config = read_config_json(folder)
@@ -179,16 +179,16 @@ def read_quantisation(folder: Path, *, has_mxfp4: bool = False) -> Quantisation 
 
 
 class Entries:
-    """Entries of a JSON object, which remembers which of them were read.
+    """Reader of a JSON object. It records which entries were read, to reject the others.
 
     Args:
-      content: the object.
-      where: name of the object, for error messages.
+      content: the JSON object.
+      where: description of the object's place, for error messages.
     """
 
     def __init__(self, content: Any, where: str):
         if not isinstance(content, Mapping):
-            raise UnsupportedConfigError(f"{where} must be an object, got {content!r}.")
+            raise UnsupportedConfigError(f"{where} must be a JSON object, got {content!r}.")
         self.content, self.where = content, where
         self._read: set[str] = set()
 
@@ -198,7 +198,7 @@ class Entries:
         return next((self.content[key] for key in keys if self.content.get(key) is not None), None)
 
     def choice(self, *keys: str, choices: Iterable[Any], default: Any = None) -> Any:
-        """Return a value in lower case, and check that it is one of `choices`."""
+        """Return a value, strings in lower case, after checking that it is one of `choices`."""
         value = self.get(*keys)
         value = default if value is None else value
         value = value.lower() if isinstance(value, str) else value
@@ -209,7 +209,7 @@ class Entries:
         return value
 
     def size(self, *keys: str, default: int | None = None) -> int | None:
-        """Return a positive integer; None if it is missing or -1."""
+        """Return a positive integer; None if it is -1, or missing without a default."""
         value = self.get(*keys)
         value = default if value is None else value
         if value is None or is_int(value) and value == -1:
@@ -219,7 +219,7 @@ class Entries:
         return value
 
     def names(self, *keys: str) -> tuple[str, ...]:
-        """Return the names in the lists under several keys."""
+        """Return the concatenation of the lists of names under several keys."""
         found: list[str] = []
         for key in keys:
             value = self.get(key)
@@ -231,19 +231,19 @@ class Entries:
         return tuple(found)
 
     def section(self, key: str) -> "Entries | None":
-        """Return the object under a key, or None."""
+        """Return a reader of the object under a key; None if there is none."""
         value = self.get(key)
         return None if value is None else Entries(value, f"{self.where}.{key}")
 
     def finish(self, harmless: Iterable[str] = ()) -> None:
-        """Check that all entries were read, are harmless, or are empty."""
+        """Check that the entries that were not read are in `harmless`, or are empty or false."""
         for key, value in self.content.items():
             if key not in self._read and key not in harmless and value not in (None, False, "", 0):
                 if value != {} and value != []:
                     raise self.error(key, "is not supported and must be null", value)
 
     def error(self, key: str, rule: str, value: Any) -> UnsupportedConfigError:
-        """Return the error for an entry."""
+        """Return the error for the value of an entry that violates a rule."""
         text = repr(value) if len(repr(value)) <= 80 else repr(value)[:80] + "..."
         return UnsupportedConfigError(f"{self.where}.{key} {rule}, got {text}.")
 
@@ -256,14 +256,14 @@ def _read(entries: Entries, method: str | None, has_mxfp4: bool) -> Quantisation
     if not isinstance(method, str) or method not in methods:
         raise UnsupportedConfigError(
             f"{entries.where}.quant_method {method!r} is not supported for this family, only "
-            f"{', '.join(methods)}. Use another version of the model, or the one that is not "
-            "quantised."
+            f"{', '.join(methods)}. Use a version of the model that is quantised differently or "
+            "not at all."
         )
     return methods[method](entries)
 
 
 def _read_fp8(entries: Entries) -> Quantisation:
-    """Read the config of transformers, DeepSeek, Qwen and AutoFP8."""
+    """Read the fp8 config of transformers, DeepSeek, Qwen or AutoFP8."""
     entries.choice("fmt", choices=("e4m3", "float8_e4m3fn"), default="e4m3")
     entries.choice("activation_scheme", choices=("dynamic", "static"), default="dynamic")
     entries.choice("expert_dtype", choices=("fp8",), default="fp8")
@@ -333,7 +333,8 @@ def _read_bitsandbytes(entries: Entries) -> Quantisation:
         raise entries.error("load_in_4bit", "must differ from load_in_8bit", is_4_bits)
     entries.choice("bnb_4bit_quant_type", choices=("nf4", "fp4"), default="fp4")
     entries.choice("bnb_4bit_quant_storage", choices=("uint8", "torch.uint8"), default="uint8")
-    # The tensors tell the size of 4-bit blocks; 64 is the default of bitsandbytes.
+    # 64 is the block size of bitsandbytes by default. The actual block size is found from the
+    # tensors.
     scheme = Scheme("bitsandbytes-4", 4, (1, 64)) if is_4_bits else Scheme("bitsandbytes-8")
     return _finish(entries, scheme, _BITSANDBYTES_KEYS, "llm_int8_skip_modules")
 
@@ -384,7 +385,7 @@ def _read_modelopt(entries: Entries) -> Quantisation:
 
 
 def _read_compressed(entries: Entries) -> Quantisation:
-    """Read the config of compressed-tensors."""
+    """Read a config of compressed-tensors."""
     formats = (*_COMPRESSED_BITS, "dense", "mixed-precision")
     usual = entries.choice("format", choices=formats, default="dense")
     for key in ("sparsity_config", "moe_sparsity_config"):
@@ -443,7 +444,7 @@ def _compressed_scheme(group: Entries, usual: str) -> Scheme | None:
 
 
 def _finish(entries: Entries, scheme: Scheme, harmless: Iterable[str], *keys: str) -> Quantisation:
-    """Check that all entries were read, and return a quantisation with one scheme."""
+    """Check the remaining entries, and return a quantisation with one scheme for all modules."""
     ignored = _module_patterns(entries, entries.names(*keys))
     has_kv_scales = entries.get("kv_cache_scheme", "kv_cache_quant_method") is not None
     entries.finish(harmless)
@@ -451,7 +452,7 @@ def _finish(entries: Entries, scheme: Scheme, harmless: Iterable[str], *keys: st
 
 
 def _block(entries: Entries, key: str, block: Any) -> tuple[int, int]:
-    """Return the outputs and inputs of a block, such as ``[128, 128]`` or ``"128x128"``."""
+    """Return the size of a block (outputs, inputs), given as a list or as ``"128x128"``."""
     if isinstance(block, str):
         block = [int(size) if size.isdecimal() else 0 for size in block.split("x")]
     is_valid = isinstance(block, list | tuple) and len(block) == 2 and all(map(is_int, block))
@@ -465,12 +466,12 @@ def _expression(entries: Entries, text: str, expression: str) -> Pattern:
         return Pattern(text, re.compile(expression))
     except (re.error, RecursionError, OverflowError) as error:
         raise UnsupportedConfigError(
-            f"{entries.where}: {text!r} must be a regular expression: {error}."
+            f"{entries.where}: {text!r} must be a valid regular expression: {error}."
         ) from None
 
 
 def _module_patterns(entries: Entries, names: Iterable[str]) -> tuple[Pattern, ...]:
-    """Return a pattern for each name, which may be a whole module name, its start or its end."""
+    """Return a pattern for each name, which matches whole parts of a module's dotted name."""
     return tuple(
         _expression(
             entries, name, name[3:] if name.startswith("re:") else rf"(?:.*\.)?(?:{name})(?:\.|$)"

@@ -1,27 +1,29 @@
-"""Conversion of floating-point matrices to quantised formats.
+"""Conversion of floating-point weight matrices to quantised formats.
 
-Every format of `paged_jax.kernels.weight_formats` maps the largest element of a group to its
-largest number. The exceptions are int4 and, with minima, uint4 in groups of at most 32. For these,
-a search finds the scales and minima with the least squared error::
+In most formats of `paged_jax.kernels.weight_formats`, the scale of a group maps its largest element
+to the largest number of the format. The exceptions are int4, and uint4 with minima, both in groups
+of at most 32. For them, a search minimises the squared error over several scales and minima::
 
     int4     codes u in -8 .. 7     w = u * scale
     uint4    codes u in  0 .. 15    w = u * scale + min
 
-The search rounds a group to the codes of several scales. For given codes, the best scale is a ratio
-of two sums, and so is the error that it saves compared with a scale of 0::
+The search rounds a group to codes with each of several candidate scales. For given codes, there are
+formulas for the best scale, and for `saved`, the squared error that it saves compared with a scale
+of 0::
 
     int4     scale = A / B    A = w . u                       B = u . u
     uint4    scale = A / B    A = n w . u - sum(w) sum(u)     B = n u . u - sum(u)**2
              saved = A * A / B                                (uint4: divided by n, the group size)
 
-The search chooses the codes with the largest `saved`. Then the group is rounded again with the best
-scale for these codes.
+The search keeps the codes with the largest `saved`. It then rounds the group again with the best
+scale for these codes, and keeps the better codes of the two.
 
-Only weights are quantised, activations are not. Functions take and return arrays of NumPy or JAX.
-All backends and NumPy return equal bits for 4-bit integers, because the search computes with
+Only weights are quantised, not activations. The functions take and return arrays of NumPy or JAX.
+For 4-bit integers, all JAX backends and NumPy return the same bits, because the search uses
 integers: a group is multiplied by a power of two and rounded to 15 bits, so that all sums are exact
-in int32. The remaining float operations are single multiplications, which are rounded everywhere
-alike. For other formats, NumPy and CPUs return equal bits. Other devices may divide less exactly.
+in int32. The other float operations are single multiplications, which every backend rounds in the
+same way. For the other formats, NumPy and CPUs return the same bits, but divisions on other devices
+may be less exact.
 """
 
 import functools
@@ -46,42 +48,45 @@ from paged_jax.kernels.weight_formats import (
 
 Array = TypeVar("Array", np.ndarray, jax.Array)
 
-# Elements in a chunk of `quantise_on_host`.
+# Number of elements that `quantise_on_host` converts in one call of its program.
 _CHUNK = 1 << 21
-# Largest group that the search supports. The sums of larger groups need more than 32 bits.
+# Largest group size that the search supports. Sums over larger groups would overflow 32 bits.
 _MAX_GROUP = 32
-# Bits of the integers that stand for the elements of a group.
+# Bits of the integers to which the elements of a group are scaled and rounded.
 _BITS = 15
-# Smallest exponent of a group with scales other than 0.
+# Lower bound of a group's exponent. Groups with smaller elements get scales of 0.
 _MIN_EXPONENT = -100
-# Fractional bits of the scales of int4 and uint4, in units of these integers.
+# Number of fractional bits in the fixed-point scales of int4 and uint4. Their unit is the unit of
+# the integers that represent the elements.
 _INT4_FRACTION, _UINT4_FRACTION = 7, 1
-# The search for int4 tries these quotients of the largest element of a group and its scale, with
-# both signs. A negative scale represents some groups better, as the codes -8 .. 7 are asymmetric.
+# The search for int4 tries these values of (largest element of the group) / scale, with both signs.
+# Negative scales represent some groups better, because the codes -8 .. 7 are not symmetric.
 _QUOTIENTS = np.linspace(5.6, 8.6, 8, dtype=np.float32)
-# Parts of the range of a group, in 1/1024, that the search for uint4 cuts off at either end before
-# it maps the rest to the codes 0 .. 15. More parts would lower the error by 2%.
+# Pairs of fractions, in units of 1/1024. The search for uint4 cuts off these fractions of a group's
+# range at the lower and the upper end, and maps the rest to the codes 0 .. 15. More pairs would
+# lower the error by 2%.
 _CUTS = tuple(cuts for cuts in itertools.product((0, 61, 123, 184), repeat=2) if sum(cuts) < 300)
-# Number of times that the search for uint4 rounds a group again with the best scale.
+# Number of times that the search for uint4 rounds a group again with the best scale found so far.
 _UINT4_ROUNDS = 2
 
 
 def quantise(w: Array, format: WeightFormat = INT8) -> WeightArrays:
-    """Round a matrix to a quantised format. The inputs keep their order.
+    """Quantise a matrix. Its inputs are not reordered.
 
     Args:
       w: float32 ``[*out, in]``, an array of NumPy or JAX.
-      format: the format; by default int8 with one scale per row. Its groups divide `in`.
+      format: quantised format; by default int8 with one scale per row. `in` must be a multiple of
+        its group size.
 
     Returns:
-      Arrays of the same library.
+      The arrays of the quantised matrix, of NumPy or JAX like `w`.
 
     Example:
       >>> values, scales, *_ = quantise(np.array([[1.0, -2.54], [0.0, 0.0]], np.float32))
       >>> values.tolist(), f"{scales[0, 0]:.3f}"
       ([[50, -127], [0, 0]], '0.020')
     """
-    # A compiled function is traced only once for all matrices with this shape.
+    # The compiled function is traced once for each shape and format.
     return _compiled(w, format) if isinstance(w, jax.Array) else _quantise(w, format)
 
 
@@ -96,7 +101,7 @@ def _quantise(w: Any, format: WeightFormat) -> WeightArrays:
 
 
 def _round_groups(groups: Any, format: WeightFormat) -> tuple[Any, Any, Any]:
-    """Return values that are not packed, scales, and minima or None."""
+    """Quantise groups ``[..., n]``; return unpacked values, scales, and minima or None."""
     can_search = groups.shape[-1] <= _MAX_GROUP
     dtype = jnp.dtype(format.scale_dtype)
     if can_search and format.code == "int4" and format.min_dtype is None:
@@ -110,8 +115,8 @@ def _round_groups(groups: Any, format: WeightFormat) -> tuple[Any, Any, Any]:
     if format.min_dtype is not None:
         mins = groups.min(-1, keepdims=True).astype(jnp.dtype(format.min_dtype))
         groups = groups - mins.astype(np.float32)
-    # Multiply by reciprocals, as XLA does for a division, so that NumPy and JAX give equal bits.
-    # The lower bound of the scales keeps the reciprocal finite.
+    # Multiply by reciprocals, because XLA also converts divisions to them, so that NumPy and JAX
+    # give equal bits. The lower bound of the scales keeps the reciprocals finite.
     largest = xp.abs(groups).max(-1, keepdims=True)
     scales = largest * np.float32(1 / _largest_number(format.code))
     scales = xp.maximum(scales, jnp.finfo(dtype).tiny).astype(dtype)
@@ -123,10 +128,10 @@ _compiled = jax.jit(_quantise, static_argnames="format")
 
 
 def _pack(values: Any) -> Any:
-    """Return the result of `pack`, computed by a sum.
+    """Pack pairs of 4-bit values into bytes, with the same result as `weight_formats.pack`.
 
-    XLA's CPU backend fuses the operations of `pack` with the search for scales, and then computes
-    the search several times.
+    A sum is used instead of the operations of `pack`. XLA's CPU backend would fuse those with the
+    search for scales, and then compute the search several times.
     """
     halves = values.reshape(*values.shape[:-1], -1, 2, PACKED_BYTES)
     factors = np.array([1, 16], np.uint8).reshape(*(1,) * (halves.ndim - 2), 2, 1)
@@ -141,7 +146,7 @@ def _largest_number(code: str) -> float:
 
 
 def _nearest_values(numbers: Array, code: str) -> Array:
-    """Return the values, not packed, with the nearest numbers of a code."""
+    """Round numbers to the nearest numbers of a code; return their unpacked values."""
     xp = numbers.__array_namespace__()
     if code == "int8":
         return xp.clip(xp.rint(numbers), -127, 127).astype(np.int8)
@@ -157,9 +162,9 @@ def _nearest_values(numbers: Array, code: str) -> Array:
 def change_format(
     arrays: WeightArrays, source: WeightFormat, target: WeightFormat, *, is_stacked: bool = False
 ) -> WeightArrays:
-    """Convert a matrix to another format: dequantise it, and quantise it again.
+    """Convert a quantised matrix to another format by dequantising and quantising it.
 
-    If `is_stacked`, the arrays have a first dimension for layers.
+    If `is_stacked` is True, the first dimension of the arrays is the layer.
     """
 
     def change(arrays: WeightArrays) -> WeightArrays:
@@ -172,20 +177,21 @@ def change_format(
 
 
 def quantise_on_host(w: np.ndarray, format: WeightFormat) -> WeightArrays:
-    """Return the same arrays as `quantise`, computed by a compiled program on the host.
+    """Quantise a NumPy matrix like `quantise`, but with a compiled program on the host's CPU.
 
     Args:
       w: float32 ``[*out, in]``.
-      format: the format.
+      format: quantised format.
 
     Returns:
-      NumPy arrays.
+      The arrays of the quantised matrix, of NumPy.
     """
     size = format.group_size
     has_whole_groups = size is not None and size % PACKED_INPUTS == 0 and not format.has_order
-    # All chunks have the same shape, so that a program is compiled only once. The last chunk has
-    # unused rows at its end. If each group can be a row, all matrices share the program; otherwise,
-    # all matrices with the same number of inputs share it.
+    # All chunks have the same shape, so that the program is compiled only once. Unused rows at the
+    # end of the last chunk are ignored. If the format allows it, each row of a chunk is one group.
+    # All matrices then share one program. Otherwise, all matrices with the same number of inputs
+    # share a program.
     width = size if size is not None and has_whole_groups else w.shape[-1]
     rows = w.reshape(-1, width)
     out = WeightArrays(**{name: np.empty(*x) for name, x in format.shapes(rows.shape).items()})
@@ -205,19 +211,20 @@ def quantise_on_host(w: np.ndarray, format: WeightFormat) -> WeightArrays:
 
 
 def _on_host(chunk: np.ndarray, format: WeightFormat) -> WeightArrays:
-    # The caller may forbid implicit transfers, and these stay on the host.
+    # Allow transfers here, because the caller may have forbidden implicit transfers. These
+    # transfers stay on the host.
     with jax.transfer_guard("allow"), jax.default_device(jax.local_devices(backend="cpu")[0]):
         return _compiled(chunk, format)
 
 
 class _Candidate(NamedTuple):
-    """Candidate codes of each group, represented by the offset and scale that produce them.
+    """Candidate codes of each group, given by the offset and scale that produce them.
 
     Attributes:
-      offset: int32, the number of the code 0.
-      inverse: float32, the inverse of the scale.
-      projection: int32, the sum A.
-      norm: int32, the sum B.
+      offset: int32, number that the code 0 represents.
+      inverse: float32, reciprocal of the scale.
+      projection: int32, sum A in the formulas of this module's docstring.
+      norm: int32, sum B in these formulas.
     """
 
     offset: Any
@@ -227,7 +234,7 @@ class _Candidate(NamedTuple):
 
 
 def _search_int4(groups: Any) -> tuple[Any, Any]:
-    """Return the codes of groups in -8 .. 7, and their scales.
+    """Search the int4 codes (-8 .. 7) and scales of groups.
 
     The groups are float32 ``[..., n]``.
 
@@ -252,12 +259,13 @@ def _search_int4(groups: Any) -> tuple[Any, Any]:
 def _search_uint4(
     groups: Any, scale_dtype: DTypeLike, min_dtype: DTypeLike
 ) -> tuple[Any, Any, Any]:
-    """Return the codes of groups in 0 .. 15, their scales and their minima.
+    """Search the uint4 codes (0 .. 15), scales and minima of groups.
 
     The groups are float32 ``[..., n]``.
 
     Returns:
-      Codes int32 ``[..., n]``, scales and minima ``[...]``.
+      Codes int32 ``[..., n]``, scales ``[...]`` of `scale_dtype`, and minima ``[...]`` of
+      `min_dtype`.
     """
     size = groups.shape[-1]
     integers, exponents = _as_integers(groups)
@@ -281,7 +289,10 @@ def _search_uint4(
 
 
 def _ranges(integers: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the offset and the inverse scale that map a part of the range of a group to 0 .. 15."""
+    """Yield the offset and reciprocal scale of each candidate of the uint4 search.
+
+    A candidate maps the range of a group, without the fractions in `_CUTS`, to 0 .. 15.
+    """
     xp = integers.__array_namespace__()
     low, high = integers.min(-1), integers.max(-1)
     inverse = _reciprocal(xp.maximum(high - low, 1), 30)
@@ -291,7 +302,7 @@ def _ranges(integers: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _as_integers(groups: Any) -> tuple[Any, Any]:
-    """Return groups as int32, and the exponents of their largest elements."""
+    """Scale groups by powers of two and round them to int32; also return their exponents."""
     xp = groups.__array_namespace__()
     _, exponents = xp.frexp(xp.abs(groups).max(-1))
     exponents = xp.maximum(exponents.astype(np.int32), _MIN_EXPONENT)
@@ -304,7 +315,7 @@ def _power_of_two(exponents: Any) -> Any:
 
 
 def _reciprocal(integers: Any, bits: int) -> Any:
-    """Return ``1 / integers`` in float32. An integer division is the same on all backends."""
+    """Return ``1 / integers`` in float32, computed by an integer division for equal results."""
     return (2**bits // integers).astype(np.float32) * np.float32(2.0**-bits)
 
 
@@ -333,7 +344,7 @@ def _fit_uint4(integers: Any, offset: Any, inverse: Any) -> _Candidate:
 
 
 def _better(first: _Candidate, second: _Candidate) -> _Candidate:
-    """Return for each group the candidate that saves more error; the first if they are equal."""
+    """For each group, return the candidate that saves more error; `first` if they are equal."""
     xp = first.norm.__array_namespace__()
     (a, b), (c, d) = ([x.astype(np.float32) for x in each[2:]] for each in (first, second))
     is_better = (c * c) * b > (a * a) * d
@@ -341,7 +352,7 @@ def _better(first: _Candidate, second: _Candidate) -> _Candidate:
 
 
 def _scales(candidate: _Candidate, fraction: int) -> Any:
-    """Return the best scale for the codes of each group, int32 with fractional bits."""
+    """Return the best scale for each group's codes, int32 with `fraction` fractional bits."""
     xp = candidate.norm.__array_namespace__()
     magnitude = (xp.abs(candidate.projection) << fraction) // xp.maximum(candidate.norm, 1)
     return xp.where(candidate.projection < 0, -magnitude, magnitude)

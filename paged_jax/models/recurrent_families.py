@@ -1,6 +1,6 @@
-"""Supported model families with recurrent layers, each an entry of `RECURRENT_FAMILIES`.
+"""`RECURRENT_FAMILIES`: supported model families with recurrent layers.
 
-Kimi Linear, which also has latent attention, is in `expert_families`.
+Only Kimi Linear is in `expert_families`, because it also has latent attention.
 """
 
 import math
@@ -174,7 +174,7 @@ _NEMOTRON_MAMBA = MixerKeys(
     pattern_key="hybrid_override_pattern",
     pattern={"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"},
 )
-# Defaults of the configs of Granite 4 and Falcon-H1 in transformers.
+# Default values of transformers' configs of Granite 4 and Falcon-H1.
 _MAMBA_DEFAULTS = {
     "mamba_n_heads": 128,
     "mamba_n_groups": 1,
@@ -185,7 +185,7 @@ _MAMBA_DEFAULTS = {
     "mamba_conv_bias": True,
     "time_step_limit": [0.0, math.inf],
 }
-# Keys of Falcon-H1 with a factor each.
+# Keys in the config of Falcon-H1 that hold a single factor.
 _FALCON_FACTORS = (
     "embedding_multiplier", "lm_head_multiplier", "attention_in_multiplier", "key_multiplier",
     "attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier",

@@ -1,14 +1,14 @@
-"""Residual stream of a layer: its norms, factors of its activations, and several streams.
+"""Operations on the residual stream: norms, scaling, and several parallel streams.
 
-In Gemma 3n, the residual stream of a token has n vectors (AltUp, arXiv 2301.13310). A layer
-predicts all of them from each other, runs on one of them, and corrects the others by the error of
-that prediction::
+In Gemma 3n, each token has n residual streams (AltUp, arXiv 2301.13310). A layer first predicts its
+effect on all streams by linear combinations of them. It then computes attention and MLP for one
+stream, the active stream, and corrects all streams by the error of the prediction::
 
     streams [n, E] --> predicted [n, E] --> layer on the active stream --> output [E]
                               |                                              |
                               +--> corrected = predicted + c (output - predicted active stream)
 
-The factors c and the factors of the prediction depend on the active stream.
+The factors c and the coefficients of the prediction depend on the active stream.
 """
 
 from collections.abc import Callable
@@ -26,26 +26,26 @@ from paged_jax.models.layer_groups import NOTHING, ResidualStreams
 from paged_jax.models.matrices import LayerParameters
 
 # Names of a layer's norms, by `norm_placement`. `input_norm` and `post_attention_norm` normalise
-# the inputs of attention and of the MLP. `attention_out_norm` and `mlp_out_norm` normalise their
-# outputs before they are added to the residual stream.
+# the inputs of attention and of the MLP. `attention_out_norm` and `mlp_out_norm` normalise the
+# outputs of attention and of the MLP, before these are added to the residual stream.
 NORMS = {
     "pre": ("input_norm", "post_attention_norm"),
     "sandwich": ("input_norm", "attention_out_norm", "post_attention_norm", "mlp_out_norm"),
     "post": ("attention_out_norm", "mlp_out_norm"),
     "parallel": ("input_norm",),
 }
-# Further norms of layers with `separate_expert_norms`: of the inputs of the router and of the
-# experts, and of the outputs of the experts and of the shared expert.
+# Additional norms of layers with `separate_expert_norms`. They normalise the input of the router,
+# the input of the experts, the output of the experts, and the output of the shared expert.
 EXPERT_NORMS = ("router_norm", "expert_input_norm", "expert_out_norm", "shared_out_norm")
-# Smallest mean square of a stream that is divided by its root mean square.
+# Lower bound of a stream's mean square, before the stream is divided by its root mean square.
 _MIN_MEAN_SQUARE = 1e-5
 
 
 def norm_names(config: LlamaConfig) -> tuple[str, ...]:
-    """Return the names of a layer's norms.
+    """Return the names of the norms in a layer, given the config of the layer.
 
-    A layer without attention has only the norms of its MLP, and a layer without an MLP has only the
-    norms of its attention.
+    A layer without attention or mixer has only the norms of its MLP. A layer without an MLP has
+    only the other norms.
     """
     has_tokens, has_mlp = NOTHING not in config.layer_types, NOTHING not in config.mlp_layer_types
     return tuple(
@@ -56,17 +56,17 @@ def norm_names(config: LlamaConfig) -> tuple[str, ...]:
 
 
 def multiply(x: jax.Array, factor: float) -> jax.Array:
-    """Return ``x * factor``, or `x` if the factor is 1."""
+    """Return ``x * factor``, without a multiplication if the factor is 1."""
     return x if factor == 1 else x * factor
 
 
 def initial_norm_weight(config: LlamaConfig, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-    """Return the initial weight of a norm, which multiplies by 1."""
+    """Return the initial weight of a norm, with which the norm multiplies by 1."""
     return jnp.full(shape, 1 - config.norm_offset, dtype)
 
 
 def apply_norm(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Apply a norm of the model's type to float32 ``x [..., E]`` with a weight ``[E]``."""
+    """Apply an RMS norm or layer norm with weight ``[E]`` to ``x [..., E]``, float32."""
     weight = effective_weight(config, weight)
     if config.norm_type == "layer":
         return layer_norm(x, weight, config.rms_norm_eps)
@@ -74,7 +74,7 @@ def apply_norm(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Arra
 
 
 def effective_weight(config: LlamaConfig, weight: jax.Array) -> jax.Array:
-    """Return the factor of a norm: its weight, or float32 ``offset + weight``."""
+    """Return the factor by which a norm multiplies: ``norm_offset + weight``."""
     return weight.astype(jnp.float32) + config.norm_offset if config.norm_offset else weight
 
 
@@ -85,10 +85,11 @@ Embed = Callable[[jax.Array], jax.Array]
 def add_low_rank(
     config: LlamaConfig, x: jax.Array, normed: jax.Array, weights: LayerParameters
 ) -> jax.Array:
-    """Add the low-rank projection of attention's normalised input, if the layer has one.
+    """Add the LAuReL branch of Gemma 3n to the residual stream, if the layer has one.
 
-    The residual stream after attention is ``x [..., E]``, the input of attention
-    ``normed [..., E]``, both float32.
+    The branch is the normalised input of attention plus a low-rank projection of it. ``x [..., E]``
+    is the residual stream after attention, and ``normed [..., E]`` is the normalised input of
+    attention. Both are float32.
     """
     if not config.laurel_rank:
         return x
@@ -97,13 +98,15 @@ def add_low_rank(
 
 
 def add_stream_weights(layer: Any, count: int, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
-    """Add the parameters of n streams to a layer, each floating point.
+    """Add the parameters for n residual streams to a layer. `count` is n.
 
-    - ``stream_norm [E]``: norm of the active stream.
-    - ``stream_router [n, E]``: projection of the active stream to n numbers.
-    - ``stream_predict [n * n, n]``: from these numbers to the factors of the prediction.
-    - ``stream_correct [n, n]``: from these numbers to the factors of the correction.
-    - ``stream_factor [E]``: factor of the active stream before it gates the embedding of the layer.
+    - ``stream_norm [E]``: weight of the norm of the active stream.
+    - ``stream_router [n, E]``: projection of the active stream to n router outputs.
+    - ``stream_predict [n * n, n]``: projection of the router outputs to the coefficients of the
+      prediction.
+    - ``stream_correct [n, n]``: projection of the router outputs to the factors of the correction.
+    - ``stream_factor [E]``: factor of the active stream before it gates the layer's token
+      embeddings.
     """
     config: LlamaConfig = layer.config
     E, n = config.hidden_size, count
@@ -115,7 +118,7 @@ def add_stream_weights(layer: Any, count: int, rngs: nnx.Rngs, dtype: DTypeLike)
 
 
 def predict_streams(config: LlamaConfig, x: jax.Array, weights: LayerParameters) -> jax.Array:
-    """Return the predicted streams before a layer, float32 ``[..., n, E]`` like `x`."""
+    """Predict the streams after a layer from the streams ``x [..., n, E]`` before it."""
     n = x.shape[-2]
     modes = _modes(config, x[..., _streams(config).active, :], weights)
     factors = _multiply(modes, weights.vector("stream_predict")).reshape(*modes.shape[:-1], n, n)
@@ -125,10 +128,10 @@ def predict_streams(config: LlamaConfig, x: jax.Array, weights: LayerParameters)
 def correct_streams(
     config: LlamaConfig, predicted: jax.Array, out: jax.Array, weights: LayerParameters
 ) -> jax.Array:
-    """Return the streams float32 ``[..., n, E]`` after a layer.
+    """Correct the predicted streams by a layer's output; return float32 ``[..., n, E]``.
 
-    `out` is float32 ``[..., E]``, the output of the layer for the active stream. `predicted` is the
-    result of `predict_streams`.
+    `predicted` is the result of `predict_streams`. `out` is float32 ``[..., E]``, the active stream
+    after attention and MLP.
     """
     factors = 1 + _multiply(_modes(config, out, weights), weights.vector("stream_correct"))
     error = out - predicted[..., _streams(config).active, :]
@@ -138,9 +141,10 @@ def correct_streams(
 def add_to_streams(
     config: LlamaConfig, x: jax.Array, weights: LayerParameters, embed: Embed | None
 ) -> jax.Array:
-    """Add the embedding of the layer to all streams ``[..., n, E]`` but the first.
+    """Add the layer's gated token embeddings to all streams ``[..., n, E]`` except the first.
 
-    `embed` returns the embedding; None if layers have no embeddings.
+    `embed` computes them from the active stream. It is None for models without per-layer
+    embeddings.
     """
     if embed is None:
         return x
@@ -151,18 +155,20 @@ def add_to_streams(
 
 
 def split_streams(x: jax.Array, proj: Weight, backend: str | None) -> jax.Array:
-    """Return the initial streams ``[..., n, E]`` for embeddings float32 ``[..., E]``.
+    """Return the first layer's input streams ``[..., n, E]`` for embeddings ``x [..., E]``.
 
-    The embeddings are the first stream. ``proj [n - 1, E, E]`` projects them to the others.
+    The embeddings are the first stream. ``proj [n - 1, E, E]`` projects them to the other streams,
+    which are scaled to the same mean square.
     """
     others = _with_mean_square(linear(x, proj, backend=backend), mean_square(x)[..., None, :])
     return jnp.concatenate([x[..., None, :], others], axis=-2)
 
 
 def merge_streams(x: jax.Array, proj: Weight, backend: str | None) -> jax.Array:
-    """Return the mean ``[..., E]`` of all streams, after projecting all except the first.
+    """Merge the streams after the last layer to hidden states ``[..., E]``.
 
-    The streams are float32 ``[..., n, E]``, and ``proj`` is ``[n - 1, E, E]``.
+    All streams but the first are projected by ``proj [n - 1, E, E]`` and scaled to the mean square
+    of the first. The result is the mean of all streams. ``x [..., n, E]`` is float32.
     """
     *rows, n, E = x.shape
     by_stream = jnp.moveaxis(x.reshape(-1, n, E)[:, 1:], 1, 0)
@@ -181,7 +187,7 @@ def _streams(config: LlamaConfig) -> ResidualStreams:
 
 
 def _modes(config: LlamaConfig, x: jax.Array, weights: LayerParameters) -> jax.Array:
-    """Return the output of the router, float32 ``[..., n]`` from -1 to 1, for a stream."""
+    """Return the router outputs for a stream ``[..., E]``: float32 ``[..., n]`` from -1 to 1."""
     normed = apply_norm(config, x, weights.vector("stream_norm")) / config.hidden_size
     return jnp.tanh(_multiply(normed, weights.vector("stream_router")))
 
@@ -191,6 +197,6 @@ def _multiply(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _with_mean_square(x: jax.Array, target: jax.Array) -> jax.Array:
-    """Scale ``x [..., E]`` so that its mean square is `target`."""
+    """Scale ``x [..., n, E]`` so that the mean square of each vector is `target`."""
     mean = mean_square(x, num_heads=x.shape[-2])
     return x * jnp.sqrt(target / jnp.maximum(mean, _MIN_MEAN_SQUARE))

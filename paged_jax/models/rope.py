@@ -1,9 +1,9 @@
 """Rotary position embedding: the rotation angles of every layer's queries and keys.
 
-Kernels rotate the pairs ``(x[i], x[i + D/2])`` of whole heads. In some checkpoints, only a part of
-each head rotates, or the elements of a pair are neighbours. They are permuted into this form when
-they are loaded, see `head_order`. Pairs that do not rotate have frequency 0: a cosine of 1 and a
-sine of 0.
+Kernels rotate all pairs ``(x[i], x[i + D/2])`` of a head. In some checkpoints, only a part of each
+head is rotated, or the two elements of a pair are neighbours. The weights of such checkpoints are
+permuted when they are loaded, so that the kernels can use them, see `head_order`. Pairs that must
+not rotate have the frequency 0, which gives a cosine of 1 and a sine of 0.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import numpy as np
 
 from paged_jax.models.family import UnsupportedConfigError
 
-# Fields of `RopeScaling` that each type uses.
+# Fields of `RopeScaling` that each `rope_type` uses.
 SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor", "original_max_position_embeddings"),
@@ -37,25 +37,28 @@ SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of rotary frequencies for contexts longer than the training context.
+    """Scaling of rotary frequencies for contexts that are longer than the original context.
 
-    Each ``rope_type`` uses `factor` and the fields that its description names:
+    The original context is the context length of training, `original_max_position_embeddings`.
+
+    The field `rope_type` selects the method. Each method uses `factor` and the fields named in its
+    description:
 
     - ``"linear"`` divides all frequencies by `factor` (Chen et al., arXiv 2306.15595).
-    - ``"llama3"`` divides only low frequencies, with a smooth transition (Llama 3.1 model card):
-      `low_freq_factor`, `high_freq_factor`, `original_max_position_embeddings`.
-    - ``"yarn"`` divides frequencies that make less than `beta_slow` turns in the original context,
-      with a transition up to `beta_fast` turns. If `truncate`, the transition starts and ends at
-      whole pairs. Cosines and sines are multiplied by `attention_factor` (YaRN, arXiv 2309.00071,
-      section 3.4).
-    - ``"longrope"`` divides each frequency by its own factor, from `short_factor` if the longest
-      sequence of the model fits into the original context, otherwise from `long_factor`. Cosines
-      and sines are multiplied by `attention_factor` (LongRoPE, arXiv 2402.13753).
-    - ``"proportional"`` spreads the frequencies over the whole head, also if only a part of it
-      rotates. That part is the first elements of both halves of the head, see `Rope`. All
-      frequencies are divided by `factor` (Gemma 4).
-    - ``"dynamic"`` rotates tokens after the original context with a larger base, which grows with
-      their position, see `Rope`.
+    - ``"llama3"`` divides only low frequencies (Llama 3.1 model card). Between `low_freq_factor`
+      and `high_freq_factor` turns in the original context, there is a smooth transition.
+    - ``"yarn"`` divides frequencies that make fewer than `beta_slow` turns in the original context,
+      with a transition up to `beta_fast` turns. If `truncate` is True, the bounds of the transition
+      are rounded to whole pairs. Cosines and sines are multiplied by `attention_factor` (YaRN,
+      arXiv 2309.00071, section 3.4).
+    - ``"longrope"`` divides each frequency by its own factor. The factors are `short_factor` if the
+      maximum sequence length of the model is at most the original context, otherwise `long_factor`.
+      Cosines and sines are multiplied by `attention_factor` (LongRoPE, arXiv 2402.13753).
+    - ``"proportional"`` divides all frequencies by `factor` (Gemma 4). If only a part of a head
+      rotates, the exponents of the frequencies are still relative to the whole head, and the
+      rotated elements are the first elements of both halves of the head.
+    - ``"dynamic"`` rotates tokens beyond the original context with a larger base, which grows with
+      the position of the token, see `Rope`.
 
     Raises:
       UnsupportedConfigError: the ``rope_type`` is unknown.
@@ -75,18 +78,20 @@ class RopeScaling:
     long_factor: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        # Search a tuple, because a value from JSON may not be hashable.
+        # `rope_type` may be any value from JSON, for example a list, which cannot be looked up in a
+        # dict.
         if self.rope_type not in tuple(SCALING_FIELDS):
             raise UnsupportedConfigError(
-                f"LlamaConfig: rope_type {self.rope_type!r} is not supported, only 'default', "
-                f"{', '.join(map(repr, SCALING_FIELDS))}."
+                "LlamaConfig: rope_type must be one of 'default', "
+                f"{', '.join(map(repr, SCALING_FIELDS))}, got {self.rope_type!r}."
             )
         if not (math.isfinite(self.factor) and self.factor > 0):
             raise ValueError(f"LlamaConfig: rope factor must be positive, got {self.factor!r}.")
         if not 0 < self.low_freq_factor <= self.high_freq_factor < math.inf:
             raise ValueError(
-                "LlamaConfig: low_freq_factor must be positive and at most high_freq_factor, "
-                f"got {self.low_freq_factor!r} and {self.high_freq_factor!r}."
+                "LlamaConfig: low_freq_factor must be positive and at most high_freq_factor, got "
+                f"low_freq_factor {self.low_freq_factor!r} and high_freq_factor "
+                f"{self.high_freq_factor!r}."
             )
         if self.original_max_position_embeddings < 1:
             raise ValueError(
@@ -99,22 +104,24 @@ class RopeScaling:
             )
         if not 0 < self.beta_slow <= self.beta_fast < math.inf:
             raise ValueError(
-                "LlamaConfig: beta_slow must be positive and at most beta_fast, got "
-                f"{self.beta_slow!r} and {self.beta_fast!r}."
+                "LlamaConfig: beta_slow must be positive and at most beta_fast, got beta_slow "
+                f"{self.beta_slow!r} and beta_fast {self.beta_fast!r}."
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class QueryScale:
-    """Factor of queries that grows with their position, for contexts beyond the training length.
+    """Factor of queries that grows with the position, for contexts beyond the training length.
 
-    It is ``1 + beta * log(1 + floor((position + offset) / length))``.
+    The factor is ``1 + beta * log(1 + floor((position + offset) / length))``.
 
     Attributes:
-      beta: slope of the factor.
-      length: number of positions with the same factor; the first of them have factor 1.
-      offset: number that is added to positions.
-      only_without_rope: whether the factor applies only to layers that do not rotate.
+      beta: coefficient of the logarithm.
+      length: number of consecutive positions that have the same factor. The factor of the first
+        `length` positions is 1 (if `offset` is 0).
+      offset: number that is added to the positions.
+      only_without_rope: whether the factor applies only to layers that do not rotate queries and
+        keys.
 
     Raises:
       ValueError: a number is out of range.
@@ -133,42 +140,43 @@ class QueryScale:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.beta) and self.beta > 0 and self.length > 0):
             raise ValueError(
-                "LlamaConfig: the scale of queries must have a positive beta and length, got "
-                f"{self.beta!r} and {self.length!r}."
+                "LlamaConfig: query_scale must have a positive beta and a positive length, got "
+                f"beta {self.beta!r} and length {self.length!r}."
             )
 
     def factors(self, positions: jax.Array) -> jax.Array:
-        """Return the factor of each query, float32 ``[...]`` for positions i32 ``[...]``."""
+        """Return the factors of queries at positions i32 ``[...]``, float32 ``[...]``."""
         turns = jnp.maximum(positions + self.offset, 0) // self.length
         return 1 + self.beta * jnp.log1p(turns.astype(jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotation of a layer's queries and keys. Layers with equal `Rope` share their angles.
+    """Rotary embedding of a layer. Layers with an equal `Rope` have the same angles.
 
-    A paged cache holds rotated keys. They serve all later tokens and all sequences that share
-    them, so the angles of a key may only depend on its position:
+    A paged cache stores keys after rotation. All later tokens, and all sequences that share a
+    block, use these keys. So the angle of a key must depend only on its position. This determines
+    the behaviour of two types of scaling:
 
     - ``"longrope"`` has two sets of factors. The original models switch between them when a
       sequence grows beyond the original context, which would change the rotation of all earlier
-      keys. Here `max_position_embeddings`, the maximum length of a sequence, decides for all
-      sequences, as in vLLM. For short sequences with the short factors, use
+      keys. Here, the maximum sequence length `max_position_embeddings` selects one set for all
+      sequences, as in vLLM. To use the short factors, reduce it with
       ``dataclasses.replace(config, max_position_embeddings=...)``.
-    - ``"dynamic"`` enlarges the base with the length of the sequence, beyond the original context.
-      Here the token at position p always has the base for p + 1 tokens. transformers computes the
-      same when it generates token by token with its cache. Within the original context both agree
-      in any case.
+    - ``"dynamic"`` uses a base that grows with the sequence length beyond the original context.
+      Here, the token at position p always uses the base for a length of p + 1. transformers does
+      the same when it generates token by token with its cache. For a longer prompt, transformers
+      uses the base of the whole prompt, so results differ beyond the original context.
 
     Attributes:
       head_dim: head dimension (D), even.
-      rotary_dim: number of elements of a head that rotate, even, at most D.
+      rotary_dim: number of elements of a head that are rotated, even, at most D.
       theta: base of the frequencies.
-      scaling: scaling of the frequencies, or None.
+      scaling: scaling of the frequencies; None for no scaling.
       max_position_embeddings: maximum length of a sequence in tokens.
 
     Raises:
-      ValueError: `rotary_dim` or the number of longrope factors does not fit.
+      ValueError: `rotary_dim` is odd or out of range, or the number of longrope factors is wrong.
 
     Example:
       >>> Rope(head_dim=8, rotary_dim=4, theta=100.0).frequencies()
@@ -184,20 +192,20 @@ class Rope:
     def __post_init__(self) -> None:
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
             raise ValueError(
-                "LlamaConfig: an even number of each head's dimensions must rotate, got "
-                f"{self.rotary_dim} of {self.head_dim} (partial_rotary_factor)."
+                "LlamaConfig: partial_rotary_factor must select an even number of each head's "
+                f"{self.head_dim} elements, got {self.rotary_dim}."
             )
         if self.scaling is not None and self.scaling.rope_type == "longrope":
             for name in ("short_factor", "long_factor"):
                 num_factors = len(getattr(self.scaling, name))
                 if num_factors != self.rotary_dim // 2:
                     raise ValueError(
-                        f"LlamaConfig: {name} must have {self.rotary_dim // 2} numbers, got "
-                        f"{num_factors}."
+                        f"LlamaConfig: {name} must have {self.rotary_dim // 2} numbers, one for "
+                        f"each rotated pair, got {num_factors}."
                     )
 
     def frequencies(self) -> np.ndarray:
-        """Return the frequency of each pair in radians per token, float32 ``[D / 2]``.
+        """Return the rotary frequency of each pair in radians per token, float32 ``[D / 2]``.
 
         See RoFormer, section 3.2.2.
         """
@@ -207,19 +215,23 @@ class Rope:
         return self._pad(frequencies, 0.0)
 
     def scales(self) -> np.ndarray:
-        """Return the factor of each pair's cosine and sine, float32 ``[D / 2]``."""
+        """Return the factor of each pair's cosine and sine, float32 ``[D / 2]``.
+
+        It is `attention_factor` for rotated pairs, and 1 for the other pairs.
+        """
         factor = 1.0 if self.scaling is None else self.scaling.attention_factor
         return self._pad(np.full(self.rotary_dim // 2, factor), 1.0)
 
     def angles(self, positions: jax.Array) -> jax.Array:
-        """Return the angle of every pair, float32 ``[..., D / 2]`` for positions ``[...]``."""
+        """Return the rotation angles at positions ``[...]``, float32 ``[..., D / 2]``."""
         lead = (1,) * positions.ndim + (-1,)
         angles = positions[..., None].astype(jnp.float32) * self.frequencies().reshape(lead)
         if self.scaling is None or self.scaling.rope_type != "dynamic":
             return angles
-        # With R = rotary_dim, and n = position + 1 above the original context, the base becomes
-        # theta * s ** (R / (R - 2)) for s = 1 + factor * (n / original - 1). Each frequency is a
-        # power of the base: the last frequency is divided by s, and the first does not change.
+        # Let R be rotary_dim, original the original context, and n = position + 1, which is larger
+        # than original. The base becomes theta * s ** (R / (R - 2)) with s = 1 + factor * (n /
+        # original - 1). Each frequency is a power of the base. So the last frequency is divided by
+        # s, and the first does not change.
         original = self.scaling.original_max_position_embeddings
         past = jnp.maximum(positions + 1 - original, 0).astype(jnp.float32) / original
         stretch = self._exponents() * self.rotary_dim / max(self.rotary_dim - 2, 1)
@@ -228,7 +240,7 @@ class Rope:
 
     @property
     def paired_dim(self) -> int:
-        """Number of elements of a head that form pairs. Their distance is half of it."""
+        """Number of elements of a head that form pairs; twice the distance within a pair."""
         is_whole = self.scaling is not None and self.scaling.rope_type == "proportional"
         return self.head_dim if is_whole else self.rotary_dim
 
@@ -256,10 +268,11 @@ def _scale(frequencies: np.ndarray, scaling: RopeScaling, rope: Rope) -> np.ndar
 
 
 def _kept_by_llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Return the fraction of each frequency that is not scaled, 0 to 1.
+    """Return the weight of the original frequency of each pair with "llama3" scaling, 0 to 1.
 
-    It is 1 for pairs with at least `high_freq_factor` turns in the original context, 0 for pairs
-    with at most `low_freq_factor` turns, and linear in the number of turns between them.
+    The scaled frequency has the remaining weight. The result is 1 for pairs with at least
+    `high_freq_factor` turns in the original context, 0 for pairs with at most `low_freq_factor`
+    turns, and linear in the number of turns in between.
     """
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
@@ -269,14 +282,15 @@ def _kept_by_llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray
 
 
 def _kept_by_yarn(rope: Rope, scaling: RopeScaling) -> np.ndarray:
-    """Return the fraction of each frequency that is not scaled, 0 to 1.
+    """Return the weight of the original frequency of each pair with "yarn" scaling, 0 to 1.
 
-    It is 1 for pairs with at least `beta_fast` turns in the original context, 0 for pairs with at
-    most `beta_slow` turns, and linear in the index of the pair between them.
+    The scaled frequency has the remaining weight. The result is 1 for pairs with at least
+    `beta_fast` turns in the original context, 0 for pairs with at most `beta_slow` turns, and
+    linear in the index of the pair in between.
     """
 
     def find_pair(turns: float) -> float:
-        """Return the fractional index of the pair with this number of turns."""
+        """Return the (fractional) index of the pair that makes this number of turns."""
         length = scaling.original_max_position_embeddings / (2 * math.pi * turns)
         return rope.rotary_dim * math.log(length) / (2 * math.log(rope.theta))
 
@@ -294,9 +308,9 @@ def _kept_by_yarn(rope: Rope, scaling: RopeScaling) -> np.ndarray:
 def rotations(
     positions: jax.Array, rope: Rope | None, head_dim: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return cosine and sine of every angle, each float32 ``[..., D / 2]``.
+    """Return the cosines and sines at positions ``[...]``, each float32 ``[..., D / 2]``.
 
-    They are 1 and 0 for a layer that does not rotate, for which `rope` is None.
+    If `rope` is None, the layer does not rotate: all cosines are 1 and all sines are 0.
     """
     if rope is None:
         shape = (*positions.shape, head_dim // 2)
@@ -313,21 +327,25 @@ def rotations(
 def all_rotations(
     positions: jax.Array, ropes: Sequence[Rope | None], head_dims: Sequence[int]
 ) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """Return the `rotations` of each layer. Equal rotations are computed once."""
+    """Return the cosines and sines of each layer, see `rotations`.
+
+    They are computed only once for layers with an equal `Rope`.
+    """
     kinds = tuple(zip(ropes, head_dims, strict=True))
     computed = {kind: rotations(positions, *kind) for kind in dict.fromkeys(kinds)}
     return tuple(computed[kind] for kind in kinds)
 
 
 def head_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> tuple[int, ...] | None:
-    """Return each element's index in the checkpoint's head, or None if the order is the same.
+    """Return the order in which a checkpoint's head elements must be taken for the kernels.
 
-    A head becomes ``[first of each pair, half of the rest, second of each pair, the rest]``, so
-    that ``(x[i], x[i + D/2])`` is a pair and the whole head rotates.
+    Element i of the reordered head is element ``order[i]`` of the head in the checkpoint. The new
+    order is ``[first of each pair, half of the rest, second of each pair, the rest]``, so that
+    ``(x[i], x[i + D/2])`` is a pair for all i. The result is None if the order does not change.
 
     Args:
       head_dim: head dimension (D).
-      rotary_dim: number of elements that rotate. They come first in the checkpoint.
+      rotary_dim: number of elements that are rotated. They come first in the checkpoint.
       interleaved: whether the two elements of a pair are neighbours in the checkpoint. Otherwise
         their distance is half of `rotary_dim`.
 

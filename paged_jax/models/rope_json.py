@@ -1,6 +1,7 @@
-"""Read and write the entries of a ``config.json`` about rotary embeddings and latent attention.
+"""Reading and writing of ``config.json`` entries about rotary and latent attention.
 
-For the arguments and the errors, see `layers_json`.
+The entries describe rotary embeddings and the sizes of latent attention. For the arguments and the
+errors, see `layers_json`.
 """
 
 import math
@@ -13,7 +14,7 @@ from paged_jax.models.layer_groups import ATTENTION_TYPES, FULL, SLIDING, Latent
 from paged_jax.models.model_folder import read_boolean, read_integer, read_number, read_object
 from paged_jax.models.rope import SCALING_FIELDS, QueryScale, RopeScaling
 
-# Keys of the sizes of latent attention that may not be null.
+# Keys of the sizes of latent attention that are required. The key `q_lora_rank` may be null.
 _LATENT_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -23,15 +24,16 @@ def read_rope(
     """Return the fields of a `LlamaConfig` that describe rotary embeddings.
 
     transformers 4 writes ``rope_theta`` and ``rope_scaling``, and for Gemma 3 also
-    ``rope_local_base_freq``. transformers 5 writes everything into ``rope_parameters``, either one
-    object or one per type of layer.
+    ``rope_local_base_freq``. transformers 5 writes everything into ``rope_parameters``, which is
+    one object, or an object for each layer type.
     """
     rope = _choose_object(config, family)
     local: Mapping[str, Any] | None = None
     if _is_nested(rope):
         rope, local = _split_by_layer_type(rope, family)
     merged = {**config, **{key: value for key, value in rope.items() if value is not None}}
-    # In latent attention, a separate part of each head rotates as a whole.
+    # With latent attention, the rotated elements are a separate part of a head, and this part is
+    # always rotated completely.
     partial_factor = 1.0 if family.has_latent else _partial_factor(merged, family)
     theta, scaling = read_number(merged, "rope_theta", 10000.0), _read_scaling(rope, config)
     rope_of_others = theta, scaling, partial_factor
@@ -47,7 +49,7 @@ def read_rope(
 
 
 def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the entries of a ``config.json`` that `read_rope` and transformers can read."""
+    """Return the entries about rotary embeddings, for `read_rope` and transformers."""
     if family.rope_layers == "none":
         return {}
     if family.rope_layers == "with a base" and fields["rope_layers"]:
@@ -55,7 +57,7 @@ def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     rope_scaling: RopeScaling | None = fields["rope_scaling"]
     scaling: dict[str, Any] | None
     scaling = None if rope_scaling is None else write_scaling(rope_scaling)
-    # null would select the family's default scaling
+    # null would mean the default scaling of the family
     if scaling is None and "rope_parameters" in family.defaults:
         scaling = {"rope_type": "default"}
     if scaling is not None and rope_scaling is not None:
@@ -78,18 +80,18 @@ def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
         default = {"rope_type": "default"}
         local_scaling = None if local_theta else scaling
         written["rope_local_base_freq"] = local_theta or theta
-        # transformers 5 reads this entry first, transformers 4 reads the others.
+        # transformers 5 reads only this entry, transformers 4 reads the others.
         written["rope_parameters"] = {
             FULL: {**(scaling or default), "rope_theta": theta},
             SLIDING: {**(local_scaling or default), "rope_theta": local_theta or theta},
         }
         if family.partial_rope:
-            # Only this entry can say which layers rotate a part of each head.
+            # No other entry can say that only layers without a window rotate a part of each head.
             written["rope_parameters"][FULL] |= partial
             del written["rope_scaling"]
     scale: QueryScale | None = fields["query_scale"]
     if family.query_scale == "rope_parameters" and scale is not None:
-        # transformers finds these entries only here.
+        # transformers reads these values only from `rope_parameters`.
         parameters = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
         parameters |= {
             "llama_4_scaling_beta": scale.beta,
@@ -104,7 +106,7 @@ def write_rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def read_latent(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the fields of a `LlamaConfig` that describe latent attention."""
+    """Return the fields of a `LlamaConfig` that depend on latent attention."""
     if not family.has_latent:
         return {}
     sizes = {name: read_integer(config, name) for name in _LATENT_KEYS}
@@ -112,17 +114,18 @@ def read_latent(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     rope, fields = _choose_object(config, family), {}
     scaling = _read_scaling(rope, config)
     if scaling is not None and rope.get("mscale_all_dim"):
-        # The scores of longer contexts have this factor in addition to `attention_factor`.
+        # This factor of the attention scores is applied in addition to `attention_factor`.
         scale = _yarn_scale(scaling.factor, read_number(rope, "mscale_all_dim"))
         fields["attention_multiplier"] = latent.query_dim**-0.5 * scale**2
-    # All heads share one vector. Files repeat the number of heads in `num_key_value_heads`.
+    # All heads share one latent vector, but files give the number of heads as
+    # `num_key_value_heads`.
     heads = read_integer(config, "num_attention_heads")
     fields |= {"num_key_value_heads": heads, "head_dim": latent.qk_rope_head_dim}
     return fields | {"latent": latent}
 
 
 def write_latent(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the entries of a ``config.json`` that `read_latent` and transformers can read."""
+    """Return the entries about latent attention, for `read_latent` and transformers."""
     latent: LatentSizes | None = fields["latent"]
     if not family.has_latent or latent is None:
         return {}
@@ -132,35 +135,36 @@ def write_latent(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _mscale_all_dim(fields: Mapping[str, Any], factor: float) -> float:
-    """Return the entry ``mscale_all_dim`` for the factor of the scores; 0 for no correction."""
+    """Return the entry ``mscale_all_dim`` that gives `attention_multiplier`; 0 for none."""
     latent: LatentSizes | None = fields["latent"]
     multiplier = fields["attention_multiplier"]
     if latent is None or multiplier is None or factor <= 1:
         return 0.0
     scale = math.sqrt(multiplier * latent.query_dim**0.5)
-    # 12 digits keep every number that a person wrote, and hide rounding errors.
+    # Rounding to 12 digits hides rounding errors, and keeps every number that a person would write.
     return float(f"{(scale - 1) / (0.1 * math.log(factor)):.12g}")
 
 
 def _read_query_scale(
     config: Mapping[str, Any], rope: Mapping[str, Any], family: Family
 ) -> QueryScale | None:
-    """Return the factor of queries by position, or None. `rope` is the entry `rope_parameters`."""
+    """Return the `QueryScale` of a config, or None. `rope` is the entry `rope_parameters`."""
     if family.query_scale == "attn_temperature_tuning":
-        # Early files have a number of layers instead of true.
+        # In early files, the value is a number of layers instead of true.
         if not config.get("attn_temperature_tuning"):
             return None
         beta = read_number(config, "attn_scale")
         length = read_number(config, "floor_scale")
         return QueryScale(beta, int(length), offset=1, only_without_rope=True)
-    # Early files of Mistral have a separate entry for these values.
+    # In early files of Mistral, these values are in a separate entry.
     given = {**rope, **read_object(config, "llama_4_scaling")}
     beta = given.get("llama_4_scaling_beta", given.get("beta"))
     if beta is None:
         return None
     if family.query_scale != "rope_parameters":
         raise UnsupportedConfigError(
-            f"LlamaConfig: llama_4_scaling_beta is not supported for {family.architecture}."
+            f"LlamaConfig: llama_4_scaling_beta must be null for {family.architecture}, got "
+            f"{beta!r}."
         )
     length = _context_length(
         "original_max_position_embeddings", given.get("original_max_position_embeddings")
@@ -171,15 +175,16 @@ def _read_query_scale(
 def read_scaling(
     rope: Mapping[str, Any], max_position_embeddings: int, original: int | None = None
 ) -> RopeScaling | None:
-    """Read ``rope_scaling``, or one object of ``rope_parameters``.
+    """Convert the object ``rope_scaling``, or an object in ``rope_parameters``.
 
     Args:
-      rope: the JSON object.
-      max_position_embeddings: maximum length of a sequence in the same config.
-      original: the config's own ``original_max_position_embeddings`` (Phi-3), or None.
+      rope: the object.
+      max_position_embeddings: value of this key in the same config.
+      original: value of ``original_max_position_embeddings`` at the top level of the config
+        (Phi-3), or None.
 
     Returns:
-      None if frequencies are not scaled.
+      The scaling; None if frequencies are not scaled.
 
     Raises:
       UnsupportedConfigError: the ``rope_type`` is unknown.
@@ -209,10 +214,10 @@ def read_scaling(
     if rope.get("factor") is not None or rope_type in ("linear", "dynamic", "llama3"):
         fields["factor"] = read_number(rope, "factor")
     else:
-        # Phi-3 and DeepSeek give the two context lengths instead of the factor.
+        # In files of Phi-3 and DeepSeek, the factor is the ratio of the two context lengths.
         fields["factor"] = max_position_embeddings / fields["original_max_position_embeddings"]
     for key in ("beta_fast", "beta_slow"):
-        if key in used and rope.get(key):  # transformers treats null and 0 as the default
+        if key in used and rope.get(key):  # transformers uses the default for null and for 0
             fields[key] = read_number(rope, key)
     if "truncate" in used:
         fields["truncate"] = bool(rope.get("truncate", True))  # transformers treats null as false
@@ -227,7 +232,7 @@ def read_scaling(
 
 
 def write_scaling(scaling: RopeScaling) -> dict[str, Any]:
-    """Return the ``rope_scaling`` object that `read_scaling` and transformers can read."""
+    """Return the object ``rope_scaling`` for `read_scaling` and transformers."""
     written: dict[str, Any] = {"rope_type": scaling.rope_type}
     for name in SCALING_FIELDS[scaling.rope_type]:
         value = getattr(scaling, name)
@@ -240,8 +245,9 @@ def write_scaling(scaling: RopeScaling) -> dict[str, Any]:
 def longest_sequence(scaling: RopeScaling | None, max_position_embeddings: int) -> int:
     """Return the maximum length of a sequence in tokens.
 
-    Users of Qwen models add ``"yarn"`` to a config and leave `max_position_embeddings` at the
-    training length. Then the length is the factor times the original context, as in vLLM.
+    To extend the context of Qwen models, users add ``"yarn"`` to a config, but leave
+    `max_position_embeddings` at the training length. With ``"yarn"``, the maximum length is
+    therefore at least ``factor * original_max_position_embeddings``, as in vLLM.
     """
     if scaling is None or scaling.rope_type != "yarn":
         return max_position_embeddings
@@ -252,7 +258,7 @@ def longest_sequence(scaling: RopeScaling | None, max_position_embeddings: int) 
 def read_rope_layers(
     config: Mapping[str, Any], family: Family, num_layers: int, layer_types: Sequence[str]
 ) -> tuple[bool, ...]:
-    """Return whether each layer rotates, or an empty tuple if all do. See `read_rope`."""
+    """Return whether each layer rotates queries and keys; empty if all layers do."""
     if family.rope_layers == "sliding":
         uniform = FULL if config.get("sliding_window") is None else SLIDING
         return tuple(kind == SLIDING for kind in layer_types or (uniform,) * num_layers)
@@ -266,7 +272,7 @@ def read_rope_layers(
         kind = config.get("position_embedding_type")
         rotates = family.rope_layers == "switched" and kind == "rope"
         return () if rotates else (False,) * num_layers
-    rotates = config.get("no_rope_layers")  # despite its name, 1 marks a layer that rotates
+    rotates = config.get("no_rope_layers")  # 1 means that the layer rotates, despite the key's name
     if rotates in (None, []):
         interval = config.get("no_rope_layer_interval", 4)
         if not is_int(interval) or interval < 1:
@@ -276,21 +282,25 @@ def read_rope_layers(
         return tuple(bool((layer + 1) % interval) for layer in range(num_layers))
     if not isinstance(rotates, list) or len(rotates) < num_layers:
         raise ValueError(
-            f"LlamaConfig: no_rope_layers must list {num_layers} layers, got {rotates!r}."
+            "LlamaConfig: no_rope_layers must be a list with a number for each of the "
+            f"{num_layers} layers, got {rotates!r}."
         )
     return tuple(map(bool, rotates[:num_layers]))
 
 
 def _choose_object(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
-    """Return `rope_scaling` or `rope_parameters`, after a check that they agree."""
+    """Return the entry `rope_scaling` or `rope_parameters`.
+
+    If the config has both, check that they agree.
+    """
     scaling = read_object(config, "rope_scaling")
     parameters = read_object(config, "rope_parameters")
     if not parameters or parameters == family.defaults.get("rope_parameters"):
         return scaling or parameters
     if family.local_rope and not _is_nested(parameters):
         raise UnsupportedConfigError(
-            f"LlamaConfig: rope_parameters must have an object for each of {FULL!r} and "
-            f"{SLIDING!r} for {family.architecture}, got {dict(parameters)!r}."
+            f"LlamaConfig: rope_parameters must have the keys {FULL!r} and {SLIDING!r} for "
+            f"{family.architecture}, each with an object, got {dict(parameters)!r}."
         )
     if not scaling:
         return parameters
@@ -303,7 +313,8 @@ def _choose_object(config: Mapping[str, Any], family: Family) -> Mapping[str, An
     if any(used.get(key) != value for key, value in given.items()):
         raise UnsupportedConfigError(
             "LlamaConfig: rope_scaling must be null or agree with rope_parameters, got "
-            f"{dict(scaling)!r} and {dict(given)!r}. Remove one of them."
+            f"rope_scaling {dict(scaling)!r} and rope_parameters {dict(given)!r}. Remove one of "
+            "them."
         )
     return parameters if _is_nested(parameters) else scaling
 
@@ -315,16 +326,16 @@ def _is_nested(rope: Mapping[str, Any]) -> bool:
 def _split_by_layer_type(
     rope: Mapping[str, Any], family: Family
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the entries for layers without a sliding window, and for layers with one."""
+    """Return the objects for layers without a sliding window and for layers with a window."""
     if not family.local_rope:
         raise UnsupportedConfigError(
-            "LlamaConfig: rope_parameters that differ between layers are not supported for "
-            f"{family.architecture}."
+            "LlamaConfig: rope_parameters must be the same for all layers of "
+            f"{family.architecture}, got an object for each layer type."
         )
     if others := set(rope) - set(ATTENTION_TYPES):
         raise UnsupportedConfigError(
-            f"LlamaConfig: rope_parameters of {min(others)!r} are not supported, only of "
-            f"{' and '.join(map(repr, ATTENTION_TYPES))}."
+            "LlamaConfig: the keys of rope_parameters must be "
+            f"{' and '.join(map(repr, ATTENTION_TYPES))}, got {min(others)!r}."
         )
     full, sliding = (
         read_object(rope, kind, f"rope_parameters of {kind!r}") for kind in ATTENTION_TYPES
@@ -334,7 +345,7 @@ def _split_by_layer_type(
 
 def _read_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
     original = config.get("original_max_position_embeddings")
-    # Early Phi-3 files call longrope "su" or "yarn".
+    # In early Phi-3 files, the type "longrope" is called "su" or "yarn".
     if config.get("model_type") == "phi3" and rope.get("type", rope.get("rope_type")) in (
         "su",
         "yarn",
@@ -349,13 +360,13 @@ def _local_theta(
     local: Mapping[str, Any] | None,
     others: tuple[float, RopeScaling | None, float],
 ) -> float | None:
-    """Return the base of layers with a sliding window, or None if all layers are alike.
+    """Return the rotary base of layers with a sliding window; None if all layers are equal.
 
     Args:
       config: content of the file.
       family: family of the model.
-      local: the entry `rope_parameters` of these layers, or None.
-      others: base, scaling, and fraction of each head that rotates, of the other layers.
+      local: object in `rope_parameters` for layers with a window; None if there is none.
+      others: base, scaling and partial rotary factor of the other layers.
     """
     if not family.local_rope:
         return None
@@ -372,13 +383,13 @@ def _local_theta(
     is_proportional = scaling is not None and scaling.rope_type == "proportional"
     if local_factor != (1 if is_proportional else factor):
         raise UnsupportedConfigError(
-            f"LlamaConfig: partial_rotary_factor of {SLIDING!r} is not supported, got "
-            f"{local_factor!r}."
+            f"LlamaConfig: partial_rotary_factor of {SLIDING!r} must be "
+            f"{1 if is_proportional else factor!r}, got {local_factor!r}."
         )
     if local_scaling is not None:
         raise UnsupportedConfigError(
-            f"LlamaConfig: rope_parameters of {SLIDING!r} must be of type 'default', or equal to "
-            f"those of {FULL!r}, got {local_scaling.rope_type!r}."
+            f"LlamaConfig: rope_parameters of {SLIDING!r} must have rope_type 'default', or equal "
+            f"the rope_parameters of {FULL!r}, got rope_type {local_scaling.rope_type!r}."
         )
     return local_theta
 
@@ -386,14 +397,14 @@ def _local_theta(
 def _partial_factor(config: Mapping[str, Any], family: Family) -> float:
     factor = read_number(config, "partial_rotary_factor", 1.0)
     if config.get("rotary_dim") is not None and config.get("partial_rotary_factor") is None:
-        # Files of MiniMax M2 have the number of elements that rotate.
+        # Files of MiniMax M2 contain the number of rotated elements instead of a factor.
         head_dim = read_integer(config, "head_dim", 1)
         check_positive("LlamaConfig", head_dim=head_dim)
         factor = read_number(config, "rotary_dim") / head_dim
     if factor != 1 and not family.partial_rope:
         raise UnsupportedConfigError(
-            f"LlamaConfig: partial_rotary_factor = {factor!r} is not supported for "
-            f"{family.architecture}, only 1."
+            f"LlamaConfig: partial_rotary_factor must be 1 for {family.architecture}, got "
+            f"{factor!r}."
         )
     return factor
 
@@ -404,8 +415,8 @@ def _is_interleaved(config: Mapping[str, Any], family: Family) -> bool:
     given = config.get("rope_interleaved")
     if given is not None and given != family.rope_interleaved:
         raise UnsupportedConfigError(
-            f"LlamaConfig: rope_interleaved = {given!r} is not supported for "
-            f"{family.architecture}, only {family.rope_interleaved!r}."
+            f"LlamaConfig: rope_interleaved must be {family.rope_interleaved!r} for "
+            f"{family.architecture}, got {given!r}."
         )
     return family.rope_interleaved
 

@@ -1,11 +1,12 @@
-"""Where the states of a step's rows are in the pools of recurrent layers.
+"""Pool entries with the states of a step's rows, and the update of these states.
 
-A step reads and writes each state once. If each row has one token, the layer may advance the states
-in their pools, see `StateRows`.
+A step reads and writes the state of each row once. If each row has one token, a layer may update
+the states in place in their pools, see `StateRows`.
 
-When drafts are verified, it is not yet known which tokens are accepted, and a token cannot be
-removed from a state. So the recurrence runs twice: `advance` computes the outputs of all tokens and
-leaves the states unchanged, and `advance_postponed` then applies only the accepted tokens::
+When draft tokens are verified, it is not known yet which of them will be accepted, and the effect
+of a token on a state cannot be undone. So the recurrence runs twice. `advance` computes the outputs
+of all tokens, but does not change the states S. Later, `advance_postponed` applies only the
+accepted tokens to the states::
 
     score T drafts      read S, outputs of T tokens          inputs of all recurrent layers are kept
     accept n of them
@@ -35,19 +36,22 @@ GroupPools = tuple[Any, ...]
 
 
 class StatePlaces(NamedTuple):
-    """Entries of the rows' states, see `StateTables`.
+    """Pool entries with the states of a step's rows, see `StateTables`.
 
     Attributes:
-      sources: i32 ``[B]``, the entry that each row reads; P, the number of entries, for zeros.
-      entries: i32 ``[B]``, the entry that each row writes; P for rows that write nothing.
-      spares: i32 ``[B]``, the entry that each row writes from `turns` tokens on, see
-        `state_tables.plan_states`; P for rows that never switch.
-      turns: i32 ``[B]``, number of tokens at which each row switches to its spare entry.
-      num_entries: P.
-      layers: group of each recurrent layer and the layer's index in the group.
-      first_pools: index of the first group of recurrent layers in the pools of the cache.
-      postponed: layers and recurrences that `advance` has run without writing their states; None
-        if it writes all states. The list grows while a program is traced.
+      sources: i32 ``[B]``, entry that each row reads. P, the number of entries, stands for a state
+        of zeros.
+      entries: i32 ``[B]``, entry that each row writes; P for rows that write nothing.
+      spares: i32 ``[B]``, spare entry, to which each row writes instead of its entry once it has
+        `turns` tokens, see `state_tables.plan_states`; P for rows without a spare entry.
+      turns: i32 ``[B]``, sequence length in tokens from which each row uses its spare entry.
+      num_entries: number of entries in the pools (P).
+      layers: for each layer, the index of its group of recurrent layers and its index in this
+        group; None for other layers.
+      first_pools: position of the first group of recurrent layers in the tuple of all pools.
+      postponed: list of the layers, with their recurrences, for which `advance` has computed
+        outputs but not written states. It is filled while a program is traced. None if `advance`
+        writes the states.
     """
 
     sources: jax.Array
@@ -63,13 +67,13 @@ class StatePlaces(NamedTuple):
     def of_rows(
         cls, cache: "PagedCache", rows: jax.Array, postpones: bool = False
     ) -> "StatePlaces | None":
-        """Return the entries that `paged_cache.reserve` or `plan` has chosen.
+        """Return the entries that `paged_cache.reserve` or `paged_cache.plan` has chosen.
 
-        Rows that are left out have a slot that does not exist. With `postpones`, `advance` leaves
-        the states as they are.
+        `rows` is the slot of each row. Rows to skip have a slot that does not exist. If `postpones`
+        is True, `advance` does not write states.
 
         Returns:
-          The entries; None if the cache has no states.
+          The entries; None if the cache has no states of recurrent layers.
         """
         if cache.states is None:
             return None
@@ -85,14 +89,15 @@ class StatePlaces(NamedTuple):
     def at_step(
         self, step: int | jax.Array, active: jax.Array, lengths: jax.Array
     ) -> "StatePlaces":
-        """Return the entries of a decode step.
+        """Return the entries that one decode step of a dispatch reads and writes.
 
-        Steps after the first read the entries that the previous step has written.
+        The first step reads the source entries. Each later step reads the entries that the previous
+        step has written.
 
         Args:
-          step: i32 ``[]``, number of the step in its dispatch, from 0.
+          step: i32 ``[]``, index of the step in its dispatch, from 0.
           active: bool ``[B]``, False for rows that get no token.
-          lengths: i32 ``[B]``, tokens of each row before the step.
+          lengths: i32 ``[B]``, number of tokens of each row before the step.
         """
         P, has_spare = self.num_entries, self.spares < self.num_entries
         first = jnp.where(step == 0, self.sources, self.entries)
@@ -110,14 +115,17 @@ class StatePlaces(NamedTuple):
         num_tokens: jax.Array,
         backend: str | None = None,
     ) -> tuple[jax.Array, GroupPools]:
-        """Advance the states of a recurrent layer, or only compute its output.
+        """Run the recurrence of a layer on the states in the pools.
+
+        The new states are written to the pools, unless this is postponed.
 
         Args:
           layer: index of the layer in the model.
-          recurrence: the inputs of the layer and its recurrence.
-          carry: the pools.
-          num_tokens: i32 ``[B]``, number of tokens of each row.
-          backend: backend of a step of one token, see `paged_jax.kernels.dispatch`.
+          recurrence: inputs of the layer, and the function that computes its outputs.
+          carry: pools of all groups of layers.
+          num_tokens: i32 ``[B]``, number of new tokens of each row.
+          backend: backend of steps in which each row has one token, see
+            `paged_jax.kernels.dispatch`.
 
         Returns:
           The output of the layer ``[N, features]``, and the new pools.
@@ -140,7 +148,11 @@ class StatePlaces(NamedTuple):
         return out, (*carry[:group], pools, *carry[group + 1 :])
 
     def advance_postponed(self, carry: GroupPools, num_tokens: jax.Array) -> GroupPools:
-        """Return the pools after all postponed layers have applied the first tokens of each row."""
+        """Apply the first `num_tokens` tokens of each row to the states of all postponed layers.
+
+        Returns:
+          The new pools.
+        """
         places = self._replace(postponed=None)
         for layer, recurrence in self.postponed or ():
             _, carry = places.advance(layer, recurrence, carry, num_tokens)
@@ -150,7 +162,7 @@ class StatePlaces(NamedTuple):
 def create_states(
     config: "LlamaConfig", num_entries: int, num_slots: int, block_size: int, dtype: DTypeLike
 ) -> StateGroup | None:
-    """Return the states of recurrent layers; None if the model has none."""
+    """Create the state pools of a cache; None if the model has no recurrent layers."""
     if not config.state_groups:
         return None
     other = query_dtype(dtype)

@@ -1,8 +1,8 @@
-"""Checks of the arguments of a step: token ids, slots and numbers of tokens.
+"""Checks of a step's arguments: token ids, slots and numbers of tokens.
 
-Shapes and dtypes of arguments are always checked. Values are checked outside of `jit` only, because
-they are unknown inside. Inside `jit`, a token id outside of the vocabulary is clamped, and rows
-with the same slot overwrite each other's tokens.
+Shapes and dtypes are always checked. Values are checked only outside of `jit`, because they are
+unknown while a function is traced. Inside `jit`, a token id outside of the vocabulary is clamped,
+and rows with the same slot overwrite each other's tokens.
 """
 
 import jax
@@ -31,17 +31,17 @@ def as_step_arrays(
     Args:
       function: function name for error messages.
       vocab_size: vocabulary size (V).
-      token_ids: integers ``[B, T]``, or ``[B]`` without `num_tokens`.
-      slots: integers ``[B]``.
-      num_tokens: integers ``[B]``; None for a single token per row.
+      token_ids: integers ``[B, T]``, or ``[B]`` if `num_tokens` is None.
+      slots: integers ``[B]``, slot of each row.
+      num_tokens: integers ``[B]``, number of tokens in each row; None if each row has one token.
       has_tiles: whether several rows may have the same slot.
 
     Returns:
       `token_ids`, `slots` and `num_tokens`, each i32.
 
     Raises:
-      ValueError: shapes differ, an array has no integers or, outside of `jit`, a slot appears twice
-        or a token is not in the vocabulary.
+      ValueError: shapes do not fit together, or a dtype is not an integer dtype. Outside of `jit`,
+        also if a slot appears twice or a token is not in the vocabulary.
     """
     if num_tokens is None:
         letters, num_tokens = {"token_ids": "B", "slots": "B"}, np.ones(np.shape(slots), np.int32)
@@ -59,11 +59,13 @@ def as_step_arrays(
 
 
 def as_token_ids(function: str, vocab_size: int, token_ids: ArrayLike) -> jax.Array:
-    """Check token ids ``[B, T]`` of whole sequences, including padding, and convert them to int32.
+    """Check the token ids ``[B, T]`` of whole sequences, and convert them to int32.
+
+    Padding must consist of valid token ids, too.
 
     Raises:
-      ValueError: the shape is not ``[B, T]``, the dtype is no integer or, outside of `jit`, a token
-        is not in the vocabulary.
+      ValueError: the shape is not ``[B, T]``, or the dtype is not an integer dtype. Outside of
+        `jit`, also if a token is not in the vocabulary.
     """
     arrays = as_arrays(function, token_ids=token_ids)
     sizes = bind(function, token_ids=(arrays["token_ids"], "BT"))
@@ -73,14 +75,14 @@ def as_token_ids(function: str, vocab_size: int, token_ids: ArrayLike) -> jax.Ar
 
 
 def check_distinct_slots(function: str, slots: ArrayLike) -> None:
-    """Check that slots ``[B]`` are distinct, except negative ones. Does nothing inside `jit`."""
+    """Check that the slots ``[B]`` that are not negative are distinct, except inside `jit`."""
     if isinstance(slots, Tracer):
         return
     used, counts = np.unique(np.asarray(slots), return_counts=True)
     if twice := used[(used >= 0) & (counts > 1)].tolist():
         raise ValueError(
-            f"{function}: slots must be distinct, got {twice[0]} more than once. Append the tokens "
-            "of a slot in one row."
+            f"{function}: slots must be distinct, got slot {twice[0]} more than once. Put all "
+            "tokens of a slot into one row."
         )
 
 
@@ -92,14 +94,14 @@ def check_token_ids(
     *,
     name: str = "token_ids",
 ) -> None:
-    """Check that tokens are in the vocabulary. Does nothing inside `jit`.
+    """Check that token ids are in the vocabulary, except inside `jit`.
 
     Args:
       function: function name for error messages.
       vocab_size: vocabulary size (V).
       token_ids: integers ``[B, T]`` or ``[B]``.
-      num_tokens: integers ``[B]``, number of tokens of each row to check.
-      name: name of the argument for error messages.
+      num_tokens: integers ``[B]``. Only the first `num_tokens` tokens of each row are checked.
+      name: name of the argument `token_ids` in error messages.
 
     Raises:
       ValueError: a token is not in the vocabulary.

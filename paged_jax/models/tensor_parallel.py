@@ -1,10 +1,10 @@
-"""Tensor parallelism: how a model is divided over the devices of a mesh.
+"""Tensor parallelism: division of a model over the devices of a mesh.
 
-A model is divided over its heads, its intermediate features or experts, and its vocabulary
-(Megatron-LM, arXiv 1909.08053). Each device runs a narrower model with the config of
-`shard_config`, within `jax.shard_map`. The hidden states are the same on all devices. If there are
-fewer KV heads than devices, several devices hold the keys and values of the same head, see
-`widen_config`.
+Attention is divided by heads, an MLP by its intermediate features or its experts, and embeddings
+and output head by tokens of the vocabulary (Megatron-LM, arXiv 1909.08053). In `jax.shard_map`,
+each device runs a smaller model, whose config `shard_config` returns. The hidden states are the
+same on all devices. If there are fewer KV heads than devices, several devices hold the keys and
+values of the same head, see `widen_config`.
 """
 
 import dataclasses
@@ -33,12 +33,13 @@ from paged_jax.models.matrices import (
     matrix_name,
 )
 
-# Name of the mesh axis of the devices.
+# Name of the mesh axis over whose devices a model is divided.
 AXIS = "tp"
 
-# Divided dimension of each parameter, counted from the end, so that it does not depend on whether
-# the layers are stacked. Scales and minima of a matrix are divided like the matrix. All other
-# parameters, and norms of single heads, are replicated: each device has a whole copy.
+# Dimension of each parameter that is divided over the devices. It is counted from the end, because
+# stacked layers have an additional first dimension. Scales and minima are divided like their
+# matrix. All other parameters, and norms that apply to single heads, are replicated: each device
+# has a copy.
 _DIVIDED = {
     "qkv_proj": 4,
     "qkv_bias": 3,
@@ -69,12 +70,13 @@ _DIVIDED = {
     "embed_tokens_per_layer": 2,
     "lm_head": 2,
 }
-# Parameters that are divided by KV heads. If there are fewer KV heads than devices, several devices
-# have a copy of a head. Each copy has the rows of the key and the value of the head, and a share of
-# the rows of its queries, see `_num_kept`.
+# Parameters that are divided by KV heads. If there are fewer KV heads than devices, each head is
+# copied to several devices. Each copy has the head's key and value rows, and a share of its query
+# rows, see `_num_kept`.
 _OF_HEADS = ("qkv_proj", "qkv_bias", "q_norm", "k_norm")
 _OF_VOCABULARY = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
-# Fields of a config that count KV heads. The second may be 0.
+# Fields of a config with a number of KV heads. The second may be 0, which means that it is not
+# used.
 _KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
 
 Convert = Callable[[jax.Array], jax.Array]
@@ -82,12 +84,12 @@ Convert = Callable[[jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class DeviceShard:
-    """One device's share of a model, with the collectives that combine the shares.
+    """Share of one device in a tensor-parallel model, with the necessary collectives.
 
-    A layer needs two sums over the devices, one after each projection into the residual stream, or
-    one if attention and MLP run in parallel. The embedding needs one more sum, and the logits are
-    gathered. Norms over all heads of a token also need the mean over the devices of two numbers per
-    token.
+    A layer needs two all-reduce sums, one after each projection into the residual stream, or only
+    one if attention and MLP run in parallel. The embedding lookup needs another sum, and the logits
+    are gathered. If norms are over all heads of a token, an all-reduce averages the mean squares of
+    each token's queries and keys.
 
     Attributes:
       axis_name: mesh axis of the devices.
@@ -101,19 +103,22 @@ class DeviceShard:
 
     @property
     def index(self) -> jax.Array:
-        """Index of this device, i32 ``[]``."""
+        """Index of this device on the mesh axis, i32 ``[]``."""
         return lax.axis_index(self.axis_name)
 
     def all_reduce_sum(self, x: jax.Array) -> jax.Array:
-        """Return the sum over all devices."""
+        """Return the sum of `x` over all devices."""
         return lax.psum(x, self.axis_name)
 
     def all_reduce_mean(self, x: jax.Array) -> jax.Array:
-        """Return the mean over all devices."""
+        """Return the mean of `x` over all devices."""
         return lax.pmean(x, self.axis_name)
 
     def look_up(self, table: Weight, token_ids: jax.Array) -> jax.Array:
-        """Look up embeddings like `matrices.look_up`. Each device has some rows of the table."""
+        """Look up embeddings in a table whose rows are divided over the devices.
+
+        For the arguments, see `matrices.look_up`. `table` holds the rows of this device.
+        """
         num_rows = table.shape[0]
         first = self.index * num_rows
         rows = jnp.clip(token_ids, 0, self.vocab_size - 1) - first
@@ -122,16 +127,16 @@ class DeviceShard:
         return self.all_reduce_sum(jnp.where(is_here[:, None], found, 0))
 
     def gather_logits(self, logits: jax.Array) -> jax.Array:
-        """Gather the logits of all devices to ``[..., V]`` for the whole vocabulary."""
+        """Concatenate the devices' parts of the logits to the logits ``[..., V]`` of all tokens."""
         axis = logits.ndim - 1
         return lax.all_gather(logits, self.axis_name, axis=axis, tiled=True)[..., : self.vocab_size]
 
 
 def widen_config(config: LlamaConfig, num_devices: int) -> LlamaConfig:
-    """Return the config, with KV heads repeated until there is at least one per device.
+    """Return a config whose KV heads are repeated, so that each device has at least one.
 
-    The additional heads are copies, so the model computes the same function. In latent attention,
-    each device keeps all vectors.
+    The additional heads are copies, so the model computes the same function. With latent attention,
+    each device keeps a copy of the latent vectors of all tokens.
 
     Example:
       >>> config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=192,
@@ -157,9 +162,9 @@ def shard_config(function: str, config: LlamaConfig, num_devices: int) -> LlamaC
       num_devices: number of devices (N).
 
     Returns:
-      The config with the heads, KV heads, intermediate features and vocabulary of a device. The
-      vocabulary is padded to a multiple of N. `num_experts` does not change, because each device
-      routes among all experts.
+      The config with one device's number of heads, KV heads, intermediate features and vocabulary
+      rows. The vocabulary is padded to a multiple of N. `num_experts` does not change, because the
+      router on each device chooses among all experts.
 
     Raises:
       ValueError: the model cannot be divided by `num_devices`.
@@ -180,7 +185,8 @@ def shard_config(function: str, config: LlamaConfig, num_devices: int) -> LlamaC
         wide,
         mixer=None if wide.mixer is None else wide.mixer.divide(num_devices),
         vocab_size=-(-wide.vocab_size // num_devices),
-        # Not divided if all layers have experts: no layer has a dense MLP of this size.
+        # If all layers have experts, no layer has a dense MLP of this size, so it need not be
+        # divisible.
         intermediate_size=wide.intermediate_size // (1 if all(config.has_experts) else num_devices),
         intermediate_sizes=tuple(size // num_devices for size in wide.intermediate_sizes),
         vocab_size_per_layer_input=wide.vocab_size_per_layer_input // num_devices,
@@ -194,9 +200,8 @@ def shard_config(function: str, config: LlamaConfig, num_devices: int) -> LlamaC
 def _check_divides(function: str, config: LlamaConfig, num_devices: int) -> None:
     if config.mixer is not None and config.mixer.num_parts % num_devices:
         raise ValueError(
-            f"{function}: tensor_parallel_size must divide the {config.mixer.num_parts} parts of "
-            f"the recurrent layers (their channels, or heads with keys of their own), got "
-            f"{num_devices}."
+            f"{function}: tensor_parallel_size must divide the {config.mixer.num_parts} key heads, "
+            f"groups or channels of the recurrent layers, got {num_devices}."
         )
     mlp = ["num_experts", "shared_expert_intermediate_size"]
     if not all(config.has_experts):
@@ -204,7 +209,7 @@ def _check_divides(function: str, config: LlamaConfig, num_devices: int) -> None
     for name in ("num_attention_heads", *mlp):
         if getattr(config, name) % num_devices:
             raise ValueError(
-                f"{function}: tensor_parallel_size must divide the model's {name} of "
+                f"{function}: tensor_parallel_size must divide the model's {name}, "
                 f"{getattr(config, name)}, got {num_devices}."
             )
     sizes = [config.vocab_size_per_layer_input, *config.intermediate_sizes]
@@ -213,15 +218,15 @@ def _check_divides(function: str, config: LlamaConfig, num_devices: int) -> None
     for size in sizes:
         if size % num_devices:
             raise ValueError(
-                f"{function}: tensor_parallel_size must divide the model's vocabularies and "
-                f"intermediate_sizes, of which one is {size}, got {num_devices}."
+                f"{function}: tensor_parallel_size must divide the model's vocabulary sizes and "
+                f"intermediate_sizes, one of which is {size}, got {num_devices}."
             )
     for name in _KV_HEADS:
         num_heads = getattr(config, name)
         if num_heads and num_heads % num_devices and num_devices % num_heads:
             raise ValueError(
-                f"{function}: tensor_parallel_size must divide the model's {name} of {num_heads} "
-                f"or be a multiple of it, got {num_devices}."
+                f"{function}: tensor_parallel_size must be a divisor or a multiple of the model's "
+                f"{name}, {num_heads}, got {num_devices}."
             )
 
 
@@ -229,11 +234,12 @@ def _check_divides(function: str, config: LlamaConfig, num_devices: int) -> None
 class TensorParallel:
     """Placement of a model's parameters on the devices of a mesh.
 
-    Parameters have two layouts. In the model layout, in which they are loaded, they have the shapes
-    of the whole model. In the program layout they are passed to compiled programs. Both layouts
-    have the same arrays, unless keys and values must be copied (fewer KV heads than devices) or the
-    vocabulary must be padded (not a multiple of N). Such parameters exist twice while they are
-    converted, for example when an engine starts or receives new weights.
+    Parameters have two layouts. In the model layout, they have the shapes of the whole model, as
+    they are loaded. In the program layout, they are passed to compiled programs. The layouts differ
+    in two cases only. If there are fewer KV heads than devices, key and value rows are copied. If
+    the vocabulary size is not a multiple of N, the vocabulary is padded. In these cases, both
+    versions of a parameter are in memory while it is converted, for example when an engine starts
+    or receives new weights.
 
     Attributes:
       mesh: mesh of the devices, with the single axis `AXIS`.
@@ -245,7 +251,9 @@ class TensorParallel:
 
     @classmethod
     def create(cls, function: str, mesh: Mesh, config: LlamaConfig) -> "TensorParallel":
-        """Divide a model over all devices of a mesh.
+        """Return the placement of a model that is divided over all devices of a mesh.
+
+        `function` is the function name for error messages.
 
         Raises:
           ValueError: the model cannot be divided by the number of devices.
@@ -261,50 +269,54 @@ class TensorParallel:
 
     @functools.cached_property
     def device_config(self) -> LlamaConfig:
-        """Configuration of the model that each device runs."""
+        """Configuration of the smaller model that each device runs."""
         return shard_config("TensorParallel", self.config, self.num_devices)
 
     @functools.cached_property
     def wide_config(self) -> LlamaConfig:
-        """Configuration with at least as many KV heads as devices."""
+        """Configuration of the whole model, with KV heads repeated as in `widen_config`."""
         return widen_config(self.config, self.num_devices)
 
     @property
     def shard(self) -> DeviceShard:
-        """Shard for the model that each device runs. It is the same on all devices."""
+        """Argument `shard` of the model that each device runs. It is the same on all devices."""
         return DeviceShard(AXIS, self.config.vocab_size, self.num_devices)
 
     def model_sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
-        """Return the sharding of a parameter in the model layout."""
+        """Return the sharding of a parameter in the model layout, given its name and shape."""
         kind, rank = _kind(name), len(shape)
         if (mesh := self._mesh_of_copies(name)) is not None:
             return NamedSharding(mesh, _divide(rank, rank - _DIVIDED[kind], "heads"))
         if kind in _OF_VOCABULARY and self._num_padding and not name.endswith(ORDER):
-            # The vocabulary cannot be divided before it is padded, so divide another dimension.
+            # The number of rows is not a multiple of N before padding, so divide the last dimension
+            # instead.
             if shape[-1] % self.num_devices:
                 return NamedSharding(self.mesh, PartitionSpec())
             return NamedSharding(self.mesh, _divide(rank, rank - 1, AXIS))
         return NamedSharding(self.mesh, self.program_spec(name, shape))
 
     def program_spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
-        """Return the partition of a parameter in the program layout, for a shape in any layout."""
+        """Return the partition of a parameter in the program layout.
+
+        `shape` may be the shape in either layout, because only the rank matters in most cases.
+        """
         kind, rank = _kind(name), len(shape)
         if not self._is_divided(kind) or name.endswith(ORDER):
             return PartitionSpec()
         if rank < _DIVIDED[kind]:
             return PartitionSpec()  # norm of each recurrent head
         if name.endswith((SCALE, MIN)) and _DIVIDED[kind] == 1 and shape[-1] == 1:
-            return PartitionSpec()  # all parts of a row share its single scale
+            return PartitionSpec()  # all devices need the only scale of each row
         return _divide(rank, rank - _DIVIDED[kind], AXIS)
 
     def check_formats(
         self, function: str, formats: MatrixFormats, shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """Check that the inputs of quantised matrices can be divided.
+        """Check that quantised matrices that are divided along their inputs can be divided.
 
         Raises:
-          ValueError: a part of a matrix would not consist of whole groups of inputs, or its inputs
-            are reordered.
+          ValueError: a device's part of a matrix would not consist of whole groups of inputs, or
+            the inputs of a matrix are reordered.
         """
         for name, shape in shapes.items():
             format = formats[name]
@@ -317,15 +329,15 @@ class TensorParallel:
                 raise ValueError(
                     f"{function}: tensor_parallel_size must divide the {num_inputs} inputs of "
                     f"{name}, which are {has}, got {self.num_devices}. Load the model from its "
-                    "files for these devices, or with dequantise=True."
+                    "files with this number of devices, or with dequantise=True."
                 )
 
     def to_program_layout(self, name: str, x: jax.Array) -> jax.Array:
-        """Convert a parameter from the model layout, with any sharding, to the program layout."""
+        """Convert a parameter with any sharding from the model layout to the program layout."""
         kind = _kind(name)
         sharding = self.model_sharding(name, x.shape)
-        # With an equal sharding, device_put would return an alias, which could not be donated
-        # later.
+        # If the sharding is equal already, device_put would return an alias of the same buffers, so
+        # the parameter could not be donated later.
         if x.sharding != sharding:
             x = jax.device_put(x, sharding)
         if name.endswith(ORDER):
@@ -354,10 +366,12 @@ class TensorParallel:
         return kind in _DIVIDED and not is_of_one_head
 
     def _mesh_of_copies(self, name: str) -> Mesh | None:
-        """Return a mesh with axes for heads and copies. All copies of a head are in one row.
+        """Return a mesh with the axes "heads" and "copies" for a parameter with copied KV heads.
+
+        The devices in a row of the mesh have copies of the same head.
 
         Returns:
-          None if no two devices have the same part of the parameter.
+          The mesh; None if every device has a different part of the parameter.
         """
         kind, layer = _kind(name), _layer(name)
         if kind not in _OF_HEADS or not self._is_divided(kind):
@@ -372,10 +386,11 @@ class TensorParallel:
         return Mesh(devices, ("heads", "copies"), axis_types=(AxisType.Auto,) * 2)
 
     def _num_kept(self, name: str) -> int | None:
-        """Return the number of rows of a KV head that each copy keeps: its key and its value.
+        """Return the number of rows of a KV head that every copy of the head keeps.
 
-        The other rows, the queries, are divided between the copies. None: each copy keeps all rows.
-        Rows are along the dimension after the heads.
+        These are the last rows, for the key and the value. The other rows, for the queries, are
+        divided between the copies. None means that each copy keeps all rows. Rows are along the
+        dimension after the heads.
         """
         kind = _kind(name)
         if kind in ("q_norm", "k_norm"):
@@ -384,22 +399,22 @@ class TensorParallel:
 
     @property
     def _num_padding(self) -> int:
-        """Number of rows that pad the vocabulary."""
+        """Number of rows by which the vocabulary is padded to a multiple of N."""
         return -self.config.vocab_size % self.num_devices
 
 
 def divides_inputs(name: str) -> bool:
-    """Return whether a matrix is divided over the devices along its inputs, not its outputs."""
+    """Return whether a matrix is divided along its inputs instead of its outputs."""
     return _DIVIDED.get(_kind(name)) == 1
 
 
 def _kind(name: str) -> str:
-    """Return the name of a parameter in its layer, without the suffix of a matrix's array."""
+    """Return a parameter's name in its layer, without a suffix such as ``"_scale"``."""
     return matrix_name(name).rpartition(".")[2]
 
 
 def _layer(name: str) -> int:
-    """Return the layer of a parameter; 0 for stacked layers, which are equal."""
+    """Return the layer index in a parameter's name; 0 for stacked layers, which are equal."""
     index = name.removeprefix("layers.").partition(".")[0]
     return int(index) if index.isdecimal() else 0
 
@@ -413,11 +428,13 @@ def _divide(rank: int, axis: int, name: str) -> PartitionSpec:
 
 @functools.lru_cache
 def _widener(mesh: Mesh, axis: int, num_kept: int | None) -> Convert:
-    """Return a conversion from ``[K, G + kept, ...]`` to ``[N, G / copies + kept, ...]``.
+    """Return a function that copies KV heads of a parameter to several devices.
 
-    It is used if a KV head has copies on several devices. `kept` is `num_kept`, see
-    `TensorParallel._num_kept`. Each device keeps the key and the value of its head and takes its
-    share of the queries. Nothing is communicated, because each device already holds the whole head.
+    It converts ``[K, G + kept, ...]`` to ``[N, G / copies + kept, ...]``.
+
+    `kept` is `num_kept`, see `TensorParallel._num_kept`. Each device keeps the key and value rows
+    of its head, and its share of the query rows. No communication is necessary, because each device
+    already holds the whole head.
     """
 
     def widen(x: jax.Array) -> jax.Array:
@@ -435,7 +452,7 @@ def _widener(mesh: Mesh, axis: int, num_kept: int | None) -> Convert:
 
 @functools.lru_cache
 def _narrower(mesh: Mesh, axis: int, num_kept: int | None) -> Convert:
-    """Return the conversion back to ``[K, G + kept, ...]``, the inverse of `_widener`."""
+    """Return the inverse of the function that `_widener` returns."""
 
     def narrow(x: jax.Array) -> jax.Array:
         if num_kept is None:
@@ -451,7 +468,10 @@ def _narrower(mesh: Mesh, axis: int, num_kept: int | None) -> Convert:
 
 
 def _split(x: jax.Array, axis: int, num_kept: int | None) -> list[jax.Array]:
-    """Split the rows of a KV head into its queries and the last `num_kept` rows (None: all)."""
+    """Split the rows of a KV head into query rows and the last `num_kept` rows.
+
+    If `num_kept` is None, all rows are in the second part.
+    """
     num_queries = 0 if num_kept is None else x.shape[axis] - num_kept
     return jnp.split(x, [num_queries], axis)
 

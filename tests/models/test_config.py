@@ -306,7 +306,9 @@ def test_from_dict_reads_the_chunks_of_llama_4():
         dataclasses.replace(config, attention_chunk_size=None)
     with pytest.raises(ValueError, match="attention_chunk_size must be positive"):
         dataclasses.replace(config, attention_chunk_size=0)
-    with pytest.raises(ValueError, match="block_size must divide attention_chunk_size = 8192"):
+    with pytest.raises(
+        ValueError, match="block_size must divide the model's attention_chunk_size of 8192"
+    ):
         create_cache(config, num_slots=1, max_length=48, block_size=24)
 
 
@@ -319,7 +321,7 @@ def test_from_dict_reads_the_chunks_of_llama_4():
         ({**_LLAMA, "rope_scaling": {"type": "mrope", "factor": 2.0}}, "mrope"),
         ({**_LLAMA, "rope_parameters": {"rope_type": "axial"}}, "axial"),
         ({**_LLAMA, "rope_parameters": {"rope_type": ["yarn"]}}, "rope_type"),
-        ({**_LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ"),
+        ({**_LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "the same for"),
         ({**_LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         (
             {
@@ -342,7 +344,7 @@ def test_from_dict_reads_the_chunks_of_llama_4():
         ),
         (
             {**_of_family("gemma3_text"), "rope_parameters": {"rope_theta": 1e5}},
-            "rope_parameters must have an object for each of",
+            "rope_parameters must have the keys",
         ),
         ({**_LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({**_LLAMA, "rope_interleaved": True}, "rope_interleaved"),
@@ -427,8 +429,11 @@ def test_from_dict_names_unsupported_features(config, named):
         ({"model_type": "granite", "logits_scaling": 1e-320}, "logits_scaling must be positive"),
         ({"rope_scaling": {**_LLAMA3_ROPE, "low_freq_factor": 4.5}}, "low_freq_factor must be"),
         ({"architectures": ["MistralForCausalLM"]}, "architectures must only contain classes of"),
-        ({"layer_types": ["full_attention"]}, "layer_types must name 3 layers"),
-        ({"layer_types": [["full_attention"]] * 3}, "layer_types must be a list of names"),
+        (
+            {"layer_types": ["full_attention"]},
+            "layer_types must have one name for each of the 3 layers",
+        ),
+        ({"layer_types": [["full_attention"]] * 3}, "layer_types must be a list of strings"),
         ({"model_type": "gemma2", "sliding_window_pattern": 0}, "sliding_window_pattern must be"),
         ({"model_type": "gemma3"}, "text_config must be a JSON object"),
         ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be"),

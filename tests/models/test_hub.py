@@ -112,7 +112,9 @@ def test_paths_are_not_names(tmp_path, monkeypatch) -> None:
         assert (
             str(find_model(path)) == str(find_model(path, download=True)) == path.removeprefix("./")
         )
-    with pytest.raises(ValueError, match=r"revision must be given with the name .* path org/model"):
+    with pytest.raises(
+        ValueError, match=r"revision must only be set for the name .* path org/model"
+    ):
         find_model("org/model", revision="v1")
 
 
@@ -121,7 +123,9 @@ def test_named_model_is_downloaded_once_and_then_found_without_the_network(hub, 
     missing = run(find.format("'org/tiny'"), hub, tmp_path)
     assert not Hub.requested
     error = missing.stderr.splitlines()[-1]
-    assert error.startswith("FileNotFoundError: org/tiny: there is no such file or folder, and no")
+    assert error.startswith(
+        "FileNotFoundError: org/tiny: there is no file or folder of this name, and"
+    )
     assert f"{tmp_path}/hub" in error and "--download" in error
     fetched = run(find.format("'org/tiny', download=True"), hub, tmp_path)
     assert fetched.returncode == 0, fetched.stderr
@@ -147,9 +151,9 @@ def test_named_model_is_downloaded_once_and_then_found_without_the_network(hub, 
     [
         (
             "org/nobody",
-            "OSError: org/nobody: the Hugging Face Hub has no such model, or it is priv",
+            "OSError: org/nobody: the Hugging Face Hub has no model of this name, or",
         ),
-        ("org/secret", "OSError: org/secret: access to this model must be granted. Accept its ter"),
+        ("org/secret", "OSError: org/secret: this model requires permission. Accept its terms"),
     ],
 )
 def test_download_says_why_it_fails(hub, tmp_path, name, message) -> None:

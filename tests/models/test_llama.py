@@ -331,7 +331,7 @@ def test_call_rejects_invalid_token_ids(token_ids, message) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"slots": i32(0, 0)}, "slots must be distinct, got 0 more than once"),
+        ({"slots": i32(0, 0)}, "slots must be distinct, got slot 0 more than once"),
         ({"token_ids": [[3, 4], [5, 61]]}, "token_ids must be in 0..60, the vocabulary, got 61"),
         ({"token_ids": [[3, 4], [-5, 6]]}, "token_ids must be in 0..60, the vocabulary, got -5"),
         ({"token_ids": [[3.0, 4.0], [5.0, 6.0]]}, "token_ids must be an integer array"),

@@ -185,12 +185,12 @@ def test_widen_config_adds_kv_heads_only_if_needed() -> None:
 @pytest.mark.parametrize(
     "num_devices, changes, match",
     [
-        (3, {}, "must divide the model's num_attention_heads of 32, got 3"),
-        (16, {"intermediate_size": 24}, "must divide the model's intermediate_size of 24, got 16"),
+        (3, {}, "must divide the model's num_attention_heads, 32, got 3"),
+        (16, {"intermediate_size": 24}, "must divide the model's intermediate_size, 24, got 16"),
         (
             4,
             {"num_attention_heads": 24, "num_key_value_heads": 6},
-            "num_key_value_heads of 6 or be a multiple of it, got 4",
+            "multiple of the model's num_key_value_heads, 6, got 4",
         ),
         (0, {}, "must be a positive integer, got 0"),
         (True, {}, "must be a positive integer, got True"),

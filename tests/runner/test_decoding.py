@@ -378,7 +378,7 @@ def test_decode_steps_rejects_wrong_shapes(model) -> None:
         decode_steps(model, state, jnp.zeros((2, 1), jnp.int32), 1, max_steps=1)
     with pytest.raises(ValueError, match="slots must be int32, got float32"):
         decode_steps(model, state, jnp.zeros(2), 1, max_steps=1)
-    with pytest.raises(ValueError, match="slots must be distinct, got 1 more than once"):
+    with pytest.raises(ValueError, match="slots must be distinct, got slot 1 more than once"):
         decode_steps(model, state, jnp.array([-1, 1, -1, 1]), 1, max_steps=1)
     with pytest.raises(ValueError, match="num_drafts must have B"):
         verify_steps(
