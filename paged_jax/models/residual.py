@@ -89,7 +89,7 @@ def add_low_rank(
 
     The branch is the normalised input of attention plus a low-rank projection of it. ``x [..., E]``
     is the residual stream after attention, and ``normed [..., E]`` is the normalised input of
-    attention. Both are float32.
+    attention. Both are float32. The sum is divided by sqrt(2).
     """
     if not config.laurel_rank:
         return x

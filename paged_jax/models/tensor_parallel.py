@@ -298,7 +298,7 @@ class TensorParallel:
     def program_spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         """Return the partition of a parameter in the program layout.
 
-        `shape` may be the shape in either layout, because only the rank matters in most cases.
+        `shape` may be the shape of the parameter in either layout.
         """
         kind, rank = _kind(name), len(shape)
         if not self._is_divided(kind) or name.endswith(ORDER):
